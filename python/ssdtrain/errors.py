@@ -1,0 +1,64 @@
+"""What ssdtrain raises. Each message says what, where, why and what next."""
+
+from __future__ import annotations
+
+__all__ = [
+    "BudgetError",
+    "BusyError",
+    "CancelledError",
+    "ClosedError",
+    "ConfigError",
+    "CorruptError",
+    "NoSpaceError",
+    "PoisonedError",
+    "SsdtrainError",
+    "StorageError",
+    "UnsupportedError",
+]
+
+
+class SsdtrainError(RuntimeError):
+    """The base of all errors of this package."""
+
+    errno: int | None = None
+    """The kernel's error number, where the kernel refused."""
+
+
+class ConfigError(SsdtrainError, ValueError):
+    """An option or a directory is not usable as given."""
+
+
+class StorageError(SsdtrainError):
+    """The kernel or the device failed an operation; no wrong byte was handed out."""
+
+
+class NoSpaceError(StorageError):
+    """The disk, a quota or ``max_disk_bytes`` has no room."""
+
+
+class CorruptError(StorageError):
+    """Bytes came back that are not those that were written (``verify=True``)."""
+
+
+class UnsupportedError(SsdtrainError):
+    """The kernel, the file system or torch lacks what was asked for."""
+
+
+class ClosedError(SsdtrainError):
+    """The store was closed, or belongs to the process that forked this one."""
+
+
+class PoisonedError(SsdtrainError):
+    """An I/O worker died; nothing it held can be trusted."""
+
+
+class CancelledError(SsdtrainError):
+    """The operation was cancelled before it ended."""
+
+
+class BusyError(SsdtrainError):
+    """More requests wait for the disk than the queue holds."""
+
+
+class BudgetError(SsdtrainError):
+    """``max_resident_bytes`` cannot be kept: one node needs more at once."""

@@ -1,0 +1,401 @@
+//! The memory that I/O touches: slots of our own arena, and regions lent by the caller.
+//!
+//! Reads land in a slot, and the slot becomes the tensor: no copy. The arena is one private
+//! anonymous mapping on huge pages, because the physical contiguity of the buffer decides the rate
+//! of direct I/O, and because a fresh buffer costs more in page faults than the disk takes. It is
+//! not marked `MADV_DONTFORK`: a forked worker that touches an inherited tensor must not crash.
+#![expect(unsafe_code, reason = "maps memory and hands out raw addresses to the kernel")]
+
+use std::any::Any;
+use std::fmt;
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use rustix::mm::{Advice, MapFlags, MprotectFlags, ProtFlags};
+
+use crate::error::{Error, ErrorKind, Result};
+use crate::extent::ExtentAllocator;
+
+/// Slots start on this boundary, which satisfies direct I/O on every file system.
+pub const PAGE_BYTES: usize = 4096;
+const HUGE_PAGE_BYTES: usize = 2 << 20;
+/// The arena becomes accessible in steps, so that strict overcommit counts only what is used.
+const COMMIT_STEP_BYTES: usize = 32 << 20;
+
+/// One reserved range of addresses from which slots are cut.
+pub struct Arena {
+    base: NonNull<u8>,
+    reserved: usize,
+    retain: usize,
+    space: Mutex<Space>,
+    live: AtomicUsize,
+}
+
+struct Space {
+    extents: ExtentAllocator,
+    /// Bytes from the base that may be accessed.
+    committed: usize,
+    /// Bytes from the base that may be resident.
+    touched: usize,
+}
+
+// SAFETY: `base` points to a mapping that lives as long as the arena; all bookkeeping is behind a
+// mutex, and bytes are reached only through slots, which never overlap.
+unsafe impl Send for Arena {}
+// SAFETY: as above.
+unsafe impl Sync for Arena {}
+
+impl Arena {
+    /// Reserves as many addresses as the machine has memory; nothing is resident yet.
+    ///
+    /// `retain` bytes stay resident while no slot is in use.
+    pub fn new(retain: usize) -> Result<Arc<Self>> {
+        let mut reserved = physical_bytes().next_multiple_of(HUGE_PAGE_BYTES);
+        // An address-space limit (`ulimit -v`) may refuse the first size.
+        let base = loop {
+            match reserve(reserved) {
+                Ok(base) => break base,
+                Err(_) if reserved > COMMIT_STEP_BYTES => reserved /= 2,
+                Err(source) => {
+                    let what = "cannot reserve 32 MiB of addresses for reads; raise `ulimit -v`";
+                    return Err(Error::from_io(what, &source.into()));
+                }
+            }
+        };
+        let space = Space {
+            extents: ExtentAllocator::new(PAGE_BYTES as u64, reserved as u64),
+            committed: 0,
+            touched: 0,
+        };
+        let (space, live) = (Mutex::new(space), AtomicUsize::new(0));
+        Ok(Arc::new(Self { base, reserved, retain, space, live }))
+    }
+
+    /// A slot of `len` bytes. Its content is whatever an earlier slot left.
+    pub fn slot(self: &Arc<Self>, len: usize) -> Result<Slot> {
+        let mut space = self.lock();
+        let offset = space.extents.allocate(len as u64).ok_or_else(|| {
+            let (live, reserved) = (self.live_bytes(), self.reserved);
+            Error::new(
+                ErrorKind::NoSpace,
+                format!(
+                    "no room for a read of {len} bytes: {live} of the arena's {reserved} bytes are \
+                     in use; drop tensors that were read before reading more"
+                ),
+            )
+        })? as usize;
+        let end = space.extents.end() as usize;
+        if end > space.committed
+            && let Err(error) = self.commit(&mut space, end)
+        {
+            space.extents.free(offset as u64, len as u64);
+            return Err(error);
+        }
+        space.touched = space.touched.max(end);
+        drop(space);
+        self.live.fetch_add(round_to_page(len), Ordering::Relaxed);
+        Ok(Slot { arena: Arc::clone(self), offset, len })
+    }
+
+    /// Bytes of the slots in use.
+    pub fn live_bytes(&self) -> usize {
+        self.live.load(Ordering::Relaxed)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Space> {
+        self.space.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Makes `[0, end)` accessible, on huge pages where the kernel has them.
+    fn commit(&self, space: &mut Space, end: usize) -> Result<()> {
+        let target = end.next_multiple_of(COMMIT_STEP_BYTES).min(self.reserved);
+        let (start, len) = (self.address(space.committed), target - space.committed);
+        // SAFETY: the range lies in our own reservation and no slot covers it yet.
+        unsafe {
+            rustix::mm::mprotect(start.cast(), len, MprotectFlags::READ | MprotectFlags::WRITE)
+        }
+        .map_err(|errno| {
+            Error::from_io(
+                format_args!("cannot make {len} bytes of memory accessible for reads"),
+                &errno.into(),
+            )
+        })?;
+        // A kernel without transparent huge pages refuses; small pages work, only slower.
+        // SAFETY: advice on our own mapping; it changes no content.
+        let _advice = unsafe { rustix::mm::madvise(start.cast(), len, Advice::LinuxHugepage) };
+        space.committed = target;
+        Ok(())
+    }
+
+    fn address(&self, offset: usize) -> *mut u8 {
+        debug_assert!(offset <= self.reserved);
+        // SAFETY: the offset lies inside (or at the end of) the reservation that starts at `base`.
+        unsafe { self.base.as_ptr().add(offset) }
+    }
+
+    fn give_back(&self, offset: usize, len: usize) {
+        let mut space = self.lock();
+        space.extents.free(offset as u64, len as u64);
+        self.live.fetch_sub(round_to_page(len), Ordering::Relaxed);
+        if space.extents.used() == 0 && space.touched > self.retain {
+            space.extents.shrink();
+            let keep = self.retain.next_multiple_of(HUGE_PAGE_BYTES);
+            if let Some(len) = space.touched.checked_sub(keep).filter(|&len| len > 0) {
+                // Refused advice leaves pages resident, which is only a cost in memory.
+                // SAFETY: no slot is in use, so nobody can look at these pages.
+                let _advice = unsafe {
+                    rustix::mm::madvise(self.address(keep).cast(), len, Advice::LinuxDontNeed)
+                };
+                space.touched = keep;
+            }
+        }
+    }
+}
+
+impl Drop for Arena {
+    fn drop(&mut self) {
+        // SAFETY: every slot holds an `Arc` of the arena, so none is left, and nothing else knows
+        // the address.
+        let unmapped = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.reserved) };
+        debug_assert!(unmapped.is_ok(), "munmap of our own mapping cannot fail");
+    }
+}
+
+fn reserve(len: usize) -> rustix::io::Result<NonNull<u8>> {
+    // SAFETY: a new private mapping at an address of the kernel's choice touches nobody's memory.
+    let base = unsafe {
+        rustix::mm::mmap_anonymous(
+            std::ptr::null_mut(),
+            len,
+            ProtFlags::empty(),
+            MapFlags::PRIVATE | MapFlags::NORESERVE,
+        )
+    }?;
+    NonNull::new(base.cast()).ok_or(rustix::io::Errno::NOMEM)
+}
+
+fn physical_bytes() -> usize {
+    // SAFETY: sysconf only reads a number.
+    let pages = unsafe { libc::sysconf(libc::_SC_PHYS_PAGES) };
+    usize::try_from(pages).unwrap_or(0).max(1 << 16).saturating_mul(rustix::param::page_size())
+}
+
+fn round_to_page(len: usize) -> usize {
+    len.max(1).next_multiple_of(PAGE_BYTES)
+}
+
+/// A range of the arena; it goes back when the last holder drops it, on whichever thread.
+pub struct Slot {
+    arena: Arc<Arena>,
+    offset: usize,
+    len: usize,
+}
+
+impl Slot {
+    /// Address of the first byte; aligned to [`PAGE_BYTES`].
+    pub fn address(&self) -> *mut u8 {
+        self.arena.address(self.offset)
+    }
+
+    /// Length in bytes.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether the slot has no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+}
+
+impl Drop for Slot {
+    fn drop(&mut self) {
+        self.arena.give_back(self.offset, self.len);
+    }
+}
+
+impl fmt::Debug for Slot {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter
+            .debug_struct("Slot")
+            .field("offset", &self.offset)
+            .field("len", &self.len)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Bytes lent by the caller, with whatever keeps them alive.
+pub struct HostRegion {
+    address: NonNull<u8>,
+    len: usize,
+    owner: Box<dyn Any + Send>,
+}
+
+// SAFETY: the region is only read (by the kernel, or byte by byte below), its owner is `Send`, and
+// the promise made to `HostRegion::new` holds on every thread.
+unsafe impl Send for HostRegion {}
+// SAFETY: as above; there is no interior state.
+unsafe impl Sync for HostRegion {}
+
+impl HostRegion {
+    /// Lends `len` bytes at `address` for reading.
+    ///
+    /// # Safety
+    /// The pages that hold the bytes must stay mapped and readable until `owner` is dropped. The
+    /// bytes may change meanwhile: then what is stored is unspecified bytes, which the caller must
+    /// not use.
+    pub unsafe fn new(address: NonNull<u8>, len: usize, owner: Box<dyn Any + Send>) -> Self {
+        Self { address, len, owner }
+    }
+
+    /// Length in bytes.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether there are no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// xxh3 of the bytes.
+    pub fn checksum(&self) -> u64 {
+        // SAFETY: whoever made the region promised that its bytes are readable.
+        unsafe { checksum(self.address.as_ptr(), self.len) }
+    }
+
+    /// The blocks of `alignment` bytes that the region touches, with `keep` held as long, and where
+    /// the region starts in them. Such a widening is what spares unaligned tensors a copy.
+    ///
+    /// # Panics
+    /// If `alignment` is more than a page: then the blocks might not be mapped.
+    pub fn widened(self, alignment: usize, keep: impl Any + Send) -> (Self, usize) {
+        assert!(alignment <= PAGE_BYTES && alignment.is_power_of_two(), "widened beyond a page");
+        let head = self.address.as_ptr() as usize % alignment;
+        let start = self.address.as_ptr().wrapping_sub(head);
+        let address =
+            NonNull::new(start).expect("no byte lies in the first page of the address space");
+        let len = (head + self.len).next_multiple_of(alignment);
+        (Self { address, len, owner: Box::new((self.owner, keep)) }, head)
+    }
+}
+
+/// What one request reads into or writes from.
+pub enum IoBuf {
+    /// Our own memory, shared with whoever waits for it.
+    Slot(Arc<Slot>),
+    /// The caller's memory; only ever a source.
+    Host(HostRegion),
+}
+
+impl IoBuf {
+    /// Address of the first byte.
+    pub fn address(&self) -> *mut u8 {
+        match self {
+            Self::Slot(slot) => slot.address(),
+            Self::Host(region) => region.address.as_ptr(),
+        }
+    }
+
+    /// Length in bytes.
+    pub fn len(&self) -> usize {
+        match self {
+            Self::Slot(slot) => slot.len(),
+            Self::Host(region) => region.len,
+        }
+    }
+
+    /// Whether there are no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Address of the piece `[start, start + len)`.
+    ///
+    /// # Panics
+    /// If the piece does not lie inside the buffer.
+    pub fn piece(&self, start: usize, len: usize) -> *mut u8 {
+        assert!(
+            start.checked_add(len).is_some_and(|end| end <= self.len()),
+            "piece outside buffer"
+        );
+        // SAFETY: the assertion above keeps the address inside the buffer.
+        unsafe { self.address().add(start) }
+    }
+
+    /// Copies the bytes at `start` to `target`.
+    pub fn copy_out(&self, start: usize, target: &mut [u8]) {
+        let source = self.piece(start, target.len());
+        // SAFETY: `piece` checked the range, and a fresh `&mut` cannot overlap the buffer.
+        unsafe { std::ptr::copy_nonoverlapping(source, target.as_mut_ptr(), target.len()) }
+    }
+
+    /// Copies `source` to the bytes at `start`.
+    ///
+    /// # Panics
+    /// If the buffer is lent by the caller: such memory is never written.
+    pub fn copy_in(&self, start: usize, source: &[u8]) {
+        assert!(matches!(self, Self::Slot(_)), "a lent buffer is never written");
+        let target = self.piece(start, source.len());
+        // SAFETY: `piece` checked the range; a slot is written only by the one request that owns
+        // it until its ticket is answered.
+        unsafe { std::ptr::copy_nonoverlapping(source.as_ptr(), target, source.len()) }
+    }
+}
+
+/// xxh3 of `len` bytes at `address`.
+///
+/// # Safety
+/// The bytes must be mapped and readable. If they change meanwhile, the sum is of no use.
+unsafe fn checksum(address: *const u8, len: usize) -> u64 {
+    // SAFETY: the caller promises that the range is readable.
+    let bytes = unsafe { std::slice::from_raw_parts(address, len) };
+    xxhash_rust::xxh3::xxh3_64(bytes)
+}
+
+/// xxh3 of `[start, start + len)` of a slot whose read has ended.
+pub fn slot_checksum(slot: &Arc<Slot>, start: usize, len: usize) -> u64 {
+    let address = IoBuf::Slot(Arc::clone(slot)).piece(start, len);
+    // SAFETY: `piece` checked the range, which the slot keeps mapped.
+    unsafe { checksum(address, len) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Arena, IoBuf, PAGE_BYTES};
+    use std::sync::Arc;
+
+    #[test]
+    fn slots_are_aligned_apart_and_come_back() {
+        let arena = Arena::new(0).unwrap();
+        let slots: Vec<_> = [1, 4096, 5000, 3 << 20].map(|len| arena.slot(len).unwrap()).into();
+        for (index, slot) in slots.iter().enumerate() {
+            assert_eq!(slot.address() as usize % PAGE_BYTES, 0);
+            for other in &slots[index + 1..] {
+                assert!(slot.address() as usize + slot.len() <= other.address() as usize);
+            }
+        }
+        let first = slots[0].address();
+        drop(slots);
+        assert_eq!(arena.live_bytes(), 0);
+        assert_eq!(arena.slot(64 << 20).unwrap().address(), first);
+    }
+
+    #[test]
+    fn bytes_survive_in_a_slot() {
+        let arena = Arena::new(1 << 20).unwrap();
+        let buffer = IoBuf::Slot(Arc::new(arena.slot(10_000).unwrap()));
+        buffer.copy_in(9_990, &[7; 10]);
+        let mut out = [0; 10];
+        buffer.copy_out(9_990, &mut out);
+        assert_eq!(out, [7; 10]);
+    }
+
+    #[test]
+    #[should_panic(expected = "piece outside buffer")]
+    fn a_piece_outside_the_buffer_is_refused() {
+        let arena = Arena::new(0).unwrap();
+        IoBuf::Slot(Arc::new(arena.slot(4096).unwrap())).piece(4000, 97);
+    }
+}

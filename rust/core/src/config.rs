@@ -1,0 +1,91 @@
+//! What a store is opened with.
+
+use std::path::PathBuf;
+
+/// Which engine moves the bytes.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub enum Backend {
+    /// `io_uring` where the kernel allows it, else a thread pool; the reason is noted once.
+    #[default]
+    Auto,
+    /// `io_uring` or an error.
+    IoUring,
+    /// A pool of threads that call `pread` and `pwrite`.
+    Psync,
+    /// A disk in memory that fails by a seeded plan. For tests: bytes do not survive, nor leave memory.
+    Simulated(Faults),
+}
+
+/// Whether the file bypasses the page cache (`O_DIRECT`).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum DirectIo {
+    /// `O_DIRECT`, or an error that names the file system.
+    #[default]
+    Required,
+    /// `O_DIRECT` where the file system takes it, else buffered; noted once.
+    Optional,
+    /// Buffered I/O. The page cache holds the bytes a second time until the kernel drops them.
+    Disabled,
+}
+
+/// The seeded plan of a simulated disk. Rates are per piece of I/O, from 0 to 1.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Faults {
+    /// Equal seeds give equal faults for equal requests.
+    pub seed: u64,
+    /// How often a piece moves fewer bytes than asked.
+    pub short_rate: f64,
+    /// How often a piece fails with `EIO`.
+    pub io_error_rate: f64,
+    /// How often a piece is told to try again (`EINTR`, `EAGAIN`).
+    pub retry_rate: f64,
+    /// How often a read flips one bit of what was written.
+    pub bit_flip_rate: f64,
+    /// Writes beyond this offset in bytes fail with `ENOSPC`.
+    pub capacity_bytes: Option<u64>,
+    /// Nothing moves until [`crate::TensorStore::resume`] is called: a disk that is infinitely slow.
+    pub paused: bool,
+}
+
+/// How a store is opened. Sizes are in bytes.
+#[derive(Clone, Debug)]
+pub struct StoreConfig {
+    /// One spill file and one engine per directory.
+    pub dirs: Vec<PathBuf>,
+    /// Which engine moves the bytes.
+    pub backend: Backend,
+    /// Whether the page cache is bypassed.
+    pub direct_io: DirectIo,
+    /// Upper bound on the bytes reserved over all directories.
+    pub max_disk_bytes: Option<u64>,
+    /// Checksum before each write and after each read.
+    pub verify: bool,
+    /// Pieces in flight per engine.
+    pub queue_depth: u32,
+    /// A request is split into pieces of this size.
+    pub piece_bytes: usize,
+    /// Requests that may wait in the submission queue of one engine, per direction.
+    pub queue_capacity: usize,
+    /// Freed arena memory that stays resident for the next read.
+    pub arena_retain_bytes: usize,
+}
+
+impl StoreConfig {
+    /// The defaults, for files in `dirs`.
+    ///
+    /// 32 pieces of 1 MiB keep one NVMe drive busy; larger pieces gain at most 5 % and make a
+    /// demand read wait longer behind the writes that are in flight.
+    pub fn new(dirs: impl IntoIterator<Item = impl Into<PathBuf>>) -> Self {
+        Self {
+            dirs: dirs.into_iter().map(Into::into).collect(),
+            backend: Backend::Auto,
+            direct_io: DirectIo::Required,
+            max_disk_bytes: None,
+            verify: false,
+            queue_depth: 32,
+            piece_bytes: 1 << 20,
+            queue_capacity: 1 << 14,
+            arena_retain_bytes: 64 << 20,
+        }
+    }
+}

@@ -1,0 +1,74 @@
+//! Engines move bytes; one trait, one conformance suite (`tests/store.rs`).
+//!
+//! [`open`] walks the ladder: `io_uring`, or where the kernel forbids it (containers often do) a
+//! pool of threads. What was given up is said once, with its reason.
+
+pub mod progress;
+pub mod psync;
+pub mod sim;
+pub mod uring;
+
+use std::sync::Arc;
+
+use crate::config::{Backend, StoreConfig};
+use crate::error::Result;
+use crate::meter::Meter;
+use crate::queue::SubmitQueue;
+
+/// What serves a submission queue.
+pub trait IoEngine: Send + Sync {
+    /// The name users see.
+    fn name(&self) -> &'static str;
+
+    /// Ends after what has begun has ended; what waits is answered with `Closed`. Idempotent.
+    fn close(&mut self);
+
+    /// Lets a paused simulated disk move; other engines have nothing to resume.
+    fn resume(&self) {}
+}
+
+/// Starts the engine that `config` asks for on `queue`; the second value says what was given up.
+pub fn open(
+    config: &StoreConfig,
+    alignment: usize,
+    queue: &Arc<SubmitQueue>,
+    meter: &Arc<Meter>,
+) -> Result<(Box<dyn IoEngine>, Option<String>)> {
+    let setup = Setup {
+        queue: Arc::clone(queue),
+        meter: Arc::clone(meter),
+        alignment,
+        depth: config.queue_depth.max(1),
+        piece_len: config.piece_bytes.next_multiple_of(alignment).max(alignment),
+    };
+    match &config.backend {
+        Backend::IoUring => Ok((Box::new(uring::Uring::start(setup)?), None)),
+        Backend::Psync => Ok((Box::new(psync::Psync::start(setup, psync::Kernel)?), None)),
+        Backend::Simulated(faults) => {
+            let disk = sim::SimulatedDisk::new(faults.clone());
+            Ok((Box::new(psync::Psync::start(setup, disk)?), None))
+        }
+        Backend::Auto => match uring::Uring::start(setup.clone()) {
+            Ok(engine) => Ok((Box::new(engine), None)),
+            Err(error) => {
+                let note = format!("using pread/pwrite threads instead of io_uring: {error}");
+                Ok((Box::new(psync::Psync::start(setup, psync::Kernel)?), Some(note)))
+            }
+        },
+    }
+}
+
+/// What every engine needs.
+#[derive(Clone)]
+pub struct Setup {
+    /// Where requests come from.
+    pub queue: Arc<SubmitQueue>,
+    /// Where traffic is counted.
+    pub meter: Arc<Meter>,
+    /// Multiple of every address, offset and length.
+    pub alignment: usize,
+    /// Pieces in flight.
+    pub depth: u32,
+    /// Bytes per piece.
+    pub piece_len: usize,
+}

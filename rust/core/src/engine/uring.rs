@@ -1,0 +1,338 @@
+//! One thread owns one `io_uring`: it takes requests, keeps pieces in flight, checks every result.
+//!
+//! It sleeps in the ring with the queue's eventfd armed, so idle costs nothing. **The ring dies
+//! first**: buffers and extents of pieces in flight belong to the worker, which leaves its loop
+//! only when none is in flight. If it cannot (the ring itself fails), they are leaked on purpose:
+//! the kernel may still write into them.
+#![expect(unsafe_code, reason = "pushes buffer addresses into the submission ring")]
+
+use std::collections::VecDeque;
+use std::io;
+use std::sync::mpsc;
+use std::thread::JoinHandle;
+
+use io_uring::{IoUring, opcode, types};
+
+use crate::engine::progress::{Piece, Progress};
+use crate::engine::{IoEngine, Setup};
+use crate::error::{Error, ErrorKind, Result};
+use crate::meter::Direction;
+use crate::queue::{Job, Request};
+
+/// Marks the completion of the eventfd's poll among those of pieces.
+const WAKE: u64 = u64::MAX;
+
+/// The engine's handle: a thread and the way to end it.
+pub struct Uring {
+    setup: Setup,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Uring {
+    /// Starts the worker; an error if the kernel refuses a ring.
+    pub fn start(setup: Setup) -> Result<Self> {
+        let (report, started) = mpsc::channel();
+        let for_worker = setup.clone();
+        let spawned = std::thread::Builder::new().name("ssdtrain-uring".into()).spawn(move || {
+            // The ring is built where it is used: SINGLE_ISSUER binds it to this thread.
+            match build_ring(for_worker.depth) {
+                Ok(ring) => {
+                    let worker = Worker::new(for_worker, ring);
+                    if report.send(Ok(())).is_ok() {
+                        worker.run();
+                    }
+                }
+                // The starter waits for the report below; it cannot have gone away.
+                Err(error) => drop(report.send(Err(error))),
+            }
+        });
+        let thread = spawned.map_err(|source| {
+            Error::from_io("cannot start an I/O thread; see `ulimit -u`", &source)
+        })?;
+        let dead = |_| Error::new(ErrorKind::Poisoned, "the I/O thread died while it started");
+        started.recv().map_err(dead)??;
+        Ok(Self { setup, thread: Some(thread) })
+    }
+}
+
+impl IoEngine for Uring {
+    fn name(&self) -> &'static str {
+        "io_uring"
+    }
+
+    fn close(&mut self) {
+        self.setup.queue.close(1);
+        if let Some(thread) = self.thread.take()
+            && thread.join().is_err()
+        {
+            self.setup.queue.poison();
+        }
+        self.setup.queue.cancel_all();
+    }
+}
+
+impl Drop for Uring {
+    fn drop(&mut self) {
+        self.close();
+    }
+}
+
+fn build_ring(depth: u32) -> Result<IoUring> {
+    // One entry more than pieces, for the poll of the eventfd.
+    let entries = depth + 1;
+    let modern = IoUring::builder().setup_single_issuer().setup_defer_taskrun().build(entries);
+    // Kernels before 6.1 refuse the flags; the plain ring does the same work.
+    modern.or_else(|_| IoUring::new(entries)).map_err(|source| {
+        let next = match source.raw_os_error() {
+            Some(libc::EPERM) => " (forbidden by seccomp or sysctl kernel.io_uring_disabled)",
+            Some(libc::ENOSYS) => " (this kernel has none)",
+            Some(libc::ENOMEM) => " (raise `ulimit -l`)",
+            _ => "",
+        };
+        let kind = ErrorKind::Unsupported;
+        Error::new(kind, format!("cannot create an io_uring{next}: {source}"))
+    })
+}
+
+/// A request on its way.
+struct Active {
+    request: Request,
+    job: Job,
+    progress: Progress,
+}
+
+struct Worker {
+    ring: IoUring,
+    setup: Setup,
+    /// Requests that began, by number; a number is reused when its request has ended.
+    active: Vec<Option<Active>>,
+    vacant: Vec<usize>,
+    /// Requests with pieces to send, in order of arrival; reads are served first.
+    sending: [VecDeque<usize>; 2],
+    /// Pieces in flight, by the number the kernel hands back.
+    pieces: Vec<Option<(usize, Piece)>>,
+    vacant_pieces: Vec<usize>,
+    in_flight: usize,
+    wake_armed: bool,
+}
+
+impl Worker {
+    fn new(setup: Setup, ring: IoUring) -> Self {
+        let depth = setup.depth as usize;
+        Self {
+            ring,
+            setup,
+            active: Vec::new(),
+            vacant: Vec::new(),
+            sending: [VecDeque::new(), VecDeque::new()],
+            pieces: vec![None; depth],
+            vacant_pieces: (0..depth).collect(),
+            in_flight: 0,
+            wake_armed: false,
+        }
+    }
+
+    fn run(mut self) {
+        if let Err(error) = self.serve() {
+            self.give_up(&error);
+        }
+    }
+
+    fn serve(&mut self) -> Result<()> {
+        loop {
+            self.send_pieces()?;
+            let closed = self.setup.queue.is_closed();
+            if closed && self.in_flight == 0 {
+                self.end_unsent();
+                return Ok(());
+            }
+            let full = self.vacant_pieces.is_empty();
+            if full || closed || self.setup.queue.may_sleep() {
+                self.arm_wake()?;
+                self.wait(1)?;
+            } else {
+                self.wait(0)?;
+            }
+            self.reap()?;
+        }
+    }
+
+    /// Fills the ring: first what has begun, then new requests; reads before writes.
+    fn send_pieces(&mut self) -> Result<()> {
+        for direction in [Direction::Read, Direction::Write] {
+            while !self.vacant_pieces.is_empty() {
+                let Some(number) = self.front(direction) else { break };
+                let active = self.active[number].as_mut().expect("a request that sends is active");
+                if active.request.is_abandoned() {
+                    active.progress.abandon();
+                }
+                if let Some(piece) = active.progress.next_piece() {
+                    self.push_piece(number, piece)?;
+                } else {
+                    self.sending[lane(direction)].pop_front();
+                    self.end_if_done(number);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The request whose piece goes next, taking a new one if none is under way.
+    fn front(&mut self, direction: Direction) -> Option<usize> {
+        if let Some(&number) = self.sending[lane(direction)].front() {
+            return Some(number);
+        }
+        if self.setup.queue.is_closed() {
+            return None;
+        }
+        loop {
+            let request = self.setup.queue.pop(direction)?;
+            // A request that was cancelled has no job any more.
+            let Some(job) = request.claim() else { continue };
+            let (offset, len) = (job.extent.offset(), job.buffer.len());
+            let progress =
+                Progress::new(direction, offset, len, self.setup.piece_len, self.setup.alignment);
+            self.setup.meter.begin(direction);
+            let entry = Some(Active { request, job, progress });
+            let number = self.vacant.pop().unwrap_or_else(|| {
+                self.active.push(None);
+                self.active.len() - 1
+            });
+            self.active[number] = entry;
+            self.sending[lane(direction)].push_back(number);
+            return Some(number);
+        }
+    }
+
+    fn push_piece(&mut self, number: usize, piece: Piece) -> Result<()> {
+        let slot = self.vacant_pieces.pop().expect("the caller saw a vacant piece");
+        self.pieces[slot] = Some((number, piece));
+        self.in_flight += 1;
+        let job = &self.active[number].as_ref().expect("a request that sends is active").job;
+        let fd = types::Fd(job.extent.file().fd());
+        let address = job.buffer.piece(piece.start, piece.len);
+        let (len, offset) = (piece.len as u32, job.extent.offset() + piece.start as u64);
+        let entry = match job.direction {
+            Direction::Read => opcode::Read::new(fd, address, len).offset(offset).build(),
+            Direction::Write => opcode::Write::new(fd, address, len).offset(offset).build(),
+        };
+        self.push(&entry.user_data(slot as u64))
+    }
+
+    fn push(&mut self, entry: &io_uring::squeue::Entry) -> Result<()> {
+        loop {
+            // SAFETY: the entry's buffer, file and extent are held by `active` until its completion
+            // was reaped, and `Worker` never drops an active request before that (see `give_up`).
+            let pushed = unsafe { self.ring.submission().push(entry) };
+            if pushed.is_ok() {
+                return Ok(());
+            }
+            self.wait(0)?;
+        }
+    }
+
+    /// Lets a push to the queue wake the ring.
+    fn arm_wake(&mut self) -> Result<()> {
+        if self.wake_armed {
+            return Ok(());
+        }
+        let fd = types::Fd(self.setup.queue.waker().fd());
+        let entry = opcode::PollAdd::new(fd, libc::POLLIN as u32).build().user_data(WAKE);
+        self.push(&entry)?;
+        self.wake_armed = true;
+        Ok(())
+    }
+
+    fn wait(&mut self, completions: usize) -> Result<()> {
+        match self.ring.submit_and_wait(completions) {
+            Ok(_) => Ok(()),
+            Err(source) => match source.raw_os_error() {
+                // Interrupted, or completions must be reaped before more is taken: the loop does.
+                Some(libc::EINTR | libc::EAGAIN | libc::EBUSY) => Ok(()),
+                _ => Err(Error::from_io("io_uring_enter failed", &source)),
+            },
+        }
+    }
+
+    fn reap(&mut self) -> Result<()> {
+        loop {
+            let Some(completion) = self.ring.completion().next() else { return Ok(()) };
+            let result = completion.result();
+            if completion.user_data() == WAKE {
+                self.wake_armed = false;
+                self.setup.queue.waker().consume()?;
+                continue;
+            }
+            let slot = completion.user_data() as usize;
+            let (number, piece) =
+                self.pieces[slot].take().expect("the kernel completes what was submitted, once");
+            self.vacant_pieces.push(slot);
+            self.in_flight -= 1;
+            let moved = usize::try_from(result).map_err(|_| io::Error::from_raw_os_error(-result));
+            let active = self.active[number].as_mut().expect("a piece in flight has its request");
+            let direction = active.job.direction;
+            let was_sending = active.progress.has_next();
+            active.progress.finish(piece, moved);
+            if active.progress.has_next() {
+                let lane = &mut self.sending[lane(direction)];
+                if !was_sending && !lane.contains(&number) {
+                    lane.push_back(number);
+                }
+            } else if !self.sending[lane(direction)].contains(&number) {
+                self.end_if_done(number);
+            }
+        }
+    }
+
+    fn end_if_done(&mut self, number: usize) {
+        let Some(active) = self.active[number].as_mut() else { return };
+        let Some(answer) = active.progress.outcome() else { return };
+        if let Some(active) = self.active[number].take() {
+            self.vacant.push(number);
+            let bytes = answer.is_ok().then_some(active.job.buffer.len() as u64);
+            self.setup.meter.end(active.job.direction, bytes);
+            active.job.finish(answer);
+        }
+    }
+
+    /// At close: requests that began but have pieces left are answered, none being in flight.
+    fn end_unsent(&mut self) {
+        for active in self.active.iter_mut().filter_map(Option::take) {
+            self.setup.meter.end(active.job.direction, None);
+            let closed = Error::new(ErrorKind::Closed, "the store was closed");
+            active.job.finish(Err(closed));
+        }
+    }
+
+    /// The ring is lost: nobody can say what the kernel still does to the buffers, so they stay.
+    fn give_up(mut self, error: &Error) {
+        self.setup.queue.poison();
+        for active in self.active.drain(..).flatten() {
+            let Job { extent, buffer, completer, .. } = active.job;
+            std::mem::forget(buffer);
+            std::mem::forget(extent);
+            let message = format!("the I/O worker gave up: {error}; open a new store");
+            completer.complete(Err(Error::new(ErrorKind::Poisoned, message)));
+        }
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.setup.queue.poison();
+            // As in `give_up`: a panic must not free what the kernel may still use.
+            for active in self.active.drain(..).flatten() {
+                std::mem::forget(active.job.buffer);
+                std::mem::forget(active.job.extent);
+            }
+        }
+    }
+}
+
+const fn lane(direction: Direction) -> usize {
+    match direction {
+        Direction::Read => 0,
+        Direction::Write => 1,
+    }
+}

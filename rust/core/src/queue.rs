@@ -1,0 +1,272 @@
+//! The way from any thread to an I/O worker: bounded, lock-free, and quiet when nobody sleeps.
+//!
+//! Several threads submit (the forward thread, backward threads, whoever reads ahead), one or more
+//! workers take. Demand reads overtake writes: they have a lane of their own that is emptied first.
+
+use std::fmt;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering, fence};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use crossbeam_queue::ArrayQueue;
+use rustix::event::EventfdFlags;
+use rustix::fd::{AsRawFd, OwnedFd, RawFd};
+
+use crate::buffer::IoBuf;
+use crate::error::{Error, ErrorKind, Result};
+use crate::file::Extent;
+use crate::meter::Direction;
+use crate::ticket::Completer;
+
+/// What a worker needs to move one buffer.
+pub struct Job {
+    /// Which way.
+    pub direction: Direction,
+    /// Where on the disk. Held until the kernel is done with it, whoever drops the tensor.
+    pub extent: Arc<Extent>,
+    /// Where in memory; as long as the extent.
+    pub buffer: IoBuf,
+    /// Whom to tell.
+    pub completer: Completer,
+}
+
+impl Job {
+    /// Ends the job: memory and extent first, so that whoever sees the answer sees them free.
+    pub fn finish(self, answer: Result<()>) {
+        let Self { extent, buffer, completer, .. } = self;
+        drop(buffer);
+        drop(extent);
+        completer.complete(answer);
+    }
+}
+
+/// A job that is claimed once: by a worker that begins it, or by somebody who cancels it.
+#[derive(Clone)]
+pub struct Request(Arc<Shared>);
+
+struct Shared {
+    direction: Direction,
+    job: Mutex<Option<Job>>,
+    abandoned: AtomicBool,
+}
+
+impl fmt::Debug for Request {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter
+            .debug_struct("Request")
+            .field("direction", &self.0.direction)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Request {
+    /// Wraps a job.
+    pub fn new(job: Job) -> Self {
+        let direction = job.direction;
+        let (job, abandoned) = (Mutex::new(Some(job)), AtomicBool::new(false));
+        Self(Arc::new(Shared { direction, job, abandoned }))
+    }
+
+    /// Takes the job, if nobody did before.
+    pub fn claim(&self) -> Option<Job> {
+        self.0.job.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+
+    /// Cancels: `true` if it had not begun, so that its memory is free now. If it had, its
+    /// remaining pieces are not sent and its ticket is answered when those in flight have ended.
+    pub fn cancel(&self) -> bool {
+        self.0.abandoned.store(true, Ordering::Relaxed);
+        let Some(job) = self.claim() else { return false };
+        job.finish(Err(Error::new(ErrorKind::Cancelled, "cancelled before it began")));
+        true
+    }
+
+    /// Whether somebody gave it up after it began.
+    pub fn is_abandoned(&self) -> bool {
+        self.0.abandoned.load(Ordering::Relaxed)
+    }
+}
+
+/// An eventfd that is written only when a worker sleeps.
+///
+/// A worker announces that it will sleep, looks at the queue once more, and only then sleeps; a
+/// producer pushes first and looks for sleepers after. The fences order the two pairs, so at least
+/// one of them sees the other and no wake-up is lost.
+pub struct Waker {
+    eventfd: OwnedFd,
+    sleepers: AtomicUsize,
+}
+
+impl Waker {
+    fn new() -> Result<Self> {
+        let flags = EventfdFlags::CLOEXEC | EventfdFlags::SEMAPHORE;
+        let eventfd = rustix::event::eventfd(0, flags).map_err(|errno| {
+            Error::from_io("cannot create an eventfd; see `ulimit -n`", &errno.into())
+        })?;
+        Ok(Self { eventfd, sleepers: AtomicUsize::new(0) })
+    }
+
+    /// The descriptor that becomes readable, for a worker that waits for several things.
+    pub fn fd(&self) -> RawFd {
+        self.eventfd.as_raw_fd()
+    }
+
+    /// Blocks until woken and takes the wake-up.
+    pub fn consume(&self) -> Result<()> {
+        loop {
+            match rustix::io::read(&self.eventfd, &mut [0; 8]) {
+                Ok(_) => return Ok(()),
+                Err(rustix::io::Errno::INTR) => {}
+                Err(errno) => return Err(Error::from_io("cannot read an eventfd", &errno.into())),
+            }
+        }
+    }
+
+    fn announce_sleep(&self) {
+        self.sleepers.fetch_add(1, Ordering::SeqCst);
+        fence(Ordering::SeqCst);
+    }
+
+    fn withdraw_sleep(&self) {
+        // A producer may have taken the announcement already; its wake-up is then one too many,
+        // which costs one turn of the worker's loop.
+        let _taken = self.take_sleeper();
+    }
+
+    fn take_sleeper(&self) -> bool {
+        let less_one = |count: usize| count.checked_sub(1);
+        self.sleepers.fetch_update(Ordering::SeqCst, Ordering::SeqCst, less_one).is_ok()
+    }
+
+    fn wake_one(&self) {
+        fence(Ordering::SeqCst);
+        if self.take_sleeper() {
+            self.ring();
+        }
+    }
+
+    fn ring(&self) {
+        let written = rustix::io::write(&self.eventfd, &1u64.to_ne_bytes());
+        assert!(
+            written.is_ok(),
+            "an eventfd takes 2^64 wake-ups before it refuses one: {written:?}"
+        );
+    }
+}
+
+/// The bounded queue in front of one device.
+pub struct SubmitQueue {
+    reads: ArrayQueue<Request>,
+    writes: ArrayQueue<Request>,
+    waker: Waker,
+    closed: AtomicBool,
+    poisoned: AtomicBool,
+}
+
+impl SubmitQueue {
+    /// A queue for `capacity` requests per direction.
+    pub fn new(capacity: usize) -> Result<Arc<Self>> {
+        Ok(Arc::new(Self {
+            reads: ArrayQueue::new(capacity),
+            writes: ArrayQueue::new(capacity),
+            waker: Waker::new()?,
+            closed: AtomicBool::new(false),
+            poisoned: AtomicBool::new(false),
+        }))
+    }
+
+    /// Queues a request, or says why not; a refused request is dropped unstarted.
+    pub fn push(&self, request: &Request) -> Result<()> {
+        self.refuse_if_down()?;
+        let lane = self.lane(request.0.direction);
+        if lane.push(request.clone()).is_err() {
+            return Err(Error::new(
+                ErrorKind::Busy,
+                format!("{} requests are waiting for the disk already; wait for some", lane.len()),
+            ));
+        }
+        self.waker.wake_one();
+        // A close that began between the look and the push may not have seen this request.
+        if let Err(error) = self.refuse_if_down()
+            && request.cancel()
+        {
+            return Err(error);
+        }
+        Ok(())
+    }
+
+    /// The next request of one direction.
+    pub fn pop(&self, direction: Direction) -> Option<Request> {
+        self.lane(direction).pop()
+    }
+
+    /// Whether nothing waits.
+    pub fn is_empty(&self) -> bool {
+        self.reads.is_empty() && self.writes.is_empty()
+    }
+
+    /// Tells producers that a worker is about to sleep; `false` if there is work after all.
+    pub fn may_sleep(&self) -> bool {
+        self.waker.announce_sleep();
+        if self.is_empty() && !self.is_closed() {
+            return true;
+        }
+        self.waker.withdraw_sleep();
+        false
+    }
+
+    /// The waker, for the worker.
+    pub fn waker(&self) -> &Waker {
+        &self.waker
+    }
+
+    /// Refuses new requests and wakes `workers` sleepers so that they see it.
+    pub fn close(&self, workers: usize) {
+        self.closed.store(true, Ordering::SeqCst);
+        for _ in 0..workers {
+            self.waker.ring();
+        }
+    }
+
+    /// Whether [`SubmitQueue::close`] was called.
+    pub fn is_closed(&self) -> bool {
+        self.closed.load(Ordering::SeqCst)
+    }
+
+    /// Marks the queue as served by nobody.
+    pub fn poison(&self) {
+        self.poisoned.store(true, Ordering::SeqCst);
+        self.cancel_all();
+    }
+
+    /// Cancels everything that waits.
+    pub fn cancel_all(&self) {
+        for direction in [Direction::Read, Direction::Write] {
+            while let Some(request) = self.pop(direction) {
+                if let Some(job) = request.claim() {
+                    job.finish(Err(self.refuse_if_down().err().unwrap_or_else(closed)));
+                }
+            }
+        }
+    }
+
+    fn refuse_if_down(&self) -> Result<()> {
+        if self.poisoned.load(Ordering::SeqCst) {
+            return Err(Error::new(
+                ErrorKind::Poisoned,
+                "the I/O worker of this store died; open a new store",
+            ));
+        }
+        if self.is_closed() { Err(closed()) } else { Ok(()) }
+    }
+
+    fn lane(&self, direction: Direction) -> &ArrayQueue<Request> {
+        match direction {
+            Direction::Read => &self.reads,
+            Direction::Write => &self.writes,
+        }
+    }
+}
+
+fn closed() -> Error {
+    Error::new(ErrorKind::Closed, "the store is closed; open a new one")
+}

@@ -1,0 +1,123 @@
+//! Is it done? A one-shot answer from an engine to whoever waits.
+//!
+//! [`Completer`] is held by the engine, [`Ticket`] by everybody else. A completer that is dropped
+//! without an answer answers `Poisoned`: a dead worker must not look like a slow disk.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::time::Duration;
+
+use crate::error::{Error, ErrorKind, Result};
+
+#[derive(Debug, Default)]
+struct Shared {
+    /// Set after `answer`; lets the hooks ask without touching the lock.
+    done: AtomicBool,
+    answer: Mutex<Option<Result<()>>>,
+    answered: Condvar,
+}
+
+/// The reader's side of one operation.
+#[derive(Clone, Debug)]
+pub struct Ticket(Arc<Shared>);
+
+/// The engine's side: answers exactly once.
+#[derive(Debug)]
+pub struct Completer(Option<Arc<Shared>>);
+
+/// A fresh pair.
+pub fn ticket() -> (Completer, Ticket) {
+    let shared = Arc::new(Shared::default());
+    (Completer(Some(Arc::clone(&shared))), Ticket(shared))
+}
+
+impl Ticket {
+    /// Whether the answer is there; never blocks.
+    pub fn is_done(&self) -> bool {
+        self.0.done.load(Ordering::Acquire)
+    }
+
+    /// The answer, if it is there.
+    pub fn answer(&self) -> Option<Result<()>> {
+        if !self.is_done() {
+            return None;
+        }
+        self.0.answer.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Waits at most `limit` for the answer; `None` if it did not come.
+    pub fn wait_for(&self, limit: Duration) -> Option<Result<()>> {
+        let guard = self.0.answer.lock().unwrap_or_else(PoisonError::into_inner);
+        let (guard, _) = self
+            .0
+            .answered
+            .wait_timeout_while(guard, limit, |answer| answer.is_none())
+            .unwrap_or_else(PoisonError::into_inner);
+        guard.clone()
+    }
+
+    /// Waits until the answer is there.
+    pub fn wait(&self) -> Result<()> {
+        loop {
+            if let Some(answer) = self.wait_for(Duration::from_secs(3600)) {
+                return answer;
+            }
+        }
+    }
+}
+
+impl Completer {
+    /// Answers, and wakes everyone who waits.
+    pub fn complete(mut self, answer: Result<()>) {
+        self.send(answer);
+    }
+
+    fn send(&mut self, answer: Result<()>) {
+        if let Some(shared) = self.0.take() {
+            *shared.answer.lock().unwrap_or_else(PoisonError::into_inner) = Some(answer);
+            shared.done.store(true, Ordering::Release);
+            shared.answered.notify_all();
+        }
+    }
+}
+
+impl Drop for Completer {
+    fn drop(&mut self) {
+        self.send(Err(Error::new(
+            ErrorKind::Poisoned,
+            "the I/O worker died before this operation ended; the store cannot be used any more",
+        )));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::ticket;
+    use crate::error::ErrorKind;
+    use std::time::Duration;
+
+    #[test]
+    fn an_answer_reaches_every_waiter() {
+        let (completer, ticket) = ticket();
+        let waiters: Vec<_> = (0..4)
+            .map(|_| {
+                let ticket = ticket.clone();
+                std::thread::spawn(move || ticket.wait())
+            })
+            .collect();
+        assert!(ticket.answer().is_none());
+        completer.complete(Ok(()));
+        for waiter in waiters {
+            waiter.join().unwrap().unwrap();
+        }
+        assert!(ticket.is_done());
+    }
+
+    #[test]
+    fn a_dropped_completer_is_a_poisoned_answer() {
+        let (completer, ticket) = ticket();
+        assert!(ticket.wait_for(Duration::from_millis(1)).is_none());
+        drop(completer);
+        assert_eq!(ticket.wait().unwrap_err().kind(), ErrorKind::Poisoned);
+    }
+}

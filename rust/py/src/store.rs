@@ -1,0 +1,216 @@
+//! `Store`, `Stored`, `Pending`, `Slot`: argument checks, waiting off the GIL, and nothing else.
+#![expect(unsafe_code, reason = "takes addresses of tensors and exports slots as buffers")]
+
+use std::ffi::{c_int, c_void};
+use std::path::PathBuf;
+use std::ptr::NonNull;
+use std::time::Duration;
+
+use pyo3::exceptions::{PyBufferError, PyValueError};
+use pyo3::ffi;
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+use ssdtrain_core as core;
+
+use crate::to_python;
+
+/// How long a wait lasts before Ctrl-C is looked for.
+const SIGNAL_CHECK: Duration = Duration::from_millis(100);
+
+#[pyclass(frozen, module = "ssdtrain._core")]
+pub struct Store(core::TensorStore);
+
+#[pyclass(frozen, module = "ssdtrain._core")]
+pub struct Stored(core::Stored);
+
+#[pyclass(frozen, module = "ssdtrain._core")]
+pub struct Pending(core::Pending);
+
+#[pyclass(frozen, weakref, module = "ssdtrain._core")]
+pub struct Slot(core::Restored);
+
+#[pymethods]
+impl Store {
+    #[new]
+    #[pyo3(signature = (dirs, *, backend, direct_io, max_disk_bytes, verify, faults=None))]
+    fn new(
+        py: Python<'_>,
+        dirs: Vec<PathBuf>,
+        backend: &str,
+        direct_io: &str,
+        max_disk_bytes: Option<u64>,
+        verify: bool,
+        faults: Option<&Bound<'_, PyDict>>,
+    ) -> PyResult<Self> {
+        let mut config = core::StoreConfig::new(dirs);
+        config.backend = match backend {
+            "auto" => core::Backend::Auto,
+            "io_uring" => core::Backend::IoUring,
+            "psync" => core::Backend::Psync,
+            "simulated" => core::Backend::Simulated(read_faults(faults)?),
+            other => return Err(PyValueError::new_err(format!("no backend is called {other:?}"))),
+        };
+        config.direct_io = match direct_io {
+            "required" => core::DirectIo::Required,
+            "optional" => core::DirectIo::Optional,
+            "disabled" => core::DirectIo::Disabled,
+            other => return Err(PyValueError::new_err(format!("direct_io cannot be {other:?}"))),
+        };
+        config.max_disk_bytes = max_disk_bytes;
+        config.verify = verify;
+        let opened = py.detach(|| core::TensorStore::open(&config));
+        opened.map(Self).map_err(|error| to_python(py, &error))
+    }
+
+    fn write(
+        &self,
+        py: Python<'_>,
+        address: usize,
+        nbytes: usize,
+        owner: Py<PyAny>,
+    ) -> PyResult<Stored> {
+        let address = NonNull::new(address as *mut u8)
+            .ok_or_else(|| PyValueError::new_err("the address of a tensor with bytes is not 0"))?;
+        // SAFETY: the caller passes the address and size of memory that `owner` keeps alive. The
+        // owner is released on a worker thread; PyO3 defers the decrement to the next time a
+        // thread that holds the GIL enters this module.
+        let region = unsafe { core::HostRegion::new(address, nbytes, Box::new(owner)) };
+        let stored = py.detach(|| self.0.write(region));
+        stored.map(Stored).map_err(|error| to_python(py, &error))
+    }
+
+    fn read(&self, py: Python<'_>, stored: &Stored) -> PyResult<Pending> {
+        self.0.read(&stored.0).map(Pending).map_err(|error| to_python(py, &error))
+    }
+
+    fn arena_live_bytes(&self) -> usize {
+        self.0.arena_live_bytes()
+    }
+
+    fn notes(&self) -> Vec<String> {
+        self.0.notes().to_vec()
+    }
+
+    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let stats = self.0.stats();
+        let dict = PyDict::new(py);
+        dict.set_item("bytes_written", stats.written.bytes)?;
+        dict.set_item("bytes_read", stats.read.bytes)?;
+        dict.set_item("write_count", stats.written.count)?;
+        dict.set_item("read_count", stats.read.count)?;
+        dict.set_item("write_failed_count", stats.written.failed_count)?;
+        dict.set_item("read_failed_count", stats.read.failed_count)?;
+        dict.set_item("write_busy_ns", stats.written.busy_ns)?;
+        dict.set_item("read_busy_ns", stats.read.busy_ns)?;
+        dict.set_item("cancelled_count", stats.cancelled_count)?;
+        dict.set_item("disk_used_bytes", stats.disk_used_bytes)?;
+        dict.set_item("disk_reserved_bytes", stats.disk_reserved_bytes)?;
+        dict.set_item("arena_live_bytes", stats.arena_live_bytes)?;
+        dict.set_item("engines", stats.engines)?;
+        Ok(dict)
+    }
+
+    fn resume(&self) {
+        self.0.resume();
+    }
+
+    fn close(&self, py: Python<'_>) {
+        py.detach(|| self.0.close());
+    }
+}
+
+#[pymethods]
+impl Stored {
+    #[getter]
+    fn nbytes(&self) -> usize {
+        self.0.len()
+    }
+
+    fn done(&self) -> bool {
+        self.0.ticket().is_done()
+    }
+
+    fn wait(&self, py: Python<'_>) -> PyResult<()> {
+        wait(py, self.0.ticket())
+    }
+
+    fn cancel(&self) -> bool {
+        self.0.cancel()
+    }
+}
+
+#[pymethods]
+impl Pending {
+    fn done(&self) -> bool {
+        self.0.ticket().is_done()
+    }
+
+    fn wait(&self, py: Python<'_>) -> PyResult<Slot> {
+        wait(py, self.0.ticket())?;
+        py.detach(|| self.0.restored()).map(Slot).map_err(|error| to_python(py, &error))
+    }
+}
+
+#[pymethods]
+impl Slot {
+    #[getter]
+    fn nbytes(&self) -> usize {
+        self.0.len()
+    }
+
+    /// A writable view: the tensor made of it may be changed in place like any other.
+    ///
+    /// # Safety
+    /// Called by the interpreter with a valid `view`, as the buffer protocol says.
+    unsafe fn __getbuffer__(
+        slf: Bound<'_, Self>,
+        view: *mut ffi::Py_buffer,
+        flags: c_int,
+    ) -> PyResult<()> {
+        if view.is_null() {
+            return Err(PyBufferError::new_err("no view to fill"));
+        }
+        let (address, len) = (slf.get().0.address(), slf.get().0.len());
+        // SAFETY: the slot's memory lives as long as this object, to which the view takes a
+        // reference; the interpreter passes a valid view.
+        let filled = unsafe {
+            ffi::PyBuffer_FillInfo(
+                view,
+                slf.as_ptr(),
+                address.cast::<c_void>(),
+                len as ffi::Py_ssize_t,
+                0,
+                flags,
+            )
+        };
+        if filled == 0 { Ok(()) } else { Err(PyErr::fetch(slf.py())) }
+    }
+}
+
+/// Waits with the GIL released, and lets Ctrl-C through.
+fn wait(py: Python<'_>, ticket: &core::ticket::Ticket) -> PyResult<()> {
+    loop {
+        if let Some(answer) = py.detach(|| ticket.wait_for(SIGNAL_CHECK)) {
+            return answer.map_err(|error| to_python(py, &error));
+        }
+        py.check_signals()?;
+    }
+}
+
+fn read_faults(faults: Option<&Bound<'_, PyDict>>) -> PyResult<core::Faults> {
+    let mut plan = core::Faults::default();
+    let Some(faults) = faults else { return Ok(plan) };
+    for (key, value) in faults {
+        match key.extract::<String>()?.as_str() {
+            "seed" => plan.seed = value.extract()?,
+            "short_rate" => plan.short_rate = value.extract()?,
+            "io_error_rate" => plan.io_error_rate = value.extract()?,
+            "retry_rate" => plan.retry_rate = value.extract()?,
+            "bit_flip_rate" => plan.bit_flip_rate = value.extract()?,
+            "capacity_bytes" => plan.capacity_bytes = value.extract()?,
+            "paused" => plan.paused = value.extract()?,
+            other => return Err(PyValueError::new_err(format!("no fault is called {other}"))),
+        }
+    }
+    Ok(plan)
+}

@@ -1,0 +1,388 @@
+//! The conformance suite: what every engine must do, run against each of them.
+
+use std::collections::HashMap;
+use std::path::Path;
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use proptest::prelude::*;
+use ssdtrain_core::{
+    Backend, DirectIo, ErrorKind, Faults, HostRegion, Result, StoreConfig, Stored, TensorStore,
+};
+
+const ENGINES: [fn() -> Backend; 3] =
+    [|| Backend::IoUring, || Backend::Psync, || Backend::Simulated(Faults::default())];
+
+/// A scratch directory on the file system of the build: direct I/O works there or is given up.
+fn scratch() -> tempfile::TempDir {
+    tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("the build directory is writable")
+}
+
+fn config(dir: &Path, backend: Backend) -> StoreConfig {
+    let mut config = StoreConfig::new([dir]);
+    config.backend = backend;
+    config.direct_io = DirectIo::Optional;
+    config
+}
+
+/// A store on `backend`, or `None` where the kernel forbids `io_uring` (said on stderr).
+fn open(dir: &Path, backend: Backend) -> Option<TensorStore> {
+    match TensorStore::open(&config(dir, backend)) {
+        Ok(store) => Some(store),
+        Err(error) if error.kind() == ErrorKind::Unsupported => {
+            eprintln!("skipped: {error}");
+            None
+        }
+        Err(error) => panic!("{error}"),
+    }
+}
+
+fn on_every_engine(check: impl Fn(&TensorStore)) {
+    for engine in ENGINES {
+        let dir = scratch();
+        let Some(store) = open(dir.path(), engine()) else { continue };
+        check(&store);
+        assert_eq!(store.stats().disk_used_bytes, 0, "extents are left behind");
+        assert_eq!(store.stats().arena_live_bytes, 0, "slots are left behind");
+        drop(store);
+        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0, "names are left behind");
+    }
+}
+
+fn pattern(seed: u64, len: usize) -> Arc<Vec<u8>> {
+    let word = |index: usize| (seed + 1).wrapping_mul(index as u64 + 0x9e37_79b9_7f4a_7c15);
+    Arc::new((0..len).map(|index| (word(index) >> 32) as u8).collect())
+}
+
+/// Lends `bytes[start..]` to the store.
+#[expect(unsafe_code, reason = "the test lends its own vectors")]
+fn lend(bytes: &Arc<Vec<u8>>, start: usize) -> HostRegion {
+    let tail = &bytes[start..];
+    let address = NonNull::new(tail.as_ptr().cast_mut()).expect("a slice has an address");
+    // SAFETY: the vector is never changed, and the clone keeps it until the store drops the region.
+    unsafe { HostRegion::new(address, tail.len(), Box::new(Arc::clone(bytes))) }
+}
+
+fn write(store: &TensorStore, bytes: &Arc<Vec<u8>>) -> Result<Stored> {
+    store.write(lend(bytes, 0))
+}
+
+fn read_back(store: &TensorStore, stored: &Stored) -> Result<Vec<u8>> {
+    stored.ticket().wait()?;
+    let pending = store.read(stored)?;
+    pending.ticket().wait()?;
+    Ok(pending.restored()?.to_vec())
+}
+
+#[test]
+fn every_size_and_alignment_comes_back() {
+    on_every_engine(|store| {
+        for len in [1, 511, 512, 513, 4095, 4096, 4097, 65_537, 1 << 20, (3 << 20) + 7, 40 << 20] {
+            for start in [0, 1, 64, 511] {
+                let bytes = pattern(len as u64, len + start);
+                let stored = store.write(lend(&bytes, start)).unwrap();
+                assert_eq!(stored.len(), len);
+                assert!(read_back(store, &stored).unwrap() == bytes[start..], "{len} at {start}");
+            }
+        }
+    });
+}
+
+#[test]
+fn the_place_within_a_block_is_kept() {
+    on_every_engine(|store| {
+        let bytes = pattern(3, 100_000);
+        for start in [0, 64, 200, 4097] {
+            let stored = store.write(lend(&bytes, start)).unwrap();
+            stored.ticket().wait().unwrap();
+            let pending = store.read(&stored).unwrap();
+            pending.ticket().wait().unwrap();
+            let restored = pending.restored().unwrap();
+            let address = bytes[start..].as_ptr() as usize;
+            assert_eq!(restored.address() as usize % 512, address % 512);
+        }
+    });
+}
+
+#[test]
+fn many_tensors_in_flight_do_not_mix() {
+    on_every_engine(|store| {
+        let tensors: Vec<_> =
+            (0..300).map(|index| pattern(index, 10_000 + 977 * index as usize)).collect();
+        let stored: Vec<_> = tensors.iter().map(|bytes| write(store, bytes).unwrap()).collect();
+        for one in &stored {
+            one.ticket().wait().unwrap();
+        }
+        let reads: Vec<_> = stored.iter().rev().map(|one| store.read(one).unwrap()).collect();
+        for (read, bytes) in reads.iter().zip(tensors.iter().rev()) {
+            read.ticket().wait().unwrap();
+            assert!(read.restored().unwrap().to_vec() == **bytes);
+        }
+        let written: u64 = stored.iter().map(|one| one.len() as u64).sum();
+        assert!(store.stats().written.bytes >= written);
+        assert_eq!(store.stats().read.count, 300);
+    });
+}
+
+#[test]
+fn the_source_is_held_until_its_bytes_are_safe_and_no_longer() {
+    on_every_engine(|store| {
+        let bytes = pattern(1, 8 << 20);
+        let stored = write(store, &bytes).unwrap();
+        stored.ticket().wait().unwrap();
+        assert_eq!(Arc::strong_count(&bytes), 1);
+        drop(stored);
+    });
+}
+
+#[test]
+fn released_space_is_used_again() {
+    on_every_engine(|store| {
+        for round in 0..20 {
+            let bytes = pattern(round, 10 << 20);
+            let stored = write(store, &bytes).unwrap();
+            stored.ticket().wait().unwrap();
+            store.release(stored);
+        }
+        assert!(store.stats().disk_reserved_bytes <= 64 << 20);
+    });
+}
+
+#[test]
+fn handles_dropped_in_flight_leave_nothing() {
+    on_every_engine(|store| {
+        for round in 0..50 {
+            let bytes = pattern(round, 5 << 20);
+            let stored = write(store, &bytes).unwrap();
+            if round % 2 == 0 {
+                drop(stored);
+                continue;
+            }
+            stored.ticket().wait().unwrap();
+            drop(store.read(&stored).unwrap());
+        }
+        store.close();
+    });
+}
+
+#[test]
+fn several_threads_share_a_store() {
+    on_every_engine(|store| {
+        std::thread::scope(|scope| {
+            for thread in 0..4 {
+                scope.spawn(move || {
+                    for index in 0..40 {
+                        let bytes = pattern(thread * 1000 + index, 50_000 + index as usize * 321);
+                        let stored = write(store, &bytes).unwrap();
+                        assert!(read_back(store, &stored).unwrap() == *bytes);
+                    }
+                });
+            }
+        });
+    });
+}
+
+#[test]
+fn a_closed_store_refuses_and_answers() {
+    on_every_engine(|store| {
+        let bytes = pattern(1, 1 << 20);
+        let stored = write(store, &bytes).unwrap();
+        stored.ticket().wait().unwrap();
+        store.close();
+        store.close();
+        assert_eq!(store.read(&stored).unwrap_err().kind(), ErrorKind::Closed);
+        assert_eq!(write(store, &bytes).unwrap_err().kind(), ErrorKind::Closed);
+    });
+}
+
+#[test]
+fn an_unfinished_write_cannot_be_read() {
+    let dir = scratch();
+    let faults = Faults { paused: true, ..Faults::default() };
+    let store = open(dir.path(), Backend::Simulated(faults)).unwrap();
+    let bytes = pattern(1, 4096);
+    let stored = write(&store, &bytes).unwrap();
+    assert_eq!(store.read(&stored).unwrap_err().kind(), ErrorKind::Config);
+    store.resume();
+    assert!(read_back(&store, &stored).unwrap() == *bytes);
+}
+
+#[test]
+fn a_queued_write_can_be_cancelled_and_frees_its_source() {
+    let dir = scratch();
+    let mut config =
+        config(dir.path(), Backend::Simulated(Faults { paused: true, ..Faults::default() }));
+    config.queue_depth = 1;
+    let store = TensorStore::open(&config).unwrap();
+    let tensors: Vec<_> = (0..8).map(|index| pattern(index, 1 << 20)).collect();
+    let stored: Vec<_> = tensors.iter().map(|bytes| write(&store, bytes).unwrap()).collect();
+    // One thread holds at most one request; the others still wait.
+    let cancelled = stored.iter().filter(|one| one.cancel()).count();
+    assert!(cancelled >= 7);
+    let held = tensors.iter().filter(|bytes| Arc::strong_count(bytes) > 1).count();
+    assert_eq!(held, 8 - cancelled);
+    for one in &stored {
+        assert!(one.ticket().is_done() || cancelled == 7);
+    }
+    assert_eq!(store.stats().cancelled_count, cancelled as u64);
+    store.resume();
+    for one in &stored {
+        let kind = one.ticket().wait().map_or_else(|error| Some(error.kind()), |()| None);
+        assert!(matches!(kind, Some(ErrorKind::Cancelled) | None));
+    }
+}
+
+#[test]
+fn closing_a_stuck_store_answers_every_ticket() {
+    let dir = scratch();
+    let faults = Faults { paused: true, ..Faults::default() };
+    let store = open(dir.path(), Backend::Simulated(faults)).unwrap();
+    let bytes = pattern(1, 1 << 20);
+    let stored: Vec<_> = (0..20).map(|_| write(&store, &bytes).unwrap()).collect();
+    store.close();
+    let closed =
+        |one: &&Stored| one.ticket().wait().is_err_and(|error| error.kind() == ErrorKind::Closed);
+    assert!(stored.iter().filter(closed).count() >= 16);
+    drop(stored);
+    assert_eq!(Arc::strong_count(&bytes), 1);
+}
+
+#[test]
+fn a_full_queue_says_so() {
+    let dir = scratch();
+    let mut config =
+        config(dir.path(), Backend::Simulated(Faults { paused: true, ..Faults::default() }));
+    config.queue_capacity = 4;
+    let store = TensorStore::open(&config).unwrap();
+    let bytes = pattern(1, 4096);
+    let mut stored = Vec::new();
+    let refusal = loop {
+        match write(&store, &bytes) {
+            Ok(one) => stored.push(one),
+            Err(error) => break error,
+        }
+        assert!(stored.len() <= 16, "a queue of 4 before 4 threads took more than 8 requests");
+    };
+    assert_eq!(refusal.kind(), ErrorKind::Busy);
+    assert_eq!(Arc::strong_count(&bytes), 1 + stored.len());
+}
+
+#[test]
+fn a_failed_write_is_an_error_and_its_space_returns() {
+    let dir = scratch();
+    let faults = Faults { io_error_rate: 1.0, ..Faults::default() };
+    let store = open(dir.path(), Backend::Simulated(faults)).unwrap();
+    let stored = write(&store, &pattern(1, 1 << 20)).unwrap();
+    let error = stored.ticket().wait().unwrap_err();
+    assert_eq!((error.kind(), error.errno()), (ErrorKind::Io, Some(5)));
+    assert!(store.read(&stored).is_err());
+    drop(stored);
+    assert_eq!(store.stats().disk_used_bytes, 0);
+    assert_eq!(store.stats().written.failed_count, 1);
+}
+
+#[test]
+fn a_full_disk_is_no_space() {
+    let dir = scratch();
+    let faults = Faults { capacity_bytes: Some(1 << 20), ..Faults::default() };
+    let store = open(dir.path(), Backend::Simulated(faults)).unwrap();
+    let first = write(&store, &pattern(1, 1 << 19)).unwrap();
+    first.ticket().wait().unwrap();
+    let second = write(&store, &pattern(2, 1 << 20)).unwrap();
+    assert_eq!(second.ticket().wait().unwrap_err().kind(), ErrorKind::NoSpace);
+    assert!(read_back(&store, &first).unwrap() == *pattern(1, 1 << 19));
+}
+
+#[test]
+fn a_flipped_bit_is_found_when_asked_for() {
+    let dir = scratch();
+    for verify in [true, false] {
+        let mut config = config(
+            dir.path(),
+            Backend::Simulated(Faults { bit_flip_rate: 1.0, ..Faults::default() }),
+        );
+        config.verify = verify;
+        let store = TensorStore::open(&config).unwrap();
+        // A whole number of blocks at an aligned address: every flipped bit is the tensor's.
+        let bytes = pattern(5, (1 << 20) + 4096);
+        let start = bytes.as_ptr().align_offset(4096);
+        let stored = store.write(lend(&bytes, start)).unwrap();
+        match read_back(&store, &stored) {
+            Err(error) => assert!(verify && error.kind() == ErrorKind::Corrupt, "{error}"),
+            Ok(back) => assert!(!verify && back != bytes[start..]),
+        }
+    }
+}
+
+#[test]
+fn several_directories_share_the_load() {
+    let dirs = [scratch(), scratch()];
+    let mut config = config(dirs[0].path(), Backend::Auto);
+    config.dirs.push(dirs[1].path().to_owned());
+    let store = TensorStore::open(&config).unwrap();
+    let tensors: Vec<_> = (0..16).map(|index| pattern(index, 4 << 20)).collect();
+    let stored: Vec<_> = tensors.iter().map(|bytes| write(&store, bytes).unwrap()).collect();
+    for (one, bytes) in stored.iter().zip(&tensors) {
+        assert!(read_back(&store, one).unwrap() == **bytes);
+    }
+    assert_eq!(store.stats().engines.len(), 2);
+    // 16 times 4 MiB in one file would reserve 64 MiB there and nothing in the other.
+    assert!(store.stats().disk_reserved_bytes >= 128 << 20);
+}
+
+#[test]
+fn the_quota_is_a_bound() {
+    let dir = scratch();
+    let mut config = config(dir.path(), Backend::Auto);
+    config.max_disk_bytes = Some(3 << 20);
+    let store = TensorStore::open(&config).unwrap();
+    let kept = write(&store, &pattern(1, 2 << 20)).unwrap();
+    let refused = write(&store, &pattern(2, 2 << 20)).unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::NoSpace);
+    assert!(refused.to_string().contains("max_disk_bytes"), "{refused}");
+    kept.ticket().wait().unwrap();
+    drop(kept);
+    write(&store, &pattern(2, 2 << 20)).unwrap().ticket().wait().unwrap();
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(48))]
+
+    /// Random schedules of write, read and release on a disk that errs: what comes back is what was
+    /// written, or an error; never other bytes.
+    #[test]
+    fn faults_never_change_bytes(seed in any::<u64>(), steps in proptest::collection::vec((0u8..3, 1usize..300_000, any::<usize>()), 1..60)) {
+        let dir = scratch();
+        let faults = Faults { seed, short_rate: 0.3, io_error_rate: 0.05, retry_rate: 0.2, bit_flip_rate: 0.1, ..Faults::default() };
+        let mut config = config(dir.path(), Backend::Simulated(faults));
+        config.verify = true;
+        config.piece_bytes = 64 << 10;
+        let store = TensorStore::open(&config).unwrap();
+        let mut live: HashMap<usize, (Arc<Vec<u8>>, Stored)> = HashMap::new();
+        for (index, (what, len, pick)) in steps.into_iter().enumerate() {
+            let chosen = live.keys().copied().nth(pick % live.len().max(1));
+            match (what, chosen) {
+                (1, Some(key)) => {
+                    let (bytes, stored) = &live[&key];
+                    if let Ok(back) = read_back(&store, stored) {
+                        prop_assert!(back == **bytes);
+                    }
+                }
+                (2, Some(key)) => drop(live.remove(&key)),
+                _ => {
+                    let bytes = pattern(seed ^ index as u64, len);
+                    let stored = write(&store, &bytes).unwrap();
+                    live.insert(index, (bytes, stored));
+                }
+            }
+        }
+        for (_, stored) in live.values() {
+            if let Err(error) = stored.ticket().wait() {
+                prop_assert_eq!(error.kind(), ErrorKind::Io);
+            }
+        }
+        live.clear();
+        prop_assert_eq!(store.stats().disk_used_bytes, 0);
+        prop_assert_eq!(store.stats().arena_live_bytes, 0);
+    }
+}
