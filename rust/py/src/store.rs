@@ -158,6 +158,7 @@ impl Slot {
         self.0.len()
     }
 
+    #[expect(clippy::needless_pass_by_value, reason = "the signature is PyO3's")]
     /// A writable view: the tensor made of it may be changed in place like any other.
     ///
     /// # Safety

@@ -1,0 +1,152 @@
+# One command for each thing a person wants from a checkout; `make` alone lists them.
+# Needs Python >= 3.11 with venv, Rust and a C compiler; what is missing is named with its remedy.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+MAKEFLAGS += --no-builtin-rules
+
+# The interpreter that makes the environment; and the environment, made if it is not there.
+PYTHON ?= python3
+VENV ?= .venv
+# Words for the commands behind `make demo` and `make bench`.
+DEMO ?=
+BENCH ?=
+
+ENV_PYTHON := $(abspath $(VENV))/bin/python
+PIP := $(ENV_PYTHON) -m pip --disable-pip-version-check --no-input
+PYTHON_FOLDERS := python tests benches
+RUST_MIN := $(shell sed -n 's/^rust-version = "\(.*\)"/\1/p' Cargo.toml)
+# Continuous integration builds what was committed; at a desk a changed manifest updates the lock.
+LOCKED := $(if $(CI),--locked)
+
+# rustup's own place for cargo, which a shell started before its installation does not know.
+export PATH := $(PATH):$(HOME)/.cargo/bin
+# Under another HOME, PATH still leads to cargo, but not to rustup's toolchains: they lie beside it.
+CARGO_FOUND := $(shell PATH='$(PATH)' command -v cargo)
+RUSTUP_BESIDE := $(abspath $(dir $(CARGO_FOUND))../../.rustup)
+ifeq ($(RUSTUP_HOME)$(wildcard $(HOME)/.rustup/toolchains/*),)
+ifneq ($(wildcard $(RUSTUP_BESIDE)/toolchains/*),)
+export RUSTUP_HOME := $(RUSTUP_BESIDE)
+endif
+endif
+
+# The wheel is built again when one of these changed. Folders stand among them: a file that went
+# away changes its folder only.
+SOURCES := $(shell find rust python -name __pycache__ -prune -o -print) \
+	$(wildcard Cargo.* pyproject.toml)
+
+# What is installed is remembered in the environment itself, one stamp for each set of extras; a `+`
+# in a stamp's name is a comma for pip. The test extras contain the others.
+comma := ,
+DEMO_EXTRAS := demo$(if $(findstring --model,$(DEMO)),+transformers)
+DEMO_STAMP := $(VENV)/.ssdtrain-$(DEMO_EXTRAS)
+TEST_STAMP := $(VENV)/.ssdtrain-demo+test
+CONTAINED_STAMPS := $(VENV)/.ssdtrain-demo $(VENV)/.ssdtrain-demo+transformers
+
+.PHONY: help
+help: ## this list
+	@echo 'make [PYTHON=python3] [VENV=.venv] TARGET'
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1|\2/p' $(firstword $(MAKEFILE_LIST)) | \
+		while IFS='|' read -r target text; do printf '  %-9s %s\n' "$$target" "$$text"; done
+
+.PHONY: demo
+demo: need-rust $(DEMO_STAMP) ## train with keep, recompute and offload, and compare; DEMO="--steps 5"
+	$(ENV_PYTHON) -m ssdtrain demo $(DEMO)
+
+.PHONY: test
+test: lint ## everything: lints, cargo test, pytest on the installed wheel
+	if cargo nextest --version >/dev/null 2>&1; then \
+		cargo nextest run $(LOCKED); cargo test --doc $(LOCKED); \
+	else \
+		cargo test $(LOCKED); \
+	fi
+	# -P: the checkout is not on sys.path, so the tests import what was installed.
+	$(ENV_PYTHON) -P -m pytest
+
+.PHONY: lint
+lint: need-rust need-rust-lints $(TEST_STAMP) ## cargo fmt, clippy, ruff, mypy, stubtest
+	cargo fmt --all --check
+	PYO3_PYTHON=$(ENV_PYTHON) cargo clippy --workspace --all-targets $(LOCKED) -- -D warnings
+	$(ENV_PYTHON) -m ruff check $(PYTHON_FOLDERS)
+	$(ENV_PYTHON) -m ruff format --check $(PYTHON_FOLDERS)
+	$(ENV_PYTHON) -m mypy --strict
+	$(ENV_PYTHON) -P -m mypy.stubtest ssdtrain._core
+
+.PHONY: bench
+bench: need-rust ## raw I/O throughput of the store (cargo bench); BENCH="..."
+	cargo bench $(LOCKED) $(BENCH)
+
+.PHONY: clean
+clean: ## remove what builds and runs left here; the environment stays
+	rm -rf target dist .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf demo.json demo.png ssdtrain-demo
+	find python tests benches -name __pycache__ -prune -exec rm -rf {} +
+	rm -f $(VENV)/.ssdtrain-*
+
+.PHONY: distclean
+distclean: clean ## clean, and remove .venv
+	rm -rf .venv
+
+# --- the environment ----------------------------------------------------------
+
+$(VENV)/bin/python:
+	@$(call fail_function); \
+	command -v $(PYTHON) >/dev/null || fail '$(PYTHON) was not found; ssdtrain needs Python 3.11' \
+		'or newer. Install it: sudo apt-get install python3 python3-venv'; \
+	version=$$($(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])') \
+		|| fail '$(PYTHON) does not run. Install Python: sudo apt-get install python3 python3-venv'; \
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || fail "$(PYTHON) is Python" \
+		"$$version; ssdtrain needs 3.11 or newer. Install one and name it:" \
+		'sudo apt-get install python3.11 python3.11-venv && make PYTHON=python3.11 $(MAKECMDGOALS)'; \
+	$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || fail "$(PYTHON) has no venv module (or no" \
+		"ensurepip), which makes the environment $(VENV). Install it: sudo apt-get install" \
+		"python$$version-venv"
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.ssdtrain-%: $(SOURCES) $(VENV)/.ssdtrain-checkout
+	@$(call fail_function); \
+	$(ENV_PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || fail 'the Python in' \
+		'$(VENV) is too old; ssdtrain needs 3.11 or newer. Name another environment: make VENV=...'; \
+	$(ENV_PYTHON) -m pip --version >/dev/null 2>&1 || fail '$(VENV) has no pip, which installs' \
+		'ssdtrain there. Install it: $(ENV_PYTHON) -m ensurepip'
+	@$(ENV_PYTHON) -c 'import importlib.util as u, sys; sys.exit(u.find_spec("torch") is None)' || \
+		echo 'Installing torch into $(VENV) too: about 5 GB and a few minutes, this once.'
+	$(PIP) install '.[$(subst +,$(comma),$*)]'
+	@touch $@ $(if $(findstring test,$*),$(CONTAINED_STAMPS))
+
+# An environment may serve several checkouts: the one installed last is remembered.
+$(VENV)/.ssdtrain-checkout: FORCE | $(VENV)/bin/python
+	@echo '$(CURDIR)' | cmp -s - $@ || echo '$(CURDIR)' > $@
+
+.PHONY: FORCE
+FORCE:
+
+# --- what a bare machine may lack ---------------------------------------------
+
+fail_function = fail() { echo "make: $$*" >&2; exit 1; }
+
+.PHONY: need-rust
+need-rust:
+	@$(call fail_function); \
+	install='sudo apt-get install rustup && rustup default stable (or see https://rustup.rs)'; \
+	command -v cargo >/dev/null || fail "cargo was not found; the core of ssdtrain is written in" \
+		"Rust. Install Rust $(RUST_MIN) or newer: $$install"; \
+	version=$$(rustc --version 2>/dev/null | cut -d' ' -f2) && cargo --version >/dev/null 2>&1 \
+		|| fail "cargo and rustc are there but do not run. Choose a toolchain: rustup default stable"; \
+	printf '%s\n' '$(RUST_MIN)' "$$version" | sort -CV || fail "Rust is $$version; ssdtrain needs" \
+		"$(RUST_MIN) or newer. Update it: rustup update stable; or, if apt installed it: $$install"; \
+	command -v cc >/dev/null || fail 'cc was not found; Rust links with the C compiler.' \
+		'Install it: sudo apt-get install build-essential'
+
+.PHONY: need-rust-lints
+need-rust-lints:
+	@$(call fail_function); \
+	cargo fmt --version >/dev/null 2>&1 || fail 'cargo fmt was not found; the tests check the' \
+		'formatting. Install it: rustup component add rustfmt (Rust from apt: sudo apt-get' \
+		'install rustfmt)'; \
+	cargo clippy --version >/dev/null 2>&1 || fail 'cargo clippy was not found; the tests check' \
+		'lints. Install it: rustup component add clippy (Rust from apt: sudo apt-get install' \
+		'rust-clippy)'

@@ -1,0 +1,38 @@
+"""Offload what PyTorch training keeps in memory to NVMe SSDs, and bring it back bit for bit.
+
+>>> import ssdtrain
+>>> with ssdtrain.offload(dir="/mnt/nvme"):  # doctest: +SKIP
+...     loss = model(batch)
+...     loss.backward()
+"""
+
+from ssdtrain.memory import prefer_huge_pages
+
+prefer_huge_pages()
+
+from ssdtrain.errors import (  # noqa: E402 - the switch for huge pages comes before any tensor
+    BudgetError,
+    ConfigError,
+    CorruptError,
+    NoSpaceError,
+    SsdtrainError,
+    StorageError,
+    UnsupportedError,
+)
+from ssdtrain.offload import Session, offload  # noqa: E402
+from ssdtrain.stats import Stats  # noqa: E402
+from ssdtrain.store import TensorStore  # noqa: E402
+
+__all__ = [
+    "BudgetError",
+    "ConfigError",
+    "CorruptError",
+    "NoSpaceError",
+    "Session",
+    "SsdtrainError",
+    "Stats",
+    "StorageError",
+    "TensorStore",
+    "UnsupportedError",
+    "offload",
+]

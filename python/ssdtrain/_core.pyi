@@ -1,0 +1,81 @@
+"""The compiled part of ssdtrain: bytes by address and length; tensors stay in Python."""
+
+from typing import Any, final
+
+@final
+class Store:
+    """An asynchronous store of byte ranges; see ``ssdtrain.TensorStore`` for tensors and arrays."""
+
+    def __new__(
+        cls,
+        dirs: list[str],
+        *,
+        backend: str,
+        direct_io: str,
+        max_disk_bytes: int | None,
+        verify: bool,
+        faults: dict[str, Any] | None = None,
+    ) -> Store:
+        """Open one unnamed file and one engine per directory.
+
+        ``faults`` is the seeded plan of ``backend="simulated"``. Raises ``ConfigError``,
+        ``NoSpaceError``, ``UnsupportedError`` or ``StorageError``.
+        """
+
+    def write(self, address: int, nbytes: int, owner: object) -> Stored:
+        """Queue a write of ``nbytes`` bytes at ``address``, which ``owner`` keeps alive."""
+
+    def read(self, stored: Stored) -> Pending:
+        """Queue a read of what ``stored`` holds; its write must have ended well."""
+
+    def arena_live_bytes(self) -> int:
+        """Bytes of slots in use: being read, or read and not yet dropped."""
+
+    def notes(self) -> list[str]:
+        """What was given up while opening, one sentence each."""
+
+    def stats(self) -> dict[str, Any]:
+        """Traffic in bytes and counts, busy times in nanoseconds, engines by directory."""
+
+    def resume(self) -> None:
+        """Let a paused simulated disk move."""
+
+    def close(self) -> None:
+        """Refuse new work, end what has begun, answer the rest with ``ClosedError``."""
+
+@final
+class Stored:
+    """Bytes on their way to the disk, or there; its death gives the space back."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+
+    def done(self) -> bool:
+        """Whether the write has ended, well or not."""
+
+    def wait(self) -> None:
+        """Wait for the write with the GIL released; raises what went wrong."""
+
+    def cancel(self) -> bool:
+        """Give the write up; ``True`` if it had not begun."""
+
+@final
+class Pending:
+    """A read on its way; its death gives the read up."""
+
+    def done(self) -> bool:
+        """Whether the read has ended, well or not."""
+
+    def wait(self) -> Slot:
+        """Wait for the read with the GIL released; raises what went wrong."""
+
+@final
+class Slot:
+    """Bytes that came back: a writable buffer, freed when its last user is gone."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+
+    def __buffer__(self, flags: int, /) -> memoryview: ...

@@ -1,0 +1,92 @@
+"""The options of a session and of a store, checked where they are given."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from ssdtrain.errors import ConfigError
+
+__all__ = ["Backend", "Directories", "DirectIo", "OffloadConfig", "StoreConfig"]
+
+Backend = Literal["auto", "io_uring", "psync"]
+"""``auto`` takes io_uring where the kernel allows it, else threads that call pread and pwrite."""
+
+DirectIo = Literal["required", "optional", "disabled"]
+"""Whether the page cache is bypassed (O_DIRECT); ``optional`` gives up where it must, and says so."""
+
+Directories = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+MIN_BYTES_DEFAULT = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreConfig:
+    """What a store is opened with. Sizes in bytes."""
+
+    dirs: tuple[str, ...]
+    """One spill file is kept in each."""
+    max_disk_bytes: int | None = None
+    """Upper bound on the bytes reserved over all directories."""
+    backend: str = "auto"
+    direct_io: str = "required"
+    verify: bool = False
+    """Checksum (xxh3) before each write and after each read."""
+    faults: dict[str, Any] | None = None
+    """The seeded plan of the simulated disk (``backend="simulated"``), for tests."""
+
+    def __post_init__(self) -> None:
+        """Raise ``ConfigError`` for a value that cannot be meant."""
+        check_choice("backend", self.backend, (*get_args(Backend), "simulated"))
+        check_choice("direct_io", self.direct_io, get_args(DirectIo))
+        check_size("max_disk_bytes", self.max_disk_bytes)
+        if not isinstance(self.verify, bool):
+            raise ConfigError(f"verify must be True or False, not {self.verify!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadConfig:
+    """What ``ssdtrain.offload`` was asked for. Sizes in bytes."""
+
+    store: StoreConfig
+    min_bytes: int = MIN_BYTES_DEFAULT
+    """Smaller saved tensors stay in memory: they cost more calls than they free."""
+    max_resident_bytes: int | None = None
+    """Upper bound on the saved bytes in memory, at whatever time the disk needs."""
+
+    def __post_init__(self) -> None:
+        """Raise ``ConfigError`` for a value that cannot be meant."""
+        check_size("min_bytes", self.min_bytes)
+        check_size("max_resident_bytes", self.max_resident_bytes)
+
+
+def directories(given: Directories) -> tuple[str, ...]:
+    """Return the directories as strings; whether they are usable, the store says."""
+    if isinstance(given, str | os.PathLike):
+        given = [given]
+    try:
+        dirs = tuple(os.fspath(one) for one in given)
+    except TypeError:
+        dirs = ()
+    if not dirs or not all(isinstance(one, str) and one for one in dirs):
+        raise ConfigError(f"dir must be a path or a list of paths to directories, not {given!r}")
+    if len({os.path.realpath(one) for one in dirs}) < len(dirs):
+        raise ConfigError(f"dir names the same directory twice: {list(dirs)}; name each one once")
+    return dirs
+
+
+def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    """Raise ``ConfigError`` unless ``value`` is one of ``choices``."""
+    if value not in choices:
+        allowed = ", ".join(repr(one) for one in choices if one != "simulated")
+        raise ConfigError(f"{name} must be one of {allowed}, not {value!r}")
+
+
+def check_size(name: str, value: object) -> None:
+    """Raise ``ConfigError`` unless ``value`` is ``None`` or a positive number of bytes."""
+    if value is None and name != "min_bytes":
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name} must be a positive whole number of bytes, not {value!r}")

@@ -1,0 +1,53 @@
+"""What the kernel knows about the memory of this process."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+STATUS = Path("/proc/self/status")
+CLEAR_REFS = Path("/proc/self/clear_refs")
+
+RESET_HIGH_WATER_MARK = "5"
+"""What proc(5) says to write into `clear_refs` so that `VmHWM` starts again from `VmRSS`."""
+
+
+class MemoryUnknownError(Exception):
+    """The system does not tell about a process's memory; the message says what is missing."""
+
+
+def status_bytes(field: str) -> int:
+    """Read a size, such as `VmRSS`, of this process."""
+    try:
+        lines = STATUS.read_text().splitlines()
+    except OSError as error:
+        raise MemoryUnknownError(f"{STATUS} cannot be read: {error}") from error
+    for line in lines:
+        name, _, value = line.partition(":")
+        if name == field:
+            # The kernel writes "kB" and means 1024 bytes.
+            return int(value.split()[0]) << 10
+    raise MemoryUnknownError(f"{STATUS} has no line {field}: this kernel does not count it")
+
+
+def reset_high_water_mark() -> int:
+    """Give freed memory back, set `VmHWM` to `VmRSS`; return `VmRSS` in bytes."""
+    release_free_memory()
+    try:
+        CLEAR_REFS.write_text(RESET_HIGH_WATER_MARK)
+    except OSError as error:
+        raise MemoryUnknownError(
+            f"VmHWM cannot be reset, because {CLEAR_REFS} cannot be written: {error}"
+        ) from error
+    return status_bytes("VmRSS")
+
+
+def release_free_memory() -> None:
+    """Have the C library return what it holds in reserve, so that it does not look like use.
+
+    After a step glibc keeps freed blocks below its (growing) threshold for later. Counted as
+    resident before the next step, they would hide just as much of what the step needs.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:  # Only glibc has it, and only glibc keeps so much.
+        trim(ctypes.c_size_t(0))

@@ -1,0 +1,230 @@
+"""One process of the demo: trains the model under one mode and tells its parent, a line at a time.
+
+Run by the demo as `python -m ssdtrain.demo.modes MODE MEASURED OPTIONS`. Every line on its standard
+output is one JSON object with a key `event`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+from contextlib import ExitStack, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+import torch
+
+from ssdtrain.demo.counting import Sampler, SavedStorageCounter
+from ssdtrain.demo.memory import MemoryUnknownError, reset_high_water_mark, status_bytes
+from ssdtrain.demo.models import build_trainee
+from ssdtrain.demo.options import (
+    MODES,
+    MemoryRecord,
+    Mode,
+    StepKind,
+    StepRecord,
+    TrainingOptions,
+)
+from ssdtrain.demo.text import ByteBatches, load_text
+from ssdtrain.errors import SsdtrainError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+
+    from torch import nn
+
+LEARNING_RATE = 1e-3
+"""Small enough for a loss that falls from the first step on, without a schedule."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """What offload has done so far; all zero in the other modes."""
+
+    bytes_written: int = 0
+    bytes_read: int = 0
+    stall_s: float = 0.0
+
+
+class ModeProcess:
+    """The training of one mode, step by step."""
+
+    def __init__(self, mode: Mode, options: TrainingOptions, stack: ExitStack) -> None:
+        self.options = options
+        self.trainee = build_trainee(options)
+        self.parameters = list(self.trainee.module.parameters())
+        self.counter = SavedStorageCounter(self.parameters)
+        self.session: Any = None
+        if mode == "recompute":
+            self.trainee.recompute_blocks(self.counter.checkpoint_contexts)
+        if mode == "offload":
+            self.session = _open_session(options, stack)
+        self._optimizer = torch.optim.SGD(self.parameters, lr=LEARNING_RATE)
+        self._batches = ByteBatches(
+            load_text(None if options.data is None else Path(options.data)),
+            batch=options.batch,
+            sequence=options.sequence,
+            seed=options.seed,
+        )
+        self._step_count = 0
+
+    def step(self, kind: StepKind) -> StepRecord:
+        """Train one step; only forward, backward and optimizer are timed."""
+        text = self._batches.at(self._step_count)
+        self._step_count += 1
+        before = self._traffic()
+        start = time.perf_counter()
+        loss = self._train(text)
+        seconds = time.perf_counter() - start
+        after = self._traffic()
+        return StepRecord(
+            kind=kind,
+            seconds=seconds,
+            loss=loss.hex(),
+            gradients_digest=gradients_digest(self.parameters),
+            bytes_written=after.bytes_written - before.bytes_written,
+            bytes_read=after.bytes_read - before.bytes_read,
+            stall_s=after.stall_s - before.stall_s,
+        )
+
+    def measured_step(self) -> tuple[StepRecord, list[tuple[float, int]]]:
+        """Train one step that is watched, which takes time, and return its curve with it."""
+        if self.session is not None:
+            with Sampler(lambda: int(self.session.stats.resident_bytes)) as sampler:
+                record = self.step("measured")
+        else:
+            with Sampler(lambda: self.counter.resident_bytes) as sampler, self.counter.measure():
+                record = self.step("measured")
+        return record, sampler.samples
+
+    def activation_bytes_peak(self, *, measured: bool) -> int | None:
+        """Tell the peak: the session's own over all steps, or the counter's over the measured."""
+        if self.session is not None:
+            return int(self.session.stats.resident_bytes_peak)
+        return self.counter.resident_bytes_peak if measured else None
+
+    def _train(self, text: torch.Tensor) -> float:
+        # Gradients are zeroed, not dropped: then they are resident before a step as the weights
+        # are, and what a step needs on top is what the saved tensors need.
+        self._optimizer.zero_grad(set_to_none=False)
+        with self._autocast():
+            loss = self.trainee.loss(text)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._optimizer.step()
+        return float(loss.item())
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        if self.options.dtype == "float32":
+            return nullcontext()
+        return torch.autocast("cpu", dtype=torch.bfloat16)
+
+    def _traffic(self) -> Traffic:
+        if self.session is None:
+            return Traffic()
+        stats = self.session.stats
+        return Traffic(
+            bytes_written=stats.bytes_written,
+            bytes_read=stats.bytes_read,
+            stall_s=stats.stall_s,
+        )
+
+
+def gradients_digest(parameters: list[nn.Parameter]) -> str:
+    """Hash the raw bytes of every gradient, in the order of the parameters."""
+    digest = hashlib.blake2b(digest_size=16)
+    for parameter in parameters:
+        if parameter.grad is None:
+            digest.update(b"no gradient")
+        else:
+            raw = parameter.grad.detach().contiguous().view(torch.uint8)
+            digest.update(raw.numpy().data)
+    return digest.hexdigest()
+
+
+def run_mode(
+    mode: Mode, options: TrainingOptions, *, measured: bool, emit: Callable[..., None]
+) -> None:
+    """Train under one mode: a warm-up step, the timed steps, and perhaps a measured one."""
+    with ExitStack() as stack:
+        process = ModeProcess(mode, options, stack)
+        emit("start", parameters_count=sum(p.numel() for p in process.parameters))
+        emit("step", **asdict(process.step("warm-up")))
+        before: int | None = None
+        high: int | None = None
+        note: str | None = None
+        try:
+            before = reset_high_water_mark()
+        except MemoryUnknownError as error:
+            note = str(error)
+        for _ in range(options.steps):
+            emit("step", **asdict(process.step("timed")))
+        try:
+            # Without a reset the mark would be that of the warm-up step.
+            high = None if before is None else status_bytes("VmHWM")
+        except MemoryUnknownError as error:
+            note = str(error)
+        curve: list[tuple[float, int]] = []
+        if measured:
+            record, curve = process.measured_step()
+            emit("step", **asdict(record))
+        memory = MemoryRecord(
+            activation_bytes_peak=process.activation_bytes_peak(measured=measured),
+            rss_bytes_before=before,
+            rss_bytes_high=high,
+            rss_note=note,
+            curve=curve,
+        )
+        emit("memory", **asdict(memory))
+        emit("end", summary="" if process.session is None else str(process.session))
+
+
+def _open_session(options: TrainingOptions, stack: ExitStack) -> Any:
+    # Imported here: keep and recompute have no use for it.
+    import ssdtrain  # noqa: PLC0415
+
+    assert options.directory is not None, "the demo names a directory when offload runs"
+    session = ssdtrain.offload(options.directory, max_resident_bytes=options.max_resident_bytes)
+    return stack.enter_context(session)
+
+
+def _take_standard_output() -> TextIO:
+    """Keep standard output for the protocol; whatever else prints there goes to standard error."""
+    sys.stdout.flush()
+    protocol = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    return protocol
+
+
+def main(arguments: list[str]) -> int:
+    """Run one mode and return the exit code of the process."""
+    protocol = _take_standard_output()
+
+    def emit(event: str, **fields: Any) -> None:
+        print(json.dumps({"event": event, **fields}), file=protocol, flush=True)
+
+    name, measured, options = arguments
+    (mode,) = (mode for mode in MODES if mode == name)
+    try:
+        run_mode(
+            mode,
+            TrainingOptions.from_json(options),
+            measured=measured == "measured",
+            emit=emit,
+        )
+    except (ImportError, OSError, SsdtrainError, ValueError) as error:
+        # What a user can mend: the message says how, a traceback would bury it.
+        emit("failure", message=f"{type(error).__name__}: {error}")
+        return 1
+    except Exception as error:
+        emit("failure", message=f"{type(error).__name__}: {error} (traceback above)")
+        raise
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,156 @@
+"""From runs to figures: medians, ratios to keep, and whether every bit agrees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from ssdtrain.demo.options import Mode, ModeRun, StepRecord
+
+Figure = Callable[[ModeRun], float | None]
+"""One number of one run; None where the run does not know it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ratios:
+    """A mode's figures as multiples of keep's; None without a keep to compare with."""
+
+    step_s: float | None
+    activation_bytes_peak: float | None
+    rss_bytes_peak: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModeSummary:
+    """The figures of one mode.
+
+    A figure of a repeat is the median of its timed steps; a figure of the mode is the median over
+    the repeats. A ratio is the median over the repeats of the quotient with keep *of the same
+    repeat*, which ran just before: a machine that slows down for a while slows both.
+    """
+
+    mode: Mode
+    step_s_median: float | None
+    tokens_per_s: float | None
+    activation_bytes_peak: float | None
+    rss_bytes_peak: float | None
+    rss_bytes_high: float | None
+    bytes_written_per_step: float | None
+    bytes_read_per_step: float | None
+    stall_s: float | None
+    """Time per step in which the computing thread waited for I/O."""
+    ratio_to_keep: Ratios
+    losses: list[float]
+    """Of every step of the first repeat: warm-up, timed, measured."""
+    step_s: list[list[float]]
+    """Seconds of every timed step, by repeat."""
+    failure: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Whether all losses and all gradients are those of keep, bit for bit."""
+
+    bit_identical: bool | None
+    """None when there was nothing to compare."""
+    notes: list[str]
+    """What differs, or why nothing was compared."""
+
+
+def summarise(runs: Sequence[ModeRun], mode: Mode, tokens_per_step: int) -> ModeSummary:
+    """Compute the figures of one mode."""
+    own = [run for run in runs if run.mode == mode]
+    done = [run for run in own if run.failure is None]
+    keep = {run.repeat: run for run in runs if run.mode == "keep" and run.failure is None}
+
+    def ratio(figure: Figure) -> float | None:
+        pairs = [(figure(run), figure(keep[run.repeat])) for run in done if run.repeat in keep]
+        return median_or_none(
+            [own / kept for own, kept in pairs if own is not None and kept is not None and kept > 0]
+        )
+
+    step_s = _over_repeats(done, _of_steps(lambda step: step.seconds))
+    return ModeSummary(
+        mode=mode,
+        step_s_median=step_s,
+        tokens_per_s=None if step_s is None else tokens_per_step / step_s,
+        activation_bytes_peak=_over_repeats(done, _activation_bytes_peak),
+        rss_bytes_peak=_over_repeats(done, _rss_bytes_peak),
+        rss_bytes_high=_over_repeats(done, _rss_bytes_high),
+        bytes_written_per_step=_over_repeats(done, _of_steps(lambda step: step.bytes_written)),
+        bytes_read_per_step=_over_repeats(done, _of_steps(lambda step: step.bytes_read)),
+        stall_s=_over_repeats(done, _of_steps(lambda step: step.stall_s)),
+        ratio_to_keep=Ratios(
+            step_s=ratio(_of_steps(lambda step: step.seconds)),
+            activation_bytes_peak=ratio(_activation_bytes_peak),
+            rss_bytes_peak=ratio(_rss_bytes_peak),
+        ),
+        losses=[float.fromhex(step.loss) for step in own[0].steps] if own else [],
+        step_s=[[step.seconds for step in run.timed] for run in own],
+        failure=next((run.failure for run in own if run.failure is not None), None),
+    )
+
+
+def compare(runs: Sequence[ModeRun]) -> Comparison:
+    """Hold every step of every finished run against the first finished run of keep."""
+    done = [run for run in runs if run.failure is None]
+    reference = next((run for run in done if run.mode == "keep"), None)
+    if reference is None:
+        reason = "failed" if any(run.mode == "keep" for run in runs) else "was not run"
+        return Comparison(
+            bit_identical=None, notes=[f"keep {reason}: there is nothing to compare with"]
+        )
+    others = [run for run in done if run is not reference]
+    if all(run.mode == "keep" for run in others):
+        return Comparison(
+            bit_identical=None, notes=["no other mode finished: there is nothing to compare"]
+        )
+    notes = [note for run in others for note in _differences(run, reference)]
+    return Comparison(bit_identical=not notes, notes=notes)
+
+
+def median_or_none(values: Sequence[float]) -> float | None:
+    """Return the median, or None of nothing."""
+    return median(values) if values else None
+
+
+def _differences(run: ModeRun, reference: ModeRun) -> Iterable[str]:
+    """Name the first step at which a run leaves the reference; the later ones follow from it."""
+    if len(run.steps) > len(reference.steps):
+        yield f"{run.mode}, repeat {run.repeat}: it has more steps than keep"
+    for number, (step, kept) in enumerate(zip(run.steps, reference.steps, strict=False), start=1):
+        what = [
+            name
+            for name, differs in (
+                ("loss", step.loss != kept.loss),
+                ("gradients", step.gradients_digest != kept.gradients_digest),
+            )
+            if differs
+        ]
+        if what:
+            yield (
+                f"{run.mode}, repeat {run.repeat}: {' and '.join(what)} differ from keep's from "
+                f"step {number} on"
+            )
+            return
+
+
+def _over_repeats(runs: Iterable[ModeRun], figure: Figure) -> float | None:
+    return median_or_none([value for run in runs if (value := figure(run)) is not None])
+
+
+def _of_steps(figure: Callable[[StepRecord], float]) -> Figure:
+    return lambda run: median_or_none([figure(step) for step in run.timed])
+
+
+def _activation_bytes_peak(run: ModeRun) -> float | None:
+    return None if run.memory is None else run.memory.activation_bytes_peak
+
+
+def _rss_bytes_peak(run: ModeRun) -> float | None:
+    return None if run.memory is None else run.memory.rss_bytes_peak
+
+
+def _rss_bytes_high(run: ModeRun) -> float | None:
+    return None if run.memory is None else run.memory.rss_bytes_high

@@ -1,0 +1,76 @@
+"""The text that the demo trains on: bytes of real files, and batches cut from them."""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+
+import torch
+
+TEXT_BYTES_MAX = 16 << 20
+"""Enough for every step of every run; more would only take longer to read."""
+
+FOREIGN_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
+"""Folders inside the standard library's that are not the standard library."""
+
+
+def standard_library_text(root: Path | None = None, *, bytes_max: int = TEXT_BYTES_MAX) -> bytes:
+    """Read the sources of Python's standard library, in the order of their names.
+
+    Every machine that runs this has them, nothing is downloaded, and all processes on one machine
+    read the same bytes.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"]) if root is None else root
+    names = sorted(
+        path.relative_to(root)
+        for path in root.rglob("*.py")
+        if FOREIGN_FOLDERS.isdisjoint(path.relative_to(root).parts)
+    )
+    text = bytearray()
+    for name in names:
+        text += (root / name).read_bytes()
+        if len(text) >= bytes_max:
+            break
+    if not text:
+        raise FileNotFoundError(
+            f"there are no *.py files under {root}: this Python was installed without the sources "
+            "of its standard library; give a text of your own with --data FILE"
+        )
+    return bytes(text[:bytes_max])
+
+
+def load_text(path: Path | None) -> bytes:
+    """Read the first `TEXT_BYTES_MAX` bytes of the user's own text, or the standard library."""
+    if path is None:
+        return standard_library_text()
+    with path.open("rb") as file:
+        return file.read(TEXT_BYTES_MAX)
+
+
+class ByteBatches:
+    """Batches of token ids (the bytes themselves), a function of seed and step alone.
+
+    The offsets come from a generator of their own, so that drawing a batch moves neither the
+    random numbers of dropout nor, through them, a single bit of the gradients.
+    """
+
+    def __init__(self, text: bytes, *, batch: int, sequence: int, seed: int) -> None:
+        if len(text) <= sequence:
+            raise ValueError(
+                f"the text has {len(text)} bytes, a sequence of {sequence} needs at least "
+                f"{sequence + 1}; give a longer text with --data or a shorter --sequence"
+            )
+        # A bytearray, because torch warns about tensors over memory that must not be written.
+        self._text = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        self._batch = batch
+        self._sequence = sequence
+        self._seed = seed
+
+    def at(self, step: int) -> torch.Tensor:
+        """Cut the batch of one step: int64, (batch, sequence + 1), each row one piece of text."""
+        # Torch's generator takes in 32 bits of its seed; a large prime keeps neighbours apart.
+        generator = torch.Generator().manual_seed((self._seed * 1_000_003 + step) % (1 << 32))
+        starts = torch.randint(
+            len(self._text) - self._sequence, (self._batch, 1), generator=generator
+        )
+        return self._text[starts + torch.arange(self._sequence + 1)].long()

@@ -1,0 +1,221 @@
+"""Pack and unpack: the two moments at which autograd lets us see a saved tensor.
+
+[Note: rules of the hooks] 1. Never return the tensor itself from pack: a saved output would hold
+its own node. 2. Never read a byte in pack. 3. Return a new tensor object from every unpack. 4. Draw
+no random number and touch no mode. 5. Hold the lock only for bookkeeping, never while waiting for
+a read.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from time import perf_counter
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from ssdtrain.config import OffloadConfig
+from ssdtrain.policy import Policy, Rates
+from ssdtrain.prefetch import Prefetcher, Round
+from ssdtrain.saved import (
+    ExcludedTensor,
+    Geometry,
+    Loading,
+    SavedTensor,
+    SmallTensor,
+    check_version,
+)
+from ssdtrain.stats import Ledger, Stats
+from ssdtrain.tracker import Tracker
+from ssdtrain.transfer import HostDirect
+from ssdtrain.weights import is_plain, is_weight
+
+__all__ = ["Hooks"]
+
+log = logging.getLogger("ssdtrain")
+
+sequence_number = torch._C._autograd._get_sequence_nr  # noqa: SLF001 - no public name
+current_backward = torch._C._current_graph_task_id  # noqa: SLF001 - no public name
+current_node = torch._C._current_autograd_node  # noqa: SLF001 - no public name
+
+RATES_GUESS = Rates(1e9, 1e9)
+"""Before anything was measured."""
+RATES_BYTES_MIN = 16 << 20
+"""Less traffic than this says nothing about a rate."""
+
+
+class Hooks:
+    """The parts of one session behind the two hooks; autograd keeps it alive with the graph."""
+
+    def __init__(self, config: OffloadConfig, transfer: HostDirect, policy: Policy) -> None:
+        self._min_bytes = config.min_bytes
+        self._bounded = config.max_resident_bytes is not None
+        self._transfer = transfer
+        self._policy = policy
+        self._lock = threading.RLock()
+        self._ledger = Ledger()
+        self._tracker = Tracker(transfer, self._ledger, policy, config.max_resident_bytes)
+        self._prefetcher = Prefetcher(policy, self._tracker.load)
+        self._rates = RATES_GUESS
+        self._measured = transfer.store.stats()
+        self._said: set[str] = set()
+
+    def context(self) -> saved_tensors_hooks:
+        """Return the context manager that installs the hooks in the calling thread."""
+        return saved_tensors_hooks(self.pack, self.unpack)
+
+    def stats(self) -> Stats:
+        """Return what happened so far."""
+        with self._lock:
+            self._ledger.settle()
+            return self._ledger.snapshot(self._transfer.store.stats())
+
+    def pack(self, tensor: Tensor) -> object:
+        """Take a tensor that a node saves; return what autograd keeps in its place."""
+        if not is_plain(tensor):
+            self._note_passed(tensor)
+            return ExcludedTensor(tensor)
+        if is_weight(tensor):
+            return ExcludedTensor(tensor)
+        geometry = Geometry(tensor)
+        span = tensor.nbytes if tensor.is_contiguous() else geometry.span_bytes()
+        with self._lock:
+            if span < self._min_bytes:
+                return self._keep_small(tensor, span)
+            return self._save(tensor, geometry, span)
+
+    def unpack(self, packed: object) -> Tensor:
+        """Give a node its saved tensor back."""
+        if not isinstance(packed, SavedTensor):
+            assert isinstance(packed, ExcludedTensor | SmallTensor)
+            kept = packed.tensor
+            check_version(kept, packed.version, lambda: _describe(kept.dtype, kept.shape))
+            return kept.detach()
+        geometry = packed.geometry
+        check_version(
+            packed.counter, packed.version, lambda: _describe(geometry.dtype, geometry.size)
+        )
+        with self._lock:
+            found = self._find(packed)
+        if not isinstance(found, Loading):
+            return found
+        return self._wait(packed, found)
+
+    def _keep_small(self, tensor: Tensor, span: int) -> SmallTensor:
+        self._ledger.settle()
+        self._tracker.admit(span)
+        kept = SmallTensor(tensor, span, self._ledger)
+        self._ledger.note_peak(self._transfer.resident_bytes())
+        return kept
+
+    def _save(self, tensor: Tensor, geometry: Geometry, span: int) -> SavedTensor:
+        ledger, tracker = self._ledger, self._tracker
+        sequence = sequence_number()
+        ledger.settle()
+        tracker.open_gate(sequence)
+        tracker.reap()
+        backward = current_backward()
+        current, is_new_round = self._prefetcher.round_for(backward)
+        if is_new_round:
+            self._learn()
+        record, is_new = tracker.record_for(tensor, geometry, span, sequence)
+        saved = SavedTensor(tensor, geometry, record, sequence)
+        current.add(saved, record.nbytes, is_new, perf_counter() - ledger.stall_s)
+        if is_new:
+            record.key = current.signature
+            keep = self._policy.keeps(record.key) and not self._bounded
+            if not keep and not (backward != -1 and _is_recompute()):
+                tracker.write_later(record)
+        ledger.note_peak(self._transfer.resident_bytes())
+        return saved
+
+    def _find(self, saved: SavedTensor) -> Tensor | Loading:
+        """Return the tensor if its bytes are in memory, else the read that brings them."""
+        ledger, tracker, record = self._ledger, self._tracker, saved.record
+        now_s = perf_counter() - ledger.stall_s
+        ledger.settle()
+        tracker.open_gate(None)
+        is_first = self._prefetcher.note_unpack(saved, now_s)
+        if is_first and not self._bounded and not self._policy.knows(record.key):
+            tracker.cancel_queued()
+        storage = tracker.recall(record)
+        tracker.reap()
+        found: Tensor | Loading
+        if storage is not None:
+            found = saved.geometry.build(storage, 0)
+        elif saved.ahead is not None:
+            found, saved.ahead = saved.ahead, None
+        else:
+            if self._bounded and tracker.room_bytes() < record.nbytes:
+                self._prefetcher.drop_window()
+            found = tracker.demand(saved)
+        self._prefetcher.advance(saved, now_s, tracker.room_bytes())
+        ledger.note_peak(self._transfer.resident_bytes())
+        return found
+
+    def _wait(self, saved: SavedTensor, loading: Loading) -> Tensor:
+        ready = loading.done()
+        began_s = perf_counter()
+        try:
+            tensor = self._transfer.restore(saved, loading)
+        except Exception as error:
+            geometry = saved.geometry
+            error.add_note(
+                "ssdtrain could not bring back a saved tensor "
+                f"({_describe(geometry.dtype, geometry.size)}); no gradient was computed from it"
+            )
+            raise
+        if not ready:
+            stall_s = perf_counter() - began_s
+            with self._lock:
+                self._ledger.note_stall(stall_s)
+                if isinstance(saved.round, Round):
+                    saved.round.stall_s += stall_s
+        return tensor
+
+    def _learn(self) -> None:
+        finished = self._prefetcher.take_finished()
+        if not finished:
+            return
+        rates = self._measure()
+        for one in finished:
+            items = one.learned_items()
+            if items and one.phase == -1:
+                last_s = max(item.needed_s for item in items)
+                whole_s = last_s - items[0].packed_s + one.stall_s
+                self._policy.learn(one.signature, items, rates, one.stall_s / max(whole_s, 1e-9))
+
+    def _measure(self) -> Rates:
+        """Return the rates since the last call, or the last known where little moved."""
+        before, now = self._measured, self._transfer.store.stats()
+        self._measured = now
+
+        def rate(what: str, otherwise: float) -> float:
+            direction = "write" if what == "bytes_written" else "read"
+            nbytes = now[what] - before[what]
+            busy_ns = now[f"{direction}_busy_ns"] - before[f"{direction}_busy_ns"]
+            if nbytes < RATES_BYTES_MIN or busy_ns <= 0:
+                return otherwise
+            return float(nbytes) / busy_ns * 1e9
+
+        write = rate("bytes_written", self._rates.write)
+        self._rates = Rates(write, rate("bytes_read", self._rates.read))
+        return self._rates
+
+    def _note_passed(self, tensor: Tensor) -> None:
+        kind = type(tensor).__name__ if type(tensor) is not Tensor else str(tensor.device.type)
+        if kind not in self._said and kind not in ("cpu", "Parameter"):
+            self._said.add(kind)
+            log.info("saved tensors of kind %s are kept where they are", kind)
+
+
+def _is_recompute() -> bool:
+    """Whether a reentrant checkpoint recomputes: what is saved now is needed in a moment."""
+    node = current_node()
+    return node is not None and "CheckpointFunctionBackward" in node.name()
+
+
+def _describe(dtype: torch.dtype, size: torch.Size) -> str:
+    return f"[{str(dtype).removeprefix('torch.')} {list(size)}]"

@@ -1,0 +1,182 @@
+"""``with ssdtrain.offload(dir):`` builds the parts, installs the hooks, and closes in order.
+
+START HERE. A tensor's way: ``hooks.pack`` → ``tracker`` → ``transfer`` → ``_core`` → the disk, and
+back through ``hooks.unpack``; ``docs/architecture.md`` tells it step by step.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import ParamSpec, TypeVar
+
+from torch.autograd.graph import saved_tensors_hooks
+
+from ssdtrain import _core
+from ssdtrain.config import (
+    MIN_BYTES_DEFAULT,
+    Backend,
+    Directories,
+    DirectIo,
+    OffloadConfig,
+    StoreConfig,
+    directories,
+)
+from ssdtrain.hooks import Hooks
+from ssdtrain.memory import note_small_pages
+from ssdtrain.policy import Policy
+from ssdtrain.stats import Stats
+from ssdtrain.transfer import HostDirect
+
+__all__ = ["Session", "offload"]
+
+log = logging.getLogger("ssdtrain")
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def open_store(config: StoreConfig) -> _core.Store:
+    """Open a store and say what had to be given up."""
+    store = _core.Store(
+        list(config.dirs),
+        backend=config.backend,
+        direct_io=config.direct_io,
+        max_disk_bytes=config.max_disk_bytes,
+        verify=config.verify,
+        faults=config.faults,
+    )
+    for note in store.notes():
+        log.warning("%s", note)
+    return store
+
+
+class Session:
+    """What ``with ssdtrain.offload(dir) as session`` gives: the running counts of this use.
+
+    It stays readable after the block. The store behind it lives until the last graph that was
+    built in the block is gone, so a backward after the block works.
+    """
+
+    def __init__(self, config: OffloadConfig, policy: Policy) -> None:
+        self._hooks: Hooks | None = Hooks(config, HostDirect(open_store(config.store)), policy)
+        self._final: Stats | None = None
+
+    @property
+    def stats(self) -> Stats:
+        """A snapshot of the counts; after the block, as they were when it ended."""
+        if self._hooks is not None:
+            return self._hooks.stats()
+        assert self._final is not None
+        return self._final
+
+    def __str__(self) -> str:
+        """Return the report for a person."""
+        return str(self.stats)
+
+    def context(self) -> saved_tensors_hooks:
+        """Return the context manager that installs this session's hooks in the calling thread."""
+        assert self._hooks is not None, "a session that was closed installs no hooks"
+        return self._hooks.context()
+
+    def close(self) -> None:
+        """Let the store go; graphs that still need it keep it. Idempotent."""
+        if self._hooks is not None:
+            self._final = self._hooks.stats()
+            self._hooks = None
+
+
+class offload:  # noqa: N801 - used like torch.no_grad
+    """Keep what autograd saves on SSDs instead of in memory: a context manager and a decorator.
+
+    Wrap the training loop, or one forward and its backward. Gradients are bit-identical to those
+    without it, or an error is raised. Implements SSDTrain (arXiv 2408.10013).
+
+    Args:
+        dir: A directory on a local NVMe file system, or a list of them. Its files have no names
+            and vanish with the process.
+        min_bytes: Saved tensors of fewer bytes stay in memory.
+        max_resident_bytes: Upper bound on the saved bytes in memory. Without it nothing ever waits
+            for a slow disk: what cannot be hidden is kept. With it forward waits as it must.
+        max_disk_bytes: Upper bound on the bytes reserved on disk; beyond it tensors are kept.
+        backend: ``"auto"``, ``"io_uring"`` or ``"psync"``.
+        direct_io: ``"required"``, ``"optional"`` or ``"disabled"``: whether to bypass the page
+            cache.
+        verify: Checksum each tensor before its write and after its read.
+
+    Raises:
+        ConfigError: An option or the directory cannot be used; the message says what next.
+        NoSpaceError: The directory has hardly any free space.
+        UnsupportedError: io_uring was asked for and the kernel refuses it.
+
+    """
+
+    def __init__(
+        self,
+        dir: Directories,  # noqa: A002 - the word users expect
+        *,
+        min_bytes: int = MIN_BYTES_DEFAULT,
+        max_resident_bytes: int | None = None,
+        max_disk_bytes: int | None = None,
+        backend: Backend = "auto",
+        direct_io: DirectIo = "required",
+        verify: bool = False,
+    ) -> None:
+        store = StoreConfig(
+            dirs=directories(dir),
+            max_disk_bytes=max_disk_bytes,
+            backend=backend,
+            direct_io=direct_io,
+            verify=verify,
+        )
+        self._config = OffloadConfig(
+            store=store, min_bytes=min_bytes, max_resident_bytes=max_resident_bytes
+        )
+        self._policy = Policy()
+        """What was learned outlives a session: the same object may be entered again."""
+        self._local = threading.local()
+
+    def __enter__(self) -> Session:
+        """Open a store and install the hooks in this thread."""
+        note_small_pages()
+        session = Session(self._config, self._policy)
+        context = session.context()
+        context.__enter__()
+        self._entered().append((session, context))
+        return session
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Remove the hooks; the store goes with the last graph that needs it."""
+        session, context = self._entered().pop()
+        context.__exit__(kind, error, trace)
+        session.close()
+
+    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
+        """Decorate ``function``: one session serves all its calls, as long as it exists."""
+        opened: list[Session] = []
+        opening = threading.Lock()
+
+        @functools.wraps(function)
+        def offloaded(*args: P.args, **kwargs: P.kwargs) -> R:
+            with opening:
+                if not opened:
+                    note_small_pages()
+                    opened.append(Session(self._config, self._policy))
+            with opened[0].context():
+                return function(*args, **kwargs)
+
+        return offloaded
+
+    def _entered(self) -> list[tuple[Session, saved_tensors_hooks]]:
+        """Return what this thread has entered and not left."""
+        stack: list[tuple[Session, saved_tensors_hooks]]
+        stack = self._local.__dict__.setdefault("entered", [])
+        return stack

@@ -1,0 +1,166 @@
+"""Which saved tensors are worth a write: decided from what the last round measured.
+
+SSDTrain (arXiv 2408.10013, section 3.3) solves once for the amount of activations that hides behind
+compute and offloads that much from the front of the forward pass. Here the same cut is found from
+measured times of need and measured rates, and again whenever they move: the longest prefix whose
+writes end in time and whose reads, chained backwards from their deadlines, begin after them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+__all__ = ["Item", "Plan", "Policy", "Rates", "plan"]
+
+MARGIN_S = 0.005
+"""Latency of a request and of the hooks that begin it."""
+ROUND_TRIP_FACTOR = 2.0
+"""A tensor must lie idle for this many times its own write and read."""
+CAUTION_START = 0.8
+CAUTION_MIN = 0.05
+CAUTION_MAX = 0.95
+STALL_SHARE_MAX = 0.01
+"""A round that stalls for more than this share of its time is planned again, more cautiously."""
+SETTLED_COUNT = 3
+"""After so many plans a signature is planned again only if it stalls or the rates moved."""
+RATE_CHANGE = 1.25
+KNOWLEDGE_MAX = 100_000
+"""Keys remembered before everything is learned anew: bounds memory when shapes never repeat."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """One storage of a round: its size in bytes, when it was packed and first needed, in seconds."""
+
+    key: int
+    nbytes: int
+    packed_s: float
+    needed_s: float
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What the disk did, in bytes per second of busy time."""
+
+    write: float
+    read: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which keys to keep, and when the read of each other must begin at the latest."""
+
+    keep: frozenset[int] = frozenset()
+    start_by_s: dict[int, float] = field(default_factory=dict)
+    """On the clock of the items."""
+    first_need_s: float = 0.0
+    """When the first item is needed, on the same clock: backward begins."""
+    longest_gap_s: float = 0.0
+    """The longest time between two needs: how late a read may be begun, as needs begin reads."""
+
+
+def plan(items: Sequence[Item], rates: Rates) -> Plan:
+    """Choose the longest prefix of the items, in the order of packing, that hides.
+
+    An item that is needed again before it could be written and read back is left out beforehand.
+    """
+
+    def lies_idle(item: Item) -> bool:
+        round_trip = item.nbytes / rates.write + item.nbytes / rates.read
+        return item.needed_s - item.packed_s > ROUND_TRIP_FACTOR * round_trip + MARGIN_S
+
+    idle = [item for item in items if lies_idle(item)]
+    low, high = 0, len(idle)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if _starts(idle[:middle], rates) is not None:
+            low = middle
+        else:
+            high = middle - 1
+    starts = _starts(idle[:low], rates)
+    assert starts is not None, "nothing at all always hides"
+    keep = frozenset(item.key for item in items if item.key not in starts)
+    needs = sorted(item.needed_s for item in items)
+    gaps = [after - before for before, after in pairwise(needs)]
+    return Plan(keep, starts, needs[0] if needs else 0.0, max(gaps, default=0.0))
+
+
+def _starts(items: Sequence[Item], rates: Rates) -> dict[int, float] | None:
+    """Return the latest start of each read, or ``None`` if the traffic does not fit."""
+    written_s: dict[int, float] = {}
+    end = 0.0
+    for item in items:
+        end = max(end, item.packed_s) + item.nbytes / rates.write
+        written_s[item.key] = end
+    starts: dict[int, float] = {}
+    start = float("inf")
+    for item in sorted(items, key=lambda item: item.needed_s, reverse=True):
+        start = min(start, item.needed_s - MARGIN_S) - item.nbytes / rates.read
+        if start < written_s[item.key]:
+            return None
+        starts[item.key] = start
+    # The disk reads and writes by turns: the first read begins when the last write has ended.
+    return starts if start >= end else None
+
+
+class Policy:
+    """Learns from finished rounds; asked at every pack."""
+
+    def __init__(self) -> None:
+        self._plans: dict[int, Plan] = {}
+        self._keep: set[int] = set()
+        self._planned: set[int] = set()
+        self._futile: set[int] = set()
+        self._caution = CAUTION_START
+        self._basis: dict[int, tuple[int, Rates]] = {}
+        """How often a signature was planned, and by which rates last."""
+
+    def keeps(self, key: int) -> bool:
+        """Whether the tensor with this key should stay in memory."""
+        return key in self._keep or key in self._futile
+
+    def knows(self, key: int) -> bool:
+        """Whether a plan was made with this key in it."""
+        return key in self._planned
+
+    def plan_of(self, signature: int) -> Plan | None:
+        """Return the plan of rounds with this signature, if one was made."""
+        return self._plans.get(signature)
+
+    def note_futile(self, key: int) -> None:
+        """Remember that offloading this tensor frees nothing: somebody else holds its storage."""
+        self._futile.add(key)
+
+    def learn(self, signature: int, items: Sequence[Item], rates: Rates, stall_share: float) -> None:
+        """Plan the next round of this kind. ``stall_share`` is stall time over the round's time."""
+        if len(self._planned) > KNOWLEDGE_MAX:
+            self._plans.clear()
+            self._keep.clear()
+            self._planned.clear()
+            self._futile.clear()
+            self._basis.clear()
+        count, basis = self._basis.get(signature, (0, rates))
+        stalled = stall_share > STALL_SHARE_MAX
+        if count >= SETTLED_COUNT and not stalled and not _moved(basis, rates):
+            return
+        self._basis[signature] = (count + 1, rates)
+        if stalled and count:
+            self._caution = max(self._caution * 0.7, CAUTION_MIN)
+        else:
+            self._caution = min(self._caution * 1.05, CAUTION_MAX)
+        careful = Rates(rates.write * self._caution, rates.read * self._caution)
+        made = plan(items, careful)
+        self._plans[signature] = made
+        for item in items:
+            self._planned.add(item.key)
+            if item.key in made.keep:
+                self._keep.add(item.key)
+            else:
+                self._keep.discard(item.key)
+
+
+def _moved(before: Rates, after: Rates) -> bool:
+    ratios = (after.write / before.write, after.read / before.read)
+    return any(not 1 / RATE_CHANGE < ratio < RATE_CHANGE for ratio in ratios)

@@ -1,0 +1,211 @@
+"""In which order saved tensors come back, and which reads to begin before they are asked for.
+
+A *round* is what is packed between two backwards: one micro-batch, or several. Within a backward
+PyTorch runs nodes in the reverse order of their creation and unpacks each node's tensors in the
+order of packing, so that is the first guess; what a round really did is the guess for the next of
+the same signature (gradient penalties and partial backwards differ). The order is a hint: a wrong
+guess costs a stall, never a wrong byte.
+"""
+
+from __future__ import annotations
+
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from time import perf_counter
+
+from ssdtrain.policy import Item, Policy
+from ssdtrain.saved import Loading, SavedTensor
+
+__all__ = ["Prefetcher", "Round"]
+
+WINDOW_BYTES = 32 << 20
+"""Bytes read ahead on a fast disk; a slow one reads ahead as far as its plan says."""
+ORDERS_MAX = 64
+"""Learned orders that are remembered."""
+UNFINISHED_MAX = 32
+"""Rounds without an end that are watched; older ones teach nothing any more."""
+
+
+class Round:
+    """What was packed between two backwards, and when each tensor was asked for first."""
+
+    def __init__(self, phase: int) -> None:
+        self.phase = phase
+        """The backward in which this was packed, or -1 for a forward."""
+        self.signature = phase if phase == -1 else -2
+        self.entries: list[weakref.ref[SavedTensor]] = []
+        self.sequences: list[int] = []
+        self.items: list[tuple[int, int, float] | None] = []
+        """Key, bytes and time of packing for each entry that brought a new record."""
+        self.needed_s: dict[int, float] = {}
+        """Ordinal to the time of its first unpack, in the order of unpacking."""
+        self.order: list[int] | None = None
+        self.position: dict[int, int] = {}
+        self.on_disk: list[int] = []
+        """Indices into ``order`` of what was given to the disk: all that can be read ahead."""
+        self.stall_s = 0.0
+        self.began_s = perf_counter()
+
+    def add(self, saved: SavedTensor, nbytes: int, is_new: bool, now_s: float) -> None:
+        """Enter a packed tensor."""
+        self.signature = next_key(self.signature, nbytes)
+        saved.round = self
+        saved.ordinal = len(self.entries)
+        self.entries.append(weakref.ref(saved))
+        self.sequences.append(saved.sequence)
+        self.items.append((self.signature, nbytes, now_s) if is_new else None)
+
+    def finished(self) -> bool:
+        """Whether every tensor was asked for, or is dead."""
+        return all(
+            ordinal in self.needed_s or entry() is None
+            for ordinal, entry in enumerate(self.entries)
+        )
+
+    def learned_items(self) -> list[Item]:
+        """Return what the policy learns from."""
+        items = []
+        for ordinal, item in enumerate(self.items):
+            if item is not None and ordinal in self.needed_s:
+                key, nbytes, packed_s = item
+                items.append(Item(key, nbytes, packed_s, self.needed_s[ordinal]))
+        return items
+
+
+def next_key(key: int, nbytes: int) -> int:
+    """Return the key of the tensor of ``nbytes`` that is packed after the one with ``key``.
+
+    Rounds that begin alike have equal keys, so a decision is found before the round is complete.
+    """
+    return hash((key, nbytes))
+
+
+class Prefetcher:
+    """Follows the rounds, and begins reads through ``load`` (the transfer's)."""
+
+    def __init__(self, policy: Policy, load: Callable[[SavedTensor], Loading | None]) -> None:
+        self._policy = policy
+        self._load = load
+        self._current: Round | None = None
+        self._unfinished: list[Round] = []
+        self._orders: dict[int, list[int]] = {}
+        self._window: dict[int, weakref.ref[SavedTensor]] = {}
+        self._window_round: Round | None = None
+
+    def round_for(self, phase: int) -> tuple[Round, bool]:
+        """Return the round a pack belongs to, and whether it is a new one."""
+        current = self._current
+        if current is not None and current.phase == phase and (phase != -1 or not current.needed_s):
+            return current, False
+        if current is not None:
+            self._unfinished.append(current)
+            del self._unfinished[:-UNFINISHED_MAX]
+        self._current = Round(phase)
+        return self._current, True
+
+    def take_finished(self) -> list[Round]:
+        """Return the rounds that ended since the last call; remember their orders."""
+        done = [one for one in self._unfinished if one.finished()]
+        self._unfinished = [one for one in self._unfinished if one not in done]
+        for one in done:
+            if len(self._orders) >= ORDERS_MAX:
+                self._orders.clear()
+            if one.needed_s:
+                self._orders[one.signature] = list(one.needed_s)
+        return done
+
+    def note_unpack(self, saved: SavedTensor, now_s: float) -> bool:
+        """Take note that a tensor is asked for; ``True`` if it is the first of its round."""
+        current = saved.round
+        assert isinstance(current, Round)
+        first = not current.needed_s
+        if first or current.order is None:
+            self._predict(current)
+        current.needed_s.setdefault(saved.ordinal, now_s)
+        return first
+
+    def advance(self, saved: SavedTensor, now_s: float, room_bytes: int) -> None:
+        """Begin the reads that should be under way while ``saved`` is used.
+
+        ``room_bytes`` bounds what may be begun now.
+        """
+        current = saved.round
+        assert isinstance(current, Round)
+        if current is not self._window_round:
+            self.drop_window()
+            self._window_round = current
+        wanted: dict[int, weakref.ref[SavedTensor]] = {}
+        seen: set[int] = set()
+        ahead_bytes = 0
+        for following in self._following(current, saved.ordinal):
+            record = following.record
+            if record.source is not None:
+                continue
+            if ahead_bytes and not self._is_due(current, following, now_s, ahead_bytes):
+                break
+            if following.ahead is None:
+                if record.nbytes > room_bytes:
+                    break
+                following.ahead = self._load(following)
+                if following.ahead is None:
+                    continue
+                room_bytes -= record.nbytes
+            if id(record) not in seen:
+                seen.add(id(record))
+                ahead_bytes += record.nbytes
+            wanted[following.ordinal] = current.entries[following.ordinal]
+        for ordinal in self._window.keys() - wanted.keys():
+            skipped = self._window[ordinal]()
+            if skipped is not None and skipped is not saved:
+                skipped.ahead = None
+        self._window = wanted
+
+    def drop_window(self) -> bool:
+        """Give up what was read ahead; ``True`` if that freed anything."""
+        dropped = False
+        for entry in self._window.values():
+            saved = entry()
+            if saved is not None and saved.ahead is not None:
+                saved.ahead = None
+                dropped = True
+        self._window = {}
+        return dropped
+
+    def _predict(self, current: Round) -> None:
+        count = len(current.entries)
+        order = self._orders.get(current.signature)
+        if order is None:
+            sequences = current.sequences
+            order = sorted(range(count), key=lambda ordinal: (-sequences[ordinal], ordinal))
+        current.order = order
+        current.position = {ordinal: index for index, ordinal in enumerate(order)}
+        current.on_disk = [
+            index
+            for index, ordinal in enumerate(order)
+            if (saved := current.entries[ordinal]()) is not None and saved.record.stored is not None
+        ]
+
+    def _following(self, current: Round, ordinal: int) -> Iterator[SavedTensor]:
+        """Yield the live tensors that should be asked for next."""
+        index = current.position.get(ordinal)
+        if index is None or current.order is None:
+            return
+        for place in range(bisect_right(current.on_disk, index), len(current.on_disk)):
+            saved = current.entries[current.order[current.on_disk[place]]]()
+            if saved is not None:
+                yield saved
+
+    def _is_due(self, current: Round, saved: SavedTensor, now_s: float, ahead_bytes: int) -> bool:
+        """Whether the read of ``saved`` should begin by the next unpack."""
+        if ahead_bytes + saved.record.nbytes <= WINDOW_BYTES:
+            return True
+        item = current.items[saved.ordinal]
+        learned = self._policy.plan_of(current.signature)
+        if learned is None or item is None:
+            return False
+        start_s = learned.start_by_s.get(item[0])
+        if start_s is None:
+            return False
+        first_s = next(iter(current.needed_s.values()))
+        return now_s - first_s >= start_s - learned.first_need_s - learned.longest_gap_s

@@ -1,0 +1,212 @@
+"""What autograd holds instead of a saved tensor.
+
+The packed object is the lifetime: autograd drops it when its node has run, when the graph is
+dropped, or after an exception, and with its last user a record gives up its memory, its write and
+its extent. Nobody counts steps.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from ssdtrain._core import Pending, Slot, Stored
+
+if TYPE_CHECKING:
+    from ssdtrain.stats import Ledger
+
+__all__ = ["ExcludedTensor", "Geometry", "Loading", "Record", "SavedTensor", "SmallTensor"]
+
+NO_VERSION: Final = -1
+"""Inference tensors have no version counter."""
+
+
+class Geometry:
+    """How a tensor lies in its storage; strides too, because kernels choose by them."""
+
+    __slots__ = ("dtype", "offset", "size", "stride")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.dtype = tensor.dtype
+        self.size = tensor.size()
+        self.stride = tensor.stride()
+        self.offset = tensor.storage_offset() * tensor.itemsize
+        """Bytes from the start of the storage."""
+
+    def span_bytes(self) -> int:
+        """Return the bytes from the first element to the end of the last."""
+        reach = sum((n - 1) * step for n, step in zip(self.size, self.stride, strict=True))
+        return (reach + 1) * self.dtype.itemsize
+
+    def build(self, storage: UntypedStorage, start: int) -> Tensor:
+        """Return a tensor on ``storage``, whose first byte was at ``start`` of the original."""
+        offset = (self.offset - start) // self.dtype.itemsize
+        empty = torch.empty(0, dtype=self.dtype, device="cpu")
+        return empty.set_(storage, offset, self.size, self.stride)
+
+
+class Loading:
+    """A read that was begun; whoever holds this holds its memory."""
+
+    __slots__ = ("__weakref__", "_pending", "_slot")
+
+    def __init__(self, pending: Pending | None, slot: Slot | None = None) -> None:
+        assert (pending is None) != (slot is None)
+        self._pending = pending
+        self._slot = slot
+
+    def done(self) -> bool:
+        """Whether the bytes are there, or will never be."""
+        return self._pending is None or self._pending.done()
+
+    def wait(self) -> Slot:
+        """Return the bytes, waiting if they are not there; raises what went wrong."""
+        if self._slot is None:
+            pending = self._pending
+            assert pending is not None
+            self._slot = pending.wait()
+            self._pending = None
+        return self._slot
+
+
+class Record:
+    """One saved storage at one version: its bytes in memory, on the way, or on the disk."""
+
+    __slots__ = (
+        "__weakref__",
+        "_ledger",
+        "fate",
+        "key",
+        "loading",
+        "nbytes",
+        "sequence",
+        "slot",
+        "source",
+        "start",
+        "storage",
+        "stored",
+        "version",
+    )
+
+    def __init__(self, tensor: Tensor, start: int, nbytes: int, version: int, sequence: int, ledger: Ledger) -> None:
+        storage = tensor.untyped_storage()
+        self.source: Tensor | None = tensor.detach()
+        """The tensor itself, for as long as its bytes may be needed from memory."""
+        self.storage: weakref.ref[UntypedStorage] = weakref.ref(storage)
+        """Dead means: the memory is gone, whoever else may have used it."""
+        self.start = start
+        """First byte of the storage that is kept; a multiple of 16, so every dtype can index it."""
+        self.nbytes = nbytes
+        self.version = version
+        self.sequence = sequence
+        """Autograd's sequence number when this was packed: the gate (see ``Tracker``)."""
+        self.stored: Stored | None = None
+        self.loading: weakref.ref[Loading] | None = None
+        self.slot: weakref.ref[Slot] | None = None
+        self.fate = "kept"
+        self.key = 0
+        """The policy's name for this tensor (see ``prefetch.next_key``)."""
+        self._ledger = ledger
+        ledger.held_bytes += nbytes
+
+    def address(self) -> int:
+        """Return the address of the first byte; only while the source is held."""
+        assert self.source is not None
+        return self.source.untyped_storage().data_ptr() + self.start
+
+    def covers(self, start: int, end: int) -> bool:
+        """Whether the bytes ``[start, end)`` of the storage are among those kept."""
+        return self.start <= start and end <= self.start + self.nbytes
+
+    def free_source(self) -> None:
+        """Let the memory go: the bytes are on the disk."""
+        assert self.source is not None
+        assert self.stored is not None
+        self.source = None
+        self.fate = "offloaded"
+        self._ledger.held_bytes -= self.nbytes
+
+    def __del__(self) -> None:
+        """Post what became of this storage; a finalizer takes no lock."""
+        held = self.nbytes if self.source is not None else 0
+        self._ledger.retired.append((held, self.nbytes, self.fate))
+
+
+class SavedTensor:
+    """The packed object of a tensor whose bytes a record manages."""
+
+    __slots__ = (
+        "__weakref__",
+        "ahead",
+        "counter",
+        "geometry",
+        "ordinal",
+        "record",
+        "round",
+        "sequence",
+        "version",
+    )
+
+    def __init__(self, tensor: Tensor, geometry: Geometry, record: Record, sequence: int) -> None:
+        self.geometry = geometry
+        self.record = record
+        self.version = record.version
+        self.counter = version_counter(tensor)
+        self.sequence = sequence
+        self.ahead: Loading | None = None
+        """A read begun before it was asked for."""
+        self.round: object = None
+        self.ordinal = 0
+
+
+class SmallTensor:
+    """The packed object of a tensor that is too small to be worth a write: counted, kept."""
+
+    __slots__ = ("_ledger", "_nbytes", "tensor", "version")
+
+    def __init__(self, tensor: Tensor, nbytes: int, ledger: Ledger) -> None:
+        self.tensor = tensor.detach()
+        self._nbytes = nbytes
+        self.version = tensor._version  # noqa: SLF001 - autograd's own check, see check_version
+        self._ledger = ledger
+        ledger.held_bytes += nbytes
+
+    def __del__(self) -> None:
+        """Post that the bytes are gone; a finalizer takes no lock."""
+        self._ledger.retired.append((self._nbytes, self._nbytes, "kept"))
+
+
+class ExcludedTensor:
+    """The packed object of a weight, or of a tensor we do not manage: not counted, kept."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor.detach()
+        self.version = NO_VERSION if tensor.is_inference() else tensor._version  # noqa: SLF001
+
+
+def version_counter(tensor: Tensor) -> Tensor:
+    """Return a tensor without bytes that shares the version counter of ``tensor``."""
+    counter = tensor.detach()
+    counter.data = torch.empty(0, dtype=tensor.dtype, device="cpu")
+    return counter
+
+
+def check_version(counter: Tensor, version: int, describe: Callable[[], str]) -> None:
+    """Raise as autograd does if a saved tensor was changed in place.
+
+    With hooks set autograd itself no longer checks, and the gradient would be silently wrong.
+    """
+    if version != NO_VERSION and counter._version != version:  # noqa: SLF001
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            f"operation: {describe()} is at version {counter._version}; "  # noqa: SLF001
+            f"expected version {version} instead. Clone the tensor before it is changed in place, "
+            "or use the out-of-place operation; torch.autograd.set_detect_anomaly(True) names the "
+            "operation that saved it."
+        )

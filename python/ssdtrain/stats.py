@@ -1,0 +1,149 @@
+"""What a session did: counted while it runs, shown as a frozen snapshot."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+__all__ = ["Ledger", "Stats"]
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stats:
+    """A snapshot of a session. Sizes in bytes, times in seconds, since the session began.
+
+    Each saved storage of at least ``min_bytes`` ends in one of three ways, and is counted then:
+    *offloaded* (written, its memory freed), *forwarded* (on its way to the disk, or there, but
+    served from memory because it was still held), or *kept*. Smaller ones count as kept.
+    """
+
+    bytes_offloaded: int
+    bytes_forwarded: int
+    bytes_kept: int
+    tensors_offloaded: int
+    tensors_forwarded: int
+    tensors_kept: int
+    bytes_written: int
+    """Bytes that reached the drive, with the widening to its block size."""
+    bytes_read: int
+    write_busy_s: float
+    """Time in which at least one write was in flight."""
+    read_busy_s: float
+    stall_s: float
+    """Time in which a computing thread waited for I/O: the exposed part."""
+    stall_count: int
+    write_failed_count: int
+    """Writes that failed; their tensors were kept."""
+    resident_bytes: int
+    """Saved bytes in memory now: kept, being written, read ahead or handed to a node."""
+    resident_bytes_peak: int
+    disk_used_bytes: int
+    """Bytes of tensors on the disk now."""
+    disk_reserved_bytes: int
+    engines: tuple[tuple[str, str], ...]
+    """Directory and engine of each spill file."""
+
+    @property
+    def hidden_s(self) -> float:
+        """I/O time that no computing thread waited for."""
+        return max(0.0, self.write_busy_s + self.read_busy_s - self.stall_s)
+
+    def __str__(self) -> str:
+        """Lay the figures out for a person."""
+        engines = ", ".join(f"{name} in {place}" for place, name in self.engines)
+        rows = [
+            f"ssdtrain: {engines or 'closed'}",
+            f"  saved      {_mib(self.bytes_offloaded)} offloaded in {self.tensors_offloaded}"
+            f" tensors, {_mib(self.bytes_forwarded)} forwarded in {self.tensors_forwarded},"
+            f" {_mib(self.bytes_kept)} kept in {self.tensors_kept}",
+            f"  resident   {_mib(self.resident_bytes_peak)} at the peak,"
+            f" {_mib(self.resident_bytes)} now",
+            f"  drive      {_mib(self.bytes_written)} written"
+            f" ({_rate(self.bytes_written, self.write_busy_s)}), {_mib(self.bytes_read)} read"
+            f" ({_rate(self.bytes_read, self.read_busy_s)}), {_mib(self.disk_reserved_bytes)}"
+            " reserved",
+            f"  I/O time   {self.hidden_s:.3f} s hidden, {self.stall_s:.3f} s exposed"
+            f" in {self.stall_count} stalls",
+        ]
+        if self.write_failed_count:
+            rows.append(f"  failures   {self.write_failed_count} writes; their tensors were kept")
+        return "\n".join(rows)
+
+
+class Ledger:
+    """The running counts behind ``Stats``; changed only under the session's lock.
+
+    Finalizers run at any moment on any thread, so they take no lock: they append to ``retired``,
+    which the next hook settles.
+    """
+
+    def __init__(self) -> None:
+        self.held_bytes = 0
+        """Bytes of saved storages that are in memory as they were packed."""
+        self.resident_bytes_peak = 0
+        self.stall_s = 0.0
+        self.stall_count = 0
+        self.write_failed_count = 0
+        self.bytes: dict[str, int] = {"offloaded": 0, "forwarded": 0, "kept": 0}
+        self.tensors: dict[str, int] = {"offloaded": 0, "forwarded": 0, "kept": 0}
+        self.retired: deque[tuple[int, int, str]] = deque()
+        """(bytes no longer held, size, how it ended) of packed objects that died."""
+
+    def settle(self) -> None:
+        """Take note of the packed objects that died since the last call."""
+        retired = self.retired
+        while retired:
+            freed, nbytes, fate = retired.popleft()
+            self.held_bytes -= freed
+            self.bytes[fate] += nbytes
+            self.tensors[fate] += 1
+
+    def note_peak(self, arena_bytes: int) -> None:
+        """Compare what is resident now with the peak; called after whatever may raise it."""
+        self.resident_bytes_peak = max(self.resident_bytes_peak, self.held_bytes + arena_bytes)
+
+    def note_stall(self, seconds: float) -> None:
+        """Count a wait of a computing thread."""
+        self.stall_s += seconds
+        self.stall_count += 1
+
+    def snapshot(self, store: dict[str, object]) -> Stats:
+        """Join these counts with those of the store (``_core.Store.stats``)."""
+
+        def number(key: str) -> int:
+            value = store.get(key, 0)
+            assert isinstance(value, int)
+            return value
+
+        engines = store.get("engines", ())
+        assert isinstance(engines, list | tuple)
+        return Stats(
+            bytes_offloaded=self.bytes["offloaded"],
+            bytes_forwarded=self.bytes["forwarded"],
+            bytes_kept=self.bytes["kept"],
+            tensors_offloaded=self.tensors["offloaded"],
+            tensors_forwarded=self.tensors["forwarded"],
+            tensors_kept=self.tensors["kept"],
+            bytes_written=number("bytes_written"),
+            bytes_read=number("bytes_read"),
+            write_busy_s=number("write_busy_ns") / 1e9,
+            read_busy_s=number("read_busy_ns") / 1e9,
+            stall_s=self.stall_s,
+            stall_count=self.stall_count,
+            write_failed_count=self.write_failed_count,
+            resident_bytes=self.held_bytes + number("arena_live_bytes"),
+            resident_bytes_peak=self.resident_bytes_peak,
+            disk_used_bytes=number("disk_used_bytes"),
+            disk_reserved_bytes=number("disk_reserved_bytes"),
+            engines=tuple((str(place), str(name)) for place, name in engines),
+        )
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / MIB:.1f} MiB"
+
+
+def _rate(nbytes: int, seconds: float) -> str:
+    return f"{nbytes / seconds / 1e9:.2f} GB/s" if seconds > 0 else "no rate yet"

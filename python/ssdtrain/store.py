@@ -1,0 +1,231 @@
+"""The store itself, for torch tensors and numpy arrays: asynchronous, checked, unnamed.
+
+>>> with ssdtrain.TensorStore("/mnt/nvme") as store:  # doctest: +SKIP
+...     stored = store.write(x)  # returns at once; x must not change before stored.wait()
+...     stored.wait()  # raises what went wrong
+...     y = store.read(stored).result()  # a new tensor, bit for bit
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ssdtrain import _core
+from ssdtrain.config import Backend, Directories, DirectIo, StoreConfig, directories
+from ssdtrain.errors import ClosedError, ConfigError
+from ssdtrain.offload import open_store
+from ssdtrain.saved import Geometry
+
+__all__ = ["PendingRead", "StoredTensor", "TensorStore"]
+
+T = TypeVar("T", bound="Tensor | np.ndarray[Any, Any]")
+
+
+class StoredTensor(Generic[T]):
+    """A tensor on its way to the disk, or there; its release or its death gives the space back."""
+
+    def __init__(self, source: T, stored: _core.Stored | None, form: _Form) -> None:
+        self._source: T | None = source
+        self._stored = stored
+        self._form = form
+        self._released = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor's elements, without the widening to the drive's blocks."""
+        return self._form.nbytes
+
+    def done(self) -> bool:
+        """Whether the write has ended, well or not."""
+        return self._released or self._stored is None or self._stored.done()
+
+    def wait(self) -> None:
+        """Wait for the write. Raises ``StorageError``, ``NoSpaceError``, ``ClosedError``."""
+        if self._released:
+            raise ClosedError("this tensor was released; write it again to read it again")
+        if self._stored is not None:
+            self._stored.wait()
+        self._source = None
+
+
+class PendingRead(Generic[T]):
+    """A tensor on its way back."""
+
+    def __init__(self, store: _core.Store, stored: StoredTensor[T]) -> None:
+        self._store = store
+        self._stored = stored
+        self._pending: _core.Pending | None = None
+        self._result: T | None = None
+        if stored.done():
+            self._begin()
+
+    def done(self) -> bool:
+        """Whether ``result`` would not wait."""
+        if self._result is not None:
+            return True
+        if self._pending is None and self._stored.done():
+            self._begin()
+        return self._pending is not None and self._pending.done()
+
+    def result(self) -> T:
+        """Wait for the bytes and return a new tensor or array.
+
+        Raises:
+            StorageError: The write or the read failed; no wrong byte is returned.
+            CorruptError: The bytes are not those that were written (``verify=True``).
+            ClosedError: The tensor was released, or the store closed.
+
+        """
+        if self._result is None:
+            self._stored.wait()
+            if self._pending is None:
+                self._begin()
+            slot = self._pending.wait() if self._pending is not None else None
+            self._result = self._stored._form.build(slot)  # noqa: SLF001 - two halves of one thing
+            self._pending = None
+        return self._result
+
+    def _begin(self) -> None:
+        self._stored.wait()
+        stored = self._stored._stored  # noqa: SLF001 - two halves of one thing
+        self._pending = None if stored is None else self._store.read(stored)
+
+
+class TensorStore:
+    """An asynchronous store of torch CPU tensors and numpy arrays on one or more directories.
+
+    Args:
+        dir: A directory on a local file system, or a list of them.
+        max_disk_bytes: Upper bound on the bytes reserved; beyond it ``write`` raises
+            ``NoSpaceError``.
+        backend: ``"auto"``, ``"io_uring"`` or ``"psync"``.
+        direct_io: ``"required"``, ``"optional"`` or ``"disabled"``.
+        verify: Checksum (xxh3) before each write and after each read.
+
+    Raises:
+        ConfigError: An option or a directory cannot be used; the message says what next.
+
+    """
+
+    def __init__(
+        self,
+        dir: Directories,  # noqa: A002 - as in ssdtrain.offload
+        *,
+        max_disk_bytes: int | None = None,
+        backend: Backend = "auto",
+        direct_io: DirectIo = "required",
+        verify: bool = False,
+    ) -> None:
+        self._store = open_store(
+            StoreConfig(
+                dirs=directories(dir),
+                max_disk_bytes=max_disk_bytes,
+                backend=backend,
+                direct_io=direct_io,
+                verify=verify,
+            )
+        )
+
+    def write(self, tensor: T) -> StoredTensor[T]:
+        """Begin to write ``tensor`` and return at once.
+
+        Its memory is read in place: it must not change before ``wait()`` has returned on the
+        result. Strides are kept; a numpy array that is not contiguous is copied first.
+
+        Raises:
+            ConfigError: Not a dense CPU tensor, or an array of Python objects.
+            NoSpaceError: The disk or ``max_disk_bytes`` has no room.
+            BusyError: More writes wait than the queue holds; wait for some.
+            ClosedError: The store is closed.
+
+        """
+        form, owner, address, nbytes = _take_apart(tensor)
+        stored = self._store.write(address, nbytes, owner) if nbytes else None
+        return StoredTensor(tensor, stored, form)
+
+    def read(self, stored: StoredTensor[T]) -> PendingRead[T]:
+        """Begin to read what ``stored`` holds, as soon as its write has ended."""
+        return PendingRead(self._store, stored)
+
+    def release(self, stored: StoredTensor[T]) -> None:
+        """Give the space of ``stored`` back; a write that has not begun is cancelled."""
+        stored._stored = None  # noqa: SLF001 - two halves of one thing
+        stored._source = None  # noqa: SLF001
+        stored._released = True  # noqa: SLF001
+
+    def stats(self) -> dict[str, Any]:
+        """Return counts: bytes and requests written and read, busy nanoseconds, space in use."""
+        return self._store.stats()
+
+    def close(self) -> None:
+        """Refuse new work, end what has begun; what waits raises ``ClosedError``. Idempotent.
+
+        Tensors that were read stay valid.
+        """
+        self._store.close()
+
+    def __enter__(self) -> TensorStore:
+        """Return the store."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close the store."""
+        self.close()
+
+
+class _Form:
+    """How to make a tensor or an array of bytes again."""
+
+    def __init__(self, nbytes: int, start: int, form: Geometry | np.ndarray[Any, Any]) -> None:
+        self.nbytes = nbytes
+        self._start = start
+        self._form = form
+
+    def build(self, slot: _core.Slot | None) -> Any:
+        form = self._form
+        if isinstance(form, Geometry):
+            if slot is None:
+                return torch.empty_strided(form.size, form.stride, dtype=form.dtype, device="cpu")
+            storage = torch.frombuffer(slot, dtype=torch.uint8).untyped_storage()
+            return form.build(storage, self._start)
+        if slot is None:
+            return np.empty_like(form)
+        return np.ndarray(form.shape, form.dtype, slot, 0, form.strides)
+
+
+def _take_apart(tensor: object) -> tuple[_Form, object, int, int]:
+    """Return the form, what keeps the bytes alive, their address and their number."""
+    if isinstance(tensor, Tensor):
+        if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
+            raise ConfigError("only dense tensors can be stored; convert with .to_dense() first")
+        if not tensor.is_cpu:
+            raise ConfigError(
+                f"only CPU tensors can be stored, not {tensor.device}; copy it with .cpu() first"
+            )
+        source = tensor.detach().resolve_conj().resolve_neg()
+        geometry = Geometry(source)
+        span = geometry.span_bytes() if source.numel() else 0
+        form = _Form(tensor.nbytes, geometry.offset, geometry)
+        return form, source, source.data_ptr(), span
+    if isinstance(tensor, np.ndarray):
+        if tensor.dtype.hasobject:
+            raise ConfigError("an array of Python objects has no bytes to store; use numbers")
+        array = tensor
+        if not (array.flags.c_contiguous or array.flags.f_contiguous):
+            array = np.ascontiguousarray(array)
+        # Shape, type and strides without the bytes.
+        template = np.lib.stride_tricks.as_strided(
+            np.empty(1, array.dtype), array.shape, array.strides, writeable=False
+        )
+        return _Form(array.nbytes, 0, template), array, array.ctypes.data, array.nbytes
+    raise ConfigError(f"only torch tensors and numpy arrays can be stored, not {type(tensor)!r}")

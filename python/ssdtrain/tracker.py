@@ -1,0 +1,266 @@
+"""One record per saved storage and version: when its write begins, when its memory is freed.
+
+The gate. An operation may save a tensor before it has filled it (``rrelu`` does), so no byte may be
+read while its node is being made. Autograd numbers nodes per thread; once this thread sees a larger
+number at a later pack, or runs a backward, the node has been passed and the write may begin.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections import deque
+from time import perf_counter
+
+from torch import Tensor, UntypedStorage
+
+from ssdtrain.errors import (
+    BudgetError,
+    BusyError,
+    CancelledError,
+    ClosedError,
+    NoSpaceError,
+    SsdtrainError,
+    StorageError,
+)
+from ssdtrain.policy import Policy
+from ssdtrain.saved import Geometry, Loading, Record, SavedTensor
+from ssdtrain.stats import Ledger
+from ssdtrain.transfer import Transfer
+
+__all__ = ["Tracker"]
+
+log = logging.getLogger("ssdtrain")
+
+SPAN_GRANULE = 16
+"""Spans begin on a multiple of the largest item, so that tensors of any dtype can share them."""
+REAP_MAX = 64
+"""Writes looked at per hook: they end nearly in order."""
+SLOT_OVERHEAD_BYTES = 2 * 4096
+"""What a slot may take beyond its tensor: the widening and the rounding to pages."""
+
+
+class Tracker:
+    """Keeps the records; called with the session's lock held."""
+
+    def __init__(
+        self, transfer: Transfer, ledger: Ledger, policy: Policy, max_resident_bytes: int | None
+    ) -> None:
+        self._transfer = transfer
+        self._ledger = ledger
+        self._policy = policy
+        self._budget = max_resident_bytes
+        self._by_storage: dict[int, weakref.ref[Record]] = {}
+        self._gated: dict[int, list[weakref.ref[Record]]] = {}
+        """Records by thread whose node may not have been passed yet."""
+        self._writing: deque[weakref.ref[Record]] = deque()
+        self._said: set[str] = set()
+
+    def record_for(
+        self, tensor: Tensor, geometry: Geometry, span: int, sequence: int
+    ) -> tuple[Record, bool]:
+        """Return the record of the tensor's storage at its version, and whether it is new."""
+        storage = tensor.untyped_storage()
+        identity = id(storage)
+        version = tensor._version  # noqa: SLF001 - the identity of the content
+        known = self._by_storage.get(identity)
+        record = known() if known is not None else None
+        if (
+            record is not None
+            and record.storage() is storage
+            and record.version == version
+            and record.covers(geometry.offset, geometry.offset + span)
+        ):
+            return record, False
+        start, nbytes = _part_to_keep(geometry.offset, span, storage.nbytes())
+        self.admit(nbytes)
+        record = Record(tensor, start, nbytes, version, sequence, self._ledger)
+        # The death of the storage ends the identity: its address will be used again.
+        by_storage = self._by_storage
+        reference = weakref.ref(record, lambda dead: _forget(by_storage, identity, dead))
+        by_storage[identity] = reference
+        return record, True
+
+    def write_later(self, record: Record) -> None:
+        """Write this record once its node has been passed."""
+        thread = threading.get_ident()
+        self._gated.setdefault(thread, []).append(weakref.ref(record))
+
+    def open_gate(self, sequence: int | None) -> None:
+        """Begin the writes of this thread's nodes before ``sequence``; of all if it is ``None``."""
+        gated = self._gated.get(threading.get_ident())
+        if not gated:
+            return
+        closed = []
+        for reference in gated:
+            record = reference()
+            if record is None:
+                continue
+            if sequence is not None and record.sequence >= sequence:
+                closed.append(reference)
+            elif record.source is not None:
+                self._begin_write(record)
+        gated[:] = closed
+
+    def reap(self) -> None:
+        """Free the memory of what has reached the disk."""
+        writing = self._writing
+        for _ in range(min(len(writing), REAP_MAX)):
+            reference = writing.popleft()
+            record = reference()
+            if record is None or record.stored is None or record.source is None:
+                continue
+            if not record.stored.done():
+                writing.append(reference)
+                continue
+            self._end_write(record)
+
+    def recall(self, record: Record) -> UntypedStorage | None:
+        """Return the storage if its bytes are still in memory; then its write is not needed."""
+        if record.source is not None:
+            if record.stored is not None:
+                if record.stored.cancel():
+                    record.stored = None
+                else:
+                    record.fate = "forwarded"
+            return record.source.untyped_storage()
+        storage = record.storage()
+        if storage is None or storage.nbytes() < record.start + record.nbytes:
+            return None
+        # Somebody else holds it: offloading it freed nothing, so do not do it again.
+        record.fate = "forwarded"
+        self._policy.note_futile(record.key)
+        return storage
+
+    def cancel_queued(self) -> None:
+        """Keep what is still in the queue.
+
+        Called when a backward begins of which nothing is known: what was not written by now may be
+        needed before it is, and on a slow disk the reads need its time.
+        """
+        for reference in self._writing:
+            record = reference()
+            if record is not None and record.stored is not None and record.stored.cancel():
+                record.stored = None
+
+    def load(self, saved: SavedTensor) -> Loading | None:
+        """Begin to read ahead; ``None`` if it is in memory or cannot be read now.
+
+        A refusal is not lost: the demand read meets it again and raises.
+        """
+        record = saved.record
+        if record.source is not None or record.storage() is not None or record.stored is None:
+            return None
+        try:
+            return self._transfer.load(record)
+        except SsdtrainError as error:
+            log.debug("did not read ahead: %s", error)
+            return None
+
+    def demand(self, saved: SavedTensor) -> Loading:
+        """Begin the read of a tensor that is needed now."""
+        self.admit(saved.record.nbytes + SLOT_OVERHEAD_BYTES)
+        return self._transfer.load(saved.record)
+
+    def resident_bytes(self) -> int:
+        """Return the saved bytes in memory."""
+        return self._ledger.held_bytes + self._transfer.resident_bytes()
+
+    def room_bytes(self) -> int:
+        """Return how many more bytes may become resident."""
+        if self._budget is None:
+            return 1 << 62
+        return max(0, self._budget - self.resident_bytes() - SLOT_OVERHEAD_BYTES)
+
+    def admit(self, nbytes: int) -> None:
+        """Wait until ``nbytes`` more fit under the bound on resident bytes, if there is one."""
+        if self._budget is None:
+            return
+        self._ledger.settle()
+        while self.resident_bytes() + nbytes > self._budget:
+            oldest = self._oldest_write()
+            if oldest is None:
+                raise BudgetError(
+                    f"max_resident_bytes={self._budget} is too small: {nbytes} more bytes are "
+                    f"needed at once, {self.resident_bytes()} are in memory, and none of them is "
+                    "on its way to the disk; raise it, or lower min_bytes"
+                )
+            began_s = perf_counter()
+            self._end_write(oldest)
+            self._ledger.note_stall(perf_counter() - began_s)
+            self._ledger.settle()
+
+    def _oldest_write(self) -> Record | None:
+        while self._writing:
+            record = self._writing.popleft()()
+            if record is not None and record.stored is not None and record.source is not None:
+                return record
+        return None
+
+    def _begin_write(self, record: Record) -> None:
+        try:
+            self._transfer.save(record)
+        except BusyError as error:
+            if self._budget is None:
+                self._say_once("busy", f"kept a tensor: {error}")
+                return
+            oldest = self._oldest_write()
+            if oldest is None:
+                raise
+            self._end_write(oldest)
+            self._begin_write(record)
+            return
+        except (NoSpaceError, StorageError) as error:
+            self._ledger.write_failed_count += 1
+            self._say_once("space", f"keeping tensors in memory: {error}")
+            return
+        self._writing.append(weakref.ref(record))
+
+    def _end_write(self, record: Record) -> None:
+        """Wait for a write and free its source, unless the bytes on the disk are not its own."""
+        assert record.stored is not None
+        assert record.source is not None
+        try:
+            record.stored.wait()
+        except CancelledError:
+            record.stored = None
+        except ClosedError:
+            # The session was closed under a live graph: the source is here, nothing is lost.
+            record.stored = None
+        except StorageError as error:
+            record.stored = None
+            record.fate = "kept"
+            self._ledger.write_failed_count += 1
+            self._say_once("write", f"a write failed, its tensor was kept: {error}")
+        else:
+            if record.source._version == record.version:  # noqa: SLF001
+                record.free_source()
+            else:
+                # Changed on the way: the bytes on the disk may be torn. Unpack raises.
+                record.stored = None
+
+    def _say_once(self, topic: str, message: str) -> None:
+        if topic not in self._said:
+            self._said.add(topic)
+            log.warning("%s", message)
+
+
+def _part_to_keep(offset: int, span: int, storage_bytes: int) -> tuple[int, int]:
+    """Return start and length of what is kept of a storage for a tensor that spans ``span`` bytes.
+
+    The whole storage if the tensor spans half of it or more: the slices of a fused projection are
+    saved one after the other, and one write serves them all. A small view of something large (a
+    batch of a data set in memory) takes its own part only.
+    """
+    if 2 * span >= storage_bytes:
+        return 0, storage_bytes
+    start = offset - offset % SPAN_GRANULE
+    return start, offset + span - start
+
+
+def _forget(
+    by_storage: dict[int, weakref.ref[Record]], identity: int, dead: weakref.ref[Record]
+) -> None:
+    if by_storage.get(identity) is dead:
+        del by_storage[identity]

@@ -1,0 +1,66 @@
+"""How the bytes of a record go to the store and come back: one way per kind of memory."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ssdtrain import _core
+from ssdtrain.saved import Loading, Record, SavedTensor
+
+__all__ = ["HostDirect", "Transfer"]
+
+
+class Transfer(Protocol):
+    """What the tracker needs from a kind of memory."""
+
+    def save(self, record: Record) -> None:
+        """Begin the write of a record whose source is held."""
+
+    def load(self, record: Record) -> Loading:
+        """Begin, or join, the read of a record that is on the disk."""
+
+    def restore(self, saved: SavedTensor, loading: Loading) -> Tensor:
+        """Return the saved tensor, waiting for its bytes."""
+
+    def resident_bytes(self) -> int:
+        """Return the bytes of reads that are under way or in use."""
+
+
+class HostDirect:
+    """CPU memory, without a copy: written in place, read into memory that becomes the tensor."""
+
+    def __init__(self, store: _core.Store) -> None:
+        self.store = store
+
+    def save(self, record: Record) -> None:
+        """Queue the write. Raises ``NoSpaceError``, ``BusyError`` and others; nothing is lost."""
+        record.stored = self.store.write(record.address(), record.nbytes, record.source)
+
+    def load(self, record: Record) -> Loading:
+        """Begin the read, or join one that another user of the record began."""
+        loading = record.loading() if record.loading is not None else None
+        if loading is not None:
+            return loading
+        slot = record.slot() if record.slot is not None else None
+        if slot is not None:
+            # Some node still holds a tensor on these very bytes.
+            return Loading(None, slot)
+        assert record.stored is not None
+        loading = Loading(self.store.read(record.stored))
+        record.loading = weakref.ref(loading)
+        return loading
+
+    def restore(self, saved: SavedTensor, loading: Loading) -> Tensor:
+        """Return the tensor on the slot, in the exact geometry of the original."""
+        slot = loading.wait()
+        saved.record.slot = weakref.ref(slot)
+        storage = torch.frombuffer(slot, dtype=torch.uint8).untyped_storage()
+        return saved.geometry.build(storage, saved.record.start)
+
+    def resident_bytes(self) -> int:
+        """Return the bytes of the slots in use."""
+        return self.store.arena_live_bytes()

@@ -1,0 +1,73 @@
+"""Which saved tensors are not activations: weights, what derives from them, and odd tensors."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+__all__ = ["is_plain", "is_weight"]
+
+PASSES_WEIGHTS_ON = frozenset(
+    {
+        "AliasBackward0",
+        "ExpandBackward0",
+        "PermuteBackward0",
+        "ReshapeAliasBackward0",
+        "SqueezeBackward0",
+        "SqueezeBackward1",
+        "TBackward0",
+        "ToCopyBackward0",
+        "TransposeBackward0",
+        "UnsafeViewBackward0",
+        "UnsqueezeBackward0",
+        "ViewBackward0",
+    }
+)
+"""Nodes that change the shape or the type of a weight (autocast does) and make no activation."""
+
+DERIVATION_DEPTH_MAX = 8
+
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # noqa: SLF001 - no public name
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether this is a dense, strided CPU tensor whose bytes say everything about it.
+
+    Subclasses (DTensor, fake tensors), sparse, nested and quantised tensors, lazy conjugates and
+    tensors of function transforms are not. Of those nothing but the type may be touched.
+    """
+    kind = type(tensor)
+    return (
+        (kind is Tensor or kind is Parameter)
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+        and not tensor.is_quantized
+        and not tensor.is_inference()
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and not _is_wrapped(tensor)
+    )
+
+
+def is_weight(tensor: Tensor) -> bool:
+    """Whether a saved tensor is a parameter, a leaf that asks for a gradient, or made of one.
+
+    Views are found by their base (a linear layer saves ``weight.t()``), cast copies (autocast) by
+    the nodes between them and the parameter. Such tensors stay alive for the optimizer anyway, so
+    writing them would free nothing.
+    """
+    if isinstance(tensor, Parameter) or (tensor.is_leaf and tensor.requires_grad):
+        return True
+    base = tensor._base  # noqa: SLF001 - the only way to ask a view for its base
+    if base is not None and (isinstance(base, Parameter) or (base.is_leaf and base.requires_grad)):
+        return True
+    node = tensor.grad_fn
+    for _ in range(DERIVATION_DEPTH_MAX):
+        if node is None or node.name() not in PASSES_WEIGHTS_ON:
+            return False
+        node = node.next_functions[0][0] if node.next_functions else None
+        if node is not None and node.name() == "torch::autograd::AccumulateGrad":
+            return isinstance(getattr(node, "variable", None), Parameter)
+    return False

@@ -1,0 +1,12 @@
+"""What every test shares."""
+
+import os
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# /tmp is memory on many machines, and a store refuses memory: test folders lie in the checkout.
+if "PYTEST_DEBUG_TEMPROOT" not in os.environ:
+    folder = ROOT / "target" / "tmp"
+    folder.mkdir(parents=True, exist_ok=True)
+    os.environ["PYTEST_DEBUG_TEMPROOT"] = str(folder)

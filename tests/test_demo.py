@@ -1,0 +1,594 @@
+"""The demo: its pieces that can be wrong without looking wrong, and the whole of it, small."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ssdtrain.demo import command, machine, memory, modes, picture, report, runner, summary, text
+from ssdtrain.demo.counting import Sampler, SavedStorageCounter, is_weight
+from ssdtrain.demo.models import build_trainee
+from ssdtrain.demo.options import MemoryRecord, Mode, ModeRun, StepKind, StepRecord, TrainingOptions
+
+SMALL = TrainingOptions(layers=4, hidden=64, sequence=64, batch=2)
+FLOAT_BYTES = 4
+
+
+# Text
+
+
+def test_the_text_is_real_and_the_same_each_time() -> None:
+    first = text.standard_library_text(bytes_max=1 << 16)
+    assert len(first) == 1 << 16
+    assert first == text.standard_library_text(bytes_max=1 << 16)
+    assert b"import " in first
+
+
+def test_the_text_leaves_out_what_is_installed_beside_the_standard_library(tmp_path: Path) -> None:
+    for name, content in (
+        ("b.py", b"second"),
+        ("a.py", b"first "),
+        ("site-packages/c.py", b"foreign"),
+        ("readme.txt", b"no source"),
+    ):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(content)
+    assert text.standard_library_text(tmp_path) == b"first second"
+
+
+def test_a_library_without_sources_is_an_error_that_names_the_way_out(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="--data FILE"):
+        text.standard_library_text(tmp_path)
+
+
+def test_batches_are_pieces_of_the_text_and_depend_on_seed_and_step_only() -> None:
+    source = bytes(range(256)) * 8
+
+    def batches(seed: int) -> text.ByteBatches:
+        return text.ByteBatches(source, batch=3, sequence=16, seed=seed)
+
+    state = torch.get_rng_state()
+    batch = batches(1).at(2)
+    assert torch.equal(torch.get_rng_state(), state), "drawing a batch must not move dropout"
+    assert batch.shape == (3, 17)
+    assert batch.dtype == torch.int64
+    assert all(bytes(row.tolist()) in source for row in batch)
+    assert torch.equal(batch, batches(1).at(2))
+    assert not torch.equal(batch, batches(1).at(3))
+    assert not torch.equal(batch, batches(2).at(2))
+
+
+def test_every_position_of_the_text_can_be_drawn() -> None:
+    batches = text.ByteBatches(b"abcd", batch=64, sequence=2, seed=0)
+    assert {bytes(row.tolist()) for row in batches.at(0)} == {b"abc", b"bcd"}
+
+
+def test_a_text_that_is_too_short_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least 65"):
+        text.ByteBatches(b"x" * 64, batch=1, sequence=64, seed=0)
+
+
+# Options
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("hidden", 100, "the next one is 128"),
+        ("layers", 0, "--layers must be at least 1"),
+        ("sequence", 1, "--sequence must be at least 2"),
+        ("dropout", 1.0, "below 1"),
+    ],
+)
+def test_options_that_no_model_fits_are_refused(name: str, value: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(SMALL, **{name: value})
+
+
+def test_options_survive_the_way_to_the_child() -> None:
+    options = replace(SMALL, dropout=0.25, data="/some/text", max_resident_bytes=1 << 20)
+    assert TrainingOptions.from_json(options.to_json()) == options
+
+
+# Counting
+
+
+def test_the_counter_counts_each_storage_once_and_no_parameter() -> None:
+    # Linear saves its input and its weight (as a view), relu its output; the second Linear saves
+    # that same output, as its input, and its own weight.
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8))
+    counter = SavedStorageCounter(model.parameters())
+    x = torch.randn(4, 16)
+    with counter.measure():
+        y = model(x)
+        assert counter.resident_bytes == (4 * 16 + 4 * 32) * FLOAT_BYTES
+        y.sum().backward()
+        assert counter.resident_bytes == 4 * 16 * FLOAT_BYTES, "the input is still ours"
+    assert counter.resident_bytes_peak == (4 * 16 + 4 * 32) * FLOAT_BYTES
+    del x
+    assert counter.resident_bytes == 0
+
+
+def test_the_counter_does_not_keep_a_dropped_graph_alive() -> None:
+    counter = SavedStorageCounter([])
+    x = torch.randn(64, requires_grad=True)
+    with counter.measure():
+        y = x.exp().sin().sum()
+    assert counter.resident_bytes == 2 * 64 * FLOAT_BYTES  # the outputs of exp, and sin's input
+    del y
+    gc.collect()
+    assert counter.resident_bytes == 0
+
+
+def test_the_counter_counts_whole_storages_behind_views() -> None:
+    counter = SavedStorageCounter([])
+    base = torch.randn(4, 100)
+    weight = torch.randn(10, requires_grad=True)
+    with counter.measure():
+        loss = (base[0, :10] * weight + base[3, 90:] * weight).sum()
+    # The two slices share a storage. The weight is no nn.Parameter: it counts.
+    assert counter.resident_bytes == (400 + 10) * FLOAT_BYTES
+    loss.backward()
+
+
+def test_copies_that_autocast_makes_of_weights_are_weights() -> None:
+    linear = nn.Linear(64, 64, bias=False)
+    counter = SavedStorageCounter(linear.parameters())
+    with counter.measure(), torch.autocast("cpu", dtype=torch.bfloat16):
+        y = linear(torch.randn(2, 64))
+    assert counter.resident_bytes == 2 * 64 * 2, "the bfloat16 copy of the input, not the weight's"
+    y.sum().backward()
+
+
+def test_what_is_a_weight() -> None:
+    parameter = nn.Parameter(torch.randn(4, 4))
+    assert is_weight(parameter)
+    assert is_weight(parameter.t())
+    assert is_weight(parameter.bfloat16().t())
+    assert not is_weight(parameter.exp())
+    assert not is_weight(torch.randn(4, 4))
+    assert not is_weight(torch.randn(4, 4, requires_grad=True).t())
+
+
+def test_recomputed_tensors_are_counted_and_gradients_stay_the_same() -> None:
+    def gradients(*, recompute: bool, counted: bool) -> tuple[list[torch.Tensor], int]:
+        torch.manual_seed(0)
+        blocks = [
+            nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Dropout(0.5), nn.Linear(256, 64))
+            for _ in range(4)
+        ]
+        parameters = [parameter for block in blocks for parameter in block.parameters()]
+        counter = SavedStorageCounter(parameters)
+
+        def run() -> None:
+            stream = torch.ones(8, 64, requires_grad=True)
+            for block in blocks:
+                stream = (
+                    checkpoint(
+                        block, stream, use_reentrant=False, context_fn=counter.checkpoint_contexts
+                    )
+                    if recompute
+                    else block(stream)
+                )
+            stream.sum().backward()
+
+        if counted:
+            with counter.measure():
+                run()
+        else:
+            run()
+        return [parameter.grad for parameter in parameters], counter.resident_bytes_peak
+
+    expected, _ = gradients(recompute=False, counted=False)
+    kept, keep_peak = gradients(recompute=False, counted=True)
+    plain, none = gradients(recompute=True, counted=False)
+    counted, recompute_peak = gradients(recompute=True, counted=True)
+    for other in (kept, plain, counted):
+        assert all(map(torch.equal, expected, other))
+    assert none == 0, "nothing is counted while the counter is closed"
+    inputs = 4 * 8 * 64 * FLOAT_BYTES
+    one_block = (keep_peak - inputs) // 4
+    # The inputs of the blocks, and what one block saves beside its input: not less, not more.
+    assert inputs < recompute_peak <= inputs + one_block
+    assert recompute_peak > inputs + one_block // 2
+
+
+def test_the_sampler_takes_the_ends_and_drops_level_stretches() -> None:
+    values = iter([0, 5, 5, 5, 5, 3])
+    sampler = Sampler(lambda: next(values))
+    sampler._start = 0.0
+    for _ in range(6):
+        sampler._sample()
+    assert [size for _, size in sampler.samples] == [0, 5, 5, 3]
+
+
+def test_the_sampler_ends_with_its_block() -> None:
+    with Sampler(lambda: 7, interval_s=0.0001) as sampler:
+        pass
+    count = len(sampler.samples)
+    assert count >= 2
+    assert not sampler._thread.is_alive()
+    assert all(size == 7 for _, size in sampler.samples)
+
+
+# The models
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("model", ["gpt", "gpt2", "bert", "t5", "llama"])
+def test_recomputing_a_model_changes_no_bit_and_needs_less_memory(model: Any, dtype: Any) -> None:
+    if model != "gpt":
+        pytest.importorskip("transformers")
+    options = replace(SMALL, model=model, dtype=dtype, dropout=0.1, steps=1)
+    digests: dict[str, list[str]] = {}
+    peaks: dict[str, int] = {}
+    names: tuple[Mode, ...] = ("keep", "recompute")
+    for mode in names:
+        events: list[dict[str, Any]] = []
+        modes.run_mode(
+            mode,
+            options,
+            measured=True,
+            emit=lambda event, _events=events, **fields: _events.append({"event": event, **fields}),
+        )
+        steps = [event for event in events if event["event"] == "step"]
+        assert [step["kind"] for step in steps] == ["warm-up", "timed", "measured"]
+        digests[mode] = [step["loss"] + step["gradients_digest"] for step in steps]
+        (peak,) = [e["activation_bytes_peak"] for e in events if e["event"] == "memory"]
+        peaks[mode] = peak
+    assert digests["keep"] == digests["recompute"]
+    assert len(set(digests["keep"])) == 3, "each step has other data, so other gradients"
+    assert 0 < peaks["recompute"] < 0.75 * peaks["keep"]
+
+
+def test_the_default_model_is_as_large_as_promised() -> None:
+    options = TrainingOptions()
+    with torch.device("meta"):
+        parameters = build_trainee(options).module.parameters()
+    assert sum(parameter.numel() for parameter in parameters) >= 80_000_000
+    assert options.layers >= 8
+    assert options.sequence >= 512
+
+
+def test_the_digest_sees_one_flipped_bit_and_a_missing_gradient() -> None:
+    parameters = [nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(2, 3))]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    before = modes.gradients_digest(parameters)
+    assert modes.gradients_digest(parameters) == before
+    # -0.0 equals 0.0 and NaN equals nothing: bytes are compared, not numbers.
+    parameters[1].grad = torch.ones(2, 3).fill_(-0.0)
+    negative = modes.gradients_digest(parameters)
+    parameters[1].grad = torch.zeros(2, 3)
+    zero = modes.gradients_digest(parameters)
+    parameters[1].grad = None
+    missing = modes.gradients_digest(parameters)
+    assert len({before, negative, zero, missing}) == 4
+
+
+# The figures
+
+
+def run_of(
+    mode: Mode, repeat: int, seconds: list[float], *, activation_bytes: int = 100
+) -> ModeRun:
+    kinds: list[StepKind] = ["warm-up", *(["timed"] * len(seconds))]  # type: ignore[list-item]
+    steps = [
+        StepRecord(
+            kind=kind,
+            seconds=second,
+            loss=float(index).hex(),
+            gradients_digest=f"digest {index}",
+            bytes_written=10,
+            bytes_read=8,
+            stall_s=0.5,
+        )
+        for index, (kind, second) in enumerate(zip(kinds, [99.0, *seconds], strict=True))
+    ]
+    recorded = MemoryRecord(
+        activation_bytes_peak=activation_bytes,
+        rss_bytes_before=1000,
+        rss_bytes_high=1000 + 2 * activation_bytes,
+        rss_note=None,
+        curve=[(0.0, 0), (0.5, activation_bytes), (1.0, 0)],
+    )
+    return ModeRun(mode=mode, repeat=repeat, parameters_count=7, steps=steps, memory=recorded)
+
+
+def all_runs() -> list[ModeRun]:
+    # The machine is twice as slow in the second repeat: the ratio must not see it.
+    return [
+        run_of("keep", 1, [1.0, 1.0, 5.0]),
+        run_of("recompute", 1, [1.5, 1.5, 1.5], activation_bytes=20),
+        run_of("offload", 1, [1.1, 1.1, 1.1], activation_bytes=15),
+        run_of("keep", 2, [2.0, 2.0, 2.0]),
+        run_of("recompute", 2, [3.0, 3.0, 3.0], activation_bytes=20),
+        run_of("offload", 2, [2.2, 2.2, 2.2], activation_bytes=15),
+    ]
+
+
+def with_step(run: ModeRun, index: int, **changes: Any) -> ModeRun:
+    steps = list(run.steps)
+    steps[index] = replace(steps[index], **changes)
+    return replace(run, steps=steps)
+
+
+def test_ratios_are_medians_of_the_ratios_within_the_repeats() -> None:
+    offload = summary.summarise(all_runs(), "offload", tokens_per_step=33)
+    assert offload.ratio_to_keep.step_s == pytest.approx(1.1)
+    assert offload.ratio_to_keep.activation_bytes_peak == pytest.approx(0.15)
+    assert offload.ratio_to_keep.rss_bytes_peak == pytest.approx(0.15)
+    assert offload.step_s_median == pytest.approx(1.65)
+    assert offload.tokens_per_s == pytest.approx(20)
+    assert (offload.bytes_written_per_step, offload.bytes_read_per_step) == (10, 8)
+    assert offload.stall_s == 0.5
+    assert offload.losses == [0.0, 1.0, 2.0, 3.0]
+    assert offload.step_s == [[1.1, 1.1, 1.1], [2.2, 2.2, 2.2]]
+
+
+def test_equal_bits_are_seen_as_equal() -> None:
+    assert summary.compare(all_runs()) == summary.Comparison(bit_identical=True, notes=[])
+
+
+@pytest.mark.parametrize("changed", range(1, 6))
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [({"gradients_digest": "flipped"}, "gradients"), ({"loss": (1.5).hex()}, "loss")],
+)
+def test_one_differing_step_in_any_run_is_seen(
+    changed: int, changes: dict[str, str], what: str
+) -> None:
+    runs = all_runs()
+    runs[changed] = with_step(runs[changed], 2, **changes)
+    comparison = summary.compare(runs)
+    assert comparison.bit_identical is False
+    (note,) = comparison.notes
+    assert note == (
+        f"{runs[changed].mode}, repeat {runs[changed].repeat}: {what} "
+        "differ from keep's from step 3 on"
+    )
+
+
+def test_without_keep_nothing_is_compared_and_it_is_said() -> None:
+    alone = [run for run in all_runs() if run.mode == "offload"]
+    comparison = summary.compare(alone)
+    assert comparison.bit_identical is None
+    assert "keep was not run" in comparison.notes[0]
+    killed = ModeRun(mode="keep", repeat=1, failure="killed")
+    assert "keep failed" in summary.compare([killed, *alone]).notes[0]
+    only_keep = [run for run in all_runs() if run.mode == "keep"]
+    assert summary.compare(only_keep).bit_identical is None
+
+
+def report_of(runs: list[ModeRun]) -> report.Report:
+    names: tuple[Mode, ...] = ("keep", "recompute", "offload")
+    return report.Report(
+        options=SMALL,
+        repeats=2,
+        machine=machine.machine_facts(Path.cwd()),
+        runs=runs,
+        summaries=[summary.summarise(runs, mode, SMALL.tokens_per_step) for mode in names],
+        comparison=summary.compare(runs),
+    )
+
+
+def test_the_json_has_what_others_rely_on(tmp_path: Path) -> None:
+    path = tmp_path / "demo.json"
+    report.write_json(report_of(all_runs()), path)
+    document = json.loads(path.read_text())
+    assert document["bit_identical"] is True
+    assert set(document["modes"]) == {"keep", "recompute", "offload"}
+    for figures in document["modes"].values():
+        assert {
+            "step_s_median",
+            "activation_bytes_peak",
+            "rss_bytes_peak",
+            "bytes_written_per_step",
+            "bytes_read_per_step",
+            "stall_s",
+            "losses",
+            "tokens_per_s",
+            "step_s",
+        } <= set(figures)
+    assert {"cpu", "core_count", "memory_bytes", "kernel", "torch", "python", "file_system"} <= set(
+        document["machine"]
+    )
+    assert document["arguments"]["hidden"] == SMALL.hidden
+    assert document["environment"]["THP_MEM_ALLOC_ENABLE"] == "1"
+
+
+def test_a_failed_mode_is_told_and_fails_the_demo_but_not_its_report() -> None:
+    runs = [run for run in all_runs() if run.mode != "keep"]
+    runs.append(ModeRun(mode="keep", repeat=1, failure="its process was killed"))
+    result = report_of(runs)
+    assert not result.succeeded
+    rendered = report.render(result)
+    assert "keep FAILED: its process was killed" in rendered
+    assert "bit-identical to keep: not compared" in rendered
+    assert report_of(all_runs()).succeeded
+    assert "bit-identical to keep: yes" in report.render(report_of(all_runs()))
+
+
+def test_differing_bits_fail_the_demo() -> None:
+    runs = all_runs()
+    runs[2] = with_step(runs[2], 1, gradients_digest="flipped")
+    result = report_of(runs)
+    assert not result.succeeded
+    assert "bit-identical to keep: NO" in report.render(result)
+
+
+def test_the_picture_is_drawn_also_without_curves(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    for name, runs in (("full", all_runs()), ("empty", [ModeRun(mode="keep", repeat=1)])):
+        path = tmp_path / f"{name}.png"
+        picture.draw(runs, "title", path)
+        assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_missing_matplotlib_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(picture.PictureUnavailableError, match=r"ssdtrain\[demo\]"):
+        picture.draw(all_runs(), "title", tmp_path / "demo.png")
+
+
+# The machine and the processes
+
+
+def test_the_high_water_mark_starts_again_and_sees_the_next_peak() -> None:
+    size = 64 << 20
+    # More than an earlier peak of this process could hide.
+    held = torch.ones(size, dtype=torch.uint8)
+    del held
+    before = memory.reset_high_water_mark()
+    assert memory.status_bytes("VmHWM") - before < size // 2
+    held = torch.ones(size, dtype=torch.uint8)
+    del held
+    assert memory.status_bytes("VmHWM") - before > size // 2
+
+
+def test_a_kernel_that_does_not_tell_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(memory.MemoryUnknownError, match="VmNothing"):
+        memory.status_bytes("VmNothing")
+    monkeypatch.setattr(memory, "CLEAR_REFS", tmp_path / "missing" / "clear_refs")
+    with pytest.raises(memory.MemoryUnknownError, match="VmHWM cannot be reset"):
+        memory.reset_high_water_mark()
+
+
+def test_the_file_system_of_a_directory_is_found() -> None:
+    found = machine.file_system(Path("/proc"))
+    assert found is not None
+    assert found.startswith("proc on ")
+    assert found.endswith(" at /proc")
+
+
+@pytest.mark.parametrize(
+    ("return_code", "words"),
+    [
+        (-signal.SIGKILL, "killed (after 0 finished steps), most likely by the kernel"),
+        (-signal.SIGSEGV, "died of SIGSEGV"),
+        (3, "exit code 3"),
+    ],
+)
+def test_an_unexplained_end_is_explained(return_code: int, words: str) -> None:
+    assert words in runner.explain_end(return_code, ModeRun(mode="keep", repeat=1))
+
+
+def test_a_killed_mode_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[tuple[Mode, int]] = []
+
+    def run_process(mode: Mode, repeat: int, *_: object) -> ModeRun:
+        started.append((mode, repeat))
+        return ModeRun(mode=mode, repeat=repeat, failure="killed" if mode == "keep" else None)
+
+    monkeypatch.setattr(runner, "run_process", run_process)
+    with open(os.devnull, "w") as nowhere:
+        progress = runner.Progress(nowhere, repeats=2, timed_count=1)
+        runner.run_all(SMALL, ["keep", "offload"], repeats=2, progress=progress)
+    assert started == [("keep", 1), ("offload", 1), ("offload", 2)]
+
+
+def demo(place: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    small = ["--layers", "2", "--hidden", "64", "--sequence", "64", "--steps", "2"]
+    return subprocess.run(
+        [sys.executable, "-m", "ssdtrain", "demo", *small, *arguments],
+        cwd=place,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_the_demo_from_end_to_end(tmp_path: Path) -> None:
+    done = demo(tmp_path, "--modes", "keep,recompute", "--repeats", "2")
+    assert done.returncode == 0, done.stderr
+    document = json.loads((tmp_path / "demo.json").read_text())
+    assert document["bit_identical"] is True
+    modes_ = document["modes"]
+    assert len(modes_["keep"]["losses"]) == 4, "warm-up, two timed, measured"
+    assert modes_["keep"]["losses"] == modes_["recompute"]["losses"]
+    assert [len(times) for times in modes_["keep"]["step_s"]] == [2, 2]
+    assert (
+        0 < modes_["recompute"]["activation_bytes_peak"] < modes_["keep"]["activation_bytes_peak"]
+    )
+    assert "repeat 2 of 2  step 2 of 2" in done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["demo.json", "demo.png"]
+
+
+def test_the_demo_with_offload_leaves_nothing_behind(tmp_path: Path) -> None:
+    done = demo(tmp_path, "--repeats", "1")
+    assert done.returncode == 0, done.stderr
+    document = json.loads((tmp_path / "demo.json").read_text())
+    assert document["bit_identical"] is True
+    offload = document["modes"]["offload"]
+    assert offload["losses"] == document["modes"]["keep"]["losses"]
+    assert offload["activation_bytes_peak"] <= document["modes"]["keep"]["activation_bytes_peak"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["demo.json", "demo.png"]
+
+
+def test_offload_alone_runs_and_says_that_nothing_was_compared(tmp_path: Path) -> None:
+    place = tmp_path / "ssd"
+    place.mkdir()
+    done = demo(tmp_path, "--repeats", "1", "--modes", "offload", "--dir", str(place))
+    assert done.returncode == 0, done.stderr
+    assert "not compared" in done.stdout
+    assert list(place.iterdir()) == [], "a directory that was given stays, and stays empty"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--dir", "/nowhere/at/all"], "/nowhere/at/all"),
+        (["--hidden", "65"], "--hidden must be a multiple of 64"),
+        (["--repeats", "0"], "--repeats must be at least 1"),
+        (["--data", "/nowhere/text"], "--data /nowhere/text"),
+        (["--json", "/nowhere/demo.json"], "--json /nowhere/demo.json"),
+        (["--modes", "keep,nothing"], "'nothing': choose from keep, recompute, offload"),
+    ],
+)
+def test_a_bad_argument_is_refused_at_once_with_a_way_out(
+    tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    refused = demo(tmp_path, *arguments)
+    assert refused.returncode == command.EXIT_USAGE
+    assert message in refused.stderr
+    assert "Traceback" not in refused.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_mode_that_fails_is_reported_and_the_exit_code_tells(tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_bytes(b"too short")
+    done = demo(
+        tmp_path,
+        "--modes",
+        "keep,recompute",
+        "--repeats",
+        "1",
+        "--data",
+        str(tmp_path / "short.txt"),
+    )
+    assert done.returncode == command.EXIT_FAILED
+    assert "keep FAILED: ValueError: the text has 9 bytes" in done.stdout
+    assert "recompute FAILED" in done.stdout
+
+
+def test_without_a_command_there_is_help() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "ssdtrain"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0
+    assert "demo" in done.stdout
