@@ -73,7 +73,7 @@ lint: need-rust need-rust-lints $(TEST_STAMP) ## cargo fmt, clippy, ruff, mypy, 
 	$(ENV_PYTHON) -m ruff check $(PYTHON_FOLDERS)
 	$(ENV_PYTHON) -m ruff format --check $(PYTHON_FOLDERS)
 	$(ENV_PYTHON) -m mypy --strict
-	$(ENV_PYTHON) -P -m mypy.stubtest ssdtrain._core
+	$(ENV_PYTHON) -P -m mypy.stubtest --ignore-unused-allowlist --allowlist tests/stubtest-allowlist.txt ssdtrain._core
 
 .PHONY: bench
 bench: need-rust ## raw I/O throughput of the store (cargo bench); BENCH="..."

@@ -2,9 +2,9 @@
 //!
 //! Measured is the steady state of training: each step writes over the extents of the step before,
 //! and reads into memory that is resident already. Blocks that were never written cost the file
-//! system a change of its books for each request, about half of the rate, so one pass that nobody
-//! times goes first. Sources lie on huge pages, because the kernel pins and maps them page by page;
-//! one line per engine shows what small pages cost.
+//! system a change of its books for each request, so one pass that nobody times goes first. Sources
+//! lie on huge pages, because the kernel pins and maps them page by page; one line per engine shows
+//! what small pages cost.
 //!
 //! `SSDTRAIN_BENCH_DIR` names the directory to measure; without it, it is one in the build folder.
 //! A run takes about two minutes, and it says at its end how much it wrote, for the disk wears.
@@ -118,9 +118,9 @@ impl Source {
         let start = spare.as_ptr().align_offset(HUGE_PAGE_BYTES);
         // Before the first touch, since that is when the kernel chooses the pages.
         advise(&mut spare[start..start + len], advice);
-        // No two blocks are equal: some disks store equal ones once.
+        // No two pages are equal: some disks store equal ones once.
         let word = |index: usize| (index as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-        bytes.extend((0..start + len).map(|index| (word(index) >> 56) as u8 ^ (index >> 12) as u8));
+        bytes.extend((0..start + len).map(|index| (word(index) >> 56) as u8));
         Self { bytes: Arc::new(bytes), start }
     }
 

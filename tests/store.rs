@@ -351,9 +351,19 @@ proptest! {
     /// Random schedules of write, read and release on a disk that errs: what comes back is what was
     /// written, or an error; never other bytes.
     #[test]
-    fn faults_never_change_bytes(seed in any::<u64>(), steps in proptest::collection::vec((0u8..3, 1usize..300_000, any::<usize>()), 1..60)) {
+    fn faults_never_change_bytes(
+        seed in any::<u64>(),
+        steps in proptest::collection::vec((0u8..3, 1usize..300_000, any::<usize>()), 1..60),
+    ) {
         let dir = scratch();
-        let faults = Faults { seed, short_rate: 0.3, io_error_rate: 0.05, retry_rate: 0.2, bit_flip_rate: 0.1, ..Faults::default() };
+        let faults = Faults {
+            seed,
+            short_rate: 0.3,
+            io_error_rate: 0.05,
+            retry_rate: 0.2,
+            bit_flip_rate: 0.1,
+            ..Faults::default()
+        };
         let mut config = config(dir.path(), Backend::Simulated(faults));
         config.verify = true;
         config.piece_bytes = 64 << 10;

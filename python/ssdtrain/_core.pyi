@@ -2,6 +2,8 @@
 
 from typing import Any, final
 
+__all__ = ["Pending", "Slot", "Store", "Stored"]
+
 @final
 class Store:
     """An asynchronous store of byte ranges; see ``ssdtrain.TensorStore`` for tensors and arrays."""

@@ -9,13 +9,13 @@ from typing import Any, Literal, get_args
 
 from ssdtrain.errors import ConfigError
 
-__all__ = ["Backend", "Directories", "DirectIo", "OffloadConfig", "StoreConfig"]
+__all__ = ["Backend", "DirectIo", "Directories", "OffloadConfig", "StoreConfig"]
 
 Backend = Literal["auto", "io_uring", "psync"]
 """``auto`` takes io_uring where the kernel allows it, else threads that call pread and pwrite."""
 
 DirectIo = Literal["required", "optional", "disabled"]
-"""Whether the page cache is bypassed (O_DIRECT); ``optional`` gives up where it must, and says so."""
+"""Whether the page cache is bypassed (O_DIRECT); ``optional`` gives up where it must."""
 
 Directories = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 

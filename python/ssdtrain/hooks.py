@@ -194,11 +194,11 @@ class Hooks:
 
         def rate(what: str, otherwise: float) -> float:
             direction = "write" if what == "bytes_written" else "read"
-            nbytes = now[what] - before[what]
-            busy_ns = now[f"{direction}_busy_ns"] - before[f"{direction}_busy_ns"]
+            nbytes: int = now[what] - before[what]
+            busy_ns: int = now[f"{direction}_busy_ns"] - before[f"{direction}_busy_ns"]
             if nbytes < RATES_BYTES_MIN or busy_ns <= 0:
                 return otherwise
-            return float(nbytes) / busy_ns * 1e9
+            return nbytes / busy_ns * 1e9
 
         write = rate("bytes_written", self._rates.write)
         self._rates = Rates(write, rate("bytes_read", self._rates.read))

@@ -1,57 +1,38 @@
 """``with ssdtrain.offload(dir):`` builds the parts, installs the hooks, and closes in order.
 
-START HERE. A tensor's way: ``hooks.pack`` → ``tracker`` → ``transfer`` → ``_core`` → the disk, and
-back through ``hooks.unpack``; ``docs/architecture.md`` tells it step by step.
+START HERE. A tensor's way: ``hooks.pack`` → ``tracker`` → ``transfer`` → ``_core`` → the disk,
+and back through ``hooks.unpack``; ``docs/architecture.md`` tells it step by step.
 """
 
 from __future__ import annotations
 
 import functools
-import logging
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import ParamSpec, TypeVar
 
-from torch.autograd.graph import saved_tensors_hooks
-
-from ssdtrain import _core
 from ssdtrain.config import (
     MIN_BYTES_DEFAULT,
     Backend,
-    Directories,
     DirectIo,
+    Directories,
     OffloadConfig,
     StoreConfig,
     directories,
 )
 from ssdtrain.hooks import Hooks
 from ssdtrain.memory import note_small_pages
+from ssdtrain.opening import open_store
 from ssdtrain.policy import Policy
 from ssdtrain.stats import Stats
 from ssdtrain.transfer import HostDirect
 
 __all__ = ["Session", "offload"]
 
-log = logging.getLogger("ssdtrain")
-
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-def open_store(config: StoreConfig) -> _core.Store:
-    """Open a store and say what had to be given up."""
-    store = _core.Store(
-        list(config.dirs),
-        backend=config.backend,
-        direct_io=config.direct_io,
-        max_disk_bytes=config.max_disk_bytes,
-        verify=config.verify,
-        faults=config.faults,
-    )
-    for note in store.notes():
-        log.warning("%s", note)
-    return store
 
 
 class Session:
@@ -77,7 +58,7 @@ class Session:
         """Return the report for a person."""
         return str(self.stats)
 
-    def context(self) -> saved_tensors_hooks:
+    def context(self) -> AbstractContextManager[object]:
         """Return the context manager that installs this session's hooks in the calling thread."""
         assert self._hooks is not None, "a session that was closed installs no hooks"
         return self._hooks.context()
@@ -175,8 +156,8 @@ class offload:  # noqa: N801 - used like torch.no_grad
 
         return offloaded
 
-    def _entered(self) -> list[tuple[Session, saved_tensors_hooks]]:
+    def _entered(self) -> list[tuple[Session, AbstractContextManager[object]]]:
         """Return what this thread has entered and not left."""
-        stack: list[tuple[Session, saved_tensors_hooks]]
+        stack: list[tuple[Session, AbstractContextManager[object]]]
         stack = self._local.__dict__.setdefault("entered", [])
         return stack

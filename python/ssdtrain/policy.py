@@ -32,7 +32,7 @@ KNOWLEDGE_MAX = 100_000
 
 @dataclass(frozen=True)
 class Item:
-    """One storage of a round: its size in bytes, when it was packed and first needed, in seconds."""
+    """One storage of a round: bytes, and when it was packed and first needed, in seconds."""
 
     key: int
     nbytes: int
@@ -133,7 +133,9 @@ class Policy:
         """Remember that offloading this tensor frees nothing: somebody else holds its storage."""
         self._futile.add(key)
 
-    def learn(self, signature: int, items: Sequence[Item], rates: Rates, stall_share: float) -> None:
+    def learn(
+        self, signature: int, items: Sequence[Item], rates: Rates, stall_share: float
+    ) -> None:
         """Plan the next round of this kind. ``stall_share`` is stall time over the round's time."""
         if len(self._planned) > KNOWLEDGE_MAX:
             self._plans.clear()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from time import perf_counter
 
 from ssdtrain.policy import Item, Policy
@@ -140,8 +140,6 @@ class Prefetcher:
         ahead_bytes = 0
         for following in self._following(current, saved.ordinal):
             record = following.record
-            if record.source is not None:
-                continue
             if ahead_bytes and not self._is_due(current, following, now_s, ahead_bytes):
                 break
             if following.ahead is None:
@@ -155,22 +153,19 @@ class Prefetcher:
                 seen.add(id(record))
                 ahead_bytes += record.nbytes
             wanted[following.ordinal] = current.entries[following.ordinal]
-        for ordinal in self._window.keys() - wanted.keys():
-            skipped = self._window[ordinal]()
-            if skipped is not None and skipped is not saved:
-                skipped.ahead = None
+        self._give_up(self._window.keys() - wanted.keys() - {saved.ordinal})
         self._window = wanted
 
-    def drop_window(self) -> bool:
-        """Give up what was read ahead; ``True`` if that freed anything."""
-        dropped = False
-        for entry in self._window.values():
-            saved = entry()
-            if saved is not None and saved.ahead is not None:
-                saved.ahead = None
-                dropped = True
+    def drop_window(self) -> None:
+        """Give up what was read ahead."""
+        self._give_up(self._window.keys())
         self._window = {}
-        return dropped
+
+    def _give_up(self, ordinals: Iterable[int]) -> None:
+        for ordinal in ordinals:
+            saved = self._window[ordinal]()
+            if saved is not None:
+                saved.ahead = None
 
     def _predict(self, current: Round) -> None:
         count = len(current.entries)
@@ -187,13 +182,13 @@ class Prefetcher:
         ]
 
     def _following(self, current: Round, ordinal: int) -> Iterator[SavedTensor]:
-        """Yield the live tensors that should be asked for next."""
+        """Yield the live tensors that should be asked for next and are not in memory."""
         index = current.position.get(ordinal)
         if index is None or current.order is None:
             return
         for place in range(bisect_right(current.on_disk, index), len(current.on_disk)):
             saved = current.entries[current.order[current.on_disk[place]]]()
-            if saved is not None:
+            if saved is not None and saved.record.source is None:
                 yield saved
 
     def _is_due(self, current: Round, saved: SavedTensor, now_s: float, ahead_bytes: int) -> bool:

@@ -34,7 +34,7 @@ class Geometry:
         self.dtype = tensor.dtype
         self.size = tensor.size()
         self.stride = tensor.stride()
-        self.offset = tensor.storage_offset() * tensor.itemsize
+        self.offset: int = int(tensor.storage_offset()) * tensor.itemsize
         """Bytes from the start of the storage."""
 
     def span_bytes(self) -> int:
@@ -92,7 +92,9 @@ class Record:
         "version",
     )
 
-    def __init__(self, tensor: Tensor, start: int, nbytes: int, version: int, sequence: int, ledger: Ledger) -> None:
+    def __init__(
+        self, tensor: Tensor, start: int, nbytes: int, sequence: int, ledger: Ledger
+    ) -> None:
         storage = tensor.untyped_storage()
         self.source: Tensor | None = tensor.detach()
         """The tensor itself, for as long as its bytes may be needed from memory."""
@@ -101,7 +103,7 @@ class Record:
         self.start = start
         """First byte of the storage that is kept; a multiple of 16, so every dtype can index it."""
         self.nbytes = nbytes
-        self.version = version
+        self.version = tensor._version  # noqa: SLF001 - the identity of the content
         self.sequence = sequence
         """Autograd's sequence number when this was packed: the gate (see ``Tracker``)."""
         self.stored: Stored | None = None
@@ -202,7 +204,7 @@ def check_version(counter: Tensor, version: int, describe: Callable[[], str]) ->
 
     With hooks set autograd itself no longer checks, and the gradient would be silently wrong.
     """
-    if version != NO_VERSION and counter._version != version:  # noqa: SLF001
+    if version not in (NO_VERSION, counter._version):  # noqa: SLF001
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace "
             f"operation: {describe()} is at version {counter._version}; "  # noqa: SLF001

@@ -9,16 +9,16 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ssdtrain import _core
-from ssdtrain.config import Backend, Directories, DirectIo, StoreConfig, directories
+from ssdtrain.config import Backend, DirectIo, Directories, StoreConfig, directories
 from ssdtrain.errors import ClosedError, ConfigError
-from ssdtrain.offload import open_store
+from ssdtrain.opening import open_store
 from ssdtrain.saved import Geometry
 
 __all__ = ["PendingRead", "StoredTensor", "TensorStore"]
@@ -169,7 +169,7 @@ class TensorStore:
         """
         self._store.close()
 
-    def __enter__(self) -> TensorStore:
+    def __enter__(self) -> Self:
         """Return the store."""
         return self
 
@@ -200,7 +200,7 @@ class _Form:
             return form.build(storage, self._start)
         if slot is None:
             return np.empty_like(form)
-        return np.ndarray(form.shape, form.dtype, slot, 0, form.strides)
+        return np.ndarray(form.shape, form.dtype, memoryview(slot), 0, form.strides)
 
 
 def _take_apart(tensor: object) -> tuple[_Form, object, int, int]:

@@ -75,7 +75,7 @@ class Tracker:
             return record, False
         start, nbytes = _part_to_keep(geometry.offset, span, storage.nbytes())
         self.admit(nbytes)
-        record = Record(tensor, start, nbytes, version, sequence, self._ledger)
+        record = Record(tensor, start, nbytes, sequence, self._ledger)
         # The death of the storage ends the identity: its address will be used again.
         by_storage = self._by_storage
         reference = weakref.ref(record, lambda dead: _forget(by_storage, identity, dead))

@@ -12,7 +12,7 @@ pub enum Backend {
     IoUring,
     /// A pool of threads that call `pread` and `pwrite`.
     Psync,
-    /// A disk in memory that fails by a seeded plan. For tests: bytes do not survive, nor leave memory.
+    /// A disk in memory that fails by a seeded plan, for tests.
     Simulated(Faults),
 }
 
@@ -43,7 +43,7 @@ pub struct Faults {
     pub bit_flip_rate: f64,
     /// Writes beyond this offset in bytes fail with `ENOSPC`.
     pub capacity_bytes: Option<u64>,
-    /// Nothing moves until [`crate::TensorStore::resume`] is called: a disk that is infinitely slow.
+    /// Nothing moves until [`crate::TensorStore::resume`]: a disk that is infinitely slow.
     pub paused: bool,
 }
 

@@ -216,7 +216,9 @@ mod tests {
     proptest! {
         /// Against a bitmap of granules: no overlap, nothing lost, merged again at the end.
         #[test]
-        fn no_byte_is_handed_out_twice(steps in proptest::collection::vec((any::<bool>(), 1u64..9000, any::<usize>()), 1..200)) {
+        fn no_byte_is_handed_out_twice(
+            steps in proptest::collection::vec((any::<bool>(), 1u64..9000, any::<usize>()), 1..200),
+        ) {
             let (granule, limit) = (512u64, 256 * 512u64);
             let mut space = ExtentAllocator::new(granule, limit);
             let mut taken = vec![false; (limit / granule) as usize];

@@ -326,7 +326,7 @@ fn probe_direct(file: &OwnedFd) -> rustix::io::Result<()> {
     rustix::io::pread(file, &mut block.0, 0).map(drop)
 }
 
-/// An unnamed file: `O_TMPFILE`, or where the file system lacks it created exclusively and unlinked.
+/// An unnamed file: `O_TMPFILE`, or where the file system lacks it, created and unlinked.
 fn create_unnamed(dir: &Path, extra: OFlags) -> Result<OwnedFd> {
     let base = OFlags::RDWR | OFlags::CLOEXEC | extra;
     let mode = Mode::RUSR | Mode::WUSR;
@@ -336,14 +336,16 @@ fn create_unnamed(dir: &Path, extra: OFlags) -> Result<OwnedFd> {
             Errno::ACCESS | Errno::PERM | Errno::ROFS => Error::new(
                 ErrorKind::Config,
                 format!(
-                    "cannot create a file in {shown}: {}; make it writable, or pass another directory",
+                    "cannot create a file in {shown}: {}; make it writable, or pass \
+                     another directory",
                     io::Error::from(errno)
                 ),
             ),
             Errno::INVAL if extra.contains(OFlags::DIRECT) => Error::new(
                 ErrorKind::Config,
                 format!(
-                    "{shown} refuses direct I/O (O_DIRECT); use a local file system such as ext4 or XFS, or direct_io='optional'"
+                    "{shown} refuses direct I/O (O_DIRECT); use a local file system such as ext4 \
+                     or XFS, or direct_io='optional'"
                 ),
             ),
             _ => Error::from_io(format_args!("cannot create a file in {shown}"), &errno.into()),

@@ -9,7 +9,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::buffer::{Arena, HostRegion, IoBuf, Slot, slot_checksum};
 use crate::config::StoreConfig;
-use crate::engine::{self, IoEngine};
+use crate::engine;
+use crate::engine::contract::IoEngine;
 use crate::error::{Error, ErrorKind, Result};
 use crate::file::{Extent, Quota, SpillFile};
 use crate::meter::{Direction, Meter, Traffic};

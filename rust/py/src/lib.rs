@@ -1,41 +1,10 @@
 //! The Python boundary: addresses and lengths cross it, tensors do not, so one wheel serves every
 //! torch. Signatures and docstrings stand in `python/ssdtrain/_core.pyi`.
 
+mod error;
 mod store;
 
-use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
-use ssdtrain_core::{Error, ErrorKind};
-
-pyo3::import_exception!(ssdtrain.errors, BusyError);
-pyo3::import_exception!(ssdtrain.errors, CancelledError);
-pyo3::import_exception!(ssdtrain.errors, ClosedError);
-pyo3::import_exception!(ssdtrain.errors, ConfigError);
-pyo3::import_exception!(ssdtrain.errors, CorruptError);
-pyo3::import_exception!(ssdtrain.errors, NoSpaceError);
-pyo3::import_exception!(ssdtrain.errors, PoisonedError);
-pyo3::import_exception!(ssdtrain.errors, StorageError);
-pyo3::import_exception!(ssdtrain.errors, UnsupportedError);
-
-/// One Python exception per kind; the errno, where there is one, becomes its attribute.
-fn to_python(py: Python<'_>, error: &Error) -> PyErr {
-    let message = error.to_string();
-    let raised = match error.kind() {
-        ErrorKind::Config => ConfigError::new_err(message),
-        ErrorKind::Io => StorageError::new_err(message),
-        ErrorKind::NoSpace => NoSpaceError::new_err(message),
-        ErrorKind::Corrupt => CorruptError::new_err(message),
-        ErrorKind::Unsupported => UnsupportedError::new_err(message),
-        ErrorKind::Closed => ClosedError::new_err(message),
-        ErrorKind::Poisoned => PoisonedError::new_err(message),
-        ErrorKind::Cancelled => CancelledError::new_err(message),
-        ErrorKind::Busy => BusyError::new_err(message),
-    };
-    match raised.value(py).setattr("errno", error.errno()) {
-        Ok(()) => raised,
-        Err(second) => PyRuntimeError::new_err(format!("{error} (and then: {second})")),
-    }
-}
 
 /// The compiled part of `ssdtrain`.
 #[pymodule]

@@ -12,7 +12,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use ssdtrain_core as core;
 
-use crate::to_python;
+use crate::error::to_python;
 
 /// How long a wait lasts before Ctrl-C is looked for.
 const SIGNAL_CHECK: Duration = Duration::from_millis(100);

@@ -3,6 +3,7 @@
 //! [`open`] walks the ladder: `io_uring`, or where the kernel forbids it (containers often do) a
 //! pool of threads. What was given up is said once, with its reason.
 
+pub mod contract;
 pub mod progress;
 pub mod psync;
 pub mod sim;
@@ -11,21 +12,10 @@ pub mod uring;
 use std::sync::Arc;
 
 use crate::config::{Backend, StoreConfig};
+use crate::engine::contract::{IoEngine, Setup};
 use crate::error::Result;
 use crate::meter::Meter;
 use crate::queue::SubmitQueue;
-
-/// What serves a submission queue.
-pub trait IoEngine: Send + Sync {
-    /// The name users see.
-    fn name(&self) -> &'static str;
-
-    /// Ends after what has begun has ended; what waits is answered with `Closed`. Idempotent.
-    fn close(&mut self);
-
-    /// Lets a paused simulated disk move; other engines have nothing to resume.
-    fn resume(&self) {}
-}
 
 /// Starts the engine that `config` asks for on `queue`; the second value says what was given up.
 pub fn open(
@@ -56,19 +46,4 @@ pub fn open(
             }
         },
     }
-}
-
-/// What every engine needs.
-#[derive(Clone)]
-pub struct Setup {
-    /// Where requests come from.
-    pub queue: Arc<SubmitQueue>,
-    /// Where traffic is counted.
-    pub meter: Arc<Meter>,
-    /// Multiple of every address, offset and length.
-    pub alignment: usize,
-    /// Pieces in flight.
-    pub depth: u32,
-    /// Bytes per piece.
-    pub piece_len: usize,
 }

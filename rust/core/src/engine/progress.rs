@@ -187,9 +187,14 @@ mod tests {
     proptest! {
         /// Whatever the kernel moves, in whatever order: each byte exactly once, aligned.
         #[test]
-        fn every_byte_moves_exactly_once(blocks in 1usize..400, piece_blocks in 1usize..20, moves in proptest::collection::vec((any::<u16>(), any::<u16>()), 1..60)) {
+        fn every_byte_moves_exactly_once(
+            blocks in 1usize..400,
+            piece_blocks in 1usize..20,
+            moves in proptest::collection::vec((any::<u16>(), any::<u16>()), 1..60),
+        ) {
             let (alignment, len) = (512, blocks * 512);
-            let mut progress = Progress::new(Direction::Write, 0, len, piece_blocks * alignment, alignment);
+            let piece_len = piece_blocks * alignment;
+            let mut progress = Progress::new(Direction::Write, 0, len, piece_len, alignment);
             let mut moved = vec![0u8; len / alignment];
             let (mut flying, mut choices) = (Vec::new(), moves.iter().cycle());
             let mut full_after = 900;
@@ -199,7 +204,8 @@ mod tests {
                 let piece = flying.swap_remove(*order as usize % flying.len());
                 prop_assert_eq!(piece.start % alignment, 0);
                 full_after -= 1;
-                let count = if full_after < 0 { piece.len } else { (*amount as usize % piece.len) + 1 };
+                let some = (*amount as usize % piece.len) + 1;
+                let count = if full_after < 0 { piece.len } else { some };
                 for block in 0..count / alignment { moved[piece.start / alignment + block] += 1; }
                 progress.finish(piece, Ok(count));
             }

@@ -7,8 +7,8 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 
 use crate::buffer::IoBuf;
+use crate::engine::contract::{IoEngine, Setup};
 use crate::engine::progress::Progress;
-use crate::engine::{IoEngine, Setup};
 use crate::error::{Error, Result};
 use crate::file::Extent;
 use crate::meter::Direction;

@@ -13,8 +13,8 @@ use std::thread::JoinHandle;
 
 use io_uring::{IoUring, opcode, types};
 
+use crate::engine::contract::{IoEngine, Setup};
 use crate::engine::progress::{Piece, Progress};
-use crate::engine::{IoEngine, Setup};
 use crate::error::{Error, ErrorKind, Result};
 use crate::meter::Direction;
 use crate::queue::{Job, Request};
