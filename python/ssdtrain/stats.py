@@ -53,26 +53,25 @@ class Stats:
     def __str__(self) -> str:
         """Lay the figures out for a person."""
         engines = ", ".join(f"{name} in {place}" for place, name in self.engines)
-        saved = ", ".join(
-            f"{_mib(nbytes)} {fate} in {count}"
-            for fate, nbytes, count in (
-                ("offloaded", self.bytes_offloaded, self.tensors_offloaded),
-                ("forwarded", self.bytes_forwarded, self.tensors_forwarded),
-                ("kept", self.bytes_kept, self.tensors_kept),
-            )
+        fates = (
+            ("offloaded", self.bytes_offloaded, self.tensors_offloaded),
+            ("forwarded", self.bytes_forwarded, self.tensors_forwarded),
+            ("kept", self.bytes_kept, self.tensors_kept),
         )
-        written = (
-            f"{_mib(self.bytes_written)} written ({_rate(self.bytes_written, self.write_busy_s)})"
+        saved = ", ".join(f"{_mib(nbytes)} {fate} in {count}" for fate, nbytes, count in fates)
+        moves = (
+            ("written", self.bytes_written, self.write_busy_s),
+            ("read", self.bytes_read, self.read_busy_s),
         )
-        read = f"{_mib(self.bytes_read)} read ({_rate(self.bytes_read, self.read_busy_s)})"
+        moved = ", ".join(f"{_mib(size)} {way} ({_rate(size, busy)})" for way, size, busy in moves)
+        times = f"{self.hidden_s:.3f} s hidden, {self.stall_s:.3f} s exposed"
         peak, now = _mib(self.resident_bytes_peak), _mib(self.resident_bytes)
         rows = [
-            f"ssdtrain: {engines or 'closed'}",
+            f"ssdtrain: {engines}",
             f"  saved      {saved} tensors",
             f"  resident   {peak} at the peak, {now} now",
-            f"  drive      {written}, {read}, {_mib(self.disk_reserved_bytes)} reserved",
-            f"  I/O time   {self.hidden_s:.3f} s hidden, {self.stall_s:.3f} s exposed, "
-            f"{self.stall_count} stalls",
+            f"  drive      {moved}, {_mib(self.disk_reserved_bytes)} reserved",
+            f"  I/O time   {times}, {self.stall_count} stalls",
         ]
         if self.write_failed_count:
             rows.append(f"  failures   {self.write_failed_count} writes; their tensors were kept")
