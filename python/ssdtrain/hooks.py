@@ -28,6 +28,7 @@ from ssdtrain.saved import (
     check_version,
 )
 from ssdtrain.stats import Ledger, Stats
+from ssdtrain.torch_internals import current_backward, current_node, sequence_number
 from ssdtrain.tracker import Tracker
 from ssdtrain.transfer import HostDirect
 from ssdtrain.weights import is_plain, is_weight
@@ -35,10 +36,6 @@ from ssdtrain.weights import is_plain, is_weight
 __all__ = ["Hooks"]
 
 log = logging.getLogger("ssdtrain")
-
-sequence_number = torch._C._autograd._get_sequence_nr  # noqa: SLF001 - no public name
-current_backward = torch._C._current_graph_task_id  # noqa: SLF001 - no public name
-current_node = torch._C._current_autograd_node  # noqa: SLF001 - no public name
 
 RATES_GUESS = Rates(1e9, 1e9)
 """Before anything was measured."""

@@ -76,7 +76,7 @@ class Tracker:
         start, nbytes = _part_to_keep(geometry.offset, span, storage.nbytes())
         self.admit(nbytes)
         record = Record(tensor, start, nbytes, sequence, self._ledger)
-        # The death of the storage ends the identity: its address will be used again.
+        # `id` is an identity only while the storage lives, which the look-up above checks.
         by_storage = self._by_storage
         reference = weakref.ref(record, lambda dead: _forget(by_storage, identity, dead))
         by_storage[identity] = reference

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from ssdtrain.torch_internals import is_wrapped
+
 __all__ = ["is_plain", "is_weight"]
 
 PASSES_WEIGHTS_ON = frozenset(
@@ -28,8 +30,6 @@ PASSES_WEIGHTS_ON = frozenset(
 
 DERIVATION_DEPTH_MAX = 8
 
-_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # noqa: SLF001 - no public name
-
 
 def is_plain(tensor: Tensor) -> bool:
     """Whether this is a dense, strided CPU tensor whose bytes say everything about it.
@@ -47,7 +47,7 @@ def is_plain(tensor: Tensor) -> bool:
         and not tensor.is_inference()
         and not tensor.is_conj()
         and not tensor.is_neg()
-        and not _is_wrapped(tensor)
+        and not is_wrapped(tensor)
     )
 
 

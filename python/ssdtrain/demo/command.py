@@ -26,6 +26,8 @@ DEFAULT_DIRECTORY = Path("ssdtrain-demo")
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+"""What shells expect of a command that ended with Ctrl-C: 128 and the number of SIGINT."""
 
 
 class UsageError(Exception):
@@ -109,6 +111,9 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         with _directory(arguments) as directory:
             return _run_and_tell(options, directory, arguments)
+    except KeyboardInterrupt:
+        print("ssdtrain demo: interrupted; nothing was written", file=sys.stderr)
+        return EXIT_INTERRUPTED
     except UsageError as error:
         print(f"ssdtrain demo: {error}", file=sys.stderr)
         return EXIT_USAGE

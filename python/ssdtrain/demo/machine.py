@@ -59,6 +59,21 @@ def file_system(directory: Path) -> str | None:
     return None if best is None else best[1]
 
 
+def busy_cpu_s() -> float | None:
+    """Return the CPU seconds that all processes of the machine have used since it started.
+
+    None where the system does not tell.
+    """
+    try:
+        first, *_ = Path("/proc/stat").read_text().splitlines()
+    except OSError:
+        return None  # Not Linux, or no /proc: the report shows "-".
+    # man 5 proc_stat: user, nice, system, idle, iowait, irq, softirq, steal; what follows is
+    # contained in these.
+    user, nice, system, _, _, irq, softirq, steal = map(int, first.split()[1:9])
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
 def _unescape(field: str) -> str:
     """Undo the octal escapes of mountinfo; the backslash last, as its escape may precede digits."""
     for escaped, plain in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):

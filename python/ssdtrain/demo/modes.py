@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import torch
 
 from ssdtrain.demo.counting import Sampler, SavedStorageCounter
+from ssdtrain.demo.machine import busy_cpu_s
 from ssdtrain.demo.memory import MemoryUnknownError, reset_high_water_mark, status_bytes
 from ssdtrain.demo.models import build_trainee
 from ssdtrain.demo.options import (
@@ -77,11 +78,12 @@ class ModeProcess:
         """Train one step; only forward, backward and optimizer are timed."""
         text = self._batches.at(self._step_count)
         self._step_count += 1
-        before = self._traffic()
+        before, cpu_before = self._traffic(), _foreign_cpu_s()
         start = time.perf_counter()
         loss = self._train(text)
         seconds = time.perf_counter() - start
-        after = self._traffic()
+        after, cpu_after = self._traffic(), _foreign_cpu_s()
+        foreign = None if cpu_before is None or cpu_after is None else cpu_after - cpu_before
         return StepRecord(
             kind=kind,
             seconds=seconds,
@@ -90,6 +92,8 @@ class ModeProcess:
             bytes_written=after.bytes_written - before.bytes_written,
             bytes_read=after.bytes_read - before.bytes_read,
             stall_s=after.stall_s - before.stall_s,
+            # The kernel counts in ticks of 10 ms, so a little less than nothing is possible.
+            foreign_cpu_s=None if foreign is None else max(0.0, foreign),
         )
 
     def measured_step(self) -> tuple[StepRecord, list[tuple[float, int]]]:
@@ -100,7 +104,8 @@ class ModeProcess:
         else:
             with Sampler(lambda: self.counter.resident_bytes) as sampler, self.counter.measure():
                 record = self.step("measured")
-        return record, sampler.samples
+        # What came after the step, such as the digest, is no part of its curve.
+        return record, [sample for sample in sampler.samples if sample[0] <= record.seconds]
 
     def activation_bytes_peak(self, *, measured: bool) -> int | None:
         """Tell the peak: the session's own over all steps, or the counter's over the measured."""
@@ -181,6 +186,11 @@ def run_mode(
         )
         emit("memory", **asdict(memory))
         emit("end", summary="" if process.session is None else str(process.session))
+
+
+def _foreign_cpu_s() -> float | None:
+    busy = busy_cpu_s()
+    return None if busy is None else busy - time.process_time()
 
 
 def _open_session(options: TrainingOptions, stack: ExitStack) -> Any:

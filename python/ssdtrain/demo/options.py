@@ -105,6 +105,9 @@ class StepRecord:
     """Bytes that offload read back during the step."""
     stall_s: float
     """Time in which the step waited for I/O."""
+    foreign_cpu_s: float | None
+    """CPU time that other processes of the machine took meanwhile; None where it is unknown. They
+    make a step longer by far more than their share, as its threads wait for the slowest one."""
 
 
 @dataclass(frozen=True, kw_only=True)

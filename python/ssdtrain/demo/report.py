@@ -36,6 +36,9 @@ RSS_NOTE = """\
 RSS peak above resident: VmHWM over the timed steps, less VmRSS (weights, gradients, libraries)
 before them."""
 
+DISTURBANCE_NOTE = """\
+Where other processes keep cores busy, steps take longer and ratios are chance: run it alone."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
@@ -125,6 +128,7 @@ def _figures(report: Report) -> str:
         row("read per step, MiB", lambda s: _number(_mib(s.bytes_read_per_step), ",.0f")),
         row("exposed stall per step, s", lambda s: _number(s.stall_s, ".3f")),
         row("tokens per second", lambda s: _number(s.tokens_per_s, ",.0f")),
+        row("cores busy with other processes", lambda s: _number(s.foreign_cores, ".2f")),
     ]
     return "\n".join(lines)
 
@@ -165,7 +169,8 @@ def _footnotes(report: Report) -> str:
         TIME_NOTE,
         ACTIVATION_NOTE,
         RSS_NOTE,
-        f"All modes run with {environment}, which `import ssdtrain` would set for offload alone.",
+        DISTURBANCE_NOTE,
+        f"All modes run with {environment}: huge pages for tensors, as `import ssdtrain` sets it.",
     ]
     notes += sorted(
         {

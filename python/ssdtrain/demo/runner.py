@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 SHARED_ENVIRONMENT = {"THP_MEM_ALLOC_ENABLE": "1"}
-"""Huge pages for torch's tensors. `import ssdtrain` asks for them, so every mode gets them: the
-comparison is of offloading, not of page sizes."""
+"""Huge pages for torch's tensors. `import ssdtrain` asks for them, so every mode gets them, said
+openly and for its whole environment: the comparison is of offloading, not of page sizes."""
 
 
 class Progress:

@@ -40,6 +40,8 @@ class ModeSummary:
     bytes_read_per_step: float | None
     stall_s: float | None
     """Time per step in which the computing thread waited for I/O."""
+    foreign_cores: float | None
+    """CPU cores that other processes kept busy during the steps: what disturbs the times."""
     ratio_to_keep: Ratios
     losses: list[float]
     """Of every step of the first repeat: warm-up, timed, measured."""
@@ -81,6 +83,7 @@ def summarise(runs: Sequence[ModeRun], mode: Mode, tokens_per_step: int) -> Mode
         bytes_written_per_step=_over_repeats(done, _of_steps(lambda step: step.bytes_written)),
         bytes_read_per_step=_over_repeats(done, _of_steps(lambda step: step.bytes_read)),
         stall_s=_over_repeats(done, _of_steps(lambda step: step.stall_s)),
+        foreign_cores=_over_repeats(done, _foreign_cores),
         ratio_to_keep=Ratios(
             step_s=ratio(_of_steps(lambda step: step.seconds)),
             activation_bytes_peak=ratio(_activation_bytes_peak),
@@ -142,6 +145,13 @@ def _over_repeats(runs: Iterable[ModeRun], figure: Figure) -> float | None:
 
 def _of_steps(figure: Callable[[StepRecord], float]) -> Figure:
     return lambda run: median_or_none([figure(step) for step in run.timed])
+
+
+def _foreign_cores(run: ModeRun) -> float | None:
+    shares = [
+        step.foreign_cpu_s / step.seconds for step in run.timed if step.foreign_cpu_s is not None
+    ]
+    return median_or_none(shares)
 
 
 def _activation_bytes_peak(run: ModeRun) -> float | None:
