@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from ssdtrain.__main__ import main
 from ssdtrain.demo import command, machine, memory, modes, picture, report, runner, summary, text
 from ssdtrain.demo.counting import Sampler, SavedStorageCounter, is_weight
 from ssdtrain.demo.models import build_trainee
@@ -296,6 +297,7 @@ def run_of(
             bytes_written=10,
             bytes_read=8,
             stall_s=0.5,
+            foreign_cpu_s=second / 4,
         )
         for index, (kind, second) in enumerate(zip(kinds, [99.0, *seconds], strict=True))
     ]
@@ -336,6 +338,7 @@ def test_ratios_are_medians_of_the_ratios_within_the_repeats() -> None:
     assert offload.tokens_per_s == pytest.approx(20)
     assert (offload.bytes_written_per_step, offload.bytes_read_per_step) == (10, 8)
     assert offload.stall_s == 0.5
+    assert offload.foreign_cores == pytest.approx(0.25)
     assert offload.losses == [0.0, 1.0, 2.0, 3.0]
     assert offload.step_s == [[1.1, 1.1, 1.1], [2.2, 2.2, 2.2]]
 
@@ -564,12 +567,19 @@ def test_offload_alone_runs_and_says_that_nothing_was_compared(tmp_path: Path) -
     ],
 )
 def test_a_bad_argument_is_refused_at_once_with_a_way_out(
-    tmp_path: Path, arguments: list[str], message: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
 ) -> None:
-    refused = demo(tmp_path, *arguments)
-    assert refused.returncode == command.EXIT_USAGE
-    assert message in refused.stderr
-    assert "Traceback" not in refused.stderr
+    monkeypatch.chdir(tmp_path)
+    try:
+        code: object = main(["demo", *arguments])
+    except SystemExit as end:  # as argparse ends
+        code = end.code
+    assert code == command.EXIT_USAGE
+    assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
@@ -589,9 +599,6 @@ def test_a_mode_that_fails_is_reported_and_the_exit_code_tells(tmp_path: Path) -
     assert "recompute FAILED" in done.stdout
 
 
-def test_without_a_command_there_is_help() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "ssdtrain"], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0
-    assert "demo" in done.stdout
+def test_without_a_command_there_is_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    assert "demo" in capsys.readouterr().out

@@ -19,7 +19,7 @@ DirectIo = Literal["required", "optional", "disabled"]
 
 Directories = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
-MIN_BYTES_DEFAULT = 1 << 20
+MIN_BYTES_DEFAULT = 256 << 10
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -76,12 +76,10 @@ class Hooks:
             return ExcludedTensor(tensor)
         if is_weight(tensor):
             return ExcludedTensor(tensor)
-        geometry = Geometry(tensor)
-        span = tensor.nbytes if tensor.is_contiguous() else geometry.span_bytes()
         with self._lock:
-            if span < self._min_bytes:
-                return self._keep_small(tensor, span)
-            return self._save(tensor, geometry, span)
+            if not tensor.nbytes or tensor.untyped_storage().nbytes() < self._min_bytes:
+                return self._keep_small(tensor)
+            return self._save(tensor)
 
     def unpack(self, packed: object) -> Tensor:
         """Give a node its saved tensor back."""
@@ -100,15 +98,18 @@ class Hooks:
             return found
         return self._wait(packed, found)
 
-    def _keep_small(self, tensor: Tensor, span: int) -> SmallTensor:
+    def _keep_small(self, tensor: Tensor) -> SmallTensor:
         self._ledger.settle()
-        self._tracker.admit(span)
-        kept = SmallTensor(tensor, span, self._ledger)
+        if self._bounded:
+            self._tracker.open_gate(sequence_number())
+            self._tracker.admit(tensor.untyped_storage().nbytes())
+        kept = SmallTensor(tensor, self._ledger)
         self._ledger.note_peak(self._transfer.resident_bytes())
         return kept
 
-    def _save(self, tensor: Tensor, geometry: Geometry, span: int) -> SavedTensor:
-        ledger, tracker = self._ledger, self._tracker
+    def _save(self, tensor: Tensor) -> SavedTensor:
+        ledger, tracker, geometry = self._ledger, self._tracker, Geometry(tensor)
+        span = tensor.nbytes if tensor.is_contiguous() else geometry.span_bytes()
         sequence = sequence_number()
         ledger.settle()
         tracker.open_gate(sequence)
@@ -141,7 +142,7 @@ class Hooks:
         tracker.reap()
         found: Tensor | Loading
         if storage is not None:
-            found = saved.geometry.build(storage, 0)
+            found = saved.build(storage, 0)
         elif saved.ahead is not None:
             found, saved.ahead = saved.ahead, None
         else:

@@ -19,12 +19,14 @@ MARGIN_S = 0.005
 ROUND_TRIP_FACTOR = 2.0
 """A tensor must lie idle for this many times its own write and read."""
 CAUTION_START = 0.8
+CAUTION_FALL = 0.7
+CAUTION_RISE = 1.05
 CAUTION_MIN = 0.05
 CAUTION_MAX = 0.95
 STALL_SHARE_MAX = 0.01
 """A round that stalls for more than this share of its time is planned again, more cautiously."""
 SETTLED_COUNT = 3
-"""After so many plans a signature is planned again only if it stalls or the rates moved."""
+"""After so many plans a signature is planned again only if it stalls, or rates or caution moved."""
 RATE_CHANGE = 1.25
 KNOWLEDGE_MAX = 100_000
 """Keys remembered before everything is learned anew: bounds memory when shapes never repeat."""
@@ -114,8 +116,8 @@ class Policy:
         self._planned: set[int] = set()
         self._futile: set[int] = set()
         self._caution = CAUTION_START
-        self._basis: dict[int, tuple[int, Rates]] = {}
-        """How often a signature was planned, and by which rates last."""
+        self._basis: dict[int, tuple[int, Rates, float]] = {}
+        """How often a signature was planned, and with which rates and caution last."""
 
     def keeps(self, key: int) -> bool:
         """Whether the tensor with this key should stay in memory."""
@@ -143,15 +145,14 @@ class Policy:
             self._planned.clear()
             self._futile.clear()
             self._basis.clear()
-        count, basis = self._basis.get(signature, (0, rates))
-        stalled = stall_share > STALL_SHARE_MAX
-        if count >= SETTLED_COUNT and not stalled and not _moved(basis, rates):
+        count, basis, caution = self._basis.get(signature, (0, rates, self._caution))
+        stalled = count > 0 and stall_share > STALL_SHARE_MAX
+        change = CAUTION_FALL if stalled else CAUTION_RISE
+        self._caution = min(max(self._caution * change, CAUTION_MIN), CAUTION_MAX)
+        moved = _moved(basis, rates) or _differs(caution, self._caution)
+        if count >= SETTLED_COUNT and not stalled and not moved:
             return
-        self._basis[signature] = (count + 1, rates)
-        if stalled and count:
-            self._caution = max(self._caution * 0.7, CAUTION_MIN)
-        else:
-            self._caution = min(self._caution * 1.05, CAUTION_MAX)
+        self._basis[signature] = (count + 1, rates, self._caution)
         careful = Rates(rates.write * self._caution, rates.read * self._caution)
         made = plan(items, careful)
         self._plans[signature] = made
@@ -164,5 +165,8 @@ class Policy:
 
 
 def _moved(before: Rates, after: Rates) -> bool:
-    ratios = (after.write / before.write, after.read / before.read)
-    return any(not 1 / RATE_CHANGE < ratio < RATE_CHANGE for ratio in ratios)
+    return _differs(before.write, after.write) or _differs(before.read, after.read)
+
+
+def _differs(before: float, after: float) -> bool:
+    return not 1 / RATE_CHANGE < after / before < RATE_CHANGE

@@ -21,6 +21,8 @@ __all__ = ["Prefetcher", "Round"]
 
 WINDOW_BYTES = 32 << 20
 """Bytes read ahead on a fast disk; a slow one reads ahead as far as its plan says."""
+FORWARD_SEED, BACKWARD_SEED = 1, 2
+"""First keys of rounds; small negative numbers would not do, hash(-1) is hash(-2)."""
 ORDERS_MAX = 64
 """Learned orders that are remembered."""
 UNFINISHED_MAX = 32
@@ -33,13 +35,15 @@ class Round:
     def __init__(self, phase: int) -> None:
         self.phase = phase
         """The backward in which this was packed, or -1 for a forward."""
-        self.signature = phase if phase == -1 else -2
+        self.signature = FORWARD_SEED if phase == -1 else BACKWARD_SEED
         self.entries: list[weakref.ref[SavedTensor]] = []
         self.sequences: list[int] = []
         self.items: list[tuple[int, int, float] | None] = []
         """Key, bytes and time of packing for each entry that brought a new record."""
         self.needed_s: dict[int, float] = {}
         """Ordinal to the time of its first unpack, in the order of unpacking."""
+        self.record_needed_s: dict[int, float] = {}
+        """Key of a record to the time when the first of its tensors was asked for."""
         self.order: list[int] | None = None
         self.position: dict[int, int] = {}
         self.on_disk: list[int] = []
@@ -66,10 +70,10 @@ class Round:
     def learned_items(self) -> list[Item]:
         """Return what the policy learns from."""
         items = []
-        for ordinal, item in enumerate(self.items):
-            if item is not None and ordinal in self.needed_s:
+        for item in self.items:
+            if item is not None and item[0] in self.record_needed_s:
                 key, nbytes, packed_s = item
-                items.append(Item(key, nbytes, packed_s, self.needed_s[ordinal]))
+                items.append(Item(key, nbytes, packed_s, self.record_needed_s[key]))
         return items
 
 
@@ -123,6 +127,7 @@ class Prefetcher:
         if first or current.order is None:
             self._predict(current)
         current.needed_s.setdefault(saved.ordinal, now_s)
+        current.record_needed_s.setdefault(saved.record.key, now_s)
         return first
 
     def advance(self, saved: SavedTensor, now_s: float, room_bytes: int) -> None:
@@ -135,24 +140,28 @@ class Prefetcher:
         if current is not self._window_round:
             self.drop_window()
             self._window_round = current
+        index = current.position.get(saved.ordinal, len(current.position))
+        begun = {ordinal for ordinal in self._window if current.position[ordinal] > index}
         wanted: dict[int, weakref.ref[SavedTensor]] = {}
-        seen: set[int] = set()
-        ahead_bytes = 0
-        for following in self._following(current, saved.ordinal):
+        ahead: dict[int, int] = {}
+        """Bytes read ahead by record: tensors that share a record share its read."""
+        may_begin = True
+        for following in self._following(current, index):
             record = following.record
-            if ahead_bytes and not self._is_due(current, following, now_s, ahead_bytes):
+            begun.discard(following.ordinal)
+            joins = id(record) in ahead
+            due = joins or not ahead or self._is_due(current, following, now_s, sum(ahead.values()))
+            if due and following.ahead is None and may_begin:
+                may_begin = joins or record.nbytes <= room_bytes
+                if may_begin:
+                    following.ahead = self._load(following)
+                    room_bytes -= 0 if joins or following.ahead is None else record.nbytes
+            may_begin = may_begin and due
+            if due and following.ahead is not None:
+                ahead[id(record)] = record.nbytes
+                wanted[following.ordinal] = current.entries[following.ordinal]
+            if not may_begin and not begun:
                 break
-            if following.ahead is None:
-                if record.nbytes > room_bytes:
-                    break
-                following.ahead = self._load(following)
-                if following.ahead is None:
-                    continue
-                room_bytes -= record.nbytes
-            if id(record) not in seen:
-                seen.add(id(record))
-                ahead_bytes += record.nbytes
-            wanted[following.ordinal] = current.entries[following.ordinal]
         self._give_up(self._window.keys() - wanted.keys() - {saved.ordinal})
         self._window = wanted
 
@@ -181,11 +190,9 @@ class Prefetcher:
             if (saved := current.entries[ordinal]()) is not None and saved.record.stored is not None
         ]
 
-    def _following(self, current: Round, ordinal: int) -> Iterator[SavedTensor]:
+    def _following(self, current: Round, index: int) -> Iterator[SavedTensor]:
         """Yield the live tensors that should be asked for next and are not in memory."""
-        index = current.position.get(ordinal)
-        if index is None or current.order is None:
-            return
+        assert current.order is not None
         for place in range(bisect_right(current.on_disk, index), len(current.on_disk)):
             saved = current.entries[current.order[current.on_disk[place]]]()
             if saved is not None and saved.record.source is None:
@@ -195,12 +202,9 @@ class Prefetcher:
         """Whether the read of ``saved`` should begin by the next unpack."""
         if ahead_bytes + saved.record.nbytes <= WINDOW_BYTES:
             return True
-        item = current.items[saved.ordinal]
         learned = self._policy.plan_of(current.signature)
-        if learned is None or item is None:
-            return False
-        start_s = learned.start_by_s.get(item[0])
-        if start_s is None:
+        start_s = learned.start_by_s.get(saved.record.key) if learned is not None else None
+        if learned is None or start_s is None:
             return False
         first_s = next(iter(current.needed_s.values()))
         return now_s - first_s >= start_s - learned.first_need_s - learned.longest_gap_s

@@ -164,22 +164,33 @@ class SavedTensor:
         self.round: object = None
         self.ordinal = 0
 
+    def build(self, storage: UntypedStorage, start: int) -> Tensor:
+        """Return the tensor on ``storage``, with the version counter of the original.
+
+        So a backward that changes what it got in place, or a change between a backward and the
+        backward of that, is noticed by every other node that saved the same tensor.
+        """
+        tensor = self.counter.detach()
+        tensor.data = self.geometry.build(storage, start)
+        return tensor
+
 
 class SmallTensor:
     """The packed object of a tensor that is too small to be worth a write: counted, kept."""
 
-    __slots__ = ("_ledger", "_nbytes", "tensor", "version")
+    __slots__ = ("_identity", "_ledger", "tensor", "version")
 
-    def __init__(self, tensor: Tensor, nbytes: int, ledger: Ledger) -> None:
+    def __init__(self, tensor: Tensor, ledger: Ledger) -> None:
         self.tensor = tensor.detach()
-        self._nbytes = nbytes
         self.version = tensor._version  # noqa: SLF001 - autograd's own check, see check_version
+        storage = tensor.untyped_storage()
+        self._identity = id(storage)
         self._ledger = ledger
-        ledger.held_bytes += nbytes
+        ledger.hold_small(self._identity, storage.nbytes())
 
     def __del__(self) -> None:
-        """Post that the bytes are gone; a finalizer takes no lock."""
-        self._ledger.retired.append((self._nbytes, self._nbytes, "kept"))
+        """Post that it is gone; a finalizer takes no lock."""
+        self._ledger.retired_small.append(self._identity)
 
 
 class ExcludedTensor:

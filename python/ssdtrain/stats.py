@@ -14,9 +14,10 @@ MIB = 1 << 20
 class Stats:
     """A snapshot of a session. Sizes in bytes, times in seconds, since the session began.
 
-    Each saved storage of at least ``min_bytes`` ends in one of three ways, and is counted then:
+    Each saved storage ends in one of three ways, and is counted then:
     *offloaded* (written, its memory freed), *forwarded* (on its way to the disk, or there, but
-    served from memory because it was still held), or *kept*. Smaller ones count as kept.
+    served from memory because it was still held), or *kept*: by plan, for its size, or because its
+    write was cancelled or failed.
     """
 
     bytes_offloaded: int
@@ -95,16 +96,39 @@ class Ledger:
         self.bytes: dict[str, int] = {"offloaded": 0, "forwarded": 0, "kept": 0}
         self.tensors: dict[str, int] = {"offloaded": 0, "forwarded": 0, "kept": 0}
         self.retired: deque[tuple[int, int, str]] = deque()
-        """(bytes no longer held, size, how it ended) of packed objects that died."""
+        """(bytes no longer held, size, how it ended) of records that died."""
+        self.retired_small: deque[int] = deque()
+        """Identities of the storages of small tensors that died."""
+        self._small: dict[int, list[int]] = {}
+        """Identity of a storage that small tensors hold: its bytes, and how many hold it."""
 
     def settle(self) -> None:
-        """Take note of the packed objects that died since the last call."""
+        """Take note of what died since the last call."""
         retired = self.retired
         while retired:
             freed, nbytes, fate = retired.popleft()
             self.held_bytes -= freed
             self.bytes[fate] += nbytes
             self.tensors[fate] += 1
+        small = self.retired_small
+        while small:
+            identity = small.popleft()
+            entry = self._small[identity]
+            entry[1] -= 1
+            if entry[1] == 0:
+                del self._small[identity]
+                self.held_bytes -= entry[0]
+                self.bytes["kept"] += entry[0]
+                self.tensors["kept"] += 1
+
+    def hold_small(self, identity: int, nbytes: int) -> None:
+        """Count the storage of a small tensor, once however many tensors lie on it."""
+        entry = self._small.get(identity)
+        if entry is None:
+            self._small[identity] = [nbytes, 1]
+            self.held_bytes += nbytes
+        else:
+            entry[1] += 1
 
     def note_peak(self, arena_bytes: int) -> None:
         """Compare what is resident now with the peak; called after whatever may raise it."""

@@ -211,6 +211,9 @@ class Tracker:
             self._end_write(oldest)
             self._begin_write(record)
             return
+        except ClosedError:
+            # A forked process inherited the hooks but not the disk: it keeps its tensors.
+            return
         except (NoSpaceError, StorageError) as error:
             self._ledger.write_failed_count += 1
             self._say_once("space", f"keeping tensors in memory: {error}")

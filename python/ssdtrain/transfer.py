@@ -59,7 +59,7 @@ class HostDirect:
         slot = loading.wait()
         saved.record.slot = weakref.ref(slot)
         storage = torch.frombuffer(slot, dtype=torch.uint8).untyped_storage()
-        return saved.geometry.build(storage, saved.record.start)
+        return saved.build(storage, saved.record.start)
 
     def resident_bytes(self) -> int:
         """Return the bytes of the slots in use."""

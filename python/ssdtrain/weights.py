@@ -47,6 +47,7 @@ def is_plain(tensor: Tensor) -> bool:
         and not tensor.is_inference()
         and not tensor.is_conj()
         and not tensor.is_neg()
+        and not tensor._is_zerotensor()  # noqa: SLF001 - it has no bytes at all
         and not is_wrapped(tensor)
     )
 

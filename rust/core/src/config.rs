@@ -85,7 +85,7 @@ impl StoreConfig {
             queue_depth: 32,
             piece_bytes: 1 << 20,
             queue_capacity: 1 << 14,
-            arena_retain_bytes: 64 << 20,
+            arena_retain_bytes: 32 << 20,
         }
     }
 }

@@ -1,0 +1,243 @@
+"""What the tests of ``ssdtrain.offload`` share: one step run plainly and offloaded, compared."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ssdtrain.config import OffloadConfig, StoreConfig
+from ssdtrain.offload import Session
+from ssdtrain.policy import Policy
+from ssdtrain.stats import Stats
+
+Result = Mapping[str, Tensor]
+Flush = Callable[[], None]
+Step = Callable[[Flush], Result]
+"""Seeds, trains and returns whatever must be equal; calls ``flush`` between forward and backward.
+
+``flush`` does nothing in a plain run. Offloaded, it waits until all that was saved is on the disk
+and out of memory, so that backward must read.
+"""
+
+MODES = ("disk", "flight", "kept")
+"""Where the bytes are when backward asks: on the disk, in a write that hangs, or kept as small."""
+Mode = Literal["disk", "flight", "kept"]
+
+IN_PLACE = "one of the variables needed for gradient computation has been modified by an inplace"
+POLLS_MAX = 10_000
+POLL_S = 0.001
+
+
+class KeepNothing(Policy):
+    """A policy that writes everything in every step, however short the step."""
+
+    def keeps(self, key: int) -> bool:
+        return False
+
+
+class Rig:
+    """A session whose parts a test may touch."""
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        min_bytes: int = 1,
+        max_resident_bytes: int | None = None,
+        policy: Policy | None = None,
+        others: Sequence[Path] = (),
+        **store: Any,
+    ) -> None:
+        options: dict[str, Any] = {"backend": "psync", "direct_io": "optional", **store}
+        config = OffloadConfig(
+            store=StoreConfig(dirs=tuple(map(str, (directory, *others))), **options),
+            min_bytes=min_bytes,
+            max_resident_bytes=max_resident_bytes,
+        )
+        self.session = Session(config, policy if policy is not None else KeepNothing())
+        hooks = self.session._hooks
+        assert hooks is not None
+        self.hooks = hooks
+        self.store = hooks._transfer.store
+
+    @classmethod
+    def in_mode(cls, directory: Path, mode: Mode) -> Rig:
+        if mode == "disk":
+            return cls(directory, verify=True)
+        if mode == "flight":
+            return cls(directory, backend="simulated", faults={"seed": 1, "paused": True})
+        return cls(directory, min_bytes=1 << 40)
+
+    @property
+    def stats(self) -> Stats:
+        return self.session.stats
+
+    def context(self) -> contextlib.AbstractContextManager[object]:
+        return self.session.context()
+
+    def flush(self) -> None:
+        """Pass the node that was made last, and wait for every write."""
+        tracker = self.hooks._tracker
+        with self.hooks._lock:
+            tracker.open_gate(None)
+            while (record := tracker._oldest_write()) is not None:
+                tracker._end_write(record)
+
+    def assert_empty(self) -> None:
+        """Everything that was saved has gone from memory and disk."""
+        self.store.resume()
+        if self._left_bytes():
+            gc.collect()
+        for _ in range(POLLS_MAX):
+            if not self._left_bytes():
+                break
+            pause()
+        assert self.stats.disk_used_bytes == 0, "extents are left behind"
+        assert self.stats.resident_bytes == 0, "saved bytes are left in memory"
+
+    def _left_bytes(self) -> int:
+        return self.stats.disk_used_bytes + self.stats.resident_bytes
+
+
+def pause() -> None:
+    threading.Event().wait(POLL_S)
+
+
+def wait_until(happened: Callable[[], bool], what: str) -> None:
+    for _ in range(POLLS_MAX):
+        if happened():
+            return
+        pause()
+    raise AssertionError(f"never happened: {what}")
+
+
+def nothing() -> None:
+    """Stand in for ``flush`` in a plain run."""
+
+
+def bits(tensor: Tensor) -> bytes:
+    """Return the values of a tensor, byte for byte: NaN equals NaN, and -0.0 is not 0.0."""
+    plain = tensor.detach()
+    plain = plain.to_dense() if plain.is_sparse else plain
+    packed = torch.zeros(plain.shape, dtype=plain.dtype).copy_(plain)
+    return bytes(packed.reshape(-1).view(torch.uint8).numpy())
+
+
+def assert_equal_bits(actual: Result, expected: Result) -> None:
+    assert expected, "a step that returns nothing proves nothing"
+    assert list(actual) == list(expected)
+    for name, tensor in expected.items():
+        assert actual[name].dtype == tensor.dtype, name
+        assert actual[name].shape == tensor.shape, name
+        assert bits(actual[name]) == bits(tensor), f"{name} differs in its bits"
+
+
+def gradients(module: torch.nn.Module) -> dict[str, Tensor]:
+    """Return all gradients by name; a missing one is an error of the test."""
+    return {
+        name: one.grad.clone() for name, one in module.named_parameters() if one.grad is not None
+    }
+
+
+def prove(step: Step, directory: Path, *, writes: bool = True, reads: bool = True) -> Stats:
+    """Run a step plainly and in each mode; all must agree in every bit and leave nothing behind.
+
+    Returns the counts of the run whose bytes came back from the disk.
+    """
+    expected = step(nothing)
+    random_state = torch.get_rng_state()
+    on_disk: Stats | None = None
+    for mode in MODES:
+        rig = Rig.in_mode(directory, mode)
+        with rig.context():
+            actual = step(rig.flush if mode == "disk" else nothing)
+        assert_equal_bits(actual, expected)
+        assert torch.equal(torch.get_rng_state(), random_state), "the hooks moved the random state"
+        del actual
+        rig.assert_empty()
+        if mode == "disk":
+            on_disk = rig.stats
+    assert on_disk is not None
+    assert not writes or on_disk.bytes_written > 0
+    assert not reads or on_disk.bytes_read > 0
+    return on_disk
+
+
+def prove_refused(step: Step, directory: Path, message: str = IN_PLACE) -> None:
+    """A step that plain autograd refuses is refused with the same words in each mode."""
+    with pytest.raises(RuntimeError, match=message):
+        step(nothing)
+    for mode in MODES:
+        rig = Rig.in_mode(directory, mode)
+        with rig.context(), pytest.raises(RuntimeError, match=message):
+            step(rig.flush if mode == "disk" else nothing)
+        rig.assert_empty()
+
+
+def open_files() -> set[str]:
+    """Return what this process has open, by number and target."""
+    found = set()
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            found.add(f"{entry.name} {os.readlink(entry)}")
+    return {one for one in found if not one.endswith("/fd")}
+
+
+def store_threads() -> list[str]:
+    """Return the names of the store's threads that are alive."""
+    names = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            names.append((task / "comm").read_text().strip())
+    return [name for name in names if name.startswith("ssdtrain")]
+
+
+@contextlib.contextmanager
+def nothing_leaks() -> Iterator[None]:
+    """No thread of a store and no file stays once everything made in the block is gone."""
+    gc.collect()
+    files = open_files()
+    yield
+    gc.collect()
+    wait_until(lambda: not store_threads(), "the end of the store's threads")
+    wait_until(lambda: not open_files() - files, "the closing of the store's files")
+
+
+def python(program: str, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a program in a fresh interpreter."""
+    return subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        **options,
+    )
+
+
+def mlp(seed: int = 0, width: int = 64, layers: int = 3) -> nn.Sequential:
+    torch.manual_seed(seed)
+    blocks = [nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(layers)]
+    return nn.Sequential(*blocks, nn.Dropout(0.1), nn.Linear(width, 1))
+
+
+def batch(seed: int = 0, rows: int = 32, width: int = 64) -> Tensor:
+    return torch.randn(rows, width, generator=torch.Generator().manual_seed(seed))
+
+
+def chain(x: Tensor, length: int = 6) -> Tensor:
+    """Return something that saves ``length`` tensors of the size of ``x``."""
+    for _ in range(length):
+        x = (x * 1.01).exp().sin()
+    return x

@@ -1,0 +1,613 @@
+"""Whole models, walked in every order, in threads, through checkpoints and compiled blocks."""
+
+from __future__ import annotations
+
+import inspect
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils import checkpoint as checkpoints
+from torch.utils.checkpoint import checkpoint
+
+from support import (
+    MODES,
+    Flush,
+    Result,
+    Rig,
+    Step,
+    assert_equal_bits,
+    batch,
+    bits,
+    chain,
+    gradients,
+    mlp,
+    nothing,
+    prove,
+)
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Tensors this small gain nothing from threads, and lose much on a busy machine."""
+    count = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(count)
+
+
+# Graphs that are walked more than once, in part, or not at all
+
+
+def retain_twice(flush: Flush) -> Result:
+    torch.manual_seed(0)
+    x = torch.randn(1000, requires_grad=True)
+    loss = (x * 2).exp().sin().square().sum()
+    flush()
+    grads = [torch.autograd.grad(loss, x, retain_graph=True)[0] for _ in range(3)]
+    flush()
+    loss.backward()
+    assert x.grad is not None
+    return {"loss": loss, "x": x.grad, "all": torch.stack(grads)}
+
+
+def double_backward(flush: Flush) -> Result:
+    torch.manual_seed(0)
+    x = torch.randn(1000, requires_grad=True)
+    y = (x.sin() * x.exp()).square().sum()
+    flush()
+    (first,) = torch.autograd.grad(y, x, create_graph=True)
+    flush()
+    (second,) = torch.autograd.grad(first.square().sum(), x, create_graph=True)
+    flush()
+    second.sin().sum().backward()
+    assert x.grad is not None
+    return {"x": x.grad, "first": first, "second": second}
+
+
+def gradient_penalty(flush: Flush) -> Result:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 32), nn.Softplus())
+    for _ in range(2):
+        x = torch.randn(8, 16, requires_grad=True)
+        out = model(x).sum()
+        flush()
+        (grad,) = torch.autograd.grad(out, x, create_graph=True)
+        flush()
+        (out + (grad.norm(dim=1) - 1).square().mean()).backward()
+    return gradients(model)
+
+
+def partial_backward(flush: Flush) -> Result:
+    torch.manual_seed(0)
+    x = torch.randn(1000, requires_grad=True)
+    a = (x * 2).exp()
+    b = a.sin().square()
+    c = b.tanh().sum()
+    flush()
+    (late,) = torch.autograd.grad(c, b, retain_graph=True)
+    (middle,) = torch.autograd.grad(c, a, retain_graph=True)
+    c.backward(inputs=[x])
+    assert x.grad is not None
+    return {"late": late, "middle": middle, "x": x.grad}
+
+
+def dead_branches(flush: Flush) -> Result:
+    torch.manual_seed(0)
+    x = torch.randn(1000, requires_grad=True)
+    dead = [(x * n).exp().sin() for n in range(5)]
+    live = (x * 2).exp().square()
+    dead += [live.cos().exp()]
+    loss = live.sum()
+    flush()
+    loss.backward()
+    assert x.grad is not None
+    assert all(one.grad_fn is not None for one in dead)
+    return {"x": x.grad}
+
+
+def saved_attributes(flush: Flush) -> Result:
+    x = torch.linspace(-1, 1, 1000).requires_grad_()
+    y = (x * 2).exp()
+    loss = y.sin().sum()
+    del y
+    flush()
+    assert loss.grad_fn is not None
+    node: Any = loss.grad_fn.next_functions[0][0]
+    seen = [node._saved_self.detach().clone() for _ in range(2)]
+    loss.backward()
+    assert x.grad is not None
+    return {"x": x.grad, "first": seen[0], "second": seen[1]}
+
+
+GRAPHS: tuple[Step, ...] = (
+    retain_twice,
+    double_backward,
+    gradient_penalty,
+    partial_backward,
+    dead_branches,
+    saved_attributes,
+)
+
+
+@pytest.mark.parametrize("step", GRAPHS, ids=lambda step: step.__name__)
+def test_graphs_walked_in_any_way_give_equal_bits(step: Step, tmp_path: Path) -> None:
+    prove(step, tmp_path)
+
+
+# Orders of forward and backward
+
+
+def interleaved(order: str) -> Callable[[Flush], Result]:
+    """Run an order such as ``"F0 F1 B0 B1"``, with evaluations ``E`` and ``N`` (no grad)."""
+
+    def step(flush: Flush) -> Result:
+        models = [mlp(1), mlp(2)]
+        torch.manual_seed(0)
+        graphs: dict[str, Tensor] = {}
+        seen = []
+        for word in order.split():
+            what, number = word[0], word[1:]
+            model = models[int(number) % 2]
+            if what == "F":
+                graphs[number] = model(batch(int(number))).square().sum()
+            elif what == "B":
+                flush()
+                graphs.pop(number).backward()
+            elif what == "E":
+                model.eval()
+                seen.append(model(batch(7)).sum().detach())
+                model.train()
+            else:
+                with torch.no_grad():
+                    seen.append(model(batch(7)).sum())
+        assert not graphs
+        first, second = (gradients(model) for model in models)
+        return {
+            **first,
+            **{f"second {name}": one for name, one in second.items()},
+            **{f"seen {number}": one for number, one in enumerate(seen)},
+        }
+
+    return step
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        "F0 F1 B1 B0",
+        "F0 F1 B0 B1",
+        "F0 F2 F4 F6 B6 B4 B2 B0",
+        "F0 F2 F4 F6 B0 B2 B4 B6",
+        "F0 F2 F4 B0 F6 B2 F8 B4 B6 B8",
+        "F0 E0 B0 F0 N0 B0 F1 E0 N1 B1",
+        "F0 B0 E0 N0 F0 F2 E1 B0 N0 B2",
+    ],
+)
+def test_any_order_of_forwards_and_backwards_gives_equal_bits(order: str, tmp_path: Path) -> None:
+    prove(interleaved(order), tmp_path)
+
+
+# Threads
+
+
+def in_thread(work: Callable[[], None]) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(work).result()
+
+
+def test_backward_in_another_thread_gives_equal_bits(tmp_path: Path) -> None:
+    def step(flush: Flush) -> Result:
+        model = mlp()
+        loss = model(batch()).square().sum()
+        flush()
+        in_thread(loss.backward)
+        return gradients(model)
+
+    prove(step, tmp_path)
+
+
+def test_forwards_and_backwards_in_several_threads_give_equal_bits(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    start = threading.Barrier(4)
+
+    def train(seed: int) -> Result:
+        start.wait()
+        with rig.context():
+            x = batch(seed, rows=500).requires_grad_()
+            losses = []
+            for _ in range(5):
+                loss = chain(x).sum()
+                rig.flush()
+                loss.backward()
+                losses.append(loss.detach())
+        assert x.grad is not None
+        return {"x": x.grad, "losses": torch.stack(losses)}
+
+    def plain(seed: int) -> Result:
+        x = batch(seed, rows=500).requires_grad_()
+        losses = [chain(x).sum() for _ in range(5)]
+        for loss in losses:
+            loss.backward()
+        assert x.grad is not None
+        return {"x": x.grad, "losses": torch.stack(losses).detach()}
+
+    with ThreadPoolExecutor(4) as pool:
+        for seed, result in enumerate(pool.map(train, range(4))):
+            assert_equal_bits(result, plain(seed))
+    assert rig.stats.bytes_read > 0
+    rig.assert_empty()
+
+
+def test_concurrent_backwards_through_shared_tensors_give_equal_bits(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    x = torch.linspace(-1, 1, 10_000).requires_grad_()
+
+    def losses() -> list[Tensor]:
+        h = [(x * (n + 1)).exp() for n in range(8)]
+        return [torch.stack([one.sin() * one for one in h]).mul(n + 1).sum() for n in range(4)]
+
+    def grad(loss: Tensor) -> Tensor:
+        start.wait()
+        return torch.autograd.grad(loss, x, retain_graph=True)[0]
+
+    start = threading.Barrier(1)
+    expected = [grad(loss) for loss in losses()]
+    start = threading.Barrier(4)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with rig.context(), ThreadPoolExecutor(4) as pool:
+            for _ in range(10):
+                built = losses()
+                rig.flush()
+                actual = list(pool.map(grad, built))
+                assert [bits(one) for one in actual] == [bits(one) for one in expected]
+    finally:
+        sys.setswitchinterval(interval)
+    del built
+    assert rig.stats.bytes_read > 0
+    rig.assert_empty()
+
+
+# Checkpoints
+
+
+class Block(nn.Module):
+    """A block whose forward can be checkpointed in several ways."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.inner = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 32))
+        self.offload: Callable[[], Any] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.way in ("reentrant", "not reentrant"):
+            reentrant = self.way == "reentrant"
+            return x + checkpoint(self.run, x, use_reentrant=reentrant)
+        if self.way.startswith("selective"):
+            options: dict[str, Any] = {}
+            if self.way != "selective":
+                options["respect_saved_tensors_hooks"] = self.way.endswith("respected")
+            return x + checkpoint(
+                self.run, x, use_reentrant=False, context_fn=selective_contexts, **options
+            )
+        return x + self.inner(x)
+
+    def run(self, x: Tensor) -> Tensor:
+        if self.offload is None:
+            return self.inner(x)
+        with self.offload():
+            return self.inner(x)
+
+
+def selective_contexts() -> Any:
+    return checkpoints.create_selective_checkpoint_contexts([torch.ops.aten.addmm.default])
+
+
+RESPECTS = "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters
+WAYS = ["reentrant", "not reentrant", "selective respected", "selective ignored"]
+needs_respect = pytest.mark.skipif(not RESPECTS, reason="this torch has no such option")
+
+
+def blocks_step(way: str, offload: Callable[[], Any] | None = None) -> Step:
+    def step(flush: Flush) -> Result:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Block(way) for _ in range(3)))
+        for block in model:
+            block.offload = offload
+        x = batch(width=32).requires_grad_()
+        losses = []
+        for _ in range(2):
+            loss = model(x * 2).square().sum()
+            flush()
+            loss.backward()
+            losses.append(loss.detach())
+        assert x.grad is not None
+        return {"losses": torch.stack(losses), "x": x.grad, **gradients(model)}
+
+    return step
+
+
+@pytest.mark.parametrize(
+    "way",
+    [pytest.param(way, marks=needs_respect if way.startswith("selective") else ()) for way in WAYS],
+)
+def test_checkpoints_inside_the_block_give_equal_bits(way: str, tmp_path: Path) -> None:
+    prove(blocks_step(way), tmp_path)
+
+
+@pytest.mark.parametrize("way", ["reentrant", "not reentrant"])
+def test_the_block_inside_checkpoints_gives_equal_bits(way: str, tmp_path: Path) -> None:
+    expected = blocks_step(way)(nothing)
+    for mode in MODES:
+        rig = Rig.in_mode(tmp_path, mode)
+        flush = rig.flush if mode == "disk" else nothing
+        assert_equal_bits(blocks_step(way, rig.context)(flush), expected)
+        assert rig.stats.tensors_kept + rig.stats.tensors_offloaded > 0 or mode == "flight"
+        rig.assert_empty()
+
+
+def test_what_a_reentrant_checkpoint_computes_again_is_not_written(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    with rig.context():
+        blocks_step("reentrant")(rig.flush)
+    # In each of two steps the three regions save their input; what is computed again is kept.
+    assert rig.stats.bytes_offloaded <= 2 * 5 * 32 * 32 * 4
+    assert rig.stats.tensors_kept > 0
+    rig.assert_empty()
+
+
+# Compiled blocks
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "aot_eager",
+        pytest.param(
+            "inductor",
+            marks=[
+                pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler"),
+                pytest.mark.filterwarnings("ignore"),
+            ],
+        ),
+    ],
+)
+def test_compiled_blocks_give_equal_bits(backend: str, tmp_path: Path) -> None:
+    def step(flush: Flush) -> Result:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Block("plain") for _ in range(2)))
+        for block in model:
+            block.compile(backend=backend)
+        losses = []
+        for number in range(3):
+            loss = model(batch(number, width=32)).square().sum()
+            flush()
+            loss.backward()
+            losses.append(loss.detach())
+        return {"losses": torch.stack(losses), **gradients(model)}
+
+    torch._dynamo.reset()
+    try:
+        prove(step, tmp_path)
+    finally:
+        torch._dynamo.reset()
+
+
+# Models that were not written for this
+
+
+def gpt2() -> nn.Module:
+    config = transformers.GPT2Config(
+        vocab_size=97,
+        n_positions=32,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def bert() -> nn.Module:
+    config = transformers.BertConfig(
+        vocab_size=97,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=64,
+        max_position_embeddings=32,
+    )
+    return transformers.BertForMaskedLM(config)
+
+
+def t5() -> nn.Module:
+    config = transformers.T5Config(
+        vocab_size=97, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def llama() -> nn.Module:
+    config = transformers.LlamaConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+        attention_dropout=0.1,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["fp32", "bf16 autocast"])
+@pytest.mark.parametrize("make", [gpt2, bert, t5, llama], ids=lambda make: make.__name__)
+def test_models_of_transformers_train_with_equal_bits(
+    make: Callable[[], nn.Module], half: bool, tmp_path: Path
+) -> None:
+    def step(flush: Flush) -> Result:
+        torch.manual_seed(0)
+        model = make()
+        model.train()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        losses = []
+        for _ in range(3):
+            tokens = torch.randint(1, 97, (3, 17))
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=half):
+                loss = model(input_ids=tokens, labels=tokens).loss
+            flush()
+            loss.backward()
+            losses.append(loss.detach())
+            optimizer.step()
+        weights = {name: one.detach() for name, one in model.named_parameters()}
+        return {
+            "losses": torch.stack(losses),
+            **weights,
+            **{f"grad of {name}": one for name, one in gradients(model).items()},
+        }
+
+    stats = prove(step, tmp_path)
+    assert stats.tensors_offloaded > 20
+
+
+# Random graphs
+
+NAMES = (
+    "slice", "transpose", "expand", "view", "mul", "exp", "sigmoid", "matmul", "where", "cast",
+    "relu_", "mul_", "add_slice_", "clone", "data_mul", "double", "backward", "partial", "forget",
+)  # fmt: skip
+Op = tuple[str, int, int]
+
+
+def play(program: list[Op], dtype: torch.dtype, flush: Flush) -> Result | str:
+    """Run a program on a pool of tensors; return its gradients, or how autograd refused it."""
+    torch.manual_seed(len(program))
+    leaf = torch.randn(6, 6, dtype=dtype, requires_grad=True)
+    pool: list[Tensor] = [leaf * 1, torch.randn(6, 6, dtype=dtype)]
+    found: dict[str, Tensor] = {}
+    try:
+        for number, (name, first, second) in enumerate(program):
+            a, b = pool[first % len(pool)], pool[second % len(pool)]
+            made = apply(name, a, b, second, pool, leaf, flush)
+            if isinstance(made, list):
+                found |= {f"{number} {n}": one for n, one in enumerate(made)}
+            elif made is not None:
+                pool.append(made)
+        loss = weigh(pool)
+        flush()
+        del a, b, made
+        pool.clear()
+        loss.backward()
+    except RuntimeError as error:
+        # Views of what is expanded or a leaf refuse some changes: as long as both do, all is well.
+        return str(error).split(":")[0].split(". ")[0]
+    assert leaf.grad is not None
+    return {"leaf": leaf.grad, "loss": loss.detach(), **found}
+
+
+def weigh(pool: list[Tensor]) -> Tensor:
+    return torch.stack([one.float().sum() * (n + 1) for n, one in enumerate(pool)]).sum()
+
+
+def apply(
+    name: str, a: Tensor, b: Tensor, number: int, pool: list[Tensor], leaf: Tensor, flush: Flush
+) -> Tensor | list[Tensor] | None:
+    match name:
+        case "slice":
+            return a[number % 6 :, : 1 + number % 5] if a.dim() == 2 else a[..., :3]
+        case "transpose":
+            return a.transpose(0, -1)
+        case "expand":
+            return a[..., :1].expand(*a.shape[:-1], 4)
+        case "view":
+            return a.flatten() if number % 2 else a.unsqueeze(0)
+        case "mul":
+            return a * b[(..., *([0] * b.dim()))].sin() * a
+        case "exp":
+            return (a * 0.1).exp()
+        case "sigmoid":
+            return a.sigmoid() * b.sum()
+        case "matmul":
+            return a.float().flatten().outer(b.float().flatten()[:5]) * 0.1
+        case "where":
+            return torch.where(a > 0, a.sin(), a * a)
+        case "cast":
+            return a.to(torch.bfloat16) if number % 2 else a.double()
+        case "relu_":
+            a.relu_()
+        case "mul_":
+            a.mul_(1.5)
+        case "add_slice_":
+            a[..., :2].add_(0.25)
+        case "clone":
+            return a.clone(memory_format=torch.contiguous_format)
+        case "data_mul":
+            with torch.no_grad():
+                a.mul_(0.5)
+        case "double":
+            if a.requires_grad:
+                flush()
+                (grad,) = torch.autograd.grad(a.float().cos().sum(), leaf, create_graph=True)
+                return grad
+        case "backward":
+            flush()
+            loss = weigh(pool)
+            if loss.requires_grad:
+                return [torch.autograd.grad(loss, leaf, retain_graph=True)[0]]
+        case "partial":
+            if a.requires_grad and b.requires_grad:
+                grads = torch.autograd.grad(
+                    a.float().square().sum(), b, retain_graph=True, allow_unused=True
+                )
+                return [one for one in grads if one is not None]
+        case "forget":
+            if len(pool) > 2:
+                del pool[number % len(pool)]
+    return None
+
+
+@settings(
+    max_examples=80,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(
+    program=st.lists(
+        st.tuples(st.sampled_from(NAMES), st.integers(0, 30), st.integers(0, 30)),
+        min_size=1,
+        max_size=14,
+    ),
+    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+)
+def test_random_graphs_give_equal_bits_or_the_same_refusal(
+    program: list[Op], dtype: torch.dtype, tmp_path: Path
+) -> None:
+    expected = play(program, dtype, nothing)
+    for mode in MODES:
+        rig = Rig.in_mode(tmp_path, mode)
+        with rig.context():
+            actual = play(program, dtype, rig.flush if mode == "disk" else nothing)
+        if isinstance(expected, str) or isinstance(actual, str):
+            assert actual == expected, mode
+        else:
+            assert_equal_bits(actual, expected)
+        del actual
+        rig.assert_empty()

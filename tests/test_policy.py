@@ -1,0 +1,374 @@
+"""``plan`` and ``Policy``: what is worth a write, on traces that can be computed by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from ssdtrain.policy import (
+    CAUTION_MAX,
+    CAUTION_MIN,
+    CAUTION_START,
+    KNOWLEDGE_MAX,
+    MARGIN_S,
+    RATE_CHANGE,
+    ROUND_TRIP_FACTOR,
+    SETTLED_COUNT,
+    STALL_SHARE_MAX,
+    Item,
+    Plan,
+    Policy,
+    Rates,
+    plan,
+)
+
+MIB = 1 << 20
+EPSILON_S = 1e-9
+INSTANT = Rates(1e18, 1e18)
+
+RATE = st.floats(1e6, 1e10)
+RATES = st.builds(Rates, RATE, RATE)
+
+
+@st.composite
+def traces(draw: st.DrawFn) -> list[Item]:
+    """Draw any trace: sizes, times and order of need at random, in the order of packing."""
+    now_s = 0.0
+    items = []
+    for key in range(draw(st.integers(0, 25))):
+        now_s += draw(st.floats(0, 0.5))
+        needed_s = now_s + draw(st.floats(0, 5))
+        items.append(Item(key, draw(st.integers(1, 200 * MIB)), now_s, needed_s))
+    return items
+
+
+def stack(count: int, nbytes: int, forward_s: float, backward_s: float) -> list[Item]:
+    """Return the trace of ``count`` equal layers: packed at the end of each, needed in reverse."""
+    end_s = count * forward_s
+    return [
+        Item(index, nbytes, (index + 1) * forward_s, end_s + (count - 1 - index) * backward_s)
+        for index in range(count)
+    ]
+
+
+def offloaded(items: Sequence[Item], made: Plan) -> list[Item]:
+    return [item for item in items if item.key not in made.keep]
+
+
+def bytes_offloaded(items: Sequence[Item], rates: Rates) -> int:
+    return sum(item.nbytes for item in offloaded(items, plan(items, rates)))
+
+
+def write_ends_s(items: Sequence[Item], rate: float) -> dict[int, float]:
+    """Return when each write ends, one after the other in the order of packing."""
+    ends: dict[int, float] = {}
+    free_s = 0.0
+    for item in items:
+        free_s = max(free_s, item.packed_s) + item.nbytes / rate
+        ends[item.key] = free_s
+    return ends
+
+
+# --- plan ---------------------------------------------------------------------
+
+
+@given(RATES)
+def test_no_items_no_plan(rates: Rates) -> None:
+    assert plan([], rates) == Plan(frozenset(), {}, 0.0, 0.0)
+
+
+@given(traces(), RATES)
+def test_every_item_is_kept_or_has_a_start(items: list[Item], rates: Rates) -> None:
+    made = plan(items, rates)
+    assert made.keep.isdisjoint(made.start_by_s)
+    assert made.keep | made.start_by_s.keys() == {item.key for item in items}
+
+
+@given(traces(), RATES)
+def test_nothing_is_written_that_is_needed_too_soon(items: list[Item], rates: Rates) -> None:
+    for item in offloaded(items, plan(items, rates)):
+        round_trip_s = item.nbytes / rates.write + item.nbytes / rates.read
+        assert item.needed_s - item.packed_s > ROUND_TRIP_FACTOR * round_trip_s
+
+
+@given(traces(), RATES)
+def test_reads_meet_their_deadlines_one_after_the_other(items: list[Item], rates: Rates) -> None:
+    made = plan(items, rates)
+    busy_until_s = float("-inf")
+    for item in sorted(offloaded(items, made), key=lambda item: made.start_by_s[item.key]):
+        start_s = made.start_by_s[item.key]
+        assert start_s >= busy_until_s - EPSILON_S
+        busy_until_s = start_s + item.nbytes / rates.read
+        assert busy_until_s <= item.needed_s - MARGIN_S + EPSILON_S
+
+
+@given(traces(), RATES)
+def test_reads_begin_when_all_writes_have_ended(items: list[Item], rates: Rates) -> None:
+    made = plan(items, rates)
+    ends = write_ends_s(offloaded(items, made), rates.write)
+    if ends:
+        assert min(made.start_by_s.values()) >= max(ends.values()) - EPSILON_S
+
+
+@given(traces())
+def test_an_infinitely_fast_disk_takes_all_that_lies_idle(items: list[Item]) -> None:
+    assume(all(abs(item.needed_s - item.packed_s - MARGIN_S) > EPSILON_S for item in items))
+    # One that is needed before the last is packed comes between the writes.
+    last_s = max((item.packed_s for item in items), default=0.0)
+    items = [
+        Item(one.key, one.nbytes, one.packed_s, one.needed_s + last_s - one.packed_s + 2 * MARGIN_S)
+        if one.needed_s - one.packed_s > MARGIN_S
+        else one
+        for one in items
+    ]
+    idle = [item for item in items if item.needed_s - item.packed_s > MARGIN_S]
+    assert offloaded(items, plan(items, INSTANT)) == idle
+
+
+@given(
+    st.integers(1, 60),
+    st.integers(1, 64 * MIB),
+    st.floats(1e-3, 0.2),
+    st.floats(1e-3, 0.4),
+    RATES,
+    st.tuples(st.floats(0.01, 1.0), st.floats(0.01, 1.0)),
+)
+def test_a_slower_disk_never_takes_more(
+    count: int,
+    nbytes: int,
+    forward_s: float,
+    backward_s: float,
+    rates: Rates,
+    share: tuple[float, float],
+) -> None:
+    items = stack(count, nbytes, forward_s, backward_s)
+    slow = Rates(rates.write * share[0], rates.read * share[1])
+    assert bytes_offloaded(items, slow) <= bytes_offloaded(items, rates)
+
+
+@given(st.lists(st.integers(1, 64 * MIB), min_size=1, max_size=30), RATES, st.floats(0.1, 1.0))
+def test_a_slower_disk_takes_at_most_one_item_more_of_any_stack(
+    sizes: list[int], rates: Rates, share: float
+) -> None:
+    """An item for which a fast disk has hardly room ends its prefix; a slow one skips it."""
+    step_s = 0.01
+    end_s = len(sizes) * step_s
+    items = [
+        Item(index, nbytes, index * step_s, end_s + 2 * (len(sizes) - index) * step_s)
+        for index, nbytes in enumerate(sizes)
+    ]
+    slow = Rates(rates.write * share, rates.read * share)
+    assert bytes_offloaded(items, slow) <= bytes_offloaded(items, rates) + max(sizes)
+
+
+@pytest.mark.parametrize("share", [0.05, 0.3, 0.8])
+def test_the_cut_is_the_one_of_the_paper(share: float) -> None:
+    """Uniform layers: what the disk moves in the time until the reads must begin, and no more.
+
+    Section 3.3 of the paper offloads bytes = bandwidth x forward time from the front. With layers
+    of ``b`` bytes, forward ``f`` and backward ``2 f`` each, k of n layers fit if the last of k
+    writes ends before the first of k reads begins. The first write begins at f, so the writes end
+    at f + k b / w when the disk is the bottleneck. Layer i is needed at n f + (n - 1 - i) 2 f; the
+    reads end by the need of layer k - 1 plus one layer's read before, chained:
+    start = n f + (n - k) 2 f - margin - b / r, if a read takes less than 2 f.
+    """
+    count, nbytes, forward_s = 100, 10 * MIB, 0.01
+    backward_s = 2 * forward_s
+    write = share * nbytes / forward_s
+    read = 4 * nbytes / backward_s
+    fits = 0
+    for k in range(1, count + 1):
+        write_end_s = forward_s + k * nbytes / write
+        read_start_s = (count + 2 * (count - k)) * forward_s - MARGIN_S - nbytes / read
+        idle_s = (count - k + 2 * (count - k)) * forward_s
+        round_trip_s = nbytes / write + nbytes / read
+        if write_end_s <= read_start_s and idle_s > ROUND_TRIP_FACTOR * round_trip_s + MARGIN_S:
+            fits = k
+    items = stack(count, nbytes, forward_s, backward_s)
+    taken = offloaded(items, plan(items, Rates(write, read)))
+    assert 0 < fits < count
+    assert [item.key for item in taken] == list(range(fits))
+    # By the paper: bandwidth x (time from the first pack to the first read), to one layer.
+    in_closed_form = (3 * count - 1) * forward_s / (nbytes / write + backward_s)
+    assert abs(fits - in_closed_form) <= 1 + MARGIN_S / forward_s
+
+
+def test_a_layer_that_is_kept_does_not_delay_the_others() -> None:
+    """The last module of a forward is kept; those before it are not held up by its write."""
+    items = [*stack(10, MIB, 0.1, 0.2), Item(10, 1024 * MIB, 1.0, 1.001)]
+    made = plan(items, Rates(1e9, 1e9))
+    assert 10 in made.keep
+    assert not made.keep & set(range(8))
+
+
+def test_needs_and_gaps_are_told() -> None:
+    items = [Item(0, MIB, 0.0, 5.0), Item(1, MIB, 1.0, 4.5), Item(2, MIB, 2.0, 2.0)]
+    made = plan(items, INSTANT)
+    assert made.first_need_s == 2.0
+    assert made.longest_gap_s == 2.5
+    assert made.keep == {2}
+    assert made.start_by_s[0] == pytest.approx(5.0 - MARGIN_S)
+
+
+def test_sixty_thousand_items_are_planned() -> None:
+    items = stack(60_000, MIB, 1e-4, 2e-4)
+    assert 0 < len(offloaded(items, plan(items, Rates(1e9, 1e9)))) < len(items)
+
+
+# --- Policy -------------------------------------------------------------------
+
+STEADY = Rates(1e9, 1e9)
+SIGNATURE = 7
+TRACE = stack(40, 8 * MIB, 0.01, 0.02)
+
+
+def taken_count(policy: Policy) -> int:
+    return sum(not policy.keeps(item.key) for item in TRACE)
+
+
+def learn(policy: Policy, *stall_shares: float, rates: Rates = STEADY) -> None:
+    for share in stall_shares:
+        policy.learn(SIGNATURE, TRACE, rates, share)
+
+
+def test_a_new_policy_offloads_and_knows_nothing() -> None:
+    policy = Policy()
+    assert not policy.keeps(1)
+    assert not policy.knows(1)
+    assert policy.plan_of(SIGNATURE) is None
+
+
+def test_what_was_learned_is_what_is_kept() -> None:
+    policy = Policy()
+    learn(policy, 0.0)
+    made = policy.plan_of(SIGNATURE)
+    assert made is not None
+    assert 0 < len(made.keep) < len(TRACE)
+    for item in TRACE:
+        assert policy.knows(item.key)
+        assert policy.keeps(item.key) == (item.key in made.keep)
+    assert not policy.keeps(999)
+    assert not policy.knows(999)
+
+
+def test_the_plan_is_made_with_caution() -> None:
+    policy = Policy()
+    learn(policy, 0.0)
+    share = CAUTION_START * 1.05
+    expected = plan(TRACE, Rates(STEADY.write * share, STEADY.read * share))
+    assert policy.plan_of(SIGNATURE) == expected
+
+
+def test_stalls_shrink_the_plan_and_calm_lets_it_recover() -> None:
+    policy = Policy()
+    learn(policy, 0.0)
+    counts, cautions = [taken_count(policy)], [policy._caution]
+    for _ in range(4):
+        learn(policy, 0.5)
+        counts.append(taken_count(policy))
+        cautions.append(policy._caution)
+    assert cautions == sorted(cautions, reverse=True)
+    assert counts == sorted(counts, reverse=True)
+    assert counts[-1] < counts[0]
+    # Whatever made it stall has passed: step by step, not at once, it takes more again.
+    low = policy._caution
+    learn(policy, 0.0)
+    assert taken_count(policy) < counts[0]
+    learn(policy, *[0.0] * 1000)
+    assert policy._caution > low
+    assert taken_count(policy) > counts[-1]
+
+
+def test_without_stalls_caution_rises_to_its_bound() -> None:
+    policy = Policy()
+    for turn in range(60):
+        moved = 2.0 if turn % 2 else 1.0
+        learn(policy, 0.0, rates=Rates(STEADY.write * moved, STEADY.read * moved))
+    assert policy._caution == CAUTION_MAX
+
+
+def test_caution_has_bounds() -> None:
+    policy = Policy()
+    learn(policy, *[1.0] * 50)
+    assert policy._caution == CAUTION_MIN
+    assert taken_count(policy) < len(TRACE)
+
+
+def test_a_stall_in_the_first_round_is_no_reason_for_caution() -> None:
+    policy = Policy()
+    learn(policy, 1.0)
+    assert policy._caution > CAUTION_START
+
+
+def test_keys_settle() -> None:
+    policy = Policy()
+    learn(policy, *[0.0] * SETTLED_COUNT)
+    settled = policy.plan_of(SIGNATURE)
+    nearly = (RATE_CHANGE + 1) / 2
+    for share in (0.0, STALL_SHARE_MAX):
+        learn(policy, share)
+        learn(policy, share, rates=Rates(STEADY.write * nearly, STEADY.read / nearly))
+    assert policy.plan_of(SIGNATURE) is settled
+
+
+@pytest.mark.parametrize(
+    ("share", "rates"),
+    [
+        (2 * STALL_SHARE_MAX, STEADY),
+        (0.0, Rates(STEADY.write * 1.01 * RATE_CHANGE, STEADY.read)),
+        (0.0, Rates(STEADY.write / 1.01 / RATE_CHANGE, STEADY.read)),
+        (0.0, Rates(STEADY.write, STEADY.read / 1.01 / RATE_CHANGE)),
+    ],
+    ids=["stall", "faster writes", "slower writes", "slower reads"],
+)
+def test_what_unsettles(share: float, rates: Rates) -> None:
+    policy = Policy()
+    learn(policy, *[0.0] * SETTLED_COUNT)
+    settled = policy.plan_of(SIGNATURE)
+    learn(policy, share, rates=rates)
+    assert policy.plan_of(SIGNATURE) is not settled
+
+
+def test_rates_that_creep_away_from_the_last_plan_unsettle() -> None:
+    policy = Policy()
+    learn(policy, *[0.0] * SETTLED_COUNT)
+    settled = policy.plan_of(SIGNATURE)
+    factor = 1.0
+    while factor < RATE_CHANGE:
+        factor *= 1.05
+        learn(policy, 0.0, rates=Rates(STEADY.write / factor, STEADY.read))
+    assert policy.plan_of(SIGNATURE) is not settled
+
+
+def test_signatures_are_learned_apart() -> None:
+    policy = Policy()
+    learn(policy, *[0.0] * SETTLED_COUNT)
+    settled = policy.plan_of(SIGNATURE)
+    other = [Item(item.key + 1000, item.nbytes, item.packed_s, item.needed_s) for item in TRACE]
+    policy.learn(8, other, Rates(1e6, 1e6), 0.0)
+    assert policy.plan_of(SIGNATURE) is settled
+    assert all(policy.keeps(item.key) for item in other)
+    assert taken_count(policy) > 0
+
+
+def test_a_futile_key_stays_kept() -> None:
+    policy = Policy()
+    policy.note_futile(0)
+    assert policy.keeps(0)
+    learn(policy, 0.0)
+    assert policy.keeps(0)
+    assert not policy.keeps(1)
+
+
+def test_knowledge_is_bounded() -> None:
+    policy = Policy()
+    idle = [Item(key, 1, 0.0, 10.0) for key in range(KNOWLEDGE_MAX // 2)]
+    for turn in range(4):
+        items = [Item(turn * len(idle) + one.key, 1, 0.0, 10.0) for one in idle]
+        policy.learn(turn, items, STEADY, 0.0)
+        assert len(policy._planned) <= KNOWLEDGE_MAX + len(idle)
+    assert not policy.knows(0)
+    assert policy.knows(3 * len(idle))
