@@ -52,6 +52,7 @@ class Desk:
         self.finished: list[Round] = []
         self.now_s = 0.0
         self.room_bytes = NO_BOUND
+        self.resident_bytes = 0
 
     def _load(self, saved: Any) -> Any:
         self.begun.append(saved.name)
@@ -82,7 +83,7 @@ class Desk:
         before = len(self.begun)
         self.prefetcher.note_unpack(saved, self.now_s)
         saved.ahead = None
-        self.prefetcher.advance(saved, self.now_s, self.room_bytes)
+        self.prefetcher.advance(saved, self.resident_bytes, self.room_bytes)
         self.now_s += 1.0
         return self.begun[before:]
 
@@ -235,10 +236,14 @@ def test_room_bounds_what_is_begun() -> None:
 
 
 def slow_plan(desk: Desk, current: Round, start_by_s: float) -> None:
-    """Let a slow disk's plan say that all reads should begin at ``start_by_s`` after the first."""
+    """Let a slow disk's plan say that all reads should begin at ``start_by_s`` after the first.
+
+    By that plan the tensors are needed one second apart, in the reverse of their packing.
+    """
     keys = [item[0] for item in current.items if item is not None]
     starts = dict.fromkeys(keys, start_by_s)
-    desk.policy._plans[current.signature] = Plan(frozenset(), starts, 0.0, 0.0)
+    needs = {key: float(second) for second, key in enumerate(reversed(keys))}
+    desk.policy._plans[current.signature] = Plan(frozenset(), starts, needs, 0.0)
 
 
 def test_a_slow_disk_reads_ahead_as_far_as_its_plan_says() -> None:
@@ -277,6 +282,19 @@ def test_a_write_that_ends_late_does_not_drop_what_was_begun() -> None:
     for letter in "dcba":
         desk.unpack(saved[letter])
     assert sorted(desk.begun) == sorted("edbac"), "read twice"
+
+
+def test_writes_that_end_late_do_not_drop_what_the_window_held() -> None:
+    desk = Desk()
+    saved = packs(desk, list("abcdefgh"), nbytes=10 * MIB)
+    for late in "fe":
+        saved[late].record.source = object()
+    assert "".join(desk.unpack(saved["h"])) == "gdc"
+    for late in "fe":
+        saved[late].record.source = None
+    for letter in "gfedcba":
+        desk.unpack(saved[letter])
+    assert sorted(desk.begun) == sorted("gfedcba"), "read twice"
 
 
 # --- wrong guesses ------------------------------------------------------------

@@ -20,6 +20,8 @@ DirectIo = Literal["required", "optional", "disabled"]
 Directories = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 MIN_BYTES_DEFAULT = 256 << 10
+SIZE_MAX = (1 << 63) - 1
+"""The largest offset in a file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +74,8 @@ def directories(given: Directories) -> tuple[str, ...]:
         dirs = ()
     if not dirs or not all(isinstance(one, str) and one for one in dirs):
         raise ConfigError(f"dir must be a path or a list of paths to directories, not {given!r}")
+    if any("\0" in one for one in dirs):
+        raise ConfigError(f"dir contains a zero byte, which no path can: {given!r}")
     if len({os.path.realpath(one) for one in dirs}) < len(dirs):
         raise ConfigError(f"dir names the same directory twice: {list(dirs)}; name each one once")
     return dirs
@@ -90,3 +94,5 @@ def check_size(name: str, value: object) -> None:
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(f"{name} must be a positive whole number of bytes, not {value!r}")
+    if value > SIZE_MAX:
+        raise ConfigError(f"{name} must be at most {SIZE_MAX} bytes, not {value}")

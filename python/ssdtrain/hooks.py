@@ -39,8 +39,9 @@ log = logging.getLogger("ssdtrain")
 
 RATES_GUESS = Rates(1e9, 1e9)
 """Before anything was measured."""
-RATES_BYTES_MIN = 16 << 20
-"""Less traffic than this says nothing about a rate."""
+RATES_BYTES_MIN = 64 << 20
+RATES_BUSY_S_MIN = 0.5
+"""Less traffic than this, in less time, says nothing about a rate: bursts deceive."""
 
 
 class Hooks:
@@ -149,7 +150,7 @@ class Hooks:
             if self._bounded and tracker.room_bytes() < record.nbytes:
                 self._prefetcher.drop_window()
             found = tracker.demand(saved)
-        self._prefetcher.advance(saved, now_s, tracker.room_bytes())
+        self._prefetcher.advance(saved, tracker.resident_bytes(), tracker.room_bytes())
         ledger.note_peak(self._transfer.resident_bytes())
         return found
 
@@ -186,20 +187,20 @@ class Hooks:
                 self._policy.learn(one.signature, items, rates, one.stall_s / max(whole_s, 1e-9))
 
     def _measure(self) -> Rates:
-        """Return the rates since the last call, or the last known where little moved."""
-        before, now = self._measured, self._transfer.store.stats()
-        self._measured = now
+        """Return the rates of late, or the last known where too little moved to tell."""
+        now = self._transfer.store.stats()
 
-        def rate(what: str, otherwise: float) -> float:
-            direction = "write" if what == "bytes_written" else "read"
-            nbytes: int = now[what] - before[what]
-            busy_ns: int = now[f"{direction}_busy_ns"] - before[f"{direction}_busy_ns"]
-            if nbytes < RATES_BYTES_MIN or busy_ns <= 0:
-                return otherwise
-            return nbytes / busy_ns * 1e9
+        def rate(direction: str, moved: str, last_known: float) -> float:
+            busy = f"{direction}_busy_ns"
+            nbytes: int = now[moved] - self._measured[moved]
+            busy_s: float = (now[busy] - self._measured[busy]) / 1e9
+            if busy_s <= 0 or (nbytes < RATES_BYTES_MIN and busy_s < RATES_BUSY_S_MIN):
+                return last_known
+            self._measured[moved], self._measured[busy] = now[moved], now[busy]
+            return nbytes / busy_s
 
-        write = rate("bytes_written", self._rates.write)
-        self._rates = Rates(write, rate("bytes_read", self._rates.read))
+        write = rate("write", "bytes_written", self._rates.write)
+        self._rates = Rates(write, rate("read", "bytes_read", self._rates.read))
         return self._rates
 
     def _note_passed(self, tensor: Tensor) -> None:

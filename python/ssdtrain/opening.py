@@ -11,9 +11,11 @@ __all__ = ["open_store"]
 
 log = logging.getLogger("ssdtrain")
 
+_said: set[str] = set()
+
 
 def open_store(config: StoreConfig) -> _core.Store:
-    """Open a store and say what had to be given up."""
+    """Open a store and say what had to be given up, once per process."""
     store = _core.Store(
         list(config.dirs),
         backend=config.backend,
@@ -23,5 +25,7 @@ def open_store(config: StoreConfig) -> _core.Store:
         faults=config.faults,
     )
     for note in store.notes():
-        log.warning("%s", note)
+        if note not in _said:
+            _said.add(note)
+            log.warning("%s", note)
     return store

@@ -57,8 +57,8 @@ class Plan:
     keep: frozenset[int] = frozenset()
     start_by_s: dict[int, float] = field(default_factory=dict)
     """On the clock of the items."""
-    first_need_s: float = 0.0
-    """When the first item is needed, on the same clock: backward begins."""
+    needed_s: dict[int, float] = field(default_factory=dict)
+    """When each item was needed, on the same clock: how far a later round has come."""
     longest_gap_s: float = 0.0
     """The longest time between two needs: how late a read may be begun, as needs begin reads."""
 
@@ -84,9 +84,9 @@ def plan(items: Sequence[Item], rates: Rates) -> Plan:
     starts = _starts(idle[:low], rates)
     assert starts is not None, "nothing at all always hides"
     keep = frozenset(item.key for item in items if item.key not in starts)
-    needs = sorted(item.needed_s for item in items)
-    gaps = [after - before for before, after in pairwise(needs)]
-    return Plan(keep, starts, needs[0] if needs else 0.0, max(gaps, default=0.0))
+    needed_s = {item.key: item.needed_s for item in items}
+    gaps = [after - before for before, after in pairwise(sorted(needed_s.values()))]
+    return Plan(keep, starts, needed_s, max(gaps, default=0.0))
 
 
 def _starts(items: Sequence[Item], rates: Rates) -> dict[int, float] | None:

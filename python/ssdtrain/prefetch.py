@@ -20,7 +20,8 @@ from ssdtrain.saved import Loading, SavedTensor
 __all__ = ["Prefetcher", "Round"]
 
 WINDOW_BYTES = 32 << 20
-"""Bytes read ahead on a fast disk; a slow one reads ahead as far as its plan says."""
+"""Bytes read ahead in any case. A slow disk reads ahead as far as its plan says, and into the
+memory that its backward has freed: that never raises the peak."""
 FORWARD_SEED, BACKWARD_SEED = 1, 2
 """First keys of rounds; small negative numbers would not do, hash(-1) is hash(-2)."""
 ORDERS_MAX = 64
@@ -48,6 +49,10 @@ class Round:
         self.position: dict[int, int] = {}
         self.on_disk: list[int] = []
         """Indices into ``order`` of what was given to the disk: all that can be read ahead."""
+        self.progress_s = float("-inf")
+        """How far this round has come, on the clock of its plan."""
+        self.resident_bytes = 0
+        """Saved bytes in memory when this round was first asked for a tensor."""
         self.stall_s = 0.0
         self.began_s = perf_counter()
 
@@ -128,15 +133,21 @@ class Prefetcher:
             self._predict(current)
         current.needed_s.setdefault(saved.ordinal, now_s)
         current.record_needed_s.setdefault(saved.record.key, now_s)
+        learned = self._policy.plan_of(current.signature)
+        if learned is not None:
+            planned_s = learned.needed_s.get(saved.record.key, current.progress_s)
+            current.progress_s = max(current.progress_s, planned_s)
         return first
 
-    def advance(self, saved: SavedTensor, now_s: float, room_bytes: int) -> None:
+    def advance(self, saved: SavedTensor, resident_bytes: int, room_bytes: int) -> None:
         """Begin the reads that should be under way while ``saved`` is used.
 
-        ``room_bytes`` bounds what may be begun now.
+        ``resident_bytes`` is what is in memory now; ``room_bytes`` bounds what may be begun.
         """
         current = saved.round
         assert isinstance(current, Round)
+        current.resident_bytes = max(current.resident_bytes, resident_bytes)
+        spare_bytes = current.resident_bytes - resident_bytes
         if current is not self._window_round:
             self.drop_window()
             self._window_round = current
@@ -150,14 +161,22 @@ class Prefetcher:
             record = following.record
             begun.discard(following.ordinal)
             joins = id(record) in ahead
-            due = joins or not ahead or self._is_due(current, following, now_s, sum(ahead.values()))
+            due = (
+                joins
+                or not ahead
+                or record.nbytes <= spare_bytes
+                or sum(ahead.values()) + record.nbytes <= WINDOW_BYTES
+                or self._is_due(current, following)
+            )
             if due and following.ahead is None and may_begin:
                 may_begin = joins or record.nbytes <= room_bytes
                 if may_begin:
                     following.ahead = self._load(following)
-                    room_bytes -= 0 if joins or following.ahead is None else record.nbytes
+                    if following.ahead is not None and not joins:
+                        room_bytes -= record.nbytes
+                        spare_bytes -= record.nbytes
             may_begin = may_begin and due
-            if due and following.ahead is not None:
+            if following.ahead is not None and (due or following.ordinal in self._window):
                 ahead[id(record)] = record.nbytes
                 wanted[following.ordinal] = current.entries[following.ordinal]
             if not may_begin and not begun:
@@ -198,13 +217,10 @@ class Prefetcher:
             if saved is not None and saved.record.source is None:
                 yield saved
 
-    def _is_due(self, current: Round, saved: SavedTensor, now_s: float, ahead_bytes: int) -> bool:
-        """Whether the read of ``saved`` should begin by the next unpack."""
-        if ahead_bytes + saved.record.nbytes <= WINDOW_BYTES:
-            return True
+    def _is_due(self, current: Round, saved: SavedTensor) -> bool:
+        """Whether by the plan the read of ``saved`` should begin before the next unpack."""
         learned = self._policy.plan_of(current.signature)
         start_s = learned.start_by_s.get(saved.record.key) if learned is not None else None
         if learned is None or start_s is None:
             return False
-        first_s = next(iter(current.needed_s.values()))
-        return now_s - first_s >= start_s - learned.first_need_s - learned.longest_gap_s
+        return start_s <= current.progress_s + learned.longest_gap_s

@@ -14,12 +14,14 @@ from typing import Any, Generic, Self, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from ssdtrain import _core
 from ssdtrain.config import Backend, DirectIo, Directories, StoreConfig, directories
 from ssdtrain.errors import ClosedError, ConfigError
 from ssdtrain.opening import open_store
 from ssdtrain.saved import Geometry
+from ssdtrain.torch_internals import is_wrapped
 
 __all__ = ["PendingRead", "StoredTensor", "TensorStore"]
 
@@ -134,12 +136,13 @@ class TensorStore:
     def write(self, tensor: T) -> StoredTensor[T]:
         """Begin to write ``tensor`` and return at once.
 
-        Its memory is read in place: it must not change before ``wait()`` has returned on the
-        result. Strides are kept; a numpy array that is not contiguous is copied first.
+        Its memory is read in place, from its first element to its last with whatever lies between:
+        none of it may change before ``wait()`` has returned on the result. Strides are kept; a
+        numpy array that is not contiguous is copied first.
 
         Raises:
             ConfigError: Not a dense CPU tensor, or an array of Python objects.
-            NoSpaceError: The disk or ``max_disk_bytes`` has no room.
+            NoSpaceError: ``max_disk_bytes`` has no room; a full disk is told by ``wait()``.
             BusyError: More writes wait than the queue holds; wait for some.
             ClosedError: The store is closed.
 
@@ -205,7 +208,9 @@ class _Form:
 
 def _take_apart(tensor: object) -> tuple[_Form, object, int, int]:
     """Return the form, what keeps the bytes alive, their address and their number."""
-    if isinstance(tensor, Tensor):
+    if type(tensor) is Tensor or type(tensor) is Parameter:
+        if is_wrapped(tensor):
+            raise ConfigError("a tensor inside a function transform has no bytes of its own yet")
         if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
             raise ConfigError("only dense tensors can be stored; convert with .to_dense() first")
         if not tensor.is_cpu:
@@ -217,7 +222,7 @@ def _take_apart(tensor: object) -> tuple[_Form, object, int, int]:
         span = geometry.span_bytes() if source.numel() else 0
         form = _Form(tensor.nbytes, geometry.offset, geometry)
         return form, source, source.data_ptr(), span
-    if isinstance(tensor, np.ndarray):
+    if type(tensor) is np.ndarray or type(tensor) is np.memmap:
         if tensor.dtype.hasobject:
             raise ConfigError("an array of Python objects has no bytes to store; use numbers")
         array = tensor
@@ -228,4 +233,9 @@ def _take_apart(tensor: object) -> tuple[_Form, object, int, int]:
             np.empty(1, array.dtype), array.shape, array.strides, writeable=False
         )
         return _Form(array.nbytes, 0, template), array, array.ctypes.data, array.nbytes
+    if isinstance(tensor, Tensor | np.ndarray):
+        raise ConfigError(
+            f"only dense tensors and plain arrays can be stored, not {type(tensor)!r}: what it "
+            "adds to its bytes would be lost; convert it first"
+        )
     raise ConfigError(f"only torch tensors and numpy arrays can be stored, not {type(tensor)!r}")

@@ -20,7 +20,6 @@ from ssdtrain.errors import (
     BusyError,
     CancelledError,
     ClosedError,
-    NoSpaceError,
     SsdtrainError,
     StorageError,
 )
@@ -214,9 +213,8 @@ class Tracker:
         except ClosedError:
             # A forked process inherited the hooks but not the disk: it keeps its tensors.
             return
-        except (NoSpaceError, StorageError) as error:
-            self._ledger.write_failed_count += 1
-            self._say_once("space", f"keeping tensors in memory: {error}")
+        except StorageError as error:
+            self._note_failure(error)
             return
         self._writing.append(weakref.ref(record))
 
@@ -231,17 +229,21 @@ class Tracker:
         except ClosedError:
             # The session was closed under a live graph: the source is here, nothing is lost.
             record.stored = None
-        except StorageError as error:
+        except SsdtrainError as error:
+            # The source is here, nothing is lost: keep it and train on.
             record.stored = None
             record.fate = "kept"
-            self._ledger.write_failed_count += 1
-            self._say_once("write", f"a write failed, its tensor was kept: {error}")
+            self._note_failure(error)
         else:
             if record.source._version == record.version:  # noqa: SLF001
                 record.free_source()
             else:
                 # Changed on the way: the bytes on the disk may be torn. Unpack raises.
                 record.stored = None
+
+    def _note_failure(self, error: SsdtrainError) -> None:
+        self._ledger.write_failed_count += 1
+        self._say_once(type(error).__name__, f"keeping tensors in memory: {error}")
 
     def _say_once(self, topic: str, message: str) -> None:
         if topic not in self._said:

@@ -57,6 +57,18 @@ impl Error {
         Self { kind, message: format!("{message}: {source}"), errno }
     }
 
+    /// The same error with another class.
+    #[must_use]
+    pub fn with_kind(self, kind: ErrorKind) -> Self {
+        Self { kind, ..self }
+    }
+
+    /// The same error with something added to its message.
+    #[must_use]
+    pub fn with_note(self, note: &str) -> Self {
+        Self { message: format!("{}{note}", self.message), ..self }
+    }
+
     /// The class of this error.
     pub fn kind(&self) -> ErrorKind {
         self.kind

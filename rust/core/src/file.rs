@@ -26,7 +26,7 @@ const FREE_BYTES_MIN: u64 = 64 << 20;
 /// Without an answer of `statx` every known device takes this alignment.
 const ALIGNMENT_DEFAULT: usize = 4096;
 
-/// A bound on reserved bytes that several files share.
+/// A bound on booked bytes that several files share.
 #[derive(Debug)]
 pub struct Quota {
     limit: Option<u64>,
@@ -39,7 +39,7 @@ impl Quota {
         Arc::new(Self { limit, used: AtomicU64::new(0) })
     }
 
-    /// Bytes reserved on disk.
+    /// Bytes booked.
     pub fn used(&self) -> u64 {
         self.used.load(Ordering::Relaxed)
     }
@@ -65,13 +65,16 @@ pub struct SpillFile {
     direct: bool,
     quota: Arc<Quota>,
     space: Mutex<Space>,
+    /// Bytes of the file that have blocks on the disk. Its lock is held while the file grows, which
+    /// may take as long as the disk likes; so only workers take it.
+    blocks: Mutex<u64>,
 }
 
 #[derive(Debug)]
 struct Space {
     extents: ExtentAllocator,
-    /// Bytes of the file that are reserved on disk.
-    allocated: u64,
+    /// Bytes of the file that are booked with the quota.
+    booked: u64,
 }
 
 /// A range of the file; it goes back when the last holder drops it.
@@ -114,9 +117,9 @@ impl SpillFile {
         }
         let extents =
             ExtentAllocator::new(alignment as u64, i64::MAX as u64 & !(alignment as u64 - 1));
-        let space = Mutex::new(Space { extents, allocated: 0 });
+        let (space, blocks) = (Mutex::new(Space { extents, booked: 0 }), Mutex::new(0));
         let (dir, quota, file) = (dir.to_owned(), Arc::clone(quota), File::from(file));
-        Ok((Arc::new(Self { file, dir, alignment, direct: is_direct, quota, space }), note))
+        Ok((Arc::new(Self { file, dir, alignment, direct: is_direct, quota, space, blocks }), note))
     }
 
     /// The directory this file stands in.
@@ -144,14 +147,14 @@ impl SpillFile {
         self.lock().extents.used()
     }
 
-    /// Reserves `len` bytes on the disk, growing the file if it must.
+    /// Books `len` bytes; the disk is not touched, see [`Extent::prepare`].
     pub fn reserve(self: &Arc<Self>, len: u64) -> Result<Extent> {
         let mut space = self.lock();
         let offset = space.extents.allocate(len).ok_or_else(|| {
             let dir = self.dir.display();
             Error::new(ErrorKind::NoSpace, format!("{len} bytes do not fit in a file in {dir}"))
         })?;
-        if let Err(error) = self.grow(&mut space) {
+        if let Err(error) = self.book(&mut space) {
             space.extents.free(offset, len);
             space.extents.shrink();
             return Err(error);
@@ -159,44 +162,57 @@ impl SpillFile {
         Ok(Extent { file: Arc::clone(self), offset, len })
     }
 
+    /// Gives all blocks back to the disk; nothing may be in flight, and nothing is readable after.
+    pub fn discard(&self) -> Result<()> {
+        let mut blocks = self.blocks.lock().unwrap_or_else(PoisonError::into_inner);
+        *blocks = 0;
+        rustix::fs::ftruncate(&self.file, 0).map_err(|errno| {
+            let dir = self.dir.display();
+            Error::from_io(format_args!("cannot give space back in {dir}"), &errno.into())
+        })
+    }
+
     fn lock(&self) -> MutexGuard<'_, Space> {
         self.space.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Reserves blocks up to the end of the extents, and some more if there is room.
-    fn grow(&self, space: &mut Space) -> Result<()> {
-        let Some(need) = space.extents.end().checked_sub(space.allocated).filter(|&need| need > 0)
-        else {
+    /// Books up to the end of the extents with the quota, and some more if it allows.
+    fn book(&self, space: &mut Space) -> Result<()> {
+        let end = space.extents.end();
+        let Some(need) = end.checked_sub(space.booked).filter(|&need| need > 0) else {
             return Ok(());
         };
-        let ahead = (space.allocated / 2).clamp(GROWTH_BYTES_MIN, GROWTH_BYTES_MAX);
-        let mut refusal = None;
+        let ahead = (space.booked / 2).clamp(GROWTH_BYTES_MIN, GROWTH_BYTES_MAX);
         for bytes in [need.max(ahead), need] {
-            if !self.quota.take(bytes) {
-                continue;
-            }
-            match self.allocate_blocks(space.allocated, bytes) {
-                Ok(()) => {
-                    space.allocated += bytes;
-                    return Ok(());
-                }
-                Err(errno) => {
-                    self.quota.give_back(bytes);
-                    refusal = Some(errno);
-                }
+            if self.quota.take(bytes) {
+                space.booked += bytes;
+                return Ok(());
             }
         }
         let dir = self.dir.display();
-        Err(match refusal {
-            Some(errno) => Error::from_io(
-                format_args!("cannot reserve {need} more bytes in {dir}; free some space there"),
-                &errno.into(),
-            ),
-            None => Error::new(
-                ErrorKind::NoSpace,
-                format!("{need} more bytes in {dir} would pass max_disk_bytes; raise it"),
-            ),
-        })
+        let message = format!("{need} more bytes in {dir} would pass max_disk_bytes; raise it");
+        Err(Error::new(ErrorKind::NoSpace, message))
+    }
+
+    /// Reserves blocks up to `end`, and as far as is booked if there is room.
+    fn ensure_blocks(&self, end: u64) -> Result<()> {
+        let mut blocks = self.blocks.lock().unwrap_or_else(PoisonError::into_inner);
+        if end <= *blocks {
+            return Ok(());
+        }
+        let booked = self.lock().booked;
+        if self.allocate_blocks(*blocks, booked.max(end) - *blocks).is_ok() {
+            *blocks = booked.max(end);
+            return Ok(());
+        }
+        // No room for all that is booked, but perhaps for what is needed now.
+        self.allocate_blocks(*blocks, end - *blocks).map_err(|errno| {
+            let (need, dir) = (end - *blocks, self.dir.display());
+            let what = format!("cannot reserve {need} bytes in {dir}; free some space there");
+            Error::from_io(what, &errno.into())
+        })?;
+        *blocks = end;
+        Ok(())
     }
 
     fn allocate_blocks(&self, offset: u64, bytes: u64) -> rustix::io::Result<()> {
@@ -220,7 +236,7 @@ impl AsFd for SpillFile {
 impl Drop for SpillFile {
     fn drop(&mut self) {
         let space = self.space.get_mut().unwrap_or_else(PoisonError::into_inner);
-        self.quota.give_back(space.allocated);
+        self.quota.give_back(space.booked);
     }
 }
 
@@ -244,6 +260,11 @@ impl Extent {
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
+
+    /// Sees to it that the range has blocks on the disk. For workers: it may wait for the disk.
+    pub fn prepare(&self) -> Result<()> {
+        self.file.ensure_blocks(self.offset + self.len)
+    }
 }
 
 impl Drop for Extent {
@@ -259,7 +280,11 @@ fn check_directory(dir: &Path) -> Result<()> {
         Err(source) if source.kind() == io::ErrorKind::NotFound => {
             return config(format!("{shown} does not exist; create it, or pass another directory"));
         }
-        Err(source) => return Err(Error::from_io(format_args!("cannot look at {shown}"), &source)),
+        Err(source) => {
+            return config(format!(
+                "cannot look at {shown}: {source}; make it reachable, or pass another directory"
+            ));
+        }
         Ok(found) if !found.is_dir() => {
             return config(format!("{shown} is not a directory; pass the directory it stands in"));
         }
@@ -407,6 +432,8 @@ mod tests {
         assert!(extent.len() >= 10_000);
         assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
         assert!(quota.used() >= 10_000);
+        extent.prepare().unwrap();
+        assert!(rustix::fs::fstat(&file).unwrap().st_blocks * 512 >= 10_000);
         drop(extent);
         assert_eq!(file.used(), 0);
         drop(file);

@@ -30,6 +30,14 @@ pub struct Job {
 }
 
 impl Job {
+    /// What a worker does before the first piece: a write needs blocks to go to.
+    pub fn prepare(&self) -> Result<()> {
+        match self.direction {
+            Direction::Read => Ok(()),
+            Direction::Write => self.extent.prepare(),
+        }
+    }
+
     /// Ends the job: memory and extent first, so that whoever sees the answer sees them free.
     pub fn finish(self, answer: Result<()>) {
         let Self { extent, buffer, completer, .. } = self;

@@ -181,7 +181,14 @@ impl TensorStore {
                 return Err(Error::new(ErrorKind::Config, message));
             }
         }
-        let device = &self.devices[stored.device];
+        let device = self
+            .devices
+            .get(stored.device)
+            .filter(|device| Arc::ptr_eq(&device.file, stored.extent.file()))
+            .ok_or_else(|| {
+                let message = "this was written by another store; read it there";
+                Error::new(ErrorKind::Config, message)
+            })?;
         let slot = Arc::new(self.arena.slot(stored.extent.len() as usize)?);
         let (completer, ticket) = ticket();
         let request = Request::new(Job {
@@ -240,7 +247,7 @@ impl TensorStore {
 
     /// Refuses new work, ends what has begun, answers the rest with `Closed`. Idempotent.
     ///
-    /// Slots that are tensors by now stay valid; extents die with the file.
+    /// Slots that are tensors by now stay valid; the blocks on the disk are free.
     pub fn close(&self) {
         // After a fork the threads and rings are the parent's: the child must not wait for them.
         if self.is_foreign() || self.closed.swap(true, Ordering::SeqCst) {
@@ -248,6 +255,8 @@ impl TensorStore {
         }
         for device in &self.devices {
             device.engine.lock().unwrap_or_else(PoisonError::into_inner).close();
+            // Refused truncation leaves the blocks until the last handle is dropped.
+            let _kept = device.file.discard();
         }
     }
 

@@ -9,8 +9,10 @@ use std::time::Duration;
 
 use crate::error::{Error, ErrorKind, Result};
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Shared {
+    /// A forked process inherits the ticket but not the worker that would answer it.
+    process: u32,
     /// Set after `answer`; lets the hooks ask without touching the lock.
     done: AtomicBool,
     answer: Mutex<Option<Result<()>>>,
@@ -27,7 +29,12 @@ pub struct Completer(Option<Arc<Shared>>);
 
 /// A fresh pair.
 pub fn ticket() -> (Completer, Ticket) {
-    let shared = Arc::new(Shared::default());
+    let shared = Arc::new(Shared {
+        process: std::process::id(),
+        done: AtomicBool::new(false),
+        answer: Mutex::new(None),
+        answered: Condvar::new(),
+    });
     (Completer(Some(Arc::clone(&shared))), Ticket(shared))
 }
 
@@ -46,7 +53,15 @@ impl Ticket {
     }
 
     /// Waits at most `limit` for the answer; `None` if it did not come.
+    ///
+    /// In a forked process an answer that is not there will never come: `Closed` at once.
     pub fn wait_for(&self, limit: Duration) -> Option<Result<()>> {
+        if !self.is_done() && self.0.process != std::process::id() {
+            return Some(Err(Error::new(
+                ErrorKind::Closed,
+                format!("this transfer is on its way in process {} only", self.0.process),
+            )));
+        }
         let guard = self.0.answer.lock().unwrap_or_else(PoisonError::into_inner);
         let (guard, _) = self
             .0

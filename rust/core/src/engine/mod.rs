@@ -32,7 +32,10 @@ pub fn open(
         piece_len: config.piece_bytes.next_multiple_of(alignment).max(alignment),
     };
     match &config.backend {
-        Backend::IoUring => Ok((Box::new(uring::Uring::start(setup)?), None)),
+        Backend::IoUring => match uring::Uring::start(setup) {
+            Ok(engine) => Ok((Box::new(engine), None)),
+            Err(error) => Err(error.with_note("; use backend='auto' or 'psync'")),
+        },
         Backend::Psync => Ok((Box::new(psync::Psync::start(setup, psync::Kernel)?), None)),
         Backend::Simulated(faults) => {
             let disk = sim::SimulatedDisk::new(faults.clone());

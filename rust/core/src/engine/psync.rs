@@ -161,6 +161,9 @@ fn serve<D: Disk>(setup: &Setup, disk: &D, request: &Request) {
     let mut progress =
         Progress::new(direction, job.extent.offset(), len, setup.piece_len, setup.alignment);
     setup.meter.begin(direction);
+    if let Err(error) = job.prepare() {
+        progress.abort(error);
+    }
     let answer = loop {
         if request.is_abandoned() {
             progress.abandon();

@@ -89,8 +89,8 @@ fn build_ring(depth: u32) -> Result<IoUring> {
             Some(libc::ENOMEM) => " (raise `ulimit -l`)",
             _ => "",
         };
-        let kind = ErrorKind::Unsupported;
-        Error::new(kind, format!("cannot create an io_uring{next}: {source}"))
+        let what = format!("cannot create an io_uring{next}");
+        Error::from_io(what, &source).with_kind(ErrorKind::Unsupported)
     })
 }
 
@@ -190,9 +190,12 @@ impl Worker {
             // A request that was cancelled has no job any more.
             let Some(job) = request.claim() else { continue };
             let (offset, len) = (job.extent.offset(), job.buffer.len());
-            let progress =
+            let mut progress =
                 Progress::new(direction, offset, len, self.setup.piece_len, self.setup.alignment);
             self.setup.meter.begin(direction);
+            if let Err(error) = job.prepare() {
+                progress.abort(error);
+            }
             let entry = Some(Active { request, job, progress });
             let number = self.vacant.pop().unwrap_or_else(|| {
                 self.active.push(None);
