@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import _thread
-import copy
 import gc
-import io
 import logging
 import os
-import pickle
+import random
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import ssdtrain
 from ssdtrain.errors import BudgetError, CorruptError, StorageError
@@ -39,7 +38,6 @@ from support import (
     nothing,
     nothing_leaks,
     open_files,
-    prove,
     python,
     store_threads,
     wait_until,
@@ -259,97 +257,39 @@ def test_the_same_object_may_be_entered_twice_and_within_itself(tmp_path: Path) 
 
 
 def test_as_a_decorator_one_session_serves_all_calls_and_threads(tmp_path: Path) -> None:
+    def train(model: nn.Module, deep: int = 0) -> Result:
+        """Train in a call within ``deep`` others."""
+        if deep:
+            return decorated[0](model, deep - 1)
+        model.zero_grad()
+        model(batch()).square().sum().backward()
+        return gradients(model)
+
+    models = [mlp(seed).eval() for seed in range(3)]
+    expected = [train(model) for model in models]
     with nothing_leaks():
-
-        @ssdtrain.offload(tmp_path, min_bytes=1)
-        def train(seed: int, *, deep: int = 0) -> Result:
-            """Train once."""
-            if deep:
-                return train(seed, deep=deep - 1)
-            model = mlp(seed)
-            model.eval()
-            model(batch(seed)).square().sum().backward()
-            return gradients(model)
-
-        assert train.__name__ == "train"
-        expected = [train.__wrapped__(seed) for seed in range(3)]  # type: ignore[attr-defined]
-        actual = [train(seed, deep=seed) for seed in range(3)]
+        decorated = [ssdtrain.offload(tmp_path, min_bytes=1)(train)]
+        assert decorated[0].__name__ == "train"
+        with ThreadPoolExecutor(3) as pool:
+            actual = list(pool.map(decorated[0], models, range(3)))
         for one, other in zip(actual, expected, strict=True):
             assert_equal_bits(one, other)
-        assert len(open_files_in(tmp_path)) == 1
-        del train
-        # It names itself, as recursive functions do, and so is a cycle.
-        gc.collect()
-
-
-def open_files_in(directory: Path) -> list[str]:
-    return [one for one in open_files() if str(directory) in one]
+        assert len([one for one in open_files() if str(tmp_path) in one]) == 1
+        decorated.clear()
 
 
 def test_an_exception_in_the_block_passes_and_closes(tmp_path: Path) -> None:
     with nothing_leaks():
+        model = mlp()
         with pytest.raises(ZeroDivisionError), ssdtrain.offload(tmp_path, min_bytes=1):
-            loss = mlp()(batch()).sum()
-            raise ZeroDivisionError
-        del loss
+            Failing.apply(model[:2](batch()), "forward")
 
 
-# Copies, pickles and forks
-
-
-def test_modules_can_be_copied_pickled_and_saved_in_the_middle_of_a_step(tmp_path: Path) -> None:
-    def step(flush: Flush) -> Result:
-        model = mlp()
-        loss = model(batch()).square().sum()
-        flush()
-        twin = copy.deepcopy(model)
-        third = pickle.loads(pickle.dumps(model))
-        saved = io.BytesIO()
-        torch.save(model.state_dict(), saved)
-        loss.backward()
-        saved.seek(0)
-        twin.load_state_dict(torch.load(saved))
-        for one in (twin, third):
-            one.eval()
-            one(batch()).sum().backward()
-        return {
-            **gradients(model),
-            **{f"twin {name}": one for name, one in gradients(twin).items()},
-            **{f"third {name}": one for name, one in gradients(third).items()},
-        }
-
-    prove(step, tmp_path)
-
-
-class Rows(torch.utils.data.Dataset[Tensor]):
-    def __len__(self) -> int:
-        return 12
-
-    def __getitem__(self, index: int) -> Tensor:
-        # Autograd and its hooks in a worker, too: the store of the parent is not the worker's.
-        x = torch.full((64,), float(index), requires_grad=True)
-        (x.exp() * 0 + x).sum().backward()
-        assert x.grad is not None
-        return x.detach()
-
-
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_workers_of_a_data_loader_may_be_forked_inside_the_block(tmp_path: Path) -> None:
-    def step(flush: Flush) -> Result:
-        model = mlp()
-        losses = []
-        for rows in torch.utils.data.DataLoader(Rows(), batch_size=4, num_workers=2):
-            loss = model(rows).square().sum()
-            flush()
-            loss.backward()
-            losses.append(loss.detach())
-        return {"losses": torch.stack(losses), **gradients(model)}
-
-    prove(step, tmp_path)
+# Forks
 
 
 FORK = """
-import os, sys, warnings, gc
+import os, signal, sys, threading, warnings, gc
 warnings.simplefilter("ignore")
 from pathlib import Path
 import torch
@@ -364,19 +304,33 @@ for backend in ("psync", "io_uring"):
     with rig.context():
         loss = (x * 2).exp().sin().sum()
         rig.flush()
+        # Another thread is in a hook at this moment; its lock is never released in the child.
+        entered, leave = threading.Event(), threading.Event()
+        def hold():
+            with rig.hooks._lock:
+                entered.set()
+                leave.wait()
+        holder = threading.Thread(target=hold)
+        holder.start()
+        entered.wait()
         child = os.fork()
         if not child:
+            signal.alarm(20)
             # The child drops the graph and the store, and is refused a read: none may hang.
             code = 1
             try:
                 loss.backward()
             except ssdtrain.errors.ClosedError:
                 code = 0
+            own, = torch.autograd.grad((x * 2).exp().sin().sum(), x)
+            assert torch.equal(own, expected)
             del loss, rig
             gc.collect()
             # An orderly exit would run the finalizers of torch, which do not expect a fork.
             os._exit(code)
         _, status = os.waitpid(child, 0)
+        leave.set()
+        holder.join()
         assert status == 0, (backend, status)
         loss.backward()
         assert torch.equal(x.grad, expected)
@@ -443,6 +397,31 @@ def test_a_budget_below_what_one_node_needs_is_refused(tmp_path: Path) -> None:
     rig = Rig(tmp_path, max_resident_bytes=1_000_000)
     with pytest.raises(BudgetError, match="max_resident_bytes=1000000"):
         big_step(rig)
+    rig.assert_empty()
+
+
+def test_a_budget_holds_when_backward_goes_in_an_order_that_was_not_foreseen(
+    tmp_path: Path,
+) -> None:
+    x = torch.linspace(-1, 1, 1_000_000).requires_grad_()
+    rig = Rig(tmp_path, min_bytes=4096, max_resident_bytes=13_000_000)
+    shuffle = random.Random(0)
+    with rig.context():
+        for _ in range(30):
+            losses = [(x * n).tanh().sum() for n in range(8)]
+            shuffle.shuffle(losses)
+            while losses:
+                losses.pop().backward()
+    assert x.grad is not None
+    actual, x.grad = x.grad, None
+    shuffle = random.Random(0)
+    for _ in range(30):
+        order = list(range(8))
+        shuffle.shuffle(order)
+        while order:
+            (x * order.pop()).tanh().sum().backward()
+    assert bits(actual) == bits(x.grad)
+    assert rig.stats.resident_bytes_peak <= 13_000_000
     rig.assert_empty()
 
 
@@ -534,35 +513,34 @@ def test_a_budget_that_a_full_disk_cannot_serve_is_refused(tmp_path: Path) -> No
     rig.assert_empty()
 
 
+def failure_of(work: Callable[[], object]) -> StorageError | None:
+    try:
+        work()
+    except StorageError as error:
+        return error
+    return None
+
+
 @pytest.mark.parametrize("verify", [True, False])
 def test_a_read_that_fails_raises_and_gives_no_gradient(verify: bool, tmp_path: Path) -> None:
-    # At this rate the one write of this seed goes through, and its reads fail.
-    for seed in range(64):
-        rig = Rig(
-            tmp_path,
-            backend="simulated",
-            faults={"seed": seed, "io_error_rate": 0.7},
-            verify=verify,
-        )
+    failed_count = 0
+    for seed in range(32):
+        faults = {"seed": seed, "io_error_rate": 0.7}
+        rig = Rig(tmp_path, backend="simulated", faults=faults, verify=verify)
         x = torch.ones(1000, requires_grad=True)
         with rig.context():
             loss = (x * 2).exp().sum()
             rig.flush()
-            failed = False
-            if rig.stats.disk_used_bytes:
-                try:
-                    loss.backward()
-                except StorageError as error:
-                    failed = True
-                    assert "no gradient was computed" in "".join(error.__notes__)
-                    assert x.grad is None
-                else:
-                    assert x.grad is not None
-        del loss
+            written = rig.stats.disk_used_bytes > 0
+            error = failure_of(loss.backward)
+        assert (x.grad is None) == (error is not None)
+        if error is not None:
+            assert written
+            assert "no gradient was computed" in "".join(error.__notes__)
+            failed_count += 1
+        del loss, error
         rig.assert_empty()
-        if failed:
-            return
-    raise AssertionError("no seed let a write through and failed its read")
+    assert failed_count > 0, "no seed let a write through and failed its read"
 
 
 def test_every_flipped_bit_is_caught(tmp_path: Path) -> None:
@@ -613,32 +591,6 @@ print("done")
 def test_a_limit_on_file_sizes_keeps_tensors_and_training_goes_on(tmp_path: Path) -> None:
     done = python(FILE_LIMIT, str(tmp_path), str(Path(__file__).parent))
     assert (done.returncode, done.stdout) == (0, "warned ssdtrain\ndone\n"), done.stderr
-
-
-# Options
-
-
-@pytest.mark.parametrize("backend", ["psync", "io_uring", "auto"])
-@pytest.mark.parametrize("direct_io", ["required", "optional", "disabled"])
-def test_every_engine_and_way_of_opening_gives_equal_bits(
-    backend: str, direct_io: str, tmp_path: Path
-) -> None:
-    dirs = [tmp_path / "a", tmp_path / "b"]
-    for one in dirs:
-        one.mkdir()
-    expected = plain_gradients(steps=2)
-    rig = Rig(dirs[0], others=dirs[1:], backend=backend, direct_io=direct_io, verify=True)
-    model = mlp()
-    with rig.context():
-        for step in range(2):
-            loss = model(batch(step)).square().sum()
-            rig.flush()
-            loss.backward()
-    del loss
-    assert_equal_bits(gradients(model), expected)
-    assert rig.stats.bytes_read > 0
-    assert [place for place, _ in rig.stats.engines] == [str(one) for one in dirs]
-    rig.assert_empty()
 
 
 # The long run

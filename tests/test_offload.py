@@ -13,11 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from support import (
+    IN_PLACE,
     MODES,
     Flush,
     Result,
     Rig,
     Step,
+    assert_equal_bits,
     bits,
     gradients,
     nothing,
@@ -392,19 +394,18 @@ def test_a_tensor_saved_before_and_after_an_in_place_change_is_two_versions(
     def step(flush: Flush) -> Result:
         torch.manual_seed(0)
         x = torch.randn(1000, requires_grad=True)
-        data = torch.randn(1000)
-        y = x * data
+        values = torch.randn(1000)
+        before = (x * values).sum()
         flush()
-        first = y.sum()
-        if flush is not nothing or torch.is_grad_enabled():
-            first.backward()
-        data.mul_(3)
-        second = (x * data).sum()
+        values.mul_(3)
+        after = (x * values).sum()
         flush()
-        del data
-        second.backward()
+        del values
+        after.backward()
+        with pytest.raises(RuntimeError, match=IN_PLACE):
+            before.backward()
         assert x.grad is not None
-        return {"x": x.grad, "second": second}
+        return {"x": x.grad, "after": after}
 
     stats = prove(step, tmp_path)
     assert stats.bytes_written >= 2 * 4000
@@ -631,3 +632,25 @@ def test_running_statistics_give_plain_gradients(training: bool, tmp_path: Path)
         return {**gradients(norm), **{k: v.clone() for k, v in norm.named_buffers()}}
 
     prove(step, tmp_path)
+
+
+# Options
+
+
+@pytest.mark.parametrize("backend", ["psync", "io_uring", "auto"])
+@pytest.mark.parametrize("direct_io", ["required", "optional", "disabled"])
+def test_every_engine_and_way_of_opening_gives_equal_bits(
+    backend: str, direct_io: str, tmp_path: Path
+) -> None:
+    dirs = [tmp_path / "a", tmp_path / "b"]
+    for one in dirs:
+        one.mkdir()
+    expected = convolutions(nothing)
+    rig = Rig(dirs[0], others=dirs[1:], backend=backend, direct_io=direct_io, verify=True)
+    with rig.context():
+        actual = convolutions(rig.flush)
+    assert_equal_bits(actual, expected)
+    assert rig.stats.bytes_read > 0
+    assert [place for place, _ in rig.stats.engines] == [str(one) for one in dirs]
+    del actual
+    rig.assert_empty()

@@ -73,7 +73,8 @@ pub struct StoreConfig {
 impl StoreConfig {
     /// The defaults, for files in `dirs`.
     ///
-    /// 32 pieces of 1 MiB keep one NVMe drive busy; larger pieces gain at most 5 % and make a
+    /// 16 pieces of 4 MiB keep one NVMe drive as busy as 32 of 1 MiB, and wake the worker a quarter
+    /// as often, which matters where it takes turns with compute; much larger ones would make a
     /// demand read wait longer behind the writes that are in flight.
     pub fn new(dirs: impl IntoIterator<Item = impl Into<PathBuf>>) -> Self {
         Self {
@@ -82,8 +83,8 @@ impl StoreConfig {
             direct_io: DirectIo::Required,
             max_disk_bytes: None,
             verify: false,
-            queue_depth: 32,
-            piece_bytes: 1 << 20,
+            queue_depth: 16,
+            piece_bytes: 4 << 20,
             queue_capacity: 1 << 14,
             arena_retain_bytes: 32 << 20,
         }
