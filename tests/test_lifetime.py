@@ -403,8 +403,8 @@ def test_a_budget_below_what_one_node_needs_is_refused(tmp_path: Path) -> None:
 def test_a_budget_holds_when_backward_goes_in_an_order_that_was_not_foreseen(
     tmp_path: Path,
 ) -> None:
-    x = torch.linspace(-1, 1, 1_000_000).requires_grad_()
-    rig = Rig(tmp_path, min_bytes=4096, max_resident_bytes=13_000_000)
+    x = torch.linspace(-1, 1, 500_000).requires_grad_()
+    rig = Rig(tmp_path, min_bytes=4096, max_resident_bytes=6_500_000)
     shuffle = random.Random(0)
     with rig.context():
         for _ in range(30):
@@ -421,7 +421,7 @@ def test_a_budget_holds_when_backward_goes_in_an_order_that_was_not_foreseen(
         while order:
             (x * order.pop()).tanh().sum().backward()
     assert bits(actual) == bits(x.grad)
-    assert rig.stats.resident_bytes_peak <= 13_000_000
+    assert rig.stats.resident_bytes_peak <= 6_500_000
     rig.assert_empty()
 
 

@@ -25,6 +25,7 @@ from support import (
     nothing,
     prove,
     prove_refused,
+    wait_until,
 )
 
 DTYPES = sorted(
@@ -632,6 +633,25 @@ def test_running_statistics_give_plain_gradients(training: bool, tmp_path: Path)
         return {**gradients(norm), **{k: v.clone() for k, v in norm.named_buffers()}}
 
     prove(step, tmp_path)
+
+
+# A disk that does not move
+
+
+def test_steps_go_on_while_the_disk_stands_still(tmp_path: Path) -> None:
+    x = torch.linspace(-1, 1, 1000).requires_grad_()
+    (expected,) = torch.autograd.grad((x * 2).exp().sin().sum(), x)
+    rig = Rig.in_mode(tmp_path, "flight")
+    with rig.context():
+        for _ in range(5):
+            loss = (x * 2).exp().sin().sum()
+            # Long enough for a rate to be measured: nothing in a second.
+            wait_until(lambda: rig.store.stats()["write_busy_ns"] > 1e9, "a second of trying")
+            (grad,) = torch.autograd.grad(loss, x)
+            assert bits(grad) == bits(expected)
+    assert rig.stats.bytes_written == 0
+    del loss
+    rig.assert_empty()
 
 
 # Options

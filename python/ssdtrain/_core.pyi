@@ -69,6 +69,9 @@ class Pending:
     def done(self) -> bool:
         """Whether the read has ended, well or not."""
 
+    def cancel(self) -> bool:
+        """Give the read up; ``True`` if it had not begun."""
+
     def wait(self) -> Slot:
         """Wait for the read with the GIL released; raises what went wrong."""
 

@@ -9,7 +9,9 @@ a read.
 from __future__ import annotations
 
 import logging
+import os
 import threading
+import weakref
 from time import perf_counter
 
 import torch
@@ -17,6 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from ssdtrain.config import OffloadConfig
+from ssdtrain.errors import ClosedError
 from ssdtrain.policy import Policy, Rates
 from ssdtrain.prefetch import Prefetcher, Round
 from ssdtrain.saved import (
@@ -44,6 +47,18 @@ RATES_BUSY_S_MIN = 0.5
 """Less traffic than this, in less time, says nothing about a rate: bursts deceive."""
 
 
+_alive: weakref.WeakSet[Hooks] = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    """In a forked child: locks may be held by threads that are not there, the disk is not ours."""
+    for hooks in _alive:
+        hooks.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
+
+
 class Hooks:
     """The parts of one session behind the two hooks; autograd keeps it alive with the graph."""
 
@@ -59,6 +74,13 @@ class Hooks:
         self._rates = RATES_GUESS
         self._measured = transfer.store.stats()
         self._said: set[str] = set()
+        self._is_forked = False
+        _alive.add(self)
+
+    def leave_to_parent(self) -> None:
+        """Take no part in a forked child: what it saves is kept, what is on the disk is refused."""
+        self._is_forked = True
+        self._lock = threading.RLock()
 
     def context(self) -> saved_tensors_hooks:
         """Return the context manager that installs the hooks in the calling thread."""
@@ -68,19 +90,24 @@ class Hooks:
         """Return what happened so far."""
         with self._lock:
             self._ledger.settle()
-            return self._ledger.snapshot(self._transfer.store.stats())
+            resident_bytes = self._transfer.resident_bytes()
+            return self._ledger.snapshot(self._transfer.store.stats(), resident_bytes)
 
     def pack(self, tensor: Tensor) -> object:
         """Take a tensor that a node saves; return what autograd keeps in its place."""
+        if self._is_forked:
+            return ExcludedTensor(tensor)
         if not is_plain(tensor):
             self._note_passed(tensor)
             return ExcludedTensor(tensor)
         if is_weight(tensor):
             return ExcludedTensor(tensor)
+        geometry = Geometry(tensor)
+        start, nbytes = geometry.part_of(tensor)
         with self._lock:
-            if not tensor.nbytes or tensor.untyped_storage().nbytes() < self._min_bytes:
-                return self._keep_small(tensor)
-            return self._save(tensor)
+            if nbytes < self._min_bytes:
+                return self._keep_small(tensor, nbytes)
+            return self._save(tensor, geometry, start, nbytes)
 
     def unpack(self, packed: object) -> Tensor:
         """Give a node its saved tensor back."""
@@ -93,24 +120,25 @@ class Hooks:
         check_version(
             packed.counter, packed.version, lambda: _describe(geometry.dtype, geometry.size)
         )
+        if self._is_forked:
+            return _from_memory(packed)
         with self._lock:
             found = self._find(packed)
         if not isinstance(found, Loading):
             return found
         return self._wait(packed, found)
 
-    def _keep_small(self, tensor: Tensor) -> SmallTensor:
+    def _keep_small(self, tensor: Tensor, nbytes: int) -> SmallTensor:
         self._ledger.settle()
         if self._bounded:
             self._tracker.open_gate(sequence_number())
-            self._tracker.admit(tensor.untyped_storage().nbytes())
-        kept = SmallTensor(tensor, self._ledger)
+            self._tracker.admit(nbytes)
+        kept = SmallTensor(tensor, nbytes, self._ledger)
         self._ledger.note_peak(self._transfer.resident_bytes())
         return kept
 
-    def _save(self, tensor: Tensor) -> SavedTensor:
-        ledger, tracker, geometry = self._ledger, self._tracker, Geometry(tensor)
-        span = tensor.nbytes if tensor.is_contiguous() else geometry.span_bytes()
+    def _save(self, tensor: Tensor, geometry: Geometry, start: int, nbytes: int) -> SavedTensor:
+        ledger, tracker = self._ledger, self._tracker
         sequence = sequence_number()
         ledger.settle()
         tracker.open_gate(sequence)
@@ -119,7 +147,7 @@ class Hooks:
         current, is_new_round = self._prefetcher.round_for(backward)
         if is_new_round:
             self._learn()
-        record, is_new = tracker.record_for(tensor, geometry, span, sequence)
+        record, is_new = tracker.record_for(tensor, geometry, start, nbytes, sequence)
         saved = SavedTensor(tensor, geometry, record, sequence)
         current.add(saved, record.nbytes, is_new, perf_counter() - ledger.stall_s)
         if is_new:
@@ -194,7 +222,8 @@ class Hooks:
             busy = f"{direction}_busy_ns"
             nbytes: int = now[moved] - self._measured[moved]
             busy_s: float = (now[busy] - self._measured[busy]) / 1e9
-            if busy_s <= 0 or (nbytes < RATES_BYTES_MIN and busy_s < RATES_BUSY_S_MIN):
+            enough = nbytes >= RATES_BYTES_MIN or busy_s >= RATES_BUSY_S_MIN
+            if nbytes == 0 or busy_s <= 0 or not enough:
                 return last_known
             self._measured[moved], self._measured[busy] = now[moved], now[busy]
             return nbytes / busy_s
@@ -208,6 +237,17 @@ class Hooks:
         if kind not in self._said and kind not in ("cpu", "Parameter"):
             self._said.add(kind)
             log.info("saved tensors of kind %s are kept where they are", kind)
+
+
+def _from_memory(saved: SavedTensor) -> Tensor:
+    """Return a saved tensor in a forked child, which has its memory but not its disk."""
+    source = saved.record.source
+    if source is None:
+        raise ClosedError(
+            "this saved tensor is on the disk of the process that was forked; run its backward "
+            "there, or build the graph in this process"
+        )
+    return saved.build(source.untyped_storage(), 0)
 
 
 def _is_recompute() -> bool:

@@ -43,7 +43,9 @@ class Session:
     """
 
     def __init__(self, config: OffloadConfig, policy: Policy) -> None:
-        self._hooks: Hooks | None = Hooks(config, HostDirect(open_store(config.store)), policy)
+        bounded = config.max_resident_bytes is not None
+        transfer = HostDirect(open_store(config.store), bounded=bounded)
+        self._hooks: Hooks | None = Hooks(config, transfer, policy)
         self._final: Stats | None = None
 
     @property

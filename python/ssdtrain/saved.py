@@ -8,6 +8,7 @@ its extent. Nobody counts steps.
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ExcludedTensor", "Geometry", "Loading", "Record", "SavedTensor", "SmallTensor"]
 
+SPAN_GRANULE: Final = 16
+"""Parts begin on a multiple of the largest item, so that tensors of any dtype can share them."""
 NO_VERSION: Final = -1
 """Inference tensors have no version counter."""
 
@@ -42,6 +45,22 @@ class Geometry:
         reach = sum((n - 1) * step for n, step in zip(self.size, self.stride, strict=True))
         return (reach + 1) * self.dtype.itemsize
 
+    def part_of(self, tensor: Tensor) -> tuple[int, int]:
+        """Return start and length of the part of its storage that is kept for ``tensor``.
+
+        The whole storage if the tensor spans half of it or more: the slices of a fused projection
+        are saved one after the other, and one write serves them all. A small view of something
+        large (a batch of a data set in memory) takes its own part only.
+        """
+        if not tensor.nbytes:
+            return 0, 0
+        storage_bytes = tensor.untyped_storage().nbytes()
+        span = tensor.nbytes if tensor.is_contiguous() else self.span_bytes()
+        if 2 * span >= storage_bytes:
+            return 0, storage_bytes
+        start = self.offset - self.offset % SPAN_GRANULE
+        return start, self.offset + span - start
+
     def build(self, storage: UntypedStorage, start: int) -> Tensor:
         """Return a tensor on ``storage``, whose first byte was at ``start`` of the original."""
         offset = (self.offset - start) // self.dtype.itemsize
@@ -52,25 +71,40 @@ class Geometry:
 class Loading:
     """A read that was begun; whoever holds this holds its memory."""
 
-    __slots__ = ("__weakref__", "_pending", "_slot")
+    __slots__ = ("__weakref__", "_given_up", "_pending", "_slot")
 
-    def __init__(self, pending: Pending | None, slot: Slot | None = None) -> None:
+    def __init__(
+        self, pending: Pending | None, slot: Slot | None, given_up: deque[Pending] | None
+    ) -> None:
         assert (pending is None) != (slot is None)
         self._pending = pending
         self._slot = slot
+        self._given_up = given_up
+        """Where a read goes that nobody wants any more and that holds memory until it ends."""
 
     def done(self) -> bool:
         """Whether the bytes are there, or will never be."""
-        return self._pending is None or self._pending.done()
+        pending = self._pending
+        return pending is None or pending.done()
 
     def wait(self) -> Slot:
         """Return the bytes, waiting if they are not there; raises what went wrong."""
-        if self._slot is None:
-            pending = self._pending
-            assert pending is not None
+        # Another thread may wait for the same read, and end it between these lines.
+        pending = self._pending
+        if pending is not None:
             self._slot = pending.wait()
             self._pending = None
-        return self._slot
+        slot = self._slot
+        assert slot is not None
+        return slot
+
+    def __del__(self) -> None:
+        """Give the read up; a finalizer waits for nothing."""
+        pending = self._pending
+        if pending is None or self._given_up is None:
+            return
+        if not pending.done() and not pending.cancel():
+            self._given_up.append(pending)
 
 
 class Record:
@@ -180,13 +214,12 @@ class SmallTensor:
 
     __slots__ = ("_identity", "_ledger", "tensor", "version")
 
-    def __init__(self, tensor: Tensor, ledger: Ledger) -> None:
+    def __init__(self, tensor: Tensor, nbytes: int, ledger: Ledger) -> None:
         self.tensor = tensor.detach()
         self.version = tensor._version  # noqa: SLF001 - autograd's own check, see check_version
-        storage = tensor.untyped_storage()
-        self._identity = id(storage)
+        self._identity = id(tensor.untyped_storage())
         self._ledger = ledger
-        ledger.hold_small(self._identity, storage.nbytes())
+        ledger.hold_small(self._identity, nbytes)
 
     def __del__(self) -> None:
         """Post that it is gone; a finalizer takes no lock."""

@@ -139,8 +139,11 @@ class Ledger:
         self.stall_s += seconds
         self.stall_count += 1
 
-    def snapshot(self, store: dict[str, object]) -> Stats:
-        """Join these counts with those of the store (``_core.Store.stats``)."""
+    def snapshot(self, store: dict[str, object], read_bytes: int) -> Stats:
+        """Join these counts with those of the store (``_core.Store.stats``).
+
+        ``read_bytes`` is what reads hold in memory.
+        """
 
         def number(key: str) -> int:
             value = store.get(key, 0)
@@ -163,7 +166,7 @@ class Ledger:
             stall_s=self.stall_s,
             stall_count=self.stall_count,
             write_failed_count=self.write_failed_count,
-            resident_bytes=self.held_bytes + number("arena_live_bytes"),
+            resident_bytes=self.held_bytes + read_bytes,
             resident_bytes_peak=self.resident_bytes_peak,
             disk_used_bytes=number("disk_used_bytes"),
             disk_reserved_bytes=number("disk_reserved_bytes"),

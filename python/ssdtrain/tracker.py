@@ -32,8 +32,6 @@ __all__ = ["Tracker"]
 
 log = logging.getLogger("ssdtrain")
 
-SPAN_GRANULE = 16
-"""Spans begin on a multiple of the largest item, so that tensors of any dtype can share them."""
 REAP_MAX = 64
 """Writes looked at per hook: they end nearly in order."""
 SLOT_OVERHEAD_BYTES = 2 * 4096
@@ -57,7 +55,7 @@ class Tracker:
         self._said: set[str] = set()
 
     def record_for(
-        self, tensor: Tensor, geometry: Geometry, span: int, sequence: int
+        self, tensor: Tensor, geometry: Geometry, start: int, nbytes: int, sequence: int
     ) -> tuple[Record, bool]:
         """Return the record of the tensor's storage at its version, and whether it is new."""
         storage = tensor.untyped_storage()
@@ -69,10 +67,9 @@ class Tracker:
             record is not None
             and record.storage() is storage
             and record.version == version
-            and record.covers(geometry.offset, geometry.offset + span)
+            and record.covers(geometry.offset, start + nbytes)
         ):
             return record, False
-        start, nbytes = _part_to_keep(geometry.offset, span, storage.nbytes())
         self.admit(nbytes)
         record = Record(tensor, start, nbytes, sequence, self._ledger)
         # `id` is an identity only while the storage lives, which the look-up above checks.
@@ -180,6 +177,8 @@ class Tracker:
         while self.resident_bytes() + nbytes > self._budget:
             oldest = self._oldest_write()
             if oldest is None:
+                if self._transfer.end_given_up():
+                    continue
                 raise BudgetError(
                     f"max_resident_bytes={self._budget} is too small: {nbytes} more bytes are "
                     f"needed at once, {self.resident_bytes()} are in memory, and none of them is "
@@ -224,6 +223,9 @@ class Tracker:
         assert record.source is not None
         try:
             record.stored.wait()
+        except KeyboardInterrupt:
+            self._writing.appendleft(weakref.ref(record))
+            raise
         except CancelledError:
             record.stored = None
         except ClosedError:
@@ -249,19 +251,6 @@ class Tracker:
         if topic not in self._said:
             self._said.add(topic)
             log.warning("%s", message)
-
-
-def _part_to_keep(offset: int, span: int, storage_bytes: int) -> tuple[int, int]:
-    """Return start and length of what is kept of a storage for a tensor that spans ``span`` bytes.
-
-    The whole storage if the tensor spans half of it or more: the slices of a fused projection are
-    saved one after the other, and one write serves them all. A small view of something large (a
-    batch of a data set in memory) takes its own part only.
-    """
-    if 2 * span >= storage_bytes:
-        return 0, storage_bytes
-    start = offset - offset % SPAN_GRANULE
-    return start, offset + span - start
 
 
 def _forget(

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
+from contextlib import suppress
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ssdtrain import _core
+from ssdtrain.errors import SsdtrainError
 from ssdtrain.saved import Loading, Record, SavedTensor
 
 __all__ = ["HostDirect", "Transfer"]
@@ -29,12 +32,17 @@ class Transfer(Protocol):
     def resident_bytes(self) -> int:
         """Return the bytes of reads that are under way or in use."""
 
+    def end_given_up(self) -> bool:
+        """Wait for a read that nobody wants any more; ``False`` if there is none."""
+
 
 class HostDirect:
     """CPU memory, without a copy: written in place, read into memory that becomes the tensor."""
 
-    def __init__(self, store: _core.Store) -> None:
+    def __init__(self, store: _core.Store, *, bounded: bool) -> None:
         self.store = store
+        self._given_up: deque[_core.Pending] | None = deque() if bounded else None
+        """Kept only under a bound on resident bytes, which may have to wait for them."""
 
     def save(self, record: Record) -> None:
         """Queue the write. Raises ``NoSpaceError``, ``BusyError`` and others; nothing is lost."""
@@ -48,9 +56,9 @@ class HostDirect:
         slot = record.slot() if record.slot is not None else None
         if slot is not None:
             # Some node still holds a tensor on these very bytes.
-            return Loading(None, slot)
+            return Loading(None, slot, None)
         assert record.stored is not None
-        loading = Loading(self.store.read(record.stored))
+        loading = Loading(self.store.read(record.stored), None, self._given_up)
         record.loading = weakref.ref(loading)
         return loading
 
@@ -63,4 +71,16 @@ class HostDirect:
 
     def resident_bytes(self) -> int:
         """Return the bytes of the slots in use."""
+        given_up = self._given_up
+        while given_up and given_up[0].done():
+            given_up.popleft()
         return self.store.arena_live_bytes()
+
+    def end_given_up(self) -> bool:
+        """Wait for one given-up read to end, well or not, and let its memory go."""
+        if not self._given_up:
+            return False
+        pending = self._given_up.popleft()
+        with suppress(SsdtrainError):
+            pending.wait()
+        return True

@@ -68,6 +68,7 @@ pub struct SpillFile {
     /// Bytes of the file that have blocks on the disk. Its lock is held while the file grows, which
     /// may take as long as the disk likes; so only workers take it.
     blocks: Mutex<u64>,
+    process: u32,
 }
 
 #[derive(Debug)]
@@ -118,8 +119,21 @@ impl SpillFile {
         let extents =
             ExtentAllocator::new(alignment as u64, i64::MAX as u64 & !(alignment as u64 - 1));
         let (space, blocks) = (Mutex::new(Space { extents, booked: 0 }), Mutex::new(0));
+        let process = std::process::id();
         let (dir, quota, file) = (dir.to_owned(), Arc::clone(quota), File::from(file));
-        Ok((Arc::new(Self { file, dir, alignment, direct: is_direct, quota, space, blocks }), note))
+        Ok((
+            Arc::new(Self {
+                file,
+                dir,
+                alignment,
+                direct: is_direct,
+                quota,
+                space,
+                blocks,
+                process,
+            }),
+            note,
+        ))
     }
 
     /// The directory this file stands in.
@@ -269,7 +283,11 @@ impl Extent {
 
 impl Drop for Extent {
     fn drop(&mut self) {
-        self.file.lock().extents.free(self.offset, self.len);
+        // In a forked process the lock may be held by a thread that is not there, and the
+        // bookkeeping of the parent is not ours to change.
+        if self.file.process == std::process::id() {
+            self.file.lock().extents.free(self.offset, self.len);
+        }
     }
 }
 

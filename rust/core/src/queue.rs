@@ -222,6 +222,11 @@ impl SubmitQueue {
         false
     }
 
+    /// Takes back what [`SubmitQueue::may_sleep`] announced, after waking for another reason.
+    pub fn woke(&self) {
+        self.waker.withdraw_sleep();
+    }
+
     /// The waker, for the worker.
     pub fn waker(&self) -> &Waker {
         &self.waker

@@ -346,7 +346,7 @@ impl Stored {
 
 impl Drop for Stored {
     fn drop(&mut self) {
-        if !self.ticket.is_done() {
+        if !self.ticket.is_done() && !self.ticket.is_foreign() {
             self.cancel();
         }
     }
@@ -356,6 +356,12 @@ impl Pending {
     /// Is the read done?
     pub fn ticket(&self) -> &Ticket {
         &self.ticket
+    }
+
+    /// Gives the read up: `true` if it had not begun. If it had, its slot is held until the
+    /// ticket tells that the last piece has ended.
+    pub fn cancel(&self) -> bool {
+        self.request.cancel()
     }
 
     /// The bytes, once the ticket says that they are there.
@@ -388,8 +394,8 @@ impl Pending {
 
 impl Drop for Pending {
     fn drop(&mut self) {
-        if !self.ticket.is_done() {
-            self.request.cancel();
+        if !self.ticket.is_done() && !self.ticket.is_foreign() {
+            self.cancel();
         }
     }
 }

@@ -44,6 +44,11 @@ impl Ticket {
         self.0.done.load(Ordering::Acquire)
     }
 
+    /// Whether this process was forked from the one whose worker answers.
+    pub fn is_foreign(&self) -> bool {
+        self.0.process != std::process::id()
+    }
+
     /// The answer, if it is there.
     pub fn answer(&self) -> Option<Result<()>> {
         if !self.is_done() {
@@ -56,7 +61,7 @@ impl Ticket {
     ///
     /// In a forked process an answer that is not there will never come: `Closed` at once.
     pub fn wait_for(&self, limit: Duration) -> Option<Result<()>> {
-        if !self.is_done() && self.0.process != std::process::id() {
+        if !self.is_done() && self.is_foreign() {
             return Some(Err(Error::new(
                 ErrorKind::Closed,
                 format!("this transfer is on its way in process {} only", self.0.process),

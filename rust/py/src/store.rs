@@ -145,6 +145,10 @@ impl Pending {
         self.0.ticket().is_done()
     }
 
+    fn cancel(&self) -> bool {
+        self.0.cancel()
+    }
+
     fn wait(&self, py: Python<'_>) -> PyResult<Slot> {
         wait(py, self.0.ticket())?;
         py.detach(|| self.0.restored()).map(Slot).map_err(|error| to_python(py, &error))

@@ -147,11 +147,15 @@ impl Worker {
                 return Ok(());
             }
             let full = self.vacant_pieces.is_empty();
-            if full || closed || self.setup.queue.may_sleep() {
+            let announced = !full && !closed && self.setup.queue.may_sleep();
+            if full || closed || announced {
                 self.arm_wake()?;
                 self.wait(1)?;
             } else {
                 self.wait(0)?;
+            }
+            if announced {
+                self.setup.queue.woke();
             }
             self.reap()?;
         }
