@@ -6,6 +6,8 @@
 ...     loss.backward()
 """
 
+from importlib.metadata import version
+
 from ssdtrain.memory import prefer_huge_pages
 
 prefer_huge_pages()
@@ -21,17 +23,21 @@ from ssdtrain.errors import (  # noqa: E402 - the switch for huge pages comes be
 )
 from ssdtrain.offload import Session, offload  # noqa: E402
 from ssdtrain.stats import Stats  # noqa: E402
-from ssdtrain.store import TensorStore  # noqa: E402
+from ssdtrain.store import PendingRead, StoredTensor, TensorStore  # noqa: E402
+
+__version__ = version("ssdtrain")
 
 __all__ = [
     "BudgetError",
     "ConfigError",
     "CorruptError",
     "NoSpaceError",
+    "PendingRead",
     "Session",
     "SsdtrainError",
     "Stats",
     "StorageError",
+    "StoredTensor",
     "TensorStore",
     "UnsupportedError",
     "offload",

@@ -28,14 +28,14 @@ def prefer_huge_pages() -> None:
 
 
 def note_small_pages() -> None:
-    """Say once if torch had made tensors before the switch was set."""
+    """Warn once if torch had made tensors before the switch was set."""
     global _noted  # noqa: PLW0603 - said once per process
     if _noted or os.environ.get(SWITCH) != "1":
         return
     _noted = True
     probe = torch.empty(PROBE_BYTES, dtype=torch.uint8, device="cpu")
     if probe.data_ptr() % PAGE_BYTES:
-        log.info(
+        log.warning(
             "tensors are not on huge pages, which slows the disk and hides freed memory: import "
             "ssdtrain before the first tensor is made, or set %s=1",
             SWITCH,

@@ -7,6 +7,7 @@ and back through ``hooks.unpack``; ``docs/architecture.md`` tells it step by ste
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -22,6 +23,7 @@ from ssdtrain.config import (
     StoreConfig,
     directories,
 )
+from ssdtrain.errors import ConfigError
 from ssdtrain.hooks import Hooks
 from ssdtrain.memory import note_small_pages
 from ssdtrain.opening import open_store
@@ -30,6 +32,12 @@ from ssdtrain.stats import Stats
 from ssdtrain.transfer import HostDirect
 
 __all__ = ["Session", "offload"]
+
+RUNS_LATER = (
+    inspect.isgeneratorfunction,
+    inspect.iscoroutinefunction,
+    inspect.isasyncgenfunction,
+)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -59,6 +67,8 @@ class Session:
     def __str__(self) -> str:
         """Return the report for a person."""
         return str(self.stats)
+
+    __repr__ = __str__
 
     def context(self) -> AbstractContextManager[object]:
         """Return the context manager that installs this session's hooks in the calling thread."""
@@ -121,6 +131,8 @@ class offload:  # noqa: N801 - used like torch.no_grad
         self._policy = Policy()
         """What was learned outlives a session: the same object may be entered again."""
         self._local = threading.local()
+        self.session: Session | None = None
+        """The session opened last: how to reach that of a decorated function."""
 
     def __enter__(self) -> Session:
         """Open a store and install the hooks in this thread."""
@@ -129,6 +141,7 @@ class offload:  # noqa: N801 - used like torch.no_grad
         context = session.context()
         context.__enter__()
         self._entered().append((session, context))
+        self.session = session
         return session
 
     def __exit__(
@@ -144,6 +157,11 @@ class offload:  # noqa: N801 - used like torch.no_grad
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         """Decorate ``function``: one session serves all its calls, as long as it exists."""
+        if any(is_kind(function) for is_kind in RUNS_LATER):
+            raise ConfigError(
+                f"{getattr(function, '__name__', function)!r} runs after the call that makes it "
+                "has returned, without the hooks; put `with ssdtrain.offload(...)` inside it"
+            )
         opened: list[Session] = []
         opening = threading.Lock()
 
@@ -153,6 +171,7 @@ class offload:  # noqa: N801 - used like torch.no_grad
                 if not opened:
                     note_small_pages()
                     opened.append(Session(self._config, self._policy))
+                    self.session = opened[0]
             with opened[0].context():
                 return function(*args, **kwargs)
 

@@ -179,13 +179,21 @@ def _check(arguments: argparse.Namespace) -> None:
     if arguments.repeats < 1:
         raise UsageError(f"--repeats must be at least 1, it is {arguments.repeats}")
     for option, path in (("--json", arguments.json), ("--picture", arguments.picture)):
+        if path.is_dir():
+            raise UsageError(f"{option} {path} is a directory; name a file in it")
         folder = path.absolute().parent
         if not os.access(folder, os.W_OK):
             raise UsageError(
                 f"{option} {path}: {folder} is not a directory that can be written to; "
                 "name a file in one that is"
             )
-    if arguments.data is not None and not os.access(arguments.data, os.R_OK):
+    pictures = (".png", ".svg", ".pdf")
+    if arguments.picture.suffix not in pictures:
+        raise UsageError(f"--picture {arguments.picture}: end its name in one of {pictures}")
+    readable = arguments.data is None or (
+        os.path.isfile(arguments.data) and os.access(arguments.data, os.R_OK)
+    )
+    if not readable:
         raise UsageError(f"--data {arguments.data}: there is no file that can be read; name one")
     if arguments.model != "gpt" and importlib.util.find_spec("transformers") is None:
         raise UsageError(

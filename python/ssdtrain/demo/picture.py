@@ -44,7 +44,7 @@ def draw(runs: Sequence[ModeRun], title: str, path: Path) -> None:
         seconds, sizes = zip(*run.memory.curve, strict=True)
         mib = [size / MIB for size in sizes]
         colour = COLOURS[run.mode]
-        label = f"{run.mode} (peak {max(mib):,.0f} MiB)"
+        label = f"{run.mode} (sampled peak {max(mib):,.0f} MiB)"
         axes.plot(seconds, mib, STYLES[run.mode], color=colour, linewidth=2, label=label)
         axes.fill_between(seconds, mib, color=colour, alpha=0.12, linewidth=0)
     axes.set_title(title, loc="left", fontsize=13)

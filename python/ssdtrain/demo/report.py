@@ -36,8 +36,8 @@ RSS_NOTE = """\
 RSS peak above resident: VmHWM over the timed steps, less VmRSS (weights, gradients, libraries)
 before them."""
 
-DISTURBANCE_NOTE = """\
-Where other processes keep cores busy, steps take longer and ratios are chance: run it alone."""
+FOREIGN_CORES_MAX = 0.3
+"""More cores busy with other processes than this, and times of step say nothing about modes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +130,15 @@ def _figures(report: Report) -> str:
         row("tokens per second", lambda s: _number(s.tokens_per_s, ",.0f")),
         row("cores busy with other processes", lambda s: _number(s.foreign_cores, ".2f")),
     ]
+    disturbed = [
+        f"{_number(summary.foreign_cores, '.1f')} during {summary.mode}"
+        for summary in report.summaries
+    ]
+    if any((summary.foreign_cores or 0) > FOREIGN_CORES_MAX for summary in report.summaries):
+        lines.append(
+            f"TIMES ARE NOT COMPARABLE: other processes kept cores busy ({', '.join(disturbed)}); "
+            "run it alone"
+        )
     return "\n".join(lines)
 
 
@@ -169,7 +178,6 @@ def _footnotes(report: Report) -> str:
         TIME_NOTE,
         ACTIVATION_NOTE,
         RSS_NOTE,
-        DISTURBANCE_NOTE,
         f"All modes run with {environment}: huge pages for tensors, as `import ssdtrain` sets it.",
     ]
     notes += sorted(
