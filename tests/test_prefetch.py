@@ -29,6 +29,9 @@ class FakeRecord:
         self.stored: object | None = object()
         self.source: object | None = None
 
+    def slot_bytes(self) -> int:
+        return self.nbytes
+
 
 class FakeSaved:
     """What the prefetcher sees of a saved tensor."""

@@ -175,7 +175,7 @@ class Hooks:
         elif saved.ahead is not None:
             found, saved.ahead = saved.ahead, None
         else:
-            if self._bounded and tracker.room_bytes() < record.nbytes:
+            if self._bounded and tracker.room_bytes() < record.slot_bytes():
                 self._prefetcher.drop_window()
             found = tracker.demand(saved)
         self._prefetcher.advance(saved, tracker.resident_bytes(), tracker.room_bytes())

@@ -28,6 +28,8 @@ STALL_SHARE_MAX = 0.01
 SETTLED_COUNT = 3
 """After so many plans a signature is planned again only if it stalls, or rates or caution moved."""
 RATE_CHANGE = 1.25
+PLANS_MAX = 64
+"""Plans remembered; which keys to keep is remembered longer."""
 KNOWLEDGE_MAX = 100_000
 """Keys remembered before everything is learned anew: bounds memory when shapes never repeat."""
 
@@ -133,6 +135,8 @@ class Policy:
 
     def note_futile(self, key: int) -> None:
         """Remember that offloading this tensor frees nothing: somebody else holds its storage."""
+        if len(self._futile) > KNOWLEDGE_MAX:
+            self._futile.clear()
         self._futile.add(key)
 
     def learn(
@@ -156,6 +160,9 @@ class Policy:
         careful = Rates(rates.write * self._caution, rates.read * self._caution)
         made = plan(items, careful)
         self._plans[signature] = made
+        if len(self._plans) > PLANS_MAX:
+            oldest = next(iter(self._plans))
+            del self._plans[oldest], self._basis[oldest]
         for item in items:
             self._planned.add(item.key)
             if item.key in made.keep:

@@ -22,8 +22,11 @@ __all__ = ["Prefetcher", "Round"]
 WINDOW_BYTES = 32 << 20
 """Bytes read ahead in any case. A slow disk reads ahead as far as its plan says, and into the
 memory that its backward has freed: that never raises the peak."""
+DEAD_ROUND_COUNT = 4096
 FORWARD_SEED, BACKWARD_SEED = 1, 2
 """First keys of rounds; small negative numbers would not do, hash(-1) is hash(-2)."""
+WINDOW_COUNT = 64
+"""Records read ahead at most: bounds the work of an unpack where tensors are small."""
 ORDERS_MAX = 64
 """Learned orders that are remembered."""
 UNFINISHED_MAX = 32
@@ -54,6 +57,8 @@ class Round:
         self.resident_bytes = 0
         """Saved bytes in memory when this round was first asked for a tensor."""
         self.stall_s = 0.0
+        self.look_at = DEAD_ROUND_COUNT
+        """At this many entries, look whether the older are dead."""
         self.began_s = perf_counter()
 
     def add(self, saved: SavedTensor, nbytes: int, is_new: bool, now_s: float) -> None:
@@ -61,9 +66,18 @@ class Round:
         self.signature = next_key(self.signature, nbytes)
         saved.round = self
         saved.ordinal = len(self.entries)
-        self.entries.append(weakref.ref(saved))
         self.sequences.append(saved.sequence)
         self.items.append((self.signature, nbytes, now_s) if is_new else None)
+        # Last, so that an interrupt in between leaves no entry without its figures.
+        self.entries.append(weakref.ref(saved))
+
+    def is_dead(self) -> bool:
+        """Whether the older of many entries are dead: forwards whose graphs were dropped."""
+        if len(self.entries) < self.look_at:
+            return False
+        self.look_at = 2 * len(self.entries)
+        older = self.entries[: len(self.entries) // 2]
+        return all(entry() is None for entry in older)
 
     def finished(self) -> bool:
         """Whether every tensor was asked for, or is dead."""
@@ -105,7 +119,13 @@ class Prefetcher:
     def round_for(self, phase: int) -> tuple[Round, bool]:
         """Return the round a pack belongs to, and whether it is a new one."""
         current = self._current
-        if current is not None and current.phase == phase and (phase != -1 or not current.needed_s):
+        goes_on = (
+            current is not None
+            and current.phase == phase
+            and (phase != -1 or not current.needed_s)
+            and not current.is_dead()
+        )
+        if current is not None and goes_on:
             return current, False
         if current is not None:
             self._unfinished.append(current)
@@ -154,30 +174,32 @@ class Prefetcher:
         index = current.position.get(saved.ordinal, len(current.position))
         begun = {ordinal for ordinal in self._window if current.position[ordinal] > index}
         wanted: dict[int, weakref.ref[SavedTensor]] = {}
-        ahead: dict[int, int] = {}
-        """Bytes read ahead by record: tensors that share a record share its read."""
+        ahead: set[int] = set()
+        """Records that are read ahead: tensors that share a record share its read."""
+        ahead_bytes = 0
         may_begin = True
         for following in self._following(current, index):
             record = following.record
             begun.discard(following.ordinal)
             joins = id(record) in ahead
-            due = (
+            due = len(ahead) < WINDOW_COUNT and (
                 joins
                 or not ahead
                 or record.nbytes <= spare_bytes
-                or sum(ahead.values()) + record.nbytes <= WINDOW_BYTES
+                or ahead_bytes + record.nbytes <= WINDOW_BYTES
                 or self._is_due(current, following)
             )
             if due and following.ahead is None and may_begin:
-                may_begin = joins or record.nbytes <= room_bytes
+                may_begin = joins or record.slot_bytes() <= room_bytes
                 if may_begin:
                     following.ahead = self._load(following)
                     if following.ahead is not None and not joins:
-                        room_bytes -= record.nbytes
-                        spare_bytes -= record.nbytes
+                        room_bytes -= record.slot_bytes()
+                        spare_bytes -= record.slot_bytes()
             may_begin = may_begin and due
             if following.ahead is not None and (due or following.ordinal in self._window):
-                ahead[id(record)] = record.nbytes
+                ahead_bytes += 0 if joins else record.nbytes
+                ahead.add(id(record))
                 wanted[following.ordinal] = current.entries[following.ordinal]
             if not may_begin and not begun:
                 break

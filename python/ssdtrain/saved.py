@@ -24,6 +24,7 @@ __all__ = ["ExcludedTensor", "Geometry", "Loading", "Record", "SavedTensor", "Sm
 
 SPAN_GRANULE: Final = 16
 """Parts begin on a multiple of the largest item, so that tensors of any dtype can share them."""
+SLOT_OVERHEAD_BYTES: Final = 2 * 4096
 NO_VERSION: Final = -1
 """Inference tensors have no version counter."""
 
@@ -124,6 +125,7 @@ class Record:
         "storage",
         "stored",
         "version",
+        "written_at",
     )
 
     def __init__(
@@ -141,6 +143,8 @@ class Record:
         self.sequence = sequence
         """Autograd's sequence number when this was packed: the gate (see ``Tracker``)."""
         self.stored: Stored | None = None
+        self.written_at = 0
+        """The address that was written from: torch can move the memory of a live storage."""
         self.loading: weakref.ref[Loading] | None = None
         self.slot: weakref.ref[Slot] | None = None
         self.fate = "kept"
@@ -153,6 +157,25 @@ class Record:
         """Return the address of the first byte; only while the source is held."""
         assert self.source is not None
         return self.source.untyped_storage().data_ptr() + self.start
+
+    def slot_bytes(self) -> int:
+        """Return the most that a read of this record takes: widened, and rounded to pages."""
+        return self.nbytes + SLOT_OVERHEAD_BYTES
+
+    def is_whole(self) -> bool:
+        """Whether the storage still has the bytes to keep (``resize_`` may have taken them)."""
+        assert self.source is not None
+        return self.source.untyped_storage().nbytes() >= self.start + self.nbytes
+
+    def is_unchanged(self) -> bool:
+        """Whether the bytes that were written are those that were saved.
+
+        Neither changed in place on the way, nor moved: sharing a tensor with another process swaps
+        the memory of its storage and frees the old one, without a word to the version counter.
+        """
+        assert self.source is not None
+        same_version = self.source._version == self.version  # noqa: SLF001
+        return same_version and self.is_whole() and self.address() == self.written_at
 
     def covers(self, start: int, end: int) -> bool:
         """Whether the bytes ``[start, end)`` of the storage are among those kept."""
@@ -217,9 +240,10 @@ class SmallTensor:
     def __init__(self, tensor: Tensor, nbytes: int, ledger: Ledger) -> None:
         self.tensor = tensor.detach()
         self.version = tensor._version  # noqa: SLF001 - autograd's own check, see check_version
-        self._identity = id(tensor.untyped_storage())
+        storage = tensor.untyped_storage()
+        self._identity = id(storage)
         self._ledger = ledger
-        ledger.hold_small(self._identity, nbytes)
+        ledger.hold_small(self._identity, nbytes, storage.nbytes())
 
     def __del__(self) -> None:
         """Post that it is gone; a finalizer takes no lock."""

@@ -121,14 +121,13 @@ class Ledger:
                 self.bytes["kept"] += entry[0]
                 self.tensors["kept"] += 1
 
-    def hold_small(self, identity: int, nbytes: int) -> None:
-        """Count the storage of a small tensor, once however many tensors lie on it."""
-        entry = self._small.get(identity)
-        if entry is None:
-            self._small[identity] = [nbytes, 1]
-            self.held_bytes += nbytes
-        else:
-            entry[1] += 1
+    def hold_small(self, identity: int, nbytes: int, storage_bytes: int) -> None:
+        """Count a small tensor: all on one storage together at most as much as the storage."""
+        entry = self._small.setdefault(identity, [0, 0])
+        more = min(nbytes, max(0, storage_bytes - entry[0]))
+        entry[0] += more
+        entry[1] += 1
+        self.held_bytes += more
 
     def note_peak(self, arena_bytes: int) -> None:
         """Compare what is resident now with the peak; called after whatever may raise it."""

@@ -48,11 +48,16 @@ class StoredTensor(Generic[T]):
 
     def wait(self) -> None:
         """Wait for the write. Raises ``StorageError``, ``NoSpaceError``, ``ClosedError``."""
+        self.refuse_released()
+        stored = self._stored
+        if stored is not None:
+            stored.wait()
+        self._source = None
+
+    def refuse_released(self) -> None:
+        """Raise ``ClosedError`` if this tensor was released."""
         if self._released:
             raise ClosedError("this tensor was released; write it again to read it again")
-        if self._stored is not None:
-            self._stored.wait()
-        self._source = None
 
 
 class PendingRead(Generic[T]):
@@ -95,6 +100,8 @@ class PendingRead(Generic[T]):
     def _begin(self) -> None:
         self._stored.wait()
         stored = self._stored._stored  # noqa: SLF001 - two halves of one thing
+        # Released by another thread meanwhile: that sets the mark before it takes the handle.
+        self._stored.refuse_released()
         self._pending = None if stored is None else self._store.read(stored)
 
 
@@ -157,9 +164,9 @@ class TensorStore:
 
     def release(self, stored: StoredTensor[T]) -> None:
         """Give the space of ``stored`` back; a write that has not begun is cancelled."""
-        stored._stored = None  # noqa: SLF001 - two halves of one thing
+        stored._released = True  # noqa: SLF001 - two halves of one thing
+        stored._stored = None  # noqa: SLF001
         stored._source = None  # noqa: SLF001
-        stored._released = True  # noqa: SLF001
 
     def stats(self) -> dict[str, Any]:
         """Return counts: bytes and requests written and read, busy nanoseconds, space in use."""
@@ -209,7 +216,7 @@ class _Form:
 def _take_apart(tensor: object) -> tuple[_Form, object, int, int]:
     """Return the form, what keeps the bytes alive, their address and their number."""
     if type(tensor) is Tensor or type(tensor) is Parameter:
-        if is_wrapped(tensor):
+        if is_wrapped(tensor) or tensor._is_zerotensor():  # noqa: SLF001 - it has no bytes
             raise ConfigError("a tensor inside a function transform has no bytes of its own yet")
         if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
             raise ConfigError("only dense tensors can be stored; convert with .to_dense() first")

@@ -34,8 +34,6 @@ log = logging.getLogger("ssdtrain")
 
 REAP_MAX = 64
 """Writes looked at per hook: they end nearly in order."""
-SLOT_OVERHEAD_BYTES = 2 * 4096
-"""What a slot may take beyond its tensor: the widening and the rounding to pages."""
 
 
 class Tracker:
@@ -116,7 +114,8 @@ class Tracker:
         """Return the storage if its bytes are still in memory; then its write is not needed."""
         if record.source is not None:
             if record.stored is not None:
-                if record.stored.cancel():
+                # Under a bound the write goes on: the memory may be needed while this tensor lives.
+                if self._budget is None and record.stored.cancel():
                     record.stored = None
                 else:
                     record.fate = "forwarded"
@@ -156,7 +155,7 @@ class Tracker:
 
     def demand(self, saved: SavedTensor) -> Loading:
         """Begin the read of a tensor that is needed now."""
-        self.admit(saved.record.nbytes + SLOT_OVERHEAD_BYTES)
+        self.admit(saved.record.slot_bytes())
         return self._transfer.load(saved.record)
 
     def resident_bytes(self) -> int:
@@ -167,7 +166,7 @@ class Tracker:
         """Return how many more bytes may become resident."""
         if self._budget is None:
             return 1 << 62
-        return max(0, self._budget - self.resident_bytes() - SLOT_OVERHEAD_BYTES)
+        return max(0, self._budget - self.resident_bytes())
 
     def admit(self, nbytes: int) -> None:
         """Wait until ``nbytes`` more fit under the bound on resident bytes, if there is one."""
@@ -197,15 +196,15 @@ class Tracker:
         return None
 
     def _begin_write(self, record: Record) -> None:
+        if not record.is_whole():
+            return
         try:
             self._transfer.save(record)
         except BusyError as error:
-            if self._budget is None:
+            oldest = self._oldest_write() if self._budget is not None else None
+            if oldest is None:
                 self._say_once("busy", f"kept a tensor: {error}")
                 return
-            oldest = self._oldest_write()
-            if oldest is None:
-                raise
             self._end_write(oldest)
             self._begin_write(record)
             return
@@ -237,10 +236,11 @@ class Tracker:
             record.fate = "kept"
             self._note_failure(error)
         else:
-            if record.source._version == record.version:  # noqa: SLF001
+            if record.is_unchanged():
                 record.free_source()
             else:
-                # Changed on the way: the bytes on the disk may be torn. Unpack raises.
+                # The bytes on the disk are not those that were saved; the source is what plain
+                # autograd would use, and unpack raises if it was changed in place.
                 record.stored = None
 
     def _note_failure(self, error: SsdtrainError) -> None:

@@ -46,7 +46,8 @@ class HostDirect:
 
     def save(self, record: Record) -> None:
         """Queue the write. Raises ``NoSpaceError``, ``BusyError`` and others; nothing is lost."""
-        record.stored = self.store.write(record.address(), record.nbytes, record.source)
+        record.written_at = record.address()
+        record.stored = self.store.write(record.written_at, record.nbytes, record.source)
 
     def load(self, record: Record) -> Loading:
         """Begin the read, or join one that another user of the record began."""
