@@ -565,7 +565,9 @@ def io_uring_names(root: Path) -> Iterator[str]:
 def registry_addresses(root: Path) -> Iterator[str]:
     """Where packages come from is the business of whoever installs."""
     # In pieces, so that this file does not break its own rule.
-    hosts = "|".join(("pypi\\.", "pythonhosted\\.", "download\\.pytorch\\.", "crates\\."))
+    hosts = "|".join(
+        f"{name}\\." for name in ("pypi", "python" + "hosted", "download\\.pytorch", "crates")
+    )
     address = re.compile(rf"\b(?:{hosts})(?:org|io)\b|--(?:extra-)?index" + "-url|index_" + "url")
     lock_source = f'source = "registry+https://github.com/rust-lang/{"crates"}.io-index"'
     for path in text_files(root):
