@@ -115,11 +115,6 @@ impl ExtentAllocator {
         self.end
     }
 
-    /// Free bytes below `end`.
-    pub fn free_bytes(&self) -> u64 {
-        self.end - self.used
-    }
-
     fn take_recent(&mut self, len: u64) -> Option<u64> {
         while let Some(&offset) = self.recent.last() {
             match self.free_by_offset.get(&offset) {
