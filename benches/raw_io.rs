@@ -24,7 +24,7 @@ use criterion::measurement::WallTime;
 use criterion::{BenchmarkGroup, BenchmarkId, Criterion, SamplingMode, Throughput};
 use rustix::mm::Advice;
 use ssdtrain_core::{
-    Backend, ErrorKind, HostRegion, Pending, Result, StoreConfig, Stored, TensorStore,
+    Backend, ErrorKind, HostRegion, Pending, Result, StoreConfig, Stored, TensorStore, Tuning,
 };
 use tempfile::TempDir;
 
@@ -256,9 +256,9 @@ impl Bench {
     /// Measures one engine, or says why it cannot.
     fn run(&mut self, criterion: &mut Criterion, dir: &Path, backend: &Backend) -> Result<()> {
         for depth in DEPTHS {
-            let mut config = StoreConfig::new([dir]);
+            let tuning = Tuning { queue_depth: depth, ..Tuning::default() };
+            let mut config = StoreConfig::new([dir]).tuned(tuning);
             config.backend = backend.clone();
-            config.queue_depth = depth;
             // A pass holds all that it reads. Memory that went away between two passes would make
             // this a benchmark of page faults.
             config.arena_retain_bytes = PASS_BYTES;

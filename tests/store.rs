@@ -8,6 +8,7 @@ use std::sync::Arc;
 use proptest::prelude::*;
 use ssdtrain_core::{
     Backend, DirectIo, ErrorKind, Faults, HostRegion, Result, StoreConfig, Stored, TensorStore,
+    Tuning,
 };
 
 const ENGINES: [fn() -> Backend; 3] =
@@ -210,9 +211,9 @@ fn an_unfinished_write_cannot_be_read() {
 #[test]
 fn a_queued_write_can_be_cancelled_and_frees_its_source() {
     let dir = scratch();
-    let mut config =
-        config(dir.path(), Backend::Simulated(Faults { paused: true, ..Faults::default() }));
-    config.queue_depth = 1;
+    let paused = Backend::Simulated(Faults { paused: true, ..Faults::default() });
+    let tuning = Tuning { queue_depth: 1, ..Tuning::default() };
+    let config = config(dir.path(), paused).tuned(tuning);
     let store = TensorStore::open(&config).unwrap();
     let tensors: Vec<_> = (0..8).map(|index| pattern(index, 1 << 20)).collect();
     let stored: Vec<_> = tensors.iter().map(|bytes| write(&store, bytes).unwrap()).collect();
@@ -317,8 +318,8 @@ fn a_flipped_bit_is_found_when_asked_for() {
 #[test]
 fn several_directories_share_the_load() {
     let dirs = [scratch(), scratch()];
-    let mut config = config(dirs[0].path(), Backend::Auto);
-    config.dirs.push(dirs[1].path().to_owned());
+    let mut config = StoreConfig::new(dirs.each_ref().map(tempfile::TempDir::path));
+    config.direct_io = DirectIo::Optional;
     let store = TensorStore::open(&config).unwrap();
     let tensors: Vec<_> = (0..16).map(|index| pattern(index, 4 << 20)).collect();
     let stored: Vec<_> = tensors.iter().map(|bytes| write(&store, bytes).unwrap()).collect();
@@ -366,7 +367,7 @@ proptest! {
         };
         let mut config = config(dir.path(), Backend::Simulated(faults));
         config.verify = true;
-        config.piece_bytes = 64 << 10;
+        let config = config.tuned(Tuning { piece_bytes: 64 << 10, ..Tuning::default() });
         let store = TensorStore::open(&config).unwrap();
         let mut live: HashMap<usize, (Arc<Vec<u8>>, Stored)> = HashMap::new();
         for (index, (what, len, pick)) in steps.into_iter().enumerate() {

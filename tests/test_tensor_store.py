@@ -62,7 +62,7 @@ def slow_store(directory: Path, **faults: Any) -> TensorStore:
     """Open a store on a simulated disk; a paused one moves at ``resume`` or ``close``."""
     store = TensorStore(directory)
     store._store = _core.Store(
-        [str(directory)],
+        [(str(directory), None)],
         backend="simulated",
         direct_io="optional",
         max_disk_bytes=None,
@@ -332,7 +332,7 @@ def test_verify_finds_a_flipped_bit(tmp_path: Path) -> None:
     store = TensorStore(tmp_path)
     for verify in (False, True):
         store._store = _core.Store(
-            [str(tmp_path)],
+            [(str(tmp_path), None)],
             backend="simulated",
             direct_io="optional",
             max_disk_bytes=None,
@@ -668,7 +668,7 @@ import os, signal, sys, torch, ssdtrain
 from ssdtrain import _core
 from ssdtrain.errors import ClosedError
 store = ssdtrain.TensorStore(sys.argv[1])
-store._store = _core.Store([sys.argv[1]], backend="simulated", direct_io="optional",
+store._store = _core.Store([(sys.argv[1], None)], backend="simulated", direct_io="optional",
     max_disk_bytes=None, verify=False, faults={"seed": 1, "paused": True})
 source = torch.arange(5000)
 stored = store.write(source)

@@ -10,7 +10,7 @@ class Store:
 
     def __new__(
         cls,
-        dirs: list[str],
+        dirs: list[tuple[str, tuple[int, int] | None]],
         *,
         backend: str,
         direct_io: str,
@@ -20,8 +20,9 @@ class Store:
     ) -> Store:
         """Open one unnamed file and one engine per directory.
 
-        ``faults`` is the seeded plan of ``backend="simulated"``. Raises ``ConfigError``,
-        ``NoSpaceError``, ``UnsupportedError`` or ``StorageError``.
+        A directory may come with its tuning: pieces in flight, and bytes per piece. ``faults`` is
+        the seeded plan of ``backend="simulated"``. Raises ``ConfigError``, ``NoSpaceError``,
+        ``UnsupportedError`` or ``StorageError``.
         """
 
     def write(self, address: int, nbytes: int, owner: object) -> Stored:

@@ -17,7 +17,7 @@ _said: set[str] = set()
 def open_store(config: StoreConfig) -> _core.Store:
     """Open a store and say what had to be given up, once per process."""
     store = _core.Store(
-        list(config.dirs),
+        [(one, None) for one in config.dirs],
         backend=config.backend,
         direct_io=config.direct_io,
         max_disk_bytes=config.max_disk_bytes,

@@ -47,11 +47,38 @@ pub struct Faults {
     pub paused: bool,
 }
 
+/// How the engine of one directory splits and overlaps its I/O.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Tuning {
+    /// Pieces in flight.
+    pub queue_depth: u32,
+    /// A request is split into pieces of this size, and smaller neighbours are joined up to it.
+    pub piece_bytes: usize,
+}
+
+impl Default for Tuning {
+    /// 16 pieces of 4 MiB keep one NVMe drive as busy as 32 of 1 MiB, and wake the worker a quarter
+    /// as often, which matters where it takes turns with compute; much larger ones would make a
+    /// demand read wait longer behind the writes that are in flight.
+    fn default() -> Self {
+        Self { queue_depth: 16, piece_bytes: 4 << 20 }
+    }
+}
+
+/// A place for one spill file, with one engine of its own.
+#[derive(Clone, Debug)]
+pub struct Directory {
+    /// Where; on a local file system.
+    pub path: PathBuf,
+    /// What suits the drive behind it.
+    pub tuning: Tuning,
+}
+
 /// How a store is opened. Sizes are in bytes.
 #[derive(Clone, Debug)]
 pub struct StoreConfig {
     /// One spill file and one engine per directory.
-    pub dirs: Vec<PathBuf>,
+    pub dirs: Vec<Directory>,
     /// Which engine moves the bytes.
     pub backend: Backend,
     /// Whether the page cache is bypassed.
@@ -60,10 +87,6 @@ pub struct StoreConfig {
     pub max_disk_bytes: Option<u64>,
     /// Checksum before each write and after each read.
     pub verify: bool,
-    /// Pieces in flight per engine.
-    pub queue_depth: u32,
-    /// A request is split into pieces of this size.
-    pub piece_bytes: usize,
     /// Requests that may wait in the submission queue of one engine, per direction.
     pub queue_capacity: usize,
     /// Freed arena memory that stays resident for the next read.
@@ -72,21 +95,26 @@ pub struct StoreConfig {
 
 impl StoreConfig {
     /// The defaults, for files in `dirs`.
-    ///
-    /// 16 pieces of 4 MiB keep one NVMe drive as busy as 32 of 1 MiB, and wake the worker a quarter
-    /// as often, which matters where it takes turns with compute; much larger ones would make a
-    /// demand read wait longer behind the writes that are in flight.
     pub fn new(dirs: impl IntoIterator<Item = impl Into<PathBuf>>) -> Self {
         Self {
-            dirs: dirs.into_iter().map(Into::into).collect(),
+            dirs: dirs
+                .into_iter()
+                .map(|path| Directory { path: path.into(), tuning: Tuning::default() })
+                .collect(),
             backend: Backend::Auto,
             direct_io: DirectIo::Required,
             max_disk_bytes: None,
             verify: false,
-            queue_depth: 16,
-            piece_bytes: 4 << 20,
             queue_capacity: 1 << 14,
             arena_retain_bytes: 32 << 20,
         }
+    }
+    /// The same with `tuning` for every directory.
+    #[must_use]
+    pub fn tuned(mut self, tuning: Tuning) -> Self {
+        for dir in &mut self.dirs {
+            dir.tuning = tuning;
+        }
+        self
     }
 }

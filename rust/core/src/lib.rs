@@ -29,7 +29,7 @@ pub mod store;
 pub mod ticket;
 
 pub use buffer::HostRegion;
-pub use config::{Backend, DirectIo, Faults, StoreConfig};
+pub use config::{Backend, DirectIo, Directory, Faults, StoreConfig, Tuning};
 pub use error::{Error, ErrorKind, Result};
 pub use meter::Traffic;
 pub use store::{Pending, Restored, Stats, Stored, TensorStore};

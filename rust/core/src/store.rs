@@ -104,11 +104,12 @@ impl TensorStore {
         let mut notes = Vec::new();
         let mut devices = Vec::new();
         for dir in &config.dirs {
-            let (file, note) = SpillFile::open(dir, config.direct_io, &quota)?;
+            let (file, note) = SpillFile::open(&dir.path, config.direct_io, &quota)?;
             notes.extend(note);
             let (queue, meter) =
                 (SubmitQueue::new(config.queue_capacity)?, Arc::new(Meter::default()));
-            let (engine, note) = engine::open(config, file.alignment(), &queue, &meter)?;
+            let (engine, note) =
+                engine::open(&config.backend, dir.tuning, file.alignment(), &queue, &meter)?;
             notes.extend(note.filter(|note| !notes.contains(note)));
             let (engine_name, engine) = (engine.name(), Mutex::new(engine));
             let backlog = Arc::new(AtomicU64::new(0));

@@ -35,14 +35,20 @@ impl Store {
     #[pyo3(signature = (dirs, *, backend, direct_io, max_disk_bytes, verify, faults=None))]
     fn new(
         py: Python<'_>,
-        dirs: Vec<PathBuf>,
+        dirs: Vec<(PathBuf, Option<(u32, usize)>)>,
         backend: &str,
         direct_io: &str,
         max_disk_bytes: Option<u64>,
         verify: bool,
         faults: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<Self> {
-        let mut config = core::StoreConfig::new(dirs);
+        let (paths, tunings): (Vec<_>, Vec<_>) = dirs.into_iter().unzip();
+        let mut config = core::StoreConfig::new(paths);
+        for (dir, tuning) in config.dirs.iter_mut().zip(tunings) {
+            if let Some((queue_depth, piece_bytes)) = tuning {
+                dir.tuning = core::Tuning { queue_depth, piece_bytes };
+            }
+        }
         config.backend = match backend {
             "auto" => core::Backend::Auto,
             "io_uring" => core::Backend::IoUring,

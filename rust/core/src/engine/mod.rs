@@ -11,15 +11,16 @@ pub mod uring;
 
 use std::sync::Arc;
 
-use crate::config::{Backend, StoreConfig};
+use crate::config::{Backend, Tuning};
 use crate::engine::contract::{IoEngine, Setup};
 use crate::error::Result;
 use crate::meter::Meter;
 use crate::queue::SubmitQueue;
 
-/// Starts the engine that `config` asks for on `queue`; the second value says what was given up.
+/// Starts the engine that `backend` asks for on `queue`; the second value says what was given up.
 pub fn open(
-    config: &StoreConfig,
+    backend: &Backend,
+    tuning: Tuning,
     alignment: usize,
     queue: &Arc<SubmitQueue>,
     meter: &Arc<Meter>,
@@ -28,10 +29,10 @@ pub fn open(
         queue: Arc::clone(queue),
         meter: Arc::clone(meter),
         alignment,
-        depth: config.queue_depth.max(1),
-        piece_len: config.piece_bytes.next_multiple_of(alignment).max(alignment),
+        depth: tuning.queue_depth.max(1),
+        piece_len: tuning.piece_bytes.next_multiple_of(alignment).max(alignment),
     };
-    match &config.backend {
+    match backend {
         Backend::IoUring => match uring::Uring::start(setup) {
             Ok(engine) => Ok((Box::new(engine), None)),
             Err(error) => Err(error.with_note("; use backend='auto' or 'psync'")),
