@@ -281,34 +281,54 @@ impl HostRegion {
     }
 }
 
-/// What one request reads into or writes from.
-pub enum IoBuf {
+/// What one request reads into or writes from: a part of a slot, or of memory lent by the caller.
+pub struct IoBuf {
+    memory: Memory,
+    start: usize,
+    len: usize,
+}
+
+#[derive(Clone)]
+enum Memory {
     /// Our own memory, shared with whoever waits for it.
     Slot(Arc<Slot>),
     /// The caller's memory; only ever a source.
-    Host(HostRegion),
+    Host(Arc<HostRegion>),
+}
+
+impl From<Arc<Slot>> for IoBuf {
+    fn from(slot: Arc<Slot>) -> Self {
+        let len = slot.len();
+        Self { memory: Memory::Slot(slot), start: 0, len }
+    }
+}
+
+impl From<HostRegion> for IoBuf {
+    fn from(region: HostRegion) -> Self {
+        let len = region.len;
+        Self { memory: Memory::Host(Arc::new(region)), start: 0, len }
+    }
 }
 
 impl IoBuf {
-    /// Address of the first byte.
-    pub fn address(&self) -> *mut u8 {
-        match self {
-            Self::Slot(slot) => slot.address(),
-            Self::Host(region) => region.address.as_ptr(),
-        }
+    /// The part `[start, start + len)`, which keeps the whole memory alive.
+    ///
+    /// # Panics
+    /// If it does not lie inside the buffer.
+    #[must_use]
+    pub fn part(&self, start: usize, len: usize) -> Self {
+        assert!(start.checked_add(len).is_some_and(|end| end <= self.len), "part outside buffer");
+        Self { memory: self.memory.clone(), start: self.start + start, len }
     }
 
     /// Length in bytes.
     pub fn len(&self) -> usize {
-        match self {
-            Self::Slot(slot) => slot.len(),
-            Self::Host(region) => region.len,
-        }
+        self.len
     }
 
     /// Whether there are no bytes.
     pub fn is_empty(&self) -> bool {
-        self.len() == 0
+        self.len == 0
     }
 
     /// Address of the piece `[start, start + len)`.
@@ -316,12 +336,13 @@ impl IoBuf {
     /// # Panics
     /// If the piece does not lie inside the buffer.
     pub fn piece(&self, start: usize, len: usize) -> *mut u8 {
-        assert!(
-            start.checked_add(len).is_some_and(|end| end <= self.len()),
-            "piece outside buffer"
-        );
-        // SAFETY: the assertion above keeps the address inside the buffer.
-        unsafe { self.address().add(start) }
+        assert!(start.checked_add(len).is_some_and(|end| end <= self.len), "piece outside buffer");
+        let base = match &self.memory {
+            Memory::Slot(slot) => slot.address(),
+            Memory::Host(region) => region.address.as_ptr(),
+        };
+        // SAFETY: the assertion above and the one in `part` keep the address inside the memory.
+        unsafe { base.add(self.start + start) }
     }
 
     /// Copies the bytes at `start` to `target`.
@@ -336,7 +357,7 @@ impl IoBuf {
     /// # Panics
     /// If the buffer is lent by the caller: such memory is never written.
     pub fn copy_in(&self, start: usize, source: &[u8]) {
-        assert!(matches!(self, Self::Slot(_)), "a lent buffer is never written");
+        assert!(matches!(self.memory, Memory::Slot(_)), "a lent buffer is never written");
         let target = self.piece(start, source.len());
         // SAFETY: `piece` checked the range; a slot is written only by the one request that owns
         // it until its ticket is answered.
@@ -356,7 +377,7 @@ unsafe fn checksum(address: *const u8, len: usize) -> u64 {
 
 /// xxh3 of `[start, start + len)` of a slot whose read has ended.
 pub fn slot_checksum(slot: &Arc<Slot>, start: usize, len: usize) -> u64 {
-    let address = IoBuf::Slot(Arc::clone(slot)).piece(start, len);
+    let address = IoBuf::from(Arc::clone(slot)).piece(start, len);
     // SAFETY: `piece` checked the range, which the slot keeps mapped.
     unsafe { checksum(address, len) }
 }
@@ -385,7 +406,7 @@ mod tests {
     #[test]
     fn bytes_survive_in_a_slot() {
         let arena = Arena::new(1 << 20).unwrap();
-        let buffer = IoBuf::Slot(Arc::new(arena.slot(10_000).unwrap()));
+        let buffer = IoBuf::from(Arc::new(arena.slot(10_000).unwrap()));
         buffer.copy_in(9_990, &[7; 10]);
         let mut out = [0; 10];
         buffer.copy_out(9_990, &mut out);
@@ -396,6 +417,6 @@ mod tests {
     #[should_panic(expected = "piece outside buffer")]
     fn a_piece_outside_the_buffer_is_refused() {
         let arena = Arena::new(0).unwrap();
-        IoBuf::Slot(Arc::new(arena.slot(4096).unwrap())).piece(4000, 97);
+        IoBuf::from(Arc::new(arena.slot(4096).unwrap())).piece(4000, 97);
     }
 }

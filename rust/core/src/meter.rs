@@ -1,7 +1,9 @@
 //! How many bytes moved and how long the device was busy with them.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
+
+use crate::error::{Error, ErrorKind, Result};
 
 /// Which way the bytes go.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -21,6 +23,8 @@ pub struct Traffic {
     pub count: u64,
     /// Requests that failed.
     pub failed_count: u64,
+    /// Reads or writes asked of the kernel: fewer than requests where small ones were joined.
+    pub operation_count: u64,
     /// Nanoseconds in which at least one request was in flight.
     pub busy_ns: u64,
 }
@@ -30,9 +34,25 @@ struct Lane {
     traffic: Traffic,
     active: u64,
     since: Option<Instant>,
+    /// Bytes and busy time of late: both are halved now and then, so that the past fades.
+    recent_bytes: u64,
+    recent_ns: u64,
+    failed_in_a_row: u32,
+    /// Why the last request failed.
+    failure: Option<Error>,
+    no_space_since: Option<Instant>,
 }
 
-/// Counts the traffic of one device.
+/// A rate is that of about so many bytes of late.
+const RECENT_BYTES: u64 = 256 << 20;
+/// Less than this says nothing about a rate.
+const RATE_BYTES_MIN: u64 = 16 << 20;
+/// After so many failed requests without one that ended well, a device is not trusted.
+const FAILED_IN_A_ROW_MAX: u32 = 3;
+/// So long after it had no space, a device is tried again.
+const NO_SPACE_PAUSE: Duration = Duration::from_secs(1);
+
+/// Counts the traffic of one device, and judges it by that.
 #[derive(Debug, Default)]
 pub struct Meter {
     read: Mutex<Lane>,
@@ -49,21 +69,46 @@ impl Meter {
         }
     }
 
-    /// A request that began has ended: with how many bytes, or `None` if it failed.
-    pub fn end(&self, direction: Direction, bytes: Option<u64>) {
+    /// The kernel is asked for one read or write.
+    pub fn operation(&self, direction: Direction) {
+        self.lane(direction).traffic.operation_count += 1;
+    }
+
+    /// A request of `bytes` that began has ended.
+    pub fn end(&self, direction: Direction, bytes: u64, answer: &Result<()>) {
         let mut lane = self.lane(direction);
         lane.active -= 1;
         if lane.active == 0
             && let Some(since) = lane.since.take()
         {
-            lane.traffic.busy_ns += since.elapsed().as_nanos() as u64;
+            let busy_ns = since.elapsed().as_nanos() as u64;
+            lane.traffic.busy_ns += busy_ns;
+            lane.recent_ns += busy_ns;
+            if lane.recent_bytes > RECENT_BYTES {
+                lane.recent_bytes /= 2;
+                lane.recent_ns /= 2;
+            }
         }
-        match bytes {
-            Some(bytes) => {
+        match answer {
+            Ok(()) => {
                 lane.traffic.bytes += bytes;
                 lane.traffic.count += 1;
+                lane.recent_bytes += bytes;
+                lane.failed_in_a_row = 0;
+                lane.no_space_since = None;
             }
-            None => lane.traffic.failed_count += 1,
+            Err(error) => {
+                lane.traffic.failed_count += 1;
+                match error.kind() {
+                    // Somebody's wish, not the device's fault.
+                    ErrorKind::Cancelled | ErrorKind::Closed => {}
+                    ErrorKind::NoSpace => lane.no_space_since = Some(Instant::now()),
+                    _ => {
+                        lane.failed_in_a_row = lane.failed_in_a_row.saturating_add(1);
+                        lane.failure = Some(error.clone());
+                    }
+                }
+            }
         }
     }
 
@@ -75,6 +120,30 @@ impl Meter {
             traffic.busy_ns += since.elapsed().as_nanos() as u64;
         }
         traffic
+    }
+
+    /// Nanoseconds a byte took of late, both ways; `None` before enough has moved.
+    pub fn ns_per_byte(&self) -> Option<f64> {
+        let of = |direction| {
+            let lane = self.lane(direction);
+            let under_way_ns = lane.since.map_or(0, |since| since.elapsed().as_nanos() as u64);
+            (lane.recent_bytes >= RATE_BYTES_MIN)
+                .then(|| (lane.recent_ns + under_way_ns) as f64 / lane.recent_bytes as f64)
+        };
+        // What is written is read once: a device slow at either is slow.
+        Some(of(Direction::Write)? + of(Direction::Read).unwrap_or(0.0))
+    }
+
+    /// Why the device is not to be written to any more, if so.
+    pub fn distrust(&self) -> Option<Error> {
+        let lane = self.lane(Direction::Write);
+        lane.failure.clone().filter(|_| lane.failed_in_a_row >= FAILED_IN_A_ROW_MAX)
+    }
+
+    /// Whether the device had no space a moment ago.
+    pub fn is_full(&self) -> bool {
+        let since = self.lane(Direction::Write).no_space_since;
+        since.is_some_and(|since| since.elapsed() < NO_SPACE_PAUSE)
     }
 
     fn lane(&self, direction: Direction) -> MutexGuard<'_, Lane> {

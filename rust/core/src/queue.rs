@@ -4,6 +4,7 @@
 //! workers take. Demand reads overtake writes: they have a lane of their own that is emptied first.
 
 use std::fmt;
+use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering, fence};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -53,6 +54,8 @@ pub struct Request(Arc<Shared>);
 
 struct Shared {
     direction: Direction,
+    /// Where the job's extent lies in the file, also for who has not claimed it.
+    place: Range<u64>,
     job: Mutex<Option<Job>>,
     abandoned: AtomicBool,
 }
@@ -70,8 +73,14 @@ impl Request {
     /// Wraps a job.
     pub fn new(job: Job) -> Self {
         let direction = job.direction;
+        let place = job.extent.offset()..job.extent.offset() + job.buffer.len() as u64;
         let (job, abandoned) = (Mutex::new(Some(job)), AtomicBool::new(false));
-        Self(Arc::new(Shared { direction, job, abandoned }))
+        Self(Arc::new(Shared { direction, place, job, abandoned }))
+    }
+
+    /// Where in the file the bytes go, or come from.
+    pub fn place(&self) -> Range<u64> {
+        self.0.place.clone()
     }
 
     /// Takes the job, if nobody did before.
@@ -255,10 +264,15 @@ impl SubmitQueue {
     pub fn cancel_all(&self) {
         for direction in [Direction::Read, Direction::Write] {
             while let Some(request) = self.pop(direction) {
-                if let Some(job) = request.claim() {
-                    job.finish(Err(self.refuse_if_down().err().unwrap_or_else(closed)));
-                }
+                self.refuse(&request);
             }
+        }
+    }
+
+    /// Answers a request that no worker will take any more.
+    pub fn refuse(&self, request: &Request) {
+        if let Some(job) = request.claim() {
+            job.finish(Err(self.refuse_if_down().err().unwrap_or_else(closed)));
         }
     }
 

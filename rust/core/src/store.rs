@@ -152,7 +152,7 @@ impl TensorStore {
         let (region, head) = source.widened(device.file.alignment(), backlog);
         let extent = Arc::new(device.file.reserve(region.len() as u64)?);
         let (completer, ticket) = ticket();
-        let (direction, buffer) = (Direction::Write, IoBuf::Host(region));
+        let (direction, buffer) = (Direction::Write, IoBuf::from(region));
         let request =
             Request::new(Job { direction, extent: Arc::clone(&extent), buffer, completer });
         device.queue.push(&request)?;
@@ -195,7 +195,7 @@ impl TensorStore {
         let request = Request::new(Job {
             direction: Direction::Read,
             extent: Arc::clone(&stored.extent),
-            buffer: IoBuf::Slot(Arc::clone(&slot)),
+            buffer: IoBuf::from(Arc::clone(&slot)),
             completer,
         });
         device.queue.push(&request)?;
@@ -223,6 +223,7 @@ impl TensorStore {
                     bytes: sum.bytes + one.bytes,
                     count: sum.count + one.count,
                     failed_count: sum.failed_count + one.failed_count,
+                    operation_count: sum.operation_count + one.operation_count,
                     busy_ns: sum.busy_ns + one.busy_ns,
                 },
             )
@@ -420,7 +421,7 @@ impl Restored {
     /// A copy of the bytes.
     pub fn to_vec(&self) -> Vec<u8> {
         let mut bytes = vec![0; self.len];
-        IoBuf::Slot(Arc::clone(&self.slot)).copy_out(self.head, &mut bytes);
+        IoBuf::from(Arc::clone(&self.slot)).copy_out(self.head, &mut bytes);
         bytes
     }
 }

@@ -106,6 +106,8 @@ impl Store {
         dict.set_item("read_count", stats.read.count)?;
         dict.set_item("write_failed_count", stats.written.failed_count)?;
         dict.set_item("read_failed_count", stats.read.failed_count)?;
+        dict.set_item("write_operation_count", stats.written.operation_count)?;
+        dict.set_item("read_operation_count", stats.read.operation_count)?;
         dict.set_item("write_busy_ns", stats.written.busy_ns)?;
         dict.set_item("read_busy_ns", stats.read.busy_ns)?;
         dict.set_item("cancelled_count", stats.cancelled_count)?;

@@ -3,6 +3,7 @@
 //! [`open`] walks the ladder: `io_uring`, or where the kernel forbids it (containers often do) a
 //! pool of threads. What was given up is said once, with its reason.
 
+pub mod batch;
 pub mod contract;
 pub mod progress;
 pub mod psync;

@@ -11,6 +11,8 @@ use std::io;
 use crate::error::{Error, ErrorKind, Result};
 use crate::meter::Direction;
 
+/// A piece whose read fails is asked for again so many times: some disks recover.
+const READS_AGAIN_MAX: u32 = 3;
 /// A piece that neither moves bytes nor fails is given up after so many tries.
 const ATTEMPTS_MAX: u32 = 1000;
 
@@ -22,6 +24,7 @@ pub struct Piece {
     /// Length in bytes.
     pub len: usize,
     attempts: u32,
+    failures: u32,
 }
 
 /// The state of one request on its way through an engine.
@@ -62,7 +65,7 @@ impl Progress {
             let start = self.issued;
             let len = self.piece_len.min(self.len - start);
             self.issued += len;
-            (len > 0).then_some(Piece { start, len, attempts: 0 })
+            (len > 0).then_some(Piece { start, len, attempts: 0, failures: 0 })
         })?;
         self.in_flight += 1;
         Some(piece)
@@ -89,10 +92,17 @@ impl Progress {
                 let moved = moved - moved % self.alignment;
                 // Progress starts the count of tries anew.
                 let attempts = if moved > 0 { 0 } else { piece.attempts };
-                self.retry(Piece { start: piece.start + moved, len: piece.len - moved, attempts });
+                let (start, len) = (piece.start + moved, piece.len - moved);
+                self.retry(Piece { start, len, attempts, ..piece });
             }
             Err(error) => match error.raw_os_error() {
                 Some(libc::EAGAIN | libc::EINTR) => self.retry(piece),
+                // A write that fails keeps its tensor; a read that fails costs the whole step.
+                Some(libc::EIO | libc::ETIMEDOUT)
+                    if self.direction == Direction::Read && piece.failures < READS_AGAIN_MAX =>
+                {
+                    self.retry(Piece { failures: piece.failures + 1, ..piece });
+                }
                 _ => self.fail(piece, "failed", Some(&error)),
             },
         }
@@ -164,6 +174,24 @@ mod tests {
         let error = progress.outcome().unwrap().unwrap_err();
         assert_eq!((error.kind(), error.errno()), (ErrorKind::Io, Some(libc::EIO)));
         assert!(error.to_string().contains("offset 1052672"), "{error}");
+    }
+
+    #[test]
+    fn a_failed_read_is_asked_for_again_but_a_failed_write_is_not() {
+        let failed = || Err(io::Error::from_raw_os_error(libc::EIO));
+        let mut write = Progress::new(Direction::Write, 0, 4096, 4096, 512);
+        let piece = write.next_piece().unwrap();
+        write.finish(piece, failed());
+        assert_eq!(write.outcome().unwrap().unwrap_err().errno(), Some(libc::EIO));
+        let mut read = Progress::new(Direction::Read, 0, 4096, 4096, 512);
+        for _ in 0..super::READS_AGAIN_MAX {
+            let piece = read.next_piece().unwrap();
+            read.finish(piece, failed());
+            assert!(read.outcome().is_none());
+        }
+        let piece = read.next_piece().unwrap();
+        read.finish(piece, Ok(4096));
+        assert!(read.outcome().unwrap().is_ok());
     }
 
     #[test]

@@ -1,37 +1,28 @@
-//! Threads that call `pread` and `pwrite`: the portable twin of `io_uring`, and its reference in
+//! Threads that call `preadv` and `pwritev`: the portable twin of `io_uring`, and its reference in
 //! tests. Generic over the disk, so the simulator runs through the very same loop.
-#![expect(unsafe_code, reason = "hands buffer addresses to pread and pwrite")]
+#![expect(unsafe_code, reason = "hands buffer addresses to preadv and pwritev")]
 
 use std::io;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 
-use crate::buffer::IoBuf;
+use crate::engine::batch::{Batch, Span};
 use crate::engine::contract::{IoEngine, Setup};
-use crate::engine::progress::Progress;
+use crate::engine::progress::Piece;
 use crate::error::{Error, Result};
-use crate::file::Extent;
 use crate::meter::Direction;
-use crate::queue::Request;
 
 /// More threads than this gain nothing on one device: each moves whole pieces.
 const THREADS_MAX: u32 = 4;
 
-/// Something that moves bytes between a buffer and a place in a file.
+/// Something that moves bytes between memory and a file.
 pub trait Disk: Send + Sync + 'static {
     /// The name users see.
     fn name(&self) -> &'static str;
 
-    /// Moves `len` bytes between `[start, …)` of `buffer` and the same place of `extent`; returns
-    /// how many it moved, like `pread(2)` and `pwrite(2)`.
-    fn transfer(
-        &self,
-        direction: Direction,
-        extent: &Extent,
-        buffer: &IoBuf,
-        start: usize,
-        len: usize,
-    ) -> io::Result<usize>;
+    /// Moves a piece, or the beginning of it; returns how many bytes, like `preadv(2)` and
+    /// `pwritev(2)`.
+    fn transfer(&self, batch: &Batch, piece: &Piece) -> io::Result<usize>;
 
     /// Lets a paused disk move.
     fn resume(&self) {}
@@ -45,26 +36,24 @@ impl Disk for Kernel {
         "psync"
     }
 
-    fn transfer(
-        &self,
-        direction: Direction,
-        extent: &Extent,
-        buffer: &IoBuf,
-        start: usize,
-        len: usize,
-    ) -> io::Result<usize> {
-        let (fd, address) = (extent.file().fd(), buffer.piece(start, len));
-        let offset = (extent.offset() + start as u64) as libc::off_t;
-        let moved = match direction {
-            // SAFETY: `piece` checked that `len` bytes at `address` belong to the buffer, which
-            // the job keeps alive; a slot that is read into has no other user until its ticket is
+    fn transfer(&self, batch: &Batch, piece: &Piece) -> io::Result<usize> {
+        let vector: Vec<libc::iovec> = batch.spans(piece).iter().map(entry).collect();
+        let (fd, count) = (batch.fd(), vector.len() as libc::c_int);
+        let offset = batch.offset(piece) as libc::off_t;
+        let moved = match batch.direction() {
+            // SAFETY: `spans` checked that its addresses belong to the buffers, which the batch
+            // keeps alive; a slot that is read into has no other user until its ticket is
             // answered.
-            Direction::Read => unsafe { libc::pread(fd, address.cast(), len, offset) },
-            // SAFETY: as above; the kernel only reads from the buffer.
-            Direction::Write => unsafe { libc::pwrite(fd, address.cast(), len, offset) },
+            Direction::Read => unsafe { libc::preadv(fd, vector.as_ptr(), count, offset) },
+            // SAFETY: as above; the kernel only reads from the buffers.
+            Direction::Write => unsafe { libc::pwritev(fd, vector.as_ptr(), count, offset) },
         };
         usize::try_from(moved).map_err(|_| io::Error::last_os_error())
     }
+}
+
+fn entry(span: &Span) -> libc::iovec {
+    libc::iovec { iov_base: span.address.cast(), iov_len: span.len }
 }
 
 /// A pool of threads in front of a [`Disk`].
@@ -140,10 +129,14 @@ impl Drop for PoisonGuard<'_> {
 fn work<D: Disk>(setup: &Setup, disk: &D) {
     let guard = PoisonGuard(setup);
     let queue = &setup.queue;
+    // Taken from the queue and waiting for this thread, by direction.
+    let mut held = [None, None];
     while !queue.is_closed() {
-        let next = queue.pop(Direction::Read).or_else(|| queue.pop(Direction::Write));
+        let [read, write] = &mut held;
+        let next = Batch::take(setup, read, Direction::Read)
+            .or_else(|| Batch::take(setup, write, Direction::Write));
         match next {
-            Some(request) => serve(setup, disk, &request),
+            Some(batch) => serve(setup, disk, batch),
             None if queue.may_sleep() => {
                 if let Err(error) = queue.waker().consume() {
                     panic!("{error}");
@@ -152,29 +145,25 @@ fn work<D: Disk>(setup: &Setup, disk: &D) {
             None => {}
         }
     }
+    for request in held.iter().flatten() {
+        queue.refuse(request);
+    }
     drop(guard);
 }
 
-fn serve<D: Disk>(setup: &Setup, disk: &D, request: &Request) {
-    let Some(job) = request.claim() else { return };
-    let (direction, len) = (job.direction, job.buffer.len());
-    let mut progress =
-        Progress::new(direction, job.extent.offset(), len, setup.piece_len, setup.alignment);
-    setup.meter.begin(direction);
-    if let Err(error) = job.prepare() {
-        progress.abort(error);
+fn serve<D: Disk>(setup: &Setup, disk: &D, batch: Batch) {
+    let mut waiting = vec![batch];
+    while let Some(mut batch) = waiting.pop() {
+        let answer = loop {
+            let next = batch.progress().next_piece();
+            if let Some(piece) = next {
+                setup.meter.operation(batch.direction());
+                let moved = disk.transfer(&batch, &piece);
+                batch.progress().finish(piece, moved);
+            } else if let Some(answer) = batch.progress().outcome() {
+                break answer;
+            }
+        };
+        waiting.extend(batch.finish(setup, &answer));
     }
-    let answer = loop {
-        if request.is_abandoned() {
-            progress.abandon();
-        }
-        if let Some(piece) = progress.next_piece() {
-            let moved = disk.transfer(direction, &job.extent, &job.buffer, piece.start, piece.len);
-            progress.finish(piece, moved);
-        } else if let Some(answer) = progress.outcome() {
-            break answer;
-        }
-    };
-    setup.meter.end(direction, answer.is_ok().then_some(len as u64));
-    job.finish(answer);
 }

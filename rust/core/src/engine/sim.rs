@@ -8,10 +8,10 @@ use std::collections::HashMap;
 use std::io;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
-use crate::buffer::IoBuf;
 use crate::config::Faults;
+use crate::engine::batch::{Batch, Part};
+use crate::engine::progress::Piece;
 use crate::engine::psync::Disk;
-use crate::file::Extent;
 use crate::meter::Direction;
 
 /// The simulated disk; it runs behind the threads of [`crate::engine::psync`].
@@ -55,14 +55,10 @@ impl Disk for SimulatedDisk {
         "simulated"
     }
 
-    fn transfer(
-        &self,
-        direction: Direction,
-        extent: &Extent,
-        buffer: &IoBuf,
-        start: usize,
-        len: usize,
-    ) -> io::Result<usize> {
+    fn transfer(&self, batch: &Batch, piece: &Piece) -> io::Result<usize> {
+        // The rest of the piece is asked for again, as after any short transfer.
+        let Some(Part { job, start, len }) = batch.parts(piece).next() else { return Ok(0) };
+        let (direction, extent, buffer) = (batch.direction(), &job.extent, &job.buffer);
         let state = self.lock();
         let mut state = self
             .moving

@@ -13,8 +13,9 @@ use std::thread::JoinHandle;
 
 use io_uring::{IoUring, opcode, types};
 
+use crate::engine::batch::{Batch, Span};
 use crate::engine::contract::{IoEngine, Setup};
-use crate::engine::progress::{Piece, Progress};
+use crate::engine::progress::Piece;
 use crate::error::{Error, ErrorKind, Result};
 use crate::meter::Direction;
 use crate::queue::{Job, Request};
@@ -94,24 +95,28 @@ fn build_ring(depth: u32) -> Result<IoUring> {
     })
 }
 
-/// A request on its way.
-struct Active {
-    request: Request,
-    job: Job,
-    progress: Progress,
+/// A piece in flight.
+struct Flight {
+    /// The number of its batch.
+    number: usize,
+    piece: Piece,
+    /// The buffers of a vectored call; the kernel reads them when the entry is submitted.
+    vector: Vec<libc::iovec>,
 }
 
 struct Worker {
     ring: IoUring,
     setup: Setup,
-    /// Requests that began, by number; a number is reused when its request has ended.
-    active: Vec<Option<Active>>,
+    /// Batches that began, by number; a number is reused when its batch has ended.
+    active: Vec<Option<Batch>>,
     vacant: Vec<usize>,
-    /// Requests with pieces to send, in order of arrival; reads are served first.
+    /// Batches with pieces to send, in order of arrival; reads are served first.
     sending: [VecDeque<usize>; 2],
+    /// Taken from the queue, and first in the next batch of their direction.
+    held: [Option<Request>; 2],
     /// Pieces in flight, by the number the kernel hands back.
-    pieces: Vec<Option<(usize, Piece)>>,
-    vacant_pieces: Vec<usize>,
+    flights: Vec<Option<Flight>>,
+    vacant_flights: Vec<usize>,
     in_flight: usize,
     wake_armed: bool,
 }
@@ -125,8 +130,9 @@ impl Worker {
             active: Vec::new(),
             vacant: Vec::new(),
             sending: [VecDeque::new(), VecDeque::new()],
-            pieces: vec![None; depth],
-            vacant_pieces: (0..depth).collect(),
+            held: [None, None],
+            flights: (0..depth).map(|_| None).collect(),
+            vacant_flights: (0..depth).collect(),
             in_flight: 0,
             wake_armed: false,
         }
@@ -146,7 +152,7 @@ impl Worker {
                 self.end_unsent();
                 return Ok(());
             }
-            let full = self.vacant_pieces.is_empty();
+            let full = self.vacant_flights.is_empty();
             let announced = !full && !closed && self.setup.queue.may_sleep();
             if full || closed || announced {
                 self.arm_wake()?;
@@ -164,13 +170,10 @@ impl Worker {
     /// Fills the ring: first what has begun, then new requests; reads before writes.
     fn send_pieces(&mut self) -> Result<()> {
         for direction in [Direction::Read, Direction::Write] {
-            while !self.vacant_pieces.is_empty() {
+            while !self.vacant_flights.is_empty() {
                 let Some(number) = self.front(direction) else { break };
-                let active = self.active[number].as_mut().expect("a request that sends is active");
-                if active.request.is_abandoned() {
-                    active.progress.abandon();
-                }
-                if let Some(piece) = active.progress.next_piece() {
+                let batch = self.active[number].as_mut().expect("a batch that sends is active");
+                if let Some(piece) = batch.progress().next_piece() {
                     self.push_piece(number, piece)?;
                 } else {
                     self.sending[lane(direction)].pop_front();
@@ -181,7 +184,7 @@ impl Worker {
         Ok(())
     }
 
-    /// The request whose piece goes next, taking a new one if none is under way.
+    /// The batch whose piece goes next, taking a new one if none is under way.
     fn front(&mut self, direction: Direction) -> Option<usize> {
         if let Some(&number) = self.sending[lane(direction)].front() {
             return Some(number);
@@ -189,40 +192,48 @@ impl Worker {
         if self.setup.queue.is_closed() {
             return None;
         }
-        loop {
-            let request = self.setup.queue.pop(direction)?;
-            // A request that was cancelled has no job any more.
-            let Some(job) = request.claim() else { continue };
-            let (offset, len) = (job.extent.offset(), job.buffer.len());
-            let mut progress =
-                Progress::new(direction, offset, len, self.setup.piece_len, self.setup.alignment);
-            self.setup.meter.begin(direction);
-            if let Err(error) = job.prepare() {
-                progress.abort(error);
-            }
-            let entry = Some(Active { request, job, progress });
-            let number = self.vacant.pop().unwrap_or_else(|| {
-                self.active.push(None);
-                self.active.len() - 1
-            });
-            self.active[number] = entry;
-            self.sending[lane(direction)].push_back(number);
-            return Some(number);
-        }
+        let batch = Batch::take(&self.setup, &mut self.held[lane(direction)], direction)?;
+        Some(self.begin(batch))
+    }
+
+    fn begin(&mut self, batch: Batch) -> usize {
+        let direction = batch.direction();
+        let number = self.vacant.pop().unwrap_or_else(|| {
+            self.active.push(None);
+            self.active.len() - 1
+        });
+        self.active[number] = Some(batch);
+        self.sending[lane(direction)].push_back(number);
+        number
     }
 
     fn push_piece(&mut self, number: usize, piece: Piece) -> Result<()> {
-        let slot = self.vacant_pieces.pop().expect("the caller saw a vacant piece");
-        self.pieces[slot] = Some((number, piece));
+        let slot = self.vacant_flights.pop().expect("the caller saw a vacant flight");
         self.in_flight += 1;
-        let job = &self.active[number].as_ref().expect("a request that sends is active").job;
-        let fd = types::Fd(job.extent.file().fd());
-        let address = job.buffer.piece(piece.start, piece.len);
-        let (len, offset) = (piece.len as u32, job.extent.offset() + piece.start as u64);
-        let entry = match job.direction {
-            Direction::Read => opcode::Read::new(fd, address, len).offset(offset).build(),
-            Direction::Write => opcode::Write::new(fd, address, len).offset(offset).build(),
+        let batch = self.active[number].as_ref().expect("a batch that sends is active");
+        self.setup.meter.operation(batch.direction());
+        let spans = batch.spans(&piece);
+        let fd = types::Fd(batch.fd());
+        let (direction, offset) = (batch.direction(), batch.offset(&piece));
+        let mut vector = Vec::new();
+        let entry = if let [Span { address, len }] = spans[..] {
+            let len = len as u32;
+            match direction {
+                Direction::Read => opcode::Read::new(fd, address, len).offset(offset).build(),
+                Direction::Write => opcode::Write::new(fd, address, len).offset(offset).build(),
+            }
+        } else {
+            let iovec =
+                |span: &Span| libc::iovec { iov_base: span.address.cast(), iov_len: span.len };
+            vector = spans.iter().map(iovec).collect();
+            let (start, count) = (vector.as_ptr(), vector.len() as u32);
+            match direction {
+                Direction::Read => opcode::Readv::new(fd, start, count).offset(offset).build(),
+                Direction::Write => opcode::Writev::new(fd, start, count).offset(offset).build(),
+            }
         };
+        // Moving the vector leaves its elements where they are.
+        self.flights[slot] = Some(Flight { number, piece, vector });
         self.push(&entry.user_data(slot as u64))
     }
 
@@ -271,56 +282,63 @@ impl Worker {
                 continue;
             }
             let slot = completion.user_data() as usize;
-            let (number, piece) =
-                self.pieces[slot].take().expect("the kernel completes what was submitted, once");
-            self.vacant_pieces.push(slot);
+            let Flight { number, piece, vector } =
+                self.flights[slot].take().expect("the kernel completes what was submitted, once");
+            drop(vector);
+            self.vacant_flights.push(slot);
             self.in_flight -= 1;
             let moved = usize::try_from(result).map_err(|_| io::Error::from_raw_os_error(-result));
-            let active = self.active[number].as_mut().expect("a piece in flight has its request");
-            let direction = active.job.direction;
-            let was_sending = active.progress.has_next();
-            active.progress.finish(piece, moved);
-            if active.progress.has_next() {
-                let lane = &mut self.sending[lane(direction)];
-                if !was_sending && !lane.contains(&number) {
-                    lane.push_back(number);
+            let batch = self.active[number].as_mut().expect("a piece in flight has its batch");
+            let direction = batch.direction();
+            let progress = batch.progress();
+            progress.finish(piece, moved);
+            let is_sending = self.sending[lane(direction)].contains(&number);
+            if progress.has_next() {
+                if !is_sending {
+                    self.sending[lane(direction)].push_back(number);
                 }
-            } else if !self.sending[lane(direction)].contains(&number) {
+            } else if !is_sending {
                 self.end_if_done(number);
             }
         }
     }
 
     fn end_if_done(&mut self, number: usize) {
-        let Some(active) = self.active[number].as_mut() else { return };
-        let Some(answer) = active.progress.outcome() else { return };
-        if let Some(active) = self.active[number].take() {
+        let Some(batch) = self.active[number].as_mut() else { return };
+        let Some(answer) = batch.progress().outcome() else { return };
+        if let Some(batch) = self.active[number].take() {
             self.vacant.push(number);
-            let bytes = answer.is_ok().then_some(active.job.buffer.len() as u64);
-            self.setup.meter.end(active.job.direction, bytes);
-            active.job.finish(answer);
+            for alone in batch.finish(&self.setup, &answer) {
+                self.begin(alone);
+            }
         }
     }
 
     /// At close: requests that began but have pieces left are answered, none being in flight.
     fn end_unsent(&mut self) {
-        for active in self.active.iter_mut().filter_map(Option::take) {
-            self.setup.meter.end(active.job.direction, None);
-            let closed = Error::new(ErrorKind::Closed, "the store was closed");
-            active.job.finish(Err(closed));
+        let closed = Err(Error::new(ErrorKind::Closed, "the store was closed"));
+        for batch in self.active.iter_mut().filter_map(Option::take) {
+            let rest = batch.finish(&self.setup, &closed);
+            debug_assert!(rest.is_empty(), "a closed store tries nothing again");
+        }
+        for request in self.held.iter().flatten() {
+            self.setup.queue.refuse(request);
         }
     }
 
     /// The ring is lost: nobody can say what the kernel still does to the buffers, so they stay.
     fn give_up(mut self, error: &Error) {
         self.setup.queue.poison();
-        for active in self.active.drain(..).flatten() {
-            let Job { extent, buffer, completer, .. } = active.job;
+        for Job { extent, buffer, completer, .. } in self.active_jobs() {
             std::mem::forget(buffer);
             std::mem::forget(extent);
             let message = format!("the I/O worker gave up: {error}; open a new store");
             completer.complete(Err(Error::new(ErrorKind::Poisoned, message)));
         }
+    }
+
+    fn active_jobs(&mut self) -> Vec<Job> {
+        self.active.drain(..).flatten().flat_map(Batch::into_jobs).collect()
     }
 }
 
@@ -329,9 +347,9 @@ impl Drop for Worker {
         if std::thread::panicking() {
             self.setup.queue.poison();
             // As in `give_up`: a panic must not free what the kernel may still use.
-            for active in self.active.drain(..).flatten() {
-                std::mem::forget(active.job.buffer);
-                std::mem::forget(active.job.extent);
+            for Job { extent, buffer, .. } in self.active_jobs() {
+                std::mem::forget(buffer);
+                std::mem::forget(extent);
             }
         }
     }
