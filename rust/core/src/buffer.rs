@@ -265,19 +265,19 @@ impl HostRegion {
         unsafe { checksum(self.address.as_ptr(), self.len) }
     }
 
-    /// The blocks of `alignment` bytes that the region touches, with `keep` held as long, and where
-    /// the region starts in them. Such a widening is what spares unaligned tensors a copy.
+    /// The blocks of `alignment` bytes that the region touches, and where it starts in them. Such a
+    /// widening is what spares unaligned tensors a copy.
     ///
     /// # Panics
     /// If `alignment` is more than a page: then the blocks might not be mapped.
-    pub fn widened(self, alignment: usize, keep: impl Any + Send) -> (Self, usize) {
+    pub fn widened(self, alignment: usize) -> (Self, usize) {
         assert!(alignment <= PAGE_BYTES && alignment.is_power_of_two(), "widened beyond a page");
         let head = self.address.as_ptr() as usize % alignment;
         let start = self.address.as_ptr().wrapping_sub(head);
         let address =
             NonNull::new(start).expect("no byte lies in the first page of the address space");
         let len = (head + self.len).next_multiple_of(alignment);
-        (Self { address, len, owner: Box::new((self.owner, keep)) }, head)
+        (Self { address, len, owner: self.owner }, head)
     }
 }
 

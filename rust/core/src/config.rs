@@ -72,6 +72,14 @@ pub struct Directory {
     pub path: PathBuf,
     /// What suits the drive behind it.
     pub tuning: Tuning,
+    /// An engine for this directory alone.
+    pub backend: Option<Backend>,
+}
+
+impl From<PathBuf> for Directory {
+    fn from(path: PathBuf) -> Self {
+        Self { path, tuning: Tuning::default(), backend: None }
+    }
 }
 
 /// How a store is opened. Sizes are in bytes.
@@ -97,10 +105,7 @@ impl StoreConfig {
     /// The defaults, for files in `dirs`.
     pub fn new(dirs: impl IntoIterator<Item = impl Into<PathBuf>>) -> Self {
         Self {
-            dirs: dirs
-                .into_iter()
-                .map(|path| Directory { path: path.into(), tuning: Tuning::default() })
-                .collect(),
+            dirs: dirs.into_iter().map(|path| Directory::from(path.into())).collect(),
             backend: Backend::Auto,
             direct_io: DirectIo::Required,
             max_disk_bytes: None,

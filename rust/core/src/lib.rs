@@ -14,22 +14,26 @@
 //! Words: a *request* is one tensor's transfer; a *piece* is the part of it that one system call
 //! moves; an *extent* is a range of the spill file; a *slot* is a range of the arena.
 //!
-//! Modules may use those to their left: error, config → extent, ticket, meter → buffer, file →
-//! queue → engine → store. The unit of truth for this order is `docs/architecture.md`.
+//! Modules may use those to their left: error, config → extent, ticket, meter, stripe → buffer, file →
+//! queue → engine, flight → device → store. The unit of truth for this order is `docs/architecture.md`.
 
 pub mod buffer;
 pub mod config;
+pub mod device;
 pub mod engine;
 pub mod error;
 pub mod extent;
 pub mod file;
+pub mod flight;
 pub mod meter;
 pub mod queue;
 pub mod store;
+pub mod stripe;
 pub mod ticket;
 
 pub use buffer::HostRegion;
 pub use config::{Backend, DirectIo, Directory, Faults, StoreConfig, Tuning};
 pub use error::{Error, ErrorKind, Result};
+pub use flight::Flight;
 pub use meter::Traffic;
 pub use store::{Pending, Restored, Stats, Stored, TensorStore};

@@ -29,6 +29,20 @@ pub struct Traffic {
     pub busy_ns: u64,
 }
 
+impl Traffic {
+    /// The sum of two.
+    #[must_use]
+    pub fn plus(self, other: Self) -> Self {
+        Self {
+            bytes: self.bytes + other.bytes,
+            count: self.count + other.count,
+            failed_count: self.failed_count + other.failed_count,
+            operation_count: self.operation_count + other.operation_count,
+            busy_ns: self.busy_ns + other.busy_ns,
+        }
+    }
+}
+
 #[derive(Debug, Default)]
 struct Lane {
     traffic: Traffic,
@@ -48,7 +62,7 @@ const RECENT_BYTES: u64 = 256 << 20;
 /// Less than this says nothing about a rate.
 const RATE_BYTES_MIN: u64 = 16 << 20;
 /// After so many failed requests without one that ended well, a device is not trusted.
-const FAILED_IN_A_ROW_MAX: u32 = 3;
+const FAILED_IN_A_ROW_MAX: u32 = 5;
 /// So long after it had no space, a device is tried again.
 const NO_SPACE_PAUSE: Duration = Duration::from_secs(1);
 
@@ -137,7 +151,10 @@ impl Meter {
     /// Why the device is not to be written to any more, if so.
     pub fn distrust(&self) -> Option<Error> {
         let lane = self.lane(Direction::Write);
-        lane.failure.clone().filter(|_| lane.failed_in_a_row >= FAILED_IN_A_ROW_MAX)
+        if lane.failed_in_a_row < FAILED_IN_A_ROW_MAX {
+            return None;
+        }
+        lane.failure.clone()
     }
 
     /// Whether the device had no space a moment ago.

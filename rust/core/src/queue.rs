@@ -5,7 +5,7 @@
 
 use std::fmt;
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering, fence};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, fence};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use crossbeam_queue::ArrayQueue;
@@ -28,6 +28,26 @@ pub struct Job {
     pub buffer: IoBuf,
     /// Whom to tell.
     pub completer: Completer,
+    /// Counted as long as the job lives.
+    pub backlog: Option<Backlog>,
+}
+
+/// Counts bytes into a device's backlog for as long as it lives.
+#[derive(Debug)]
+pub struct Backlog(Arc<AtomicU64>, u64);
+
+impl Backlog {
+    /// Counts until it is dropped.
+    pub fn new(total: &Arc<AtomicU64>, bytes: u64) -> Self {
+        total.fetch_add(bytes, Ordering::Relaxed);
+        Self(Arc::clone(total), bytes)
+    }
+}
+
+impl Drop for Backlog {
+    fn drop(&mut self) {
+        self.0.fetch_sub(self.1, Ordering::Relaxed);
+    }
 }
 
 impl Job {
@@ -41,9 +61,10 @@ impl Job {
 
     /// Ends the job: memory and extent first, so that whoever sees the answer sees them free.
     pub fn finish(self, answer: Result<()>) {
-        let Self { extent, buffer, completer, .. } = self;
+        let Self { extent, buffer, completer, backlog, .. } = self;
         drop(buffer);
         drop(extent);
+        drop(backlog);
         completer.complete(answer);
     }
 }

@@ -4,51 +4,39 @@
 //! is cancelled, one that is under way keeps its extent and its source until the kernel is done.
 
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use crate::buffer::{Arena, HostRegion, IoBuf, Slot, slot_checksum};
 use crate::config::StoreConfig;
-use crate::engine;
-use crate::engine::contract::IoEngine;
+use crate::device::Device;
 use crate::error::{Error, ErrorKind, Result};
-use crate::file::{Extent, Quota, SpillFile};
-use crate::meter::{Direction, Meter, Traffic};
-use crate::queue::{Job, Request, SubmitQueue};
-use crate::ticket::{Ticket, ticket};
+use crate::file::{Extent, Quota};
+use crate::flight::Flight;
+use crate::meter::{Direction, Traffic};
+use crate::stripe::{self, Lane};
 
 /// An asynchronous store of byte ranges on one or more directories.
 pub struct TensorStore {
     devices: Vec<Device>,
     arena: Arc<Arena>,
     quota: Arc<Quota>,
+    /// Of every device: a tensor may lie on all of them.
+    alignment: usize,
     verify: bool,
-    /// Rotates the choice among equally busy devices.
-    turn: AtomicUsize,
     cancelled_count: Arc<AtomicU64>,
     closed: AtomicBool,
     process: u32,
     notes: Vec<String>,
 }
 
-struct Device {
-    file: Arc<SpillFile>,
-    queue: Arc<SubmitQueue>,
-    meter: Arc<Meter>,
-    engine: Mutex<Box<dyn IoEngine>>,
-    engine_name: &'static str,
-    /// Bytes of writes that have not ended: the measure of how busy the device is.
-    backlog: Arc<AtomicU64>,
-}
-
 /// Bytes on their way to the disk, or there. Dropping it gives the space back.
 #[derive(Debug)]
 pub struct Stored {
-    extent: Arc<Extent>,
-    ticket: Ticket,
-    request: Request,
-    device: usize,
-    /// Where the caller's first byte lies in the extent, which begins on an aligned address.
+    flight: Flight,
+    /// Where the parts lie, in the order of the tensor: device and extent.
+    extents: Vec<(usize, Arc<Extent>)>,
+    /// Where the caller's first byte lies in the first extent, which begins on an aligned address.
     head: usize,
     len: usize,
     checksum: Option<u64>,
@@ -58,9 +46,8 @@ pub struct Stored {
 /// A read on its way. Dropping it gives up the read.
 #[derive(Debug)]
 pub struct Pending {
+    flight: Flight,
     slot: Arc<Slot>,
-    ticket: Ticket,
-    request: Request,
     head: usize,
     len: usize,
     checksum: Option<u64>,
@@ -101,36 +88,32 @@ impl TensorStore {
             return Err(Error::new(ErrorKind::Config, "no directory given; pass at least one"));
         }
         let quota = Quota::new(config.max_disk_bytes);
-        let mut notes = Vec::new();
-        let mut devices = Vec::new();
+        let (mut devices, mut notes) = (Vec::new(), Vec::<String>::new());
         for dir in &config.dirs {
-            let (file, note) = SpillFile::open(&dir.path, config.direct_io, &quota)?;
-            notes.extend(note);
-            let (queue, meter) =
-                (SubmitQueue::new(config.queue_capacity)?, Arc::new(Meter::default()));
-            let (engine, note) =
-                engine::open(&config.backend, dir.tuning, file.alignment(), &queue, &meter)?;
-            notes.extend(note.filter(|note| !notes.contains(note)));
-            let (engine_name, engine) = (engine.name(), Mutex::new(engine));
-            let backlog = Arc::new(AtomicU64::new(0));
-            devices.push(Device { file, queue, meter, engine, engine_name, backlog });
+            let (device, given_up) = Device::open(dir, config, &quota)?;
+            let is_new = |note: &String| !notes.contains(note);
+            let given_up: Vec<_> = given_up.into_iter().filter(is_new).collect();
+            notes.extend(given_up);
+            devices.push(device);
         }
+        let alignments = devices.iter().map(|device| device.file().alignment());
         Ok(Self {
+            alignment: alignments.max().unwrap_or(1),
             devices,
             arena: Arena::new(config.arena_retain_bytes)?,
             quota,
             verify: config.verify,
-            turn: AtomicUsize::new(0),
-            cancelled_count: Arc::new(AtomicU64::new(0)),
+            cancelled_count: Arc::default(),
             closed: AtomicBool::new(false),
             process: std::process::id(),
             notes,
         })
     }
 
-    /// What was given up while opening, one sentence each.
-    pub fn notes(&self) -> &[String] {
-        &self.notes
+    /// What was given up, while opening and since, one sentence each.
+    pub fn notes(&self) -> Vec<String> {
+        let since = self.devices.iter().filter_map(Device::out_of_use);
+        self.notes.iter().cloned().chain(since).collect()
     }
 
     /// Queues a write of `source` and returns at once.
@@ -145,28 +128,20 @@ impl TensorStore {
                 "a tensor without bytes has nothing to store",
             ));
         }
-        let device_index = self.least_busy();
-        let device = &self.devices[device_index];
+        let lanes = self.lanes()?;
         let (len, checksum) = (source.len(), self.verify.then(|| source.checksum()));
-        let backlog = Backlog::new(&device.backlog, len as u64);
-        let (region, head) = source.widened(device.file.alignment(), backlog);
-        let extent = Arc::new(device.file.reserve(region.len() as u64)?);
-        let (completer, ticket) = ticket();
-        let (direction, buffer) = (Direction::Write, IoBuf::from(region));
-        let request =
-            Request::new(Job { direction, extent: Arc::clone(&extent), buffer, completer });
-        device.queue.push(&request)?;
+        let (region, head) = source.widened(self.alignment);
+        let buffer = IoBuf::from(region);
+        // If a part is refused, dropping the flight gives up the parts before it.
+        let (mut flight, mut extents, mut start) = (Flight::default(), Vec::new(), 0);
+        for (device, len) in stripe::shares(buffer.len(), &lanes) {
+            let (extent, part) = self.devices[device].write(buffer.part(start, len))?;
+            flight.push(part);
+            extents.push((device, extent));
+            start += len;
+        }
         let cancelled_count = Arc::clone(&self.cancelled_count);
-        Ok(Stored {
-            extent,
-            ticket,
-            request,
-            device: device_index,
-            head,
-            len,
-            checksum,
-            cancelled_count,
-        })
+        Ok(Stored { flight, extents, head, len, checksum, cancelled_count })
     }
 
     /// Queues a read of what `stored` holds and returns at once.
@@ -174,7 +149,7 @@ impl TensorStore {
     /// Its write must have ended well: before that the bytes are in memory anyway.
     pub fn read(&self, stored: &Stored) -> Result<Pending> {
         self.refuse_if_down()?;
-        match stored.ticket.answer() {
+        match stored.flight.answer() {
             Some(Ok(())) => {}
             Some(Err(error)) => return Err(error),
             None => {
@@ -182,26 +157,26 @@ impl TensorStore {
                 return Err(Error::new(ErrorKind::Config, message));
             }
         }
-        let device = self
-            .devices
-            .get(stored.device)
-            .filter(|device| Arc::ptr_eq(&device.file, stored.extent.file()))
-            .ok_or_else(|| {
-                let message = "this was written by another store; read it there";
-                Error::new(ErrorKind::Config, message)
-            })?;
-        let slot = Arc::new(self.arena.slot(stored.extent.len() as usize)?);
-        let (completer, ticket) = ticket();
-        let request = Request::new(Job {
-            direction: Direction::Read,
-            extent: Arc::clone(&stored.extent),
-            buffer: IoBuf::from(Arc::clone(&slot)),
-            completer,
-        });
-        device.queue.push(&request)?;
-        let place = format!("offset {} in {}", stored.extent.offset(), device.file.dir().display());
+        let is_ours = |(device, extent): &(usize, Arc<Extent>)| {
+            let device = self.devices.get(*device);
+            device.is_some_and(|device| Arc::ptr_eq(device.file(), extent.file()))
+        };
+        if !stored.extents.iter().all(is_ours) {
+            let message = "this was written by another store; read it there";
+            return Err(Error::new(ErrorKind::Config, message));
+        }
+        let total: u64 = stored.extents.iter().map(|(_, extent)| extent.len()).sum();
+        let slot = Arc::new(self.arena.slot(total as usize)?);
+        let buffer = IoBuf::from(Arc::clone(&slot));
+        let (mut flight, mut start) = (Flight::default(), 0);
+        for (device, extent) in &stored.extents {
+            let len = extent.len() as usize;
+            flight.push(self.devices[*device].read(extent, buffer.part(start, len))?);
+            start += len;
+        }
         let (head, len, checksum) = (stored.head, stored.len, stored.checksum);
-        Ok(Pending { slot, ticket, request, head, len, checksum, place })
+        let place = stored.place();
+        Ok(Pending { flight, slot, head, len, checksum, place })
     }
 
     /// Gives the space of `stored` back; the same as dropping it.
@@ -217,23 +192,15 @@ impl TensorStore {
     /// What the store did so far.
     pub fn stats(&self) -> Stats {
         let sum = |direction| {
-            self.devices.iter().map(|device| device.meter.traffic(direction)).fold(
-                Traffic::default(),
-                |sum, one| Traffic {
-                    bytes: sum.bytes + one.bytes,
-                    count: sum.count + one.count,
-                    failed_count: sum.failed_count + one.failed_count,
-                    operation_count: sum.operation_count + one.operation_count,
-                    busy_ns: sum.busy_ns + one.busy_ns,
-                },
-            )
+            let traffic = self.devices.iter().map(|device| device.meter().traffic(direction));
+            traffic.fold(Traffic::default(), Traffic::plus)
         };
-        let engine = |device: &Device| (device.file.dir().to_owned(), device.engine_name);
+        let engine = |device: &Device| (device.file().dir().to_owned(), device.engine_name());
         Stats {
             written: sum(Direction::Write),
             read: sum(Direction::Read),
             cancelled_count: self.cancelled_count.load(Ordering::Relaxed),
-            disk_used_bytes: self.devices.iter().map(|device| device.file.used()).sum(),
+            disk_used_bytes: self.devices.iter().map(|device| device.file().used()).sum(),
             disk_reserved_bytes: self.quota.used(),
             arena_live_bytes: self.arena.live_bytes() as u64,
             engines: self.devices.iter().map(engine).collect(),
@@ -242,9 +209,7 @@ impl TensorStore {
 
     /// Lets a paused simulated disk move.
     pub fn resume(&self) {
-        for device in &self.devices {
-            device.engine.lock().unwrap_or_else(PoisonError::into_inner).resume();
-        }
+        self.devices.iter().for_each(Device::resume);
     }
 
     /// Refuses new work, ends what has begun, answers the rest with `Closed`. Idempotent.
@@ -255,11 +220,7 @@ impl TensorStore {
         if self.is_foreign() || self.closed.swap(true, Ordering::SeqCst) {
             return;
         }
-        for device in &self.devices {
-            device.engine.lock().unwrap_or_else(PoisonError::into_inner).close();
-            // Refused truncation leaves the blocks until the last handle is dropped.
-            let _kept = device.file.discard();
-        }
+        self.devices.iter().for_each(Device::close);
     }
 
     fn is_foreign(&self) -> bool {
@@ -282,47 +243,42 @@ impl TensorStore {
         Ok(())
     }
 
-    fn least_busy(&self) -> usize {
-        let turn = self.turn.fetch_add(1, Ordering::Relaxed);
-        let count = self.devices.len();
-        let backlog = |&index: &usize| self.devices[index].backlog.load(Ordering::Relaxed);
-        (0..count).map(|step| (turn + step) % count).min_by_key(backlog).unwrap_or(0)
+    /// The devices that may be written to; those without space only if there are no others.
+    fn lanes(&self) -> Result<Vec<Lane>> {
+        let numbered = || self.devices.iter().enumerate();
+        if let [device] = &self.devices[..]
+            && device.out_of_use().is_none()
+        {
+            return Ok(vec![device.lane(0)]);
+        }
+        let trusted: Vec<_> =
+            numbered().filter(|(_, device)| device.meter().distrust().is_none()).collect();
+        if trusted.is_empty() {
+            let reasons: Vec<_> =
+                numbered().filter_map(|(_, device)| device.out_of_use()).collect();
+            return Err(Error::new(ErrorKind::Io, reasons.join("; ")));
+        }
+        let lane = |&(index, device): &(usize, &Device)| device.lane(index);
+        let roomy: Vec<_> =
+            trusted.iter().filter(|(_, device)| !device.meter().is_full()).map(lane).collect();
+        Ok(if roomy.is_empty() { trusted.iter().map(lane).collect() } else { roomy })
     }
 }
 
 impl Drop for TensorStore {
     fn drop(&mut self) {
         if self.is_foreign() {
-            // Joining the parent's threads would wait for ever: leave them alone.
-            for device in self.devices.drain(..) {
-                std::mem::forget(device.engine);
-            }
+            self.devices.drain(..).for_each(Device::leave_to_parent);
         } else {
             self.close();
         }
     }
 }
 
-/// Counts bytes into a device's backlog for as long as the request lives.
-struct Backlog(Arc<AtomicU64>, u64);
-
-impl Backlog {
-    fn new(total: &Arc<AtomicU64>, bytes: u64) -> Self {
-        total.fetch_add(bytes, Ordering::Relaxed);
-        Self(Arc::clone(total), bytes)
-    }
-}
-
-impl Drop for Backlog {
-    fn drop(&mut self) {
-        self.0.fetch_sub(self.1, Ordering::Relaxed);
-    }
-}
-
 impl Stored {
     /// Is the write done?
-    pub fn ticket(&self) -> &Ticket {
-        &self.ticket
+    pub fn ticket(&self) -> &Flight {
+        &self.flight
     }
 
     /// The caller's bytes, without the widening.
@@ -338,17 +294,25 @@ impl Stored {
     /// Gives the write up: `true` if it had not begun, so that its source is free now. If it had,
     /// pieces that were not sent yet never are, and the ticket tells when the last has ended.
     pub fn cancel(&self) -> bool {
-        let cancelled = self.request.cancel();
+        let cancelled = self.flight.cancel();
         if cancelled {
             self.cancelled_count.fetch_add(1, Ordering::Relaxed);
         }
         cancelled
     }
+
+    /// Where the bytes lie, for messages.
+    fn place(&self) -> String {
+        let one = |(_, extent): &(usize, Arc<Extent>)| {
+            format!("file offset {} in {}", extent.offset(), extent.file().dir().display())
+        };
+        self.extents.iter().map(one).collect::<Vec<_>>().join(" and ")
+    }
 }
 
 impl Drop for Stored {
     fn drop(&mut self) {
-        if !self.ticket.is_done() && !self.ticket.is_foreign() {
+        if !self.flight.is_done() && !self.flight.is_foreign() {
             self.cancel();
         }
     }
@@ -356,21 +320,21 @@ impl Drop for Stored {
 
 impl Pending {
     /// Is the read done?
-    pub fn ticket(&self) -> &Ticket {
-        &self.ticket
+    pub fn ticket(&self) -> &Flight {
+        &self.flight
     }
 
     /// Gives the read up: `true` if it had not begun. If it had, its slot is held until the
     /// ticket tells that the last piece has ended.
     pub fn cancel(&self) -> bool {
-        self.request.cancel()
+        self.flight.cancel()
     }
 
     /// The bytes, once the ticket says that they are there.
     ///
     /// Checks them against the checksum of the write where the store was opened with `verify`.
     pub fn restored(&self) -> Result<Restored> {
-        match self.ticket.answer() {
+        match self.flight.answer() {
             Some(answer) => answer?,
             None => {
                 return Err(Error::new(ErrorKind::Config, "the read has not ended; wait for it"));
@@ -391,14 +355,6 @@ impl Pending {
             }
         }
         Ok(Restored { slot: Arc::clone(&self.slot), head: self.head, len: self.len })
-    }
-}
-
-impl Drop for Pending {
-    fn drop(&mut self) {
-        if !self.ticket.is_done() && !self.ticket.is_foreign() {
-            self.cancel();
-        }
     }
 }
 

@@ -94,7 +94,7 @@ impl Store {
     }
 
     fn notes(&self) -> Vec<String> {
-        self.0.notes().to_vec()
+        self.0.notes()
     }
 
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
@@ -201,7 +201,7 @@ impl Slot {
 }
 
 /// Waits with the GIL released, and lets Ctrl-C through.
-fn wait(py: Python<'_>, ticket: &core::ticket::Ticket) -> PyResult<()> {
+fn wait(py: Python<'_>, ticket: &core::Flight) -> PyResult<()> {
     loop {
         if let Some(answer) = py.detach(|| ticket.wait_for(SIGNAL_CHECK)) {
             return answer.map_err(|error| to_python(py, &error));

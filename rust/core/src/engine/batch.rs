@@ -233,7 +233,7 @@ mod tests {
             let buffer = IoBuf::from(Arc::new(self.arena.slot(BLOCK).unwrap()));
             let extent = Arc::clone(extent);
             let direction = Direction::Read;
-            let request = Request::new(Job { direction, extent, buffer, completer });
+            let request = Request::new(Job { direction, extent, buffer, completer, backlog: None });
             self.setup.queue.push(&request).unwrap();
             (request, ticket)
         }

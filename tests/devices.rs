@@ -1,0 +1,167 @@
+//! Several directories: one tensor on all of them, less on the slow, none on those that fail.
+
+use std::path::Path;
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use ssdtrain_core::{
+    Backend, DirectIo, ErrorKind, Faults, HostRegion, Result, StoreConfig, Stored, TensorStore,
+};
+
+const MIB: usize = 1 << 20;
+
+fn scratch() -> tempfile::TempDir {
+    tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("the build directory is writable")
+}
+
+/// A store on these simulated disks, one directory each.
+fn open(faults: &[Faults]) -> (Vec<tempfile::TempDir>, TensorStore) {
+    let dirs: Vec<_> = faults.iter().map(|_| scratch()).collect();
+    let mut config = StoreConfig::new(dirs.iter().map(tempfile::TempDir::path));
+    config.direct_io = DirectIo::Optional;
+    for (dir, faults) in config.dirs.iter_mut().zip(faults) {
+        dir.backend = Some(Backend::Simulated(faults.clone()));
+    }
+    let store = TensorStore::open(&config).unwrap();
+    (dirs, store)
+}
+
+fn pattern(seed: u64, len: usize) -> Arc<Vec<u8>> {
+    let word = |index: usize| (seed + 1).wrapping_mul(index as u64 + 0x9e37_79b9_7f4a_7c15);
+    Arc::new((0..len).map(|index| (word(index) >> 32) as u8).collect())
+}
+
+#[expect(unsafe_code, reason = "the test lends its own vectors")]
+fn write(store: &TensorStore, bytes: &Arc<Vec<u8>>) -> Result<Stored> {
+    let address = NonNull::new(bytes.as_ptr().cast_mut()).expect("a slice has an address");
+    // SAFETY: the vector is never changed, and the clone keeps it until the store drops the region.
+    store.write(unsafe { HostRegion::new(address, bytes.len(), Box::new(Arc::clone(bytes))) })
+}
+
+fn read_back(store: &TensorStore, stored: &Stored) -> Result<Vec<u8>> {
+    stored.ticket().wait()?;
+    let pending = store.read(stored)?;
+    pending.ticket().wait()?;
+    Ok(pending.restored()?.to_vec())
+}
+
+/// Blocks on the disk behind the unnamed file of a directory, through the descriptors of this
+/// process; simulated disks do not use their file, so only real ones have any.
+fn reserved(dir: &Path) -> u64 {
+    let mut blocks = 0;
+    for entry in std::fs::read_dir("/proc/self/fd").unwrap().flatten() {
+        let is_there = std::fs::read_link(entry.path()).is_ok_and(|target| target.starts_with(dir));
+        if is_there && let Ok(facts) = std::fs::metadata(entry.path()) {
+            blocks += std::os::unix::fs::MetadataExt::blocks(&facts);
+        }
+    }
+    blocks * 512
+}
+
+#[test]
+fn one_tensor_lies_on_all_directories() {
+    let dirs = [scratch(), scratch(), scratch()];
+    let mut config = StoreConfig::new(dirs.each_ref().map(tempfile::TempDir::path));
+    config.direct_io = DirectIo::Optional;
+    config.verify = true;
+    let store = TensorStore::open(&config).unwrap();
+    for len in [1, 5 * MIB + 77, 24 * MIB, 32 * MIB + 1] {
+        let bytes = pattern(len as u64, len);
+        let stored = write(&store, &bytes).unwrap();
+        assert!(read_back(&store, &stored).unwrap() == *bytes);
+        assert_eq!(Arc::strong_count(&bytes), 1, "the source is free when the last part is");
+    }
+    assert!(dirs.iter().all(|dir| reserved(dir.path()) > 0), "every directory took a part");
+    assert_eq!(store.stats().disk_used_bytes, 0);
+}
+
+#[test]
+fn a_directory_that_hangs_gets_nothing_more() {
+    let paused = Faults { paused: true, ..Faults::default() };
+    let (_dirs, store) = open(&[Faults::default(), paused]);
+    // The first tensors go to both, and their second halves wait there for ever.
+    let stuck: Vec<_> =
+        (0..2).map(|seed| write(&store, &pattern(seed, 16 * MIB)).unwrap()).collect();
+    assert!(stuck.iter().all(|one| !one.ticket().is_done()));
+    for seed in 0..8 {
+        let bytes = pattern(seed, 4 * MIB);
+        assert!(read_back(&store, &write(&store, &bytes).unwrap()).unwrap() == *bytes);
+    }
+    store.resume();
+    for one in &stuck {
+        one.ticket().wait().unwrap();
+    }
+}
+
+#[test]
+fn a_failing_directory_is_taken_out_of_use_and_the_others_go_on() {
+    let broken = Faults { io_error_rate: 1.0, ..Faults::default() };
+    let (dirs, store) = open(&[Faults::default(), broken]);
+    let mut failed_count = 0;
+    for seed in 0..40 {
+        let bytes = pattern(seed, 8 * MIB);
+        let stored = write(&store, &bytes).unwrap();
+        match read_back(&store, &stored) {
+            Ok(back) => assert!(back == *bytes),
+            Err(error) => {
+                failed_count += 1;
+                assert_eq!((error.kind(), error.errno()), (ErrorKind::Io, Some(5)), "{error}");
+            }
+        }
+        assert_eq!(Arc::strong_count(&bytes), 1);
+    }
+    assert!((1..40).contains(&failed_count), "{failed_count} of 40 failed");
+    let last = pattern(1, 8 * MIB);
+    assert!(read_back(&store, &write(&store, &last).unwrap()).unwrap() == *last);
+    let notes = store.notes().join("\n");
+    assert!(notes.contains(&*dirs[1].path().to_string_lossy()), "{notes}");
+    assert!(notes.contains("out of use") && !notes.contains(&*dirs[0].path().to_string_lossy()));
+}
+
+#[test]
+fn with_every_directory_out_of_use_writes_are_refused_with_the_reason() {
+    let broken = Faults { io_error_rate: 1.0, ..Faults::default() };
+    let (_dirs, store) = open(&[broken]);
+    let refused = (0..100).find_map(|seed| {
+        let stored = match write(&store, &pattern(seed, MIB)) {
+            Ok(stored) => stored,
+            Err(error) => return Some(error),
+        };
+        assert!(stored.ticket().wait().is_err());
+        None
+    });
+    let refused = refused.expect("a directory that fails every time is not asked for ever");
+    assert_eq!(refused.kind(), ErrorKind::Io);
+    assert!(refused.to_string().contains("out of use"), "{refused}");
+    assert_eq!(store.stats().disk_used_bytes, 0);
+}
+
+#[test]
+fn a_full_directory_leaves_the_work_to_the_others() {
+    let full = Faults { capacity_bytes: Some(0), ..Faults::default() };
+    let (_dirs, store) = open(&[full, Faults::default()]);
+    let first = write(&store, &pattern(1, 16 * MIB)).unwrap();
+    assert_eq!(first.ticket().wait().unwrap_err().kind(), ErrorKind::NoSpace);
+    // The next ones know.
+    let bytes = pattern(2, 16 * MIB);
+    assert!(read_back(&store, &write(&store, &bytes).unwrap()).unwrap() == *bytes);
+    assert!(store.notes().iter().all(|note| !note.contains("out of use")), "it may recover");
+}
+
+#[test]
+fn a_part_that_is_refused_leaves_nothing_of_the_others() {
+    let paused = Faults { paused: true, ..Faults::default() };
+    let dirs = [scratch(), scratch()];
+    let mut config = StoreConfig::new(dirs.each_ref().map(tempfile::TempDir::path));
+    config.direct_io = DirectIo::Optional;
+    config.backend = Backend::Simulated(paused);
+    config.max_disk_bytes = Some(12 << 20);
+    let store = TensorStore::open(&config).unwrap();
+    let bytes = pattern(3, 16 * MIB);
+    let refused = write(&store, &bytes).unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::NoSpace);
+    store.resume();
+    store.close();
+    assert_eq!(store.stats().disk_used_bytes, 0);
+    assert_eq!(Arc::strong_count(&bytes), 1);
+}
