@@ -225,10 +225,8 @@ class Tracker:
         except KeyboardInterrupt:
             self._writing.appendleft(weakref.ref(record))
             raise
-        except CancelledError:
-            record.stored = None
-        except ClosedError:
-            # The session was closed under a live graph: the source is here, nothing is lost.
+        except (CancelledError, ClosedError):
+            # Given up, or the session was closed under a live graph: the source is here.
             record.stored = None
         except SsdtrainError as error:
             # The source is here, nothing is lost: keep it and train on.
@@ -246,6 +244,8 @@ class Tracker:
     def _note_failure(self, error: SsdtrainError) -> None:
         self._ledger.write_failed_count += 1
         self._say_once(type(error).__name__, f"keeping tensors in memory: {error}")
+        for note in self._transfer.notes():
+            self._say_once(note, note)
 
     def _say_once(self, topic: str, message: str) -> None:
         if topic not in self._said:

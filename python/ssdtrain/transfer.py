@@ -35,6 +35,9 @@ class Transfer(Protocol):
     def end_given_up(self) -> bool:
         """Wait for a read that nobody wants any more; ``False`` if there is none."""
 
+    def notes(self) -> list[str]:
+        """Return what was given up since the store was opened, one sentence each."""
+
 
 class HostDirect:
     """CPU memory, without a copy: written in place, read into memory that becomes the tensor."""
@@ -43,6 +46,8 @@ class HostDirect:
         self.store = store
         self._given_up: deque[_core.Pending] | None = deque() if bounded else None
         """Kept only under a bound on resident bytes, which may have to wait for them."""
+        self._said = frozenset(store.notes())
+        """Notes of the opening, which were logged there."""
 
     def save(self, record: Record) -> None:
         """Queue the write. Raises ``NoSpaceError``, ``BusyError`` and others; nothing is lost."""
@@ -76,6 +81,10 @@ class HostDirect:
         while given_up and given_up[0].done():
             given_up.popleft()
         return self.store.arena_live_bytes()
+
+    def notes(self) -> list[str]:
+        """Return the directories that are out of use."""
+        return [note for note in self.store.notes() if note not in self._said]
 
     def end_given_up(self) -> bool:
         """Wait for one given-up read to end, well or not, and let its memory go."""
