@@ -14,8 +14,8 @@
 //! Words: a *request* is one tensor's transfer; a *piece* is the part of it that one system call
 //! moves; an *extent* is a range of the spill file; a *slot* is a range of the arena.
 //!
-//! Modules may use those to their left: error, config → extent, ticket, meter → buffer, file →
-//! queue → engine → store. The unit of truth for this order is `docs/architecture.md`.
+//! Modules may use those to their left: error, config → extent, ticket, meter, place → buffer, file
+//! → queue → engine → store. The unit of truth for this order is `docs/architecture.md`.
 
 pub mod buffer;
 pub mod config;
@@ -24,6 +24,7 @@ pub mod error;
 pub mod extent;
 pub mod file;
 pub mod meter;
+pub mod place;
 pub mod queue;
 pub mod store;
 pub mod ticket;
