@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
@@ -67,5 +68,11 @@ def fill(place: Path, leave: int) -> Path:
     ballast = place / "ballast"
     with ballast.open("ab") as file:
         have = ballast.stat().st_size
-        os.posix_fallocate(file.fileno(), have, max(1, free_bytes(place) - leave))
+        try:
+            os.posix_fallocate(file.fileno(), have, max(1, free_bytes(place) - leave))
+        except OSError as error:
+            # Lists of blocks need room too, and somebody else may write. A reservation that failed
+            # has taken all there was.
+            if leave or error.errno != errno.ENOSPC:
+                raise
     return ballast
