@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import shutil
 import subprocess
@@ -32,6 +33,8 @@ def mounted(tmp_path: Path) -> Iterator[Callable[..., Path]]:
         return place
 
     yield mount
+    # The error that a test looked at holds the test's variables until the next collection.
+    gc.collect()
     failures = []
     for place in reversed(places):
         done = subprocess.run(["umount", str(place)], capture_output=True, text=True, check=False)
