@@ -3,6 +3,10 @@
 import os
 from pathlib import Path
 
+from disks import mounted, small_disk
+
+__all__ = ["mounted", "small_disk"]
+
 ROOT = Path(__file__).resolve().parents[1]
 
 # /tmp is memory on many machines, and a store refuses memory: test folders lie in the checkout.

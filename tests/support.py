@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import inspect
 import os
 import subprocess
 import sys
@@ -224,6 +225,30 @@ def python(program: str, *arguments: str, **options: Any) -> subprocess.Complete
         timeout=120,
         **options,
     )
+
+
+def say(*words: object) -> None:
+    """Tell the test that runs this child."""
+    sys.stdout.write(" ".join(map(str, words)) + "\n")
+
+
+NO_SECCOMP = "this kernel takes no seccomp filter"
+"""What a child prints that could not set its own refusals up."""
+
+
+def in_child(function: Callable[..., None], *arguments: object) -> list[str]:
+    """Run a test module's function in a fresh interpreter; return the lines it printed."""
+    module, name = Path(inspect.getfile(function)), function.__name__
+    program = (
+        "import sys, logging; sys.path.insert(0, sys.argv[1]); "
+        "logging.basicConfig(format='%(levelname)s %(message)s', stream=sys.stdout); "
+        f"from {module.stem} import {name}; {name}(*sys.argv[2:])"
+    )
+    done = python(program, str(module.parent), *map(str, arguments))
+    assert done.returncode == 0, f"{done.returncode}\n{done.stdout}\n{done.stderr}"
+    if done.stdout.startswith(NO_SECCOMP):
+        pytest.skip(NO_SECCOMP)
+    return done.stdout.splitlines()
 
 
 def mlp(seed: int = 0, width: int = 64, layers: int = 3) -> nn.Sequential:

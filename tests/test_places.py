@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import shutil
+import socket
 import stat
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import ssdtrain
+from disks import fill, free_bytes, needs_root
 from ssdtrain import ConfigError, NoSpaceError, SsdtrainError, TensorStore
 from support import python
 
@@ -33,7 +34,6 @@ def open_store(place: Any, **options: Any) -> object:
 
 
 OPENERS = pytest.mark.parametrize("opener", [open_offload, open_store])
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can set this place up")
 
 
 def refusal(opener: Opener, place: Any, **options: Any) -> str:
@@ -57,8 +57,66 @@ def test_a_file_in_place_of_a_directory(opener: Opener, tmp_path: Path) -> None:
     place = tmp_path / "file"
     place.write_text("kept")
     said = refusal(opener, str(place))
-    assert said == f"{place} is not a directory; pass the directory it stands in"
+    assert said == f"{place} is a file, not a directory; pass the directory it stands in"
     assert place.read_text() == "kept"
+
+
+@OPENERS
+def test_other_things_in_place_of_a_directory(opener: Opener, tmp_path: Path) -> None:
+    # A FIFO that is opened as a file would wait for a writer for ever.
+    os.mkfifo(tmp_path / "fifo")
+    # The path of a socket may have 107 bytes at most.
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(os.path.relpath(tmp_path / "socket"))
+        for place, kind in ((tmp_path / "fifo", "a FIFO"), (tmp_path / "socket", "a socket")):
+            said = refusal(opener, place)
+            assert said == f"{place} is {kind}, not a directory; pass the directory it stands in"
+    assert refusal(opener, "/dev/null").startswith("/dev/null is a device, not a directory; ")
+
+
+@OPENERS
+@pytest.mark.parametrize("ending", ["", "/", "/.", "//./"])
+def test_a_link_to_a_directory(opener: Opener, tmp_path: Path, ending: str) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    said = refusal(opener, f"{tmp_path}/link{ending}")
+    assert said == (
+        f"{tmp_path}/link is a symbolic link, which may come to lead elsewhere; pass what it "
+        f"leads to: {tmp_path}/real"
+    )
+    # Links on the way are the business of whoever made the directories there.
+    (tmp_path / "real" / "place").mkdir()
+    opener(tmp_path / "link" / "place")
+
+
+@OPENERS
+@pytest.mark.parametrize("mode", [0o777, 0o757, 0o703, 0o2777])
+def test_a_directory_that_everyone_may_change(opener: Opener, tmp_path: Path, mode: int) -> None:
+    place = tmp_path / "place"
+    place.mkdir()
+    place.chmod(mode)
+    assert refusal(opener, place) == (
+        f"{place} can be written to by everyone and has no sticky bit (mode {mode:04o}); run "
+        f"`chmod o-w {place}`, or `chmod +t {place}` if others need it, or pass a directory of "
+        "your own"
+    )
+    assert not list(place.iterdir())
+    subprocess.run(["chmod", "+t", str(place)], check=True)
+    opener(place)
+    place.chmod(mode)
+    subprocess.run(["chmod", "o-w", str(place)], check=True)
+    opener(place)
+
+
+@OPENERS
+@pytest.mark.parametrize("mode", [0o700, 0o300, 0o755, 0o775, 0o2770, 0o1777])
+def test_a_directory_as_people_have_them(opener: Opener, tmp_path: Path, mode: int) -> None:
+    place = tmp_path / "place"
+    place.mkdir()
+    place.chmod(mode)
+    opener(place)
+    place.chmod(0o700)
+    assert not list(place.iterdir())
 
 
 @OPENERS
@@ -73,7 +131,8 @@ def test_a_directory_inside_a_file(opener: Opener, tmp_path: Path) -> None:
 @OPENERS
 def test_a_dangling_link(opener: Opener, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "gone")
-    assert "does not exist; create it" in refusal(opener, tmp_path / "link")
+    said = refusal(opener, tmp_path / "link")
+    assert said.endswith(f"pass what it leads to: {tmp_path / 'gone'}")
 
 
 @OPENERS
@@ -228,31 +287,6 @@ def test_no_permission_to_look(tmp_path: Path) -> None:
         assert "; " in one, "what next?"
 
 
-@pytest.fixture
-def mounted(tmp_path: Path) -> Iterator[Callable[..., Path]]:
-    """Mount what a test asks for, and take it away again."""
-    places: list[Path] = []
-
-    def mount(*arguments: str) -> Path:
-        place = tmp_path / f"mounted-{len(places)}"
-        place.mkdir()
-        command = ["mount", *arguments, str(place)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            pytest.skip(f"cannot mount here: {done.stderr.strip()}")
-        places.append(place)
-        return place
-
-    yield mount
-    failures = []
-    for place in reversed(places):
-        done = subprocess.run(["umount", str(place)], capture_output=True, text=True, check=False)
-        if done.returncode:
-            subprocess.run(["umount", "--lazy", str(place)], check=True)
-            failures.append(done.stderr)
-    assert not failures, "a file is open on a store's disk after its end"
-
-
 @needs_root
 @OPENERS
 def test_a_read_only_mount(opener: Opener, tmp_path: Path, mounted: Callable[..., Path]) -> None:
@@ -264,29 +298,6 @@ def test_a_read_only_mount(opener: Opener, tmp_path: Path, mounted: Callable[...
         f"cannot create a file in {place}: Read-only file system (os error 30); make it "
         "writable, or pass another directory"
     )
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path, mounted: Callable[..., Path]) -> Path:
-    """Mount an ext4 file system of 96 MiB."""
-    maker = shutil.which("mkfs.ext4", path="/usr/sbin:/sbin:" + os.environ.get("PATH", ""))
-    if maker is None:
-        pytest.skip("there is no mkfs.ext4 to make a small disk with")
-    image = tmp_path / "image"
-    with image.open("wb") as file:
-        file.truncate(96 * MIB)
-    subprocess.run([maker, "-q", "-m", "0", str(image)], check=True, capture_output=True)
-    return mounted("-o", "loop", str(image))
-
-
-def free_bytes(place: Path) -> int:
-    facts = os.statvfs(place)
-    return facts.f_bavail * facts.f_frsize
-
-
-def fill(place: Path, leave: int) -> None:
-    with (place / "ballast").open("wb") as file:
-        os.posix_fallocate(file.fileno(), 0, free_bytes(place) - leave)
 
 
 @needs_root
@@ -444,7 +455,8 @@ def spill_files(place: Path) -> list[os.stat_result]:
     return found
 
 
-def test_files_have_no_names_and_no_readers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("umask", [0, 0o22, 0o77])
+def test_files_have_no_names_and_no_readers(tmp_path: Path, umask: int) -> None:
     model, batch = chain(depth=6, width=128, rows=4_000)
     seen: list[list[Path]] = []
     files: list[os.stat_result] = []
@@ -453,7 +465,7 @@ def test_files_have_no_names_and_no_readers(tmp_path: Path) -> None:
         seen.append(list(tmp_path.iterdir()))
         files.extend(spill_files(tmp_path))
 
-    before = os.umask(0)
+    before = os.umask(umask)
     try:
         with ssdtrain.offload(tmp_path) as session:
             for _ in range(2):

@@ -31,6 +31,9 @@ class Store:
     def read(self, stored: Stored) -> Pending:
         """Queue a read of what ``stored`` holds; its write must have ended well."""
 
+    def trim(self) -> int:
+        """Give the space beyond what is stored back to the disks; return its bytes."""
+
     def arena_live_bytes(self) -> int:
         """Bytes of slots in use: being read, or read and not yet dropped."""
 

@@ -1,30 +1,31 @@
-//! One unnamed file per directory: opened, checked, grown, and shared out as extents.
+//! One unnamed file per directory: grown, trimmed, and shared out as extents.
 //!
-//! The file never has a name that survives: the kernel frees its blocks when the process is gone,
-//! also after `kill -9`. Only its owner may read it (mode 0600), because widening a tensor to the
-//! alignment of direct I/O writes up to one block of neighbouring heap bytes on either side.
+//! [Note: blocks] Two locks, taken in this order. `blocks` says how far the file has blocks on the
+//! disk and is held while that changes, which may take as long as the disk likes; so only workers
+//! and `trim` take it. `space` is the bookkeeping and is held for moments. What is in flight lies
+//! in a live extent, a live extent lies below the end of the allocator, and a write begins only
+//! after `ensure_blocks` found its extent below `blocks`. So whoever holds `blocks` may cut the
+//! file at the allocator's end: nothing in flight lies beyond it, and an extent that is reserved
+//! there meanwhile waits in `ensure_blocks` for the lock and then sees the lower mark.
 
 use std::fs::File;
-use std::io;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use rustix::fs::{FallocateFlags, Mode, OFlags, StatxFlags};
+use rustix::fs::FallocateFlags;
 use rustix::io::Errno;
+use rustix::process::{Resource, getrlimit};
 
 use crate::config::DirectIo;
 use crate::error::{Error, ErrorKind, Result};
 use crate::extent::ExtentAllocator;
+use crate::place::{Opened, Place};
 
 /// The file grows by at least this much, so that growing stays off the hot path.
 const GROWTH_BYTES_MIN: u64 = 64 << 20;
 const GROWTH_BYTES_MAX: u64 = 1 << 30;
-/// A directory with less free space than this is refused at the start.
-const FREE_BYTES_MIN: u64 = 64 << 20;
-/// Without an answer of `statx` every known device takes this alignment.
-const ALIGNMENT_DEFAULT: usize = 4096;
 
 /// A bound on booked bytes that several files share.
 #[derive(Debug)]
@@ -62,11 +63,10 @@ pub struct SpillFile {
     file: File,
     dir: PathBuf,
     alignment: usize,
-    direct: bool,
+    is_direct: bool,
     quota: Arc<Quota>,
     space: Mutex<Space>,
-    /// Bytes of the file that have blocks on the disk. Its lock is held while the file grows, which
-    /// may take as long as the disk likes; so only workers take it.
+    /// Bytes of the file that have blocks on the disk; see [Note: blocks].
     blocks: Mutex<u64>,
     process: u32,
 }
@@ -93,45 +93,14 @@ impl SpillFile {
         direct: DirectIo,
         quota: &Arc<Quota>,
     ) -> Result<(Arc<Self>, Option<String>)> {
-        check_directory(dir)?;
-        let (file, is_direct, note) = match direct {
-            DirectIo::Disabled => (create_unnamed(dir, OFlags::empty())?, false, None),
-            DirectIo::Required => (create_direct(dir)?, true, None),
-            DirectIo::Optional => match create_direct(dir) {
-                Ok(file) => (file, true, None),
-                Err(error) => {
-                    let note = format!("buffered I/O in {}: {error}", dir.display());
-                    (create_unnamed(dir, OFlags::empty())?, false, Some(note))
-                }
-            },
-        };
-        let alignment = if is_direct { direct_alignment(&file) } else { 512 };
-        if alignment > rustix::param::page_size() {
-            return Err(Error::new(
-                ErrorKind::Unsupported,
-                format!(
-                    "{} needs direct I/O aligned to {alignment} bytes, more than a page; use \
-                     another directory, or direct_io='disabled'",
-                    dir.display()
-                ),
-            ));
-        }
+        let Opened { file, alignment, is_direct, note } = Place::open(dir)?.create(direct)?;
         let extents =
             ExtentAllocator::new(alignment as u64, i64::MAX as u64 & !(alignment as u64 - 1));
         let (space, blocks) = (Mutex::new(Space { extents, booked: 0 }), Mutex::new(0));
         let process = std::process::id();
         let (dir, quota, file) = (dir.to_owned(), Arc::clone(quota), File::from(file));
         Ok((
-            Arc::new(Self {
-                file,
-                dir,
-                alignment,
-                direct: is_direct,
-                quota,
-                space,
-                blocks,
-                process,
-            }),
+            Arc::new(Self { file, dir, alignment, is_direct, quota, space, blocks, process }),
             note,
         ))
     }
@@ -148,7 +117,7 @@ impl SpillFile {
 
     /// Whether the page cache is bypassed.
     pub fn is_direct(&self) -> bool {
-        self.direct
+        self.is_direct
     }
 
     /// The descriptor, for the engines.
@@ -178,12 +147,40 @@ impl SpillFile {
 
     /// Gives all blocks back to the disk; nothing may be in flight, and nothing is readable after.
     pub fn discard(&self) -> Result<()> {
-        let mut blocks = self.blocks.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut blocks = self.lock_blocks();
         *blocks = 0;
-        rustix::fs::ftruncate(&self.file, 0).map_err(|errno| {
+        self.cut(0)
+    }
+
+    /// Gives the blocks beyond the last extent back to the disk; returns how many bytes they were.
+    /// What is stored stays, and writes may go on meanwhile; see [Note: blocks].
+    pub fn trim(&self) -> Result<u64> {
+        let mut blocks = self.lock_blocks();
+        let end = self.lock().extents.shrink();
+        let surplus = blocks.saturating_sub(end);
+        if surplus > 0 {
+            self.cut(end)?;
+            *blocks = end;
+        }
+        // Only now, so that a quota shared with other files is never passed; and only down to where
+        // the extents end by now, because that may have moved since.
+        let mut space = self.lock();
+        let unbooked = space.booked - space.extents.end();
+        space.booked -= unbooked;
+        self.quota.give_back(unbooked);
+        Ok(surplus)
+    }
+
+    fn cut(&self, end: u64) -> Result<()> {
+        rustix::fs::ftruncate(&self.file, end).map_err(|errno| {
             let dir = self.dir.display();
-            Error::from_io(format_args!("cannot give space back in {dir}"), &errno.into())
+            let what = format!("cannot give space back in {dir}; closing the store does");
+            Error::from_io(what, &errno.into())
         })
+    }
+
+    fn lock_blocks(&self) -> MutexGuard<'_, u64> {
+        self.blocks.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn lock(&self) -> MutexGuard<'_, Space> {
@@ -210,23 +207,38 @@ impl SpillFile {
 
     /// Reserves blocks up to `end`, and as far as is booked if there is room.
     fn ensure_blocks(&self, end: u64) -> Result<()> {
-        let mut blocks = self.blocks.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut blocks = self.lock_blocks();
         if end <= *blocks {
             return Ok(());
         }
-        let booked = self.lock().booked;
-        if self.allocate_blocks(*blocks, booked.max(end) - *blocks).is_ok() {
-            *blocks = booked.max(end);
-            return Ok(());
-        }
-        // No room for all that is booked, but perhaps for what is needed now.
-        self.allocate_blocks(*blocks, end - *blocks).map_err(|errno| {
+        let booked = self.lock().booked.max(end);
+        // No room for all that is booked? Then perhaps for what is needed now.
+        let grown = self.grow(*blocks, booked).or_else(|_| self.grow(*blocks, end));
+        *blocks = grown.map_err(|errno| {
             let (need, dir) = (end - *blocks, self.dir.display());
-            let what = format!("cannot reserve {need} bytes in {dir}; free some space there");
+            let next =
+                if errno == Errno::FBIG { "raise `ulimit -f`" } else { "free some space there" };
+            let what = format!("cannot reserve {need} bytes in {dir}; {next}");
             Error::from_io(what, &errno.into())
         })?;
-        *blocks = end;
         Ok(())
+    }
+
+    /// Gives the file blocks from `start` to `end`, or leaves it as it was.
+    fn grow(&self, start: u64, end: u64) -> rustix::io::Result<u64> {
+        // The kernel's answer to this limit is SIGXFSZ, which ends a process that does not ignore
+        // it: asking for too much has to be refused here.
+        if getrlimit(Resource::Fsize).current.is_some_and(|most| end > most) {
+            return Err(Errno::FBIG);
+        }
+        self.allocate_blocks(start, end - start).map_err(|errno| {
+            // A reservation that failed has taken all the room there was: others need it more.
+            match rustix::fs::ftruncate(&self.file, start) {
+                Ok(()) => errno,
+                Err(second) => second,
+            }
+        })?;
+        Ok(end)
     }
 
     fn allocate_blocks(&self, offset: u64, bytes: u64) -> rustix::io::Result<()> {
@@ -291,154 +303,16 @@ impl Drop for Extent {
     }
 }
 
-fn check_directory(dir: &Path) -> Result<()> {
-    let shown = dir.display();
-    let config = |message: String| Err(Error::new(ErrorKind::Config, message));
-    match std::fs::metadata(dir) {
-        Err(source) if source.kind() == io::ErrorKind::NotFound => {
-            return config(format!("{shown} does not exist; create it, or pass another directory"));
-        }
-        Err(source) => {
-            return config(format!(
-                "cannot look at {shown}: {source}; make it reachable, or pass another directory"
-            ));
-        }
-        Ok(found) if !found.is_dir() => {
-            return config(format!("{shown} is not a directory; pass the directory it stands in"));
-        }
-        Ok(_) => {}
-    }
-    let facts = rustix::fs::statfs(dir)
-        .map_err(|errno| Error::from_io(format_args!("cannot look at {shown}"), &errno.into()))?;
-    if let Some((name, reason)) = refused_file_system(facts.f_type as u64) {
-        return config(format!(
-            "{shown} is on {name}, {reason}; use a directory on a local NVMe file system"
-        ));
-    }
-    let free = facts.f_bavail.saturating_mul(facts.f_bsize as u64);
-    if free < FREE_BYTES_MIN {
-        return Err(Error::new(
-            ErrorKind::NoSpace,
-            format!(
-                "{shown} has {free} bytes free, {FREE_BYTES_MIN} are the least; free some space"
-            ),
-        ));
-    }
-    Ok(())
-}
-
-/// File systems on which an offload cannot help, by the magic numbers of `statfs(2)`.
-fn refused_file_system(magic: u64) -> Option<(&'static str, &'static str)> {
-    const MEMORY: &str = "which is memory itself, so nothing would be saved";
-    const NETWORK: &str = "which is reached over a network";
-    Some(match magic as u32 {
-        0x0102_1994 => ("tmpfs", MEMORY),
-        0x8584_58f6 => ("ramfs", MEMORY),
-        0x6969 => ("NFS", NETWORK),
-        0xff53_4d42 | 0xfe53_4d42 | 0x517b => ("SMB", NETWORK),
-        0x0102_1997 => ("9P", NETWORK),
-        0x00c3_6400 => ("Ceph", NETWORK),
-        0x5346_414f | 0x6b41_4653 => ("AFS", NETWORK),
-        0x0bd0_0bd0 => ("Lustre", NETWORK),
-        0x6573_5546 => ("FUSE", "which may be a network and cannot promise direct I/O"),
-        _ => return None,
-    })
-}
-
-fn create_direct(dir: &Path) -> Result<OwnedFd> {
-    let file = create_unnamed(dir, OFlags::DIRECT)?;
-    probe_direct(&file).map_err(|errno| {
-        Error::from_io(
-            format_args!(
-                "direct I/O (O_DIRECT) does not work in {}; use a local file system such as ext4 \
-                 or XFS, or direct_io='optional'",
-                dir.display()
-            ),
-            &errno.into(),
-        )
-    })?;
-    Ok(file)
-}
-
-/// Writes nothing, but lets the file system say whether it takes an aligned direct request: some
-/// accept the flag at open and refuse every request.
-fn probe_direct(file: &OwnedFd) -> rustix::io::Result<()> {
-    #[repr(align(4096))]
-    struct Block([u8; 4096]);
-    let mut block = Block([0; 4096]);
-    rustix::io::pread(file, &mut block.0, 0).map(drop)
-}
-
-/// An unnamed file: `O_TMPFILE`, or where the file system lacks it, created and unlinked.
-fn create_unnamed(dir: &Path, extra: OFlags) -> Result<OwnedFd> {
-    let base = OFlags::RDWR | OFlags::CLOEXEC | extra;
-    let mode = Mode::RUSR | Mode::WUSR;
-    let refused = |errno: Errno| {
-        let shown = dir.display();
-        let next = match errno {
-            Errno::ACCESS | Errno::PERM | Errno::ROFS => Error::new(
-                ErrorKind::Config,
-                format!(
-                    "cannot create a file in {shown}: {}; make it writable, or pass \
-                     another directory",
-                    io::Error::from(errno)
-                ),
-            ),
-            Errno::INVAL if extra.contains(OFlags::DIRECT) => Error::new(
-                ErrorKind::Config,
-                format!(
-                    "{shown} refuses direct I/O (O_DIRECT); use a local file system such as ext4 \
-                     or XFS, or direct_io='optional'"
-                ),
-            ),
-            _ => Error::from_io(format_args!("cannot create a file in {shown}"), &errno.into()),
-        };
-        Err(next)
-    };
-    match rustix::fs::open(dir, base | OFlags::TMPFILE, mode) {
-        Ok(file) => return Ok(file),
-        Err(Errno::OPNOTSUPP | Errno::ISDIR | Errno::NOENT) => {}
-        Err(errno) => return refused(errno),
-    }
-    for attempt in 0..100u32 {
-        let path = dir.join(format!(".ssdtrain-{}-{attempt}", std::process::id()));
-        match rustix::fs::open(&path, base | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW, mode)
-        {
-            Ok(file) => {
-                return match rustix::fs::unlink(&path) {
-                    Ok(()) => Ok(file),
-                    Err(errno) => refused(errno),
-                };
-            }
-            Err(Errno::EXIST) => {}
-            Err(errno) => return refused(errno),
-        }
-    }
-    refused(Errno::EXIST)
-}
-
-/// What `statx(STATX_DIOALIGN)` (Linux 6.1) answers, or a safe guess.
-fn direct_alignment(file: &OwnedFd) -> usize {
-    const STATX_DIOALIGN: u32 = 0x2000;
-    let wanted = StatxFlags::from_bits_retain(STATX_DIOALIGN);
-    match rustix::fs::statx(file, "", rustix::fs::AtFlags::EMPTY_PATH, wanted) {
-        Ok(facts) if facts.stx_mask & STATX_DIOALIGN != 0 && facts.stx_dio_offset_align > 0 => {
-            // One number for both keeps the widening of addresses and of lengths the same.
-            facts.stx_dio_mem_align.max(facts.stx_dio_offset_align).max(512) as usize
-        }
-        _ => ALIGNMENT_DEFAULT,
-    }
-}
-
 #[cfg(test)]
 mod tests {
-    use super::{Quota, SpillFile, refused_file_system};
+    use super::{Quota, SpillFile};
     use crate::config::DirectIo;
     use crate::error::ErrorKind;
+    use std::os::unix::fs::FileExt;
     use std::sync::Arc;
 
     fn open(dir: &std::path::Path, quota: &Arc<Quota>) -> Arc<SpillFile> {
-        SpillFile::open(dir, DirectIo::Optional, quota).unwrap().0
+        SpillFile::open(dir, DirectIo::Disabled, quota).unwrap().0
     }
 
     #[test]
@@ -469,15 +343,55 @@ mod tests {
     }
 
     #[test]
-    fn a_bad_place_is_named() {
+    fn a_trimmed_file_keeps_what_is_live_and_grows_again() {
+        let dir = tempfile::tempdir_in(".").unwrap();
+        let quota = Quota::new(Some(128 << 20));
+        let file = open(dir.path(), &quota);
+        let blocks = || rustix::fs::fstat(&file).unwrap().st_blocks as u64 * 512;
+        let (live, tail) = (file.reserve(1 << 20).unwrap(), file.reserve(80 << 20).unwrap());
+        tail.prepare().unwrap();
+        assert!(blocks() >= 81 << 20);
+        drop(tail);
+        assert!(file.trim().unwrap() >= 80 << 20);
+        assert_eq!(quota.used(), 1 << 20);
+        assert!(blocks() < 2 << 20);
+        assert_eq!(file.trim().unwrap(), 0);
+        let again = file.reserve(100 << 20).unwrap();
+        assert_eq!(again.offset(), live.len());
+        again.prepare().unwrap();
+        assert!(blocks() >= 101 << 20);
+        drop((live, again));
+        file.trim().unwrap();
+        assert_eq!((quota.used(), file.used()), (0, 0));
+    }
+
+    #[test]
+    fn trimming_while_others_reserve_takes_nothing_from_them() {
+        let dir = tempfile::tempdir_in(".").unwrap();
         let quota = Quota::new(None);
-        let missing = SpillFile::open("/no/such/place".as_ref(), DirectIo::Required, &quota);
-        let error = missing.unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::Config);
-        assert!(error.to_string().contains("/no/such/place"), "{error}");
-        let memory = SpillFile::open("/dev/shm".as_ref(), DirectIo::Optional, &quota);
-        if refused_file_system(rustix::fs::statfs("/dev/shm").unwrap().f_type as u64).is_some() {
-            assert!(memory.unwrap_err().to_string().contains("tmpfs"));
-        }
+        let file = open(dir.path(), &quota);
+        std::thread::scope(|scope| {
+            for thread in 0..3u8 {
+                let file = &file;
+                scope.spawn(move || {
+                    for round in 0..200u8 {
+                        let len = 4096 * (1 + u64::from(round % 7));
+                        let extent = file.reserve(len).unwrap();
+                        extent.prepare().unwrap();
+                        let bytes = vec![thread ^ round; len as usize];
+                        let mut back = vec![0; len as usize];
+                        file.file.write_all_at(&bytes, extent.offset()).unwrap();
+                        file.file.read_exact_at(&mut back, extent.offset()).unwrap();
+                        assert!(bytes == back, "a trim cut off a live extent");
+                    }
+                });
+            }
+            for _ in 0..200 {
+                file.trim().unwrap();
+            }
+        });
+        file.trim().unwrap();
+        assert_eq!((quota.used(), file.used()), (0, 0));
+        assert_eq!(rustix::fs::fstat(&file).unwrap().st_blocks, 0);
     }
 }

@@ -14,8 +14,7 @@
 //! Words: a *request* is one tensor's transfer; a *piece* is the part of it that one system call
 //! moves; an *extent* is a range of the spill file; a *slot* is a range of the arena.
 //!
-//! Modules may use those to their left: error, config → extent, ticket, meter, stripe → buffer, file →
-//! queue → engine, flight → device → store. The unit of truth for this order is `docs/architecture.md`.
+//! `docs/architecture.md` says what each module is for and which may use which.
 
 pub mod buffer;
 pub mod config;
@@ -26,6 +25,7 @@ pub mod extent;
 pub mod file;
 pub mod flight;
 pub mod meter;
+pub mod place;
 pub mod queue;
 pub mod store;
 pub mod stripe;

@@ -184,6 +184,12 @@ impl TensorStore {
         drop(stored);
     }
 
+    /// Gives the space beyond what is stored back to the disks; returns how many bytes that was.
+    pub fn trim(&self) -> Result<u64> {
+        self.refuse_if_down()?;
+        self.devices.iter().map(|device| device.file().trim()).sum()
+    }
+
     /// Bytes of slots in use.
     pub fn arena_live_bytes(&self) -> usize {
         self.arena.live_bytes()

@@ -89,6 +89,10 @@ impl Store {
         self.0.read(&stored.0).map(Pending).map_err(|error| to_python(py, &error))
     }
 
+    fn trim(&self, py: Python<'_>) -> PyResult<u64> {
+        py.detach(|| self.0.trim()).map_err(|error| to_python(py, &error))
+    }
+
     fn arena_live_bytes(&self) -> usize {
         self.0.arena_live_bytes()
     }

@@ -1,0 +1,335 @@
+//! The directory of a spill file: what is refused there, and a file without a name in what is not.
+//!
+//! The directory is opened once, without following a link, and everything after speaks to that
+//! descriptor: what was checked is what is used, whatever happens to the path meanwhile. The file
+//! never has a name that survives: the kernel frees its blocks when the process is gone, also after
+//! `kill -9`. Only its owner may open it (mode 0600), because widening a tensor to the alignment of
+//! direct I/O writes up to one block of neighbouring heap bytes on either side.
+
+use std::ffi::OsStr;
+use std::hash::{BuildHasher, Hasher, RandomState};
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, StatxFlags};
+use rustix::io::Errno;
+
+use crate::config::DirectIo;
+use crate::error::{Error, ErrorKind, Result};
+
+/// A directory with less free space than this is refused at the start.
+const FREE_BYTES_MIN: u64 = 64 << 20;
+/// Without an answer of `statx` every known device takes this alignment.
+const ALIGNMENT_DEFAULT: usize = 4096;
+/// How many random names are tried where a file must have one for a moment.
+const NAMES_MAX: u32 = 16;
+
+/// A directory that may hold a spill file.
+#[derive(Debug)]
+pub struct Place {
+    /// Opened as a path only: nothing can be listed through it, so it needs no right to read.
+    directory: OwnedFd,
+    path: PathBuf,
+}
+
+/// An unnamed file, and how it is to be used.
+#[derive(Debug)]
+pub struct Opened {
+    /// The file.
+    pub file: OwnedFd,
+    /// Multiple of every address, offset and length.
+    pub alignment: usize,
+    /// Whether the page cache is bypassed.
+    pub is_direct: bool,
+    /// What was given up, if anything.
+    pub note: Option<String>,
+}
+
+impl Place {
+    /// Opens the directory at `path` and refuses it if offloading there could not help or not be
+    /// safe.
+    pub fn open(path: &Path) -> Result<Self> {
+        // Without a slash or a dot at its end, which would make the kernel follow a link there.
+        let bare = path.components().as_path();
+        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let directory = rustix::fs::openat(CWD, bare, flags, Mode::empty())
+            .map_err(|errno| refuse_path(bare, errno))?;
+        let place = Self { directory, path: path.to_owned() };
+        place.check_mode()?;
+        place.check_file_system()?;
+        Ok(place)
+    }
+
+    /// Makes an unnamed file here.
+    pub fn create(&self, direct: DirectIo) -> Result<Opened> {
+        let (file, is_direct, note) = match direct {
+            DirectIo::Disabled => (self.create_unnamed(OFlags::empty())?, false, None),
+            DirectIo::Required => (self.create_direct()?, true, None),
+            DirectIo::Optional => match self.create_direct() {
+                Ok(file) => (file, true, None),
+                Err(error) => {
+                    let note = format!("buffered I/O in {}: {error}", self.path.display());
+                    (self.create_unnamed(OFlags::empty())?, false, Some(note))
+                }
+            },
+        };
+        let alignment = if is_direct { direct_alignment(&file) } else { 512 };
+        if alignment > rustix::param::page_size() {
+            return Err(Error::new(
+                ErrorKind::Unsupported,
+                format!(
+                    "{} needs direct I/O aligned to {alignment} bytes, more than a page; use \
+                     another directory, or direct_io='disabled'",
+                    self.path.display()
+                ),
+            ));
+        }
+        Ok(Opened { file, alignment, is_direct, note })
+    }
+
+    /// Where everyone may write and nothing protects what is there, a name (this directory's
+    /// children, or the one a file needs for a moment) can be replaced by anybody.
+    fn check_mode(&self) -> Result<()> {
+        let facts = rustix::fs::fstat(&self.directory).map_err(|errno| self.unseen(errno))?;
+        let mode = Mode::from_raw_mode(facts.st_mode);
+        if mode.contains(Mode::WOTH) && !mode.contains(Mode::SVTX) {
+            return Err(config(format!(
+                "{shown} can be written to by everyone and has no sticky bit (mode {:04o}); run \
+                 `chmod o-w {shown}`, or `chmod +t {shown}` if others need it, or pass a \
+                 directory of your own",
+                mode.bits(),
+                shown = self.path.display()
+            )));
+        }
+        Ok(())
+    }
+
+    fn check_file_system(&self) -> Result<()> {
+        let shown = self.path.display();
+        let facts = rustix::fs::fstatfs(&self.directory).map_err(|errno| self.unseen(errno))?;
+        if let Some((name, reason)) = refused_file_system(facts.f_type as u64) {
+            return Err(config(format!(
+                "{shown} is on {name}, {reason}; use a directory on a local NVMe file system"
+            )));
+        }
+        let free = facts.f_bavail.saturating_mul(facts.f_bsize as u64);
+        if free < FREE_BYTES_MIN {
+            return Err(Error::new(
+                ErrorKind::NoSpace,
+                format!(
+                    "{shown} has {free} bytes free, {FREE_BYTES_MIN} are the least; free some space"
+                ),
+            ));
+        }
+        Ok(())
+    }
+
+    fn create_direct(&self) -> Result<OwnedFd> {
+        let file = self.create_unnamed(OFlags::DIRECT)?;
+        probe_direct(&file).map_err(|errno| {
+            Error::from_io(
+                format_args!(
+                    "direct I/O (O_DIRECT) does not work in {}; use a local file system such as \
+                     ext4 or XFS, or direct_io='optional'",
+                    self.path.display()
+                ),
+                &errno.into(),
+            )
+        })?;
+        Ok(file)
+    }
+
+    /// An unnamed file: `O_TMPFILE`, or where the file system lacks it, created and unlinked.
+    fn create_unnamed(&self, extra: OFlags) -> Result<OwnedFd> {
+        // With O_EXCL nobody can give it a name later either.
+        let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::TMPFILE | OFlags::EXCL | extra;
+        match rustix::fs::openat(&self.directory, ".", flags, Mode::RUSR | Mode::WUSR) {
+            Err(Errno::OPNOTSUPP | Errno::ISDIR | Errno::NOENT) => self.create_and_unlink(extra),
+            created => created,
+        }
+        .map_err(|errno| self.refuse_file(extra, errno))
+    }
+
+    /// A file that has a name for a moment. A process killed in that moment leaves it, empty.
+    fn create_and_unlink(&self, extra: OFlags) -> rustix::io::Result<OwnedFd> {
+        let base = OFlags::RDWR | OFlags::CLOEXEC | OFlags::CREATE | OFlags::EXCL;
+        for _ in 0..NAMES_MAX {
+            // The hasher's keys come from the kernel: nobody can guess the name and be there first.
+            let name = format!(".ssdtrain-{:016x}", RandomState::new().build_hasher().finish());
+            let flags = base | OFlags::NOFOLLOW | extra;
+            match rustix::fs::openat(&self.directory, &name, flags, Mode::RUSR | Mode::WUSR) {
+                Ok(file) => {
+                    rustix::fs::unlinkat(&self.directory, &name, AtFlags::empty())?;
+                    return Ok(file);
+                }
+                Err(Errno::EXIST) => {}
+                Err(errno) => return Err(errno),
+            }
+        }
+        Err(Errno::EXIST)
+    }
+
+    fn refuse_file(&self, extra: OFlags, errno: Errno) -> Error {
+        let (shown, source) = (self.path.display(), io::Error::from(errno));
+        match errno {
+            Errno::ACCESS | Errno::PERM | Errno::ROFS => config(format!(
+                "cannot create a file in {shown}: {source}; make it writable, or pass another \
+                 directory"
+            )),
+            Errno::INVAL if extra.contains(OFlags::DIRECT) => config(format!(
+                "{shown} refuses direct I/O (O_DIRECT); use a local file system such as ext4 or \
+                 XFS, or direct_io='optional'"
+            )),
+            Errno::MFILE => {
+                let what = format!("cannot create a file in {shown}; raise `ulimit -n`");
+                Error::from_io(what, &source)
+            }
+            _ => Error::from_io(format_args!("cannot create a file in {shown}"), &source),
+        }
+    }
+
+    fn unseen(&self, errno: Errno) -> Error {
+        Error::from_io(format_args!("cannot look at {}", self.path.display()), &errno.into())
+    }
+}
+
+fn config(message: String) -> Error {
+    Error::new(ErrorKind::Config, message)
+}
+
+/// Why a path cannot be opened as a directory. Only words depend on what is looked at here.
+fn refuse_path(path: &Path, errno: Errno) -> Error {
+    let shown = path.display();
+    let found = rustix::fs::openat(CWD, path, OFlags::PATH | OFlags::NOFOLLOW, Mode::empty())
+        .and_then(|found| Ok((FileType::from_raw_mode(rustix::fs::fstat(&found)?.st_mode), found)));
+    match (errno, found) {
+        (Errno::NOENT, _) => {
+            config(format!("{shown} does not exist; create it, or pass another directory"))
+        }
+        (Errno::MFILE, _) => {
+            let what = format!("cannot open {shown}; raise `ulimit -n`");
+            Error::from_io(what, &errno.into())
+        }
+        (Errno::NOTDIR | Errno::LOOP, Ok((FileType::Symlink, link))) => {
+            let target = link_target(path, &link);
+            config(format!(
+                "{shown} is a symbolic link, which may come to lead elsewhere; pass what it leads \
+                 to: {}",
+                target.display()
+            ))
+        }
+        (Errno::NOTDIR, Ok((kind, _))) => config(format!(
+            "{shown} is {}, not a directory; pass the directory it stands in",
+            describe(kind)
+        )),
+        _ => config(format!(
+            "cannot look at {shown}: {}; make it reachable, or pass another directory",
+            io::Error::from(errno)
+        )),
+    }
+}
+
+/// Where a link leads, as a path that can be passed instead of it.
+fn link_target(path: &Path, link: &OwnedFd) -> PathBuf {
+    path.canonicalize().unwrap_or_else(|_| {
+        let target = rustix::fs::readlinkat(link, "", Vec::new()).unwrap_or_default();
+        path.with_file_name(OsStr::from_bytes(target.as_bytes()))
+    })
+}
+
+fn describe(kind: FileType) -> &'static str {
+    match kind {
+        FileType::RegularFile => "a file",
+        FileType::Fifo => "a FIFO",
+        FileType::Socket => "a socket",
+        FileType::CharacterDevice | FileType::BlockDevice => "a device",
+        _ => "something else",
+    }
+}
+
+/// File systems on which an offload cannot help, by the magic numbers of `statfs(2)`.
+fn refused_file_system(magic: u64) -> Option<(&'static str, &'static str)> {
+    const MEMORY: &str = "which is memory itself, so nothing would be saved";
+    const NETWORK: &str = "which is reached over a network";
+    Some(match magic as u32 {
+        0x0102_1994 => ("tmpfs", MEMORY),
+        0x8584_58f6 => ("ramfs", MEMORY),
+        0x6969 => ("NFS", NETWORK),
+        0xff53_4d42 | 0xfe53_4d42 | 0x517b => ("SMB", NETWORK),
+        0x0102_1997 => ("9P", NETWORK),
+        0x00c3_6400 => ("Ceph", NETWORK),
+        0x5346_414f | 0x6b41_4653 => ("AFS", NETWORK),
+        0x0bd0_0bd0 => ("Lustre", NETWORK),
+        0x6573_5546 => ("FUSE", "which may be a network and cannot promise direct I/O"),
+        _ => return None,
+    })
+}
+
+/// Writes nothing, but lets the file system say whether it takes an aligned direct request: some
+/// accept the flag at open and refuse every request.
+fn probe_direct(file: &OwnedFd) -> rustix::io::Result<()> {
+    #[repr(align(4096))]
+    struct Block([u8; 4096]);
+    let mut block = Block([0; 4096]);
+    rustix::io::pread(file, &mut block.0, 0).map(drop)
+}
+
+/// What `statx(STATX_DIOALIGN)` (Linux 6.1) answers, or a safe guess.
+fn direct_alignment(file: &OwnedFd) -> usize {
+    const STATX_DIOALIGN: u32 = 0x2000;
+    let wanted = StatxFlags::from_bits_retain(STATX_DIOALIGN);
+    match rustix::fs::statx(file, "", rustix::fs::AtFlags::EMPTY_PATH, wanted) {
+        Ok(facts) if facts.stx_mask & STATX_DIOALIGN != 0 && facts.stx_dio_offset_align > 0 => {
+            // One number for both keeps the widening of addresses and of lengths the same.
+            facts.stx_dio_mem_align.max(facts.stx_dio_offset_align).max(512) as usize
+        }
+        _ => ALIGNMENT_DEFAULT,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Place, refused_file_system};
+    use crate::error::ErrorKind;
+    use rustix::fs::{Mode, OFlags};
+
+    #[test]
+    fn a_bad_place_is_named() {
+        let error = Place::open("/no/such/place".as_ref()).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Config);
+        assert!(error.to_string().contains("/no/such/place"), "{error}");
+        if refused_file_system(rustix::fs::statfs("/dev/shm").unwrap().f_type as u64).is_some() {
+            let error = Place::open("/dev/shm".as_ref()).unwrap_err();
+            assert!(error.to_string().contains("tmpfs"), "{error}");
+        }
+    }
+
+    #[test]
+    fn the_file_is_made_in_the_directory_that_was_checked() {
+        let dir = tempfile::tempdir_in(".").unwrap();
+        let (checked, elsewhere) = (dir.path().join("checked"), dir.path().join("elsewhere"));
+        std::fs::create_dir(&checked).unwrap();
+        let place = Place::open(&checked).unwrap();
+        // The path leads elsewhere by now, through a link even; the descriptor does not.
+        std::fs::rename(&checked, &elsewhere).unwrap();
+        std::os::unix::fs::symlink("/no/such/place", &checked).unwrap();
+        let file = place.create_unnamed(OFlags::empty()).unwrap();
+        let fd = std::os::fd::AsRawFd::as_raw_fd(&file);
+        let shown = std::fs::read_link(format!("/proc/self/fd/{fd}")).unwrap();
+        assert!(shown.starts_with(elsewhere.canonicalize().unwrap()), "{}", shown.display());
+    }
+
+    #[test]
+    fn a_file_that_needs_a_name_loses_it_at_once() {
+        let dir = tempfile::tempdir_in(".").unwrap();
+        let place = Place::open(dir.path()).unwrap();
+        let file = place.create_and_unlink(OFlags::empty()).unwrap();
+        let facts = rustix::fs::fstat(&file).unwrap();
+        assert_eq!(facts.st_nlink, 0);
+        let others = Mode::from_raw_mode(facts.st_mode) - (Mode::RUSR | Mode::WUSR);
+        assert!(others.is_empty(), "{others:?}");
+        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
+    }
+}
