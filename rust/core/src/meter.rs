@@ -1,7 +1,7 @@
 //! How many bytes moved and how long the device was busy with them.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use crate::error::{Error, ErrorKind, Result};
 
@@ -54,7 +54,8 @@ struct Lane {
     failed_in_a_row: u32,
     /// Why the last request failed.
     failure: Option<Error>,
-    no_space_since: Option<Instant>,
+    /// So many writes more pass a device by that had no space.
+    pass_by_count: u32,
 }
 
 /// A rate is that of about so many bytes of late.
@@ -63,8 +64,8 @@ const RECENT_BYTES: u64 = 256 << 20;
 const RATE_BYTES_MIN: u64 = 16 << 20;
 /// After so many failed requests without one that ended well, a device is not trusted.
 const FAILED_IN_A_ROW_MAX: u32 = 5;
-/// So long after it had no space, a device is tried again.
-const NO_SPACE_PAUSE: Duration = Duration::from_secs(1);
+/// After it had no space, a device is tried again once so many writes went elsewhere.
+const PASS_BY_COUNT: u32 = 64;
 
 /// Counts the traffic of one device, and judges it by that.
 #[derive(Debug, Default)]
@@ -109,14 +110,14 @@ impl Meter {
                 lane.traffic.count += 1;
                 lane.recent_bytes += bytes;
                 lane.failed_in_a_row = 0;
-                lane.no_space_since = None;
+                lane.pass_by_count = 0;
             }
             Err(error) => {
                 lane.traffic.failed_count += 1;
                 match error.kind() {
                     // Somebody's wish, not the device's fault.
                     ErrorKind::Cancelled | ErrorKind::Closed => {}
-                    ErrorKind::NoSpace => lane.no_space_since = Some(Instant::now()),
+                    ErrorKind::NoSpace => lane.pass_by_count = PASS_BY_COUNT,
                     _ => {
                         lane.failed_in_a_row = lane.failed_in_a_row.saturating_add(1);
                         lane.failure = Some(error.clone());
@@ -157,10 +158,12 @@ impl Meter {
         lane.failure.clone()
     }
 
-    /// Whether the device had no space a moment ago.
-    pub fn is_full(&self) -> bool {
-        let since = self.lane(Direction::Write).no_space_since;
-        since.is_some_and(|since| since.elapsed() < NO_SPACE_PAUSE)
+    /// Whether the next write shall pass the device by, because it had no space.
+    pub fn passes_by(&self) -> bool {
+        let mut lane = self.lane(Direction::Write);
+        let passes = lane.pass_by_count > 0;
+        lane.pass_by_count = lane.pass_by_count.saturating_sub(1);
+        passes
     }
 
     fn lane(&self, direction: Direction) -> MutexGuard<'_, Lane> {

@@ -266,7 +266,7 @@ impl TensorStore {
         }
         let lane = |&(index, device): &(usize, &Device)| device.lane(index);
         let roomy: Vec<_> =
-            trusted.iter().filter(|(_, device)| !device.meter().is_full()).map(lane).collect();
+            trusted.iter().filter(|(_, device)| !device.meter().passes_by()).map(lane).collect();
         Ok(if roomy.is_empty() { trusted.iter().map(lane).collect() } else { roomy })
     }
 }
