@@ -193,10 +193,12 @@ impl SubmitQueue {
             ));
         }
         self.waker.wake_one();
-        // A close that began between the look and the push may not have seen this request.
+        // A close that began between the look and the push may not have seen this request. One
+        // that has begun ends as any other: it was not given up.
         if let Err(error) = self.refuse_if_down()
-            && request.cancel()
+            && let Some(job) = request.claim()
         {
+            job.finish(Err(error.clone()));
             return Err(error);
         }
         Ok(())
