@@ -158,6 +158,11 @@ impl Disk for SimulatedDisk {
         len: usize,
     ) -> io::Result<usize> {
         let (seed, offset) = (self.faults.seed, extent.offset() + start as u64);
+        // What direct I/O refuses; `alignment` is a power of two.
+        let places = offset | len as u64 | buffer.piece(start, len) as u64;
+        if !places.is_multiple_of(extent.file().alignment() as u64) {
+            return Err(io::Error::from_raw_os_error(libc::EINVAL));
+        }
         let mut state = self.wait_while(|state| state.paused);
         let asked = state.ask(direction, offset);
         let begun_count = state.begun_count;
