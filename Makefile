@@ -79,6 +79,11 @@ lint: need-rust need-rust-lints $(TEST_STAMP) ## cargo fmt, clippy, ruff, mypy, 
 bench: need-rust ## raw I/O throughput of the store (cargo bench); BENCH="..."
 	cargo bench $(LOCKED) $(BENCH)
 
+.PHONY: loom
+loom: need-rust ## ticket, waker and queue through every order of threads
+	RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom CARGO_PROFILE_RELEASE_LTO=off \
+		cargo test $(LOCKED) --release --test loom
+
 .PHONY: clean
 clean: ## remove what builds and runs left here; the environment stays
 	rm -rf target dist .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis

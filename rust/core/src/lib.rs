@@ -14,7 +14,7 @@
 //! Words: a *request* is one tensor's transfer; a *piece* is the part of it that one system call
 //! moves; an *extent* is a range of the spill file; a *slot* is a range of the arena.
 //!
-//! Modules may use those to their left: error, config → extent, ticket, meter → buffer, file →
+//! Modules may use those to their left: error, config, sync → extent, ticket, meter → buffer, file →
 //! queue → engine → store. The unit of truth for this order is `docs/architecture.md`.
 
 pub mod buffer;
@@ -26,6 +26,7 @@ pub mod file;
 pub mod meter;
 pub mod queue;
 pub mod store;
+mod sync;
 pub mod ticket;
 
 pub use buffer::HostRegion;

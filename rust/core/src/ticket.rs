@@ -3,11 +3,11 @@
 //! [`Completer`] is held by the engine, [`Ticket`] by everybody else. A completer that is dropped
 //! without an answer answers `Poisoned`: a dead worker must not look like a slow disk.
 
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use crate::error::{Error, ErrorKind, Result};
+use crate::sync::{AtomicBool, Condvar, Mutex, Ordering};
 
 #[derive(Debug)]
 struct Shared {
