@@ -1,16 +1,20 @@
 //! Ticket, waker and queue in every order of threads, by a model checker: `make loom`.
 #![cfg(loom)]
 
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::any::Any;
 use std::sync::{Arc, OnceLock};
 
+use loom::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use loom::thread;
-use ssdtrain_core::buffer::{Arena, IoBuf, Slot};
+use ssdtrain_core::buffer::IoBuf;
 use ssdtrain_core::file::{Extent, Quota, SpillFile};
 use ssdtrain_core::meter::Direction;
 use ssdtrain_core::queue::{Job, Request, SubmitQueue};
 use ssdtrain_core::ticket::{Ticket, ticket};
 use ssdtrain_core::{DirectIo, Error, ErrorKind, Result};
+
+mod memory;
+use memory::{Memory, lend};
 
 /// Preemptions in one execution: more find nothing that these do not, as the literature has it.
 const PREEMPTIONS_MAX: usize = 3;
@@ -31,19 +35,25 @@ fn extent() -> Arc<Extent> {
     }))
 }
 
-fn slot() -> Arc<Slot> {
-    static ARENA: OnceLock<Arc<Arena>> = OnceLock::new();
-    Arc::new(ARENA.get_or_init(|| Arena::new(0).unwrap()).slot(4096).unwrap())
-}
-
-fn request_on(slot: Arc<Slot>, direction: Direction) -> (Request, Ticket) {
+/// A request whose buffer has `owner`.
+fn owned_request(direction: Direction, owner: impl Any + Send) -> (Request, Ticket) {
+    let (region, _) = lend(&Memory::new(1, 512, 0), 0).widened(512, owner);
     let (completer, ticket) = ticket();
-    let buffer = IoBuf::Slot(slot);
+    let buffer = IoBuf::Host(region);
     (Request::new(Job { direction, extent: extent(), buffer, completer }), ticket)
 }
 
 fn request(direction: Direction) -> (Request, Ticket) {
-    request_on(slot(), direction)
+    owned_request(direction, ())
+}
+
+/// Says when it is dropped, in a way that the model checker sees.
+struct Owner(Arc<AtomicBool>);
+
+impl Drop for Owner {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
 }
 
 fn kind(answer: Option<Result<()>>) -> Option<ErrorKind> {
@@ -104,11 +114,11 @@ fn a_dead_worker_answers() {
 #[test]
 fn what_is_done_was_given_back_first() {
     check(|| {
-        let slot = slot();
-        let (request, ticket) = request_on(Arc::clone(&slot), Direction::Read);
+        let freed = Arc::new(AtomicBool::new(false));
+        let (request, ticket) = owned_request(Direction::Read, Owner(Arc::clone(&freed)));
         let worker = thread::spawn(move || serve(&request));
         if ticket.is_done() {
-            assert_eq!(Arc::strong_count(&slot), 1);
+            assert!(freed.load(Ordering::Relaxed));
         }
         worker.join().unwrap();
     });

@@ -14,8 +14,8 @@
 //! Words: a *request* is one tensor's transfer; a *piece* is the part of it that one system call
 //! moves; an *extent* is a range of the spill file; a *slot* is a range of the arena.
 //!
-//! Modules may use those to their left: error, config, sync → extent, ticket, meter → buffer, file →
-//! queue → engine → store. The unit of truth for this order is `docs/architecture.md`.
+//! Modules may use those to their left: error, config, sync → extent, ticket, meter → buffer,
+//! file → queue → engine → store. The unit of truth for this order is `docs/architecture.md`.
 
 pub mod buffer;
 pub mod config;
