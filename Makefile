@@ -11,9 +11,10 @@ MAKEFLAGS += --no-builtin-rules
 # The interpreter that makes the environment; and the environment, made if it is not there.
 PYTHON ?= python3
 VENV ?= .venv
-# Words for the commands behind `make demo` and `make bench`.
+# Words for the commands behind `make demo` and `make bench`, and how long `make fuzz` runs a target.
 DEMO ?=
 BENCH ?=
+SECONDS ?= 60
 
 ENV_PYTHON := $(abspath $(VENV))/bin/python
 PIP := $(ENV_PYTHON) -m pip --disable-pip-version-check --no-input
@@ -78,6 +79,34 @@ lint: need-rust need-rust-lints $(TEST_STAMP) ## cargo fmt, clippy, ruff, mypy, 
 .PHONY: bench
 bench: need-rust ## raw I/O throughput of the store (cargo bench); BENCH="..."
 	cargo bench $(LOCKED) $(BENCH)
+
+.PHONY: loom
+loom: need-rust ## ticket, waker and queue through every order of threads
+	RUSTFLAGS='--cfg loom' CARGO_TARGET_DIR=target/loom CARGO_PROFILE_RELEASE_LTO=off \
+		cargo test $(LOCKED) --release --test loom
+
+# What cargo-fuzz passes, as far as a stable compiler takes it; --target keeps it from build scripts.
+HOST = $(shell rustc -vV | sed -n 's/^host: //p')
+FUZZ_FLAGS := -Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-level=4 \
+	-Cllvm-args=-sanitizer-coverage-inline-8bit-counters \
+	-Cllvm-args=-sanitizer-coverage-pc-table -Cllvm-args=-sanitizer-coverage-trace-compares \
+	-Ccodegen-units=1 -Cdebug-assertions=yes -Coverflow-checks=yes --cfg fuzzing
+
+.PHONY: fuzz
+fuzz: need-rust ## request splitter and allocator under libFuzzer; SECONDS=60 for each
+	RUSTFLAGS='$(FUZZ_FLAGS)' cargo build $(LOCKED) --release --target $(HOST) \
+		--manifest-path rust/fuzz/Cargo.toml --target-dir target/fuzz
+	for target in splitter extents; do \
+		mkdir -p target/fuzz/corpus/$$target; \
+		target/fuzz/$(HOST)/release/$$target -max_total_time=$(SECONDS) -max_len=400 \
+			-artifact_prefix=target/fuzz/$$target- target/fuzz/corpus/$$target; \
+	done
+
+# Only Rust's own nightly flag switches sanitizers on; RUSTC_BOOTSTRAP lends it to the stable one.
+.PHONY: asan
+asan: need-rust ## unit tests, conformance and simulation under AddressSanitizer
+	RUSTC_BOOTSTRAP=1 RUSTFLAGS=-Zsanitizer=address CARGO_TARGET_DIR=target/asan \
+		cargo test $(LOCKED) --target $(HOST) --lib --test store --test simulation
 
 .PHONY: clean
 clean: ## remove what builds and runs left here; the environment stays

@@ -1,12 +1,15 @@
 //! Several directories: one tensor on all of them, less on the slow, none on those that fail.
 
+mod memory;
+
 use std::path::Path;
-use std::ptr::NonNull;
 use std::sync::Arc;
 
 use ssdtrain_core::{
-    Backend, DirectIo, ErrorKind, Faults, HostRegion, Result, StoreConfig, Stored, TensorStore,
+    Backend, DirectIo, ErrorKind, Faults, Result, StoreConfig, Stored, TensorStore,
 };
+
+use memory::{Memory, lend};
 
 const MIB: usize = 1 << 20;
 
@@ -26,16 +29,12 @@ fn open(faults: &[Faults]) -> (Vec<tempfile::TempDir>, TensorStore) {
     (dirs, store)
 }
 
-fn pattern(seed: u64, len: usize) -> Arc<Vec<u8>> {
-    let word = |index: usize| (seed + 1).wrapping_mul(index as u64 + 0x9e37_79b9_7f4a_7c15);
-    Arc::new((0..len).map(|index| (word(index) >> 32) as u8).collect())
+fn pattern(seed: u64, len: usize) -> Arc<Memory> {
+    Memory::new(seed, len, 64)
 }
 
-#[expect(unsafe_code, reason = "the test lends its own vectors")]
-fn write(store: &TensorStore, bytes: &Arc<Vec<u8>>) -> Result<Stored> {
-    let address = NonNull::new(bytes.as_ptr().cast_mut()).expect("a slice has an address");
-    // SAFETY: the vector is never changed, and the clone keeps it until the store drops the region.
-    store.write(unsafe { HostRegion::new(address, bytes.len(), Box::new(Arc::clone(bytes))) })
+fn write(store: &TensorStore, bytes: &Arc<Memory>) -> Result<Stored> {
+    store.write(lend(bytes, 0))
 }
 
 fn read_back(store: &TensorStore, stored: &Stored) -> Result<Vec<u8>> {
@@ -82,6 +81,9 @@ fn a_directory_that_hangs_gets_nothing_more() {
     // The first tensors go to both, and their second halves wait there for ever.
     let stuck: Vec<_> =
         (0..2).map(|seed| write(&store, &pattern(seed, 16 * MIB)).unwrap()).collect();
+    while store.stats().written.bytes < 16 * MIB as u64 {
+        std::thread::yield_now();
+    }
     assert!(stuck.iter().all(|one| !one.ticket().is_done()));
     for seed in 0..8 {
         let bytes = pattern(seed, 4 * MIB);

@@ -2,14 +2,15 @@
 
 use std::collections::HashMap;
 use std::path::Path;
-use std::ptr::NonNull;
 use std::sync::Arc;
 
 use proptest::prelude::*;
 use ssdtrain_core::{
-    Backend, DirectIo, ErrorKind, Faults, HostRegion, Result, StoreConfig, Stored, TensorStore,
-    Tuning,
+    Backend, DirectIo, ErrorKind, Faults, Result, StoreConfig, Stored, TensorStore, Tuning,
 };
+
+mod memory;
+use memory::{Memory, lend};
 
 const ENGINES: [fn() -> Backend; 3] =
     [|| Backend::IoUring, || Backend::Psync, || Backend::Simulated(Faults::default())];
@@ -50,21 +51,12 @@ fn on_every_engine(check: impl Fn(&TensorStore)) {
     }
 }
 
-fn pattern(seed: u64, len: usize) -> Arc<Vec<u8>> {
-    let word = |index: usize| (seed + 1).wrapping_mul(index as u64 + 0x9e37_79b9_7f4a_7c15);
-    Arc::new((0..len).map(|index| (word(index) >> 32) as u8).collect())
+/// As the heap places tensors: not at the start of a block.
+fn pattern(seed: u64, len: usize) -> Arc<Memory> {
+    Memory::new(seed, len, 64)
 }
 
-/// Lends `bytes[start..]` to the store.
-#[expect(unsafe_code, reason = "the test lends its own vectors")]
-fn lend(bytes: &Arc<Vec<u8>>, start: usize) -> HostRegion {
-    let tail = &bytes[start..];
-    let address = NonNull::new(tail.as_ptr().cast_mut()).expect("a slice has an address");
-    // SAFETY: the vector is never changed, and the clone keeps it until the store drops the region.
-    unsafe { HostRegion::new(address, tail.len(), Box::new(Arc::clone(bytes))) }
-}
-
-fn write(store: &TensorStore, bytes: &Arc<Vec<u8>>) -> Result<Stored> {
+fn write(store: &TensorStore, bytes: &Arc<Memory>) -> Result<Stored> {
     store.write(lend(bytes, 0))
 }
 
@@ -369,7 +361,7 @@ proptest! {
         config.verify = true;
         let config = config.tuned(Tuning { piece_bytes: 64 << 10, ..Tuning::default() });
         let store = TensorStore::open(&config).unwrap();
-        let mut live: HashMap<usize, (Arc<Vec<u8>>, Stored)> = HashMap::new();
+        let mut live: HashMap<usize, (Arc<Memory>, Stored)> = HashMap::new();
         for (index, (what, len, pick)) in steps.into_iter().enumerate() {
             let chosen = live.keys().copied().nth(pick % live.len().max(1));
             match (what, chosen) {

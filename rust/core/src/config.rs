@@ -33,16 +33,24 @@ pub enum DirectIo {
 pub struct Faults {
     /// Equal seeds give equal faults for equal requests.
     pub seed: u64,
-    /// How often a piece moves fewer bytes than asked.
+    /// How often a piece moves fewer bytes than asked, but some.
     pub short_rate: f64,
+    /// How often a piece moves no bytes and does not fail, as at the end of a file.
+    pub zero_rate: f64,
     /// How often a piece fails with `EIO`.
     pub io_error_rate: f64,
+    /// How often a write fails with `ENOSPC`, `EDQUOT` or `EFBIG`.
+    pub space_error_rate: f64,
     /// How often a piece is told to try again (`EINTR`, `EAGAIN`).
     pub retry_rate: f64,
     /// How often a read flips one bit of what was written.
     pub bit_flip_rate: f64,
+    /// How often a piece is held back until others have overtaken it.
+    pub late_rate: f64,
     /// Writes beyond this offset in bytes fail with `ENOSPC`.
     pub capacity_bytes: Option<u64>,
+    /// After so many pieces the device is gone: all others fail with `ENODEV`.
+    pub gone_after_count: Option<u64>,
     /// Nothing moves until [`crate::TensorStore::resume`]: a disk that is infinitely slow.
     pub paused: bool,
 }

@@ -29,6 +29,7 @@ pub mod place;
 pub mod queue;
 pub mod store;
 pub mod stripe;
+mod sync;
 pub mod ticket;
 
 pub use buffer::HostRegion;

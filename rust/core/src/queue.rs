@@ -5,17 +5,15 @@
 
 use std::fmt;
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, fence};
-use std::sync::{Arc, Mutex, PoisonError};
-
-use crossbeam_queue::ArrayQueue;
-use rustix::event::EventfdFlags;
-use rustix::fd::{AsRawFd, OwnedFd, RawFd};
+use std::os::fd::RawFd;
+use std::sync::atomic::AtomicU64;
+use std::sync::{Arc, PoisonError};
 
 use crate::buffer::IoBuf;
 use crate::error::{Error, ErrorKind, Result};
 use crate::file::Extent;
 use crate::meter::Direction;
+use crate::sync::{ArrayQueue, AtomicBool, AtomicUsize, Bell, Mutex, Ordering, fence};
 use crate::ticket::Completer;
 
 /// What a worker needs to move one buffer.
@@ -124,39 +122,29 @@ impl Request {
     }
 }
 
-/// An eventfd that is written only when a worker sleeps.
+/// A bell that is rung only when a worker sleeps.
 ///
 /// A worker announces that it will sleep, looks at the queue once more, and only then sleeps; a
 /// producer pushes first and looks for sleepers after. The fences order the two pairs, so at least
 /// one of them sees the other and no wake-up is lost.
 pub struct Waker {
-    eventfd: OwnedFd,
+    bell: Bell,
     sleepers: AtomicUsize,
 }
 
 impl Waker {
     fn new() -> Result<Self> {
-        let flags = EventfdFlags::CLOEXEC | EventfdFlags::SEMAPHORE;
-        let eventfd = rustix::event::eventfd(0, flags).map_err(|errno| {
-            Error::from_io("cannot create an eventfd; see `ulimit -n`", &errno.into())
-        })?;
-        Ok(Self { eventfd, sleepers: AtomicUsize::new(0) })
+        Ok(Self { bell: Bell::new()?, sleepers: AtomicUsize::new(0) })
     }
 
     /// The descriptor that becomes readable, for a worker that waits for several things.
     pub fn fd(&self) -> RawFd {
-        self.eventfd.as_raw_fd()
+        self.bell.fd()
     }
 
     /// Blocks until woken and takes the wake-up.
     pub fn consume(&self) -> Result<()> {
-        loop {
-            match rustix::io::read(&self.eventfd, &mut [0; 8]) {
-                Ok(_) => return Ok(()),
-                Err(rustix::io::Errno::INTR) => {}
-                Err(errno) => return Err(Error::from_io("cannot read an eventfd", &errno.into())),
-            }
-        }
+        self.bell.take()
     }
 
     fn announce_sleep(&self) {
@@ -178,16 +166,8 @@ impl Waker {
     fn wake_one(&self) {
         fence(Ordering::SeqCst);
         if self.take_sleeper() {
-            self.ring();
+            self.bell.ring();
         }
-    }
-
-    fn ring(&self) {
-        let written = rustix::io::write(&self.eventfd, &1u64.to_ne_bytes());
-        assert!(
-            written.is_ok(),
-            "an eventfd takes 2^64 wake-ups before it refuses one: {written:?}"
-        );
     }
 }
 
@@ -223,10 +203,12 @@ impl SubmitQueue {
             ));
         }
         self.waker.wake_one();
-        // A close that began between the look and the push may not have seen this request.
+        // A close that began between the look and the push may not have seen this request. One
+        // that has begun ends as any other: it was not given up.
         if let Err(error) = self.refuse_if_down()
-            && request.cancel()
+            && let Some(job) = request.claim()
         {
+            job.finish(Err(error.clone()));
             return Err(error);
         }
         Ok(())
@@ -266,7 +248,7 @@ impl SubmitQueue {
     pub fn close(&self, workers: usize) {
         self.closed.store(true, Ordering::SeqCst);
         for _ in 0..workers {
-            self.waker.ring();
+            self.waker.bell.ring();
         }
     }
 

@@ -3,17 +3,17 @@
 //! [`Completer`] is held by the engine, [`Ticket`] by everybody else. A completer that is dropped
 //! without an answer answers `Poisoned`: a dead worker must not look like a slow disk.
 
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use crate::error::{Error, ErrorKind, Result};
+use crate::sync::{AtomicBool, Condvar, Mutex, Ordering};
 
 #[derive(Debug)]
 struct Shared {
     /// A forked process inherits the ticket but not the worker that would answer it.
     process: u32,
-    /// Set after `answer`; lets the hooks ask without touching the lock.
+    /// Set with `answer`, under its lock; lets the hooks ask without touching it.
     done: AtomicBool,
     answer: Mutex<Option<Result<()>>>,
     answered: Condvar,
@@ -94,8 +94,11 @@ impl Completer {
 
     fn send(&mut self, answer: Result<()>) {
         if let Some(shared) = self.0.take() {
-            *shared.answer.lock().unwrap_or_else(PoisonError::into_inner) = Some(answer);
+            let mut place = shared.answer.lock().unwrap_or_else(PoisonError::into_inner);
+            *place = Some(answer);
+            // Under the lock: whoever has waited and asks again must not hear "not yet".
             shared.done.store(true, Ordering::Release);
+            drop(place);
             shared.answered.notify_all();
         }
     }

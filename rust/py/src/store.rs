@@ -221,10 +221,14 @@ fn read_faults(faults: Option<&Bound<'_, PyDict>>) -> PyResult<core::Faults> {
         match key.extract::<String>()?.as_str() {
             "seed" => plan.seed = value.extract()?,
             "short_rate" => plan.short_rate = value.extract()?,
+            "zero_rate" => plan.zero_rate = value.extract()?,
             "io_error_rate" => plan.io_error_rate = value.extract()?,
+            "space_error_rate" => plan.space_error_rate = value.extract()?,
             "retry_rate" => plan.retry_rate = value.extract()?,
             "bit_flip_rate" => plan.bit_flip_rate = value.extract()?,
+            "late_rate" => plan.late_rate = value.extract()?,
             "capacity_bytes" => plan.capacity_bytes = value.extract()?,
+            "gone_after_count" => plan.gone_after_count = value.extract()?,
             "paused" => plan.paused = value.extract()?,
             other => return Err(PyValueError::new_err(format!("no fault is called {other}"))),
         }

@@ -1,8 +1,11 @@
-//! A disk in memory that fails by a seeded plan: short I/O, `EIO`, `ENOSPC`, `EINTR`, bit flips,
-//! and a pause that lasts until it is lifted.
+//! A disk in memory that fails by a seeded plan: short I/O, errors of every kind, bit flips, pieces
+//! that others overtake, a device that goes away, and a pause that lasts until it is lifted.
 //!
 //! The faults of a piece depend on the seed, the direction, its place and how often that place was
-//! asked for: not on threads or time, so a seed reproduces.
+//! asked for: not on threads or time, so a seed reproduces. Time is a clock that ticks with every
+//! piece that ends, so a late piece costs no waiting. The order of the threads is not ours: it
+//! decides who overtakes whom and which piece is the last before the device goes away, unless the
+//! queue is one piece deep.
 
 use std::collections::HashMap;
 use std::io;
@@ -14,6 +17,9 @@ use crate::engine::progress::Piece;
 use crate::engine::psync::Disk;
 use crate::meter::Direction;
 
+/// A late piece is overtaken by at most so many others.
+const LATE_TICKS_MAX: f64 = 6.0;
+
 /// The simulated disk; it runs behind the threads of [`crate::engine::psync`].
 pub struct SimulatedDisk {
     faults: Faults,
@@ -21,17 +27,59 @@ pub struct SimulatedDisk {
     moving: Condvar,
 }
 
+#[derive(Default)]
 struct State {
     bytes: Vec<u8>,
     paused: bool,
     asked: HashMap<(Direction, u64), u64>,
+    begun_count: u64,
+    /// Threads that have a piece here, and the times at which those that are late may go on.
+    inside_count: usize,
+    due: Vec<u64>,
+    clock: u64,
+}
+
+/// A piece, and how often its place was asked for: what chance depends on.
+struct Ask {
+    seed: u64,
+    direction: Direction,
+    offset: u64,
+    asked: u64,
+}
+
+/// What chance is asked; each question has an answer of its own.
+#[derive(Clone, Copy)]
+enum Question {
+    Retry,
+    WhichRetry,
+    IoError,
+    SpaceError,
+    WhichSpaceError,
+    Zero,
+    Short,
+    HowShort,
+    BitFlip,
+    WhichBit,
+    Late,
+    HowLate,
+}
+
+impl Ask {
+    /// A number in `[0, 1)`.
+    fn chance(&self, question: Question) -> f64 {
+        let way = u64::from(self.direction == Direction::Write);
+        let mut mixed = self.seed;
+        for word in [way, self.offset, self.asked, question as u64] {
+            mixed = splitmix(mixed ^ splitmix(word));
+        }
+        (mixed >> 11) as f64 / (1u64 << 53) as f64
+    }
 }
 
 impl SimulatedDisk {
     /// An empty disk.
     pub fn new(faults: Faults) -> Self {
-        let paused = faults.paused;
-        let state = Mutex::new(State { bytes: Vec::new(), paused, asked: HashMap::new() });
+        let state = Mutex::new(State { paused: faults.paused, ..State::default() });
         Self { faults, state, moving: Condvar::new() }
     }
 
@@ -39,14 +87,60 @@ impl SimulatedDisk {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A number in `[0, 1)` for this piece and question.
-    fn chance(&self, direction: Direction, offset: u64, asked: u64, question: u64) -> f64 {
-        let way = u64::from(direction == Direction::Write);
-        let mut mixed = self.faults.seed;
-        for word in [way, offset, asked, question] {
-            mixed = splitmix(mixed ^ splitmix(word));
+    fn wait_while(&self, mut still: impl FnMut(&State) -> bool) -> MutexGuard<'_, State> {
+        self.moving
+            .wait_while(self.lock(), |state| still(state))
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits until others have overtaken, or there is nobody left who could.
+    fn be_late(&self, ask: &Ask) {
+        let ticks = 1 + (ask.chance(Question::HowLate) * LATE_TICKS_MAX) as u64;
+        // Others may come meanwhile.
+        std::thread::yield_now();
+        let mut state = self.lock();
+        let due = state.clock + ticks;
+        state.due.push(due);
+        state.skip_idle_time();
+        drop(state);
+        self.moving.notify_all();
+        let mut state = self.wait_while(|state| state.clock < due);
+        let place = state.due.iter().position(|&other| other == due);
+        state.due.swap_remove(place.expect("only its owner takes a time back"));
+    }
+
+    /// The error that the plan has for a piece, if any.
+    fn failure(&self, ask: &Ask, end: u64, begun_count: u64) -> Option<i32> {
+        let Faults { retry_rate, io_error_rate, space_error_rate, .. } = self.faults;
+        if self.faults.gone_after_count.is_some_and(|most| begun_count > most) {
+            return Some(libc::ENODEV);
         }
-        (mixed >> 11) as f64 / (1u64 << 53) as f64
+        if ask.chance(Question::Retry) < retry_rate {
+            let interrupted = ask.chance(Question::WhichRetry) < 0.5;
+            return Some(if interrupted { libc::EINTR } else { libc::EAGAIN });
+        }
+        if ask.chance(Question::IoError) < io_error_rate {
+            return Some(libc::EIO);
+        }
+        if ask.direction == Direction::Read {
+            return None;
+        }
+        if ask.chance(Question::SpaceError) < space_error_rate {
+            let kinds = [libc::ENOSPC, libc::EDQUOT, libc::EFBIG];
+            return Some(kinds[(ask.chance(Question::WhichSpaceError) * 3.0) as usize]);
+        }
+        self.faults.capacity_bytes.is_some_and(|most| end > most).then_some(libc::ENOSPC)
+    }
+
+    /// How many of `len` bytes this piece moves.
+    fn moved_len(&self, ask: &Ask, len: usize) -> usize {
+        if ask.chance(Question::Zero) < self.faults.zero_rate {
+            0
+        } else if ask.chance(Question::Short) < self.faults.short_rate {
+            ((len as f64 * ask.chance(Question::HowShort)) as usize).max(1)
+        } else {
+            len
+        }
     }
 }
 
@@ -59,55 +153,77 @@ impl Disk for SimulatedDisk {
         // The rest of the piece is asked for again, as after any short transfer.
         let Some(Part { job, start, len }) = batch.parts(piece).next() else { return Ok(0) };
         let (direction, extent, buffer) = (batch.direction(), &job.extent, &job.buffer);
-        let state = self.lock();
-        let mut state = self
-            .moving
-            .wait_while(state, |state| state.paused)
-            .unwrap_or_else(PoisonError::into_inner);
-        let offset = extent.offset() + start as u64;
-        let count = state.asked.entry((direction, offset)).or_insert(0);
-        *count += 1;
-        let asked = *count;
-        let chance = |question| self.chance(direction, offset, asked, question);
-        if chance(0) < self.faults.retry_rate {
-            let errno = if chance(1) < 0.5 { libc::EINTR } else { libc::EAGAIN };
-            return Err(io::Error::from_raw_os_error(errno));
+        let (seed, offset) = (self.faults.seed, extent.offset() + start as u64);
+        // What direct I/O refuses; `alignment` is a power of two.
+        let places = offset | len as u64 | buffer.piece(start, len) as u64;
+        if !places.is_multiple_of(extent.file().alignment() as u64) {
+            return Err(io::Error::from_raw_os_error(libc::EINVAL));
         }
-        if chance(2) < self.faults.io_error_rate {
-            return Err(io::Error::from_raw_os_error(libc::EIO));
+        let mut state = self.wait_while(|state| state.paused);
+        let asked = state.ask(direction, offset);
+        let begun_count = state.begun_count;
+        drop(state);
+        let ask = Ask { seed, direction, offset, asked };
+        if ask.chance(Question::Late) < self.faults.late_rate {
+            self.be_late(&ask);
         }
-        let mut len = len;
-        if chance(3) < self.faults.short_rate {
-            len = ((len as f64 * chance(4)) as usize).max(1);
-        }
-        match direction {
-            Direction::Write => {
-                if self.faults.capacity_bytes.is_some_and(|most| offset + len as u64 > most) {
-                    return Err(io::Error::from_raw_os_error(libc::ENOSPC));
-                }
-                let end = offset as usize + len;
-                if state.bytes.len() < end {
-                    state.bytes.resize(end, 0);
-                }
-                buffer.copy_out(start, &mut state.bytes[offset as usize..end]);
+        let len = self.moved_len(&ask, len);
+        let failure = self.failure(&ask, offset + len as u64, begun_count);
+        let mut state = self.lock();
+        state.inside_count -= 1;
+        state.clock += 1;
+        state.skip_idle_time();
+        self.moving.notify_all();
+        match (failure, direction) {
+            (Some(errno), _) => Err(io::Error::from_raw_os_error(errno)),
+            (None, Direction::Write) => {
+                buffer.copy_out(start, state.stored(offset, len));
+                Ok(len)
             }
-            Direction::Read => {
-                let have = state.bytes.len().saturating_sub(offset as usize);
-                len = len.min(have);
-                let mut piece = state.bytes[offset as usize..][..len].to_vec();
-                if len > 0 && chance(5) < self.faults.bit_flip_rate {
-                    let bit = (chance(6) * (len * 8) as f64) as usize;
+            (None, Direction::Read) => {
+                let mut piece = state.stored(offset, len).to_vec();
+                if len > 0 && ask.chance(Question::BitFlip) < self.faults.bit_flip_rate {
+                    let bit = (ask.chance(Question::WhichBit) * (len * 8) as f64) as usize;
                     piece[bit / 8] ^= 1 << (bit % 8);
                 }
                 buffer.copy_in(start, &piece);
+                Ok(len)
             }
         }
-        Ok(len)
     }
 
     fn resume(&self) {
         self.lock().paused = false;
         self.moving.notify_all();
+    }
+}
+
+impl State {
+    /// Takes a piece in; how often its place was asked for by now.
+    fn ask(&mut self, direction: Direction, offset: u64) -> u64 {
+        self.inside_count += 1;
+        self.begun_count += 1;
+        let count = self.asked.entry((direction, offset)).or_insert(0);
+        *count += 1;
+        *count
+    }
+
+    /// If everybody here is late, the clock moves on to the first who may go.
+    fn skip_idle_time(&mut self) {
+        if self.due.len() == self.inside_count
+            && let Some(&next) = self.due.iter().min()
+        {
+            self.clock = self.clock.max(next);
+        }
+    }
+
+    /// The bytes of a range; a file has zeros where nothing was written.
+    fn stored(&mut self, offset: u64, len: usize) -> &mut [u8] {
+        let (start, end) = (offset as usize, offset as usize + len);
+        if self.bytes.len() < end {
+            self.bytes.resize(end, 0);
+        }
+        &mut self.bytes[start..end]
     }
 }
 
