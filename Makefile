@@ -11,9 +11,11 @@ MAKEFLAGS += --no-builtin-rules
 # The interpreter that makes the environment; and the environment, made if it is not there.
 PYTHON ?= python3
 VENV ?= .venv
-# Words for the commands behind `make demo` and `make bench`.
+# Words for the commands behind `make demo`, `make bench`, `make stress` and `make soak`.
 DEMO ?=
 BENCH ?=
+STRESS ?=
+SOAK ?=
 
 ENV_PYTHON := $(abspath $(VENV))/bin/python
 PIP := $(ENV_PYTHON) -m pip --disable-pip-version-check --no-input
@@ -78,6 +80,14 @@ lint: need-rust need-rust-lints $(TEST_STAMP) ## cargo fmt, clippy, ruff, mypy, 
 .PHONY: bench
 bench: need-rust ## raw I/O throughput of the store (cargo bench); BENCH="..."
 	cargo bench $(LOCKED) $(BENCH)
+
+.PHONY: stress
+stress: need-rust $(TEST_STAMP) ## kill training 200 times, look for what is left; STRESS="--kills 20"
+	$(ENV_PYTHON) tests/stress_kill.py $(STRESS)
+
+.PHONY: soak
+soak: need-rust $(TEST_STAMP) ## train over failing disks for 30 minutes; SOAK="--minutes 5"
+	$(ENV_PYTHON) tests/soak.py $(SOAK)
 
 .PHONY: clean
 clean: ## remove what builds and runs left here; the environment stays
