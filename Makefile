@@ -11,9 +11,12 @@ MAKEFLAGS += --no-builtin-rules
 # The interpreter that makes the environment; and the environment, made if it is not there.
 PYTHON ?= python3
 VENV ?= .venv
-# Words for the commands behind `make demo` and `make bench`, and how long `make fuzz` runs a target.
+# Words for the commands behind `make demo`, `make bench`, `make stress` and `make soak`, and how
+# long `make fuzz` runs a target.
 DEMO ?=
 BENCH ?=
+STRESS ?=
+SOAK ?=
 SECONDS ?= 60
 
 ENV_PYTHON := $(abspath $(VENV))/bin/python
@@ -107,6 +110,14 @@ fuzz: need-rust ## request splitter and allocator under libFuzzer; SECONDS=60 fo
 asan: need-rust ## unit tests, conformance and simulation under AddressSanitizer
 	RUSTC_BOOTSTRAP=1 RUSTFLAGS=-Zsanitizer=address CARGO_TARGET_DIR=target/asan \
 		cargo test $(LOCKED) --target $(HOST) --lib --test store --test simulation
+
+.PHONY: stress
+stress: need-rust $(TEST_STAMP) ## kill training 200 times, look for what is left; STRESS="--kills 20"
+	$(ENV_PYTHON) tests/stress_kill.py $(STRESS)
+
+.PHONY: soak
+soak: need-rust $(TEST_STAMP) ## train over failing disks for 30 minutes; SOAK="--minutes 5"
+	$(ENV_PYTHON) tests/soak.py $(SOAK)
 
 .PHONY: clean
 clean: ## remove what builds and runs left here; the environment stays

@@ -17,34 +17,36 @@ import signal
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
 
+import torch
+from torch import nn
+
+import ssdtrain
+
 MIB = 1 << 20
 IMAGE_BYTES = 512 * MIB
 DELAY_S_MAX = 1.5
-"""From the first write on; a step of the child takes a fraction of it."""
+"""A step of the child takes a fraction of it."""
 SETTLE_S = 30.0
 """A file system may free the blocks of a dead process a moment later."""
 
-CHILD = """
-import sys
-import torch
-from torch import nn
-import ssdtrain
-torch.set_num_threads(1)
-layers = [nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(6)]
-model, batch = nn.Sequential(*layers), torch.randn(2048, 256)
-print("opening", flush=True)
-for _ in range(1000):
-    with ssdtrain.offload(sys.argv[1], direct_io="optional", min_bytes=1) as session:
-        for _ in range(8):
-            model(batch).square().mean().backward()
-            model.zero_grad()
-"""
+
+def train(place: Path) -> None:
+    """Train for ever, with a new file every few steps."""
+    torch.set_num_threads(1)
+    layers = [nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(6)]
+    model, batch = nn.Sequential(*layers), torch.randn(2048, 256)
+    while True:
+        with ssdtrain.offload(place, direct_io="optional", min_bytes=1):
+            for _ in range(8):
+                model(batch).square().mean().backward()
+                model.zero_grad()
 
 
 @dataclass
@@ -110,20 +112,23 @@ def spilled_bytes(process: int, place: Path) -> int:
 
 
 def kill_once(place: Path, delay_s: float) -> int:
-    """Start a child, kill it ``delay_s`` after it began; return the bytes that it had spilled."""
-    child = subprocess.Popen(
-        [sys.executable, "-c", CHILD, str(place)], stdout=subprocess.PIPE, text=True
-    )
-    assert child.stdout is not None
-    with child.stdout:
-        line = child.stdout.readline()
-        assert line == "opening\n", f"the child ended early: {child.wait()}"
-        # The child says nothing more: this waits, unless the child ends by itself.
-        ended, _, _ = select.select([child.stdout], [], [], delay_s)
-        assert not ended, f"the child ended by itself: {child.wait()}"
-        spilled = spilled_bytes(child.pid, place)
-        child.send_signal(signal.SIGKILL)
-        assert child.wait() == -signal.SIGKILL
+    """Let a child train for ``delay_s`` and kill it; return the bytes that it had spilled."""
+    # Forked from here, where torch is imported and unused: the child trains at once.
+    child = os.fork()
+    if child == 0:
+        try:
+            train(place)
+        finally:
+            traceback.print_exc()
+            os._exit(1)
+    watched = os.pidfd_open(child)
+    ended, _, _ = select.select([watched], [], [], delay_s)
+    os.close(watched)
+    assert not ended, f"the child ended by itself: {os.waitpid(child, 0)}"
+    spilled = spilled_bytes(child, place)
+    os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status), status
     return spilled
 
 

@@ -18,7 +18,7 @@ from seccomp import refuse
 from ssdtrain import CorruptError, StorageError, TensorStore, _core
 from support import NO_SECCOMP, Rig, chain, in_child, say
 
-BACKENDS = pytest.mark.parametrize("backend", ["io_uring", "psync"])
+BACKENDS = pytest.mark.parametrize("backend", ["auto", "psync"])
 
 
 class LostDisk:

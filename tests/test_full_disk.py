@@ -22,7 +22,7 @@ from seccomp import refuse
 from ssdtrain import NoSpaceError, TensorStore
 from support import NO_SECCOMP, Flush, Rig, in_child, nothing, say
 
-BACKENDS = pytest.mark.parametrize("backend", ["io_uring", "psync"])
+BACKENDS = pytest.mark.parametrize("backend", ["auto", "psync"])
 LAYERS = 8
 SAVED_BYTES = 4 * MIB
 """Bytes that each layer saves."""
