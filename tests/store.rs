@@ -188,6 +188,32 @@ fn a_closed_store_refuses_and_answers() {
     });
 }
 
+/// A depth is a bound on pieces in flight, so no ring can be too small for them.
+#[test]
+fn every_depth_serves_more_pieces_than_it_holds() {
+    for engine in ENGINES {
+        for queue_depth in [1, 2, 3, 16] {
+            let dir = scratch();
+            let tuning = Tuning { queue_depth, piece_bytes: 4096 };
+            let store = match TensorStore::open(&config(dir.path(), engine()).tuned(tuning)) {
+                Err(error) if error.kind() == ErrorKind::Unsupported => continue,
+                opened => opened.unwrap(),
+            };
+            let tensors: Vec<_> = (0..24).map(|index| pattern(index, 80_000)).collect();
+            let stored: Vec<_> =
+                tensors.iter().map(|bytes| write(&store, bytes).unwrap()).collect();
+            for one in &stored {
+                one.ticket().wait().unwrap();
+            }
+            let reads: Vec<_> = stored.iter().map(|one| store.read(one).unwrap()).collect();
+            for (read, bytes) in reads.iter().zip(&tensors) {
+                read.ticket().wait().unwrap();
+                assert!(read.restored().unwrap().to_vec() == **bytes);
+            }
+        }
+    }
+}
+
 #[test]
 fn an_unfinished_write_cannot_be_read() {
     let dir = scratch();

@@ -189,6 +189,41 @@ mod tests {
         assert_eq!(space.end(), 4 * 4096);
     }
 
+    /// `count` regions of `len` bytes, each with a taken one behind it, so that none merges.
+    fn apart(space: &mut ExtentAllocator, count: usize, len: u64) -> Vec<u64> {
+        let pair = |_| (space.allocate(len).unwrap(), space.allocate(1).unwrap());
+        (0..count).map(pair).map(|(offset, _)| offset).collect()
+    }
+
+    #[test]
+    fn the_newest_that_fits_comes_first_and_its_rest_stays_the_newest() {
+        let mut space = ExtentAllocator::new(512, 1 << 30);
+        let (large, small) = (apart(&mut space, 2, 2048), apart(&mut space, 1, 512));
+        for (offset, len) in [(large[0], 2048), (large[1], 2048), (small[0], 512)] {
+            space.free(offset, len);
+        }
+        assert_eq!(space.allocate(1024), Some(large[1]));
+        assert_eq!(space.allocate(512), Some(small[0]));
+        assert_eq!(space.allocate(512), Some(large[1] + 1024));
+        assert_eq!(space.allocate(512), Some(large[1] + 1536));
+        assert_eq!(space.allocate(512), Some(large[0]));
+    }
+
+    #[test]
+    fn of_what_was_freed_long_ago_the_smallest_that_fits_is_taken() {
+        let mut space = ExtentAllocator::new(512, 1 << 30);
+        let fitting: Vec<u64> = [8192, 2048, 4096].map(|len| apart(&mut space, 1, len)[0]).into();
+        let newer = apart(&mut space, super::RECENT_MAX, 512);
+        for (&offset, len) in fitting.iter().zip([8192, 2048, 4096]) {
+            space.free(offset, len);
+        }
+        for offset in newer {
+            space.free(offset, 512);
+        }
+        assert_eq!(space.allocate(2048), Some(fitting[1]));
+        assert_eq!(space.allocate(2048), Some(fitting[2]));
+    }
+
     #[test]
     fn a_limit_is_a_limit() {
         let mut space = ExtentAllocator::new(512, 8192);
@@ -208,39 +243,93 @@ mod tests {
         space.free(offset, 1024);
     }
 
+    /// The same ranges as a map of granules, and the order in which they were freed.
+    struct Model {
+        granularity: u64,
+        taken: Vec<bool>,
+        live: Vec<(u64, u64)>,
+    }
+
+    impl Model {
+        fn set(&mut self, offset: u64, len: u64, taken: bool) {
+            assert!(offset.is_multiple_of(self.granularity), "not aligned");
+            let first = (offset / self.granularity) as usize;
+            let last = (offset + len).div_ceil(self.granularity) as usize;
+            for granule in &mut self.taken[first..last] {
+                assert_ne!(*granule, taken, "a granule in two hands");
+                *granule = taken;
+            }
+        }
+
+        /// Lengths of the free runs below `end`, in granules.
+        fn free_runs(&self, end: u64) -> Vec<u64> {
+            let below = &self.taken[..(end / self.granularity) as usize];
+            below.split(|&taken| taken).map(|run| run.len() as u64).filter(|&len| len > 0).collect()
+        }
+    }
+
     proptest! {
-        /// Against a bitmap of granules: no overlap, nothing lost, merged again at the end.
+        #![proptest_config(ProptestConfig::with_cases(512))]
+
+        /// Against a map of granules: aligned, no overlap, nothing lost, neighbours merged at once,
+        /// what was freed last reused first, growth only when nothing fits, and a true end.
         #[test]
         fn no_byte_is_handed_out_twice(
-            steps in proptest::collection::vec((any::<bool>(), 1u64..9000, any::<usize>()), 1..200),
+            granularity in prop::sample::select(vec![1u64, 512, 4096]),
+            steps in prop::collection::vec((0u8..9, 1u64..17, any::<usize>()), 1..200),
         ) {
-            let (granule, limit) = (512u64, 256 * 512u64);
-            let mut space = ExtentAllocator::new(granule, limit);
-            let mut taken = vec![false; (limit / granule) as usize];
-            let mut live: Vec<(u64, u64)> = Vec::new();
-            for (allocate, len, pick) in steps {
-                if allocate {
-                    let Some(offset) = space.allocate(len) else { continue };
-                    for granule_index in offset / granule..(offset + len).div_ceil(granule) {
-                        prop_assert!(!taken[granule_index as usize]);
-                        taken[granule_index as usize] = true;
+            let limit = 96 * granularity;
+            let mut space = ExtentAllocator::new(granularity, limit);
+            let (taken, live) = (vec![false; 96], Vec::new());
+            let mut model = Model { granularity, taken, live };
+            let mut last_freed = None;
+            for (what, granules, pick) in steps {
+                // Not every length is a whole number of granules.
+                let len = granules * granularity - (pick as u64 % granularity);
+                let (end, need) = (space.end(), granules * granularity);
+                match what {
+                    0..5 => {
+                        let fits = model.free_runs(end).into_iter().any(|run| run >= granules);
+                        if let Some(offset) = space.allocate(len) {
+                            model.set(offset, len, true);
+                            model.live.push((offset, len));
+                            prop_assert!(space.end() == end || !fits, "grew with room left");
+                            if let Some((start, free)) = last_freed && free >= need {
+                                prop_assert_eq!(offset, start, "not what was freed last");
+                            }
+                        } else {
+                            let longest = model.free_runs(limit).into_iter().max();
+                            prop_assert!(longest < Some(granules), "refused with room left");
+                        }
+                        last_freed = None;
                     }
-                    live.push((offset, len));
-                } else if !live.is_empty() {
-                    let (offset, len) = live.swap_remove(pick % live.len());
-                    space.free(offset, len);
-                    for granule_index in offset / granule..(offset + len).div_ceil(granule) {
-                        taken[granule_index as usize] = false;
+                    5..8 if !model.live.is_empty() => {
+                        let (offset, len) = model.live.swap_remove(pick % model.live.len());
+                        model.set(offset, len, false);
+                        space.free(offset, len);
+                        let merged = space.free_by_offset.range(..=offset).next_back();
+                        last_freed = merged.map(|(&at, &len)| (at, len));
+                    }
+                    _ => {
+                        let last = model.taken.iter().rposition(|&taken| taken);
+                        let end = last.map_or(0, |granule| (granule as u64 + 1) * granularity);
+                        prop_assert_eq!(space.shrink(), end);
+                        prop_assert_eq!(space.end(), end);
+                        last_freed = None;
                     }
                 }
-                let used = taken.iter().filter(|&&bit| bit).count() as u64 * granule;
-                prop_assert_eq!(space.used(), used);
+                let free = space.free_by_offset.values().map(|len| len / granularity);
+                let merged = model.free_runs(space.end());
+                prop_assert_eq!(free.collect::<Vec<_>>(), merged, "neighbours are not merged");
+                let taken = model.taken.iter().filter(|&&taken| taken).count() as u64;
+                prop_assert_eq!(space.used(), taken * granularity);
+                prop_assert_eq!(space.free_by_len.len(), space.free_by_offset.len());
+                prop_assert!(space.recent.len() <= super::RECENT_MAX);
             }
-            for (offset, len) in live.drain(..) {
+            for (offset, len) in model.live.drain(..) {
                 space.free(offset, len);
             }
-            prop_assert_eq!(space.used(), 0);
-            prop_assert_eq!(space.shrink(), 0);
+            prop_assert_eq!((space.used(), space.shrink()), (0, 0));
         }
     }
 }
