@@ -24,6 +24,7 @@ pub mod error;
 pub mod extent;
 pub mod file;
 pub mod meter;
+pub mod probe;
 pub mod queue;
 pub mod store;
 pub mod ticket;
