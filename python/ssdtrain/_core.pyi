@@ -92,7 +92,7 @@ class Probe:
 
     REQUEST_BYTES: Final[int]
 
-    def __new__(cls, dir: str, request_count: int) -> Probe:
+    def __new__(cls, directory: str, request_count: int) -> Probe:
         """Open an unnamed file for ``request_count`` requests, with direct I/O."""
 
     @property

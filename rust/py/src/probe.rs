@@ -19,8 +19,8 @@ pub struct Probe(probe::Probe);
 #[pymethods]
 impl Probe {
     #[new]
-    fn new(py: Python<'_>, dir: PathBuf, request_count: usize) -> PyResult<Self> {
-        let opened = py.detach(move || probe::Probe::open(&dir, request_count));
+    fn new(py: Python<'_>, directory: PathBuf, request_count: usize) -> PyResult<Self> {
+        let opened = py.detach(move || probe::Probe::open(&directory, request_count));
         opened.map(Self).map_err(|error| to_python(py, &error))
     }
 
