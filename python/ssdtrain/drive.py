@@ -46,7 +46,7 @@ class Drive:
     def __str__(self) -> str:
         """Return it as reports write it; the serial number is nobody's business."""
         model = f"{self.model}, " if self.model else ""
-        return f"{self.name} ({model}{self.size_bytes / 1e9:,.0f} GB)"
+        return f"{self.name} ({model}{self.size_bytes / 1e9:.3g} GB)"
 
 
 def mount_of(directory: str | os.PathLike[str]) -> Mount | None:

@@ -110,10 +110,15 @@ def load(directory: str) -> Kept | None:
         text = _read_own(path)
         return None if text is None else _parse(text, _identity(directory))
     except (OSError, ValueError, TypeError, RecursionError) as error:
-        _say(
-            f"the tuning of the drive below {directory} is ignored: {error}; make it again with "
-            f"`ssdtrain bench {directory}`"
-        )
+        if directory not in _said:
+            _said.add(directory)
+            log.warning(
+                "the tuning of the drive below %s is ignored: %s; make it again with "
+                "`ssdtrain bench %s`",
+                directory,
+                error,
+                directory,
+            )
         return None
 
 
@@ -135,11 +140,14 @@ def _read_own(path: Path) -> str | None:
         descriptor = os.open(path, flags)
     except FileNotFoundError:
         return None
-    with os.fdopen(descriptor, "rb") as file:
+    try:
         facts = os.fstat(descriptor)
         if not stat.S_ISREG(facts.st_mode) or facts.st_uid != os.geteuid():
             raise ValueError(f"{path} is not a file of this user")
-        content = file.read(FILE_BYTES_MAX + 1)
+        # The rest of a file on a disk comes in one read, or the file is too long anyway.
+        content = os.read(descriptor, FILE_BYTES_MAX + 1)
+    finally:
+        os.close(descriptor)
     if len(content) > FILE_BYTES_MAX:
         raise ValueError(f"{path} is larger than any tuning")
     return content.decode()
@@ -184,9 +192,3 @@ def _identity(directory: str) -> dict[str, object]:
     if drive is None and mount is not None:
         facts["device"] = f"{mount.source} at {mount.point}"
     return facts
-
-
-def _say(line: str) -> None:
-    if line not in _said:
-        _said.add(line)
-        log.warning("%s", line)

@@ -30,6 +30,12 @@ FREE_BYTES_MIN = 64 * MIB
 """A store refuses a directory with less; the same number stands in ``rust/core/src/file.rs``."""
 FREE_BYTES_GOOD = 4 * GIB
 """What the activations of a step may need."""
+LIMIT_REMEDIES: dict[int | None, str] = {
+    errno.EMFILE: "ulimit -n 1024",
+    errno.EFBIG: "ulimit -f unlimited",
+    errno.ENOMEM: "ulimit -v unlimited; free -h",
+}
+"""What mends an error that the kernel gives for a limit of the process."""
 
 
 class Examination:
@@ -130,13 +136,11 @@ class Examination:
                     "findmnt -t ext4,xfs,btrfs lists the local file systems; name a directory on "
                     "one of them"
                 )
-            elif error.errno == errno.EMFILE:
-                remedy = "ulimit -n 1024"
             return Check(
                 name=name,
                 state="FAIL",
                 finding=f"{shown}: {refusal}",
-                remedy=remedy or "sudo dmesg | tail",
+                remedy=LIMIT_REMEDIES.get(error.errno, remedy or "sudo dmesg | tail"),
             )
         if mount is not None and mount.kind == "overlay":
             return Check(
@@ -212,6 +216,7 @@ class Examination:
             self.rates, is_equal = write_and_read(self.directory, engine=self._engine)
         except (SsdtrainError, OSError) as error:
             remedy = f"sudo dmesg | tail; df -h {self._quoted}"
+            remedy = LIMIT_REMEDIES.get(error.errno, remedy)
             return Check(name=name, state="FAIL", finding=str(error), remedy=remedy)
         if not is_equal:
             return Check(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import mmap
 import os
 import re
@@ -178,17 +179,12 @@ def gpu() -> Check:
 
 def _cufile() -> str:
     """Look for the library of GPUDirect Storage where the toolkit, the system or pip put it."""
-    folders = [
-        Path("/usr/local/cuda/lib64"),
-        *map(Path, os.environ.get("LD_LIBRARY_PATH", "").split(":")),
-    ]
-    folders += Path("/usr/lib").glob("*-linux-gnu")
-    for entry in sys.path:
-        folders += Path(entry).glob("nvidia/*/lib")
-    for folder in folders:
-        if folder.is_absolute() and (library := folder / "libcufile.so.0").exists():
-            return f"cuFile is {library}"
-    return "no libcufile.so.0"
+    patterns = ["/usr/local/cuda/lib64", "/usr/lib/*-linux-gnu"]
+    patterns += [one for one in os.environ.get("LD_LIBRARY_PATH", "").split(":") if one]
+    patterns += [f"{glob.escape(one)}/nvidia/*/lib" for one in sys.path if one]
+    # The module says nothing about folders that may not be looked at; pathlib raises.
+    found = (path for one in patterns for path in glob.glob(f"{one}/libcufile.so.0"))
+    return next((f"cuFile is {path}" for path in found), "no libcufile.so.0")
 
 
 def io_uring_remedy() -> str:
