@@ -32,13 +32,14 @@ OPERATION_COUNT = 200
 """Saved tensors per forward."""
 SMALL_ELEMENTS = 1 << 10
 LARGE_ELEMENTS = 1 << 17
-"""512 KiB in float32: above `min_bytes`, and small enough that the call and not the memory counts."""
+"""512 KiB in float32: above `min_bytes`, and so small that the call counts, not the memory."""
 
 
 class KeepNothing(Policy):
     """A policy that writes everything, so that each call takes the whole way."""
 
     def keeps(self, key: int) -> bool:  # noqa: ARG002 - the interface of Policy
+        """Keep nothing."""
         return False
 
 
@@ -197,8 +198,12 @@ def table(rows: list[Row]) -> str:
 
 def main(arguments: list[str]) -> int:
     """Measure, print, and return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--dir", help="a directory on a local file system (default: a new one here)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument(
+        "--dir", help="a directory on a local file system (default: a new one here)"
+    )
     parser.add_argument("--rounds", type=int, default=20, help="forward and backward passes")
     parser.add_argument("--json", type=Path, help="write the figures here too")
     options = parser.parse_args(arguments)

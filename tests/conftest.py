@@ -14,3 +14,6 @@ if "PYTEST_DEBUG_TEMPROOT" not in os.environ:
     folder = ROOT / "target" / "tmp"
     folder.mkdir(parents=True, exist_ok=True)
     os.environ["PYTEST_DEBUG_TEMPROOT"] = str(folder)
+
+# What `ssdtrain bench` once found on this machine must not decide what the tests run with.
+os.environ["XDG_CACHE_HOME"] = str(ROOT / "target" / "tmp" / "cache-of-tests")

@@ -474,7 +474,7 @@ def test_a_kernel_that_does_not_tell_is_named(
 
 
 def test_the_file_system_of_a_directory_is_found() -> None:
-    found = machine.file_system(Path("/proc"))
+    found = machine.machine_facts(Path("/proc")).file_system
     assert found is not None
     assert found.startswith("proc on ")
     assert found.endswith(" at /proc")

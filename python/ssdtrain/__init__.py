@@ -7,6 +7,7 @@
 """
 
 from importlib.metadata import version
+from typing import TYPE_CHECKING
 
 from ssdtrain.memory import keep_spare_heap, prefer_huge_pages
 
@@ -22,9 +23,26 @@ from ssdtrain.errors import (  # noqa: E402 - the switch for huge pages comes be
     StorageError,
     UnsupportedError,
 )
-from ssdtrain.offload import Session, offload  # noqa: E402
-from ssdtrain.stats import Stats  # noqa: E402
-from ssdtrain.store import PendingRead, StoredTensor, TensorStore  # noqa: E402
+
+try:
+    from ssdtrain.offload import Session, offload
+    from ssdtrain.stats import Stats
+    from ssdtrain.store import PendingRead, StoredTensor, TensorStore
+except (ImportError, OSError, UnsupportedError) as _error:
+    # Mostly torch itself. Whoever uses a name is told; but `ssdtrain doctor`, which looks for the
+    # reason, needs a package that can be imported.
+    _reason = _error
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(name: str) -> object:
+            """Raise why there is no such name."""
+            if name not in __all__:
+                raise AttributeError(f"module 'ssdtrain' has no attribute {name!r}")
+            raise ImportError(
+                f"ssdtrain.{name} cannot be used: {_reason}; `ssdtrain doctor DIR` says what next"
+            ) from _reason
+
 
 __version__ = version("ssdtrain")
 

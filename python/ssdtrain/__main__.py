@@ -1,4 +1,4 @@
-"""`python -m ssdtrain COMMAND`: finds the command and hands over to it."""
+"""`ssdtrain COMMAND`, or `python -m ssdtrain COMMAND`: finds the command and hands over to it."""
 
 from __future__ import annotations
 
@@ -6,16 +6,12 @@ import argparse
 import sys
 from typing import TYPE_CHECKING, Protocol
 
-from ssdtrain.demo import command as demo
-
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 
 class Command(Protocol):
     """What a module offers to be a command."""
-
-    SUMMARY: str
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare the command's options."""
@@ -26,24 +22,61 @@ class Command(Protocol):
         ...
 
 
-COMMANDS: dict[str, Command] = {"demo": demo}
+# Each command imports what it needs when it is asked for: `doctor` must run where the others
+# cannot even be imported.
+
+
+def _bench() -> Command:
+    from ssdtrain.commands import bench  # noqa: PLC0415
+
+    return bench
+
+
+def _demo() -> Command:
+    from ssdtrain.demo import command  # noqa: PLC0415
+
+    return command
+
+
+def _doctor() -> Command:
+    from ssdtrain.commands import doctor  # noqa: PLC0415
+
+    return doctor
+
+
+COMMANDS: dict[str, tuple[Callable[[], Command], str]] = {
+    "bench": (_bench, "find the setting that suits a drive best, and keep it for the store"),
+    "demo": (
+        _demo,
+        "train a small model under keep, recompute and offload, and compare time, memory and bits",
+    ),
+    "doctor": (_doctor, "check whether offload works in a directory, and say what mends it"),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command that is named, or show what there is."""
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    # A path of any bytes can be told.
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
     parser = argparse.ArgumentParser(
-        prog="python -m ssdtrain",
+        prog="ssdtrain",
         description="Trains with the activations on NVMe SSDs instead of in memory.",
     )
     commands = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")
-    for name, command in COMMANDS.items():
-        own = commands.add_parser(name, help=command.SUMMARY, description=command.SUMMARY)
-        command.add_arguments(own)
-    chosen = parser.parse_args(arguments)
+    for name, (load, summary) in COMMANDS.items():
+        own = commands.add_parser(name, help=summary, description=summary)
+        # The parser itself has no options, so that the command is the first word.
+        if words[:1] == [name]:
+            load().add_arguments(own)
+    chosen = parser.parse_args(words)
     if chosen.command is None:
         parser.print_help()
         return 0
-    return COMMANDS[chosen.command].run(chosen)
+    load, _ = COMMANDS[chosen.command]
+    return load().run(chosen)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """The compiled part of ssdtrain: bytes by address and length; tensors stay in Python."""
 
-from typing import Any, final
+from typing import Any, Final, final
 
-__all__ = ["Pending", "Slot", "Store", "Stored"]
+__all__ = ["Pending", "Probe", "Slot", "Store", "Stored"]
 
 @final
 class Store:
@@ -88,3 +88,32 @@ class Slot:
         """Size in bytes."""
 
     def __buffer__(self, flags: int, /) -> memoryview: ...
+
+@final
+class Probe:
+    """One file and memory of its size, on which settings of the engines are timed."""
+
+    REQUEST_BYTES: Final[int]
+
+    def __new__(cls, directory: str, request_count: int) -> Probe:
+        """Open an unnamed file for ``request_count`` requests, with direct I/O."""
+
+    @property
+    def alignment(self) -> int:
+        """Addresses, offsets and lengths of direct I/O there are multiples of this."""
+
+    def seconds(
+        self,
+        direction: str,
+        first: int,
+        count: int,
+        *,
+        backend: str,
+        queue_depth: int,
+        piece_bytes: int,
+    ) -> float:
+        """Move ``count`` requests, the ``first`` and those after it, and return the time of it.
+
+        All requests are given to a fresh engine at once. ``direction`` is ``"write"`` or
+        ``"read"``, ``backend`` ``"io_uring"`` or ``"psync"``.
+        """

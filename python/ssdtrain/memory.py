@@ -15,8 +15,6 @@ import ctypes
 import logging
 import os
 
-import torch
-
 __all__ = ["keep_spare_heap", "note_small_pages", "prefer_huge_pages"]
 
 log = logging.getLogger("ssdtrain")
@@ -60,6 +58,8 @@ def note_small_pages() -> None:
     if _noted or os.environ.get(SWITCH) != "1":
         return
     _noted = True
+    import torch  # noqa: PLC0415 - `import ssdtrain` sets the switch also where torch is broken
+
     probe = torch.empty(PROBE_BYTES, dtype=torch.uint8, device="cpu")
     if probe.data_ptr() % PAGE_BYTES:
         log.warning(

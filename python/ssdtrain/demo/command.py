@@ -20,8 +20,6 @@ from ssdtrain.errors import SsdtrainError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-SUMMARY = "train a small model under keep, recompute and offload, and compare time, memory and bits"
-
 DEFAULT_DIRECTORY = Path("ssdtrain-demo")
 
 EXIT_FAILED = 1

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from ssdtrain.drive import mount_of
+
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
@@ -26,6 +28,7 @@ class Machine:
 
 def machine_facts(directory: Path | None) -> Machine:
     """Describe this machine and the place where offload writes."""
+    mount = None if directory is None else mount_of(directory)
     return Machine(
         cpu=_cpu_name(),
         core_count=len(os.sched_getaffinity(0)),
@@ -34,29 +37,8 @@ def machine_facts(directory: Path | None) -> Machine:
         python=platform.python_version(),
         torch=metadata.version("torch"),
         directory=None if directory is None else str(directory),
-        file_system=None if directory is None else file_system(directory),
+        file_system=None if mount is None else str(mount),
     )
-
-
-def file_system(directory: Path) -> str | None:
-    """Find the mount that a directory is on: `type on device at mount point`."""
-    try:
-        lines = Path("/proc/self/mountinfo").read_text().splitlines()
-    except OSError:
-        return None  # Not Linux, or no /proc: the report says "unknown".
-    place = directory.resolve()
-    best: tuple[int, str] | None = None
-    for line in lines:
-        # man 5 proc_pid_mountinfo: id, parent, device, root, mount point, options, any number of
-        # optional fields, "-", type, source, options.
-        before, _, after = line.partition(" - ")
-        mount_point = _unescape(before.split()[4])
-        kind, source = after.split()[:2]
-        depth = len(Path(mount_point).parts)
-        # A later mount on the same point hides the earlier one.
-        if place.is_relative_to(mount_point) and (best is None or depth >= best[0]):
-            best = depth, f"{kind} on {_unescape(source)} at {mount_point}"
-    return None if best is None else best[1]
 
 
 def busy_cpu_s() -> float | None:
@@ -72,13 +54,6 @@ def busy_cpu_s() -> float | None:
     # contained in these.
     user, nice, system, _, _, irq, softirq, steal = map(int, first.split()[1:9])
     return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
-
-
-def _unescape(field: str) -> str:
-    """Undo the octal escapes of mountinfo; the backslash last, as its escape may precede digits."""
-    for escaped, plain in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
-        field = field.replace(escaped, plain)
-    return field
 
 
 def _cpu_name() -> str:

@@ -26,6 +26,7 @@ pub mod file;
 pub mod flight;
 pub mod meter;
 pub mod place;
+pub mod probe;
 pub mod queue;
 pub mod store;
 pub mod stripe;

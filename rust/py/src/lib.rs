@@ -2,6 +2,7 @@
 //! torch. Signatures and docstrings stand in `python/ssdtrain/_core.pyi`.
 
 mod error;
+mod probe;
 mod store;
 
 use pyo3::prelude::*;
@@ -9,6 +10,8 @@ use pyo3::prelude::*;
 /// The compiled part of `ssdtrain`.
 #[pymodule]
 mod _core {
+    #[pymodule_export]
+    use super::probe::Probe;
     #[pymodule_export]
     use super::store::{Pending, Slot, Store, Stored};
 }
