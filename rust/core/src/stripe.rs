@@ -9,7 +9,7 @@
 //! device 2  |backlog               |
 //! ```
 
-/// Parts are multiples of this, but for the last: smaller ones would cost more calls than they gain.
+/// Parts are multiples of this, but for the last: smaller ones cost more calls than they gain.
 pub const STRIPE_BYTES: usize = 2 << 20;
 
 /// A device that may take a part.
@@ -140,7 +140,10 @@ mod tests {
         #[test]
         fn every_byte_has_one_place(
             len in 1usize..200 * MIB,
-            backlogs in proptest::collection::vec((0usize..500, 0.01f64..100.0, any::<bool>()), 1..6),
+            backlogs in proptest::collection::vec(
+                (0usize..500, 0.01f64..100.0, any::<bool>()),
+                1..6,
+            ),
         ) {
             let lanes: Vec<Lane> = backlogs
                 .iter()

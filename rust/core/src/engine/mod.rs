@@ -18,6 +18,11 @@ use crate::error::Result;
 use crate::meter::Meter;
 use crate::queue::SubmitQueue;
 
+/// More entries than this a ring need not have, and the kernel would refuse eight times as many.
+const DEPTH_MAX: u32 = 4096;
+/// A single system call moves less than 2 GiB.
+const PIECE_BYTES_MAX: usize = 1 << 30;
+
 /// Starts the engine that `backend` asks for on `queue`; the second value says what was given up.
 pub fn open(
     backend: &Backend,
@@ -30,8 +35,12 @@ pub fn open(
         queue: Arc::clone(queue),
         meter: Arc::clone(meter),
         alignment,
-        depth: tuning.queue_depth.max(1),
-        piece_len: tuning.piece_bytes.next_multiple_of(alignment).max(alignment),
+        depth: tuning.queue_depth.clamp(1, DEPTH_MAX),
+        piece_len: tuning
+            .piece_bytes
+            .min(PIECE_BYTES_MAX)
+            .next_multiple_of(alignment)
+            .max(alignment),
     };
     match backend {
         Backend::IoUring => match uring::Uring::start(setup) {

@@ -278,7 +278,10 @@ impl Worker {
             let result = completion.result();
             if completion.user_data() == WAKE {
                 self.wake_armed = false;
-                self.setup.queue.waker().consume()?;
+                // A poll that failed rang nothing, and taking a ring would wait for one.
+                if result >= 0 {
+                    self.setup.queue.waker().consume()?;
+                }
                 continue;
             }
             let slot = completion.user_data() as usize;
