@@ -11,10 +11,12 @@ NAMED = re.compile(r"`([a-z_]+)::([a-z0-9_]+)`")
 
 def sources_of(module: str) -> list[Path]:
     """Return the files that may hold the tests of a module: of Python, or of Rust."""
-    if module == "test_store":
-        return [ROOT / "tests" / "store.rs"]
-    python = ROOT / "tests" / f"{module}.py"
-    return [python] if python.exists() else list((ROOT / "rust").rglob(f"src/**/{module}.rs"))
+    beside = [
+        ROOT / "tests" / f"{module}.py",
+        ROOT / "tests" / f"{module.removeprefix('test_')}.rs",
+    ]
+    found = [path for path in beside if path.exists()]
+    return found or list((ROOT / "rust").rglob(f"src/**/{module}.rs"))
 
 
 def has_test(module: str, name: str) -> bool:
