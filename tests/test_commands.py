@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from support import python
+from support import python, wait_until
 from test_places import (
     FORBID_RINGS,
     MIB,
@@ -64,6 +66,15 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
     folder = tmp_path_factory.mktemp("cache")
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
     return folder / "ssdtrain"
+
+
+def thread_names(process: int) -> list[str]:
+    """Return the names of a process's threads; of those that just ended, none."""
+    names = []
+    for task in Path(f"/proc/{process}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            names.append((task / "comm").read_text().strip())
+    return names
 
 
 def ssdtrain(*words: str | Path, limits: str = "", **options: Any) -> Done:
@@ -338,6 +349,26 @@ def test_one_drive_is_measured_once(tmp_path: Path) -> None:
     assert done.stderr == f"{other} is on the drive of {tmp_path}: measured once\n"
     assert done.stdout.count("choice     ") == 1
     assert "which wears the drive" in done.stdout
+
+
+def test_ctrl_c_keeps_nothing(tmp_path: Path, cache: Path) -> None:
+    command = [sys.executable, "-c", MAIN, "bench", str(tmp_path), "--seconds", "600"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+
+        def measures() -> bool:
+            assert process.poll() is None
+            return any(name.startswith("ssdtrain-") for name in thread_names(process.pid))
+
+        wait_until(measures, "the start of an I/O thread")
+        process.send_signal(signal.SIGINT)
+        out, told = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert not out
+    assert told == "ssdtrain bench: interrupted; nothing of this directory was kept\n"
+    assert not list(tmp_path.iterdir())
+    assert not cache.exists()
 
 
 def test_places_that_cannot_be_measured(tmp_path: Path, cache: Path) -> None:
