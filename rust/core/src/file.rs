@@ -370,23 +370,20 @@ mod tests {
         let dir = tempfile::tempdir_in(".").unwrap();
         let quota = Quota::new(None);
         let file = open(dir.path(), &quota);
-        std::thread::scope(|scope| {
-            for thread in 0..3u8 {
-                let file = &file;
-                scope.spawn(move || {
-                    for round in 0..200u8 {
-                        let len = 4096 * (1 + u64::from(round % 7));
-                        let extent = file.reserve(len).unwrap();
-                        extent.prepare().unwrap();
-                        let bytes = vec![thread ^ round; len as usize];
-                        let mut back = vec![0; len as usize];
-                        file.file.write_all_at(&bytes, extent.offset()).unwrap();
-                        file.file.read_exact_at(&mut back, extent.offset()).unwrap();
-                        assert!(bytes == back, "a trim cut off a live extent");
-                    }
-                });
+        let work = &|thread: u64| {
+            for round in 0..20_000 {
+                let extent = file.reserve(4096 * (1 + round % 7)).unwrap();
+                extent.prepare().unwrap();
+                let bytes = vec![(thread ^ round) as u8; extent.len() as usize];
+                let mut back = vec![0; bytes.len()];
+                file.file.write_all_at(&bytes, extent.offset()).unwrap();
+                file.file.read_exact_at(&mut back, extent.offset()).unwrap();
+                assert!(bytes == back, "a trim cut off a live extent");
             }
-            for _ in 0..200 {
+        };
+        std::thread::scope(|scope| {
+            let threads: Vec<_> = (0..3).map(|thread| scope.spawn(move || work(thread))).collect();
+            while !threads.iter().all(std::thread::ScopedJoinHandle::is_finished) {
                 file.trim().unwrap();
             }
         });
