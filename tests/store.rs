@@ -230,7 +230,8 @@ fn an_unfinished_write_cannot_be_read() {
 fn a_queued_write_can_be_cancelled_and_frees_its_source() {
     let dir = scratch();
     let paused = Backend::Simulated(Faults { paused: true, ..Faults::default() });
-    let tuning = Tuning { queue_depth: 1, ..Tuning::default() };
+    // Requests as large as a piece are not joined.
+    let tuning = Tuning { queue_depth: 1, piece_bytes: 1 << 20 };
     let config = config(dir.path(), paused).tuned(tuning);
     let store = TensorStore::open(&config).unwrap();
     let tensors: Vec<_> = (0..8).map(|index| pattern(index, 1 << 20)).collect();
@@ -239,7 +240,8 @@ fn a_queued_write_can_be_cancelled_and_frees_its_source() {
     let cancelled = stored.iter().filter(|one| one.cancel()).count();
     assert!(cancelled >= 7);
     let held = tensors.iter().filter(|bytes| Arc::strong_count(bytes) > 1).count();
-    assert_eq!(held, 8 - cancelled);
+    // The one that the thread holds may have ended by now: it was given up before its first piece.
+    assert!(held <= 8 - cancelled, "{held} held, {cancelled} cancelled");
     for one in &stored {
         assert!(one.ticket().is_done() || cancelled == 7);
     }

@@ -83,16 +83,35 @@ fn build_ring(depth: u32) -> Result<IoUring> {
     let entries = depth + 1;
     let modern = IoUring::builder().setup_single_issuer().setup_defer_taskrun().build(entries);
     // Kernels before 6.1 refuse the flags; the plain ring does the same work.
-    modern.or_else(|_| IoUring::new(entries)).map_err(|source| {
+    let ring = modern.or_else(|_| IoUring::new(entries));
+    ring.and_then(try_ring).map_err(|source| {
         let next = match source.raw_os_error() {
             Some(libc::EPERM) => " (forbidden by seccomp or sysctl kernel.io_uring_disabled)",
             Some(libc::ENOSYS) => " (this kernel has none)",
             Some(libc::ENOMEM) => " (raise `ulimit -l`)",
+            Some(libc::EMFILE) => " (raise `ulimit -n`)",
             _ => "",
         };
         let what = format!("cannot create an io_uring{next}");
         Error::from_io(what, &source).with_kind(ErrorKind::Unsupported)
     })
+}
+
+/// Sends a request that does nothing: a filter may allow rings to be made and not to be entered.
+fn try_ring(mut ring: IoUring) -> io::Result<IoUring> {
+    // SAFETY: the request has no buffer and no file.
+    let pushed = unsafe { ring.submission().push(&opcode::Nop::new().build()) };
+    pushed.map_err(io::Error::other)?;
+    while let Err(source) = ring.submit_and_wait(1) {
+        if source.raw_os_error() != Some(libc::EINTR) {
+            return Err(source);
+        }
+    }
+    let answer = ring.completion().next().map(|completion| completion.result());
+    match answer {
+        Some(0) => Ok(ring),
+        other => Err(io::Error::other(format!("a first request was answered with {other:?}"))),
+    }
 }
 
 /// A piece in flight.
