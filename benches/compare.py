@@ -47,6 +47,7 @@ PEER_BYTES_MAX = 1 << 30
 FREE_FACTOR = 3
 """Room that a run needs, in passes: fio's file, the store's (or a peer's), and some to spare."""
 MARKED = "a default place"
+BEGAN_S = time.monotonic()
 
 
 class Comparison:
@@ -217,7 +218,6 @@ def main(arguments: list[str] | None = None) -> int:
             f"{place} has {free / cases.GIB:.1f} GiB free and the run needs "
             f"{needed / cases.GIB:.1f}; choose a smaller --gib or another --dir"
         )
-    began_s = time.monotonic()
     began_busy_s, began_own_s = busy_cpu_s(), _own_cpu_s()
     with tempfile.TemporaryDirectory(prefix="ssdtrain-compare-", dir=place) as folder:
         try:
@@ -225,7 +225,7 @@ def main(arguments: list[str] | None = None) -> int:
             comparison.run()
         except (FioError, ssdtrain.SsdtrainError) as error:
             return refuse(str(error))
-        elapsed_s = time.monotonic() - began_s
+        elapsed_s = time.monotonic() - BEGAN_S
         busy_s = busy_cpu_s()
         others_s = 0.0
         if busy_s is not None and began_busy_s is not None:
@@ -304,7 +304,7 @@ def default_path(suffix: str) -> Path:
 
 
 def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    print(f"{time.monotonic() - BEGAN_S:5.0f} s  {text}", file=sys.stderr, flush=True)
 
 
 def refuse(text: str) -> int:
@@ -319,6 +319,7 @@ def _own_cpu_s() -> float:
 
 def _end(_number: int, _frame: object) -> NoReturn:
     """Leave by an exception, which removes the files."""
+    say("compare.py: ended by SIGTERM; nothing was measured to the end")
     raise SystemExit(143)
 
 

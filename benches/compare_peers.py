@@ -40,7 +40,6 @@ class PeerProcess:
 
     def __init__(self, python: str, library: str, folder: Path) -> None:
         self._folder = folder / library
-        self._folder.mkdir()
         # Open as long as the process.
         self._words = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
         try:
@@ -56,6 +55,7 @@ class PeerProcess:
             raise PeerError(
                 f"{python} does not run ({error.strerror}); name another with --peers-python"
             ) from error
+        self._folder.mkdir()
         try:
             self.version = self.ask(
                 OPEN_LIMIT_S, do="open", library=library, folder=str(self._folder)
