@@ -13,18 +13,9 @@ from typing import Any
 
 import pytest
 
+from disks import MIB, fill, needs_root
 from support import python, wait_until
-from test_places import (
-    FORBID_RINGS,
-    MIB,
-    NOBODY,
-    fill,
-    mounted,
-    needs_root,
-    small_disk,
-)
-
-__all__ = ["mounted", "small_disk"]  # Fixtures, used by their names.
+from test_places import FORBID_RINGS, NOBODY
 
 NAMES = [
     "kernel",
@@ -375,7 +366,7 @@ def test_places_that_cannot_be_measured(tmp_path: Path, cache: Path) -> None:
     (tmp_path / "file").write_text("")
     for place, words in (
         (tmp_path / "missing", "does not exist; create it"),
-        (tmp_path / "file", "is not a directory"),
+        (tmp_path / "file", "is a file, not a directory"),
     ):
         done = ssdtrain("bench", place)
         assert done.returncode == 1
