@@ -43,7 +43,7 @@ from ssdtrain.demo.machine import busy_cpu_s, machine_facts
 
 ROOT = Path(__file__).resolve().parents[1]
 HUGE_PAGES_FILE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-PEER_BYTES_MAX = 1 << 30
+PEER_BYTES_MAX = 512 << 20
 FREE_FACTOR = 3
 """Room that a run needs, in passes: fio's file, the store's (or a peer's), and some to spare."""
 MARKED = "a default place"
@@ -184,6 +184,7 @@ class Comparison:
             "how": {
                 "pass_bytes": self.pass_bytes,
                 "peer_bytes": self.peer_bytes,
+                "fio_bytes": self.fio.neighbour_bytes,
                 "run_count": self.options.runs,
                 "source_bytes": self.sources["huge"].tensor.nbytes,
                 "write_window_bytes": WRITE_WINDOW_BYTES,

@@ -16,8 +16,8 @@ DEFAULT_DEPTH = 16
 """Pieces in flight in the public store; `ssdtrain_core::Tuning` has it."""
 PIECE_BYTES = 4 << 20
 OTHER_DEPTHS = (4, 32)
-DEPTH_TENSOR_BYTES = (64 << 20, 1 << 20, 64 << 10)
-"""Depths are compared with the greatest size, the smallest, and one between."""
+DEPTH_TENSOR_BYTES = (64 << 20, 64 << 10)
+"""Depths are compared with the greatest size and the smallest."""
 SMALL_PAGE_TENSOR_BYTES = (64 << 20, 1 << 20)
 VERIFY_TENSOR_BYTES = 4 << 20
 PEER_TENSOR_BYTES = (64 << 20, 1 << 20)
@@ -127,7 +127,6 @@ def settings() -> list[Setting]:
         Setting(),
         Setting(engine="psync"),
         Setting(directory_count=2),
-        Setting(engine="psync", directory_count=2),
         *(Setting(depth=depth) for depth in (OTHER_DEPTHS[0], DEFAULT_DEPTH, OTHER_DEPTHS[1])),
         Setting(verify=True),
     ]
@@ -140,8 +139,6 @@ def cases(setting: Setting) -> list[Case]:
         sizes = DEPTH_TENSOR_BYTES
     elif setting.verify:
         sizes = (VERIFY_TENSOR_BYTES,)
-    elif setting.engine == "psync" and setting.directory_count > 1:
-        sizes = (TENSOR_BYTES[0], TENSOR_BYTES[-1])
     found = []
     for tensor_bytes in sizes:
         write = Case(

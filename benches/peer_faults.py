@@ -104,7 +104,7 @@ class _DeepSpeed(Library):
         builders = importlib.import_module("deepspeed.ops.op_builder")
         self._handle = builders.AsyncIOBuilder().load(verbose=False).aio_handle()
         self._written: list[Any] = []
-        self._is_open = False
+        self._pending_count = 0
 
     def source(self, nbytes: int) -> Any:
         plain = super().source(nbytes)
@@ -113,7 +113,6 @@ class _DeepSpeed(Library):
     def begin_write(self, tensor: Any) -> None:
         self._written.append(tensor)
         self._check(self._handle.async_pwrite(tensor, self._path(len(self._written) - 1)))
-        self._is_open = True
 
     def wait_writes(self) -> None:
         self._wait()
@@ -125,7 +124,6 @@ class _DeepSpeed(Library):
             back.zero_()
             self._check(self._handle.async_pread(back, self._path(index)))
             results.append(back)
-        self._is_open = True
         self._wait()
         return results
 
@@ -142,13 +140,16 @@ class _DeepSpeed(Library):
 
     def _wait(self) -> None:
         # With nothing pending it aborts the process.
-        if self._is_open:
-            self._is_open = False
-            self._handle.wait()
+        if self._pending_count:
+            expected, self._pending_count = self._pending_count, 0
+            answer = self._handle.wait()
+            if answer != expected:
+                raise OSError(f"wait() returned {answer} for {expected} requests")
 
     def _check(self, answer: int) -> None:
         if answer != 0:
             raise OSError(f"the call returned {answer}")
+        self._pending_count += 1
 
 
 class _DeepSpeedPinned(_DeepSpeed):

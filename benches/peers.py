@@ -95,6 +95,7 @@ class _DeepSpeed(Peer):
         memory, _, tuning = engine.partition(", ")
         self._pinned = memory == "pinned"
         self._handle = self._handle_type(*DEFAULT_AIO)
+        self._pending_count = 0
         self.tensors = [self._tensor(tensor_bytes) for _ in range(count)]
         self._results = [self._tensor(tensor_bytes) for _ in self._window(tensor_bytes)]
         for tensor in self.tensors:
@@ -108,7 +109,7 @@ class _DeepSpeed(Peer):
         for start in range(0, len(self.tensors), step):
             for index in range(start, min(start + step, len(self.tensors))):
                 self._ask(self._handle.async_pwrite(self.tensors[index], self._path(index)))
-            self._handle.wait()
+            self._wait()
 
     def before_read(self) -> None:
         pass  # Direct I/O: there is no cache to drop.
@@ -119,7 +120,7 @@ class _DeepSpeed(Peer):
             self._first = start
             for index in range(start, min(start + step, len(self.tensors))):
                 self._ask(self._handle.async_pread(self._results[index - start], self._path(index)))
-            self._handle.wait()
+            self._wait()
 
     def equal(self) -> bool:
         pairs = zip(self._results, self.tensors[self._first :], strict=False)
@@ -149,6 +150,13 @@ class _DeepSpeed(Peer):
     def _ask(self, answer: int) -> None:
         if answer != 0:
             raise OSError(f"DeepSpeed refused a request with {answer}")
+        self._pending_count += 1
+
+    def _wait(self) -> None:
+        expected, self._pending_count = self._pending_count, 0
+        answer = self._handle.wait()
+        if answer != expected:
+            raise OSError(f"wait() returned {answer} for {expected} requests")
 
     def _tune(self, tensor_bytes: int) -> str:
         """Choose the best of a small grid by one write and one read of a part of the pass."""

@@ -113,7 +113,8 @@ def with_failing_writes(place: str) -> None:
 
 
 def test_failing_writes_keep_tensors(tmp_path: Path) -> None:
-    warning, counts = in_child(with_failing_writes, tmp_path)
+    warning, given_up, counts = in_child(with_failing_writes, tmp_path)
+    assert "is out of use after several failed writes in a row" in given_up
     words = r"WARNING keeping tensors in memory: write of \d+ bytes at file offset \d+ failed.*"
     assert re.fullmatch(words + r"Input/output error \(os error 5\)", warning)
     assert counts == "True 0"
