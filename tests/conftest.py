@@ -1,6 +1,7 @@
 """What every test shares."""
 
 import os
+import signal
 from pathlib import Path
 
 from disks import mounted, small_disk
@@ -14,6 +15,9 @@ if "PYTEST_DEBUG_TEMPROOT" not in os.environ:
     folder = ROOT / "target" / "tmp"
     folder.mkdir(parents=True, exist_ok=True)
     os.environ["PYTEST_DEBUG_TEMPROOT"] = str(folder)
+
+# A shell has what it starts in the background ignore Ctrl-C, and so would every process of a test.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # What `ssdtrain bench` once found on this machine must not decide what the tests run with.
 os.environ["XDG_CACHE_HOME"] = str(ROOT / "target" / "tmp" / "cache-of-tests")

@@ -431,7 +431,8 @@ def test_close_twice_and_then_refuse(tmp_path: Path) -> None:
 
 def test_close_answers_those_who_wait(tmp_path: Path) -> None:
     store = slow_store(tmp_path, paused=True)
-    stored = [store.write(torch.ones(1000)) for _ in range(20)]
+    # Too large to be joined: more of them than the engine has threads, so the last one waits.
+    stored = [store.write(torch.ones(1 << 20)) for _ in range(8)]
     raised: list[BaseException] = []
     waiting = threading.Barrier(2)
 

@@ -9,10 +9,9 @@
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-from ssdtrain.memory import keep_spare_heap, prefer_huge_pages
+from ssdtrain.memory import prefer_huge_pages
 
 prefer_huge_pages()
-keep_spare_heap()
 
 from ssdtrain.errors import (  # noqa: E402 - the switch for huge pages comes before any tensor
     BudgetError,

@@ -178,7 +178,7 @@ def _footnotes(report: Report) -> str:
         TIME_NOTE,
         ACTIVATION_NOTE,
         RSS_NOTE,
-        f"All modes run with {environment} and glibc's heap as `import ssdtrain` sets them.",
+        f"All modes run with {environment}: huge pages for tensors, as `import ssdtrain` sets it.",
     ]
     notes += sorted(
         {
