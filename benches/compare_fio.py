@@ -76,6 +76,7 @@ class Fio:
         return [
             self._program,
             "--name=compare",
+            "--thread",  # No process of its own, which would outlive a killed fio.
             f"--filename={self._file}",
             "--ioengine=io_uring",
             "--direct=1",
