@@ -251,6 +251,7 @@ fn a_queued_write_can_be_cancelled_and_frees_its_source() {
         let kind = one.ticket().wait().map_or_else(|error| Some(error.kind()), |()| None);
         assert!(matches!(kind, Some(ErrorKind::Cancelled) | None));
     }
+    assert!(tensors.iter().all(|bytes| Arc::strong_count(bytes) == 1), "answered, but still held");
 }
 
 #[test]

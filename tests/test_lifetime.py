@@ -620,7 +620,8 @@ def test_200_steps_leave_memory_files_threads_and_extents_flat(
         for number in range(count):
             optimizer.zero_grad()
             loss = model(batch(number, rows=256)).square().mean()
-            if policy is None:
+            # Nothing is planned in the first round, so that is written whatever the disk is worth.
+            if policy is None or rig.stats.bytes_written == 0:
                 rig.flush()
             loss.backward()
             optimizer.step()
@@ -643,8 +644,7 @@ def test_200_steps_leave_memory_files_threads_and_extents_flat(
         grown_kib = resident_kib() - before[0]
     # A step saves more than 600 KiB: a leak of one tensor in fifty steps shows.
     assert grown_kib < 2048
-    # A plan may find that a busy disk is worth no write.
-    assert policy is not None or rig.stats.bytes_written > 0
+    assert rig.stats.bytes_written > 0
 
 
 KILLED = """
