@@ -1,21 +1,16 @@
 //! Several directories: one tensor on all of them, less on the slow, none on those that fail.
 
 mod memory;
+mod round_trip;
 
 use std::path::Path;
 use std::sync::Arc;
 
-use ssdtrain_core::{
-    Backend, DirectIo, ErrorKind, Faults, Result, StoreConfig, Stored, TensorStore,
-};
+use ssdtrain_core::{Backend, DirectIo, ErrorKind, Faults, StoreConfig, TensorStore};
 
-use memory::{Memory, lend};
+use round_trip::{pattern, read_back, scratch, write};
 
 const MIB: usize = 1 << 20;
-
-fn scratch() -> tempfile::TempDir {
-    tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("the build directory is writable")
-}
 
 /// A store on these simulated disks, one directory each.
 fn open(faults: &[Faults]) -> (Vec<tempfile::TempDir>, TensorStore) {
@@ -27,21 +22,6 @@ fn open(faults: &[Faults]) -> (Vec<tempfile::TempDir>, TensorStore) {
     }
     let store = TensorStore::open(&config).unwrap();
     (dirs, store)
-}
-
-fn pattern(seed: u64, len: usize) -> Arc<Memory> {
-    Memory::new(seed, len, 64)
-}
-
-fn write(store: &TensorStore, bytes: &Arc<Memory>) -> Result<Stored> {
-    store.write(lend(bytes, 0))
-}
-
-fn read_back(store: &TensorStore, stored: &Stored) -> Result<Vec<u8>> {
-    stored.ticket().wait()?;
-    let pending = store.read(stored)?;
-    pending.ticket().wait()?;
-    Ok(pending.restored()?.to_vec())
 }
 
 /// Blocks on the disk behind the unnamed file of a directory, through the descriptors of this

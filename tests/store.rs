@@ -6,19 +6,16 @@ use std::sync::Arc;
 
 use proptest::prelude::*;
 use ssdtrain_core::{
-    Backend, DirectIo, ErrorKind, Faults, Result, StoreConfig, Stored, TensorStore, Tuning,
+    Backend, DirectIo, ErrorKind, Faults, StoreConfig, Stored, TensorStore, Tuning,
 };
 
 mod memory;
+mod round_trip;
 use memory::{Memory, lend};
+use round_trip::{pattern, read_back, scratch, write};
 
 const ENGINES: [fn() -> Backend; 3] =
     [|| Backend::IoUring, || Backend::Psync, || Backend::Simulated(Faults::default())];
-
-/// A scratch directory on the file system of the build: direct I/O works there or is given up.
-fn scratch() -> tempfile::TempDir {
-    tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("the build directory is writable")
-}
 
 fn config(dir: &Path, backend: Backend) -> StoreConfig {
     let mut config = StoreConfig::new([dir]);
@@ -49,22 +46,6 @@ fn on_every_engine(check: impl Fn(&TensorStore)) {
         drop(store);
         assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0, "names are left behind");
     }
-}
-
-/// As the heap places tensors: not at the start of a block.
-fn pattern(seed: u64, len: usize) -> Arc<Memory> {
-    Memory::new(seed, len, 64)
-}
-
-fn write(store: &TensorStore, bytes: &Arc<Memory>) -> Result<Stored> {
-    store.write(lend(bytes, 0))
-}
-
-fn read_back(store: &TensorStore, stored: &Stored) -> Result<Vec<u8>> {
-    stored.ticket().wait()?;
-    let pending = store.read(stored)?;
-    pending.ticket().wait()?;
-    Ok(pending.restored()?.to_vec())
 }
 
 #[test]
