@@ -119,8 +119,11 @@ impl Meter {
                     ErrorKind::Cancelled | ErrorKind::Closed => {}
                     ErrorKind::NoSpace => lane.pass_by_count = PASS_BY_COUNT,
                     _ => {
+                        // What ended the trust stays the reason, whatever else was in flight.
+                        if lane.failed_in_a_row < FAILED_IN_A_ROW_MAX {
+                            lane.failure = Some(error.clone());
+                        }
                         lane.failed_in_a_row = lane.failed_in_a_row.saturating_add(1);
-                        lane.failure = Some(error.clone());
                     }
                 }
             }
@@ -172,5 +175,27 @@ impl Meter {
             Direction::Write => &self.write,
         };
         lane.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Direction, FAILED_IN_A_ROW_MAX, Meter};
+    use crate::error::{Error, ErrorKind};
+
+    #[test]
+    fn what_ended_the_trust_stays_the_reason() {
+        let meter = Meter::default();
+        let fail = |number: u32| {
+            meter.begin(Direction::Write);
+            let error = Error::new(ErrorKind::Io, format!("failure {number}"));
+            meter.end(Direction::Write, 1, &Err(error));
+        };
+        (1..FAILED_IN_A_ROW_MAX).for_each(fail);
+        assert!(meter.distrust().is_none());
+        // Others were in flight when the trust ended; they fail later, each with its own words.
+        (FAILED_IN_A_ROW_MAX..10).for_each(fail);
+        let reason = meter.distrust().expect("it is not trusted any more");
+        assert_eq!(reason.to_string(), format!("failure {FAILED_IN_A_ROW_MAX}"));
     }
 }
