@@ -100,9 +100,10 @@ class Comparison:
             return
         try:
             store.settle(self.sources["huge"], self.tensor_bytes(rows[0].case))
+            files = store.files()
             for _ in range(self.options.runs):
                 for row in rows:
-                    fio = self.fio.neighbour(row.case.direction, may_reuse=self.quick)
+                    fio = self.fio.neighbour(row.case.direction, files, may_reuse=self.quick)
                     source = self.sources[row.case.pages]
                     ours = measure(store, source, row.case, self.tensor_bytes(row.case))
                     row.pairs.append((ours, fio))
@@ -184,7 +185,6 @@ class Comparison:
             "how": {
                 "pass_bytes": self.pass_bytes,
                 "peer_bytes": self.peer_bytes,
-                "fio_bytes": self.fio.neighbour_bytes,
                 "run_count": self.options.runs,
                 "source_bytes": self.sources["huge"].tensor.nbytes,
                 "write_window_bytes": WRITE_WINDOW_BYTES,

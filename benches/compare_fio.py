@@ -1,8 +1,10 @@
 """The yardstick: fio with direct I/O, at the best of a stated set of settings.
 
 fio overwrites a file that was written before, because blocks that were never written cost the file
-system a change of its books. Its buffers lie on huge pages (glibc's own switch), because on small
-ones the same fio is up to twice as slow, and beating that would mean little.
+system a change of its books. Beside a row of ours that file is the very spill file that the store
+has open: where a file lies on a disk alone may change its rate by a third. Its buffers lie on huge
+pages (glibc's own switch), because on small ones the same fio is up to twice as slow, and beating
+that would mean little.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import json
 import os
 import shutil
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,8 +26,6 @@ INSTALL = (
     "(Debian, Ubuntu) or sudo dnf install fio (Fedora)"
 )
 LIMIT_S = 600
-NEIGHBOUR_BYTES_MAX = 1 << 30
-"""A pass beside a row moves a part of the file, and each time the next, to save minutes."""
 CALIBRATION_REPEAT_COUNT = 2
 
 
@@ -50,19 +51,17 @@ SETTINGS = (FioSetting("1M", 32), FioSetting("2M", 32), FioSetting("4M", 16), Fi
 class Fio:
     """fio on one file of its own, in the directory that is measured."""
 
-    def __init__(self, directory: Path, file_bytes: int) -> None:
+    def __init__(self, directory: Path, pass_bytes: int) -> None:
         program = shutil.which("fio")
         if program is None:
             raise FioError(INSTALL)
         self._program = program
         self._file = directory / "fio.data"
-        self._file_bytes = file_bytes
+        self._pass_bytes = pass_bytes
         self.written_bytes = 0
         self.best: dict[Direction, FioSetting] = {}
         self.calibration: list[dict[str, Any]] = []
-        self._latest: dict[Direction, Sample] = {}
-        self.neighbour_bytes = min(file_bytes, NEIGHBOUR_BYTES_MAX)
-        self._next_offset = 0
+        self._latest: dict[tuple[Direction, int], Sample] = {}
 
     def version(self) -> str:
         """Return what fio calls itself."""
@@ -70,33 +69,30 @@ class Fio:
         return told.stdout.decode().strip()
 
     def command(
-        self, setting: FioSetting, direction: Direction, offset: int, nbytes: int
+        self, setting: FioSetting, direction: Direction, files: Sequence[Path]
     ) -> list[str]:
-        """Return the command line of one pass over `nbytes` of the file from `offset`."""
+        """Return the command line of one pass over the files, each with an equal part of it."""
         return [
             self._program,
             "--name=compare",
             "--thread",  # No process of its own, which would outlive a killed fio.
-            f"--filename={self._file}",
+            f"--filename={':'.join(map(str, files))}",
             "--ioengine=io_uring",
             "--direct=1",
             f"--rw={direction}",
             f"--bs={setting.block}",
             f"--iodepth={setting.depth}",
-            f"--filesize={self._file_bytes}",
-            f"--offset={offset}",
-            f"--size={nbytes}",
+            f"--filesize={self._pass_bytes // len(files)}",
+            f"--size={self._pass_bytes}",
             "--overwrite=1",
             "--fallocate=none",
             "--output-format=json",
         ]
 
-    def run(
-        self, setting: FioSetting, direction: Direction, offset: int = 0, nbytes: int | None = None
-    ) -> Sample:
-        """Run one pass, over the whole file unless a part is given."""
-        nbytes = self._file_bytes if nbytes is None else nbytes
-        command = self.command(setting, direction, offset, nbytes)
+    def run(self, setting: FioSetting, direction: Direction, files: Sequence[Path] = ()) -> Sample:
+        """Run one pass, over fio's own file unless others are given."""
+        nbytes = self._pass_bytes
+        command = self.command(setting, direction, files or [self._file])
         environment = os.environ | {"GLIBC_TUNABLES": HUGE_PAGES_SWITCH}
         done = subprocess.run(
             command, env=environment, capture_output=True, text=True, check=False, timeout=LIMIT_S
@@ -148,13 +144,14 @@ class Fio:
             for (setting, direction), found in rates.items()
         ]
 
-    def neighbour(self, direction: Direction, *, may_reuse: bool) -> Sample:
+    def neighbour(
+        self, direction: Direction, files: Sequence[Path] = (), *, may_reuse: bool
+    ) -> Sample:
         """Run the best setting now; a quick run may take the latest pass again."""
-        if not may_reuse or direction not in self._latest:
-            offset, nbytes = self._next_offset, self.neighbour_bytes
-            self._next_offset = offset + nbytes if offset + 2 * nbytes <= self._file_bytes else 0
-            self._latest[direction] = self.run(self.best[direction], direction, offset, nbytes)
-        return self._latest[direction]
+        latest = (direction, len(files))
+        if not may_reuse or latest not in self._latest:
+            self._latest[latest] = self.run(self.best[direction], direction, files)
+        return self._latest[latest]
 
     def close(self) -> None:
         """Remove the file."""

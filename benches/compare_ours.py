@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import mmap
+import os
 import resource
 import time
 from collections import deque
@@ -133,6 +134,22 @@ class OurStore:
             while window:
                 end(window.popleft())
             return meter.stop()
+
+    def files(self) -> list[Path]:
+        """Return names for the spill files, which have none, by which fio can open them."""
+        folders = {one.resolve() for one in self._dirs}
+        # The number that lists this folder is gone by the time it is looked at: no file, any more.
+        found = [
+            Path(f"/proc/{os.getpid()}/fd/{one.name}")
+            for one in Path("/proc/self/fd").iterdir()
+            if one.is_file() and folders & set(one.readlink().parents)
+        ]
+        if len(found) != len(self._dirs):
+            raise AssertionError(
+                f"{len(self._dirs)} stores have {len(found)} files open; without them fio has no "
+                "yardstick. Report this"
+            )
+        return found
 
     def written_bytes(self) -> int:
         """Return what the store has written so far."""

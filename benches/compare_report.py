@@ -124,9 +124,9 @@ def _how(result: dict[str, Any]) -> str:
         [
             (
                 f"- A pass moves {shown(how['pass_bytes'])} (a peer's {shown(how['peer_bytes'])}), "
-                f"{how['run_count']} times per row. fio and the store take turns in the same "
-                f"directory; fio's turns move {shown(how['fio_bytes'])}, each the next part of "
-                "its file."
+                f"{how['run_count']} times per row. fio and the store take turns on the same "
+                "blocks: fio opens the store's own spill files. Beside a peer it has a file of its "
+                "own in the same directory."
             ),
             (
                 "- Steady state: a first pass over fresh blocks, and its reading back, are not "
