@@ -11,8 +11,8 @@ MAKEFLAGS += --no-builtin-rules
 # The interpreter that makes the environment; and the environment, made if it is not there.
 PYTHON ?= python3
 VENV ?= .venv
-# Words for the commands behind `make demo`, `make bench`, `make stress`, `make soak`, `make test-ops`
-# and `make test-torch`, and how long `make fuzz` runs a target.
+# Words for the commands behind `make demo`, `make bench`, `make stress`, `make soak` and `make
+# test-ops`, and how long `make fuzz` runs a target.
 DEMO ?=
 BENCH ?=
 STRESS ?=

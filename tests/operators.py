@@ -38,6 +38,8 @@ SEED = 7
 DTYPES = {"float64": torch.float64, "complex128": torch.complex128}
 CHECK_NUMEL_MAX = 100
 """gradcheck evaluates a function again for every input: larger samples are left to the bits."""
+LEAD_BYTES = 64
+"""What lies before a copied tensor: as torch aligns, so that kernels do as they did."""
 TRIES_MAX = 5
 """Plain runs that must agree with each other before a difference is held against the hooks."""
 MESSAGE_MAX = 150
@@ -49,16 +51,21 @@ Differentiable = Callable[..., tuple[Tensor, ...]]
 
 
 def copy(tensor: Tensor) -> Tensor:
-    """Return the same values in the same place of a storage of their own.
+    """Return the same values with the same strides, further on in a storage of their own.
 
-    Strides decide how a kernel sums: a copy that is packed would be another sample.
+    Strides decide how a kernel sums: a packed copy would be another sample. No sample of torch
+    begins behind the start of its storage, so that a lost offset would not be seen.
     """
     is_strided = tensor.layout is torch.strided and not tensor.is_nested
     if not is_strided or tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():
         return tensor.clone()
-    storage = tensor.detach().untyped_storage().clone()
+    source = tensor.detach().untyped_storage()
+    whole = torch.full((LEAD_BYTES + source.nbytes(),), 0x55, dtype=torch.uint8)
+    plain = torch.empty(0, dtype=torch.uint8)
+    whole[LEAD_BYTES:] = plain.set_(source, 0, (source.nbytes(),), (1,))
+    offset = LEAD_BYTES // tensor.itemsize + int(tensor.storage_offset())
     empty = torch.empty(0, dtype=tensor.dtype)
-    return empty.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+    return empty.set_(whole.untyped_storage(), offset, tensor.size(), tensor.stride())
 
 
 class Fresh(Function):
