@@ -337,7 +337,7 @@ class Sweep:
         try:
             with rig.context():
                 actual = case.results(rig.flush, order)
-        except Exception as error:  # noqa: BLE001 - whatever is raised is reported as a failure
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is a failure
             self.fail(f"{label}: {first_line(error)}")
             return False
         wrong = difference(actual, expected)
@@ -364,7 +364,7 @@ class Sweep:
             try:
                 torch.manual_seed(SEED)
                 check(case.function(nothing), case.leaves, **options)
-            except Exception as error:  # noqa: BLE001 - plain PyTorch cannot do it: the reason is told
+            except Exception as error:  # noqa: BLE001 - plain PyTorch cannot: the reason is told
                 reason = f"{name} raises without hooks: {case.operator.full_name}: "
                 self.pass_over(reason + first_line(error), f"{name} not applicable")
                 continue
@@ -372,7 +372,7 @@ class Sweep:
                 with rig.context():
                     torch.manual_seed(SEED)
                     check(case.function(rig.flush), case.leaves, **options)
-            except Exception as error:  # noqa: BLE001 - whatever is raised is reported as a failure
+            except Exception as error:  # noqa: BLE001 - whatever it is, it is a failure
                 self.fail(f"{label}: {name}: {first_line(error)}", f"{name} failed")
             else:
                 self.count(f"{name} passed")
@@ -391,7 +391,7 @@ def plainly(case: Case) -> tuple[int, Results | None, str]:
     for order in (2, 1) if case.operator.supports_gradgrad else (1,):
         try:
             return order, case.results(nothing, order), ""
-        except Exception as error:  # noqa: BLE001 - plain PyTorch cannot do it: the reason is told
+        except Exception as error:  # noqa: BLE001 - plain PyTorch cannot: the reason is told
             why = f"raises without hooks: {case.operator.full_name}: {first_line(error)}"
     return 0, None, why
 

@@ -57,14 +57,14 @@ def test_operators_give_the_same_bits_from_the_disk(tmp_path: Path) -> None:
     options = ["--samples", str(SAMPLES), "--checks", "0"]
     found = tallies(tmp_path, [["--part", part, *options] for part in ("1/2", "2/2")])
     samples, passed = total(found, "samples"), total(found, "passed")
-    # What is not applicable must stay the exception: torch 2.15 has 3 such samples in 4,400.
+    # What is not applicable must stay the exception: torch 2.15 has 3 such samples in 4,900.
     assert passed > 2500
     assert samples - passed < samples / 50, [one["not_applicable"] for one in found]
     assert total(found, "passed twice") > 0.8 * passed
     # Many operators save nothing (views, sums) or only what is not ours.
     saving = total(found, "operators run") - total(found, "operators that save nothing")
     assert total(found, "operators that read") > 0.9 * saving
-    assert total(found, "bytes read") > 100 << 20
+    assert total(found, "bytes read") > 32 << 20
     assert total(found, "tensors forwarded") < total(found, "tensors offloaded") / 50
 
 
