@@ -11,12 +11,15 @@ MAKEFLAGS += --no-builtin-rules
 # The interpreter that makes the environment; and the environment, made if it is not there.
 PYTHON ?= python3
 VENV ?= .venv
-# Words for the commands behind `make demo`, `make bench`, `make stress` and `make soak`, and how
-# long `make fuzz` runs a target.
+# Words for the commands behind `make demo`, `make bench`, `make stress`, `make soak` and `make
+# test-ops`, and how long `make fuzz` runs a target.
 DEMO ?=
 BENCH ?=
 STRESS ?=
 SOAK ?=
+OPS ?=
+# The folder `test` of a checkout of PyTorch.
+TORCH_TESTS ?=
 SECONDS ?= 60
 
 ENV_PYTHON := $(abspath $(VENV))/bin/python
@@ -54,7 +57,7 @@ CONTAINED_STAMPS := $(VENV)/.ssdtrain-demo $(VENV)/.ssdtrain-demo+transformers
 help: ## this list
 	@echo 'make [PYTHON=python3] [VENV=.venv] TARGET'
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1|\2/p' $(firstword $(MAKEFILE_LIST)) | \
-		while IFS='|' read -r target text; do printf '  %-9s %s\n' "$$target" "$$text"; done
+		while IFS='|' read -r target text; do printf '  %-11s %s\n' "$$target" "$$text"; done
 
 .PHONY: demo
 demo: need-rust $(DEMO_STAMP) ## train with keep, recompute and offload, and compare; DEMO="--steps 5"
@@ -118,6 +121,16 @@ stress: need-rust $(TEST_STAMP) ## kill training 200 times, look for what is lef
 .PHONY: soak
 soak: need-rust $(TEST_STAMP) ## train over failing disks for 30 minutes; SOAK="--minutes 5"
 	$(ENV_PYTHON) tests/soak.py $(SOAK)
+
+.PHONY: test-ops
+test-ops: need-rust $(TEST_STAMP) ## every operator sample of torch from the disk; OPS="--part 1/8"
+	$(ENV_PYTHON) tests/operators.py $(OPS)
+
+.PHONY: test-torch
+test-torch: need-rust $(TEST_STAMP) ## PyTorch's own test_autograd.py; TORCH_TESTS=FOLDER
+	@$(call fail_function); test -n '$(TORCH_TESTS)' || fail 'TORCH_TESTS is not set; give the' \
+		'folder `test` of a checkout of PyTorch: make TORCH_TESTS=FOLDER test-torch'
+	$(ENV_PYTHON) tests/torch_suite.py $(TORCH_TESTS)
 
 .PHONY: clean
 clean: ## remove what builds and runs left here; the environment stays

@@ -14,7 +14,7 @@ import ssdtrain
 from ssdtrain.errors import ClosedError, ConfigError
 from ssdtrain.policy import PLANS_MAX, Item, Policy, Rates
 from ssdtrain.prefetch import DEAD_ROUND_COUNT
-from support import Rig
+from support import Flush, Result, Rig, prove_refused
 
 
 def moved_by_sharing(tensor: Tensor) -> None:
@@ -155,3 +155,19 @@ def test_a_tensor_without_memory_cannot_be_stored(tmp_path: Path) -> None:
         pytest.raises(ConfigError),
     ):
         store.write(torch._efficientzerotensor(5))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_a_nested_tensor_that_was_changed_is_refused_in_the_same_words(tmp_path: Path) -> None:
+    """It raises when it is asked for its shape, also by whoever words the error."""
+
+    def step(flush: Flush) -> Result:
+        rows = [torch.rand(2), torch.rand(3)]
+        ragged = torch.nested.nested_tensor(rows, requires_grad=True).clone()
+        total = ragged.sum(-1, keepdim=True)
+        ragged.add_(ragged)
+        flush()
+        total.backward(torch.nested.nested_tensor([torch.rand(1), torch.rand(1)]))
+        return {}
+
+    prove_refused(step, tmp_path)

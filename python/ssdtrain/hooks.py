@@ -114,7 +114,7 @@ class Hooks:
         if not isinstance(packed, SavedTensor):
             assert isinstance(packed, ExcludedTensor | SmallTensor)
             kept = packed.tensor
-            check_version(kept, packed.version, lambda: _describe(kept.dtype, kept.shape))
+            check_version(kept, packed.version, lambda: _describe_kept(kept))
             return kept.detach()
         geometry = packed.geometry
         check_version(
@@ -254,6 +254,11 @@ def _is_recompute() -> bool:
     """Whether a reentrant checkpoint recomputes: what is saved now is needed in a moment."""
     node = current_node()
     return node is not None and "CheckpointFunctionBackward" in node.name()
+
+
+def _describe_kept(tensor: Tensor) -> str:
+    # A nested tensor raises when it is asked for its shape, which would hide what is wrong.
+    return f"[nested {tensor.dtype}]" if tensor.is_nested else _describe(tensor.dtype, tensor.shape)
 
 
 def _describe(dtype: torch.dtype, size: torch.Size) -> str:
