@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ssdtrain.torch_internals import is_wrapped
+from ssdtrain.torch_internals import is_wrapped, storage_users
 
 __all__ = ["is_plain", "is_weight"]
 
@@ -44,6 +44,9 @@ Two are of distributed tensors: shards are gathered, and a plain tensor is taken
 
 DERIVATION_DEPTH_MAX = 8
 
+FRESH_USERS_MAX = 3
+"""The result of an operation, the copy of it that a selective checkpoint packs, one object."""
+
 
 def is_plain(tensor: Tensor) -> bool:
     """Whether this is a dense, strided CPU tensor whose bytes say everything about it.
@@ -79,6 +82,11 @@ def is_weight(tensor: Tensor) -> bool:
     if base is not None and (isinstance(base, Parameter) or (base.is_leaf and base.requires_grad)):
         return True
     node = tensor.grad_fn
+    if node is None:
+        # Autograd packs without grad mode. With it, selective checkpointing hands over what it
+        # caches, bare of all history. A view of something (FSDP2 empties its weights after their
+        # forward, under any write) shows by the others on its storage.
+        return torch.is_grad_enabled() and storage_users(tensor) > FRESH_USERS_MAX
     for _ in range(DERIVATION_DEPTH_MAX):
         if node is None or node.name() not in PASSES_WEIGHTS_ON:
             break
