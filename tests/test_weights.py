@@ -369,9 +369,10 @@ def test_tensors_of_other_classes_stay_where_they_are(tmp_path: Path) -> None:
     def step(flush: Flush) -> Result:
         torch.manual_seed(0)
         raw = torch.randint(-128, 128, (WIDTH, WIDTH), dtype=torch.int8)
-        weight = Parameter(Int8(raw, torch.rand(WIDTH, 1)), requires_grad=False)
+        weight = Int8(raw, torch.rand(WIDTH, 1))
+        frozen = Parameter(Int8(raw, torch.rand(WIDTH, 1)), requires_grad=False)
         x = rows()
-        loss = (F.linear((x * 2).sin(), weight).cos() @ weight).sin().sum()
+        loss = (F.linear((x * 2).sin(), weight).cos() @ frozen).sin().sum()
         flush()
         loss.backward()
         assert x.grad is not None
