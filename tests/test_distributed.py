@@ -221,8 +221,8 @@ def piped_step(rank: int) -> Step:
         stage = PipelineStage(module, rank, RANKS, torch.device("cpu"))
 
         def end_forward(module: nn.Module, inputs: Any, output: Tensor) -> None:
-            # The stage first asks for shapes only, without bytes.
-            if type(output) is Tensor and output.is_cpu:
+            # The stage first asks for shapes only: with fake tensors, or without gradients.
+            if type(output) is Tensor and output.requires_grad:
                 flush()
 
         module.register_forward_hook(end_forward)
