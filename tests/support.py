@@ -21,6 +21,7 @@ from ssdtrain.config import OffloadConfig, StoreConfig
 from ssdtrain.offload import Session
 from ssdtrain.policy import Policy
 from ssdtrain.stats import Stats
+from ssdtrain.tracker import Tracker
 
 Result = Mapping[str, Tensor]
 Flush = Callable[[], None]
@@ -184,6 +185,21 @@ def prove_refused(step: Step, directory: Path, message: str = IN_PLACE) -> None:
         with rig.context(), pytest.raises(RuntimeError, match=message):
             step(rig.flush if mode == "disk" else nothing)
         rig.assert_empty()
+
+
+@contextlib.contextmanager
+def watch_records() -> Iterator[list[Tensor]]:
+    """List what is managed, so may be written or kept; as tensors without bytes of their own."""
+    seen: list[Tensor] = []
+    record_for = Tracker.record_for
+
+    def watched(self: Tracker, tensor: Tensor, *arguments: Any) -> Any:
+        seen.append(tensor.detach().to("meta"))
+        return record_for(self, tensor, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tracker, "record_for", watched)
+        yield seen
 
 
 def open_files() -> set[str]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ssdtrain.errors import UnsupportedError
 
-__all__ = ["current_backward", "current_node", "is_wrapped", "sequence_number"]
+__all__ = ["current_backward", "current_node", "is_wrapped", "sequence_number", "storage_users"]
 
 
 def _find(path: str) -> Callable[..., Any]:
@@ -38,3 +38,10 @@ current_node: Callable[[], Any] = _find("_current_autograd_node")
 
 is_wrapped: Callable[[Tensor], bool] = _find("_functorch.is_functorch_wrapped_tensor")
 """Whether a function transform stands between this tensor and its bytes."""
+
+_count_users: Callable[[int], int] = _find("_storage_Use_Count")
+
+
+def storage_users(tensor: Tensor) -> int:
+    """Return how many tensors lie on the storage of this one; one Python object counts as well."""
+    return _count_users(tensor.untyped_storage()._cdata)  # noqa: SLF001 - its address in C++

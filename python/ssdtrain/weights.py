@@ -6,29 +6,46 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ssdtrain.torch_internals import is_wrapped
+from ssdtrain.torch_internals import is_wrapped, storage_users
 
 __all__ = ["is_plain", "is_weight"]
 
 PASSES_WEIGHTS_ON = frozenset(
     {
         "AliasBackward0",
+        "AsStridedBackward0",
+        "CloneBackward0",
         "ExpandBackward0",
         "PermuteBackward0",
+        "RedistributeBackward",
         "ReshapeAliasBackward0",
+        "SelectBackward0",
+        "SliceBackward0",
+        "SplitBackward0",
+        "SplitWithSizesBackward0",
         "SqueezeBackward0",
         "SqueezeBackward1",
         "TBackward0",
         "ToCopyBackward0",
         "TransposeBackward0",
+        "UnbindBackward0",
+        "UnsafeSplitBackward0",
+        "UnsafeSplitWithSizesBackward0",
         "UnsafeViewBackward0",
         "UnsqueezeBackward0",
         "ViewBackward0",
+        "_ToTorchTensorBackward",
     }
 )
-"""Nodes that change the shape or the type of a weight (autocast does) and make no activation."""
+"""Nodes that change the shape or the type of a weight (autocast does) and make no activation.
+
+Two are of distributed tensors: shards are gathered, and a plain tensor is taken out.
+"""
 
 DERIVATION_DEPTH_MAX = 8
+
+FRESH_USERS_MAX = 3
+"""The result of an operation, the copy of it that a selective checkpoint packs, one object."""
 
 
 def is_plain(tensor: Tensor) -> bool:
@@ -55,9 +72,9 @@ def is_plain(tensor: Tensor) -> bool:
 def is_weight(tensor: Tensor) -> bool:
     """Whether a saved tensor is a parameter, a leaf that asks for a gradient, or made of one.
 
-    Views are found by their base (a linear layer saves ``weight.t()``), cast copies (autocast) by
-    the nodes between them and the parameter. Such tensors stay alive for the optimizer anyway, so
-    writing them would free nothing.
+    Views are found by their base (a linear layer saves ``weight.t()``), cast copies (autocast), and
+    parts of these, by the nodes between them and the parameter. Such tensors stay alive for the
+    optimizer anyway, so writing them would free nothing.
     """
     if isinstance(tensor, Parameter) or (tensor.is_leaf and tensor.requires_grad):
         return True
@@ -65,10 +82,22 @@ def is_weight(tensor: Tensor) -> bool:
     if base is not None and (isinstance(base, Parameter) or (base.is_leaf and base.requires_grad)):
         return True
     node = tensor.grad_fn
+    if node is None:
+        # Autograd packs without grad mode. With it, selective checkpointing hands over what it
+        # caches, bare of all history. A view of something (FSDP2 empties its weights after their
+        # forward, under any write) shows by the others on its storage.
+        return torch.is_grad_enabled() and storage_users(tensor) > FRESH_USERS_MAX
     for _ in range(DERIVATION_DEPTH_MAX):
         if node is None or node.name() not in PASSES_WEIGHTS_ON:
-            return False
+            break
         node = node.next_functions[0][0] if node.next_functions else None
         if node is not None and node.name() == "torch::autograd::AccumulateGrad":
-            return isinstance(getattr(node, "variable", None), Parameter)
+            return _is_no_larger(tensor, getattr(node, "variable", None))
     return False
+
+
+def _is_no_larger(tensor: Tensor, leaf: object) -> bool:
+    """Whether this was made of a parameter, and is not one row of it repeated for a whole batch."""
+    if not isinstance(leaf, Parameter):
+        return False
+    return tensor.untyped_storage().nbytes() <= leaf.numel() * tensor.itemsize
