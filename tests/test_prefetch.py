@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -20,6 +21,10 @@ FORWARD = -1
 NO_BOUND = 1 << 62
 
 
+class FakeLoading:
+    """A read under way, for as long as somebody holds it."""
+
+
 class FakeRecord:
     """The bytes of a storage; they are on the disk unless a test says otherwise."""
 
@@ -29,8 +34,13 @@ class FakeRecord:
         self.stored: object | None = object()
         self.source: object | None = None
 
+        self.loading: weakref.ref[Any] | None = None
+
     def slot_bytes(self) -> int:
         return self.nbytes
+
+    def is_being_read(self) -> bool:
+        return self.loading is not None and self.loading() is not None
 
 
 class FakeSaved:
@@ -59,7 +69,9 @@ class Desk:
 
     def _load(self, saved: Any) -> Any:
         self.begun.append(saved.name)
-        return object()
+        loading = FakeLoading()
+        saved.record.loading = weakref.ref(loading)
+        return loading
 
     def pack(
         self,

@@ -29,6 +29,7 @@ from ssdtrain.saved import (
     SavedTensor,
     SmallTensor,
     check_version,
+    part_of,
 )
 from ssdtrain.stats import Ledger, Stats
 from ssdtrain.torch_internals import current_backward, current_node, sequence_number
@@ -102,12 +103,11 @@ class Hooks:
             return ExcludedTensor(tensor)
         if is_weight(tensor):
             return ExcludedTensor(tensor)
-        geometry = Geometry(tensor)
-        start, nbytes = geometry.part_of(tensor)
+        start, nbytes = part_of(tensor)
         with self._lock:
             if nbytes < self._min_bytes:
                 return self._keep_small(tensor, nbytes)
-            return self._save(tensor, geometry, start, nbytes)
+            return self._save(tensor, start, nbytes)
 
     def unpack(self, packed: object) -> Tensor:
         """Give a node its saved tensor back."""
@@ -137,7 +137,8 @@ class Hooks:
         self._ledger.note_peak(self._transfer.resident_bytes())
         return kept
 
-    def _save(self, tensor: Tensor, geometry: Geometry, start: int, nbytes: int) -> SavedTensor:
+    def _save(self, tensor: Tensor, start: int, nbytes: int) -> SavedTensor:
+        geometry = Geometry(tensor)
         ledger, tracker = self._ledger, self._tracker
         sequence = sequence_number()
         ledger.settle()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from time import perf_counter
 
 from ssdtrain.policy import Item, Policy
@@ -113,8 +113,14 @@ class Prefetcher:
         self._current: Round | None = None
         self._unfinished: list[Round] = []
         self._orders: dict[int, list[int]] = {}
-        self._window: dict[int, weakref.ref[SavedTensor]] = {}
+        self._window: dict[int, tuple[weakref.ref[SavedTensor], int]] = {}
+        """What was read ahead, by ordinal, with the bytes that it adds to memory."""
+        self._window_bytes = 0
         self._window_round: Round | None = None
+        self._index = 0
+        """How far the backward of that round has come, in its order."""
+        self._place = 0
+        """Where reading ahead goes on, in what is on the disk."""
 
     def round_for(self, phase: int) -> tuple[Round, bool]:
         """Return the round a pack belongs to, and whether it is a new one."""
@@ -166,56 +172,82 @@ class Prefetcher:
         """
         current = saved.round
         assert isinstance(current, Round)
-        current.resident_bytes = max(current.resident_bytes, resident_bytes)
-        spare_bytes = current.resident_bytes - resident_bytes
+        index = current.position.get(saved.ordinal)
+        if index is None:
+            # Packed after this backward had begun: nothing is known of its place.
+            return
         if current is not self._window_round:
             self.drop_window()
             self._window_round = current
-        index = current.position.get(saved.ordinal, len(current.position))
-        begun = {ordinal for ordinal in self._window if current.position[ordinal] > index}
-        wanted: dict[int, weakref.ref[SavedTensor]] = {}
-        ahead: set[int] = set()
-        """Records that are read ahead: tensors that share a record share its read."""
-        ahead_bytes = 0
-        may_begin = True
-        for following in self._following(current, index):
-            record = following.record
-            begun.discard(following.ordinal)
-            joins = id(record) in ahead
-            due = len(ahead) < WINDOW_COUNT and (
-                joins
-                or not ahead
-                or record.nbytes <= spare_bytes
-                or ahead_bytes + record.nbytes <= WINDOW_BYTES
-                or self._is_due(current, following)
-            )
-            if due and following.ahead is None and may_begin:
-                may_begin = joins or record.slot_bytes() <= room_bytes
-                if may_begin:
-                    following.ahead = self._load(following)
-                    if following.ahead is not None and not joins:
-                        room_bytes -= record.slot_bytes()
-                        spare_bytes -= record.slot_bytes()
-            may_begin = may_begin and due
-            if following.ahead is not None and (due or following.ordinal in self._window):
-                ahead_bytes += 0 if joins else record.nbytes
-                ahead.add(id(record))
-                wanted[following.ordinal] = current.entries[following.ordinal]
-            if not may_begin and not begun:
-                break
-        self._give_up(self._window.keys() - wanted.keys() - {saved.ordinal})
-        self._window = wanted
+            self._place = bisect_right(current.on_disk, index)
+        elif index < self._index:
+            self._place = bisect_right(current.on_disk, index)
+        self._index = index
+        self._leave_behind(current, saved.ordinal)
+        current.resident_bytes = max(current.resident_bytes, resident_bytes)
+        self._read_ahead(current, current.resident_bytes - resident_bytes, room_bytes)
 
     def drop_window(self) -> None:
         """Give up what was read ahead."""
-        self._give_up(self._window.keys())
+        for entry, _ in self._window.values():
+            _give_up(entry)
         self._window = {}
+        self._window_bytes = 0
+        self._window_round = None
 
-    def _give_up(self, ordinals: Iterable[int]) -> None:
-        for ordinal in ordinals:
-            saved = self._window[ordinal]()
-            if saved is not None:
-                saved.ahead = None
+    def _leave_behind(self, current: Round, ordinal: int) -> None:
+        """Take out of the window what is used now, and give up what was passed over."""
+        window = self._window
+        used = window.pop(ordinal, None)
+        if used is not None:
+            self._window_bytes -= used[1]
+        while window:
+            first = next(iter(window))
+            if current.position[first] > self._index:
+                break
+            entry, nbytes = window.pop(first)
+            self._window_bytes -= nbytes
+            _give_up(entry)
+
+    def _read_ahead(self, current: Round, spare_bytes: int, room_bytes: int) -> None:
+        assert current.order is not None
+        order, on_disk, entries = current.order, current.on_disk, current.entries
+        following_place = bisect_right(on_disk, self._index)
+        # What is being written is looked at again: it may have to be read when its turn comes.
+        is_settled = True
+        for place in range(max(self._place, following_place), len(on_disk)):
+            ordinal = order[on_disk[place]]
+            following = entries[ordinal]()
+            if following is not None and following.ahead is None:
+                record = following.record
+                if record.source is not None:
+                    is_settled = False
+                    continue
+                joins = record.is_being_read()
+                is_next = place == following_place or not self._window
+                if not joins and (
+                    record.slot_bytes() > room_bytes
+                    or not (is_next or self._is_wanted(current, following, spare_bytes))
+                ):
+                    break
+                following.ahead = self._load(following)
+                if following.ahead is not None:
+                    added_bytes = 0 if joins else record.slot_bytes()
+                    self._window[ordinal] = entries[ordinal], added_bytes
+                    self._window_bytes += added_bytes
+                    room_bytes -= added_bytes
+                    spare_bytes -= added_bytes
+            if is_settled:
+                self._place = place + 1
+
+    def _is_wanted(self, current: Round, following: SavedTensor, spare_bytes: int) -> bool:
+        """Whether the read of what is not even next should begin now."""
+        nbytes = following.record.slot_bytes()
+        return len(self._window) < WINDOW_COUNT and (
+            nbytes <= spare_bytes
+            or self._window_bytes + nbytes <= WINDOW_BYTES
+            or self._is_due(current, following)
+        )
 
     def _predict(self, current: Round) -> None:
         count = len(current.entries)
@@ -231,14 +263,6 @@ class Prefetcher:
             if (saved := current.entries[ordinal]()) is not None and saved.record.stored is not None
         ]
 
-    def _following(self, current: Round, index: int) -> Iterator[SavedTensor]:
-        """Yield the live tensors that should be asked for next and are not in memory."""
-        assert current.order is not None
-        for place in range(bisect_right(current.on_disk, index), len(current.on_disk)):
-            saved = current.entries[current.order[current.on_disk[place]]]()
-            if saved is not None and saved.record.source is None:
-                yield saved
-
     def _is_due(self, current: Round, saved: SavedTensor) -> bool:
         """Whether by the plan the read of ``saved`` should begin before the next unpack."""
         learned = self._policy.plan_of(current.signature)
@@ -246,3 +270,9 @@ class Prefetcher:
         if learned is None or start_s is None:
             return False
         return start_s <= current.progress_s + learned.longest_gap_s
+
+
+def _give_up(entry: weakref.ref[SavedTensor]) -> None:
+    saved = entry()
+    if saved is not None:
+        saved.ahead = None

@@ -20,7 +20,16 @@ from ssdtrain._core import Pending, Slot, Stored
 if TYPE_CHECKING:
     from ssdtrain.stats import Ledger
 
-__all__ = ["ExcludedTensor", "Geometry", "Loading", "Record", "SavedTensor", "SmallTensor"]
+__all__ = [
+    "ExcludedTensor",
+    "Geometry",
+    "Loading",
+    "Record",
+    "SavedTensor",
+    "SmallTensor",
+    "part_of",
+    "span_bytes",
+]
 
 SPAN_GRANULE: Final = 16
 """Parts begin on a multiple of the largest item, so that tensors of any dtype can share them."""
@@ -41,32 +50,37 @@ class Geometry:
         self.offset: int = int(tensor.storage_offset()) * tensor.itemsize
         """Bytes from the start of the storage."""
 
-    def span_bytes(self) -> int:
-        """Return the bytes from the first element to the end of the last."""
-        reach = sum((n - 1) * step for n, step in zip(self.size, self.stride, strict=True))
-        return (reach + 1) * self.dtype.itemsize
-
-    def part_of(self, tensor: Tensor) -> tuple[int, int]:
-        """Return start and length of the part of its storage that is kept for ``tensor``.
-
-        The whole storage if the tensor spans half of it or more: the slices of a fused projection
-        are saved one after the other, and one write serves them all. A small view of something
-        large (a batch of a data set in memory) takes its own part only.
-        """
-        if not tensor.nbytes:
-            return 0, 0
-        storage_bytes = tensor.untyped_storage().nbytes()
-        span = tensor.nbytes if tensor.is_contiguous() else self.span_bytes()
-        if 2 * span >= storage_bytes:
-            return 0, storage_bytes
-        start = self.offset - self.offset % SPAN_GRANULE
-        return start, self.offset + span - start
-
     def build(self, storage: UntypedStorage, start: int) -> Tensor:
         """Return a tensor on ``storage``, whose first byte was at ``start`` of the original."""
         offset = (self.offset - start) // self.dtype.itemsize
         empty = torch.empty(0, dtype=self.dtype, device="cpu")
         return empty.set_(storage, offset, self.size, self.stride)
+
+
+def part_of(tensor: Tensor) -> tuple[int, int]:
+    """Return start and length, in bytes, of the part of its storage that is kept for ``tensor``.
+
+    The whole storage if the tensor spans half of it or more: the slices of a fused projection are
+    saved one after the other, and one write serves them all. A small view of something large (a
+    batch of a data set in memory) takes its own part only.
+    """
+    nbytes = tensor.nbytes
+    if not nbytes:
+        return 0, 0
+    storage_bytes = tensor.untyped_storage().nbytes()
+    span = nbytes if tensor.is_contiguous() else span_bytes(tensor)
+    if 2 * span >= storage_bytes:
+        return 0, storage_bytes
+    offset = int(tensor.storage_offset()) * tensor.itemsize
+    start = offset - offset % SPAN_GRANULE
+    return start, offset + span - start
+
+
+def span_bytes(tensor: Tensor) -> int:
+    """Return the bytes from the first element to the end of the last."""
+    size, stride = tensor.size(), tensor.stride()
+    reach = sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+    return (reach + 1) * tensor.itemsize
 
 
 class Loading:
@@ -161,6 +175,10 @@ class Record:
     def slot_bytes(self) -> int:
         """Return the most that a read of this record takes: widened, and rounded to pages."""
         return self.nbytes + SLOT_OVERHEAD_BYTES
+
+    def is_being_read(self) -> bool:
+        """Whether a read is under way that another user of this record can join."""
+        return self.loading is not None and self.loading() is not None
 
     def is_whole(self) -> bool:
         """Whether the storage still has the bytes to keep (``resize_`` may have taken them)."""

@@ -20,7 +20,7 @@ from ssdtrain import _core
 from ssdtrain.config import Backend, DirectIo, Directories, StoreConfig, directories
 from ssdtrain.errors import ClosedError, ConfigError
 from ssdtrain.opening import open_store
-from ssdtrain.saved import Geometry
+from ssdtrain.saved import Geometry, span_bytes
 from ssdtrain.torch_internals import is_wrapped
 
 __all__ = ["PendingRead", "StoredTensor", "TensorStore"]
@@ -240,7 +240,7 @@ def _take_apart(tensor: object) -> tuple[_Form, object, int, int]:
             )
         source = tensor.detach().resolve_conj().resolve_neg()
         geometry = Geometry(source)
-        span = geometry.span_bytes() if source.numel() else 0
+        span = span_bytes(source) if source.numel() else 0
         form = _Form(tensor.nbytes, geometry.offset, geometry)
         return form, source, source.data_ptr(), span
     if type(tensor) is np.ndarray or type(tensor) is np.memmap:

@@ -33,7 +33,7 @@ __all__ = ["Tracker"]
 log = logging.getLogger("ssdtrain")
 
 REAP_MAX = 64
-"""Writes looked at per hook: they end nearly in order."""
+"""Writes that a hook frees at most: bounds the work of one call."""
 
 
 class Tracker:
@@ -50,6 +50,8 @@ class Tracker:
         self._gated: dict[int, list[weakref.ref[Record]]] = {}
         """Records by thread whose node may not have been passed yet."""
         self._writing: deque[weakref.ref[Record]] = deque()
+        self._look_at = 0
+        """Which of the writes behind the oldest was looked at last."""
         self._said: set[str] = set()
 
     def record_for(
@@ -98,17 +100,33 @@ class Tracker:
         gated[:] = closed
 
     def reap(self) -> None:
-        """Free the memory of what has reached the disk."""
+        """Free the memory of what has reached the disk.
+
+        Writes end nearly in order, so the oldest tells. One that hangs must not hold the others
+        back, so each call looks at one more of them.
+        """
         writing = self._writing
-        for _ in range(min(len(writing), REAP_MAX)):
-            reference = writing.popleft()
-            record = reference()
-            if record is None or record.stored is None or record.source is None:
-                continue
-            if not record.stored.done():
-                writing.append(reference)
-                continue
-            self._end_write(record)
+        for _ in range(REAP_MAX):
+            if not writing:
+                return
+            if not self._take_ended(writing[0]):
+                break
+            writing.popleft()
+        else:
+            return
+        self._look_at = (self._look_at + 1) % len(writing)
+        if self._take_ended(writing[self._look_at]):
+            del writing[self._look_at]
+
+    def _take_ended(self, reference: weakref.ref[Record]) -> bool:
+        """End a write that is done; ``False`` if it is still under way."""
+        record = reference()
+        if record is None or record.stored is None or record.source is None:
+            return True
+        if not record.stored.done():
+            return False
+        self._end_write(record)
+        return True
 
     def recall(self, record: Record) -> UntypedStorage | None:
         """Return the storage if its bytes are still in memory; then its write is not needed."""
