@@ -11,12 +11,13 @@ MAKEFLAGS += --no-builtin-rules
 # The interpreter that makes the environment; and the environment, made if it is not there.
 PYTHON ?= python3
 VENV ?= .venv
-# Words for the commands behind `make demo`, `make bench`, `make stress` and `make soak`, and how
-# long `make fuzz` runs a target.
+# Words for the commands behind `make demo`, `make bench`, `make stress`, `make soak` and
+# `make mutations`, and how long `make fuzz` runs a target.
 DEMO ?=
 BENCH ?=
 STRESS ?=
 SOAK ?=
+MUTATIONS ?=
 SECONDS ?= 60
 
 ENV_PYTHON := $(abspath $(VENV))/bin/python
@@ -118,6 +119,10 @@ stress: need-rust $(TEST_STAMP) ## kill training 200 times, look for what is lef
 .PHONY: soak
 soak: need-rust $(TEST_STAMP) ## train over failing disks for 30 minutes; SOAK="--minutes 5"
 	$(ENV_PYTHON) tests/soak.py $(SOAK)
+
+.PHONY: mutations
+mutations: need-rust $(TEST_STAMP) ## remove each defence of docs/correctness.md: its tests must fail; MUTATIONS="gate"
+	$(ENV_PYTHON) tests/mutations.py $(MUTATIONS)
 
 .PHONY: clean
 clean: ## remove what builds and runs left here; the environment stays

@@ -157,7 +157,7 @@ def test_what_changes_under_its_write_is_not_taken_from_the_disk(
     rig.assert_empty()
 
 
-def test_a_change_that_only_another_counter_sees_gives_the_bytes_of_plain_autograd(
+def test_a_change_that_another_counter_sees_gives_plain_bits(
     tmp_path: Path,
 ) -> None:
     """Two saved tensors share memory and not their version: the second is not refused."""
@@ -264,7 +264,7 @@ def test_an_unseen_change_after_the_write_gives_the_bytes_that_were_saved(
 
 
 @UNSEEN
-def test_an_unseen_change_of_memory_that_is_still_held_gives_what_plain_autograd_gives(
+def test_an_unseen_change_of_memory_that_is_held_gives_plain_bits(
     change: Callable[[Tensor, Any], None], tmp_path: Path
 ) -> None:
     def step(flush: Flush) -> Result:
