@@ -204,8 +204,8 @@ MUTATIONS = (
     Mutation(
         defence="a forked child owns nothing",
         module="hooks",
-        old="        self._is_forked = True",
-        new="        pass",
+        old="        self._is_forked = True\n        self._lock = threading.RLock()\n",
+        new="",
         tests=(
             "test_lifetime::test_a_forked_child_neither_reads_nor_closes_the_store_of_its_parent",
         ),
