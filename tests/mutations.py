@@ -188,6 +188,16 @@ MUTATIONS = (
         tests=(DROPPED_GRAPH,),
     ),
     Mutation(
+        defence="what a refused backward left is dropped",
+        module="leftovers",
+        old="    if not _lowest or current_backward() != -1:",
+        new="    if _lowest:",
+        tests=(
+            "test_in_place::test_a_process_that_met_a_refusal_ends_well",
+            "test_in_place::test_the_block_ends_with_what_a_refused_backward_left",
+        ),
+    ),
+    Mutation(
         defence="checkpoint recognition",
         module="hooks",
         old=" and not (backward != -1 and _is_recompute())",

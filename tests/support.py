@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ssdtrain.config import OffloadConfig, StoreConfig
+from ssdtrain.leftovers import drop_leftovers
 from ssdtrain.offload import Session
 from ssdtrain.policy import Policy
 from ssdtrain.stats import Stats
@@ -111,6 +112,7 @@ class Rig:
     def assert_empty(self) -> None:
         """Everything that was saved has gone from memory and disk."""
         self.store.resume()
+        drop_leftovers()
         if self._left_bytes():
             gc.collect()
         for _ in range(POLLS_MAX):

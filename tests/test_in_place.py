@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import ssdtrain
 from ssdtrain.errors import CorruptError
 from support import (
     IN_PLACE,
@@ -20,8 +21,10 @@ from support import (
     Result,
     Rig,
     bits,
+    nothing_leaks,
     prove,
     prove_refused,
+    python,
 )
 
 COUNT = 1000
@@ -345,3 +348,53 @@ def test_a_new_storage_in_the_place_of_a_freed_one_is_not_taken_for_it(tmp_path:
         return {"x": x.grad}
 
     prove(step, tmp_path)
+
+
+# What a refused backward leaves
+
+
+LEFT = """
+import sys
+import torch
+import ssdtrain
+from torch.autograd.graph import saved_tensors_hooks
+x = torch.rand(1000, requires_grad=True)
+with ssdtrain.offload(sys.argv[1], min_bytes=1, direct_io="optional"):
+    x.sin().sum().backward()
+def unpack(packed):
+    tensor, version = packed
+    if tensor._version != version:
+        raise RuntimeError("refused")
+    return tensor.detach()
+with saved_tensors_hooks(lambda tensor: (tensor.detach(), tensor._version), unpack):
+    h = x * 2
+    # Both branches are ready when the later one is refused.
+    loss = (x.exp() + h.sin()).sum()
+    with torch.no_grad():
+        h.add_(1)
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        print(error)
+del h, loss
+"""
+
+
+def test_a_process_that_met_a_refusal_ends_well(tmp_path: Path) -> None:
+    """The other branch waits in the engine; dropping it after the interpreter's end crashes."""
+    done = python(LEFT, str(tmp_path))
+    assert (done.returncode, done.stdout, done.stderr) == (0, "refused\n", "")
+
+
+def test_the_block_ends_with_what_a_refused_backward_left(tmp_path: Path) -> None:
+    x = torch.rand(COUNT, requires_grad=True)
+    with nothing_leaks():
+        with ssdtrain.offload(tmp_path, min_bytes=1, direct_io="optional"):
+            h = x * 2
+            loss = (x.exp() + h.sin()).sum()
+            with torch.no_grad():
+                h.add_(1)
+            with pytest.raises(RuntimeError, match=IN_PLACE):
+                loss.backward()
+            del h, loss
+        assert x.grad is None
