@@ -11,8 +11,8 @@ MAKEFLAGS += --no-builtin-rules
 # The interpreter that makes the environment; and the environment, made if it is not there.
 PYTHON ?= python3
 VENV ?= .venv
-# Words for the commands behind `make demo`, `make bench`, `make stress`, `make soak` and `make
-# test-ops`, and how long `make fuzz` runs a target.
+# Words for the commands behind `make demo`, `make bench`, `make stress`, `make soak`, `make
+# mutations` and `make test-ops`, and how long `make fuzz` runs a target.
 DEMO ?=
 BENCH ?=
 STRESS ?=
@@ -20,6 +20,7 @@ SOAK ?=
 OPS ?=
 # The folder `test` of a checkout of PyTorch.
 TORCH_TESTS ?=
+MUTATIONS ?=
 SECONDS ?= 60
 
 ENV_PYTHON := $(abspath $(VENV))/bin/python
@@ -131,6 +132,10 @@ test-torch: need-rust $(TEST_STAMP) ## PyTorch's own test_autograd.py; TORCH_TES
 	@$(call fail_function); test -n '$(TORCH_TESTS)' || fail 'TORCH_TESTS is not set; give the' \
 		'folder `test` of a checkout of PyTorch: make TORCH_TESTS=FOLDER test-torch'
 	$(ENV_PYTHON) tests/torch_suite.py $(TORCH_TESTS)
+
+.PHONY: mutations
+mutations: need-rust $(TEST_STAMP) ## remove each defence of docs/correctness.md: its tests must fail; MUTATIONS="gate"
+	$(ENV_PYTHON) tests/mutations.py $(MUTATIONS)
 
 .PHONY: clean
 clean: ## remove what builds and runs left here; the environment stays

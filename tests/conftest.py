@@ -4,6 +4,8 @@ import os
 import signal
 from pathlib import Path
 
+from hypothesis import settings
+
 from disks import mounted, small_disk
 
 __all__ = ["mounted", "small_disk"]
@@ -21,3 +23,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # What `ssdtrain bench` once found on this machine must not decide what the tests run with.
 os.environ["XDG_CACHE_HOME"] = str(ROOT / "target" / "tmp" / "cache-of-tests")
+
+# `pytest --hypothesis-profile=long` looks for longer, and somewhere else each time.
+settings.register_profile("gate", max_examples=700, deadline=None, derandomize=True)
+settings.register_profile("long", max_examples=50_000, deadline=None, print_blob=True)
+settings.load_profile("gate")

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ssdtrain.config import OffloadConfig, StoreConfig
+from ssdtrain.leftovers import drop_leftovers
 from ssdtrain.offload import Session
 from ssdtrain.policy import Policy
 from ssdtrain.stats import Stats
@@ -96,9 +97,23 @@ class Rig:
             while (record := tracker._oldest_write()) is not None:
                 tracker._end_write(record)
 
+    def begin_writes(self) -> None:
+        """Pass the node that was made last: whatever was saved is on its way to the disk."""
+        with self.hooks._lock:
+            self.hooks._tracker.open_gate(None)
+        assert self.hooks._tracker._writing, "nothing was given to the disk"
+
+    def end_writes_unseen(self) -> None:
+        """Wait until every write has ended, and let no hook know."""
+        records = [reference() for reference in self.hooks._tracker._writing]
+        stored = [one.stored for one in records if one is not None and one.stored is not None]
+        assert stored, "nothing is on its way to the disk"
+        wait_until(lambda: all(one.done() for one in stored), "the end of the writes")
+
     def assert_empty(self) -> None:
         """Everything that was saved has gone from memory and disk."""
         self.store.resume()
+        drop_leftovers()
         if self._left_bytes():
             gc.collect()
         for _ in range(POLLS_MAX):

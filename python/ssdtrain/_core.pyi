@@ -43,6 +43,9 @@ class Store:
     def stats(self) -> dict[str, Any]:
         """Traffic in bytes and counts, busy times in nanoseconds, engines by directory."""
 
+    def pause(self) -> None:
+        """Stop a simulated disk before its next piece."""
+
     def resume(self) -> None:
         """Let a paused simulated disk move."""
 

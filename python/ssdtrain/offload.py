@@ -25,6 +25,7 @@ from ssdtrain.config import (
 )
 from ssdtrain.errors import ConfigError
 from ssdtrain.hooks import Hooks
+from ssdtrain.leftovers import drop_leftovers, watch_leftovers
 from ssdtrain.memory import note_small_pages
 from ssdtrain.opening import open_store
 from ssdtrain.policy import Policy
@@ -51,6 +52,7 @@ class Session:
     """
 
     def __init__(self, config: OffloadConfig, policy: Policy) -> None:
+        watch_leftovers()
         bounded = config.max_resident_bytes is not None
         transfer = HostDirect(open_store(config.store), bounded=bounded)
         self._hooks: Hooks | None = Hooks(config, transfer, policy)
@@ -153,6 +155,7 @@ class offload:  # noqa: N801 - used like torch.no_grad
         """Remove the hooks; the store goes with the last graph that needs it."""
         session, context = self._entered().pop()
         context.__exit__(kind, error, trace)
+        drop_leftovers()
         session.close()
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from ssdtrain._core import Pending, Slot, Stored
+from ssdtrain.torch_internals import current_node
 
 if TYPE_CHECKING:
     from ssdtrain.stats import Ledger
@@ -291,10 +292,13 @@ def check_version(counter: Tensor, version: int, describe: Callable[[], str]) ->
     With hooks set autograd itself no longer checks, and the gradient would be silently wrong.
     """
     if version not in (NO_VERSION, counter._version):  # noqa: SLF001
+        # Outside of a backward anybody may ask a node for what it saved; then no node runs.
+        node = current_node()
+        saver = f", which {node.name()} needs," if node is not None else ""
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace "
-            f"operation: {describe()} is at version {counter._version}; "  # noqa: SLF001
+            f"operation: {describe()}{saver} is at version {counter._version}; "  # noqa: SLF001
             f"expected version {version} instead. Clone the tensor before it is changed in place, "
-            "or use the out-of-place operation; torch.autograd.set_detect_anomaly(True) names the "
-            "operation that saved it."
+            "or use the out-of-place operation; torch.autograd.set_detect_anomaly(True) shows the "
+            "line that saved it."
         )

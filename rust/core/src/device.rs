@@ -102,6 +102,11 @@ impl Device {
         Ok((request, ticket))
     }
 
+    /// Stops a simulated disk.
+    pub fn pause(&self) {
+        self.engine.lock().unwrap_or_else(PoisonError::into_inner).pause();
+    }
+
     /// Lets a paused simulated disk move.
     pub fn resume(&self) {
         self.engine.lock().unwrap_or_else(PoisonError::into_inner).resume();

@@ -213,6 +213,11 @@ impl TensorStore {
         }
     }
 
+    /// Stops a simulated disk until [`TensorStore::resume`].
+    pub fn pause(&self) {
+        self.devices.iter().for_each(Device::pause);
+    }
+
     /// Lets a paused simulated disk move.
     pub fn resume(&self) {
         self.devices.iter().for_each(Device::resume);

@@ -122,6 +122,10 @@ impl Store {
         Ok(dict)
     }
 
+    fn pause(&self) {
+        self.0.pause();
+    }
+
     fn resume(&self) {
         self.0.resume();
     }

@@ -13,6 +13,9 @@ pub trait IoEngine: Send + Sync {
     /// Ends after what has begun has ended; what waits is answered with `Closed`. Idempotent.
     fn close(&mut self);
 
+    /// Stops a simulated disk before its next piece; other engines cannot be paused.
+    fn pause(&self) {}
+
     /// Lets a paused simulated disk move; other engines have nothing to resume.
     fn resume(&self) {}
 }

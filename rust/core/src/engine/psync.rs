@@ -24,6 +24,9 @@ pub trait Disk: Send + Sync + 'static {
     /// `pwritev(2)`.
     fn transfer(&self, batch: &Batch, piece: &Piece) -> io::Result<usize>;
 
+    /// Stops the disk before its next piece, if it can be paused.
+    fn pause(&self) {}
+
     /// Lets a paused disk move.
     fn resume(&self) {}
 }
@@ -102,6 +105,10 @@ impl<D: Disk> IoEngine for Psync<D> {
             }
         }
         self.setup.queue.cancel_all();
+    }
+
+    fn pause(&self) {
+        self.disk.pause();
     }
 
     fn resume(&self) {

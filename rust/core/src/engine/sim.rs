@@ -192,6 +192,10 @@ impl Disk for SimulatedDisk {
         }
     }
 
+    fn pause(&self) {
+        self.lock().paused = true;
+    }
+
     fn resume(&self) {
         self.lock().paused = false;
         self.moving.notify_all();

@@ -1,0 +1,52 @@
+"""What a backward that raised leaves in its thread, and how it is let go.
+
+On the CPU a backward keeps the nodes that are ready in a queue of its thread, highest sequence
+number first. When a node raises, the rest stays there with its graph and all that it saved, until
+the thread ends. In the main thread that is after the interpreter has ended: torch then drops what
+hooks packed, needs Python for it, and the process may die (torch 2.15, with any hooks).
+
+The next backward drops what is left above its own nodes, and ends with its own last node. So one
+whose last node has the lowest number drops everything.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+
+import torch
+from torch import Tensor
+
+from ssdtrain.torch_internals import current_backward
+
+__all__ = ["drop_leftovers", "watch_leftovers"]
+
+_lowest: list[tuple[Tensor, Tensor]] = []
+"""A leaf, and what the node with the lowest number made of it."""
+_making = threading.Lock()
+
+
+def watch_leftovers() -> None:
+    """See to it that nothing is left when the interpreter ends; called before hooks are used."""
+    with _making:
+        if not _lowest:
+            # Each thread numbers its nodes from 0.
+            maker = threading.Thread(target=_make_lowest)
+            maker.start()
+            maker.join()
+            atexit.register(drop_leftovers)
+
+
+def drop_leftovers() -> None:
+    """Drop what failed backwards of this thread left; in a backward, leave it to the next call."""
+    if not _lowest or current_backward() != -1:
+        return
+    leaf, made = _lowest[0]
+    with torch.inference_mode(mode=False), torch.enable_grad():
+        torch.autograd.grad(made.neg(), leaf)
+
+
+def _make_lowest() -> None:
+    with torch.inference_mode(mode=False), torch.enable_grad():
+        leaf = torch.zeros((), device="cpu", dtype=torch.float32, requires_grad=True)
+        _lowest.append((leaf, leaf.neg()))

@@ -1,0 +1,317 @@
+"""Removes each defence of docs/correctness.md from a copy of the package, and runs its tests.
+
+``make mutations`` calls it. A defence is guarded if the tests that docs/correctness.md names for it
+pass with it and fail without it. The exit code is 1 if one can be removed unnoticed, or if the text
+that it stands on is no longer found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+TESTS = ROOT / "tests"
+SOURCES = ROOT / "python" / "ssdtrain"
+PASSED, FAILED = 0, 1
+"""Exit codes of pytest; all others say that it could not judge."""
+
+
+DROPPED_GRAPH = (
+    "test_lifetime::test_a_graph_dropped_without_backward_leaves_nothing_and_needs_no_collector"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mutation:
+    """A defence, the text that makes it, what it would be without, and who notices."""
+
+    defence: str
+    module: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+    """Names such as ``test_module::test_name``, as the documentation gives them."""
+
+
+MUTATIONS = (
+    Mutation(
+        defence="version at pack",
+        module="tracker",
+        old="            and record.version == version\n",
+        new="",
+        tests=(
+            "test_offload::test_a_tensor_saved_before_and_after_an_in_place_change_is_two_versions",
+        ),
+    ),
+    Mutation(
+        defence="version at the end of the write",
+        module="saved",
+        old="return same_version and self.is_whole()",
+        new="return self.is_whole()",
+        tests=(
+            "test_in_place::test_what_changes_under_its_write_is_not_taken_from_the_disk",
+            "test_in_place::test_a_change_that_another_counter_sees_gives_plain_bits",
+        ),
+    ),
+    Mutation(
+        defence="version at unpack",
+        module="saved",
+        old="if version not in (NO_VERSION, counter._version):",
+        new="if version not in (NO_VERSION, version):",
+        tests=(
+            "test_offload::test_a_change_in_place_after_the_save_is_refused",
+            "test_in_place::test_every_way_to_change_a_saved_tensor_is_refused",
+            "test_in_place::test_a_change_of_every_kind_of_tensor_is_refused",
+        ),
+    ),
+    Mutation(
+        defence="version of what is kept",
+        module="hooks",
+        old="            check_version(kept, packed.version,",
+        new="            check_version(kept, kept._version,",
+        tests=("test_in_place::test_a_change_of_every_kind_of_tensor_is_refused",),
+    ),
+    Mutation(
+        defence="one counter for all who saved it",
+        module="saved",
+        old="        tensor = self.counter.detach()\n",
+        new="        tensor = self.counter.clone()\n",
+        tests=(
+            "test_offload::test_a_backward_that_changes_what_another_node_saved_is_refused",
+            "test_offload::test_a_change_in_place_before_a_double_backward_is_refused",
+        ),
+    ),
+    Mutation(
+        defence="a tensor of its own for each unpack",
+        module="hooks",
+        old="            return kept.detach()",
+        new="            return kept",
+        tests=("test_in_place::test_every_unpack_gives_a_tensor_of_its_own",),
+    ),
+    Mutation(
+        defence="memory that moved",
+        module="saved",
+        old=" and self.address() == self.written_at",
+        new="",
+        tests=("test_hostile::test_memory_that_moves_under_its_write_is_not_freed",),
+    ),
+    Mutation(
+        defence="the gate",
+        module="hooks",
+        old="                tracker.write_later(record)",
+        new="                tracker._begin_write(record)",
+        tests=("test_offload::test_noise_that_is_saved_before_it_is_filled_comes_back_filled",),
+    ),
+    Mutation(
+        defence="identity with a look at life",
+        module="tracker",
+        old="            and record.storage() is storage\n",
+        new="",
+        tests=(
+            "test_in_place::test_a_new_storage_in_the_place_of_a_freed_one_is_not_taken_for_it",
+        ),
+    ),
+    Mutation(
+        defence="storage offset",
+        module="saved",
+        old="int(tensor.storage_offset()) * tensor.itemsize",
+        new="0",
+        tests=("test_offload::test_backward_sees_the_geometry_that_was_saved",),
+    ),
+    Mutation(
+        defence="strides",
+        module="saved",
+        old="empty.set_(storage, offset, self.size, self.stride)",
+        new="empty.set_(storage, offset, self.size)",
+        tests=("test_offload::test_backward_sees_the_geometry_that_was_saved",),
+    ),
+    Mutation(
+        defence="lazy conjugates",
+        module="weights",
+        old="        and not tensor.is_conj()\n",
+        new="",
+        tests=("test_offload::test_backward_sees_the_geometry_that_was_saved",),
+    ),
+    Mutation(
+        defence="lazy negatives",
+        module="weights",
+        old="        and not tensor.is_neg()\n",
+        new="",
+        tests=("test_offload::test_backward_sees_the_geometry_that_was_saved",),
+    ),
+    Mutation(
+        defence="provenance: the base of a view",
+        module="weights",
+        old="    if base is not None and (",
+        new="    if base is None and (",
+        tests=("test_offload::test_parameters_and_what_is_made_of_them_are_never_written",),
+    ),
+    Mutation(
+        defence="provenance: the walk to the parameter",
+        module="weights",
+        old="    for _ in range(DERIVATION_DEPTH_MAX):",
+        new="    for _ in range(0):",
+        tests=("test_offload::test_weights_cast_by_autocast_are_never_written",),
+    ),
+    Mutation(
+        defence="live memory before the disk",
+        module="tracker",
+        old="        if storage is None or storage.nbytes() < record.start + record.nbytes:",
+        new="        if storage is None or record.nbytes:",
+        tests=(
+            "test_in_place::test_an_unseen_change_of_memory_that_is_held_gives_plain_bits",
+            "test_offload::test_running_statistics_give_plain_gradients",
+        ),
+    ),
+    Mutation(
+        defence="lifetime by handle",
+        module="prefetch",
+        old="        self.entries.append(weakref.ref(saved))",
+        new="        self.entries.append(lambda: saved)",
+        tests=(DROPPED_GRAPH,),
+    ),
+    Mutation(
+        defence="never the tensor itself",
+        module="saved",
+        old="        self.tensor = tensor.detach()\n        self.version = tensor._version",
+        new="        self.tensor = tensor\n        self.version = tensor._version",
+        tests=(DROPPED_GRAPH,),
+    ),
+    Mutation(
+        defence="what a refused backward left is dropped",
+        module="leftovers",
+        old="    if not _lowest or current_backward() != -1:",
+        new="    if _lowest:",
+        tests=(
+            "test_in_place::test_a_process_that_met_a_refusal_ends_well",
+            "test_in_place::test_the_block_ends_with_what_a_refused_backward_left",
+        ),
+    ),
+    Mutation(
+        defence="checkpoint recognition",
+        module="hooks",
+        old=" and not (backward != -1 and _is_recompute())",
+        new="",
+        tests=("test_models::test_what_a_reentrant_checkpoint_computes_again_is_not_written",),
+    ),
+    Mutation(
+        defence="no lock while waiting for a read",
+        module="hooks",
+        old="        return self._wait(packed, found)",
+        new="        with self._lock:\n            return self._wait(packed, found)",
+        tests=("test_threads::test_forwards_go_on_while_a_backward_waits_for_the_disk",),
+    ),
+    Mutation(
+        defence="a forked child owns nothing",
+        module="hooks",
+        old="        self._is_forked = True\n        self._lock = threading.RLock()\n",
+        new="",
+        tests=(
+            "test_lifetime::test_a_forked_child_neither_reads_nor_closes_the_store_of_its_parent",
+        ),
+    ),
+    Mutation(
+        defence="verify",
+        module="opening",
+        old="        verify=config.verify,",
+        new="        verify=False,",
+        tests=(
+            "test_lifetime::test_every_flipped_bit_is_caught",
+            "test_in_place::test_verify_refuses_bytes_that_changed_unseen_under_their_write",
+        ),
+    ),
+)
+
+
+def anchor_error(mutation: Mutation) -> str | None:
+    """Say what is wrong with the text that a mutation replaces, if anything is."""
+    count = (SOURCES / f"{mutation.module}.py").read_text().count(mutation.old)
+    if count == 1:
+        return None
+    return f"{mutation.module}.py has the text of {mutation.defence!r} {count} times, not once"
+
+
+@contextmanager
+def copied_package() -> Iterator[Path]:
+    """Copy what is installed, the compiled part with it; yield the folder to import it from."""
+    spec = importlib.util.find_spec("ssdtrain")
+    if spec is None or spec.origin is None:
+        sys.exit("ssdtrain is not installed for this Python; `make mutations` installs it")
+    with tempfile.TemporaryDirectory() as folder:
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(Path(spec.origin).parent, Path(folder, "ssdtrain"), ignore=ignored)
+        yield Path(folder)
+
+
+def outcome(folder: Path, tests: Sequence[str]) -> tuple[int, str]:
+    """Run tests against the package in ``folder``; return pytest's exit code and last words."""
+    nodes = [str(TESTS / "{}.py::{}".format(*test.split("::"))) for test in tests]
+    environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-P", "-m", "pytest", "-q", "-x", "--timeout=120", *nodes]
+    done = subprocess.run(
+        [*command, "-p", "no:cacheprovider", "--rootdir", str(ROOT)],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.returncode, "\n".join((done.stdout + done.stderr).splitlines()[-15:])
+
+
+def unnoticed(mutation: Mutation, folder: Path) -> list[str]:
+    """Return what is wrong: tests that pass, or cannot judge, without the defence."""
+    path = folder / "ssdtrain" / f"{mutation.module}.py"
+    whole = path.read_text()
+    if whole.count(mutation.old) != 1:
+        return [f"the installed {path.name} lacks its text; run `make mutations`"]
+    path.write_text(whole.replace(mutation.old, mutation.new))
+    try:
+        found = {test: outcome(folder, [test]) for test in mutation.tests}
+    finally:
+        path.write_text(whole)
+    return [
+        f"{test} passes without it" if code == PASSED else f"{test} does not run\n{words}"
+        for test, (code, words) in found.items()
+        if code != FAILED
+    ]
+
+
+def main() -> None:
+    """Judge every defence, or those whose names contain a word."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("words", nargs="*", help="only defences that contain one of these")
+    words = parser.parse_args().words
+    chosen = [one for one in MUTATIONS if not words or any(word in one.defence for word in words)]
+    errors = [error for one in chosen if (error := anchor_error(one)) is not None]
+    if errors or not chosen:
+        sys.exit("\n".join(errors) or f"no defence contains {words}")
+    with copied_package() as folder:
+        named = sorted({test for one in chosen for test in one.tests})
+        code, last_words = outcome(folder, named)
+        if code != PASSED:
+            sys.exit(f"with every defence in place the tests do not pass:\n{last_words}")
+        sys.stdout.write(f"with every defence in place {len(named)} tests pass\n")
+        bad_count = 0
+        for one in chosen:
+            problems = unnoticed(one, folder)
+            bad_count += bool(problems)
+            seen = "; ".join(problems) or "noticed by " + ", ".join(one.tests)
+            sys.stdout.write(f"without {one.defence}: {seen}\n")
+            sys.stdout.flush()
+    sys.stdout.write(f"{len(chosen) - bad_count} of {len(chosen)} defences are guarded\n")
+    sys.exit(1 if bad_count else 0)
+
+
+if __name__ == "__main__":
+    main()

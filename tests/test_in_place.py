@@ -1,0 +1,400 @@
+"""Bytes that change after they were saved: refused as autograd refuses, never torn, never stale."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import ssdtrain
+from ssdtrain.errors import CorruptError
+from support import (
+    IN_PLACE,
+    MODES,
+    Flush,
+    Mode,
+    Result,
+    Rig,
+    bits,
+    nothing_leaks,
+    prove,
+    prove_refused,
+    python,
+)
+
+COUNT = 1000
+Save = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""Returns a loss and the tensor to change after it was saved."""
+
+
+# Every way to change
+
+
+WAYS: dict[str, Callable[[Tensor], object]] = {
+    "an operation with out=": lambda a: torch.add(torch.ones(COUNT), 1, out=a),
+    "an index": lambda a: a.__setitem__(slice(3, 5), 7.0),
+    "a list of indices": lambda a: a.index_put_((torch.tensor([3, 9]),), torch.tensor(1.0)),
+    "a copy into it": lambda a: a.copy_(torch.zeros(COUNT)),
+    "a copy into a part": lambda a: a[17:29].copy_(torch.zeros(12)),
+    "a view of other type": lambda a: a.view(torch.int32).zero_(),
+    "random numbers": lambda a: a.uniform_(),
+    "an optimizer's list": lambda a: torch._foreach_add_([a, torch.ones(3)], 1),
+    "another storage": lambda a: a.set_(torch.zeros(COUNT)),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_to_change_a_saved_tensor_is_refused(way: str, tmp_path: Path) -> None:
+    def step(flush: Flush) -> Result:
+        x = torch.ones(COUNT, requires_grad=True)
+        values = torch.rand(COUNT)
+        loss = (x * values).sum()
+        flush()
+        WAYS[way](values)
+        loss.backward()
+        return {}
+
+    prove_refused(step, tmp_path)
+
+
+def a_conjugate(x: Tensor) -> tuple[Tensor, Tensor]:
+    values = torch.ones(COUNT, dtype=torch.complex64)
+    return (x * values.conj()).abs().sum(), values
+
+
+def an_index(x: Tensor) -> tuple[Tensor, Tensor]:
+    values = torch.arange(COUNT).flip(0)
+    return x.gather(0, values).sum(), values
+
+
+def a_mask(x: Tensor) -> tuple[Tensor, Tensor]:
+    values = torch.rand(COUNT) > 0.5
+    return torch.where(values, x, x.sin()).sum(), values
+
+
+def an_expanded(x: Tensor) -> tuple[Tensor, Tensor]:
+    values = torch.rand(1)
+    return (x * values.expand(COUNT)).sum(), values
+
+
+def a_half(x: Tensor) -> tuple[Tensor, Tensor]:
+    values = torch.rand(COUNT, dtype=torch.bfloat16)
+    return (x.bfloat16() * values).sum(), values
+
+
+def a_sparse(x: Tensor) -> tuple[Tensor, Tensor]:
+    values = torch.eye(COUNT).to_sparse()
+    return torch.sparse.mm(values, x.unsqueeze(1)).sum(), values
+
+
+@pytest.mark.parametrize(
+    "save",
+    [a_conjugate, an_index, a_mask, an_expanded, a_half, a_sparse],
+    ids=lambda save: save.__name__,
+)
+def test_a_change_of_every_kind_of_tensor_is_refused(save: Save, tmp_path: Path) -> None:
+    def step(flush: Flush) -> Result:
+        x = torch.rand(COUNT, requires_grad=True)
+        loss, saved = save(x)
+        flush()
+        saved.zero_()
+        loss.backward()
+        return {}
+
+    prove_refused(step, tmp_path)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_refusal_names_the_operation_that_needs_the_tensor(mode: Mode, tmp_path: Path) -> None:
+    rig = Rig.in_mode(tmp_path, mode)
+    x = torch.ones(COUNT, requires_grad=True)
+    with rig.context():
+        h = x * 2
+        y = h.sin()
+        if mode == "disk":
+            rig.flush()
+        with torch.no_grad():
+            h.add_(1)
+        expected = rf"{IN_PLACE} operation: \[float32 \[1000\]\]"
+        with pytest.raises(RuntimeError, match=rf"{expected}, which SinBackward0 needs, is at ver"):
+            y.sum().backward()
+        with pytest.raises(RuntimeError, match=rf"{expected} is at version 1; expected version 0"):
+            y.grad_fn._saved_self  # noqa: B018 - unpacks, and no node runs
+    del y, h
+    rig.assert_empty()
+
+
+# Changed while the write is under way
+
+
+@pytest.mark.parametrize("moment", ["before the disk moves", "after the write, before its answer"])
+def test_what_changes_under_its_write_is_not_taken_from_the_disk(
+    moment: str, tmp_path: Path
+) -> None:
+    rig = Rig(tmp_path, backend="simulated", faults={"paused": True})
+    x = torch.ones(COUNT, requires_grad=True)
+    values = torch.rand(COUNT)
+    with rig.context():
+        loss = (x * values).sum()
+        rig.begin_writes()
+        if moment == "before the disk moves":
+            values.add_(1)
+        rig.store.resume()
+        rig.end_writes_unseen()
+        if moment != "before the disk moves":
+            values.add_(1)
+        rig.flush()
+        assert rig.stats.resident_bytes == values.nbytes, "the memory was given up"
+        del values
+        with pytest.raises(RuntimeError, match=IN_PLACE):
+            loss.backward()
+    assert rig.stats.bytes_written > 0
+    assert rig.stats.bytes_read == 0
+    assert x.grad is None
+    del loss
+    rig.assert_empty()
+
+
+def test_a_change_that_another_counter_sees_gives_plain_bits(
+    tmp_path: Path,
+) -> None:
+    """Two saved tensors share memory and not their version: the second is not refused."""
+
+    def gradient(rig: Rig | None) -> Tensor:
+        x = torch.ones(COUNT, requires_grad=True)
+        values = torch.arange(float(COUNT))
+        other = values.data
+        with torch.enable_grad() if rig is None else rig.context():
+            first = (x * values).sum()
+            second = (x * other).sum()
+            if rig is not None:
+                rig.begin_writes()
+                rig.store.resume()
+                rig.end_writes_unseen()
+            values.add_(1)
+            if rig is not None:
+                rig.flush()
+            del values, other
+            second.backward()
+            with pytest.raises(RuntimeError, match=IN_PLACE):
+                first.backward()
+        assert x.grad is not None
+        return x.grad
+
+    expected = gradient(None)
+    rig = Rig(tmp_path, backend="simulated", faults={"paused": True})
+    assert bits(gradient(rig)) == bits(expected)
+    assert rig.stats.bytes_written > 0
+    rig.assert_empty()
+
+
+# What autograd cannot see: `.data`, and memory that others own
+
+
+def through_data(saved: Tensor, array: Any) -> None:
+    saved.data.fill_(7)
+
+
+def through_numpy(saved: Tensor, array: Any) -> None:
+    array[:] = 7
+
+
+UNSEEN = pytest.mark.parametrize("change", [through_data, through_numpy], ids=lambda c: c.__name__)
+
+
+class Unseen:
+    """A graph that saved memory which numpy owns, and the means to change it."""
+
+    def __init__(self) -> None:
+        self.x = torch.ones(COUNT, requires_grad=True)
+        self.array = np.arange(COUNT, dtype=np.float32)
+        self.saved: Tensor | None = torch.from_numpy(self.array)
+        self.loss = (self.x * self.saved).sum()
+
+    def change(self, change: Callable[[Tensor, Any], None]) -> None:
+        assert self.saved is not None
+        change(self.saved, self.array)
+
+    def gradient(self, *, drop: bool) -> Tensor:
+        if drop:
+            self.saved = None
+        self.loss.backward()
+        assert self.x.grad is not None
+        return self.x.grad
+
+
+@UNSEEN
+def test_verify_refuses_bytes_that_changed_unseen_under_their_write(
+    change: Callable[[Tensor, Any], None], tmp_path: Path
+) -> None:
+    rig = Rig(tmp_path, backend="simulated", faults={"paused": True}, verify=True)
+    with rig.context():
+        graph = Unseen()
+        rig.begin_writes()
+        graph.change(change)
+        rig.store.resume()
+        rig.flush()
+        graph.saved = None
+        assert rig.stats.resident_bytes == 0
+        with pytest.raises(CorruptError, match="memory written behind autograd's back"):
+            graph.loss.backward()
+    assert graph.x.grad is None
+    assert rig.stats.bytes_read > 0
+    del graph
+    rig.assert_empty()
+
+
+@UNSEEN
+def test_an_unseen_change_after_the_write_gives_the_bytes_that_were_saved(
+    change: Callable[[Tensor, Any], None], tmp_path: Path
+) -> None:
+    rig = Rig(tmp_path, verify=True)
+    with rig.context():
+        graph = Unseen()
+        before = torch.from_numpy(graph.array.copy())
+        rig.flush()
+        graph.change(change)
+        gradient = graph.gradient(drop=True)
+    assert bits(gradient) == bits(before)
+    assert rig.stats.bytes_read > 0
+    del graph, gradient
+    rig.assert_empty()
+
+
+@UNSEEN
+def test_an_unseen_change_of_memory_that_is_held_gives_plain_bits(
+    change: Callable[[Tensor, Any], None], tmp_path: Path
+) -> None:
+    def step(flush: Flush) -> Result:
+        graph = Unseen()
+        flush()
+        graph.change(change)
+        return {"x": graph.gradient(drop=False)}
+
+    prove(step, tmp_path, reads=False)
+
+
+def test_a_fused_optimizer_that_no_counter_sees_changes_what_plain_autograd_sees(
+    tmp_path: Path,
+) -> None:
+    def step(flush: Flush) -> Result:
+        torch.manual_seed(0)
+        layers = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+        optimizer = torch.optim.SGD(layers.parameters(), lr=1.0, fused=True)
+        x = torch.rand(64, 64, requires_grad=True)
+        losses = [layers(x).square().sum() for _ in range(2)]
+        versions = [one._version for one in layers.parameters()]
+        for loss in losses:
+            flush()
+            loss.backward()
+            optimizer.step()
+        assert versions == [one._version for one in layers.parameters()]
+        assert x.grad is not None
+        return {"x": x.grad, **dict(layers.named_parameters())}
+
+    prove(step, tmp_path)
+
+
+# What unpack hands out
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_unpack_gives_a_tensor_of_its_own(mode: Mode, tmp_path: Path) -> None:
+    """Whoever empties what it got must not empty what the next one gets."""
+    rig = Rig.in_mode(tmp_path, mode)
+    x = torch.rand(COUNT, requires_grad=True)
+    weight = torch.nn.Parameter(torch.rand(COUNT))
+    with rig.context():
+        # Of these autograd hands out what unpack returned, not a tensor made of it.
+        data, constant = torch.rand(COUNT), torch.nn.Parameter(torch.rand(COUNT)).detach()
+        h = x * 2
+        expected = [bits(one) for one in (h, weight, data, constant)]
+        nodes: list[Any] = [one.sin().grad_fn for one in (h, weight)]
+        nodes += [(x * one).grad_fn for one in (data, constant)]
+        if mode == "disk":
+            rig.flush()
+        del h, data, constant
+        for node, content in zip(nodes, expected, strict=True):
+            name = "_saved_other" if hasattr(node, "_saved_other") else "_saved_self"
+            first, second = getattr(node, name), getattr(node, name)
+            assert first is not second
+            first.data = torch.empty(0)
+            assert bits(second) == content
+            assert bits(getattr(node, name)) == content
+    assert (rig.stats.bytes_read > 0) == (mode == "disk")
+    del nodes, node, first, second
+    rig.assert_empty()
+
+
+def test_a_new_storage_in_the_place_of_a_freed_one_is_not_taken_for_it(tmp_path: Path) -> None:
+    """Addresses and identities are used again as soon as the memory has been freed."""
+
+    def step(flush: Flush) -> Result:
+        x = torch.ones(COUNT, requires_grad=True)
+        losses = []
+        for number in range(8):
+            # Some of the later ones lie where the earlier ones lay, and are called as they were.
+            values = [torch.full((COUNT,), number + place / 100) for place in range(50)]
+            losses += [(x * one).sum() * (number + 1) for one in values]
+            values.clear()
+            flush()
+        torch.stack(losses).sum().backward()
+        assert x.grad is not None
+        return {"x": x.grad}
+
+    prove(step, tmp_path)
+
+
+# What a refused backward leaves
+
+
+LEFT = """
+import sys
+import torch
+import ssdtrain
+from torch.autograd.graph import saved_tensors_hooks
+x = torch.rand(1000, requires_grad=True)
+with ssdtrain.offload(sys.argv[1], min_bytes=1, direct_io="optional"):
+    x.sin().sum().backward()
+def unpack(packed):
+    tensor, version = packed
+    if tensor._version != version:
+        raise RuntimeError("refused")
+    return tensor.detach()
+with saved_tensors_hooks(lambda tensor: (tensor.detach(), tensor._version), unpack):
+    h = x * 2
+    # Both branches are ready when the later one is refused.
+    loss = (x.exp() + h.sin()).sum()
+    with torch.no_grad():
+        h.add_(1)
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        print(error)
+del h, loss
+"""
+
+
+def test_a_process_that_met_a_refusal_ends_well(tmp_path: Path) -> None:
+    """The other branch waits in the engine; dropping it after the interpreter's end crashes."""
+    done = python(LEFT, str(tmp_path))
+    assert (done.returncode, done.stdout, done.stderr) == (0, "refused\n", "")
+
+
+def test_the_block_ends_with_what_a_refused_backward_left(tmp_path: Path) -> None:
+    x = torch.rand(COUNT, requires_grad=True)
+    with nothing_leaks():
+        with ssdtrain.offload(tmp_path, min_bytes=1, direct_io="optional"):
+            h = x * 2
+            loss = (x.exp() + h.sin()).sum()
+            with torch.no_grad():
+                h.add_(1)
+            with pytest.raises(RuntimeError, match=IN_PLACE):
+                loss.backward()
+            del h, loss
+        assert x.grad is None
