@@ -2,7 +2,10 @@
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 from disks import mounted, small_disk
 
@@ -21,3 +24,14 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # What `ssdtrain bench` once found on this machine must not decide what the tests run with.
 os.environ["XDG_CACHE_HOME"] = str(ROOT / "target" / "tmp" / "cache-of-tests")
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Tensors as small as those of tests gain nothing from threads, and lose on a busy machine."""
+    import torch  # noqa: PLC0415 - tests without it start sooner
+
+    count = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(count)

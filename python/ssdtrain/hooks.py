@@ -31,7 +31,13 @@ from ssdtrain.saved import (
     check_version,
 )
 from ssdtrain.stats import Ledger, Stats
-from ssdtrain.torch_internals import current_backward, current_node, sequence_number
+from ssdtrain.torch_internals import (
+    current_backward,
+    current_node,
+    is_below_autograd,
+    sequence_number,
+    share_counters,
+)
 from ssdtrain.tracker import Tracker
 from ssdtrain.transfer import HostDirect
 from ssdtrain.weights import is_plain, is_weight
@@ -95,6 +101,13 @@ class Hooks:
 
     def pack(self, tensor: Tensor) -> object:
         """Take a tensor that a node saves; return what autograd keeps in its place."""
+        if is_below_autograd():
+            # Selective checkpointing hands over what it caches, and no longer checks the version.
+            with share_counters():
+                return self._pack(tensor)
+        return self._pack(tensor)
+
+    def _pack(self, tensor: Tensor) -> object:
         if self._is_forked:
             return ExcludedTensor(tensor)
         if not is_plain(tensor):

@@ -6,6 +6,7 @@ They are looked up by name: a torch that lacks one is refused at import, with a 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from operator import attrgetter
 from typing import Any
 
@@ -14,27 +15,50 @@ from torch import Tensor
 
 from ssdtrain.errors import UnsupportedError
 
-__all__ = ["current_backward", "current_node", "is_wrapped", "sequence_number"]
+__all__ = [
+    "current_backward",
+    "current_node",
+    "is_below_autograd",
+    "is_wrapped",
+    "sequence_number",
+    "share_counters",
+]
 
 
 def _find(path: str) -> Callable[..., Any]:
     try:
-        found: Callable[..., Any] = attrgetter(path)(torch._C)  # noqa: SLF001
+        found: Callable[..., Any] = attrgetter(path)(torch)
     except AttributeError as error:
         raise UnsupportedError(
-            f"torch {torch.__version__} has no torch._C.{path}; ssdtrain needs torch 2.11 or newer"
+            f"torch {torch.__version__} has no torch.{path}; ssdtrain needs torch 2.11 or newer"
         ) from error
     return found
 
 
-sequence_number: Callable[[], int] = _find("_autograd._get_sequence_nr")
+sequence_number: Callable[[], int] = _find("_C._autograd._get_sequence_nr")
 """The number that the next node made in this thread will get."""
 
-current_backward: Callable[[], int] = _find("_current_graph_task_id")
+current_backward: Callable[[], int] = _find("_C._current_graph_task_id")
 """The number of the backward that runs in this thread, or -1."""
 
-current_node: Callable[[], Any] = _find("_current_autograd_node")
+current_node: Callable[[], Any] = _find("_C._current_autograd_node")
 """The node that a backward runs in this thread, or None."""
 
-is_wrapped: Callable[[Tensor], bool] = _find("_functorch.is_functorch_wrapped_tensor")
+is_wrapped: Callable[[Tensor], bool] = _find("_C._functorch.is_functorch_wrapped_tensor")
 """Whether a function transform stands between this tensor and its bytes."""
+
+_is_excluded: Callable[[object], bool] = _find("_C._dispatch_tls_is_dispatch_key_excluded")
+_exclude: Callable[[object, bool], AbstractContextManager[None]] = _find(
+    "_C._SetExcludeDispatchKeyGuard"
+)
+_KEEPS_COUNTERS: object = _find("_C.DispatchKey.ADInplaceOrView")
+
+
+def is_below_autograd() -> bool:
+    """Whether we are called from inside an operation, where a detached tensor counts on its own."""
+    return _is_excluded(_KEEPS_COUNTERS)
+
+
+def share_counters() -> AbstractContextManager[None]:
+    """Return a context in which a detached tensor shares its version counter there too."""
+    return _exclude(_KEEPS_COUNTERS, False)
