@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.compiled_autograd as compiled_autograd
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
@@ -166,6 +167,29 @@ def test_a_graph_break_in_the_middle_gives_equal_bits(tmp_path: Path) -> None:
         return {"loss": loss.detach(), **gradients(model)}
 
     prove(step, tmp_path)
+
+
+# Compiled autograd: the backward is traced too, with the unpacks between its parts
+
+
+@pytest.mark.parametrize("way", ["eager forward", "compiled forward"])
+def test_compiled_autograd_gives_equal_bits(way: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    # Few saved tensors: the compiler stops at each unpack, and compiles what follows anew.
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1), nn.Tanh(), nn.Linear(WIDTH, 1))
+    if way == "compiled forward":
+        model.compile(fullgraph=True, backend="aot_eager")
+    step = training(model, (ROWS,))
+    expected = step(nothing)
+    for mode in MODES:
+        rig = Rig.in_mode(tmp_path, mode)
+        with rig.context(), compiled_autograd._enable(torch.compile(backend="aot_eager")):
+            actual = step(rig.flush if mode == "disk" else nothing)
+        assert_equal_bits(actual, expected)
+        assert mode != "disk" or rig.stats.bytes_read > 0
+        del actual
+        torch._dynamo.reset()
+        rig.assert_empty()
 
 
 # Donated buffers: the compiled backward overwrites what unpack returned

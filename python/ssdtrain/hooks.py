@@ -35,8 +35,10 @@ from ssdtrain.torch_internals import (
     current_backward,
     current_node,
     is_below_autograd,
+    is_traced,
     sequence_number,
     share_counters,
+    untraced,
 )
 from ssdtrain.tracker import Tracker
 from ssdtrain.transfer import HostDirect
@@ -101,6 +103,8 @@ class Hooks:
 
     def pack(self, tensor: Tensor) -> object:
         """Take a tensor that a node saves; return what autograd keeps in its place."""
+        if is_traced():
+            return _pack_untraced(self, tensor)
         if is_below_autograd():
             # Selective checkpointing hands over what it caches, and no longer checks the version.
             with share_counters():
@@ -124,6 +128,13 @@ class Hooks:
 
     def unpack(self, packed: object) -> Tensor:
         """Give a node its saved tensor back."""
+        if is_traced():
+            # Traced, as compiled autograd does, a version counter would be a constant.
+            tensor: Tensor = _unpack_untraced(self, packed)
+            return tensor
+        return self._unpack(packed)
+
+    def _unpack(self, packed: object) -> Tensor:
         if not isinstance(packed, SavedTensor):
             assert isinstance(packed, ExcludedTensor | SmallTensor)
             kept = packed.tensor
@@ -250,6 +261,16 @@ class Hooks:
         if kind not in self._said and kind not in ("cpu", "Parameter"):
             self._said.add(kind)
             log.info("saved tensors of kind %s are kept where they are", kind)
+
+
+@untraced
+def _pack_untraced(hooks: Hooks, tensor: Tensor) -> object:
+    return hooks.pack(tensor)
+
+
+@untraced
+def _unpack_untraced(hooks: Hooks, packed: object) -> Tensor:
+    return hooks.unpack(packed)
 
 
 def _from_memory(saved: SavedTensor) -> Tensor:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from ssdtrain.errors import UnsupportedError
 
@@ -19,9 +20,11 @@ __all__ = [
     "current_backward",
     "current_node",
     "is_below_autograd",
+    "is_traced",
     "is_wrapped",
     "sequence_number",
     "share_counters",
+    "untraced",
 ]
 
 
@@ -62,3 +65,16 @@ def is_below_autograd() -> bool:
 def share_counters() -> AbstractContextManager[None]:
     """Return a context in which a detached tensor shares its version counter there too."""
     return _exclude(_KEEPS_COUNTERS, False)
+
+
+_tracer: Callable[[], object] = _find("_C._dynamo.eval_frame.get_eval_frame_callback")
+
+
+def is_traced() -> bool:
+    """Whether the compiler looks into this call, or would into the calls that it makes."""
+    return is_dynamo_compiling() or _tracer() not in (None, False)
+
+
+untraced: Callable[[Callable[..., Any]], Callable[..., Any]] = _find("_disable_dynamo")
+"""Makes a function that the compiler calls and does not look into; unlike the public
+``torch.compiler.disable`` it does not import the compiler."""
