@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Iterator
 from functools import partial
@@ -167,6 +168,31 @@ def test_a_graph_break_in_the_middle_gives_equal_bits(tmp_path: Path) -> None:
         return {"loss": loss.detach(), **gradients(model)}
 
     prove(step, tmp_path)
+
+
+# One graph saves all at its end
+
+
+def deep(way: str) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(4)))
+    if way != "eager":
+        compile_all(model, way, backend="aot_eager")
+    return model
+
+
+@pytest.mark.parametrize("way", ["whole", "by block", "eager"])
+def test_a_graph_that_saves_all_at_once_is_warned_of_once(
+    way: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    step = training(deep(way), (ROWS, ROWS, 2 * ROWS, 2 * ROWS))
+    # The loss around the graph saves its output too: small beside what the blocks save.
+    with caplog.at_level(logging.WARNING, "ssdtrain"):
+        rig = Rig(tmp_path)
+        with rig.context():
+            step(rig.flush)
+    said = [one for one in caplog.messages if "compile block by block" in one]
+    assert len(said) == (1 if way == "whole" else 0)
 
 
 # Compiled autograd: the backward is traced too, with the unpacks between its parts

@@ -54,6 +54,10 @@ RATES_BYTES_MIN = 64 << 20
 RATES_BUSY_S_MIN = 0.5
 """Less traffic than this, in less time, says nothing about a rate: bursts deceive."""
 
+ONE_NODE_SHARE_MIN = 0.9
+ONE_NODE_TENSORS_MIN = 4
+"""A node that saves so much of a round, and so many tensors, is a graph compiled as a whole."""
+
 
 _alive: weakref.WeakSet[Hooks] = weakref.WeakSet()
 
@@ -234,9 +238,25 @@ class Hooks:
         for one in finished:
             items = one.learned_items()
             if items and one.phase == -1:
+                if self._policy.plan_of(one.signature) is None:
+                    self._warn_of_one_node(one)
                 last_s = max(item.needed_s for item in items)
                 whole_s = last_s - items[0].packed_s + one.stall_s
                 self._policy.learn(one.signature, items, rates, one.stall_s / max(whole_s, 1e-9))
+
+    def _warn_of_one_node(self, finished: Round) -> None:
+        """Say once if offloading cannot lower the peak: one node saves nearly all, at its end."""
+        heaviest_bytes, tensors_count, all_bytes = finished.heaviest_node()
+        is_one = heaviest_bytes >= ONE_NODE_SHARE_MIN * all_bytes
+        if is_one and tensors_count >= ONE_NODE_TENSORS_MIN and "one node" not in self._said:
+            self._said.add("one node")
+            log.warning(
+                "one node of the graph saves %.1f of the %.1f MiB that are saved in forward, at "
+                "once and at its end, so offloading cannot lower the peak; if torch.compile made "
+                "it of the whole model, compile block by block instead (block.compile())",
+                heaviest_bytes / 2**20,
+                all_bytes / 2**20,
+            )
 
     def _measure(self) -> Rates:
         """Return the rates of late, or the last known where too little moved to tell."""
