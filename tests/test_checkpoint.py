@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import json
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -32,6 +35,7 @@ from support import (
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+ROOT = Path(__file__).resolve().parents[1]
 ROWS, WIDTH = 32, 32
 HIDDEN_BYTES = ROWS * WIDTH * 4
 """Of the input of one block: all that a checkpointed block leaves to save."""
@@ -384,3 +388,36 @@ def test_a_change_that_a_policy_allows_is_refused_too(tmp_path: Path) -> None:
         with rig.context(), pytest.raises(RuntimeError, match=IN_PLACE):
             step(rig.flush if mode == "disk" else nothing)
         rig.assert_empty()
+
+
+# The long context, as a program to start from and as a benchmark
+
+
+def program(*arguments: str | Path) -> str:
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_example_of_a_long_context_runs(tmp_path: Path) -> None:
+    said = program(ROOT / "docs" / "examples" / "long_context.py", tmp_path)
+    assert "step 2: loss" in said
+    assert " 0.0 MiB written" not in said
+
+
+def test_the_benchmark_of_a_long_context_runs_small(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    sizes = ("--sequence", "1024", "--layers", "3", "--pairs", "1", "--threads", "1")
+    bench = ROOT / "benches" / "long_context.py"
+    said = program(bench, "--dir", tmp_path, *sizes, "--json", figures)
+    assert "losses and gradients bit-equal: yes" in said
+    found = json.loads(figures.read_text())
+    assert found["bytes_written"] > 0
+    assert found["saved_bytes_peak"]["checkpoint"] >= 3 * 1024 * 256 * 4
+    assert len(found["pairs"]) == 1
