@@ -2,8 +2,10 @@
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
 
 from disks import mounted, small_disk
@@ -28,3 +30,14 @@ os.environ["XDG_CACHE_HOME"] = str(ROOT / "target" / "tmp" / "cache-of-tests")
 settings.register_profile("gate", max_examples=700, deadline=None, derandomize=True)
 settings.register_profile("long", max_examples=50_000, deadline=None, print_blob=True)
 settings.load_profile("gate")
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Tensors as small as those of tests gain nothing from threads, and lose on a busy machine."""
+    import torch  # noqa: PLC0415 - tests without it start sooner
+
+    count = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(count)

@@ -124,8 +124,8 @@ MUTATIONS = (
     Mutation(
         defence="storage offset",
         module="saved",
-        old="int(tensor.storage_offset()) * tensor.itemsize",
-        new="0",
+        old="self.offset: int = int(tensor.storage_offset()) * tensor.itemsize",
+        new="self.offset = 0",
         tests=("test_offload::test_backward_sees_the_geometry_that_was_saved",),
     ),
     Mutation(
@@ -133,20 +133,6 @@ MUTATIONS = (
         module="saved",
         old="empty.set_(storage, offset, self.size, self.stride)",
         new="empty.set_(storage, offset, self.size)",
-        tests=("test_offload::test_backward_sees_the_geometry_that_was_saved",),
-    ),
-    Mutation(
-        defence="lazy conjugates",
-        module="weights",
-        old="        and not tensor.is_conj()\n",
-        new="",
-        tests=("test_offload::test_backward_sees_the_geometry_that_was_saved",),
-    ),
-    Mutation(
-        defence="lazy negatives",
-        module="weights",
-        old="        and not tensor.is_neg()\n",
-        new="",
         tests=("test_offload::test_backward_sees_the_geometry_that_was_saved",),
     ),
     Mutation(
@@ -202,7 +188,7 @@ MUTATIONS = (
         module="hooks",
         old=" and not (backward != -1 and _is_recompute())",
         new="",
-        tests=("test_models::test_what_a_reentrant_checkpoint_computes_again_is_not_written",),
+        tests=("test_checkpoint::test_what_a_reentrant_checkpoint_computes_again_is_not_written",),
     ),
     Mutation(
         defence="no lock while waiting for a read",
@@ -229,6 +215,41 @@ MUTATIONS = (
             "test_lifetime::test_every_flipped_bit_is_caught",
             "test_in_place::test_verify_refuses_bytes_that_changed_unseen_under_their_write",
         ),
+    ),
+    Mutation(
+        defence="what a plain tensor is",
+        module="weights",
+        old=" and dispatch_keys(tensor) == PLAIN_KEYS",
+        new="",
+        tests=("test_offload::test_backward_sees_the_geometry_that_was_saved",),
+    ),
+    Mutation(
+        defence="what is larger than its parameter",
+        module="weights",
+        old="    return tensor.untyped_storage().nbytes() <= leaf.numel() * tensor.itemsize",
+        new="    return True",
+        tests=("test_weights::test_a_row_of_a_weight_repeated_for_a_batch_is_an_activation",),
+    ),
+    Mutation(
+        defence="weights without history",
+        module="weights",
+        old="return torch.is_grad_enabled() and storage_users(tensor) > FRESH_USERS_MAX",
+        new="return False",
+        tests=("test_distributed::test_weights_in_shards_are_not_written_and_get_equal_gradients",),
+    ),
+    Mutation(
+        defence="shared counters below autograd",
+        module="hooks",
+        old="        if is_below_autograd():",
+        new="        if False:",
+        tests=("test_checkpoint::test_a_change_of_what_a_policy_keeps_is_refused",),
+    ),
+    Mutation(
+        defence="hooks that the compiler does not trace",
+        module="torch_internals",
+        old="return is_dynamo_compiling() or _tracer() not in (None, False)",
+        new="return False",
+        tests=("test_compile::test_compiled_autograd_gives_equal_bits",),
     ),
 )
 

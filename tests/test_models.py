@@ -1,15 +1,13 @@
-"""Whole models, walked in every order, in threads, through checkpoints and compiled blocks."""
+"""Whole models, walked in every order, in threads, and random graphs."""
 
 from __future__ import annotations
 
 import copy
-import inspect
 import io
 import pickle
-import shutil
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,11 +16,8 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
-from torch.utils import checkpoint as checkpoints
-from torch.utils.checkpoint import checkpoint
 
 from support import (
-    MODES,
     Flush,
     Result,
     Rig,
@@ -33,18 +28,10 @@ from support import (
     chain,
     gradients,
     mlp,
-    nothing,
     prove,
 )
 
-
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Tensors this small gain nothing from threads, and lose much on a busy machine."""
-    count = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(count)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # Graphs that are walked more than once, in part, or not at all
@@ -333,131 +320,6 @@ def test_workers_of_a_data_loader_may_be_forked_inside_the_block(tmp_path: Path)
         return {"losses": torch.stack(losses), **gradients(model)}
 
     prove(step, tmp_path)
-
-
-# Checkpoints
-
-
-class Block(nn.Module):
-    """A block whose forward can be checkpointed in several ways."""
-
-    def __init__(self, way: str) -> None:
-        super().__init__()
-        self.way = way
-        self.inner = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 32))
-        self.offload: Callable[[], Any] | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.way in ("reentrant", "not reentrant"):
-            reentrant = self.way == "reentrant"
-            return x + checkpoint(self.run, x, use_reentrant=reentrant)
-        if self.way.startswith("selective"):
-            options: dict[str, Any] = {}
-            if self.way != "selective":
-                options["respect_saved_tensors_hooks"] = self.way.endswith("respected")
-            return x + checkpoint(
-                self.run, x, use_reentrant=False, context_fn=selective_contexts, **options
-            )
-        return x + self.inner(x)
-
-    def run(self, x: Tensor) -> Tensor:
-        if self.offload is None:
-            return self.inner(x)
-        with self.offload():
-            return self.inner(x)
-
-
-def selective_contexts() -> Any:
-    return checkpoints.create_selective_checkpoint_contexts([torch.ops.aten.addmm.default])
-
-
-RESPECTS = "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters
-WAYS = ["reentrant", "not reentrant", "selective respected", "selective ignored"]
-needs_respect = pytest.mark.skipif(not RESPECTS, reason="this torch has no such option")
-
-
-def blocks_step(way: str, offload: Callable[[], Any] | None = None) -> Step:
-    def step(flush: Flush) -> Result:
-        torch.manual_seed(0)
-        model = nn.Sequential(*(Block(way) for _ in range(3)))
-        for block in model:
-            block.offload = offload
-        x = batch(width=32).requires_grad_()
-        losses = []
-        for _ in range(2):
-            loss = model(x * 2).square().sum()
-            flush()
-            loss.backward()
-            losses.append(loss.detach())
-        assert x.grad is not None
-        return {"losses": torch.stack(losses), "x": x.grad, **gradients(model)}
-
-    return step
-
-
-@pytest.mark.parametrize(
-    "way",
-    [pytest.param(way, marks=needs_respect if way.startswith("selective") else ()) for way in WAYS],
-)
-def test_checkpoints_inside_the_block_give_equal_bits(way: str, tmp_path: Path) -> None:
-    prove(blocks_step(way), tmp_path)
-
-
-@pytest.mark.parametrize("way", ["reentrant", "not reentrant"])
-def test_the_block_inside_checkpoints_gives_equal_bits(way: str, tmp_path: Path) -> None:
-    expected = blocks_step(way)(nothing)
-    for mode in MODES:
-        rig = Rig.in_mode(tmp_path, mode)
-        flush = rig.flush if mode == "disk" else nothing
-        assert_equal_bits(blocks_step(way, rig.context)(flush), expected)
-        assert rig.stats.tensors_kept + rig.stats.tensors_offloaded > 0 or mode == "flight"
-        rig.assert_empty()
-
-
-def test_what_a_reentrant_checkpoint_computes_again_is_not_written(tmp_path: Path) -> None:
-    rig = Rig(tmp_path)
-    with rig.context():
-        blocks_step("reentrant")(rig.flush)
-    # In each of two steps the three regions save their input; what is computed again is kept.
-    assert rig.stats.bytes_offloaded <= 2 * 5 * 32 * 32 * 4
-    assert rig.stats.tensors_kept > 0
-    rig.assert_empty()
-
-
-# Compiled blocks
-
-
-# The compiler warns of its own doings.
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    "backend",
-    [
-        "aot_eager",
-        pytest.param(
-            "inductor",
-            marks=pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler"),
-        ),
-    ],
-)
-def test_compiled_blocks_give_equal_bits(backend: str, tmp_path: Path) -> None:
-    def step(flush: Flush) -> Result:
-        torch.manual_seed(0)
-        model = nn.Sequential(*(Block("plain") for _ in range(2)))
-        for block in model:
-            block.compile(backend=backend)
-        losses = []
-        for number in range(3):
-            loss = model(batch(number, width=32)).square().sum()
-            flush()
-            loss.backward()
-            losses.append(loss.detach())
-        return {"losses": torch.stack(losses), **gradients(model)}
-
-    torch._dynamo.reset()
-    try:
-        prove(step, tmp_path)
-    finally:
-        torch._dynamo.reset()
 
 
 # Models that were not written for this

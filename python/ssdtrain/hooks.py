@@ -32,7 +32,15 @@ from ssdtrain.saved import (
     part_of,
 )
 from ssdtrain.stats import Ledger, Stats
-from ssdtrain.torch_internals import current_backward, current_node, sequence_number
+from ssdtrain.torch_internals import (
+    current_backward,
+    current_node,
+    is_below_autograd,
+    is_traced,
+    sequence_number,
+    share_counters,
+    untraced,
+)
 from ssdtrain.tracker import Tracker
 from ssdtrain.transfer import HostDirect
 from ssdtrain.weights import is_plain, is_weight
@@ -46,6 +54,10 @@ RATES_GUESS = Rates(1e9, 1e9)
 RATES_BYTES_MIN = 64 << 20
 RATES_BUSY_S_MIN = 0.5
 """Less traffic than this, in less time, says nothing about a rate: bursts deceive."""
+
+ONE_NODE_SHARE_MIN = 0.9
+ONE_NODE_TENSORS_MIN = 4
+"""A node that saves so much of a round, and so many tensors, is a graph compiled as a whole."""
 
 
 _alive: weakref.WeakSet[Hooks] = weakref.WeakSet()
@@ -96,6 +108,15 @@ class Hooks:
 
     def pack(self, tensor: Tensor) -> object:
         """Take a tensor that a node saves; return what autograd keeps in its place."""
+        if is_traced():
+            return _pack_untraced(self, tensor)
+        if is_below_autograd():
+            # Selective checkpointing hands over what it caches, and no longer checks the version.
+            with share_counters():
+                return self._pack(tensor)
+        return self._pack(tensor)
+
+    def _pack(self, tensor: Tensor) -> object:
         if self._is_forked:
             return ExcludedTensor(tensor)
         if not is_plain(tensor):
@@ -111,6 +132,13 @@ class Hooks:
 
     def unpack(self, packed: object) -> Tensor:
         """Give a node its saved tensor back."""
+        if is_traced():
+            # Traced, as compiled autograd does, a version counter would be a constant.
+            tensor: Tensor = _unpack_untraced(self, packed)
+            return tensor
+        return self._unpack(packed)
+
+    def _unpack(self, packed: object) -> Tensor:
         if not isinstance(packed, SavedTensor):
             assert isinstance(packed, ExcludedTensor | SmallTensor)
             kept = packed.tensor
@@ -211,9 +239,25 @@ class Hooks:
         for one in finished:
             items = one.learned_items()
             if items and one.phase == -1:
+                if self._policy.plan_of(one.signature) is None:
+                    self._warn_of_one_node(one)
                 last_s = max(item.needed_s for item in items)
                 whole_s = last_s - items[0].packed_s + one.stall_s
                 self._policy.learn(one.signature, items, rates, one.stall_s / max(whole_s, 1e-9))
+
+    def _warn_of_one_node(self, finished: Round) -> None:
+        """Say once if offloading cannot lower the peak: one node saves nearly all, at its end."""
+        heaviest_bytes, tensors_count, all_bytes = finished.heaviest_node()
+        is_one = heaviest_bytes >= ONE_NODE_SHARE_MIN * all_bytes
+        if is_one and tensors_count >= ONE_NODE_TENSORS_MIN and "one node" not in self._said:
+            self._said.add("one node")
+            log.warning(
+                "one node of the graph saves %.1f of the %.1f MiB that are saved in forward, at "
+                "once and at its end, so offloading cannot lower the peak; if torch.compile made "
+                "it of the whole model, compile block by block instead (block.compile())",
+                heaviest_bytes / 2**20,
+                all_bytes / 2**20,
+            )
 
     def _measure(self) -> Rates:
         """Return the rates of late, or the last known where too little moved to tell."""
@@ -238,6 +282,16 @@ class Hooks:
         if kind not in self._said and kind not in ("cpu", "Parameter"):
             self._said.add(kind)
             log.info("saved tensors of kind %s are kept where they are", kind)
+
+
+@untraced
+def _pack_untraced(hooks: Hooks, tensor: Tensor) -> object:
+    return hooks.pack(tensor)
+
+
+@untraced
+def _unpack_untraced(hooks: Hooks, packed: object) -> Tensor:
+    return hooks.unpack(packed)
 
 
 def _from_memory(saved: SavedTensor) -> Tensor:

@@ -86,6 +86,15 @@ class Round:
             for ordinal, entry in enumerate(self.entries)
         )
 
+    def heaviest_node(self) -> tuple[int, int, int]:
+        """Return bytes and tensors of the node that saved most, and the bytes of all nodes."""
+        tensors: dict[int, list[int]] = {}
+        for sequence, item in zip(self.sequences, self.items, strict=True):
+            if item is not None:
+                tensors.setdefault(sequence, []).append(item[1])
+        heaviest = max(tensors.values(), key=sum, default=[])
+        return sum(heaviest), len(heaviest), sum(map(sum, tensors.values()))
+
     def learned_items(self) -> list[Item]:
         """Return what the policy learns from."""
         items = []

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ssdtrain.torch_internals import is_wrapped, storage_users
+from ssdtrain.torch_internals import dispatch_keys, storage_users
 
 __all__ = ["is_plain", "is_weight"]
 
@@ -44,6 +45,9 @@ Two are of distributed tensors: shards are gathered, and a plain tensor is taken
 
 DERIVATION_DEPTH_MAX = 8
 
+PLAIN_KEYS = dispatch_keys(torch.from_numpy(np.empty(0)))
+"""Of a tensor that torch did not allocate: its first own one decides about huge pages."""
+
 FRESH_USERS_MAX = 3
 """The result of an operation, the copy of it that a selective checkpoint packs, one object."""
 
@@ -51,22 +55,13 @@ FRESH_USERS_MAX = 3
 def is_plain(tensor: Tensor) -> bool:
     """Whether this is a dense, strided CPU tensor whose bytes say everything about it.
 
-    Subclasses (DTensor, fake tensors), sparse, nested and quantised tensors, lazy conjugates and
-    tensors of function transforms are not. Of those nothing but the type may be touched.
+    Subclasses (DTensor, fake tensors) are not, and of those nothing but the type may be touched.
+    Of the others torch's own list of what handles a tensor tells: sparse, nested and quantised
+    tensors, lazy conjugates, tensors without bytes, of inference mode, of function transforms and
+    of other devices each have an entry more, or one less, than a plain one.
     """
     kind = type(tensor)
-    return (
-        (kind is Tensor or kind is Parameter)
-        and tensor.is_cpu
-        and tensor.layout is torch.strided
-        and not tensor.is_nested
-        and not tensor.is_quantized
-        and not tensor.is_inference()
-        and not tensor.is_conj()
-        and not tensor.is_neg()
-        and not tensor._is_zerotensor()  # noqa: SLF001 - it has no bytes at all
-        and not is_wrapped(tensor)
-    )
+    return (kind is Tensor or kind is Parameter) and dispatch_keys(tensor) == PLAIN_KEYS
 
 
 def is_weight(tensor: Tensor) -> bool:
