@@ -2,9 +2,11 @@
 
 Each call is timed where autograd makes it. Rounds with trivial hooks (pack returns a detached
 tensor, unpack returns it detached again) and with ours take turns, so that both see the same
-machine; printed are medians over all calls and their differences.
+machine; printed are medians over all calls and their differences. Operations run in one thread, so
+that a core is left for the I/O worker: where all cores compute, the worker that a call wakes may
+interrupt it, and the submission of the request counts as the call's (--threads shows it).
 
-    python benches/hook_overhead.py [--dir DIR] [--rounds N] [--json FILE]
+    python benches/hook_overhead.py [--dir DIR] [--rounds N] [--threads N] [--json FILE]
 """
 
 from __future__ import annotations
@@ -205,13 +207,18 @@ def main(arguments: list[str]) -> int:
         "--dir", help="a directory on a local file system (default: a new one here)"
     )
     parser.add_argument("--rounds", type=int, default=20, help="forward and backward passes")
+    parser.add_argument("--threads", type=int, default=1, help="of torch's operations")
     parser.add_argument("--json", type=Path, help="write the figures here too")
     options = parser.parse_args(arguments)
-    if options.rounds < 1:
-        parser.error("--rounds must be at least 1")
+    if options.rounds < 1 or options.threads < 1:
+        parser.error("--rounds and --threads must be at least 1")
+    torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory(dir=options.dir or Path.cwd()) as directory:
         rows = [measure(kind, directory, options.rounds) for kind in KINDS]
-    print(f"microseconds per call, medians; torch {torch.__version__}, {options.rounds} rounds\n")
+    print(
+        f"microseconds per call, medians; torch {torch.__version__}, {options.rounds} rounds, "
+        f"threads: {options.threads}\n"
+    )
     print(table(rows))
     if options.json is not None:
         options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable
+from functools import cache
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -282,8 +283,13 @@ class ExcludedTensor:
 def version_counter(tensor: Tensor) -> Tensor:
     """Return a tensor without bytes that shares the version counter of ``tensor``."""
     counter = tensor.detach()
-    counter.data = torch.empty(0, dtype=tensor.dtype, device="cpu")
+    counter.data = _empty(tensor.dtype)
     return counter
+
+
+@cache
+def _empty(dtype: torch.dtype) -> Tensor:
+    return torch.empty(0, dtype=dtype, device="cpu")
 
 
 def check_version(counter: Tensor, version: int, describe: Callable[[], str]) -> None:
