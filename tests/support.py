@@ -195,6 +195,11 @@ def prove_refused(step: Step, directory: Path, message: str = IN_PLACE) -> None:
     """A step that plain autograd refuses is refused with the same words in each mode."""
     with pytest.raises(RuntimeError, match=message):
         step(nothing)
+    prove_refused_offloaded(step, directory, message)
+
+
+def prove_refused_offloaded(step: Step, directory: Path, message: str = IN_PLACE) -> None:
+    """A step is refused in each mode, whatever plain autograd says, and leaves nothing."""
     for mode in MODES:
         rig = Rig.in_mode(directory, mode)
         with rig.context(), pytest.raises(RuntimeError, match=message):

@@ -20,7 +20,6 @@ from torch.utils import checkpoint as checkpoints
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from support import (
-    IN_PLACE,
     MODES,
     Flush,
     Result,
@@ -31,6 +30,7 @@ from support import (
     gradients,
     nothing,
     prove,
+    prove_refused_offloaded,
 )
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -371,11 +371,7 @@ def test_a_change_of_what_a_policy_keeps_is_refused(
     step = doubling_step(POLICIES[policy], may_change=False, where=where)
     with pytest.raises(RuntimeError, match=CACHED_IN_PLACE):
         step(nothing)
-    for mode in MODES:
-        rig = Rig.in_mode(tmp_path, mode)
-        with rig.context(), pytest.raises(RuntimeError, match=IN_PLACE):
-            step(rig.flush if mode == "disk" else nothing)
-        rig.assert_empty()
+    prove_refused_offloaded(step, tmp_path)
 
 
 @needs_respect
@@ -383,11 +379,7 @@ def test_a_change_that_a_policy_allows_is_refused_too(tmp_path: Path) -> None:
     """The hooks are not told of the permission, so they raise rather than guess."""
     step = doubling_step(every_value, may_change=True, where="in the region")
     step(nothing)
-    for mode in MODES:
-        rig = Rig.in_mode(tmp_path, mode)
-        with rig.context(), pytest.raises(RuntimeError, match=IN_PLACE):
-            step(rig.flush if mode == "disk" else nothing)
-        rig.assert_empty()
+    prove_refused_offloaded(step, tmp_path)
 
 
 # The long context, as a program to start from and as a benchmark

@@ -43,14 +43,7 @@ from support import (
     wait_until,
 )
 
-
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Tensors this small gain nothing from threads, and lose much on a busy machine."""
-    count = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(count)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def plain_gradients(steps: int = 1, **options: int) -> Result:

@@ -11,7 +11,7 @@ import pickle
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from queue import Queue
@@ -41,14 +41,7 @@ from support import (
 WATCHDOG_S = 60
 """No step here takes a second; what takes this long hangs."""
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors this small gain nothing from threads, and lose much on a busy machine."""
-    count = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(count)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def slow_rig(directory: Path, **options: Any) -> Rig:
