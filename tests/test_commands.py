@@ -210,7 +210,8 @@ def test_no_permission_to_write(tmp_path: Path) -> None:
     place = tmp_path / "place"
     place.mkdir(mode=0o555)
     done = python(AS_NOBODY, str(place), str(NOBODY), "doctor", ".", "--json")
-    assert_fails(done, "directory", f"user {NOBODY} cannot create", f"sudo chown {NOBODY} .")
+    remedy = f"sudo install -d -o {NOBODY} ./ssdtrain; ssdtrain doctor ./ssdtrain"
+    assert_fails(done, "directory", f"user {NOBODY} cannot create", remedy)
 
 
 @needs_root

@@ -18,6 +18,7 @@ from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 from torch.utils.checkpoint import checkpoint
 
+import ssdtrain
 from support import (
     MODES,
     Flush,
@@ -204,6 +205,30 @@ def test_a_graph_that_saves_all_at_once_is_warned_of_once(
             step(rig.flush)
     said = [one for one in caplog.messages if "compile block by block" in one]
     assert len(said) == (1 if way == "whole" else 0)
+
+
+def test_a_block_inside_a_compiled_function_gives_equal_bits(tmp_path: Path) -> None:
+    """Entering breaks the graph; what the block does on its way in and out is not traced."""
+    model = blocks()
+    results = []
+    for offloaded in (False, True):
+        model.zero_grad()
+        torch.manual_seed(1)
+        opened: list[ssdtrain.Session] = []
+
+        @torch.compile(backend="aot_eager")
+        def loss_of(x: Tensor) -> Tensor:
+            if not offloaded:  # noqa: B023 - called in this turn
+                return model(x).square().sum()
+            with ssdtrain.offload(tmp_path, min_bytes=1) as session:
+                opened.append(session)  # noqa: B023
+                return model(x).square().sum()
+
+        loss = loss_of(torch.linspace(-1, 1, ROWS * WIDTH).reshape(ROWS, WIDTH))
+        loss.backward()
+        assert len(opened) == offloaded
+        results.append({"loss": loss.detach(), **gradients(model)})
+    assert_equal_bits(results[1], results[0])
 
 
 # Compiled autograd: the backward is traced too, with the unpacks between its parts

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import ssdtrain
 from ssdtrain.errors import ClosedError, ConfigError
 from ssdtrain.policy import PLANS_MAX, Item, Policy, Rates
 from ssdtrain.prefetch import DEAD_ROUND_COUNT
-from support import Flush, Result, Rig, prove_refused
+from ssdtrain.stats import Ledger
+from support import Flush, Result, Rig, chain, prove_refused
+
+MIB = 1 << 20
 
 
 def moved_by_sharing(tensor: Tensor) -> None:
@@ -120,6 +126,120 @@ def test_what_runs_later_cannot_be_decorated(tmp_path: Path) -> None:
     for function in (generator, coroutine):
         with pytest.raises(ConfigError, match="put `with"):
             ssdtrain.offload(tmp_path)(function)
+
+
+def test_a_class_cannot_be_decorated_nor_a_function_without_a_directory(tmp_path: Path) -> None:
+    class Model(torch.nn.Module):
+        pass
+
+    with pytest.raises(ssdtrain.ConfigError, match="is a class"):
+        ssdtrain.offload(tmp_path)(Model)
+    with pytest.raises(ssdtrain.ConfigError, match=r"@ssdtrain\.offload\(dir\)"):
+        ssdtrain.offload(chain)  # type: ignore[arg-type]
+
+
+def test_a_home_is_found_and_a_block_is_left_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "spill").mkdir()
+    block = ssdtrain.offload("~/spill")
+    with block as session:
+        assert session.stats.engines[0][0] == str(tmp_path / "spill")
+    with pytest.raises(ssdtrain.ConfigError, match="has not entered"):
+        block.__exit__(None, None, None)
+
+
+def test_what_was_read_ahead_gives_way_to_what_a_checkpoint_computes_again(tmp_path: Path) -> None:
+    """Reading ahead is a hint: under a bound it must not take the room of what is needed."""
+    expected = torch.zeros(0)
+    for offloaded in (False, True):
+        rig = Rig(tmp_path, max_resident_bytes=8 * MIB)
+        x = torch.linspace(-1, 1, MIB // 4, requires_grad=True)
+        with rig.context() if offloaded else contextlib.nullcontext():
+            y = x * 1.0
+            for _ in range(16):
+                y = checkpoint(chain, y, 2, use_reentrant=True)
+            y.sum().backward()
+        assert x.grad is not None
+        if offloaded:
+            assert rig.stats.bytes_read > 0
+            assert torch.equal(x.grad, expected)
+        expected = x.grad
+    rig.assert_empty()
+
+
+def test_a_bound_that_failing_writes_break_names_them(tmp_path: Path) -> None:
+    faults = {"seed": 1, "io_error_rate": 1.0}
+    rig = Rig(tmp_path, backend="simulated", faults=faults, max_resident_bytes=2 * MIB)
+    x = torch.randn(MIB // 4, requires_grad=True)
+    with (
+        rig.context(),
+        pytest.raises(ssdtrain.BudgetError, match=r"because writes fail: write of \d+ bytes"),
+    ):
+        chain(x)
+
+
+def test_an_interrupt_in_a_pack_of_a_small_tensor_is_no_later_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hold = Ledger.hold_small
+    calls = itertools.count()
+
+    def interrupted(ledger: Ledger, *arguments: int) -> None:
+        if next(calls) == 2:
+            raise KeyboardInterrupt
+        hold(ledger, *arguments)
+
+    monkeypatch.setattr(Ledger, "hold_small", interrupted)
+    rig = Rig(tmp_path, min_bytes=1 << 30)
+    x = torch.randn(64, requires_grad=True)
+    with rig.context():
+        with pytest.raises(KeyboardInterrupt):
+            chain(x)
+        chain(x).sum().backward()
+    rig.assert_empty()
+
+
+def test_a_second_backward_reads_no_further_ahead_than_the_first(tmp_path: Path) -> None:
+    class Write(Policy):
+        def keeps(self, key: int) -> bool:
+            return False
+
+    rig = Rig(tmp_path, policy=Write())
+    peaks = []
+    with rig.context():
+        for _ in range(3):
+            x = torch.randn(MIB // 4, requires_grad=True)
+            loss = chain(x * 1.0, 60).sum()
+            rig.flush()
+            peaks = []
+            for is_last in (False, True):
+                rig.hooks._ledger.resident_bytes_peak = 0
+                loss.backward(retain_graph=not is_last)
+                peaks.append(rig.stats.resident_bytes_peak)
+            del loss
+    assert rig.stats.bytes_read > 0
+    assert peaks[1] <= peaks[0] + 8 * MIB, peaks
+
+
+def test_a_read_that_failed_is_not_joined(tmp_path: Path) -> None:
+    faults = {"seed": 3, "bit_flip_rate": 0.2}
+    rig = Rig(tmp_path, backend="simulated", faults=faults, verify=True)
+    held = []
+    x = torch.randn(MIB // 4, requires_grad=True)
+    with rig.context():
+        loss = chain(x).sum()
+        rig.flush()
+        for _ in range(200):
+            try:
+                loss.backward(retain_graph=True)
+                break
+            except ssdtrain.CorruptError as error:
+                held.append(error)
+        else:
+            raise AssertionError("an error that somebody holds came back for ever")
+    assert held, "no read failed, so nothing was tried"
 
 
 def test_a_decorated_function_has_a_session(tmp_path: Path) -> None:

@@ -39,8 +39,11 @@ class FakeRecord:
     def slot_bytes(self) -> int:
         return self.nbytes
 
-    def is_being_read(self) -> bool:
-        return self.loading is not None and self.loading() is not None
+    def is_being_written(self) -> bool:
+        return self.source is not None and self.stored is not None
+
+    def reading(self) -> Any:
+        return None if self.loading is None else self.loading()
 
 
 class FakeSaved:

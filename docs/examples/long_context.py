@@ -34,6 +34,8 @@ class Block(nn.Module):
 blocks = nn.ModuleList(Block() for _ in range(LAYERS))
 optimizer = torch.optim.AdamW(blocks.parameters())
 
+if len(sys.argv) != 2:
+    sys.exit("usage: python long_context.py DIRECTORY")
 with ssdtrain.offload(sys.argv[1]) as session:
     for step in range(3):
         stream = torch.randn(1, SEQUENCE, HIDDEN)

@@ -15,9 +15,13 @@ prefer_huge_pages()
 
 from ssdtrain.errors import (  # noqa: E402 - the switch for huge pages comes before any tensor
     BudgetError,
+    BusyError,
+    CancelledError,
+    ClosedError,
     ConfigError,
     CorruptError,
     NoSpaceError,
+    PoisonedError,
     SsdtrainError,
     StorageError,
     UnsupportedError,
@@ -47,10 +51,14 @@ __version__ = version("ssdtrain")
 
 __all__ = [
     "BudgetError",
+    "BusyError",
+    "CancelledError",
+    "ClosedError",
     "ConfigError",
     "CorruptError",
     "NoSpaceError",
     "PendingRead",
+    "PoisonedError",
     "Session",
     "SsdtrainError",
     "Stats",

@@ -69,9 +69,14 @@ def directories(given: Directories) -> tuple[str, ...]:
     if isinstance(given, str | os.PathLike):
         given = [given]
     try:
-        dirs = tuple(os.fspath(one) for one in given)
+        dirs = tuple(os.path.expanduser(os.fspath(one)) for one in given)
     except TypeError:
         dirs = ()
+    if callable(given):
+        raise ConfigError(
+            f"dir must be a path or a list of paths to directories, not {given!r}; to decorate a "
+            "function, name the directory: @ssdtrain.offload(dir)"
+        )
     if not dirs or not all(isinstance(one, str) and one for one in dirs):
         raise ConfigError(f"dir must be a path or a list of paths to directories, not {given!r}")
     if any("\0" in one for one in dirs):

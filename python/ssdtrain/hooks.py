@@ -84,6 +84,7 @@ class Hooks:
         self._ledger = Ledger()
         self._tracker = Tracker(transfer, self._ledger, policy, config.max_resident_bytes)
         self._prefetcher = Prefetcher(policy, self._tracker.load)
+        self._tracker.give_way = self._prefetcher.drop_window
         self._rates = RATES_GUESS
         self._measured = transfer.store.stats()
         self._said: set[str] = set()
@@ -103,6 +104,9 @@ class Hooks:
         """Return what happened so far."""
         with self._lock:
             self._ledger.settle()
+            if self._is_forked:
+                # A worker of the parent may have held any lock of the core when this was forked.
+                return self._ledger.snapshot({}, 0)
             resident_bytes = self._transfer.resident_bytes()
             return self._ledger.snapshot(self._transfer.store.stats(), resident_bytes)
 
@@ -281,7 +285,10 @@ class Hooks:
         kind = type(tensor).__name__ if type(tensor) is not Tensor else str(tensor.device.type)
         if kind not in self._said and kind not in ("cpu", "Parameter"):
             self._said.add(kind)
-            log.info("saved tensors of kind %s are kept where they are", kind)
+            log.warning(
+                "saved tensors of kind %s stay where they are; ssdtrain offloads plain CPU tensors",
+                kind,
+            )
 
 
 @untraced

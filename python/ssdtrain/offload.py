@@ -30,6 +30,7 @@ from ssdtrain.memory import note_small_pages
 from ssdtrain.opening import open_store
 from ssdtrain.policy import Policy
 from ssdtrain.stats import Stats
+from ssdtrain.torch_internals import untraced
 from ssdtrain.transfer import HostDirect
 
 __all__ = ["Session", "offload"]
@@ -91,11 +92,12 @@ class offload:  # noqa: N801 - used like torch.no_grad
     without it, or an error is raised. Implements SSDTrain (arXiv 2408.10013).
 
     Args:
-        dir: A directory on a local NVMe file system, or a list of them. Its files have no names
-            and vanish with the process.
+        dir: A directory on a local NVMe file system, or a list of them; ``~`` is the home. Its
+            files have no names and vanish with the process.
         min_bytes: Saved tensors of fewer bytes stay in memory.
         max_resident_bytes: Upper bound on the saved bytes in memory. Without it nothing ever waits
-            for a slow disk: what cannot be hidden is kept. With it forward waits as it must.
+            for a slow disk: what cannot be hidden is kept. With it forward waits as it must, and
+            raises ``BudgetError`` if the disk refuses what must leave memory.
         max_disk_bytes: Upper bound on the bytes reserved on disk; beyond it tensors are kept.
         backend: ``"auto"``, ``"io_uring"`` or ``"psync"``.
         direct_io: ``"required"``, ``"optional"`` or ``"disabled"``: whether to bypass the page
@@ -106,6 +108,10 @@ class offload:  # noqa: N801 - used like torch.no_grad
         ConfigError: An option or the directory cannot be used; the message says what next.
         NoSpaceError: The directory has hardly any free space.
         UnsupportedError: io_uring was asked for and the kernel refuses it.
+        BudgetError: In forward or backward: ``max_resident_bytes`` cannot be kept.
+        StorageError: In backward: a tensor could not be read back (``CorruptError``: it came back
+            with other bytes). No gradient was computed from it.
+        ClosedError: In backward: the tensor is on the disk of another process, which was forked.
 
     """
 
@@ -136,6 +142,7 @@ class offload:  # noqa: N801 - used like torch.no_grad
         self.session: Session | None = None
         """The session opened last: how to reach that of a decorated function."""
 
+    @untraced
     def __enter__(self) -> Session:
         """Open a store and install the hooks in this thread."""
         note_small_pages()
@@ -146,6 +153,7 @@ class offload:  # noqa: N801 - used like torch.no_grad
         self.session = session
         return session
 
+    @untraced
     def __exit__(
         self,
         kind: type[BaseException] | None,
@@ -153,6 +161,8 @@ class offload:  # noqa: N801 - used like torch.no_grad
         trace: TracebackType | None,
     ) -> None:
         """Remove the hooks; the store goes with the last graph that needs it."""
+        if not self._entered():
+            raise ConfigError("this thread has not entered the block that it leaves")
         session, context = self._entered().pop()
         context.__exit__(kind, error, trace)
         drop_leftovers()
@@ -160,6 +170,11 @@ class offload:  # noqa: N801 - used like torch.no_grad
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         """Decorate ``function``: one session serves all its calls, as long as it exists."""
+        if isinstance(function, type):
+            raise ConfigError(
+                f"{function.__name__!r} is a class, of which only the making would be covered; "
+                "decorate the function that runs forward and backward"
+            )
         if any(is_kind(function) for is_kind in RUNS_LATER):
             raise ConfigError(
                 f"{getattr(function, '__name__', function)!r} runs after the call that makes it "

@@ -166,12 +166,14 @@ class Prefetcher:
         first = not current.needed_s
         if first or current.order is None:
             self._predict(current)
+        is_again = saved.ordinal in current.needed_s
         current.needed_s.setdefault(saved.ordinal, now_s)
         current.record_needed_s.setdefault(saved.record.key, now_s)
         learned = self._policy.plan_of(current.signature)
         if learned is not None:
             planned_s = learned.needed_s.get(saved.record.key, current.progress_s)
-            current.progress_s = max(current.progress_s, planned_s)
+            # A second backward begins anew.
+            current.progress_s = planned_s if is_again else max(current.progress_s, planned_s)
         return first
 
     def advance(self, saved: SavedTensor, resident_bytes: int, room_bytes: int) -> None:
@@ -223,16 +225,22 @@ class Prefetcher:
         order, on_disk, entries = current.order, current.on_disk, current.entries
         following_place = bisect_right(on_disk, self._index)
         # What is being written is looked at again: it may have to be read when its turn comes.
-        is_settled = True
+        unsettled_count = 0
         for place in range(max(self._place, following_place), len(on_disk)):
             ordinal = order[on_disk[place]]
             following = entries[ordinal]()
-            if following is not None and following.ahead is None:
+            if following is not None and following.record.is_being_written():
+                unsettled_count += 1
+                if unsettled_count > WINDOW_COUNT:
+                    break
+                continue
+            if (
+                following is not None
+                and following.ahead is None
+                and following.record.source is None
+            ):
                 record = following.record
-                if record.source is not None:
-                    is_settled = False
-                    continue
-                joins = record.is_being_read()
+                joins = record.reading() is not None
                 is_next = place == following_place or not self._window
                 if not joins and (
                     record.slot_bytes() > room_bytes
@@ -246,7 +254,7 @@ class Prefetcher:
                     self._window_bytes += added_bytes
                     room_bytes -= added_bytes
                     spare_bytes -= added_bytes
-            if is_settled:
+            if not unsettled_count:
                 self._place = place + 1
 
     def _is_wanted(self, current: Round, following: SavedTensor, spare_bytes: int) -> bool:

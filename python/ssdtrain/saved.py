@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from ssdtrain._core import Pending, Slot, Stored
+from ssdtrain.errors import SsdtrainError
 from ssdtrain.torch_internals import current_node
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ def span_bytes(tensor: Tensor) -> int:
 class Loading:
     """A read that was begun; whoever holds this holds its memory."""
 
-    __slots__ = ("__weakref__", "_given_up", "_pending", "_slot")
+    __slots__ = ("__weakref__", "_given_up", "_pending", "_slot", "has_failed")
 
     def __init__(
         self, pending: Pending | None, slot: Slot | None, given_up: deque[Pending] | None
@@ -96,6 +97,8 @@ class Loading:
         assert (pending is None) != (slot is None)
         self._pending = pending
         self._slot = slot
+        self.has_failed = False
+        """Nobody joins it any more: the next user reads anew."""
         self._given_up = given_up
         """Where a read goes that nobody wants any more and that holds memory until it ends."""
 
@@ -109,7 +112,11 @@ class Loading:
         # Another thread may wait for the same read, and end it between these lines.
         pending = self._pending
         if pending is not None:
-            self._slot = pending.wait()
+            try:
+                self._slot = pending.wait()
+            except SsdtrainError:
+                self.has_failed = True
+                raise
             self._pending = None
         slot = self._slot
         assert slot is not None
@@ -178,9 +185,14 @@ class Record:
         """Return the most that a read of this record takes: widened, and rounded to pages."""
         return self.nbytes + SLOT_OVERHEAD_BYTES
 
-    def is_being_read(self) -> bool:
-        """Whether a read is under way that another user of this record can join."""
-        return self.loading is not None and self.loading() is not None
+    def is_being_written(self) -> bool:
+        """Whether its memory goes when a write ends."""
+        return self.source is not None and self.stored is not None
+
+    def reading(self) -> Loading | None:
+        """Return the read that is under way, which another user of this record can join."""
+        loading = self.loading() if self.loading is not None else None
+        return None if loading is None or loading.has_failed else loading
 
     def is_whole(self) -> bool:
         """Whether the storage still has the bytes to keep (``resize_`` may have taken them)."""

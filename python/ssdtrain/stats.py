@@ -66,12 +66,13 @@ class Stats:
         )
         moved = ", ".join(f"{_mib(size)} {way} ({_rate(size, busy)})" for way, size, busy in moves)
         times = f"{self.hidden_s:.3f} s hidden, {self.stall_s:.3f} s exposed"
+        used = f"{_mib(self.disk_used_bytes)} of {_mib(self.disk_reserved_bytes)}"
         peak, now = _mib(self.resident_bytes_peak), _mib(self.resident_bytes)
         rows = [
             f"ssdtrain: {engines}",
             f"  saved      {saved} tensors",
             f"  resident   {peak} at the peak, {now} now",
-            f"  drive      {moved}, {_mib(self.disk_reserved_bytes)} reserved",
+            f"  drive      {moved}, {used} in use",
             f"  I/O time   {times}, {self.stall_count} stalls",
         ]
         if self.write_failed_count:
@@ -113,9 +114,12 @@ class Ledger:
         small = self.retired_small
         while small:
             identity = small.popleft()
-            entry = self._small[identity]
+            # Without an entry it died of an interrupt before it was counted.
+            entry = self._small.get(identity)
+            if entry is None:
+                continue
             entry[1] -= 1
-            if entry[1] == 0:
+            if entry[1] <= 0:
                 del self._small[identity]
                 self.held_bytes -= entry[0]
                 self.bytes["kept"] += entry[0]

@@ -11,6 +11,7 @@ import logging
 import threading
 import weakref
 from collections import deque
+from collections.abc import Callable
 from time import perf_counter
 
 from torch import Tensor, UntypedStorage
@@ -46,12 +47,16 @@ class Tracker:
         self._ledger = ledger
         self._policy = policy
         self._budget = max_resident_bytes
+        self.give_way: Callable[[], None] | None = None
+        """Gives up what was read ahead; called before a bound is found too small."""
         self._by_storage: dict[int, weakref.ref[Record]] = {}
         self._gated: dict[int, list[weakref.ref[Record]]] = {}
         """Records by thread whose node may not have been passed yet."""
         self._writing: deque[weakref.ref[Record]] = deque()
         self._look_at = 0
         """Which of the writes behind the oldest was looked at last."""
+        self._failure: str | None = None
+        """Why the last write failed; the error itself would hold its frames, and their records."""
         self._said: set[str] = set()
 
     def record_for(
@@ -191,20 +196,32 @@ class Tracker:
         if self._budget is None:
             return
         self._ledger.settle()
+        give_way = self.give_way
         while self.resident_bytes() + nbytes > self._budget:
             oldest = self._oldest_write()
             if oldest is None:
                 if self._transfer.end_given_up():
                     continue
-                raise BudgetError(
-                    f"max_resident_bytes={self._budget} is too small: {nbytes} more bytes are "
-                    f"needed at once, {self.resident_bytes()} are in memory, and none of them is "
-                    "on its way to the disk; raise it, or lower min_bytes"
-                )
+                if give_way is not None:
+                    give_way()
+                    give_way = None
+                    continue
+                raise self._over_budget(self._budget, nbytes)
             began_s = perf_counter()
             self._end_write(oldest)
             self._ledger.note_stall(perf_counter() - began_s)
             self._ledger.settle()
+
+    def _over_budget(self, budget: int, nbytes: int) -> BudgetError:
+        what = (
+            f"max_resident_bytes={budget} cannot be kept: {nbytes} more bytes are needed at once, "
+            f"{self.resident_bytes()} are in memory, and none of them is on its way to the disk"
+        )
+        if self._failure is None:
+            return BudgetError(f"{what}; raise it, or lower min_bytes")
+        return BudgetError(
+            f"{what}, because writes fail: {self._failure}. Mend that, or raise max_resident_bytes"
+        )
 
     def _oldest_write(self) -> Record | None:
         while self._writing:
@@ -261,6 +278,7 @@ class Tracker:
 
     def _note_failure(self, error: SsdtrainError) -> None:
         self._ledger.write_failed_count += 1
+        self._failure = str(error)
         self._say_once(type(error).__name__, f"keeping tensors in memory: {error}")
         for note in self._transfer.notes():
             self._say_once(note, note)

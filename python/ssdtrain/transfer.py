@@ -56,7 +56,7 @@ class HostDirect:
 
     def load(self, record: Record) -> Loading:
         """Begin the read, or join one that another user of the record began."""
-        loading = record.loading() if record.loading is not None else None
+        loading = record.reading()
         if loading is not None:
             return loading
         slot = record.slot() if record.slot is not None else None

@@ -121,7 +121,8 @@ class Examination:
                 name=name,
                 state="FAIL",
                 finding=f"user {os.geteuid()} cannot create files in {absolute}",
-                remedy=f"sudo chown {os.geteuid()} {quoted}",
+                remedy=f"sudo install -d -o {os.geteuid()} {quoted}/ssdtrain; "
+                f"ssdtrain doctor {quoted}/ssdtrain",
             )
         return Check(name=name, state="OK", finding=f"{absolute} can be written to")
 
@@ -131,7 +132,7 @@ class Examination:
         error = self._opening_error(backend="psync", direct_io="disabled")
         if error is not None and not isinstance(error, NoSpaceError):
             refusal, _, remedy = str(error).partition("; ")
-            if isinstance(error, ConfigError):
+            if isinstance(error, ConfigError) and "local" in remedy:
                 remedy = (
                     "findmnt -t ext4,xfs,btrfs lists the local file systems; name a directory on "
                     "one of them"
