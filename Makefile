@@ -85,7 +85,7 @@ lint: need-rust need-rust-lints $(TEST_STAMP) ## cargo fmt, clippy, ruff, mypy, 
 
 .PHONY: bench
 bench: need-rust ## raw I/O throughput of the store (cargo bench); BENCH="..."
-	cargo bench $(LOCKED) $(BENCH)
+	cargo bench $(LOCKED) --bench raw_io $(BENCH)
 
 .PHONY: loom
 loom: need-rust ## ticket, waker and queue through every order of threads
