@@ -17,7 +17,7 @@ import threading
 import torch
 from torch import Tensor
 
-from ssdtrain.torch_internals import current_backward, untraced
+from ssdtrain.torch_internals import current_backward
 
 __all__ = ["drop_leftovers", "watch_leftovers"]
 
@@ -37,7 +37,6 @@ def watch_leftovers() -> None:
             atexit.register(drop_leftovers)
 
 
-@untraced
 def drop_leftovers() -> None:
     """Drop what failed backwards of this thread left; in a backward, leave it to the next call."""
     if not _lowest or current_backward() != -1:

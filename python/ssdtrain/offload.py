@@ -30,7 +30,7 @@ from ssdtrain.memory import note_small_pages
 from ssdtrain.opening import open_store
 from ssdtrain.policy import Policy
 from ssdtrain.stats import Stats
-from ssdtrain.torch_internals import untraced
+from ssdtrain.torch_internals import is_traced, untraced
 from ssdtrain.transfer import HostDirect
 
 __all__ = ["Session", "offload"]
@@ -142,9 +142,14 @@ class offload:  # noqa: N801 - used like torch.no_grad
         self.session: Session | None = None
         """The session opened last: how to reach that of a decorated function."""
 
-    @untraced
     def __enter__(self) -> Session:
         """Open a store and install the hooks in this thread."""
+        if is_traced():
+            session: Session = _untraced(self._enter)
+            return session
+        return self._enter()
+
+    def _enter(self) -> Session:
         note_small_pages()
         session = Session(self._config, self._policy)
         context = session.context()
@@ -153,7 +158,6 @@ class offload:  # noqa: N801 - used like torch.no_grad
         self.session = session
         return session
 
-    @untraced
     def __exit__(
         self,
         kind: type[BaseException] | None,
@@ -161,6 +165,17 @@ class offload:  # noqa: N801 - used like torch.no_grad
         trace: TracebackType | None,
     ) -> None:
         """Remove the hooks; the store goes with the last graph that needs it."""
+        if is_traced():
+            _untraced(self._leave, kind, error, trace)
+        else:
+            self._leave(kind, error, trace)
+
+    def _leave(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if not self._entered():
             raise ConfigError("this thread has not entered the block that it leaves")
         session, context = self._entered().pop()
@@ -200,3 +215,8 @@ class offload:  # noqa: N801 - used like torch.no_grad
         stack: list[tuple[Session, AbstractContextManager[object]]]
         stack = self._local.__dict__.setdefault("entered", [])
         return stack
+
+
+@untraced
+def _untraced(function: Callable[..., object], *arguments: object) -> object:
+    return function(*arguments)
