@@ -238,8 +238,10 @@ fn a_queued_write_can_be_cancelled_and_frees_its_source() {
 #[test]
 fn closing_a_stuck_store_answers_every_ticket() {
     let dir = scratch();
-    let faults = Faults { paused: true, ..Faults::default() };
-    let store = open(dir.path(), Backend::Simulated(faults)).unwrap();
+    let paused = Backend::Simulated(Faults { paused: true, ..Faults::default() });
+    // Requests as large as a piece are not joined, so each of the four threads holds one at most.
+    let tuning = Tuning { queue_depth: 4, piece_bytes: 1 << 20 };
+    let store = TensorStore::open(&config(dir.path(), paused).tuned(tuning)).unwrap();
     let bytes = pattern(1, 1 << 20);
     let stored: Vec<_> = (0..20).map(|_| write(&store, &bytes).unwrap()).collect();
     store.close();
