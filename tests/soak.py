@@ -36,6 +36,8 @@ from support import KeepNothing, store_threads, wait_until
 
 MIB = 1 << 20
 STEPS_PER_ROUND = 4
+ARENA_MAX = -8
+"""glibc's number of this option of `mallopt`."""
 WARM_ROUNDS = 12
 WARM_SHARE = 0.1
 """Rounds before anything is compared: allocators and pools fill up."""
@@ -220,6 +222,8 @@ def main() -> int:
     parser.add_argument("--dir", type=Path, help="default: a new folder under target/tmp")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    # One heap for all threads: those of ever new threads would settle over hundreds of rounds only.
+    ctypes.CDLL(None).mallopt(ARENA_MAX, 1)
     # Failed writes are part of the plan here.
     logging.getLogger("ssdtrain").setLevel(logging.ERROR)
     scratch = Path(__file__).resolve().parents[1] / "target" / "tmp"
