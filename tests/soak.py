@@ -39,7 +39,6 @@ STEPS_PER_ROUND = 4
 ARENA_MAX = -8
 """glibc's number of this option of `mallopt`."""
 WARM_ROUNDS = 12
-WARM_SHARE = 0.1
 """Rounds before anything is compared: allocators and pools fill up."""
 GROWTH_BYTES_MAX = 40 * MIB
 """What resident memory may add to that of the first rounds: fragments, at most a store's arena."""
@@ -94,14 +93,10 @@ class Soak:
         self.counts: Counter[str] = Counter()
         self.flat: tuple[int, int] | None = None
         self.resident_bytes_max = 0
-        self.warm_until_s = 0.0
 
     def run(self, seconds: float) -> None:
         """Run whole rounds until the time is over, and enough of them to compare."""
-        began_s = monotonic()
-        deadline_s = began_s + seconds
-        # The heaps of ever new threads settle over some hundred rounds.
-        self.warm_until_s = began_s + WARM_SHARE * seconds
+        deadline_s = monotonic() + seconds
         while monotonic() < deadline_s or self.round < WARM_ROUNDS + len(PLANS) * 2:
             simulated = self.round % 2 == 1
             options = self.plan() if simulated else dict(REAL[self.round // 2 % len(REAL)])
@@ -193,7 +188,7 @@ class Soak:
         wait_until(lambda: not store_threads(), "the end of the store's threads")
         now = (len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")))
         resident = resident_bytes()
-        if self.round <= WARM_ROUNDS or monotonic() < self.warm_until_s:
+        if self.round <= WARM_ROUNDS:
             self.flat = now
             self.resident_bytes_max = max(self.resident_bytes_max, resident)
             return
