@@ -227,7 +227,7 @@ impl Case<'_> {
         durations.sort_unstable();
         let median = durations.get(durations.len() / 2)?;
         Some(Row {
-            engine: self.store.stats().engines[0].1,
+            engine: self.store.stats().unwrap().engines[0].1,
             what: self.what,
             tensor_bytes: self.tensor_bytes,
             depth: self.depth,
@@ -273,7 +273,7 @@ impl Bench {
                 Err(error) => return Err(error),
             };
             self.run_store(criterion, &store, depth);
-            self.written_bytes += store.stats().written.bytes;
+            self.written_bytes += store.stats().unwrap().written.bytes;
         }
         Ok(())
     }
@@ -285,7 +285,7 @@ impl Bench {
             let pass_bytes = (PASS_BYTES / self.divisor).min(tensor_bytes * TENSORS_PER_PASS_MAX);
             Case { store, what, tensor_bytes, pass_bytes, depth }
         };
-        let mut group = criterion.benchmark_group(store.stats().engines[0].1);
+        let mut group = criterion.benchmark_group(store.stats().unwrap().engines[0].1);
         group.sampling_mode(SamplingMode::Flat);
         let mut rows = Vec::new();
         // What comes first moves most, so that it reaches every block that the others use.

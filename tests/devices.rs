@@ -51,7 +51,7 @@ fn one_tensor_lies_on_all_directories() {
         assert_eq!(Arc::strong_count(&bytes), 1, "the source is free when the last part is");
     }
     assert!(dirs.iter().all(|dir| reserved(dir.path()) > 0), "every directory took a part");
-    assert_eq!(store.stats().disk_used_bytes, 0);
+    assert_eq!(store.stats().unwrap().disk_used_bytes, 0);
 }
 
 #[test]
@@ -61,7 +61,7 @@ fn a_directory_that_hangs_gets_nothing_more() {
     // The first tensors go to both, and their second halves wait there for ever.
     let stuck: Vec<_> =
         (0..2).map(|seed| write(&store, &pattern(seed, 16 * MIB)).unwrap()).collect();
-    while store.stats().written.bytes < 16 * MIB as u64 {
+    while store.stats().unwrap().written.bytes < 16 * MIB as u64 {
         std::thread::yield_now();
     }
     assert!(stuck.iter().all(|one| !one.ticket().is_done()));
@@ -115,7 +115,7 @@ fn with_every_directory_out_of_use_writes_are_refused_with_the_reason() {
     let refused = refused.expect("a directory that fails every time is not asked for ever");
     assert_eq!(refused.kind(), ErrorKind::Io);
     assert!(refused.to_string().contains("out of use"), "{refused}");
-    assert_eq!(store.stats().disk_used_bytes, 0);
+    assert_eq!(store.stats().unwrap().disk_used_bytes, 0);
 }
 
 #[test]
@@ -144,6 +144,6 @@ fn a_part_that_is_refused_leaves_nothing_of_the_others() {
     assert_eq!(refused.kind(), ErrorKind::NoSpace);
     store.resume();
     store.close();
-    assert_eq!(store.stats().disk_used_bytes, 0);
+    assert_eq!(store.stats().unwrap().disk_used_bytes, 0);
     assert_eq!(Arc::strong_count(&bytes), 1);
 }

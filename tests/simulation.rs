@@ -425,7 +425,7 @@ fn run(plan: &Plan, dir: &tempfile::TempDir) {
     // What was released on its way is answered to nobody; the end of the workers shows its end.
     store.resume();
     store.close();
-    let stats = store.stats();
+    let stats = store.stats().unwrap();
     assert_eq!(stats.disk_used_bytes, 0, "extents are left behind");
     assert_eq!(stats.arena_live_bytes, 0, "slots are left behind");
 }

@@ -16,13 +16,15 @@ class Store:
         direct_io: str,
         max_disk_bytes: int | None,
         verify: bool,
+        retain_bytes: int | None = None,
         faults: dict[str, Any] | None = None,
     ) -> Store:
         """Open one unnamed file and one engine per directory.
 
         A directory may come with its tuning: pieces in flight, and bytes per piece. ``faults`` is
-        the seeded plan of ``backend="simulated"``. Raises ``ConfigError``, ``NoSpaceError``,
-        ``UnsupportedError`` or ``StorageError``.
+        the seeded plan of ``backend="simulated"``. Up to ``retain_bytes`` (128 MiB unless given) of
+        the memory of ended reads stays resident for the next. Raises ``ConfigError``,
+        ``NoSpaceError``, ``UnsupportedError`` or ``StorageError``.
         """
 
     def write(self, address: int, nbytes: int, owner: object) -> Stored:

@@ -54,8 +54,10 @@ class Session:
 
     def __init__(self, config: OffloadConfig, policy: Policy) -> None:
         watch_leftovers()
-        bounded = config.max_resident_bytes is not None
-        transfer = HostDirect(open_store(config.store), bounded=bounded)
+        bound = config.max_resident_bytes
+        # Whoever has to fit has no memory to spare for the next reads.
+        store = open_store(config.store, retain_bytes=None if bound is None else bound // 8)
+        transfer = HostDirect(store, bounded=bound is not None)
         self._hooks: Hooks | None = Hooks(config, transfer, policy)
         self._final: Stats | None = None
 

@@ -14,8 +14,11 @@ log = logging.getLogger("ssdtrain")
 _said: set[str] = set()
 
 
-def open_store(config: StoreConfig) -> _core.Store:
-    """Open a store and say what had to be given up, once per process."""
+def open_store(config: StoreConfig, *, retain_bytes: int | None = None) -> _core.Store:
+    """Open a store and say what had to be given up, once per process.
+
+    ``retain_bytes``: see ``_core.Store``.
+    """
     backend, dirs = _tuned(config)
     store = _core.Store(
         dirs,
@@ -23,6 +26,7 @@ def open_store(config: StoreConfig) -> _core.Store:
         direct_io=config.direct_io,
         max_disk_bytes=config.max_disk_bytes,
         verify=config.verify,
+        retain_bytes=retain_bytes,
         faults=config.faults,
     )
     for note in store.notes():

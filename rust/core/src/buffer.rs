@@ -30,14 +30,16 @@ pub struct Arena {
     retain: usize,
     space: Mutex<Space>,
     live: AtomicUsize,
+    process: u32,
 }
 
 struct Space {
     extents: ExtentAllocator,
     /// Bytes from the base that may be accessed.
     committed: usize,
-    /// Bytes from the base that may be resident.
-    touched: usize,
+    /// About how many bytes are resident: the most that were in use at once, since pages were
+    /// last given back.
+    resident: usize,
 }
 
 // SAFETY: `base` points to a mapping that lives as long as the arena; all bookkeeping is behind a
@@ -49,7 +51,7 @@ unsafe impl Sync for Arena {}
 impl Arena {
     /// Reserves as many addresses as the machine has memory; nothing is resident yet.
     ///
-    /// `retain` bytes stay resident while no slot is in use.
+    /// Of what is not in use, up to `retain` bytes stay resident for the next slots.
     pub fn new(retain: usize) -> Result<Arc<Self>> {
         let mut reserved = physical_bytes().next_multiple_of(HUGE_PAGE_BYTES);
         // An address-space limit (`ulimit -v`) may refuse the first size.
@@ -66,10 +68,11 @@ impl Arena {
         let space = Space {
             extents: ExtentAllocator::new(PAGE_BYTES as u64, reserved as u64),
             committed: 0,
-            touched: 0,
+            resident: 0,
         };
         let (space, live) = (Mutex::new(space), AtomicUsize::new(0));
-        Ok(Arc::new(Self { base, reserved, retain, space, live }))
+        let process = std::process::id();
+        Ok(Arc::new(Self { base, reserved, retain, space, live, process }))
     }
 
     /// A slot of `len` bytes. Its content is whatever an earlier slot left.
@@ -92,7 +95,7 @@ impl Arena {
             space.extents.free(offset as u64, len as u64);
             return Err(error);
         }
-        space.touched = space.touched.max(end);
+        space.resident = space.resident.max(space.extents.used() as usize);
         drop(space);
         self.live.fetch_add(round_to_page(len), Ordering::Relaxed);
         Ok(Slot { arena: Arc::clone(self), offset, len })
@@ -138,18 +141,30 @@ impl Arena {
         let mut space = self.lock();
         space.extents.free(offset as u64, len as u64);
         self.live.fetch_sub(round_to_page(len), Ordering::Relaxed);
-        if space.extents.used() == 0 && space.touched > self.retain {
-            space.extents.shrink();
-            let keep = self.retain.next_multiple_of(HUGE_PAGE_BYTES);
-            if let Some(len) = space.touched.checked_sub(keep).filter(|&len| len > 0) {
+        // Seldom, so that what goes up and down within a backward is not faulted in again.
+        let used = space.extents.used() as usize;
+        if used <= space.resident / 4 && space.resident - used > self.retain {
+            self.drop_pages(&mut space);
+        }
+    }
+
+    /// Gives the pages that no slot covers back to the system, but for the first `retain` bytes.
+    fn drop_pages(&self, space: &mut Space) {
+        let mut retain = self.retain;
+        for (offset, len) in space.extents.free_ranges() {
+            let kept = retain.min(len as usize);
+            retain -= kept;
+            let (start, len) = (self.address(offset as usize + kept), len as usize - kept);
+            if len > 0 {
                 // Refused advice leaves pages resident, which is only a cost in memory.
-                // SAFETY: no slot is in use, so nobody can look at these pages.
-                let _advice = unsafe {
-                    rustix::mm::madvise(self.address(keep).cast(), len, Advice::LinuxDontNeed)
-                };
-                space.touched = keep;
+                // SAFETY: no slot covers a free range, so nobody can look at these pages, and the
+                // lock that `space` comes from keeps it so.
+                let _advice =
+                    unsafe { rustix::mm::madvise(start.cast(), len, Advice::LinuxDontNeed) };
             }
         }
+        space.extents.shrink();
+        space.resident = space.extents.used() as usize + self.retain - retain;
     }
 }
 
@@ -211,7 +226,11 @@ impl Slot {
 
 impl Drop for Slot {
     fn drop(&mut self) {
-        self.arena.give_back(self.offset, self.len);
+        // In a forked process a thread that is not there may hold the lock, and nobody reads into
+        // this arena any more.
+        if self.arena.process == std::process::id() {
+            self.arena.give_back(self.offset, self.len);
+        }
     }
 }
 
@@ -401,6 +420,41 @@ mod tests {
         drop(slots);
         assert_eq!(arena.live_bytes(), 0);
         assert_eq!(arena.slot(64 << 20).unwrap().address(), first);
+    }
+
+    /// Bytes of the arena that are in memory.
+    fn resident_bytes(arena: &Arena) -> usize {
+        let len = arena.lock().committed;
+        let mut pages = vec![0_u8; len / PAGE_BYTES];
+        // SAFETY: the range lies in the arena's mapping, and `pages` has a byte for each page.
+        let told = unsafe { libc::mincore(arena.base.as_ptr().cast(), len, pages.as_mut_ptr()) };
+        assert_eq!(told, 0, "{}", std::io::Error::last_os_error());
+        pages.iter().filter(|&&page| page & 1 == 1).count() * PAGE_BYTES
+    }
+
+    #[test]
+    fn one_slot_in_use_does_not_hold_the_pages_of_the_others() {
+        let (retain, len) = (4 << 20, 1 << 20);
+        let arena = Arena::new(retain).unwrap();
+        let fill = |seed: u8| {
+            let buffer = IoBuf::from(Arc::new(arena.slot(len).unwrap()));
+            buffer.copy_in(0, &vec![seed; len]);
+            buffer
+        };
+        for live_index in [0, 17, 63] {
+            let mut buffers: Vec<_> = (0..64).map(fill).collect();
+            assert!(resident_bytes(&arena) >= 64 * len);
+            let live = buffers.swap_remove(live_index);
+            drop(buffers);
+            // While some were in use their pages were kept, and then the last quarter was not.
+            let resident = resident_bytes(&arena);
+            assert!(resident <= 64 * len / 4 + retain, "{resident} bytes are resident");
+            let mut out = vec![0; len];
+            live.copy_out(0, &mut out);
+            assert!(out.iter().all(|&byte| byte == live_index as u8));
+        }
+        assert_eq!(arena.live_bytes(), 0);
+        assert!(resident_bytes(&arena) <= retain, "what nobody uses is given back");
     }
 
     #[test]

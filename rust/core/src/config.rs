@@ -105,7 +105,7 @@ pub struct StoreConfig {
     pub verify: bool,
     /// Requests that may wait in the submission queue of one engine, per direction.
     pub queue_capacity: usize,
-    /// Freed arena memory that stays resident for the next read.
+    /// Freed arena memory that stays resident for the next reads.
     pub arena_retain_bytes: usize,
 }
 
@@ -119,7 +119,7 @@ impl StoreConfig {
             max_disk_bytes: None,
             verify: false,
             queue_capacity: 1 << 14,
-            arena_retain_bytes: 32 << 20,
+            arena_retain_bytes: 128 << 20,
         }
     }
     /// The same with `tuning` for every directory.

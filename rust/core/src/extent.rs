@@ -115,6 +115,11 @@ impl ExtentAllocator {
         self.end
     }
 
+    /// Offset and length of each free region below the end, by offset.
+    pub fn free_ranges(&self) -> impl Iterator<Item = (u64, u64)> {
+        self.free_by_offset.iter().map(|(&offset, &len)| (offset, len))
+    }
+
     fn take_recent(&mut self, len: u64) -> Option<u64> {
         while let Some(&offset) = self.recent.last() {
             match self.free_by_offset.get(&offset) {

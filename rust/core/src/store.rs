@@ -195,14 +195,15 @@ impl TensorStore {
         self.arena.live_bytes()
     }
 
-    /// What the store did so far.
-    pub fn stats(&self) -> Stats {
+    /// What the store did so far; `Closed` in a forked process, where the counts stand still.
+    pub fn stats(&self) -> Result<Stats> {
+        self.refuse_if_foreign()?;
         let sum = |direction| {
             let traffic = self.devices.iter().map(|device| device.meter().traffic(direction));
             traffic.fold(Traffic::default(), Traffic::plus)
         };
         let engine = |device: &Device| (device.file().dir().to_owned(), device.engine_name());
-        Stats {
+        Ok(Stats {
             written: sum(Direction::Write),
             read: sum(Direction::Read),
             cancelled_count: self.cancelled_count.load(Ordering::Relaxed),
@@ -210,7 +211,7 @@ impl TensorStore {
             disk_reserved_bytes: self.quota.used(),
             arena_live_bytes: self.arena.live_bytes() as u64,
             engines: self.devices.iter().map(engine).collect(),
-        }
+        })
     }
 
     /// Stops a simulated disk until [`TensorStore::resume`].
@@ -238,7 +239,7 @@ impl TensorStore {
         self.process != std::process::id()
     }
 
-    fn refuse_if_down(&self) -> Result<()> {
+    fn refuse_if_foreign(&self) -> Result<()> {
         if self.is_foreign() {
             return Err(Error::new(
                 ErrorKind::Closed,
@@ -248,6 +249,11 @@ impl TensorStore {
                 ),
             ));
         }
+        Ok(())
+    }
+
+    fn refuse_if_down(&self) -> Result<()> {
+        self.refuse_if_foreign()?;
         if self.closed.load(Ordering::SeqCst) {
             return Err(Error::new(ErrorKind::Closed, "the store is closed; open a new one"));
         }

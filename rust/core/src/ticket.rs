@@ -59,12 +59,16 @@ impl Ticket {
 
     /// Waits at most `limit` for the answer; `None` if it did not come.
     ///
-    /// In a forked process an answer that is not there will never come: `Closed` at once.
+    /// In a forked process it is `Closed` at once: an answer that is not there will never come, and
+    /// of one that is there the lock may be held by a worker that did not come along.
     pub fn wait_for(&self, limit: Duration) -> Option<Result<()>> {
-        if !self.is_done() && self.is_foreign() {
+        if self.is_foreign() {
             return Some(Err(Error::new(
                 ErrorKind::Closed,
-                format!("this transfer is on its way in process {} only", self.0.process),
+                format!(
+                    "this transfer belongs to process {}; a forked process must open its own store",
+                    self.0.process
+                ),
             )));
         }
         let guard = self.0.answer.lock().unwrap_or_else(PoisonError::into_inner);

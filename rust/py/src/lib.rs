@@ -2,6 +2,7 @@
 //! torch. Signatures and docstrings stand in `python/ssdtrain/_core.pyi`.
 
 mod error;
+mod owner;
 mod probe;
 mod store;
 

@@ -13,6 +13,7 @@ use pyo3::types::PyDict;
 use ssdtrain_core as core;
 
 use crate::error::to_python;
+use crate::owner::{LetGo, Owner, let_go};
 
 /// How long a wait lasts before Ctrl-C is looked for.
 const SIGNAL_CHECK: Duration = Duration::from_millis(100);
@@ -21,7 +22,7 @@ const SIGNAL_CHECK: Duration = Duration::from_millis(100);
 pub struct Store(core::TensorStore);
 
 #[pyclass(frozen, module = "ssdtrain._core")]
-pub struct Stored(core::Stored);
+pub struct Stored(core::Stored, LetGo);
 
 #[pyclass(frozen, module = "ssdtrain._core")]
 pub struct Pending(core::Pending);
@@ -32,7 +33,10 @@ pub struct Slot(core::Restored);
 #[pymethods]
 impl Store {
     #[new]
-    #[pyo3(signature = (dirs, *, backend, direct_io, max_disk_bytes, verify, faults=None))]
+    #[pyo3(signature = (
+        dirs, *, backend, direct_io, max_disk_bytes, verify, retain_bytes=None, faults=None
+    ))]
+    #[expect(clippy::too_many_arguments, reason = "keywords on the side of Python")]
     fn new(
         py: Python<'_>,
         dirs: Vec<(PathBuf, Option<(u32, usize)>)>,
@@ -40,6 +44,7 @@ impl Store {
         direct_io: &str,
         max_disk_bytes: Option<u64>,
         verify: bool,
+        retain_bytes: Option<usize>,
         faults: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<Self> {
         let (paths, tunings): (Vec<_>, Vec<_>) = dirs.into_iter().unzip();
@@ -64,6 +69,7 @@ impl Store {
         };
         config.max_disk_bytes = max_disk_bytes;
         config.verify = verify;
+        config.arena_retain_bytes = retain_bytes.unwrap_or(config.arena_retain_bytes);
         let opened = py.detach(|| core::TensorStore::open(&config));
         opened.map(Self).map_err(|error| to_python(py, &error))
     }
@@ -77,12 +83,12 @@ impl Store {
     ) -> PyResult<Stored> {
         let address = NonNull::new(address as *mut u8)
             .ok_or_else(|| PyValueError::new_err("the address of a tensor with bytes is not 0"))?;
-        // SAFETY: the caller passes the address and size of memory that `owner` keeps alive. The
-        // owner is released on a worker thread; PyO3 defers the decrement to the next time a
-        // thread that holds the GIL enters this module.
-        let region = unsafe { core::HostRegion::new(address, nbytes, Box::new(owner)) };
+        let owner = Box::new(Owner::new(owner));
+        // SAFETY: the caller passes the address and size of memory that `owner` keeps alive.
+        let region = unsafe { core::HostRegion::new(address, nbytes, owner) };
         let stored = py.detach(|| self.0.write(region));
-        stored.map(Stored).map_err(|error| to_python(py, &error))
+        let_go(py);
+        stored.map(|stored| Stored(stored, LetGo)).map_err(|error| to_python(py, &error))
     }
 
     fn read(&self, py: Python<'_>, stored: &Stored) -> PyResult<Pending> {
@@ -93,7 +99,8 @@ impl Store {
         py.detach(|| self.0.trim()).map_err(|error| to_python(py, &error))
     }
 
-    fn arena_live_bytes(&self) -> usize {
+    fn arena_live_bytes(&self, py: Python<'_>) -> usize {
+        let_go(py);
         self.0.arena_live_bytes()
     }
 
@@ -102,7 +109,8 @@ impl Store {
     }
 
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let stats = self.0.stats();
+        let_go(py);
+        let stats = self.0.stats().map_err(|error| to_python(py, &error))?;
         let dict = PyDict::new(py);
         dict.set_item("bytes_written", stats.written.bytes)?;
         dict.set_item("bytes_read", stats.read.bytes)?;
@@ -132,6 +140,7 @@ impl Store {
 
     fn close(&self, py: Python<'_>) {
         py.detach(|| self.0.close());
+        let_go(py);
     }
 }
 
@@ -142,16 +151,23 @@ impl Stored {
         self.0.len()
     }
 
-    fn done(&self) -> bool {
-        self.0.ticket().is_done()
+    fn done(&self, py: Python<'_>) -> bool {
+        let done = self.0.ticket().is_done();
+        // Whoever sees a write done sees its source let go.
+        let_go(py);
+        done
     }
 
     fn wait(&self, py: Python<'_>) -> PyResult<()> {
-        wait(py, self.0.ticket())
+        let answer = wait(py, self.0.ticket());
+        let_go(py);
+        answer
     }
 
-    fn cancel(&self) -> bool {
-        self.0.cancel()
+    fn cancel(&self, py: Python<'_>) -> bool {
+        let cancelled = self.0.cancel();
+        let_go(py);
+        cancelled
     }
 }
 
