@@ -7,6 +7,7 @@ import contextlib
 import itertools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -186,7 +187,7 @@ def test_an_interrupt_in_a_pack_of_a_small_tensor_is_no_later_error(
     hold = Ledger.hold_small
     calls = itertools.count()
 
-    def interrupted(ledger: Ledger, *arguments: int) -> None:
+    def interrupted(ledger: Ledger, *arguments: Any) -> None:
         if next(calls) == 2:
             raise KeyboardInterrupt
         hold(ledger, *arguments)

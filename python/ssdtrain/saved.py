@@ -8,7 +8,6 @@ its extent. Nobody counts steps.
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Final
@@ -21,12 +20,13 @@ from ssdtrain.errors import SsdtrainError
 from ssdtrain.torch_internals import current_node
 
 if TYPE_CHECKING:
-    from ssdtrain.stats import Ledger
+    from ssdtrain.stats import Holding, Ledger
 
 __all__ = [
     "ExcludedTensor",
     "Geometry",
     "Loading",
+    "Reading",
     "Record",
     "SavedTensor",
     "SmallTensor",
@@ -89,18 +89,16 @@ def span_bytes(tensor: Tensor) -> int:
 class Loading:
     """A read that was begun; whoever holds this holds its memory."""
 
-    __slots__ = ("__weakref__", "_given_up", "_pending", "_slot", "has_failed")
+    __slots__ = ("__weakref__", "_pending", "_slot", "has_failed", "watch")
 
-    def __init__(
-        self, pending: Pending | None, slot: Slot | None, given_up: deque[Pending] | None
-    ) -> None:
+    def __init__(self, pending: Pending | None, slot: Slot | None) -> None:
         assert (pending is None) != (slot is None)
         self._pending = pending
         self._slot = slot
         self.has_failed = False
         """Nobody joins it any more: the next user reads anew."""
-        self._given_up = given_up
-        """Where a read goes that nobody wants any more and that holds memory until it ends."""
+        self.watch: Reading | None = None
+        """What tells that nobody wants it any more, where somebody asks."""
 
     def done(self) -> bool:
         """Whether the bytes are there, or will never be."""
@@ -118,17 +116,20 @@ class Loading:
                 self.has_failed = True
                 raise
             self._pending = None
+            if self.watch is not None:
+                self.watch.pending = None
         slot = self._slot
         assert slot is not None
         return slot
 
-    def __del__(self) -> None:
-        """Give the read up; a finalizer waits for nothing."""
-        pending = self._pending
-        if pending is None or self._given_up is None:
-            return
-        if not pending.done() and not pending.cancel():
-            self._given_up.append(pending)
+
+class Reading(weakref.ref[Loading]):
+    """A weak reference to a read; its callback is a function in C, see ``stats.Holding``."""
+
+    __slots__ = ("pending",)
+
+    pending: Pending | None
+    """Until somebody has waited for it."""
 
 
 class Record:
@@ -137,7 +138,7 @@ class Record:
     __slots__ = (
         "__weakref__",
         "_ledger",
-        "fate",
+        "holding",
         "key",
         "loading",
         "nbytes",
@@ -152,7 +153,13 @@ class Record:
     )
 
     def __init__(
-        self, tensor: Tensor, start: int, nbytes: int, sequence: int, ledger: Ledger
+        self,
+        tensor: Tensor,
+        start: int,
+        nbytes: int,
+        sequence: int,
+        ledger: Ledger,
+        registry: dict[int, Holding[Record]],
     ) -> None:
         storage = tensor.untyped_storage()
         self.source: Tensor | None = tensor.detach()
@@ -170,11 +177,11 @@ class Record:
         """The address that was written from: torch can move the memory of a live storage."""
         self.loading: weakref.ref[Loading] | None = None
         self.slot: weakref.ref[Slot] | None = None
-        self.fate = "kept"
         self.key = 0
         """The policy's name for this tensor (see ``prefetch.next_key``)."""
         self._ledger = ledger
-        ledger.held_bytes += nbytes
+        self.holding = ledger.hold(self, nbytes, id(storage), registry)
+        """The reference to this record for everybody who must not keep it alive."""
 
     def address(self) -> int:
         """Return the address of the first byte; only while the source is held."""
@@ -218,13 +225,7 @@ class Record:
         assert self.source is not None
         assert self.stored is not None
         self.source = None
-        self.fate = "offloaded"
-        self._ledger.held_bytes -= self.nbytes
-
-    def __del__(self) -> None:
-        """Post what became of this storage; a finalizer takes no lock."""
-        held = self.nbytes if self.source is not None else 0
-        self._ledger.retired.append((held, self.nbytes, self.fate))
+        self._ledger.free(self.holding)
 
 
 class SavedTensor:
@@ -267,19 +268,13 @@ class SavedTensor:
 class SmallTensor:
     """The packed object of a tensor that is too small to be worth a write: counted, kept."""
 
-    __slots__ = ("_identity", "_ledger", "tensor", "version")
+    __slots__ = ("__weakref__", "tensor", "version")
 
     def __init__(self, tensor: Tensor, nbytes: int, ledger: Ledger) -> None:
         self.tensor = tensor.detach()
         self.version = tensor._version  # noqa: SLF001 - autograd's own check, see check_version
         storage = tensor.untyped_storage()
-        self._identity = id(storage)
-        self._ledger = ledger
-        ledger.hold_small(self._identity, nbytes, storage.nbytes())
-
-    def __del__(self) -> None:
-        """Post that it is gone; a finalizer takes no lock."""
-        self._ledger.retired_small.append(self._identity)
+        ledger.hold_small(self, id(storage), nbytes, storage.nbytes())
 
 
 class ExcludedTensor:

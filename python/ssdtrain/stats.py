@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
-__all__ = ["Ledger", "Stats"]
+__all__ = ["Holding", "Ledger", "Stats"]
+
+T = TypeVar("T")
 
 MIB = 1 << 20
 
@@ -80,11 +84,31 @@ class Stats:
         return "\n".join(rows)
 
 
+class Holding(weakref.ref[T], Generic[T]):
+    """A weak reference to what holds saved bytes, with what has to be known when it dies.
+
+    Its callback is a function in C, which takes no lock and which no interrupt can enter: one at the
+    first line of a finalizer in Python would be lost, and what the finalizer counts with it.
+    """
+
+    __slots__ = ("fate", "held_bytes", "identity", "nbytes", "registry")
+
+    identity: int
+    """Of the storage, while it lives."""
+    nbytes: int
+    held_bytes: int
+    """Bytes in memory as they were packed: all, or none."""
+    fate: str
+    """How it would end now: "kept", "forwarded" or "offloaded"; empty once it was counted."""
+    registry: dict[int, Holding[T]]
+    """Where it is found by the identity."""
+
+
 class Ledger:
     """The running counts behind ``Stats``; changed only under the session's lock.
 
-    Finalizers run at any moment on any thread, so they take no lock: they append to ``retired``,
-    which the next hook settles.
+    What dies at any moment on any thread is appended to a queue, which the next hook settles. A
+    count is changed by statements that call nothing, because an interrupt comes only at a call.
     """
 
     def __init__(self) -> None:
@@ -96,41 +120,80 @@ class Ledger:
         self.write_failed_count = 0
         self.bytes: dict[str, int] = {"offloaded": 0, "forwarded": 0, "kept": 0}
         self.tensors: dict[str, int] = {"offloaded": 0, "forwarded": 0, "kept": 0}
-        self.retired: deque[tuple[int, int, str]] = deque()
-        """(bytes no longer held, size, how it ended) of records that died."""
-        self.retired_small: deque[int] = deque()
-        """Identities of the storages of small tensors that died."""
+        self._holdings: dict[int, object] = {}
+        """Everything alive, by address: a weak reference that died first would tell nothing."""
+        self._ended: deque[Holding[object]] = deque()
+        self._ended_small: deque[Holding[object]] = deque()
         self._small: dict[int, list[int]] = {}
         """Identity of a storage that small tensors hold: its bytes, and how many hold it."""
 
     def settle(self) -> None:
         """Take note of what died since the last call."""
-        retired = self.retired
-        while retired:
-            freed, nbytes, fate = retired.popleft()
-            self.held_bytes -= freed
-            self.bytes[fate] += nbytes
-            self.tensors[fate] += 1
-        small = self.retired_small
+        ended = self._ended
+        while ended:
+            holding = ended[0]
+            key = id(holding)
+            fate, registry, identity = holding.fate, holding.registry, holding.identity
+            is_known = registry.get(identity) is holding
+            # Twice at the first in the queue, if an interrupt came before it was taken out.
+            if fate:
+                self.held_bytes -= holding.held_bytes
+                self.bytes[fate] += holding.nbytes
+                self.tensors[fate] += 1
+                holding.fate = ""
+            if is_known:
+                del registry[identity]
+            self._holdings.pop(key, None)
+            ended.popleft()
+        small = self._ended_small
         while small:
-            identity = small.popleft()
-            # Without an entry it died of an interrupt before it was counted.
+            holding = small[0]
+            key = id(holding)
+            identity = holding.identity
             entry = self._small.get(identity)
-            if entry is None:
-                continue
-            entry[1] -= 1
-            if entry[1] <= 0:
-                del self._small[identity]
-                self.held_bytes -= entry[0]
-                self.bytes["kept"] += entry[0]
-                self.tensors["kept"] += 1
+            if entry is not None and holding.fate:
+                holding.fate = ""
+                entry[1] -= 1
+                if entry[1] == 0:
+                    del self._small[identity]
+                    self.held_bytes -= entry[0]
+                    self.bytes["kept"] += entry[0]
+                    self.tensors["kept"] += 1
+            self._holdings.pop(key, None)
+            small.popleft()
 
-    def hold_small(self, identity: int, nbytes: int, storage_bytes: int) -> None:
+    def hold(
+        self, holder: T, nbytes: int, identity: int, registry: dict[int, Holding[T]]
+    ) -> Holding[T]:
+        """Count ``nbytes`` that ``holder`` holds until it dies; ``registry`` finds it meanwhile."""
+        holding = Holding(holder, self._ended.append)
+        key = id(holding)
+        holding.identity = identity
+        holding.registry = registry
+        holding.nbytes = holding.held_bytes = nbytes
+        holding.fate = "kept"
+        registry[identity] = holding
+        self._holdings[key] = holding
+        self.held_bytes += nbytes
+        return holding
+
+    def free(self, holding: Holding[T]) -> None:
+        """Note that its bytes are on the disk, and in memory no more."""
+        self.held_bytes -= holding.held_bytes
+        holding.held_bytes = 0
+        holding.fate = "offloaded"
+
+    def hold_small(self, holder: object, identity: int, nbytes: int, storage_bytes: int) -> None:
         """Count a small tensor: all on one storage together at most as much as the storage."""
+        holding = Holding(holder, self._ended_small.append)
+        key = id(holding)
         entry = self._small.setdefault(identity, [0, 0])
         more = min(nbytes, max(0, storage_bytes - entry[0]))
+        holding.identity = identity
+        holding.fate = "kept"
         entry[0] += more
         entry[1] += 1
+        self._holdings[key] = holding
         self.held_bytes += more
 
     def note_peak(self, arena_bytes: int) -> None:

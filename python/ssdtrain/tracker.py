@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable
 from time import perf_counter
@@ -26,7 +25,7 @@ from ssdtrain.errors import (
 )
 from ssdtrain.policy import Policy
 from ssdtrain.saved import Geometry, Loading, Record, SavedTensor
-from ssdtrain.stats import Ledger
+from ssdtrain.stats import Holding, Ledger
 from ssdtrain.transfer import Transfer
 
 __all__ = ["Tracker"]
@@ -49,10 +48,10 @@ class Tracker:
         self._budget = max_resident_bytes
         self.give_way: Callable[[], None] | None = None
         """Gives up what was read ahead; called before a bound is found too small."""
-        self._by_storage: dict[int, weakref.ref[Record]] = {}
-        self._gated: dict[int, list[weakref.ref[Record]]] = {}
+        self._by_storage: dict[int, Holding[Record]] = {}
+        self._gated: dict[int, list[Holding[Record]]] = {}
         """Records by thread whose node may not have been passed yet."""
-        self._writing: deque[weakref.ref[Record]] = deque()
+        self._writing: deque[Holding[Record]] = deque()
         self._look_at = 0
         """Which of the writes behind the oldest was looked at last."""
         self._failure: str | None = None
@@ -76,17 +75,13 @@ class Tracker:
         ):
             return record, False
         self.admit(nbytes)
-        record = Record(tensor, start, nbytes, sequence, self._ledger)
         # `id` is an identity only while the storage lives, which the look-up above checks.
-        by_storage = self._by_storage
-        reference = weakref.ref(record, lambda dead: _forget(by_storage, identity, dead))
-        by_storage[identity] = reference
-        return record, True
+        return Record(tensor, start, nbytes, sequence, self._ledger, self._by_storage), True
 
     def write_later(self, record: Record) -> None:
         """Write this record once its node has been passed."""
         thread = threading.get_ident()
-        self._gated.setdefault(thread, []).append(weakref.ref(record))
+        self._gated.setdefault(thread, []).append(record.holding)
 
     def open_gate(self, sequence: int | None) -> None:
         """Begin the writes of this thread's nodes before ``sequence``; of all if it is ``None``."""
@@ -123,7 +118,7 @@ class Tracker:
         if self._take_ended(writing[self._look_at]):
             del writing[self._look_at]
 
-    def _take_ended(self, reference: weakref.ref[Record]) -> bool:
+    def _take_ended(self, reference: Holding[Record]) -> bool:
         """End a write that is done; ``False`` if it is still under way."""
         record = reference()
         if record is None or record.stored is None or record.source is None:
@@ -141,13 +136,13 @@ class Tracker:
                 if self._budget is None and record.stored.cancel():
                     record.stored = None
                 else:
-                    record.fate = "forwarded"
+                    record.holding.fate = "forwarded"
             return record.source.untyped_storage()
         storage = record.storage()
         if storage is None or storage.nbytes() < record.start + record.nbytes:
             return None
         # Somebody else holds it: offloading it freed nothing, so do not do it again.
-        record.fate = "forwarded"
+        record.holding.fate = "forwarded"
         self._policy.note_futile(record.key)
         return storage
 
@@ -249,7 +244,7 @@ class Tracker:
         except StorageError as error:
             self._note_failure(error)
             return
-        self._writing.append(weakref.ref(record))
+        self._writing.append(record.holding)
 
     def _end_write(self, record: Record) -> None:
         """Wait for a write and free its source, unless the bytes on the disk are not its own."""
@@ -258,7 +253,7 @@ class Tracker:
         try:
             record.stored.wait()
         except KeyboardInterrupt:
-            self._writing.appendleft(weakref.ref(record))
+            self._writing.appendleft(record.holding)
             raise
         except (CancelledError, ClosedError):
             # Given up, or the session was closed under a live graph: the source is here.
@@ -266,7 +261,7 @@ class Tracker:
         except SsdtrainError as error:
             # The source is here, nothing is lost: keep it and train on.
             record.stored = None
-            record.fate = "kept"
+            record.holding.fate = "kept"
             self._note_failure(error)
         else:
             if record.is_unchanged():
@@ -287,10 +282,3 @@ class Tracker:
         if topic not in self._said:
             self._said.add(topic)
             log.warning("%s", message)
-
-
-def _forget(
-    by_storage: dict[int, weakref.ref[Record]], identity: int, dead: weakref.ref[Record]
-) -> None:
-    if by_storage.get(identity) is dead:
-        del by_storage[identity]

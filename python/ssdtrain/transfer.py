@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ssdtrain import _core
 from ssdtrain.errors import SsdtrainError
-from ssdtrain.saved import Loading, Record, SavedTensor
+from ssdtrain.saved import Loading, Reading, Record, SavedTensor
 
 __all__ = ["HostDirect", "Transfer"]
 
@@ -44,8 +44,14 @@ class HostDirect:
 
     def __init__(self, store: _core.Store, *, bounded: bool) -> None:
         self.store = store
-        self._given_up: deque[_core.Pending] | None = deque() if bounded else None
-        """Kept only under a bound on resident bytes, which may have to wait for them."""
+        self._bounded = bounded
+        self._reads: dict[int, Reading] = {}
+        """Under a bound on resident bytes all that were begun: it may have to wait for those that
+        nobody wants any more, which hold memory until they end."""
+        self._dropped: deque[Reading] = deque()
+        """Those whose user is gone."""
+        self._given_up: deque[_core.Pending] = deque()
+        """Those of them that could not be cancelled."""
         self._said = frozenset(store.notes())
         """Notes of the opening, which were logged there."""
 
@@ -62,10 +68,15 @@ class HostDirect:
         slot = record.slot() if record.slot is not None else None
         if slot is not None:
             # Some node still holds a tensor on these very bytes.
-            return Loading(None, slot, None)
+            return Loading(None, slot)
         assert record.stored is not None
-        loading = Loading(self.store.read(record.stored), None, self._given_up)
+        pending = self.store.read(record.stored)
+        loading = Loading(pending, None)
         record.loading = weakref.ref(loading)
+        if self._bounded:
+            loading.watch = Reading(loading, self._dropped.append)
+            loading.watch.pending = pending
+            self._reads[id(loading.watch)] = loading.watch
         return loading
 
     def restore(self, saved: SavedTensor, loading: Loading) -> Tensor:
@@ -77,9 +88,8 @@ class HostDirect:
 
     def resident_bytes(self) -> int:
         """Return the bytes of the slots in use."""
-        given_up = self._given_up
-        while given_up and given_up[0].done():
-            given_up.popleft()
+        if self._bounded:
+            self._give_up()
         return self.store.arena_live_bytes()
 
     def notes(self) -> list[str]:
@@ -88,9 +98,23 @@ class HostDirect:
 
     def end_given_up(self) -> bool:
         """Wait for one given-up read to end, well or not, and let its memory go."""
+        self._give_up()
         if not self._given_up:
             return False
         pending = self._given_up.popleft()
         with suppress(SsdtrainError):
             pending.wait()
         return True
+
+    def _give_up(self) -> None:
+        """Cancel the reads that nobody wants any more, and remember those that have begun."""
+        dropped, given_up = self._dropped, self._given_up
+        while dropped:
+            read = dropped[0]
+            pending = read.pending
+            if pending is not None and not pending.done() and not pending.cancel():
+                given_up.append(pending)
+            self._reads.pop(id(read), None)
+            dropped.popleft()
+        while given_up and given_up[0].done():
+            given_up.popleft()
