@@ -10,7 +10,7 @@ import itertools
 import sys
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ class Interrupt:
         self._left = number
         self.came = False
 
-    def __enter__(self) -> Interrupt:
+    def __enter__(self) -> Self:
         sys.setprofile(self._look)
         return self
 
@@ -60,22 +60,23 @@ def step(rig: Rig) -> torch.Tensor:
 def test_an_interrupt_at_any_call_leaves_the_counts_right(
     bound_bytes: int | None, tmp_path: Path
 ) -> None:
-    rig = Rig(tmp_path, min_bytes=4096, max_resident_bytes=bound_bytes)
-    with rig.context():
-        expected = step(rig)
+    expected = None
     for number in itertools.count():
+        rig = Rig(tmp_path, min_bytes=4096, max_resident_bytes=bound_bytes)
         with rig.context():
             try:
                 with Interrupt(number) as interrupt:
                     found = step(rig)
             except KeyboardInterrupt:
                 found = None
-            if not interrupt.came:
-                break
             # Lost would be: it came, and the step went on to its end.
-            assert found is None, f"the interrupt at call {number} was lost"
+            assert interrupt.came == (found is None), f"the interrupt at call {number} was lost"
+            again = step(rig)
+        expected = again if expected is None else expected
+        assert torch.equal(again, expected)
         rig.assert_empty()
+        rig.session.close()
+        if found is not None:
+            break
     assert number > 100
-    assert found is not None
     assert torch.equal(found, expected)
-    rig.assert_empty()

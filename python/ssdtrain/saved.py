@@ -158,6 +158,7 @@ class Record:
         start: int,
         nbytes: int,
         sequence: int,
+        *,
         ledger: Ledger,
         registry: dict[int, Holding[Record]],
     ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 __all__ = ["Holding", "Ledger", "Stats"]
 
@@ -87,8 +87,8 @@ class Stats:
 class Holding(weakref.ref[T], Generic[T]):
     """A weak reference to what holds saved bytes, with what has to be known when it dies.
 
-    Its callback is a function in C, which takes no lock and which no interrupt can enter: one at the
-    first line of a finalizer in Python would be lost, and what the finalizer counts with it.
+    Its callback is a function in C, which takes no lock and which no interrupt can enter: one at
+    the first line of a finalizer in Python would be lost, and what it counts with it.
     """
 
     __slots__ = ("fate", "held_bytes", "identity", "nbytes", "registry")
@@ -122,8 +122,8 @@ class Ledger:
         self.tensors: dict[str, int] = {"offloaded": 0, "forwarded": 0, "kept": 0}
         self._holdings: dict[int, object] = {}
         """Everything alive, by address: a weak reference that died first would tell nothing."""
-        self._ended: deque[Holding[object]] = deque()
-        self._ended_small: deque[Holding[object]] = deque()
+        self._ended: deque[Any] = deque()
+        self._ended_small: deque[Any] = deque()
         self._small: dict[int, list[int]] = {}
         """Identity of a storage that small tensors hold: its bytes, and how many hold it."""
 
@@ -187,8 +187,15 @@ class Ledger:
         """Count a small tensor: all on one storage together at most as much as the storage."""
         holding = Holding(holder, self._ended_small.append)
         key = id(holding)
-        entry = self._small.setdefault(identity, [0, 0])
-        more = min(nbytes, max(0, storage_bytes - entry[0]))
+        entry = self._small.get(identity)
+        if entry is None:
+            entry = self._small[identity] = [0, 0]
+        # As fast as it can be: this is most of what keeping a small tensor costs.
+        more = storage_bytes - entry[0]
+        if more > nbytes:
+            more = nbytes
+        elif more < 0:
+            more = 0
         holding.identity = identity
         holding.fate = "kept"
         entry[0] += more

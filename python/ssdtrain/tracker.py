@@ -76,7 +76,8 @@ class Tracker:
             return record, False
         self.admit(nbytes)
         # `id` is an identity only while the storage lives, which the look-up above checks.
-        return Record(tensor, start, nbytes, sequence, self._ledger, self._by_storage), True
+        ledger, registry = self._ledger, self._by_storage
+        return Record(tensor, start, nbytes, sequence, ledger=ledger, registry=registry), True
 
     def write_later(self, record: Record) -> None:
         """Write this record once its node has been passed."""

@@ -65,13 +65,14 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def is_weight(tensor: Tensor) -> bool:
-    """Whether a saved tensor is a parameter, a leaf that asks for a gradient, or made of one.
+    """Whether a plain saved tensor is a parameter, a leaf that asks for a gradient, or made of one.
 
     Views are found by their base (a linear layer saves ``weight.t()``), cast copies (autocast), and
     parts of these, by the nodes between them and the parameter. Such tensors stay alive for the
     optimizer anyway, so writing them would free nothing.
     """
-    if isinstance(tensor, Parameter) or (tensor.is_leaf and tensor.requires_grad):
+    # `isinstance` asks the metaclass of parameters, in Python; a plain tensor is of just two types.
+    if type(tensor) is Parameter or (tensor.is_leaf and tensor.requires_grad):
         return True
     base = tensor._base  # noqa: SLF001 - the only way to ask a view for its base
     if base is not None and (isinstance(base, Parameter) or (base.is_leaf and base.requires_grad)):
