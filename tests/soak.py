@@ -32,7 +32,7 @@ from ssdtrain import CorruptError, StorageError
 from ssdtrain.config import OffloadConfig, StoreConfig
 from ssdtrain.offload import Session
 from ssdtrain.opening import open_store
-from support import KeepNothing, store_threads, wait_until
+from support import KeepNothing, flush, store_threads, wait_until
 
 MIB = 1 << 20
 STEPS_PER_ROUND = 4
@@ -198,16 +198,6 @@ class Soak:
         self.counts["resident MiB above the first rounds"] = (
             max(0, resident - self.resident_bytes_max) // MIB
         )
-
-
-def flush(session: Session) -> None:
-    """Wait until all that was saved is on the disk, so that backward has to read it."""
-    hooks = session._hooks
-    assert hooks is not None
-    with hooks._lock:
-        hooks._tracker.open_gate(None)
-        while (record := hooks._tracker._oldest_write()) is not None:
-            hooks._tracker._end_write(record)
 
 
 def main() -> int:

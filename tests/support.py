@@ -91,11 +91,7 @@ class Rig:
 
     def flush(self) -> None:
         """Pass the node that was made last, and wait for every write."""
-        tracker = self.hooks._tracker
-        with self.hooks._lock:
-            tracker.open_gate(None)
-            while (record := tracker._oldest_write()) is not None:
-                tracker._end_write(record)
+        flush(self.session)
 
     def begin_writes(self) -> None:
         """Pass the node that was made last: whatever was saved is on its way to the disk."""
@@ -125,6 +121,17 @@ class Rig:
 
     def _left_bytes(self) -> int:
         return self.stats.disk_used_bytes + self.stats.resident_bytes
+
+
+def flush(session: Session) -> None:
+    """Wait until all that was saved is on the disk, so that backward has to read it."""
+    hooks = session._hooks
+    assert hooks is not None
+    tracker = hooks._tracker
+    with hooks._lock:
+        tracker.open_gate(None)
+        while (record := tracker._oldest_write()) is not None:
+            tracker._end_write(record)
 
 
 def pause() -> None:

@@ -30,6 +30,7 @@ from support import (
     batch,
     bits,
     chain,
+    flush,
     gradients,
     mlp,
     nothing_leaks,
@@ -412,13 +413,7 @@ def test_what_backward_got_outlives_its_graph_its_block_and_its_store(
             expected = bits(y)
             node: Any = y.grad_fn
             del y
-            hooks = session._hooks
-            assert hooks is not None
-            with hooks._lock:
-                hooks._tracker.open_gate(None)
-                while (record := hooks._tracker._oldest_write()) is not None:
-                    hooks._tracker._end_write(record)
-            del record, hooks
+            flush(session)
             found = COPIES[way](node._saved_result.detach())
             assert session.stats.bytes_read > 0
         del node, session
