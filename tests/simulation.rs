@@ -120,6 +120,8 @@ impl Plan {
         config.max_disk_bytes = self.max_disk_bytes;
         config.queue_capacity = self.queue_capacity;
         config.verify = self.verify;
+        // So little that pages are given back again and again while slots are in use.
+        config.arena_retain_bytes = self.tuning.piece_bytes;
         TensorStore::open(&config).expect("a simulated store opens")
     }
 

@@ -40,7 +40,7 @@ class Stats:
     """Time in which a computing thread waited for I/O: the exposed part."""
     stall_count: int
     write_failed_count: int
-    """Writes that failed; their tensors were kept."""
+    """Writes that failed, or were refused for want of space; their tensors were kept."""
     resident_bytes: int
     """Saved bytes in memory now: kept, being written, read ahead or handed to a node."""
     resident_bytes_peak: int

@@ -253,6 +253,7 @@ fn describe(kind: FileType) -> &'static str {
 fn refused_file_system(magic: u64) -> Option<(&'static str, &'static str)> {
     const MEMORY: &str = "which is memory itself, so nothing would be saved";
     const NETWORK: &str = "which is reached over a network";
+    const KERNEL: &str = "which shows the kernel and keeps no data";
     Some(match magic as u32 {
         0x0102_1994 => ("tmpfs", MEMORY),
         0x8584_58f6 => ("ramfs", MEMORY),
@@ -262,6 +263,10 @@ fn refused_file_system(magic: u64) -> Option<(&'static str, &'static str)> {
         0x00c3_6400 => ("Ceph", NETWORK),
         0x5346_414f | 0x6b41_4653 => ("AFS", NETWORK),
         0x0bd0_0bd0 => ("Lustre", NETWORK),
+        0x9fa0 => ("proc", KERNEL),
+        0x6265_6572 => ("sysfs", KERNEL),
+        0x0027_e0eb | 0x6367_7270 => ("cgroup", KERNEL),
+        0x1cd1 => ("devpts", KERNEL),
         0x6573_5546 => ("FUSE", "which may be a network and cannot promise direct I/O"),
         _ => return None,
     })
@@ -304,6 +309,16 @@ mod tests {
             let error = Place::open("/dev/shm".as_ref()).unwrap_err();
             assert!(error.to_string().contains("tmpfs"), "{error}");
         }
+    }
+
+    #[test]
+    fn a_view_of_the_kernel_is_no_place_for_data() {
+        let error = Place::open("/proc".as_ref()).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Config);
+        assert!(
+            error.to_string().starts_with("/proc is on proc, which shows the kernel"),
+            "{error}"
+        );
     }
 
     #[test]
