@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any, Self
@@ -21,11 +22,16 @@ from support import Rig
 PACKAGE = str(Path(ssdtrain.__file__).parent)
 
 
-class Interrupt:
-    """Raises ``KeyboardInterrupt`` at one of the calls into the package."""
+class Signal:
+    """Runs a handler at one of the moments at which Python would, within the package.
 
-    def __init__(self, number: int) -> None:
+    That is when a function begins, and after a call of a function in C.
+    """
+
+    def __init__(self, number: int, handler: Callable[[], object], events: tuple[str, ...]) -> None:
         self._left = number
+        self._handler = handler
+        self._events = events
         self.came = False
 
     def __enter__(self) -> Self:
@@ -36,12 +42,16 @@ class Interrupt:
         sys.setprofile(None)
 
     def _look(self, frame: FrameType, event: str, _argument: Any) -> None:
-        if event != "call" or not frame.f_code.co_filename.startswith(PACKAGE):
+        if event not in self._events or not frame.f_code.co_filename.startswith(PACKAGE):
             return
         self._left -= 1
         if self._left < 0 and not self.came:
             self.came = True
-            raise KeyboardInterrupt
+            self._handler()
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
 
 
 def step(rig: Rig) -> torch.Tensor:
@@ -65,12 +75,12 @@ def test_an_interrupt_at_any_call_leaves_the_counts_right(
         rig = Rig(tmp_path, min_bytes=4096, max_resident_bytes=bound_bytes)
         with rig.context():
             try:
-                with Interrupt(number) as interrupt:
+                with Signal(number, interrupt, ("call", "c_return")) as signal:
                     found = step(rig)
             except KeyboardInterrupt:
                 found = None
             # Lost would be: it came, and the step went on to its end.
-            assert interrupt.came == (found is None), f"the interrupt at call {number} was lost"
+            assert signal.came == (found is None), f"the interrupt at call {number} was lost"
             again = step(rig)
         expected = again if expected is None else expected
         assert torch.equal(again, expected)
@@ -80,3 +90,24 @@ def test_an_interrupt_at_any_call_leaves_the_counts_right(
             break
     assert number > 100
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("bound_bytes", [None, 250_000])
+def test_a_signal_handler_may_ask_for_the_counts(bound_bytes: int | None, tmp_path: Path) -> None:
+    rig = Rig(tmp_path, min_bytes=4096, max_resident_bytes=bound_bytes)
+    with rig.context():
+        expected = step(rig)
+    before = rig.stats
+    saved_count = before.tensors_kept + before.tensors_forwarded + before.tensors_offloaded
+    for number in itertools.count():
+        with rig.context(), Signal(number, lambda: rig.stats, ("call", "c_return")) as signal:
+            found = step(rig)
+        assert torch.equal(found, expected)
+        after = rig.stats
+        assert after.resident_bytes == 0
+        counted = after.tensors_kept + after.tensors_forwarded + after.tensors_offloaded
+        assert counted == (number + 2) * saved_count, f"miscounted after a signal at {number}"
+        if not signal.came:
+            break
+    assert number > 100
+    rig.assert_empty()

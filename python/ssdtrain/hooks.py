@@ -84,7 +84,8 @@ class Hooks:
         self._ledger = Ledger()
         self._tracker = Tracker(transfer, self._ledger, policy, config.max_resident_bytes)
         self._prefetcher = Prefetcher(policy, self._tracker.load)
-        self._tracker.give_way = self._prefetcher.drop_window
+        # Weak, because the prefetcher knows the tracker: a cycle would keep the store open.
+        self._tracker.give_way = weakref.WeakMethod(self._prefetcher.drop_window)
         self._rates = RATES_GUESS
         self._measured = transfer.store.stats()
         self._said: set[str] = set()

@@ -99,7 +99,7 @@ class Holding(weakref.ref[T], Generic[T]):
     held_bytes: int
     """Bytes in memory as they were packed: all, or none."""
     fate: str
-    """How it would end now: "kept", "forwarded" or "offloaded"; empty once it was counted."""
+    """How it would end now: "kept", "forwarded" or "offloaded"."""
     registry: dict[int, Holding[T]]
     """Where it is found by the identity."""
 
@@ -107,8 +107,11 @@ class Holding(weakref.ref[T], Generic[T]):
 class Ledger:
     """The running counts behind ``Stats``; changed only under the session's lock.
 
-    What dies at any moment on any thread is appended to a queue, which the next hook settles. A
-    count is changed by statements that call nothing, because an interrupt comes only at a call.
+    What dies at any moment on any thread is appended to a queue, which the next hook settles.
+
+    [Note: no calls] Python looks for signals after a call and when a loop begins anew. A handler
+    may raise (Ctrl-C), or ask for these very counts. So what belongs together is done by statements
+    that call nothing: by subscripts and slots, and not by `pop`, `get` or `min`.
     """
 
     def __init__(self) -> None:
@@ -120,8 +123,8 @@ class Ledger:
         self.write_failed_count = 0
         self.bytes: dict[str, int] = {"offloaded": 0, "forwarded": 0, "kept": 0}
         self.tensors: dict[str, int] = {"offloaded": 0, "forwarded": 0, "kept": 0}
-        self._holdings: dict[int, object] = {}
-        """Everything alive, by address: a weak reference that died first would tell nothing."""
+        self._holdings: dict[object, None] = {}
+        """Everything alive: a weak reference that died before its object would tell nothing."""
         self._ended: deque[Any] = deque()
         self._ended_small: deque[Any] = deque()
         self._small: dict[int, list[int]] = {}
@@ -129,51 +132,42 @@ class Ledger:
 
     def settle(self) -> None:
         """Take note of what died since the last call."""
-        ended = self._ended
+        ended, holdings = self._ended, self._holdings
         while ended:
             holding = ended[0]
-            key = id(holding)
-            fate, registry, identity = holding.fate, holding.registry, holding.identity
-            is_known = registry.get(identity) is holding
-            # Twice at the first in the queue, if an interrupt came before it was taken out.
-            if fate:
-                self.held_bytes -= holding.held_bytes
-                self.bytes[fate] += holding.nbytes
-                self.tensors[fate] += 1
-                holding.fate = ""
-            if is_known:
+            del ended[0]
+            del holdings[holding]
+            self.held_bytes -= holding.held_bytes
+            self.bytes[holding.fate] += holding.nbytes
+            self.tensors[holding.fate] += 1
+            registry, identity = holding.registry, holding.identity
+            if identity in registry and registry[identity] is holding:
                 del registry[identity]
-            self._holdings.pop(key, None)
-            ended.popleft()
-        small = self._ended_small
-        while small:
-            holding = small[0]
-            key = id(holding)
+        ended, small = self._ended_small, self._small
+        while ended:
+            holding = ended[0]
+            del ended[0]
+            del holdings[holding]
             identity = holding.identity
-            entry = self._small.get(identity)
-            if entry is not None and holding.fate:
-                holding.fate = ""
-                entry[1] -= 1
-                if entry[1] == 0:
-                    del self._small[identity]
-                    self.held_bytes -= entry[0]
-                    self.bytes["kept"] += entry[0]
-                    self.tensors["kept"] += 1
-            self._holdings.pop(key, None)
-            small.popleft()
+            entry = small[identity]
+            entry[1] -= 1
+            if entry[1] == 0:
+                del small[identity]
+                self.held_bytes -= entry[0]
+                self.bytes["kept"] += entry[0]
+                self.tensors["kept"] += 1
 
     def hold(
         self, holder: T, nbytes: int, identity: int, registry: dict[int, Holding[T]]
     ) -> Holding[T]:
         """Count ``nbytes`` that ``holder`` holds until it dies; ``registry`` finds it meanwhile."""
         holding = Holding(holder, self._ended.append)
-        key = id(holding)
         holding.identity = identity
         holding.registry = registry
         holding.nbytes = holding.held_bytes = nbytes
         holding.fate = "kept"
         registry[identity] = holding
-        self._holdings[key] = holding
+        self._holdings[holding] = None
         self.held_bytes += nbytes
         return holding
 
@@ -186,21 +180,21 @@ class Ledger:
     def hold_small(self, holder: object, identity: int, nbytes: int, storage_bytes: int) -> None:
         """Count a small tensor: all on one storage together at most as much as the storage."""
         holding = Holding(holder, self._ended_small.append)
-        key = id(holding)
-        entry = self._small.get(identity)
-        if entry is None:
-            entry = self._small[identity] = [0, 0]
-        # As fast as it can be: this is most of what keeping a small tensor costs.
+        small = self._small
+        if identity in small:
+            entry = small[identity]
+        else:
+            entry = small[identity] = [0, 0]
+        # Not by `min` and `max`: see above.
         more = storage_bytes - entry[0]
         if more > nbytes:
             more = nbytes
         elif more < 0:
             more = 0
         holding.identity = identity
-        holding.fate = "kept"
         entry[0] += more
         entry[1] += 1
-        self._holdings[key] = holding
+        self._holdings[holding] = None
         self.held_bytes += more
 
     def note_peak(self, arena_bytes: int) -> None:

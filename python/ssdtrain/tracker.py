@@ -46,7 +46,7 @@ class Tracker:
         self._ledger = ledger
         self._policy = policy
         self._budget = max_resident_bytes
-        self.give_way: Callable[[], None] | None = None
+        self.give_way: Callable[[], Callable[[], None] | None] = lambda: None
         """Gives up what was read ahead; called before a bound is found too small."""
         self._by_storage: dict[int, Holding[Record]] = {}
         self._gated: dict[int, list[Holding[Record]]] = {}
@@ -192,7 +192,7 @@ class Tracker:
         if self._budget is None:
             return
         self._ledger.settle()
-        give_way = self.give_way
+        give_way = self.give_way()
         while self.resident_bytes() + nbytes > self._budget:
             oldest = self._oldest_write()
             if oldest is None:

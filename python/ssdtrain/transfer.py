@@ -45,7 +45,7 @@ class HostDirect:
     def __init__(self, store: _core.Store, *, bounded: bool) -> None:
         self.store = store
         self._bounded = bounded
-        self._reads: dict[int, Reading] = {}
+        self._reads: dict[Reading, None] = {}
         """Under a bound on resident bytes all that were begun: it may have to wait for those that
         nobody wants any more, which hold memory until they end."""
         self._dropped: deque[Reading] = deque()
@@ -74,9 +74,10 @@ class HostDirect:
         loading = Loading(pending, None)
         record.loading = weakref.ref(loading)
         if self._bounded:
-            loading.watch = Reading(loading, self._dropped.append)
-            loading.watch.pending = pending
-            self._reads[id(loading.watch)] = loading.watch
+            watch = Reading(loading, self._dropped.append)
+            watch.pending = pending
+            loading.watch = watch
+            self._reads[watch] = None
         return loading
 
     def restore(self, saved: SavedTensor, loading: Loading) -> Tensor:
@@ -107,14 +108,22 @@ class HostDirect:
         return True
 
     def _give_up(self) -> None:
-        """Cancel the reads that nobody wants any more, and remember those that have begun."""
+        """Cancel the reads that nobody wants any more, and remember those that have begun.
+
+        Between calls this is consistent, see ``stats`` [Note: no calls].
+        """
         dropped, given_up = self._dropped, self._given_up
         while dropped:
             read = dropped[0]
+            del dropped[0]
+            del self._reads[read]
             pending = read.pending
-            if pending is not None and not pending.done() and not pending.cancel():
+            if pending is not None:
                 given_up.append(pending)
-            self._reads.pop(id(read), None)
-            dropped.popleft()
-        while given_up and given_up[0].done():
-            given_up.popleft()
+                pending.cancel()
+        while given_up:
+            first = given_up[0]
+            if not first.done():
+                break
+            if given_up and given_up[0] is first:
+                del given_up[0]

@@ -19,7 +19,7 @@ use crate::owner::{LetGo, Owner, let_go};
 const SIGNAL_CHECK: Duration = Duration::from_millis(100);
 
 #[pyclass(frozen, module = "ssdtrain._core")]
-pub struct Store(core::TensorStore);
+pub struct Store(core::TensorStore, LetGo);
 
 #[pyclass(frozen, module = "ssdtrain._core")]
 pub struct Stored(core::Stored, LetGo);
@@ -71,7 +71,7 @@ impl Store {
         config.verify = verify;
         config.arena_retain_bytes = retain_bytes.unwrap_or(config.arena_retain_bytes);
         let opened = py.detach(|| core::TensorStore::open(&config));
-        opened.map(Self).map_err(|error| to_python(py, &error))
+        opened.map(|store| Self(store, LetGo)).map_err(|error| to_python(py, &error))
     }
 
     fn write(
