@@ -111,7 +111,8 @@ class Ledger:
 
     [Note: no calls] Python looks for signals after a call and when a loop begins anew. A handler
     may raise (Ctrl-C), or ask for these very counts. So what belongs together is done by statements
-    that call nothing: by subscripts and slots, and not by `pop`, `get` or `min`.
+    that call nothing: by subscripts and slots, and not by `pop`, `get` or `min`; and a loop asks
+    inside whether it goes on, because the condition of a `while` is asked before its jump.
     """
 
     def __init__(self) -> None:
@@ -133,7 +134,9 @@ class Ledger:
     def settle(self) -> None:
         """Take note of what died since the last call."""
         ended, holdings = self._ended, self._holdings
-        while ended:
+        while True:
+            if not ended:
+                break
             holding = ended[0]
             del ended[0]
             del holdings[holding]
@@ -144,7 +147,9 @@ class Ledger:
             if identity in registry and registry[identity] is holding:
                 del registry[identity]
         ended, small = self._ended_small, self._small
-        while ended:
+        while True:
+            if not ended:
+                break
             holding = ended[0]
             del ended[0]
             del holdings[holding]

@@ -113,7 +113,9 @@ class HostDirect:
         Between calls this is consistent, see ``stats`` [Note: no calls].
         """
         dropped, given_up = self._dropped, self._given_up
-        while dropped:
+        while True:
+            if not dropped:
+                break
             read = dropped[0]
             del dropped[0]
             del self._reads[read]
@@ -121,9 +123,9 @@ class HostDirect:
             if pending is not None:
                 given_up.append(pending)
                 pending.cancel()
-        while given_up:
-            first = given_up[0]
-            if not first.done():
+        while True:
+            first = given_up[0] if given_up else None
+            if first is None or not first.done():
                 break
             if given_up and given_up[0] is first:
                 del given_up[0]
