@@ -2,7 +2,9 @@
 
 Each call is timed where autograd makes it. Rounds with trivial hooks (pack returns a detached
 tensor, unpack returns it detached again) and with ours take turns, so that both see the same
-machine; printed are medians over all calls and their differences. Operations run in one thread, so
+machine; printed are medians over all calls and their differences, and the difference of the means,
+which shows also what one call does for several (waits for the disk are taken off: they are the
+session's stalls). Operations run in one thread, so
 that a core is left for the I/O worker: where all cores compute, the worker that a call wakes may
 interrupt it, and the submission of the request counts as the call's (--threads shows it).
 
@@ -35,6 +37,8 @@ OPERATION_COUNT = 200
 SMALL_ELEMENTS = 1 << 10
 LARGE_ELEMENTS = 1 << 17
 """512 KiB in float32: above `min_bytes`, and so small that the call counts, not the memory."""
+BATCH_ELEMENTS = 1 << 20
+"""4 MiB: what is given to the disk at once."""
 
 
 class KeepNothing(Policy):
@@ -47,13 +51,15 @@ class KeepNothing(Policy):
 
 @dataclass(frozen=True)
 class Row:
-    """Medians in microseconds of one kind of saved tensor."""
+    """Microseconds of one kind of saved tensor; medians but for the last."""
 
     kind: str
     trivial_pack_us: float
     pack_us: float
     trivial_unpack_us: float
     unpack_us: float
+    mean_over_us: float
+    """Pack and unpack together, less the trivial hooks and less the waits for the disk."""
 
     @property
     def over_us(self) -> float:
@@ -83,7 +89,8 @@ def deduplicated() -> Tensor:
     """Save one large tensor again and again."""
     x = torch.ones(LARGE_ELEMENTS, requires_grad=True) * 1
     scale = torch.ones((), requires_grad=True)
-    total = torch.zeros(())
+    # Alone it would be no batch of writes, and would be needed before it was on the disk.
+    total = torch.zeros(BATCH_ELEMENTS, requires_grad=True).exp().sum()
     for _ in range(OPERATION_COUNT):
         total = total + (x * scale)[:1].sum()
     return total
@@ -123,6 +130,10 @@ class Timed:
         with saved_tensors_hooks(self.pack, self.unpack):
             loss = work()
             loss.backward()  # type: ignore[no-untyped-call]
+
+    def mean_us(self) -> float:
+        """Return what a pack and an unpack together took on average."""
+        return (statistics.mean(self.pack_ns) + statistics.mean(self.unpack_ns)) / 1000
 
     def pack(self, tensor: Tensor) -> object:
         """Time a pack."""
@@ -169,6 +180,8 @@ def measure(kind: str, directory: str, rounds: int) -> Row:
             for timed in (trivial, ours):
                 timed.pack_ns.clear()
                 timed.unpack_ns.clear()
+            warm_stall_s = session.stats.stall_s
+    stall_us = (session.stats.stall_s - warm_stall_s) * 1e6
     written = session.stats.bytes_written
     session.close()
     assert (written > 0) == (kind in ("deduplicated", "offloaded")), f"{kind}: wrote {written}"
@@ -182,18 +195,19 @@ def measure(kind: str, directory: str, rounds: int) -> Row:
         median_us(ours.pack_ns),
         median_us(trivial.unpack_ns),
         median_us(ours.unpack_ns),
+        ours.mean_us() - trivial.mean_us() - stall_us / len(ours.unpack_ns),
     )
 
 
 def table(rows: list[Row]) -> str:
     """Return the rows as Markdown."""
     lines = [
-        "| saved tensor | trivial pack | pack | trivial unpack | unpack | both, over trivial |",
-        "|---|--:|--:|--:|--:|--:|",
+        "| saved tensor | trivial pack | pack | trivial unpack | unpack | both, over | mean |",
+        "|---|--:|--:|--:|--:|--:|--:|",
     ]
     for row in rows:
         figures = (row.trivial_pack_us, row.pack_us, row.trivial_unpack_us, row.unpack_us)
-        cells = " | ".join(f"{figure:.1f}" for figure in (*figures, row.over_us))
+        cells = " | ".join(f"{one:.1f}" for one in (*figures, row.over_us, row.mean_over_us))
         lines.append(f"| {row.kind} | {cells} |")
     return "\n".join(lines)
 

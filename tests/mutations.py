@@ -131,8 +131,8 @@ MUTATIONS = (
     Mutation(
         defence="strides",
         module="saved",
-        old="empty.set_(storage, offset, self.size, self.stride)",
-        new="empty.set_(storage, offset, self.size)",
+        old=".data.set_(storage, offset, self.size, self.stride)",
+        new=".data.set_(storage, offset, self.size)",
         tests=("test_offload::test_backward_sees_the_geometry_that_was_saved",),
     ),
     Mutation(

@@ -3,10 +3,12 @@
 use std::collections::HashMap;
 use std::path::Path;
 use std::sync::Arc;
+use std::thread;
+use std::time::Duration;
 
 use proptest::prelude::*;
 use ssdtrain_core::{
-    Backend, DirectIo, ErrorKind, Faults, StoreConfig, Stored, TensorStore, Tuning,
+    Backend, DirectIo, ErrorKind, Faults, Stats, StoreConfig, Stored, TensorStore, Tuning,
 };
 
 mod memory;
@@ -233,6 +235,45 @@ fn a_queued_write_can_be_cancelled_and_frees_its_source() {
         assert!(matches!(kind, Some(ErrorKind::Cancelled) | None));
     }
     assert!(tensors.iter().all(|bytes| Arc::strong_count(bytes) == 1), "answered, but still held");
+}
+
+#[test]
+fn what_was_given_up_on_its_way_is_counted_and_can_be_waited_for() {
+    let dir = scratch();
+    let paused = Backend::Simulated(Faults { paused: true, ..Faults::default() });
+    let store = open(dir.path(), paused).unwrap();
+    let (soon, long) = (Duration::from_millis(1), Duration::from_secs(60));
+    assert_eq!(store.wait_for_given_up(long), Some(false), "nothing was given up");
+    let bytes = pattern(1, 1 << 20);
+    let begun = |count: fn(&Stats) -> u64| {
+        while count(&store.stats().unwrap()) == 0 {
+            thread::yield_now();
+        }
+    };
+    let stored = write(&store, &bytes).unwrap();
+    begun(|stats| stats.written.operation_count);
+    assert_eq!(store.resident_bytes(), 0, "the caller has the source and counts it");
+    drop(stored);
+    assert_eq!((store.resident_bytes(), Arc::strong_count(&bytes)), (bytes.len(), 2));
+    assert_eq!(store.wait_for_given_up(soon), None);
+    store.resume();
+    while store.resident_bytes() > 0 {
+        store.wait_for_given_up(long).unwrap();
+    }
+    assert_eq!(Arc::strong_count(&bytes), 1);
+
+    let stored = write(&store, &bytes).unwrap();
+    stored.ticket().wait().unwrap();
+    store.pause();
+    let pending = store.read(&stored).unwrap();
+    begun(|stats| stats.read.operation_count);
+    drop(pending);
+    assert_eq!(store.resident_bytes(), store.stats().unwrap().arena_live_bytes as usize);
+    assert!(store.resident_bytes() >= bytes.len(), "the slot is in use");
+    assert_eq!(store.wait_for_given_up(soon), None);
+    store.resume();
+    store.wait_for_given_up(long).unwrap();
+    assert_eq!((store.resident_bytes(), store.wait_for_given_up(long)), (0, Some(false)));
 }
 
 #[test]

@@ -1,8 +1,8 @@
-"""An interrupt (Ctrl-C) at any call of the hooks ends the step, and nothing else.
+"""An interrupt (Ctrl-C) at any moment of the hooks ends the step, and nothing else.
 
-Python delivers it at the first line of a function; where that is a finalizer, it is printed, lost,
-and the finalizer with it. So the calls that a step makes inside the package are interrupted one
-by one.
+Python delivers it at the first line of a function, after a call, and when a loop begins anew. In a
+finalizer it is printed and lost, and the finalizer with it. So the calls and the loops of a step
+inside the package are interrupted one by one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import ssdtrain
-from support import Rig
+from support import Rig, wait_until
 
 PACKAGE = str(Path(ssdtrain.__file__).parent)
 
@@ -34,16 +34,23 @@ def only_new_garbage() -> Iterator[None]:
 
 
 class Signal:
-    """Runs a handler at one of the moments at which Python would, within the package.
+    """Runs a handler at one of the moments at which Python would, within the package."""
 
-    That is when a function begins, and after a call of a function in C.
-    """
-
-    def __init__(self, number: int, handler: Callable[[], object], events: tuple[str, ...]) -> None:
+    def __init__(self, number: int, handler: Callable[[], object]) -> None:
         self._left = number
         self._handler = handler
-        self._events = events
         self.came = False
+
+    def moment(self) -> None:
+        """Count a moment; run the handler if this is the one."""
+        self._left -= 1
+        if self._left < 0 and not self.came:
+            self.came = True
+            self._handler()
+
+
+class AtCall(Signal):
+    """When a function begins, and after a call of a function in C."""
 
     def __enter__(self) -> Self:
         sys.setprofile(self._look)
@@ -53,12 +60,40 @@ class Signal:
         sys.setprofile(None)
 
     def _look(self, frame: FrameType, event: str, _argument: Any) -> None:
-        if event not in self._events or not frame.f_code.co_filename.startswith(PACKAGE):
-            return
-        self._left -= 1
-        if self._left < 0 and not self.came:
-            self.came = True
-            self._handler()
+        if event in ("call", "c_return") and frame.f_code.co_filename.startswith(PACKAGE):
+            self.moment()
+
+
+class AtLoop(Signal):
+    """When a loop begins anew, which is after the condition of a ``while`` was asked again."""
+
+    def __enter__(self) -> Self:
+        sys.settrace(self._enter)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _enter(self, frame: FrameType, _event: str, _argument: Any) -> Any:
+        if not frame.f_code.co_filename.startswith(PACKAGE):
+            return None
+        frame.f_trace_opcodes = True
+        before = -1
+
+        def look(frame: FrameType, event: str, _argument: Any) -> Any:
+            nonlocal before
+            if event == "opcode":
+                jumped_back = frame.f_lasti < before
+                before = frame.f_lasti
+                if jumped_back:
+                    self.moment()
+            return look
+
+        return look
+
+
+MOMENTS = [(AtCall, 100), (AtLoop, 10)]
+"""With how many of them there are in a step at least."""
 
 
 def interrupt() -> None:
@@ -78,20 +113,21 @@ def step(rig: Rig) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("bound_bytes", [None, 250_000])
-def test_an_interrupt_at_any_call_leaves_the_counts_right(
-    bound_bytes: int | None, tmp_path: Path
+@pytest.mark.parametrize(("at", "least_count"), MOMENTS)
+def test_an_interrupt_at_any_moment_leaves_the_counts_right(
+    at: type[AtCall | AtLoop], least_count: int, bound_bytes: int | None, tmp_path: Path
 ) -> None:
     expected = None
     for number in itertools.count():
         rig = Rig(tmp_path, min_bytes=4096, max_resident_bytes=bound_bytes)
         with rig.context():
             try:
-                with Signal(number, interrupt, ("call", "c_return")) as signal:
+                with at(number, interrupt) as signal:
                     found = step(rig)
             except KeyboardInterrupt:
                 found = None
             # Lost would be: it came, and the step went on to its end.
-            assert signal.came == (found is None), f"the interrupt at call {number} was lost"
+            assert signal.came == (found is None), f"the interrupt at moment {number} was lost"
             again = step(rig)
         expected = again if expected is None else expected
         assert torch.equal(again, expected)
@@ -99,26 +135,30 @@ def test_an_interrupt_at_any_call_leaves_the_counts_right(
         rig.session.close()
         if found is not None:
             break
-    assert number > 100
+    assert number > least_count
     assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("bound_bytes", [None, 250_000])
-def test_a_signal_handler_may_ask_for_the_counts(bound_bytes: int | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("at", "least_count"), MOMENTS)
+def test_a_signal_handler_may_ask_for_the_counts(
+    at: type[AtCall | AtLoop], least_count: int, bound_bytes: int | None, tmp_path: Path
+) -> None:
     rig = Rig(tmp_path, min_bytes=4096, max_resident_bytes=bound_bytes)
     with rig.context():
         expected = step(rig)
     before = rig.stats
     saved_count = before.tensors_kept + before.tensors_forwarded + before.tensors_offloaded
     for number in itertools.count():
-        with rig.context(), Signal(number, lambda: rig.stats, ("call", "c_return")) as signal:
+        with rig.context(), at(number, lambda: rig.stats) as signal:
             found = step(rig)
         assert torch.equal(found, expected)
+        # A write that was given up on its way holds its source until it has ended.
+        wait_until(lambda: rig.stats.resident_bytes == 0, "the end of the step's writes")
         after = rig.stats
-        assert after.resident_bytes == 0
         counted = after.tensors_kept + after.tensors_forwarded + after.tensors_offloaded
         assert counted == (number + 2) * saved_count, f"miscounted after a signal at {number}"
         if not signal.came:
             break
-    assert number > 100
+    assert number > least_count
     rig.assert_empty()

@@ -6,7 +6,6 @@ import _thread
 import gc
 import logging
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import ssdtrain
-from ssdtrain.errors import BudgetError, CorruptError, StorageError
+from ssdtrain.errors import CorruptError, StorageError
 from ssdtrain.policy import Policy
 from support import (
     MODES,
@@ -344,100 +343,6 @@ def test_a_forked_child_neither_reads_nor_closes_the_store_of_its_parent(tmp_pat
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
 
 
-# Budgets
-
-
-def big_step(rig: Rig | None) -> Result:
-    """Ten chained saves of 4 MB with small ones between them."""
-    torch.manual_seed(0)
-    x = torch.randn(1_000_000, requires_grad=True)
-    scales = torch.randn(10, 10, requires_grad=True)
-    if rig is None:
-        y = forward_big(x, scales)
-        y.backward()
-    else:
-        with rig.context():
-            y = forward_big(x, scales)
-            y.backward()
-    assert x.grad is not None
-    assert scales.grad is not None
-    return {"loss": y, "x": x.grad, "scales": scales.grad}
-
-
-def forward_big(x: Tensor, scales: Tensor) -> Tensor:
-    y = x * 0.5
-    for row in scales:
-        y = (y * row.sin().exp().mean()).tanh()
-    return y.sum()
-
-
-@pytest.mark.parametrize("backend", ["psync", "io_uring", "simulated"])
-def test_a_budget_of_a_third_of_what_is_kept_holds(backend: str, tmp_path: Path) -> None:
-    expected = big_step(None)
-    kept = Rig(tmp_path, min_bytes=1 << 40)
-    assert_equal_bits(big_step(kept), expected)
-    budget = kept.stats.resident_bytes_peak // 3
-    for min_bytes in (1, 4096):
-        rig = Rig(tmp_path, backend=backend, max_resident_bytes=budget, min_bytes=min_bytes)
-        for _ in range(2):
-            assert_equal_bits(big_step(rig), expected)
-        assert 0 < rig.stats.resident_bytes_peak <= budget
-        assert rig.stats.bytes_read > 0
-        rig.assert_empty()
-
-
-def test_a_budget_below_what_one_node_needs_is_refused(tmp_path: Path) -> None:
-    rig = Rig(tmp_path, max_resident_bytes=1_000_000)
-    with pytest.raises(BudgetError, match="max_resident_bytes=1000000"):
-        big_step(rig)
-    rig.assert_empty()
-
-
-def test_a_budget_holds_when_backward_goes_in_an_order_that_was_not_foreseen(
-    tmp_path: Path,
-) -> None:
-    x = torch.linspace(-1, 1, 500_000).requires_grad_()
-    rig = Rig(tmp_path, min_bytes=4096, max_resident_bytes=6_500_000)
-    shuffle = random.Random(0)
-    with rig.context():
-        for _ in range(30):
-            losses = [(x * n).tanh().sum() for n in range(8)]
-            shuffle.shuffle(losses)
-            while losses:
-                losses.pop().backward()
-    assert x.grad is not None
-    actual, x.grad = x.grad, None
-    shuffle = random.Random(0)
-    for _ in range(30):
-        order = list(range(8))
-        shuffle.shuffle(order)
-        while order:
-            (x * order.pop()).tanh().sum().backward()
-    assert bits(actual) == bits(x.grad)
-    assert rig.stats.resident_bytes_peak <= 6_500_000
-    rig.assert_empty()
-
-
-def test_small_tensors_make_room_by_the_write_of_a_large_one_before_them(tmp_path: Path) -> None:
-    rig = Rig(tmp_path, min_bytes=100_000, max_resident_bytes=1_100_000)
-
-    def step(flush: Flush) -> Result:
-        large = torch.linspace(0, 1, 250_000).requires_grad_()
-        small = torch.linspace(0, 1, 1000).requires_grad_()
-        a, b = (large * 2).exp(), small
-        for _ in range(100):
-            b = b.sin()
-        loss = b.sum() + a.sum()
-        del a
-        b_grad = torch.autograd.grad(loss, small)[0]
-        return {"loss": loss, "small": b_grad}
-
-    expected = step(nothing)
-    with rig.context():
-        assert_equal_bits(step(nothing), expected)
-    rig.assert_empty()
-
-
 # Faults of the disk
 
 
@@ -501,18 +406,6 @@ def test_what_does_not_fit_max_disk_bytes_is_kept(
     assert stats.tensors_kept > 0
     assert stats.write_failed_count > 0
     assert len(caplog.records) == 1
-
-
-def test_a_budget_that_a_full_disk_cannot_serve_is_refused(tmp_path: Path) -> None:
-    rig = Rig(
-        tmp_path,
-        backend="simulated",
-        faults={"seed": 1, "io_error_rate": 1.0},
-        max_resident_bytes=13_000_000,
-    )
-    with pytest.raises(BudgetError):
-        big_step(rig)
-    rig.assert_empty()
 
 
 def failure_of(work: Callable[[], object]) -> StorageError | None:

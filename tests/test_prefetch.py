@@ -39,7 +39,7 @@ class FakeRecord:
     def slot_bytes(self) -> int:
         return self.nbytes
 
-    def is_being_written(self) -> bool:
+    def is_leaving(self) -> bool:
         return self.source is not None and self.stored is not None
 
     def reading(self) -> Any:
@@ -230,6 +230,20 @@ def test_the_window_moves_on_by_what_was_used() -> None:
     assert "".join(desk.unpack(saved["h"])) == "gfe"
     assert "".join(desk.unpack(saved["g"])) == "d"
     assert "".join(desk.unpack(saved["f"])) == "c"
+
+
+@pytest.mark.parametrize(("nbytes", "first"), [(MIB, 32), (MIB // 4, 64)])
+def test_small_reads_are_begun_a_quarter_of_the_window_at_a_time(nbytes: int, first: int) -> None:
+    """Each would wake the disk's thread, which takes as long as the rest of an unpack."""
+    desk = Desk()
+    saved = [desk.pack(f"{number} ", number, nbytes) for number in range(3 * first)]
+    counts = [len(desk.unpack(one)) for one in reversed(saved)]
+    quarter = first // 4
+    assert counts[: 2 * quarter + 1] == [
+        first,
+        *([0] * (quarter - 1) + [quarter]) * 2,
+    ]
+    assert sum(counts) == len(saved) - 1
 
 
 def test_views_of_one_storage_count_once() -> None:

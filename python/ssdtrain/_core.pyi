@@ -36,8 +36,17 @@ class Store:
     def trim(self) -> int:
         """Give the space beyond what is stored back to the disks; return its bytes."""
 
-    def arena_live_bytes(self) -> int:
-        """Bytes of slots in use: being read, or read and not yet dropped."""
+    def resident_bytes(self) -> int:
+        """Bytes of slots in use, and of the sources of given-up writes that have not ended.
+
+        Slots are in use while they are read, and then until their last user is gone.
+        """
+
+    def wait_for_given_up(self) -> bool:
+        """Wait until a transfer that nobody wants any more has ended; ``False`` if there is none.
+
+        Given up is what died after it had begun; it holds memory until its last piece has ended.
+        """
 
     def notes(self) -> list[str]:
         """What was given up while opening, one sentence each."""
@@ -77,9 +86,6 @@ class Pending:
 
     def done(self) -> bool:
         """Whether the read has ended, well or not."""
-
-    def cancel(self) -> bool:
-        """Give the read up; ``True`` if it had not begun."""
 
     def wait(self) -> Slot:
         """Wait for the read with the GIL released; raises what went wrong."""

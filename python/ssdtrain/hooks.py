@@ -82,7 +82,13 @@ class Hooks:
         self._policy = policy
         self._lock = threading.RLock()
         self._ledger = Ledger()
-        self._tracker = Tracker(transfer, self._ledger, policy, config.max_resident_bytes)
+        self._tracker = Tracker(
+            transfer,
+            self._ledger,
+            policy,
+            min_bytes=config.min_bytes,
+            max_resident_bytes=config.max_resident_bytes,
+        )
         self._prefetcher = Prefetcher(policy, self._tracker.load)
         # Weak, because the prefetcher knows the tracker: a cycle would keep the store open.
         self._tracker.give_way = weakref.WeakMethod(self._prefetcher.drop_window)

@@ -57,7 +57,7 @@ class Session:
         bound = config.max_resident_bytes
         # Whoever has to fit has no memory to spare for the next reads.
         store = open_store(config.store, retain_bytes=None if bound is None else bound // 8)
-        transfer = HostDirect(store, bounded=bound is not None)
+        transfer = HostDirect(store)
         self._hooks: Hooks | None = Hooks(config, transfer, policy)
         self._final: Stats | None = None
 

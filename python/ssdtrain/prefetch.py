@@ -27,6 +27,9 @@ FORWARD_SEED, BACKWARD_SEED = 1, 2
 """First keys of rounds; small negative numbers would not do, hash(-1) is hash(-2)."""
 WINDOW_COUNT = 64
 """Records read ahead at most: bounds the work of an unpack where tensors are small."""
+REFILL_SHARE = 0.25
+"""So much of the window is refilled at a time: to wake the disk's thread takes as long as the rest
+of an unpack."""
 ORDERS_MAX = 64
 """Learned orders that are remembered."""
 UNFINISHED_MAX = 32
@@ -224,12 +227,13 @@ class Prefetcher:
         assert current.order is not None
         order, on_disk, entries = current.order, current.on_disk, current.entries
         following_place = bisect_right(on_disk, self._index)
-        # What is being written is looked at again: it may have to be read when its turn comes.
+        # What is leaving memory is looked at again: it may have to be read when its turn comes.
         unsettled_count = 0
+        rests = self._is_filled(spare_bytes)
         for place in range(max(self._place, following_place), len(on_disk)):
             ordinal = order[on_disk[place]]
             following = entries[ordinal]()
-            if following is not None and following.record.is_being_written():
+            if following is not None and following.record.is_leaving():
                 unsettled_count += 1
                 if unsettled_count > WINDOW_COUNT:
                     break
@@ -244,7 +248,7 @@ class Prefetcher:
                 is_next = place == following_place or not self._window
                 if not joins and (
                     record.slot_bytes() > room_bytes
-                    or not (is_next or self._is_wanted(current, following, spare_bytes))
+                    or not (is_next or self._is_wanted(current, following, spare_bytes, rests))
                 ):
                     break
                 following.ahead = self._load(following)
@@ -257,13 +261,21 @@ class Prefetcher:
             if not unsettled_count:
                 self._place = place + 1
 
-    def _is_wanted(self, current: Round, following: SavedTensor, spare_bytes: int) -> bool:
+    def _is_filled(self, spare_bytes: int) -> bool:
+        """Whether too little could be read ahead to be worth it now."""
+        filled = 1 - REFILL_SHARE
+        return len(self._window) > filled * WINDOW_COUNT or (
+            self._window_bytes > filled * WINDOW_BYTES and spare_bytes < REFILL_SHARE * WINDOW_BYTES
+        )
+
+    def _is_wanted(
+        self, current: Round, following: SavedTensor, spare_bytes: int, rests: bool
+    ) -> bool:
         """Whether the read of what is not even next should begin now."""
         nbytes = following.record.slot_bytes()
+        has_room = nbytes <= spare_bytes or self._window_bytes + nbytes <= WINDOW_BYTES
         return len(self._window) < WINDOW_COUNT and (
-            nbytes <= spare_bytes
-            or self._window_bytes + nbytes <= WINDOW_BYTES
-            or self._is_due(current, following)
+            (has_room and not rests) or self._is_due(current, following)
         )
 
     def _predict(self, current: Round) -> None:

@@ -26,7 +26,6 @@ __all__ = [
     "ExcludedTensor",
     "Geometry",
     "Loading",
-    "Reading",
     "Record",
     "SavedTensor",
     "SmallTensor",
@@ -56,8 +55,7 @@ class Geometry:
     def build(self, storage: UntypedStorage, start: int) -> Tensor:
         """Return a tensor on ``storage``, whose first byte was at ``start`` of the original."""
         offset = (self.offset - start) // self.dtype.itemsize
-        empty = torch.empty(0, dtype=self.dtype, device="cpu")
-        return empty.set_(storage, offset, self.size, self.stride)
+        return _empty(self.dtype).data.set_(storage, offset, self.size, self.stride)
 
 
 def part_of(tensor: Tensor) -> tuple[int, int]:
@@ -89,7 +87,7 @@ def span_bytes(tensor: Tensor) -> int:
 class Loading:
     """A read that was begun; whoever holds this holds its memory."""
 
-    __slots__ = ("__weakref__", "_pending", "_slot", "has_failed", "watch")
+    __slots__ = ("__weakref__", "_pending", "_slot", "has_failed")
 
     def __init__(self, pending: Pending | None, slot: Slot | None) -> None:
         assert (pending is None) != (slot is None)
@@ -97,8 +95,6 @@ class Loading:
         self._slot = slot
         self.has_failed = False
         """Nobody joins it any more: the next user reads anew."""
-        self.watch: Reading | None = None
-        """What tells that nobody wants it any more, where somebody asks."""
 
     def done(self) -> bool:
         """Whether the bytes are there, or will never be."""
@@ -116,20 +112,9 @@ class Loading:
                 self.has_failed = True
                 raise
             self._pending = None
-            if self.watch is not None:
-                self.watch.pending = None
         slot = self._slot
         assert slot is not None
         return slot
-
-
-class Reading(weakref.ref[Loading]):
-    """A weak reference to a read; its callback is a function in C, see ``stats.Holding``."""
-
-    __slots__ = ("pending",)
-
-    pending: Pending | None
-    """Until somebody has waited for it."""
 
 
 class Record:
@@ -193,9 +178,13 @@ class Record:
         """Return the most that a read of this record takes: widened, and rounded to pages."""
         return self.nbytes + SLOT_OVERHEAD_BYTES
 
-    def is_being_written(self) -> bool:
-        """Whether its memory goes when a write ends."""
-        return self.source is not None and self.stored is not None
+    def is_leaving(self) -> bool:
+        """Whether it is in memory now, but may have to be read when its turn comes.
+
+        Its write has not been seen to end, or somebody else still has its memory.
+        """
+        in_memory = self.source is not None or self.storage() is not None
+        return in_memory and self.stored is not None
 
     def reading(self) -> Loading | None:
         """Return the read that is under way, which another user of this record can join."""

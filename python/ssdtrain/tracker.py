@@ -32,25 +32,46 @@ __all__ = ["Tracker"]
 
 log = logging.getLogger("ssdtrain")
 
+BATCH_COUNT = 16
+"""Of the smallest tensors so many are given to the disk together: to wake its thread takes as long
+as all the rest of a pack."""
 REAP_MAX = 64
 """Writes that a hook frees at most: bounds the work of one call."""
+
+
+class Gate:
+    """What one thread saved and has not been given to the disk, in the order of packing."""
+
+    __slots__ = ("nbytes", "records")
+
+    def __init__(self) -> None:
+        self.records: list[Holding[Record]] = []
+        self.nbytes = 0
 
 
 class Tracker:
     """Keeps the records; called with the session's lock held."""
 
     def __init__(
-        self, transfer: Transfer, ledger: Ledger, policy: Policy, max_resident_bytes: int | None
+        self,
+        transfer: Transfer,
+        ledger: Ledger,
+        policy: Policy,
+        *,
+        min_bytes: int,
+        max_resident_bytes: int | None,
     ) -> None:
         self._transfer = transfer
         self._ledger = ledger
         self._policy = policy
         self._budget = max_resident_bytes
+        # Under a bound every byte that goes early may be missed.
+        self._batch_bytes = BATCH_COUNT * min_bytes if max_resident_bytes is None else 0
         self.give_way: Callable[[], Callable[[], None] | None] = lambda: None
         """Gives up what was read ahead; called before a bound is found too small."""
         self._by_storage: dict[int, Holding[Record]] = {}
-        self._gated: dict[int, list[Holding[Record]]] = {}
-        """Records by thread whose node may not have been passed yet."""
+        self._gates: dict[int, Gate] = {}
+        """By thread."""
         self._writing: deque[Holding[Record]] = deque()
         self._look_at = 0
         """Which of the writes behind the oldest was looked at last."""
@@ -82,15 +103,22 @@ class Tracker:
     def write_later(self, record: Record) -> None:
         """Write this record once its node has been passed."""
         thread = threading.get_ident()
-        self._gated.setdefault(thread, []).append(record.holding)
+        gate = self._gates.get(thread)
+        if gate is None:
+            gate = self._gates[thread] = Gate()
+        gate.records.append(record.holding)
+        gate.nbytes += record.nbytes
 
     def open_gate(self, sequence: int | None) -> None:
-        """Begin the writes of this thread's nodes before ``sequence``; of all if it is ``None``."""
-        gated = self._gated.get(threading.get_ident())
-        if not gated:
+        """Begin the writes of this thread's nodes before ``sequence``, once there is a batch.
+
+        Of all nodes, however few, if it is ``None``.
+        """
+        gate = self._gates.get(threading.get_ident())
+        if gate is None or (sequence is not None and gate.nbytes < self._batch_bytes):
             return
         closed = []
-        for reference in gated:
+        for reference in gate.records:
             record = reference()
             if record is None:
                 continue
@@ -98,7 +126,8 @@ class Tracker:
                 closed.append(reference)
             elif record.source is not None:
                 self._begin_write(record)
-        gated[:] = closed
+        gate.records[:] = closed
+        gate.nbytes = sum(reference.nbytes for reference in closed)
 
     def reap(self) -> None:
         """Free the memory of what has reached the disk.
@@ -191,22 +220,29 @@ class Tracker:
         """Wait until ``nbytes`` more fit under the bound on resident bytes, if there is one."""
         if self._budget is None:
             return
-        self._ledger.settle()
         give_way = self.give_way()
-        while self.resident_bytes() + nbytes > self._budget:
-            oldest = self._oldest_write()
-            if oldest is None:
-                if self._transfer.end_given_up():
-                    continue
-                if give_way is not None:
-                    give_way()
-                    give_way = None
-                    continue
-                raise self._over_budget(self._budget, nbytes)
+        while self._is_short_of(nbytes, self._budget):
             began_s = perf_counter()
-            self._end_write(oldest)
-            self._ledger.note_stall(perf_counter() - began_s)
-            self._ledger.settle()
+            if self._wait_for_memory():
+                self._ledger.note_stall(perf_counter() - began_s)
+            elif give_way is not None:
+                give_way()
+                give_way = None
+            # What ended between the question and the look for something to wait for is free now.
+            elif self._is_short_of(nbytes, self._budget):
+                raise self._over_budget(self._budget, nbytes)
+
+    def _is_short_of(self, nbytes: int, budget: int) -> bool:
+        self._ledger.settle()
+        return self.resident_bytes() + nbytes > budget
+
+    def _wait_for_memory(self) -> bool:
+        """Wait for something that frees memory when it ends; ``False`` if there is nothing."""
+        oldest = self._oldest_write()
+        if oldest is None:
+            return self._transfer.wait_for_given_up()
+        self._end_write(oldest)
+        return True
 
     def _over_budget(self, budget: int, nbytes: int) -> BudgetError:
         what = (

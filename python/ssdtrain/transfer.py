@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections import deque
-from contextlib import suppress
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ssdtrain import _core
-from ssdtrain.errors import SsdtrainError
-from ssdtrain.saved import Loading, Reading, Record, SavedTensor
+from ssdtrain.saved import Loading, Record, SavedTensor
 
 __all__ = ["HostDirect", "Transfer"]
 
@@ -30,10 +27,10 @@ class Transfer(Protocol):
         """Return the saved tensor, waiting for its bytes."""
 
     def resident_bytes(self) -> int:
-        """Return the bytes of reads that are under way or in use."""
+        """Return the bytes that transfers hold in memory, but for sources that records hold."""
 
-    def end_given_up(self) -> bool:
-        """Wait for a read that nobody wants any more; ``False`` if there is none."""
+    def wait_for_given_up(self) -> bool:
+        """Wait for the end of a transfer that nobody wants any more; ``False`` if there is none."""
 
     def notes(self) -> list[str]:
         """Return what was given up since the store was opened, one sentence each."""
@@ -42,16 +39,8 @@ class Transfer(Protocol):
 class HostDirect:
     """CPU memory, without a copy: written in place, read into memory that becomes the tensor."""
 
-    def __init__(self, store: _core.Store, *, bounded: bool) -> None:
+    def __init__(self, store: _core.Store) -> None:
         self.store = store
-        self._bounded = bounded
-        self._reads: dict[Reading, None] = {}
-        """Under a bound on resident bytes all that were begun: it may have to wait for those that
-        nobody wants any more, which hold memory until they end."""
-        self._dropped: deque[Reading] = deque()
-        """Those whose user is gone."""
-        self._given_up: deque[_core.Pending] = deque()
-        """Those of them that could not be cancelled."""
         self._said = frozenset(store.notes())
         """Notes of the opening, which were logged there."""
 
@@ -70,14 +59,8 @@ class HostDirect:
             # Some node still holds a tensor on these very bytes.
             return Loading(None, slot)
         assert record.stored is not None
-        pending = self.store.read(record.stored)
-        loading = Loading(pending, None)
+        loading = Loading(self.store.read(record.stored), None)
         record.loading = weakref.ref(loading)
-        if self._bounded:
-            watch = Reading(loading, self._dropped.append)
-            watch.pending = pending
-            loading.watch = watch
-            self._reads[watch] = None
         return loading
 
     def restore(self, saved: SavedTensor, loading: Loading) -> Tensor:
@@ -88,44 +71,13 @@ class HostDirect:
         return saved.build(storage, saved.record.start)
 
     def resident_bytes(self) -> int:
-        """Return the bytes of the slots in use."""
-        if self._bounded:
-            self._give_up()
-        return self.store.arena_live_bytes()
+        """Return the bytes of slots in use, and of sources of given-up writes under way."""
+        return self.store.resident_bytes()
+
+    def wait_for_given_up(self) -> bool:
+        """Wait until one transfer that died under way has ended, and holds no memory any more."""
+        return self.store.wait_for_given_up()
 
     def notes(self) -> list[str]:
         """Return the directories that are out of use."""
         return [note for note in self.store.notes() if note not in self._said]
-
-    def end_given_up(self) -> bool:
-        """Wait for one given-up read to end, well or not, and let its memory go."""
-        self._give_up()
-        if not self._given_up:
-            return False
-        pending = self._given_up.popleft()
-        with suppress(SsdtrainError):
-            pending.wait()
-        return True
-
-    def _give_up(self) -> None:
-        """Cancel the reads that nobody wants any more, and remember those that have begun.
-
-        Between calls this is consistent, see ``stats`` [Note: no calls].
-        """
-        dropped, given_up = self._dropped, self._given_up
-        while True:
-            if not dropped:
-                break
-            read = dropped[0]
-            del dropped[0]
-            del self._reads[read]
-            pending = read.pending
-            if pending is not None:
-                given_up.append(pending)
-                pending.cancel()
-        while True:
-            first = given_up[0] if given_up else None
-            if first is None or not first.done():
-                break
-            if given_up and given_up[0] is first:
-                del given_up[0]

@@ -3,16 +3,18 @@
 //! It does not know what it keeps. Dropping a [`Stored`] is the release: a write that has not begun
 //! is cancelled, one that is under way keeps its extent and its source until the kernel is done.
 
+use std::mem;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use crate::buffer::{Arena, HostRegion, IoBuf, Slot, slot_checksum};
 use crate::config::StoreConfig;
 use crate::device::Device;
 use crate::error::{Error, ErrorKind, Result};
 use crate::file::{Extent, Quota};
-use crate::flight::Flight;
+use crate::flight::{Flight, GivenUp};
 use crate::meter::{Direction, Traffic};
 use crate::stripe::{self, Lane};
 
@@ -24,7 +26,7 @@ pub struct TensorStore {
     /// Of every device: a tensor may lie on all of them.
     alignment: usize,
     verify: bool,
-    cancelled_count: Arc<AtomicU64>,
+    given_up: Arc<GivenUp>,
     closed: AtomicBool,
     process: u32,
     notes: Vec<String>,
@@ -40,7 +42,7 @@ pub struct Stored {
     head: usize,
     len: usize,
     checksum: Option<u64>,
-    cancelled_count: Arc<AtomicU64>,
+    given_up: Arc<GivenUp>,
 }
 
 /// A read on its way. Dropping it gives up the read.
@@ -52,6 +54,7 @@ pub struct Pending {
     len: usize,
     checksum: Option<u64>,
     place: String,
+    given_up: Arc<GivenUp>,
 }
 
 /// Bytes that came back: `len` bytes at `head` of a slot.
@@ -103,7 +106,7 @@ impl TensorStore {
             arena: Arena::new(config.arena_retain_bytes)?,
             quota,
             verify: config.verify,
-            cancelled_count: Arc::default(),
+            given_up: Arc::default(),
             closed: AtomicBool::new(false),
             process: std::process::id(),
             notes,
@@ -132,16 +135,18 @@ impl TensorStore {
         let (len, checksum) = (source.len(), self.verify.then(|| source.checksum()));
         let (region, head) = source.widened(self.alignment);
         let buffer = IoBuf::from(region);
-        // If a part is refused, dropping the flight gives up the parts before it.
-        let (mut flight, mut extents, mut start) = (Flight::default(), Vec::new(), 0);
+        let (flight, extents) = (Flight::default(), Vec::new());
+        let given_up = Arc::clone(&self.given_up);
+        // If a part is refused, dropping this gives up the parts before it.
+        let mut stored = Stored { flight, extents, head, len, checksum, given_up };
+        let mut start = 0;
         for (device, len) in stripe::shares(buffer.len(), &lanes) {
             let (extent, part) = self.devices[device].write(buffer.part(start, len))?;
-            flight.push(part);
-            extents.push((device, extent));
+            stored.flight.push(part);
+            stored.extents.push((device, extent));
             start += len;
         }
-        let cancelled_count = Arc::clone(&self.cancelled_count);
-        Ok(Stored { flight, extents, head, len, checksum, cancelled_count })
+        Ok(stored)
     }
 
     /// Queues a read of what `stored` holds and returns at once.
@@ -168,15 +173,17 @@ impl TensorStore {
         let total: u64 = stored.extents.iter().map(|(_, extent)| extent.len()).sum();
         let slot = Arc::new(self.arena.slot(total as usize)?);
         let buffer = IoBuf::from(Arc::clone(&slot));
-        let (mut flight, mut start) = (Flight::default(), 0);
+        let (head, len, checksum) = (stored.head, stored.len, stored.checksum);
+        let (flight, place, given_up) =
+            (Flight::default(), stored.place(), Arc::clone(&self.given_up));
+        let mut pending = Pending { flight, slot, head, len, checksum, place, given_up };
+        let mut start = 0;
         for (device, extent) in &stored.extents {
             let len = extent.len() as usize;
-            flight.push(self.devices[*device].read(extent, buffer.part(start, len))?);
+            pending.flight.push(self.devices[*device].read(extent, buffer.part(start, len))?);
             start += len;
         }
-        let (head, len, checksum) = (stored.head, stored.len, stored.checksum);
-        let place = stored.place();
-        Ok(Pending { flight, slot, head, len, checksum, place })
+        Ok(pending)
     }
 
     /// Gives the space of `stored` back; the same as dropping it.
@@ -190,9 +197,16 @@ impl TensorStore {
         self.devices.iter().map(|device| device.file().trim()).sum()
     }
 
-    /// Bytes of slots in use.
-    pub fn arena_live_bytes(&self) -> usize {
-        self.arena.live_bytes()
+    /// Bytes of memory in use for transfers beyond what callers hold on to: of slots, and of the
+    /// sources of writes that were given up and have not ended.
+    pub fn resident_bytes(&self) -> usize {
+        self.arena.live_bytes() + self.given_up.lent_bytes()
+    }
+
+    /// Waits at most `limit` until a transfer that was given up has ended, and holds no memory any
+    /// more: `false` if there is none, `None` if the time is over.
+    pub fn wait_for_given_up(&self, limit: Duration) -> Option<bool> {
+        if self.is_foreign() { Some(false) } else { self.given_up.wait_for_one(limit) }
     }
 
     /// What the store did so far; `Closed` in a forked process, where the counts stand still.
@@ -206,7 +220,7 @@ impl TensorStore {
         Ok(Stats {
             written: sum(Direction::Write),
             read: sum(Direction::Read),
-            cancelled_count: self.cancelled_count.load(Ordering::Relaxed),
+            cancelled_count: self.given_up.never_begun_count(),
             disk_used_bytes: self.devices.iter().map(|device| device.file().used()).sum(),
             disk_reserved_bytes: self.quota.used(),
             arena_live_bytes: self.arena.live_bytes() as u64,
@@ -313,7 +327,7 @@ impl Stored {
     pub fn cancel(&self) -> bool {
         let cancelled = self.flight.cancel();
         if cancelled {
-            self.cancelled_count.fetch_add(1, Ordering::Relaxed);
+            self.given_up.note_never_begun();
         }
         cancelled
     }
@@ -329,8 +343,8 @@ impl Stored {
 
 impl Drop for Stored {
     fn drop(&mut self) {
-        if !self.flight.is_done() && !self.flight.is_foreign() {
-            self.cancel();
+        if !self.flight.is_done() && !self.flight.is_foreign() && !self.cancel() {
+            self.given_up.watch(mem::take(&mut self.flight), self.len);
         }
     }
 }
@@ -372,6 +386,15 @@ impl Pending {
             }
         }
         Ok(Restored { slot: Arc::clone(&self.slot), head: self.head, len: self.len })
+    }
+}
+
+impl Drop for Pending {
+    fn drop(&mut self) {
+        if !self.flight.is_done() && !self.flight.is_foreign() && !self.cancel() {
+            // Its slot is counted by the arena.
+            self.given_up.watch(mem::take(&mut self.flight), 0);
+        }
     }
 }
 

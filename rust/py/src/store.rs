@@ -99,9 +99,22 @@ impl Store {
         py.detach(|| self.0.trim()).map_err(|error| to_python(py, &error))
     }
 
-    fn arena_live_bytes(&self, py: Python<'_>) -> usize {
+    fn resident_bytes(&self, py: Python<'_>) -> usize {
+        let resident_bytes = self.0.resident_bytes();
+        // What ended before it was counted is let go before the count is told.
         let_go(py);
-        self.0.arena_live_bytes()
+        resident_bytes
+    }
+
+    fn wait_for_given_up(&self, py: Python<'_>) -> PyResult<bool> {
+        loop {
+            let ended = py.detach(|| self.0.wait_for_given_up(SIGNAL_CHECK));
+            let_go(py);
+            match ended {
+                Some(ended) => return Ok(ended),
+                None => py.check_signals()?,
+            }
+        }
     }
 
     fn notes(&self) -> Vec<String> {
@@ -175,10 +188,6 @@ impl Stored {
 impl Pending {
     fn done(&self) -> bool {
         self.0.ticket().is_done()
-    }
-
-    fn cancel(&self) -> bool {
-        self.0.cancel()
     }
 
     fn wait(&self, py: Python<'_>) -> PyResult<Slot> {

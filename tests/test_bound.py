@@ -1,0 +1,222 @@
+"""The bound on resident bytes: it holds, or it is refused, whatever is dropped meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import ssdtrain
+from disks import MIB
+from ssdtrain.errors import BudgetError
+from support import Flush, Result, Rig, assert_equal_bits, bits, chain, nothing, wait_until
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def big_step(rig: Rig | None) -> Result:
+    """Ten chained saves of 4 MB with small ones between them."""
+    torch.manual_seed(0)
+    x = torch.randn(1_000_000, requires_grad=True)
+    scales = torch.randn(10, 10, requires_grad=True)
+    if rig is None:
+        y = forward_big(x, scales)
+        y.backward()
+    else:
+        with rig.context():
+            y = forward_big(x, scales)
+            y.backward()
+    assert x.grad is not None
+    assert scales.grad is not None
+    return {"loss": y, "x": x.grad, "scales": scales.grad}
+
+
+def forward_big(x: Tensor, scales: Tensor) -> Tensor:
+    y = x * 0.5
+    for row in scales:
+        y = (y * row.sin().exp().mean()).tanh()
+    return y.sum()
+
+
+@pytest.mark.parametrize("backend", ["psync", "io_uring", "simulated"])
+def test_a_budget_of_a_third_of_what_is_kept_holds(backend: str, tmp_path: Path) -> None:
+    expected = big_step(None)
+    kept = Rig(tmp_path, min_bytes=1 << 40)
+    assert_equal_bits(big_step(kept), expected)
+    budget = kept.stats.resident_bytes_peak // 3
+    for min_bytes in (1, 4096):
+        rig = Rig(tmp_path, backend=backend, max_resident_bytes=budget, min_bytes=min_bytes)
+        for _ in range(2):
+            assert_equal_bits(big_step(rig), expected)
+        assert 0 < rig.stats.resident_bytes_peak <= budget
+        assert rig.stats.bytes_read > 0
+        rig.assert_empty()
+
+
+def test_a_budget_below_what_one_node_needs_is_refused(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, max_resident_bytes=1_000_000)
+    with pytest.raises(BudgetError, match="max_resident_bytes=1000000"):
+        big_step(rig)
+    rig.assert_empty()
+
+
+def test_a_budget_holds_when_backward_goes_in_an_order_that_was_not_foreseen(
+    tmp_path: Path,
+) -> None:
+    x = torch.linspace(-1, 1, 500_000).requires_grad_()
+    rig = Rig(tmp_path, min_bytes=4096, max_resident_bytes=6_500_000)
+    shuffle = random.Random(0)
+    with rig.context():
+        for _ in range(30):
+            losses = [(x * n).tanh().sum() for n in range(8)]
+            shuffle.shuffle(losses)
+            while losses:
+                losses.pop().backward()
+    assert x.grad is not None
+    actual, x.grad = x.grad, None
+    shuffle = random.Random(0)
+    for _ in range(30):
+        order = list(range(8))
+        shuffle.shuffle(order)
+        while order:
+            (x * order.pop()).tanh().sum().backward()
+    assert bits(actual) == bits(x.grad)
+    assert rig.stats.resident_bytes_peak <= 6_500_000
+    rig.assert_empty()
+
+
+def test_small_tensors_make_room_by_the_write_of_a_large_one_before_them(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, min_bytes=100_000, max_resident_bytes=1_100_000)
+
+    def step(flush: Flush) -> Result:
+        large = torch.linspace(0, 1, 250_000).requires_grad_()
+        small = torch.linspace(0, 1, 1000).requires_grad_()
+        a, b = (large * 2).exp(), small
+        for _ in range(100):
+            b = b.sin()
+        loss = b.sum() + a.sum()
+        del a
+        b_grad = torch.autograd.grad(loss, small)[0]
+        return {"loss": loss, "small": b_grad}
+
+    expected = step(nothing)
+    with rig.context():
+        assert_equal_bits(step(nothing), expected)
+    rig.assert_empty()
+
+
+def test_a_budget_that_a_full_disk_cannot_serve_is_refused(tmp_path: Path) -> None:
+    rig = Rig(
+        tmp_path,
+        backend="simulated",
+        faults={"seed": 1, "io_error_rate": 1.0},
+        max_resident_bytes=13_000_000,
+    )
+    with pytest.raises(BudgetError):
+        big_step(rig)
+    rig.assert_empty()
+
+
+def test_what_was_read_ahead_gives_way_to_what_a_checkpoint_computes_again(tmp_path: Path) -> None:
+    """Reading ahead is a hint: under a bound it must not take the room of what is needed."""
+    expected = torch.zeros(0)
+    for offloaded in (False, True):
+        rig = Rig(tmp_path, max_resident_bytes=8 * MIB)
+        x = torch.linspace(-1, 1, MIB // 4, requires_grad=True)
+        with rig.context() if offloaded else contextlib.nullcontext():
+            y = x * 1.0
+            for _ in range(16):
+                y = checkpoint(chain, y, 2, use_reentrant=True)
+            y.sum().backward()
+        assert x.grad is not None
+        if offloaded:
+            assert rig.stats.bytes_read > 0
+            assert torch.equal(x.grad, expected)
+        expected = x.grad
+    rig.assert_empty()
+
+
+def test_a_bound_that_failing_writes_break_names_them(tmp_path: Path) -> None:
+    faults = {"seed": 1, "io_error_rate": 1.0}
+    rig = Rig(tmp_path, backend="simulated", faults=faults, max_resident_bytes=2 * MIB)
+    x = torch.randn(MIB // 4, requires_grad=True)
+    with (
+        rig.context(),
+        pytest.raises(ssdtrain.BudgetError, match=r"because writes fail: write of \d+ bytes"),
+    ):
+        chain(x)
+
+
+# What nobody wants any more, and what the kernel has all the same
+
+
+def paused_rig(directory: Path, bound_bytes: int) -> Rig:
+    faults = {"seed": 1, "paused": True}
+    return Rig(directory, backend="simulated", faults=faults, max_resident_bytes=bound_bytes)
+
+
+def wait_for_operations(rig: Rig, direction: str) -> None:
+    name = f"{direction}_operation_count"
+    wait_until(lambda: rig.store.stats()[name] > 0, f"the first {direction}")
+
+
+def test_the_source_of_a_write_that_died_on_its_way_counts_and_is_waited_for(
+    tmp_path: Path,
+) -> None:
+    x = torch.randn(MIB // 4, requires_grad=True)
+    rig = paused_rig(tmp_path, MIB * 3 // 2)
+    grads = []
+
+    def train() -> None:
+        with rig.context():
+            grads.extend(torch.autograd.grad(x.exp().sum(), x))
+
+    trainer = threading.Thread(target=train)
+
+    def waits() -> bool:
+        frame = sys._current_frames().get(trainer.ident or 0)
+        return frame is not None and frame.f_code.co_name == "wait_for_given_up"
+
+    with rig.context():
+        y = x.exp()
+        rig.begin_writes()
+        wait_for_operations(rig, "write")
+        del y
+        assert rig.stats.resident_bytes == x.nbytes
+        trainer.start()
+        wait_until(waits, "the wait for what was given up")
+        rig.store.resume()
+        trainer.join()
+    assert bits(grads.pop()) == bits(x.detach().exp())
+    assert rig.stats.resident_bytes_peak <= MIB * 3 // 2
+    rig.assert_empty()
+
+
+def test_what_was_read_ahead_for_a_backward_that_is_given_up_goes_with_its_graph(
+    tmp_path: Path,
+) -> None:
+    def give_up(_: Tensor) -> None:
+        raise ArithmeticError("given up")
+
+    x = torch.randn(MIB // 4, requires_grad=True)
+    rig = Rig(tmp_path, max_resident_bytes=16 * MIB)
+    with rig.context():
+        y = chain(x, 3)
+        y.register_hook(give_up)
+        loss = chain(y, 1).sum()
+        del y
+        rig.flush()
+        with pytest.raises(ArithmeticError):
+            loss.backward()
+        assert rig.store.stats()["arena_live_bytes"] >= 2 * MIB, "nothing was read ahead"
+        del loss
+        # No hook runs and nobody asks the session: the reads end by themselves.
+        wait_until(lambda: rig.store.stats()["arena_live_bytes"] == 0, "the end of the reads")
+    rig.assert_empty()
