@@ -3,8 +3,8 @@
 Each call is timed where autograd makes it. Rounds with trivial hooks (pack returns a detached
 tensor, unpack returns it detached again) and with ours take turns, so that both see the same
 machine; printed are medians over all calls and their differences, and the difference of the means,
-which shows also what one call does for several (waits for the disk are taken off: they are the
-session's stalls). Operations run in one thread, so
+which shows also what one call does for several, and what the machine does meanwhile (waits for the
+disk are taken off: they are the session's stalls). Operations run in one thread, so
 that a core is left for the I/O worker: where all cores compute, the worker that a call wakes may
 interrupt it, and the submission of the request counts as the call's (--threads shows it).
 

@@ -135,10 +135,14 @@ class Hooks:
             return ExcludedTensor(tensor)
         if is_weight(tensor):
             return ExcludedTensor(tensor)
-        start, nbytes = part_of(tensor)
+        storage_bytes = tensor.untyped_storage().nbytes()
+        # What is too small mostly has a small storage, and shall cost no more than a look at it.
+        start, nbytes = 0, storage_bytes
+        if storage_bytes >= self._min_bytes:
+            start, nbytes = part_of(tensor, storage_bytes)
         with self._lock:
             if nbytes < self._min_bytes:
-                return self._keep_small(tensor, nbytes)
+                return self._keep_small(tensor, nbytes, storage_bytes)
             return self._save(tensor, start, nbytes)
 
     def unpack(self, packed: object) -> Tensor:
@@ -167,12 +171,12 @@ class Hooks:
             return found
         return self._wait(packed, found)
 
-    def _keep_small(self, tensor: Tensor, nbytes: int) -> SmallTensor:
+    def _keep_small(self, tensor: Tensor, nbytes: int, storage_bytes: int) -> SmallTensor:
         self._ledger.settle()
         if self._bounded:
             self._tracker.open_gate(sequence_number())
             self._tracker.admit(nbytes)
-        kept = SmallTensor(tensor, nbytes, self._ledger)
+        kept = SmallTensor(tensor, nbytes, storage_bytes, self._ledger)
         self._ledger.note_peak(self._transfer.resident_bytes())
         return kept
 

@@ -58,7 +58,7 @@ class Geometry:
         return _empty(self.dtype).data.set_(storage, offset, self.size, self.stride)
 
 
-def part_of(tensor: Tensor) -> tuple[int, int]:
+def part_of(tensor: Tensor, storage_bytes: int) -> tuple[int, int]:
     """Return start and length, in bytes, of the part of its storage that is kept for ``tensor``.
 
     The whole storage if the tensor spans half of it or more: the slices of a fused projection are
@@ -68,7 +68,6 @@ def part_of(tensor: Tensor) -> tuple[int, int]:
     nbytes = tensor.nbytes
     if not nbytes:
         return 0, 0
-    storage_bytes = tensor.untyped_storage().nbytes()
     span = nbytes if tensor.is_contiguous() else span_bytes(tensor)
     if 2 * span >= storage_bytes:
         return 0, storage_bytes
@@ -260,11 +259,10 @@ class SmallTensor:
 
     __slots__ = ("__weakref__", "tensor", "version")
 
-    def __init__(self, tensor: Tensor, nbytes: int, ledger: Ledger) -> None:
+    def __init__(self, tensor: Tensor, nbytes: int, storage_bytes: int, ledger: Ledger) -> None:
         self.tensor = tensor.detach()
         self.version = tensor._version  # noqa: SLF001 - autograd's own check, see check_version
-        storage = tensor.untyped_storage()
-        ledger.hold_small(self, id(storage), nbytes, storage.nbytes())
+        ledger.hold_small(self, id(tensor.untyped_storage()), nbytes, storage_bytes)
 
 
 class ExcludedTensor:
