@@ -654,23 +654,6 @@ def test_steps_go_on_while_the_disk_stands_still(tmp_path: Path) -> None:
     rig.assert_empty()
 
 
-def test_small_tensors_are_given_to_the_disk_in_batches(tmp_path: Path) -> None:
-    nbytes = 512 << 10
-    rig = Rig(tmp_path, min_bytes=nbytes // 2, backend="simulated", faults={"paused": True})
-    given = []
-    with rig.context():
-        y = torch.randn(nbytes // 4, requires_grad=True)
-        for _ in range(20):
-            y = y.exp()
-            given.append(rig.stats.disk_used_bytes // nbytes)
-        # Each batch waits for the pack after it, which passes its last node.
-        assert given == [0] * 8 + [8] * 8 + [16] * 4
-        rig.store.resume()
-        y.sum().backward()
-    del y
-    rig.assert_empty()
-
-
 # Options
 
 

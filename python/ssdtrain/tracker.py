@@ -32,9 +32,10 @@ __all__ = ["Tracker"]
 
 log = logging.getLogger("ssdtrain")
 
+BATCH_BYTES = 4 << 20
 BATCH_COUNT = 16
-"""Of the smallest tensors so many are given to the disk together: to wake its thread takes as long
-as all the rest of a pack."""
+"""So many bytes, or so many of the smallest tensors, are given to the disk together: to wake its
+thread takes as long as all the rest of a pack."""
 REAP_MAX = 64
 """Writes that a hook frees at most: bounds the work of one call."""
 
@@ -66,7 +67,8 @@ class Tracker:
         self._policy = policy
         self._budget = max_resident_bytes
         # Under a bound every byte that goes early may be missed.
-        self._batch_bytes = BATCH_COUNT * min_bytes if max_resident_bytes is None else 0
+        is_bounded = max_resident_bytes is not None
+        self._batch_bytes = 0 if is_bounded else min(BATCH_BYTES, BATCH_COUNT * min_bytes)
         self.give_way: Callable[[], Callable[[], None] | None] = lambda: None
         """Gives up what was read ahead; called before a bound is found too small."""
         self._by_storage: dict[int, Holding[Record]] = {}
