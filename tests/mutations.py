@@ -122,6 +122,29 @@ MUTATIONS = (
         ),
     ),
     Mutation(
+        defence="identity with the version counter",
+        module="tracker",
+        old="            and record.root() is root_of(tensor)\n",
+        new="",
+        tests=("test_in_place::test_data_that_counts_for_itself_is_not_taken_for_its_tensor",),
+    ),
+    Mutation(
+        defence="parts that count apart stay",
+        module="saved",
+        old="    return root_of(tensor).nbytes < storage_bytes",
+        new="    return False",
+        tests=(
+            "test_in_place::test_parts_of_a_storage_that_count_their_changes_apart_give_plain_bits",
+        ),
+    ),
+    Mutation(
+        defence="memory of others stays",
+        module="transfer",
+        old="        return not storage.resizable() and not self.store.owns(storage.data_ptr())",
+        new="        return False",
+        tests=("test_in_place::test_arrays_that_a_loader_fills_anew_give_plain_bits",),
+    ),
+    Mutation(
         defence="storage offset",
         module="saved",
         old="self.offset: int = int(tensor.storage_offset()) * tensor.itemsize",
@@ -162,8 +185,8 @@ MUTATIONS = (
     Mutation(
         defence="lifetime by handle",
         module="prefetch",
-        old="        self.entries.append(weakref.ref(saved))",
-        new="        self.entries.append(lambda: saved)",
+        old="        entry = weakref.ref(saved)",
+        new="        entry = lambda: saved",
         tests=(DROPPED_GRAPH,),
     ),
     Mutation(

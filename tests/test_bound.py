@@ -6,7 +6,9 @@ import contextlib
 import random
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import ssdtrain
 from disks import MIB
 from ssdtrain.errors import BudgetError
+from ssdtrain.transfer import HostDirect
 from support import Flush, Result, Rig, assert_equal_bits, bits, chain, nothing, wait_until
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -162,6 +165,14 @@ def paused_rig(directory: Path, bound_bytes: int) -> Rig:
     return Rig(directory, backend="simulated", faults=faults, max_resident_bytes=bound_bytes)
 
 
+def frames_of(thread: int) -> Iterator[FrameType]:
+    """Yield what a thread is in, the innermost first."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
 def wait_for_operations(rig: Rig, direction: str) -> None:
     name = f"{direction}_operation_count"
     wait_until(lambda: rig.store.stats()[name] > 0, f"the first {direction}")
@@ -219,4 +230,81 @@ def test_what_was_read_ahead_for_a_backward_that_is_given_up_goes_with_its_graph
         del loss
         # No hook runs and nobody asks the session: the reads end by themselves.
         wait_until(lambda: rig.store.stats()["arena_live_bytes"] == 0, "the end of the reads")
+    rig.assert_empty()
+
+
+def test_what_ended_threads_saved_makes_room(tmp_path: Path) -> None:
+    """What a thread saved last waits for its next pack, which never comes."""
+    rig = Rig(tmp_path, max_resident_bytes=4 * MIB)
+    losses: list[Tensor] = []
+    x = torch.randn(MIB // 4, requires_grad=True)
+
+    def build() -> None:
+        with rig.context():
+            losses.append(x.exp().sum())
+
+    for _ in range(12):
+        thread = threading.Thread(target=build)
+        thread.start()
+        thread.join()
+    assert len(losses) == 12, "a thread was refused"
+    (grad,) = torch.autograd.grad(losses.pop(), x)
+    assert bits(grad) == bits(x.detach().exp())
+    assert rig.stats.resident_bytes_peak <= 4 * MIB
+    losses.clear()
+    del thread, grad
+    rig.assert_empty()
+
+
+def test_a_queue_that_is_full_of_what_nobody_wants_delays_a_write_only(tmp_path: Path) -> None:
+    rig = paused_rig(tmp_path, 16 * MIB)
+    x = torch.linspace(-1, 1, 1024, requires_grad=True)
+    main = threading.get_ident()
+    is_filled = threading.Event()
+
+    def waits() -> bool:
+        names = {frame.f_code.co_name for frame in frames_of(main)}
+        return is_filled.is_set() or bool(names & {"_end_write", "wait_for_given_up"})
+
+    def resume() -> None:
+        wait_until(waits, "a wait for the disk, or the end of the filling")
+        rig.store.resume()
+
+    resumer = threading.Thread(target=resume)
+    resumer.start()
+    with rig.context():
+        for _ in range(10_000):
+            # Graph after graph is dropped with its writes in the queue.
+            x.sin().sin().sin().sin()
+        held = [x.exp().sum() for _ in range(4)]
+        is_filled.set()
+        resumer.join()
+        large = torch.randn(3 * MIB, requires_grad=True)
+        large.exp().sum().backward()
+    del held
+    assert rig.store.stats()["cancelled_count"] > 1000
+    assert rig.stats.resident_bytes_peak <= 16 * MIB
+    rig.assert_empty()
+
+
+def test_a_write_that_dies_under_way_counts_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.randn(MIB // 4, requires_grad=True)
+    rig = paused_rig(tmp_path, 4 * MIB)
+    graphs = []
+    ask = HostDirect.resident_bytes
+
+    def drop_and_ask(transfer: HostDirect) -> int:
+        graphs.clear()
+        return ask(transfer)
+
+    with rig.context():
+        graphs.append(x.exp())
+        rig.begin_writes()
+        wait_for_operations(rig, "write")
+        monkeypatch.setattr(HostDirect, "resident_bytes", drop_and_ask)
+        assert rig.stats.resident_bytes == MIB
+        assert rig.stats.resident_bytes_peak == MIB
+    monkeypatch.undo()
     rig.assert_empty()

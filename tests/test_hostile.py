@@ -17,7 +17,8 @@ from ssdtrain.errors import ClosedError, ConfigError
 from ssdtrain.policy import PLANS_MAX, Item, Policy, Rates
 from ssdtrain.prefetch import DEAD_ROUND_COUNT
 from ssdtrain.stats import Ledger
-from support import Flush, Result, Rig, chain, prove_refused
+from ssdtrain.tracker import Tracker
+from support import Flush, Result, Rig, chain, in_child, prove_refused
 
 MIB = 1 << 20
 
@@ -152,7 +153,7 @@ def test_a_home_is_found_and_a_block_is_left_once(
 def test_an_interrupt_in_a_pack_of_a_small_tensor_is_no_later_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hold = Ledger.hold_small
+    hold = Ledger.hold_kept
     calls = itertools.count()
 
     def interrupted(ledger: Ledger, *arguments: Any) -> None:
@@ -160,7 +161,7 @@ def test_an_interrupt_in_a_pack_of_a_small_tensor_is_no_later_error(
             raise KeyboardInterrupt
         hold(ledger, *arguments)
 
-    monkeypatch.setattr(Ledger, "hold_small", interrupted)
+    monkeypatch.setattr(Ledger, "hold_kept", interrupted)
     rig = Rig(tmp_path, min_bytes=1 << 30)
     x = torch.randn(64, requires_grad=True)
     with rig.context():
@@ -228,6 +229,66 @@ def test_the_users_of_a_tensor_share_one_read_though_its_write_ended_as_it_was_n
         total.backward()
     assert scale.grad is not None
     assert rig.store.stats()["read_count"] <= 3
+
+
+def export_and_train(place: str) -> None:
+    """Export a model under a mode that makes fake tensors of real ones; then train."""
+
+    class Shifted(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(64, 64)
+            self.shift = torch.ones(64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.layer(x) * self.shift).sin()
+
+    def gradient() -> torch.Tensor:
+        model.zero_grad()
+        model(x.exp()).sum().backward()
+        assert model.layer.weight.grad is not None
+        return model.layer.weight.grad.clone()
+
+    model, x = Shifted(), torch.randn(64, 64)
+    expected = gradient()
+    # In a process in which nothing was packed before.
+    with ssdtrain.offload(place, min_bytes=1, direct_io="optional"):
+        torch.export.export(model, (x,))
+        found = gradient()
+    assert torch.equal(found, expected)
+
+
+def test_an_export_inside_the_block_spoils_no_later_step(tmp_path: Path) -> None:
+    in_child(export_and_train, tmp_path)
+
+
+def test_a_node_that_saves_thousands_asks_each_once_whether_it_may_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Hoard(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(*others)
+            return x * 1
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> Any:
+            return grad, *(None for _ in ctx.saved_tensors)
+
+    opened = []
+    opens = Tracker._open
+
+    def watched(tracker: Tracker, gate: Any, sequence: int | None) -> None:
+        opened.append(len(gate.records))
+        opens(tracker, gate, sequence)
+
+    monkeypatch.setattr(Tracker, "_open", watched)
+    rig = Rig(tmp_path)
+    x = torch.randn(8, requires_grad=True)
+    with rig.context():
+        Hoard.apply(x, *(torch.zeros(16) for _ in range(2000))).sum().backward()
+    assert sum(opened) <= 2 * 2000
+    rig.assert_empty()
 
 
 def test_a_decorated_function_has_a_session(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -193,32 +193,78 @@ def test_a_change_that_another_counter_sees_gives_plain_bits(
     rig.assert_empty()
 
 
-# What autograd cannot see: `.data`, and memory that others own
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("make", [torch.unsafe_chunk, torch.unsafe_split_with_sizes])
+def test_parts_of_a_storage_that_count_their_changes_apart_give_plain_bits(
+    make: Callable[..., Sequence[Tensor]], dim: int, tmp_path: Path
+) -> None:
+    """As torch's LSTM cells do: each part is changed, saved, and so is the next, at one version."""
+
+    def step(flush: Flush) -> Result:
+        x = torch.linspace(-2, 2, 64 * 64).reshape(64, 64).requires_grad_()
+        size = 2 if make is torch.unsafe_chunk else [32, 32]
+        first, second = make(x * 1.5, size, dim)
+        first = first.sigmoid_()
+        kept = first.sin() * 2
+        flush()
+        second = second.sigmoid_()
+        loss = (kept * second).sum()
+        del first, second, kept
+        flush()
+        loss.backward()
+        assert x.grad is not None
+        return {"loss": loss, "x": x.grad}
+
+    prove(step, tmp_path)
 
 
-def through_data(saved: Tensor, array: Any) -> None:
+def test_data_that_counts_for_itself_is_not_taken_for_its_tensor(tmp_path: Path) -> None:
+    def step(flush: Flush) -> Result:
+        x = torch.linspace(-2, 2, COUNT).requires_grad_()
+        weight = torch.ones(COUNT, requires_grad=True)
+        y = x * 1.5
+        y.add_(1)
+        never_walked = y * weight
+        flush()
+        bare = y.data
+        bare.mul_(2)
+        assert bare._version == y._version
+        loss = (bare * weight).square().sum()
+        del y, bare
+        flush()
+        loss.backward()
+        del never_walked
+        assert weight.grad is not None
+        return {"loss": loss, "weight": weight.grad}
+
+    prove(step, tmp_path)
+
+
+# What autograd cannot see: `.data`, an array on a tensor's memory, and memory that others own
+
+
+def through_data(saved: Tensor) -> None:
     saved.data.fill_(7)
 
 
-def through_numpy(saved: Tensor, array: Any) -> None:
-    array[:] = 7
+def through_numpy(saved: Tensor) -> None:
+    saved.numpy()[:] = 7
 
 
 UNSEEN = pytest.mark.parametrize("change", [through_data, through_numpy], ids=lambda c: c.__name__)
 
 
 class Unseen:
-    """A graph that saved memory which numpy owns, and the means to change it."""
+    """A graph, and the means to change what it saved."""
 
     def __init__(self) -> None:
         self.x = torch.ones(COUNT, requires_grad=True)
-        self.array = np.arange(COUNT, dtype=np.float32)
-        self.saved: Tensor | None = torch.from_numpy(self.array)
+        self.saved: Tensor | None = torch.arange(COUNT, dtype=torch.float32)
         self.loss = (self.x * self.saved).sum()
 
-    def change(self, change: Callable[[Tensor, Any], None]) -> None:
+    def change(self, change: Callable[[Tensor], None]) -> None:
         assert self.saved is not None
-        change(self.saved, self.array)
+        change(self.saved)
 
     def gradient(self, *, drop: bool) -> Tensor:
         if drop:
@@ -230,7 +276,7 @@ class Unseen:
 
 @UNSEEN
 def test_verify_refuses_bytes_that_changed_unseen_under_their_write(
-    change: Callable[[Tensor, Any], None], tmp_path: Path
+    change: Callable[[Tensor], None], tmp_path: Path
 ) -> None:
     rig = Rig(tmp_path, backend="simulated", faults={"paused": True}, verify=True)
     with rig.context():
@@ -249,14 +295,32 @@ def test_verify_refuses_bytes_that_changed_unseen_under_their_write(
     rig.assert_empty()
 
 
+def test_arrays_that_a_loader_fills_anew_give_plain_bits(tmp_path: Path) -> None:
+    """Their memory outlives torch's storage, and changes under it."""
+
+    def step(flush: Flush) -> Result:
+        x = torch.ones(COUNT, requires_grad=True)
+        array = np.zeros(COUNT, dtype=np.float32)
+        losses = []
+        for number in range(3):
+            array[:] = number
+            losses.append((x * torch.from_numpy(array)).exp().sum())
+            flush()
+        sum(losses, torch.zeros(())).backward()
+        assert x.grad is not None
+        return {"x": x.grad}
+
+    prove(step, tmp_path)
+
+
 @UNSEEN
 def test_an_unseen_change_after_the_write_gives_the_bytes_that_were_saved(
-    change: Callable[[Tensor, Any], None], tmp_path: Path
+    change: Callable[[Tensor], None], tmp_path: Path
 ) -> None:
     rig = Rig(tmp_path, verify=True)
     with rig.context():
         graph = Unseen()
-        before = torch.from_numpy(graph.array.copy())
+        before = torch.arange(COUNT, dtype=torch.float32)
         rig.flush()
         graph.change(change)
         gradient = graph.gradient(drop=True)
@@ -268,7 +332,7 @@ def test_an_unseen_change_after_the_write_gives_the_bytes_that_were_saved(
 
 @UNSEEN
 def test_an_unseen_change_of_memory_that_is_held_gives_plain_bits(
-    change: Callable[[Tensor, Any], None], tmp_path: Path
+    change: Callable[[Tensor], None], tmp_path: Path
 ) -> None:
     def step(flush: Flush) -> Result:
         graph = Unseen()

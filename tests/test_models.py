@@ -325,6 +325,47 @@ def test_workers_of_a_data_loader_may_be_forked_inside_the_block(tmp_path: Path)
 # Models that were not written for this
 
 
+def cells(cell: nn.Module, flush: Flush) -> Result:
+    state: Any = None
+    for _ in range(4):
+        state = cell(torch.randn(6, 8, dtype=cell.weight_hh.dtype), state)
+    hidden = state[0] if isinstance(state, tuple) else state
+    loss = hidden.square().sum()
+    del state, hidden
+    flush()
+    loss.backward()
+    return {"loss": loss, **gradients(cell)}
+
+
+def packed(layer: nn.Module, flush: Flush) -> Result:
+    rows = nn.utils.rnn.pack_padded_sequence(
+        torch.randn(7, 5, 8, dtype=layer.weight_hh_l0.dtype), [7, 5, 4, 2, 1]
+    )
+    y, _ = layer(rows)
+    loss = y.data.square().sum()
+    del rows, y
+    flush()
+    loss.backward()
+    return {"loss": loss, **gradients(layer)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["LSTMCell", "GRUCell", "RNNCell", "LSTM", "GRU", "RNN"])
+def test_recurrent_networks_train_with_equal_bits(
+    kind: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Cells fill the parts of one storage one after the other, each with a counter of its own."""
+
+    def step(flush: Flush) -> Result:
+        torch.manual_seed(0)
+        network = getattr(nn, kind)(8, 12).to(dtype)
+        walk = cells if kind.endswith("Cell") else packed
+        return walk(network, flush)
+
+    for _ in range(3):
+        prove(step, tmp_path)
+
+
 def gpt2() -> nn.Module:
     config = transformers.GPT2Config(
         vocab_size=97,

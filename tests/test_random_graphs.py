@@ -48,6 +48,9 @@ class Pool:
             tensors.append(LOOKUPS[name](a, self.index))
         elif name == "split":
             tensors += (a * 2).chunk(3, dim=-1)
+        elif name == "split apart":
+            # Each part counts its changes for itself.
+            tensors += (a * 2).unsafe_chunk(3, dim=-1)
         elif name == "change the index":
             self.index.copy_(self.index.flip(0))
         elif name == "forget" and len(tensors) > 2:
@@ -164,7 +167,7 @@ LOOKUPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "take": lambda a, index: a.take(index % a.numel()).square(),
 }
 WALKS = ["forget", "double", "backward", "free", "partial", "look", "drop", "flush"]
-NAMES = [*MAKES, *CHANGES, *LOOKUPS, *WALKS, "split", "change the index"]
+NAMES = [*MAKES, *CHANGES, *LOOKUPS, *WALKS, "split", "split apart", "change the index"]
 
 
 def play(

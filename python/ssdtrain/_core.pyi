@@ -42,6 +42,9 @@ class Store:
         Slots are in use while they are read, and then until their last user is gone.
         """
 
+    def owns(self, address: int) -> bool:
+        """Whether the memory at an address is a slot's of this store."""
+
     def wait_for_given_up(self) -> bool:
         """Wait until a transfer that nobody wants any more has ended; ``False`` if there is none.
 

@@ -25,10 +25,11 @@ from ssdtrain.prefetch import Prefetcher, Round
 from ssdtrain.saved import (
     ExcludedTensor,
     Geometry,
+    KeptTensor,
     Loading,
     SavedTensor,
-    SmallTensor,
     check_version,
+    counts_apart,
     part_of,
 )
 from ssdtrain.stats import Ledger, Stats
@@ -110,11 +111,11 @@ class Hooks:
     def stats(self) -> Stats:
         """Return what happened so far."""
         with self._lock:
+            # A worker of the parent may have held any lock of the core when this was forked.
+            resident_bytes = 0 if self._is_forked else self._transfer.resident_bytes()
             self._ledger.settle()
             if self._is_forked:
-                # A worker of the parent may have held any lock of the core when this was forked.
                 return self._ledger.snapshot({}, 0)
-            resident_bytes = self._transfer.resident_bytes()
             return self._ledger.snapshot(self._transfer.store.stats(), resident_bytes)
 
     def pack(self, tensor: Tensor) -> object:
@@ -135,14 +136,21 @@ class Hooks:
             return ExcludedTensor(tensor)
         if is_weight(tensor):
             return ExcludedTensor(tensor)
-        storage_bytes = tensor.untyped_storage().nbytes()
+        storage = tensor.untyped_storage()
+        storage_bytes = storage.nbytes()
         # What is too small mostly has a small storage, and shall cost no more than a look at it.
         start, nbytes = 0, storage_bytes
-        if storage_bytes >= self._min_bytes:
+        is_kept = storage_bytes < self._min_bytes
+        if not is_kept:
             start, nbytes = part_of(tensor, storage_bytes)
+            is_kept = (
+                nbytes < self._min_bytes
+                or counts_apart(tensor, storage_bytes)
+                or self._transfer.is_foreign(storage)
+            )
         with self._lock:
-            if nbytes < self._min_bytes:
-                return self._keep_small(tensor, nbytes, storage_bytes)
+            if is_kept:
+                return self._keep_in_memory(tensor, nbytes, storage_bytes)
             return self._save(tensor, start, nbytes)
 
     def unpack(self, packed: object) -> Tensor:
@@ -155,7 +163,7 @@ class Hooks:
 
     def _unpack(self, packed: object) -> Tensor:
         if not isinstance(packed, SavedTensor):
-            assert isinstance(packed, ExcludedTensor | SmallTensor)
+            assert isinstance(packed, ExcludedTensor | KeptTensor)
             kept = packed.tensor
             check_version(kept, packed.version, lambda: _describe_kept(kept))
             return kept.detach()
@@ -171,12 +179,12 @@ class Hooks:
             return found
         return self._wait(packed, found)
 
-    def _keep_small(self, tensor: Tensor, nbytes: int, storage_bytes: int) -> SmallTensor:
+    def _keep_in_memory(self, tensor: Tensor, nbytes: int, storage_bytes: int) -> KeptTensor:
         self._ledger.settle()
         if self._bounded:
             self._tracker.open_gate(sequence_number())
             self._tracker.admit(nbytes)
-        kept = SmallTensor(tensor, nbytes, storage_bytes, self._ledger)
+        kept = KeptTensor(tensor, nbytes, storage_bytes, self._ledger)
         self._ledger.note_peak(self._transfer.resident_bytes())
         return kept
 

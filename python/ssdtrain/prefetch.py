@@ -66,13 +66,15 @@ class Round:
 
     def add(self, saved: SavedTensor, nbytes: int, is_new: bool, now_s: float) -> None:
         """Enter a packed tensor."""
-        self.signature = next_key(self.signature, nbytes)
-        saved.round = self
+        key = next_key(self.signature, nbytes)
+        entry = weakref.ref(saved)
         saved.ordinal = len(self.entries)
-        self.sequences.append(saved.sequence)
-        self.items.append((self.signature, nbytes, now_s) if is_new else None)
-        # Last, so that an interrupt in between leaves no entry without its figures.
-        self.entries.append(weakref.ref(saved))
+        saved.round = self
+        # No call from here on, see ``stats``, [Note: no calls]: the lists stay of one length.
+        self.items += ((key, nbytes, now_s) if is_new else None,)
+        self.sequences += (saved.sequence,)
+        self.entries += (entry,)
+        self.signature = key
 
     def is_dead(self) -> bool:
         """Whether the older of many entries are dead: forwards whose graphs were dropped."""

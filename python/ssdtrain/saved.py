@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from functools import cache
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -25,11 +24,13 @@ if TYPE_CHECKING:
 __all__ = [
     "ExcludedTensor",
     "Geometry",
+    "KeptTensor",
     "Loading",
     "Record",
     "SavedTensor",
-    "SmallTensor",
+    "counts_apart",
     "part_of",
+    "root_of",
     "span_bytes",
 ]
 
@@ -38,6 +39,17 @@ SPAN_GRANULE: Final = 16
 SLOT_OVERHEAD_BYTES: Final = 2 * 4096
 NO_VERSION: Final = -1
 """Inference tensors have no version counter."""
+UNUSUAL: Final = ("torch.q", "torch.complex32", "torch.bcomplex32")
+"""Quantised types, which are not managed, and those that torch warns of at their first use."""
+
+
+with torch.inference_mode(mode=False):
+    EMPTY: Final = {
+        dtype: torch.empty(0, dtype=dtype, device="cpu")
+        for dtype in vars(torch).values()
+        if isinstance(dtype, torch.dtype) and not str(dtype).startswith(UNUSUAL)
+    }
+"""Made before any mode of torch's is on, under which they would be something else."""
 
 
 class Geometry:
@@ -74,6 +86,24 @@ def part_of(tensor: Tensor, storage_bytes: int) -> tuple[int, int]:
     offset = int(tensor.storage_offset()) * tensor.itemsize
     start = offset - offset % SPAN_GRANULE
     return start, offset + span - start
+
+
+def root_of(tensor: Tensor) -> Tensor:
+    """Return the tensor whose version counter this one shares: what it is a view of, or itself.
+
+    Not all tensors on one storage share one: ``.data`` counts for itself, and so does each part
+    that ``unsafe_chunk`` returns, which torch's LSTM cells fill one after the other.
+    """
+    base = tensor._base  # noqa: SLF001 - the only way to ask a view for its base
+    return tensor if base is None else base
+
+
+def counts_apart(tensor: Tensor, storage_bytes: int) -> bool:
+    """Whether this is a part of a storage whose other parts may change without its counter.
+
+    Bytes around it could not be told from its own once they are on the disk.
+    """
+    return root_of(tensor).nbytes < storage_bytes
 
 
 def span_bytes(tensor: Tensor) -> int:
@@ -126,6 +156,7 @@ class Record:
         "key",
         "loading",
         "nbytes",
+        "root",
         "sequence",
         "slot",
         "source",
@@ -151,6 +182,8 @@ class Record:
         """The tensor itself, for as long as its bytes may be needed from memory."""
         self.storage: weakref.ref[UntypedStorage] = weakref.ref(storage)
         """Dead means: the memory is gone, whoever else may have used it."""
+        self.root: weakref.ref[Tensor] = weakref.ref(root_of(tensor))
+        """Whose version counter is meant; see ``root_of``."""
         self.start = start
         """First byte of the storage that is kept; a multiple of 16, so every dtype can index it."""
         self.nbytes = nbytes
@@ -254,15 +287,15 @@ class SavedTensor:
         return tensor
 
 
-class SmallTensor:
-    """The packed object of a tensor that is too small to be worth a write: counted, kept."""
+class KeptTensor:
+    """The packed object of a tensor that is too small to be worth a write, or counts apart."""
 
     __slots__ = ("__weakref__", "tensor", "version")
 
     def __init__(self, tensor: Tensor, nbytes: int, storage_bytes: int, ledger: Ledger) -> None:
         self.tensor = tensor.detach()
         self.version = tensor._version  # noqa: SLF001 - autograd's own check, see check_version
-        ledger.hold_small(self, id(tensor.untyped_storage()), nbytes, storage_bytes)
+        ledger.hold_kept(self, id(tensor.untyped_storage()), nbytes, storage_bytes)
 
 
 class ExcludedTensor:
@@ -282,9 +315,9 @@ def version_counter(tensor: Tensor) -> Tensor:
     return counter
 
 
-@cache
 def _empty(dtype: torch.dtype) -> Tensor:
-    return torch.empty(0, dtype=dtype, device="cpu")
+    made = EMPTY.get(dtype)
+    return torch.empty(0, dtype=dtype, device="cpu") if made is None else made
 
 
 def check_version(counter: Tensor, version: int, describe: Callable[[], str]) -> None:

@@ -127,8 +127,8 @@ class Ledger:
         self._holdings: dict[object, None] = {}
         """Everything alive: a weak reference that died before its object would tell nothing."""
         self._ended: deque[Any] = deque()
-        self._ended_small: deque[Any] = deque()
-        self._small: dict[int, list[int]] = {}
+        self._ended_kept: deque[Any] = deque()
+        self._kept: dict[int, list[int]] = {}
         """Identity of a storage that small tensors hold: its bytes, and how many hold it."""
 
     def settle(self) -> None:
@@ -146,7 +146,7 @@ class Ledger:
             registry, identity = holding.registry, holding.identity
             if identity in registry and registry[identity] is holding:
                 del registry[identity]
-        ended, small = self._ended_small, self._small
+        ended, small = self._ended_kept, self._kept
         while True:
             if not ended:
                 break
@@ -182,10 +182,10 @@ class Ledger:
         holding.held_bytes = 0
         holding.fate = "offloaded"
 
-    def hold_small(self, holder: object, identity: int, nbytes: int, storage_bytes: int) -> None:
+    def hold_kept(self, holder: object, identity: int, nbytes: int, storage_bytes: int) -> None:
         """Count a small tensor: all on one storage together at most as much as the storage."""
-        holding = Holding(holder, self._ended_small.append)
-        small = self._small
+        holding = Holding(holder, self._ended_kept.append)
+        small = self._kept
         if identity in small:
             entry = small[identity]
         else:
@@ -203,7 +203,11 @@ class Ledger:
         self.held_bytes += more
 
     def note_peak(self, arena_bytes: int) -> None:
-        """Compare what is resident now with the peak; called after whatever may raise it."""
+        """Compare what is resident now with the peak; called after whatever may raise it.
+
+        ``arena_bytes`` was asked for first: what died since would be counted there once more.
+        """
+        self.settle()
         self.resident_bytes_peak = max(self.resident_bytes_peak, self.held_bytes + arena_bytes)
 
     def note_stall(self, seconds: float) -> None:

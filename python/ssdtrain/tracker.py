@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 from time import perf_counter
@@ -24,7 +25,7 @@ from ssdtrain.errors import (
     StorageError,
 )
 from ssdtrain.policy import Policy
-from ssdtrain.saved import Geometry, Loading, Record, SavedTensor
+from ssdtrain.saved import Geometry, Loading, Record, SavedTensor, root_of
 from ssdtrain.stats import Holding, Ledger
 from ssdtrain.transfer import Transfer
 
@@ -43,11 +44,29 @@ REAP_MAX = 64
 class Gate:
     """What one thread saved and has not been given to the disk, in the order of packing."""
 
-    __slots__ = ("nbytes", "records")
+    __slots__ = ("first_sequence", "nbytes", "owner", "records")
 
-    def __init__(self) -> None:
+    def __init__(self, owner: weakref.ref[Token]) -> None:
+        self.owner = owner
+        """Dead means: the thread has ended, and has passed all its nodes."""
         self.records: list[Holding[Record]] = []
         self.nbytes = 0
+        self.first_sequence = 0
+        """Of its records the lowest: at most as far the thread has to have come."""
+
+
+class Token:
+    """Lives as long as a thread does; identities of threads are used again."""
+
+    __slots__ = ("__weakref__",)
+
+
+class Local(threading.local):
+    """What belongs to one thread."""
+
+    def __init__(self) -> None:
+        self.token = Token()
+        self.gate: Gate | None = None
 
 
 class Tracker:
@@ -72,8 +91,9 @@ class Tracker:
         self.give_way: Callable[[], Callable[[], None] | None] = lambda: None
         """Gives up what was read ahead; called before a bound is found too small."""
         self._by_storage: dict[int, Holding[Record]] = {}
-        self._gates: dict[int, Gate] = {}
-        """By thread."""
+        self._local = Local()
+        self._gates: list[Gate] = []
+        """Of all threads; those of threads that have ended go when another is made."""
         self._writing: deque[Holding[Record]] = deque()
         self._look_at = 0
         """Which of the writes behind the oldest was looked at last."""
@@ -93,6 +113,7 @@ class Tracker:
         if (
             record is not None
             and record.storage() is storage
+            and record.root() is root_of(tensor)
             and record.version == version
             and record.covers(geometry.offset, start + nbytes)
         ):
@@ -104,10 +125,15 @@ class Tracker:
 
     def write_later(self, record: Record) -> None:
         """Write this record once its node has been passed."""
-        thread = threading.get_ident()
-        gate = self._gates.get(thread)
+        local = self._local
+        gate = local.gate
         if gate is None:
-            gate = self._gates[thread] = Gate()
+            self._gates = [one for one in self._gates if one.records or one.owner() is not None]
+            gate = Gate(weakref.ref(local.token))
+            self._gates.append(gate)
+            local.gate = gate
+        if not gate.records:
+            gate.first_sequence = record.sequence
         gate.records.append(record.holding)
         gate.nbytes += record.nbytes
 
@@ -116,19 +142,30 @@ class Tracker:
 
         Of all nodes, however few, if it is ``None``.
         """
-        gate = self._gates.get(threading.get_ident())
-        if gate is None or (sequence is not None and gate.nbytes < self._batch_bytes):
+        gate = self._local.gate
+        if gate is None or not gate.records:
             return
-        closed = []
+        if sequence is None:
+            self._open(gate, None)
+        elif gate.nbytes >= self._batch_bytes and gate.first_sequence < sequence:
+            self._open(gate, sequence)
+
+    def _open(self, gate: Gate, sequence: int | None) -> None:
+        """Begin the writes of the records before ``sequence``; those that cannot begin now stay."""
+        closed: list[Holding[Record]] = []
+        first_sequence = 0
+        is_busy = False
         for reference in gate.records:
             record = reference()
-            if record is None:
+            if record is None or record.source is None:
                 continue
-            if sequence is not None and record.sequence >= sequence:
+            is_closed = sequence is not None and record.sequence >= sequence
+            is_busy = is_busy or (not is_closed and not self._begin_write(record))
+            if is_closed or is_busy:
+                first_sequence = first_sequence if closed else record.sequence
                 closed.append(reference)
-            elif record.source is not None:
-                self._begin_write(record)
-        gate.records[:] = closed
+        gate.records = closed
+        gate.first_sequence = first_sequence
         gate.nbytes = sum(reference.nbytes for reference in closed)
 
     def reap(self) -> None:
@@ -240,6 +277,14 @@ class Tracker:
 
     def _wait_for_memory(self) -> bool:
         """Wait for something that frees memory when it ends; ``False`` if there is nothing."""
+        if self._wait_for_transfer():
+            return True
+        for gate in self._gates:
+            if gate.owner() is None:
+                self._open(gate, None)
+        return self._wait_for_transfer()
+
+    def _wait_for_transfer(self) -> bool:
         oldest = self._oldest_write()
         if oldest is None:
             return self._transfer.wait_for_given_up()
@@ -258,32 +303,36 @@ class Tracker:
         )
 
     def _oldest_write(self) -> Record | None:
-        while self._writing:
-            record = self._writing.popleft()()
+        """Return the oldest write under way; it leaves the list when it is seen to have ended."""
+        writing = self._writing
+        while writing:
+            record = writing[0]()
             if record is not None and record.stored is not None and record.source is not None:
                 return record
+            writing.popleft()
         return None
 
-    def _begin_write(self, record: Record) -> None:
+    def _begin_write(self, record: Record) -> bool:
+        """Give a record to the disk, or keep it; ``False`` if the disk can take no more now."""
         if not record.is_whole():
-            return
+            return True
         try:
-            self._transfer.save(record)
+            # It has begun already if an interrupt came before it was entered below.
+            if record.stored is None:
+                self._transfer.save(record)
         except BusyError as error:
-            oldest = self._oldest_write() if self._budget is not None else None
-            if oldest is None:
+            if self._budget is None:
                 self._say_once("busy", f"kept a tensor: {error}")
-                return
-            self._end_write(oldest)
-            self._begin_write(record)
-            return
+                return True
+            return self._wait_for_transfer() and self._begin_write(record)
         except ClosedError:
             # A forked process inherited the hooks but not the disk: it keeps its tensors.
-            return
+            return True
         except StorageError as error:
             self._note_failure(error)
-            return
+            return True
         self._writing.append(record.holding)
+        return True
 
     def _end_write(self, record: Record) -> None:
         """Wait for a write and free its source, unless the bytes on the disk are not its own."""
@@ -291,9 +340,6 @@ class Tracker:
         assert record.source is not None
         try:
             record.stored.wait()
-        except KeyboardInterrupt:
-            self._writing.appendleft(record.holding)
-            raise
         except (CancelledError, ClosedError):
             # Given up, or the session was closed under a live graph: the source is here.
             record.stored = None

@@ -6,7 +6,7 @@ import weakref
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from ssdtrain import _core
 from ssdtrain.saved import Loading, Record, SavedTensor
@@ -25,6 +25,9 @@ class Transfer(Protocol):
 
     def restore(self, saved: SavedTensor, loading: Loading) -> Tensor:
         """Return the saved tensor, waiting for its bytes."""
+
+    def is_foreign(self, storage: UntypedStorage) -> bool:
+        """Whether somebody else owns the memory of a storage."""
 
     def resident_bytes(self) -> int:
         """Return the bytes that transfers hold in memory, but for sources that records hold."""
@@ -69,6 +72,13 @@ class HostDirect:
         saved.record.slot = weakref.ref(slot)
         storage = torch.frombuffer(slot, dtype=torch.uint8).untyped_storage()
         return saved.build(storage, saved.record.start)
+
+    def is_foreign(self, storage: UntypedStorage) -> bool:
+        """Whether its memory is neither torch's nor ours: an array's, or that of a mapped file.
+
+        Whoever owns it may change it when torch's storage is long gone, and keeps it anyway.
+        """
+        return not storage.resizable() and not self.store.owns(storage.data_ptr())
 
     def resident_bytes(self) -> int:
         """Return the bytes of slots in use, and of sources of given-up writes under way."""

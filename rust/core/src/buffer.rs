@@ -106,6 +106,12 @@ impl Arena {
         self.live.load(Ordering::Relaxed)
     }
 
+    /// Whether an address lies in the arena.
+    pub fn contains(&self, address: usize) -> bool {
+        let base = self.base.as_ptr() as usize;
+        (base..base + self.reserved).contains(&address)
+    }
+
     fn lock(&self) -> MutexGuard<'_, Space> {
         self.space.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -203,6 +203,11 @@ impl TensorStore {
         self.arena.live_bytes() + self.given_up.lent_bytes()
     }
 
+    /// Whether the memory at an address is a slot's of this store.
+    pub fn owns(&self, address: usize) -> bool {
+        self.arena.contains(address)
+    }
+
     /// Waits at most `limit` until a transfer that was given up has ended, and holds no memory any
     /// more: `false` if there is none, `None` if the time is over.
     pub fn wait_for_given_up(&self, limit: Duration) -> Option<bool> {

@@ -106,6 +106,10 @@ impl Store {
         resident_bytes
     }
 
+    fn owns(&self, address: usize) -> bool {
+        self.0.owns(address)
+    }
+
     fn wait_for_given_up(&self, py: Python<'_>) -> PyResult<bool> {
         loop {
             let ended = py.detach(|| self.0.wait_for_given_up(SIGNAL_CHECK));
