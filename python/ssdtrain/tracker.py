@@ -52,7 +52,7 @@ class Gate:
         self.records: list[Holding[Record]] = []
         self.nbytes = 0
         self.first_sequence = 0
-        """Of its records the lowest: at most as far the thread has to have come."""
+        """Of its first record; those of the others are not lower."""
 
 
 class Token:
@@ -104,7 +104,10 @@ class Tracker:
     def record_for(
         self, tensor: Tensor, geometry: Geometry, start: int, nbytes: int, sequence: int
     ) -> tuple[Record, bool]:
-        """Return the record of the tensor's storage at its version, and whether it is new."""
+        """Return the record of the tensor's storage at its version, and whether it is new.
+
+        The version is that of one counter; tensors that count apart never share a record.
+        """
         storage = tensor.untyped_storage()
         identity = id(storage)
         version = tensor._version  # noqa: SLF001 - the identity of the content
@@ -151,7 +154,7 @@ class Tracker:
             self._open(gate, sequence)
 
     def _open(self, gate: Gate, sequence: int | None) -> None:
-        """Begin the writes of the records before ``sequence``; those that cannot begin now stay."""
+        """Begin the writes of the records before ``sequence``; what cannot begin now stays."""
         closed: list[Holding[Record]] = []
         first_sequence = 0
         is_busy = False
