@@ -21,6 +21,7 @@ import json
 import sys
 import tempfile
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -32,6 +33,8 @@ from torch import Tensor
 from torch.autograd import Function, gradcheck, gradgradcheck
 from torch.utils import _pytree as pytree
 
+import ssdtrain.hooks
+from ssdtrain.saved import counts_apart
 from support import Flush, Rig, bits, nothing
 
 SEED = 7
@@ -50,6 +53,18 @@ Results = dict[str, Tensor]
 Differentiable = Callable[..., tuple[Tensor, ...]]
 
 
+ALONE: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+"""Storages of copies: nothing else lies there."""
+
+
+def counts_apart_of_others(tensor: Tensor, storage_bytes: int) -> bool:
+    """Stand in for the package's function, which would have every copy stay in memory.
+
+    A copy is a part of its storage without a base, because of the bytes before it.
+    """
+    return tensor.untyped_storage() not in ALONE and counts_apart(tensor, storage_bytes)
+
+
 def copy(tensor: Tensor) -> Tensor:
     """Return the same values with the same strides, further on in a storage of their own.
 
@@ -65,6 +80,7 @@ def copy(tensor: Tensor) -> Tensor:
     whole[LEAD_BYTES:] = plain.set_(source, 0, (source.nbytes(),), (1,))
     offset = LEAD_BYTES // tensor.itemsize + int(tensor.storage_offset())
     empty = torch.empty(0, dtype=tensor.dtype)
+    ALONE.add(whole.untyped_storage())
     return empty.set_(whole.untyped_storage(), offset, tensor.size(), tensor.stride())
 
 
@@ -426,6 +442,7 @@ def quiet() -> Iterator[None]:
 def sweep(options: argparse.Namespace) -> Tally:
     root = Path(__file__).resolve().parents[1] / "target" / "tmp"
     root.mkdir(parents=True, exist_ok=True)
+    ssdtrain.hooks.counts_apart = counts_apart_of_others
     with tempfile.TemporaryDirectory(dir=options.dir or root) as folder, quiet():
         run = Sweep(Path(folder), options.samples, options.checks)
         chosen = operators(options.part, options.only)
