@@ -288,7 +288,10 @@ class SavedTensor:
 
 
 class KeptTensor:
-    """The packed object of a tensor that is too small to be worth a write, or counts apart."""
+    """The packed object of a tensor that stays in memory, and is counted there.
+
+    It is too small to be worth a write, counts apart, or lies in memory that is somebody else's.
+    """
 
     __slots__ = ("__weakref__", "tensor", "version")
 

@@ -129,7 +129,7 @@ class Ledger:
         self._ended: deque[Any] = deque()
         self._ended_kept: deque[Any] = deque()
         self._kept: dict[int, list[int]] = {}
-        """Identity of a storage that small tensors hold: its bytes, and how many hold it."""
+        """Identity of a storage that kept tensors hold: its bytes, and how many hold it."""
 
     def settle(self) -> None:
         """Take note of what died since the last call."""
@@ -146,7 +146,7 @@ class Ledger:
             registry, identity = holding.registry, holding.identity
             if identity in registry and registry[identity] is holding:
                 del registry[identity]
-        ended, small = self._ended_kept, self._kept
+        ended, kept = self._ended_kept, self._kept
         while True:
             if not ended:
                 break
@@ -154,10 +154,10 @@ class Ledger:
             del ended[0]
             del holdings[holding]
             identity = holding.identity
-            entry = small[identity]
+            entry = kept[identity]
             entry[1] -= 1
             if entry[1] == 0:
-                del small[identity]
+                del kept[identity]
                 self.held_bytes -= entry[0]
                 self.bytes["kept"] += entry[0]
                 self.tensors["kept"] += 1
@@ -183,13 +183,13 @@ class Ledger:
         holding.fate = "offloaded"
 
     def hold_kept(self, holder: object, identity: int, nbytes: int, storage_bytes: int) -> None:
-        """Count a small tensor: all on one storage together at most as much as the storage."""
+        """Count a kept tensor: all on one storage together at most as much as the storage."""
         holding = Holding(holder, self._ended_kept.append)
-        small = self._kept
-        if identity in small:
-            entry = small[identity]
+        kept = self._kept
+        if identity in kept:
+            entry = kept[identity]
         else:
-            entry = small[identity] = [0, 0]
+            entry = kept[identity] = [0, 0]
         # Not by `min` and `max`: see above.
         more = storage_bytes - entry[0]
         if more > nbytes:
