@@ -1,0 +1,90 @@
+"""Every module of ``torch.nn``, with every sample that torch ships for it, from the disk."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing._internal.common_modules import ModuleInfo, ModuleInput, module_db
+from torch.utils import _pytree as pytree
+
+from support import Flush, Result, Rig, assert_equal_bits, nothing
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SAMPLES_MIN = 1500
+"""Of one dtype; torch 2.15 has 1,837."""
+
+
+def tensors_in(tree: Any) -> Iterator[Tensor]:
+    for one in pytree.tree_leaves(tree):
+        if isinstance(one, Tensor) and one.requires_grad:
+            yield one
+
+
+def leaf(one: Any) -> Any:
+    if not isinstance(one, Tensor):
+        return one
+    return one.detach().clone().requires_grad_(one.requires_grad)
+
+
+def activation(one: Any) -> Any:
+    """A leaf would pass as a weight; of this nobody but the graph has the memory."""
+    return one * 1 if isinstance(one, Tensor) and one.requires_grad else one
+
+
+def step(info: ModuleInfo, sample: ModuleInput, dtype: torch.dtype, flush: Flush) -> Result:
+    """Run a module forward and backward; return the loss and all gradients."""
+    torch.manual_seed(0)
+    made = sample.constructor_input
+    module = info.module_cls(*made.args, **made.kwargs).to(dtype)
+    given = sample.forward_input
+    leaves = pytree.tree_map(leaf, (given.args, given.kwargs))
+    args, kwargs = pytree.tree_map(activation, leaves)
+    outputs = list(tensors_in(module(*args, **kwargs)))
+    del args, kwargs
+    real = [torch.view_as_real(one) if one.is_complex() else one for one in outputs]
+    loss = torch.stack([one.double().square().sum() for one in real]).sum()
+    del outputs, real
+    flush()
+    loss.backward()
+    wanted = [*module.parameters(), *tensors_in(leaves)]
+    found = {str(at): one.grad for at, one in enumerate(wanted) if one.grad is not None}
+    return {"loss": loss.detach(), **found}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("is_flushed", [True, False], ids=["before backward", "at once"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_every_module_trains_with_equal_bits(
+    dtype: torch.dtype, is_flushed: bool, tmp_path: Path
+) -> None:
+    rig = Rig(tmp_path, verify=True)
+    if not is_flushed:
+        rig.end_writes_at_once()
+    samples_count = 0
+    for info in module_db:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            samples = info.module_inputs_func(
+                info, device="cpu", dtype=dtype, requires_grad=True, training=True
+            )
+        for sample in samples:
+            expected = step(info, sample, dtype, nothing)
+            with rig.context():
+                actual = step(info, sample, dtype, rig.flush if is_flushed else nothing)
+            try:
+                assert_equal_bits(actual, expected)
+            except AssertionError as error:
+                error.add_note(f"{info.name}: {sample.desc or sample.constructor_input}")
+                raise
+            del actual
+            samples_count += 1
+    assert samples_count >= SAMPLES_MIN
+    assert rig.stats.bytes_read > 0
+    rig.assert_empty()
