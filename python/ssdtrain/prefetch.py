@@ -28,8 +28,7 @@ FORWARD_SEED, BACKWARD_SEED = 1, 2
 WINDOW_COUNT = 64
 """Records read ahead at most: bounds the work of an unpack where tensors are small."""
 REFILL_SHARE = 0.25
-"""So much of the window is refilled at a time: to wake the disk's thread takes as long as the rest
-of an unpack."""
+"""So much of the window is refilled at a time: to wake the disk's thread is dear."""
 ORDERS_MAX = 64
 """Learned orders that are remembered."""
 UNFINISHED_MAX = 32

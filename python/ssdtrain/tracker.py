@@ -36,7 +36,7 @@ log = logging.getLogger("ssdtrain")
 BATCH_BYTES = 4 << 20
 BATCH_COUNT = 16
 """So many bytes, or so many of the smallest tensors, are given to the disk together: to wake its
-thread takes as long as all the rest of a pack."""
+thread is the dearest part of a pack."""
 REAP_MAX = 64
 """Writes that a hook frees at most: bounds the work of one call."""
 
