@@ -30,7 +30,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import ssdtrain
 from ssdtrain.config import OffloadConfig, StoreConfig
-from ssdtrain.policy import Policy
+from ssdtrain.planning.policy import Policy
 
 OPERATION_COUNT = 200
 """Saved tensors per forward."""

@@ -6,9 +6,9 @@ use std::sync::{Arc, OnceLock};
 
 use loom::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use loom::thread;
-use ssdtrain_core::buffer::IoBuf;
-use ssdtrain_core::file::{Extent, Quota, SpillFile};
-use ssdtrain_core::meter::Direction;
+use ssdtrain_core::direction::Direction;
+use ssdtrain_core::disk::spill_file::{Extent, Quota, SpillFile};
+use ssdtrain_core::memory::buffer::IoBuf;
 use ssdtrain_core::queue::{Job, Request, SubmitQueue};
 use ssdtrain_core::ticket::{Ticket, ticket};
 use ssdtrain_core::{DirectIo, Error, ErrorKind, Result};

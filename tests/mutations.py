@@ -46,7 +46,7 @@ class Mutation:
 MUTATIONS = (
     Mutation(
         defence="version at pack",
-        module="tracker",
+        module="activations/writeback",
         old="            and record.version == version\n",
         new="",
         tests=(
@@ -55,7 +55,7 @@ MUTATIONS = (
     ),
     Mutation(
         defence="version at the end of the write",
-        module="saved",
+        module="activations/saved_tensor",
         old="return same_version and self.is_whole()",
         new="return self.is_whole()",
         tests=(
@@ -65,7 +65,7 @@ MUTATIONS = (
     ),
     Mutation(
         defence="version at unpack",
-        module="saved",
+        module="activations/saved_tensor",
         old="if version not in (NO_VERSION, counter._version):",
         new="if version not in (NO_VERSION, version):",
         tests=(
@@ -76,14 +76,14 @@ MUTATIONS = (
     ),
     Mutation(
         defence="version of what is kept",
-        module="hooks",
+        module="activations/hooks",
         old="            check_version(kept, packed.version,",
         new="            check_version(kept, kept._version,",
         tests=("test_in_place::test_a_change_of_every_kind_of_tensor_is_refused",),
     ),
     Mutation(
         defence="one counter for all who saved it",
-        module="saved",
+        module="activations/saved_tensor",
         old="        tensor = self.counter.detach()\n",
         new="        tensor = self.counter.clone()\n",
         tests=(
@@ -93,28 +93,28 @@ MUTATIONS = (
     ),
     Mutation(
         defence="a tensor of its own for each unpack",
-        module="hooks",
+        module="activations/hooks",
         old="            return kept.detach()",
         new="            return kept",
         tests=("test_in_place::test_every_unpack_gives_a_tensor_of_its_own",),
     ),
     Mutation(
         defence="memory that moved",
-        module="saved",
+        module="activations/saved_tensor",
         old=" and self.address() == self.written_at",
         new="",
         tests=("test_hostile::test_memory_that_moves_under_its_write_is_not_freed",),
     ),
     Mutation(
         defence="the gate",
-        module="hooks",
+        module="activations/hooks",
         old="                tracker.write_later(record)",
         new="                tracker._begin_write(record)",
         tests=("test_offload::test_noise_that_is_saved_before_it_is_filled_comes_back_filled",),
     ),
     Mutation(
         defence="identity with a look at life",
-        module="tracker",
+        module="activations/writeback",
         old="            and record.storage() is storage\n",
         new="",
         tests=(
@@ -123,14 +123,14 @@ MUTATIONS = (
     ),
     Mutation(
         defence="identity with the version counter",
-        module="tracker",
+        module="activations/writeback",
         old="            and record.root() is root_of(tensor)\n",
         new="",
         tests=("test_in_place::test_data_that_counts_for_itself_is_not_taken_for_its_tensor",),
     ),
     Mutation(
         defence="parts that count apart stay",
-        module="saved",
+        module="activations/saved_tensor",
         old="    return root_of(tensor).nbytes < storage_bytes",
         new="    return False",
         tests=(
@@ -139,42 +139,42 @@ MUTATIONS = (
     ),
     Mutation(
         defence="memory of others stays",
-        module="transfer",
+        module="transfer/host",
         old="        return not storage.resizable() and not self.store.owns(storage.data_ptr())",
         new="        return False",
         tests=("test_in_place::test_arrays_that_a_loader_fills_anew_give_plain_bits",),
     ),
     Mutation(
         defence="storage offset",
-        module="saved",
+        module="activations/saved_tensor",
         old="self.offset: int = int(tensor.storage_offset()) * tensor.itemsize",
         new="self.offset = 0",
         tests=("test_offload::test_backward_sees_the_geometry_that_was_saved",),
     ),
     Mutation(
         defence="strides",
-        module="saved",
+        module="activations/saved_tensor",
         old=".data.set_(storage, offset, self.size, self.stride)",
         new=".data.set_(storage, offset, self.size)",
         tests=("test_offload::test_backward_sees_the_geometry_that_was_saved",),
     ),
     Mutation(
         defence="provenance: the base of a view",
-        module="weights",
+        module="activations/eligibility",
         old="    if base is not None and (",
         new="    if base is None and (",
         tests=("test_offload::test_parameters_and_what_is_made_of_them_are_never_written",),
     ),
     Mutation(
         defence="provenance: the walk to the parameter",
-        module="weights",
+        module="activations/eligibility",
         old="    for _ in range(DERIVATION_DEPTH_MAX):",
         new="    for _ in range(0):",
         tests=("test_offload::test_weights_cast_by_autocast_are_never_written",),
     ),
     Mutation(
         defence="live memory before the disk",
-        module="tracker",
+        module="activations/writeback",
         old="        if storage is None or storage.nbytes() < record.start + record.nbytes:",
         new="        if storage is None or record.nbytes:",
         tests=(
@@ -184,21 +184,21 @@ MUTATIONS = (
     ),
     Mutation(
         defence="lifetime by handle",
-        module="prefetch",
+        module="activations/prefetch",
         old="        entry = weakref.ref(saved)",
         new="        entry = lambda: saved",
         tests=(DROPPED_GRAPH,),
     ),
     Mutation(
         defence="never the tensor itself",
-        module="saved",
+        module="activations/saved_tensor",
         old="        self.tensor = tensor.detach()\n        self.version = tensor._version",
         new="        self.tensor = tensor\n        self.version = tensor._version",
         tests=(DROPPED_GRAPH,),
     ),
     Mutation(
         defence="what a refused backward left is dropped",
-        module="leftovers",
+        module="activations/failed_backward",
         old="    if not _lowest or current_backward() != -1:",
         new="    if _lowest:",
         tests=(
@@ -208,21 +208,21 @@ MUTATIONS = (
     ),
     Mutation(
         defence="checkpoint recognition",
-        module="hooks",
+        module="activations/hooks",
         old=" and not (backward != -1 and _is_recompute())",
         new="",
         tests=("test_checkpoint::test_what_a_reentrant_checkpoint_computes_again_is_not_written",),
     ),
     Mutation(
         defence="no lock while waiting for a read",
-        module="hooks",
+        module="activations/hooks",
         old="        return self._wait(packed, found)",
         new="        with self._lock:\n            return self._wait(packed, found)",
         tests=("test_threads::test_forwards_go_on_while_a_backward_waits_for_the_disk",),
     ),
     Mutation(
         defence="a forked child owns nothing",
-        module="hooks",
+        module="activations/hooks",
         old="        self._is_forked = True\n        self._lock = threading.RLock()\n",
         new="",
         tests=(
@@ -231,7 +231,7 @@ MUTATIONS = (
     ),
     Mutation(
         defence="verify",
-        module="opening",
+        module="open_store",
         old="        verify=config.verify,",
         new="        verify=False,",
         tests=(
@@ -241,35 +241,35 @@ MUTATIONS = (
     ),
     Mutation(
         defence="what a plain tensor is",
-        module="weights",
+        module="activations/eligibility",
         old=" and dispatch_keys(tensor) == PLAIN_KEYS",
         new="",
         tests=("test_offload::test_backward_sees_the_geometry_that_was_saved",),
     ),
     Mutation(
         defence="what is larger than its parameter",
-        module="weights",
+        module="activations/eligibility",
         old="    return tensor.untyped_storage().nbytes() <= leaf.numel() * tensor.itemsize",
         new="    return True",
         tests=("test_weights::test_a_row_of_a_weight_repeated_for_a_batch_is_an_activation",),
     ),
     Mutation(
         defence="weights without history",
-        module="weights",
+        module="activations/eligibility",
         old="return torch.is_grad_enabled() and storage_users(tensor) > FRESH_USERS_MAX",
         new="return False",
         tests=("test_distributed::test_weights_in_shards_are_not_written_and_get_equal_gradients",),
     ),
     Mutation(
         defence="shared counters below autograd",
-        module="hooks",
+        module="activations/hooks",
         old="        if is_below_autograd():",
         new="        if False:",
         tests=("test_checkpoint::test_a_change_of_what_a_policy_keeps_is_refused",),
     ),
     Mutation(
         defence="hooks that the compiler does not trace",
-        module="torch_internals",
+        module="machine/torch_internals",
         old="return is_dynamo_compiling() or _tracer() not in (None, False)",
         new="return False",
         tests=("test_compile::test_compiled_autograd_gives_equal_bits",),

@@ -33,8 +33,8 @@ from torch import Tensor
 from torch.autograd import Function, gradcheck, gradgradcheck
 from torch.utils import _pytree as pytree
 
-import ssdtrain.hooks
-from ssdtrain.saved import counts_apart
+import ssdtrain.activations.hooks
+from ssdtrain.activations.saved_tensor import counts_apart
 from support import Flush, Rig, bits, nothing
 
 SEED = 7
@@ -442,7 +442,7 @@ def quiet() -> Iterator[None]:
 def sweep(options: argparse.Namespace) -> Tally:
     root = Path(__file__).resolve().parents[1] / "target" / "tmp"
     root.mkdir(parents=True, exist_ok=True)
-    ssdtrain.hooks.counts_apart = counts_apart_of_others
+    ssdtrain.activations.hooks.counts_apart = counts_apart_of_others
     with tempfile.TemporaryDirectory(dir=options.dir or root) as folder, quiet():
         run = Sweep(Path(folder), options.samples, options.checks)
         chosen = operators(options.part, options.only)

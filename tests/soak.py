@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from ssdtrain import CorruptError, StorageError
 from ssdtrain.config import OffloadConfig, StoreConfig
 from ssdtrain.offload import Session
-from ssdtrain.opening import open_store
+from ssdtrain.open_store import open_store
 from support import KeepNothing, flush, store_threads, wait_until
 
 MIB = 1 << 20

@@ -17,13 +17,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ssdtrain.activations.failed_backward import drop_leftovers
+from ssdtrain.activations.hooks import Hooks
+from ssdtrain.activations.writeback import Tracker
 from ssdtrain.config import OffloadConfig, StoreConfig
-from ssdtrain.hooks import Hooks
-from ssdtrain.leftovers import drop_leftovers
 from ssdtrain.offload import Session
-from ssdtrain.policy import Policy
+from ssdtrain.planning.policy import Policy
 from ssdtrain.stats import Stats
-from ssdtrain.tracker import Tracker
 
 Result = Mapping[str, Tensor]
 Flush = Callable[[], None]

@@ -198,7 +198,11 @@ BAD: list[tuple[Rule, dict[str, str], str]] = [
     ),
     (tree_rules.python_import_order, with_python("from . import hooks"), "errors.py:6: `errors`"),
     (tree_rules.python_import_order, with_python("from .hooks import pack"), "of `hooks`"),
-    (tree_rules.python_import_order, with_python("import ssdtrain.hooks"), "of `hooks`"),
+    (
+        tree_rules.python_import_order,
+        with_python("import ssdtrain.hooks"),
+        "of `hooks`",
+    ),
     (tree_rules.python_import_order, with_python("from ssdtrain import pack"), "of `__init__`"),
     (tree_rules.python_import_order, with_python("from ssdtrain.demo import table"), "demo/table`"),
     (tree_rules.python_import_order, with_python("def f():\n    from . import hooks"), "`hooks`"),

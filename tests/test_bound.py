@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import ssdtrain
 from disks import MIB
 from ssdtrain.errors import BudgetError
-from ssdtrain.transfer import HostDirect
+from ssdtrain.transfer.host import HostDirect
 from support import Flush, Result, Rig, assert_equal_bits, bits, chain, nothing, wait_until
 
 pytestmark = pytest.mark.usefixtures("one_thread")

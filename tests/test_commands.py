@@ -40,7 +40,7 @@ MAIN = "import sys\nfrom ssdtrain.__main__ import main\nsys.exit(main(sys.argv[1
 AS_NOBODY = """
 import os, sys
 from ssdtrain.__main__ import main
-import ssdtrain.commands.bench, ssdtrain.commands.doctor, ssdtrain.torch_internals
+import ssdtrain.commands.bench, ssdtrain.commands.doctor, ssdtrain.machine.torch_internals
 os.chdir(sys.argv[1])
 if os.geteuid() == 0:
     os.setgroups([])

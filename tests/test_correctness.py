@@ -41,4 +41,7 @@ def test_every_defence_stands_on_text_that_is_there_once(mutation: Mutation) -> 
 
 def test_text_that_is_not_there_is_seen() -> None:
     gone = dataclasses.replace(MUTATIONS[0], old="this text is nowhere")
-    assert anchor_error(gone) == "tracker.py has the text of 'version at pack' 0 times, not once"
+    assert (
+        anchor_error(gone)
+        == "activations/writeback.py has the text of 'version at pack' 0 times, not once"
+    )

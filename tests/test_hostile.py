@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 import ssdtrain
+from ssdtrain.activations.prefetch import DEAD_ROUND_COUNT
+from ssdtrain.activations.writeback import Tracker
 from ssdtrain.errors import ClosedError, ConfigError
-from ssdtrain.policy import PLANS_MAX, Item, Policy, Rates
-from ssdtrain.prefetch import DEAD_ROUND_COUNT
+from ssdtrain.planning.policy import PLANS_MAX, Item, Policy, Rates
 from ssdtrain.stats import Ledger
-from ssdtrain.tracker import Tracker
 from support import Flush, Result, Rig, chain, in_child, prove_refused
 
 MIB = 1 << 20

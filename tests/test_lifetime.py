@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import ssdtrain
 from ssdtrain.errors import CorruptError, StorageError
-from ssdtrain.policy import Policy
+from ssdtrain.planning.policy import Policy
 from support import (
     MODES,
     Flush,

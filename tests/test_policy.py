@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from ssdtrain.policy import (
+from ssdtrain.planning.policy import (
     CAUTION_MAX,
     CAUTION_MIN,
     CAUTION_START,

@@ -12,8 +12,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssdtrain.policy import Plan, Policy
-from ssdtrain.prefetch import ORDERS_MAX, UNFINISHED_MAX, WINDOW_BYTES, Prefetcher, Round, next_key
+from ssdtrain.activations.prefetch import (
+    ORDERS_MAX,
+    UNFINISHED_MAX,
+    WINDOW_BYTES,
+    Prefetcher,
+    Round,
+    next_key,
+)
+from ssdtrain.planning.policy import Plan, Policy
 from support import Rig
 
 MIB = 1 << 20

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ssdtrain import Stats
 from ssdtrain.config import OffloadConfig, StoreConfig
 from ssdtrain.offload import Session
-from ssdtrain.policy import Policy
+from ssdtrain.planning.policy import Policy
 
 RATE = 100 * 1000 * 1000
 """Bytes per second, for writes and for reads."""

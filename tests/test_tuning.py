@@ -17,11 +17,12 @@ import pytest
 import torch
 
 import ssdtrain
-from ssdtrain import opening, tuning
+from ssdtrain import open_store as opening
 from ssdtrain.commands.search import Rates, find_best, sweep
 from ssdtrain.config import StoreConfig
-from ssdtrain.drive import drive_of, mount_of
-from ssdtrain.tuning import DEFAULT, Kept, Tuning
+from ssdtrain.machine import tuning
+from ssdtrain.machine.drive import drive_of, mount_of
+from ssdtrain.machine.tuning import DEFAULT, Kept, Tuning
 
 MIB = 1 << 20
 OTHER = Tuning(engine="io_uring", queue_depth=8, piece_bytes=2 * MIB)

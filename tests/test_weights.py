@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from ssdtrain.policy import Policy
-from ssdtrain.saved import Record
+from ssdtrain.activations.saved_tensor import Record
+from ssdtrain.planning.policy import Policy
 from support import (
     Flush,
     Result,

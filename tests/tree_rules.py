@@ -287,7 +287,16 @@ def python_modules(root: Path) -> dict[str, Path]:
     return {
         shown(package, path).removesuffix(path.suffix): path
         for path in files(root, (PACKAGE,), ".py", ".pyi")
+        if not _is_folder_docstring(package, path)
     }
+
+
+def _is_folder_docstring(package: Path, path: Path) -> bool:
+    """Whether this is the `__init__` of a folder and offers nothing: the folder is not a room."""
+    if path.name != "__init__.py" or path.parent == package:
+        return False
+    body = ast.parse(path.read_text()).body
+    return all(isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant) for one in body)
 
 
 def python_references(name: str, path: Path, modules: dict[str, Path]) -> Iterator[Reference]:

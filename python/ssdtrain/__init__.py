@@ -9,7 +9,7 @@
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-from ssdtrain.memory import prefer_huge_pages
+from ssdtrain.machine.huge_pages import prefer_huge_pages
 
 prefer_huge_pages()
 

@@ -14,6 +14,8 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import ParamSpec, TypeVar
 
+from ssdtrain.activations.failed_backward import drop_leftovers, watch_leftovers
+from ssdtrain.activations.hooks import Hooks
 from ssdtrain.config import (
     MIN_BYTES_DEFAULT,
     Backend,
@@ -24,14 +26,12 @@ from ssdtrain.config import (
     directories,
 )
 from ssdtrain.errors import ConfigError
-from ssdtrain.hooks import Hooks
-from ssdtrain.leftovers import drop_leftovers, watch_leftovers
-from ssdtrain.memory import note_small_pages
-from ssdtrain.opening import open_store
-from ssdtrain.policy import Policy
+from ssdtrain.machine.huge_pages import note_small_pages
+from ssdtrain.machine.torch_internals import is_traced, untraced
+from ssdtrain.open_store import open_store
+from ssdtrain.planning.policy import Policy
 from ssdtrain.stats import Stats
-from ssdtrain.torch_internals import is_traced, untraced
-from ssdtrain.transfer import HostDirect
+from ssdtrain.transfer.host import HostDirect
 
 __all__ = ["Session", "offload"]
 

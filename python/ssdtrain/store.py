@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ssdtrain import _core
+from ssdtrain.activations.saved_tensor import Geometry, span_bytes
 from ssdtrain.config import Backend, DirectIo, Directories, StoreConfig, directories
 from ssdtrain.errors import ClosedError, ConfigError
-from ssdtrain.opening import open_store
-from ssdtrain.saved import Geometry, span_bytes
-from ssdtrain.torch_internals import is_wrapped
+from ssdtrain.machine.torch_internals import is_wrapped
+from ssdtrain.open_store import open_store
 
 __all__ = ["PendingRead", "StoredTensor", "TensorStore"]
 

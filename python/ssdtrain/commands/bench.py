@@ -13,11 +13,12 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from ssdtrain import _core, tuning
+from ssdtrain import _core
 from ssdtrain.commands.search import Measure, Outcome, Rates, find_best, sweep
-from ssdtrain.drive import drive_of, mount_of
 from ssdtrain.errors import NoSpaceError, SsdtrainError, UnsupportedError
-from ssdtrain.tuning import DEFAULT, Engine, Kept, Tuning
+from ssdtrain.machine import tuning
+from ssdtrain.machine.drive import drive_of, mount_of
+from ssdtrain.machine.tuning import DEFAULT, Engine, Kept, Tuning
 
 __all__ = ["add_arguments", "run"]
 

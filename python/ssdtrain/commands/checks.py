@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
-from ssdtrain import _core, tuning
+from ssdtrain import _core
 from ssdtrain.commands.system import (
     Check,
     gpu,
@@ -20,8 +20,9 @@ from ssdtrain.commands.system import (
     torch_version,
 )
 from ssdtrain.commands.trial import Rates, write_and_read
-from ssdtrain.drive import drive_of, mount_of
 from ssdtrain.errors import ConfigError, NoSpaceError, SsdtrainError, UnsupportedError
+from ssdtrain.machine import tuning
+from ssdtrain.machine.drive import drive_of, mount_of
 
 __all__ = ["Examination"]
 

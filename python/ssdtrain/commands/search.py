@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from ssdtrain.tuning import Tuning
+from ssdtrain.machine.tuning import Tuning
 
 __all__ = ["CLEAR_GAIN", "ROUNDS", "Measure", "Outcome", "Rates", "Round", "find_best", "sweep"]
 

@@ -75,7 +75,7 @@ def torch_version() -> Check:
     try:
         import torch  # noqa: PLC0415 - the command must run without it
 
-        from ssdtrain import torch_internals as _needed  # noqa: F401, PLC0415
+        from ssdtrain.machine import torch_internals as _needed  # noqa: F401, PLC0415
     except SsdtrainError as error:
         return Check(name=name, state="FAIL", finding=str(error), remedy=TORCH_REMEDY)
     except (ImportError, OSError) as error:

@@ -11,8 +11,8 @@ from statistics import median
 
 from ssdtrain import _core
 from ssdtrain.config import StoreConfig
-from ssdtrain.opening import open_store
-from ssdtrain.tuning import DEFAULT, Engine
+from ssdtrain.machine.tuning import DEFAULT, Engine
+from ssdtrain.open_store import open_store
 
 __all__ = ["Rates", "write_and_read"]
 

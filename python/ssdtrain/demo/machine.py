@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from ssdtrain.drive import mount_of
+from ssdtrain.machine.drive import mount_of
 
 
 @dataclass(frozen=True, kw_only=True)

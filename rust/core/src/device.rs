@@ -3,15 +3,16 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use crate::buffer::IoBuf;
 use crate::config::{Directory, StoreConfig};
+use crate::direction::Direction;
+use crate::disk::spill_file::{Extent, Quota, SpillFile};
+use crate::disk::statistics::Meter;
+use crate::disk::stripe::Lane;
 use crate::engine;
 use crate::engine::contract::IoEngine;
 use crate::error::Result;
-use crate::file::{Extent, Quota, SpillFile};
-use crate::meter::{Direction, Meter};
+use crate::memory::buffer::IoBuf;
 use crate::queue::{Backlog, Job, Request, SubmitQueue};
-use crate::stripe::Lane;
 use crate::ticket::{Ticket, ticket};
 
 /// A spill file with the engine that serves it.

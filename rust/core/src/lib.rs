@@ -16,26 +16,24 @@
 //!
 //! `docs/architecture.md` says what each module is for and which may use which.
 
-pub mod buffer;
+pub mod allocator;
 pub mod config;
 pub mod device;
+pub mod direction;
+pub mod disk;
 pub mod engine;
 pub mod error;
-pub mod extent;
-pub mod file;
-pub mod flight;
-pub mod meter;
-pub mod place;
+pub mod memory;
 pub mod probe;
 pub mod queue;
 pub mod store;
-pub mod stripe;
 mod sync;
 pub mod ticket;
-
-pub use buffer::HostRegion;
+pub mod transfer;
 pub use config::{Backend, DirectIo, Directory, Faults, StoreConfig, Tuning};
+pub use direction::Direction;
+pub use disk::statistics::Traffic;
 pub use error::{Error, ErrorKind, Result};
-pub use flight::Flight;
-pub use meter::Traffic;
+pub use memory::buffer::HostRegion;
 pub use store::{Pending, Restored, Stats, Stored, TensorStore};
+pub use transfer::Flight;

@@ -9,13 +9,15 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::buffer::{Arena, IoBuf, PAGE_BYTES, Slot};
 use crate::config::{Backend, DirectIo, Tuning};
+use crate::direction::Direction;
+use crate::disk::spill_file::{Extent, Quota, SpillFile};
+use crate::disk::statistics::Meter;
 use crate::engine;
 use crate::engine::contract::IoEngine;
 use crate::error::{Error, ErrorKind, Result};
-use crate::file::{Extent, Quota, SpillFile};
-use crate::meter::{Direction, Meter};
+use crate::memory::arena::{Arena, PAGE_BYTES, Slot};
+use crate::memory::buffer::IoBuf;
 use crate::queue::{Job, Request, SubmitQueue};
 use crate::ticket::{Ticket, ticket};
 
@@ -132,8 +134,8 @@ fn fill(buffer: &IoBuf, seed: usize) {
 mod tests {
     use super::{Probe, ProbeRun, REQUEST_BYTES};
     use crate::config::{Backend, Tuning};
+    use crate::direction::Direction;
     use crate::error::ErrorKind;
-    use crate::meter::Direction;
     use std::time::Duration;
 
     fn finish(mut run: ProbeRun) {
@@ -154,7 +156,7 @@ mod tests {
         let tuning = Tuning { queue_depth: 3, piece_bytes: 1 << 20 };
         finish(probe.begin(&Backend::Psync, tuning, Direction::Write, 0..2).unwrap());
         let (extent, slot) = &probe.pairs[1];
-        let buffer = crate::buffer::IoBuf::from(std::sync::Arc::clone(slot));
+        let buffer = crate::memory::buffer::IoBuf::from(std::sync::Arc::clone(slot));
         let mut written = vec![0; REQUEST_BYTES];
         buffer.copy_out(0, &mut written);
         let file = rustix::fs::fstat(extent.file()).unwrap();

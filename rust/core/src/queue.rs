@@ -9,10 +9,10 @@ use std::os::fd::RawFd;
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, PoisonError};
 
-use crate::buffer::IoBuf;
+use crate::direction::Direction;
+use crate::disk::spill_file::Extent;
 use crate::error::{Error, ErrorKind, Result};
-use crate::file::Extent;
-use crate::meter::Direction;
+use crate::memory::buffer::IoBuf;
 use crate::sync::{ArrayQueue, AtomicBool, AtomicUsize, Bell, Mutex, Ordering, fence};
 use crate::ticket::Completer;
 

@@ -9,14 +9,16 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use crate::buffer::{Arena, HostRegion, IoBuf, Slot, slot_checksum};
 use crate::config::StoreConfig;
 use crate::device::Device;
+use crate::direction::Direction;
+use crate::disk::spill_file::{Extent, Quota};
+use crate::disk::statistics::Traffic;
+use crate::disk::stripe::{self, Lane};
 use crate::error::{Error, ErrorKind, Result};
-use crate::file::{Extent, Quota};
-use crate::flight::{Flight, GivenUp};
-use crate::meter::{Direction, Traffic};
-use crate::stripe::{self, Lane};
+use crate::memory::arena::{Arena, Slot};
+use crate::memory::buffer::{HostRegion, IoBuf, slot_checksum};
+use crate::transfer::{Flight, GivenUp};
 
 /// An asynchronous store of byte ranges on one or more directories.
 pub struct TensorStore {

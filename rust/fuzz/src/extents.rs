@@ -2,7 +2,7 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use ssdtrain_core::extent::ExtentAllocator;
+use ssdtrain_core::allocator::ExtentAllocator;
 
 const LIMIT_GRANULES: usize = 96;
 

@@ -7,7 +7,7 @@ use std::io;
 use libfuzzer_sys::fuzz_target;
 use ssdtrain_core::ErrorKind;
 use ssdtrain_core::engine::progress::{Piece, Progress};
-use ssdtrain_core::meter::Direction;
+use ssdtrain_core::direction::Direction;
 
 /// What the splitter may know about a request, and what only the model knows.
 struct Model {

@@ -6,7 +6,7 @@ use std::time::Duration;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use ssdtrain_core::probe::{self, REQUEST_BYTES};
-use ssdtrain_core::{Backend, Tuning, meter::Direction};
+use ssdtrain_core::{Backend, Direction, Tuning};
 
 use crate::error::to_python;
 

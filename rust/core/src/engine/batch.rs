@@ -9,10 +9,10 @@
 //! out neighbouring extents to tensors that are written one after the other, so the worker joins
 //! what waits in the queue; it never waits for more to come.
 
+use crate::direction::Direction;
 use crate::engine::contract::Setup;
 use crate::engine::progress::{Piece, Progress};
 use crate::error::{ErrorKind, Result};
-use crate::meter::Direction;
 use crate::queue::{Job, Request};
 
 /// More buffers than this would not make a request faster, and the kernel takes 1024 at most.
@@ -190,12 +190,14 @@ fn begin(setup: &Setup, request: &Request) -> Option<Job> {
 #[cfg(test)]
 mod tests {
     use super::{Batch, Span};
-    use crate::buffer::{Arena, IoBuf};
     use crate::config::DirectIo;
+    use crate::direction::Direction;
+    use crate::disk::spill_file::{Extent, Quota, SpillFile};
+    use crate::disk::statistics::Meter;
     use crate::engine::contract::Setup;
     use crate::error::{Error, ErrorKind};
-    use crate::file::{Extent, Quota, SpillFile};
-    use crate::meter::{Direction, Meter};
+    use crate::memory::arena::Arena;
+    use crate::memory::buffer::IoBuf;
     use crate::queue::{Job, Request, SubmitQueue};
     use crate::ticket::{Ticket, ticket};
     use std::sync::Arc;

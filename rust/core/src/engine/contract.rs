@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use crate::meter::Meter;
+use crate::disk::statistics::Meter;
 use crate::queue::SubmitQueue;
 
 /// What serves a submission queue.

@@ -7,15 +7,15 @@ pub mod batch;
 pub mod contract;
 pub mod progress;
 pub mod psync;
-pub mod sim;
+pub mod simulated;
 pub mod uring;
 
 use std::sync::Arc;
 
 use crate::config::{Backend, Tuning};
+use crate::disk::statistics::Meter;
 use crate::engine::contract::{IoEngine, Setup};
 use crate::error::Result;
-use crate::meter::Meter;
 use crate::queue::SubmitQueue;
 
 /// More entries than this a ring need not have, and the kernel would refuse eight times as many.
@@ -49,7 +49,7 @@ pub fn open(
         },
         Backend::Psync => Ok((Box::new(psync::Psync::start(setup, psync::Kernel)?), None)),
         Backend::Simulated(faults) => {
-            let disk = sim::SimulatedDisk::new(faults.clone());
+            let disk = simulated::SimulatedDisk::new(faults.clone());
             Ok((Box::new(psync::Psync::start(setup, disk)?), None))
         }
         Backend::Auto => match uring::Uring::start(setup.clone()) {

@@ -8,8 +8,8 @@
 
 use std::io;
 
+use crate::direction::Direction;
 use crate::error::{Error, ErrorKind, Result};
-use crate::meter::Direction;
 
 /// A piece whose read fails is asked for again so many times: some disks recover.
 const READS_AGAIN_MAX: u32 = 3;
@@ -157,8 +157,8 @@ impl Progress {
 #[cfg(test)]
 mod tests {
     use super::Progress;
+    use crate::direction::Direction;
     use crate::error::ErrorKind;
-    use crate::meter::Direction;
     use proptest::prelude::*;
     use std::io;
 

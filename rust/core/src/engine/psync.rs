@@ -6,11 +6,11 @@ use std::io;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 
+use crate::direction::Direction;
 use crate::engine::batch::{Batch, Span};
 use crate::engine::contract::{IoEngine, Setup};
 use crate::engine::progress::Piece;
 use crate::error::{Error, Result};
-use crate::meter::Direction;
 
 /// More threads than this gain nothing on one device: each moves whole pieces.
 const THREADS_MAX: u32 = 4;

@@ -13,11 +13,11 @@ use std::thread::JoinHandle;
 
 use io_uring::{IoUring, opcode, types};
 
+use crate::direction::Direction;
 use crate::engine::batch::{Batch, Span};
 use crate::engine::contract::{IoEngine, Setup};
 use crate::engine::progress::Piece;
 use crate::error::{Error, ErrorKind, Result};
-use crate::meter::Direction;
 use crate::queue::{Job, Request};
 
 /// Marks the completion of the eventfd's poll among those of pieces.

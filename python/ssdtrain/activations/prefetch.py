@@ -14,8 +14,8 @@ from bisect import bisect_right
 from collections.abc import Callable
 from time import perf_counter
 
-from ssdtrain.policy import Item, Policy
-from ssdtrain.saved import Loading, SavedTensor
+from ssdtrain.activations.saved_tensor import Loading, SavedTensor
+from ssdtrain.planning.policy import Item, Policy
 
 __all__ = ["Prefetcher", "Round"]
 

@@ -12,10 +12,10 @@ use std::io;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
 use crate::config::Faults;
+use crate::direction::Direction;
 use crate::engine::batch::{Batch, Part};
 use crate::engine::progress::Piece;
 use crate::engine::psync::Disk;
-use crate::meter::Direction;
 
 /// A late piece is overtaken by at most so many others.
 const LATE_TICKS_MAX: f64 = 6.0;

@@ -16,6 +16,7 @@ from time import perf_counter
 
 from torch import Tensor, UntypedStorage
 
+from ssdtrain.activations.saved_tensor import Geometry, Loading, Record, SavedTensor, root_of
 from ssdtrain.errors import (
     BudgetError,
     BusyError,
@@ -24,10 +25,9 @@ from ssdtrain.errors import (
     SsdtrainError,
     StorageError,
 )
-from ssdtrain.policy import Policy
-from ssdtrain.saved import Geometry, Loading, Record, SavedTensor, root_of
+from ssdtrain.planning.policy import Policy
 from ssdtrain.stats import Holding, Ledger
-from ssdtrain.transfer import Transfer
+from ssdtrain.transfer.host import Transfer
 
 __all__ = ["Tracker"]
 

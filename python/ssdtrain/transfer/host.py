@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from ssdtrain import _core
-from ssdtrain.saved import Loading, Record, SavedTensor
+from ssdtrain.activations.saved_tensor import Loading, Record, SavedTensor
 
 __all__ = ["HostDirect", "Transfer"]
 

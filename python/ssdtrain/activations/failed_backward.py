@@ -17,7 +17,7 @@ import threading
 import torch
 from torch import Tensor
 
-from ssdtrain.torch_internals import current_backward
+from ssdtrain.machine.torch_internals import current_backward
 
 __all__ = ["drop_leftovers", "watch_leftovers"]
 

@@ -18,11 +18,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from ssdtrain.config import OffloadConfig
-from ssdtrain.errors import ClosedError
-from ssdtrain.policy import Policy, Rates
-from ssdtrain.prefetch import Prefetcher, Round
-from ssdtrain.saved import (
+from ssdtrain.activations.eligibility import is_plain, is_weight
+from ssdtrain.activations.prefetch import Prefetcher, Round
+from ssdtrain.activations.saved_tensor import (
     ExcludedTensor,
     Geometry,
     KeptTensor,
@@ -32,8 +30,10 @@ from ssdtrain.saved import (
     counts_apart,
     part_of,
 )
-from ssdtrain.stats import Ledger, Stats
-from ssdtrain.torch_internals import (
+from ssdtrain.activations.writeback import Tracker
+from ssdtrain.config import OffloadConfig
+from ssdtrain.errors import ClosedError
+from ssdtrain.machine.torch_internals import (
     current_backward,
     current_node,
     is_below_autograd,
@@ -42,9 +42,9 @@ from ssdtrain.torch_internals import (
     share_counters,
     untraced,
 )
-from ssdtrain.tracker import Tracker
-from ssdtrain.transfer import HostDirect
-from ssdtrain.weights import is_plain, is_weight
+from ssdtrain.planning.policy import Policy, Rates
+from ssdtrain.stats import Ledger, Stats
+from ssdtrain.transfer.host import HostDirect
 
 __all__ = ["Hooks"]
 

@@ -16,7 +16,7 @@ from torch import Tensor, UntypedStorage
 
 from ssdtrain._core import Pending, Slot, Stored
 from ssdtrain.errors import SsdtrainError
-from ssdtrain.torch_internals import current_node
+from ssdtrain.machine.torch_internals import current_node
 
 if TYPE_CHECKING:
     from ssdtrain.stats import Holding, Ledger

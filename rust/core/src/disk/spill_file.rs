@@ -18,10 +18,10 @@ use rustix::fs::FallocateFlags;
 use rustix::io::Errno;
 use rustix::process::{Resource, getrlimit};
 
+use crate::allocator::ExtentAllocator;
 use crate::config::DirectIo;
+use crate::disk::directory::{Opened, Place};
 use crate::error::{Error, ErrorKind, Result};
-use crate::extent::ExtentAllocator;
-use crate::place::{Opened, Place};
 
 /// The file grows by at least this much, so that growing stays off the hot path.
 const GROWTH_BYTES_MIN: u64 = 64 << 20;

@@ -3,16 +3,8 @@
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
+use crate::direction::Direction;
 use crate::error::{Error, ErrorKind, Result};
-
-/// Which way the bytes go.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Direction {
-    /// From the disk into memory.
-    Read,
-    /// From memory to the disk.
-    Write,
-}
 
 /// What moved in one direction since the store was opened.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

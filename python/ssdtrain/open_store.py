@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 
-from ssdtrain import _core, tuning
+from ssdtrain import _core
 from ssdtrain.config import StoreConfig
+from ssdtrain.machine import tuning
 
 __all__ = ["open_store"]
 

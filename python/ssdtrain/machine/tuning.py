@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from ssdtrain.drive import drive_of, mount_of
+from ssdtrain.machine.drive import drive_of, mount_of
 
 __all__ = ["DEFAULT", "Engine", "Kept", "Tuning", "cache_file", "forget", "load", "save"]
 

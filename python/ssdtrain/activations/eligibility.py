@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ssdtrain.torch_internals import dispatch_keys, storage_users
+from ssdtrain.machine.torch_internals import dispatch_keys, storage_users
 
 __all__ = ["is_plain", "is_weight"]
 

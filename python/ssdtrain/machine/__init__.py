@@ -1,0 +1,1 @@
+"""What there is on this machine: its drives, its pages, its torch."""

@@ -1,0 +1,1 @@
+"""How bytes go to the store and come back: one file per kind of memory."""
