@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import ssdtrain
+from children import forked_python
 from ssdtrain.errors import CorruptError
 from support import (
     IN_PLACE,
@@ -26,7 +27,6 @@ from support import (
     nothing_leaks,
     prove,
     prove_refused,
-    python,
 )
 
 COUNT = 1000
@@ -478,7 +478,7 @@ del h, loss
 
 def test_a_process_that_met_a_refusal_ends_well(tmp_path: Path) -> None:
     """The other branch waits in the engine; dropping it after the interpreter's end crashes."""
-    done = python(LEFT, str(tmp_path))
+    done = forked_python(LEFT, str(tmp_path))
     assert (done.returncode, done.stdout, done.stderr) == (0, "refused\n", "")
 
 

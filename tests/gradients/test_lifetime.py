@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import ssdtrain
+from children import forked_python
 from ssdtrain.errors import CorruptError, StorageError
 from ssdtrain.planning.policy import Policy
 from support import (
@@ -38,7 +39,6 @@ from support import (
     nothing,
     nothing_leaks,
     open_files,
-    python,
     store_threads,
     wait_until,
 )
@@ -362,7 +362,7 @@ print("done")
 
 
 def test_a_forked_child_neither_reads_nor_closes_the_store_of_its_parent(tmp_path: Path) -> None:
-    done = python(FORK, str(tmp_path))
+    done = forked_python(FORK, str(tmp_path))
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
 
 
@@ -506,7 +506,7 @@ print("done")
 
 
 def test_a_limit_on_file_sizes_keeps_tensors_and_training_goes_on(tmp_path: Path) -> None:
-    done = python(FILE_LIMIT, str(tmp_path))
+    done = forked_python(FILE_LIMIT, str(tmp_path))
     assert (done.returncode, done.stdout) == (0, "warned ssdtrain\ndone\n"), done.stderr
 
 

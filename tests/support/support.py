@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from children import forked_python
 from ssdtrain.activations.failed_backward import drop_leftovers
 from ssdtrain.activations.hooks import Hooks
 from ssdtrain.activations.writeback import Tracker
@@ -279,7 +280,7 @@ def nothing_leaks() -> Iterator[None]:
 
 
 def python(program: str, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run a program in a fresh interpreter."""
+    """Run a program in a fresh interpreter; ``children.forked_python`` takes less time."""
     return subprocess.run(
         [sys.executable, "-c", program, *arguments],
         capture_output=True,
@@ -307,7 +308,7 @@ def in_child(function: Callable[..., None], *arguments: object) -> list[str]:
         "logging.basicConfig(format='%(levelname)s %(message)s', stream=sys.stdout); "
         f"from {module.stem} import {name}; {name}(*sys.argv[2:])"
     )
-    done = python(program, str(module.parent), *map(str, arguments))
+    done = forked_python(program, str(module.parent), *map(str, arguments))
     assert done.returncode == 0, f"{done.returncode}\n{done.stdout}\n{done.stderr}"
     if done.stdout.startswith(NO_SECCOMP):
         pytest.skip(NO_SECCOMP)

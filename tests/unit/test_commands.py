@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from children import forked_python
 from disks import MIB, NOBODY, fill, needs_root
 from seccomp import FORBID_RINGS
 from support import python, wait_until
@@ -111,7 +112,7 @@ def assert_fails(done: Done, name: str, finding: str, remedy: str) -> None:
 
 @pytest.mark.parametrize("how", ["command", "module"])
 def test_the_commands_are_listed(how: str) -> None:
-    done = ssdtrain() if how == "command" else python(MAIN)
+    done = ssdtrain() if how == "command" else forked_python(MAIN)
     assert done.returncode == 0
     assert done.stdout.startswith("usage: ssdtrain ")
     for name in ("bench", "demo", "doctor"):
@@ -209,7 +210,7 @@ def test_memory_is_no_disk() -> None:
 def test_no_permission_to_write(tmp_path: Path) -> None:
     place = tmp_path / "place"
     place.mkdir(mode=0o555)
-    done = python(AS_NOBODY, str(place), str(NOBODY), "doctor", ".", "--json")
+    done = forked_python(AS_NOBODY, str(place), str(NOBODY), "doctor", ".", "--json")
     remedy = f"sudo install -d -o {NOBODY} ./ssdtrain; ssdtrain doctor ./ssdtrain"
     assert_fails(done, "directory", f"user {NOBODY} cannot create", remedy)
 
@@ -219,7 +220,7 @@ def test_a_user_who_may_write(tmp_path: Path) -> None:
     place = tmp_path / "place"
     place.mkdir()
     os.chown(place, NOBODY, NOBODY)
-    done = python(AS_NOBODY, str(place), str(NOBODY), "doctor", ".", "--json")
+    done = forked_python(AS_NOBODY, str(place), str(NOBODY), "doctor", ".", "--json")
     assert checks_of(done)["write_and_read"]["state"] == "OK"
 
 
@@ -274,7 +275,7 @@ def test_huge_pages_that_were_switched_off(tmp_path: Path) -> None:
 
 
 def test_rings_forbidden(tmp_path: Path) -> None:
-    done = python(FORBID_RINGS + MAIN, "doctor", str(tmp_path))
+    done = forked_python(FORBID_RINGS + MAIN, "doctor", str(tmp_path))
     if done.stdout == "no seccomp\n":
         pytest.skip("this kernel takes no seccomp filter")
     assert done.returncode == 0, done.stdout
@@ -385,7 +386,7 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 def test_a_bench_without_rings(tmp_path: Path) -> None:
-    done = python(FORBID_RINGS + MAIN, "bench", str(tmp_path), "--seconds", "1")
+    done = forked_python(FORBID_RINGS + MAIN, "bench", str(tmp_path), "--seconds", "1")
     if done.stdout == "no seccomp\n":
         pytest.skip("this kernel takes no seccomp filter")
     assert done.returncode == 0, done.stderr
