@@ -217,6 +217,7 @@ def show(title: str, told: dict[str, Any]) -> None:
     sys.stdout.write("\n".join([*rows, told["report"], ""]))
 
 
+@pytest.mark.long
 def test_a_slow_disk_gets_less_and_the_rest_is_kept(slow_group: Path, tmp_path: Path) -> None:
     fast = run(None, tmp_path, steps=LEARNING_STEPS + 1)
     slow = run(slow_group, tmp_path, steps=LEARNING_STEPS + 5)

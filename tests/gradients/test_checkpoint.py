@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils import checkpoint as checkpoints
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
-from checkout import BENCHES, ROOT
+from checkout import BENCHES
 from support import (
     MODES,
     Flush,
@@ -382,7 +382,7 @@ def test_a_change_that_a_policy_allows_is_refused_too(tmp_path: Path) -> None:
     prove_refused_offloaded(step, tmp_path)
 
 
-# The long context, as a program to start from and as a benchmark
+# The long context, as a benchmark
 
 
 def program(*arguments: str | Path) -> str:
@@ -397,12 +397,7 @@ def program(*arguments: str | Path) -> str:
     return done.stdout
 
 
-def test_the_example_of_a_long_context_runs(tmp_path: Path) -> None:
-    said = program(ROOT / "docs" / "examples" / "long_context.py", tmp_path)
-    assert "step 2: loss" in said
-    assert " 0.0 MiB written" not in said
-
-
+@pytest.mark.long
 def test_the_benchmark_of_a_long_context_runs_small(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     sizes = ("--sequence", "1024", "--layers", "3", "--pairs", "1", "--threads", "1")

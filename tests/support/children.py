@@ -19,6 +19,8 @@ import socket
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
+from typing import Any
 
 REQUEST_BYTES_MAX = 100_000
 """Below what a socket takes as one message; the longest program of the tests has 5,000."""
@@ -29,10 +31,19 @@ SERVER = "import children; children.begin()"
 # --- in the tests -------------------------------------------------------------
 
 
-def forked_python(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def forked_python(
+    program: str, *arguments: str, cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
     """Run a program in a child that has imported torch and ssdtrain, and nothing else yet."""
     words = ["-c", *arguments]
-    request = json.dumps({"program": program, "arguments": words, "environment": dict(os.environ)})
+    request = json.dumps(
+        {
+            "program": program,
+            "arguments": words,
+            "environment": dict(os.environ),
+            "directory": str(cwd or Path.cwd()),
+        }
+    )
     channel = server()
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         socket.send_fds(channel, [request.encode()], [out.fileno(), err.fileno()])
@@ -106,7 +117,7 @@ def serve(channel: socket.socket) -> str | None:
         channel.send(str(status).encode())
 
 
-def become(request: dict[str, str], files: list[int]) -> str:
+def become(request: dict[str, Any], files: list[int]) -> str:
     """Take over what a fresh process would have been given."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number, file in zip((1, 2), files, strict=True):
@@ -114,5 +125,7 @@ def become(request: dict[str, str], files: list[int]) -> str:
         os.close(file)
     os.environ.clear()
     os.environ.update(request["environment"])
+    os.chdir(request["directory"])
     sys.argv = list(request["arguments"])
-    return request["program"]
+    program: str = request["program"]
+    return program

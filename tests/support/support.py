@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 from torch import Tensor, nn
 
 from children import forked_python
@@ -153,6 +154,14 @@ def end_writes(hooks: Hooks) -> None:
     with hooks._lock:
         while (record := hooks._tracker._oldest_write()) is not None:
             hooks._tracker._end_write(record)
+
+
+def sizes(*, small: object, whole: object) -> list[ParameterSet]:
+    """Return the sizes of a test: small in ``make test``, whole in ``make test-long``."""
+    return [
+        pytest.param(small, id="small"),
+        pytest.param(whole, id="whole", marks=pytest.mark.long),
+    ]
 
 
 def pause() -> None:
