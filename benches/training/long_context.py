@@ -275,7 +275,7 @@ def main(arguments: list[str]) -> int:
         medians = {key: medians_of(pairs, key) for key in ("seconds", "cpu_s")}
         record = {
             "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-            "machine": asdict(machine_facts(options.dir)),
+            "machine": asdict(machine_facts(options.dir)) | {"directory": None},
             **asked,
             "pair_count": len(pairs),
             **medians,
