@@ -24,6 +24,8 @@ from ssdtrain.config import OffloadConfig, StoreConfig
 from ssdtrain.offload import Session
 from ssdtrain.planning.policy import Policy
 
+pytestmark = pytest.mark.alone
+
 RATE = 100 * 1000 * 1000
 """Bytes per second, for writes and for reads."""
 LAYERS, HIDDEN, HEADS, BATCH, SEQUENCE = 8, 256, 8, 4, 512

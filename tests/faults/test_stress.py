@@ -25,7 +25,7 @@ def test_killed_training_leaves_nothing(kills: int) -> None:
     assert re.fullmatch(rf"{kills} kills, [1-9]\d* of them .*; left: 0 names, 0 bytes\n", said)
 
 
-@pytest.mark.parametrize("minutes", sizes(small=0.08, whole=3))
+@pytest.mark.parametrize("minutes", sizes(small=0.03, whole=3))
 def test_training_over_failing_disks_for_a_while(minutes: float) -> None:
     said = run("soak.py", "--minutes", str(minutes), "--seed", "3")
     counts = dict(re.findall(r"  (.*): (\d+)", said))

@@ -153,6 +153,7 @@ def test_the_runner_of_torchs_tests_counts_what_passes_plainly(tmp_path: Path) -
         assert f" {row}\n" in said, f"{row!r} is missing in\n{said}"
 
 
+@pytest.mark.long
 def test_the_runner_of_torchs_tests_accepts_no_other_failure(tmp_path: Path) -> None:
     """Neither one that is not in the list, nor one that the reference hooks pass."""
     code, said = run_suite(tmp_path, UNKNOWN, OURS)
