@@ -8,8 +8,9 @@ use loom::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use loom::thread;
 use ssdtrain_core::direction::Direction;
 use ssdtrain_core::disk::spill_file::{Extent, Quota, SpillFile};
-use ssdtrain_core::memory::buffer::IoBuf;
-use ssdtrain_core::queue::{Job, Request, SubmitQueue};
+use ssdtrain_core::memory::host::{HostSource, HostTarget};
+use ssdtrain_core::memory::landing::Landing;
+use ssdtrain_core::queue::{Job, JobMemory, Request, SubmitQueue};
 use ssdtrain_core::ticket::{Ticket, ticket};
 use ssdtrain_core::{DirectIo, Error, ErrorKind, Result};
 

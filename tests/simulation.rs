@@ -11,8 +11,8 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use ssdtrain_core::{
-    Backend, DirectIo, Error, ErrorKind, Faults, Pending, Restored, StoreConfig, Stored,
-    TensorStore, Tuning,
+    Backend, DirectIo, Error, ErrorKind, Faults, PauseSwitch, Pending, Restored, StoreConfig,
+    Stored, TensorStore, Tuning,
 };
 
 mod memory;
@@ -107,7 +107,7 @@ impl Plan {
             late_rate: random.rate(0.8),
             capacity_bytes: random.one_in(6).then(|| pieces * self.tuning.piece_bytes as u64),
             gone_after_count: random.one_in(8).then_some(pieces),
-            paused: random.one_in(3),
+            pause: if random.one_in(3) { PauseSwitch::paused() } else { PauseSwitch::default() },
         };
         self
     }
@@ -209,7 +209,7 @@ impl<'a> Driver<'a> {
             85..93 => self.release(),
             93..96 => self.give_up_read(),
             96..99 => self.let_go_of_restored(),
-            _ => self.store.resume(),
+            _ => self.plan.faults.pause.resume(),
         }
     }
 
@@ -266,7 +266,7 @@ impl<'a> Driver<'a> {
 
     /// Waits for a write; whether it ended well.
     fn wait_for(&self, index: usize) -> bool {
-        self.store.resume();
+        self.plan.faults.pause.resume();
         let written = &self.written[index];
         let answer = written.stored.ticket().wait_for(PATIENCE).expect("a write is answered");
         assert_eq!(written.source.strong_count(), 0, "an answered write keeps its source");
@@ -303,7 +303,7 @@ impl<'a> Driver<'a> {
     }
 
     fn finish(&mut self, index: usize) {
-        self.store.resume();
+        self.plan.faults.pause.resume();
         let Reading { pending, seed, cancelled } = self.reading.swap_remove(index);
         pending.ticket().wait_for(PATIENCE).expect("a read is answered").ok();
         match pending.restored() {
@@ -425,7 +425,7 @@ fn run(plan: &Plan, dir: &tempfile::TempDir) {
         });
     }
     // What was released on its way is answered to nobody; the end of the workers shows its end.
-    store.resume();
+    plan.faults.pause.resume();
     store.close();
     let stats = store.stats().unwrap();
     assert_eq!(stats.disk_used_bytes, 0, "extents are left behind");

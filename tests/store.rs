@@ -8,7 +8,8 @@ use std::time::Duration;
 
 use proptest::prelude::*;
 use ssdtrain_core::{
-    Backend, DirectIo, ErrorKind, Faults, Stats, StoreConfig, Stored, TensorStore, Tuning,
+    Backend, DirectIo, ErrorKind, Faults, PauseSwitch, Stats, StoreConfig, Stored, TensorStore,
+    Tuning,
 };
 
 mod memory;
@@ -36,6 +37,12 @@ fn open(dir: &Path, backend: Backend) -> Option<TensorStore> {
         }
         Err(error) => panic!("{error}"),
     }
+}
+
+/// A disk on which nothing moves, and the switch that lets it.
+fn paused_disk() -> (PauseSwitch, Backend) {
+    let pause = PauseSwitch::paused();
+    (pause.clone(), Backend::Simulated(Faults { pause, ..Faults::default() }))
 }
 
 fn on_every_engine(check: impl Fn(&TensorStore)) {
@@ -200,22 +207,22 @@ fn every_depth_serves_more_pieces_than_it_holds() {
 #[test]
 fn an_unfinished_write_cannot_be_read() {
     let dir = scratch();
-    let faults = Faults { paused: true, ..Faults::default() };
-    let store = open(dir.path(), Backend::Simulated(faults)).unwrap();
+    let (pause, disk) = paused_disk();
+    let store = open(dir.path(), disk).unwrap();
     let bytes = pattern(1, 4096);
     let stored = write(&store, &bytes).unwrap();
     assert_eq!(store.read(&stored).unwrap_err().kind(), ErrorKind::Config);
-    store.resume();
+    pause.resume();
     assert!(read_back(&store, &stored).unwrap() == *bytes);
 }
 
 #[test]
 fn a_queued_write_can_be_cancelled_and_frees_its_source() {
     let dir = scratch();
-    let paused = Backend::Simulated(Faults { paused: true, ..Faults::default() });
+    let (pause, disk) = paused_disk();
     // Requests as large as a piece are not joined.
     let tuning = Tuning { queue_depth: 1, piece_bytes: 1 << 20 };
-    let config = config(dir.path(), paused).tuned(tuning);
+    let config = config(dir.path(), disk).tuned(tuning);
     let store = TensorStore::open(&config).unwrap();
     let tensors: Vec<_> = (0..8).map(|index| pattern(index, 1 << 20)).collect();
     let stored: Vec<_> = tensors.iter().map(|bytes| write(&store, bytes).unwrap()).collect();
@@ -223,13 +230,13 @@ fn a_queued_write_can_be_cancelled_and_frees_its_source() {
     let cancelled = stored.iter().filter(|one| one.cancel()).count();
     assert!(cancelled >= 7);
     let held = tensors.iter().filter(|bytes| Arc::strong_count(bytes) > 1).count();
-    // The one that the thread holds may have ended by now: it was given up before its first piece.
+    // The one that the thread holds may have ended by now: it was cancelled before its first piece.
     assert!(held <= 8 - cancelled, "{held} held, {cancelled} cancelled");
     for one in &stored {
         assert!(one.ticket().is_done() || cancelled == 7);
     }
     assert_eq!(store.stats().unwrap().cancelled_count, cancelled as u64);
-    store.resume();
+    pause.resume();
     for one in &stored {
         let kind = one.ticket().wait().map_or_else(|error| Some(error.kind()), |()| None);
         assert!(matches!(kind, Some(ErrorKind::Cancelled) | None));
@@ -238,12 +245,12 @@ fn a_queued_write_can_be_cancelled_and_frees_its_source() {
 }
 
 #[test]
-fn what_was_given_up_on_its_way_is_counted_and_can_be_waited_for() {
+fn what_was_abandoned_on_its_way_is_counted_and_can_be_waited_for() {
     let dir = scratch();
-    let paused = Backend::Simulated(Faults { paused: true, ..Faults::default() });
-    let store = open(dir.path(), paused).unwrap();
+    let (pause, disk) = paused_disk();
+    let store = open(dir.path(), disk).unwrap();
     let (soon, long) = (Duration::from_millis(1), Duration::from_secs(60));
-    assert_eq!(store.wait_for_given_up(long), Some(false), "nothing was given up");
+    assert_eq!(store.wait_for_abandoned(long), Some(false), "nothing was abandoned");
     let bytes = pattern(1, 1 << 20);
     let begun = |count: fn(&Stats) -> u64| {
         while count(&store.stats().unwrap()) == 0 {
@@ -255,34 +262,34 @@ fn what_was_given_up_on_its_way_is_counted_and_can_be_waited_for() {
     assert_eq!(store.resident_bytes(), 0, "the caller has the source and counts it");
     drop(stored);
     assert_eq!((store.resident_bytes(), Arc::strong_count(&bytes)), (bytes.len(), 2));
-    assert_eq!(store.wait_for_given_up(soon), None);
-    store.resume();
+    assert_eq!(store.wait_for_abandoned(soon), None);
+    pause.resume();
     while store.resident_bytes() > 0 {
-        store.wait_for_given_up(long).unwrap();
+        store.wait_for_abandoned(long).unwrap();
     }
     assert_eq!(Arc::strong_count(&bytes), 1);
 
     let stored = write(&store, &bytes).unwrap();
     stored.ticket().wait().unwrap();
-    store.pause();
+    pause.pause();
     let pending = store.read(&stored).unwrap();
     begun(|stats| stats.read.operation_count);
     drop(pending);
     assert_eq!(store.resident_bytes(), store.stats().unwrap().arena_live_bytes as usize);
     assert!(store.resident_bytes() >= bytes.len(), "the slot is in use");
-    assert_eq!(store.wait_for_given_up(soon), None);
-    store.resume();
-    store.wait_for_given_up(long).unwrap();
-    assert_eq!((store.resident_bytes(), store.wait_for_given_up(long)), (0, Some(false)));
+    assert_eq!(store.wait_for_abandoned(soon), None);
+    pause.resume();
+    store.wait_for_abandoned(long).unwrap();
+    assert_eq!((store.resident_bytes(), store.wait_for_abandoned(long)), (0, Some(false)));
 }
 
 #[test]
 fn closing_a_stuck_store_answers_every_ticket() {
     let dir = scratch();
-    let paused = Backend::Simulated(Faults { paused: true, ..Faults::default() });
+    let (_pause, disk) = paused_disk();
     // Requests as large as a piece are not joined, so each of the four threads holds one at most.
     let tuning = Tuning { queue_depth: 4, piece_bytes: 1 << 20 };
-    let store = TensorStore::open(&config(dir.path(), paused).tuned(tuning)).unwrap();
+    let store = TensorStore::open(&config(dir.path(), disk).tuned(tuning)).unwrap();
     let bytes = pattern(1, 1 << 20);
     let stored: Vec<_> = (0..20).map(|_| write(&store, &bytes).unwrap()).collect();
     store.close();
@@ -296,8 +303,8 @@ fn closing_a_stuck_store_answers_every_ticket() {
 #[test]
 fn a_full_queue_says_so() {
     let dir = scratch();
-    let mut config =
-        config(dir.path(), Backend::Simulated(Faults { paused: true, ..Faults::default() }));
+    let (_pause, disk) = paused_disk();
+    let mut config = config(dir.path(), disk);
     config.queue_capacity = 4;
     let store = TensorStore::open(&config).unwrap();
     let bytes = pattern(1, 4096);

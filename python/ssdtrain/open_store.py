@@ -28,7 +28,7 @@ def open_store(config: StoreConfig, *, retain_bytes: int | None = None) -> _core
         max_disk_bytes=config.max_disk_bytes,
         verify=config.verify,
         retain_bytes=retain_bytes,
-        faults=config.faults,
+        simulated_disk=config.simulated_disk,
     )
     for note in store.notes():
         _say(logging.WARNING, note)

@@ -86,7 +86,7 @@ class HostDirect:
 
     def wait_for_given_up(self) -> bool:
         """Wait until one transfer that died under way has ended, and holds no memory any more."""
-        return self.store.wait_for_given_up()
+        return self.store.wait_for_abandoned()
 
     def notes(self) -> list[str]:
         """Return the directories that are out of use."""
