@@ -30,9 +30,9 @@ class Store:
     ) -> Store:
         """Open one unnamed file and one engine per directory.
 
-        A directory may come with its tuning: pieces in flight, and bytes per piece.
-        ``simulated_disk`` is the plan of ``backend="simulated"``. Up to ``retain_bytes`` (128 MiB unless given) of
-        the memory of ended reads stays resident for the next. Raises ``ConfigError``,
+        A directory may come with its tuning: pieces in flight, and bytes per piece. Up to
+        ``retain_bytes`` (128 MiB unless given) of the memory of ended reads stays resident for the
+        next. ``simulated_disk`` is what ``backend="simulated"`` writes to. Raises ``ConfigError``,
         ``NoSpaceError``, ``UnsupportedError`` or ``StorageError``.
         """
 

@@ -203,7 +203,7 @@ def test_the_source_of_a_write_that_died_on_its_way_counts_and_is_waited_for(
         assert rig.stats.resident_bytes == x.nbytes
         trainer.start()
         wait_until(waits, "the wait for what was given up")
-        rig.store.resume()
+        rig.disk.resume()
         trainer.join()
     assert bits(grads.pop()) == bits(x.detach().exp())
     assert rig.stats.resident_bytes_peak <= MIB * 3 // 2
@@ -268,7 +268,7 @@ def test_a_queue_that_is_full_of_what_nobody_wants_delays_a_write_only(tmp_path:
 
     def resume() -> None:
         wait_until(waits, "a wait for the disk, or the end of the filling")
-        rig.store.resume()
+        rig.disk.resume()
 
     resumer = threading.Thread(target=resume)
     resumer.start()

@@ -38,7 +38,7 @@ def test_small_tensors_are_given_to_the_disk_in_batches(
             # The pack after a batch passes its last node.
             expected.append(packed_count - packed_count % batch_count)
         assert given == expected
-        rig.store.resume()
+        rig.disk.resume()
         y.sum().backward()
     del y
     rig.assert_empty()

@@ -46,7 +46,7 @@ def test_memory_that_moves_under_its_write_is_not_freed(
         move(data)
         # Whatever lay at the old address is overwritten now.
         others = [torch.full((100_000,), 7.0) for _ in range(4)]
-        rig.store.resume()
+        rig.disk.resume()
         rig.flush()
         expected = data.clone()
         # With its last holder the memory goes, and what is on the disk would be used.
@@ -224,7 +224,7 @@ def test_the_users_of_a_tensor_share_one_read_though_its_write_ended_as_it_was_n
         total = sum(((y * scale)[:1].sum() for _ in range(100)), torch.zeros(()))
         del y
         rig.begin_writes()
-        rig.store.resume()
+        rig.disk.resume()
         rig.end_writes_unseen()
         total.backward()
     assert scale.grad is not None

@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ssdtrain._core import SimulatedDisk
 from ssdtrain.activations.failed_backward import drop_leftovers
 from ssdtrain.activations.hooks import Hooks
 from ssdtrain.activations.writeback import Tracker
@@ -61,9 +62,13 @@ class Rig:
         max_resident_bytes: int | None = None,
         policy: Policy | None = None,
         others: Sequence[Path] = (),
+        faults: Mapping[str, Any] | None = None,
         **store: Any,
     ) -> None:
+        self.disk = SimulatedDisk(**(faults or {}))
+        """What ``backend="simulated"`` writes to; it can be paused."""
         options: dict[str, Any] = {"backend": "psync", "direct_io": "optional", **store}
+        options["simulated_disk"] = self.disk
         config = OffloadConfig(
             store=StoreConfig(dirs=tuple(map(str, (directory, *others))), **options),
             min_bytes=min_bytes,
@@ -123,7 +128,7 @@ class Rig:
 
     def assert_empty(self) -> None:
         """Everything that was saved has gone from memory and disk."""
-        self.store.resume()
+        self.disk.resume()
         drop_leftovers()
         if self._left_bytes():
             gc.collect()

@@ -12,10 +12,10 @@
 //!             read_into ► the caller's own memory
 //! ```
 //!
-//! Words: a *transfer* moves one tensor, with one *request* for each directory it lies on; a *piece*
-//! is the part of a request that one system call moves; an *extent* is a range of the spill file; a
-//! *slot* is a range of the arena; a *source* is memory that the kernel reads, a *target* is memory
-//! that it writes into.
+//! Words: a *transfer* moves one tensor, with one *request* for each directory it lies on; a
+//! *piece* is the part of a request that one system call moves; an *extent* is a range of the spill
+//! file; a *slot* is a range of the arena; a *source* is memory that the kernel reads, a *target*
+//! is memory that it writes into.
 //!
 //! `docs/architecture.md` says what each module is for and which may use which.
 

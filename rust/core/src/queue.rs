@@ -1,7 +1,8 @@
 //! The way from any thread to an I/O worker: bounded, lock-free, and quiet when nobody sleeps.
 //!
 //! Several threads submit (the forward thread, backward threads, whoever reads ahead), one or more
-//! workers take. Reads and writes wait apart, and workers take reads first: somebody waits for them.
+//! workers take. Reads and writes wait apart, and workers take reads first: somebody waits for
+//! them.
 
 use std::fmt;
 use std::ops::Range;

@@ -280,8 +280,8 @@ impl TensorStore {
         if self.is_forked() { Some(false) } else { self.abandoned.wait_for_one(limit) }
     }
 
-    /// What the disks did of late. Directories work in parallel, so their rates are summed up; those
-    /// that are out of use, or moved too little to tell, add nothing.
+    /// What the disks did of late. Directories work in parallel, so their rates are summed up;
+    /// those that are out of use, or moved too little to tell, add nothing.
     pub fn rates(&self) -> Result<Rates> {
         self.refuse_if_forked()?;
         let sum = |direction| {

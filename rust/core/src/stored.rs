@@ -1,7 +1,8 @@
 //! What is stored: which bytes a tensor has on the disk, and how others take their place.
 //!
 //! An overwrite never touches the extents of the bytes that are there. It goes to new ones, and the
-//! worker that ends its last part puts the new *version* in the place of the old, at once and whole:
+//! worker that ends its last part puts the new *version* in the place of the old, at once and
+//! whole:
 //!
 //! ```text
 //! Stored ──► Current ──► Version (extents A)      what a read takes, with its hold on the extents

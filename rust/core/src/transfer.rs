@@ -1,8 +1,8 @@
 //! The parts of one tensor on their way: done when all are, failed when one is.
 //!
-//! A transfer that is dropped before it has begun is cancelled. One that has begun goes on until its
-//! last piece has ended, and holds its memory until then: it is *abandoned*, and the store remembers
-//! it ([`Abandoned`]), so that its memory is counted and can be waited for.
+//! A transfer that is dropped before it has begun is cancelled. One that has begun goes on until
+//! its last piece has ended, and holds its memory until then: it is *abandoned*, and the store
+//! remembers it ([`Abandoned`]), so that its memory is counted and can be waited for.
 
 use std::mem;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};

@@ -26,8 +26,8 @@ use crate::error::{Error, ErrorKind, Result};
 
 /// The file grows by at least this much: blocks for 16 writes of the usual piece cost one call.
 const GROWTH_BYTES_MIN: u64 = 64 << 20;
-/// And it grows by no more than this beyond what is needed, so that it takes little from others on a
-/// disk that is nearly full.
+/// And it grows by no more than this beyond what is needed, so that it takes little from others on
+/// a disk that is nearly full.
 const GROWTH_BYTES_MAX: u64 = 1 << 30;
 
 /// A bound on booked bytes that several files share.

@@ -34,8 +34,8 @@ impl Traffic {
     }
 }
 
-/// A rate is that of so many bytes of late, at most. It is a few steps of training of a small model,
-/// so that the estimate follows a disk that slows down, and no single step turns it.
+/// A rate is that of so many bytes of late, at most. It is a few steps of training of a small
+/// model, so that the estimate follows a disk that slows down, and no single step turns it.
 const RECENT_BYTES_MAX: u64 = 256 << 20;
 /// Fewer bytes than this, in a shorter time than [`RATE_BUSY_MIN`], say nothing about a rate: a
 /// drive takes a first burst into its own memory, at many times the rate it can keep up.
@@ -176,7 +176,7 @@ mod tests {
     #[test]
     fn a_short_burst_says_nothing_about_a_rate() {
         let (mut counts, now) = (Counts::default(), Instant::now());
-        let almost = RATE_BUSY_MIN - Duration::from_millis(1);
+        let almost = Duration::from_millis(499);
         let now = move_bytes(&mut counts, now, RATE_BYTES_MIN - 1, almost);
         assert_eq!(counts.recent.ns_per_byte(), None);
         let mut long = Counts { recent: counts.recent, ..Counts::default() };

@@ -14,7 +14,8 @@ use crate::config::Backend;
 use crate::engine::contract::{IoEngine, Setup};
 use crate::error::Result;
 
-/// Starts the engine that `backend` asks for; the second value names the fallback, if one was taken.
+/// Starts the engine that `backend` asks for; the second value names the fallback, if one was
+/// taken.
 pub fn open(backend: &Backend, setup: Setup) -> Result<(Box<dyn IoEngine>, Option<String>)> {
     match backend {
         Backend::IoUring => match uring::Uring::start(setup) {

@@ -14,8 +14,8 @@ use crate::error::{Error, ErrorKind, Result};
 /// A piece whose read fails is asked for again so many times. A drive has tried long before it
 /// reports an error, so more would only delay the report; but a timeout on the way may pass.
 const READS_AGAIN_MAX: u32 = 3;
-/// A piece that neither moves bytes nor fails for good is refused after so many tries in a row: they
-/// take milliseconds, and a kernel that says "again" a thousand times will say it for ever.
+/// A piece that neither moves bytes nor fails for good is refused after so many tries in a row:
+/// they take milliseconds, and a kernel that says "again" a thousand times will say it for ever.
 const ATTEMPTS_MAX: u32 = 1000;
 
 /// A part of a request, small enough for one system call.

@@ -1,11 +1,11 @@
 //! A disk in memory that fails by a seeded plan: short I/O, errors of every kind, bit flips, pieces
 //! that others overtake, a device that goes away, and a pause that lasts until it is lifted.
 //!
-//! The faults of a piece depend on the seed, the direction, its offset and how often that offset was
-//! asked for: not on threads or time, so a seed reproduces. Time is a clock that ticks with every
-//! piece that ends, so a late piece costs no waiting. The order of the threads is not ours: it
-//! decides who overtakes whom and which piece is the last before the device goes away, unless the
-//! queue is one piece deep.
+//! The faults of a piece depend on the seed, the direction, its offset and how often that offset
+//! was asked for: not on threads or time, so a seed reproduces. Time is a clock that ticks with
+//! every piece that ends, so a late piece costs no waiting. The order of the threads is not ours:
+//! it decides who overtakes whom and which piece is the last before the device goes away, unless
+//! the queue is one piece deep.
 
 use std::collections::HashMap;
 use std::io;
@@ -21,8 +21,8 @@ use crate::engine::psync::{Disk, Psync};
 use crate::error::Result;
 use crate::queue::{JobMemory, SubmitQueue};
 
-/// A late piece is overtaken by at most so many others: more than there are threads, so that each of
-/// them can end a piece and begin another meanwhile.
+/// A late piece is overtaken by at most so many others: more than there are threads, so that each
+/// of them can end a piece and begin another meanwhile.
 const LATE_TICKS_MAX: f64 = 6.0;
 
 /// The threads of [`crate::engine::psync`] in front of a simulated disk.

@@ -19,8 +19,8 @@ use crate::error::{Error, ErrorKind, Result};
 /// Slots start on this boundary, which satisfies direct I/O on every file system.
 pub const PAGE_BYTES: usize = 4096;
 const HUGE_PAGE_BYTES: usize = 2 << 20;
-/// The arena becomes accessible in steps, so that strict overcommit counts only what is used. A step
-/// is what is read ahead at once (32 MiB), so most reads need no system call for their memory.
+/// The arena becomes accessible in steps, so that strict overcommit counts only what is used. A
+/// step is what is read ahead at once (32 MiB), so most reads need no system call for their memory.
 const COMMIT_STEP_BYTES: usize = 32 << 20;
 
 /// One reserved range of addresses from which slots are cut.
