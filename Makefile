@@ -113,7 +113,7 @@ fuzz: need-rust ## request splitter and allocator under libFuzzer; SECONDS=60 fo
 .PHONY: asan
 asan: need-rust ## unit tests, conformance and simulation under AddressSanitizer
 	RUSTC_BOOTSTRAP=1 RUSTFLAGS=-Zsanitizer=address CARGO_TARGET_DIR=target/asan \
-		cargo test $(LOCKED) --target $(HOST) --lib --test store --test simulation
+		cargo test $(LOCKED) --target $(HOST) --lib --test store --test overwrite --test read_into --test simulation
 
 .PHONY: stress
 stress: need-rust $(TEST_STAMP) ## kill training 200 times, look for what is left; STRESS="--kills 20"

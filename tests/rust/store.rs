@@ -1,65 +1,25 @@
 //! The conformance suite: what every engine must do, run against each of them.
 
 use std::collections::HashMap;
-use std::path::Path;
 use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
 use proptest::prelude::*;
 use ssdtrain_core::{
-    Backend, DirectIo, ErrorKind, Faults, PauseSwitch, Stats, StoreConfig, Stored, TensorStore,
-    Tuning,
+    Backend, DirectIo, ErrorKind, Faults, Stats, StoreConfig, Stored, TensorStore, Tuning,
 };
 
+mod engines;
 mod memory;
 mod round_trip;
+use engines::{ENGINES, config, on_every_engine, open, paused_disk};
 use memory::{Memory, lend};
 use round_trip::{pattern, read_back, scratch, write};
 
-const ENGINES: [fn() -> Backend; 3] =
-    [|| Backend::IoUring, || Backend::Psync, || Backend::Simulated(Faults::default())];
-
-fn config(dir: &Path, backend: Backend) -> StoreConfig {
-    let mut config = StoreConfig::new([dir]);
-    config.backend = backend;
-    config.direct_io = DirectIo::Optional;
-    config
-}
-
-/// A store on `backend`, or `None` where the kernel forbids `io_uring` (said on stderr).
-fn open(dir: &Path, backend: Backend) -> Option<TensorStore> {
-    match TensorStore::open(&config(dir, backend)) {
-        Ok(store) => Some(store),
-        Err(error) if error.kind() == ErrorKind::Unsupported => {
-            eprintln!("skipped: {error}");
-            None
-        }
-        Err(error) => panic!("{error}"),
-    }
-}
-
-/// A disk on which nothing moves, and the switch that lets it.
-fn paused_disk() -> (PauseSwitch, Backend) {
-    let pause = PauseSwitch::paused();
-    (pause.clone(), Backend::Simulated(Faults { pause, ..Faults::default() }))
-}
-
-fn on_every_engine(check: impl Fn(&TensorStore)) {
-    for engine in ENGINES {
-        let dir = scratch();
-        let Some(store) = open(dir.path(), engine()) else { continue };
-        check(&store);
-        assert_eq!(store.stats().unwrap().disk_used_bytes, 0, "extents are left behind");
-        assert_eq!(store.stats().unwrap().arena_live_bytes, 0, "slots are left behind");
-        drop(store);
-        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0, "names are left behind");
-    }
-}
-
 #[test]
 fn every_size_and_alignment_comes_back() {
-    on_every_engine(|store| {
+    on_every_engine([false], |store| {
         for len in [1, 511, 512, 513, 4095, 4096, 4097, 65_537, 1 << 20, (3 << 20) + 7, 40 << 20] {
             for start in [0, 1, 64, 511] {
                 let bytes = pattern(len as u64, len + start);
@@ -73,7 +33,7 @@ fn every_size_and_alignment_comes_back() {
 
 #[test]
 fn the_place_within_a_block_is_kept() {
-    on_every_engine(|store| {
+    on_every_engine([false], |store| {
         let bytes = pattern(3, 100_000);
         for start in [0, 64, 200, 4097] {
             let stored = store.write(lend(&bytes, start)).unwrap();
@@ -89,7 +49,7 @@ fn the_place_within_a_block_is_kept() {
 
 #[test]
 fn many_tensors_in_flight_do_not_mix() {
-    on_every_engine(|store| {
+    on_every_engine([false, true], |store| {
         let tensors: Vec<_> =
             (0..300).map(|index| pattern(index, 10_000 + 977 * index as usize)).collect();
         let stored: Vec<_> = tensors.iter().map(|bytes| write(store, bytes).unwrap()).collect();
@@ -109,7 +69,7 @@ fn many_tensors_in_flight_do_not_mix() {
 
 #[test]
 fn the_source_is_held_until_its_bytes_are_safe_and_no_longer() {
-    on_every_engine(|store| {
+    on_every_engine([false], |store| {
         let bytes = pattern(1, 8 << 20);
         let stored = write(store, &bytes).unwrap();
         stored.ticket().wait().unwrap();
@@ -120,7 +80,7 @@ fn the_source_is_held_until_its_bytes_are_safe_and_no_longer() {
 
 #[test]
 fn released_space_is_used_again() {
-    on_every_engine(|store| {
+    on_every_engine([false], |store| {
         for round in 0..20 {
             let bytes = pattern(round, 10 << 20);
             let stored = write(store, &bytes).unwrap();
@@ -133,7 +93,7 @@ fn released_space_is_used_again() {
 
 #[test]
 fn handles_dropped_in_flight_leave_nothing() {
-    on_every_engine(|store| {
+    on_every_engine([false, true], |store| {
         for round in 0..50 {
             let bytes = pattern(round, 5 << 20);
             let stored = write(store, &bytes).unwrap();
@@ -150,7 +110,7 @@ fn handles_dropped_in_flight_leave_nothing() {
 
 #[test]
 fn several_threads_share_a_store() {
-    on_every_engine(|store| {
+    on_every_engine([false, true], |store| {
         std::thread::scope(|scope| {
             for thread in 0..4 {
                 scope.spawn(move || {
@@ -167,7 +127,7 @@ fn several_threads_share_a_store() {
 
 #[test]
 fn a_closed_store_refuses_and_answers() {
-    on_every_engine(|store| {
+    on_every_engine([false], |store| {
         let bytes = pattern(1, 1 << 20);
         let stored = write(store, &bytes).unwrap();
         stored.ticket().wait().unwrap();
