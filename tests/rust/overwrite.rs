@@ -46,6 +46,18 @@ fn new_bytes_take_the_place_of_the_old_and_the_old_space_is_free() {
     });
 }
 
+/// A store on two simulated disks.
+fn on_simulated_disks(faults: [Faults; 2]) -> ([tempfile::TempDir; 2], TensorStore) {
+    let dirs = [scratch(), scratch()];
+    let mut config = StoreConfig::new(dirs.each_ref().map(tempfile::TempDir::path));
+    config.direct_io = DirectIo::Optional;
+    for (dir, faults) in config.dirs.iter_mut().zip(faults) {
+        dir.backend = Some(Backend::Simulated(faults));
+    }
+    let store = TensorStore::open(&config).unwrap();
+    (dirs, store)
+}
+
 /// Reads go on all the time, and each gives the bytes of one write: of the last that had ended when
 /// it began, or of a later one.
 fn read_while_overwriting(store: &TensorStore, versions: &[Arc<Memory>]) {
@@ -99,18 +111,36 @@ fn parts_on_several_devices_are_replaced_together() {
     }
 }
 
+/// One part is written while the other hangs: what reads take is still the old bytes.
+#[test]
+fn half_an_overwrite_is_no_overwrite() {
+    let pause = PauseSwitch::default();
+    let faults = [Faults::default(), Faults { pause: pause.clone(), ..Faults::default() }];
+    let (_dirs, store) = on_simulated_disks(faults);
+    let (old, new) = (Memory::new(1, 16 * MIB, 0), Memory::new(2, 16 * MIB, 0));
+    let stored = write_well(&store, &old);
+    let before_count = store.stats().unwrap().written.count;
+    pause.pause();
+    let overwrite = store.overwrite(&stored, lend(&new, 0)).unwrap();
+    while store.stats().unwrap().written.count == before_count {
+        thread::yield_now();
+    }
+    assert!(!overwrite.ticket().is_done(), "the other part hangs");
+    let pending = store.read(&stored).unwrap();
+    pause.resume();
+    pending.ticket().wait().unwrap();
+    assert!(pending.restored().unwrap().to_vec() == *old);
+    overwrite.ticket().wait().unwrap();
+    assert!(read_back(&store, &stored).unwrap() == *new);
+}
+
 /// The read of the old bytes hangs on one device while the overwrite ends on the other.
 #[test]
 fn the_old_extent_is_kept_for_a_read_that_began_before() {
     let pauses = [PauseSwitch::default(), PauseSwitch::default()];
-    let dirs = [scratch(), scratch()];
-    let mut config = StoreConfig::new(dirs.each_ref().map(tempfile::TempDir::path));
-    config.direct_io = DirectIo::Optional;
-    for (dir, pause) in config.dirs.iter_mut().zip(&pauses) {
-        let faults = Faults { pause: pause.clone(), ..Faults::default() };
-        dir.backend = Some(Backend::Simulated(faults));
-    }
-    let store = TensorStore::open(&config).unwrap();
+    let faults =
+        pauses.each_ref().map(|pause| Faults { pause: pause.clone(), ..Faults::default() });
+    let (_dirs, store) = on_simulated_disks(faults);
     // What waits at one device sends small tensors to the other.
     pauses[0].pause();
     let first_waits = write(&store, &Memory::new(1, MIB, 0)).unwrap();
