@@ -4,6 +4,7 @@
 //! byte of others; and it is spoiled when it is dropped, so that a store which lets go too early
 //! stores other bytes.
 
+use std::any::Any;
 use std::ops::Deref;
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -62,10 +63,15 @@ fn fill(seed: u64, bytes: &mut [u8]) {
 }
 
 /// Lends `bytes[start..]` to the store.
-#[expect(unsafe_code, reason = "the test lends its own memory")]
 pub fn lend(bytes: &Arc<Memory>, start: usize) -> HostSource {
+    lend_with(bytes, start, ())
+}
+
+/// The same, and the store drops `owner` when it lets the bytes go.
+#[expect(unsafe_code, reason = "the test lends its own memory")]
+pub fn lend_with(bytes: &Arc<Memory>, start: usize, owner: impl Any + Send) -> HostSource {
     let tail = &bytes[start..];
     let address = NonNull::new(tail.as_ptr().cast_mut()).expect("a slice has an address");
     // SAFETY: the bytes never change, and the clone keeps them until the store drops the source.
-    unsafe { HostSource::new(address, tail.len(), Box::new(Arc::clone(bytes))) }
+    unsafe { HostSource::new(address, tail.len(), Box::new((owner, Arc::clone(bytes)))) }
 }

@@ -3,7 +3,8 @@
 //! Each seed makes a plan (faults, sizes, queue, directories, threads) and a schedule of writes,
 //! overwrites, waits, reads into slots and into lent memory, cancellations, releases and perhaps a
 //! close in the middle. Whatever a read returns must be what was written; an error must be one that
-//! the plan can give; in the end everything is given back. `SSDTRAIN_SEED` runs one seed, or with `SSDTRAIN_SCHEDULES` so many from it on.
+//! the plan can give; in the end everything is given back. `SSDTRAIN_SEED` runs one seed, or with
+//! `SSDTRAIN_SCHEDULES` so many from it on.
 
 use std::env;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ssdtrain import ConfigError, CorruptError, NoSpaceError, StorageError, TensorStore, _core
+from ssdtrain import ConfigError, CorruptError, NoSpaceError, StorageError, TensorStore
 from ssdtrain.errors import BusyError, ClosedError, SsdtrainError
+from stores import SlowStore, assert_same
 from support import python, wait_until
 
 TORCH_DTYPES = [
@@ -58,33 +59,6 @@ def store(tmp_path: Path) -> Iterator[TensorStore]:
         yield opened
 
 
-class SlowStore(TensorStore):
-    """A store on a simulated disk; a paused one moves at ``disk.resume()`` or ``close``."""
-
-    def __init__(self, directory: Path, *, verify: bool = False, **faults: Any) -> None:
-        super().__init__(directory)
-        self.disk = _core.SimulatedDisk(**{"seed": 1, **faults})
-        self._store = _core.Store(
-            [(str(directory), None)],
-            backend="simulated",
-            direct_io="optional",
-            max_disk_bytes=None,
-            verify=verify,
-            simulated_disk=self.disk,
-        )
-
-
-def bits(array: Any) -> bytes:
-    """Return the elements in order, byte for byte."""
-    if isinstance(array, np.ndarray):
-        return array.tobytes()
-    if not array.numel():
-        return b""
-    plain = array.detach().resolve_conj().resolve_neg()
-    packed = torch.empty(plain.shape, dtype=plain.dtype).copy_(plain)
-    return bytes(packed.reshape(-1).view(torch.uint8).numpy())
-
-
 def random_tensor(dtype: torch.dtype, *shape: int) -> Tensor:
     """Return a tensor of random bytes, NaNs of every kind included."""
     empty = torch.empty(shape, dtype=dtype)
@@ -104,21 +78,6 @@ def random_array(dtype: Any, *shape: int) -> np.ndarray[Any, Any]:
     count = int(np.prod(shape, dtype=int)) * dtype.itemsize
     raw = np.random.default_rng(count).integers(0, 256, count, dtype=np.uint8)
     return raw.view(dtype).reshape(shape)
-
-
-def assert_same(result: Any, source: Any) -> None:
-    """A new, writable thing of the same kind and with the same bits."""
-    assert type(result) is (np.ndarray if isinstance(source, np.ndarray) else Tensor)
-    assert result.dtype == source.dtype
-    assert tuple(result.shape) == tuple(source.shape)
-    assert bits(result) == bits(source)
-    if isinstance(result, np.ndarray):
-        assert result.flags.writeable
-        assert not np.shares_memory(result, source)
-    else:
-        assert result.stride() == source.stride()
-        assert not result.requires_grad
-        assert source.numel() == 0 or result.data_ptr() != source.data_ptr()
 
 
 def round_trip(store: TensorStore, source: Any) -> Any:
