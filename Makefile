@@ -90,7 +90,7 @@ lint: need-rust need-rust-lints $(TEST_STAMP) ## cargo fmt, clippy, ruff, mypy, 
 	$(ENV_PYTHON) -m ruff check $(PYTHON_FOLDERS)
 	$(ENV_PYTHON) -m ruff format --check $(PYTHON_FOLDERS)
 	$(ENV_PYTHON) -m mypy --strict
-	$(ENV_PYTHON) -P -m mypy.stubtest --ignore-unused-allowlist --allowlist tests/stubtest-allowlist.txt ssdtrain._core
+	$(ENV_PYTHON) -P -m mypy.stubtest --ignore-unused-allowlist --allowlist tests/support/stubtest-allowlist.txt ssdtrain._core
 
 .PHONY: bench
 bench: need-rust ## raw I/O throughput of the store (cargo bench); BENCH="..."
@@ -126,25 +126,25 @@ asan: need-rust ## unit tests, conformance and simulation under AddressSanitizer
 
 .PHONY: stress
 stress: need-rust $(TEST_STAMP) ## kill training 200 times, look for what is left; STRESS="--kills 20"
-	$(ENV_PYTHON) tests/stress_kill.py $(STRESS)
+	PYTHONPATH=tests/support $(ENV_PYTHON) tests/long/stress_kill.py $(STRESS)
 
 .PHONY: soak
 soak: need-rust $(TEST_STAMP) ## train over failing disks for 30 minutes; SOAK="--minutes 5"
-	$(ENV_PYTHON) tests/soak.py $(SOAK)
+	PYTHONPATH=tests/support $(ENV_PYTHON) tests/long/soak.py $(SOAK)
 
 .PHONY: test-ops
 test-ops: need-rust $(TEST_STAMP) ## every operator sample of torch from the disk; OPS="--part 1/8"
-	$(ENV_PYTHON) tests/operators.py $(OPS)
+	PYTHONPATH=tests/support $(ENV_PYTHON) tests/long/operators.py $(OPS)
 
 .PHONY: test-torch
 test-torch: need-rust $(TEST_STAMP) ## PyTorch's own test_autograd.py; TORCH_TESTS=FOLDER
 	@$(call fail_function); test -n '$(TORCH_TESTS)' || fail 'TORCH_TESTS is not set; give the' \
 		'folder `test` of a checkout of PyTorch: make TORCH_TESTS=FOLDER test-torch'
-	$(ENV_PYTHON) tests/torch_suite.py $(TORCH_TESTS)
+	PYTHONPATH=tests/support $(ENV_PYTHON) tests/long/torch_suite.py $(TORCH_TESTS)
 
 .PHONY: mutations
 mutations: need-rust $(TEST_STAMP) ## remove each defence of docs/correctness.md: its tests must fail; MUTATIONS="gate"
-	$(ENV_PYTHON) tests/mutations.py $(MUTATIONS)
+	PYTHONPATH=tests/support $(ENV_PYTHON) tests/long/mutations.py $(MUTATIONS)
 
 .PHONY: wheel
 # Otherwise the linker and what starts it would leave 50 MB in the user's own cache.

@@ -3,28 +3,28 @@
 import os
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
+from checkout import SCRATCH, SUPPORT
 from disks import mounted, small_disk
 
 __all__ = ["mounted", "small_disk"]
 
-ROOT = Path(__file__).resolve().parents[1]
 
-# /tmp is memory on many machines, and a store refuses memory: test folders lie in the checkout.
 if "PYTEST_DEBUG_TEMPROOT" not in os.environ:
-    folder = ROOT / "target" / "tmp"
-    folder.mkdir(parents=True, exist_ok=True)
-    os.environ["PYTEST_DEBUG_TEMPROOT"] = str(folder)
+    os.environ["PYTEST_DEBUG_TEMPROOT"] = str(SCRATCH)
+
+# Child processes import what the tests share too.
+paths = (str(SUPPORT), os.environ.get("PYTHONPATH", ""))
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
 
 # A shell has what it starts in the background ignore Ctrl-C, and so would every process of a test.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # What `ssdtrain bench` once found on this machine must not decide what the tests run with.
-os.environ["XDG_CACHE_HOME"] = str(ROOT / "target" / "tmp" / "cache-of-tests")
+os.environ["XDG_CACHE_HOME"] = str(SCRATCH / "cache-of-tests")
 
 # `pytest --hypothesis-profile=long` looks for longer, and somewhere else each time.
 settings.register_profile("gate", max_examples=700, deadline=None, derandomize=True)

@@ -3,7 +3,7 @@
     python docs/examples/long_context.py DIRECTORY
 
 Checkpointing leaves one hidden state per block in memory; ssdtrain writes it while the next block
-computes, and has it back when backward computes that block again. `benches/long_context.py`
+computes, and has it back when backward computes that block again. `benches/training/long_context.py`
 measures it against checkpointing alone.
 """
 

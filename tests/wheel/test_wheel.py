@@ -5,14 +5,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-import distributions
-import fresh_install
 import pytest
 
+import distributions
+import fresh_install
+from checkout import ROOT, TESTS
 from ssdtrain import _core
 
-ROOT = Path(__file__).resolve().parents[2]
-PROVE = ROOT / "tests" / "wheel" / "prove.py"
+PROVE = TESTS / "wheel" / "prove.py"
 GLIBC_MAX = (2, 28)
 TAG = "cp311-abi3-manylinux_2_28_x86_64"
 AUDIT = {"overall_tag": "manylinux_2_28_x86_64", "external_libs": {}, "unsupported_isa": False}

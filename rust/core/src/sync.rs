@@ -1,7 +1,7 @@
 //! What threads meet at: locks, atomics, the ring of requests, and the bell that wakes a sleeper.
 //!
-//! Under `--cfg loom` they are those of a model checker, which runs `tests/loom.rs` through every
-//! order of threads and every value that weak memory may show (`make loom`).
+//! Under `--cfg loom` they are those of a model checker, which runs `tests/rust/loom.rs` through
+//! every order of threads and every value that weak memory may show (`make loom`).
 
 #[cfg(not(loom))]
 mod real {

@@ -1,4 +1,4 @@
-//! Engines move bytes; one trait, one conformance suite (`tests/store.rs`).
+//! Engines move bytes; one trait, one conformance suite (`tests/rust/store.rs`).
 //!
 //! [`open`] walks the ladder: `io_uring`, or where the kernel forbids it (containers often do) a
 //! pool of threads. What was given up is said once, with its reason.

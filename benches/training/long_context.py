@@ -1,0 +1,273 @@
+"""The long context: checkpointed blocks whose hidden states are offloaded, against kept ones.
+
+With every block in `torch.utils.checkpoint` only the hidden states between the blocks stay until
+backward, and with a long sequence they are most of what a step needs. Two fresh processes, one
+plain, one under `ssdtrain.offload`, train the same model and take turns step by step, so that both
+see the same machine; times are compared in those pairs. The peak of saved bytes must fall by the
+hidden states' bytes, at no more than 1.02 times the time, with every loss and gradient bit-equal.
+
+    python benches/training/long_context.py [--dir DIR] [--sequence N] [--layers N] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from time import perf_counter, process_time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import ssdtrain
+from ssdtrain.demo.counting import SavedStorageCounter
+from ssdtrain.demo.machine import busy_cpu_s
+from ssdtrain.demo.memory import reset_high_water_mark, status_bytes
+from ssdtrain.demo.modes import gradients_digest
+
+MIB = 1 << 20
+HEAD_WIDTH = 64
+TIME_RATIO_MAX = 1.02
+WARM_UP_COUNT = 3
+"""Steps before the timed ones: the first is measured for memory, all teach the order and rates."""
+ASKED = ("sequence", "hidden", "layers", "window", "threads")
+MODES = ("checkpoint", "checkpoint + offload")
+
+
+class Block(nn.Module):
+    """Attention within windows, then a gated product: its cost grows with the sequence only."""
+
+    def __init__(self, hidden: int, window: int) -> None:
+        super().__init__()
+        self.window = window
+        self.norm = nn.LayerNorm(hidden)
+        self.queries_keys_values = nn.Linear(hidden, 3 * hidden)
+        self.attention_out = nn.Linear(hidden, hidden)
+        self.gate = nn.Linear(hidden, hidden)
+
+    def forward(self, stream: Tensor) -> Tensor:
+        """Add to the residual stream, (1, sequence, hidden)."""
+        _, sequence, hidden = stream.shape
+        heads = self.queries_keys_values(self.norm(stream))
+        shape = (sequence // self.window, self.window, 3, hidden // HEAD_WIDTH, HEAD_WIDTH)
+        query, key, value = heads.view(shape).permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        mixed = mixed.transpose(1, 2).reshape(stream.shape)
+        out: Tensor = stream + self.attention_out(mixed) * torch.sigmoid(self.gate(mixed))
+        return out
+
+
+class Trainee:
+    """One mode's process: a model, its session if it has one, and what a step returns."""
+
+    def __init__(self, mode: str, options: argparse.Namespace, stack: ExitStack) -> None:
+        torch.manual_seed(0)
+        torch.set_num_threads(options.threads)
+        self.blocks = nn.ModuleList(
+            Block(options.hidden, options.window) for _ in range(options.layers)
+        )
+        self.parameters = list(self.blocks.parameters())
+        self.text = torch.randn(1, options.sequence, options.hidden)
+        self.counter = SavedStorageCounter(self.parameters)
+        self.session: Any = None
+        if mode == MODES[1]:
+            self.session = stack.enter_context(ssdtrain.offload(options.dir))
+
+    def step(self) -> dict[str, Any]:
+        """Train one step; forward and backward are timed."""
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                parameter.grad.zero_()
+        busy_s, own_s, began_s = busy_cpu_s(), process_time(), perf_counter()
+        stream = self.text * 1.0
+        stream.requires_grad_()
+        for block in self.blocks:
+            stream = checkpoint(block, stream, use_reentrant=False)
+        loss = stream.square().mean()
+        del stream
+        loss.backward()  # type: ignore[no-untyped-call]
+        seconds, cpu_s, now_s = perf_counter() - began_s, process_time() - own_s, busy_cpu_s()
+        return {
+            "seconds": seconds,
+            "cpu_s": cpu_s,
+            "foreign_cpu_s": None if busy_s is None or now_s is None else now_s - busy_s - cpu_s,
+            "loss": float(loss.item()).hex(),
+            "gradients": gradients_digest(self.parameters),
+        }
+
+    def measured_step(self) -> dict[str, Any]:
+        """Train a step that is watched: what the blocks save, and what the process needs on top."""
+        before = reset_high_water_mark()
+        found = self.step()
+        found["rss_bytes"] = status_bytes("VmHWM") - before
+        if self.session is not None:
+            # The peak of all steps so far, the first included, which knew no order and no rates.
+            found["saved_bytes_peak"] = self.session.stats.resident_bytes_peak
+            found["session"] = str(self.session)
+            found["bytes_written"] = self.session.stats.bytes_written
+        else:
+            with self.counter.measure():
+                self.step()
+            found["saved_bytes_peak"] = self.counter.resident_bytes_peak
+        return found
+
+
+def run_child(mode: str, options: argparse.Namespace) -> None:
+    """Train what standard input asks for, a line for each step; answer each with a line."""
+    with ExitStack() as stack:
+        trainee = Trainee(mode, options, stack)
+        for line in sys.stdin:
+            found = trainee.measured_step() if line.strip() == "measure" else trainee.step()
+            print(json.dumps(found), flush=True)
+
+
+class Child:
+    """A mode's process, seen from the parent."""
+
+    def __init__(self, mode: str, arguments: list[str]) -> None:
+        self.mode = mode
+        command = [sys.executable, __file__, *arguments, "--child", mode]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def ask(self, what: str) -> dict[str, Any]:
+        """Have it train a step."""
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        stdin.write(what + "\n")
+        stdin.flush()
+        line = stdout.readline()
+        if not line:
+            raise RuntimeError(f"the process of {self.mode!r} ended; its last words are above")
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def end(self) -> None:
+        """Close its input, at which it ends."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def compare(children: list[Child], pair_count: int) -> dict[str, Any]:
+    """Train in turns; return the medians, the peaks, and whether all steps agree in every bit."""
+    for _ in range(WARM_UP_COUNT):
+        first = [child.ask("step") for child in children]
+    pairs: list[list[dict[str, Any]]] = []
+    steps = [*first]
+    for number in range(pair_count):
+        # Each goes first in every second pair.
+        order = children if number % 2 == 0 else children[::-1]
+        found = {child.mode: child.ask("step") for child in order}
+        steps += found.values()
+        pairs.append([found[mode] for mode in MODES])
+        told = [f"{one['seconds']:.2f} s ({one['cpu_s']:.2f} s CPU)" for one in pairs[-1]]
+        print(f"pair {number + 1}: {', '.join(told)}", flush=True)
+    memory = {child.mode: child.ask("measure") for child in children}
+    steps += memory.values()
+    return {
+        "pairs": pairs,
+        "time_ratio": ratio_of(pairs, "seconds"),
+        "cpu_ratio": ratio_of(pairs, "cpu_s"),
+        "saved_bytes_peak": {mode: memory[mode]["saved_bytes_peak"] for mode in MODES},
+        "rss_bytes": {mode: memory[mode]["rss_bytes"] for mode in MODES},
+        "bit_equal": len({(step["loss"], step["gradients"]) for step in steps}) == 1,
+        "session": memory[MODES[1]]["session"],
+        "bytes_written": memory[MODES[1]]["bytes_written"],
+    }
+
+
+def ratio_of(pairs: list[list[dict[str, Any]]], key: str) -> float:
+    """Return the median of the pairs' ratios: only neighbours saw the same machine."""
+    return statistics.median(ours[key] / plain[key] for plain, ours in pairs)
+
+
+def report(found: dict[str, Any], options: argparse.Namespace) -> str:
+    """Lay the comparison out for a person."""
+    pairs = found["pairs"]
+    hidden_bytes = options.layers * options.sequence * options.hidden * 4
+    size = f"{options.layers} blocks, hidden {options.hidden}, sequence {options.sequence}"
+    lines = [
+        f"{size}: hidden states of {hidden_bytes / MIB:.0f} MiB; torch {torch.__version__}",
+        f"{'':<28}{MODES[0]:>14}{MODES[1]:>24}{'ratio':>12}",
+    ]
+    rows = (("step time, s", "seconds", "time_ratio"), ("CPU time, s", "cpu_s", "cpu_ratio"))
+    for name, key, ratio in rows:
+        plain, ours = (
+            statistics.median(step[key] for step in mode) for mode in zip(*pairs, strict=True)
+        )
+        lines.append(f"{name:<28}{plain:>14.2f}{ours:>24.2f}{found[ratio]:>11.3f}x")
+    lines.append(f"{'':<66}{'fell by':>12}")
+    for name, key in (
+        ("saved bytes peak, MiB", "saved_bytes_peak"),
+        ("RSS on top, MiB", "rss_bytes"),
+    ):
+        plain, ours = (found[key][mode] / MIB for mode in MODES)
+        lines.append(f"{name:<28}{plain:>14.0f}{ours:>24.0f}{plain - ours:>12.0f}")
+    lines += [
+        f"losses and gradients bit-equal: {'yes' if found['bit_equal'] else 'NO'}",
+        f"time goal of {TIME_RATIO_MAX}x (median of the pairs' ratios): "
+        + ("met" if found["time_ratio"] <= TIME_RATIO_MAX else "MISSED"),
+        found["session"],
+    ]
+    return "\n".join(lines)
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """Read the options, and refuse what no model can be built from."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument(
+        "--dir", help="a directory on a local file system (default: a new one here)"
+    )
+    parser.add_argument("--sequence", type=int, default=16384, help="a multiple of --window")
+    parser.add_argument("--hidden", type=int, default=256, help="a multiple of 64")
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--window", type=int, default=128)
+    parser.add_argument("--pairs", type=int, default=9, help="timed steps of each")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--json", type=Path, help="write the figures here too")
+    parser.add_argument("--child", choices=MODES, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.sequence % options.window or options.hidden % HEAD_WIDTH or options.pairs < 1:
+        parser.error("--sequence must be a multiple of --window, --hidden of 64, --pairs above 0")
+    return options
+
+
+def main(arguments: list[str]) -> int:
+    """Compare, print, and return the exit code: 1 if a bit differs."""
+    options = parse(arguments)
+    if options.child is not None:
+        run_child(options.child, options)
+        return 0
+    with (
+        tempfile.TemporaryDirectory(dir=options.dir or Path.cwd()) as directory,
+        ExitStack() as stack,
+    ):
+        children = []
+        for mode in MODES:
+            child = Child(mode, [*arguments, "--dir", directory])
+            stack.callback(child.end)
+            children.append(child)
+        found = compare(children, options.pairs)
+    print(report(found, options))
+    if options.json is not None:
+        asked = {name: getattr(options, name) for name in ASKED}
+        record = {"torch": torch.__version__, **asked, **found}
+        options.json.write_text(json.dumps(record, indent=1) + "\n")
+    return 0 if found["bit_equal"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
