@@ -20,11 +20,12 @@ from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
 from ssdtrain import _core
-from ssdtrain.activations.saved_tensor import Geometry, span_bytes
 from ssdtrain.config import Backend, DirectIo, Directories, StoreConfig, directories
 from ssdtrain.errors import ClosedError, ConfigError
+from ssdtrain.geometry import Geometry, span_bytes
 from ssdtrain.machine.torch_internals import is_wrapped
 from ssdtrain.open_store import open_store
+from ssdtrain.transfer.host import storage_on
 
 __all__ = ["PendingRead", "StoredTensor", "TensorStore"]
 
@@ -297,8 +298,7 @@ class _Form:
         if isinstance(form, Geometry):
             if slot is None:
                 return torch.empty_strided(form.size, form.stride, dtype=form.dtype, device="cpu")
-            storage = torch.frombuffer(slot, dtype=torch.uint8).untyped_storage()
-            return form.build(storage, self._start)
+            return form.build(storage_on(slot), self._start)
         if slot is None:
             return np.empty_like(form)
         return np.ndarray(form.shape, form.dtype, memoryview(slot), 0, form.strides)

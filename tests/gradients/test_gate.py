@@ -18,7 +18,7 @@ PAUSED: dict[str, Any] = {"backend": "simulated", "faults": {"paused": True}}
 
 def writes_count(rig: Rig) -> int:
     """Return how many writes were begun; on a disk that moves nothing none has ended."""
-    return len(rig.hooks._tracker._writing)
+    return len(rig.hooks._writeback._writing)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,6 @@ from support import (
     batch,
     bits,
     chain,
-    flush,
     gradients,
     mlp,
     nothing_leaks,
@@ -413,7 +412,7 @@ def test_what_backward_got_outlives_its_graph_its_block_and_its_store(
             expected = bits(y)
             node: Any = y.grad_fn
             del y
-            flush(session)
+            session.flush()
             found = COPIES[way](node._saved_result.detach())
             assert session.stats.bytes_read > 0
         del node, session

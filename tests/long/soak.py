@@ -34,7 +34,7 @@ from ssdtrain._core import SimulatedDisk
 from ssdtrain.config import OffloadConfig, StoreConfig
 from ssdtrain.offload import Session
 from ssdtrain.open_store import open_store
-from support import KeepNothing, flush, store_threads, wait_until
+from support import KeepNothing, store_threads, wait_until
 
 MIB = 1 << 20
 STEPS_PER_ROUND = 4
@@ -144,7 +144,7 @@ class Soak:
         expected_loss, expected = self.model.gradients(self.step, lambda: None)
         try:
             with session.context():
-                loss, actual = self.model.gradients(self.step, lambda: flush(session))
+                loss, actual = self.model.gradients(self.step, session.flush)
         except CorruptError:
             self.counts["steps that found a flipped bit"] += 1
             assert "bit_flip_rate" in self.faults, "no bit was to flip"
