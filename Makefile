@@ -18,6 +18,8 @@ BENCH ?=
 STRESS ?=
 SOAK ?=
 OPS ?=
+# The interpreters that `make wheel` installs the wheel into; empty: the oldest and newest on PATH.
+PYTHONS ?=
 # The folder `test` of a checkout of PyTorch.
 TORCH_TESTS ?=
 MUTATIONS ?=
@@ -45,6 +47,13 @@ endif
 # away changes its folder only.
 SOURCES := $(shell find rust python -name __pycache__ -prune -o -print) \
 	$(wildcard Cargo.* pyproject.toml)
+
+# What builds the wheel, in an environment of its own: the pins are for that and for nothing else.
+WHEEL_TOOLS := target/wheel/tools
+WHEEL_PINS := tests/wheel/requirements.txt
+# The newest glibc that the wheel may need. torch's own wheels need this one, so an older one would
+# win no machine.
+GLIBC_MAX := 2.28
 
 # What is installed is remembered in the environment itself, one stamp for each set of extras; a `+`
 # in a stamp's name is a comma for pip. The test extras contain the others.
@@ -123,7 +132,7 @@ fuzz: need-rust ## request splitter and allocator under libFuzzer; SECONDS=60 fo
 .PHONY: asan
 asan: need-rust ## unit tests, conformance and simulation under AddressSanitizer
 	RUSTC_BOOTSTRAP=1 RUSTFLAGS=-Zsanitizer=address CARGO_TARGET_DIR=target/asan \
-		cargo test $(LOCKED) --target $(HOST) --lib --test store --test simulation
+		cargo test $(LOCKED) --target $(HOST) --lib --test store --test overwrite --test read_into --test simulation
 
 .PHONY: stress
 stress: need-rust $(TEST_STAMP) ## kill training 200 times, look for what is left; STRESS="--kills 20"
@@ -147,6 +156,21 @@ test-torch: need-rust $(TEST_STAMP) ## PyTorch's own test_autograd.py; TORCH_TES
 mutations: need-rust $(TEST_STAMP) ## remove each defence of docs/correctness.md: its tests must fail; MUTATIONS="gate"
 	PYTHONPATH=tests/support $(ENV_PYTHON) tests/long/mutations.py $(MUTATIONS)
 
+.PHONY: wheel
+# Otherwise the linker and what starts it would leave 50 MB in the user's own cache.
+wheel: export ZIG_GLOBAL_CACHE_DIR := $(CURDIR)/target/wheel/zig
+wheel: export CARGO_ZIGBUILD_CACHE_DIR := $(CURDIR)/target/wheel/zigbuild
+wheel: need-rust need-readelf $(WHEEL_TOOLS)/.installed ## dist/: wheel and sdist, proved in fresh environments; PYTHONS="python3.11 python3.13"
+	rm -f dist/ssdtrain-*
+	# Not --sdist: that builds from the sdist's files, whose times are all the same, and cargo would
+	# not see that one of them changed.
+	PATH='$(abspath $(WHEEL_TOOLS))/bin':"$$PATH" maturin build --release --locked --zig \
+		--compatibility manylinux_$(subst .,_,$(GLIBC_MAX)) --target-dir target/wheel --out dist
+	$(WHEEL_TOOLS)/bin/maturin sdist --out dist
+	$(WHEEL_TOOLS)/bin/python tests/wheel/distributions.py --glibc-max $(GLIBC_MAX) dist
+	$(WHEEL_TOOLS)/bin/python tests/wheel/fresh_install.py dist --scratch target/wheel \
+		--pythons '$(PYTHONS)'
+
 .PHONY: clean
 clean: ## remove what builds and runs left here; the environment stays
 	rm -rf target dist .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis
@@ -160,8 +184,9 @@ distclean: clean ## clean, and remove .venv
 
 # --- the environment ----------------------------------------------------------
 
-$(VENV)/bin/python:
-	@$(call fail_function); \
+# Checks the interpreter that is to make an environment.
+define check_python
+$(call fail_function); \
 	command -v $(PYTHON) >/dev/null || fail '$(PYTHON) was not found; ssdtrain needs Python 3.11' \
 		'or newer. Install it: sudo apt-get install python3 python3-venv'; \
 	version=$$($(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])') \
@@ -170,8 +195,12 @@ $(VENV)/bin/python:
 		"$$version; ssdtrain needs 3.11 or newer. Install one and name it:" \
 		'sudo apt-get install python3.11 python3.11-venv && make PYTHON=python3.11 $(MAKECMDGOALS)'; \
 	$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || fail "$(PYTHON) has no venv module (or no" \
-		"ensurepip), which makes the environment $(VENV). Install it: sudo apt-get install" \
+		"ensurepip), which makes the environment. Install it: sudo apt-get install" \
 		"python$$version-venv"
+endef
+
+$(VENV)/bin/python:
+	@$(check_python)
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.ssdtrain-%: $(SOURCES) $(VENV)/.ssdtrain-checkout
@@ -185,6 +214,14 @@ $(VENV)/.ssdtrain-%: $(SOURCES) $(VENV)/.ssdtrain-checkout
 	$(PIP) install '.[$(subst +,$(comma),$*)]'
 	@touch $@ $(if $(findstring test,$*),$(CONTAINED_STAMPS))
 
+$(WHEEL_TOOLS)/.installed: $(WHEEL_PINS)
+	@$(check_python)
+	rm -rf $(WHEEL_TOOLS)
+	$(PYTHON) -m venv $(WHEEL_TOOLS)
+	$(WHEEL_TOOLS)/bin/python -m pip --disable-pip-version-check --no-input install --quiet \
+		-r $(WHEEL_PINS)
+	@touch $@
+
 # An environment may serve several checkouts: the one installed last is remembered.
 $(VENV)/.ssdtrain-checkout: FORCE | $(VENV)/bin/python
 	@echo '$(CURDIR)' | cmp -s - $@ || echo '$(CURDIR)' > $@
@@ -195,6 +232,11 @@ FORCE:
 # --- what a bare machine may lack ---------------------------------------------
 
 fail_function = fail() { echo "make: $$*" >&2; exit 1; }
+
+.PHONY: need-readelf
+need-readelf:
+	@$(call fail_function); command -v readelf >/dev/null || fail 'readelf was not found; it lists' \
+		'which glibc the wheel needs. Install it: sudo apt-get install binutils'
 
 .PHONY: need-rust
 need-rust:

@@ -24,7 +24,7 @@ use criterion::measurement::WallTime;
 use criterion::{BenchmarkGroup, BenchmarkId, Criterion, SamplingMode, Throughput};
 use rustix::mm::Advice;
 use ssdtrain_core::{
-    Backend, ErrorKind, HostRegion, Pending, Result, StoreConfig, Stored, TensorStore, Tuning,
+    Backend, ErrorKind, HostSource, Pending, Result, StoreConfig, Stored, TensorStore, Tuning,
 };
 use tempfile::TempDir;
 
@@ -125,12 +125,12 @@ impl Source {
     }
 
     #[expect(unsafe_code, reason = "the benchmark lends its own vectors")]
-    fn lend(&self, offset: usize, len: usize) -> HostRegion {
+    fn lend(&self, offset: usize, len: usize) -> HostSource {
         let part = &self.bytes[self.start + offset..][..len];
         let address = NonNull::new(part.as_ptr().cast_mut()).expect("a slice has an address");
         // SAFETY: the vector is never changed, and the clone keeps it until the store drops the
-        // region.
-        unsafe { HostRegion::new(address, len, Box::new(Arc::clone(&self.bytes))) }
+        // source.
+        unsafe { HostSource::new(address, len, Box::new(Arc::clone(&self.bytes))) }
     }
 }
 

@@ -2,7 +2,16 @@
 
 from typing import Any, Final, final
 
-__all__ = ["Pending", "Probe", "Slot", "Store", "Stored"]
+__all__ = [
+    "Overwrite",
+    "Pending",
+    "PendingInto",
+    "Probe",
+    "SimulatedDisk",
+    "Slot",
+    "Store",
+    "Stored",
+]
 
 @final
 class Store:
@@ -17,27 +26,40 @@ class Store:
         max_disk_bytes: int | None,
         verify: bool,
         retain_bytes: int | None = None,
-        faults: dict[str, Any] | None = None,
+        simulated_disk: SimulatedDisk | None = None,
     ) -> Store:
         """Open one unnamed file and one engine per directory.
 
-        A directory may come with its tuning: pieces in flight, and bytes per piece. ``faults`` is
-        the seeded plan of ``backend="simulated"``. Up to ``retain_bytes`` (128 MiB unless given) of
-        the memory of ended reads stays resident for the next. Raises ``ConfigError``,
+        A directory may come with its tuning: pieces in flight, and bytes per piece. Up to
+        ``retain_bytes`` (128 MiB unless given) of the memory of ended reads stays resident for the
+        next. ``simulated_disk`` is what ``backend="simulated"`` writes to. Raises ``ConfigError``,
         ``NoSpaceError``, ``UnsupportedError`` or ``StorageError``.
         """
 
     def write(self, address: int, nbytes: int, owner: object) -> Stored:
         """Queue a write of ``nbytes`` bytes at ``address``, which ``owner`` keeps alive."""
 
+    def overwrite(self, stored: Stored, address: int, nbytes: int, owner: object) -> Overwrite:
+        """Queue a write that replaces what ``stored`` holds, which must be as many bytes.
+
+        The old bytes stay readable until the new ones are written in whole, and if they never are.
+        Raises ``BusyError`` if another overwrite of ``stored`` has not ended.
+        """
+
     def read(self, stored: Stored) -> Pending:
         """Queue a read of what ``stored`` holds; its write must have ended well."""
+
+    def read_into(self, stored: Stored, address: int, nbytes: int, owner: object) -> PendingInto:
+        """Queue a read of what ``stored`` holds into ``nbytes`` writable bytes at ``address``.
+
+        ``owner`` keeps them alive, and nobody else may use them before the read has ended.
+        """
 
     def trim(self) -> int:
         """Give the space beyond what is stored back to the disks; return its bytes."""
 
     def resident_bytes(self) -> int:
-        """Bytes of slots in use, and of the sources of given-up writes that have not ended.
+        """Bytes of slots in use, and of memory lent to abandoned transfers that have not ended.
 
         Slots are in use while they are read, and then until their last user is gone.
         """
@@ -45,23 +67,23 @@ class Store:
     def owns(self, address: int) -> bool:
         """Whether the memory at an address is a slot's of this store."""
 
-    def wait_for_given_up(self) -> bool:
+    def wait_for_abandoned(self) -> bool:
         """Wait until a transfer that nobody wants any more has ended; ``False`` if there is none.
 
-        Given up is what died after it had begun; it holds memory until its last piece has ended.
+        Abandoned is what died after it had begun; it holds memory until its last piece has ended.
+        """
+
+    def rates(self) -> tuple[float | None, float | None]:
+        """Bytes per second of late, of writes and of reads, while the disks were busy.
+
+        Summed over directories, which work in parallel; ``None`` before enough has moved to tell.
         """
 
     def notes(self) -> list[str]:
-        """What was given up while opening, one sentence each."""
+        """Fallbacks taken while opening, and directories out of use, one sentence each."""
 
     def stats(self) -> dict[str, Any]:
         """Traffic in bytes and counts, busy times in nanoseconds, engines by directory."""
-
-    def pause(self) -> None:
-        """Stop a simulated disk before its next piece."""
-
-    def resume(self) -> None:
-        """Let a paused simulated disk move."""
 
     def close(self) -> None:
         """Refuse new work, end what has begun, answer the rest with ``ClosedError``."""
@@ -81,11 +103,34 @@ class Stored:
         """Wait for the write with the GIL released; raises what went wrong."""
 
     def cancel(self) -> bool:
-        """Give the write up; ``True`` if it had not begun."""
+        """Cancel the write; ``True`` if it had not begun."""
+
+@final
+class Overwrite:
+    """New bytes on their way to take the place of stored ones; its death cancels the overwrite."""
+
+    def done(self) -> bool:
+        """Whether the overwrite has ended, well or not."""
+
+    def wait(self) -> None:
+        """Wait with the GIL released; raises why the old bytes are still there."""
+
+    def cancel(self) -> bool:
+        """Cancel the overwrite; ``True`` if it had not begun."""
+
+@final
+class PendingInto:
+    """A read on its way into the caller's memory; its death cancels the read."""
+
+    def done(self) -> bool:
+        """Whether the read has ended, well or not."""
+
+    def wait(self) -> None:
+        """Wait with the GIL released; raises what went wrong."""
 
 @final
 class Pending:
-    """A read on its way; its death gives the read up."""
+    """A read on its way; its death cancels the read."""
 
     def done(self) -> bool:
         """Whether the read has ended, well or not."""
@@ -102,6 +147,19 @@ class Slot:
         """Size in bytes."""
 
     def __buffer__(self, flags: int, /) -> memoryview: ...
+
+@final
+class SimulatedDisk:
+    """A disk in memory that fails by a seeded plan, and its switch; for tests."""
+
+    def __new__(cls, **faults: Any) -> SimulatedDisk:
+        """Plan a disk by the fields of ``Faults`` (``rust/core/src/config.rs``), or ``paused``."""
+
+    def pause(self) -> None:
+        """Let nothing move any more: an infinitely slow disk."""
+
+    def resume(self) -> None:
+        """Let everything move again."""
 
 @final
 class Probe:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from ssdtrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ssdtrain._core import SimulatedDisk
 
 __all__ = ["Backend", "DirectIo", "Directories", "OffloadConfig", "StoreConfig"]
 
@@ -36,8 +39,8 @@ class StoreConfig:
     direct_io: str = "required"
     verify: bool = False
     """Checksum (xxh3) before each write and after each read."""
-    faults: dict[str, Any] | None = None
-    """The seeded plan of the simulated disk (``backend="simulated"``), for tests."""
+    simulated_disk: SimulatedDisk | None = None
+    """What ``backend="simulated"`` writes to, for tests."""
 
     def __post_init__(self) -> None:
         """Raise ``ConfigError`` for a value that cannot be meant."""

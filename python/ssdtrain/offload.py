@@ -1,6 +1,6 @@
 """``with ssdtrain.offload(dir):`` builds the parts, installs the hooks, and closes in order.
 
-START HERE. A tensor's way: ``hooks.pack`` → ``tracker`` → ``transfer`` → ``_core`` → the disk,
+START HERE. A tensor's way: ``hooks.pack`` → ``writeback`` → ``transfer`` → ``_core`` → the disk,
 and back through ``hooks.unpack``; ``docs/architecture.md`` tells it step by step.
 """
 
@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import ParamSpec, TypeVar
 
-from ssdtrain.activations.failed_backward import drop_leftovers, watch_leftovers
+from ssdtrain.activations.failed_backward import drop_failed_backwards, prepare_to_drop
 from ssdtrain.activations.hooks import Hooks
 from ssdtrain.config import (
     MIN_BYTES_DEFAULT,
@@ -31,7 +31,7 @@ from ssdtrain.machine.torch_internals import is_traced, untraced
 from ssdtrain.open_store import open_store
 from ssdtrain.planning.policy import Policy
 from ssdtrain.stats import Stats
-from ssdtrain.transfer.host import HostDirect
+from ssdtrain.transfer.host import HostTransfer
 
 __all__ = ["Session", "offload"]
 
@@ -53,12 +53,14 @@ class Session:
     """
 
     def __init__(self, config: OffloadConfig, policy: Policy) -> None:
-        watch_leftovers()
+        prepare_to_drop()
         bound = config.max_resident_bytes
         # Whoever has to fit has no memory to spare for the next reads.
         store = open_store(config.store, retain_bytes=None if bound is None else bound // 8)
-        transfer = HostDirect(store)
-        self._hooks: Hooks | None = Hooks(config, transfer, policy)
+        transfer = HostTransfer(store)
+        self._hooks: Hooks | None = Hooks(
+            transfer, policy, min_bytes=config.min_bytes, max_resident_bytes=bound
+        )
         self._final: Stats | None = None
 
     @property
@@ -79,6 +81,16 @@ class Session:
         """Return the context manager that installs this session's hooks in the calling thread."""
         assert self._hooks is not None, "a session that was closed installs no hooks"
         return self._hooks.context()
+
+    def flush(self, *, wait: bool = True) -> None:
+        """Write all that this thread's graphs saved and that may be written, and free its memory.
+
+        Writes otherwise begin in batches, and memory is freed by later operations. Call it where
+        memory is wanted before more is saved, and in no operation of autograd. Without ``wait``
+        the writes only begin. Does nothing after the block.
+        """
+        if self._hooks is not None:
+            self._hooks.flush(wait=wait)
 
     def close(self) -> None:
         """Let the store go; graphs that still need it keep it. Idempotent."""
@@ -182,7 +194,7 @@ class offload:  # noqa: N801 - used like torch.no_grad
             raise ConfigError("this thread has not entered the block that it leaves")
         session, context = self._entered().pop()
         context.__exit__(kind, error, trace)
-        drop_leftovers()
+        drop_failed_backwards()
         session.close()
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:

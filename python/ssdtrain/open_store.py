@@ -4,34 +4,31 @@ from __future__ import annotations
 
 import logging
 
-from ssdtrain import _core
+from ssdtrain._core import Store
 from ssdtrain.config import StoreConfig
 from ssdtrain.machine import tuning
+from ssdtrain.notices import PROCESS
 
 __all__ = ["open_store"]
 
-log = logging.getLogger("ssdtrain")
 
-_said: set[str] = set()
-
-
-def open_store(config: StoreConfig, *, retain_bytes: int | None = None) -> _core.Store:
+def open_store(config: StoreConfig, *, retain_bytes: int | None = None) -> Store:
     """Open a store and say what had to be given up, once per process.
 
     ``retain_bytes``: see ``_core.Store``.
     """
     backend, dirs = _tuned(config)
-    store = _core.Store(
+    store = Store(
         dirs,
         backend=backend,
         direct_io=config.direct_io,
         max_disk_bytes=config.max_disk_bytes,
         verify=config.verify,
         retain_bytes=retain_bytes,
-        faults=config.faults,
+        simulated_disk=config.simulated_disk,
     )
     for note in store.notes():
-        _say(logging.WARNING, note)
+        PROCESS.say(note, "%s", note)
     return store
 
 
@@ -51,11 +48,11 @@ def _tuned(config: StoreConfig) -> tuple[str, list[tuple[str, tuple[int, int] | 
             dirs.append((directory, None))
             continue
         dirs.append((directory, (one.tuning.queue_depth, one.tuning.piece_bytes)))
-        _say(logging.INFO, f"{directory} is used as `ssdtrain bench` found best: {one.tuning}")
+        PROCESS.say(
+            f"use of {directory} with {one.tuning}",
+            "%s is used as `ssdtrain bench` found best: %s",
+            directory,
+            one.tuning,
+            level=logging.INFO,
+        )
     return backend, dirs
-
-
-def _say(level: int, line: str) -> None:
-    if line not in _said:
-        _said.add(line)
-        log.log(level, "%s", line)

@@ -4,6 +4,8 @@
 ...     stored = store.write(x)  # returns at once; x must not change before stored.wait()
 ...     stored.wait()  # raises what went wrong
 ...     y = store.read(stored).result()  # a new tensor, bit for bit
+...     store.overwrite(stored, x + 1)  # the old bytes stay until the new ones are written
+...     store.read_into(stored, y).result()  # into the memory of y
 """
 
 from __future__ import annotations
@@ -14,14 +16,16 @@ from typing import Any, Generic, Self, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
 from ssdtrain import _core
-from ssdtrain.activations.saved_tensor import Geometry, span_bytes
 from ssdtrain.config import Backend, DirectIo, Directories, StoreConfig, directories
 from ssdtrain.errors import ClosedError, ConfigError
+from ssdtrain.geometry import Geometry, span_bytes
 from ssdtrain.machine.torch_internals import is_wrapped
 from ssdtrain.open_store import open_store
+from ssdtrain.transfer.host import storage_on
 
 __all__ = ["PendingRead", "StoredTensor", "TensorStore"]
 
@@ -35,6 +39,7 @@ class StoredTensor(Generic[T]):
         self._source: T | None = source
         self._stored = stored
         self._form = form
+        self._overwrite: _core.Overwrite | None = None
         self._released = False
 
     @property
@@ -43,15 +48,28 @@ class StoredTensor(Generic[T]):
         return self._form.nbytes
 
     def done(self) -> bool:
-        """Whether the write has ended, well or not."""
-        return self._released or self._stored is None or self._stored.done()
+        """Whether the write, and an overwrite after it, has ended, well or not."""
+        stored, overwrite = self._stored, self._overwrite
+        if self._released or stored is None:
+            return True
+        return stored.done() and (overwrite is None or overwrite.done())
 
     def wait(self) -> None:
-        """Wait for the write. Raises ``StorageError``, ``NoSpaceError``, ``ClosedError``."""
+        """Wait for the write, and for an overwrite after it.
+
+        Raises ``StorageError``, ``NoSpaceError`` or ``ClosedError``. That an overwrite failed is
+        raised once; the bytes from before it are there then.
+        """
         self.refuse_released()
-        stored = self._stored
+        stored, overwrite = self._stored, self._overwrite
         if stored is not None:
             stored.wait()
+        if overwrite is not None:
+            try:
+                overwrite.wait()
+            finally:
+                if overwrite.done():
+                    self._overwrite = None
         self._source = None
 
     def refuse_released(self) -> None:
@@ -61,12 +79,15 @@ class StoredTensor(Generic[T]):
 
 
 class PendingRead(Generic[T]):
-    """A tensor on its way back."""
+    """A tensor on its way back, to memory of its own or into that of another one."""
 
-    def __init__(self, store: _core.Store, stored: StoredTensor[T]) -> None:
+    def __init__(
+        self, store: _core.Store, stored: StoredTensor[T], into: _Target[T] | None = None
+    ) -> None:
         self._store = store
         self._stored = stored
-        self._pending: _core.Pending | None = None
+        self._into = into
+        self._pending: _core.Pending | _core.PendingInto | None = None
         self._result: T | None = None
         if stored.done():
             self._begin()
@@ -80,7 +101,7 @@ class PendingRead(Generic[T]):
         return self._pending is not None and self._pending.done()
 
     def result(self) -> T:
-        """Wait for the bytes and return a new tensor or array.
+        """Wait for the bytes and return a new tensor or array, or the one that was given.
 
         Raises:
             StorageError: The write or the read failed; no wrong byte is returned.
@@ -93,7 +114,11 @@ class PendingRead(Generic[T]):
             if self._pending is None:
                 self._begin()
             slot = self._pending.wait() if self._pending is not None else None
-            self._result = self._stored._form.build(slot)  # noqa: SLF001 - two halves of one thing
+            if self._into is not None:
+                self._into.note_change()
+                self._result = self._into.tensor
+            else:
+                self._result = self._stored._form.build(slot)  # noqa: SLF001 - two halves of one
             self._pending = None
         return self._result
 
@@ -102,7 +127,14 @@ class PendingRead(Generic[T]):
         stored = self._stored._stored  # noqa: SLF001 - two halves of one thing
         # Released by another thread meanwhile: that sets the mark before it takes the handle.
         self._stored.refuse_released()
-        self._pending = None if stored is None else self._store.read(stored)
+        if stored is None:
+            return
+        into = self._into
+        if into is None:
+            self._pending = self._store.read(stored)
+        else:
+            into.note_change()
+            self._pending = self._store.read_into(stored, into.address, into.nbytes, into.tensor)
 
 
 class TensorStore:
@@ -158,6 +190,51 @@ class TensorStore:
         stored = self._store.write(address, nbytes, owner) if nbytes else None
         return StoredTensor(tensor, stored, form)
 
+    def overwrite(self, stored: StoredTensor[T], tensor: T) -> None:
+        """Begin to write ``tensor`` in the place of what ``stored`` holds, and return at once.
+
+        It must have the same type, shape and strides, and must not change before
+        ``stored.wait()`` has returned. The old bytes stay on the disk until the new ones are
+        written in whole, so for a while both take space; if the overwrite fails,
+        ``stored.wait()`` says so, and reads give the old bytes. Reads that were begun before give
+        the old bytes or the new ones, those begun after wait for the new ones.
+
+        Raises:
+            ConfigError: Another shape or type, or the write of ``stored`` has not ended.
+            BusyError: An overwrite before has not ended; ``stored.wait()`` first.
+            NoSpaceError: ``max_disk_bytes`` has no room for both.
+            ClosedError: The tensor was released, or the store is closed.
+
+        """
+        form, owner, address, nbytes = _take_apart(tensor)
+        stored.refuse_released()
+        stored._form.refuse_other(form, "overwritten by")  # noqa: SLF001 - two halves of one thing
+        handle = stored._stored  # noqa: SLF001
+        if handle is None:
+            return
+        if handle.done() and stored.done():
+            # So that a failure which nobody asked for is not forgotten.
+            stored.wait()
+        stored._overwrite = self._store.overwrite(  # noqa: SLF001
+            handle, address, nbytes, owner
+        )
+        stored._source = tensor  # noqa: SLF001
+
+    def read_into(self, stored: StoredTensor[T], tensor: T) -> PendingRead[T]:
+        """Begin to read what ``stored`` holds into the memory of ``tensor``.
+
+        It must have the same type, shape and strides, without holes, and be writable; nobody may
+        use it before ``result()`` has returned, which returns it. What it holds after an error, or
+        after the read was dropped, is unspecified. Its version counter is raised, so that autograd
+        knows that it changed. The bytes go there without a copy if it begins at the same place
+        within a block of the disk as what was written, as large tensors of one allocator mostly do.
+
+        Raises:
+            ConfigError: The memory of ``tensor`` cannot take the bytes; the message says why.
+
+        """
+        return PendingRead(self._store, stored, _Target(stored, tensor))
+
     def read(self, stored: StoredTensor[T]) -> PendingRead[T]:
         """Begin to read what ``stored`` holds, as soon as its write has ended."""
         return PendingRead(self._store, stored)
@@ -166,6 +243,7 @@ class TensorStore:
         """Give the space of ``stored`` back; a write that has not begun is cancelled."""
         stored._released = True  # noqa: SLF001 - two halves of one thing
         stored._stored = None  # noqa: SLF001
+        stored._overwrite = None  # noqa: SLF001
         stored._source = None  # noqa: SLF001
 
     def trim(self) -> int:
@@ -220,11 +298,76 @@ class _Form:
         if isinstance(form, Geometry):
             if slot is None:
                 return torch.empty_strided(form.size, form.stride, dtype=form.dtype, device="cpu")
-            storage = torch.frombuffer(slot, dtype=torch.uint8).untyped_storage()
-            return form.build(storage, self._start)
+            return form.build(storage_on(slot), self._start)
         if slot is None:
             return np.empty_like(form)
         return np.ndarray(form.shape, form.dtype, memoryview(slot), 0, form.strides)
+
+    def refuse_other(self, other: _Form, verb: str) -> None:
+        """Raise ``ConfigError`` if a tensor of another form is given for this one."""
+        if self._facts() != other._facts():
+            raise ConfigError(
+                f"{self._told()} cannot be {verb} {other._told()}; give one of the same type, "
+                "shape and strides"
+            )
+
+    def _facts(self) -> tuple[object, ...]:
+        kind, dtype, size, stride = self._layout()
+        # How far apart the elements of a dimension lie means nothing if it has only one.
+        steps = [step for n, step in zip(size, stride, strict=True) if n > 1]
+        return kind, dtype, size, steps if self.nbytes else []
+
+    def _told(self) -> str:
+        kind, dtype, size, stride = self._layout()
+        return f"a {kind} of {dtype}, shape {size} and strides {stride}"
+
+    def _layout(self) -> tuple[str, object, tuple[int, ...], tuple[int, ...]]:
+        form = self._form
+        if isinstance(form, Geometry):
+            return "tensor", form.dtype, tuple(form.size), form.stride
+        return "numpy array", form.dtype, form.shape, form.strides
+
+
+class _Target(Generic[T]):
+    """Memory that a read may write into."""
+
+    def __init__(self, stored: StoredTensor[T], tensor: T) -> None:
+        form, owner, address, nbytes = _take_apart(tensor)
+        stored._form.refuse_other(form, "read into")  # noqa: SLF001 - two halves of one thing
+        if isinstance(tensor, Tensor):
+            self._refuse_unwritable(tensor)
+        elif not tensor.flags.writeable:
+            raise ConfigError("the array is read-only; read into a writable one")
+        elif owner is not tensor:
+            raise ConfigError("an array with holes cannot be read into; give a contiguous one")
+        self.tensor = tensor
+        self.address = address
+        self.nbytes = nbytes
+
+    def _refuse_unwritable(self, tensor: Tensor) -> None:
+        if tensor.is_conj() or tensor.is_neg():
+            raise ConfigError("a conjugated or negated view has no bytes of its own to read into")
+        if tensor.requires_grad and torch.is_grad_enabled():
+            raise ConfigError("a tensor that requires grad is read into under torch.no_grad()")
+        if not _is_dense(tensor):
+            raise ConfigError("a tensor with holes cannot be read into; give a dense one")
+
+    def note_change(self) -> None:
+        """Tell autograd that the bytes change."""
+        if isinstance(self.tensor, Tensor):
+            increment_version(self.tensor)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether the elements lie one after the other, in some order of the dimensions."""
+    expected = 1
+    if not tensor.numel():
+        return True
+    for step, n in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
+        if n > 1 and step != expected:
+            return False
+        expected *= n
+    return True
 
 
 def _take_apart(tensor: object) -> tuple[_Form, object, int, int]:

@@ -204,7 +204,7 @@ def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
             direct_io="optional",
             max_disk_bytes=None,
             verify=True,
-            faults={"seed": seed, "bit_flip_rate": 1.0},
+            simulated_disk=_core.SimulatedDisk(seed=seed, bit_flip_rate=1.0),
         )
         # Whole pages: a bit beside the tensor, in the blocks around it, is nobody's.
         source = torch.randn(8 * MIB // 4 + 1024)

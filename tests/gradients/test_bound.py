@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import random
-import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 
 import pytest
 import torch
@@ -18,8 +15,17 @@ from torch.utils.checkpoint import checkpoint
 import ssdtrain
 from disks import MIB
 from ssdtrain.errors import BudgetError
-from ssdtrain.transfer.host import HostDirect
-from support import Flush, Result, Rig, assert_equal_bits, bits, chain, nothing, wait_until
+from support import (
+    Flush,
+    Result,
+    Rig,
+    assert_equal_bits,
+    bits,
+    chain,
+    functions_of,
+    nothing,
+    wait_until,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -165,14 +171,6 @@ def paused_rig(directory: Path, bound_bytes: int) -> Rig:
     return Rig(directory, backend="simulated", faults=faults, max_resident_bytes=bound_bytes)
 
 
-def frames_of(thread: int) -> Iterator[FrameType]:
-    """Yield what a thread is in, the innermost first."""
-    frame = sys._current_frames().get(thread)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
 def wait_for_operations(rig: Rig, direction: str) -> None:
     name = f"{direction}_operation_count"
     wait_until(lambda: rig.store.stats()[name] > 0, f"the first {direction}")
@@ -192,8 +190,7 @@ def test_the_source_of_a_write_that_died_on_its_way_counts_and_is_waited_for(
     trainer = threading.Thread(target=train)
 
     def waits() -> bool:
-        frame = sys._current_frames().get(trainer.ident or 0)
-        return frame is not None and frame.f_code.co_name == "wait_for_given_up"
+        return "_wait_for_transfer" in functions_of(trainer.ident or 0)
 
     with rig.context():
         y = x.exp()
@@ -203,7 +200,7 @@ def test_the_source_of_a_write_that_died_on_its_way_counts_and_is_waited_for(
         assert rig.stats.resident_bytes == x.nbytes
         trainer.start()
         wait_until(waits, "the wait for what was given up")
-        rig.store.resume()
+        rig.disk.resume()
         trainer.join()
     assert bits(grads.pop()) == bits(x.detach().exp())
     assert rig.stats.resident_bytes_peak <= MIB * 3 // 2
@@ -263,12 +260,11 @@ def test_a_queue_that_is_full_of_what_nobody_wants_delays_a_write_only(tmp_path:
     is_filled = threading.Event()
 
     def waits() -> bool:
-        names = {frame.f_code.co_name for frame in frames_of(main)}
-        return is_filled.is_set() or bool(names & {"_end_write", "wait_for_given_up"})
+        return is_filled.is_set() or "_wait_for_transfer" in functions_of(main)
 
     def resume() -> None:
         wait_until(waits, "a wait for the disk, or the end of the filling")
-        rig.store.resume()
+        rig.disk.resume()
 
     resumer = threading.Thread(target=resume)
     resumer.start()
@@ -293,17 +289,18 @@ def test_a_write_that_dies_under_way_counts_once(
     x = torch.randn(MIB // 4, requires_grad=True)
     rig = paused_rig(tmp_path, 4 * MIB)
     graphs = []
-    ask = HostDirect.resident_bytes
+    residency = rig.hooks._residency
+    ask = residency._transfer_bytes
 
-    def drop_and_ask(transfer: HostDirect) -> int:
+    def drop_and_ask() -> int:
         graphs.clear()
-        return ask(transfer)
+        return ask()
 
     with rig.context():
         graphs.append(x.exp())
         rig.begin_writes()
         wait_for_operations(rig, "write")
-        monkeypatch.setattr(HostDirect, "resident_bytes", drop_and_ask)
+        monkeypatch.setattr(residency, "_transfer_bytes", drop_and_ask)
         assert rig.stats.resident_bytes == MIB
         assert rig.stats.resident_bytes_peak == MIB
     monkeypatch.undo()

@@ -18,7 +18,7 @@ PAUSED: dict[str, Any] = {"backend": "simulated", "faults": {"paused": True}}
 
 def writes_count(rig: Rig) -> int:
     """Return how many writes were begun; on a disk that moves nothing none has ended."""
-    return len(rig.hooks._tracker._writing)
+    return len(rig.hooks._writeback._writing)
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_small_tensors_are_given_to_the_disk_in_batches(
             # The pack after a batch passes its last node.
             expected.append(packed_count - packed_count % batch_count)
         assert given == expected
-        rig.store.resume()
+        rig.disk.resume()
         y.sum().backward()
     del y
     rig.assert_empty()

@@ -14,10 +14,10 @@ from torch import Tensor
 
 import ssdtrain
 from ssdtrain.activations.prefetch import DEAD_ROUND_COUNT
-from ssdtrain.activations.writeback import Tracker
+from ssdtrain.activations.writeback import Writeback
 from ssdtrain.errors import ClosedError, ConfigError
 from ssdtrain.planning.policy import PLANS_MAX, Item, Policy, Rates
-from ssdtrain.stats import Ledger
+from ssdtrain.residency import Residency
 from support import Flush, Result, Rig, chain, in_child, prove_refused
 
 MIB = 1 << 20
@@ -41,12 +41,11 @@ def test_memory_that_moves_under_its_write_is_not_freed(
     rig = Rig(tmp_path, backend="simulated", faults={"paused": True})
     with rig.context():
         loss = (weight * data).sum()
-        rig.hooks._tracker.open_gate(None)
-        assert rig.hooks._tracker._writing, "the write is on its way"
+        rig.begin_writes()
         move(data)
         # Whatever lay at the old address is overwritten now.
         others = [torch.full((100_000,), 7.0) for _ in range(4)]
-        rig.store.resume()
+        rig.disk.resume()
         rig.flush()
         expected = data.clone()
         # With its last holder the memory goes, and what is on the disk would be used.
@@ -111,9 +110,9 @@ def test_plans_of_rounds_that_never_repeat_are_forgotten() -> None:
     for signature in range(10 * PLANS_MAX):
         items = [Item(signature * 10 + place, 1 << 20, place * 0.1, 9.0) for place in range(3)]
         policy.learn(signature, items, Rates(1e9, 1e9), 0.0)
-    assert len(policy._plans) <= PLANS_MAX
+    assert len(policy.plans) <= PLANS_MAX
     assert len(policy._basis) <= PLANS_MAX
-    assert policy.plan_of(10 * PLANS_MAX - 1) is not None
+    assert 10 * PLANS_MAX - 1 in policy.plans
 
 
 def test_what_runs_later_cannot_be_decorated(tmp_path: Path) -> None:
@@ -153,15 +152,15 @@ def test_a_home_is_found_and_a_block_is_left_once(
 def test_an_interrupt_in_a_pack_of_a_small_tensor_is_no_later_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hold = Ledger.hold_kept
+    hold = Residency.hold_shared
     calls = itertools.count()
 
-    def interrupted(ledger: Ledger, *arguments: Any) -> None:
+    def interrupted(residency: Residency, *arguments: Any) -> None:
         if next(calls) == 2:
             raise KeyboardInterrupt
-        hold(ledger, *arguments)
+        hold(residency, *arguments)
 
-    monkeypatch.setattr(Ledger, "hold_kept", interrupted)
+    monkeypatch.setattr(Residency, "hold_shared", interrupted)
     rig = Rig(tmp_path, min_bytes=1 << 30)
     x = torch.randn(64, requires_grad=True)
     with rig.context():
@@ -172,11 +171,7 @@ def test_an_interrupt_in_a_pack_of_a_small_tensor_is_no_later_error(
 
 
 def test_a_second_backward_reads_no_further_ahead_than_the_first(tmp_path: Path) -> None:
-    class Write(Policy):
-        def keeps(self, key: int) -> bool:
-            return False
-
-    rig = Rig(tmp_path, policy=Write())
+    rig = Rig(tmp_path)
     peaks = []
     with rig.context():
         for _ in range(3):
@@ -185,7 +180,7 @@ def test_a_second_backward_reads_no_further_ahead_than_the_first(tmp_path: Path)
             rig.flush()
             peaks = []
             for is_last in (False, True):
-                rig.hooks._ledger.resident_bytes_peak = 0
+                rig.hooks._residency.peak_bytes = 0
                 loss.backward(retain_graph=not is_last)
                 peaks.append(rig.stats.resident_bytes_peak)
             del loss
@@ -224,7 +219,7 @@ def test_the_users_of_a_tensor_share_one_read_though_its_write_ended_as_it_was_n
         total = sum(((y * scale)[:1].sum() for _ in range(100)), torch.zeros(()))
         del y
         rig.begin_writes()
-        rig.store.resume()
+        rig.disk.resume()
         rig.end_writes_unseen()
         total.backward()
     assert scale.grad is not None
@@ -276,13 +271,13 @@ def test_a_node_that_saves_thousands_asks_each_once_whether_it_may_go(
             return grad, *(None for _ in ctx.saved_tensors)
 
     opened = []
-    opens = Tracker._open
+    opens = Writeback._open
 
-    def watched(tracker: Tracker, gate: Any, sequence: int | None) -> None:
+    def watched(writeback: Writeback, gate: Any, sequence: int | None) -> None:
         opened.append(len(gate.records))
-        opens(tracker, gate, sequence)
+        opens(writeback, gate, sequence)
 
-    monkeypatch.setattr(Tracker, "_open", watched)
+    monkeypatch.setattr(Writeback, "_open", watched)
     rig = Rig(tmp_path)
     x = torch.randn(8, requires_grad=True)
     with rig.context():

@@ -234,7 +234,7 @@ def test_random_graphs_give_equal_bits_and_equal_refusals(
             assert refused == refusals, mode
             assert_equal_bits(actual, expected)
             del actual
-            rig.store.resume()
+            rig.disk.resume()
             if mode == "disk" and rig.stats.bytes_read:
                 event("bytes came back from the disk")
             if refusals:

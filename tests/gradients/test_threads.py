@@ -31,7 +31,6 @@ from support import (
     batch,
     bits,
     chain,
-    flush,
     gradients,
     mlp,
     nothing_leaks,
@@ -69,7 +68,7 @@ class Walker:
 
     def __init__(self, rig: Rig, loss: Tensor) -> None:
         rig.flush()
-        rig.store.pause()
+        rig.disk.pause()
         self.ended: Future[None] = Future()
         self._loss: Tensor | None = loss
         self._thread = threading.Thread(target=self._walk, daemon=True)
@@ -117,7 +116,7 @@ def test_forwards_go_on_while_a_backward_waits_for_the_disk(tmp_path: Path) -> N
                 # A lock that is held while waiting would hold this one up too.
                 assert bits(stepping.result(WATCHDOG_S)) == bits(expected)
             finally:
-                rig.store.resume()
+                rig.disk.resume()
     walker.join()
     assert x.grad is not None
     assert bits(x.grad) == bits(expected)
@@ -138,7 +137,7 @@ def test_several_backwards_wait_for_one_read(tmp_path: Path) -> None:
         graphs = losses(x)
         rig.flush()
         before = rig.store.stats()["read_count"]
-        rig.store.pause()
+        rig.disk.pause()
         with ThreadPoolExecutor(4) as pool:
             try:
                 walks = [
@@ -149,7 +148,7 @@ def test_several_backwards_wait_for_one_read(tmp_path: Path) -> None:
                     "the wait of all",
                 )
             finally:
-                rig.store.resume()
+                rig.disk.resume()
             grads = [walk.result(WATCHDOG_S)[0] for walk in walks]
     assert [bits(one) for one in grads] == [bits(one) for one in expected]
     # The tangent's own, and less than one for each of the four who saved `h`.
@@ -233,7 +232,7 @@ def test_a_store_that_closes_under_a_waiting_backward_is_a_clear_error(tmp_path:
 
 def test_a_store_that_closes_under_its_writes_loses_no_tensor_silently(tmp_path: Path) -> None:
     rig = slow_rig(tmp_path)
-    rig.store.pause()
+    rig.disk.pause()
     x = leaf(1 << 20)
     expected = plain_gradient(x)
     with rig.context():
@@ -276,13 +275,13 @@ def test_ctrl_c_while_a_backward_waits_for_the_disk_and_the_next_backward_works(
     with rig.context():
         loss = chain(x).sum()
         rig.flush()
-        rig.store.pause()
+        rig.disk.pause()
         watcher.start()
         with pytest.raises(KeyboardInterrupt):
             loss.backward(retain_graph=True)
         watcher.join()
         assert x.grad is None
-        rig.store.resume()
+        rig.disk.resume()
         # The same graph, and a new one.
         loss.backward()
         assert x.grad is not None
@@ -311,7 +310,7 @@ def ends_in_the_middle(directory: str, moment: str) -> None:
     context = rig.context()
     context.__enter__()
     if moment == "a write is under way":
-        rig.store.pause()
+        rig.disk.pause()
         held["loss"] = chain(x).sum()
         rig.begin_writes()
     elif moment == "a thread waits":
@@ -333,7 +332,7 @@ def ends_in_the_middle(directory: str, moment: str) -> None:
     else:
         held["loss"] = loss = chain(x).sum()
         rig.flush()
-        rig.store.pause()
+        rig.disk.pause()
         main = threading.get_ident()
 
         def interrupt() -> None:
@@ -413,7 +412,7 @@ def test_what_backward_got_outlives_its_graph_its_block_and_its_store(
             expected = bits(y)
             node: Any = y.grad_fn
             del y
-            flush(session)
+            session.flush()
             found = COPIES[way](node._saved_result.detach())
             assert session.stats.bytes_read > 0
         del node, session
@@ -433,7 +432,7 @@ def test_a_model_copied_or_saved_while_another_thread_trains_it(tmp_path: Path) 
     twin = copy.deepcopy(model)
     file = io.BytesIO()
     torch.save(model, file)
-    rig.store.resume()
+    rig.disk.resume()
     walker.join()
     file.seek(0)
     for one in (model, twin, torch.load(file, weights_only=False)):

@@ -84,8 +84,8 @@ MUTATIONS = (
     Mutation(
         defence="one counter for all who saved it",
         module="activations/saved_tensor",
-        old="        tensor = self.counter.detach()\n",
-        new="        tensor = self.counter.clone()\n",
+        old="        counted = self.counter.detach()\n",
+        new="        counted = self.counter.clone()\n",
         tests=(
             "test_offload::test_a_backward_that_changes_what_another_node_saved_is_refused",
             "test_offload::test_a_change_in_place_before_a_double_backward_is_refused",
@@ -101,15 +101,15 @@ MUTATIONS = (
     Mutation(
         defence="memory that moved",
         module="activations/saved_tensor",
-        old=" and self.address() == self.written_at",
+        old=" and self._address() == self.handle.address",
         new="",
         tests=("test_hostile::test_memory_that_moves_under_its_write_is_not_freed",),
     ),
     Mutation(
         defence="the gate",
         module="activations/hooks",
-        old="                tracker.write_later(record)",
-        new="                tracker._begin_write(record)",
+        old="            self._writeback.write_later(record)",
+        new="            self._writeback._begin_write(record)",
         tests=("test_offload::test_noise_that_is_saved_before_it_is_filled_comes_back_filled",),
     ),
     Mutation(
@@ -139,21 +139,21 @@ MUTATIONS = (
     ),
     Mutation(
         defence="memory of others stays",
-        module="transfer/host",
-        old="        return not storage.resizable() and not self.store.owns(storage.data_ptr())",
-        new="        return False",
+        module="activations/eligibility",
+        old="    return not storage.resizable() and not owns(storage.data_ptr())",
+        new="    return False",
         tests=("test_in_place::test_arrays_that_a_loader_fills_anew_give_plain_bits",),
     ),
     Mutation(
         defence="storage offset",
-        module="activations/saved_tensor",
+        module="geometry",
         old="self.offset: int = int(tensor.storage_offset()) * tensor.itemsize",
         new="self.offset = 0",
         tests=("test_offload::test_backward_sees_the_geometry_that_was_saved",),
     ),
     Mutation(
         defence="strides",
-        module="activations/saved_tensor",
+        module="geometry",
         old=".data.set_(storage, offset, self.size, self.stride)",
         new=".data.set_(storage, offset, self.size)",
         tests=("test_offload::test_backward_sees_the_geometry_that_was_saved",),
@@ -209,15 +209,15 @@ MUTATIONS = (
     Mutation(
         defence="checkpoint recognition",
         module="activations/hooks",
-        old=" and not (backward != -1 and _is_recompute())",
-        new="",
+        old="        return backward == -1 or not _is_recompute()",
+        new="        return True",
         tests=("test_checkpoint::test_what_a_reentrant_checkpoint_computes_again_is_not_written",),
     ),
     Mutation(
         defence="no lock while waiting for a read",
         module="activations/hooks",
-        old="        return self._wait(packed, found)",
-        new="        with self._lock:\n            return self._wait(packed, found)",
+        old="            found = self._wait(packed, found)",
+        new="            with self._lock:\n                found = self._wait(packed, found)",
         tests=("test_threads::test_forwards_go_on_while_a_backward_waits_for_the_disk",),
     ),
     Mutation(
@@ -269,9 +269,9 @@ MUTATIONS = (
     ),
     Mutation(
         defence="hooks that the compiler does not trace",
-        module="machine/torch_internals",
-        old="return is_dynamo_compiling() or _tracer() not in (None, False)",
-        new="return False",
+        module="activations/hooks",
+        old="        if is_dynamo_compiling() or tracer():\n            # Traced",
+        new="        if False:\n            # Traced",
         tests=("test_compile::test_compiled_autograd_gives_equal_bits",),
     ),
 )

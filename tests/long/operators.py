@@ -441,7 +441,7 @@ def quiet() -> Iterator[None]:
 
 
 def sweep(options: argparse.Namespace) -> Tally:
-    ssdtrain.activations.hooks.counts_apart = counts_apart_of_others
+    ssdtrain.activations.hooks.shares_no_counter = counts_apart_of_others
     with tempfile.TemporaryDirectory(dir=options.dir or SCRATCH) as folder, quiet():
         run = Sweep(Path(folder), options.samples, options.checks)
         chosen = operators(options.part, options.only)

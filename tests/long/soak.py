@@ -30,10 +30,11 @@ from torch import Tensor, nn
 
 from checkout import SCRATCH
 from ssdtrain import CorruptError, StorageError
+from ssdtrain._core import SimulatedDisk
 from ssdtrain.config import OffloadConfig, StoreConfig
 from ssdtrain.offload import Session
 from ssdtrain.open_store import open_store
-from support import KeepNothing, flush, store_threads, wait_until
+from support import KeepNothing, store_threads, wait_until
 
 MIB = 1 << 20
 STEPS_PER_ROUND = 4
@@ -94,12 +95,14 @@ class Soak:
         self.counts: Counter[str] = Counter()
         self.flat: tuple[int, int] | None = None
         self.resident_bytes_max = 0
+        self.faults: dict[str, Any] = {}
 
     def run(self, seconds: float) -> None:
         """Run whole rounds until the time is over, and enough of them to compare."""
         deadline_s = monotonic() + seconds
         while monotonic() < deadline_s or self.round < WARM_ROUNDS + len(PLANS) * 2:
             simulated = self.round % 2 == 1
+            self.faults = {}
             options = self.plan() if simulated else dict(REAL[self.round // 2 % len(REAL)])
             self.counts["simulated rounds" if simulated else "real rounds"] += 1
             self.run_round(options)
@@ -111,7 +114,8 @@ class Soak:
     def plan(self) -> dict[str, Any]:
         faults: dict[str, Any] = dict(PLANS[self.round // 2 % len(PLANS)])
         faults["seed"] = self.chance.getrandbits(60)
-        return {"backend": "simulated", "faults": faults}
+        self.faults = faults
+        return {"backend": "simulated", "simulated_disk": SimulatedDisk(**faults)}
 
     def run_round(self, options: dict[str, Any]) -> None:
         store = StoreConfig(dirs=(str(self.place),), direct_io="optional", verify=True, **options)
@@ -140,13 +144,13 @@ class Soak:
         expected_loss, expected = self.model.gradients(self.step, lambda: None)
         try:
             with session.context():
-                loss, actual = self.model.gradients(self.step, lambda: flush(session))
+                loss, actual = self.model.gradients(self.step, session.flush)
         except CorruptError:
             self.counts["steps that found a flipped bit"] += 1
-            assert "bit_flip_rate" in options.get("faults", {}), "no bit was to flip"
+            assert "bit_flip_rate" in self.faults, "no bit was to flip"
         except StorageError:
             self.counts["steps that met a failed read"] += 1
-            assert "io_error_rate" in options.get("faults", {}), "no read was to fail"
+            assert "io_error_rate" in self.faults, "no read was to fail"
         else:
             assert torch.equal(loss, expected_loss), "the loss differs"
             assert all(map(torch.equal, actual, expected)), "a gradient differs"
@@ -158,14 +162,14 @@ class Soak:
 
     def flip_bits(self) -> None:
         """Flip one bit in each of some reads, so that what was injected is known exactly."""
-        faults = {"seed": self.chance.getrandbits(60), "bit_flip_rate": 1.0}
+        disk = SimulatedDisk(seed=self.chance.getrandbits(60), bit_flip_rate=1.0)
         store = open_store(
             StoreConfig(
                 dirs=(str(self.place),),
                 backend="simulated",
                 direct_io="optional",
                 verify=True,
-                faults=faults,
+                simulated_disk=disk,
             )
         )
         for _ in range(16):

@@ -6,7 +6,7 @@ mod round_trip;
 use std::path::Path;
 use std::sync::Arc;
 
-use ssdtrain_core::{Backend, DirectIo, ErrorKind, Faults, StoreConfig, TensorStore};
+use ssdtrain_core::{Backend, DirectIo, ErrorKind, Faults, PauseSwitch, StoreConfig, TensorStore};
 
 use round_trip::{pattern, read_back, scratch, write};
 
@@ -56,7 +56,8 @@ fn one_tensor_lies_on_all_directories() {
 
 #[test]
 fn a_directory_that_hangs_gets_nothing_more() {
-    let paused = Faults { paused: true, ..Faults::default() };
+    let pause = PauseSwitch::paused();
+    let paused = Faults { pause: pause.clone(), ..Faults::default() };
     let (_dirs, store) = open(&[Faults::default(), paused]);
     // The first tensors go to both, and their second halves wait there for ever.
     let stuck: Vec<_> =
@@ -69,7 +70,7 @@ fn a_directory_that_hangs_gets_nothing_more() {
         let bytes = pattern(seed, 4 * MIB);
         assert!(read_back(&store, &write(&store, &bytes).unwrap()).unwrap() == *bytes);
     }
-    store.resume();
+    pause.resume();
     for one in &stuck {
         one.ticket().wait().unwrap();
     }
@@ -132,7 +133,8 @@ fn a_full_directory_leaves_the_work_to_the_others() {
 
 #[test]
 fn a_part_that_is_refused_leaves_nothing_of_the_others() {
-    let paused = Faults { paused: true, ..Faults::default() };
+    let pause = PauseSwitch::paused();
+    let paused = Faults { pause: pause.clone(), ..Faults::default() };
     let dirs = [scratch(), scratch()];
     let mut config = StoreConfig::new(dirs.each_ref().map(tempfile::TempDir::path));
     config.direct_io = DirectIo::Optional;
@@ -142,7 +144,7 @@ fn a_part_that_is_refused_leaves_nothing_of_the_others() {
     let bytes = pattern(3, 16 * MIB);
     let refused = write(&store, &bytes).unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::NoSpace);
-    store.resume();
+    pause.resume();
     store.close();
     assert_eq!(store.stats().unwrap().disk_used_bytes, 0);
     assert_eq!(Arc::strong_count(&bytes), 1);

@@ -8,13 +8,14 @@ use loom::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use loom::thread;
 use ssdtrain_core::direction::Direction;
 use ssdtrain_core::disk::spill_file::{Extent, Quota, SpillFile};
-use ssdtrain_core::memory::buffer::IoBuf;
-use ssdtrain_core::queue::{Job, Request, SubmitQueue};
+use ssdtrain_core::memory::arena::{Arena, Slot};
+use ssdtrain_core::memory::landing::Landing;
+use ssdtrain_core::queue::{Job, JobMemory, Request, SubmitQueue};
 use ssdtrain_core::ticket::{Ticket, ticket};
 use ssdtrain_core::{DirectIo, Error, ErrorKind, Result};
 
 mod memory;
-use memory::{Memory, lend};
+use memory::{Memory, lend_with};
 
 /// Preemptions in one execution: more find nothing that these do not, as the literature has it.
 const PREEMPTIONS_MAX: usize = 3;
@@ -25,7 +26,7 @@ fn check(model: impl Fn() + Sync + Send + 'static) {
     builder.check(model);
 }
 
-/// A place on the disk; the model moves no bytes.
+/// A range of a file; the model moves no bytes.
 fn extent() -> Arc<Extent> {
     static EXTENT: OnceLock<Arc<Extent>> = OnceLock::new();
     Arc::clone(EXTENT.get_or_init(|| {
@@ -35,16 +36,26 @@ fn extent() -> Arc<Extent> {
     }))
 }
 
-/// A request whose buffer has `owner`.
-fn owned_request(direction: Direction, owner: impl Any + Send) -> (Request, Ticket) {
-    let (region, _) = lend(&Memory::new(1, 512, 0), 0).widened(512, owner);
+/// Memory to read into; the model moves no bytes.
+fn slot() -> Arc<Slot> {
+    static SLOT: OnceLock<Arc<Slot>> = OnceLock::new();
+    Arc::clone(SLOT.get_or_init(|| Arc::new(Arena::new(0).unwrap().slot(512).unwrap())))
+}
+
+/// A write whose source has `owner`.
+fn owned_request(owner: impl Any + Send) -> (Request, Ticket) {
+    let source = lend_with(&Memory::new(1, 512, 0), 0, owner);
     let (completer, ticket) = ticket();
-    let buffer = IoBuf::Host(region);
-    (Request::new(Job { direction, extent: extent(), buffer, completer }), ticket)
+    (Request::new(Job::new(extent(), JobMemory::From(source), completer)), ticket)
 }
 
 fn request(direction: Direction) -> (Request, Ticket) {
-    owned_request(direction, ())
+    if direction == Direction::Write {
+        return owned_request(());
+    }
+    let (completer, ticket) = ticket();
+    let memory = JobMemory::Into(Landing::from(slot()));
+    (Request::new(Job::new(extent(), memory, completer)), ticket)
 }
 
 /// Says when it is dropped, in a way that the model checker sees.
@@ -63,9 +74,9 @@ fn kind(answer: Option<Result<()>>) -> Option<ErrorKind> {
 /// Ends a request as a worker does.
 fn serve(request: &Request) -> bool {
     let Some(job) = request.claim() else { return false };
-    let given_up = request.is_abandoned();
+    let is_abandoned = request.is_abandoned();
     let cancelled = || Err(Error::new(ErrorKind::Cancelled, "cancelled on its way"));
-    job.finish(if given_up { cancelled() } else { Ok(()) });
+    job.finish(if is_abandoned { cancelled() } else { Ok(()) });
     true
 }
 
@@ -115,7 +126,7 @@ fn a_dead_worker_answers() {
 fn what_is_done_was_given_back_first() {
     check(|| {
         let freed = Arc::new(AtomicBool::new(false));
-        let (request, ticket) = owned_request(Direction::Read, Owner(Arc::clone(&freed)));
+        let (request, ticket) = owned_request(Owner(Arc::clone(&freed)));
         let worker = thread::spawn(move || serve(&request));
         if ticket.is_done() {
             assert!(freed.load(Ordering::Relaxed));

@@ -1,9 +1,10 @@
 //! The whole store on simulated disks, driven by seeds and held to a model.
 //!
 //! Each seed makes a plan (faults, sizes, queue, directories, threads) and a schedule of writes,
-//! waits, reads, cancellations, releases and perhaps a close in the middle. Whatever a read returns
-//! must be what was written; an error must be one that the plan can give; in the end everything is
-//! given back. `SSDTRAIN_SEED` runs one seed, or with `SSDTRAIN_SCHEDULES` so many from it on.
+//! overwrites, waits, reads into slots and into lent memory, cancellations, releases and perhaps a
+//! close in the middle. Whatever a read returns must be what was written; an error must be one that
+//! the plan can give; in the end everything is given back. `SSDTRAIN_SEED` runs one seed, or with
+//! `SSDTRAIN_SCHEDULES` so many from it on.
 
 use std::env;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -11,11 +12,13 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use ssdtrain_core::{
-    Backend, DirectIo, Error, ErrorKind, Faults, Pending, Restored, StoreConfig, Stored,
-    TensorStore, Tuning,
+    Backend, DirectIo, Error, ErrorKind, Faults, HostSource, Overwrite, PauseSwitch, Pending,
+    PendingInto, Restored, StoreConfig, Stored, TensorStore, Transfer, Tuning,
 };
 
+mod frame;
 mod memory;
+use frame::Frame;
 use memory::{Memory, lend};
 
 /// A read that a plan may fail succeeds within so many tries, or the plan is not what failed it.
@@ -107,7 +110,7 @@ impl Plan {
             late_rate: random.rate(0.8),
             capacity_bytes: random.one_in(6).then(|| pieces * self.tuning.piece_bytes as u64),
             gone_after_count: random.one_in(8).then_some(pieces),
-            paused: random.one_in(3),
+            pause: if random.one_in(3) { PauseSwitch::paused() } else { PauseSwitch::default() },
         };
         self
     }
@@ -155,15 +158,46 @@ impl Plan {
 /// Something written: what must come back, and what must be let go.
 struct Written {
     stored: Stored,
+    /// What may come back: one pattern, or several after overwrites whose end nobody saw.
+    seeds: Vec<u64>,
+    source: Weak<Memory>,
+    cancelled: bool,
+    overwriting: Option<Overwriting>,
+}
+
+struct Overwriting {
+    overwrite: Overwrite,
     seed: u64,
     source: Weak<Memory>,
     cancelled: bool,
 }
 
 struct Reading {
-    pending: Pending,
-    seed: u64,
+    into: Into,
+    seeds: Vec<u64>,
     cancelled: bool,
+}
+
+/// Where a read goes.
+enum Into {
+    Slot(Pending),
+    Lent(PendingInto, Arc<Frame>),
+}
+
+impl Into {
+    fn ticket(&self) -> &Transfer {
+        match self {
+            Self::Slot(pending) => pending.ticket(),
+            Self::Lent(pending, _) => pending.ticket(),
+        }
+    }
+
+    fn cancel(&self) -> bool {
+        match self {
+            Self::Slot(pending) => pending.cancel(),
+            Self::Lent(pending, _) => pending.cancel(),
+        }
+    }
 }
 
 /// One thread's schedule and model.
@@ -201,15 +235,16 @@ impl<'a> Driver<'a> {
 
     fn step(&mut self) {
         match self.random.below(100) {
-            0..35 => self.write(),
-            35..45 => self.wait_for_a_write(),
+            0..25 => self.write(),
+            25..37 => self.overwrite(),
+            37..45 => self.wait_for_a_write(),
             45..68 => self.begin_read(),
             68..80 => self.finish_read(),
             80..85 => self.cancel_write(),
             85..93 => self.release(),
             93..96 => self.give_up_read(),
             96..99 => self.let_go_of_restored(),
-            _ => self.store.resume(),
+            _ => self.plan.faults.pause.resume(),
         }
     }
 
@@ -234,28 +269,87 @@ impl<'a> Driver<'a> {
             1 => block * (1 + self.random.below(8)),
             _ => 1 + self.random.below(block * 8),
         };
-        let place = self.random.choose(&[0, 0, 1, 64, 511, 512, 4095]);
-        let seed = self.random.next();
-        let memory = Memory::new(seed, len, place);
-        let (source, region) = (Arc::downgrade(&memory), lend(&memory, 0));
-        drop(memory);
+        let (seed, source, region) = self.source(len);
         match self.store.write(region) {
             Ok(stored) => {
                 assert_eq!(stored.len(), len);
-                self.written.push(Written { stored, seed, source, cancelled: false });
+                let (seeds, overwriting) = (vec![seed], None);
+                let written = Written { stored, seeds, source, cancelled: false, overwriting };
+                self.written.push(written);
                 if self.plan.lockstep {
                     self.wait_for(self.written.len() - 1);
                 }
             }
-            Err(error) => {
-                let at_the_door = error.kind() == ErrorKind::Busy
-                    || error.kind() == ErrorKind::NoSpace && error.errno().is_none();
-                if !at_the_door {
-                    self.check(&error, true, false);
-                }
-                assert_eq!(source.strong_count(), 0, "a refused write keeps its source");
-            }
+            Err(error) => self.check_refused(&error, &source),
         }
+    }
+
+    /// Memory to write from: its pattern, when it is let go of, and the loan of it.
+    fn source(&mut self, len: usize) -> (u64, Weak<Memory>, HostSource) {
+        let distance = self.random.choose(&[0, 0, 1, 64, 511, 512, 4095]);
+        let seed = self.random.next();
+        let memory = Memory::new(seed, len, distance);
+        (seed, Arc::downgrade(&memory), lend(&memory, 0))
+    }
+
+    fn check_refused(&self, error: &Error, source: &Weak<Memory>) {
+        let at_the_door = error.kind() == ErrorKind::Busy
+            || error.kind() == ErrorKind::NoSpace && error.errno().is_none();
+        if !at_the_door {
+            self.check(error, true, false);
+        }
+        assert_eq!(source.strong_count(), 0, "a refused write keeps its source");
+    }
+
+    fn overwrite(&mut self) {
+        let Some(index) = self.pick(self.written.len()) else { return };
+        self.look(index);
+        let (seed, source, region) = self.source(self.written[index].stored.len());
+        let before = self.written[index].stored.ticket().answer();
+        match self.store.overwrite(&self.written[index].stored, region) {
+            Ok(overwrite) => {
+                // One before it has ended meanwhile, at the latest in the moment before its answer.
+                if let Some(one) = &self.written[index].overwriting {
+                    one.overwrite.ticket().wait_for(PATIENCE).expect("two at a time").ok();
+                    self.look(index);
+                }
+                let overwriting = Overwriting { overwrite, seed, source, cancelled: false };
+                self.written[index].overwriting = Some(overwriting);
+                if self.plan.lockstep {
+                    self.wait_for_overwrite(index);
+                }
+            }
+            Err(error) => match error.kind() {
+                ErrorKind::Config => {
+                    assert!(before.is_none(), "{error}");
+                    assert_eq!(source.strong_count(), 0, "a refused write keeps its source");
+                }
+                ErrorKind::Cancelled => {
+                    self.check(&error, true, self.written[index].cancelled);
+                }
+                _ => self.check_refused(&error, &source),
+            },
+        }
+    }
+
+    /// Takes notice of an overwrite that has ended.
+    fn look(&mut self, index: usize) {
+        let ended = |one: &mut Overwriting| one.overwrite.ticket().is_done();
+        let Some(overwriting) = self.written[index].overwriting.take_if(ended) else { return };
+        let Overwriting { overwrite, seed, source, cancelled } = overwriting;
+        assert_eq!(source.strong_count(), 0, "an answered overwrite keeps its source");
+        match overwrite.ticket().wait() {
+            Ok(()) => self.written[index].seeds = vec![seed],
+            Err(error) => self.check(&error, true, cancelled),
+        }
+    }
+
+    fn wait_for_overwrite(&mut self, index: usize) {
+        self.plan.faults.pause.resume();
+        if let Some(one) = &self.written[index].overwriting {
+            one.overwrite.ticket().wait_for(PATIENCE).expect("an overwrite is answered").ok();
+        }
+        self.look(index);
     }
 
     fn wait_for_a_write(&mut self) {
@@ -266,7 +360,7 @@ impl<'a> Driver<'a> {
 
     /// Waits for a write; whether it ended well.
     fn wait_for(&self, index: usize) -> bool {
-        self.store.resume();
+        self.plan.faults.pause.resume();
         let written = &self.written[index];
         let answer = written.stored.ticket().wait_for(PATIENCE).expect("a write is answered");
         assert_eq!(written.source.strong_count(), 0, "an answered write keeps its source");
@@ -278,12 +372,24 @@ impl<'a> Driver<'a> {
 
     fn begin_read(&mut self) {
         let Some(index) = self.pick(self.written.len()) else { return };
+        self.look(index);
+        let distance = self.random.choose(&[0, 1, 64, 511, 512, 4095]);
+        let into_slot = self.random.one_in(2);
         let written = &self.written[index];
         let before = written.stored.ticket().answer();
-        match self.store.read(&written.stored) {
-            Ok(pending) => {
+        let begun = if into_slot {
+            self.store.read(&written.stored).map(Into::Slot)
+        } else {
+            let frame = Frame::new(written.stored.len(), distance);
+            let pending = self.store.read_into(&written.stored, frame.lend());
+            pending.map(|pending| Into::Lent(pending, frame))
+        };
+        match begun {
+            Ok(into) => {
                 assert!(!matches!(before, Some(Err(_))), "read what was never written");
-                self.reading.push(Reading { pending, seed: written.seed, cancelled: false });
+                let new = written.overwriting.iter().map(|one| one.seed);
+                let seeds = written.seeds.iter().copied().chain(new).collect();
+                self.reading.push(Reading { into, seeds, cancelled: false });
                 if self.plan.lockstep {
                     self.finish(self.reading.len() - 1);
                 }
@@ -303,14 +409,24 @@ impl<'a> Driver<'a> {
     }
 
     fn finish(&mut self, index: usize) {
-        self.store.resume();
-        let Reading { pending, seed, cancelled } = self.reading.swap_remove(index);
-        pending.ticket().wait_for(PATIENCE).expect("a read is answered").ok();
-        match pending.restored() {
-            Ok(restored) => {
-                assert!(is_pattern(seed, &restored.to_vec()), "other bytes came back");
-                if self.random.one_in(3) {
-                    self.restored.push((restored, seed));
+        self.plan.faults.pause.resume();
+        let Reading { into, seeds, cancelled } = self.reading.swap_remove(index);
+        let answer = into.ticket().wait_for(PATIENCE).expect("a read is answered");
+        let bytes = match &into {
+            Into::Slot(pending) => pending.restored().map(|restored| restored.to_vec()),
+            // Looked at after a failure too: nothing around the target may have been written.
+            Into::Lent(_, frame) => answer.map(|()| frame.bytes()).inspect_err(|_| {
+                frame.bytes();
+            }),
+        };
+        match bytes {
+            Ok(bytes) => {
+                let seed = seeds.iter().copied().find(|&seed| is_pattern(seed, &bytes));
+                let seed = seed.expect("other bytes came back");
+                if let Into::Slot(pending) = into
+                    && self.random.one_in(3)
+                {
+                    self.restored.push((pending.restored().unwrap(), seed));
                 }
             }
             Err(error) => self.check(&error, false, cancelled),
@@ -319,7 +435,21 @@ impl<'a> Driver<'a> {
 
     fn cancel_write(&mut self) {
         let Some(index) = self.pick(self.written.len()) else { return };
+        self.look(index);
+        let drops_handle = self.random.one_in(3);
         let written = &mut self.written[index];
+        if let Some(mut one) = written.overwriting.take() {
+            one.cancelled = true;
+            if one.overwrite.cancel() {
+                assert_eq!(one.source.strong_count(), 0, "a cancelled overwrite keeps its source");
+            } else if drops_handle {
+                // It may end well or not, and nobody sees it.
+                written.seeds.push(one.seed);
+                return;
+            }
+            written.overwriting = Some(one);
+            return;
+        }
         let answered = written.stored.ticket().is_done();
         written.cancelled |= !answered;
         if written.stored.cancel() {
@@ -338,7 +468,7 @@ impl<'a> Driver<'a> {
         let Some(index) = self.pick(self.reading.len()) else { return };
         if self.random.one_in(2) {
             self.reading[index].cancelled = true;
-            self.reading[index].pending.cancel();
+            self.reading[index].into.cancel();
         } else {
             self.reading.swap_remove(index);
         }
@@ -355,7 +485,10 @@ impl<'a> Driver<'a> {
         self.closing.store(true, Ordering::SeqCst);
         self.store.close();
         let tickets = self.written.iter().map(|one| one.stored.ticket());
-        for ticket in tickets.chain(self.reading.iter().map(|one| one.pending.ticket())) {
+        let overwrites = self.written.iter().filter_map(|one| one.overwriting.as_ref());
+        let overwrites = overwrites.map(|one| one.overwrite.ticket());
+        let reads = self.reading.iter().map(|one| one.into.ticket());
+        for ticket in tickets.chain(overwrites).chain(reads) {
             assert!(ticket.is_done(), "a closed store leaves a ticket without an answer");
         }
     }
@@ -368,6 +501,7 @@ impl<'a> Driver<'a> {
         let gone = self.plan.faults.gone_after_count.is_some();
         while !self.written.is_empty() {
             let last = self.written.len() - 1;
+            self.wait_for_overwrite(last);
             if self.wait_for(last) && !gone && !self.closing.load(Ordering::SeqCst) {
                 self.must_be_readable(last);
             }
@@ -379,7 +513,7 @@ impl<'a> Driver<'a> {
     }
 
     fn must_be_readable(&self, index: usize) {
-        let Written { stored, seed, .. } = &self.written[index];
+        let Written { stored, seeds, .. } = &self.written[index];
         let mut tries = 0;
         while tries < TRIES_MAX {
             tries += 1;
@@ -389,7 +523,9 @@ impl<'a> Driver<'a> {
             });
             match read {
                 Ok(restored) => {
-                    assert!(is_pattern(*seed, &restored.to_vec()), "other bytes came back");
+                    let bytes = restored.to_vec();
+                    let is_ours = seeds.iter().any(|&seed| is_pattern(seed, &bytes));
+                    assert!(is_ours, "other bytes came back");
                     return;
                 }
                 Err(error) if error.kind() == ErrorKind::Closed => {
@@ -425,7 +561,7 @@ fn run(plan: &Plan, dir: &tempfile::TempDir) {
         });
     }
     // What was released on its way is answered to nobody; the end of the workers shows its end.
-    store.resume();
+    plan.faults.pause.resume();
     store.close();
     let stats = store.stats().unwrap();
     assert_eq!(stats.disk_used_bytes, 0, "extents are left behind");

@@ -1,7 +1,6 @@
 //! The conformance suite: what every engine must do, run against each of them.
 
 use std::collections::HashMap;
-use std::path::Path;
 use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
@@ -11,48 +10,16 @@ use ssdtrain_core::{
     Backend, DirectIo, ErrorKind, Faults, Stats, StoreConfig, Stored, TensorStore, Tuning,
 };
 
+mod engines;
 mod memory;
 mod round_trip;
+use engines::{ENGINES, config, on_every_engine, open, paused_disk};
 use memory::{Memory, lend};
 use round_trip::{pattern, read_back, scratch, write};
 
-const ENGINES: [fn() -> Backend; 3] =
-    [|| Backend::IoUring, || Backend::Psync, || Backend::Simulated(Faults::default())];
-
-fn config(dir: &Path, backend: Backend) -> StoreConfig {
-    let mut config = StoreConfig::new([dir]);
-    config.backend = backend;
-    config.direct_io = DirectIo::Optional;
-    config
-}
-
-/// A store on `backend`, or `None` where the kernel forbids `io_uring` (said on stderr).
-fn open(dir: &Path, backend: Backend) -> Option<TensorStore> {
-    match TensorStore::open(&config(dir, backend)) {
-        Ok(store) => Some(store),
-        Err(error) if error.kind() == ErrorKind::Unsupported => {
-            eprintln!("skipped: {error}");
-            None
-        }
-        Err(error) => panic!("{error}"),
-    }
-}
-
-fn on_every_engine(check: impl Fn(&TensorStore)) {
-    for engine in ENGINES {
-        let dir = scratch();
-        let Some(store) = open(dir.path(), engine()) else { continue };
-        check(&store);
-        assert_eq!(store.stats().unwrap().disk_used_bytes, 0, "extents are left behind");
-        assert_eq!(store.stats().unwrap().arena_live_bytes, 0, "slots are left behind");
-        drop(store);
-        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0, "names are left behind");
-    }
-}
-
 #[test]
 fn every_size_and_alignment_comes_back() {
-    on_every_engine(|store| {
+    on_every_engine([false], |store| {
         for len in [1, 511, 512, 513, 4095, 4096, 4097, 65_537, 1 << 20, (3 << 20) + 7, 40 << 20] {
             for start in [0, 1, 64, 511] {
                 let bytes = pattern(len as u64, len + start);
@@ -66,7 +33,7 @@ fn every_size_and_alignment_comes_back() {
 
 #[test]
 fn the_place_within_a_block_is_kept() {
-    on_every_engine(|store| {
+    on_every_engine([false], |store| {
         let bytes = pattern(3, 100_000);
         for start in [0, 64, 200, 4097] {
             let stored = store.write(lend(&bytes, start)).unwrap();
@@ -82,7 +49,7 @@ fn the_place_within_a_block_is_kept() {
 
 #[test]
 fn many_tensors_in_flight_do_not_mix() {
-    on_every_engine(|store| {
+    on_every_engine([false, true], |store| {
         let tensors: Vec<_> =
             (0..300).map(|index| pattern(index, 10_000 + 977 * index as usize)).collect();
         let stored: Vec<_> = tensors.iter().map(|bytes| write(store, bytes).unwrap()).collect();
@@ -102,7 +69,7 @@ fn many_tensors_in_flight_do_not_mix() {
 
 #[test]
 fn the_source_is_held_until_its_bytes_are_safe_and_no_longer() {
-    on_every_engine(|store| {
+    on_every_engine([false], |store| {
         let bytes = pattern(1, 8 << 20);
         let stored = write(store, &bytes).unwrap();
         stored.ticket().wait().unwrap();
@@ -113,7 +80,7 @@ fn the_source_is_held_until_its_bytes_are_safe_and_no_longer() {
 
 #[test]
 fn released_space_is_used_again() {
-    on_every_engine(|store| {
+    on_every_engine([false], |store| {
         for round in 0..20 {
             let bytes = pattern(round, 10 << 20);
             let stored = write(store, &bytes).unwrap();
@@ -126,7 +93,7 @@ fn released_space_is_used_again() {
 
 #[test]
 fn handles_dropped_in_flight_leave_nothing() {
-    on_every_engine(|store| {
+    on_every_engine([false, true], |store| {
         for round in 0..50 {
             let bytes = pattern(round, 5 << 20);
             let stored = write(store, &bytes).unwrap();
@@ -143,7 +110,7 @@ fn handles_dropped_in_flight_leave_nothing() {
 
 #[test]
 fn several_threads_share_a_store() {
-    on_every_engine(|store| {
+    on_every_engine([false, true], |store| {
         std::thread::scope(|scope| {
             for thread in 0..4 {
                 scope.spawn(move || {
@@ -160,7 +127,7 @@ fn several_threads_share_a_store() {
 
 #[test]
 fn a_closed_store_refuses_and_answers() {
-    on_every_engine(|store| {
+    on_every_engine([false], |store| {
         let bytes = pattern(1, 1 << 20);
         let stored = write(store, &bytes).unwrap();
         stored.ticket().wait().unwrap();
@@ -200,22 +167,22 @@ fn every_depth_serves_more_pieces_than_it_holds() {
 #[test]
 fn an_unfinished_write_cannot_be_read() {
     let dir = scratch();
-    let faults = Faults { paused: true, ..Faults::default() };
-    let store = open(dir.path(), Backend::Simulated(faults)).unwrap();
+    let (pause, disk) = paused_disk();
+    let store = open(dir.path(), disk).unwrap();
     let bytes = pattern(1, 4096);
     let stored = write(&store, &bytes).unwrap();
     assert_eq!(store.read(&stored).unwrap_err().kind(), ErrorKind::Config);
-    store.resume();
+    pause.resume();
     assert!(read_back(&store, &stored).unwrap() == *bytes);
 }
 
 #[test]
 fn a_queued_write_can_be_cancelled_and_frees_its_source() {
     let dir = scratch();
-    let paused = Backend::Simulated(Faults { paused: true, ..Faults::default() });
+    let (pause, disk) = paused_disk();
     // Requests as large as a piece are not joined.
     let tuning = Tuning { queue_depth: 1, piece_bytes: 1 << 20 };
-    let config = config(dir.path(), paused).tuned(tuning);
+    let config = config(dir.path(), disk).tuned(tuning);
     let store = TensorStore::open(&config).unwrap();
     let tensors: Vec<_> = (0..8).map(|index| pattern(index, 1 << 20)).collect();
     let stored: Vec<_> = tensors.iter().map(|bytes| write(&store, bytes).unwrap()).collect();
@@ -223,13 +190,13 @@ fn a_queued_write_can_be_cancelled_and_frees_its_source() {
     let cancelled = stored.iter().filter(|one| one.cancel()).count();
     assert!(cancelled >= 7);
     let held = tensors.iter().filter(|bytes| Arc::strong_count(bytes) > 1).count();
-    // The one that the thread holds may have ended by now: it was given up before its first piece.
+    // The one that the thread holds may have ended by now: it was cancelled before its first piece.
     assert!(held <= 8 - cancelled, "{held} held, {cancelled} cancelled");
     for one in &stored {
         assert!(one.ticket().is_done() || cancelled == 7);
     }
     assert_eq!(store.stats().unwrap().cancelled_count, cancelled as u64);
-    store.resume();
+    pause.resume();
     for one in &stored {
         let kind = one.ticket().wait().map_or_else(|error| Some(error.kind()), |()| None);
         assert!(matches!(kind, Some(ErrorKind::Cancelled) | None));
@@ -238,12 +205,12 @@ fn a_queued_write_can_be_cancelled_and_frees_its_source() {
 }
 
 #[test]
-fn what_was_given_up_on_its_way_is_counted_and_can_be_waited_for() {
+fn what_was_abandoned_on_its_way_is_counted_and_can_be_waited_for() {
     let dir = scratch();
-    let paused = Backend::Simulated(Faults { paused: true, ..Faults::default() });
-    let store = open(dir.path(), paused).unwrap();
+    let (pause, disk) = paused_disk();
+    let store = open(dir.path(), disk).unwrap();
     let (soon, long) = (Duration::from_millis(1), Duration::from_secs(60));
-    assert_eq!(store.wait_for_given_up(long), Some(false), "nothing was given up");
+    assert_eq!(store.wait_for_abandoned(long), Some(false), "nothing was abandoned");
     let bytes = pattern(1, 1 << 20);
     let begun = |count: fn(&Stats) -> u64| {
         while count(&store.stats().unwrap()) == 0 {
@@ -255,34 +222,34 @@ fn what_was_given_up_on_its_way_is_counted_and_can_be_waited_for() {
     assert_eq!(store.resident_bytes(), 0, "the caller has the source and counts it");
     drop(stored);
     assert_eq!((store.resident_bytes(), Arc::strong_count(&bytes)), (bytes.len(), 2));
-    assert_eq!(store.wait_for_given_up(soon), None);
-    store.resume();
+    assert_eq!(store.wait_for_abandoned(soon), None);
+    pause.resume();
     while store.resident_bytes() > 0 {
-        store.wait_for_given_up(long).unwrap();
+        store.wait_for_abandoned(long).unwrap();
     }
     assert_eq!(Arc::strong_count(&bytes), 1);
 
     let stored = write(&store, &bytes).unwrap();
     stored.ticket().wait().unwrap();
-    store.pause();
+    pause.pause();
     let pending = store.read(&stored).unwrap();
     begun(|stats| stats.read.operation_count);
     drop(pending);
     assert_eq!(store.resident_bytes(), store.stats().unwrap().arena_live_bytes as usize);
     assert!(store.resident_bytes() >= bytes.len(), "the slot is in use");
-    assert_eq!(store.wait_for_given_up(soon), None);
-    store.resume();
-    store.wait_for_given_up(long).unwrap();
-    assert_eq!((store.resident_bytes(), store.wait_for_given_up(long)), (0, Some(false)));
+    assert_eq!(store.wait_for_abandoned(soon), None);
+    pause.resume();
+    store.wait_for_abandoned(long).unwrap();
+    assert_eq!((store.resident_bytes(), store.wait_for_abandoned(long)), (0, Some(false)));
 }
 
 #[test]
 fn closing_a_stuck_store_answers_every_ticket() {
     let dir = scratch();
-    let paused = Backend::Simulated(Faults { paused: true, ..Faults::default() });
+    let (_pause, disk) = paused_disk();
     // Requests as large as a piece are not joined, so each of the four threads holds one at most.
     let tuning = Tuning { queue_depth: 4, piece_bytes: 1 << 20 };
-    let store = TensorStore::open(&config(dir.path(), paused).tuned(tuning)).unwrap();
+    let store = TensorStore::open(&config(dir.path(), disk).tuned(tuning)).unwrap();
     let bytes = pattern(1, 1 << 20);
     let stored: Vec<_> = (0..20).map(|_| write(&store, &bytes).unwrap()).collect();
     store.close();
@@ -296,8 +263,8 @@ fn closing_a_stuck_store_answers_every_ticket() {
 #[test]
 fn a_full_queue_says_so() {
     let dir = scratch();
-    let mut config =
-        config(dir.path(), Backend::Simulated(Faults { paused: true, ..Faults::default() }));
+    let (_pause, disk) = paused_disk();
+    let mut config = config(dir.path(), disk);
     config.queue_capacity = 4;
     let store = TensorStore::open(&config).unwrap();
     let bytes = pattern(1, 4096);

@@ -19,9 +19,9 @@ from _pytest.mark import ParameterSet
 from torch import Tensor, nn
 
 from children import forked_python
-from ssdtrain.activations.failed_backward import drop_leftovers
-from ssdtrain.activations.hooks import Hooks
-from ssdtrain.activations.writeback import Tracker
+from ssdtrain._core import SimulatedDisk
+from ssdtrain.activations.failed_backward import drop_failed_backwards
+from ssdtrain.activations.writeback import Writeback
 from ssdtrain.config import OffloadConfig, StoreConfig
 from ssdtrain.offload import Session
 from ssdtrain.planning.policy import Policy
@@ -48,8 +48,12 @@ POLL_S = 0.001
 class KeepNothing(Policy):
     """A policy that writes everything in every step, however short the step."""
 
-    def keeps(self, key: int) -> bool:
-        return False
+    def learn(self, *arguments: Any) -> None:
+        super().learn(*arguments)
+        self.keep.clear()
+
+    def note_futile(self, key: int) -> None:
+        """Write it again all the same."""
 
 
 class Rig:
@@ -63,9 +67,13 @@ class Rig:
         max_resident_bytes: int | None = None,
         policy: Policy | None = None,
         others: Sequence[Path] = (),
+        faults: Mapping[str, Any] | None = None,
         **store: Any,
     ) -> None:
+        self.disk = SimulatedDisk(**(faults or {}))
+        """What ``backend="simulated"`` writes to; it can be paused."""
         options: dict[str, Any] = {"backend": "psync", "direct_io": "optional", **store}
+        options["simulated_disk"] = self.disk
         config = OffloadConfig(
             store=StoreConfig(dirs=tuple(map(str, (directory, *others))), **options),
             min_bytes=min_bytes,
@@ -94,18 +102,17 @@ class Rig:
 
     def flush(self) -> None:
         """Pass the node that was made last, and wait for every write."""
-        flush(self.session)
+        self.session.flush()
 
     def begin_writes(self) -> None:
         """Pass the node that was made last: whatever was saved is on its way to the disk."""
-        with self.hooks._lock:
-            self.hooks._tracker.open_gate(None)
-        assert self.hooks._tracker._writing, "nothing was given to the disk"
+        self.session.flush(wait=False)
+        assert self.hooks._writeback._writing, "nothing was given to the disk"
 
     def end_writes_unseen(self) -> None:
         """Wait until every write has ended, and let no hook know."""
-        records = [reference() for reference in self.hooks._tracker._writing]
-        stored = [one.stored for one in records if one is not None and one.stored is not None]
+        records = [reference() for reference in self.hooks._writeback._writing]
+        stored = [one.handle for one in records if one is not None and one.handle is not None]
         assert stored, "nothing is on its way to the disk"
         wait_until(lambda: all(one.done() for one in stored), "the end of the writes")
 
@@ -118,15 +125,18 @@ class Rig:
 
         def packed(tensor: Tensor) -> object:
             found = pack(tensor)
-            end_writes(self.hooks)
+            with self.hooks._lock:
+                writeback = self.hooks._writeback
+                while (record := writeback._oldest_write()) is not None:
+                    writeback._end_write(record)
             return found
 
         self.hooks.pack = packed  # type: ignore[method-assign]
 
     def assert_empty(self) -> None:
         """Everything that was saved has gone from memory and disk."""
-        self.store.resume()
-        drop_leftovers()
+        self.disk.resume()
+        drop_failed_backwards()
         if self._left_bytes():
             gc.collect()
         for _ in range(POLLS_MAX):
@@ -140,22 +150,6 @@ class Rig:
         return self.stats.disk_used_bytes + self.stats.resident_bytes
 
 
-def flush(session: Session) -> None:
-    """Wait until all that was saved is on the disk, so that backward has to read it."""
-    hooks = session._hooks
-    assert hooks is not None
-    with hooks._lock:
-        hooks._tracker.open_gate(None)
-    end_writes(hooks)
-
-
-def end_writes(hooks: Hooks) -> None:
-    """Wait for every write that was begun."""
-    with hooks._lock:
-        while (record := hooks._tracker._oldest_write()) is not None:
-            hooks._tracker._end_write(record)
-
-
 def sizes(*, small: object, whole: object) -> list[ParameterSet]:
     """Return the sizes of a test: small in ``make test``, whole in ``make test-long``."""
     return [
@@ -166,6 +160,15 @@ def sizes(*, small: object, whole: object) -> list[ParameterSet]:
 
 def pause() -> None:
     threading.Event().wait(POLL_S)
+
+
+def functions_of(thread: int) -> set[str]:
+    """Return the names of the functions that a thread is in: shows what it waits for."""
+    frame, names = sys._current_frames().get(thread), set()
+    while frame is not None:
+        names.add(frame.f_code.co_name)
+        frame = frame.f_back
+    return names
 
 
 def wait_until(happened: Callable[[], bool], what: str) -> None:
@@ -248,14 +251,14 @@ def prove_refused_offloaded(step: Step, directory: Path, message: str = IN_PLACE
 def watch_records() -> Iterator[list[Tensor]]:
     """List what is managed, so may be written or kept; as tensors without bytes of their own."""
     seen: list[Tensor] = []
-    record_for = Tracker.record_for
+    record_for = Writeback.record_for
 
-    def watched(self: Tracker, tensor: Tensor, *arguments: Any) -> Any:
+    def watched(self: Writeback, tensor: Tensor, *arguments: Any, **names: Any) -> Any:
         seen.append(tensor.detach().to("meta"))
-        return record_for(self, tensor, *arguments)
+        return record_for(self, tensor, *arguments, **names)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Tracker, "record_for", watched)
+        patch.setattr(Writeback, "record_for", watched)
         yield seen
 
 

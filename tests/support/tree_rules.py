@@ -33,6 +33,8 @@ TEST_FILE_LINES_MAX = 700
 FUNCTION_LINES_MAX = 70
 COLUMNS_MAX = 100
 ROOM_WORDS_MIN = 4
+# Folders of which docs/architecture.md speaks as a whole.
+ROOMS_IN_ONE = ("commands", "demo")
 
 KEPT_FOLDERS = {".ci", ".github"}
 MADE_FOLDERS = {"target", "dist", "__pycache__", "ssdtrain-demo"}
@@ -443,9 +445,8 @@ def room_sentences(root: Path) -> Iterator[str]:
         if len(re.findall(r"\w+", token.sub("", line))) >= ROOM_WORDS_MIN
     ]
     rooms = dict(rust_modules(root))
-    order = " ".join(Doc.read(root).block(PYTHON_ORDER)).split()
     for name, path in python_modules(root).items():
-        if f"{name.rpartition('/')[0]}/*" not in order:
+        if name.rpartition("/")[0] not in ROOMS_IN_ONE:
             rooms[f"ssdtrain {name}"] = path
     silent = []
     for path in rooms.values():

@@ -226,7 +226,7 @@ TRACE = stack(40, 8 * MIB, 0.01, 0.02)
 
 
 def taken_count(policy: Policy) -> int:
-    return sum(not policy.keeps(item.key) for item in TRACE)
+    return sum(item.key not in policy.keep for item in TRACE)
 
 
 def learn(policy: Policy, *stall_shares: float, rates: Rates = STEADY) -> None:
@@ -236,21 +236,21 @@ def learn(policy: Policy, *stall_shares: float, rates: Rates = STEADY) -> None:
 
 def test_a_new_policy_offloads_and_knows_nothing() -> None:
     policy = Policy()
-    assert not policy.keeps(1)
+    assert 1 not in policy.keep
     assert not policy.knows(1)
-    assert policy.plan_of(SIGNATURE) is None
+    assert policy.plans.get(SIGNATURE) is None
 
 
 def test_what_was_learned_is_what_is_kept() -> None:
     policy = Policy()
     learn(policy, 0.0)
-    made = policy.plan_of(SIGNATURE)
+    made = policy.plans.get(SIGNATURE)
     assert made is not None
     assert 0 < len(made.keep) < len(TRACE)
     for item in TRACE:
         assert policy.knows(item.key)
-        assert policy.keeps(item.key) == (item.key in made.keep)
-    assert not policy.keeps(999)
+        assert (item.key in policy.keep) == (item.key in made.keep)
+    assert 999 not in policy.keep
     assert not policy.knows(999)
 
 
@@ -259,7 +259,7 @@ def test_the_plan_is_made_with_caution() -> None:
     learn(policy, 0.0)
     share = CAUTION_START * 1.05
     expected = plan(TRACE, Rates(STEADY.write * share, STEADY.read * share))
-    assert policy.plan_of(SIGNATURE) == expected
+    assert policy.plans.get(SIGNATURE) == expected
 
 
 def test_stalls_shrink_the_plan_and_calm_lets_it_recover() -> None:
@@ -306,12 +306,12 @@ def test_a_stall_in_the_first_round_is_no_reason_for_caution() -> None:
 def test_keys_settle() -> None:
     policy = Policy()
     learn(policy, *[0.0] * SETTLED_COUNT)
-    settled = policy.plan_of(SIGNATURE)
+    settled = policy.plans.get(SIGNATURE)
     nearly = (RATE_CHANGE + 1) / 2
     for share in (0.0, STALL_SHARE_MAX):
         learn(policy, share)
         learn(policy, share, rates=Rates(STEADY.write * nearly, STEADY.read / nearly))
-    assert policy.plan_of(SIGNATURE) is settled
+    assert policy.plans.get(SIGNATURE) is settled
 
 
 @pytest.mark.parametrize(
@@ -327,40 +327,40 @@ def test_keys_settle() -> None:
 def test_what_unsettles(share: float, rates: Rates) -> None:
     policy = Policy()
     learn(policy, *[0.0] * SETTLED_COUNT)
-    settled = policy.plan_of(SIGNATURE)
+    settled = policy.plans.get(SIGNATURE)
     learn(policy, share, rates=rates)
-    assert policy.plan_of(SIGNATURE) is not settled
+    assert policy.plans.get(SIGNATURE) is not settled
 
 
 def test_rates_that_creep_away_from_the_last_plan_unsettle() -> None:
     policy = Policy()
     learn(policy, *[0.0] * SETTLED_COUNT)
-    settled = policy.plan_of(SIGNATURE)
+    settled = policy.plans.get(SIGNATURE)
     factor = 1.0
     while factor < RATE_CHANGE:
         factor *= 1.05
         learn(policy, 0.0, rates=Rates(STEADY.write / factor, STEADY.read))
-    assert policy.plan_of(SIGNATURE) is not settled
+    assert policy.plans.get(SIGNATURE) is not settled
 
 
 def test_signatures_are_learned_apart() -> None:
     policy = Policy()
     learn(policy, *[0.0] * SETTLED_COUNT)
-    settled = policy.plan_of(SIGNATURE)
+    settled = policy.plans.get(SIGNATURE)
     other = [Item(item.key + 1000, item.nbytes, item.packed_s, item.needed_s) for item in TRACE]
     policy.learn(8, other, Rates(1e6, 1e6), 0.0)
-    assert policy.plan_of(SIGNATURE) is settled
-    assert all(policy.keeps(item.key) for item in other)
+    assert policy.plans.get(SIGNATURE) is settled
+    assert all(item.key in policy.keep for item in other)
     assert taken_count(policy) > 0
 
 
 def test_a_futile_key_stays_kept() -> None:
     policy = Policy()
     policy.note_futile(0)
-    assert policy.keeps(0)
+    assert 0 in policy.keep
     learn(policy, 0.0)
-    assert policy.keeps(0)
-    assert not policy.keeps(1)
+    assert 0 in policy.keep
+    assert 1 not in policy.keep
 
 
 def test_knowledge_is_bounded() -> None:

@@ -20,7 +20,10 @@ from ssdtrain.activations.prefetch import (
     Round,
     next_key,
 )
-from ssdtrain.planning.policy import Plan, Policy
+from ssdtrain.errors import StorageError
+from ssdtrain.notices import Notices
+from ssdtrain.planning.policy import Plan, Policy, Rates
+from ssdtrain.stalls import Stalls
 from support import Rig
 
 MIB = 1 << 20
@@ -32,25 +35,29 @@ class FakeLoading:
     """A read under way, for as long as somebody holds it."""
 
 
+class FakeHandle:
+    """Bytes in the store."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.slot_bytes = nbytes
+        self.name = ""
+        self.loading: weakref.ref[Any] | None = None
+
+    def joinable(self) -> Any:
+        return None if self.loading is None else self.loading()
+
+
 class FakeRecord:
     """The bytes of a storage; they are on the disk unless a test says otherwise."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self.key = 0
-        self.stored: object | None = object()
+        self.handle: FakeHandle | None = FakeHandle(nbytes)
         self.source: object | None = None
 
-        self.loading: weakref.ref[Any] | None = None
-
-    def slot_bytes(self) -> int:
-        return self.nbytes
-
     def is_leaving(self) -> bool:
-        return self.source is not None and self.stored is not None
-
-    def reading(self) -> Any:
-        return None if self.loading is None else self.loading()
+        return self.source is not None and self.handle is not None
 
 
 class FakeSaved:
@@ -59,10 +66,44 @@ class FakeSaved:
     def __init__(self, name: str, record: FakeRecord, sequence: int) -> None:
         self.name = name
         self.record = record
+        if record.handle is not None:
+            record.handle.name = record.handle.name or name
         self.sequence = sequence
         self.ahead: object | None = None
         self.round: Any = None
         self.ordinal = 0
+
+
+class FakeResidency:
+    """What is in memory, and how much more may be: as a test says."""
+
+    is_bounded = False
+
+    def __init__(self) -> None:
+        self.room = NO_BOUND
+        self.resident = 0
+
+    def add_user(self, user: object) -> None:
+        """Nobody is asked for room."""
+
+    def room_bytes(self) -> int:
+        return self.room
+
+    def resident_bytes(self) -> int:
+        return self.resident
+
+
+class Recording(Prefetcher):
+    """A prefetcher that remembers which rounds have ended."""
+
+    def __init__(self, *arguments: Any, **names: Any) -> None:
+        super().__init__(*arguments, **names)
+        self.finished: list[Round] = []
+
+    def take_finished(self) -> list[Round]:
+        found = super().take_finished()
+        self.finished += found
+        return found
 
 
 class Desk:
@@ -71,16 +112,29 @@ class Desk:
     def __init__(self) -> None:
         self.policy = Policy()
         self.begun: list[str] = []
-        self.prefetcher = Prefetcher(self.policy, self._load)  # type: ignore[arg-type]
-        self.finished: list[Round] = []
+        self.refused: list[str] = []
+        self.residency = FakeResidency()
+        self.prefetcher = Recording(
+            self.policy,
+            self.residency,  # type: ignore[arg-type]
+            load=self._load,
+            rates=lambda: Rates(1e9, 1e9),
+            stalls=Stalls(),
+            notices=Notices(),
+            clock=lambda: self.now_s,
+        )
         self.now_s = 0.0
-        self.room_bytes = NO_BOUND
-        self.resident_bytes = 0
 
-    def _load(self, saved: Any) -> Any:
-        self.begun.append(saved.name)
+    @property
+    def finished(self) -> list[Round]:
+        return self.prefetcher.finished
+
+    def _load(self, handle: Any) -> Any:
+        if handle.name in self.refused:
+            raise StorageError("refused")
+        self.begun.append(handle.name)
         loading = FakeLoading()
-        saved.record.loading = weakref.ref(loading)
+        handle.loading = weakref.ref(loading)
         return loading
 
     def pack(
@@ -92,23 +146,21 @@ class Desk:
         record: FakeRecord | None = None,
         phase: int = FORWARD,
     ) -> Any:
-        current, is_new_round = self.prefetcher.round_for(phase)
-        if is_new_round:
-            self.finished += self.prefetcher.take_finished()
+        key = self.prefetcher.next_key(nbytes, phase)
         is_new = record is None
         saved: Any = FakeSaved(name, record or FakeRecord(nbytes), sequence)
-        current.add(saved, saved.record.nbytes, is_new, self.now_s)
+        self.prefetcher.enter(saved, is_new)
         if is_new:
-            saved.record.key = current.signature
+            saved.record.key = key
         self.now_s += 1.0
         return saved
 
     def unpack(self, saved: Any) -> list[str]:
         """Return the names of the reads that this unpack began."""
         before = len(self.begun)
-        self.prefetcher.note_unpack(saved, self.now_s)
+        self.prefetcher.note_unpack(saved)
         saved.ahead = None
-        self.prefetcher.advance(saved, self.resident_bytes, self.room_bytes)
+        self.prefetcher.advance(saved)
         self.now_s += 1.0
         return self.begun[before:]
 
@@ -258,19 +310,19 @@ def test_views_of_one_storage_count_once() -> None:
     fused = desk.pack("q", 0, 20 * MIB)
     views = [desk.pack(name, 0, record=fused.record) for name in "kv"]
     first = desk.pack("x", 1)
-    assert "".join(desk.unpack(first)) == "qkv"
+    assert "".join(desk.unpack(first)) == "qqq"
     assert ahead([fused, *views]) == "qkv"
 
 
 def test_room_bounds_what_is_begun() -> None:
     desk = Desk()
-    desk.room_bytes = 2 * MIB + MIB // 2
+    desk.residency.room = 2 * MIB + MIB // 2
     saved = packs(desk, list("abcdef"))
     assert "".join(desk.unpack(saved["f"])) == "ed"
-    desk.room_bytes = 0
+    desk.residency.room = 0
     assert desk.unpack(saved["e"]) == []
     assert saved["d"].ahead is not None
-    desk.room_bytes = NO_BOUND
+    desk.residency.room = NO_BOUND
     assert "".join(desk.unpack(saved["d"])) == "cba"
 
 
@@ -282,7 +334,7 @@ def slow_plan(desk: Desk, current: Round, start_by_s: float) -> None:
     keys = [item[0] for item in current.items if item is not None]
     starts = dict.fromkeys(keys, start_by_s)
     needs = {key: float(second) for second, key in enumerate(reversed(keys))}
-    desk.policy._plans[current.signature] = Plan(frozenset(), starts, needs, 0.0)
+    desk.policy.plans[current.signature] = Plan(frozenset(), starts, needs, 0.0)
 
 
 def test_a_slow_disk_reads_ahead_as_far_as_its_plan_says() -> None:
@@ -302,7 +354,7 @@ def test_a_storage_with_two_users_is_read_ahead_by_its_plan_too() -> None:
     second = desk.pack("A", 2, record=shared.record)
     rest = {name: desk.pack(name, 3 + place, 20 * MIB) for place, name in enumerate("cde")}
     slow_plan(desk, shared.round, start_by_s=-1.0)
-    assert "".join(desk.unpack(rest["e"])) == "dcAba"
+    assert "".join(desk.unpack(rest["e"])) == "dcaba"
     assert ahead([shared, other, second, *rest.values()]) == "abAcd"
 
 
@@ -311,7 +363,7 @@ def test_a_write_that_ends_late_does_not_drop_what_was_begun() -> None:
     desk = Desk()
     saved = packs(desk, list("abcdef"), nbytes=20 * MIB)
     slow_plan(desk, saved["a"].round, start_by_s=-1.0)
-    learned = desk.policy.plan_of(saved["a"].round.signature)
+    learned = desk.policy.plans.get(saved["a"].round.signature)
     assert learned is not None
     del learned.start_by_s[saved["c"].record.key]
     saved["c"].record.source = object()
@@ -364,7 +416,7 @@ def test_drop_window() -> None:
     desk = Desk()
     saved = packs(desk, ["a", "b", "c"])
     desk.unpack(saved["c"])
-    desk.prefetcher.drop_window()
+    desk.prefetcher.give_way()
     assert ahead(saved.values()) == ""
     assert "".join(desk.unpack(saved["b"])) == "a"
 
@@ -386,7 +438,7 @@ def test_what_is_in_memory_is_not_read() -> None:
     desk = Desk()
     saved = packs(desk, list("abcde"))
     saved["c"].record.source = object()
-    saved["b"].record.stored = None
+    saved["b"].record.handle = None
     saved["b"].record.source = object()
     assert "".join(desk.unpack(saved["e"])) == "da"
 
@@ -394,8 +446,7 @@ def test_what_is_in_memory_is_not_read() -> None:
 def test_a_read_that_cannot_begin_does_not_stop_the_others() -> None:
     desk = Desk()
     saved = packs(desk, list("abcd"))
-    real = desk._load
-    desk.prefetcher._load = lambda one: None if one is saved["c"] else real(one)
+    desk.refused.append("c")
     assert "".join(desk.unpack(saved["d"])) == "ba"
     assert saved["c"].ahead is None
 
@@ -525,9 +576,9 @@ class Watched(Prefetcher):
         self.foreseen: list[bool] = []
         return self.foreseen
 
-    def note_unpack(self, saved: Any, now_s: float) -> bool:
+    def note_unpack(self, saved: Any) -> bool:
         self.foreseen.append(saved.ahead is not None)
-        return super().note_unpack(saved, now_s)
+        return super().note_unpack(saved)
 
 
 @pytest.mark.parametrize("step_count", [1, 3])

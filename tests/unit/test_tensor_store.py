@@ -19,8 +19,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from children import forked_python
-from ssdtrain import ConfigError, CorruptError, NoSpaceError, StorageError, TensorStore, _core
+from ssdtrain import ConfigError, CorruptError, NoSpaceError, StorageError, TensorStore
 from ssdtrain.errors import BusyError, ClosedError, SsdtrainError
+from stores import SlowStore, assert_same
 from support import wait_until
 
 TORCH_DTYPES = [
@@ -56,31 +57,6 @@ def store(tmp_path: Path) -> Iterator[TensorStore]:
         yield opened
 
 
-def slow_store(directory: Path, **faults: Any) -> TensorStore:
-    """Open a store on a simulated disk; a paused one moves at ``resume`` or ``close``."""
-    store = TensorStore(directory)
-    store._store = _core.Store(
-        [(str(directory), None)],
-        backend="simulated",
-        direct_io="optional",
-        max_disk_bytes=None,
-        verify=False,
-        faults={"seed": 1, **faults},
-    )
-    return store
-
-
-def bits(array: Any) -> bytes:
-    """Return the elements in order, byte for byte."""
-    if isinstance(array, np.ndarray):
-        return array.tobytes()
-    if not array.numel():
-        return b""
-    plain = array.detach().resolve_conj().resolve_neg()
-    packed = torch.empty(plain.shape, dtype=plain.dtype).copy_(plain)
-    return bytes(packed.reshape(-1).view(torch.uint8).numpy())
-
-
 def random_tensor(dtype: torch.dtype, *shape: int) -> Tensor:
     """Return a tensor of random bytes, NaNs of every kind included."""
     empty = torch.empty(shape, dtype=dtype)
@@ -100,21 +76,6 @@ def random_array(dtype: Any, *shape: int) -> np.ndarray[Any, Any]:
     count = int(np.prod(shape, dtype=int)) * dtype.itemsize
     raw = np.random.default_rng(count).integers(0, 256, count, dtype=np.uint8)
     return raw.view(dtype).reshape(shape)
-
-
-def assert_same(result: Any, source: Any) -> None:
-    """A new, writable thing of the same kind and with the same bits."""
-    assert type(result) is (np.ndarray if isinstance(source, np.ndarray) else Tensor)
-    assert result.dtype == source.dtype
-    assert tuple(result.shape) == tuple(source.shape)
-    assert bits(result) == bits(source)
-    if isinstance(result, np.ndarray):
-        assert result.flags.writeable
-        assert not np.shares_memory(result, source)
-    else:
-        assert result.stride() == source.stride()
-        assert not result.requires_grad
-        assert source.numel() == 0 or result.data_ptr() != source.data_ptr()
 
 
 def round_trip(store: TensorStore, source: Any) -> Any:
@@ -279,26 +240,26 @@ def test_a_result_is_made_once(store: TensorStore) -> None:
 
 
 def test_write_returns_before_the_disk_has_moved(tmp_path: Path) -> None:
-    with slow_store(tmp_path, paused=True) as store:
+    with SlowStore(tmp_path, paused=True) as store:
         source = torch.randn(1000)
         stored = store.write(source)
         pending = store.read(stored)
         assert not stored.done()
         assert not pending.done()
-        store._store.resume()
+        store.disk.resume()
         assert_same(pending.result(), source)
         assert stored.done()
 
 
 def test_the_source_lives_until_the_write_has_ended(tmp_path: Path) -> None:
-    with slow_store(tmp_path, paused=True) as store:
+    with SlowStore(tmp_path, paused=True) as store:
         source, expected = torch.full((5000,), 3.5), torch.full((5000,), 3.5)
         alive = weakref.ref(source.untyped_storage())
         stored = store.write(source)
         del source
         gc.collect()
         assert alive() is not None
-        store._store.resume()
+        store.disk.resume()
         stored.wait()
         assert torch.equal(store.read(stored).result(), expected)
         store.stats()
@@ -307,7 +268,7 @@ def test_the_source_lives_until_the_write_has_ended(tmp_path: Path) -> None:
 
 
 def test_wait_and_result_raise_what_went_wrong(tmp_path: Path) -> None:
-    with slow_store(tmp_path, io_error_rate=1.0) as store:
+    with SlowStore(tmp_path, io_error_rate=1.0) as store:
         stored = store.write(torch.ones(1000))
         for _ in range(2):
             with pytest.raises(StorageError, match="Input/output error") as caught:
@@ -319,24 +280,16 @@ def test_wait_and_result_raise_what_went_wrong(tmp_path: Path) -> None:
 
 
 def test_a_read_begun_before_its_write_failed_raises(tmp_path: Path) -> None:
-    with slow_store(tmp_path, paused=True, io_error_rate=1.0) as store:
+    with SlowStore(tmp_path, paused=True, io_error_rate=1.0) as store:
         pending = store.read(store.write(torch.ones(1000)))
-        store._store.resume()
+        store.disk.resume()
         with pytest.raises(StorageError, match="Input/output error"):
             pending.result()
 
 
 def test_verify_finds_a_flipped_bit(tmp_path: Path) -> None:
-    store = TensorStore(tmp_path)
     for verify in (False, True):
-        store._store = _core.Store(
-            [(str(tmp_path), None)],
-            backend="simulated",
-            direct_io="optional",
-            max_disk_bytes=None,
-            verify=verify,
-            faults={"seed": 3, "bit_flip_rate": 1.0},
-        )
+        store = SlowStore(tmp_path, verify=verify, seed=3, bit_flip_rate=1.0)
         # Whole blocks at a page's start, so that the flipped bit is one of the tensor's.
         source = np.frombuffer(bytearray(3 * 4096), np.uint8)
         source = source[-source.ctypes.data % 4096 :][:4096]
@@ -376,11 +329,11 @@ def test_the_death_of_stored_gives_the_space_back(store: TensorStore) -> None:
 
 
 def test_release_during_a_read_that_waits_for_its_write(tmp_path: Path) -> None:
-    with slow_store(tmp_path, paused=True) as store:
+    with SlowStore(tmp_path, paused=True) as store:
         stored = store.write(torch.ones(1000))
         pending = store.read(stored)
         store.release(stored)
-        store._store.resume()
+        store.disk.resume()
         with pytest.raises(ClosedError):
             pending.result()
         wait_until(lambda: store.stats()["disk_used_bytes"] == 0, "the space comes back")
@@ -428,7 +381,7 @@ def test_close_twice_and_then_refuse(tmp_path: Path) -> None:
 
 
 def test_close_answers_those_who_wait(tmp_path: Path) -> None:
-    store = slow_store(tmp_path, paused=True)
+    store = SlowStore(tmp_path, paused=True)
     # Too large to be joined: more of them than the engine has threads, so the last one waits.
     stored = [store.write(torch.ones(1 << 20)) for _ in range(8)]
     raised: list[BaseException] = []
@@ -548,7 +501,7 @@ def test_threads_share_a_store(store: TensorStore) -> None:
 
 
 def test_many_wait_for_one_write(tmp_path: Path) -> None:
-    with slow_store(tmp_path, paused=True) as store:
+    with SlowStore(tmp_path, paused=True) as store:
         source = torch.randn(1000)
         stored = store.write(source)
         results: list[Tensor] = []
@@ -558,7 +511,7 @@ def test_many_wait_for_one_write(tmp_path: Path) -> None:
         ]
         for one in threads:
             one.start()
-        store._store.resume()
+        store.disk.resume()
         for one in threads:
             one.join()
         assert len(results) == 6
@@ -591,12 +544,12 @@ def test_max_disk_bytes_is_a_bound(tmp_path: Path) -> None:
 
 
 def test_a_full_queue_is_said_and_leaves_nothing(tmp_path: Path) -> None:
-    with slow_store(tmp_path, paused=True) as store:
+    with SlowStore(tmp_path, paused=True) as store:
         one = np.zeros(1, np.uint8)
         stored = []
         with pytest.raises(BusyError, match="waiting for the disk already; wait for some"):
             stored.extend(store.write(one) for _ in range(1 << 15))
-        store._store.resume()
+        store.disk.resume()
         for each in stored:
             each.wait()
         del each
@@ -667,8 +620,9 @@ import os, signal, sys, torch, ssdtrain
 from ssdtrain import _core
 from ssdtrain.errors import ClosedError
 store = ssdtrain.TensorStore(sys.argv[1])
+disk = _core.SimulatedDisk(seed=1, paused=True)
 store._store = _core.Store([(sys.argv[1], None)], backend="simulated", direct_io="optional",
-    max_disk_bytes=None, verify=False, faults={"seed": 1, "paused": True})
+    max_disk_bytes=None, verify=False, simulated_disk=disk)
 source = torch.arange(5000)
 stored = store.write(source)
 pending = store.read(stored)
@@ -684,7 +638,7 @@ if child == 0:
             sys.exit("a request of the parent ended in its child")
     sys.exit(0)
 _, status = os.waitpid(child, 0)
-store._store.resume()
+disk.resume()
 assert torch.equal(pending.result(), source)
 assert not os.WIFSIGNALED(status), "the child waited for ever"
 assert status == 0, status

@@ -23,6 +23,7 @@ from ssdtrain.config import StoreConfig
 from ssdtrain.machine import tuning
 from ssdtrain.machine.drive import drive_of, mount_of
 from ssdtrain.machine.tuning import DEFAULT, Kept, Tuning
+from ssdtrain.notices import Notices
 
 MIB = 1 << 20
 OTHER = Tuning(engine="io_uring", queue_depth=8, piece_bytes=2 * MIB)
@@ -44,8 +45,8 @@ def kept(setting: Tuning = OTHER) -> Kept:
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Give each test a cache of its own, and let it say again what was said before."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches" / "own"))
-    monkeypatch.setattr(tuning, "_said", set())
-    monkeypatch.setattr(opening, "_said", set())
+    monkeypatch.setattr(tuning, "PROCESS", Notices())
+    monkeypatch.setattr(opening, "PROCESS", Notices())
     return tmp_path / "caches" / "own" / "ssdtrain"
 
 
@@ -193,7 +194,7 @@ def opened_with(monkeypatch: pytest.MonkeyPatch, *dirs: Path, **options: Any) ->
         seen.append((backend, *(one for _, one in places)))
         return SimpleNamespace(notes=list)
 
-    monkeypatch.setattr(opening, "_core", SimpleNamespace(Store=store))
+    monkeypatch.setattr(opening, "Store", store)
     opening.open_store(StoreConfig(dirs=tuple(map(str, dirs)), **options))
     (only,) = seen
     return only

@@ -1,15 +1,17 @@
-"""Which saved tensors are not activations: weights, what derives from them, and odd tensors."""
+"""Which saved tensors are not ours to write: weights, odd tensors, and the memory of others."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.nn import Parameter
 
 from ssdtrain.machine.torch_internals import dispatch_keys, storage_users
 
-__all__ = ["is_plain", "is_weight"]
+__all__ = ["is_memory_of_others", "is_plain", "is_weight"]
 
 PASSES_WEIGHTS_ON = frozenset(
     {
@@ -90,6 +92,15 @@ def is_weight(tensor: Tensor) -> bool:
         if node is not None and node.name() == "torch::autograd::AccumulateGrad":
             return _is_no_larger(tensor, getattr(node, "variable", None))
     return False
+
+
+def is_memory_of_others(storage: UntypedStorage, owns: Callable[[int], bool]) -> bool:
+    """Whether its memory is neither torch's nor ours: an array's, or that of a mapped file.
+
+    Whoever owns it may change it when torch's storage is long gone, and keeps it anyway. ``owns``
+    tells whether an address is in memory that a transfer gave out.
+    """
+    return not storage.resizable() and not owns(storage.data_ptr())
 
 
 def _is_no_larger(tensor: Tensor, leaf: object) -> bool:

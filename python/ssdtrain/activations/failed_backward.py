@@ -19,14 +19,14 @@ from torch import Tensor
 
 from ssdtrain.machine.torch_internals import current_backward
 
-__all__ = ["drop_leftovers", "watch_leftovers"]
+__all__ = ["drop_failed_backwards", "prepare_to_drop"]
 
 _lowest: list[tuple[Tensor, Tensor]] = []
 """A leaf, and what the node with the lowest number made of it."""
 _making = threading.Lock()
 
 
-def watch_leftovers() -> None:
+def prepare_to_drop() -> None:
     """See to it that nothing is left when the interpreter ends; called before hooks are used."""
     with _making:
         if not _lowest:
@@ -34,10 +34,10 @@ def watch_leftovers() -> None:
             maker = threading.Thread(target=_make_lowest)
             maker.start()
             maker.join()
-            atexit.register(drop_leftovers)
+            atexit.register(drop_failed_backwards)
 
 
-def drop_leftovers() -> None:
+def drop_failed_backwards() -> None:
     """Drop what failed backwards of this thread left; in a backward, leave it to the next call."""
     if not _lowest or current_backward() != -1:
         return

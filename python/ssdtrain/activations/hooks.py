@@ -8,7 +8,6 @@ a read.
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import weakref
@@ -18,48 +17,36 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from ssdtrain.activations.eligibility import is_plain, is_weight
-from ssdtrain.activations.prefetch import Prefetcher, Round
+from ssdtrain.activations.eligibility import is_memory_of_others, is_plain, is_weight
+from ssdtrain.activations.prefetch import OrderedTensor, Prefetcher
 from ssdtrain.activations.saved_tensor import (
     ExcludedTensor,
-    Geometry,
     KeptTensor,
-    Loading,
-    SavedTensor,
     check_version,
-    counts_apart,
-    part_of,
+    shares_no_counter,
 )
-from ssdtrain.activations.writeback import Tracker
-from ssdtrain.config import OffloadConfig
+from ssdtrain.activations.writeback import Writeback
 from ssdtrain.errors import ClosedError
+from ssdtrain.geometry import Geometry, part_of
 from ssdtrain.machine.torch_internals import (
     current_backward,
     current_node,
     is_below_autograd,
-    is_traced,
+    is_dynamo_compiling,
     sequence_number,
     share_counters,
+    tracer,
     untraced,
 )
-from ssdtrain.planning.policy import Policy, Rates
-from ssdtrain.stats import Ledger, Stats
-from ssdtrain.transfer.host import HostDirect
+from ssdtrain.notices import Notices
+from ssdtrain.planning.policy import Policy
+from ssdtrain.residency import Residency
+from ssdtrain.stalls import Stalls
+from ssdtrain.stats import Stats, snapshot
+from ssdtrain.transfer.base import Loading
+from ssdtrain.transfer.host import HostTransfer
 
 __all__ = ["Hooks"]
-
-log = logging.getLogger("ssdtrain")
-
-RATES_GUESS = Rates(1e9, 1e9)
-"""Before anything was measured."""
-RATES_BYTES_MIN = 64 << 20
-RATES_BUSY_S_MIN = 0.5
-"""Less traffic than this, in less time, says nothing about a rate: bursts deceive."""
-
-ONE_NODE_SHARE_MIN = 0.9
-ONE_NODE_TENSORS_MIN = 4
-"""A node that saves so much of a round, and so many tensors, is a graph compiled as a whole."""
-
 
 _alive: weakref.WeakSet[Hooks] = weakref.WeakSet()
 
@@ -76,26 +63,32 @@ os.register_at_fork(after_in_child=_leave_to_parent)
 class Hooks:
     """The parts of one session behind the two hooks; autograd keeps it alive with the graph."""
 
-    def __init__(self, config: OffloadConfig, transfer: HostDirect, policy: Policy) -> None:
-        self._min_bytes = config.min_bytes
-        self._bounded = config.max_resident_bytes is not None
+    def __init__(
+        self,
+        transfer: HostTransfer,
+        policy: Policy,
+        *,
+        min_bytes: int,
+        max_resident_bytes: int | None,
+    ) -> None:
         self._transfer = transfer
         self._policy = policy
+        self._min_bytes = min_bytes
         self._lock = threading.RLock()
-        self._ledger = Ledger()
-        self._tracker = Tracker(
-            transfer,
-            self._ledger,
-            policy,
-            min_bytes=config.min_bytes,
-            max_resident_bytes=config.max_resident_bytes,
+        self._notices = Notices()
+        self._stalls = Stalls()
+        self._residency = Residency(max_resident_bytes, transfer.resident_bytes, self._stalls)
+        self._writeback = Writeback(
+            transfer, self._residency, policy, self._notices, min_bytes=min_bytes
         )
-        self._prefetcher = Prefetcher(policy, self._tracker.load)
-        # Weak, because the prefetcher knows the tracker: a cycle would keep the store open.
-        self._tracker.give_way = weakref.WeakMethod(self._prefetcher.drop_window)
-        self._rates = RATES_GUESS
-        self._measured = transfer.store.stats()
-        self._said: set[str] = set()
+        self._prefetcher = Prefetcher(
+            policy,
+            self._residency,
+            load=transfer.load,
+            rates=transfer.rates,
+            stalls=self._stalls,
+            notices=self._notices,
+        )
         self._is_forked = False
         _alive.add(self)
 
@@ -110,17 +103,32 @@ class Hooks:
 
     def stats(self) -> Stats:
         """Return what happened so far."""
+        residency = self._residency
         with self._lock:
             # A worker of the parent may have held any lock of the core when this was forked.
-            resident_bytes = 0 if self._is_forked else self._transfer.resident_bytes()
-            self._ledger.settle()
             if self._is_forked:
-                return self._ledger.snapshot({}, 0)
-            return self._ledger.snapshot(self._transfer.store.stats(), resident_bytes)
+                residency.settle()
+                resident_bytes, store = residency.held_bytes, {}
+            else:
+                resident_bytes = residency.resident_bytes()
+                store = self._transfer.store.stats()
+            return snapshot(
+                residency,
+                self._stalls,
+                resident_bytes=resident_bytes,
+                write_failed_count=self._writeback.failed_count,
+                store=store,
+            )
+
+    def flush(self, *, wait: bool) -> None:
+        """Begin the writes that wait for this thread; with ``wait``, see all writes end."""
+        if not self._is_forked:
+            with self._lock:
+                self._writeback.flush(wait=wait)
 
     def pack(self, tensor: Tensor) -> object:
         """Take a tensor that a node saves; return what autograd keeps in its place."""
-        if is_traced():
+        if is_dynamo_compiling() or tracer():
             return _pack_untraced(self, tensor)
         if is_below_autograd():
             # Selective checkpointing hands over what it caches, and no longer checks the version.
@@ -132,7 +140,7 @@ class Hooks:
         if self._is_forked:
             return ExcludedTensor(tensor)
         if not is_plain(tensor):
-            self._note_passed(tensor)
+            self._note_excluded(tensor)
             return ExcludedTensor(tensor)
         if is_weight(tensor):
             return ExcludedTensor(tensor)
@@ -145,24 +153,45 @@ class Hooks:
             start, nbytes = part_of(tensor, storage_bytes)
             is_kept = (
                 nbytes < self._min_bytes
-                or counts_apart(tensor, storage_bytes)
-                or self._transfer.is_foreign(storage)
+                or shares_no_counter(tensor, storage_bytes)
+                or is_memory_of_others(storage, self._transfer.owns)
             )
         with self._lock:
             if is_kept:
-                return self._keep_in_memory(tensor, nbytes, storage_bytes)
-            return self._save(tensor, start, nbytes)
+                return self._writeback.keep(tensor, nbytes, storage_bytes)
+            return self._offload(tensor, start, nbytes)
+
+    def _offload(self, tensor: Tensor, start: int, nbytes: int) -> OrderedTensor:
+        """Pack a tensor whose bytes may leave memory."""
+        geometry = Geometry(tensor)
+        sequence, backward = sequence_number(), current_backward()
+        key = self._prefetcher.next_key(nbytes, backward)
+        record, is_new = self._writeback.record_for(
+            tensor, geometry, start, nbytes, sequence=sequence, key=key
+        )
+        saved = OrderedTensor(tensor, geometry, record, sequence)
+        self._prefetcher.enter(saved, is_new)
+        if is_new and self._is_worth_a_write(key, backward):
+            self._writeback.write_later(record)
+        self._residency.note_peak()
+        return saved
+
+    def _is_worth_a_write(self, key: int, backward: int) -> bool:
+        """Whether to write a new record: the plan does not keep it, or a bound leaves no choice."""
+        if key in self._policy.keep and not self._residency.is_bounded:
+            return False
+        return backward == -1 or not _is_recompute()
 
     def unpack(self, packed: object) -> Tensor:
         """Give a node its saved tensor back."""
-        if is_traced():
+        if is_dynamo_compiling() or tracer():
             # Traced, as compiled autograd does, a version counter would be a constant.
             tensor: Tensor = _unpack_untraced(self, packed)
             return tensor
         return self._unpack(packed)
 
     def _unpack(self, packed: object) -> Tensor:
-        if not isinstance(packed, SavedTensor):
+        if not isinstance(packed, OrderedTensor):
             assert isinstance(packed, ExcludedTensor | KeptTensor)
             kept = packed.tensor
             check_version(kept, packed.version, lambda: _describe_kept(kept))
@@ -175,70 +204,30 @@ class Hooks:
             return _from_memory(packed)
         with self._lock:
             found = self._find(packed)
-        if not isinstance(found, Loading):
-            return found
-        return self._wait(packed, found)
+        if isinstance(found, Loading):
+            found = self._wait(packed, found)
+        return packed.counted(found)
 
-    def _keep_in_memory(self, tensor: Tensor, nbytes: int, storage_bytes: int) -> KeptTensor:
-        self._ledger.settle()
-        if self._bounded:
-            self._tracker.open_gate(sequence_number())
-            self._tracker.admit(nbytes)
-        kept = KeptTensor(tensor, nbytes, storage_bytes, self._ledger)
-        self._ledger.note_peak(self._transfer.resident_bytes())
-        return kept
-
-    def _save(self, tensor: Tensor, start: int, nbytes: int) -> SavedTensor:
-        geometry = Geometry(tensor)
-        ledger, tracker = self._ledger, self._tracker
-        sequence = sequence_number()
-        ledger.settle()
-        tracker.open_gate(sequence)
-        tracker.reap()
-        backward = current_backward()
-        current, is_new_round = self._prefetcher.round_for(backward)
-        if is_new_round:
-            self._learn()
-        record, is_new = tracker.record_for(tensor, geometry, start, nbytes, sequence)
-        saved = SavedTensor(tensor, geometry, record, sequence)
-        current.add(saved, record.nbytes, is_new, perf_counter() - ledger.stall_s)
-        if is_new:
-            record.key = current.signature
-            keep = self._policy.keeps(record.key) and not self._bounded
-            if not keep and not (backward != -1 and _is_recompute()):
-                tracker.write_later(record)
-        ledger.note_peak(self._transfer.resident_bytes())
-        return saved
-
-    def _find(self, saved: SavedTensor) -> Tensor | Loading:
+    def _find(self, saved: OrderedTensor) -> Tensor | Loading:
         """Return the tensor if its bytes are in memory, else the read that brings them."""
-        ledger, tracker, record = self._ledger, self._tracker, saved.record
-        now_s = perf_counter() - ledger.stall_s
-        ledger.settle()
-        tracker.open_gate(None)
-        is_first = self._prefetcher.note_unpack(saved, now_s)
-        if is_first and not self._bounded and not self._policy.knows(record.key):
-            tracker.cancel_queued()
-        storage = tracker.recall(record)
-        tracker.reap()
+        writeback, prefetcher = self._writeback, self._prefetcher
+        storage = writeback.recall(saved.record)
+        if prefetcher.note_unpack(saved):
+            writeback.cancel_queued()
         found: Tensor | Loading
         if storage is not None:
-            found = saved.build(storage, 0)
-        elif saved.ahead is not None:
-            found, saved.ahead = saved.ahead, None
+            found = saved.geometry.build(storage, 0)
         else:
-            if self._bounded and tracker.room_bytes() < record.slot_bytes():
-                self._prefetcher.drop_window()
-            found = tracker.demand(saved)
-        self._prefetcher.advance(saved, tracker.resident_bytes(), tracker.room_bytes())
-        ledger.note_peak(self._transfer.resident_bytes())
+            found = prefetcher.demand(saved)
+        prefetcher.advance(saved)
+        self._residency.note_peak()
         return found
 
-    def _wait(self, saved: SavedTensor, loading: Loading) -> Tensor:
+    def _wait(self, saved: OrderedTensor, loading: Loading) -> Tensor:
         ready = loading.done()
         began_s = perf_counter()
         try:
-            tensor = self._transfer.restore(saved, loading)
+            tensor = self._transfer.restore(loading, saved.geometry)
         except Exception as error:
             geometry = saved.geometry
             error.add_note(
@@ -249,62 +238,15 @@ class Hooks:
         if not ready:
             stall_s = perf_counter() - began_s
             with self._lock:
-                self._ledger.note_stall(stall_s)
-                if isinstance(saved.round, Round):
-                    saved.round.stall_s += stall_s
+                self._stalls.note(stall_s)
+                self._prefetcher.note_stall(saved, stall_s)
         return tensor
 
-    def _learn(self) -> None:
-        finished = self._prefetcher.take_finished()
-        if not finished:
-            return
-        rates = self._measure()
-        for one in finished:
-            items = one.learned_items()
-            if items and one.phase == -1:
-                if self._policy.plan_of(one.signature) is None:
-                    self._warn_of_one_node(one)
-                last_s = max(item.needed_s for item in items)
-                whole_s = last_s - items[0].packed_s + one.stall_s
-                self._policy.learn(one.signature, items, rates, one.stall_s / max(whole_s, 1e-9))
-
-    def _warn_of_one_node(self, finished: Round) -> None:
-        """Say once if offloading cannot lower the peak: one node saves nearly all, at its end."""
-        heaviest_bytes, tensors_count, all_bytes = finished.heaviest_node()
-        is_one = heaviest_bytes >= ONE_NODE_SHARE_MIN * all_bytes
-        if is_one and tensors_count >= ONE_NODE_TENSORS_MIN and "one node" not in self._said:
-            self._said.add("one node")
-            log.warning(
-                "one node of the graph saves %.1f of the %.1f MiB that are saved in forward, at "
-                "once and at its end, so offloading cannot lower the peak; if torch.compile made "
-                "it of the whole model, compile block by block instead (block.compile())",
-                heaviest_bytes / 2**20,
-                all_bytes / 2**20,
-            )
-
-    def _measure(self) -> Rates:
-        """Return the rates of late, or the last known where too little moved to tell."""
-        now = self._transfer.store.stats()
-
-        def rate(direction: str, moved: str, last_known: float) -> float:
-            busy = f"{direction}_busy_ns"
-            nbytes: int = now[moved] - self._measured[moved]
-            busy_s: float = (now[busy] - self._measured[busy]) / 1e9
-            enough = nbytes >= RATES_BYTES_MIN or busy_s >= RATES_BUSY_S_MIN
-            if nbytes == 0 or busy_s <= 0 or not enough:
-                return last_known
-            self._measured[moved], self._measured[busy] = now[moved], now[busy]
-            return nbytes / busy_s
-
-        write = rate("write", "bytes_written", self._rates.write)
-        self._rates = Rates(write, rate("read", "bytes_read", self._rates.read))
-        return self._rates
-
-    def _note_passed(self, tensor: Tensor) -> None:
+    def _note_excluded(self, tensor: Tensor) -> None:
         kind = type(tensor).__name__ if type(tensor) is not Tensor else str(tensor.device.type)
-        if kind not in self._said and kind not in ("cpu", "Parameter"):
-            self._said.add(kind)
-            log.warning(
+        if kind not in ("cpu", "Parameter"):
+            self._notices.say(
+                kind,
                 "saved tensors of kind %s stay where they are; ssdtrain offloads plain CPU tensors",
                 kind,
             )
@@ -320,7 +262,7 @@ def _unpack_untraced(hooks: Hooks, packed: object) -> Tensor:
     return hooks.unpack(packed)
 
 
-def _from_memory(saved: SavedTensor) -> Tensor:
+def _from_memory(saved: OrderedTensor) -> Tensor:
     """Return a saved tensor in a forked child, which has its memory but not its disk."""
     source = saved.record.source
     if source is None:
@@ -328,7 +270,7 @@ def _from_memory(saved: SavedTensor) -> Tensor:
             "this saved tensor is on the disk of the process that was forked; run its backward "
             "there, or build the graph in this process"
         )
-    return saved.build(source.untyped_storage(), 0)
+    return saved.counted(saved.geometry.build(source.untyped_storage(), 0))
 
 
 def _is_recompute() -> bool:

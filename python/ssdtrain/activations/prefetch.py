@@ -14,25 +14,56 @@ from bisect import bisect_right
 from collections.abc import Callable
 from time import perf_counter
 
-from ssdtrain.activations.saved_tensor import Loading, SavedTensor
-from ssdtrain.planning.policy import Item, Policy
+from torch import Tensor
 
-__all__ = ["Prefetcher", "Round"]
+from ssdtrain.activations.saved_tensor import Record, SavedTensor
+from ssdtrain.errors import SsdtrainError
+from ssdtrain.geometry import Geometry
+from ssdtrain.notices import Notices, log
+from ssdtrain.planning.policy import Item, Policy, Rates
+from ssdtrain.residency import Residency
+from ssdtrain.stalls import Stalls
+from ssdtrain.transfer.base import Handle, Loading
+
+__all__ = ["OrderedTensor", "Prefetcher", "Round"]
 
 WINDOW_BYTES = 32 << 20
-"""Bytes read ahead in any case. A slow disk reads ahead as far as its plan says, and into the
-memory that its backward has freed: that never raises the peak."""
-DEAD_ROUND_COUNT = 4096
-FORWARD_SEED, BACKWARD_SEED = 1, 2
-"""First keys of rounds; small negative numbers would not do, hash(-1) is hash(-2)."""
+"""Bytes read ahead in any case: enough requests to keep a fast disk busy. A slow disk reads ahead
+as far as its plan says, and into the memory that its backward has freed: that never raises the
+peak."""
 WINDOW_COUNT = 64
 """Records read ahead at most: bounds the work of an unpack where tensors are small."""
 REFILL_SHARE = 0.25
-"""So much of the window is refilled at a time: to wake the disk's thread is dear."""
+"""So much of the window is refilled at a time: to wake the disk's thread costs more than all else
+that an unpack does (`benches/training/hook_overhead.py`)."""
+DEAD_ROUND_COUNT = 4096
+"""A round of so many tensors may be many forwards whose graphs were dropped: look whether it is."""
+FORWARD_SEED, BACKWARD_SEED = 1, 2
+"""First keys of rounds; small negative numbers would not do, hash(-1) is hash(-2)."""
 ORDERS_MAX = 64
-"""Learned orders that are remembered."""
+"""Learned orders that are remembered: more than any training has kinds of steps."""
 UNFINISHED_MAX = 32
 """Rounds without an end that are watched; older ones teach nothing any more."""
+
+ONE_NODE_SHARE_MIN = 0.9
+ONE_NODE_TENSORS_MIN = 4
+"""A node that saves so much of a round, and so many tensors, is a graph compiled as a whole."""
+
+
+class OrderedTensor(SavedTensor):
+    """A saved tensor with its place in the order of return; these fields are the prefetcher's."""
+
+    __slots__ = ("ahead", "ordinal", "round")
+
+    ahead: Loading | None
+    """A read begun before it was asked for."""
+    ordinal: int
+    """Its place among the tensors of its round, in the order of packing."""
+    round: Round
+
+    def __init__(self, tensor: Tensor, geometry: Geometry, record: Record, sequence: int) -> None:
+        super().__init__(tensor, geometry, record, sequence)
+        self.ahead = None
 
 
 class Round:
@@ -42,7 +73,8 @@ class Round:
         self.phase = phase
         """The backward in which this was packed, or -1 for a forward."""
         self.signature = FORWARD_SEED if phase == -1 else BACKWARD_SEED
-        self.entries: list[weakref.ref[SavedTensor]] = []
+        """The key of the last tensor: it stands for all that were packed until then."""
+        self.entries: list[weakref.ref[OrderedTensor]] = []
         self.sequences: list[int] = []
         self.items: list[tuple[int, int, float] | None] = []
         """Key, bytes and time of packing for each entry that brought a new record."""
@@ -51,25 +83,27 @@ class Round:
         self.record_needed_s: dict[int, float] = {}
         """Key of a record to the time when the first of its tensors was asked for."""
         self.order: list[int] | None = None
+        """Ordinals in the expected order of return, once a first tensor was asked for."""
         self.position: dict[int, int] = {}
+        """Ordinal to index into ``order``."""
         self.on_disk: list[int] = []
         """Indices into ``order`` of what was given to the disk: all that can be read ahead."""
         self.progress_s = float("-inf")
         """How far this round has come, on the clock of its plan."""
         self.resident_bytes = 0
-        """Saved bytes in memory when this round was first asked for a tensor."""
+        """The most saved bytes in memory since this round was first asked for a tensor."""
         self.stall_s = 0.0
         self.look_at = DEAD_ROUND_COUNT
         """At this many entries, look whether the older are dead."""
-        self.began_s = perf_counter()
 
-    def add(self, saved: SavedTensor, nbytes: int, is_new: bool, now_s: float) -> None:
-        """Enter a packed tensor."""
+    def add(self, saved: OrderedTensor, is_new: bool, now_s: float) -> None:
+        """Enter a packed tensor; ``is_new`` says whether it brought a record of its own."""
+        nbytes = saved.record.nbytes
         key = next_key(self.signature, nbytes)
         entry = weakref.ref(saved)
         saved.ordinal = len(self.entries)
         saved.round = self
-        # No call from here on, see ``stats``, [Note: no calls]: the lists stay of one length.
+        # No call from here on, see ``residency``, [Note: no calls]: the lists stay of one length.
         self.items += ((key, nbytes, now_s) if is_new else None,)
         self.sequences += (saved.sequence,)
         self.entries += (entry,)
@@ -83,7 +117,7 @@ class Round:
         older = self.entries[: len(self.entries) // 2]
         return all(entry() is None for entry in older)
 
-    def finished(self) -> bool:
+    def is_finished(self) -> bool:
         """Whether every tensor was asked for, or is dead."""
         return all(
             ordinal in self.needed_s or entry() is None
@@ -108,6 +142,11 @@ class Round:
                 items.append(Item(key, nbytes, packed_s, self.record_needed_s[key]))
         return items
 
+    def stall_share(self, items: list[Item]) -> float:
+        """Return the stalls of the round over its whole time."""
+        whole_s = max(item.needed_s for item in items) - items[0].packed_s + self.stall_s
+        return self.stall_s / max(whole_s, 1e-9)
+
 
 def next_key(key: int, nbytes: int) -> int:
     """Return the key of the tensor of ``nbytes`` that is packed after the one with ``key``.
@@ -118,91 +157,178 @@ def next_key(key: int, nbytes: int) -> int:
 
 
 class Prefetcher:
-    """Follows the rounds, and begins reads through ``load`` (the transfer's)."""
+    """Follows the rounds, learns from them, and begins reads; under the session's lock.
 
-    def __init__(self, policy: Policy, load: Callable[[SavedTensor], Loading | None]) -> None:
+    Args:
+        policy: Told of each round that has ended; its plans say how early a slow disk must begin.
+        residency: How much more may be read ahead.
+        load: Begins a read (``Transfer.load``).
+        rates: Tells what the disk did of late.
+        stalls: The waits of the session, which are no part of a step's time.
+        notices: Where a finding about the user's model is said.
+        clock: Seconds since some moment.
+
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        residency: Residency,
+        *,
+        load: Callable[[Handle], Loading],
+        rates: Callable[[], Rates],
+        stalls: Stalls,
+        notices: Notices,
+        clock: Callable[[], float] = perf_counter,
+    ) -> None:
         self._policy = policy
+        self._residency = residency
         self._load = load
+        self._rates = rates
+        self._stalls = stalls
+        self._notices = notices
+        self._clock = clock
+        self.failure: str | None = None
+        """Nothing read ahead can be stuck in memory; see ``residency.User``."""
         self._current: Round | None = None
         self._unfinished: list[Round] = []
         self._orders: dict[int, list[int]] = {}
-        self._window: dict[int, tuple[weakref.ref[SavedTensor], int]] = {}
+        self._window: dict[int, tuple[weakref.ref[OrderedTensor], int]] = {}
         """What was read ahead, by ordinal, with the bytes that it adds to memory."""
         self._window_bytes = 0
         self._window_round: Round | None = None
         self._index = 0
         """How far the backward of that round has come, in its order."""
-        self._place = 0
-        """Where reading ahead goes on, in what is on the disk."""
+        self._next_on_disk = 0
+        """Where reading ahead goes on, in the round's list of what is on the disk."""
+        residency.add_user(self)
 
-    def round_for(self, phase: int) -> tuple[Round, bool]:
-        """Return the round a pack belongs to, and whether it is a new one."""
+    # Forward: what is packed.
+
+    def next_key(self, nbytes: int, phase: int) -> int:
+        """Return the key that a new record of ``nbytes`` would get in ``phase`` (see ``Round``)."""
+        return next_key(self._round_for(phase).signature, nbytes)
+
+    def enter(self, saved: OrderedTensor, is_new: bool) -> None:
+        """Give a packed tensor its place in the round that ``next_key`` was asked about."""
+        assert self._current is not None
+        self._current.add(saved, is_new, self._clock() - self._stalls.total_s)
+
+    def _round_for(self, phase: int) -> Round:
         current = self._current
-        goes_on = (
+        if (
             current is not None
             and current.phase == phase
             and (phase != -1 or not current.needed_s)
             and not current.is_dead()
-        )
-        if current is not None and goes_on:
-            return current, False
+        ):
+            return current
         if current is not None:
             self._unfinished.append(current)
             del self._unfinished[:-UNFINISHED_MAX]
-        self._current = Round(phase)
-        return self._current, True
+        self._current = current = Round(phase)
+        self._learn()
+        return current
 
     def take_finished(self) -> list[Round]:
-        """Return the rounds that ended since the last call; remember their orders."""
-        done = [one for one in self._unfinished if one.finished()]
-        self._unfinished = [one for one in self._unfinished if one not in done]
-        for one in done:
+        """Return the rounds that have ended since the last call; remember their orders."""
+        finished = [one for one in self._unfinished if one.is_finished()]
+        if finished:
+            self._unfinished = [one for one in self._unfinished if one not in finished]
+        for one in finished:
             if len(self._orders) >= ORDERS_MAX:
                 self._orders.clear()
             if one.needed_s:
                 self._orders[one.signature] = list(one.needed_s)
-        return done
+        return finished
 
-    def note_unpack(self, saved: SavedTensor, now_s: float) -> bool:
-        """Take note that a tensor is asked for; ``True`` if it is the first of its round."""
+    def _learn(self) -> None:
+        """Let the policy plan with what has ended."""
+        finished = self.take_finished()
+        if not finished:
+            return
+        rates = self._rates()
+        for one in finished:
+            items = one.learned_items()
+            if items and one.phase == -1:
+                if one.signature not in self._policy.plans:
+                    self._warn_of_one_node(one)
+                self._policy.learn(one.signature, items, rates, one.stall_share(items))
+
+    def _warn_of_one_node(self, finished: Round) -> None:
+        """Say if offloading cannot lower the peak: one node saves nearly all, at its end."""
+        heaviest_bytes, tensors_count, all_bytes = finished.heaviest_node()
+        is_one = heaviest_bytes >= ONE_NODE_SHARE_MIN * all_bytes
+        if is_one and tensors_count >= ONE_NODE_TENSORS_MIN:
+            self._notices.say(
+                "one node",
+                "one node of the graph saves %.1f of the %.1f MiB that are saved in forward, at "
+                "once and at its end, so offloading cannot lower the peak; if torch.compile made "
+                "it of the whole model, compile block by block instead (block.compile())",
+                heaviest_bytes / 2**20,
+                all_bytes / 2**20,
+            )
+
+    # Backward: what is asked for.
+
+    def note_unpack(self, saved: OrderedTensor) -> bool:
+        """Take note that a tensor is asked for; ``True`` if it is the first of an unknown round."""
+        now_s = self._clock() - self._stalls.total_s
         current = saved.round
-        assert isinstance(current, Round)
-        first = not current.needed_s
-        if first or current.order is None:
+        is_first = not current.needed_s
+        if is_first or current.order is None:
             self._predict(current)
         is_again = saved.ordinal in current.needed_s
         current.needed_s.setdefault(saved.ordinal, now_s)
         current.record_needed_s.setdefault(saved.record.key, now_s)
-        learned = self._policy.plan_of(current.signature)
+        learned = self._policy.plans.get(current.signature)
         if learned is not None:
             planned_s = learned.needed_s.get(saved.record.key, current.progress_s)
             # A second backward begins anew.
             current.progress_s = planned_s if is_again else max(current.progress_s, planned_s)
-        return first
+        return is_first and not self._policy.knows(saved.record.key)
 
-    def advance(self, saved: SavedTensor, resident_bytes: int, room_bytes: int) -> None:
-        """Begin the reads that should be under way while ``saved`` is used.
+    def demand(self, saved: OrderedTensor) -> Loading:
+        """Return the read of a tensor that is needed now: the one begun ahead, or a new one."""
+        if saved.ahead is not None:
+            loading, saved.ahead = saved.ahead, None
+            return loading
+        handle = saved.record.handle
+        assert handle is not None, "a record has its bytes in memory, or a handle"
+        if self._residency.is_bounded:
+            if self._residency.room_bytes() < handle.slot_bytes:
+                self.give_way()
+            self._residency.admit(handle.slot_bytes)
+        return self._load(handle)
 
-        ``resident_bytes`` is what is in memory now; ``room_bytes`` bounds what may be begun.
-        """
+    def advance(self, saved: OrderedTensor) -> None:
+        """Begin the reads that should be under way while ``saved`` is used."""
         current = saved.round
-        assert isinstance(current, Round)
         index = current.position.get(saved.ordinal)
         if index is None:
             # Packed after this backward had begun: nothing is known of its place.
             return
         if current is not self._window_round:
-            self.drop_window()
+            self.give_way()
             self._window_round = current
-            self._place = bisect_right(current.on_disk, index)
+            self._next_on_disk = bisect_right(current.on_disk, index)
         elif index < self._index:
-            self._place = bisect_right(current.on_disk, index)
+            self._next_on_disk = bisect_right(current.on_disk, index)
         self._index = index
         self._leave_behind(current, saved.ordinal)
+        resident_bytes = self._residency.resident_bytes()
         current.resident_bytes = max(current.resident_bytes, resident_bytes)
-        self._read_ahead(current, current.resident_bytes - resident_bytes, room_bytes)
+        self._read_ahead(current, current.resident_bytes - resident_bytes)
 
-    def drop_window(self) -> None:
+    def note_stall(self, saved: OrderedTensor, stall_s: float) -> None:
+        """Count a wait for this tensor to its round."""
+        saved.round.stall_s += stall_s
+
+    def wait_for_room(self) -> bool:
+        """Say that no wait would help: a read that ends frees nothing; see ``residency.User``."""
+        return False
+
+    def give_way(self) -> None:
         """Give up what was read ahead."""
         for entry, _ in self._window.values():
             _give_up(entry)
@@ -224,14 +350,19 @@ class Prefetcher:
             self._window_bytes -= nbytes
             _give_up(entry)
 
-    def _read_ahead(self, current: Round, spare_bytes: int, room_bytes: int) -> None:
+    def _read_ahead(self, current: Round, spare_bytes: int) -> None:
+        """Begin reads in the expected order, until the next one should wait.
+
+        ``spare_bytes`` of what this backward has freed may be read into beyond the window.
+        """
         assert current.order is not None
         order, on_disk, entries = current.order, current.on_disk, current.entries
         following_place = bisect_right(on_disk, self._index)
+        room_bytes = self._residency.room_bytes()
         # What is leaving memory is looked at again: it may have to be read when its turn comes.
         unsettled_count = 0
         rests = self._is_filled(spare_bytes)
-        for place in range(max(self._place, following_place), len(on_disk)):
+        for place in range(max(self._next_on_disk, following_place), len(on_disk)):
             ordinal = order[on_disk[place]]
             following = entries[ordinal]()
             if following is not None and following.record.is_leaving():
@@ -242,25 +373,32 @@ class Prefetcher:
             if (
                 following is not None
                 and following.ahead is None
-                and following.record.source is None
+                and (handle := following.record.handle) is not None
             ):
-                record = following.record
-                joins = record.reading() is not None
+                joins = handle.joinable() is not None
                 is_next = place == following_place or not self._window
                 if not joins and (
-                    record.slot_bytes() > room_bytes
+                    handle.slot_bytes > room_bytes
                     or not (is_next or self._is_wanted(current, following, spare_bytes, rests))
                 ):
                     break
-                following.ahead = self._load(following)
+                following.ahead = self._begin_read(handle)
                 if following.ahead is not None:
-                    added_bytes = 0 if joins else record.slot_bytes()
+                    added_bytes = 0 if joins else handle.slot_bytes
                     self._window[ordinal] = entries[ordinal], added_bytes
                     self._window_bytes += added_bytes
                     room_bytes -= added_bytes
                     spare_bytes -= added_bytes
             if not unsettled_count:
-                self._place = place + 1
+                self._next_on_disk = place + 1
+
+    def _begin_read(self, handle: Handle) -> Loading | None:
+        """Begin to read ahead; a refusal is not lost: the demand read meets it again and raises."""
+        try:
+            return self._load(handle)
+        except SsdtrainError as error:
+            log.debug("did not read ahead: %s", error)
+            return None
 
     def _is_filled(self, spare_bytes: int) -> bool:
         """Whether too little could be read ahead to be worth it now."""
@@ -270,10 +408,11 @@ class Prefetcher:
         )
 
     def _is_wanted(
-        self, current: Round, following: SavedTensor, spare_bytes: int, rests: bool
+        self, current: Round, following: OrderedTensor, spare_bytes: int, rests: bool
     ) -> bool:
         """Whether the read of what is not even next should begin now."""
-        nbytes = following.record.slot_bytes()
+        assert following.record.handle is not None
+        nbytes = following.record.handle.slot_bytes
         has_room = nbytes <= spare_bytes or self._window_bytes + nbytes <= WINDOW_BYTES
         return len(self._window) < WINDOW_COUNT and (
             (has_room and not rests) or self._is_due(current, following)
@@ -290,19 +429,19 @@ class Prefetcher:
         current.on_disk = [
             index
             for index, ordinal in enumerate(order)
-            if (saved := current.entries[ordinal]()) is not None and saved.record.stored is not None
+            if (saved := current.entries[ordinal]()) is not None and saved.record.handle is not None
         ]
 
-    def _is_due(self, current: Round, saved: SavedTensor) -> bool:
+    def _is_due(self, current: Round, saved: OrderedTensor) -> bool:
         """Whether by the plan the read of ``saved`` should begin before the next unpack."""
-        learned = self._policy.plan_of(current.signature)
+        learned = self._policy.plans.get(current.signature)
         start_s = learned.start_by_s.get(saved.record.key) if learned is not None else None
         if learned is None or start_s is None:
             return False
         return start_s <= current.progress_s + learned.longest_gap_s
 
 
-def _give_up(entry: weakref.ref[SavedTensor]) -> None:
+def _give_up(entry: weakref.ref[OrderedTensor]) -> None:
     saved = entry()
     if saved is not None:
         saved.ahead = None

@@ -13,7 +13,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from ssdtrain import _core
+from ssdtrain._core import Probe
 from ssdtrain.commands.search import Measure, Outcome, Rates, find_best, sweep
 from ssdtrain.errors import NoSpaceError, SsdtrainError, UnsupportedError
 from ssdtrain.machine import tuning
@@ -108,7 +108,7 @@ class Workplace:
     """A file in the directory, and how to measure a setting on it."""
 
     def __init__(self, directory: str, *, fill_s: float) -> None:
-        request_bytes = _core.Probe.REQUEST_BYTES
+        request_bytes = Probe.REQUEST_BYTES
         room = min(_free_bytes(directory), _free_memory_bytes()) // FREE_PART_MAX
         count = min(FILE_BYTES_MAX, room) // request_bytes
         if count == 0:
@@ -116,7 +116,7 @@ class Workplace:
                 f"a measurement in {directory} may take a quarter of the free space and memory, "
                 f"and that is less than {request_bytes} bytes; free some"
             )
-        self._probe = _core.Probe(directory, count)
+        self._probe = Probe(directory, count)
         self.bytes_written = 0
         self.note: str | None = None
         self.default = DEFAULT
@@ -149,14 +149,14 @@ class Workplace:
         """Write, then read, for about so many seconds each; every setting moves as many bytes."""
         found = {}
         for way, rate in self._rates.items():
-            count = round(seconds * rate / _core.Probe.REQUEST_BYTES)
+            count = round(seconds * rate / Probe.REQUEST_BYTES)
             count = min(max(count, 1), self._count)
             # Each sample goes on where the last one ended, so that a drive's own cache of what it
             # read last answers nobody.
             first = self._next[way] if self._next[way] + count <= self._count else 0
             self._next[way] = first + count
             taken = self._seconds(setting, way, first, count)
-            found[way] = count * _core.Probe.REQUEST_BYTES / taken
+            found[way] = count * Probe.REQUEST_BYTES / taken
         return Rates(**found)
 
     def _fill(self, count: int, seconds: float) -> int:
@@ -172,7 +172,7 @@ class Workplace:
     def _rate(self, way: str) -> float:
         """Measure a first rate, by which the samples are given their size."""
         count = min(8, self._count)
-        return count * _core.Probe.REQUEST_BYTES / self._seconds(self.default, way, 0, count)
+        return count * Probe.REQUEST_BYTES / self._seconds(self.default, way, 0, count)
 
     def _seconds(self, setting: Tuning, way: str, first: int, count: int) -> float:
         taken = self._probe.seconds(
@@ -184,7 +184,7 @@ class Workplace:
             piece_bytes=setting.piece_bytes,
         )
         if way == "write":
-            self.bytes_written += count * _core.Probe.REQUEST_BYTES
+            self.bytes_written += count * Probe.REQUEST_BYTES
         return taken
 
 

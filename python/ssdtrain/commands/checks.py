@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
-from ssdtrain import _core
+from ssdtrain._core import Probe, Store
 from ssdtrain.commands.system import (
     Check,
     gpu,
@@ -184,7 +184,7 @@ class Examination:
     def _direct_io(self) -> Check:
         name = "direct_io"
         try:
-            alignment = _core.Probe(self.directory, 1).alignment
+            alignment = Probe(self.directory, 1).alignment
         except SsdtrainError as error:
             return Check(
                 name=name,
@@ -246,7 +246,7 @@ class Examination:
     def _opening_error(self, *, backend: str, direct_io: str) -> SsdtrainError | None:
         """Open a store and close it; return what it raised."""
         try:
-            _core.Store(
+            Store(
                 [(self.directory, None)],
                 backend=backend,
                 direct_io=direct_io,

@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 from statistics import median
 
-from ssdtrain import _core
+from ssdtrain._core import Probe
 from ssdtrain.config import StoreConfig
 from ssdtrain.machine.tuning import DEFAULT, Engine
 from ssdtrain.open_store import open_store
@@ -36,11 +36,11 @@ def write_and_read(directory: str, *, engine: Engine) -> tuple[Rates, bool]:
     facts = os.statvfs(directory)
     free_bytes = facts.f_bavail * facts.f_frsize
     is_equal = _comes_back(directory, min(PATTERN_BYTES, free_bytes // 4))
-    count = min(REQUEST_COUNT_MAX, free_bytes // 4 // _core.Probe.REQUEST_BYTES)
-    return _rates(_core.Probe(directory, max(1, count)), max(1, count), engine), is_equal
+    count = min(REQUEST_COUNT_MAX, free_bytes // 4 // Probe.REQUEST_BYTES)
+    return _rates(Probe(directory, max(1, count)), max(1, count), engine), is_equal
 
 
-def _rates(probe: _core.Probe, count: int, engine: Engine) -> Rates:
+def _rates(probe: Probe, count: int, engine: Engine) -> Rates:
     found = {}
     for way in ("write", "read"):
         begin = time.monotonic()
@@ -57,7 +57,7 @@ def _rates(probe: _core.Probe, count: int, engine: Engine) -> Rates:
                     piece_bytes=DEFAULT.piece_bytes,
                 )
             )
-        found[way] = count * _core.Probe.REQUEST_BYTES / median(passes[1:])
+        found[way] = count * Probe.REQUEST_BYTES / median(passes[1:])
     return Rates(write_bytes_per_s=found["write"], read_bytes_per_s=found["read"])
 
 

@@ -8,8 +8,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ssdtrain.demo.models import BYTE_VALUES_COUNT, ContextFunction
 from ssdtrain.demo.options import HEAD_WIDTH, TrainingOptions
+from ssdtrain.demo.trainee import BYTE_VALUES_COUNT, ContextFunction
 
 PAD_TOKEN = BYTE_VALUES_COUNT
 MASK_TOKEN = BYTE_VALUES_COUNT + 1

@@ -6,18 +6,15 @@ tensor. It also makes freed tensors go back to the system, where glibc would kee
 
 from __future__ import annotations
 
-import logging
 import os
 
-__all__ = ["note_small_pages", "prefer_huge_pages"]
+from ssdtrain.notices import PROCESS
 
-log = logging.getLogger("ssdtrain")
+__all__ = ["note_small_pages", "prefer_huge_pages"]
 
 SWITCH = "THP_MEM_ALLOC_ENABLE"
 PROBE_BYTES = 4 << 20
 PAGE_BYTES = 4096
-
-_noted = False
 
 
 def prefer_huge_pages() -> None:
@@ -27,15 +24,14 @@ def prefer_huge_pages() -> None:
 
 def note_small_pages() -> None:
     """Warn once if torch had made tensors before the switch was set."""
-    global _noted  # noqa: PLW0603 - said once per process
-    if _noted or os.environ.get(SWITCH) != "1":
+    if os.environ.get(SWITCH) != "1":
         return
-    _noted = True
     import torch  # noqa: PLC0415 - `import ssdtrain` sets the switch also where torch is broken
 
     probe = torch.empty(PROBE_BYTES, dtype=torch.uint8, device="cpu")
     if probe.data_ptr() % PAGE_BYTES:
-        log.warning(
+        PROCESS.say(
+            "small pages",
             "tensors are not on huge pages, which slows the disk and hides freed memory: import "
             "ssdtrain before the first tensor is made, or set %s=1",
             SWITCH,

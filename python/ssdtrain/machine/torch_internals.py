@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -21,11 +22,13 @@ __all__ = [
     "current_node",
     "dispatch_keys",
     "is_below_autograd",
+    "is_dynamo_compiling",
     "is_traced",
     "is_wrapped",
     "sequence_number",
     "share_counters",
     "storage_users",
+    "tracer",
     "untraced",
 ]
 
@@ -70,9 +73,8 @@ _exclude: Callable[[object, bool], AbstractContextManager[None]] = _find(
 _KEEPS_COUNTERS: object = _find("_C.DispatchKey.ADInplaceOrView")
 
 
-def is_below_autograd() -> bool:
-    """Whether we are called from inside an operation, where a detached tensor counts on its own."""
-    return _is_excluded(_KEEPS_COUNTERS)
+is_below_autograd: Callable[[], bool] = partial(_is_excluded, _KEEPS_COUNTERS)
+"""Whether we are called from inside an operation, where a detached tensor counts on its own."""
 
 
 def share_counters() -> AbstractContextManager[None]:
@@ -80,12 +82,16 @@ def share_counters() -> AbstractContextManager[None]:
     return _exclude(_KEEPS_COUNTERS, False)
 
 
-_tracer: Callable[[], object] = _find("_C._dynamo.eval_frame.get_eval_frame_callback")
+tracer: Callable[[], object] = _find("_C._dynamo.eval_frame.get_eval_frame_callback")
+"""What the compiler looks into calls of this thread with; ``None`` or ``False`` if it does not."""
 
 
 def is_traced() -> bool:
-    """Whether the compiler looks into this call, or would into the calls that it makes."""
-    return is_dynamo_compiling() or _tracer() not in (None, False)
+    """Whether the compiler looks into this call, or would into the calls that it makes.
+
+    The hooks ask the same two questions themselves, to spare a call.
+    """
+    return is_dynamo_compiling() or bool(tracer())
 
 
 untraced: Callable[[Callable[..., Any]], Callable[..., Any]] = _find("_disable_dynamo")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import math
 import os
 import stat
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from ssdtrain.machine.drive import drive_of, mount_of
+from ssdtrain.notices import PROCESS
 
 __all__ = ["DEFAULT", "Engine", "Kept", "Tuning", "cache_file", "forget", "load", "save"]
 
@@ -28,10 +28,6 @@ FILE_BYTES_MAX = 1 << 16
 QUEUE_DEPTH_MAX = 128
 PIECE_BYTES_MIN = 64 << 10
 PIECE_BYTES_MAX = 64 << 20
-
-log = logging.getLogger("ssdtrain")
-
-_said: set[str] = set()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,15 +106,14 @@ def load(directory: str) -> Kept | None:
         text = _read_own(path)
         return None if text is None else _parse(text, _identity(directory))
     except (OSError, ValueError, TypeError, RecursionError) as error:
-        if directory not in _said:
-            _said.add(directory)
-            log.warning(
-                "the tuning of the drive below %s is ignored: %s; make it again with "
-                "`ssdtrain bench %s`",
-                directory,
-                error,
-                directory,
-            )
+        PROCESS.say(
+            f"tuning of {directory}",
+            "the tuning of the drive below %s is ignored: %s; make it again with "
+            "`ssdtrain bench %s`",
+            directory,
+            error,
+            directory,
+        )
         return None
 
 

@@ -15,21 +15,30 @@ from itertools import pairwise
 __all__ = ["Item", "Plan", "Policy", "Rates", "plan"]
 
 MARGIN_S = 0.005
-"""Latency of a request and of the hooks that begin it."""
+"""Latency of a request and of the hooks that begin it; a read that waits behind pieces which are in
+flight takes some milliseconds more than it would alone."""
 ROUND_TRIP_FACTOR = 2.0
-"""A tensor must lie idle for this many times its own write and read."""
+"""A tensor must lie idle for this many times its own write and read: others use the disk as well,
+and one that just comes back in time frees its memory for hardly a moment."""
 CAUTION_START = 0.8
 CAUTION_FALL = 0.7
 CAUTION_RISE = 1.05
 CAUTION_MIN = 0.05
 CAUTION_MAX = 0.95
+"""Plans count with this share of the measured rates. It falls fast after a stall, because a stall
+costs step time, and rises slowly without one, because a little memory is all that is gained: seven
+quiet rounds make up for one stall. It never comes to 1: a disk that is planned full has no room for
+a step that is faster than the last."""
 STALL_SHARE_MAX = 0.01
 """A round that stalls for more than this share of its time is planned again, more cautiously."""
 SETTLED_COUNT = 3
-"""After so many plans a signature is planned again only if it stalls, or rates or caution moved."""
+"""After so many plans a signature is planned again only if it stalls, or rates or caution moved: a
+plan that changes makes writes whose tensors the next plan keeps."""
 RATE_CHANGE = 1.25
+"""A rate, or the caution, has moved if it changed by this factor: shared disks differ by a tenth
+from step to step."""
 PLANS_MAX = 64
-"""Plans remembered; which keys to keep is remembered longer."""
+"""Plans remembered, more than any training has kinds of steps; keys are remembered for longer."""
 KNOWLEDGE_MAX = 100_000
 """Keys remembered before everything is learned anew: bounds memory when shapes never repeat."""
 
@@ -110,42 +119,38 @@ def _starts(items: Sequence[Item], rates: Rates) -> dict[int, float] | None:
 
 
 class Policy:
-    """Learns from finished rounds; asked at every pack."""
+    """Learns from finished rounds which tensors to keep."""
 
     def __init__(self) -> None:
-        self._plans: dict[int, Plan] = {}
-        self._keep: set[int] = set()
+        self.plans: dict[int, Plan] = {}
+        """The plan of each signature. For others to look at, not to change."""
+        self.keep: set[int] = set()
+        """Keys of the tensors that stay in memory. Looked at in every pack."""
         self._planned: set[int] = set()
         self._futile: set[int] = set()
         self._caution = CAUTION_START
         self._basis: dict[int, tuple[int, Rates, float]] = {}
         """How often a signature was planned, and with which rates and caution last."""
 
-    def keeps(self, key: int) -> bool:
-        """Whether the tensor with this key should stay in memory."""
-        return key in self._keep or key in self._futile
-
     def knows(self, key: int) -> bool:
         """Whether a plan was made with this key in it."""
         return key in self._planned
 
-    def plan_of(self, signature: int) -> Plan | None:
-        """Return the plan of rounds with this signature, if one was made."""
-        return self._plans.get(signature)
-
     def note_futile(self, key: int) -> None:
         """Remember that offloading this tensor frees nothing: somebody else holds its storage."""
         if len(self._futile) > KNOWLEDGE_MAX:
+            self.keep -= self._futile
             self._futile.clear()
         self._futile.add(key)
+        self.keep.add(key)
 
     def learn(
         self, signature: int, items: Sequence[Item], rates: Rates, stall_share: float
     ) -> None:
         """Plan the next round of this kind. ``stall_share`` is stall time over the round's time."""
         if len(self._planned) > KNOWLEDGE_MAX:
-            self._plans.clear()
-            self._keep.clear()
+            self.plans.clear()
+            self.keep.clear()
             self._planned.clear()
             self._futile.clear()
             self._basis.clear()
@@ -159,16 +164,16 @@ class Policy:
         self._basis[signature] = (count + 1, rates, self._caution)
         careful = Rates(rates.write * self._caution, rates.read * self._caution)
         made = plan(items, careful)
-        self._plans[signature] = made
-        if len(self._plans) > PLANS_MAX:
-            oldest = next(iter(self._plans))
-            del self._plans[oldest], self._basis[oldest]
+        self.plans[signature] = made
+        if len(self.plans) > PLANS_MAX:
+            oldest = next(iter(self.plans))
+            del self.plans[oldest], self._basis[oldest]
         for item in items:
             self._planned.add(item.key)
             if item.key in made.keep:
-                self._keep.add(item.key)
-            else:
-                self._keep.discard(item.key)
+                self.keep.add(item.key)
+            elif item.key not in self._futile:
+                self.keep.discard(item.key)
 
 
 def _moved(before: Rates, after: Rates) -> bool:

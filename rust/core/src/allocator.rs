@@ -6,7 +6,9 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-/// How many recently freed regions are tried before the search by size.
+/// How many recently freed regions are tried before the search by size. One backward step frees
+/// several tensors before the next one is written, but they merge where they lie side by side; a
+/// longer list would be walked in vain at every allocation of a size that fits nowhere.
 const RECENT_MAX: usize = 16;
 
 /// Hands out ranges of `[0, limit)`, merges what comes back.

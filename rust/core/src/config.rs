@@ -1,6 +1,7 @@
 //! What a store is opened with.
 
 use std::path::PathBuf;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 /// Which engine moves the bytes.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -51,8 +52,57 @@ pub struct Faults {
     pub capacity_bytes: Option<u64>,
     /// After so many pieces the device is gone: all others fail with `ENODEV`.
     pub gone_after_count: Option<u64>,
-    /// Nothing moves until [`crate::TensorStore::resume`]: a disk that is infinitely slow.
-    pub paused: bool,
+    /// Stops the disk and lets it go on; whoever made the plan keeps a clone of it.
+    pub pause: PauseSwitch,
+}
+
+/// Stops simulated disks before their next piece: then they are infinitely slow. Clones are one and
+/// the same switch. A store that is closed waits for no switch.
+#[derive(Clone, Debug, Default)]
+pub struct PauseSwitch(Arc<(Mutex<bool>, Condvar)>);
+
+impl PauseSwitch {
+    /// A switch by which nothing moves until [`PauseSwitch::resume`].
+    pub fn paused() -> Self {
+        let switch = Self::default();
+        switch.pause();
+        switch
+    }
+
+    /// Nothing moves from now on.
+    pub fn pause(&self) {
+        *self.lock() = true;
+    }
+
+    /// Everything may move again.
+    pub fn resume(&self) {
+        *self.lock() = false;
+        self.0.1.notify_all();
+    }
+
+    /// Waits until things may move, or `is_over` says that it does not matter any more.
+    pub fn wait_unless(&self, is_over: impl Fn() -> bool) {
+        let still = |paused: &mut bool| *paused && !is_over();
+        let _guard =
+            self.0.1.wait_while(self.lock(), still).unwrap_or_else(PoisonError::into_inner);
+    }
+
+    /// Has those who wait ask again whether it is over.
+    pub fn ask_again(&self) {
+        // Under the lock, so that nobody is between the question and the wait.
+        let _guard = self.lock();
+        self.0.1.notify_all();
+    }
+
+    fn lock(&self) -> MutexGuard<'_, bool> {
+        self.0.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl PartialEq for PauseSwitch {
+    fn eq(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
 }
 
 /// How the engine of one directory splits and overlaps its I/O.
@@ -73,7 +123,7 @@ impl Default for Tuning {
     }
 }
 
-/// A place for one spill file, with one engine of its own.
+/// A directory for one spill file, which has an engine of its own.
 #[derive(Clone, Debug)]
 pub struct Directory {
     /// Where; on a local file system.
@@ -101,7 +151,7 @@ pub struct StoreConfig {
     pub direct_io: DirectIo,
     /// Upper bound on the bytes reserved over all directories.
     pub max_disk_bytes: Option<u64>,
-    /// Checksum before each write and after each read.
+    /// Sum up what is written, and compare what is read with it.
     pub verify: bool,
     /// Requests that may wait in the submission queue of one engine, per direction.
     pub queue_capacity: usize,
@@ -118,7 +168,10 @@ impl StoreConfig {
             direct_io: DirectIo::Required,
             max_disk_bytes: None,
             verify: false,
+            // More than the tensors of any step that is worth its writes: a queue that is full
+            // keeps tensors in memory, and a place in it costs eight bytes.
             queue_capacity: 1 << 14,
+            // Four times what is read ahead at once, so that a backward finds its pages resident.
             arena_retain_bytes: 128 << 20,
         }
     }

@@ -1,25 +1,27 @@
 //! One directory of a store: its file, its queue, its engine, and what is thought of it.
 
+use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::config::{Directory, StoreConfig};
 use crate::direction::Direction;
+use crate::disk::checksums::Checksums;
 use crate::disk::spill_file::{Extent, Quota, SpillFile};
-use crate::disk::statistics::Meter;
-use crate::disk::stripe::Lane;
+use crate::disk::statistics::Statistics;
+use crate::disk::stripe::Candidate;
 use crate::engine;
-use crate::engine::contract::IoEngine;
+use crate::engine::contract::{IoEngine, Setup};
 use crate::error::Result;
-use crate::memory::buffer::IoBuf;
-use crate::queue::{Backlog, Job, Request, SubmitQueue};
+use crate::memory::host::HostSource;
+use crate::memory::landing::Landing;
+use crate::queue::{Backlog, Job, JobMemory, OnSuccess, Request};
 use crate::ticket::{Ticket, ticket};
 
 /// A spill file with the engine that serves it.
 pub struct Device {
     file: Arc<SpillFile>,
-    queue: Arc<SubmitQueue>,
-    meter: Arc<Meter>,
+    setup: Setup,
     engine: Mutex<Box<dyn IoEngine>>,
     engine_name: &'static str,
     /// Bytes of writes that have not ended.
@@ -27,21 +29,19 @@ pub struct Device {
 }
 
 impl Device {
-    /// Opens the file and starts the engine; the sentences say what was given up.
+    /// Opens the file and starts the engine; the sentences name the fallbacks that were taken.
     pub fn open(
         dir: &Directory,
         config: &StoreConfig,
         quota: &Arc<Quota>,
     ) -> Result<(Self, Vec<String>)> {
-        let (file, file_note) = SpillFile::open(&dir.path, config.direct_io, quota)?;
-        let queue = SubmitQueue::new(config.queue_capacity)?;
-        let meter = Arc::new(Meter::default());
+        let (file, file_fallback) = SpillFile::open(&dir.path, config.direct_io, quota)?;
+        let setup = Setup::new(dir.tuning, file.alignment(), config.queue_capacity)?;
         let backend = dir.backend.as_ref().unwrap_or(&config.backend);
-        let (engine, note) = engine::open(backend, dir.tuning, file.alignment(), &queue, &meter)?;
+        let (engine, fallback) = engine::open(backend, setup.clone())?;
         let (engine_name, engine) = (engine.name(), Mutex::new(engine));
-        let backlog = Arc::default();
-        let device = Self { file, queue, meter, engine, engine_name, backlog };
-        Ok((device, file_note.into_iter().chain(note).collect()))
+        let device = Self { file, setup, engine, engine_name, backlog: Arc::default() };
+        Ok((device, file_fallback.into_iter().chain(fallback).collect()))
     }
 
     /// The file.
@@ -49,9 +49,9 @@ impl Device {
         &self.file
     }
 
-    /// The traffic.
-    pub fn meter(&self) -> &Meter {
-        &self.meter
+    /// The traffic and the rates.
+    pub fn statistics(&self) -> &Statistics {
+        &self.setup.statistics
     }
 
     /// The name of the engine that users see.
@@ -59,15 +59,28 @@ impl Device {
         self.engine_name
     }
 
-    /// How busy and how fast it is.
-    pub fn lane(&self, device: usize) -> Lane {
+    /// How busy and how fast it is, for who shares a tensor out.
+    pub fn candidate(&self, device: usize) -> Candidate {
         let backlog_bytes = self.backlog.load(Ordering::Relaxed);
-        Lane { device, backlog_bytes, ns_per_byte: self.meter.ns_per_byte() }
+        let cost = |direction| self.setup.statistics.ns_per_byte(direction);
+        // What is written is read once: a device slow at either is slow.
+        let with_read = |write: f64| write + cost(Direction::Read).unwrap_or(0.0);
+        Candidate { device, backlog_bytes, ns_per_byte: cost(Direction::Write).map(with_read) }
+    }
+
+    /// Bytes per second of late, while it was busy; `None` before enough has moved to tell.
+    pub fn rate(&self, direction: Direction) -> Option<f64> {
+        self.setup.statistics.ns_per_byte(direction).map(|ns_per_byte| 1e9 / ns_per_byte)
+    }
+
+    /// Whether the next write shall leave it out, because it had no space.
+    pub fn leaves_out_next(&self) -> bool {
+        self.setup.health.leaves_out_next()
     }
 
     /// Why it is out of use, if it is.
     pub fn out_of_use(&self) -> Option<String> {
-        let failure = self.meter.distrust()?;
+        let failure = self.setup.health.out_of_use()?;
         let dir = self.file.dir().display();
         Some(format!(
             "{dir} is out of use after several failed writes in a row; the last said: {failure}; \
@@ -75,42 +88,47 @@ impl Device {
         ))
     }
 
-    /// Reserves space for `buffer` and queues its write.
-    pub fn write(&self, buffer: IoBuf) -> Result<(Arc<Extent>, (Request, Ticket))> {
-        let len = buffer.len() as u64;
-        let extent = Arc::new(self.file.reserve(len)?);
-        let backlog = Some(Backlog::new(&self.backlog, len));
-        let part = self.push(Direction::Write, &extent, buffer, backlog)?;
-        Ok((extent, part))
+    /// Reserves space for `len` bytes; if they shall be verified, `own` are those of the caller.
+    pub fn reserve(&self, len: usize, own: Option<Range<usize>>) -> Result<Arc<Extent>> {
+        let extent = self.file.reserve(len as u64)?;
+        Ok(Arc::new(match own {
+            Some(own) => extent.with_checksums(Checksums::new(own, len, self.setup.piece_len)),
+            None => extent,
+        }))
     }
 
-    /// Queues a read of `extent` into `buffer`.
-    pub fn read(&self, extent: &Arc<Extent>, buffer: IoBuf) -> Result<(Request, Ticket)> {
-        self.push(Direction::Read, extent, buffer, None)
+    /// Queues a write of `source` to `extent`, and what to do when it has ended well.
+    pub fn write(
+        &self,
+        extent: &Arc<Extent>,
+        source: HostSource,
+        on_success: Option<OnSuccess>,
+    ) -> Result<(Request, Ticket)> {
+        let backlog = Backlog::new(&self.backlog, extent.len());
+        self.push(extent, JobMemory::From(source), |job| {
+            let job = job.counted(backlog);
+            match on_success {
+                Some(on_success) => job.then(on_success),
+                None => job,
+            }
+        })
+    }
+
+    /// Queues a read of `extent` into `landing`.
+    pub fn read(&self, extent: &Arc<Extent>, landing: Landing) -> Result<(Request, Ticket)> {
+        self.push(extent, JobMemory::Into(landing), |job| job)
     }
 
     fn push(
         &self,
-        direction: Direction,
         extent: &Arc<Extent>,
-        buffer: IoBuf,
-        backlog: Option<Backlog>,
+        memory: JobMemory,
+        complete: impl FnOnce(Job) -> Job,
     ) -> Result<(Request, Ticket)> {
         let (completer, ticket) = ticket();
-        let extent = Arc::clone(extent);
-        let request = Request::new(Job { direction, extent, buffer, completer, backlog });
-        self.queue.push(&request)?;
+        let request = Request::new(complete(Job::new(Arc::clone(extent), memory, completer)));
+        self.setup.queue.push(&request)?;
         Ok((request, ticket))
-    }
-
-    /// Stops a simulated disk.
-    pub fn pause(&self) {
-        self.engine.lock().unwrap_or_else(PoisonError::into_inner).pause();
-    }
-
-    /// Lets a paused simulated disk move.
-    pub fn resume(&self) {
-        self.engine.lock().unwrap_or_else(PoisonError::into_inner).resume();
     }
 
     /// Ends what has begun and gives the blocks back.

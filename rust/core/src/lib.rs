@@ -9,10 +9,13 @@
 //!     Stored ◄────────────── Ticket ◄─────────────────────────────┘ short I/O resumed
 //!       │
 //!  TensorStore::read ───► cut a Slot of the Arena ──► the same way ──► Pending ──► Restored
+//!             read_into ► the caller's own memory
 //! ```
 //!
-//! Words: a *request* is one tensor's transfer; a *piece* is the part of it that one system call
-//! moves; an *extent* is a range of the spill file; a *slot* is a range of the arena.
+//! Words: a *transfer* moves one tensor, with one *request* for each directory it lies on; a
+//! *piece* is the part of a request that one system call moves; an *extent* is a range of the spill
+//! file; a *slot* is a range of the arena; a *source* is memory that the kernel reads, a *target*
+//! is memory that it writes into.
 //!
 //! `docs/architecture.md` says what each module is for and which may use which.
 
@@ -27,13 +30,15 @@ pub mod memory;
 pub mod probe;
 pub mod queue;
 pub mod store;
+pub mod stored;
 mod sync;
 pub mod ticket;
 pub mod transfer;
-pub use config::{Backend, DirectIo, Directory, Faults, StoreConfig, Tuning};
+pub use config::{Backend, DirectIo, Directory, Faults, PauseSwitch, StoreConfig, Tuning};
 pub use direction::Direction;
 pub use disk::statistics::Traffic;
 pub use error::{Error, ErrorKind, Result};
-pub use memory::buffer::HostRegion;
-pub use store::{Pending, Restored, Stats, Stored, TensorStore};
-pub use transfer::Flight;
+pub use memory::host::{HostSource, HostTarget};
+pub use store::{Pending, PendingInto, Rates, Restored, Stats, TensorStore};
+pub use stored::{Overwrite, Stored};
+pub use transfer::Transfer;

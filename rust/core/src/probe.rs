@@ -12,13 +12,13 @@ use std::time::{Duration, Instant};
 use crate::config::{Backend, DirectIo, Tuning};
 use crate::direction::Direction;
 use crate::disk::spill_file::{Extent, Quota, SpillFile};
-use crate::disk::statistics::Meter;
 use crate::engine;
-use crate::engine::contract::IoEngine;
+use crate::engine::contract::{IoEngine, Setup};
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::arena::{Arena, PAGE_BYTES, Slot};
-use crate::memory::buffer::IoBuf;
-use crate::queue::{Job, Request, SubmitQueue};
+use crate::memory::host::{HostSource, HostTarget};
+use crate::memory::landing::Landing;
+use crate::queue::{Job, JobMemory, Request, SubmitQueue};
 use crate::ticket::{Ticket, ticket};
 
 /// Size of one request: that of a tensor which is worth a write.
@@ -47,7 +47,7 @@ impl Probe {
         let arena = Arena::new(0)?;
         let pair = |index: usize| {
             let slot = Arc::new(arena.slot(REQUEST_BYTES)?);
-            fill(&IoBuf::from(Arc::clone(&slot)), index);
+            fill(&HostTarget::from(Arc::clone(&slot)), index);
             Ok((Arc::new(file.reserve(REQUEST_BYTES as u64)?), slot))
         };
         let pairs = (0..request_count).map(pair).collect::<Result<_>>()?;
@@ -74,8 +74,9 @@ impl Probe {
                 format!("requests {range:?} of {count} cannot be measured; name some of them");
             Error::new(ErrorKind::Config, what)
         })?;
-        let (queue, meter) = (SubmitQueue::new(count)?, Arc::new(Meter::default()));
-        let (engine, _) = engine::open(backend, tuning, self.alignment, &queue, &meter)?;
+        let setup = Setup::new(tuning, self.alignment, count)?;
+        let queue = Arc::clone(&setup.queue);
+        let (engine, _) = engine::open(backend, setup)?;
         let begin = Instant::now();
         let tickets: Result<_> = pairs.iter().map(|pair| push(&queue, direction, pair)).collect();
         Ok(ProbeRun { engine, tickets: tickets?, ended_count: 0, begin })
@@ -107,14 +108,16 @@ fn push(
     (extent, slot): &(Arc<Extent>, Arc<Slot>),
 ) -> Result<Ticket> {
     let (completer, ticket) = ticket();
-    let buffer = IoBuf::from(Arc::clone(slot));
-    let extent = Arc::clone(extent);
-    queue.push(&Request::new(Job { direction, extent, buffer, completer, backlog: None }))?;
+    let memory = match direction {
+        Direction::Read => JobMemory::Into(Landing::from(Arc::clone(slot))),
+        Direction::Write => JobMemory::From(HostSource::from(Arc::clone(slot))),
+    };
+    queue.push(&Request::new(Job::new(Arc::clone(extent), memory, completer)))?;
     Ok(ticket)
 }
 
 /// Noise that no drive can compress, with a number in each page: some drives store equal ones once.
-fn fill(buffer: &IoBuf, seed: usize) {
+fn fill(target: &HostTarget, seed: usize) {
     let mut page = [0; PAGE_BYTES];
     let mut word = 0x9e37_79b9_7f4a_7c15_u64;
     for chunk in page.chunks_exact_mut(8) {
@@ -124,18 +127,19 @@ fn fill(buffer: &IoBuf, seed: usize) {
         word ^= word << 17;
         chunk.copy_from_slice(&word.to_ne_bytes());
     }
-    for start in (0..buffer.len()).step_by(PAGE_BYTES) {
-        page[..8].copy_from_slice(&(seed * buffer.len() + start).to_ne_bytes());
-        buffer.copy_in(start, &page);
+    for start in (0..target.len()).step_by(PAGE_BYTES) {
+        page[..8].copy_from_slice(&(seed * target.len() + start).to_ne_bytes());
+        target.copy_in(start, &page);
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::{Probe, ProbeRun, REQUEST_BYTES};
+    use super::{HostTarget, Probe, ProbeRun, REQUEST_BYTES};
     use crate::config::{Backend, Tuning};
     use crate::direction::Direction;
     use crate::error::ErrorKind;
+    use std::sync::Arc;
     use std::time::Duration;
 
     fn finish(mut run: ProbeRun) {
@@ -156,18 +160,18 @@ mod tests {
         let tuning = Tuning { queue_depth: 3, piece_bytes: 1 << 20 };
         finish(probe.begin(&Backend::Psync, tuning, Direction::Write, 0..2).unwrap());
         let (extent, slot) = &probe.pairs[1];
-        let buffer = crate::memory::buffer::IoBuf::from(std::sync::Arc::clone(slot));
+        let memory = HostTarget::from(Arc::clone(slot));
         let mut written = vec![0; REQUEST_BYTES];
-        buffer.copy_out(0, &mut written);
+        memory.copy_out(0, &mut written);
         let file = rustix::fs::fstat(extent.file()).unwrap();
         assert!(file.st_blocks as usize * 512 >= 2 * REQUEST_BYTES);
         for backend in [Backend::Auto, Backend::Psync] {
-            buffer.copy_in(0, &vec![0; REQUEST_BYTES]);
+            memory.copy_in(0, &vec![0; REQUEST_BYTES]);
             let run = probe.begin(&backend, tuning, Direction::Read, 0..2).unwrap();
             assert!(["io_uring", "psync"].contains(&run.engine_name()));
             finish(run);
             let mut read = vec![0; REQUEST_BYTES];
-            buffer.copy_out(0, &mut read);
+            memory.copy_out(0, &mut read);
             assert!(read == written, "the bytes of a probe came back changed");
         }
     }

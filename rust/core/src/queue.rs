@@ -1,7 +1,8 @@
 //! The way from any thread to an I/O worker: bounded, lock-free, and quiet when nobody sleeps.
 //!
 //! Several threads submit (the forward thread, backward threads, whoever reads ahead), one or more
-//! workers take. Demand reads overtake writes: they have a lane of their own that is emptied first.
+//! workers take. Reads and writes wait apart, and workers take reads first: somebody waits for
+//! them.
 
 use std::fmt;
 use std::ops::Range;
@@ -12,23 +13,32 @@ use std::sync::{Arc, PoisonError};
 use crate::direction::Direction;
 use crate::disk::spill_file::Extent;
 use crate::error::{Error, ErrorKind, Result};
-use crate::memory::buffer::IoBuf;
+use crate::memory::host::{Checksum, HostSource};
+use crate::memory::landing::Landing;
 use crate::sync::{ArrayQueue, AtomicBool, AtomicUsize, Bell, Mutex, Ordering, fence};
 use crate::ticket::Completer;
 
-/// What a worker needs to move one buffer.
+/// What a worker needs to move the bytes of one extent.
 pub struct Job {
-    /// Which way.
-    pub direction: Direction,
     /// Where on the disk. Held until the kernel is done with it, whoever drops the tensor.
     pub extent: Arc<Extent>,
     /// Where in memory; as long as the extent.
-    pub buffer: IoBuf,
-    /// Whom to tell.
-    pub completer: Completer,
-    /// Counted as long as the job lives.
-    pub backlog: Option<Backlog>,
+    pub memory: JobMemory,
+    completer: Completer,
+    backlog: Option<Backlog>,
+    on_success: Option<OnSuccess>,
 }
+
+/// The memory of a job; its kind decides which way the bytes go.
+pub enum JobMemory {
+    /// Memory that the kernel reads from: a write.
+    From(HostSource),
+    /// Memory that the kernel writes into: a read.
+    Into(Landing),
+}
+
+/// What the worker does when a job has ended well, before anybody is told.
+pub type OnSuccess = Box<dyn FnOnce() + Send>;
 
 /// Counts bytes into a device's backlog for as long as it lives.
 #[derive(Debug)]
@@ -48,21 +58,115 @@ impl Drop for Backlog {
     }
 }
 
+impl JobMemory {
+    /// Length in bytes.
+    pub fn len(&self) -> usize {
+        match self {
+            Self::From(source) => source.len(),
+            Self::Into(landing) => landing.len(),
+        }
+    }
+
+    /// Whether there are no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
 impl Job {
+    /// Moves bytes between `extent` and `memory`, and tells `completer`.
+    pub fn new(extent: Arc<Extent>, memory: JobMemory, completer: Completer) -> Self {
+        Self { extent, memory, completer, backlog: None, on_success: None }
+    }
+
+    /// The same job, counted as long as it lives.
+    #[must_use]
+    pub fn counted(self, backlog: Backlog) -> Self {
+        Self { backlog: Some(backlog), ..self }
+    }
+
+    /// The same job, with something to do when it has ended well.
+    #[must_use]
+    pub fn then(self, on_success: OnSuccess) -> Self {
+        Self { on_success: Some(on_success), ..self }
+    }
+
+    /// Which way the bytes go.
+    pub fn direction(&self) -> Direction {
+        match self.memory {
+            JobMemory::From(_) => Direction::Write,
+            JobMemory::Into(_) => Direction::Read,
+        }
+    }
+
     /// What a worker does before the first piece: a write needs blocks to go to.
     pub fn prepare(&self) -> Result<()> {
-        match self.direction {
+        match self.direction() {
             Direction::Read => Ok(()),
             Direction::Write => self.extent.prepare(),
         }
     }
 
+    /// Sums up a block that is about to be written, if the store verifies.
+    pub fn note_checksum(&self, start: usize, len: usize) {
+        if let (JobMemory::From(source), Some(checksums)) = (&self.memory, self.extent.checksums())
+        {
+            let mut sum = Checksum::default();
+            source.hash(checksums.own_bytes(start, len), &mut sum);
+            checksums.set(start, sum.value());
+        }
+    }
+
+    /// Compares a block that has been read with what was written, if the store verifies.
+    pub fn check(&self, start: usize, len: usize) -> Result<()> {
+        let (JobMemory::Into(landing), Some(checksums)) = (&self.memory, self.extent.checksums())
+        else {
+            return Ok(());
+        };
+        let (own, mut sum) = (checksums.own_bytes(start, len), Checksum::default());
+        landing.hash(own.clone(), &mut sum);
+        let (found, expected) = (sum.value(), checksums.get(start));
+        if found == expected {
+            return Ok(());
+        }
+        let (offset, dir) = (self.extent.offset() + start as u64, self.extent.file().dir());
+        Err(Error::new(
+            ErrorKind::Corrupt,
+            format!(
+                "{} bytes at file offset {offset} in {} came back changed (checksum {found:016x}, \
+                 written with {expected:016x}); the disk, or memory written behind autograd's \
+                 back, is at fault",
+                own.len(),
+                dir.display()
+            ),
+        ))
+    }
+
+    /// Brings bytes that have been read to the memory that the caller lent, if they are not there.
+    pub fn deliver(&self, start: usize, len: usize) {
+        if let JobMemory::Into(landing) = &self.memory {
+            landing.deliver(start, len);
+        }
+    }
+
     /// Ends the job: memory and extent first, so that whoever sees the answer sees them free.
     pub fn finish(self, answer: Result<()>) {
-        let Self { extent, buffer, completer, backlog, .. } = self;
-        drop(buffer);
+        let Self { extent, memory, completer, backlog, on_success } = self;
+        drop(memory);
         drop(extent);
         drop(backlog);
+        match on_success {
+            Some(on_success) if answer.is_ok() => on_success(),
+            unused => drop(unused),
+        }
+        completer.complete(answer);
+    }
+
+    /// Ends the job but keeps its memory and its extent for ever: the kernel may still use them.
+    pub fn leak(self, answer: Result<()>) {
+        let Self { extent, memory, completer, .. } = self;
+        std::mem::forget(memory);
+        std::mem::forget(extent);
         completer.complete(answer);
     }
 }
@@ -73,8 +177,8 @@ pub struct Request(Arc<Shared>);
 
 struct Shared {
     direction: Direction,
-    /// Where the job's extent lies in the file, also for who has not claimed it.
-    place: Range<u64>,
+    /// Which bytes of the file the job moves, also for who has not claimed it.
+    file_range: Range<u64>,
     job: Mutex<Option<Job>>,
     abandoned: AtomicBool,
 }
@@ -91,15 +195,15 @@ impl fmt::Debug for Request {
 impl Request {
     /// Wraps a job.
     pub fn new(job: Job) -> Self {
-        let direction = job.direction;
-        let place = job.extent.offset()..job.extent.offset() + job.buffer.len() as u64;
+        let direction = job.direction();
+        let file_range = job.extent.offset()..job.extent.offset() + job.memory.len() as u64;
         let (job, abandoned) = (Mutex::new(Some(job)), AtomicBool::new(false));
-        Self(Arc::new(Shared { direction, place, job, abandoned }))
+        Self(Arc::new(Shared { direction, file_range, job, abandoned }))
     }
 
-    /// Where in the file the bytes go, or come from.
-    pub fn place(&self) -> Range<u64> {
-        self.0.place.clone()
+    /// Which bytes of the file it moves.
+    pub fn file_range(&self) -> Range<u64> {
+        self.0.file_range.clone()
     }
 
     /// Takes the job, if nobody did before.
@@ -116,7 +220,7 @@ impl Request {
         true
     }
 
-    /// Whether somebody gave it up after it began.
+    /// Whether somebody cancelled it, also after it began.
     pub fn is_abandoned(&self) -> bool {
         self.0.abandoned.load(Ordering::Relaxed)
     }
@@ -195,16 +299,17 @@ impl SubmitQueue {
     /// Queues a request, or says why not; a refused request is dropped unstarted.
     pub fn push(&self, request: &Request) -> Result<()> {
         self.refuse_if_down()?;
-        let lane = self.lane(request.0.direction);
-        if lane.push(request.clone()).is_err() {
+        let waiting = self.waiting(request.0.direction);
+        if waiting.push(request.clone()).is_err() {
+            let count = waiting.len();
             return Err(Error::new(
                 ErrorKind::Busy,
-                format!("{} requests are waiting for the disk already; wait for some", lane.len()),
+                format!("{count} requests are waiting for the disk already; wait for some"),
             ));
         }
         self.waker.wake_one();
-        // A close that began between the look and the push may not have seen this request. One
-        // that has begun ends as any other: it was not given up.
+        // A close that began between the look and the push may not have seen this request. If a
+        // worker has it already, it ends as any other.
         if let Err(error) = self.refuse_if_down()
             && let Some(job) = request.claim()
         {
@@ -216,7 +321,7 @@ impl SubmitQueue {
 
     /// The next request of one direction.
     pub fn pop(&self, direction: Direction) -> Option<Request> {
-        self.lane(direction).pop()
+        self.waiting(direction).pop()
     }
 
     /// Whether nothing waits.
@@ -289,7 +394,7 @@ impl SubmitQueue {
         if self.is_closed() { Err(closed()) } else { Ok(()) }
     }
 
-    fn lane(&self, direction: Direction) -> &ArrayQueue<Request> {
+    fn waiting(&self, direction: Direction) -> &ArrayQueue<Request> {
         match direction {
             Direction::Read => &self.reads,
             Direction::Write => &self.writes,

@@ -1,9 +1,8 @@
-//! The store: bytes go down as [`Stored`], come up as [`Pending`] and then a slot of memory.
+//! The store: bytes go down as [`Stored`], and come up into a slot of memory or the caller's own.
 //!
 //! It does not know what it keeps. Dropping a [`Stored`] is the release: a write that has not begun
 //! is cancelled, one that is under way keeps its extent and its source until the kernel is done.
 
-use std::mem;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -14,11 +13,14 @@ use crate::device::Device;
 use crate::direction::Direction;
 use crate::disk::spill_file::{Extent, Quota};
 use crate::disk::statistics::Traffic;
-use crate::disk::stripe::{self, Lane};
+use crate::disk::stripe::{self, Candidate};
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::arena::{Arena, Slot};
-use crate::memory::buffer::{HostRegion, IoBuf, slot_checksum};
-use crate::transfer::{Flight, GivenUp};
+use crate::memory::host::{HostSource, HostTarget};
+use crate::memory::landing::Landing;
+use crate::queue::OnSuccess;
+use crate::stored::{Overwrite, Stored, Version};
+use crate::transfer::{Abandoned, Transfer};
 
 /// An asynchronous store of byte ranges on one or more directories.
 pub struct TensorStore {
@@ -28,36 +30,26 @@ pub struct TensorStore {
     /// Of every device: a tensor may lie on all of them.
     alignment: usize,
     verify: bool,
-    given_up: Arc<GivenUp>,
+    abandoned: Arc<Abandoned>,
     closed: AtomicBool,
     process: u32,
-    notes: Vec<String>,
+    fallbacks: Vec<String>,
 }
 
-/// Bytes on their way to the disk, or there. Dropping it gives the space back.
-#[derive(Debug)]
-pub struct Stored {
-    flight: Flight,
-    /// Where the parts lie, in the order of the tensor: device and extent.
-    extents: Vec<(usize, Arc<Extent>)>,
-    /// Where the caller's first byte lies in the first extent, which begins on an aligned address.
-    head: usize,
-    len: usize,
-    checksum: Option<u64>,
-    given_up: Arc<GivenUp>,
-}
-
-/// A read on its way. Dropping it gives up the read.
+/// A read on its way to memory of the store. Dropping it cancels what has not begun.
 #[derive(Debug)]
 pub struct Pending {
-    flight: Flight,
+    transfer: Transfer,
     slot: Arc<Slot>,
     head: usize,
     len: usize,
-    checksum: Option<u64>,
-    place: String,
-    given_up: Arc<GivenUp>,
 }
+
+/// A read on its way to memory of the caller. Dropping it cancels what has not begun; if it has
+/// begun, the memory is in use until the store drops its owner.
+#[derive(Debug)]
+#[must_use = "a read that nobody holds is cancelled"]
+pub struct PendingInto(Transfer);
 
 /// Bytes that came back: `len` bytes at `head` of a slot.
 #[derive(Clone, Debug)]
@@ -86,6 +78,15 @@ pub struct Stats {
     pub engines: Vec<(PathBuf, &'static str)>,
 }
 
+/// What the disks did of late, in bytes per second of the time in which they were busy.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Rates {
+    /// Of writes; `None` before enough was written to tell.
+    pub write: Option<f64>,
+    /// Of reads; `None` before enough was read to tell.
+    pub read: Option<f64>,
+}
+
 impl TensorStore {
     /// Opens one unnamed file and one engine per directory.
     pub fn open(config: &StoreConfig) -> Result<Self> {
@@ -93,12 +94,14 @@ impl TensorStore {
             return Err(Error::new(ErrorKind::Config, "no directory given; pass at least one"));
         }
         let quota = Quota::new(config.max_disk_bytes);
-        let (mut devices, mut notes) = (Vec::new(), Vec::<String>::new());
+        let (mut devices, mut fallbacks) = (Vec::new(), Vec::<String>::new());
         for dir in &config.dirs {
-            let (device, given_up) = Device::open(dir, config, &quota)?;
-            let is_new = |note: &String| !notes.contains(note);
-            let given_up: Vec<_> = given_up.into_iter().filter(is_new).collect();
-            notes.extend(given_up);
+            let (device, taken) = Device::open(dir, config, &quota)?;
+            for fallback in taken {
+                if !fallbacks.contains(&fallback) {
+                    fallbacks.push(fallback);
+                }
+            }
             devices.push(device);
         }
         let alignments = devices.iter().map(|device| device.file().alignment());
@@ -108,24 +111,25 @@ impl TensorStore {
             arena: Arena::new(config.arena_retain_bytes)?,
             quota,
             verify: config.verify,
-            given_up: Arc::default(),
+            abandoned: Arc::default(),
             closed: AtomicBool::new(false),
             process: std::process::id(),
-            notes,
+            fallbacks,
         })
     }
 
-    /// What was given up, while opening and since, one sentence each.
+    /// What users should know, one sentence each: the fallbacks that were taken while opening, and
+    /// the directories that are out of use.
     pub fn notes(&self) -> Vec<String> {
-        let since = self.devices.iter().filter_map(Device::out_of_use);
-        self.notes.iter().cloned().chain(since).collect()
+        let out_of_use = self.devices.iter().filter_map(Device::out_of_use);
+        self.fallbacks.iter().cloned().chain(out_of_use).collect()
     }
 
     /// Queues a write of `source` and returns at once.
     ///
     /// The source needs no alignment: the write is widened to the blocks around it. What is stored
     /// is unspecified if its bytes change before the write has ended.
-    pub fn write(&self, source: HostRegion) -> Result<Stored> {
+    pub fn write(&self, source: HostSource) -> Result<Stored> {
         self.refuse_if_down()?;
         if source.is_empty() {
             return Err(Error::new(
@@ -133,22 +137,29 @@ impl TensorStore {
                 "a tensor without bytes has nothing to store",
             ));
         }
-        let lanes = self.lanes()?;
-        let (len, checksum) = (source.len(), self.verify.then(|| source.checksum()));
-        let (region, head) = source.widened(self.alignment);
-        let buffer = IoBuf::from(region);
-        let (flight, extents) = (Flight::default(), Vec::new());
-        let given_up = Arc::clone(&self.given_up);
-        // If a part is refused, dropping this gives up the parts before it.
-        let mut stored = Stored { flight, extents, head, len, checksum, given_up };
-        let mut start = 0;
-        for (device, len) in stripe::shares(buffer.len(), &lanes) {
-            let (extent, part) = self.devices[device].write(buffer.part(start, len))?;
-            stored.flight.push(part);
-            stored.extents.push((device, extent));
-            start += len;
-        }
-        Ok(stored)
+        let len = source.len();
+        let (source, head) = source.widened(self.alignment);
+        let version = self.reserve(source.len(), head, len)?;
+        let transfer = self.begin_write(&source, len, &version.extents, std::iter::empty())?;
+        Ok(Stored::new(transfer, version, len))
+    }
+
+    /// Queues a write of `source` that replaces what `stored` holds, and returns at once.
+    ///
+    /// The old bytes stay on the disk, and reads give them, until the new ones are there in whole;
+    /// so for a while both take space. If the overwrite fails or is cancelled, the old bytes stay.
+    /// There is one overwrite of a tensor at a time: a second one is refused with `Busy`.
+    pub fn overwrite(&self, stored: &Stored, source: HostSource) -> Result<Overwrite> {
+        self.refuse_if_down()?;
+        self.own_version(stored)?;
+        refuse_other_len("an overwrite", source.len(), stored.len())?;
+        let replacement = stored.replace()?;
+        let len = source.len();
+        let (source, head) = source.widened(self.alignment);
+        let version = self.reserve(source.len(), head, len)?;
+        let extents = version.extents.clone();
+        let on_success = replacement.on_success(version, extents.len());
+        self.begin_write(&source, len, &extents, on_success).map(Overwrite::new)
     }
 
     /// Queues a read of what `stored` holds and returns at once.
@@ -156,36 +167,89 @@ impl TensorStore {
     /// Its write must have ended well: before that the bytes are in memory anyway.
     pub fn read(&self, stored: &Stored) -> Result<Pending> {
         self.refuse_if_down()?;
-        match stored.flight.answer() {
-            Some(Ok(())) => {}
-            Some(Err(error)) => return Err(error),
-            None => {
-                let message = "read before its write has ended; wait for the write first";
-                return Err(Error::new(ErrorKind::Config, message));
-            }
+        let version = self.own_version(stored)?;
+        let slot = Arc::new(self.arena.slot(version.len())?);
+        let transfer = self.begin_read(&version, &Landing::from(Arc::clone(&slot)), 0)?;
+        Ok(Pending { transfer, slot, head: version.head, len: stored.len() })
+    }
+
+    /// Queues a read of what `stored` holds into `target`, which has as many bytes, and returns at
+    /// once.
+    ///
+    /// The bytes go straight there if the target begins at the same place within a block of the
+    /// disk as the source did, but for the blocks at the ends; else they go through a slot. No byte
+    /// around the target changes. What it holds is unspecified until the read has ended well.
+    pub fn read_into(&self, stored: &Stored, target: HostTarget) -> Result<PendingInto> {
+        self.refuse_if_down()?;
+        let version = self.own_version(stored)?;
+        let len = target.len();
+        refuse_other_len("a read", len, stored.len())?;
+        let Version { head, .. } = *version;
+        let landing = Landing::into_lent(target, head, version.len(), self.alignment, &self.arena)?;
+        self.begin_read(&version, &landing, len).map(PendingInto)
+    }
+
+    /// Reserves the extents for a write of `whole_len` bytes, of which `len` from `head` on are the
+    /// caller's.
+    fn reserve(&self, whole_len: usize, head: usize, len: usize) -> Result<Version> {
+        let (mut extents, mut start) = (Vec::new(), 0);
+        for (device, part_len) in stripe::shares(whole_len, &self.candidates()?) {
+            let own = |position: usize| position.clamp(start, start + part_len) - start;
+            let own = self.verify.then(|| own(head)..own(head + len));
+            extents.push((device, self.devices[device].reserve(part_len, own)?));
+            start += part_len;
         }
+        Ok(Version { extents, head })
+    }
+
+    /// Queues the write of each part; if one is refused, the parts before it are cancelled.
+    fn begin_write(
+        &self,
+        source: &HostSource,
+        lent_bytes: usize,
+        extents: &[(usize, Arc<Extent>)],
+        mut on_success: impl Iterator<Item = OnSuccess>,
+    ) -> Result<Transfer> {
+        let mut transfer = Transfer::new(Direction::Write, lent_bytes, &self.abandoned);
+        let mut start = 0;
+        for (device, extent) in extents {
+            let part = source.part(start, extent.len() as usize);
+            transfer.push(self.devices[*device].write(extent, part, on_success.next())?);
+            start += extent.len() as usize;
+        }
+        Ok(transfer)
+    }
+
+    /// Queues the read of each part; if one is refused, the parts before it are cancelled.
+    fn begin_read(
+        &self,
+        version: &Version,
+        landing: &Landing,
+        lent_bytes: usize,
+    ) -> Result<Transfer> {
+        let mut transfer = Transfer::new(Direction::Read, lent_bytes, &self.abandoned);
+        let mut start = 0;
+        for (device, extent) in &version.extents {
+            let part = landing.part(start, extent.len() as usize);
+            transfer.push(self.devices[*device].read(extent, part)?);
+            start += extent.len() as usize;
+        }
+        Ok(transfer)
+    }
+
+    /// The version of a tensor that is on the disks of this store.
+    fn own_version(&self, stored: &Stored) -> Result<Arc<Version>> {
+        let version = stored.version()?;
         let is_ours = |(device, extent): &(usize, Arc<Extent>)| {
             let device = self.devices.get(*device);
             device.is_some_and(|device| Arc::ptr_eq(device.file(), extent.file()))
         };
-        if !stored.extents.iter().all(is_ours) {
-            let message = "this was written by another store; read it there";
-            return Err(Error::new(ErrorKind::Config, message));
+        if version.extents.iter().all(is_ours) {
+            Ok(version)
+        } else {
+            let message = "this was written by another store; use it there";
+            Err(Error::new(ErrorKind::Config, message))
         }
-        let total: u64 = stored.extents.iter().map(|(_, extent)| extent.len()).sum();
-        let slot = Arc::new(self.arena.slot(total as usize)?);
-        let buffer = IoBuf::from(Arc::clone(&slot));
-        let (head, len, checksum) = (stored.head, stored.len, stored.checksum);
-        let (flight, place, given_up) =
-            (Flight::default(), stored.place(), Arc::clone(&self.given_up));
-        let mut pending = Pending { flight, slot, head, len, checksum, place, given_up };
-        let mut start = 0;
-        for (device, extent) in &stored.extents {
-            let len = extent.len() as usize;
-            pending.flight.push(self.devices[*device].read(extent, buffer.part(start, len))?);
-            start += len;
-        }
-        Ok(pending)
     }
 
     /// Gives the space of `stored` back; the same as dropping it.
@@ -200,9 +264,9 @@ impl TensorStore {
     }
 
     /// Bytes of memory in use for transfers beyond what callers hold on to: of slots, and of the
-    /// sources of writes that were given up and have not ended.
+    /// memory that was lent to transfers which were abandoned and have not ended.
     pub fn resident_bytes(&self) -> usize {
-        self.arena.live_bytes() + self.given_up.lent_bytes()
+        self.arena.live_bytes() + self.abandoned.lent_bytes()
     }
 
     /// Whether the memory at an address is a slot's of this store.
@@ -210,24 +274,35 @@ impl TensorStore {
         self.arena.contains(address)
     }
 
-    /// Waits at most `limit` until a transfer that was given up has ended, and holds no memory any
+    /// Waits at most `limit` until a transfer that was abandoned has ended, and holds no memory any
     /// more: `false` if there is none, `None` if the time is over.
-    pub fn wait_for_given_up(&self, limit: Duration) -> Option<bool> {
-        if self.is_foreign() { Some(false) } else { self.given_up.wait_for_one(limit) }
+    pub fn wait_for_abandoned(&self, limit: Duration) -> Option<bool> {
+        if self.is_forked() { Some(false) } else { self.abandoned.wait_for_one(limit) }
+    }
+
+    /// What the disks did of late. Directories work in parallel, so their rates are summed up;
+    /// those that are out of use, or moved too little to tell, add nothing.
+    pub fn rates(&self) -> Result<Rates> {
+        self.refuse_if_forked()?;
+        let sum = |direction| {
+            let in_use = self.devices.iter().filter(|device| device.out_of_use().is_none());
+            in_use.filter_map(|device| device.rate(direction)).reduce(|sum, rate| sum + rate)
+        };
+        Ok(Rates { write: sum(Direction::Write), read: sum(Direction::Read) })
     }
 
     /// What the store did so far; `Closed` in a forked process, where the counts stand still.
     pub fn stats(&self) -> Result<Stats> {
-        self.refuse_if_foreign()?;
+        self.refuse_if_forked()?;
         let sum = |direction| {
-            let traffic = self.devices.iter().map(|device| device.meter().traffic(direction));
+            let traffic = self.devices.iter().map(|device| device.statistics().traffic(direction));
             traffic.fold(Traffic::default(), Traffic::plus)
         };
         let engine = |device: &Device| (device.file().dir().to_owned(), device.engine_name());
         Ok(Stats {
             written: sum(Direction::Write),
             read: sum(Direction::Read),
-            cancelled_count: self.given_up.never_begun_count(),
+            cancelled_count: self.abandoned.cancelled_count(),
             disk_used_bytes: self.devices.iter().map(|device| device.file().used()).sum(),
             disk_reserved_bytes: self.quota.used(),
             arena_live_bytes: self.arena.live_bytes() as u64,
@@ -235,33 +310,23 @@ impl TensorStore {
         })
     }
 
-    /// Stops a simulated disk until [`TensorStore::resume`].
-    pub fn pause(&self) {
-        self.devices.iter().for_each(Device::pause);
-    }
-
-    /// Lets a paused simulated disk move.
-    pub fn resume(&self) {
-        self.devices.iter().for_each(Device::resume);
-    }
-
     /// Refuses new work, ends what has begun, answers the rest with `Closed`. Idempotent.
     ///
     /// Slots that are tensors by now stay valid; the blocks on the disk are free.
     pub fn close(&self) {
         // After a fork the threads and rings are the parent's: the child must not wait for them.
-        if self.is_foreign() || self.closed.swap(true, Ordering::SeqCst) {
+        if self.is_forked() || self.closed.swap(true, Ordering::SeqCst) {
             return;
         }
         self.devices.iter().for_each(Device::close);
     }
 
-    fn is_foreign(&self) -> bool {
+    fn is_forked(&self) -> bool {
         self.process != std::process::id()
     }
 
-    fn refuse_if_foreign(&self) -> Result<()> {
-        if self.is_foreign() {
+    fn refuse_if_forked(&self) -> Result<()> {
+        if self.is_forked() {
             return Err(Error::new(
                 ErrorKind::Closed,
                 format!(
@@ -274,7 +339,7 @@ impl TensorStore {
     }
 
     fn refuse_if_down(&self) -> Result<()> {
-        self.refuse_if_foreign()?;
+        self.refuse_if_forked()?;
         if self.closed.load(Ordering::SeqCst) {
             return Err(Error::new(ErrorKind::Closed, "the store is closed; open a new one"));
         }
@@ -282,30 +347,42 @@ impl TensorStore {
     }
 
     /// The devices that may be written to; those without space only if there are no others.
-    fn lanes(&self) -> Result<Vec<Lane>> {
+    fn candidates(&self) -> Result<Vec<Candidate>> {
         let numbered = || self.devices.iter().enumerate();
-        if let [device] = &self.devices[..]
-            && device.out_of_use().is_none()
-        {
-            return Ok(vec![device.lane(0)]);
-        }
-        let trusted: Vec<_> =
-            numbered().filter(|(_, device)| device.meter().distrust().is_none()).collect();
-        if trusted.is_empty() {
+        let in_use: Vec<_> =
+            numbered().filter(|(_, device)| device.out_of_use().is_none()).collect();
+        if in_use.is_empty() {
             let reasons: Vec<_> =
                 numbered().filter_map(|(_, device)| device.out_of_use()).collect();
             return Err(Error::new(ErrorKind::Io, reasons.join("; ")));
         }
-        let lane = |&(index, device): &(usize, &Device)| device.lane(index);
-        let roomy: Vec<_> =
-            trusted.iter().filter(|(_, device)| !device.meter().passes_by()).map(lane).collect();
-        Ok(if roomy.is_empty() { trusted.iter().map(lane).collect() } else { roomy })
+        let candidate = |&(index, device): &(usize, &Device)| device.candidate(index);
+        if let [only] = &in_use[..] {
+            return Ok(vec![candidate(only)]);
+        }
+        let with_space: Vec<_> =
+            in_use.iter().filter(|(_, device)| !device.leaves_out_next()).map(candidate).collect();
+        if with_space.is_empty() {
+            return Ok(in_use.iter().map(candidate).collect());
+        }
+        Ok(with_space)
     }
+}
+
+/// Refuses memory that is not as long as what is stored.
+fn refuse_other_len(what: &str, len: usize, stored_len: usize) -> Result<()> {
+    if len == stored_len {
+        return Ok(());
+    }
+    Err(Error::new(
+        ErrorKind::Config,
+        format!("{what} needs {stored_len} bytes, as many as are stored, not {len}"),
+    ))
 }
 
 impl Drop for TensorStore {
     fn drop(&mut self) {
-        if self.is_foreign() {
+        if self.is_forked() {
             self.devices.drain(..).for_each(Device::leave_to_parent);
         } else {
             self.close();
@@ -313,95 +390,40 @@ impl Drop for TensorStore {
     }
 }
 
-impl Stored {
-    /// Is the write done?
-    pub fn ticket(&self) -> &Flight {
-        &self.flight
-    }
-
-    /// The caller's bytes, without the widening.
-    pub fn len(&self) -> usize {
-        self.len
-    }
-
-    /// Never: a tensor without bytes is refused.
-    pub fn is_empty(&self) -> bool {
-        self.len == 0
-    }
-
-    /// Gives the write up: `true` if it had not begun, so that its source is free now. If it had,
-    /// pieces that were not sent yet never are, and the ticket tells when the last has ended.
-    pub fn cancel(&self) -> bool {
-        let cancelled = self.flight.cancel();
-        if cancelled {
-            self.given_up.note_never_begun();
-        }
-        cancelled
-    }
-
-    /// Where the bytes lie, for messages.
-    fn place(&self) -> String {
-        let one = |(_, extent): &(usize, Arc<Extent>)| {
-            format!("file offset {} in {}", extent.offset(), extent.file().dir().display())
-        };
-        self.extents.iter().map(one).collect::<Vec<_>>().join(" and ")
-    }
-}
-
-impl Drop for Stored {
-    fn drop(&mut self) {
-        if !self.flight.is_done() && !self.flight.is_foreign() && !self.cancel() {
-            self.given_up.watch(mem::take(&mut self.flight), self.len);
-        }
-    }
-}
-
 impl Pending {
     /// Is the read done?
-    pub fn ticket(&self) -> &Flight {
-        &self.flight
+    pub fn ticket(&self) -> &Transfer {
+        &self.transfer
     }
 
-    /// Gives the read up: `true` if it had not begun. If it had, its slot is held until the
-    /// ticket tells that the last piece has ended.
+    /// Cancels the read: `true` if it had not begun. If it had, its slot is held until the ticket
+    /// tells that the last piece has ended.
     pub fn cancel(&self) -> bool {
-        self.flight.cancel()
+        self.transfer.cancel()
     }
 
     /// The bytes, once the ticket says that they are there.
-    ///
-    /// Checks them against the checksum of the write where the store was opened with `verify`.
     pub fn restored(&self) -> Result<Restored> {
-        match self.flight.answer() {
+        match self.transfer.answer() {
             Some(answer) => answer?,
             None => {
                 return Err(Error::new(ErrorKind::Config, "the read has not ended; wait for it"));
-            }
-        }
-        if let Some(expected) = self.checksum {
-            let found = slot_checksum(&self.slot, self.head, self.len);
-            if found != expected {
-                return Err(Error::new(
-                    ErrorKind::Corrupt,
-                    format!(
-                        "{} bytes at {} came back changed (checksum {found:016x}, written with \
-                         {expected:016x}); the disk, or memory written behind autograd's back, is \
-                         at fault",
-                        self.len, self.place
-                    ),
-                ));
             }
         }
         Ok(Restored { slot: Arc::clone(&self.slot), head: self.head, len: self.len })
     }
 }
 
-impl Drop for Pending {
-    fn drop(&mut self) {
-        if !self.flight.is_done() && !self.flight.is_foreign() && !self.cancel() {
-            // Its slot is counted by the arena.
-            self.given_up.watch(mem::take(&mut self.flight), 0);
-        }
+impl PendingInto {
+    /// Is the read done? If it ended well, the bytes are in the caller's memory.
+    pub fn ticket(&self) -> &Transfer {
+        &self.0
+    }
+
+    /// Cancels the read: `true` if it had not begun, so that the memory is free now. If it had, the
+    /// ticket tells when the last piece has ended.
+    pub fn cancel(&self) -> bool {
+        self.0.cancel()
     }
 }
 
@@ -424,7 +446,7 @@ impl Restored {
     /// A copy of the bytes.
     pub fn to_vec(&self) -> Vec<u8> {
         let mut bytes = vec![0; self.len];
-        IoBuf::from(Arc::clone(&self.slot)).copy_out(self.head, &mut bytes);
+        HostSource::from(Arc::clone(&self.slot)).copy_out(self.head, &mut bytes);
         bytes
     }
 }

@@ -45,7 +45,7 @@ impl Ticket {
     }
 
     /// Whether this process was forked from the one whose worker answers.
-    pub fn is_foreign(&self) -> bool {
+    pub fn is_forked(&self) -> bool {
         self.0.process != std::process::id()
     }
 
@@ -62,7 +62,7 @@ impl Ticket {
     /// In a forked process it is `Closed` at once: an answer that is not there will never come, and
     /// of one that is there the lock may be held by a worker that did not come along.
     pub fn wait_for(&self, limit: Duration) -> Option<Result<()>> {
-        if self.is_foreign() {
+        if self.is_forked() {
             return Some(Err(Error::new(
                 ErrorKind::Closed,
                 format!(
@@ -98,11 +98,11 @@ impl Completer {
 
     fn send(&mut self, answer: Result<()>) {
         if let Some(shared) = self.0.take() {
-            let mut place = shared.answer.lock().unwrap_or_else(PoisonError::into_inner);
-            *place = Some(answer);
+            let mut guard = shared.answer.lock().unwrap_or_else(PoisonError::into_inner);
+            *guard = Some(answer);
             // Under the lock: whoever has waited and asks again must not hear "not yet".
             shared.done.store(true, Ordering::Release);
-            drop(place);
+            drop(guard);
             shared.answered.notify_all();
         }
     }

@@ -4,6 +4,7 @@
 mod error;
 mod owner;
 mod probe;
+mod simulated;
 mod store;
 
 use pyo3::prelude::*;
@@ -14,5 +15,7 @@ mod _core {
     #[pymodule_export]
     use super::probe::Probe;
     #[pymodule_export]
-    use super::store::{Pending, Slot, Store, Stored};
+    use super::simulated::SimulatedDisk;
+    #[pymodule_export]
+    use super::store::{Overwrite, Pending, PendingInto, Slot, Store, Stored};
 }

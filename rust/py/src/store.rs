@@ -1,4 +1,4 @@
-//! `Store`, `Stored`, `Pending`, `Slot`: argument checks, waiting off the GIL, and nothing else.
+//! `Store` and its handles: argument checks, waiting off the GIL, and nothing else.
 #![expect(unsafe_code, reason = "takes addresses of tensors and exports slots as buffers")]
 
 use std::ffi::{c_int, c_void};
@@ -14,6 +14,7 @@ use ssdtrain_core as core;
 
 use crate::error::to_python;
 use crate::owner::{LetGo, Owner, let_go};
+use crate::simulated::SimulatedDisk;
 
 /// How long a wait lasts before Ctrl-C is looked for.
 const SIGNAL_CHECK: Duration = Duration::from_millis(100);
@@ -25,7 +26,13 @@ pub struct Store(core::TensorStore, LetGo);
 pub struct Stored(core::Stored, LetGo);
 
 #[pyclass(frozen, module = "ssdtrain._core")]
+pub struct Overwrite(core::Overwrite, LetGo);
+
+#[pyclass(frozen, module = "ssdtrain._core")]
 pub struct Pending(core::Pending);
+
+#[pyclass(frozen, module = "ssdtrain._core")]
+pub struct PendingInto(core::PendingInto, LetGo);
 
 #[pyclass(frozen, weakref, module = "ssdtrain._core")]
 pub struct Slot(core::Restored);
@@ -34,7 +41,8 @@ pub struct Slot(core::Restored);
 impl Store {
     #[new]
     #[pyo3(signature = (
-        dirs, *, backend, direct_io, max_disk_bytes, verify, retain_bytes=None, faults=None
+        dirs, *, backend, direct_io, max_disk_bytes, verify, retain_bytes=None,
+        simulated_disk=None
     ))]
     #[expect(clippy::too_many_arguments, reason = "keywords on the side of Python")]
     fn new(
@@ -45,7 +53,7 @@ impl Store {
         max_disk_bytes: Option<u64>,
         verify: bool,
         retain_bytes: Option<usize>,
-        faults: Option<&Bound<'_, PyDict>>,
+        simulated_disk: Option<&Bound<'_, SimulatedDisk>>,
     ) -> PyResult<Self> {
         let (paths, tunings): (Vec<_>, Vec<_>) = dirs.into_iter().unzip();
         let mut config = core::StoreConfig::new(paths);
@@ -58,7 +66,10 @@ impl Store {
             "auto" => core::Backend::Auto,
             "io_uring" => core::Backend::IoUring,
             "psync" => core::Backend::Psync,
-            "simulated" => core::Backend::Simulated(read_faults(faults)?),
+            "simulated" => {
+                let faults = simulated_disk.map(|disk| disk.get().faults());
+                core::Backend::Simulated(faults.unwrap_or_default())
+            }
             other => return Err(PyValueError::new_err(format!("no backend is called {other:?}"))),
         };
         config.direct_io = match direct_io {
@@ -81,18 +92,45 @@ impl Store {
         nbytes: usize,
         owner: Py<PyAny>,
     ) -> PyResult<Stored> {
-        let address = NonNull::new(address as *mut u8)
-            .ok_or_else(|| PyValueError::new_err("the address of a tensor with bytes is not 0"))?;
-        let owner = Box::new(Owner::new(owner));
-        // SAFETY: the caller passes the address and size of memory that `owner` keeps alive.
-        let region = unsafe { core::HostRegion::new(address, nbytes, owner) };
-        let stored = py.detach(|| self.0.write(region));
+        let source = source(address, nbytes, owner)?;
+        let stored = py.detach(|| self.0.write(source));
         let_go(py);
         stored.map(|stored| Stored(stored, LetGo)).map_err(|error| to_python(py, &error))
     }
 
+    fn overwrite(
+        &self,
+        py: Python<'_>,
+        stored: &Stored,
+        address: usize,
+        nbytes: usize,
+        owner: Py<PyAny>,
+    ) -> PyResult<Overwrite> {
+        let source = source(address, nbytes, owner)?;
+        let begun = py.detach(|| self.0.overwrite(&stored.0, source));
+        let_go(py);
+        begun.map(|begun| Overwrite(begun, LetGo)).map_err(|error| to_python(py, &error))
+    }
+
     fn read(&self, py: Python<'_>, stored: &Stored) -> PyResult<Pending> {
         self.0.read(&stored.0).map(Pending).map_err(|error| to_python(py, &error))
+    }
+
+    fn read_into(
+        &self,
+        py: Python<'_>,
+        stored: &Stored,
+        address: usize,
+        nbytes: usize,
+        owner: Py<PyAny>,
+    ) -> PyResult<PendingInto> {
+        let (address, owner) = (address_of(address)?, Box::new(Owner::new(owner)));
+        // SAFETY: the caller passes the address and size of writable memory that `owner` keeps
+        // alive, and uses it for nothing else before the read has ended.
+        let target = unsafe { core::HostTarget::new(address, nbytes, owner) };
+        let pending = py.detach(|| self.0.read_into(&stored.0, target));
+        let_go(py);
+        pending.map(|one| PendingInto(one, LetGo)).map_err(|error| to_python(py, &error))
     }
 
     fn trim(&self, py: Python<'_>) -> PyResult<u64> {
@@ -110,15 +148,20 @@ impl Store {
         self.0.owns(address)
     }
 
-    fn wait_for_given_up(&self, py: Python<'_>) -> PyResult<bool> {
+    fn wait_for_abandoned(&self, py: Python<'_>) -> PyResult<bool> {
         loop {
-            let ended = py.detach(|| self.0.wait_for_given_up(SIGNAL_CHECK));
+            let ended = py.detach(|| self.0.wait_for_abandoned(SIGNAL_CHECK));
             let_go(py);
             match ended {
                 Some(ended) => return Ok(ended),
                 None => py.check_signals()?,
             }
         }
+    }
+
+    fn rates(&self, py: Python<'_>) -> PyResult<(Option<f64>, Option<f64>)> {
+        let rates = self.0.rates().map_err(|error| to_python(py, &error))?;
+        Ok((rates.write, rates.read))
     }
 
     fn notes(&self) -> Vec<String> {
@@ -145,14 +188,6 @@ impl Store {
         dict.set_item("arena_live_bytes", stats.arena_live_bytes)?;
         dict.set_item("engines", stats.engines)?;
         Ok(dict)
-    }
-
-    fn pause(&self) {
-        self.0.pause();
-    }
-
-    fn resume(&self) {
-        self.0.resume();
     }
 
     fn close(&self, py: Python<'_>) {
@@ -189,6 +224,42 @@ impl Stored {
 }
 
 #[pymethods]
+impl Overwrite {
+    fn done(&self, py: Python<'_>) -> bool {
+        let done = self.0.ticket().is_done();
+        let_go(py);
+        done
+    }
+
+    fn wait(&self, py: Python<'_>) -> PyResult<()> {
+        let answer = wait(py, self.0.ticket());
+        let_go(py);
+        answer
+    }
+
+    fn cancel(&self, py: Python<'_>) -> bool {
+        let cancelled = self.0.cancel();
+        let_go(py);
+        cancelled
+    }
+}
+
+#[pymethods]
+impl PendingInto {
+    fn done(&self, py: Python<'_>) -> bool {
+        let done = self.0.ticket().is_done();
+        let_go(py);
+        done
+    }
+
+    fn wait(&self, py: Python<'_>) -> PyResult<()> {
+        let answer = wait(py, self.0.ticket());
+        let_go(py);
+        answer
+    }
+}
+
+#[pymethods]
 impl Pending {
     fn done(&self) -> bool {
         self.0.ticket().is_done()
@@ -196,7 +267,7 @@ impl Pending {
 
     fn wait(&self, py: Python<'_>) -> PyResult<Slot> {
         wait(py, self.0.ticket())?;
-        py.detach(|| self.0.restored()).map(Slot).map_err(|error| to_python(py, &error))
+        self.0.restored().map(Slot).map_err(|error| to_python(py, &error))
     }
 }
 
@@ -238,7 +309,7 @@ impl Slot {
 }
 
 /// Waits with the GIL released, and lets Ctrl-C through.
-fn wait(py: Python<'_>, ticket: &core::Flight) -> PyResult<()> {
+fn wait(py: Python<'_>, ticket: &core::Transfer) -> PyResult<()> {
     loop {
         if let Some(answer) = py.detach(|| ticket.wait_for(SIGNAL_CHECK)) {
             return answer.map_err(|error| to_python(py, &error));
@@ -247,24 +318,14 @@ fn wait(py: Python<'_>, ticket: &core::Flight) -> PyResult<()> {
     }
 }
 
-fn read_faults(faults: Option<&Bound<'_, PyDict>>) -> PyResult<core::Faults> {
-    let mut plan = core::Faults::default();
-    let Some(faults) = faults else { return Ok(plan) };
-    for (key, value) in faults {
-        match key.extract::<String>()?.as_str() {
-            "seed" => plan.seed = value.extract()?,
-            "short_rate" => plan.short_rate = value.extract()?,
-            "zero_rate" => plan.zero_rate = value.extract()?,
-            "io_error_rate" => plan.io_error_rate = value.extract()?,
-            "space_error_rate" => plan.space_error_rate = value.extract()?,
-            "retry_rate" => plan.retry_rate = value.extract()?,
-            "bit_flip_rate" => plan.bit_flip_rate = value.extract()?,
-            "late_rate" => plan.late_rate = value.extract()?,
-            "capacity_bytes" => plan.capacity_bytes = value.extract()?,
-            "gone_after_count" => plan.gone_after_count = value.extract()?,
-            "paused" => plan.paused = value.extract()?,
-            other => return Err(PyValueError::new_err(format!("no fault is called {other}"))),
-        }
-    }
-    Ok(plan)
+/// Memory that a write reads from.
+fn source(address: usize, nbytes: usize, owner: Py<PyAny>) -> PyResult<core::HostSource> {
+    let (address, owner) = (address_of(address)?, Box::new(Owner::new(owner)));
+    // SAFETY: the caller passes the address and size of memory that `owner` keeps alive.
+    Ok(unsafe { core::HostSource::new(address, nbytes, owner) })
+}
+
+fn address_of(address: usize) -> PyResult<NonNull<u8>> {
+    NonNull::new(address as *mut u8)
+        .ok_or_else(|| PyValueError::new_err("the address of a tensor with bytes is not 0"))
 }

@@ -19,16 +19,18 @@ use rustix::io::Errno;
 use crate::config::DirectIo;
 use crate::error::{Error, ErrorKind, Result};
 
-/// A directory with less free space than this is refused at the start.
+/// A directory with less free space than this is refused at the start: it is what the spill file
+/// takes at its first write.
 const FREE_BYTES_MIN: u64 = 64 << 20;
 /// Without an answer of `statx` every known device takes this alignment.
 const ALIGNMENT_DEFAULT: usize = 4096;
-/// How many random names are tried where a file must have one for a moment.
+/// How many random names are tried where a file must have one for a moment. Two are equal once in
+/// 2^64 tries, so a second name that is taken means that something else is wrong.
 const NAMES_MAX: u32 = 16;
 
 /// A directory that may hold a spill file.
 #[derive(Debug)]
-pub struct Place {
+pub struct SpillDirectory {
     /// Opened as a path only: nothing can be listed through it, so it needs no right to read.
     directory: OwnedFd,
     path: PathBuf,
@@ -43,11 +45,11 @@ pub struct Opened {
     pub alignment: usize,
     /// Whether the page cache is bypassed.
     pub is_direct: bool,
-    /// What was given up, if anything.
-    pub note: Option<String>,
+    /// The fallback that was taken, if one was.
+    pub fallback: Option<String>,
 }
 
-impl Place {
+impl SpillDirectory {
     /// Opens the directory at `path` and refuses it if offloading there could not help or not be
     /// safe.
     pub fn open(path: &Path) -> Result<Self> {
@@ -56,22 +58,22 @@ impl Place {
         let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let directory = rustix::fs::openat(CWD, bare, flags, Mode::empty())
             .map_err(|errno| refuse_path(bare, errno))?;
-        let place = Self { directory, path: path.to_owned() };
-        place.check_mode()?;
-        place.check_file_system()?;
-        Ok(place)
+        let opened = Self { directory, path: path.to_owned() };
+        opened.check_mode()?;
+        opened.check_file_system()?;
+        Ok(opened)
     }
 
     /// Makes an unnamed file here.
     pub fn create(&self, direct: DirectIo) -> Result<Opened> {
-        let (file, is_direct, note) = match direct {
+        let (file, is_direct, fallback) = match direct {
             DirectIo::Disabled => (self.create_unnamed(OFlags::empty())?, false, None),
             DirectIo::Required => (self.create_direct()?, true, None),
             DirectIo::Optional => match self.create_direct() {
                 Ok(file) => (file, true, None),
                 Err(error) => {
-                    let note = format!("buffered I/O in {}: {error}", self.path.display());
-                    (self.create_unnamed(OFlags::empty())?, false, Some(note))
+                    let fallback = format!("buffered I/O in {}: {error}", self.path.display());
+                    (self.create_unnamed(OFlags::empty())?, false, Some(fallback))
                 }
             },
         };
@@ -86,7 +88,7 @@ impl Place {
                 ),
             ));
         }
-        Ok(Opened { file, alignment, is_direct, note })
+        Ok(Opened { file, alignment, is_direct, fallback })
     }
 
     /// Where everyone may write and nothing protects what is there, a name (this directory's
@@ -296,24 +298,24 @@ fn direct_alignment(file: &OwnedFd) -> usize {
 
 #[cfg(test)]
 mod tests {
-    use super::{Place, refused_file_system};
+    use super::{SpillDirectory, refused_file_system};
     use crate::error::ErrorKind;
     use rustix::fs::{Mode, OFlags};
 
     #[test]
-    fn a_bad_place_is_named() {
-        let error = Place::open("/no/such/place".as_ref()).unwrap_err();
+    fn a_bad_directory_is_named() {
+        let error = SpillDirectory::open("/no/such/place".as_ref()).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Config);
         assert!(error.to_string().contains("/no/such/place"), "{error}");
         if refused_file_system(rustix::fs::statfs("/dev/shm").unwrap().f_type as u64).is_some() {
-            let error = Place::open("/dev/shm".as_ref()).unwrap_err();
+            let error = SpillDirectory::open("/dev/shm".as_ref()).unwrap_err();
             assert!(error.to_string().contains("tmpfs"), "{error}");
         }
     }
 
     #[test]
-    fn a_view_of_the_kernel_is_no_place_for_data() {
-        let error = Place::open("/proc".as_ref()).unwrap_err();
+    fn a_view_of_the_kernel_keeps_no_data() {
+        let error = SpillDirectory::open("/proc".as_ref()).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Config);
         assert!(
             error.to_string().starts_with("/proc is on proc, which shows the kernel"),
@@ -326,11 +328,11 @@ mod tests {
         let dir = tempfile::tempdir_in(".").unwrap();
         let (checked, elsewhere) = (dir.path().join("checked"), dir.path().join("elsewhere"));
         std::fs::create_dir(&checked).unwrap();
-        let place = Place::open(&checked).unwrap();
+        let directory = SpillDirectory::open(&checked).unwrap();
         // The path leads elsewhere by now, through a link even; the descriptor does not.
         std::fs::rename(&checked, &elsewhere).unwrap();
         std::os::unix::fs::symlink("/no/such/place", &checked).unwrap();
-        let file = place.create_unnamed(OFlags::empty()).unwrap();
+        let file = directory.create_unnamed(OFlags::empty()).unwrap();
         let fd = std::os::fd::AsRawFd::as_raw_fd(&file);
         let shown = std::fs::read_link(format!("/proc/self/fd/{fd}")).unwrap();
         assert!(shown.starts_with(elsewhere.canonicalize().unwrap()), "{}", shown.display());
@@ -339,8 +341,8 @@ mod tests {
     #[test]
     fn a_file_that_needs_a_name_loses_it_at_once() {
         let dir = tempfile::tempdir_in(".").unwrap();
-        let place = Place::open(dir.path()).unwrap();
-        let file = place.create_and_unlink(OFlags::empty()).unwrap();
+        let directory = SpillDirectory::open(dir.path()).unwrap();
+        let file = directory.create_and_unlink(OFlags::empty()).unwrap();
         let facts = rustix::fs::fstat(&file).unwrap();
         assert_eq!(facts.st_nlink, 0);
         let others = Mode::from_raw_mode(facts.st_mode) - (Mode::RUSR | Mode::WUSR);

@@ -2,7 +2,7 @@
 //!
 //! [Note: blocks] Two locks, taken in this order. `blocks` says how far the file has blocks on the
 //! disk and is held while that changes, which may take as long as the disk likes; so only workers
-//! and `trim` take it. `space` is the bookkeeping and is held for moments. What is in flight lies
+//! and `trim` take it. `books` is the bookkeeping and is held for moments. What is in flight lies
 //! in a live extent, a live extent lies below the end of the allocator, and a write begins only
 //! after `ensure_blocks` found its extent below `blocks`. So whoever holds `blocks` may cut the
 //! file at the allocator's end: nothing in flight lies beyond it, and an extent that is reserved
@@ -20,11 +20,14 @@ use rustix::process::{Resource, getrlimit};
 
 use crate::allocator::ExtentAllocator;
 use crate::config::DirectIo;
-use crate::disk::directory::{Opened, Place};
+use crate::disk::checksums::Checksums;
+use crate::disk::directory::{Opened, SpillDirectory};
 use crate::error::{Error, ErrorKind, Result};
 
-/// The file grows by at least this much, so that growing stays off the hot path.
+/// The file grows by at least this much: blocks for 16 writes of the usual piece cost one call.
 const GROWTH_BYTES_MIN: u64 = 64 << 20;
+/// And it grows by no more than this beyond what is needed, so that it takes little from others on
+/// a disk that is nearly full.
 const GROWTH_BYTES_MAX: u64 = 1 << 30;
 
 /// A bound on booked bytes that several files share.
@@ -65,14 +68,14 @@ pub struct SpillFile {
     alignment: usize,
     is_direct: bool,
     quota: Arc<Quota>,
-    space: Mutex<Space>,
+    books: Mutex<Books>,
     /// Bytes of the file that have blocks on the disk; see [Note: blocks].
     blocks: Mutex<u64>,
     process: u32,
 }
 
 #[derive(Debug)]
-struct Space {
+struct Books {
     extents: ExtentAllocator,
     /// Bytes of the file that are booked with the quota.
     booked: u64,
@@ -84,24 +87,27 @@ pub struct Extent {
     file: Arc<SpillFile>,
     offset: u64,
     len: u64,
+    /// If the store verifies.
+    checksums: Option<Checksums>,
 }
 
 impl SpillFile {
-    /// Opens an unnamed file in `dir`; the second value says what was given up, if anything.
+    /// Opens an unnamed file in `dir`; the second value names the fallback, if one was taken.
     pub fn open(
         dir: &Path,
         direct: DirectIo,
         quota: &Arc<Quota>,
     ) -> Result<(Arc<Self>, Option<String>)> {
-        let Opened { file, alignment, is_direct, note } = Place::open(dir)?.create(direct)?;
+        let Opened { file, alignment, is_direct, fallback } =
+            SpillDirectory::open(dir)?.create(direct)?;
         let extents =
             ExtentAllocator::new(alignment as u64, i64::MAX as u64 & !(alignment as u64 - 1));
-        let (space, blocks) = (Mutex::new(Space { extents, booked: 0 }), Mutex::new(0));
+        let (books, blocks) = (Mutex::new(Books { extents, booked: 0 }), Mutex::new(0));
         let process = std::process::id();
         let (dir, quota, file) = (dir.to_owned(), Arc::clone(quota), File::from(file));
         Ok((
-            Arc::new(Self { file, dir, alignment, is_direct, quota, space, blocks, process }),
-            note,
+            Arc::new(Self { file, dir, alignment, is_direct, quota, books, blocks, process }),
+            fallback,
         ))
     }
 
@@ -132,17 +138,17 @@ impl SpillFile {
 
     /// Books `len` bytes; the disk is not touched, see [`Extent::prepare`].
     pub fn reserve(self: &Arc<Self>, len: u64) -> Result<Extent> {
-        let mut space = self.lock();
-        let offset = space.extents.allocate(len).ok_or_else(|| {
+        let mut books = self.lock();
+        let offset = books.extents.allocate(len).ok_or_else(|| {
             let dir = self.dir.display();
             Error::new(ErrorKind::NoSpace, format!("{len} bytes do not fit in a file in {dir}"))
         })?;
-        if let Err(error) = self.book(&mut space) {
-            space.extents.free(offset, len);
-            space.extents.shrink();
+        if let Err(error) = self.book(&mut books) {
+            books.extents.free(offset, len);
+            books.extents.shrink();
             return Err(error);
         }
-        Ok(Extent { file: Arc::clone(self), offset, len })
+        Ok(Extent { file: Arc::clone(self), offset, len, checksums: None })
     }
 
     /// Gives all blocks back to the disk; nothing may be in flight, and nothing is readable after.
@@ -164,9 +170,9 @@ impl SpillFile {
         }
         // Only now, so that a quota shared with other files is never passed; and only down to where
         // the extents end by now, because that may have moved since.
-        let mut space = self.lock();
-        let unbooked = space.booked - space.extents.end();
-        space.booked -= unbooked;
+        let mut books = self.lock();
+        let unbooked = books.booked - books.extents.end();
+        books.booked -= unbooked;
         self.quota.give_back(unbooked);
         Ok(surplus)
     }
@@ -183,20 +189,20 @@ impl SpillFile {
         self.blocks.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn lock(&self) -> MutexGuard<'_, Space> {
-        self.space.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, Books> {
+        self.books.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Books up to the end of the extents with the quota, and some more if it allows.
-    fn book(&self, space: &mut Space) -> Result<()> {
-        let end = space.extents.end();
-        let Some(need) = end.checked_sub(space.booked).filter(|&need| need > 0) else {
+    fn book(&self, books: &mut Books) -> Result<()> {
+        let end = books.extents.end();
+        let Some(need) = end.checked_sub(books.booked).filter(|&need| need > 0) else {
             return Ok(());
         };
-        let ahead = (space.booked / 2).clamp(GROWTH_BYTES_MIN, GROWTH_BYTES_MAX);
+        let ahead = (books.booked / 2).clamp(GROWTH_BYTES_MIN, GROWTH_BYTES_MAX);
         for bytes in [need.max(ahead), need] {
             if self.quota.take(bytes) {
-                space.booked += bytes;
+                books.booked += bytes;
                 return Ok(());
             }
         }
@@ -261,8 +267,8 @@ impl AsFd for SpillFile {
 
 impl Drop for SpillFile {
     fn drop(&mut self) {
-        let space = self.space.get_mut().unwrap_or_else(PoisonError::into_inner);
-        self.quota.give_back(space.booked);
+        let books = self.books.get_mut().unwrap_or_else(PoisonError::into_inner);
+        self.quota.give_back(books.booked);
     }
 }
 
@@ -285,6 +291,18 @@ impl Extent {
     /// Whether the range has no bytes.
     pub fn is_empty(&self) -> bool {
         self.len == 0
+    }
+
+    /// The same range, with room for the checksums of what is written there.
+    #[must_use]
+    pub fn with_checksums(mut self, checksums: Checksums) -> Self {
+        self.checksums = Some(checksums);
+        self
+    }
+
+    /// The checksums of what was written here, if the store verifies.
+    pub fn checksums(&self) -> Option<&Checksums> {
+        self.checksums.as_ref()
     }
 
     /// Sees to it that the range has blocks on the disk. For workers: it may wait for the disk.

@@ -1,10 +1,9 @@
-//! How many bytes moved and how long the device was busy with them.
+//! How many bytes moved, how long the device was busy with them, and its rate of late.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use crate::direction::Direction;
-use crate::error::{Error, ErrorKind, Result};
 
 /// What moved in one direction since the store was opened.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -35,159 +34,192 @@ impl Traffic {
     }
 }
 
+/// A rate is that of so many bytes of late, at most. It is a few steps of training of a small
+/// model, so that the estimate follows a disk that slows down, and no single step turns it.
+const RECENT_BYTES_MAX: u64 = 256 << 20;
+/// Fewer bytes than this, in a shorter time than [`RATE_BUSY_MIN`], say nothing about a rate: a
+/// drive takes a first burst into its own memory, at many times the rate it can keep up.
+const RATE_BYTES_MIN: u64 = 64 << 20;
+/// A disk so slow that it needs this long for fewer bytes is told from a fast one all the same.
+const RATE_BUSY_MIN: Duration = Duration::from_millis(500);
+
+/// The counts of one direction.
 #[derive(Debug, Default)]
-struct Lane {
+struct Counts {
     traffic: Traffic,
-    active: u64,
-    since: Option<Instant>,
-    /// Bytes and busy time of late: both are halved now and then, so that the past fades.
-    recent_bytes: u64,
-    recent_ns: u64,
-    failed_in_a_row: u32,
-    /// Why the last request failed.
-    failure: Option<Error>,
-    /// So many writes more pass a device by that had no space.
-    pass_by_count: u32,
+    in_flight_count: u64,
+    /// Until when the busy time is counted, while something is in flight.
+    counted_until: Option<Instant>,
+    recent: Recent,
 }
 
-/// A rate is that of about so many bytes of late.
-const RECENT_BYTES: u64 = 256 << 20;
-/// Less than this says nothing about a rate.
-const RATE_BYTES_MIN: u64 = 16 << 20;
-/// After so many failed requests without one that ended well, a device is not trusted.
-const FAILED_IN_A_ROW_MAX: u32 = 5;
-/// After it had no space, a device is tried again once so many writes went elsewhere.
-const PASS_BY_COUNT: u32 = 64;
+/// Bytes and busy time of late. Both are halved whenever the bytes are many, so the past fades.
+#[derive(Clone, Copy, Debug, Default)]
+struct Recent {
+    bytes: u64,
+    busy_ns: u64,
+}
 
-/// Counts the traffic of one device, and judges it by that.
+impl Recent {
+    fn add(&mut self, bytes: u64) {
+        self.bytes += bytes;
+        if self.bytes > RECENT_BYTES_MAX {
+            self.bytes /= 2;
+            self.busy_ns /= 2;
+        }
+    }
+
+    /// Nanoseconds for each byte; `None` if too little moved to tell.
+    fn ns_per_byte(self) -> Option<f64> {
+        let is_enough =
+            self.bytes >= RATE_BYTES_MIN || u128::from(self.busy_ns) >= RATE_BUSY_MIN.as_nanos();
+        (is_enough && self.bytes > 0 && self.busy_ns > 0)
+            .then(|| self.busy_ns as f64 / self.bytes as f64)
+    }
+}
+
+impl Counts {
+    /// Counts the time since the last look as busy, if something was in flight.
+    fn look(&mut self, now: Instant) {
+        if let Some(last) = self.counted_until {
+            let busy_ns = now.saturating_duration_since(last).as_nanos() as u64;
+            self.traffic.busy_ns += busy_ns;
+            self.recent.busy_ns += busy_ns;
+            self.counted_until = Some(now);
+        }
+    }
+
+    fn begin(&mut self, now: Instant) {
+        self.look(now);
+        self.in_flight_count += 1;
+        self.counted_until = Some(now);
+    }
+
+    fn end(&mut self, now: Instant, bytes: u64, is_ok: bool) {
+        self.look(now);
+        self.in_flight_count -= 1;
+        if self.in_flight_count == 0 {
+            self.counted_until = None;
+        }
+        if is_ok {
+            self.traffic.bytes += bytes;
+            self.traffic.count += 1;
+            self.recent.add(bytes);
+        } else {
+            self.traffic.failed_count += 1;
+        }
+    }
+}
+
+/// Counts the traffic of one device.
 #[derive(Debug, Default)]
-pub struct Meter {
-    read: Mutex<Lane>,
-    write: Mutex<Lane>,
+pub struct Statistics {
+    read: Mutex<Counts>,
+    write: Mutex<Counts>,
 }
 
-impl Meter {
+impl Statistics {
     /// A request begins.
     pub fn begin(&self, direction: Direction) {
-        let mut lane = self.lane(direction);
-        lane.active += 1;
-        if lane.active == 1 {
-            lane.since = Some(Instant::now());
-        }
+        self.counts(direction).begin(Instant::now());
     }
 
     /// The kernel is asked for one read or write.
     pub fn operation(&self, direction: Direction) {
-        self.lane(direction).traffic.operation_count += 1;
+        self.counts(direction).traffic.operation_count += 1;
     }
 
-    /// A request of `bytes` that began has ended.
-    pub fn end(&self, direction: Direction, bytes: u64, answer: &Result<()>) {
-        let mut lane = self.lane(direction);
-        lane.active -= 1;
-        if lane.active == 0
-            && let Some(since) = lane.since.take()
-        {
-            let busy_ns = since.elapsed().as_nanos() as u64;
-            lane.traffic.busy_ns += busy_ns;
-            lane.recent_ns += busy_ns;
-            if lane.recent_bytes > RECENT_BYTES {
-                lane.recent_bytes /= 2;
-                lane.recent_ns /= 2;
-            }
-        }
-        match answer {
-            Ok(()) => {
-                lane.traffic.bytes += bytes;
-                lane.traffic.count += 1;
-                lane.recent_bytes += bytes;
-                lane.failed_in_a_row = 0;
-                lane.pass_by_count = 0;
-            }
-            Err(error) => {
-                lane.traffic.failed_count += 1;
-                match error.kind() {
-                    // Somebody's wish, not the device's fault.
-                    ErrorKind::Cancelled | ErrorKind::Closed => {}
-                    ErrorKind::NoSpace => lane.pass_by_count = PASS_BY_COUNT,
-                    _ => {
-                        // What ended the trust stays the reason, whatever else was in flight.
-                        if lane.failed_in_a_row < FAILED_IN_A_ROW_MAX {
-                            lane.failure = Some(error.clone());
-                        }
-                        lane.failed_in_a_row = lane.failed_in_a_row.saturating_add(1);
-                    }
-                }
-            }
-        }
+    /// A request of `bytes` that began has ended, well or not.
+    pub fn end(&self, direction: Direction, bytes: u64, is_ok: bool) {
+        self.counts(direction).end(Instant::now(), bytes, is_ok);
     }
 
     /// The traffic so far; requests in flight count their time, not their bytes.
     pub fn traffic(&self, direction: Direction) -> Traffic {
-        let lane = self.lane(direction);
-        let mut traffic = lane.traffic;
-        if let Some(since) = lane.since {
-            traffic.busy_ns += since.elapsed().as_nanos() as u64;
-        }
-        traffic
+        self.counted_until_now(direction).traffic
     }
 
-    /// Nanoseconds a byte took of late, both ways; `None` before enough has moved.
-    pub fn ns_per_byte(&self) -> Option<f64> {
-        let of = |direction| {
-            let lane = self.lane(direction);
-            let under_way_ns = lane.since.map_or(0, |since| since.elapsed().as_nanos() as u64);
-            (lane.recent_bytes >= RATE_BYTES_MIN)
-                .then(|| (lane.recent_ns + under_way_ns) as f64 / lane.recent_bytes as f64)
-        };
-        // What is written is read once: a device slow at either is slow.
-        Some(of(Direction::Write)? + of(Direction::Read).unwrap_or(0.0))
+    /// Nanoseconds of busy time for each byte of late; `None` before enough has moved to tell.
+    pub fn ns_per_byte(&self, direction: Direction) -> Option<f64> {
+        self.counted_until_now(direction).recent.ns_per_byte()
     }
 
-    /// Why the device is not to be written to any more, if so.
-    pub fn distrust(&self) -> Option<Error> {
-        let lane = self.lane(Direction::Write);
-        if lane.failed_in_a_row < FAILED_IN_A_ROW_MAX {
-            return None;
-        }
-        lane.failure.clone()
+    fn counted_until_now(&self, direction: Direction) -> MutexGuard<'_, Counts> {
+        let mut counts = self.counts(direction);
+        counts.look(Instant::now());
+        counts
     }
 
-    /// Whether the next write shall pass the device by, because it had no space.
-    pub fn passes_by(&self) -> bool {
-        let mut lane = self.lane(Direction::Write);
-        let passes = lane.pass_by_count > 0;
-        lane.pass_by_count = lane.pass_by_count.saturating_sub(1);
-        passes
-    }
-
-    fn lane(&self, direction: Direction) -> MutexGuard<'_, Lane> {
-        let lane = match direction {
+    fn counts(&self, direction: Direction) -> MutexGuard<'_, Counts> {
+        let counts = match direction {
             Direction::Read => &self.read,
             Direction::Write => &self.write,
         };
-        lane.lock().unwrap_or_else(PoisonError::into_inner)
+        counts.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::{Direction, FAILED_IN_A_ROW_MAX, Meter};
-    use crate::error::{Error, ErrorKind};
+    use super::{Counts, RATE_BUSY_MIN, RATE_BYTES_MIN, RECENT_BYTES_MAX};
+    use std::time::{Duration, Instant};
+
+    const MIB: u64 = 1 << 20;
+
+    /// Moves `bytes` in `time`, beginning at `now`; returns when it ended.
+    fn move_bytes(counts: &mut Counts, now: Instant, bytes: u64, time: Duration) -> Instant {
+        counts.begin(now);
+        counts.end(now + time, bytes, true);
+        now + time
+    }
 
     #[test]
-    fn what_ended_the_trust_stays_the_reason() {
-        let meter = Meter::default();
-        let fail = |number: u32| {
-            meter.begin(Direction::Write);
-            let error = Error::new(ErrorKind::Io, format!("failure {number}"));
-            meter.end(Direction::Write, 1, &Err(error));
-        };
-        (1..FAILED_IN_A_ROW_MAX).for_each(fail);
-        assert!(meter.distrust().is_none());
-        // Others were in flight when the trust ended; they fail later, each with its own words.
-        (FAILED_IN_A_ROW_MAX..10).for_each(fail);
-        let reason = meter.distrust().expect("it is not trusted any more");
-        assert_eq!(reason.to_string(), format!("failure {FAILED_IN_A_ROW_MAX}"));
+    fn a_short_burst_says_nothing_about_a_rate() {
+        let (mut counts, now) = (Counts::default(), Instant::now());
+        let almost = Duration::from_millis(499);
+        let now = move_bytes(&mut counts, now, RATE_BYTES_MIN - 1, almost);
+        assert_eq!(counts.recent.ns_per_byte(), None);
+        let mut long = Counts { recent: counts.recent, ..Counts::default() };
+        move_bytes(&mut long, now, 0, Duration::from_millis(1));
+        assert!(long.recent.ns_per_byte().is_some(), "a slow disk is told by the time it takes");
+        move_bytes(&mut counts, now, 1, Duration::ZERO);
+        assert!(counts.recent.ns_per_byte().is_some(), "so many bytes are no burst");
+    }
+
+    #[test]
+    fn a_disk_that_moved_nothing_has_no_rate() {
+        let (mut counts, now) = (Counts::default(), Instant::now());
+        counts.begin(now);
+        counts.end(now + 2 * RATE_BUSY_MIN, 1 << 30, false);
+        assert_eq!(counts.recent.ns_per_byte(), None);
+    }
+
+    #[test]
+    fn idle_time_is_not_busy_and_overlapping_requests_count_once() {
+        let (mut counts, now) = (Counts::default(), Instant::now());
+        let at = |ms| now + Duration::from_millis(ms);
+        counts.begin(at(0));
+        counts.begin(at(10));
+        counts.end(at(20), 64 * MIB, true);
+        counts.end(at(30), 64 * MIB, true);
+        let end = move_bytes(&mut counts, at(1000), 128 * MIB, Duration::from_millis(30));
+        counts.look(end + Duration::from_secs(1));
+        assert_eq!(counts.traffic.busy_ns, 60_000_000);
+        let ns_per_byte = counts.recent.ns_per_byte().unwrap();
+        assert!((ns_per_byte - 60e6 / (256 * MIB) as f64).abs() < 1e-9, "{ns_per_byte}");
+    }
+
+    #[test]
+    fn a_rate_follows_a_disk_that_slows_down() {
+        let (mut counts, mut now) = (Counts::default(), Instant::now());
+        for _ in 0..100 {
+            now = move_bytes(&mut counts, now, 16 * MIB, Duration::from_millis(4));
+        }
+        let fast = counts.recent.ns_per_byte().unwrap();
+        for _ in 0..4 * RECENT_BYTES_MAX / (16 * MIB) {
+            now = move_bytes(&mut counts, now, 16 * MIB, Duration::from_millis(40));
+        }
+        let slow = counts.recent.ns_per_byte().unwrap();
+        assert!(slow > 9.0 * fast, "{slow} after {fast}");
     }
 }

@@ -9,12 +9,13 @@
 //! device 2  |backlog               |
 //! ```
 
-/// Parts are multiples of this, but for the last: smaller ones cost more calls than they gain.
+/// Parts are multiples of this, but for the last. It is half of the usual piece: a smaller part
+/// would cost its device a call of its own and hardly end sooner.
 pub const STRIPE_BYTES: usize = 2 << 20;
 
 /// A device that may take a part.
 #[derive(Clone, Copy, Debug)]
-pub struct Lane {
+pub struct Candidate {
     /// The device's number.
     pub device: usize,
     /// Bytes that wait there already.
@@ -26,20 +27,20 @@ pub struct Lane {
 /// The devices that take a part of `len` bytes, and how many bytes each; in the order of the file.
 ///
 /// # Panics
-/// If there is no lane, or nothing to share out.
-pub fn shares(len: usize, lanes: &[Lane]) -> Vec<(usize, usize)> {
-    assert!(!lanes.is_empty() && len > 0, "nothing to share, or nobody to share it with");
-    if let [lane] = lanes {
-        return vec![(lane.device, len)];
+/// If there is no candidate, or nothing to share out.
+pub fn shares(len: usize, candidates: &[Candidate]) -> Vec<(usize, usize)> {
+    assert!(!candidates.is_empty() && len > 0, "nothing to share, or nobody to share it with");
+    if let [only] = candidates {
+        return vec![(only.device, len)];
     }
-    let known: Vec<f64> = lanes.iter().filter_map(|lane| lane.ns_per_byte).collect();
+    let known: Vec<f64> = candidates.iter().filter_map(|one| one.ns_per_byte).collect();
     let usual = if known.is_empty() { 1.0 } else { known.iter().sum::<f64>() / known.len() as f64 };
     // (when it is free, what a byte costs, its device)
-    let mut free: Vec<(f64, f64, usize)> = lanes
+    let mut free: Vec<(f64, f64, usize)> = candidates
         .iter()
-        .map(|lane| {
-            let cost = lane.ns_per_byte.unwrap_or(usual).max(f64::MIN_POSITIVE);
-            (lane.backlog_bytes as f64 * cost, cost, lane.device)
+        .map(|one| {
+            let cost = one.ns_per_byte.unwrap_or(usual).max(f64::MIN_POSITIVE);
+            (one.backlog_bytes as f64 * cost, cost, one.device)
         })
         .collect();
     free.sort_by(|one, other| one.0.total_cmp(&other.0));
@@ -56,13 +57,13 @@ pub fn shares(len: usize, lanes: &[Lane]) -> Vec<(usize, usize)> {
     }
     // What rounding left goes where it ends first.
     let first = |one: &&(f64, f64, usize), other: &&(f64, f64, usize)| {
-        let end = |lane: &(f64, f64, usize)| {
-            let own = parts.iter().find(|part| part.0 == lane.2).map_or(0, |part| part.1);
-            lane.0 + (own + rest) as f64 * lane.1
+        let end = |&(begin, cost, device): &(f64, f64, usize)| {
+            let own = parts.iter().find(|part| part.0 == device).map_or(0, |part| part.1);
+            begin + (own + rest) as f64 * cost
         };
         end(one).total_cmp(&end(other))
     };
-    let device = free.iter().min_by(first).map_or(free[0].2, |lane| lane.2);
+    let device = free.iter().min_by(first).map_or(free[0].2, |one| one.2);
     if rest > 0 {
         match parts.iter_mut().find(|part| part.0 == device) {
             Some(part) => part.1 += rest,
@@ -78,7 +79,7 @@ pub fn shares(len: usize, lanes: &[Lane]) -> Vec<(usize, usize)> {
     parts
 }
 
-/// When all are done if the first lanes, as many as it needs, share `len` bytes.
+/// When all are done if the first devices, as many as it needs, share `len` bytes.
 fn common_end(len: usize, free: &[(f64, f64, usize)]) -> f64 {
     let (mut rate, mut done) = (0.0, 0.0);
     let mut end = f64::INFINITY;
@@ -88,7 +89,7 @@ fn common_end(len: usize, free: &[(f64, f64, usize)]) -> f64 {
         }
         rate += 1.0 / cost;
         done += begin / cost;
-        // Sum over the lanes of (end - begin) / cost = len.
+        // Sum over the devices of (end - begin) / cost = len.
         end = (len as f64 + done) / rate;
     }
     end
@@ -96,20 +97,20 @@ fn common_end(len: usize, free: &[(f64, f64, usize)]) -> f64 {
 
 #[cfg(test)]
 mod tests {
-    use super::{Lane, STRIPE_BYTES, shares};
+    use super::{Candidate, STRIPE_BYTES, shares};
     use proptest::prelude::*;
 
     const MIB: usize = 1 << 20;
 
-    fn lane(device: usize, backlog_mib: usize, ns_per_byte: f64) -> Lane {
+    fn candidate(device: usize, backlog_mib: usize, ns_per_byte: f64) -> Candidate {
         let backlog_bytes = (backlog_mib * MIB) as u64;
-        Lane { device, backlog_bytes, ns_per_byte: Some(ns_per_byte) }
+        Candidate { device, backlog_bytes, ns_per_byte: Some(ns_per_byte) }
     }
 
     #[test]
     fn equal_devices_get_equal_parts() {
         assert_eq!(
-            shares(64 * MIB, &[lane(0, 0, 1.0), lane(1, 0, 1.0)]),
+            shares(64 * MIB, &[candidate(0, 0, 1.0), candidate(1, 0, 1.0)]),
             [(0, 32 * MIB), (1, 32 * MIB)]
         );
     }
@@ -117,7 +118,7 @@ mod tests {
     #[test]
     fn a_slow_device_gets_less() {
         assert_eq!(
-            shares(64 * MIB, &[lane(0, 0, 1.0), lane(1, 0, 3.0)]),
+            shares(64 * MIB, &[candidate(0, 0, 1.0), candidate(1, 0, 3.0)]),
             [(0, 48 * MIB), (1, 16 * MIB)]
         );
     }
@@ -125,36 +126,40 @@ mod tests {
     #[test]
     fn a_busy_device_gets_what_is_left_or_nothing() {
         assert_eq!(
-            shares(64 * MIB, &[lane(0, 32, 1.0), lane(1, 0, 1.0)]),
+            shares(64 * MIB, &[candidate(0, 32, 1.0), candidate(1, 0, 1.0)]),
             [(0, 16 * MIB), (1, 48 * MIB)]
         );
-        assert_eq!(shares(64 * MIB, &[lane(0, 100, 1.0), lane(1, 0, 1.0)]), [(1, 64 * MIB)]);
+        assert_eq!(
+            shares(64 * MIB, &[candidate(0, 100, 1.0), candidate(1, 0, 1.0)]),
+            [(1, 64 * MIB)]
+        );
     }
 
     #[test]
     fn small_tensors_stay_whole() {
-        assert_eq!(shares(MIB, &[lane(0, 1, 1.0), lane(1, 0, 1.0)]), [(1, MIB)]);
+        assert_eq!(shares(MIB, &[candidate(0, 1, 1.0), candidate(1, 0, 1.0)]), [(1, MIB)]);
     }
 
     proptest! {
         #[test]
-        fn every_byte_has_one_place(
+        fn every_byte_goes_to_one_device(
             len in 1usize..200 * MIB,
             backlogs in proptest::collection::vec(
                 (0usize..500, 0.01f64..100.0, any::<bool>()),
                 1..6,
             ),
         ) {
-            let lanes: Vec<Lane> = backlogs
+            let candidates: Vec<Candidate> = backlogs
                 .iter()
                 .enumerate()
                 .map(|(device, &(mib, cost, known))| {
-                    Lane { ns_per_byte: known.then_some(cost), ..lane(device, mib, cost) }
+                    let ns_per_byte = known.then_some(cost);
+                    Candidate { ns_per_byte, ..candidate(device, mib, cost) }
                 })
                 .collect();
-            let parts = shares(len, &lanes);
+            let parts = shares(len, &candidates);
             prop_assert_eq!(parts.iter().map(|part| part.1).sum::<usize>(), len);
-            prop_assert!(parts.iter().all(|part| part.1 > 0 && part.0 < lanes.len()));
+            prop_assert!(parts.iter().all(|part| part.1 > 0 && part.0 < candidates.len()));
             let mut devices: Vec<_> = parts.iter().map(|part| part.0).collect();
             devices.sort_unstable();
             devices.dedup();

@@ -9,13 +9,17 @@
 //! out neighbouring extents to tensors that are written one after the other, so the worker joins
 //! what waits in the queue; it never waits for more to come.
 
+use std::io;
+
 use crate::direction::Direction;
 use crate::engine::contract::Setup;
 use crate::engine::progress::{Piece, Progress};
-use crate::error::{ErrorKind, Result};
-use crate::queue::{Job, Request};
+use crate::error::{Error, ErrorKind, Result};
+use crate::memory::landing::Span;
+use crate::queue::{Job, JobMemory, Request};
 
-/// More buffers than this would not make a request faster, and the kernel takes 1024 at most.
+/// A vectored call takes 1024 runs of memory, and a member has three at most. With a quarter of
+/// that, members of 16 KiB fill the usual piece of 4 MiB.
 const MEMBERS_MAX: usize = 256;
 
 /// One or more neighbouring requests on their way, claimed from the queue.
@@ -25,6 +29,7 @@ pub struct Batch {
     /// Where the first member lies in the file.
     offset: u64,
     len: usize,
+    piece_len: usize,
     progress: Progress,
 }
 
@@ -33,22 +38,24 @@ struct Member {
     job: Job,
     /// Where its bytes begin in the batch.
     start: usize,
+    /// What is wrong with the bytes that came back for it, if anything.
+    corruption: Option<Error>,
 }
 
-/// A run of memory that one entry of a vectored call covers.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Span {
-    /// First byte.
-    pub address: *mut u8,
-    /// Length in bytes.
-    pub len: usize,
+/// The memory of a piece, by what the kernel does with it; neighbours in memory are one span.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Spans {
+    /// The kernel reads from here: a write.
+    From(Vec<Span<*const u8>>),
+    /// The kernel writes into here: a read.
+    Into(Vec<Span<*mut u8>>),
 }
 
 /// The part of a piece that lies in one member.
 pub struct Part<'a> {
     /// The member's job.
     pub job: &'a Job,
-    /// First byte, counted from the start of the job's buffer.
+    /// First byte, counted from the start of the job's memory.
     pub start: usize,
     /// Length in bytes.
     pub len: usize,
@@ -66,14 +73,14 @@ impl Batch {
                 break (request, job);
             }
         };
-        let mut range = request.place();
-        let mut members = vec![Member { request, job, start: 0 }];
+        let mut range = request.file_range();
+        let mut members = vec![Member { request, job, start: 0, corruption: None }];
         while members.len() < MEMBERS_MAX && range.end - range.start < setup.piece_len as u64 {
             let Some(request) = setup.queue.pop(direction) else { break };
-            let place = request.place();
+            let other = request.file_range();
             // Backward asks for its tensors in the reverse order of their writes.
-            let (is_after, is_before) = (place.start == range.end, place.end == range.start);
-            let joined = range.start.min(place.start)..range.end.max(place.end);
+            let (is_after, is_before) = (other.start == range.end, other.end == range.start);
+            let joined = range.start.min(other.start)..range.end.max(other.end);
             if !(is_after || is_before) || joined.end - joined.start > setup.piece_len as u64 {
                 *held = Some(request);
                 break;
@@ -81,7 +88,7 @@ impl Batch {
             // One that was cancelled leaves a gap, and so does one without room on the disk.
             let Some(job) = begin(setup, &request) else { break };
             let index = if is_after { members.len() } else { 0 };
-            members.insert(index, Member { request, job, start: 0 });
+            members.insert(index, Member { request, job, start: 0, corruption: None });
             range = joined;
         }
         Some(Self::new(setup, direction, members))
@@ -91,10 +98,11 @@ impl Batch {
         let (offset, mut len) = (members[0].job.extent.offset(), 0);
         for member in &mut members {
             member.start = len;
-            len += member.job.buffer.len();
+            len += member.job.memory.len();
         }
-        let progress = Progress::new(direction, offset, len, setup.piece_len, setup.alignment);
-        Self { direction, members, offset, len, progress }
+        let piece_len = setup.piece_len;
+        let progress = Progress::new(direction, offset, len, piece_len, setup.alignment);
+        Self { direction, members, offset, len, piece_len, progress }
     }
 
     /// Which way.
@@ -112,40 +120,96 @@ impl Batch {
         self.members[0].job.extent.file().fd()
     }
 
-    /// The progress, for the engine; a batch that everybody gave up sends no more pieces.
-    pub fn progress(&mut self) -> &mut Progress {
+    /// The next piece to send, if there is one now; none is left when nobody wants the batch any
+    /// more. What is written is summed up here, when the kernel is about to get it.
+    pub fn next_piece(&mut self) -> Option<Piece> {
+        self.look_for_abandoned();
+        let piece = self.progress.next_piece()?;
+        if self.direction == Direction::Write && !piece.is_again() {
+            self.parts(&piece).for_each(|part| part.job.note_checksum(part.start, part.len));
+        }
+        Some(piece)
+    }
+
+    /// Whether [`Batch::next_piece`] has something to give.
+    pub fn has_next(&mut self) -> bool {
+        self.look_for_abandoned();
+        self.progress.has_next()
+    }
+
+    /// Takes the kernel's result for a piece: bytes moved, or why not. A block that has been read
+    /// to its end is compared with its checksum and delivered.
+    pub fn finish_piece(&mut self, piece: Piece, moved: io::Result<usize>) {
+        let is_whole = moved.as_ref().is_ok_and(|&moved| moved == piece.len);
+        self.progress.finish(piece, moved);
+        if self.direction == Direction::Write || !is_whole {
+            return;
+        }
+        // After short reads the piece is the rest of its block; all before it is there already.
+        let start = piece.start / self.piece_len * self.piece_len;
+        let (block, first) = (start..piece.start + piece.len, self.member_at(start));
+        for member in &mut self.members[first..] {
+            let Some((start, len)) = member.overlap(&block) else { break };
+            match member.job.check(start, len) {
+                Ok(()) => member.job.deliver(start, len),
+                Err(error) => drop(member.corruption.get_or_insert(error)),
+            }
+        }
+    }
+
+    /// The outcome, once nothing is in flight and nothing is left to send.
+    pub fn outcome(&mut self) -> Option<Result<()>> {
+        self.progress.outcome()
+    }
+
+    fn look_for_abandoned(&mut self) {
         if self.members.iter().all(|member| member.request.is_abandoned()) {
             self.progress.abandon();
         }
-        &mut self.progress
+    }
+
+    /// The index of the member in which a byte of the batch lies.
+    fn member_at(&self, start: usize) -> usize {
+        self.members.partition_point(|member| member.start <= start) - 1
     }
 
     /// The parts of a piece, member by member.
     pub fn parts(&self, piece: &Piece) -> impl Iterator<Item = Part<'_>> {
-        let (start, end) = (piece.start, piece.start + piece.len);
-        debug_assert!(end <= self.len);
-        let first = self.members.partition_point(|member| member.start <= start) - 1;
-        let inside = self.members[first..].iter().take_while(move |member| member.start < end);
-        inside.map(move |member| {
-            let from = start.max(member.start);
-            let to = end.min(member.start + member.job.buffer.len());
-            Part { job: &member.job, start: from - member.start, len: to - from }
+        let range = piece.start..piece.start + piece.len;
+        debug_assert!(range.end <= self.len);
+        self.members[self.member_at(piece.start)..].iter().map_while(move |member| {
+            let (start, len) = member.overlap(&range)?;
+            Some(Part { job: &member.job, start, len })
         })
     }
 
-    /// The memory of a piece; neighbours in memory are one span.
-    pub fn spans(&self, piece: &Piece) -> Vec<Span> {
-        let mut spans: Vec<Span> = Vec::new();
-        for part in self.parts(piece) {
-            let address = part.job.buffer.piece(part.start, part.len);
-            match spans.last_mut() {
-                Some(last) if last.address.wrapping_add(last.len) == address => {
-                    last.len += part.len;
+    /// The memory of a piece.
+    pub fn spans(&self, piece: &Piece) -> Spans {
+        match self.direction {
+            Direction::Write => {
+                let mut spans = Vec::new();
+                for part in self.parts(piece) {
+                    if let JobMemory::From(source) = &part.job.memory {
+                        let address = source.address(part.start, part.len);
+                        push(&mut spans, Span { address, len: part.len }, |last| {
+                            last.address.wrapping_add(last.len)
+                        });
+                    }
                 }
-                _ => spans.push(Span { address, len: part.len }),
+                Spans::From(spans)
+            }
+            Direction::Read => {
+                let mut spans = Vec::new();
+                for part in self.parts(piece) {
+                    if let JobMemory::Into(landing) = &part.job.memory {
+                        for span in landing.spans(part.start, part.len) {
+                            push(&mut spans, span, |last| last.address.wrapping_add(last.len));
+                        }
+                    }
+                }
+                Spans::Into(spans)
             }
         }
-        spans
     }
 
     /// Answers every member; returns those that shall be tried alone, each a batch of its own.
@@ -156,12 +220,14 @@ impl Batch {
             !matches!(error.kind(), ErrorKind::Cancelled | ErrorKind::Closed | ErrorKind::Poisoned)
         });
         if is_fault && self.members.len() > 1 {
-            let alone = |member| Self::new(setup, self.direction, vec![member]);
+            let alone = |member| {
+                Self::new(setup, self.direction, vec![Member { corruption: None, ..member }])
+            };
             return self.members.into_iter().map(alone).collect();
         }
-        for Member { job, .. } in self.members {
-            setup.meter.end(self.direction, job.buffer.len() as u64, answer);
-            job.finish(answer.clone());
+        for Member { job, corruption, .. } in self.members {
+            let answer = answer.clone().and(corruption.map_or(Ok(()), Err));
+            setup.end(job, answer);
         }
         Vec::new()
     }
@@ -172,16 +238,35 @@ impl Batch {
     }
 }
 
+impl Member {
+    /// Where a range of the batch lies in the member's memory, as start and length.
+    fn overlap(&self, range: &std::ops::Range<usize>) -> Option<(usize, usize)> {
+        let start = range.start.max(self.start);
+        let end = range.end.min(self.start + self.job.memory.len());
+        (start < end).then(|| (start - self.start, end - start))
+    }
+}
+
+/// Adds a span, or makes the last one longer if it begins where that ends.
+fn push<Address: PartialEq>(
+    spans: &mut Vec<Span<Address>>,
+    span: Span<Address>,
+    end: impl Fn(&Span<Address>) -> Address,
+) {
+    match spans.last_mut() {
+        Some(last) if end(last) == span.address => last.len += span.len,
+        _ => spans.push(span),
+    }
+}
+
 /// Claims a request and readies it; `None` if it was cancelled, or has failed already.
 fn begin(setup: &Setup, request: &Request) -> Option<Job> {
     let job = request.claim()?;
-    setup.meter.begin(job.direction);
+    setup.statistics.begin(job.direction());
     match job.prepare() {
         Ok(()) => Some(job),
         Err(error) => {
-            let answer = Err(error);
-            setup.meter.end(job.direction, job.buffer.len() as u64, &answer);
-            job.finish(answer);
+            setup.end(job, Err(error));
             None
         }
     }
@@ -189,16 +274,17 @@ fn begin(setup: &Setup, request: &Request) -> Option<Job> {
 
 #[cfg(test)]
 mod tests {
-    use super::{Batch, Span};
+    use super::{Batch, Spans};
     use crate::config::DirectIo;
     use crate::direction::Direction;
+    use crate::disk::health::Health;
     use crate::disk::spill_file::{Extent, Quota, SpillFile};
-    use crate::disk::statistics::Meter;
     use crate::engine::contract::Setup;
+    use crate::engine::progress::Piece;
     use crate::error::{Error, ErrorKind};
     use crate::memory::arena::Arena;
-    use crate::memory::buffer::IoBuf;
-    use crate::queue::{Job, Request, SubmitQueue};
+    use crate::memory::landing::{Landing, Span};
+    use crate::queue::{Job, JobMemory, Request, SubmitQueue};
     use crate::ticket::{Ticket, ticket};
     use std::sync::Arc;
 
@@ -218,7 +304,8 @@ mod tests {
             let (file, _) = SpillFile::open(dir.path(), DirectIo::Optional, &quota).unwrap();
             let setup = Setup {
                 queue: SubmitQueue::new(64).unwrap(),
-                meter: Arc::new(Meter::default()),
+                statistics: Arc::default(),
+                health: Arc::new(Health::default()),
                 alignment: 512,
                 depth: 4,
                 piece_len,
@@ -232,13 +319,17 @@ mod tests {
 
         fn push(&self, extent: &Arc<Extent>) -> (Request, Ticket) {
             let (completer, ticket) = ticket();
-            let buffer = IoBuf::from(Arc::new(self.arena.slot(BLOCK).unwrap()));
-            let extent = Arc::clone(extent);
-            let direction = Direction::Read;
-            let request = Request::new(Job { direction, extent, buffer, completer, backlog: None });
+            let landing = Landing::from(Arc::new(self.arena.slot(BLOCK).unwrap()));
+            let (extent, memory) = (Arc::clone(extent), JobMemory::Into(landing));
+            let request = Request::new(Job::new(extent, memory, completer));
             self.setup.queue.push(&request).unwrap();
             (request, ticket)
         }
+    }
+
+    fn spans(batch: &Batch, piece: &Piece) -> Vec<Span<*mut u8>> {
+        let Spans::Into(spans) = batch.spans(piece) else { panic!("a read needs targets") };
+        spans
     }
 
     #[test]
@@ -253,13 +344,14 @@ mod tests {
             let mut held = None;
             let mut batch = Batch::take(&rig.setup, &mut held, Direction::Read).unwrap();
             assert!(held.is_none() && rig.setup.queue.is_empty());
-            let piece = batch.progress().next_piece().unwrap();
+            let piece = batch.next_piece().unwrap();
             assert_eq!((piece.start, piece.len), (0, 8 * BLOCK));
             assert_eq!(batch.offset(&piece), extents[0].offset().min(extents[7].offset()));
-            let covered: usize = batch.spans(&piece).iter().map(|span| span.len).sum();
+            let covered: usize = spans(&batch, &piece).iter().map(|span| span.len).sum();
             assert_eq!(covered, 8 * BLOCK);
-            let places: Vec<_> = batch.parts(&piece).map(|part| part.job.extent.offset()).collect();
-            assert!(places.is_sorted(), "the file is read from front to back");
+            let offsets: Vec<_> =
+                batch.parts(&piece).map(|part| part.job.extent.offset()).collect();
+            assert!(offsets.is_sorted(), "the file is read from front to back");
             assert!(batch.finish(&rig.setup, &Ok(())).is_empty());
             assert!(pushed.iter().all(|(_, ticket)| ticket.answer().unwrap().is_ok()));
         }
@@ -274,7 +366,7 @@ mod tests {
             [0, 1, 2, 4, 6].iter().map(|&index| rig.push(&extents[index]).1).collect();
         let (mut held, mut sizes) = (None, Vec::new());
         while let Some(mut batch) = Batch::take(&rig.setup, &mut held, Direction::Read) {
-            sizes.push(batch.progress().next_piece().unwrap().len / BLOCK);
+            sizes.push(batch.next_piece().unwrap().len / BLOCK);
             batch.finish(&rig.setup, &Ok(()));
         }
         assert_eq!(sizes, [3, 1, 1]);
@@ -319,8 +411,8 @@ mod tests {
         let extents = rig.extents(4);
         let _pushed: Vec<_> = extents.iter().map(|extent| rig.push(extent)).collect();
         let mut batch = Batch::take(&rig.setup, &mut None, Direction::Read).unwrap();
-        let piece = batch.progress().next_piece().unwrap();
-        let spans = batch.spans(&piece);
+        let piece = batch.next_piece().unwrap();
+        let spans = spans(&batch, &piece);
         // A fresh arena hands its slots out side by side.
         assert_eq!(spans, [Span { address: spans[0].address, len: 4 * BLOCK }]);
         batch.finish(&rig.setup, &Ok(()));

@@ -2,8 +2,16 @@
 
 use std::sync::Arc;
 
-use crate::disk::statistics::Meter;
-use crate::queue::SubmitQueue;
+use crate::config::Tuning;
+use crate::disk::health::Health;
+use crate::disk::statistics::Statistics;
+use crate::error::Result;
+use crate::queue::{Job, SubmitQueue};
+
+/// More entries than this a ring need not have, and the kernel would refuse eight times as many.
+const DEPTH_MAX: u32 = 4096;
+/// A single system call moves less than 2 GiB.
+const PIECE_BYTES_MAX: usize = 1 << 30;
 
 /// What serves a submission queue.
 pub trait IoEngine: Send + Sync {
@@ -12,12 +20,6 @@ pub trait IoEngine: Send + Sync {
 
     /// Ends after what has begun has ended; what waits is answered with `Closed`. Idempotent.
     fn close(&mut self);
-
-    /// Stops a simulated disk before its next piece; other engines cannot be paused.
-    fn pause(&self) {}
-
-    /// Lets a paused simulated disk move; other engines have nothing to resume.
-    fn resume(&self) {}
 }
 
 /// What every engine needs.
@@ -26,11 +28,36 @@ pub struct Setup {
     /// Where requests come from.
     pub queue: Arc<SubmitQueue>,
     /// Where traffic is counted.
-    pub meter: Arc<Meter>,
+    pub statistics: Arc<Statistics>,
+    /// Who judges by its answers whether the device may be written to.
+    pub health: Arc<Health>,
     /// Multiple of every address, offset and length.
     pub alignment: usize,
     /// Pieces in flight.
     pub depth: u32,
     /// Bytes per piece.
     pub piece_len: usize,
+}
+
+impl Setup {
+    /// A queue for `queue_capacity` requests each way, and engines that work as `tuning` says.
+    pub fn new(tuning: Tuning, alignment: usize, queue_capacity: usize) -> Result<Self> {
+        let piece_len = tuning.piece_bytes.min(PIECE_BYTES_MAX).next_multiple_of(alignment);
+        Ok(Self {
+            queue: SubmitQueue::new(queue_capacity)?,
+            statistics: Arc::default(),
+            health: Arc::default(),
+            alignment,
+            depth: tuning.queue_depth.clamp(1, DEPTH_MAX),
+            piece_len: piece_len.max(alignment),
+        })
+    }
+
+    /// Ends a job that began: counts it, judges by it, and answers.
+    pub fn end(&self, job: Job, answer: Result<()>) {
+        let direction = job.direction();
+        self.statistics.end(direction, job.memory.len() as u64, answer.is_ok());
+        self.health.note(direction, &answer);
+        job.finish(answer);
+    }
 }

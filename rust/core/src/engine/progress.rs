@@ -11,9 +11,11 @@ use std::io;
 use crate::direction::Direction;
 use crate::error::{Error, ErrorKind, Result};
 
-/// A piece whose read fails is asked for again so many times: some disks recover.
+/// A piece whose read fails is asked for again so many times. A drive has tried long before it
+/// reports an error, so more would only delay the report; but a timeout on the way may pass.
 const READS_AGAIN_MAX: u32 = 3;
-/// A piece that neither moves bytes nor fails is given up after so many tries.
+/// A piece that neither moves bytes nor fails for good is refused after so many tries in a row:
+/// they take milliseconds, and a kernel that says "again" a thousand times will say it for ever.
 const ATTEMPTS_MAX: u32 = 1000;
 
 /// A part of a request, small enough for one system call.
@@ -23,8 +25,17 @@ pub struct Piece {
     pub start: usize,
     /// Length in bytes.
     pub len: usize,
-    attempts: u32,
-    failures: u32,
+    /// Whether it, or what came before it in its block, was sent before.
+    is_again: bool,
+    attempt_count: u32,
+    failed_count: u32,
+}
+
+impl Piece {
+    /// Whether these bytes were sent before: what the kernel left over, or refused.
+    pub fn is_again(&self) -> bool {
+        self.is_again
+    }
 }
 
 /// The state of one request on its way through an engine.
@@ -65,7 +76,8 @@ impl Progress {
             let start = self.issued;
             let len = self.piece_len.min(self.len - start);
             self.issued += len;
-            (len > 0).then_some(Piece { start, len, attempts: 0, failures: 0 })
+            let (is_again, attempt_count, failed_count) = (false, 0, 0);
+            (len > 0).then_some(Piece { start, len, is_again, attempt_count, failed_count })
         })?;
         self.in_flight += 1;
         Some(piece)
@@ -91,33 +103,29 @@ impl Progress {
                 // Direct I/O can go on only from an aligned place.
                 let moved = moved - moved % self.alignment;
                 // Progress starts the count of tries anew.
-                let attempts = if moved > 0 { 0 } else { piece.attempts };
+                let attempt_count = if moved > 0 { 0 } else { piece.attempt_count };
                 let (start, len) = (piece.start + moved, piece.len - moved);
-                self.retry(Piece { start, len, attempts, ..piece });
+                self.retry(Piece { start, len, attempt_count, ..piece });
             }
             Err(error) => match error.raw_os_error() {
                 Some(libc::EAGAIN | libc::EINTR) => self.retry(piece),
                 // A write that fails keeps its tensor; a read that fails costs the whole step.
                 Some(libc::EIO | libc::ETIMEDOUT)
-                    if self.direction == Direction::Read && piece.failures < READS_AGAIN_MAX =>
+                    if self.direction == Direction::Read
+                        && piece.failed_count < READS_AGAIN_MAX =>
                 {
-                    self.retry(Piece { failures: piece.failures + 1, ..piece });
+                    self.retry(Piece { failed_count: piece.failed_count + 1, ..piece });
                 }
                 _ => self.fail(piece, "failed", Some(&error)),
             },
         }
     }
 
-    /// Stops sending pieces because somebody gave the request up.
+    /// Stops sending pieces because nobody wants the request any more.
     pub fn abandon(&mut self) {
         if self.has_next() {
             self.failure = Some(Error::new(ErrorKind::Cancelled, "cancelled on its way"));
         }
-    }
-
-    /// Fails the request from outside.
-    pub fn abort(&mut self, error: Error) {
-        self.failure.get_or_insert(error);
     }
 
     /// The outcome, once nothing is in flight and nothing is left to send.
@@ -129,10 +137,11 @@ impl Progress {
     }
 
     fn retry(&mut self, piece: Piece) {
-        if piece.attempts >= ATTEMPTS_MAX {
+        if piece.attempt_count >= ATTEMPTS_MAX {
             self.fail(piece, "made no progress in 1000 tries", None);
         } else {
-            self.again.push(Piece { attempts: piece.attempts + 1, ..piece });
+            let attempt_count = piece.attempt_count + 1;
+            self.again.push(Piece { is_again: true, attempt_count, ..piece });
         }
     }
 
@@ -203,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn a_device_that_never_moves_is_given_up() {
+    fn a_device_that_never_moves_is_a_failure() {
         let mut progress = Progress::new(Direction::Read, 0, 4096, 4096, 512);
         for _ in 0..=super::ATTEMPTS_MAX {
             let piece = progress.next_piece().unwrap();

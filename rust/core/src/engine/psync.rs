@@ -7,12 +7,13 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 
 use crate::direction::Direction;
-use crate::engine::batch::{Batch, Span};
+use crate::engine::batch::{Batch, Spans};
 use crate::engine::contract::{IoEngine, Setup};
 use crate::engine::progress::Piece;
 use crate::error::{Error, Result};
 
-/// More threads than this gain nothing on one device: each moves whole pieces.
+/// More threads than this gain nothing on one device: each moves whole pieces of megabytes, of
+/// which four keep a drive busy.
 const THREADS_MAX: u32 = 4;
 
 /// Something that moves bytes between memory and a file.
@@ -23,12 +24,6 @@ pub trait Disk: Send + Sync + 'static {
     /// Moves a piece, or the beginning of it; returns how many bytes, like `preadv(2)` and
     /// `pwritev(2)`.
     fn transfer(&self, batch: &Batch, piece: &Piece) -> io::Result<usize>;
-
-    /// Stops the disk before its next piece, if it can be paused.
-    fn pause(&self) {}
-
-    /// Lets a paused disk move.
-    fn resume(&self) {}
 }
 
 /// The real disk.
@@ -40,23 +35,30 @@ impl Disk for Kernel {
     }
 
     fn transfer(&self, batch: &Batch, piece: &Piece) -> io::Result<usize> {
-        let vector: Vec<libc::iovec> = batch.spans(piece).iter().map(entry).collect();
-        let (fd, count) = (batch.fd(), vector.len() as libc::c_int);
-        let offset = batch.offset(piece) as libc::off_t;
-        let moved = match batch.direction() {
-            // SAFETY: `spans` checked that its addresses belong to the buffers, which the batch
-            // keeps alive; a slot that is read into has no other user until its ticket is
-            // answered.
-            Direction::Read => unsafe { libc::preadv(fd, vector.as_ptr(), count, offset) },
-            // SAFETY: as above; the kernel only reads from the buffers.
-            Direction::Write => unsafe { libc::pwritev(fd, vector.as_ptr(), count, offset) },
+        let (fd, offset) = (batch.fd(), batch.offset(piece) as libc::off_t);
+        let moved = match batch.spans(piece) {
+            Spans::Into(spans) => {
+                let vector: Vec<_> =
+                    spans.iter().map(|span| entry(span.address, span.len)).collect();
+                // SAFETY: the addresses were checked to lie inside the targets, which the batch
+                // keeps alive; a target has no other user until its ticket is answered.
+                unsafe { libc::preadv(fd, vector.as_ptr(), vector.len() as libc::c_int, offset) }
+            }
+            Spans::From(spans) => {
+                let vector: Vec<_> =
+                    spans.iter().map(|span| entry(span.address.cast_mut(), span.len)).collect();
+                // SAFETY: the addresses were checked to lie inside the sources, which the batch
+                // keeps alive; the kernel only reads there.
+                unsafe { libc::pwritev(fd, vector.as_ptr(), vector.len() as libc::c_int, offset) }
+            }
         };
         usize::try_from(moved).map_err(|_| io::Error::last_os_error())
     }
 }
 
-fn entry(span: &Span) -> libc::iovec {
-    libc::iovec { iov_base: span.address.cast(), iov_len: span.len }
+/// The kernel has one type of entry for both ways, which cannot say that a source is only read.
+fn entry(address: *mut u8, len: usize) -> libc::iovec {
+    libc::iovec { iov_base: address.cast(), iov_len: len }
 }
 
 /// A pool of threads in front of a [`Disk`].
@@ -98,21 +100,12 @@ impl<D: Disk> IoEngine for Psync<D> {
 
     fn close(&mut self) {
         self.setup.queue.close(self.threads.len());
-        self.disk.resume();
         for thread in self.threads.drain(..) {
             if thread.join().is_err() {
                 self.setup.queue.poison();
             }
         }
         self.setup.queue.cancel_all();
-    }
-
-    fn pause(&self) {
-        self.disk.pause();
-    }
-
-    fn resume(&self) {
-        self.disk.resume();
     }
 }
 
@@ -162,12 +155,11 @@ fn serve<D: Disk>(setup: &Setup, disk: &D, batch: Batch) {
     let mut waiting = vec![batch];
     while let Some(mut batch) = waiting.pop() {
         let answer = loop {
-            let next = batch.progress().next_piece();
-            if let Some(piece) = next {
-                setup.meter.operation(batch.direction());
+            if let Some(piece) = batch.next_piece() {
+                setup.statistics.operation(batch.direction());
                 let moved = disk.transfer(&batch, &piece);
-                batch.progress().finish(piece, moved);
-            } else if let Some(answer) = batch.progress().outcome() {
+                batch.finish_piece(piece, moved);
+            } else if let Some(answer) = batch.outcome() {
                 break answer;
             }
         };

@@ -1,28 +1,72 @@
 //! A disk in memory that fails by a seeded plan: short I/O, errors of every kind, bit flips, pieces
 //! that others overtake, a device that goes away, and a pause that lasts until it is lifted.
 //!
-//! The faults of a piece depend on the seed, the direction, its place and how often that place was
-//! asked for: not on threads or time, so a seed reproduces. Time is a clock that ticks with every
-//! piece that ends, so a late piece costs no waiting. The order of the threads is not ours: it
-//! decides who overtakes whom and which piece is the last before the device goes away, unless the
-//! queue is one piece deep.
+//! The faults of a piece depend on the seed, the direction, its offset and how often that offset
+//! was asked for: not on threads or time, so a seed reproduces. Time is a clock that ticks with
+//! every piece that ends, so a late piece costs no waiting. The order of the threads is not ours:
+//! it decides who overtakes whom and which piece is the last before the device goes away, unless
+//! the queue is one piece deep.
 
 use std::collections::HashMap;
 use std::io;
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
-use crate::config::Faults;
+use crate::config::{Faults, PauseSwitch};
 use crate::direction::Direction;
 use crate::engine::batch::{Batch, Part};
+use crate::engine::contract::{IoEngine, Setup};
 use crate::engine::progress::Piece;
-use crate::engine::psync::Disk;
+use crate::engine::psync::{Disk, Psync};
+use crate::error::Result;
+use crate::queue::{JobMemory, SubmitQueue};
 
-/// A late piece is overtaken by at most so many others.
+/// A late piece is overtaken by at most so many others: more than there are threads, so that each
+/// of them can end a piece and begin another meanwhile.
 const LATE_TICKS_MAX: f64 = 6.0;
 
-/// The simulated disk; it runs behind the threads of [`crate::engine::psync`].
+/// The threads of [`crate::engine::psync`] in front of a simulated disk.
+pub struct Simulated {
+    engine: Psync<SimulatedDisk>,
+    queue: Arc<SubmitQueue>,
+    pause: PauseSwitch,
+    is_closing: Arc<AtomicBool>,
+}
+
+impl Simulated {
+    /// Starts the threads on an empty disk that fails by the plan of `faults`.
+    pub fn start(setup: Setup, faults: Faults) -> Result<Self> {
+        let (queue, pause, is_closing) =
+            (Arc::clone(&setup.queue), faults.pause.clone(), Arc::default());
+        let disk = SimulatedDisk::new(faults, Arc::clone(&is_closing));
+        Ok(Self { engine: Psync::start(setup, disk)?, queue, pause, is_closing })
+    }
+}
+
+impl IoEngine for Simulated {
+    fn name(&self) -> &'static str {
+        self.engine.name()
+    }
+
+    fn close(&mut self) {
+        // What waits for a paused disk has to move; what comes after it must not begin any more.
+        self.queue.close(0);
+        self.is_closing.store(true, Ordering::SeqCst);
+        self.pause.ask_again();
+        self.engine.close();
+    }
+}
+
+impl Drop for Simulated {
+    fn drop(&mut self) {
+        self.close();
+    }
+}
+
+/// The disk itself.
 pub struct SimulatedDisk {
     faults: Faults,
+    is_closing: Arc<AtomicBool>,
     state: Mutex<State>,
     moving: Condvar,
 }
@@ -30,7 +74,6 @@ pub struct SimulatedDisk {
 #[derive(Default)]
 struct State {
     bytes: Vec<u8>,
-    paused: bool,
     asked: HashMap<(Direction, u64), u64>,
     begun_count: u64,
     /// Threads that have a piece here, and the times at which those that are late may go on.
@@ -39,7 +82,7 @@ struct State {
     clock: u64,
 }
 
-/// A piece, and how often its place was asked for: what chance depends on.
+/// A piece, and how often its offset was asked for: what chance depends on.
 struct Ask {
     seed: u64,
     direction: Direction,
@@ -77,10 +120,8 @@ impl Ask {
 }
 
 impl SimulatedDisk {
-    /// An empty disk.
-    pub fn new(faults: Faults) -> Self {
-        let state = Mutex::new(State { paused: faults.paused, ..State::default() });
-        Self { faults, state, moving: Condvar::new() }
+    fn new(faults: Faults, is_closing: Arc<AtomicBool>) -> Self {
+        Self { faults, is_closing, state: Mutex::default(), moving: Condvar::new() }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -105,8 +146,8 @@ impl SimulatedDisk {
         drop(state);
         self.moving.notify_all();
         let mut state = self.wait_while(|state| state.clock < due);
-        let place = state.due.iter().position(|&other| other == due);
-        state.due.swap_remove(place.expect("only its owner takes a time back"));
+        let index = state.due.iter().position(|&other| other == due);
+        state.due.swap_remove(index.expect("only its owner takes a time back"));
     }
 
     /// The error that the plan has for a piece, if any.
@@ -152,14 +193,21 @@ impl Disk for SimulatedDisk {
     fn transfer(&self, batch: &Batch, piece: &Piece) -> io::Result<usize> {
         // The rest of the piece is asked for again, as after any short transfer.
         let Some(Part { job, start, len }) = batch.parts(piece).next() else { return Ok(0) };
-        let (direction, extent, buffer) = (batch.direction(), &job.extent, &job.buffer);
+        let (direction, extent) = (batch.direction(), &job.extent);
         let (seed, offset) = (self.faults.seed, extent.offset() + start as u64);
-        // What direct I/O refuses; `alignment` is a power of two.
-        let places = offset | len as u64 | buffer.piece(start, len) as u64;
-        if !places.is_multiple_of(extent.file().alignment() as u64) {
+        // What direct I/O refuses; `alignment` is a power of two, so all are its multiples if the
+        // bits of all together are.
+        let bits = match &job.memory {
+            JobMemory::From(source) => source.address(start, len) as usize | len,
+            JobMemory::Into(landing) => landing
+                .spans(start, len)
+                .fold(0, |bits, span| bits | span.address as usize | span.len),
+        };
+        if !(offset | bits as u64).is_multiple_of(extent.file().alignment() as u64) {
             return Err(io::Error::from_raw_os_error(libc::EINVAL));
         }
-        let mut state = self.wait_while(|state| state.paused);
+        self.faults.pause.wait_unless(|| self.is_closing.load(Ordering::SeqCst));
+        let mut state = self.lock();
         let asked = state.ask(direction, offset);
         let begun_count = state.begun_count;
         drop(state);
@@ -174,36 +222,27 @@ impl Disk for SimulatedDisk {
         state.clock += 1;
         state.skip_idle_time();
         self.moving.notify_all();
-        match (failure, direction) {
+        match (failure, &job.memory) {
             (Some(errno), _) => Err(io::Error::from_raw_os_error(errno)),
-            (None, Direction::Write) => {
-                buffer.copy_out(start, state.stored(offset, len));
+            (None, JobMemory::From(source)) => {
+                source.copy_out(start, state.stored(offset, len));
                 Ok(len)
             }
-            (None, Direction::Read) => {
+            (None, JobMemory::Into(landing)) => {
                 let mut piece = state.stored(offset, len).to_vec();
                 if len > 0 && ask.chance(Question::BitFlip) < self.faults.bit_flip_rate {
                     let bit = (ask.chance(Question::WhichBit) * (len * 8) as f64) as usize;
                     piece[bit / 8] ^= 1 << (bit % 8);
                 }
-                buffer.copy_in(start, &piece);
+                landing.copy_in(start, &piece);
                 Ok(len)
             }
         }
     }
-
-    fn pause(&self) {
-        self.lock().paused = true;
-    }
-
-    fn resume(&self) {
-        self.lock().paused = false;
-        self.moving.notify_all();
-    }
 }
 
 impl State {
-    /// Takes a piece in; how often its place was asked for by now.
+    /// Takes a piece in; how often its offset was asked for by now.
     fn ask(&mut self, direction: Direction, offset: u64) -> u64 {
         self.inside_count += 1;
         self.begun_count += 1;

@@ -14,10 +14,11 @@ use std::thread::JoinHandle;
 use io_uring::{IoUring, opcode, types};
 
 use crate::direction::Direction;
-use crate::engine::batch::{Batch, Span};
+use crate::engine::batch::{Batch, Spans};
 use crate::engine::contract::{IoEngine, Setup};
 use crate::engine::progress::Piece;
 use crate::error::{Error, ErrorKind, Result};
+use crate::memory::landing::Span;
 use crate::queue::{Job, Request};
 
 /// Marks the completion of the eventfd's poll among those of pieces.
@@ -159,7 +160,7 @@ impl Worker {
 
     fn run(mut self) {
         if let Err(error) = self.serve() {
-            self.give_up(&error);
+            self.fail_all(&error);
         }
     }
 
@@ -192,10 +193,10 @@ impl Worker {
             while !self.vacant_flights.is_empty() {
                 let Some(number) = self.front(direction) else { break };
                 let batch = self.active[number].as_mut().expect("a batch that sends is active");
-                if let Some(piece) = batch.progress().next_piece() {
+                if let Some(piece) = batch.next_piece() {
                     self.push_piece(number, piece)?;
                 } else {
-                    self.sending[lane(direction)].pop_front();
+                    self.sending[index(direction)].pop_front();
                     self.end_if_done(number);
                 }
             }
@@ -205,13 +206,13 @@ impl Worker {
 
     /// The batch whose piece goes next, taking a new one if none is under way.
     fn front(&mut self, direction: Direction) -> Option<usize> {
-        if let Some(&number) = self.sending[lane(direction)].front() {
+        if let Some(&number) = self.sending[index(direction)].front() {
             return Some(number);
         }
         if self.setup.queue.is_closed() {
             return None;
         }
-        let batch = Batch::take(&self.setup, &mut self.held[lane(direction)], direction)?;
+        let batch = Batch::take(&self.setup, &mut self.held[index(direction)], direction)?;
         Some(self.begin(batch))
     }
 
@@ -222,7 +223,7 @@ impl Worker {
             self.active.len() - 1
         });
         self.active[number] = Some(batch);
-        self.sending[lane(direction)].push_back(number);
+        self.sending[index(direction)].push_back(number);
         number
     }
 
@@ -230,25 +231,28 @@ impl Worker {
         let slot = self.vacant_flights.pop().expect("the caller saw a vacant flight");
         self.in_flight += 1;
         let batch = self.active[number].as_ref().expect("a batch that sends is active");
-        self.setup.meter.operation(batch.direction());
-        let spans = batch.spans(&piece);
-        let fd = types::Fd(batch.fd());
-        let (direction, offset) = (batch.direction(), batch.offset(&piece));
+        self.setup.statistics.operation(batch.direction());
+        let (fd, offset) = (types::Fd(batch.fd()), batch.offset(&piece));
         let mut vector = Vec::new();
-        let entry = if let [Span { address, len }] = spans[..] {
-            let len = len as u32;
-            match direction {
-                Direction::Read => opcode::Read::new(fd, address, len).offset(offset).build(),
-                Direction::Write => opcode::Write::new(fd, address, len).offset(offset).build(),
+        let entry = match batch.spans(&piece) {
+            Spans::Into(spans) => {
+                if let [Span { address, len }] = spans[..] {
+                    opcode::Read::new(fd, address, len as u32).offset(offset).build()
+                } else {
+                    vector.extend(spans.iter().map(|span| iovec(span.address, span.len)));
+                    let (start, count) = (vector.as_ptr(), vector.len() as u32);
+                    opcode::Readv::new(fd, start, count).offset(offset).build()
+                }
             }
-        } else {
-            let iovec =
-                |span: &Span| libc::iovec { iov_base: span.address.cast(), iov_len: span.len };
-            vector = spans.iter().map(iovec).collect();
-            let (start, count) = (vector.as_ptr(), vector.len() as u32);
-            match direction {
-                Direction::Read => opcode::Readv::new(fd, start, count).offset(offset).build(),
-                Direction::Write => opcode::Writev::new(fd, start, count).offset(offset).build(),
+            Spans::From(spans) => {
+                if let [Span { address, len }] = spans[..] {
+                    opcode::Write::new(fd, address, len as u32).offset(offset).build()
+                } else {
+                    let iovecs = spans.iter().map(|span| iovec(span.address.cast_mut(), span.len));
+                    vector.extend(iovecs);
+                    let (start, count) = (vector.as_ptr(), vector.len() as u32);
+                    opcode::Writev::new(fd, start, count).offset(offset).build()
+                }
             }
         };
         // Moving the vector leaves its elements where they are.
@@ -259,7 +263,7 @@ impl Worker {
     fn push(&mut self, entry: &io_uring::squeue::Entry) -> Result<()> {
         loop {
             // SAFETY: the entry's buffer, file and extent are held by `active` until its completion
-            // was reaped, and `Worker` never drops an active request before that (see `give_up`).
+            // was reaped, and `Worker` never drops an active request before that (see `fail_all`).
             let pushed = unsafe { self.ring.submission().push(entry) };
             if pushed.is_ok() {
                 return Ok(());
@@ -312,12 +316,12 @@ impl Worker {
             let moved = usize::try_from(result).map_err(|_| io::Error::from_raw_os_error(-result));
             let batch = self.active[number].as_mut().expect("a piece in flight has its batch");
             let direction = batch.direction();
-            let progress = batch.progress();
-            progress.finish(piece, moved);
-            let is_sending = self.sending[lane(direction)].contains(&number);
-            if progress.has_next() {
+            batch.finish_piece(piece, moved);
+            let has_next = batch.has_next();
+            let is_sending = self.sending[index(direction)].contains(&number);
+            if has_next {
                 if !is_sending {
-                    self.sending[lane(direction)].push_back(number);
+                    self.sending[index(direction)].push_back(number);
                 }
             } else if !is_sending {
                 self.end_if_done(number);
@@ -327,7 +331,7 @@ impl Worker {
 
     fn end_if_done(&mut self, number: usize) {
         let Some(batch) = self.active[number].as_mut() else { return };
-        let Some(answer) = batch.progress().outcome() else { return };
+        let Some(answer) = batch.outcome() else { return };
         if let Some(batch) = self.active[number].take() {
             self.vacant.push(number);
             for alone in batch.finish(&self.setup, &answer) {
@@ -349,13 +353,11 @@ impl Worker {
     }
 
     /// The ring is lost: nobody can say what the kernel still does to the buffers, so they stay.
-    fn give_up(mut self, error: &Error) {
+    fn fail_all(mut self, error: &Error) {
         self.setup.queue.poison();
-        for Job { extent, buffer, completer, .. } in self.active_jobs() {
-            std::mem::forget(buffer);
-            std::mem::forget(extent);
-            let message = format!("the I/O worker gave up: {error}; open a new store");
-            completer.complete(Err(Error::new(ErrorKind::Poisoned, message)));
+        for job in self.active_jobs() {
+            let message = format!("the I/O worker had to stop: {error}; open a new store");
+            job.leak(Err(Error::new(ErrorKind::Poisoned, message)));
         }
     }
 
@@ -368,16 +370,22 @@ impl Drop for Worker {
     fn drop(&mut self) {
         if std::thread::panicking() {
             self.setup.queue.poison();
-            // As in `give_up`: a panic must not free what the kernel may still use.
-            for Job { extent, buffer, .. } in self.active_jobs() {
-                std::mem::forget(buffer);
-                std::mem::forget(extent);
+            // As in `fail_all`: a panic must not free what the kernel may still use.
+            for job in self.active_jobs() {
+                let message = "the I/O worker died; open a new store";
+                job.leak(Err(Error::new(ErrorKind::Poisoned, message)));
             }
         }
     }
 }
 
-const fn lane(direction: Direction) -> usize {
+/// The kernel has one type of entry for both ways, which cannot say that a source is only read.
+fn iovec(address: *mut u8, len: usize) -> libc::iovec {
+    libc::iovec { iov_base: address.cast(), iov_len: len }
+}
+
+/// The place of a direction in a pair: reads first.
+const fn index(direction: Direction) -> usize {
     match direction {
         Direction::Read => 0,
         Direction::Write => 1,

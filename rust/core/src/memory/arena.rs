@@ -19,7 +19,8 @@ use crate::error::{Error, ErrorKind, Result};
 /// Slots start on this boundary, which satisfies direct I/O on every file system.
 pub const PAGE_BYTES: usize = 4096;
 const HUGE_PAGE_BYTES: usize = 2 << 20;
-/// The arena becomes accessible in steps, so that strict overcommit counts only what is used.
+/// The arena becomes accessible in steps, so that strict overcommit counts only what is used. A
+/// step is what is read ahead at once (32 MiB), so most reads need no system call for their memory.
 const COMMIT_STEP_BYTES: usize = 32 << 20;
 
 /// One reserved range of addresses from which slots are cut.
@@ -27,12 +28,12 @@ pub struct Arena {
     base: NonNull<u8>,
     reserved: usize,
     retain: usize,
-    space: Mutex<Space>,
+    usage: Mutex<Usage>,
     live: AtomicUsize,
     process: u32,
 }
 
-struct Space {
+struct Usage {
     extents: ExtentAllocator,
     /// Bytes from the base that may be accessed.
     committed: usize,
@@ -64,20 +65,20 @@ impl Arena {
                 }
             }
         };
-        let space = Space {
+        let usage = Usage {
             extents: ExtentAllocator::new(PAGE_BYTES as u64, reserved as u64),
             committed: 0,
             resident: 0,
         };
-        let (space, live) = (Mutex::new(space), AtomicUsize::new(0));
+        let (usage, live) = (Mutex::new(usage), AtomicUsize::new(0));
         let process = std::process::id();
-        Ok(Arc::new(Self { base, reserved, retain, space, live, process }))
+        Ok(Arc::new(Self { base, reserved, retain, usage, live, process }))
     }
 
     /// A slot of `len` bytes. Its content is whatever an earlier slot left.
     pub fn slot(self: &Arc<Self>, len: usize) -> Result<Slot> {
-        let mut space = self.lock();
-        let offset = space.extents.allocate(len as u64).ok_or_else(|| {
+        let mut usage = self.lock();
+        let offset = usage.extents.allocate(len as u64).ok_or_else(|| {
             let (live, reserved) = (self.live_bytes(), self.reserved);
             Error::new(
                 ErrorKind::NoSpace,
@@ -87,15 +88,15 @@ impl Arena {
                 ),
             )
         })? as usize;
-        let end = space.extents.end() as usize;
-        if end > space.committed
-            && let Err(error) = self.commit(&mut space, end)
+        let end = usage.extents.end() as usize;
+        if end > usage.committed
+            && let Err(error) = self.commit(&mut usage, end)
         {
-            space.extents.free(offset as u64, len as u64);
+            usage.extents.free(offset as u64, len as u64);
             return Err(error);
         }
-        space.resident = space.resident.max(space.extents.used() as usize);
-        drop(space);
+        usage.resident = usage.resident.max(usage.extents.used() as usize);
+        drop(usage);
         self.live.fetch_add(round_to_page(len), Ordering::Relaxed);
         Ok(Slot { arena: Arc::clone(self), offset, len })
     }
@@ -111,14 +112,14 @@ impl Arena {
         (base..base + self.reserved).contains(&address)
     }
 
-    fn lock(&self) -> MutexGuard<'_, Space> {
-        self.space.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, Usage> {
+        self.usage.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Makes `[0, end)` accessible, on huge pages where the kernel has them.
-    fn commit(&self, space: &mut Space, end: usize) -> Result<()> {
+    fn commit(&self, usage: &mut Usage, end: usize) -> Result<()> {
         let target = end.next_multiple_of(COMMIT_STEP_BYTES).min(self.reserved);
-        let (start, len) = (self.address(space.committed), target - space.committed);
+        let (start, len) = (self.address(usage.committed), target - usage.committed);
         // SAFETY: the range lies in our own reservation and no slot covers it yet.
         unsafe {
             rustix::mm::mprotect(start.cast(), len, MprotectFlags::READ | MprotectFlags::WRITE)
@@ -132,7 +133,7 @@ impl Arena {
         // A kernel without transparent huge pages refuses; small pages work, only slower.
         // SAFETY: advice on our own mapping; it changes no content.
         let _advice = unsafe { rustix::mm::madvise(start.cast(), len, Advice::LinuxHugepage) };
-        space.committed = target;
+        usage.committed = target;
         Ok(())
     }
 
@@ -143,33 +144,33 @@ impl Arena {
     }
 
     fn give_back(&self, offset: usize, len: usize) {
-        let mut space = self.lock();
-        space.extents.free(offset as u64, len as u64);
+        let mut usage = self.lock();
+        usage.extents.free(offset as u64, len as u64);
         self.live.fetch_sub(round_to_page(len), Ordering::Relaxed);
         // Seldom, so that what goes up and down within a backward is not faulted in again.
-        let used = space.extents.used() as usize;
-        if used <= space.resident / 4 && space.resident - used > self.retain {
-            self.drop_pages(&mut space);
+        let used = usage.extents.used() as usize;
+        if used <= usage.resident / 4 && usage.resident - used > self.retain {
+            self.drop_pages(&mut usage);
         }
     }
 
     /// Gives the pages that no slot covers back to the system, but for the first `retain` bytes.
-    fn drop_pages(&self, space: &mut Space) {
+    fn drop_pages(&self, usage: &mut Usage) {
         let mut retain = self.retain;
-        for (offset, len) in space.extents.free_ranges() {
+        for (offset, len) in usage.extents.free_ranges() {
             let kept = retain.min(len as usize);
             retain -= kept;
             let (start, len) = (self.address(offset as usize + kept), len as usize - kept);
             if len > 0 {
                 // Refused advice leaves pages resident, which is only a cost in memory.
                 // SAFETY: no slot covers a free range, so nobody can look at these pages, and the
-                // lock that `space` comes from keeps it so.
+                // lock that `usage` comes from keeps it so.
                 let _advice =
                     unsafe { rustix::mm::madvise(start.cast(), len, Advice::LinuxDontNeed) };
             }
         }
-        space.extents.shrink();
-        space.resident = space.extents.used() as usize + self.retain - retain;
+        usage.extents.shrink();
+        usage.resident = usage.extents.used() as usize + self.retain - retain;
     }
 }
 

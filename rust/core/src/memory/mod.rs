@@ -1,4 +1,5 @@
-//! The memory that I/O touches: our own arena, and what callers lend.
+//! Memory that I/O touches: the arena, and what the kernel may read from or write into.
 
 pub mod arena;
-pub mod buffer;
+pub mod host;
+pub mod landing;

@@ -1,0 +1,29 @@
+"""Says each thing once: a warning that comes back with every step is not read."""
+
+from __future__ import annotations
+
+import logging
+
+__all__ = ["PROCESS", "Notices", "log"]
+
+log = logging.getLogger("ssdtrain")
+
+
+class Notices:
+    """What was said already, by topic."""
+
+    def __init__(self) -> None:
+        self._topics: set[str] = set()
+
+    def say(
+        self, topic: str, message: str, *arguments: object, level: int = logging.WARNING
+    ) -> None:
+        """Log ``message % arguments``, unless something was said about this topic before."""
+        if topic not in self._topics:
+            self._topics.add(topic)
+            # A log record may be kept, and an error in it would keep its frames and their tensors.
+            log.log(level, "%s", message % arguments)
+
+
+PROCESS = Notices()
+"""For what holds for the whole process, such as how a directory is used."""

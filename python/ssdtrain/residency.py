@@ -1,0 +1,220 @@
+"""The bytes that are in memory because of us: one account, and one bound, for all who hold some.
+
+A *holding* is the entry of one holder: an object that holds bytes of training (a saved storage,
+say) and whose death ends the entry. What holds bytes for its own reasons, such as reads that have
+not been used, is asked when the sum is needed.
+
+[Note: no calls] Python looks for signals after a call and when a loop begins anew. A handler may
+raise (Ctrl-C), or ask for these very counts. So what belongs together is done by statements that
+call nothing: by subscripts and slots, and not by `pop`, `get` or `min`; and a loop asks inside
+whether it goes on, because the condition of a `while` is asked before its jump.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any, Generic, Protocol, TypeVar
+
+from ssdtrain.errors import BudgetError
+from ssdtrain.stalls import Stalls
+
+__all__ = ["Holding", "Residency", "User"]
+
+T = TypeVar("T")
+
+UNLIMITED_BYTES = 1 << 62
+"""More than any machine has, and small enough that sums of it stay exact in 64 bits."""
+
+
+class User(Protocol):
+    """Who holds bytes, and can let some go when another needs room."""
+
+    failure: str | None
+    """Why its bytes cannot leave memory, if they cannot."""
+
+    def wait_for_room(self) -> bool:
+        """Wait until a transfer ends that frees memory; ``False`` if none is under way."""
+
+    def give_way(self) -> None:
+        """Let go of what is held for speed alone."""
+
+
+class Holding(weakref.ref[T], Generic[T]):
+    """A weak reference to a holder, with what has to be known when it dies.
+
+    Its callback is a function in C, which takes no lock and which no interrupt can enter: one at
+    the first line of a finalizer in Python would be lost, and what it counts with it.
+    """
+
+    __slots__ = ("fate", "held_bytes", "identity", "nbytes")
+
+    nbytes: int
+    held_bytes: int
+    """Bytes in memory now: all, or none."""
+    fate: str
+    """How it would end now: "kept", "forwarded" or "offloaded"."""
+    identity: int
+    """Of the storage that several holders share, while they live; see ``hold_shared``."""
+
+
+class Residency:
+    """The account and the bound; used only under the session's lock.
+
+    What dies at any moment on any thread is appended to a queue, which the next call settles.
+    """
+
+    def __init__(
+        self, limit_bytes: int | None, transfer_bytes: Callable[[], int], stalls: Stalls
+    ) -> None:
+        self.limit_bytes = limit_bytes
+        """The bound (``max_resident_bytes``), or ``None``."""
+        self.is_bounded = limit_bytes is not None
+        self.held_bytes = 0
+        """The sum over the holdings; exact after ``settle``."""
+        self.peak_bytes = 0
+        self.ended_bytes = {"offloaded": 0, "forwarded": 0, "kept": 0}
+        self.ended_count = {"offloaded": 0, "forwarded": 0, "kept": 0}
+        self._transfer_bytes = transfer_bytes
+        """Asks for what transfers hold in memory beyond the holdings."""
+        self._stalls = stalls
+        self._users: list[weakref.ref[User]] = []
+        """Weak, because they know this account: a cycle would keep the store open."""
+        self._holdings: dict[object, None] = {}
+        """Everything alive: a weak reference that died before its object would tell nothing."""
+        self._ended: deque[Any] = deque()
+        self._ended_shared: deque[Any] = deque()
+        self._shared: dict[int, list[int]] = {}
+        """Identity of a storage that several may hold: its bytes, and how many hold it."""
+
+    def add_user(self, user: User) -> None:
+        """Ask ``user`` for room too when there is too little."""
+        self._users.append(weakref.ref(user))
+
+    def settle(self) -> None:
+        """Take note of what died since the last call."""
+        ended, holdings = self._ended, self._holdings
+        while True:
+            if not ended:
+                break
+            holding = ended[0]
+            del ended[0]
+            del holdings[holding]
+            self.held_bytes -= holding.held_bytes
+            self.ended_bytes[holding.fate] += holding.nbytes
+            self.ended_count[holding.fate] += 1
+        ended, shared = self._ended_shared, self._shared
+        while True:
+            if not ended:
+                break
+            holding = ended[0]
+            del ended[0]
+            del holdings[holding]
+            identity = holding.identity
+            entry = shared[identity]
+            entry[1] -= 1
+            if entry[1] == 0:
+                del shared[identity]
+                self.held_bytes -= entry[0]
+                self.ended_bytes["kept"] += entry[0]
+                self.ended_count["kept"] += 1
+
+    def hold(self, holder: T, nbytes: int) -> Holding[T]:
+        """Count ``nbytes`` that ``holder`` holds until it dies, or until ``free``."""
+        holding = Holding(holder, self._ended.append)
+        holding.nbytes = holding.held_bytes = nbytes
+        holding.fate = "kept"
+        self._holdings[holding] = None
+        self.held_bytes += nbytes
+        return holding
+
+    def free(self, holding: Holding[T]) -> None:
+        """Note that its bytes are on the disk, and in memory no more."""
+        self.held_bytes -= holding.held_bytes
+        holding.held_bytes = 0
+        holding.fate = "offloaded"
+
+    def hold_shared(self, holder: object, identity: int, nbytes: int, storage_bytes: int) -> None:
+        """Count bytes that stay; all holders of one storage count together at most as much as it.
+
+        ``identity`` is that of the storage, which ``holder`` keeps alive.
+        """
+        holding = Holding(holder, self._ended_shared.append)
+        shared = self._shared
+        if identity in shared:
+            entry = shared[identity]
+        else:
+            entry = shared[identity] = [0, 0]
+        # Not by `min` and `max`: see [Note: no calls].
+        more = storage_bytes - entry[0]
+        if more > nbytes:
+            more = nbytes
+        elif more < 0:
+            more = 0
+        holding.identity = identity
+        entry[0] += more
+        entry[1] += 1
+        self._holdings[holding] = None
+        self.held_bytes += more
+
+    def resident_bytes(self) -> int:
+        """Return the bytes in memory now."""
+        # Asked for first: what died since is settled below, and would be counted twice.
+        transfer_bytes = self._transfer_bytes()
+        self.settle()
+        return self.held_bytes + transfer_bytes
+
+    def room_bytes(self) -> int:
+        """Return how many more bytes may become resident."""
+        if self.limit_bytes is None:
+            return UNLIMITED_BYTES
+        return max(0, self.limit_bytes - self.resident_bytes())
+
+    def note_peak(self) -> None:
+        """Compare what is resident now with the peak; called after whatever may raise it."""
+        # As in `resident_bytes`; written out because every hook comes here.
+        transfer_bytes = self._transfer_bytes()
+        self.settle()
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes + transfer_bytes)
+
+    def admit(self, nbytes: int) -> None:
+        """Wait until ``nbytes`` more fit under the bound, if there is one.
+
+        Raises:
+            BudgetError: They never will: nothing that is in memory can leave it.
+
+        """
+        if self.limit_bytes is None:
+            return
+        may_give_way = True
+        while self._is_short_of(nbytes):
+            began_s = perf_counter()
+            users = [user for reference in self._users if (user := reference()) is not None]
+            if any(user.wait_for_room() for user in users):
+                self._stalls.note(perf_counter() - began_s)
+            elif may_give_way:
+                may_give_way = False
+                for user in users:
+                    user.give_way()
+            # What ended between the question and the look for something to wait for is free now.
+            elif self._is_short_of(nbytes):
+                raise self._over_budget(nbytes, users)
+
+    def _is_short_of(self, nbytes: int) -> bool:
+        assert self.limit_bytes is not None
+        return self.resident_bytes() + nbytes > self.limit_bytes
+
+    def _over_budget(self, nbytes: int, users: list[User]) -> BudgetError:
+        what = (
+            f"max_resident_bytes={self.limit_bytes} cannot be kept: {nbytes} more bytes are needed "
+            f"at once, {self.resident_bytes()} are in memory, and none of them is on its way to "
+            "the disk"
+        )
+        failure = next((user.failure for user in users if user.failure is not None), None)
+        if failure is None:
+            return BudgetError(f"{what}; raise it, or lower min_bytes")
+        return BudgetError(
+            f"{what}, because writes fail: {failure}. Mend that, or raise max_resident_bytes"
+        )

@@ -1,0 +1,279 @@
+//! Memory of the CPU, by what the kernel may do with it: read from it, or write into it.
+//!
+//! ```text
+//! HostSource   the kernel reads        a tensor that is written to the disk
+//! HostTarget   the kernel writes too   a slot of the arena, or memory lent for a read
+//! ```
+//!
+//! Two types, so that no engine can be made to write into memory that was lent for reading: a
+//! source has no way to give a `*mut`, and a target is made only by somebody who promises that
+//! nobody else uses the memory. Both are *host* memory by construction: the engines take these two
+//! types and nothing else, so an address on a GPU, which will have a type of its own, cannot come
+//! to `io_uring`.
+#![expect(unsafe_code, reason = "hands out raw addresses to the kernel")]
+
+use std::any::Any;
+use std::fmt;
+use std::ops::Range;
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use crate::memory::arena::{PAGE_BYTES, Slot};
+
+/// What keeps memory alive. It is dropped some day, on any thread, and never looked at.
+struct Owner(#[expect(dead_code, reason = "held for its drop")] Box<dyn Any + Send>);
+
+// SAFETY: no method takes `&self`, so several threads that share it can do nothing at once.
+unsafe impl Sync for Owner {}
+
+/// Host memory that the kernel may read from, and that nobody here writes into.
+#[derive(Clone)]
+pub struct HostSource {
+    address: NonNull<u8>,
+    len: usize,
+    owner: Arc<Owner>,
+}
+
+// SAFETY: the memory is only read, its owner is `Send` and never looked at, and the promise made to
+// `HostSource::new` holds on every thread.
+unsafe impl Send for HostSource {}
+// SAFETY: as above; there is no interior state.
+unsafe impl Sync for HostSource {}
+
+impl HostSource {
+    /// Lends `len` bytes at `address` for reading.
+    ///
+    /// # Safety
+    /// The address is one that the CPU can read. The pages that hold the bytes must stay mapped and
+    /// readable until `owner` is dropped. The bytes may change meanwhile: then what is stored is
+    /// unspecified bytes, which the caller must not use.
+    pub unsafe fn new(address: NonNull<u8>, len: usize, owner: Box<dyn Any + Send>) -> Self {
+        Self { address, len, owner: Arc::new(Owner(owner)) }
+    }
+
+    /// Length in bytes.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether there are no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// The blocks of `alignment` bytes that the source touches, and where it starts in them. Such a
+    /// widening is what spares unaligned tensors a copy.
+    ///
+    /// # Panics
+    /// If `alignment` is more than a page: then the blocks might not be mapped.
+    #[must_use]
+    pub fn widened(self, alignment: usize) -> (Self, usize) {
+        assert!(alignment <= PAGE_BYTES && alignment.is_power_of_two(), "widened beyond a page");
+        let head = self.address.as_ptr() as usize % alignment;
+        let start = self.address.as_ptr().wrapping_sub(head);
+        let address =
+            NonNull::new(start).expect("no byte lies in the first page of the address space");
+        let len = (head + self.len).next_multiple_of(alignment);
+        (Self { address, len, owner: self.owner }, head)
+    }
+
+    /// The part `[start, start + len)`, which keeps the whole memory alive.
+    ///
+    /// # Panics
+    /// If it does not lie inside the source.
+    #[must_use]
+    pub fn part(&self, start: usize, len: usize) -> Self {
+        let address = self.address(start, len).cast_mut();
+        let address = NonNull::new(address).expect("an address inside memory is not null");
+        Self { address, len, owner: Arc::clone(&self.owner) }
+    }
+
+    /// Address of the bytes `[start, start + len)`, for the kernel to read.
+    ///
+    /// # Panics
+    /// If they do not lie inside the source.
+    pub fn address(&self, start: usize, len: usize) -> *const u8 {
+        assert_inside(start, len, self.len);
+        // SAFETY: the assertion keeps the address inside the memory.
+        unsafe { self.address.as_ptr().add(start) }
+    }
+
+    /// Copies the bytes at `start` to `bytes`.
+    pub fn copy_out(&self, start: usize, bytes: &mut [u8]) {
+        let from = self.address(start, bytes.len());
+        // SAFETY: `address` checked the range, and a fresh `&mut` cannot overlap the source.
+        unsafe { std::ptr::copy_nonoverlapping(from, bytes.as_mut_ptr(), bytes.len()) }
+    }
+
+    /// Takes the bytes of `range` into a checksum. If they change meanwhile, it is of no use.
+    pub fn hash(&self, range: Range<usize>, sum: &mut Checksum) {
+        let address = self.address(range.start, range.len());
+        // SAFETY: `address` checked the range, and whoever lent the memory promised that it is
+        // readable.
+        sum.0.update(unsafe { std::slice::from_raw_parts(address, range.len()) });
+    }
+}
+
+impl From<Arc<Slot>> for HostSource {
+    fn from(slot: Arc<Slot>) -> Self {
+        let address = NonNull::new(slot.address()).expect("a slot lies inside the arena");
+        Self { address, len: slot.len(), owner: Arc::new(Owner(Box::new(slot))) }
+    }
+}
+
+/// Host memory that the kernel may write into, and that nobody else uses meanwhile.
+#[derive(Clone)]
+pub struct HostTarget {
+    address: NonNull<u8>,
+    len: usize,
+    owner: Arc<Owner>,
+}
+
+// SAFETY: the memory belongs to whoever holds the target, its owner is `Send` and never looked at,
+// and the promise made to `HostTarget::new` holds on every thread.
+unsafe impl Send for HostTarget {}
+// SAFETY: as above; no two threads are given the same bytes of one read.
+unsafe impl Sync for HostTarget {}
+
+impl HostTarget {
+    /// Lends `len` bytes at `address` for a read to write into.
+    ///
+    /// # Safety
+    /// The address is one that the CPU can write to. The bytes must stay mapped and writable until
+    /// `owner` is dropped, and nobody else may read or write them before that.
+    pub unsafe fn new(address: NonNull<u8>, len: usize, owner: Box<dyn Any + Send>) -> Self {
+        Self { address, len, owner: Arc::new(Owner(owner)) }
+    }
+
+    /// Length in bytes.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether there are no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// The part `[start, start + len)`, which keeps the whole memory alive.
+    ///
+    /// # Panics
+    /// If it does not lie inside the target.
+    #[must_use]
+    pub fn part(&self, start: usize, len: usize) -> Self {
+        let address = NonNull::new(self.address(start, len));
+        let address = address.expect("an address inside memory is not null");
+        Self { address, len, owner: Arc::clone(&self.owner) }
+    }
+
+    /// Address of the bytes `[start, start + len)`, for the kernel to write into.
+    ///
+    /// # Panics
+    /// If they do not lie inside the target.
+    pub fn address(&self, start: usize, len: usize) -> *mut u8 {
+        assert_inside(start, len, self.len);
+        // SAFETY: the assertion keeps the address inside the memory.
+        unsafe { self.address.as_ptr().add(start) }
+    }
+
+    /// Copies `bytes` to the bytes at `start`.
+    pub fn copy_in(&self, start: usize, bytes: &[u8]) {
+        let to = self.address(start, bytes.len());
+        // SAFETY: `address` checked the range; the memory is written only by the one read that has
+        // it until its ticket is answered, and a shared slice cannot overlap it.
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len()) }
+    }
+
+    /// Copies the bytes at `start` to `bytes`.
+    pub fn copy_out(&self, start: usize, bytes: &mut [u8]) {
+        let from = self.address(start, bytes.len());
+        // SAFETY: `address` checked the range, and a fresh `&mut` cannot overlap the target.
+        unsafe { std::ptr::copy_nonoverlapping(from, bytes.as_mut_ptr(), bytes.len()) }
+    }
+
+    /// Copies `len` bytes at `start` to those at `other_start` of another target.
+    pub fn copy_to(&self, start: usize, other: &Self, other_start: usize, len: usize) {
+        let (from, to) = (self.address(start, len), other.address(other_start, len));
+        // SAFETY: `address` checked both ranges; `copy` allows that they overlap.
+        unsafe { std::ptr::copy(from, to, len) }
+    }
+
+    /// Takes the bytes of `range`, which have been read, into a checksum.
+    pub fn hash(&self, range: Range<usize>, sum: &mut Checksum) {
+        let address = self.address(range.start, range.len());
+        // SAFETY: `address` checked the range, and nobody but the caller writes there.
+        sum.0.update(unsafe { std::slice::from_raw_parts(address, range.len()) });
+    }
+}
+
+impl From<Arc<Slot>> for HostTarget {
+    fn from(slot: Arc<Slot>) -> Self {
+        let address = NonNull::new(slot.address()).expect("a slot lies inside the arena");
+        Self { address, len: slot.len(), owner: Arc::new(Owner(Box::new(slot))) }
+    }
+}
+
+/// xxh3 of bytes that come in several runs: the same number as that of all at once.
+#[derive(Default)]
+pub struct Checksum(xxhash_rust::xxh3::Xxh3);
+
+impl Checksum {
+    /// The sum of what was taken in.
+    pub fn value(&self) -> u64 {
+        self.0.digest()
+    }
+}
+
+fn assert_inside(start: usize, len: usize, whole: usize) {
+    assert!(start.checked_add(len).is_some_and(|end| end <= whole), "a range outside the memory");
+}
+
+impl fmt::Debug for HostSource {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.debug_struct("HostSource").field("len", &self.len).finish_non_exhaustive()
+    }
+}
+
+impl fmt::Debug for HostTarget {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.debug_struct("HostTarget").field("len", &self.len).finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Checksum, HostSource, HostTarget};
+    use crate::memory::arena::Arena;
+    use std::sync::Arc;
+
+    #[test]
+    fn bytes_survive_in_a_slot() {
+        let arena = Arena::new(1 << 20).unwrap();
+        let slot = Arc::new(arena.slot(10_000).unwrap());
+        HostTarget::from(Arc::clone(&slot)).copy_in(9_990, &[7; 10]);
+        let mut out = [0; 10];
+        HostSource::from(slot).copy_out(9_990, &mut out);
+        assert_eq!(out, [7; 10]);
+        assert_eq!(arena.live_bytes(), 0, "a source keeps its slot, and no longer than itself");
+    }
+
+    #[test]
+    #[should_panic(expected = "a range outside the memory")]
+    fn a_range_outside_the_memory_is_refused() {
+        let arena = Arena::new(0).unwrap();
+        HostSource::from(Arc::new(arena.slot(4096).unwrap())).address(4000, 97);
+    }
+
+    #[test]
+    fn a_checksum_does_not_depend_on_how_the_bytes_came() {
+        let arena = Arena::new(0).unwrap();
+        let target = HostTarget::from(Arc::new(arena.slot(3000).unwrap()));
+        target.copy_in(0, &(0..3000).map(|index| (index % 251) as u8).collect::<Vec<_>>());
+        let (mut whole, mut runs) = (Checksum::default(), Checksum::default());
+        target.hash(0..3000, &mut whole);
+        for range in [0..1, 1..1, 1..1500, 1500..3000] {
+            target.hash(range, &mut runs);
+        }
+        assert_eq!(whole.value(), runs.value());
+    }
+}
