@@ -153,7 +153,7 @@ test-torch: need-rust $(TEST_STAMP) ## PyTorch's own test_autograd.py; TORCH_TES
 	PYTHONPATH=tests/support $(ENV_PYTHON) tests/long/torch_suite.py $(TORCH_TESTS)
 
 .PHONY: mutations
-mutations: need-rust $(TEST_STAMP) ## remove each defence of docs/correctness.md: its tests must fail; MUTATIONS="gate"
+mutations: need-rust $(TEST_STAMP) ## remove each defence: its tests must fail; MUTATIONS="gate"
 	PYTHONPATH=tests/support $(ENV_PYTHON) tests/long/mutations.py $(MUTATIONS)
 
 .PHONY: wheel
@@ -170,6 +170,10 @@ wheel: need-rust need-readelf $(WHEEL_TOOLS)/.installed ## dist/: wheel and sdis
 	$(WHEEL_TOOLS)/bin/python tests/wheel/distributions.py --glibc-max $(GLIBC_MAX) dist
 	$(WHEEL_TOOLS)/bin/python tests/wheel/fresh_install.py dist --scratch target/wheel \
 		--pythons '$(PYTHONS)'
+
+.PHONY: defences
+defences: $(VENV)/bin/python ## write the table of defences in docs/correctness.md
+	PYTHONPATH=tests/support $(ENV_PYTHON) tests/support/defences.py
 
 .PHONY: clean
 clean: ## remove what builds and runs left here; the environment stays

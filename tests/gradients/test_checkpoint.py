@@ -193,6 +193,7 @@ def test_the_inputs_of_the_regions_are_written_and_nothing_else(way: str, tmp_pa
     rig.assert_empty()
 
 
+@pytest.mark.defends("checkpoint recognition")
 @pytest.mark.parametrize("way", ["reentrant", "reentrant in reentrant"])
 def test_what_a_reentrant_checkpoint_computes_again_is_not_written(
     way: str, tmp_path: Path
@@ -361,6 +362,7 @@ def doubling_step(policy: Any, *, may_change: bool, where: str) -> Step:
     return step
 
 
+@pytest.mark.defends("shared counters below autograd")
 @needs_respect
 @pytest.mark.parametrize("where", ["in the region", "after it"])
 @pytest.mark.parametrize("policy", ["products", "every value"])

@@ -235,6 +235,7 @@ def test_a_block_inside_a_compiled_function_gives_equal_bits(tmp_path: Path) -> 
 # Compiled autograd: the backward is traced too, with the unpacks between its parts
 
 
+@pytest.mark.defends("hooks that the compiler does not trace")
 @pytest.mark.parametrize(
     "way", ["eager forward", pytest.param("compiled forward", marks=pytest.mark.long)]
 )

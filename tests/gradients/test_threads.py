@@ -98,6 +98,7 @@ class Walker:
 # Others, while one thread waits for the disk
 
 
+@pytest.mark.defends("no lock while waiting for a read")
 def test_forwards_go_on_while_a_backward_waits_for_the_disk(tmp_path: Path) -> None:
     rig = slow_rig(tmp_path)
     x, other = leaf(), leaf()
