@@ -146,7 +146,7 @@ class TensorStore:
             ``NoSpaceError``.
         backend: ``"auto"``, ``"io_uring"`` or ``"psync"``.
         direct_io: ``"required"``, ``"optional"`` or ``"disabled"``.
-        verify: Checksum (xxh3) before each write and after each read.
+        verify: Checksum (xxh3) what is written, and compare what is read.
 
     Raises:
         ConfigError: An option or a directory cannot be used; the message says what next.
