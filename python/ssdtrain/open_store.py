@@ -23,7 +23,7 @@ def open_store(config: StoreConfig, *, retain_bytes: int | None = None) -> Store
         backend=backend,
         direct_io=config.direct_io,
         max_disk_bytes=config.max_disk_bytes,
-        verify=config.verify,
+        verify=config.verify,  # defence: verify
         retain_bytes=retain_bytes,
         simulated_disk=config.simulated_disk,
     )

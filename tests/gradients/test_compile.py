@@ -37,7 +37,8 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings(
 
 ROWS, WIDTH = 16, 32
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
-BACKENDS = ["aot_eager", pytest.param("inductor", marks=needs_compiler)]
+BACKENDS = ["aot_eager", pytest.param("inductor", marks=[needs_compiler, pytest.mark.long])]
+"""Each graph takes inductor seconds: `make test` has it compile the blocks of one test."""
 
 
 @pytest.fixture(autouse=True)
@@ -234,7 +235,10 @@ def test_a_block_inside_a_compiled_function_gives_equal_bits(tmp_path: Path) -> 
 # Compiled autograd: the backward is traced too, with the unpacks between its parts
 
 
-@pytest.mark.parametrize("way", ["eager forward", "compiled forward"])
+@pytest.mark.defends("hooks that the compiler does not trace")
+@pytest.mark.parametrize(
+    "way", ["eager forward", pytest.param("compiled forward", marks=pytest.mark.long)]
+)
 def test_compiled_autograd_gives_equal_bits(way: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     # Few saved tensors: the compiler stops at each unpack, and compiles what follows anew.
@@ -294,6 +298,7 @@ def test_what_a_compiled_backward_overwrites_is_seen_by_nobody_else(tmp_path: Pa
         rig.assert_empty()
 
 
+@pytest.mark.long
 @needs_compiler
 @pytest.mark.parametrize("donate", [True, False])
 def test_a_graph_that_is_kept_is_refused_or_not_overwritten(donate: bool, tmp_path: Path) -> None:
@@ -322,6 +327,7 @@ def test_a_graph_that_is_kept_is_refused_or_not_overwritten(donate: bool, tmp_pa
         prove_refused(step, tmp_path, words)
 
 
+@pytest.mark.long
 @needs_compiler
 def test_a_second_handle_on_what_a_graph_saved_gives_equal_bits(tmp_path: Path) -> None:
     """Inputs and outputs of a graph are saved by eager nodes too, before it and after it."""

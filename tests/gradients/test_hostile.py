@@ -31,6 +31,7 @@ def moved_by_growing(tensor: Tensor) -> None:
     tensor.untyped_storage().resize_(2 * tensor.nbytes)
 
 
+@pytest.mark.defends("memory that moved")
 @pytest.mark.parametrize("move", [moved_by_sharing, moved_by_growing])
 def test_memory_that_moves_under_its_write_is_not_freed(
     move: Callable[[Tensor], None], tmp_path: Path

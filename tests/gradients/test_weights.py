@@ -168,6 +168,7 @@ def test_weights_and_what_is_made_of_them_are_not_managed(name: str, tmp_path: P
     assert all(ROWS in one.shape for one in seen), {one.shape for one in seen}
 
 
+@pytest.mark.defends("what is larger than its parameter")
 def test_a_row_of_a_weight_repeated_for_a_batch_is_an_activation(tmp_path: Path) -> None:
     token = Parameter(torch.randn(1, WIDTH))
 

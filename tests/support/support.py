@@ -15,8 +15,10 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 from torch import Tensor, nn
 
+from children import forked_python
 from ssdtrain._core import SimulatedDisk
 from ssdtrain.activations.failed_backward import drop_failed_backwards
 from ssdtrain.activations.writeback import Writeback
@@ -146,6 +148,14 @@ class Rig:
 
     def _left_bytes(self) -> int:
         return self.stats.disk_used_bytes + self.stats.resident_bytes
+
+
+def sizes(*, small: object, whole: object) -> list[ParameterSet]:
+    """Return the sizes of a test: small in ``make test``, whole in ``make test-long``."""
+    return [
+        pytest.param(small, id="small"),
+        pytest.param(whole, id="whole", marks=pytest.mark.long),
+    ]
 
 
 def pause() -> None:
@@ -282,7 +292,7 @@ def nothing_leaks() -> Iterator[None]:
 
 
 def python(program: str, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run a program in a fresh interpreter."""
+    """Run a program in a fresh interpreter; ``children.forked_python`` takes less time."""
     return subprocess.run(
         [sys.executable, "-c", program, *arguments],
         capture_output=True,
@@ -310,7 +320,7 @@ def in_child(function: Callable[..., None], *arguments: object) -> list[str]:
         "logging.basicConfig(format='%(levelname)s %(message)s', stream=sys.stdout); "
         f"from {module.stem} import {name}; {name}(*sys.argv[2:])"
     )
-    done = python(program, str(module.parent), *map(str, arguments))
+    done = forked_python(program, str(module.parent), *map(str, arguments))
     assert done.returncode == 0, f"{done.returncode}\n{done.stdout}\n{done.stderr}"
     if done.stdout.startswith(NO_SECCOMP):
         pytest.skip(NO_SECCOMP)

@@ -63,7 +63,10 @@ def is_plain(tensor: Tensor) -> bool:
     of other devices each have an entry more, or one less, than a plain one.
     """
     kind = type(tensor)
-    return (kind is Tensor or kind is Parameter) and dispatch_keys(tensor) == PLAIN_KEYS
+    return (
+        (kind is Tensor or kind is Parameter)
+        and dispatch_keys(tensor) == PLAIN_KEYS  # defence: what a plain tensor is
+    )
 
 
 def is_weight(tensor: Tensor) -> bool:
@@ -77,6 +80,7 @@ def is_weight(tensor: Tensor) -> bool:
     if type(tensor) is Parameter or (tensor.is_leaf and tensor.requires_grad):
         return True
     base = tensor._base  # noqa: SLF001 - the only way to ask a view for its base
+    # defence: provenance: the base of a view
     if base is not None and (isinstance(base, Parameter) or (base.is_leaf and base.requires_grad)):
         return True
     node = tensor.grad_fn
@@ -84,8 +88,9 @@ def is_weight(tensor: Tensor) -> bool:
         # Autograd packs without grad mode. With it, selective checkpointing hands over what it
         # caches, bare of all history. A view of something (FSDP2 empties its weights after their
         # forward, under any write) shows by the others on its storage.
+        # defence: weights without history
         return torch.is_grad_enabled() and storage_users(tensor) > FRESH_USERS_MAX
-    for _ in range(DERIVATION_DEPTH_MAX):
+    for _ in range(DERIVATION_DEPTH_MAX):  # defence: provenance: the walk to the parameter
         if node is None or node.name() not in PASSES_WEIGHTS_ON:
             break
         node = node.next_functions[0][0] if node.next_functions else None
@@ -100,6 +105,7 @@ def is_memory_of_others(storage: UntypedStorage, owns: Callable[[int], bool]) ->
     Whoever owns it may change it when torch's storage is long gone, and keeps it anyway. ``owns``
     tells whether an address is in memory that a transfer gave out.
     """
+    # defence: memory of others stays
     return not storage.resizable() and not owns(storage.data_ptr())
 
 
@@ -107,4 +113,5 @@ def _is_no_larger(tensor: Tensor, leaf: object) -> bool:
     """Whether this was made of a parameter, and is not one row of it repeated for a whole batch."""
     if not isinstance(leaf, Parameter):
         return False
+    # defence: what is larger than its parameter
     return tensor.untyped_storage().nbytes() <= leaf.numel() * tensor.itemsize

@@ -100,7 +100,7 @@ class Round:
         """Enter a packed tensor; ``is_new`` says whether it brought a record of its own."""
         nbytes = saved.record.nbytes
         key = next_key(self.signature, nbytes)
-        entry = weakref.ref(saved)
+        entry = weakref.ref(saved)  # defence: lifetime by handle
         saved.ordinal = len(self.entries)
         saved.round = self
         # No call from here on, see ``residency``, [Note: no calls]: the lists stay of one length.

@@ -136,9 +136,9 @@ class Writeback:
         record = known() if known is not None else None
         if (
             record is not None
-            and record.storage() is storage
-            and record.root() is root_of(tensor)
-            and record.version == version
+            and record.storage() is storage  # defence: identity with a look at life
+            and record.root() is root_of(tensor)  # defence: identity with the version counter
+            and record.version == version  # defence: version at pack
             and record.covers(geometry.offset, start + nbytes)
         ):
             return record, False
@@ -265,6 +265,7 @@ class Writeback:
                     record.holding.fate = "forwarded"
             return record.source.untyped_storage()
         storage = record.storage()
+        # defence: live memory before the disk
         if storage is None or storage.nbytes() < record.start + record.nbytes:
             return None
         # Somebody else holds it: offloading it freed nothing, so do not do it again.
