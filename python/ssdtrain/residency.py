@@ -180,14 +180,12 @@ class Residency:
         self.peak_bytes = max(self.peak_bytes, self.held_bytes + transfer_bytes)
 
     def admit(self, nbytes: int) -> None:
-        """Wait until ``nbytes`` more fit under the bound, if there is one.
+        """Wait until ``nbytes`` more fit under the bound; call it only if there is one.
 
         Raises:
             BudgetError: They never will: nothing that is in memory can leave it.
 
         """
-        if self.limit_bytes is None:
-            return
         may_give_way = True
         while self._is_short_of(nbytes):
             began_s = perf_counter()

@@ -435,6 +435,11 @@ def public_names_above_init(root: Path) -> Iterator[str]:
                 )
 
 
+def _is_list(path: Path) -> bool:
+    """Whether a `mod.rs` only lists its folder: then the folder is not a room."""
+    return path.name == "mod.rs" and not re.search(r"\b(?:fn|struct|enum|impl)\b", path.read_text())
+
+
 def room_sentences(root: Path) -> Iterator[str]:
     """Every module has its line in docs/architecture.md, and files of one name a line each."""
     token = re.compile(r"[\w.-]+(?:/[\w.-]+)*\.(?:pyi?|rs)\b")
@@ -444,7 +449,7 @@ def room_sentences(root: Path) -> Iterator[str]:
         for line in Doc.read(root).prose
         if len(re.findall(r"\w+", token.sub("", line))) >= ROOM_WORDS_MIN
     ]
-    rooms = dict(rust_modules(root))
+    rooms = {name: path for name, path in rust_modules(root).items() if not _is_list(path)}
     for name, path in python_modules(root).items():
         if name.rpartition("/")[0] not in ROOMS_IN_ONE:
             rooms[f"ssdtrain {name}"] = path

@@ -205,7 +205,7 @@ class Hooks:
             return _from_memory(packed)
         with self._lock:
             found = self._find(packed)
-        if isinstance(found, Loading):
+        if not isinstance(found, Tensor):
             found = self._wait(packed, found)  # defence: no lock while waiting for a read
         return packed.counted(found)
 

@@ -142,7 +142,8 @@ class Writeback:
             and record.covers(geometry.offset, start + nbytes)
         ):
             return record, False
-        self._residency.admit(nbytes)
+        if self._residency.is_bounded:
+            self._residency.admit(nbytes)
         record = Record(
             tensor, start, nbytes, sequence=sequence, key=key, residency=self._residency
         )

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from ssdtrain._core import Probe
 from ssdtrain.machine.drive import drive_of, mount_of
 from ssdtrain.notices import PROCESS
 
@@ -57,7 +58,11 @@ class Tuning:
         return f"{self.engine}, {self.queue_depth} pieces of {size:g} MiB in flight"
 
 
-DEFAULT = Tuning(engine="io_uring", queue_depth=16, piece_bytes=4 << 20)
+DEFAULT = Tuning(
+    engine="io_uring",
+    queue_depth=Probe.QUEUE_DEPTH_DEFAULT,
+    piece_bytes=Probe.PIECE_BYTES_DEFAULT,
+)
 """What a store takes where nothing is kept; the reasons stand in ``rust/core/src/config.rs``."""
 
 

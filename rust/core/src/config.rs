@@ -169,7 +169,7 @@ impl StoreConfig {
             max_disk_bytes: None,
             verify: false,
             // More than the tensors of any step that is worth its writes: a queue that is full
-            // keeps tensors in memory, and a place in it costs eight bytes.
+            // keeps tensors in memory, and an entry of it costs 16 bytes.
             queue_capacity: 1 << 14,
             // Four times what is read ahead at once, so that a backward finds its pages resident.
             arena_retain_bytes: 128 << 20,

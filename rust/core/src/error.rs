@@ -9,7 +9,7 @@ use std::io;
 /// The class of an [`Error`]; the Python boundary maps each to one exception.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ErrorKind {
-    /// An argument or a place is not usable as given.
+    /// An argument or a directory is not usable as given.
     Config,
     /// The kernel or the device refused or failed an operation.
     Io,

@@ -176,7 +176,7 @@ impl TensorStore {
     /// Queues a read of what `stored` holds into `target`, which has as many bytes, and returns at
     /// once.
     ///
-    /// The bytes go straight there if the target begins at the same place within a block of the
+    /// The bytes go straight there if the target begins at the same offset within a block of the
     /// disk as the source did, but for the blocks at the ends; else they go through a slot. No byte
     /// around the target changes. What it holds is unspecified until the read has ended well.
     pub fn read_into(&self, stored: &Stored, target: HostTarget) -> Result<PendingInto> {

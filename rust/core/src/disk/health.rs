@@ -7,8 +7,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use crate::direction::Direction;
 use crate::error::{Error, ErrorKind, Result};
 
-/// After so many failed writes in a row a device is out of use. A bad block or two fail alone; five
-/// in a row are the device, and each of them cost its tensor a place on the disk.
+/// After so many failed writes in a row a device is out of use. One or two bad blocks fail alone;
+/// five in a row are the device, and each of them kept a tensor in memory that should have left it.
 const FAILED_IN_A_ROW_MAX: u32 = 5;
 /// After it had no space, a device is left out until so many writes went elsewhere: about as many
 /// as a step has, so that it is asked once a step whether somebody freed some.

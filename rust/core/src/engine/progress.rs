@@ -100,7 +100,7 @@ impl Progress {
             Ok(moved) if moved > piece.len => self.fail(piece, "moved more bytes than asked", None),
             Ok(0) => self.fail(piece, "moved no bytes: the file ends here", None),
             Ok(moved) => {
-                // Direct I/O can go on only from an aligned place.
+                // Direct I/O can go on only at an aligned offset.
                 let moved = moved - moved % self.alignment;
                 // Progress starts the count of tries anew.
                 let attempt_count = if moved > 0 { 0 } else { piece.attempt_count };

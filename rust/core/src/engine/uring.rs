@@ -384,7 +384,7 @@ fn iovec(address: *mut u8, len: usize) -> libc::iovec {
     libc::iovec { iov_base: address.cast(), iov_len: len }
 }
 
-/// The place of a direction in a pair: reads first.
+/// The index of a direction in a pair: reads first.
 const fn index(direction: Direction) -> usize {
     match direction {
         Direction::Read => 0,

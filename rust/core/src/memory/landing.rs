@@ -8,7 +8,7 @@
 //! lent memory        hhhh mmmmmm mmmmmm tt        nothing around it may be written
 //! ```
 //!
-//! If the lent memory begins at the same place within a block as the source did, the middle
+//! If the lent memory begins at the same offset within a block as the source did, the middle
 //! (`mmm`) goes straight there. The blocks at the ends go to a slot, and the caller's part of them
 //! is copied. If it begins elsewhere, no address fits: everything goes to a slot and is copied.
 
@@ -181,23 +181,23 @@ mod tests {
     const BLOCK: usize = 512;
 
     proptest! {
-        /// Whatever the place and the length: each byte arrives once, where it belongs, and no
+        /// Whatever the offset and the length: each byte arrives once, where it belongs, and no
         /// other byte of the memory changes.
         #[test]
         fn bytes_arrive_in_their_range_and_nowhere_else(
             head in 0..BLOCK,
-            place in 0..BLOCK,
-            is_same_place in any::<bool>(),
+            lent_offset in 0..BLOCK,
+            is_same_offset in any::<bool>(),
             lent_len in 1..6 * BLOCK,
             cuts in proptest::collection::vec(any::<usize>(), 0..4),
         ) {
-            let place = if is_same_place { head } else { place };
+            let lent_offset = if is_same_offset { head } else { lent_offset };
             let len = (head + lent_len).next_multiple_of(BLOCK);
             let arena = Arena::new(0).unwrap();
             // Lent memory is a part of a slot here, so that its surroundings can be looked at.
             let around = HostTarget::from(Arc::new(arena.slot(16 * BLOCK).unwrap()));
             around.copy_in(0, &[0xee; 16 * BLOCK]);
-            let lent = around.part(2 * BLOCK + place, lent_len);
+            let lent = around.part(2 * BLOCK + lent_offset, lent_len);
             let landing = Landing::into_lent(lent, head, len, BLOCK, &arena).unwrap();
             let bytes: Vec<u8> = (0..len).map(|index| (index % 251) as u8).collect();
             let mut ends: Vec<usize> = cuts.iter().map(|cut| cut % (len / BLOCK) * BLOCK).collect();
@@ -218,7 +218,8 @@ mod tests {
             let mut all = vec![0; 16 * BLOCK];
             around.copy_out(0, &mut all);
             let mut expected = vec![0xee; 16 * BLOCK];
-            expected[2 * BLOCK + place..][..lent_len].copy_from_slice(&bytes[head..][..lent_len]);
+            let own = &bytes[head..][..lent_len];
+            expected[2 * BLOCK + lent_offset..][..lent_len].copy_from_slice(own);
             prop_assert!(all == expected);
         }
     }
