@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import ssdtrain
@@ -266,8 +267,9 @@ class Watch:
 
     def __init__(self, rig: Rig) -> None:
         self.seen: list[tuple[Tensor, Tensor]] = []
-        self._unpack = rig.hooks.unpack
-        rig.hooks.unpack = self.unpack  # type: ignore[method-assign]
+        installed = rig.session.context()
+        self._unpack = installed.unpack_hook
+        self.hooks = saved_tensors_hooks(installed.pack_hook, self.unpack)
 
     def unpack(self, packed: object) -> Tensor:
         tensor = self._unpack(packed)
@@ -290,7 +292,7 @@ def test_what_a_compiled_backward_overwrites_is_seen_by_nobody_else(tmp_path: Pa
     for mode in MODES:
         rig = Rig.in_mode(tmp_path, mode)
         watch = Watch(rig)
-        with rig.context():
+        with watch.hooks:
             actual = step(rig.flush if mode == "disk" else nothing)
         assert watch.overwritten_count() > 0, "nothing was donated, so nothing is proved"
         assert_equal_bits(actual, expected)

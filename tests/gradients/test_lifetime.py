@@ -323,7 +323,7 @@ for backend in ("psync", "io_uring"):
         # Another thread is in a hook at this moment; its lock is never released in the child.
         entered, leave = threading.Event(), threading.Event()
         def hold():
-            with rig.hooks._lock:
+            with rig.lock:
                 entered.set()
                 leave.wait()
         holder = threading.Thread(target=hold)

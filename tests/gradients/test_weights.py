@@ -284,7 +284,7 @@ def test_buffers_are_written_once_at_most_and_read_from_their_module(
 
     rig, steps = Rig(tmp_path, policy=Futile()), 4
     written = [0] * steps
-    save = rig.hooks._transfer.save
+    save = rig.transfer.save
 
     def step(flush: Flush) -> Result:
         torch.manual_seed(0)
@@ -296,7 +296,7 @@ def test_buffers_are_written_once_at_most_and_read_from_their_module(
                 written[number] += source.untyped_storage().data_ptr() + start in buffers
                 return save(source, start, nbytes)
 
-            rig.hooks._transfer.save = watched
+            rig.transfer.save = watched
             losses = []
             for seed in range(3):
                 # What a forward in training does to the statistics, no version tells.
