@@ -46,12 +46,15 @@ Two are of distributed tensors: shards are gathered, and a plain tensor is taken
 """
 
 DERIVATION_DEPTH_MAX = 8
+"""Bounds the work of a pack; views and casts of a weight are a few nodes away from it."""
 
 PLAIN_KEYS = dispatch_keys(torch.from_numpy(np.empty(0)))
-"""Of a tensor that torch did not allocate: its first own one decides about huge pages."""
+"""The keys of an ordinary tensor. Its memory comes from numpy: when torch allocates its first own
+tensor it reads the switch for huge pages, and at import that would be too early."""
 
 FRESH_USERS_MAX = 3
-"""The result of an operation, the copy of it that a selective checkpoint packs, one object."""
+"""As many users as a storage has that nobody else needs: the result of an operation, the detached
+tensor that a selective checkpoint packs, and the Python object of the storage."""
 
 
 def is_plain(tensor: Tensor) -> bool:
@@ -76,7 +79,8 @@ def is_weight(tensor: Tensor) -> bool:
     parts of these, by the nodes between them and the parameter. Such tensors stay alive for the
     optimizer anyway, so writing them would free nothing.
     """
-    # `isinstance` asks the metaclass of parameters, in Python; a plain tensor is of just two types.
+    # Not `isinstance`, which for parameters is a slow function in Python: `is_plain` has found that
+    # this is a `Tensor` or a `Parameter` and no other class.
     if type(tensor) is Parameter or (tensor.is_leaf and tensor.requires_grad):
         return True
     base = tensor._base  # noqa: SLF001 - the only way to ask a view for its base
@@ -85,9 +89,10 @@ def is_weight(tensor: Tensor) -> bool:
         return True
     node = tensor.grad_fn
     if node is None:
-        # Autograd packs without grad mode. With it, selective checkpointing hands over what it
-        # caches, bare of all history. A view of something (FSDP2 empties its weights after their
-        # forward, under any write) shows by the others on its storage.
+        # Autograd calls pack with grad mode off. If it is on, a selective checkpoint hands over
+        # a tensor of its cache, which has no history to look at. It may be a view of a weight, and
+        # FSDP2 empties its weights after their forward, even while they are being written. Such a
+        # view is told by the other users of its storage.
         # defence: weights without history
         return torch.is_grad_enabled() and storage_users(tensor) > FRESH_USERS_MAX
     for _ in range(DERIVATION_DEPTH_MAX):  # defence: provenance: the walk to the parameter

@@ -185,7 +185,7 @@ class Hooks:
     def unpack(self, packed: object) -> Tensor:
         """Give a node its saved tensor back."""
         if is_dynamo_compiling() or tracer():  # defence: hooks that the compiler does not trace
-            # Traced, as compiled autograd does, a version counter would be a constant.
+            # Compiled autograd would trace this call, and take a version counter for a constant.
             tensor: Tensor = _unpack_untraced(self, packed)
             return tensor
         return self._unpack(packed)

@@ -81,7 +81,7 @@ class Record:
         self.source: Tensor | None = tensor.detach()
         """The tensor itself, for as long as its bytes may be needed from memory."""
         self.storage: weakref.ref[UntypedStorage] = weakref.ref(tensor.untyped_storage())
-        """Dead means: the memory is gone, whoever else may have used it."""
+        """Dead once nobody uses the storage any more: then its memory is gone."""
         self.root: weakref.ref[Tensor] = weakref.ref(root_of(tensor))
         """Whose version counter is meant; see ``root_of``."""
         self.start = start
@@ -209,7 +209,7 @@ def check_version(counter: Tensor, version: int, describe: Callable[[], str]) ->
     With hooks set autograd itself no longer checks, and the gradient would be silently wrong.
     """
     if version not in (NO_VERSION, counter._version):  # noqa: SLF001  # defence: version at unpack
-        # Outside of a backward anybody may ask a node for what it saved; then no node runs.
+        # `grad_fn._saved_...` may be read outside of a backward: then there is no current node.
         node = current_node()
         saver = f", which {node.name()} needs," if node is not None else ""
         raise RuntimeError(

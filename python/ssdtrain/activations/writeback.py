@@ -43,7 +43,7 @@ class Gate:
 
     def __init__(self, owner: weakref.ref[Token]) -> None:
         self.owner = owner
-        """Dead means: the thread has ended, and has passed all its nodes."""
+        """Dead once the thread has ended: then it has passed all its nodes."""
         self.records: list[Holding[Record]] = []
         self.nbytes = 0
         self.first_sequence = 0
@@ -51,7 +51,7 @@ class Gate:
 
 
 class Token:
-    """Lives as long as a thread does; identities of threads are used again."""
+    """Dies with its thread. A thread's number would not do: another thread gets it later."""
 
     __slots__ = ("__weakref__",)
 
@@ -80,7 +80,7 @@ class Writeback:
         self._residency = residency
         self._policy = policy
         self._notices = notices
-        # Under a bound every byte that goes early may be missed.
+        # Under a bound, a write that begins later frees memory later, for which somebody may wait.
         self._batch_bytes = 0 if residency.is_bounded else min(BATCH_BYTES, BATCH_COUNT * min_bytes)
         self._known: dict[int, Holding[Record]] = {}
         """The last record of each storage, by the identity of the storage; some are dead."""
@@ -334,10 +334,10 @@ class Writeback:
         try:
             record.handle.wait()
         except (CancelledError, ClosedError):
-            # Given up, or the session was closed under a live graph: the source is here.
+            # Cancelled, or the store was closed while the graph lived: the source is still here.
             record.handle = None
         except SsdtrainError as error:
-            # The source is here, nothing is lost: keep it and train on.
+            # The source is still here, so nothing is lost: the tensor is kept.
             record.handle = None
             record.holding.fate = "kept"
             self._note_failure(error)
