@@ -74,14 +74,22 @@ demo: need-rust $(DEMO_STAMP) ## train with keep, recompute and offload, and com
 	$(ENV_PYTHON) -m ssdtrain demo $(DEMO)
 
 .PHONY: test
-test: lint ## everything: lints, cargo test, pytest on the installed wheel
+test: lint ## every kind of test, small: lints, cargo test, pytest on the installed wheel
 	if cargo nextest --version >/dev/null 2>&1; then \
 		cargo nextest run $(LOCKED); cargo test --doc $(LOCKED); \
 	else \
 		cargo test $(LOCKED); \
 	fi
 	# -P: the checkout is not on sys.path, so the tests import what was installed.
-	$(ENV_PYTHON) -P -m pytest
+	$(ENV_PYTHON) -P -m pytest -n auto --maxprocesses 4 --dist worksteal
+
+.PHONY: test-long
+test-long: need-rust $(TEST_STAMP) ## what takes longer, on top of test: about half an hour
+	$(MAKE) loom
+	$(MAKE) asan
+	$(MAKE) fuzz SECONDS=20
+	$(ENV_PYTHON) -P -m pytest -m long
+	$(MAKE) mutations
 
 .PHONY: lint
 lint: need-rust need-rust-lints $(TEST_STAMP) ## cargo fmt, clippy, ruff, mypy, stubtest
@@ -89,8 +97,10 @@ lint: need-rust need-rust-lints $(TEST_STAMP) ## cargo fmt, clippy, ruff, mypy, 
 	PYO3_PYTHON=$(ENV_PYTHON) cargo clippy --workspace --all-targets $(LOCKED) -- -D warnings
 	$(ENV_PYTHON) -m ruff check $(PYTHON_FOLDERS)
 	$(ENV_PYTHON) -m ruff format --check $(PYTHON_FOLDERS)
-	$(ENV_PYTHON) -m mypy --strict
-	$(ENV_PYTHON) -P -m mypy.stubtest --ignore-unused-allowlist --allowlist tests/support/stubtest-allowlist.txt ssdtrain._core
+	$(ENV_PYTHON) -m mypy --strict & strict=$$!; \
+	$(ENV_PYTHON) -P -m mypy.stubtest --ignore-unused-allowlist \
+		--allowlist tests/support/stubtest-allowlist.txt ssdtrain._core; \
+	wait $$strict
 
 .PHONY: bench
 bench: need-rust ## raw I/O throughput of the store (cargo bench); BENCH="..."
@@ -143,7 +153,7 @@ test-torch: need-rust $(TEST_STAMP) ## PyTorch's own test_autograd.py; TORCH_TES
 	PYTHONPATH=tests/support $(ENV_PYTHON) tests/long/torch_suite.py $(TORCH_TESTS)
 
 .PHONY: mutations
-mutations: need-rust $(TEST_STAMP) ## remove each defence of docs/correctness.md: its tests must fail; MUTATIONS="gate"
+mutations: need-rust $(TEST_STAMP) ## remove each defence: its tests must fail; MUTATIONS="gate"
 	PYTHONPATH=tests/support $(ENV_PYTHON) tests/long/mutations.py $(MUTATIONS)
 
 .PHONY: wheel
@@ -160,6 +170,10 @@ wheel: need-rust need-readelf $(WHEEL_TOOLS)/.installed ## dist/: wheel and sdis
 	$(WHEEL_TOOLS)/bin/python tests/wheel/distributions.py --glibc-max $(GLIBC_MAX) dist
 	$(WHEEL_TOOLS)/bin/python tests/wheel/fresh_install.py dist --scratch target/wheel \
 		--pythons '$(PYTHONS)'
+
+.PHONY: defences
+defences: $(VENV)/bin/python ## write the table of defences in docs/correctness.md
+	PYTHONPATH=tests/support $(ENV_PYTHON) tests/support/defences.py
 
 .PHONY: clean
 clean: ## remove what builds and runs left here; the environment stays

@@ -1,7 +1,10 @@
 """What every test shares."""
 
+import fcntl
 import os
 import signal
+import sys
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -12,9 +15,16 @@ from disks import mounted, small_disk
 
 __all__ = ["mounted", "small_disk"]
 
+SLOWEST_FILES_COUNT = 12
+
 
 if "PYTEST_DEBUG_TEMPROOT" not in os.environ:
     os.environ["PYTEST_DEBUG_TEMPROOT"] = str(SCRATCH)
+
+# Each worker of `pytest -n` has a core to itself: torch's threads would take the others'.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    assert "torch" not in sys.modules, "torch has already counted the cores"
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Child processes import what the tests share too.
 paths = (str(SUPPORT), os.environ.get("PYTHONPATH", ""))
@@ -26,10 +36,38 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # What `ssdtrain bench` once found on this machine must not decide what the tests run with.
 os.environ["XDG_CACHE_HOME"] = str(SCRATCH / "cache-of-tests")
 
-# `pytest --hypothesis-profile=long` looks for longer, and somewhere else each time.
+# `pytest -m long --hypothesis-profile=long` looks for longer, and somewhere else each time.
 settings.register_profile("gate", max_examples=700, deadline=None, derandomize=True)
 settings.register_profile("long", max_examples=50_000, deadline=None, print_blob=True)
 settings.load_profile("gate")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[object]:
+    """Keep the tests of other workers out while one is marked ``alone``.
+
+    Each test holds a lock that is shared, and one marked ``alone`` the same lock for itself. Who
+    waits for it stands in the door, so that no new test overtakes one that wants to be alone.
+    """
+    wanted = fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH
+    with (SCRATCH / "door").open("w") as door, (SCRATCH / "room").open("w") as room:
+        fcntl.flock(door, fcntl.LOCK_EX)
+        fcntl.flock(room, wanted)
+        fcntl.flock(door, fcntl.LOCK_UN)
+        return (yield)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say what takes the time, so that it does not grow unseen."""
+    seconds: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for one in reports:
+            if isinstance(one, pytest.TestReport):
+                seconds[one.nodeid.partition("::")[0]] += one.duration
+    terminalreporter.section("slowest files")
+    for name, spent in seconds.most_common(SLOWEST_FILES_COUNT):
+        terminalreporter.line(f"{spent:7.1f} s  {name}")
+    terminalreporter.line(f"{seconds.total():7.1f} s  all {len(seconds)} files")
 
 
 @pytest.fixture

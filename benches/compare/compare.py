@@ -241,7 +241,7 @@ def main(arguments: list[str] | None = None) -> int:
         (options.json, "json", json.dumps(result, indent=1) + "\n"),
     ):
         if given is not None:
-            path = default_path(suffix) if given == MARKED else Path(given)
+            path = ROOT / RESULTS / f"compare.{suffix}" if given == MARKED else Path(given)
             path.write_text(text)
             say(f"wrote {path}")
     return 0
@@ -267,7 +267,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
             nargs="?",
             const=MARKED,
             metavar="FILE",
-            help=f"write it too; without FILE to {RESULTS}/compare-DATE-N",
+            help=f"write it too; without FILE to {RESULTS}/compare",
         )
     parser.add_argument(
         "--quick", action="store_true", help="every row with little data: shows that it works"
@@ -293,15 +293,6 @@ def command_line(options: argparse.Namespace) -> str:
         [] if options.peers_python == sys.executable else ["--peers-python", "PEERS/bin/python"]
     )
     return shlex.join(words)
-
-
-def default_path(suffix: str) -> Path:
-    """Return the first free name of today; the page and the JSON of a run share a number."""
-    today = datetime.now(UTC).strftime("%Y-%m-%d")
-    number = 1
-    while (path := ROOT / RESULTS / f"compare-{today}-{number}.{suffix}").exists():
-        number += 1
-    return path
 
 
 def say(text: str) -> None:

@@ -107,7 +107,7 @@ class Row:
         return median(fio.cpu_s_per_gib for _, fio in self.pairs)
 
     def as_json(self) -> dict[str, Any]:
-        """Return everything, with the medians beside the samples they come from."""
+        """Return the figures: medians, and the least and the greatest ratio."""
         found: dict[str, Any] = {**asdict(self.case), "reason": self.reason, "note": self.note}
         if self.pairs:
             found |= {
@@ -116,7 +116,6 @@ class Row:
                 "ratio_range": self.ratios(),
                 "cpu_s_per_gib": self.cpu_s_per_gib(),
                 "fio_cpu_s_per_gib": self.fio_cpu_s_per_gib(),
-                "samples": [{"ours": asdict(ours), "fio": asdict(fio)} for ours, fio in self.pairs],
             }
         return found
 

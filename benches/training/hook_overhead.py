@@ -20,6 +20,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from time import perf_counter_ns
 from typing import Any
@@ -30,6 +31,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import ssdtrain
 from ssdtrain.config import OffloadConfig, StoreConfig
+from ssdtrain.demo.machine import machine_facts
 from ssdtrain.planning.policy import Policy
 
 OPERATION_COUNT = 200
@@ -221,7 +223,7 @@ def main(arguments: list[str]) -> int:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument(
-        "--dir", help="a directory on a local file system (default: a new one here)"
+        "--dir", type=Path, help="a directory on a local file system (default: a new one here)"
     )
     parser.add_argument("--rounds", type=int, default=20, help="forward and backward passes")
     parser.add_argument("--threads", type=int, default=1, help="of torch's operations")
@@ -238,7 +240,10 @@ def main(arguments: list[str]) -> int:
     )
     print(table(rows))
     if options.json is not None:
-        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+        machine = asdict(machine_facts(options.dir)) | {"directory": None}
+        date = datetime.now(UTC).strftime("%Y-%m-%d")
+        record = {"date": date, "machine": machine, "rows": [asdict(row) for row in rows]}
+        options.json.write_text(json.dumps(record, indent=1) + "\n")
     return 0
 
 

@@ -18,6 +18,8 @@ import subprocess
 import sys
 import tempfile
 from contextlib import ExitStack
+from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from time import perf_counter, process_time
 from typing import Any
@@ -29,7 +31,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ssdtrain
 from ssdtrain.demo.counting import SavedStorageCounter
-from ssdtrain.demo.machine import busy_cpu_s
+from ssdtrain.demo.machine import busy_cpu_s, machine_facts
 from ssdtrain.demo.memory import reset_high_water_mark, status_bytes
 from ssdtrain.demo.modes import gradients_digest
 
@@ -192,6 +194,13 @@ def ratio_of(pairs: list[list[dict[str, Any]]], key: str) -> float:
     return statistics.median(ours[key] / plain[key] for plain, ours in pairs)
 
 
+def medians_of(pairs: list[list[dict[str, Any]]], key: str) -> dict[str, float]:
+    """Return the median of each mode."""
+    return {
+        mode: statistics.median(pair[at][key] for pair in pairs) for at, mode in enumerate(MODES)
+    }
+
+
 def report(found: dict[str, Any], options: argparse.Namespace) -> str:
     """Lay the comparison out for a person."""
     pairs = found["pairs"]
@@ -203,9 +212,7 @@ def report(found: dict[str, Any], options: argparse.Namespace) -> str:
     ]
     rows = (("step time, s", "seconds", "time_ratio"), ("CPU time, s", "cpu_s", "cpu_ratio"))
     for name, key, ratio in rows:
-        plain, ours = (
-            statistics.median(step[key] for step in mode) for mode in zip(*pairs, strict=True)
-        )
+        plain, ours = medians_of(pairs, key).values()
         lines.append(f"{name:<28}{plain:>14.2f}{ours:>24.2f}{found[ratio]:>11.3f}x")
     lines.append(f"{'':<66}{'fell by':>12}")
     for name, key in (
@@ -229,7 +236,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument(
-        "--dir", help="a directory on a local file system (default: a new one here)"
+        "--dir", type=Path, help="a directory on a local file system (default: a new one here)"
     )
     parser.add_argument("--sequence", type=int, default=16384, help="a multiple of --window")
     parser.add_argument("--hidden", type=int, default=256, help="a multiple of 64")
@@ -264,7 +271,16 @@ def main(arguments: list[str]) -> int:
     print(report(found, options))
     if options.json is not None:
         asked = {name: getattr(options, name) for name in ASKED}
-        record = {"torch": torch.__version__, **asked, **found}
+        pairs = found.pop("pairs")
+        medians = {key: medians_of(pairs, key) for key in ("seconds", "cpu_s")}
+        record = {
+            "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+            "machine": asdict(machine_facts(options.dir)) | {"directory": None},
+            **asked,
+            "pair_count": len(pairs),
+            **medians,
+            **found,
+        }
         options.json.write_text(json.dumps(record, indent=1) + "\n")
     return 0 if found["bit_equal"] else 1
 

@@ -57,7 +57,7 @@ COMMANDS: dict[str, tuple[Callable[[], Command], str]] = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command that is named, or show what there is."""
     words = sys.argv[1:] if arguments is None else list(arguments)
-    # A path of any bytes can be told.
+    # A path may hold bytes that are no text: print them escaped instead of failing.
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")
     for name, (load, summary) in COMMANDS.items():
         own = commands.add_parser(name, help=summary, description=summary)
-        # The parser itself has no options, so that the command is the first word.
+        # The main parser has no options of its own, so the command is the first word.
         if words[:1] == [name]:
             load().add_arguments(own)
     chosen = parser.parse_args(words)

@@ -96,6 +96,10 @@ class Stored:
     def nbytes(self) -> int:
         """Size in bytes."""
 
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of memory that a read of it takes: its blocks on the disk, in whole pages."""
+
     def done(self) -> bool:
         """Whether the write has ended, well or not."""
 
@@ -166,6 +170,8 @@ class Probe:
     """One file and memory of its size, on which settings of the engines are timed."""
 
     REQUEST_BYTES: Final[int]
+    QUEUE_DEPTH_DEFAULT: Final[int]
+    PIECE_BYTES_DEFAULT: Final[int]
 
     def __new__(cls, directory: str, request_count: int) -> Probe:
         """Open an unnamed file for ``request_count`` requests, with direct I/O."""

@@ -18,7 +18,8 @@ Backend = Literal["auto", "io_uring", "psync"]
 """``auto`` takes io_uring where the kernel allows it, else threads that call pread and pwrite."""
 
 DirectIo = Literal["required", "optional", "disabled"]
-"""Whether the page cache is bypassed (O_DIRECT); ``optional`` gives up where it must."""
+"""Whether the page cache is bypassed (O_DIRECT); ``optional`` uses the page
+cache where a file system refuses to be without it."""
 
 Directories = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 

@@ -35,13 +35,18 @@ class Geometry:
         self.dtype = tensor.dtype
         self.size = tensor.size()
         self.stride = tensor.stride()
-        self.offset: int = int(tensor.storage_offset()) * tensor.itemsize
+        self.offset: int = int(tensor.storage_offset()) * tensor.itemsize  # defence: storage offset
         """Bytes from the start of the storage."""
 
     def build(self, storage: UntypedStorage, start: int) -> Tensor:
         """Return a tensor on ``storage``, whose first byte was at ``start`` of the original."""
         offset = (self.offset - start) // self.dtype.itemsize
-        return empty(self.dtype).data.set_(storage, offset, self.size, self.stride)
+        return empty(self.dtype).data.set_(
+            storage,
+            offset,
+            self.size,
+            self.stride,  # defence: strides
+        )
 
 
 def empty(dtype: torch.dtype) -> Tensor:

@@ -55,7 +55,7 @@ class Session:
     def __init__(self, config: OffloadConfig, policy: Policy) -> None:
         prepare_to_drop()
         bound = config.max_resident_bytes
-        # Whoever has to fit has no memory to spare for the next reads.
+        # The memory of ended reads stays for the next ones; under a bound, an eighth of it at most.
         store = open_store(config.store, retain_bytes=None if bound is None else bound // 8)
         transfer = HostTransfer(store)
         self._hooks: Hooks | None = Hooks(

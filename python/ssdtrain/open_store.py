@@ -23,7 +23,7 @@ def open_store(config: StoreConfig, *, retain_bytes: int | None = None) -> Store
         backend=backend,
         direct_io=config.direct_io,
         max_disk_bytes=config.max_disk_bytes,
-        verify=config.verify,
+        verify=config.verify,  # defence: verify
         retain_bytes=retain_bytes,
         simulated_disk=config.simulated_disk,
     )
@@ -35,7 +35,8 @@ def open_store(config: StoreConfig, *, retain_bytes: int | None = None) -> Store
 def _tuned(config: StoreConfig) -> tuple[str, list[tuple[str, tuple[int, int] | None]]]:
     """Return the engine to ask for, and each directory with what is kept about its drive."""
     if config.backend == "simulated" or config.direct_io == "disabled":
-        # No drive is behind the one, and the page cache is between the drive and the other.
+        # A simulated disk has no drive. Through the page cache, the kernel chooses how many
+        # requests of what size reach the drive, so what was measured without it does not hold.
         return config.backend, [(one, None) for one in config.dirs]
     kept = {one: tuning.load(one) for one in config.dirs}
     backend = config.backend

@@ -83,7 +83,7 @@ class Residency:
         self._users: list[weakref.ref[User]] = []
         """Weak, because they know this account: a cycle would keep the store open."""
         self._holdings: dict[object, None] = {}
-        """Everything alive: a weak reference that died before its object would tell nothing."""
+        """All holdings: a weak reference calls back only if it lives longer than its object."""
         self._ended: deque[Any] = deque()
         self._ended_shared: deque[Any] = deque()
         self._shared: dict[int, list[int]] = {}
@@ -180,14 +180,12 @@ class Residency:
         self.peak_bytes = max(self.peak_bytes, self.held_bytes + transfer_bytes)
 
     def admit(self, nbytes: int) -> None:
-        """Wait until ``nbytes`` more fit under the bound, if there is one.
+        """Wait until ``nbytes`` more fit under the bound; call it only if there is one.
 
         Raises:
             BudgetError: They never will: nothing that is in memory can leave it.
 
         """
-        if self.limit_bytes is None:
-            return
         may_give_way = True
         while self._is_short_of(nbytes):
             began_s = perf_counter()
@@ -198,7 +196,8 @@ class Residency:
                 may_give_way = False
                 for user in users:
                     user.give_way()
-            # What ended between the question and the look for something to wait for is free now.
+            # A transfer may have ended after the sum was taken and before somebody looked for one
+            # to wait for: then there is room now.
             elif self._is_short_of(nbytes):
                 raise self._over_budget(nbytes, users)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
-from ssdtrain import _core
+from ssdtrain._core import Overwrite, Pending, PendingInto, Slot, Store, Stored
 from ssdtrain.config import Backend, DirectIo, Directories, StoreConfig, directories
 from ssdtrain.errors import ClosedError, ConfigError
 from ssdtrain.geometry import Geometry, span_bytes
@@ -35,11 +35,11 @@ T = TypeVar("T", bound="Tensor | np.ndarray[Any, Any]")
 class StoredTensor(Generic[T]):
     """A tensor on its way to the disk, or there; its release or its death gives the space back."""
 
-    def __init__(self, source: T, stored: _core.Stored | None, form: _Form) -> None:
+    def __init__(self, source: T, stored: Stored | None, form: _Form) -> None:
         self._source: T | None = source
         self._stored = stored
         self._form = form
-        self._overwrite: _core.Overwrite | None = None
+        self._overwrite: Overwrite | None = None
         self._released = False
 
     @property
@@ -82,12 +82,12 @@ class PendingRead(Generic[T]):
     """A tensor on its way back, to memory of its own or into that of another one."""
 
     def __init__(
-        self, store: _core.Store, stored: StoredTensor[T], into: _Target[T] | None = None
+        self, store: Store, stored: StoredTensor[T], into: _Target[T] | None = None
     ) -> None:
         self._store = store
         self._stored = stored
         self._into = into
-        self._pending: _core.Pending | _core.PendingInto | None = None
+        self._pending: Pending | PendingInto | None = None
         self._result: T | None = None
         if stored.done():
             self._begin()
@@ -293,7 +293,7 @@ class _Form:
         self._start = start
         self._form = form
 
-    def build(self, slot: _core.Slot | None) -> Any:
+    def build(self, slot: Slot | None) -> Any:
         form = self._form
         if isinstance(form, Geometry):
             if slot is None:

@@ -269,6 +269,7 @@ def test_two_processes_get_equal_gradients(way: str, tmp_path: Path) -> None:
     run_ranks(prove_way, tmp_path / "run", tmp_path, way)
 
 
+@pytest.mark.defends("weights without history")
 @pytest.mark.parametrize("name", SHARDED)
 def test_weights_in_shards_are_not_written_and_get_equal_gradients(
     name: str, tmp_path: Path

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from support import python
+from children import forked_python
 
 STORM = """
 import os, random, signal, sys, threading, warnings
@@ -67,5 +67,5 @@ print("children that hung or failed:", hung)
 
 @pytest.mark.parametrize("backend", ["psync", "io_uring"])
 def test_children_forked_while_workers_are_busy(backend: str, tmp_path: Path) -> None:
-    done = python(STORM, str(tmp_path), backend, "60")
+    done = forked_python(STORM, str(tmp_path), backend, "60")
     assert (done.stdout, done.returncode) == ("children that hung or failed: 0\n", 0), done.stderr

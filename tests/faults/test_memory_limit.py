@@ -140,6 +140,7 @@ def told(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.long
 def test_offload_ends_where_keep_is_killed(group: Group, tmp_path: Path) -> None:
     # What files are read for the first time is counted into the group that does it.
     told(run("offload", group.path.parent, tmp_path))

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 import ssdtrain
+from children import forked_python
 from disks import NOBODY, fill, free_bytes, needs_root
 from seccomp import FORBID_RINGS
 from ssdtrain import ConfigError, NoSpaceError, SsdtrainError, TensorStore
-from support import python
 
 MIB = 1 << 20
 Opener = Callable[..., object]
@@ -258,7 +258,7 @@ for opened in (lambda: ssdtrain.TensorStore(sys.argv[2]),
 
 def as_nobody(folder: Path, place: str) -> list[str]:
     """Open ``place``, seen from ``folder``, without the rights of root; return what was said."""
-    done = python(AS_NOBODY, str(folder), place, str(NOBODY))
+    done = forked_python(AS_NOBODY, str(folder), place, str(NOBODY))
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
@@ -407,7 +407,7 @@ SAID_ONCE = f"WARNING ssdtrain using pread/pwrite threads instead of io_uring: {
 
 
 def without_rings(program: str, *places: Path) -> list[str]:
-    done = python(WITHOUT_RINGS + program, *map(str, places))
+    done = forked_python(WITHOUT_RINGS + program, *map(str, places))
     assert done.returncode == 0, done.stderr
     if done.stdout == "no seccomp\n":
         pytest.skip("this kernel takes no seccomp filter")

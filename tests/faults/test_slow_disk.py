@@ -24,6 +24,8 @@ from ssdtrain.config import OffloadConfig, StoreConfig
 from ssdtrain.offload import Session
 from ssdtrain.planning.policy import Policy
 
+pytestmark = pytest.mark.alone
+
 RATE = 100 * 1000 * 1000
 """Bytes per second, for writes and for reads."""
 LAYERS, HIDDEN, HEADS, BATCH, SEQUENCE = 8, 256, 8, 4, 512
@@ -225,6 +227,7 @@ def show(title: str, told: dict[str, Any]) -> None:
     sys.stdout.write("\n".join([*rows, told["report"], ""]))
 
 
+@pytest.mark.long
 def test_a_slow_disk_gets_less_and_the_rest_is_kept(slow_group: Path, tmp_path: Path) -> None:
     fast = run(None, tmp_path, steps=LEARNING_STEPS + 1)
     slow = run(slow_group, tmp_path, steps=LEARNING_STEPS + 5)

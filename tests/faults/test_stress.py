@@ -1,4 +1,4 @@
-"""Some seconds of `make stress` and of `make soak`, in every test run."""
+"""Some of `make stress` and of `make soak`: seconds in `make test`, minutes in `make test-long`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 from checkout import LONG
+from support import sizes
 
 
 def run(script: str, *options: str) -> str:
@@ -16,13 +19,15 @@ def run(script: str, *options: str) -> str:
     return done.stdout
 
 
-def test_killed_training_leaves_nothing() -> None:
-    said = run("stress_kill.py", "--kills", "8", "--seed", "3")
-    assert re.fullmatch(r"8 kills, [1-8] of them .*; left: 0 names, 0 bytes\n", said)
+@pytest.mark.parametrize("kills", sizes(small=3, whole=40))
+def test_killed_training_leaves_nothing(kills: int) -> None:
+    said = run("stress_kill.py", "--kills", str(kills), "--seed", "3")
+    assert re.fullmatch(rf"{kills} kills, [1-9]\d* of them .*; left: 0 names, 0 bytes\n", said)
 
 
-def test_training_over_failing_disks_for_a_while() -> None:
-    said = run("soak.py", "--minutes", "0.33", "--seed", "3")
+@pytest.mark.parametrize("minutes", sizes(small=0.03, whole=3))
+def test_training_over_failing_disks_for_a_while(minutes: float) -> None:
+    said = run("soak.py", "--minutes", str(minutes), "--seed", "3")
     counts = dict(re.findall(r"  (.*): (\d+)", said))
     assert int(counts["steps equal bit for bit"]) > 0
     assert int(counts["failed writes"]) > 0

@@ -289,7 +289,7 @@ def test_a_write_that_dies_under_way_counts_once(
     x = torch.randn(MIB // 4, requires_grad=True)
     rig = paused_rig(tmp_path, 4 * MIB)
     graphs = []
-    residency = rig.hooks._residency
+    residency = rig.residency
     ask = residency._transfer_bytes
 
     def drop_and_ask() -> int:

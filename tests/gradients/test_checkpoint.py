@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils import checkpoint as checkpoints
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
-from checkout import BENCHES, ROOT
+from checkout import BENCHES
 from support import (
     MODES,
     Flush,
@@ -193,6 +193,7 @@ def test_the_inputs_of_the_regions_are_written_and_nothing_else(way: str, tmp_pa
     rig.assert_empty()
 
 
+@pytest.mark.defends("checkpoint recognition")
 @pytest.mark.parametrize("way", ["reentrant", "reentrant in reentrant"])
 def test_what_a_reentrant_checkpoint_computes_again_is_not_written(
     way: str, tmp_path: Path
@@ -361,6 +362,7 @@ def doubling_step(policy: Any, *, may_change: bool, where: str) -> Step:
     return step
 
 
+@pytest.mark.defends("shared counters below autograd")
 @needs_respect
 @pytest.mark.parametrize("where", ["in the region", "after it"])
 @pytest.mark.parametrize("policy", ["products", "every value"])
@@ -382,7 +384,7 @@ def test_a_change_that_a_policy_allows_is_refused_too(tmp_path: Path) -> None:
     prove_refused_offloaded(step, tmp_path)
 
 
-# The long context, as a program to start from and as a benchmark
+# The long context, as a benchmark
 
 
 def program(*arguments: str | Path) -> str:
@@ -397,12 +399,7 @@ def program(*arguments: str | Path) -> str:
     return done.stdout
 
 
-def test_the_example_of_a_long_context_runs(tmp_path: Path) -> None:
-    said = program(ROOT / "docs" / "examples" / "long_context.py", tmp_path)
-    assert "step 2: loss" in said
-    assert " 0.0 MiB written" not in said
-
-
+@pytest.mark.long
 def test_the_benchmark_of_a_long_context_runs_small(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     sizes = ("--sequence", "1024", "--layers", "3", "--pairs", "1", "--threads", "1")
@@ -412,4 +409,5 @@ def test_the_benchmark_of_a_long_context_runs_small(tmp_path: Path) -> None:
     found = json.loads(figures.read_text())
     assert found["bytes_written"] > 0
     assert found["saved_bytes_peak"]["checkpoint"] >= 3 * 1024 * 256 * 4
-    assert len(found["pairs"]) == 1
+    assert found["pair_count"] == 1
+    assert min(found["seconds"].values()) > 0

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import ssdtrain
@@ -37,7 +38,8 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings(
 
 ROWS, WIDTH = 16, 32
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
-BACKENDS = ["aot_eager", pytest.param("inductor", marks=needs_compiler)]
+BACKENDS = ["aot_eager", pytest.param("inductor", marks=[needs_compiler, pytest.mark.long])]
+"""Each graph takes inductor seconds: `make test` has it compile the blocks of one test."""
 
 
 @pytest.fixture(autouse=True)
@@ -234,7 +236,10 @@ def test_a_block_inside_a_compiled_function_gives_equal_bits(tmp_path: Path) -> 
 # Compiled autograd: the backward is traced too, with the unpacks between its parts
 
 
-@pytest.mark.parametrize("way", ["eager forward", "compiled forward"])
+@pytest.mark.defends("hooks that the compiler does not trace")
+@pytest.mark.parametrize(
+    "way", ["eager forward", pytest.param("compiled forward", marks=pytest.mark.long)]
+)
 def test_compiled_autograd_gives_equal_bits(way: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     # Few saved tensors: the compiler stops at each unpack, and compiles what follows anew.
@@ -262,8 +267,9 @@ class Watch:
 
     def __init__(self, rig: Rig) -> None:
         self.seen: list[tuple[Tensor, Tensor]] = []
-        self._unpack = rig.hooks.unpack
-        rig.hooks.unpack = self.unpack  # type: ignore[method-assign]
+        installed = rig.session.context()
+        self._unpack = installed.unpack_hook
+        self.hooks = saved_tensors_hooks(installed.pack_hook, self.unpack)
 
     def unpack(self, packed: object) -> Tensor:
         tensor = self._unpack(packed)
@@ -286,7 +292,7 @@ def test_what_a_compiled_backward_overwrites_is_seen_by_nobody_else(tmp_path: Pa
     for mode in MODES:
         rig = Rig.in_mode(tmp_path, mode)
         watch = Watch(rig)
-        with rig.context():
+        with watch.hooks:
             actual = step(rig.flush if mode == "disk" else nothing)
         assert watch.overwritten_count() > 0, "nothing was donated, so nothing is proved"
         assert_equal_bits(actual, expected)
@@ -294,6 +300,7 @@ def test_what_a_compiled_backward_overwrites_is_seen_by_nobody_else(tmp_path: Pa
         rig.assert_empty()
 
 
+@pytest.mark.long
 @needs_compiler
 @pytest.mark.parametrize("donate", [True, False])
 def test_a_graph_that_is_kept_is_refused_or_not_overwritten(donate: bool, tmp_path: Path) -> None:
@@ -322,6 +329,7 @@ def test_a_graph_that_is_kept_is_refused_or_not_overwritten(donate: bool, tmp_pa
         prove_refused(step, tmp_path, words)
 
 
+@pytest.mark.long
 @needs_compiler
 def test_a_second_handle_on_what_a_graph_saved_gives_equal_bits(tmp_path: Path) -> None:
     """Inputs and outputs of a graph are saved by eager nodes too, before it and after it."""

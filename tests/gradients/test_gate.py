@@ -13,12 +13,8 @@ from support import Rig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+# On a disk that moves nothing no write ends.
 PAUSED: dict[str, Any] = {"backend": "simulated", "faults": {"paused": True}}
-
-
-def writes_count(rig: Rig) -> int:
-    """Return how many writes were begun; on a disk that moves nothing none has ended."""
-    return len(rig.hooks._writeback._writing)
 
 
 @pytest.mark.parametrize(
@@ -34,7 +30,7 @@ def test_small_tensors_are_given_to_the_disk_in_batches(
         y = torch.randn(nbytes // 4, requires_grad=True)
         for packed_count in range(20):
             y = y.exp()
-            given.append(writes_count(rig))
+            given.append(rig.writes_count())
             # The pack after a batch passes its last node.
             expected.append(packed_count - packed_count % batch_count)
         assert given == expected
@@ -50,6 +46,6 @@ def test_under_a_bound_each_is_given_to_the_disk_at_once(tmp_path: Path) -> None
         y = torch.randn(MIB // 4, requires_grad=True)
         for packed_count in range(5):
             y = y.exp()
-            assert writes_count(rig) == packed_count
+            assert rig.writes_count() == packed_count
     del y
     rig.assert_empty()

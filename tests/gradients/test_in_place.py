@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import ssdtrain
+from children import forked_python
 from ssdtrain.errors import CorruptError
 from support import (
     IN_PLACE,
@@ -26,7 +27,6 @@ from support import (
     nothing_leaks,
     prove,
     prove_refused,
-    python,
     wait_until,
 )
 
@@ -51,6 +51,7 @@ WAYS: dict[str, Callable[[Tensor], object]] = {
 }
 
 
+@pytest.mark.defends("version at unpack")
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_to_change_a_saved_tensor_is_refused(way: str, tmp_path: Path) -> None:
     def step(flush: Flush) -> Result:
@@ -95,6 +96,7 @@ def a_sparse(x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.sparse.mm(values, x.unsqueeze(1)).sum(), values
 
 
+@pytest.mark.defends("version at unpack", "version of what is kept")
 @pytest.mark.parametrize(
     "save",
     [a_conjugate, an_index, a_mask, an_expanded, a_half, a_sparse],
@@ -135,6 +137,7 @@ def test_a_refusal_names_the_operation_that_needs_the_tensor(mode: Mode, tmp_pat
 # Changed while the write is under way
 
 
+@pytest.mark.defends("version at the end of the write")
 @pytest.mark.parametrize("moment", ["before the disk moves", "after the write, before its answer"])
 def test_what_changes_under_its_write_is_not_taken_from_the_disk(
     moment: str, tmp_path: Path
@@ -163,6 +166,7 @@ def test_what_changes_under_its_write_is_not_taken_from_the_disk(
     rig.assert_empty()
 
 
+@pytest.mark.defends("version at the end of the write")
 def test_a_change_that_another_counter_sees_gives_plain_bits(
     tmp_path: Path,
 ) -> None:
@@ -221,6 +225,7 @@ def test_parts_of_a_storage_that_count_their_changes_apart_give_plain_bits(
     prove(step, tmp_path)
 
 
+@pytest.mark.defends("parts that count apart stay")
 def test_a_part_that_changes_under_the_write_of_another_is_no_corruption(tmp_path: Path) -> None:
     """Parts lie row by row among each other; a checksum over all of them would blame the disk."""
     rig = Rig(tmp_path, backend="simulated", faults={"paused": True}, verify=True)
@@ -251,6 +256,7 @@ def test_a_part_that_changes_under_the_write_of_another_is_no_corruption(tmp_pat
     rig.assert_empty()
 
 
+@pytest.mark.defends("identity with the version counter")
 def test_data_that_counts_for_itself_is_not_taken_for_its_tensor(tmp_path: Path) -> None:
     def step(flush: Flush) -> Result:
         x = torch.linspace(-2, 2, COUNT).requires_grad_()
@@ -307,6 +313,7 @@ class Unseen:
         return self.x.grad
 
 
+@pytest.mark.defends("verify")
 @UNSEEN
 def test_verify_refuses_bytes_that_changed_unseen_under_their_write(
     change: Callable[[Tensor], None], tmp_path: Path
@@ -331,6 +338,7 @@ def test_verify_refuses_bytes_that_changed_unseen_under_their_write(
     rig.assert_empty()
 
 
+@pytest.mark.defends("memory of others stays")
 def test_arrays_that_a_loader_fills_anew_give_plain_bits(tmp_path: Path) -> None:
     """Their memory outlives torch's storage, and changes under it."""
 
@@ -366,6 +374,7 @@ def test_an_unseen_change_after_the_write_gives_the_bytes_that_were_saved(
     rig.assert_empty()
 
 
+@pytest.mark.defends("live memory before the disk")
 @UNSEEN
 def test_an_unseen_change_of_memory_that_is_held_gives_plain_bits(
     change: Callable[[Tensor], None], tmp_path: Path
@@ -403,6 +412,7 @@ def test_a_fused_optimizer_that_no_counter_sees_changes_what_plain_autograd_sees
 # What unpack hands out
 
 
+@pytest.mark.defends("a tensor of its own for each unpack")
 @pytest.mark.parametrize("mode", MODES)
 def test_every_unpack_gives_a_tensor_of_its_own(mode: Mode, tmp_path: Path) -> None:
     """Whoever empties what it got must not empty what the next one gets."""
@@ -450,6 +460,26 @@ def test_a_new_storage_in_the_place_of_a_freed_one_is_not_taken_for_it(tmp_path:
     prove(step, tmp_path)
 
 
+@pytest.mark.defends("identity with a look at life")
+def test_new_storages_of_one_tensor_are_not_taken_for_each_other(tmp_path: Path) -> None:
+    """Neither the tensor nor its version tells them apart, and a freed one's name is used again."""
+    rig = Rig.in_mode(tmp_path, "disk")
+    x = torch.ones(COUNT, requires_grad=True)
+    with rig.context():
+        h = x * 1
+        losses = []
+        for number in range(8):
+            h.data = torch.full((COUNT,), float(number))
+            losses.append((h * h).sum())
+            rig.flush()
+        torch.stack(losses).sum().backward()
+    # Plain autograd would use the last one for all: it keeps the tensor, not what it held.
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.full((COUNT,), 2.0 * sum(range(8))))
+    del h, losses
+    rig.assert_empty()
+
+
 # What a refused backward leaves
 
 
@@ -480,12 +510,14 @@ del h, loss
 """
 
 
+@pytest.mark.defends("what a refused backward left is dropped")
 def test_a_process_that_met_a_refusal_ends_well(tmp_path: Path) -> None:
     """The other branch waits in the engine; dropping it after the interpreter's end crashes."""
-    done = python(LEFT, str(tmp_path))
+    done = forked_python(LEFT, str(tmp_path))
     assert (done.returncode, done.stdout, done.stderr) == (0, "refused\n", "")
 
 
+@pytest.mark.defends("what a refused backward left is dropped")
 def test_the_block_ends_with_what_a_refused_backward_left(tmp_path: Path) -> None:
     x = torch.rand(COUNT, requires_grad=True)
     with nothing_leaks():

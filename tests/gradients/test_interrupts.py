@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import ssdtrain
-from support import Rig, wait_until
+from support import Rig, sizes, wait_until
 
 PACKAGE = str(Path(ssdtrain.__file__).parent)
 
@@ -96,6 +96,10 @@ MOMENTS = [(AtCall, 100), (AtLoop, 10)]
 """With how many of them there are in a step at least."""
 
 
+EVERY = sizes(small=11, whole=1)
+"""Of how many moments one is tried."""
+
+
 def interrupt() -> None:
     raise KeyboardInterrupt
 
@@ -112,13 +116,18 @@ def step(rig: Rig) -> torch.Tensor:
     return x.grad
 
 
+@pytest.mark.parametrize("every", EVERY)
 @pytest.mark.parametrize("bound_bytes", [None, 250_000])
 @pytest.mark.parametrize(("at", "least_count"), MOMENTS)
 def test_an_interrupt_at_any_moment_leaves_the_counts_right(
-    at: type[AtCall | AtLoop], least_count: int, bound_bytes: int | None, tmp_path: Path
+    at: type[AtCall | AtLoop],
+    least_count: int,
+    bound_bytes: int | None,
+    every: int,
+    tmp_path: Path,
 ) -> None:
     expected = None
-    for number in itertools.count():
+    for number in itertools.count(step=every):
         rig = Rig(tmp_path, min_bytes=4096, max_resident_bytes=bound_bytes)
         with rig.context():
             try:
@@ -139,17 +148,22 @@ def test_an_interrupt_at_any_moment_leaves_the_counts_right(
     assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("every", EVERY)
 @pytest.mark.parametrize("bound_bytes", [None, 250_000])
 @pytest.mark.parametrize(("at", "least_count"), MOMENTS)
 def test_a_signal_handler_may_ask_for_the_counts(
-    at: type[AtCall | AtLoop], least_count: int, bound_bytes: int | None, tmp_path: Path
+    at: type[AtCall | AtLoop],
+    least_count: int,
+    bound_bytes: int | None,
+    every: int,
+    tmp_path: Path,
 ) -> None:
     rig = Rig(tmp_path, min_bytes=4096, max_resident_bytes=bound_bytes)
     with rig.context():
         expected = step(rig)
     before = rig.stats
     saved_count = before.tensors_kept + before.tensors_forwarded + before.tensors_offloaded
-    for number in itertools.count():
+    for number in itertools.count(step=every):
         with rig.context(), at(number, lambda: rig.stats) as signal:
             found = step(rig)
         assert torch.equal(found, expected)
@@ -157,7 +171,9 @@ def test_a_signal_handler_may_ask_for_the_counts(
         wait_until(lambda: rig.stats.resident_bytes == 0, "the end of the step's writes")
         after = rig.stats
         counted = after.tensors_kept + after.tensors_forwarded + after.tensors_offloaded
-        assert counted == (number + 2) * saved_count, f"miscounted after a signal at {number}"
+        assert counted == (number // every + 2) * saved_count, (
+            f"miscounted after a signal at {number}"
+        )
         if not signal.came:
             break
     assert number > least_count

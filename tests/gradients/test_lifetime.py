@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import ssdtrain
+from children import forked_python
 from ssdtrain.errors import CorruptError, StorageError
 from ssdtrain.planning.policy import Policy
 from support import (
@@ -39,7 +40,6 @@ from support import (
     nothing,
     nothing_leaks,
     open_files,
-    python,
     store_threads,
     wait_until,
 )
@@ -57,6 +57,7 @@ def plain_gradients(steps: int = 1, **options: int) -> Result:
 # The end of a graph
 
 
+@pytest.mark.defends("lifetime by handle", "never the tensor itself")
 @pytest.mark.parametrize("mode", MODES)
 def test_a_graph_dropped_without_backward_leaves_nothing_and_needs_no_collector(
     mode: Mode, tmp_path: Path
@@ -322,7 +323,7 @@ for backend in ("psync", "io_uring"):
         # Another thread is in a hook at this moment; its lock is never released in the child.
         entered, leave = threading.Event(), threading.Event()
         def hold():
-            with rig.hooks._lock:
+            with rig.lock:
                 entered.set()
                 leave.wait()
         holder = threading.Thread(target=hold)
@@ -361,8 +362,9 @@ print("done")
 """
 
 
+@pytest.mark.defends("a forked child owns nothing")
 def test_a_forked_child_neither_reads_nor_closes_the_store_of_its_parent(tmp_path: Path) -> None:
-    done = python(FORK, str(tmp_path))
+    done = forked_python(FORK, str(tmp_path))
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
 
 
@@ -461,6 +463,7 @@ def test_a_read_that_fails_raises_and_gives_no_gradient(verify: bool, tmp_path: 
     assert failed_count > 0, "no seed let a write through and failed its read"
 
 
+@pytest.mark.defends("verify")
 def test_every_flipped_bit_is_caught(tmp_path: Path) -> None:
     for seed in range(20):
         rig = Rig(
@@ -506,7 +509,7 @@ print("done")
 
 
 def test_a_limit_on_file_sizes_keeps_tensors_and_training_goes_on(tmp_path: Path) -> None:
-    done = python(FILE_LIMIT, str(tmp_path))
+    done = forked_python(FILE_LIMIT, str(tmp_path))
     assert (done.returncode, done.stdout) == (0, "warned ssdtrain\ndone\n"), done.stderr
 
 

@@ -118,6 +118,7 @@ GEOMETRIES: dict[str, Callable[[], list[Tensor]]] = {
 }
 
 
+@pytest.mark.defends("storage offset", "strides", "what a plain tensor is")
 @pytest.mark.parametrize("name", GEOMETRIES)
 def test_backward_sees_the_geometry_that_was_saved(name: str, tmp_path: Path) -> None:
     assert_geometry_kept(GEOMETRIES[name], tmp_path)
@@ -303,6 +304,7 @@ def test_one_huge_tensor_comes_back(tmp_path: Path) -> None:
 # An operation that saves a tensor before it fills it
 
 
+@pytest.mark.defends("the gate")
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("follow", ["nothing", "a node", "a node that saves"])
 def test_noise_that_is_saved_before_it_is_filled_comes_back_filled(
@@ -389,6 +391,7 @@ def test_one_storage_saved_by_several_nodes_is_written_once_and_read_for_each(
     assert counts["read_count"] in (1, 2, 3)
 
 
+@pytest.mark.defends("version at pack")
 def test_a_tensor_saved_before_and_after_an_in_place_change_is_two_versions(
     tmp_path: Path,
 ) -> None:
@@ -470,6 +473,7 @@ def a_transposed_weight(x: Tensor) -> tuple[Tensor, Tensor]:
     return layer(x * 2).sum(), layer.weight
 
 
+@pytest.mark.defends("version at unpack")
 @pytest.mark.parametrize("flush_first", [True, False], ids=["on the disk", "on the way"])
 @pytest.mark.parametrize(
     "save",
@@ -496,6 +500,7 @@ def test_a_change_in_place_between_two_backwards_is_refused(tmp_path: Path) -> N
     prove_refused(step, tmp_path)
 
 
+@pytest.mark.defends("one counter for all who saved it")
 def test_a_change_in_place_before_a_double_backward_is_refused(tmp_path: Path) -> None:
     def step(flush: Flush) -> Result:
         x = torch.ones(1000, requires_grad=True)
@@ -526,6 +531,7 @@ class Mutating(torch.autograd.Function):
         return grad * values, grad * x
 
 
+@pytest.mark.defends("one counter for all who saved it")
 @pytest.mark.parametrize("which", ["an activation", "data"])
 def test_a_backward_that_changes_what_another_node_saved_is_refused(
     which: str, tmp_path: Path
@@ -567,6 +573,7 @@ def written_bytes(rig: Rig, forward: Callable[[], Tensor]) -> int:
     return rig.stats.bytes_offloaded + rig.stats.bytes_kept + rig.stats.bytes_forwarded
 
 
+@pytest.mark.defends("provenance: the base of a view")
 def test_parameters_and_what_is_made_of_them_are_never_written(tmp_path: Path) -> None:
     torch.manual_seed(0)
     table = nn.Embedding(64, 64)
@@ -603,6 +610,7 @@ def test_frozen_layers_with_adapters_write_their_activations_only(tmp_path: Path
     assert written_bytes(rig, forward) == 2 * batch + 2 * narrow
 
 
+@pytest.mark.defends("provenance: the walk to the parameter")
 def test_weights_cast_by_autocast_are_never_written(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
@@ -617,6 +625,7 @@ def test_weights_cast_by_autocast_are_never_written(tmp_path: Path) -> None:
     assert written_bytes(rig, forward) == 2 * 32 * 64 * 2
 
 
+@pytest.mark.defends("live memory before the disk")
 @pytest.mark.parametrize("training", [True, False])
 def test_running_statistics_give_plain_gradients(training: bool, tmp_path: Path) -> None:
     def step(flush: Flush) -> Result:
@@ -628,7 +637,8 @@ def test_running_statistics_give_plain_gradients(training: bool, tmp_path: Path)
             norm(torch.randn(16, 64))
             norm.train(training)
             graphs.append((norm(torch.randn(16, 64)).sin() * norm.weight).sum())
-        flush()
+            # What the next forward changes has been written.
+            flush()
         torch.stack(graphs).sum().backward()
         return {**gradients(norm), **{k: v.clone() for k, v in norm.named_buffers()}}
 

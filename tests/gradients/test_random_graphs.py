@@ -11,13 +11,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from support import MODES, Flush, Rig, assert_equal_bits, nothing
+from support import MODES, Flush, Rig, assert_equal_bits, nothing, sizes
 
 Op = tuple[str, int, int]
 
@@ -203,22 +204,27 @@ def play(
     return refusals, found
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-@given(
-    program=st.lists(
-        st.tuples(st.sampled_from(NAMES), st.integers(0, 30), st.integers(0, 30)),
-        min_size=3,
-        max_size=20,
-    ),
-    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.complex64]),
-    side=st.sampled_from([6, 33]),
+PROGRAMS = st.lists(
+    st.tuples(st.sampled_from(NAMES), st.integers(0, 30), st.integers(0, 30)),
+    min_size=3,
+    max_size=20,
 )
+DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.complex64])
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("programs_max", sizes(small=150, whole=None))
 def test_random_graphs_give_equal_bits_and_equal_refusals(
-    program: list[Op], dtype: torch.dtype, side: int, tmp_path: Path
+    programs_max: int | None, tmp_path: Path
 ) -> None:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    """As many programs as the profile says in the long run, see conftest.py."""
+
+    @settings(
+        max_examples=programs_max or settings().max_examples,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    @given(program=PROGRAMS, dtype=DTYPES, side=st.sampled_from([6, 33]))
+    def compare(program: list[Op], dtype: torch.dtype, side: int) -> None:
         refusals, expected = play(program, dtype, side, nothing)
         for mode in MODES:
             rig = Rig.in_mode(tmp_path, mode)
@@ -234,5 +240,5 @@ def test_random_graphs_give_equal_bits_and_equal_refusals(
             if refusals:
                 event("something was refused")
             rig.assert_empty()
-    finally:
-        torch.set_num_threads(threads)
+
+    compare()

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 import ssdtrain
+from children import forked_python
 from ssdtrain.errors import ClosedError
 from support import (
     MODES,
@@ -33,7 +34,6 @@ from support import (
     gradients,
     mlp,
     nothing_leaks,
-    python,
     say,
     wait_until,
 )
@@ -60,7 +60,7 @@ def plain_gradient(x: Tensor) -> Tensor:
 
 def waits_for_a_read(thread: int) -> bool:
     frame = sys._current_frames().get(thread)
-    return frame is not None and frame.f_code.co_qualname == "Loading.wait"
+    return frame is not None and frame.f_code.co_qualname == "HostLoading.wait"
 
 
 class Walker:
@@ -98,6 +98,7 @@ class Walker:
 # Others, while one thread waits for the disk
 
 
+@pytest.mark.defends("no lock while waiting for a read")
 def test_forwards_go_on_while_a_backward_waits_for_the_disk(tmp_path: Path) -> None:
     rig = slow_rig(tmp_path)
     x, other = leaf(), leaf()
@@ -358,7 +359,7 @@ MOMENTS = ("a write is under way", "a thread waits", "a thread trains", "ctrl-c"
 
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_the_interpreter_may_end_in_the_middle_of_a_step(moment: str, tmp_path: Path) -> None:
-    done = python(ENDS, str(Path(__file__).parent), str(tmp_path), moment)
+    done = forked_python(ENDS, str(Path(__file__).parent), str(tmp_path), moment)
     if moment == "ctrl-c":
         assert done.stdout == "interrupted\n", done.stderr
         assert done.returncode == -signal.SIGINT

@@ -168,6 +168,7 @@ def test_weights_and_what_is_made_of_them_are_not_managed(name: str, tmp_path: P
     assert all(ROWS in one.shape for one in seen), {one.shape for one in seen}
 
 
+@pytest.mark.defends("what is larger than its parameter")
 def test_a_row_of_a_weight_repeated_for_a_batch_is_an_activation(tmp_path: Path) -> None:
     token = Parameter(torch.randn(1, WIDTH))
 
@@ -283,7 +284,7 @@ def test_buffers_are_written_once_at_most_and_read_from_their_module(
 
     rig, steps = Rig(tmp_path, policy=Futile()), 4
     written = [0] * steps
-    save = rig.hooks._transfer.save
+    save = rig.transfer.save
 
     def step(flush: Flush) -> Result:
         torch.manual_seed(0)
@@ -295,7 +296,7 @@ def test_buffers_are_written_once_at_most_and_read_from_their_module(
                 written[number] += source.untyped_storage().data_ptr() + start in buffers
                 return save(source, start, nbytes)
 
-            rig.hooks._transfer.save = watched
+            rig.transfer.save = watched
             losses = []
             for seed in range(3):
                 # What a forward in training does to the statistics, no version tells.

@@ -31,10 +31,10 @@ from torch import Tensor, nn
 from checkout import SCRATCH
 from ssdtrain import CorruptError, StorageError
 from ssdtrain._core import SimulatedDisk
-from ssdtrain.config import OffloadConfig, StoreConfig
+from ssdtrain.config import StoreConfig
 from ssdtrain.offload import Session
 from ssdtrain.open_store import open_store
-from support import KeepNothing, store_threads, wait_until
+from support import Rig, store_threads, wait_until
 
 MIB = 1 << 20
 STEPS_PER_ROUND = 4
@@ -115,21 +115,19 @@ class Soak:
         faults: dict[str, Any] = dict(PLANS[self.round // 2 % len(PLANS)])
         faults["seed"] = self.chance.getrandbits(60)
         self.faults = faults
-        return {"backend": "simulated", "simulated_disk": SimulatedDisk(**faults)}
+        return {"backend": "simulated", "faults": faults}
 
     def run_round(self, options: dict[str, Any]) -> None:
-        store = StoreConfig(dirs=(str(self.place),), direct_io="optional", verify=True, **options)
-        session = Session(OffloadConfig(store=store, min_bytes=1), KeepNothing())
-        hooks = session._hooks
-        assert hooks is not None
+        rig = Rig(self.place, verify=True, **options)
+        session = rig.session
         for _ in range(STEPS_PER_ROUND):
             self.run_step(session, options)
             if self.chance.random() < 0.3:
-                hooks._transfer.store.trim()
+                rig.store.trim()
         gc.collect()
         wait_until(lambda: session.stats.disk_used_bytes == 0, "the release of all extents")
         wait_until(lambda: session.stats.resident_bytes == 0, "the release of all memory")
-        stats, raw = session.stats, hooks._transfer.store.stats()
+        stats, raw = session.stats, rig.store.stats()
         self.counts["MiB written"] += stats.bytes_written // MIB
         self.counts["MiB read"] += stats.bytes_read // MIB
         self.counts["failed writes"] += raw["write_failed_count"]

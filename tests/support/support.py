@@ -15,8 +15,11 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
+from children import forked_python
 from ssdtrain._core import SimulatedDisk
 from ssdtrain.activations.failed_backward import drop_failed_backwards
 from ssdtrain.activations.writeback import Writeback
@@ -55,7 +58,7 @@ class KeepNothing(Policy):
 
 
 class Rig:
-    """A session whose parts a test may touch."""
+    """A session, and the only place where tests look inside one: what it does not show is here."""
 
     def __init__(
         self,
@@ -80,8 +83,11 @@ class Rig:
         self.session = Session(config, policy if policy is not None else KeepNothing())
         hooks = self.session._hooks
         assert hooks is not None
-        self.hooks = hooks
-        self.store = hooks._transfer.store
+        self._hooks = hooks
+        self._writes_end_at_once = False
+        self.transfer, self.residency = hooks._transfer, hooks._residency
+        self.prefetcher = hooks._prefetcher
+        self.store = self.transfer.store
 
     @classmethod
     def in_mode(cls, directory: Path, mode: Mode) -> Rig:
@@ -96,7 +102,17 @@ class Rig:
         return self.session.stats
 
     def context(self) -> contextlib.AbstractContextManager[object]:
-        return self.session.context()
+        installed = self.session.context()
+        if not self._writes_end_at_once:
+            return installed
+        pack = installed.pack_hook
+
+        def packed(tensor: Tensor) -> object:
+            found = pack(tensor)
+            self._end_begun_writes()
+            return found
+
+        return saved_tensors_hooks(packed, installed.unpack_hook)
 
     def flush(self) -> None:
         """Pass the node that was made last, and wait for every write."""
@@ -105,11 +121,11 @@ class Rig:
     def begin_writes(self) -> None:
         """Pass the node that was made last: whatever was saved is on its way to the disk."""
         self.session.flush(wait=False)
-        assert self.hooks._writeback._writing, "nothing was given to the disk"
+        assert self.stats.disk_used_bytes, "nothing was given to the disk"
 
     def end_writes_unseen(self) -> None:
         """Wait until every write has ended, and let no hook know."""
-        records = [reference() for reference in self.hooks._writeback._writing]
+        records = [reference() for reference in self._hooks._writeback._writing]
         stored = [one.handle for one in records if one is not None and one.handle is not None]
         assert stored, "nothing is on its way to the disk"
         wait_until(lambda: all(one.done() for one in stored), "the end of the writes")
@@ -119,17 +135,26 @@ class Rig:
 
         What an operation changes later then differs from what is on the disk.
         """
-        pack = self.hooks.pack
+        self._writes_end_at_once = True
 
-        def packed(tensor: Tensor) -> object:
-            found = pack(tensor)
-            with self.hooks._lock:
-                writeback = self.hooks._writeback
-                while (record := writeback._oldest_write()) is not None:
-                    writeback._end_write(record)
-            return found
+    def _end_begun_writes(self) -> None:
+        with self.lock:
+            writeback = self._hooks._writeback
+            while (record := writeback._oldest_write()) is not None:
+                writeback._end_write(record)
 
-        self.hooks.pack = packed  # type: ignore[method-assign]
+    @property
+    def lock(self) -> threading.RLock:
+        """What every hook holds while it looks at what is saved."""
+        return self._hooks._lock
+
+    def writes_count(self) -> int:
+        """Return how many writes were begun and have not ended, as the hooks know."""
+        return len(self._hooks._writeback._writing)
+
+    def forget_peak(self) -> None:
+        """Count the peak of resident bytes anew."""
+        self.residency.peak_bytes = 0
 
     def assert_empty(self) -> None:
         """Everything that was saved has gone from memory and disk."""
@@ -146,6 +171,14 @@ class Rig:
 
     def _left_bytes(self) -> int:
         return self.stats.disk_used_bytes + self.stats.resident_bytes
+
+
+def sizes(*, small: object, whole: object) -> list[ParameterSet]:
+    """Return the sizes of a test: small in ``make test``, whole in ``make test-long``."""
+    return [
+        pytest.param(small, id="small"),
+        pytest.param(whole, id="whole", marks=pytest.mark.long),
+    ]
 
 
 def pause() -> None:
@@ -282,7 +315,7 @@ def nothing_leaks() -> Iterator[None]:
 
 
 def python(program: str, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run a program in a fresh interpreter."""
+    """Run a program in a fresh interpreter; ``children.forked_python`` takes less time."""
     return subprocess.run(
         [sys.executable, "-c", program, *arguments],
         capture_output=True,
@@ -310,7 +343,7 @@ def in_child(function: Callable[..., None], *arguments: object) -> list[str]:
         "logging.basicConfig(format='%(levelname)s %(message)s', stream=sys.stdout); "
         f"from {module.stem} import {name}; {name}(*sys.argv[2:])"
     )
-    done = python(program, str(module.parent), *map(str, arguments))
+    done = forked_python(program, str(module.parent), *map(str, arguments))
     assert done.returncode == 0, f"{done.returncode}\n{done.stdout}\n{done.stderr}"
     if done.stdout.startswith(NO_SECCOMP):
         pytest.skip(NO_SECCOMP)

@@ -91,8 +91,6 @@ use io_uring::IoUring;
 use super::super::error::Error;
 
 pub fn lives<'a>(word: &'a str) -> char {
-    // SAFETY: nothing is touched; this is only an example
-    // of two lines.
     let first = words(word)
         .and(unsafe { nothing() });
     '{'
@@ -250,18 +248,6 @@ BAD: list[tuple[Rule, dict[str, str], str]] = [
         tree_rules.unsafe_places,
         with_doc("src/engine/uring.rs\n```", "src/engine/uring.rs\nrust/core/src/error.rs\n```"),
         "lists rust/core/src/error.rs",
-    ),
-    (
-        tree_rules.unsafe_reasons,
-        with_core("fn f() {\n    unsafe { g() }\n}"),
-        "error.rs:3: `unsafe`",
-    ),
-    (tree_rules.unsafe_reasons, with_core("unsafe impl Send for A {}"), "error.rs:2: `unsafe`"),
-    (tree_rules.unsafe_reasons, with_core("// SAFETY: far\n\nunsafe impl Send for A {}"), ":4:"),
-    (
-        tree_rules.unsafe_reasons,
-        with_core("// SAFETY: of another\nlet a = 1;\nunsafe { g() }"),
-        "error.rs:4: `unsafe`",
     ),
     (tree_rules.sizes, {"rust/core/src/a.rs": "\n" * 501}, "a.rs: 501 lines, 500 at most"),
     (tree_rules.sizes, {"python/ssdtrain/a.py": "\n" * 501}, "a.py: 501 lines"),

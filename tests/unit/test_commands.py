@@ -8,11 +8,13 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from children import forked_python
 from disks import MIB, NOBODY, fill, needs_root
 from seccomp import FORBID_RINGS
 from support import python, wait_until
@@ -68,8 +70,13 @@ def thread_names(process: int) -> list[str]:
     return names
 
 
-def ssdtrain(*words: str | Path, limits: str = "", **options: Any) -> Done:
-    """Run the installed command, under limits that the shell sets first."""
+def ssdtrain(*words: str | Path, cwd: Path | None = None) -> Done:
+    """Run the command in a child that has done its imports."""
+    return forked_python(MAIN, *map(str, words), cwd=cwd)
+
+
+def installed_command(*words: str | Path, limits: str = "", **options: Any) -> Done:
+    """Run the command that pip installed, under limits that the shell sets first."""
     command = [str(Path(sys.executable).with_name("ssdtrain")), *map(str, words)]
     if limits:
         command = ["sh", "-c", f'{limits} && exec "$@"', "sh", *command]
@@ -109,9 +116,9 @@ def assert_fails(done: Done, name: str, finding: str, remedy: str) -> None:
 # The command line
 
 
-@pytest.mark.parametrize("how", ["command", "module"])
-def test_the_commands_are_listed(how: str) -> None:
-    done = ssdtrain() if how == "command" else python(MAIN)
+@pytest.mark.parametrize("command", [installed_command, ssdtrain])
+def test_the_commands_are_listed(command: Callable[..., Done]) -> None:
+    done = command()
     assert done.returncode == 0
     assert done.stdout.startswith("usage: ssdtrain ")
     for name in ("bench", "demo", "doctor"):
@@ -209,7 +216,7 @@ def test_memory_is_no_disk() -> None:
 def test_no_permission_to_write(tmp_path: Path) -> None:
     place = tmp_path / "place"
     place.mkdir(mode=0o555)
-    done = python(AS_NOBODY, str(place), str(NOBODY), "doctor", ".", "--json")
+    done = forked_python(AS_NOBODY, str(place), str(NOBODY), "doctor", ".", "--json")
     remedy = f"sudo install -d -o {NOBODY} ./ssdtrain; ssdtrain doctor ./ssdtrain"
     assert_fails(done, "directory", f"user {NOBODY} cannot create", remedy)
 
@@ -219,7 +226,7 @@ def test_a_user_who_may_write(tmp_path: Path) -> None:
     place = tmp_path / "place"
     place.mkdir()
     os.chown(place, NOBODY, NOBODY)
-    done = python(AS_NOBODY, str(place), str(NOBODY), "doctor", ".", "--json")
+    done = forked_python(AS_NOBODY, str(place), str(NOBODY), "doctor", ".", "--json")
     assert checks_of(done)["write_and_read"]["state"] == "OK"
 
 
@@ -246,7 +253,7 @@ def test_a_full_disk(small_disk: Path) -> None:
 
 
 def test_a_limit_on_the_size_of_files(tmp_path: Path) -> None:
-    done = ssdtrain("doctor", tmp_path, "--json", limits="ulimit -f 1000")
+    done = installed_command("doctor", tmp_path, "--json", limits="ulimit -f 1000")
     checks = checks_of(done)
     assert checks["file_size"]["state"] == "FAIL"
     for name in ("file_size", "write_and_read"):
@@ -254,27 +261,27 @@ def test_a_limit_on_the_size_of_files(tmp_path: Path) -> None:
 
 
 def test_a_limit_on_open_files(tmp_path: Path) -> None:
-    checks = checks_of(ssdtrain("doctor", tmp_path, "--json", limits="ulimit -n 64"))
+    checks = checks_of(installed_command("doctor", tmp_path, "--json", limits="ulimit -n 64"))
     assert checks["open_files"]["state"] == "WARN"
     assert checks["open_files"]["remedy"] == "ulimit -n 1024"
     assert checks["write_and_read"]["state"] == "OK"
 
 
 def test_a_limit_on_addresses(tmp_path: Path) -> None:
-    checks = checks_of(ssdtrain("doctor", tmp_path, "--json", limits="ulimit -v 40000000"))
+    checks = checks_of(installed_command("doctor", tmp_path, "--json", limits="ulimit -v 40000000"))
     assert checks["address_space"]["state"] == "WARN"
     assert checks["write_and_read"]["state"] == "OK"
 
 
 def test_huge_pages_that_were_switched_off(tmp_path: Path) -> None:
     environment = {**os.environ, "THP_MEM_ALLOC_ENABLE": "0"}
-    checks = checks_of(ssdtrain("doctor", tmp_path, "--json", env=environment))
+    checks = checks_of(installed_command("doctor", tmp_path, "--json", env=environment))
     assert checks["torch_huge_pages"]["state"] == "WARN"
     assert checks["torch_huge_pages"]["remedy"] == "unset THP_MEM_ALLOC_ENABLE"
 
 
 def test_rings_forbidden(tmp_path: Path) -> None:
-    done = python(FORBID_RINGS + MAIN, "doctor", str(tmp_path))
+    done = forked_python(FORBID_RINGS + MAIN, "doctor", str(tmp_path))
     if done.stdout == "no seccomp\n":
         pytest.skip("this kernel takes no seccomp filter")
     assert done.returncode == 0, done.stdout
@@ -293,7 +300,7 @@ def test_a_broken_torch(tmp_path: Path, error: str) -> None:
     fake.mkdir(parents=True)
     (fake / "__init__.py").write_text(f"raise {error}\n")
     environment = {**os.environ, "PYTHONPATH": str(fake.parent)}
-    checks = checks_of(ssdtrain("doctor", tmp_path, "--json", env=environment))
+    checks = checks_of(installed_command("doctor", tmp_path, "--json", env=environment))
     assert checks["torch"]["state"] == "FAIL"
     assert checks["torch"]["remedy"] == "pip install --upgrade 'torch>=2.11'"
     assert checks["torch_huge_pages"]["state"] == "SKIP"
@@ -379,13 +386,13 @@ def test_places_that_cannot_be_measured(tmp_path: Path, cache: Path) -> None:
 def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "file")}
-    done = ssdtrain("bench", tmp_path, "--seconds", "2", env=environment)
+    done = installed_command("bench", tmp_path, "--seconds", "2", env=environment)
     assert done.returncode == 0, done.stderr
     assert "not kept   " in done.stdout
 
 
 def test_a_bench_without_rings(tmp_path: Path) -> None:
-    done = python(FORBID_RINGS + MAIN, "bench", str(tmp_path), "--seconds", "1")
+    done = forked_python(FORBID_RINGS + MAIN, "bench", str(tmp_path), "--seconds", "1")
     if done.stdout == "no seccomp\n":
         pytest.skip("this kernel takes no seccomp filter")
     assert done.returncode == 0, done.stderr

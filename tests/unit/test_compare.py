@@ -155,7 +155,6 @@ def test_a_quick_run_has_every_row(load: Any, tmp_path: Path) -> None:
             assert not row["label"].startswith("ssdtrain"), row["reason"]
             assert row["label"] != peers.LIBRARIES["torch.save"][0], row["reason"]
             continue
-        assert len(row["samples"]) == 1
         assert row["bytes_per_s"] > 0
         assert row["ratio_to_fio"] > 0
         assert row["cpu_s_per_gib"] >= 0

@@ -1,46 +1,49 @@
-"""``docs/correctness.md`` names tests and defences that exist; ``make mutations`` knows both."""
+"""``docs/correctness.md`` names tests that exist, and its table of defences is the tree's."""
 
 from __future__ import annotations
 
-import dataclasses
-import re
+from pathlib import Path
 
 import pytest
 
-from checkout import ROOT
-from mutations import MUTATIONS, Mutation, anchor_error
+import defences
+from mutations import INSTEAD, mutated
 from test_reliability import NAMED, has_test
 
-PAGE = (ROOT / "docs" / "correctness.md").read_text()
-DEFENCE = re.compile(r"^\| ([^|]+) \| ([^|]+) \|$", re.MULTILINE)
-
-
-def defences(page: str) -> dict[str, tuple[str, ...]]:
-    """Return the defences of the page, and the tests that guard each."""
-    section = page.split("\n## Defences\n")[1].split("\n## ", maxsplit=1)[0]
-    rows = DEFENCE.findall(section)[1:]
-    return {name: tuple(map("::".join, NAMED.findall(tests))) for name, tests in rows}
+NAMES = sorted({one.defence for one in defences.marks()})
 
 
 def test_every_named_test_exists() -> None:
-    named = NAMED.findall(PAGE)
+    named = NAMED.findall(defences.PAGE.read_text())
     assert len(named) > 60
     assert not [f"{module}::{name}" for module, name in named if not has_test(module, name)]
 
 
-def test_the_page_and_the_mutations_list_the_same_defences_and_tests() -> None:
-    assert defences(PAGE) == {one.defence: one.tests for one in MUTATIONS}
+def test_every_defence_has_its_line_and_its_tests() -> None:
+    assert not defences.differences()
+    assert len(NAMES) >= 29
+    assert set(INSTEAD) <= set(NAMES)
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda one: one.defence)
-def test_every_defence_stands_on_text_that_is_there_once(mutation: Mutation) -> None:
-    assert anchor_error(mutation) is None
-    assert mutation.new != mutation.old
+def test_the_table_of_defences_is_up_to_date() -> None:
+    remedy = "run `make defences`, which writes it"
+    assert defences.table() in defences.PAGE.read_text(), remedy
 
 
-def test_text_that_is_not_there_is_seen() -> None:
-    gone = dataclasses.replace(MUTATIONS[0], old="this text is nowhere")
-    assert (
-        anchor_error(gone)
-        == "activations/writeback.py has the text of 'version at pack' 0 times, not once"
+@pytest.mark.parametrize("name", NAMES)
+def test_without_a_defence_the_package_still_compiles(name: str) -> None:
+    for module in {one.module for one in defences.marks() if one.defence == name}:
+        lines = (defences.PACKAGE / module).read_text().splitlines()
+        without = mutated(lines, name)
+        assert without != lines
+        compile("\n".join(without), module, "exec")
+
+
+def test_a_mark_speaks_of_its_line_or_of_the_next(tmp_path: Path) -> None:
+    lines = ["a = 1  # defence: one", "    # defence: two", "    b = 2", "c = '# no defence'"]
+    assert list(defences.marked_lines(lines)) == [("one", 0), ("two", 2)]
+    (tmp_path / "room").mkdir()
+    (tmp_path / "room" / "test_x.py").write_text(
+        '@pytest.mark.defends("one", "two")\ndef test_a(): pass\ndef test_b(): pass\n'
     )
+    assert defences.guards(tmp_path) == {"one": ["test_x::test_a"], "two": ["test_x::test_a"]}

@@ -584,7 +584,7 @@ class Watched(Prefetcher):
 @pytest.mark.parametrize("step_count", [1, 3])
 def test_a_real_backward_is_foreseen(tmp_path: Any, step_count: int) -> None:
     rig = Rig(tmp_path)
-    prefetcher = rig.hooks._prefetcher
+    prefetcher = rig.prefetcher
     prefetcher.__class__ = Watched
     layers = [torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.LayerNorm(64), torch.nn.Tanh()]
     model = torch.nn.Sequential(*layers, *[torch.nn.Linear(64, 64), torch.nn.GELU()] * 3)
@@ -600,7 +600,7 @@ def test_a_real_backward_is_foreseen(tmp_path: Any, step_count: int) -> None:
 
 def test_a_gradient_penalty_is_foreseen_the_second_time(tmp_path: Any) -> None:
     rig = Rig(tmp_path)
-    prefetcher = rig.hooks._prefetcher
+    prefetcher = rig.prefetcher
     prefetcher.__class__ = Watched
     model = torch.nn.Sequential(*[torch.nn.Linear(32, 32), torch.nn.Tanh()] * 3)
     misses = []

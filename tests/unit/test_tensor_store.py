@@ -18,10 +18,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from children import forked_python
 from ssdtrain import ConfigError, CorruptError, NoSpaceError, StorageError, TensorStore
 from ssdtrain.errors import BusyError, ClosedError, SsdtrainError
 from stores import SlowStore, assert_same
-from support import python, wait_until
+from support import wait_until
 
 TORCH_DTYPES = [
     torch.bool,
@@ -32,10 +33,7 @@ TORCH_DTYPES = [
     torch.int64,
     torch.uint16,
     torch.uint64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
     torch.complex32,
     torch.complex64,
     torch.complex128,
@@ -575,7 +573,7 @@ print(len(stored))
 
 @pytest.mark.parametrize("waiting", ["nobody", "thread"])
 def test_exit_with_requests_in_flight(tmp_path: Path, waiting: str) -> None:
-    done = python(EXIT, str(tmp_path), waiting)
+    done = forked_python(EXIT, str(tmp_path), waiting)
     assert (done.returncode, done.stdout, done.stderr) == (0, "64\n", "")
     assert not list(tmp_path.iterdir())
 
@@ -612,7 +610,7 @@ print("parent goes on")
 
 
 def test_a_forked_child_is_refused_and_the_parent_goes_on(tmp_path: Path) -> None:
-    done = python(FORK, str(tmp_path))
+    done = forked_python(FORK, str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert done.stdout == "parent goes on\n"
 
@@ -649,6 +647,6 @@ print("parent goes on")
 
 
 def test_a_forked_child_does_not_wait_for_the_parents_disk(tmp_path: Path) -> None:
-    done = python(FORK_IN_FLIGHT, str(tmp_path))
+    done = forked_python(FORK_IN_FLIGHT, str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert done.stdout == "parent goes on\n"

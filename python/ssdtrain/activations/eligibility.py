@@ -46,12 +46,15 @@ Two are of distributed tensors: shards are gathered, and a plain tensor is taken
 """
 
 DERIVATION_DEPTH_MAX = 8
+"""Bounds the work of a pack; views and casts of a weight are a few nodes away from it."""
 
 PLAIN_KEYS = dispatch_keys(torch.from_numpy(np.empty(0)))
-"""Of a tensor that torch did not allocate: its first own one decides about huge pages."""
+"""The keys of an ordinary tensor. Its memory comes from numpy: when torch allocates its first own
+tensor it reads the switch for huge pages, and at import that would be too early."""
 
 FRESH_USERS_MAX = 3
-"""The result of an operation, the copy of it that a selective checkpoint packs, one object."""
+"""As many users as a storage has that nobody else needs: the result of an operation, the detached
+tensor that a selective checkpoint packs, and the Python object of the storage."""
 
 
 def is_plain(tensor: Tensor) -> bool:
@@ -63,7 +66,10 @@ def is_plain(tensor: Tensor) -> bool:
     of other devices each have an entry more, or one less, than a plain one.
     """
     kind = type(tensor)
-    return (kind is Tensor or kind is Parameter) and dispatch_keys(tensor) == PLAIN_KEYS
+    return (
+        (kind is Tensor or kind is Parameter)
+        and dispatch_keys(tensor) == PLAIN_KEYS  # defence: what a plain tensor is
+    )
 
 
 def is_weight(tensor: Tensor) -> bool:
@@ -73,19 +79,23 @@ def is_weight(tensor: Tensor) -> bool:
     parts of these, by the nodes between them and the parameter. Such tensors stay alive for the
     optimizer anyway, so writing them would free nothing.
     """
-    # `isinstance` asks the metaclass of parameters, in Python; a plain tensor is of just two types.
+    # Not `isinstance`, which for parameters is a slow function in Python: `is_plain` has found that
+    # this is a `Tensor` or a `Parameter` and no other class.
     if type(tensor) is Parameter or (tensor.is_leaf and tensor.requires_grad):
         return True
     base = tensor._base  # noqa: SLF001 - the only way to ask a view for its base
+    # defence: provenance: the base of a view
     if base is not None and (isinstance(base, Parameter) or (base.is_leaf and base.requires_grad)):
         return True
     node = tensor.grad_fn
     if node is None:
-        # Autograd packs without grad mode. With it, selective checkpointing hands over what it
-        # caches, bare of all history. A view of something (FSDP2 empties its weights after their
-        # forward, under any write) shows by the others on its storage.
+        # Autograd calls pack with grad mode off. If it is on, a selective checkpoint hands over
+        # a tensor of its cache, which has no history to look at. It may be a view of a weight, and
+        # FSDP2 empties its weights after their forward, even while they are being written. Such a
+        # view is told by the other users of its storage.
+        # defence: weights without history
         return torch.is_grad_enabled() and storage_users(tensor) > FRESH_USERS_MAX
-    for _ in range(DERIVATION_DEPTH_MAX):
+    for _ in range(DERIVATION_DEPTH_MAX):  # defence: provenance: the walk to the parameter
         if node is None or node.name() not in PASSES_WEIGHTS_ON:
             break
         node = node.next_functions[0][0] if node.next_functions else None
@@ -100,6 +110,7 @@ def is_memory_of_others(storage: UntypedStorage, owns: Callable[[int], bool]) ->
     Whoever owns it may change it when torch's storage is long gone, and keeps it anyway. ``owns``
     tells whether an address is in memory that a transfer gave out.
     """
+    # defence: memory of others stays
     return not storage.resizable() and not owns(storage.data_ptr())
 
 
@@ -107,4 +118,5 @@ def _is_no_larger(tensor: Tensor, leaf: object) -> bool:
     """Whether this was made of a parameter, and is not one row of it repeated for a whole batch."""
     if not isinstance(leaf, Parameter):
         return False
+    # defence: what is larger than its parameter
     return tensor.untyped_storage().nbytes() <= leaf.numel() * tensor.itemsize

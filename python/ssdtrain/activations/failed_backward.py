@@ -39,7 +39,7 @@ def prepare_to_drop() -> None:
 
 def drop_failed_backwards() -> None:
     """Drop what failed backwards of this thread left; in a backward, leave it to the next call."""
-    if not _lowest or current_backward() != -1:
+    if not _lowest or current_backward() != -1:  # defence: what a refused backward left is dropped
         return
     leaf, made = _lowest[0]
     with torch.inference_mode(mode=False), torch.enable_grad():

@@ -94,8 +94,8 @@ class Hooks:
 
     def leave_to_parent(self) -> None:
         """Take no part in a forked child: what it saves is kept, what is on the disk is refused."""
-        self._is_forked = True
-        self._lock = threading.RLock()
+        self._is_forked = True  # defence: a forked child owns nothing
+        self._lock = threading.RLock()  # defence: a forked child owns nothing
 
     def context(self) -> saved_tensors_hooks:
         """Return the context manager that installs the hooks in the calling thread."""
@@ -130,7 +130,7 @@ class Hooks:
         """Take a tensor that a node saves; return what autograd keeps in its place."""
         if is_dynamo_compiling() or tracer():
             return _pack_untraced(self, tensor)
-        if is_below_autograd():
+        if is_below_autograd():  # defence: shared counters below autograd
             # Selective checkpointing hands over what it caches, and no longer checks the version.
             with share_counters():
                 return self._pack(tensor)
@@ -172,7 +172,7 @@ class Hooks:
         saved = OrderedTensor(tensor, geometry, record, sequence)
         self._prefetcher.enter(saved, is_new)
         if is_new and self._is_worth_a_write(key, backward):
-            self._writeback.write_later(record)
+            self._writeback.write_later(record)  # defence: the gate
         self._residency.note_peak()
         return saved
 
@@ -180,12 +180,12 @@ class Hooks:
         """Whether to write a new record: the plan does not keep it, or a bound leaves no choice."""
         if key in self._policy.keep and not self._residency.is_bounded:
             return False
-        return backward == -1 or not _is_recompute()
+        return backward == -1 or not _is_recompute()  # defence: checkpoint recognition
 
     def unpack(self, packed: object) -> Tensor:
         """Give a node its saved tensor back."""
-        if is_dynamo_compiling() or tracer():
-            # Traced, as compiled autograd does, a version counter would be a constant.
+        if is_dynamo_compiling() or tracer():  # defence: hooks that the compiler does not trace
+            # Compiled autograd would trace this call, and take a version counter for a constant.
             tensor: Tensor = _unpack_untraced(self, packed)
             return tensor
         return self._unpack(packed)
@@ -194,8 +194,9 @@ class Hooks:
         if not isinstance(packed, OrderedTensor):
             assert isinstance(packed, ExcludedTensor | KeptTensor)
             kept = packed.tensor
+            # defence: version of what is kept
             check_version(kept, packed.version, lambda: _describe_kept(kept))
-            return kept.detach()
+            return kept.detach()  # defence: a tensor of its own for each unpack
         geometry = packed.geometry
         check_version(
             packed.counter, packed.version, lambda: _describe(geometry.dtype, geometry.size)
@@ -204,8 +205,8 @@ class Hooks:
             return _from_memory(packed)
         with self._lock:
             found = self._find(packed)
-        if isinstance(found, Loading):
-            found = self._wait(packed, found)
+        if not isinstance(found, Tensor):
+            found = self._wait(packed, found)  # defence: no lock while waiting for a read
         return packed.counted(found)
 
     def _find(self, saved: OrderedTensor) -> Tensor | Loading:

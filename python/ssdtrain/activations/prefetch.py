@@ -100,7 +100,7 @@ class Round:
         """Enter a packed tensor; ``is_new`` says whether it brought a record of its own."""
         nbytes = saved.record.nbytes
         key = next_key(self.signature, nbytes)
-        entry = weakref.ref(saved)
+        entry = weakref.ref(saved)  # defence: lifetime by handle
         saved.ordinal = len(self.entries)
         saved.round = self
         # No call from here on, see ``residency``, [Note: no calls]: the lists stay of one length.
@@ -284,7 +284,7 @@ class Prefetcher:
         learned = self._policy.plans.get(current.signature)
         if learned is not None:
             planned_s = learned.needed_s.get(saved.record.key, current.progress_s)
-            # A second backward begins anew.
+            # A second backward over the same graph asks for everything once more.
             current.progress_s = planned_s if is_again else max(current.progress_s, planned_s)
         return is_first and not self._policy.knows(saved.record.key)
 

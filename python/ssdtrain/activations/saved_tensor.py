@@ -47,7 +47,7 @@ def shares_no_counter(tensor: Tensor, storage_bytes: int) -> bool:
 
     Bytes around it could not be told from its own once they are on the disk.
     """
-    return root_of(tensor).nbytes < storage_bytes
+    return root_of(tensor).nbytes < storage_bytes  # defence: parts that count apart stay
 
 
 class Record:
@@ -81,7 +81,7 @@ class Record:
         self.source: Tensor | None = tensor.detach()
         """The tensor itself, for as long as its bytes may be needed from memory."""
         self.storage: weakref.ref[UntypedStorage] = weakref.ref(tensor.untyped_storage())
-        """Dead means: the memory is gone, whoever else may have used it."""
+        """Dead once nobody uses the storage any more: then its memory is gone."""
         self.root: weakref.ref[Tensor] = weakref.ref(root_of(tensor))
         """Whose version counter is meant; see ``root_of``."""
         self.start = start
@@ -124,7 +124,11 @@ class Record:
         assert self.source is not None
         assert self.handle is not None
         same_version = self.source._version == self.version  # noqa: SLF001
-        return same_version and self.is_whole() and self._address() == self.handle.address
+        return (
+            self.is_whole()
+            and same_version  # defence: version at the end of the write
+            and self._address() == self.handle.address  # defence: memory that moved
+        )
 
     def covers(self, start: int, end: int) -> bool:
         """Whether the bytes ``[start, end)`` of the storage are among those kept."""
@@ -160,7 +164,7 @@ class SavedTensor:
         So a backward that changes what it got in place, or a change between a backward and the
         backward of that, is noticed by every other node that saved the same tensor.
         """
-        counted = self.counter.detach()
+        counted = self.counter.detach()  # defence: one counter for all who saved it
         counted.data = tensor
         return counted
 
@@ -177,7 +181,7 @@ class KeptTensor:
     def __init__(
         self, tensor: Tensor, nbytes: int, storage_bytes: int, residency: Residency
     ) -> None:
-        self.tensor = tensor.detach()
+        self.tensor = tensor.detach()  # defence: never the tensor itself
         self.version = tensor._version  # noqa: SLF001 - autograd's own check, see check_version
         residency.hold_shared(self, id(tensor.untyped_storage()), nbytes, storage_bytes)
 
@@ -204,8 +208,8 @@ def check_version(counter: Tensor, version: int, describe: Callable[[], str]) ->
 
     With hooks set autograd itself no longer checks, and the gradient would be silently wrong.
     """
-    if version not in (NO_VERSION, counter._version):  # noqa: SLF001
-        # Outside of a backward anybody may ask a node for what it saved; then no node runs.
+    if version not in (NO_VERSION, counter._version):  # noqa: SLF001  # defence: version at unpack
+        # `grad_fn._saved_...` may be read outside of a backward: then there is no current node.
         node = current_node()
         saver = f", which {node.name()} needs," if node is not None else ""
         raise RuntimeError(

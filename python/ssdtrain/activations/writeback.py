@@ -43,7 +43,7 @@ class Gate:
 
     def __init__(self, owner: weakref.ref[Token]) -> None:
         self.owner = owner
-        """Dead means: the thread has ended, and has passed all its nodes."""
+        """Dead once the thread has ended: then it has passed all its nodes."""
         self.records: list[Holding[Record]] = []
         self.nbytes = 0
         self.first_sequence = 0
@@ -51,7 +51,7 @@ class Gate:
 
 
 class Token:
-    """Lives as long as a thread does; identities of threads are used again."""
+    """Dies with its thread. A thread's number would not do: another thread gets it later."""
 
     __slots__ = ("__weakref__",)
 
@@ -80,7 +80,7 @@ class Writeback:
         self._residency = residency
         self._policy = policy
         self._notices = notices
-        # Under a bound every byte that goes early may be missed.
+        # Under a bound, a write that begins later frees memory later, for which somebody may wait.
         self._batch_bytes = 0 if residency.is_bounded else min(BATCH_BYTES, BATCH_COUNT * min_bytes)
         self._known: dict[int, Holding[Record]] = {}
         """The last record of each storage, by the identity of the storage; some are dead."""
@@ -136,13 +136,14 @@ class Writeback:
         record = known() if known is not None else None
         if (
             record is not None
-            and record.storage() is storage
-            and record.root() is root_of(tensor)
-            and record.version == version
+            and record.storage() is storage  # defence: identity with a look at life
+            and record.root() is root_of(tensor)  # defence: identity with the version counter
+            and record.version == version  # defence: version at pack
             and record.covers(geometry.offset, start + nbytes)
         ):
             return record, False
-        self._residency.admit(nbytes)
+        if self._residency.is_bounded:
+            self._residency.admit(nbytes)
         record = Record(
             tensor, start, nbytes, sequence=sequence, key=key, residency=self._residency
         )
@@ -264,6 +265,7 @@ class Writeback:
                     record.holding.fate = "forwarded"
             return record.source.untyped_storage()
         storage = record.storage()
+        # defence: live memory before the disk
         if storage is None or storage.nbytes() < record.start + record.nbytes:
             return None
         # Somebody else holds it: offloading it freed nothing, so do not do it again.
@@ -332,10 +334,10 @@ class Writeback:
         try:
             record.handle.wait()
         except (CancelledError, ClosedError):
-            # Given up, or the session was closed under a live graph: the source is here.
+            # Cancelled, or the store was closed while the graph lived: the source is still here.
             record.handle = None
         except SsdtrainError as error:
-            # The source is here, nothing is lost: keep it and train on.
+            # The source is still here, so nothing is lost: the tensor is kept.
             record.handle = None
             record.holding.fate = "kept"
             self._note_failure(error)

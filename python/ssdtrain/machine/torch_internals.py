@@ -74,7 +74,8 @@ _KEEPS_COUNTERS: object = _find("_C.DispatchKey.ADInplaceOrView")
 
 
 is_below_autograd: Callable[[], bool] = partial(_is_excluded, _KEEPS_COUNTERS)
-"""Whether we are called from inside an operation, where a detached tensor counts on its own."""
+"""Whether we are called from inside an operation, where `detach` gives a tensor with a version
+counter of its own."""
 
 
 def share_counters() -> AbstractContextManager[None]:
@@ -83,7 +84,8 @@ def share_counters() -> AbstractContextManager[None]:
 
 
 tracer: Callable[[], object] = _find("_C._dynamo.eval_frame.get_eval_frame_callback")
-"""What the compiler looks into calls of this thread with; ``None`` or ``False`` if it does not."""
+"""The compiler's function that sees each call of this thread before it runs; ``None`` or ``False``
+if there is none."""
 
 
 def is_traced() -> bool:

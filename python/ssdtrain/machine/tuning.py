@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from ssdtrain._core import Probe
 from ssdtrain.machine.drive import drive_of, mount_of
 from ssdtrain.notices import PROCESS
 
@@ -57,7 +58,11 @@ class Tuning:
         return f"{self.engine}, {self.queue_depth} pieces of {size:g} MiB in flight"
 
 
-DEFAULT = Tuning(engine="io_uring", queue_depth=16, piece_bytes=4 << 20)
+DEFAULT = Tuning(
+    engine="io_uring",
+    queue_depth=Probe.QUEUE_DEPTH_DEFAULT,
+    piece_bytes=Probe.PIECE_BYTES_DEFAULT,
+)
 """What a store takes where nothing is kept; the reasons stand in ``rust/core/src/config.rs``."""
 
 
@@ -130,7 +135,7 @@ def forget(directory: str) -> Path | None:
 def _read_own(path: Path) -> str | None:
     """Return the content of a file that the user wrote; ``None`` if there is none."""
     try:
-        # A pipe in its place must not make this wait.
+        # O_NONBLOCK: if a named pipe is in its place, opening it must not wait for a writer.
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         descriptor = os.open(path, flags)
     except FileNotFoundError:
@@ -139,7 +144,7 @@ def _read_own(path: Path) -> str | None:
         facts = os.fstat(descriptor)
         if not stat.S_ISREG(facts.st_mode) or facts.st_uid != os.geteuid():
             raise ValueError(f"{path} is not a file of this user")
-        # The rest of a file on a disk comes in one read, or the file is too long anyway.
+        # One read is enough: of a regular file it returns all that is there, up to that size.
         content = os.read(descriptor, FILE_BYTES_MAX + 1)
     finally:
         os.close(descriptor)
@@ -167,7 +172,7 @@ def _parse(text: str, identity: dict[str, object]) -> Kept:
 
 def _folder() -> Path:
     given = os.environ.get("XDG_CACHE_HOME", "")
-    # The specification has relative paths ignored.
+    # The XDG specification says that a relative path is to be ignored.
     base = Path(given) if os.path.isabs(given) else Path(os.path.expanduser("~"), ".cache")
     return base / "ssdtrain"
 

@@ -3,22 +3,86 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, UntypedStorage
 
-from ssdtrain._core import Slot, Store
+from ssdtrain._core import Pending, Slot, Store, Stored
+from ssdtrain.errors import SsdtrainError
 from ssdtrain.geometry import Geometry
 from ssdtrain.planning.policy import Rates
 from ssdtrain.transfer.base import Handle, Loading
 
 __all__ = ["HostTransfer", "storage_on"]
 
-RATES_GUESS = Rates(1e9, 1e9)
-"""Before anything was measured."""
-RATES_BYTES_MIN = 64 << 20
-RATES_BUSY_S_MIN = 0.5
-"""Less traffic than this, in less time, says nothing about a rate: bursts deceive."""
+RATE_GUESS = 1e9
+"""Bytes per second of a disk that has not moved enough to tell: that of a slow NVMe drive, so that
+the first plan is a careful one."""
+
+
+class HostHandle:
+    """A range in the store; see ``transfer.base.Handle``."""
+
+    __slots__ = ("address", "cancel", "done", "loading", "slot", "start", "stored", "wait")
+
+    def __init__(self, stored: Stored, address: int, start: int) -> None:
+        self.stored = stored
+        self.address = address
+        self.start = start
+        """First byte of the range in its storage."""
+        # The store's own functions: hooks ask them often.
+        self.done: Callable[[], bool] = stored.done
+        self.wait: Callable[[], None] = stored.wait
+        self.cancel: Callable[[], bool] = stored.cancel
+        self.loading: weakref.ref[HostLoading] | None = None
+        """The last read that was begun."""
+        self.slot: weakref.ref[Slot] | None = None
+        """The memory that the last read filled; alive as long as some tensor lies on it."""
+
+    @property
+    def slot_bytes(self) -> int:
+        """The memory that a read of it takes."""
+        return self.stored.slot_bytes
+
+    def joinable(self) -> HostLoading | None:
+        """Return a read that is under way, which another user can join."""
+        loading = self.loading() if self.loading is not None else None
+        return None if loading is None or loading.has_failed else loading
+
+
+class HostLoading:
+    """A read that was begun, or bytes that are here; see ``transfer.base.Loading``."""
+
+    __slots__ = ("__weakref__", "_pending", "_slot", "handle", "has_failed")
+
+    def __init__(self, handle: HostHandle, pending: Pending | None, slot: Slot | None) -> None:
+        assert (pending is None) != (slot is None)
+        self.handle = handle
+        self._pending = pending
+        self._slot = slot
+        self.has_failed = False
+        """Nobody joins it any more: the next user reads anew."""
+
+    def done(self) -> bool:
+        """Whether the bytes are there, or will never be."""
+        pending = self._pending
+        return pending is None or pending.done()
+
+    def wait(self) -> Slot:
+        """Return the bytes, waiting if they are not there; raises what went wrong."""
+        # Another thread may wait for the same read, and end it between these lines.
+        pending = self._pending
+        if pending is not None:
+            try:
+                self._slot = pending.wait()
+            except SsdtrainError:
+                self.has_failed = True
+                raise
+            self._pending = None
+        slot = self._slot
+        assert slot is not None
+        return slot
 
 
 class HostTransfer:
@@ -29,53 +93,40 @@ class HostTransfer:
         self.owns = store.owns
         self.resident_bytes = store.resident_bytes
         self.wait_for_abandoned = store.wait_for_abandoned
-        self._measured = store.stats()
-        self._rates = RATES_GUESS
         self._said = frozenset(store.notes())
         """Notes of the opening, which were logged there."""
 
-    def save(self, source: Tensor, start: int, nbytes: int) -> Handle:
+    def save(self, source: Tensor, start: int, nbytes: int) -> HostHandle:
         """Queue the write of a range of the storage of ``source``."""
         address = source.untyped_storage().data_ptr() + start
-        return Handle(self.store.write(address, nbytes, source), address, start, nbytes)
+        return HostHandle(self.store.write(address, nbytes, source), address, start)
 
-    def load(self, handle: Handle) -> Loading:
+    def load(self, handle: Handle) -> HostLoading:
         """Begin the read, or join one that another user of the handle began."""
+        assert isinstance(handle, HostHandle)
         loading = handle.joinable()
         if loading is not None:
             return loading
         slot = handle.slot() if handle.slot is not None else None
         if slot is not None:
             # Some node still holds a tensor on these very bytes.
-            return Loading(handle, None, slot)
-        loading = Loading(handle, self.store.read(handle.stored), None)
+            return HostLoading(handle, None, slot)
+        loading = HostLoading(handle, self.store.read(handle.stored), None)
         handle.loading = weakref.ref(loading)
         return loading
 
     def restore(self, loading: Loading, geometry: Geometry) -> Tensor:
         """Return a tensor on the slot, in the exact geometry of the original."""
+        assert isinstance(loading, HostLoading)
         slot = loading.wait()
         handle = loading.handle
         handle.slot = weakref.ref(slot)
         return geometry.build(storage_on(slot), handle.start)
 
     def rates(self) -> Rates:
-        """Return what the disk did of late, or the last known where too little moved to tell."""
-        now = self.store.stats()
-
-        def rate(direction: str, moved: str, last_known: float) -> float:
-            busy = f"{direction}_busy_ns"
-            nbytes: int = now[moved] - self._measured[moved]
-            busy_s: float = (now[busy] - self._measured[busy]) / 1e9
-            enough = nbytes >= RATES_BYTES_MIN or busy_s >= RATES_BUSY_S_MIN
-            if nbytes == 0 or busy_s <= 0 or not enough:
-                return last_known
-            self._measured[moved], self._measured[busy] = now[moved], now[busy]
-            return nbytes / busy_s
-
-        write = rate("write", "bytes_written", self._rates.write)
-        self._rates = Rates(write, rate("read", "bytes_read", self._rates.read))
-        return self._rates
+        """Return what the disks did of late, or a guess."""
+        write, read = self.store.rates()
+        return Rates(write or RATE_GUESS, read or RATE_GUESS)
 
     def notes(self) -> list[str]:
         """Return the directories that are out of use."""

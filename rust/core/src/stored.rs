@@ -19,6 +19,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use crate::disk::spill_file::Extent;
 use crate::error::{Error, ErrorKind, Result};
+use crate::memory::arena::round_to_page;
 use crate::queue::OnSuccess;
 use crate::transfer::Transfer;
 
@@ -88,6 +89,11 @@ impl Stored {
     /// Never: a tensor without bytes is refused.
     pub fn is_empty(&self) -> bool {
         self.len == 0
+    }
+
+    /// Bytes of memory that a read into a slot takes: those of the blocks on the disk, in pages.
+    pub fn slot_bytes(&self) -> usize {
+        round_to_page(self.current.lock().version.len())
     }
 
     /// Cancels the write: `true` if it had not begun, so that its source is free now. If it had,

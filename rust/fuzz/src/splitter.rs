@@ -2,19 +2,23 @@
 //! moved exactly once, and otherwise with its first failure.
 #![no_main]
 
+use std::collections::HashMap;
 use std::io;
 
 use libfuzzer_sys::fuzz_target;
 use ssdtrain_core::ErrorKind;
-use ssdtrain_core::engine::progress::{Piece, Progress};
 use ssdtrain_core::direction::Direction;
+use ssdtrain_core::engine::progress::{Piece, Progress};
 
 /// What the splitter may know about a request, and what only the model knows.
 struct Model {
+    direction: Direction,
     alignment: usize,
     piece_len: usize,
     moved: Vec<u8>,
     flying: Vec<Piece>,
+    /// How often the disk failed to read a piece, by where it ends: what is left of it ends there too.
+    failed_reads: HashMap<usize, u32>,
     /// The kind of the first failure, and its errno.
     failure: Option<(ErrorKind, Option<i32>)>,
 }
@@ -62,6 +66,7 @@ impl Model {
             }
             Ok(_) => Some((ErrorKind::Io, None)),
             Err(error) => match error.raw_os_error() {
+                Some(libc::EIO) if self.is_read_again(&piece) => None,
                 Some(libc::EIO) => Some((ErrorKind::Io, Some(libc::EIO))),
                 Some(libc::ENOSPC) => Some((ErrorKind::NoSpace, Some(libc::ENOSPC))),
                 _ => None,
@@ -69,6 +74,13 @@ impl Model {
         };
         self.failure = self.failure.or(failure);
         progress.finish(piece, result);
+    }
+
+    /// A failed read is tried three times more before it is an answer; a failed write is one at once.
+    fn is_read_again(&mut self, piece: &Piece) -> bool {
+        let failed_count = self.failed_reads.entry(piece.start + piece.len).or_default();
+        *failed_count += 1;
+        self.direction == Direction::Read && *failed_count <= 3
     }
 
     fn check_outcome(&self, progress: &mut Progress) -> bool {
@@ -95,7 +107,9 @@ fuzz_target!(|data: &[u8]| {
     let mut progress =
         Progress::new(direction, 1 << 40, block_count * alignment, piece_len, alignment);
     let (moved, flying) = (vec![0; block_count], Vec::new());
-    let mut model = Model { alignment, piece_len, moved, flying, failure: None };
+    let failed_reads = HashMap::new();
+    let mut model =
+        Model { direction, alignment, piece_len, moved, flying, failed_reads, failure: None };
     for step in steps.chunks_exact(4) {
         let [which, how, low, high] = step else { return };
         model.take_pieces(&mut progress, *which as usize >> 4);

@@ -28,6 +28,18 @@ impl Probe {
     #[pyo3(name = "REQUEST_BYTES")]
     const PY_REQUEST_BYTES: usize = REQUEST_BYTES;
 
+    #[classattr]
+    #[pyo3(name = "QUEUE_DEPTH_DEFAULT")]
+    fn queue_depth_default() -> u32 {
+        Tuning::default().queue_depth
+    }
+
+    #[classattr]
+    #[pyo3(name = "PIECE_BYTES_DEFAULT")]
+    fn piece_bytes_default() -> usize {
+        Tuning::default().piece_bytes
+    }
+
     #[getter]
     fn alignment(&self) -> usize {
         self.0.alignment()

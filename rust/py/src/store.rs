@@ -203,6 +203,11 @@ impl Stored {
         self.0.len()
     }
 
+    #[getter]
+    fn slot_bytes(&self) -> usize {
+        self.0.slot_bytes()
+    }
+
     fn done(&self, py: Python<'_>) -> bool {
         let done = self.0.ticket().is_done();
         // Whoever sees a write done sees its source let go.

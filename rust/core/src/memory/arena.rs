@@ -202,7 +202,8 @@ fn physical_bytes() -> usize {
     usize::try_from(pages).unwrap_or(0).max(1 << 16).saturating_mul(rustix::param::page_size())
 }
 
-fn round_to_page(len: usize) -> usize {
+/// What a slot of `len` bytes takes of the arena.
+pub fn round_to_page(len: usize) -> usize {
     len.max(1).next_multiple_of(PAGE_BYTES)
 }
 
