@@ -99,7 +99,8 @@ def test_training_over_a_disk_that_fills_and_empties(
             give_back()
             written()
             with steps.at_layer(LAYERS // 2, take_all, backward=way):
-                assert written(disturbed=True) <= whole
+                # Memory that begins in the middle of a block makes its tensor a block longer.
+                assert written(disturbed=True) <= whole + LAYERS * BLOCK_BYTES
             with steps.at_layer(LAYERS // 2, give_back, backward=way):
                 written(disturbed=True)
             written()

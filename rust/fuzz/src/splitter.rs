@@ -17,7 +17,8 @@ struct Model {
     piece_len: usize,
     moved: Vec<u8>,
     flying: Vec<Piece>,
-    /// How often the disk failed to read a piece, by where it ends: what is left of it ends there.
+    /// How often the disk failed to read a piece, by where it ends: what is left of it ends there
+    /// too.
     failed_reads: HashMap<usize, u32>,
     /// The kind of the first failure, and its errno.
     failure: Option<(ErrorKind, Option<i32>)>,
@@ -76,7 +77,8 @@ impl Model {
         progress.finish(piece, result);
     }
 
-    /// A failed read is tried three times more before it is an answer; a failed write never.
+    /// A failed read is tried three times more before it is an answer; a failed write is one at
+    /// once.
     fn is_read_again(&mut self, piece: &Piece) -> bool {
         let failed_count = self.failed_reads.entry(piece.start + piece.len).or_default();
         *failed_count += 1;

@@ -110,6 +110,11 @@ impl Batch {
         self.direction
     }
 
+    /// Whether its bytes are summed up on their way.
+    pub fn is_verified(&self) -> bool {
+        self.members[0].job.extent.checksums().is_some()
+    }
+
     /// Where in the file a piece begins.
     pub fn offset(&self, piece: &Piece) -> u64 {
         self.offset + piece.start as u64

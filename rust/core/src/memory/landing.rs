@@ -218,8 +218,8 @@ mod tests {
             let mut all = vec![0; 16 * BLOCK];
             around.copy_out(0, &mut all);
             let mut expected = vec![0xee; 16 * BLOCK];
-            let own = &bytes[head..][..lent_len];
-            expected[2 * BLOCK + lent_offset..][..lent_len].copy_from_slice(own);
+            let inside = &mut expected[2 * BLOCK + lent_offset..][..lent_len];
+            inside.copy_from_slice(&bytes[head..][..lent_len]);
             prop_assert!(all == expected);
         }
     }
