@@ -25,6 +25,7 @@ from support import NO_SECCOMP, Flush, Rig, in_child, nothing, say
 BACKENDS = pytest.mark.parametrize("backend", ["auto", "psync"])
 LAYERS = 8
 SAVED_BYTES = 4 * MIB
+BLOCK_BYTES = 4096
 """Bytes that each layer saves."""
 
 

@@ -35,7 +35,7 @@ from torch.utils import _pytree as pytree
 
 import ssdtrain.activations.hooks
 from checkout import SCRATCH
-from ssdtrain.activations.saved_tensor import counts_apart
+from ssdtrain.activations.saved_tensor import shares_no_counter
 from support import Flush, Rig, bits, nothing
 
 SEED = 7
@@ -58,12 +58,12 @@ ALONE: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 """Storages of copies: nothing else lies there."""
 
 
-def counts_apart_of_others(tensor: Tensor, storage_bytes: int) -> bool:
+def shares_no_counter_with_others(tensor: Tensor, storage_bytes: int) -> bool:
     """Stand in for the package's function, which would have every copy stay in memory.
 
     A copy is a part of its storage without a base, because of the bytes before it.
     """
-    return tensor.untyped_storage() not in ALONE and counts_apart(tensor, storage_bytes)
+    return tensor.untyped_storage() not in ALONE and shares_no_counter(tensor, storage_bytes)
 
 
 def copy(tensor: Tensor) -> Tensor:
@@ -441,7 +441,7 @@ def quiet() -> Iterator[None]:
 
 
 def sweep(options: argparse.Namespace) -> Tally:
-    ssdtrain.activations.hooks.shares_no_counter = counts_apart_of_others
+    ssdtrain.activations.hooks.shares_no_counter = shares_no_counter_with_others
     with tempfile.TemporaryDirectory(dir=options.dir or SCRATCH) as folder, quiet():
         run = Sweep(Path(folder), options.samples, options.checks)
         chosen = operators(options.part, options.only)
