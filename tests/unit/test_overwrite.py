@@ -175,7 +175,8 @@ def test_a_dropped_read_holds_its_memory_until_it_has_ended(tmp_path: Path) -> N
             # Dropped before its last piece was sent, it counts as cancelled.
             return counts["read_count"] + counts["cancelled_count"] > 0
 
-        wait_until(lambda: has_ended() and alive() is None, "its end")
+        wait_until(has_ended, "its end")
+        wait_until(lambda: bool(store.stats()) and alive() is None, "the return of its memory")
 
 
 def test_rates_are_told_when_enough_has_moved(tmp_path: Path) -> None:
