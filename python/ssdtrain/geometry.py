@@ -56,7 +56,7 @@ def empty(dtype: torch.dtype) -> Tensor:
 
 
 def part_of(tensor: Tensor, storage_bytes: int) -> tuple[int, int]:
-    """Return start and length, in bytes, of the part of its storage that is kept for ``tensor``.
+    """Return start and length, in bytes, of the part of its storage that is managed for ``tensor``.
 
     The whole storage if the tensor spans half of it or more: the slices of a fused projection are
     saved one after the other, and one write serves them all. A small view of something large (a

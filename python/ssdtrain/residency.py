@@ -1,13 +1,14 @@
 """The bytes that are in memory because of us: one account, and one bound, for all who hold some.
 
 A *holding* is the entry of one holder: an object that holds bytes of training (a saved storage,
-say) and whose death ends the entry. What holds bytes for its own reasons, such as reads that have
-not been used, is asked when the sum is needed.
+say) and whose death ends the entry. Bytes without a holder, such as those of reads that nobody has
+asked for yet, are counted by the transfer, which is asked when the sum is needed.
 
-[Note: no calls] Python looks for signals after a call and when a loop begins anew. A handler may
-raise (Ctrl-C), or ask for these very counts. So what belongs together is done by statements that
-call nothing: by subscripts and slots, and not by `pop`, `get` or `min`; and a loop asks inside
-whether it goes on, because the condition of a `while` is asked before its jump.
+[Note: no calls] Python runs the handlers of signals after a call, and where a loop jumps back. A
+handler may raise (Ctrl-C), or ask for these very counts; between two statements that belong
+together either would find the account wrong. So such statements call nothing: they use subscripts
+and slots, not `pop`, `get` or `min`. And their loops are `while True` with a `break`: the jump of
+any other `while` is after its condition, so between that and the first statement.
 """
 
 from __future__ import annotations
@@ -167,7 +168,8 @@ class Residency:
 
     def resident_bytes(self) -> int:
         """Return the bytes in memory now."""
-        # Asked for first: what died since is settled below, and would be counted twice.
+        # In this order: a source whose record dies after the question is still held here until it
+        # is settled. Asked in the other order, the transfer would count it as abandoned once more.
         transfer_bytes = self._transfer_bytes()
         self.settle()
         return self.held_bytes + transfer_bytes
@@ -189,7 +191,7 @@ class Residency:
         """Wait until ``nbytes`` more fit under the bound; call it only if there is one.
 
         Raises:
-            BudgetError: They never will: nothing that is in memory can leave it.
+            BudgetError: They can never fit: nothing that is in memory can leave it.
 
         """
         may_give_way = True

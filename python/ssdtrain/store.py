@@ -228,6 +228,7 @@ class TensorStore:
 
         """
         form, owner, address, nbytes = _take_apart(tensor)
+        _refuse_other_handle("overwrite", stored)
         stored.refuse_released()
         stored._form.refuse_other(form, "overwritten by")  # noqa: SLF001 - two halves of one thing
         handle = stored._stored  # noqa: SLF001
@@ -256,14 +257,17 @@ class TensorStore:
             ConfigError: The memory of ``tensor`` cannot take the bytes; the message says why.
 
         """
+        _refuse_other_handle("read_into", stored)
         return PendingRead(self._store, stored, _Target(stored, tensor))
 
     def read(self, stored: StoredTensor[T]) -> PendingRead[T]:
         """Begin to read what ``stored`` holds, as soon as its write has ended."""
+        _refuse_other_handle("read", stored)
         return PendingRead(self._store, stored)
 
     def release(self, stored: StoredTensor[T]) -> None:
         """Give the space of ``stored`` back; a write that has not begun is cancelled."""
+        _refuse_other_handle("release", stored)
         stored._released = True  # noqa: SLF001 - two halves of one thing
         stored._stored = None  # noqa: SLF001
         stored._overwrite = None  # noqa: SLF001
@@ -328,6 +332,12 @@ class _Form:
 
     def refuse_other(self, other: _Form, verb: str) -> None:
         """Raise ``ConfigError`` if a tensor of another form is given for this one."""
+        if self._layout()[0] != other._layout()[0]:
+            raise ConfigError(
+                f"what was written from a {self._layout()[0]} cannot be {verb} a "
+                f"{other._layout()[0]}; torch.from_numpy(array) and tensor.numpy() turn one into "
+                "the other"
+            )
         if self._facts() != other._facts():
             raise ConfigError(
                 f"{self._told()} cannot be {verb} {other._told()}; give one of the same type, "
@@ -381,6 +391,14 @@ class _Target(Generic[T]):
         """Tell autograd that the bytes change."""
         if isinstance(self.tensor, Tensor):
             increment_version(self.tensor)
+
+
+def _refuse_other_handle(verb: str, stored: object) -> None:
+    """Raise ``ConfigError`` for what ``write`` did not return, such as the tensor itself."""
+    if not isinstance(stored, StoredTensor):
+        raise ConfigError(
+            f"{verb} takes what write returned, not {type(stored)!r}: stored = store.write(tensor)"
+        )
 
 
 def _is_dense(tensor: Tensor) -> bool:

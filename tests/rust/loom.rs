@@ -74,9 +74,9 @@ fn kind(answer: Option<Result<()>>) -> Option<ErrorKind> {
 /// Ends a request as a worker does.
 fn serve(request: &Request) -> bool {
     let Some(job) = request.claim() else { return false };
-    let is_abandoned = request.is_abandoned();
+    let is_cancel_asked = request.is_cancel_asked();
     let cancelled = || Err(Error::new(ErrorKind::Cancelled, "cancelled on its way"));
-    job.finish(if is_abandoned { cancelled() } else { Ok(()) });
+    job.finish(if is_cancel_asked { cancelled() } else { Ok(()) });
     true
 }
 

@@ -44,8 +44,7 @@ from ssdtrain.planning.policy import Policy
 from ssdtrain.residency import Residency
 from ssdtrain.stalls import Stalls
 from ssdtrain.stats import Stats, snapshot
-from ssdtrain.transfer.base import Loading
-from ssdtrain.transfer.host import HostTransfer
+from ssdtrain.transfer.base import Loading, Transfer
 
 __all__ = ["Hooks"]
 
@@ -66,7 +65,7 @@ class Hooks:
 
     def __init__(
         self,
-        transfer: HostTransfer,
+        transfer: Transfer,
         policy: Policy,
         *,
         min_bytes: int,
@@ -112,7 +111,7 @@ class Hooks:
                 resident_bytes, store = residency.held_bytes, {}
             else:
                 resident_bytes = residency.resident_bytes()
-                store = self._transfer.store.stats()
+                store = self._transfer.stats()
             return snapshot(
                 residency,
                 self._stalls,

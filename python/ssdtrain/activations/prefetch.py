@@ -28,9 +28,9 @@ from ssdtrain.transfer.base import Handle, Loading
 __all__ = ["OrderedTensor", "Prefetcher", "Round"]
 
 WINDOW_BYTES = 32 << 20
-"""Bytes read ahead in any case: enough requests to keep a fast disk busy. A slow disk reads ahead
-as far as its plan says, and into the memory that its backward has freed: that never raises the
-peak."""
+"""Bytes read ahead in any case: 32 MiB in flight is what one drive needs for its full rate (see
+`docs/storage.md`). A slow disk reads ahead as far as its plan says, and into the memory that its
+backward has freed: that never raises the peak."""
 WINDOW_COUNT = 64
 """Records read ahead at most: bounds the work of an unpack where tensors are small."""
 REFILL_SHARE = 0.25
@@ -194,7 +194,7 @@ class Prefetcher:
         self._notices = notices
         self._clock = clock
         self.failure: str | None = None
-        """Nothing read ahead can be stuck in memory; see ``residency.User``."""
+        """Always ``None``: what is read ahead can be dropped; see ``residency.User``."""
         self._current: Round | None = None
         self._unfinished: list[Round] = []
         self._orders: dict[int, list[int]] = {}
@@ -211,7 +211,10 @@ class Prefetcher:
     # Forward: what is packed.
 
     def next_key(self, nbytes: int, phase: int) -> int:
-        """Return the key that a new record of ``nbytes`` would get in ``phase`` (see ``Round``)."""
+        """Return the key that a new record of ``nbytes`` gets in ``phase`` (see ``Round``).
+
+        Begins a new round if this pack is the first of one, and learns from those that have ended.
+        """
         return next_key(self._round_for(phase).signature, nbytes)
 
     def enter(self, saved: OrderedTensor, is_new: bool) -> None:
@@ -330,7 +333,7 @@ class Prefetcher:
         saved.round.stall_s += stall_s
 
     def wait_for_room(self) -> bool:
-        """Say that no wait would help: a read that ends frees nothing; see ``residency.User``."""
+        """Return ``False``: when a read ends, no memory is freed; see ``residency.User``."""
         return False
 
     def give_way(self) -> None:

@@ -85,7 +85,7 @@ class Record:
         self.root: weakref.ref[Tensor] = weakref.ref(root_of(tensor))
         """Whose version counter is meant; see ``root_of``."""
         self.start = start
-        """First byte of the storage that is kept; see ``geometry.part_of``."""
+        """First byte of the part of the storage that it covers; see ``geometry.part_of``."""
         self.nbytes = nbytes
         self.version = tensor._version  # noqa: SLF001 - the identity of the content
         self.sequence = sequence
@@ -106,12 +106,8 @@ class Record:
         in_memory = self.source is not None or self.storage() is not None
         return in_memory and self.handle is not None
 
-    def is_on_disk_only(self) -> bool:
-        """Whether its bytes can come from the disk, and from nowhere else."""
-        return self.source is None and self.handle is not None and self.storage() is None
-
     def is_whole(self) -> bool:
-        """Whether the storage still has the bytes to keep (``resize_`` may have taken them)."""
+        """Whether the storage still has the bytes it covers (``resize_`` may have taken them)."""
         assert self.source is not None
         return self.source.untyped_storage().nbytes() >= self.start + self.nbytes
 
@@ -131,7 +127,7 @@ class Record:
         )
 
     def covers(self, start: int, end: int) -> bool:
-        """Whether the bytes ``[start, end)`` of the storage are among those kept."""
+        """Whether the bytes ``[start, end)`` of the storage are in its part."""
         return self.start <= start and end <= self.start + self.nbytes
 
     def free_source(self) -> None:

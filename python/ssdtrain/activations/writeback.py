@@ -256,7 +256,7 @@ class Writeback:
     # Records.
 
     def _remember(self, identity: int, holding: Holding[Record]) -> None:
-        """Find this record by its storage from now on; forget the dead once they may be half."""
+        """Find this record by its storage from now on; drop dead entries as the table doubles."""
         if len(self._known) >= self._forget_at:
             alive = {one: held for one, held in self._known.items() if held() is not None}
             self._known = alive
@@ -289,7 +289,7 @@ class Writeback:
         if not record.is_whole():
             return True
         try:
-            # It has begun already if an interrupt came before it was entered below.
+            # An earlier call may have begun it, and been interrupted before it was entered below.
             if record.handle is None:
                 record.handle = self._transfer.save(record.source, record.start, record.nbytes)
         except BusyError as error:

@@ -67,7 +67,7 @@ def _verdict(directory: str, checks: list[Check]) -> str:
     if failed:
         return f"Offload does not work in {directory}: mend {', '.join(failed)}."
     if warned:
-        return f"Offload works in {directory}; better it could be in: {', '.join(warned)}."
+        return f"Offload works in {directory}; it could be better, see: {', '.join(warned)}."
     return f"Offload works in {directory}."
 
 

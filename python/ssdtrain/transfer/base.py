@@ -6,7 +6,7 @@ activations are one user, and what else training keeps in memory can be another.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -69,7 +69,10 @@ class Transfer(Protocol):
         """Return the bytes that transfers hold in memory, but for the sources of live handles."""
 
     def wait_for_abandoned(self) -> bool:
-        """Wait for a transfer whose handle died under way; ``False`` if there is none."""
+        """Wait for the oldest transfer whose handle died under way; ``False`` if there is none."""
+
+    def stats(self) -> dict[str, Any]:
+        """Return the counts of the store (``_core.Store.stats``)."""
 
     def rates(self) -> Rates:
         """Return what the store's disks did of late."""

@@ -50,7 +50,7 @@ class HostHandle:
         return self.joinable() is not None or (self.slot is not None and self.slot() is not None)
 
     def joinable(self) -> HostLoading | None:
-        """Return a read that is under way, which another user can join."""
+        """Return the last read if it did not fail and somebody still holds it: others can join."""
         loading = self.loading() if self.loading is not None else None
         return None if loading is None or loading.has_failed else loading
 
@@ -96,6 +96,7 @@ class HostTransfer:
         self.store = store
         self.owns = store.owns
         self.resident_bytes = store.resident_bytes
+        self.stats = store.stats
         self.wait_for_abandoned = store.wait_for_abandoned
         self._said = frozenset(store.notes())
         """Notes of the opening, which were logged there."""

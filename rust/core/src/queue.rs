@@ -211,7 +211,7 @@ impl Request {
     }
 
     /// Whether somebody cancelled it, also after it began.
-    pub fn is_abandoned(&self) -> bool {
+    pub fn is_cancel_asked(&self) -> bool {
         self.0.abandoned.load(Ordering::Relaxed)
     }
 }

@@ -128,13 +128,13 @@ impl Batch {
     /// The next piece to send, if there is one now; none is left when nobody wants the batch any
     /// more.
     pub fn next_piece(&mut self) -> Option<Piece> {
-        self.look_for_abandoned();
+        self.look_for_cancels();
         self.progress.next_piece()
     }
 
     /// Whether [`Batch::next_piece`] has something to give.
     pub fn has_next(&mut self) -> bool {
-        self.look_for_abandoned();
+        self.look_for_cancels();
         self.progress.has_next()
     }
 
@@ -163,8 +163,8 @@ impl Batch {
         self.progress.outcome()
     }
 
-    fn look_for_abandoned(&mut self) {
-        if self.members.iter().all(|member| member.request.is_abandoned()) {
+    fn look_for_cancels(&mut self) {
+        if self.members.iter().all(|member| member.request.is_cancel_asked()) {
             self.progress.abandon();
         }
     }
