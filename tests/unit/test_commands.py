@@ -221,6 +221,7 @@ def test_no_permission_to_write(tmp_path: Path) -> None:
     assert_fails(done, "directory", f"user {NOBODY} cannot create", remedy)
 
 
+@pytest.mark.long
 @needs_root
 def test_a_user_who_may_write(tmp_path: Path) -> None:
     place = tmp_path / "place"
@@ -252,6 +253,7 @@ def test_a_full_disk(small_disk: Path) -> None:
     assert "free some" in refused.stderr
 
 
+@pytest.mark.long
 def test_a_limit_on_the_size_of_files(tmp_path: Path) -> None:
     done = installed_command("doctor", tmp_path, "--json", limits="ulimit -f 1000")
     checks = checks_of(done)
@@ -267,6 +269,7 @@ def test_a_limit_on_open_files(tmp_path: Path) -> None:
     assert checks["write_and_read"]["state"] == "OK"
 
 
+@pytest.mark.long
 def test_a_limit_on_addresses(tmp_path: Path) -> None:
     checks = checks_of(installed_command("doctor", tmp_path, "--json", limits="ulimit -v 40000000"))
     assert checks["address_space"]["state"] == "WARN"
@@ -340,6 +343,7 @@ def test_what_is_measured_is_kept_and_used(tmp_path: Path, cache: Path) -> None:
     assert not list(cache.iterdir())
 
 
+@pytest.mark.long
 def test_one_drive_is_measured_once(tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
@@ -383,6 +387,7 @@ def test_places_that_cannot_be_measured(tmp_path: Path, cache: Path) -> None:
     assert not cache.exists()
 
 
+@pytest.mark.long
 def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "file")}
