@@ -39,7 +39,7 @@ class StoreConfig:
     backend: str = "auto"
     direct_io: str = "required"
     verify: bool = False
-    """Checksum (xxh3) what is written, and compare what is read."""
+    """Checksum (xxh3) before each write, and compare what is read."""
     simulated_disk: SimulatedDisk | None = None
     """What ``backend="simulated"`` writes to, for tests."""
 

@@ -66,8 +66,10 @@ class Session:
     @property
     def stats(self) -> Stats:
         """A snapshot of the counts; after the block, as they were when it ended."""
-        if self._hooks is not None:
-            return self._hooks.stats()
+        # Another thread may end the block meanwhile.
+        hooks = self._hooks
+        if hooks is not None:
+            return hooks.stats()
         assert self._final is not None
         return self._final
 
@@ -89,8 +91,9 @@ class Session:
         memory is wanted before more is saved, and in no operation of autograd. Without ``wait``
         the writes only begin. Does nothing after the block.
         """
-        if self._hooks is not None:
-            self._hooks.flush(wait=wait)
+        hooks = self._hooks
+        if hooks is not None:
+            hooks.flush(wait=wait)
 
     def close(self) -> None:
         """Let the store go; graphs that still need it keep it. Idempotent."""
@@ -193,9 +196,11 @@ class offload:  # noqa: N801 - used like torch.no_grad
         if not self._entered():
             raise ConfigError("this thread has not entered the block that it leaves")
         session, context = self._entered().pop()
-        context.__exit__(kind, error, trace)
-        drop_failed_backwards()
-        session.close()
+        try:
+            context.__exit__(kind, error, trace)
+            drop_failed_backwards()
+        finally:
+            session.close()
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         """Decorate ``function``: one session serves all its calls, as long as it exists."""

@@ -136,6 +136,12 @@ class Residency:
         holding.held_bytes = 0
         holding.fate = "offloaded"
 
+    def shared_more_bytes(self, identity: int, nbytes: int, storage_bytes: int) -> int:
+        """Return the bytes that ``hold_shared`` would add."""
+        entry = self._shared.get(identity)
+        held_bytes = 0 if entry is None else entry[0]
+        return max(0, min(nbytes, storage_bytes - held_bytes))
+
     def hold_shared(self, holder: object, identity: int, nbytes: int, storage_bytes: int) -> None:
         """Count bytes that stay; all holders of one storage count together at most as much as it.
 

@@ -10,6 +10,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
@@ -68,9 +70,13 @@ class StoredTensor(Generic[T]):
             try:
                 overwrite.wait()
             finally:
-                if overwrite.done():
+                has_ended = overwrite.done()
+                # Another thread may have begun the next one meanwhile, which must not be dropped:
+                # Python lets no other thread in between these two lines, as they call nothing.
+                if has_ended and self._overwrite is overwrite:
                     self._overwrite = None
-        self._source = None
+        if self._overwrite is None:
+            self._source = None
 
     def refuse_released(self) -> None:
         """Raise ``ClosedError`` if this tensor was released."""
@@ -89,6 +95,10 @@ class PendingRead(Generic[T]):
         self._into = into
         self._pending: Pending | PendingInto | None = None
         self._result: T | None = None
+        self._is_begun = False
+        # Several threads may ask for the result; one of them begins the read, and makes the result.
+        self._lock = threading.Lock()
+        self._process = os.getpid()
         if stored.done():
             self._begin()
 
@@ -96,9 +106,10 @@ class PendingRead(Generic[T]):
         """Whether ``result`` would not wait."""
         if self._result is not None:
             return True
-        if self._pending is None and self._stored.done():
+        if self._stored.done():
             self._begin()
-        return self._pending is not None and self._pending.done()
+        pending = self._pending
+        return self._is_begun and (pending is None or pending.done())
 
     def result(self) -> T:
         """Wait for the bytes and return a new tensor or array, or the one that was given.
@@ -106,35 +117,45 @@ class PendingRead(Generic[T]):
         Raises:
             StorageError: The write or the read failed; no wrong byte is returned.
             CorruptError: The bytes are not those that were written (``verify=True``).
-            ClosedError: The tensor was released, or the store closed.
+            ClosedError: The tensor was released, the store closed, or this process was forked.
 
         """
         if self._result is None:
-            self._stored.wait()
-            if self._pending is None:
-                self._begin()
-            slot = self._pending.wait() if self._pending is not None else None
-            if self._into is not None:
-                self._into.note_change()
-                self._result = self._into.tensor
-            else:
-                self._result = self._stored._form.build(slot)  # noqa: SLF001 - two halves of one
-            self._pending = None
+            self._begin()
+            pending = self._pending
+            slot = pending.wait() if pending is not None else None
+            with self._lock:
+                if self._result is None:
+                    self._result = self._made_of(slot)
         return self._result
 
-    def _begin(self) -> None:
-        self._stored.wait()
-        stored = self._stored._stored  # noqa: SLF001 - two halves of one thing
-        # Released by another thread meanwhile: that sets the mark before it takes the handle.
-        self._stored.refuse_released()
-        if stored is None:
-            return
+    def _made_of(self, slot: Slot | None) -> T:
         into = self._into
         if into is None:
-            self._pending = self._store.read(stored)
-        else:
-            into.note_change()
-            self._pending = self._store.read_into(stored, into.address, into.nbytes, into.tensor)
+            made: T = self._stored._form.build(slot)  # noqa: SLF001 - two halves of one thing
+            return made
+        into.note_change()
+        return into.tensor
+
+    def _begin(self) -> None:
+        """Begin the read, once; raise what went wrong with the write."""
+        if os.getpid() != self._process:
+            # Here the lock may be held for ever, by a thread that is in the other process.
+            raise ClosedError("this read belongs to the process that was forked")
+        self._stored.wait()
+        with self._lock:
+            if self._is_begun:
+                return
+            stored = self._stored._stored  # noqa: SLF001 - two halves of one thing
+            # Released by another thread meanwhile: that sets the mark before it takes the handle.
+            self._stored.refuse_released()
+            into = self._into
+            if stored is not None and into is None:
+                self._pending = self._store.read(stored)
+            elif stored is not None and into is not None:
+                into.note_change()
+                self._pending = self._store.read_into(stored, into.address, into.nbytes, into.owner)
+            self._is_begun = True
 
 
 class TensorStore:
@@ -224,10 +245,12 @@ class TensorStore:
         """Begin to read what ``stored`` holds into the memory of ``tensor``.
 
         It must have the same type, shape and strides, without holes, and be writable; nobody may
-        use it before ``result()`` has returned, which returns it. What it holds after an error, or
-        after the read was dropped, is unspecified. Its version counter is raised, so that autograd
-        knows that it changed. The bytes go there without a copy if it begins at the same place
-        within a block of the disk as what was written, as large tensors of one allocator mostly do.
+        use it before ``result()`` has returned, which returns it. What it holds after an error is
+        unspecified. If ``result()`` was interrupted, or the read was dropped, the disk may write
+        there until the store is closed: ask for the result again before the memory is used. Its
+        version counter is raised, so that autograd knows that it changed. The bytes go there
+        without a copy if it begins at the same place within a block of the disk as what was
+        written, as large tensors of one allocator mostly do.
 
         Raises:
             ConfigError: The memory of ``tensor`` cannot take the bytes; the message says why.
@@ -341,6 +364,8 @@ class _Target(Generic[T]):
         elif owner is not tensor:
             raise ConfigError("an array with holes cannot be read into; give a contiguous one")
         self.tensor = tensor
+        self.owner = owner
+        """Keeps the memory, whatever becomes of the tensor: `.data` can be given another one."""
         self.address = address
         self.nbytes = nbytes
 

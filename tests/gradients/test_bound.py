@@ -6,6 +6,7 @@ import contextlib
 import random
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -304,4 +305,41 @@ def test_a_write_that_dies_under_way_counts_once(
         assert rig.stats.resident_bytes == MIB
         assert rig.stats.resident_bytes_peak == MIB
     monkeypatch.undo()
+    rig.assert_empty()
+
+
+def test_what_one_storage_needs_is_asked_for_once(tmp_path: Path) -> None:
+    """Several nodes save it: in memory it counts once, and so it does where room is asked for."""
+    x = torch.ones(150_000, requires_grad=True)
+    with Rig(tmp_path, min_bytes=1 << 20, max_resident_bytes=1_000_000).context():
+        y = x.exp()
+        (y.sin() + y.cos()).sum().backward()
+    assert x.grad is not None
+
+
+class Twice(torch.autograd.Function):
+    """Asks for the tensor that it saved twice, and holds both."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (first,) = ctx.saved_tensors
+        (second,) = ctx.saved_tensors
+        assert first.data_ptr() == second.data_ptr()
+        return grad * 2
+
+
+def test_bytes_that_are_here_need_no_room(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, max_resident_bytes=6 * MIB)
+    x = torch.ones(MIB, requires_grad=True)
+    with rig.context():
+        loss = Twice.apply(x.exp()).sum()
+        rig.flush()
+        loss.backward()
+    assert rig.stats.resident_bytes_peak <= 6 * MIB
+    del loss
     rig.assert_empty()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,22 @@ import torch
 from torch import Tensor
 
 import ssdtrain
+from ssdtrain.activations import prefetch
 from ssdtrain.activations.prefetch import DEAD_ROUND_COUNT
 from ssdtrain.activations.writeback import Writeback
 from ssdtrain.errors import ClosedError, ConfigError
 from ssdtrain.planning.policy import PLANS_MAX, Item, Policy, Rates
 from ssdtrain.residency import Residency
-from support import Flush, Result, Rig, chain, in_child, prove_refused
+from support import (
+    Flush,
+    Result,
+    Rig,
+    chain,
+    functions_of,
+    in_child,
+    prove_refused,
+    wait_until,
+)
 
 MIB = 1 << 20
 
@@ -339,3 +350,66 @@ def test_a_nested_tensor_that_was_changed_is_refused_in_the_same_words(tmp_path:
         return {}
 
     prove_refused(step, tmp_path)
+
+
+def take_memory_away_under_writes(place: str) -> None:
+    for backend in ("psync", "auto"):
+        options: Any = {"backend": backend, "direct_io": "optional", "verify": True}
+        with ssdtrain.offload(place, **options) as session:
+            y = torch.ones(16 * MIB, requires_grad=True).exp()
+            session.flush(wait=False)
+            y.untyped_storage().resize_(0)
+            session.flush()
+            assert session.stats.resident_bytes <= y.nbytes
+
+
+def test_memory_that_goes_under_its_write_ends_no_process_that_verifies(tmp_path: Path) -> None:
+    in_child(take_memory_away_under_writes, tmp_path)
+
+
+def test_other_threads_go_on_while_one_waits_for_a_flush(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, backend="simulated", faults={"paused": True})
+    x = torch.randn(1000, requires_grad=True)
+    with rig.context():
+        loss = chain(x).sum()
+        flusher = threading.Thread(target=rig.session.flush)
+        kept = chain(x).sum()
+        rig.begin_writes()
+        flusher.start()
+        wait_until(lambda: "flush" in functions_of(flusher.ident or 0), "the flush")
+        # The disk stands still; these need only what is in memory.
+        assert rig.stats.resident_bytes > 0
+        kept.backward()
+        loss.backward()
+        rig.disk.resume()
+        flusher.join()
+    del loss, kept
+    rig.assert_empty()
+
+
+def test_a_handler_that_packs_in_the_middle_of_a_pack_spoils_no_later_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig(tmp_path)
+    x = torch.randn(1000, requires_grad=True)
+    make_key = prefetch.next_key
+    calls = itertools.count()
+
+    def interrupted(key: int, nbytes: int) -> int:
+        if next(calls) == 5:
+            with torch.enable_grad():
+                chain(x).sum().backward()
+        return make_key(key, nbytes)
+
+    with rig.context():
+        for _ in range(2):
+            monkeypatch.setattr(prefetch, "next_key", interrupted)
+            chain(x).sum().backward()
+            monkeypatch.undo()
+        expected = []
+        for _ in range(4):
+            x.grad = None
+            chain(x).sum().backward()
+            expected.append(x.grad)
+    assert all(torch.equal(one, expected[0]) for one in expected)
+    rig.assert_empty()

@@ -309,8 +309,8 @@ fn an_abandoned_overwrite_ends_and_the_next_may_begin() {
     while store.resident_bytes() > 0 {
         store.wait_for_abandoned(Duration::from_secs(60)).unwrap();
     }
-    let bytes = read_back(&store, &stored).unwrap();
-    assert!(bytes == *old || bytes == *new);
+    // Nobody could learn when it ended, so nobody may find that the bytes have changed.
+    assert!(read_back(&store, &stored).unwrap() == *old);
     let next = pattern(3, MIB);
     store.overwrite(&stored, lend(&next, 0)).unwrap().ticket().wait().unwrap();
     assert!(read_back(&store, &stored).unwrap() == *next);

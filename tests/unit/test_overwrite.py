@@ -187,3 +187,52 @@ def test_rates_are_told_when_enough_has_moved(tmp_path: Path) -> None:
             store.read(store.write(source)).result()
         rates = store._store.rates()
         assert all(rate is not None and 1e6 < rate < 1e12 for rate in rates)
+
+
+def test_the_target_of_a_read_keeps_its_memory(tmp_path: Path) -> None:
+    """Whatever becomes of its tensor: nobody else may get memory that the disk writes into."""
+    store = SlowStore(tmp_path)
+    count = 1 << 20
+    stored = store.write(torch.full((count,), 7.0))
+    target = torch.zeros(count)
+    pending = store.read_into(stored, target)
+    address = target.data_ptr()
+    target.data = torch.zeros(1)
+    others = [torch.zeros(count) for _ in range(4)]
+    assert address not in [one.data_ptr() for one in others]
+    store.disk.resume()
+    pending.result()
+    assert not any(one.any() for one in others)
+    store.close()
+
+
+def test_an_overwrite_is_not_lost_to_who_waits_for_the_one_before(tmp_path: Path) -> None:
+    store = SlowStore(tmp_path)
+    store.disk.resume()
+    stored = store.write(torch.zeros(1000))
+    stored.wait()
+    store.overwrite(stored, torch.ones(1000))
+
+    class Later:
+        """Ends as the first overwrite does; meanwhile another thread begins the next one."""
+
+        def __init__(self, first: Any) -> None:
+            self.first = first
+            self.is_next_begun = False
+
+        def wait(self) -> None:
+            self.first.wait()
+            if not self.is_next_begun:
+                self.is_next_begun = True
+                store.disk.pause()
+                store.overwrite(stored, torch.full((1000,), 2.0))
+
+        def done(self) -> bool:
+            done: bool = self.first.done()
+            return done
+
+    stored._overwrite = Later(stored._overwrite)  # type: ignore[assignment]
+    stored.wait()
+    store.disk.resume()
+    assert store.read(stored).result()[0] == 2.0
+    store.close()

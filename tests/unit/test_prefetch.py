@@ -43,8 +43,8 @@ class FakeHandle:
         self.name = ""
         self.loading: weakref.ref[Any] | None = None
 
-    def joinable(self) -> Any:
-        return None if self.loading is None else self.loading()
+    def is_here(self) -> bool:
+        return self.loading is not None and self.loading() is not None
 
 
 class FakeRecord:

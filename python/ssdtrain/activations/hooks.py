@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from contextlib import suppress
 from time import perf_counter
 
 import torch
@@ -26,7 +27,7 @@ from ssdtrain.activations.saved_tensor import (
     shares_no_counter,
 )
 from ssdtrain.activations.writeback import Writeback
-from ssdtrain.errors import ClosedError
+from ssdtrain.errors import ClosedError, SsdtrainError
 from ssdtrain.geometry import Geometry, part_of
 from ssdtrain.machine.torch_internals import (
     current_backward,
@@ -122,9 +123,18 @@ class Hooks:
 
     def flush(self, *, wait: bool) -> None:
         """Begin the writes that wait for this thread; with ``wait``, see all writes end."""
-        if not self._is_forked:
+        if self._is_forked:
+            return
+        with self._lock:
+            self._writeback.begin_all()
+        while wait:
             with self._lock:
-                self._writeback.flush(wait=wait)
+                handle = self._writeback.oldest_handle()
+            if handle is None:
+                break
+            # Without the lock, so that other threads go on. How it ended is judged under the lock.
+            with suppress(SsdtrainError):
+                handle.wait()
 
     def pack(self, tensor: Tensor) -> object:
         """Take a tensor that a node saves; return what autograd keeps in its place."""

@@ -99,10 +99,15 @@ class Round:
     def add(self, saved: OrderedTensor, is_new: bool, now_s: float) -> None:
         """Enter a packed tensor; ``is_new`` says whether it brought a record of its own."""
         nbytes = saved.record.nbytes
-        key = next_key(self.signature, nbytes)
         entry = weakref.ref(saved)  # defence: lifetime by handle
-        saved.ordinal = len(self.entries)
         saved.round = self
+        while True:
+            before = self.signature
+            saved.ordinal = len(self.entries)
+            key = next_key(before, nbytes)
+            # The handler of a signal may have packed tensors in these calls.
+            if before == self.signature:
+                break
         # No call from here on, see ``residency``, [Note: no calls]: the lists stay of one length.
         self.items += ((key, nbytes, now_s) if is_new else None,)
         self.sequences += (saved.sequence,)
@@ -295,7 +300,7 @@ class Prefetcher:
             return loading
         handle = saved.record.handle
         assert handle is not None, "a record has its bytes in memory, or a handle"
-        if self._residency.is_bounded:
+        if self._residency.is_bounded and not handle.is_here():
             if self._residency.room_bytes() < handle.slot_bytes:
                 self.give_way()
             self._residency.admit(handle.slot_bytes)
@@ -375,7 +380,7 @@ class Prefetcher:
                 and following.ahead is None
                 and (handle := following.record.handle) is not None
             ):
-                joins = handle.joinable() is not None
+                joins = handle.is_here()
                 is_next = place == following_place or not self._window
                 if not joins and (
                     handle.slot_bytes > room_bytes

@@ -22,7 +22,7 @@ from ssdtrain.machine.torch_internals import sequence_number
 from ssdtrain.notices import Notices
 from ssdtrain.planning.policy import Policy
 from ssdtrain.residency import Holding, Residency
-from ssdtrain.transfer.base import Transfer
+from ssdtrain.transfer.base import Handle, Transfer
 
 __all__ = ["Writeback"]
 
@@ -105,7 +105,8 @@ class Writeback:
         residency.settle()
         if residency.is_bounded:
             self._open_gate(sequence_number())
-            residency.admit(nbytes)
+            identity = id(tensor.untyped_storage())
+            residency.admit(residency.shared_more_bytes(identity, nbytes, storage_bytes))
         kept = KeptTensor(tensor, nbytes, storage_bytes, residency)
         residency.note_peak()
         return kept
@@ -189,14 +190,21 @@ class Writeback:
             if record is not None and record.handle is not None and record.handle.cancel():
                 record.handle = None
 
-    def flush(self, *, wait: bool) -> None:
-        """Begin every write that this thread's nodes wait with; with ``wait``, see all of them end.
+    def begin_all(self) -> None:
+        """Begin every write of this thread's nodes.
 
         For a thread that is in no operation: then it has passed all its nodes.
         """
         self._open_gate(None)
-        while wait and (oldest := self._oldest_write()) is not None:
-            self._end_write(oldest)
+
+    def oldest_handle(self) -> Handle | None:
+        """Return the write that has been under way for longest, once all that ended are seen."""
+        while (record := self._oldest_write()) is not None:
+            assert record.handle is not None
+            if not record.handle.done():
+                return record.handle
+            self._end_write(record)
+        return None
 
     # What the residency asks.
 

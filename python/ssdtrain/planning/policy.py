@@ -8,6 +8,7 @@ writes end in time and whose reads, chained backwards from their deadlines, begi
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -126,6 +127,8 @@ class Policy:
         """The plan of each signature. For others to look at, not to change."""
         self.keep: set[int] = set()
         """Keys of the tensors that stay in memory. Looked at in every pack."""
+        self._learning = threading.Lock()
+        """Several sessions of one `offload` object learn together, each under its own lock."""
         self._planned: set[int] = set()
         self._futile: set[int] = set()
         self._caution = CAUTION_START
@@ -148,6 +151,12 @@ class Policy:
         self, signature: int, items: Sequence[Item], rates: Rates, stall_share: float
     ) -> None:
         """Plan the next round of this kind. ``stall_share`` is stall time over the round's time."""
+        with self._learning:
+            self._learn(signature, items, rates, stall_share)
+
+    def _learn(
+        self, signature: int, items: Sequence[Item], rates: Rates, stall_share: float
+    ) -> None:
         if len(self._planned) > KNOWLEDGE_MAX:
             self.plans.clear()
             self.keep.clear()

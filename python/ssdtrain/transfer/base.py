@@ -27,6 +27,9 @@ class Handle(Protocol):
     def slot_bytes(self) -> int:
         """The memory that a read of it takes."""
 
+    def is_here(self) -> bool:
+        """Whether a read would take no more memory: one is under way, or its bytes are in use."""
+
     def done(self) -> bool:
         """Whether the write has ended, well or not."""
 
@@ -35,9 +38,6 @@ class Handle(Protocol):
 
     def cancel(self) -> bool:
         """Give the write up; ``True`` if it had not begun."""
-
-    def joinable(self) -> Loading | None:
-        """Return a read that is under way, which another user can join."""
 
 
 class Loading(Protocol):

@@ -45,6 +45,10 @@ class HostHandle:
         """The memory that a read of it takes."""
         return self.stored.slot_bytes
 
+    def is_here(self) -> bool:
+        """Whether a read would take no more memory: one is under way, or its bytes are in use."""
+        return self.joinable() is not None or (self.slot is not None and self.slot() is not None)
+
     def joinable(self) -> HostLoading | None:
         """Return a read that is under way, which another user can join."""
         loading = self.loading() if self.loading is not None else None

@@ -13,7 +13,7 @@ use crate::disk::stripe::Candidate;
 use crate::engine;
 use crate::engine::contract::{IoEngine, Setup};
 use crate::error::Result;
-use crate::memory::host::HostSource;
+use crate::memory::host::{Checksum, HostSource};
 use crate::memory::landing::Landing;
 use crate::queue::{Backlog, Job, JobMemory, OnSuccess, Request};
 use crate::ticket::{Ticket, ticket};
@@ -104,6 +104,9 @@ impl Device {
         source: HostSource,
         on_success: Option<OnSuccess>,
     ) -> Result<(Request, Ticket)> {
+        if let Some(checksums) = extent.checksums() {
+            sum_up(&source, checksums);
+        }
         let backlog = Backlog::new(&self.backlog, extent.len());
         self.push(extent, JobMemory::From(source), |job| {
             let job = job.counted(backlog);
@@ -142,5 +145,15 @@ impl Device {
     /// wait for ever.
     pub fn leave_to_parent(self) {
         std::mem::forget(self.engine);
+    }
+}
+
+/// Sums up what is about to be queued; see `disk/checksums.rs` for why not later.
+fn sum_up(source: &HostSource, checksums: &Checksums) {
+    for start in (0..source.len()).step_by(checksums.block_bytes()) {
+        let len = checksums.block_bytes().min(source.len() - start);
+        let mut sum = Checksum::default();
+        source.hash(checksums.own_bytes(start, len), &mut sum);
+        checksums.set(start, sum.value());
     }
 }

@@ -107,16 +107,6 @@ impl Job {
         }
     }
 
-    /// Sums up a block that is about to be written, if the store verifies.
-    pub fn note_checksum(&self, start: usize, len: usize) {
-        if let (JobMemory::From(source), Some(checksums)) = (&self.memory, self.extent.checksums())
-        {
-            let mut sum = Checksum::default();
-            source.hash(checksums.own_bytes(start, len), &mut sum);
-            checksums.set(start, sum.value());
-        }
-    }
-
     /// Compares a block that has been read with what was written, if the store verifies.
     pub fn check(&self, start: usize, len: usize) -> Result<()> {
         let (JobMemory::Into(landing), Some(checksums)) = (&self.memory, self.extent.checksums())

@@ -158,8 +158,10 @@ impl TensorStore {
         let (source, head) = source.widened(self.alignment);
         let version = self.reserve(source.len(), head, len)?;
         let extents = version.extents.clone();
+        let is_wanted = replacement.is_wanted();
         let on_success = replacement.on_success(version, extents.len());
-        self.begin_write(&source, len, &extents, on_success).map(Overwrite::new)
+        let transfer = self.begin_write(&source, len, &extents, on_success)?;
+        Ok(Overwrite::new(transfer, is_wanted))
     }
 
     /// Queues a read of what `stored` holds and returns at once.

@@ -14,7 +14,7 @@
 //! some of each; and the old extents are free when the last read of them has ended.
 
 use std::fmt;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use crate::disk::spill_file::Extent;
@@ -124,7 +124,8 @@ impl Stored {
             ));
         }
         state.is_overwriting = true;
-        Ok(Replacement(Arc::downgrade(&self.current)))
+        let (current, is_wanted) = (Arc::downgrade(&self.current), Arc::new(AtomicBool::new(true)));
+        Ok(Replacement { current, is_wanted })
     }
 }
 
@@ -135,9 +136,18 @@ impl fmt::Debug for Stored {
 }
 
 /// The right to replace a version; while it lives, nobody else has it.
-pub(crate) struct Replacement(Weak<Current>);
+pub(crate) struct Replacement {
+    current: Weak<Current>,
+    /// Shared with the overwrite: whoever dropped that has no way to learn when it ends.
+    is_wanted: Arc<AtomicBool>,
+}
 
 impl Replacement {
+    /// What the overwrite takes back when it is dropped.
+    pub(crate) fn is_wanted(&self) -> Arc<AtomicBool> {
+        Arc::clone(&self.is_wanted)
+    }
+
     /// What each of `part_count` parts does when it is written. The last one makes `version` the
     /// one that reads take, and gives the old one up. If any part fails, or its job is dropped,
     /// that never happens.
@@ -162,16 +172,19 @@ impl Replacement {
 
     fn install(&self, version: Arc<Version>) {
         // Released meanwhile: then nobody wants the new version either.
-        let Some(current) = self.0.upgrade() else { return };
-        let old = std::mem::replace(&mut current.lock().version, version);
+        let Some(current) = self.current.upgrade() else { return };
+        let mut state = current.lock();
+        let is_wanted = self.is_wanted.load(Ordering::SeqCst);
+        let rest = if is_wanted { std::mem::replace(&mut state.version, version) } else { version };
+        drop(state);
         // Not under the lock: the last holder gives extents back.
-        drop(old);
+        drop(rest);
     }
 }
 
 impl Drop for Replacement {
     fn drop(&mut self) {
-        if let Some(current) = self.0.upgrade()
+        if let Some(current) = self.current.upgrade()
             && current.process == std::process::id()
         {
             current.lock().is_overwriting = false;
@@ -180,24 +193,33 @@ impl Drop for Replacement {
 }
 
 /// An overwrite on its way. Until it has ended well, and if it never does, the old bytes are there.
-/// Dropping it cancels what has not begun.
+/// Dropping it leaves the old bytes there, also where the new ones are under way.
 #[derive(Debug)]
 #[must_use = "an overwrite that nobody holds is cancelled"]
-pub struct Overwrite(Transfer);
+pub struct Overwrite {
+    transfer: Transfer,
+    is_wanted: Arc<AtomicBool>,
+}
 
 impl Overwrite {
-    pub(crate) fn new(transfer: Transfer) -> Self {
-        Self(transfer)
+    pub(crate) fn new(transfer: Transfer, is_wanted: Arc<AtomicBool>) -> Self {
+        Self { transfer, is_wanted }
     }
 
     /// Have the new bytes replaced the old ones? An error says why the old ones are still there.
     pub fn ticket(&self) -> &Transfer {
-        &self.0
+        &self.transfer
     }
 
     /// Cancels: `true` if it had not begun, so that its source is free now. If it had, the ticket
     /// tells when it has ended, and how.
     pub fn cancel(&self) -> bool {
-        self.0.cancel()
+        self.transfer.cancel()
+    }
+}
+
+impl Drop for Overwrite {
+    fn drop(&mut self) {
+        self.is_wanted.store(false, Ordering::SeqCst);
     }
 }

@@ -1,12 +1,14 @@
 //! The checksums of an extent: one for each block of bytes that travels as one piece.
 //!
-//! The worker that writes a block sums it up just before the kernel gets it, and the worker that
-//! reads it compares. So neither the thread that saves nor the one that waits pays for it, and a
-//! block that changes while the kernel has it is found. One block (4 MiB) takes a worker 0.2 to 0.6
-//! ms, in which the kernel goes on with the other pieces in flight: with 16 of them the disk has 20
-//! ms of work left at 3 GB/s. The rates with and without checksums, and what the calling thread
-//! paid before, are in `docs/reliability.md` (`benches/io/verify_cost.py`). A thread of its own for
-//! the sums would gain only where one directory moves more than a core can sum up, 7 GB/s or more.
+//! The thread that gives bytes to the store sums all of them up before it returns. Later the memory
+//! may change, which must be found, or be gone: `resize_` and `share_memory_` free the memory of a
+//! tensor that somebody holds. The kernel answers then that the address is bad; a worker that
+//! looked there would end the process.
+//!
+//! The worker that reads a block compares it, so the thread that waits does not pay for that. One
+//! block (4 MiB) takes it 0.2 to 0.6 ms, in which the kernel goes on with the other pieces in
+//! flight: with 16 of them the disk has 20 ms of work left at 3 GB/s. `docs/reliability.md` has the
+//! figures (`benches/io/verify_cost.py`).
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -18,7 +20,7 @@ pub struct Checksums {
     /// belong to somebody else and may change at any time.
     own: Range<usize>,
     block_bytes: usize,
-    /// Written before the write's ticket is answered, and read after: nothing else orders them.
+    /// Written before the write is queued, and read after its ticket was answered.
     sums: Box<[AtomicU64]>,
 }
 
@@ -31,6 +33,11 @@ impl Checksums {
         assert!(block_bytes > 0, "a block has bytes");
         let sums = (0..len.div_ceil(block_bytes)).map(|_| AtomicU64::new(0)).collect();
         Self { own, block_bytes, sums }
+    }
+
+    /// Bytes of a block; the last one may have fewer.
+    pub fn block_bytes(&self) -> usize {
+        self.block_bytes
     }
 
     /// Of the bytes `[start, start + len)`, those that a checksum is about.

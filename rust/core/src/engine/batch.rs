@@ -110,9 +110,9 @@ impl Batch {
         self.direction
     }
 
-    /// Whether its bytes are summed up on their way.
-    pub fn is_verified(&self) -> bool {
-        self.members[0].job.extent.checksums().is_some()
+    /// Whether its bytes are compared with checksums when they come.
+    pub fn is_compared(&self) -> bool {
+        self.direction == Direction::Read && self.members[0].job.extent.checksums().is_some()
     }
 
     /// Where in the file a piece begins.
@@ -126,14 +126,10 @@ impl Batch {
     }
 
     /// The next piece to send, if there is one now; none is left when nobody wants the batch any
-    /// more. What is written is summed up here, when the kernel is about to get it.
+    /// more.
     pub fn next_piece(&mut self) -> Option<Piece> {
         self.look_for_abandoned();
-        let piece = self.progress.next_piece()?;
-        if self.direction == Direction::Write && !piece.is_again() {
-            self.parts(&piece).for_each(|part| part.job.note_checksum(part.start, part.len));
-        }
-        Some(piece)
+        self.progress.next_piece()
     }
 
     /// Whether [`Batch::next_piece`] has something to give.

@@ -25,17 +25,8 @@ pub struct Piece {
     pub start: usize,
     /// Length in bytes.
     pub len: usize,
-    /// Whether it, or what came before it in its block, was sent before.
-    is_again: bool,
     attempt_count: u32,
     failed_count: u32,
-}
-
-impl Piece {
-    /// Whether these bytes were sent before: what the kernel left over, or refused.
-    pub fn is_again(&self) -> bool {
-        self.is_again
-    }
 }
 
 /// The state of one request on its way through an engine.
@@ -76,8 +67,7 @@ impl Progress {
             let start = self.issued;
             let len = self.piece_len.min(self.len - start);
             self.issued += len;
-            let (is_again, attempt_count, failed_count) = (false, 0, 0);
-            (len > 0).then_some(Piece { start, len, is_again, attempt_count, failed_count })
+            (len > 0).then_some(Piece { start, len, attempt_count: 0, failed_count: 0 })
         })?;
         self.in_flight += 1;
         Some(piece)
@@ -141,7 +131,7 @@ impl Progress {
             self.fail(piece, "made no progress in 1000 tries", None);
         } else {
             let attempt_count = piece.attempt_count + 1;
-            self.again.push(Piece { is_again: true, attempt_count, ..piece });
+            self.again.push(Piece { attempt_count, ..piece });
         }
     }
 

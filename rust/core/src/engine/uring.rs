@@ -194,12 +194,7 @@ impl Worker {
                 let Some(number) = self.front(direction) else { break };
                 let batch = self.active[number].as_mut().expect("a batch that sends is active");
                 if let Some(piece) = batch.next_piece() {
-                    let was_summed_up = direction == Direction::Write && batch.is_verified();
                     self.push_piece(number, piece)?;
-                    if was_summed_up {
-                        // The disk shall not wait until the next one is summed up as well.
-                        self.wait(0)?;
-                    }
                 } else {
                     self.sending[index(direction)].pop_front();
                     self.end_if_done(number);
@@ -323,7 +318,7 @@ impl Worker {
             let batch = self.active[number].as_mut().expect("a piece in flight has its batch");
             let direction = batch.direction();
             batch.finish_piece(piece, moved);
-            let (has_next, is_verified) = (batch.has_next(), batch.is_verified());
+            let (has_next, is_compared) = (batch.has_next(), batch.is_compared());
             let is_sending = self.sending[index(direction)].contains(&number);
             if has_next {
                 if !is_sending {
@@ -332,7 +327,7 @@ impl Worker {
             } else if !is_sending {
                 self.end_if_done(number);
             }
-            if is_verified {
+            if is_compared {
                 // To compare took long: what may be sent goes before the next one is compared.
                 return Ok(());
             }
