@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from hypothesis import settings
 from torch import Tensor
-from torch.testing._internal.common_modules import ModuleInfo, ModuleInput, module_db
 from torch.utils import _pytree as pytree
 
 from support import Flush, Result, Rig, assert_equal_bits, nothing, sizes
+
+if TYPE_CHECKING:
+    from torch.testing._internal.common_modules import ModuleInfo, ModuleInput
+
+# torch's test modules load a profile for hypothesis, which gave all our tests ten examples each.
+profile = settings.get_current_profile_name()
+module_db = importlib.import_module("torch.testing._internal.common_modules").module_db
+settings.load_profile(profile)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -219,12 +219,17 @@ def test_random_graphs_give_equal_bits_and_equal_refusals(
 ) -> None:
     """As many programs as the profile says in the long run, see conftest.py."""
 
+    programs_max = programs_max or settings().max_examples
+    played_count = 0
+
     @settings(
-        max_examples=programs_max or settings().max_examples,
+        max_examples=programs_max,
         suppress_health_check=[HealthCheck.too_slow],
     )
     @given(program=PROGRAMS, dtype=DTYPES, side=st.sampled_from([6, 33]))
     def compare(program: list[Op], dtype: torch.dtype, side: int) -> None:
+        nonlocal played_count
+        played_count += 1
         refusals, expected = play(program, dtype, side, nothing)
         for mode in MODES:
             rig = Rig.in_mode(tmp_path, mode)
@@ -242,3 +247,4 @@ def test_random_graphs_give_equal_bits_and_equal_refusals(
             rig.assert_empty()
 
     compare()
+    assert played_count >= programs_max >= 150
