@@ -121,19 +121,19 @@ class Hooks:
             )
 
     def flush(self, *, wait: bool) -> None:
-        """Begin the writes that wait for this thread; with ``wait``, see all writes end."""
+        """Begin the writes that wait for this thread; with ``wait``, see all under way end."""
         if self._is_forked:
             return
         with self._lock:
-            self._writeback.begin_all()
-        while wait:
-            with self._lock:
-                handle = self._writeback.oldest_handle()
-            if handle is None:
-                break
-            # Without the lock, so that other threads go on. How it ended is judged under the lock.
+            handles = self._writeback.begin_all()
+        if not wait:
+            return
+        for handle in handles:
+            # Without the lock, so that other threads go on. How it ended is judged below.
             with suppress(SsdtrainError):
                 handle.wait()
+        with self._lock:
+            self._writeback.end_all()
 
     def pack(self, tensor: Tensor) -> object:
         """Take a tensor that a node saves; return what autograd keeps in its place."""

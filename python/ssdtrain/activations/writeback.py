@@ -190,21 +190,25 @@ class Writeback:
             if record is not None and record.handle is not None and record.handle.cancel():
                 record.handle = None
 
-    def begin_all(self) -> None:
-        """Begin every write of this thread's nodes.
+    def begin_all(self) -> list[Handle]:
+        """Begin every write of this thread's nodes; return all writes that are under way.
 
         For a thread that is in no operation: then it has passed all its nodes.
         """
         self._open_gate(None)
+        records = (reference() for reference in self._writing)
+        return [one.handle for one in records if one is not None and one.handle is not None]
 
-    def oldest_handle(self) -> Handle | None:
-        """Return the write that has been under way for longest, once all that ended are seen."""
-        while (record := self._oldest_write()) is not None:
-            assert record.handle is not None
-            if not record.handle.done():
-                return record.handle
-            self._end_write(record)
-        return None
+    def end_all(self) -> None:
+        """Free the memory of all that has reached the disk, however much it is."""
+        writing = self._writing
+        for _ in range(len(writing)):
+            if not writing:
+                break
+            if self._take_ended(writing[0]):
+                writing.popleft()
+            else:
+                writing.rotate(-1)
 
     # What the residency asks.
 
