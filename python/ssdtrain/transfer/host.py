@@ -24,21 +24,27 @@ the first plan is a careful one."""
 class HostHandle:
     """A range in the store; see ``transfer.base.Handle``."""
 
-    __slots__ = ("address", "cancel", "done", "loading", "slot", "start", "stored", "wait")
+    __slots__ = ("address", "done", "loading", "slot", "start", "stored")
 
     def __init__(self, stored: Stored, address: int, start: int) -> None:
         self.stored = stored
         self.address = address
         self.start = start
         """First byte of the range in its storage."""
-        # The store's own functions: hooks ask them often.
+        # The store's own function: hooks ask it often.
         self.done: Callable[[], bool] = stored.done
-        self.wait: Callable[[], None] = stored.wait
-        self.cancel: Callable[[], bool] = stored.cancel
         self.loading: weakref.ref[HostLoading] | None = None
         """The last read that was begun."""
         self.slot: weakref.ref[Slot] | None = None
         """The memory that the last read filled; alive as long as some tensor lies on it."""
+
+    def wait(self) -> None:
+        """Wait for the write; raises what went wrong."""
+        self.stored.wait()
+
+    def cancel(self) -> bool:
+        """Cancel the write; ``True`` if it had not begun."""
+        return self.stored.cancel()
 
     @property
     def slot_bytes(self) -> int:
