@@ -376,7 +376,7 @@ def test_other_threads_go_on_while_one_waits_for_a_flush(tmp_path: Path) -> None
         kept = chain(x).sum()
         rig.begin_writes()
         flusher.start()
-        wait_until(lambda: "flush" in functions_of(flusher.ident or 0), "the flush")
+        wait_until(lambda: "wait" in functions_of(flusher.ident or 0), "the wait for the disk")
         # The disk stands still; these need only what is in memory.
         assert rig.stats.resident_bytes > 0
         kept.backward()
