@@ -30,7 +30,7 @@ WORKERS_COUNT = 2
 
 INSTEAD = {
     "a tensor of its own for each unpack": "return kept",
-    "checkpoint recognition": "return True",
+    "checkpoint recognition": "if True:",
     "hooks that the compiler does not trace": "if False:",
     "lifetime by handle": "entry = lambda: saved",
     "live memory before the disk": "if storage is None or record.nbytes:",

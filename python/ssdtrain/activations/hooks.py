@@ -23,6 +23,7 @@ from ssdtrain.activations.prefetch import OrderedTensor, Prefetcher
 from ssdtrain.activations.saved_tensor import (
     ExcludedTensor,
     KeptTensor,
+    Record,
     check_version,
     shares_no_counter,
 )
@@ -180,16 +181,20 @@ class Hooks:
         )
         saved = OrderedTensor(tensor, geometry, record, sequence)
         self._prefetcher.enter(saved, is_new)
-        if is_new and self._is_worth_a_write(key, backward):
-            self._writeback.write_later(record)  # defence: the gate
+        if is_new:
+            self._write(record, backward)
         self._residency.note_peak()
         return saved
 
-    def _is_worth_a_write(self, key: int, backward: int) -> bool:
-        """Whether to write a new record: the plan does not keep it, or a bound leaves no choice."""
-        if key in self._policy.keep and not self._residency.is_bounded:
-            return False
-        return backward == -1 or not _is_recompute()  # defence: checkpoint recognition
+    def _write(self, record: Record, backward: int) -> None:
+        """See to the write of a new record, unless the plan keeps it and no bound is set."""
+        is_bounded = self._residency.is_bounded
+        if record.key in self._policy.keep and not is_bounded:
+            return
+        if backward == -1 or not _is_recompute():  # defence: checkpoint recognition
+            self._writeback.write_later(record)  # defence: the gate
+        elif is_bounded:
+            self._writeback.write_if_short(record)
 
     def unpack(self, packed: object) -> Tensor:
         """Give a node its saved tensor back."""

@@ -224,10 +224,13 @@ class Prefetcher:
 
     def _round_for(self, phase: int) -> Round:
         current = self._current
+        # Under a bound, what one region of reentrant checkpoints computes again may have to be
+        # read, so it is a round of its own, with an order. Else all regions are one round.
+        may_be_asked_for = phase != -1 and not self._residency.is_bounded
         if (
             current is not None
             and current.phase == phase
-            and (phase != -1 or not current.needed_s)
+            and (may_be_asked_for or not current.needed_s)
             and not current.is_dead()
         ):
             return current
@@ -315,6 +318,9 @@ class Prefetcher:
         index = current.position.get(saved.ordinal)
         if index is None:
             # Packed after this backward had begun: nothing is known of its place.
+            return
+        if current.phase != -1 and not current.on_disk:
+            # What the forward saved goes on being read ahead.
             return
         if current is not self._window_round:
             self.give_way()

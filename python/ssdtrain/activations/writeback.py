@@ -30,16 +30,29 @@ BATCH_BYTES = 4 << 20
 BATCH_COUNT = 16
 """So many bytes, or so many of the smallest tensors, are given to the disk together: to wake its
 thread costs more than all else that a pack does (`benches/training/hook_overhead.py`)."""
+ALL_PASSED = 1 << 63
+"""More than any sequence number: a thread that has ended is in no node."""
 REAP_MAX = 64
 """Writes that a hook frees at most: bounds the work of one call."""
 FORGET_AT_MIN = 1024
 """At so many known storages, those that are gone are forgotten for the first time."""
+RESERVE_BATCH_BYTES = 8 << 20
+"""So much of a reserve is written when room is short: what comes next then finds writes under way
+to wait for, and not much more is written than must be."""
 
 
 class Gate:
     """What one thread saved and has not been given to the disk, in the order of packing."""
 
-    __slots__ = ("first_sequence", "nbytes", "owner", "records")
+    __slots__ = (
+        "first_sequence",
+        "look_at",
+        "nbytes",
+        "owner",
+        "passed_sequence",
+        "records",
+        "reserve",
+    )
 
     def __init__(self, owner: weakref.ref[Token]) -> None:
         self.owner = owner
@@ -48,6 +61,12 @@ class Gate:
         self.nbytes = 0
         self.first_sequence = 0
         """Of its first record; those of the others are not lower."""
+        self.reserve: list[Holding[Record]] = []
+        """What is written only if room is short, in the order of packing; some are dead."""
+        self.passed_sequence = 0
+        """The thread has passed all nodes before this one; kept only for a reserve."""
+        self.look_at = FORGET_AT_MIN
+        """At so many in the reserve, those that are dead are forgotten."""
 
 
 class Token:
@@ -154,17 +173,23 @@ class Writeback:
 
     def write_later(self, record: Record) -> None:
         """Write this record once its node has been passed."""
-        local = self._local
-        gate = local.gate
-        if gate is None:
-            self._gates = [one for one in self._gates if one.records or one.owner() is not None]
-            gate = Gate(weakref.ref(local.token))
-            self._gates.append(gate)
-            local.gate = gate
+        gate = self._own_gate()
         if not gate.records:
             gate.first_sequence = record.sequence
         gate.records.append(record.holding)
         gate.nbytes += record.nbytes
+
+    def write_if_short(self, record: Record) -> None:
+        """Write this record only if room is short: it will be needed in a moment.
+
+        That is so for what a reentrant checkpoint computes again. Under a bound a whole region may
+        not fit, and its backward begins with what was packed last: the oldest is needed last.
+        """
+        gate = self._own_gate()
+        if len(gate.reserve) >= gate.look_at:
+            gate.reserve = [one for one in gate.reserve if one() is not None]
+            gate.look_at = max(FORGET_AT_MIN, 2 * len(gate.reserve))
+        gate.reserve.append(record.holding)
 
     def recall(self, record: Record) -> UntypedStorage | None:
         """Return the storage if its bytes are still in memory; then its write is not needed.
@@ -219,6 +244,7 @@ class Writeback:
         for gate in self._gates:
             if gate.owner() is None:
                 self._open(gate, None)
+            self._write_reserve(gate)
         return self._wait_for_transfer()
 
     def give_way(self) -> None:
@@ -226,13 +252,46 @@ class Writeback:
 
     # The gate.
 
+    def _own_gate(self) -> Gate:
+        """Return the gate of this thread."""
+        local = self._local
+        gate = local.gate
+        if gate is None:
+            alive = [one for one in self._gates if one.records or one.owner() is not None]
+            gate = Gate(weakref.ref(local.token))
+            self._gates = [*alive, gate]
+            local.gate = gate
+        return gate
+
+    def _write_reserve(self, gate: Gate) -> None:
+        """Begin to write the oldest of a reserve whose nodes have been passed."""
+        if not gate.reserve:
+            return
+        passed = gate.passed_sequence if gate.owner() is not None else ALL_PASSED
+        rest = []
+        nbytes = 0
+        for reference in gate.reserve:
+            record = reference()
+            if record is None or record.source is None or record.handle is not None:
+                continue
+            is_wanted = nbytes < RESERVE_BATCH_BYTES and record.sequence < passed
+            if is_wanted and self._begin_write(record):
+                nbytes += record.nbytes
+            else:
+                rest.append(reference)
+        gate.reserve = rest
+
     def _open_gate(self, sequence: int | None) -> None:
         """Begin the writes of this thread's nodes before ``sequence``, once there is a batch.
 
         Of all nodes, however few, if it is ``None``.
         """
         gate = self._local.gate
-        if gate is None or not gate.records:
+        if gate is None:
+            return
+        if gate.reserve:
+            gate.passed_sequence = sequence_number() if sequence is None else sequence
+        if not gate.records:
             return
         if sequence is None:
             self._open(gate, None)
