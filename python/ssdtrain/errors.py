@@ -60,5 +60,9 @@ class BusyError(SsdtrainError):
     """More requests wait for the disk than the queue holds."""
 
 
-class BudgetError(SsdtrainError):
-    """``max_resident_bytes`` cannot be kept: one node needs more at once."""
+class BudgetError(SsdtrainError, MemoryError):
+    """``max_resident_bytes`` cannot be kept: one node needs more at once.
+
+    It is a lack of memory, and its message has the words by which searches for a batch size know
+    one: Accelerate's, and so ``Trainer(auto_find_batch_size=True)``, and Lightning's.
+    """

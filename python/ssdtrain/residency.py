@@ -20,6 +20,7 @@ from time import perf_counter
 from typing import Any, Generic, Protocol, TypeVar
 
 from ssdtrain.errors import BudgetError
+from ssdtrain.shortage import Held, shortage
 from ssdtrain.stalls import Stalls
 
 __all__ = ["Holding", "Residency", "User"]
@@ -40,7 +41,10 @@ class User(Protocol):
         """Wait until a transfer ends that frees memory; ``False`` if none is under way."""
 
     def give_way(self) -> None:
-        """Let go of what is held for speed alone."""
+        """Let go of what is held for speed alone, or by nobody who will ask for it."""
+
+    def held(self) -> list[Held]:
+        """Return what it holds that cannot leave memory, and why; for a message."""
 
 
 class Holding(weakref.ref[T], Generic[T]):
@@ -187,8 +191,10 @@ class Residency:
         self.settle()
         self.peak_bytes = max(self.peak_bytes, self.held_bytes + transfer_bytes)
 
-    def admit(self, nbytes: int) -> None:
+    def admit(self, nbytes: int, wanted: Callable[[], str]) -> None:
         """Wait until ``nbytes`` more fit under the bound; call it only if there is one.
+
+        ``wanted`` says who needs them, if it comes to an error.
 
         Raises:
             BudgetError: They can never fit: nothing that is in memory can leave it.
@@ -207,21 +213,21 @@ class Residency:
             # A transfer may have ended after the sum was taken and before somebody looked for one
             # to wait for: then there is room now.
             elif self._is_short_of(nbytes):
-                raise self._over_budget(nbytes, users)
+                raise self._over_budget(nbytes, wanted(), users)
 
     def _is_short_of(self, nbytes: int) -> bool:
         assert self.limit_bytes is not None
         return self.resident_bytes() + nbytes > self.limit_bytes
 
-    def _over_budget(self, nbytes: int, users: list[User]) -> BudgetError:
-        what = (
-            f"max_resident_bytes={self.limit_bytes} cannot be kept: {nbytes} more bytes are needed "
-            f"at once, {self.resident_bytes()} are in memory, and none of them is on its way to "
-            "the disk"
-        )
-        failure = next((user.failure for user in users if user.failure is not None), None)
-        if failure is None:
-            return BudgetError(f"{what}; raise it, or lower min_bytes")
+    def _over_budget(self, nbytes: int, wanted: str, users: list[User]) -> BudgetError:
+        assert self.limit_bytes is not None
         return BudgetError(
-            f"{what}, because writes fail: {failure}. Mend that, or raise max_resident_bytes"
+            shortage(
+                limit_bytes=self.limit_bytes,
+                needed_bytes=nbytes,
+                wanted=wanted,
+                resident_bytes=self.resident_bytes(),
+                held=[one for user in users for one in user.held()],
+                failure=next((user.failure for user in users if user.failure is not None), None),
+            )
         )

@@ -14,11 +14,11 @@ import weakref
 from contextlib import suppress
 from time import perf_counter
 
-import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.autograd.graph import saved_tensors_hooks
 
 from ssdtrain.activations.eligibility import is_memory_of_others, is_plain, is_weight
+from ssdtrain.activations.names import describe
 from ssdtrain.activations.prefetch import OrderedTensor, Prefetcher
 from ssdtrain.activations.saved_tensor import (
     ExcludedTensor,
@@ -27,6 +27,7 @@ from ssdtrain.activations.saved_tensor import (
     check_version,
     shares_no_counter,
 )
+from ssdtrain.activations.seen import Seen, Tally
 from ssdtrain.activations.writeback import Writeback
 from ssdtrain.errors import ClosedError, SsdtrainError
 from ssdtrain.geometry import Geometry, part_of
@@ -77,10 +78,11 @@ class Hooks:
         self._min_bytes = min_bytes
         self._lock = threading.RLock()
         self._notices = Notices()
+        self._seen = Seen()
         self._stalls = Stalls()
         self._residency = Residency(max_resident_bytes, transfer.resident_bytes, self._stalls)
         self._writeback = Writeback(
-            transfer, self._residency, policy, self._notices, min_bytes=min_bytes
+            transfer, self._residency, policy, self._notices, self._seen, min_bytes=min_bytes
         )
         self._prefetcher = Prefetcher(
             policy,
@@ -150,26 +152,37 @@ class Hooks:
         if self._is_forked:
             return ExcludedTensor(tensor)
         if not is_plain(tensor):
+            self._seen.unusual.add(0)
             self._note_excluded(tensor)
             return ExcludedTensor(tensor)
         if is_weight(tensor):
+            self._seen.weights.add(0)
             return ExcludedTensor(tensor)
         storage = tensor.untyped_storage()
         storage_bytes = storage.nbytes()
         # What is too small mostly has a small storage, and shall cost no more than a look at it.
         start, nbytes = 0, storage_bytes
-        is_kept = storage_bytes < self._min_bytes
-        if not is_kept:
+        kept: Tally | None = self._seen.small
+        if storage_bytes >= self._min_bytes:
             start, nbytes = part_of(tensor, storage_bytes)
-            is_kept = (
-                nbytes < self._min_bytes
-                or shares_no_counter(tensor, storage_bytes)
-                or is_memory_of_others(storage, self._transfer.owns)
-            )
+            kept = self._kept_as(tensor, storage, nbytes, storage_bytes)
         with self._lock:
-            if is_kept:
+            if kept is not None:
+                kept.add(nbytes)
                 return self._writeback.keep(tensor, nbytes, storage_bytes)
             return self._offload(tensor, start, nbytes)
+
+    def _kept_as(
+        self, tensor: Tensor, storage: UntypedStorage, nbytes: int, storage_bytes: int
+    ) -> Tally | None:
+        """Return as what a part of a large storage stays in memory; ``None`` if it may leave it."""
+        if nbytes < self._min_bytes:
+            return self._seen.small
+        if shares_no_counter(tensor, storage_bytes):
+            return self._seen.apart
+        if is_memory_of_others(storage, self._transfer.owns):
+            return self._seen.foreign
+        return None
 
     def _offload(self, tensor: Tensor, start: int, nbytes: int) -> OrderedTensor:
         """Pack a tensor whose bytes may leave memory."""
@@ -182,6 +195,7 @@ class Hooks:
         saved = OrderedTensor(tensor, geometry, record, sequence)
         self._prefetcher.enter(saved, is_new)
         if is_new:
+            self._seen.eligible.add(nbytes)
             self._write(record, backward)
         self._residency.note_peak()
         return saved
@@ -190,6 +204,7 @@ class Hooks:
         """See to the write of a new record, unless the plan keeps it and no bound is set."""
         is_bounded = self._residency.is_bounded
         if record.key in self._policy.keep and not is_bounded:
+            self._seen.planned.add(record.nbytes)
             return
         if backward == -1 or not _is_recompute():  # defence: checkpoint recognition
             self._writeback.write_later(record)  # defence: the gate
@@ -213,7 +228,7 @@ class Hooks:
             return kept.detach()  # defence: a tensor of its own for each unpack
         geometry = packed.geometry
         check_version(
-            packed.counter, packed.version, lambda: _describe(geometry.dtype, geometry.size)
+            packed.counter, packed.version, lambda: describe(geometry.dtype, geometry.size)
         )
         if self._is_forked:
             return _from_memory(packed)
@@ -247,7 +262,7 @@ class Hooks:
             geometry = saved.geometry
             error.add_note(
                 "ssdtrain could not bring back a saved tensor "
-                f"({_describe(geometry.dtype, geometry.size)}); no gradient was computed from it"
+                f"({describe(geometry.dtype, geometry.size)}); no gradient was computed from it"
             )
             raise
         if not ready:
@@ -296,8 +311,4 @@ def _is_recompute() -> bool:
 
 def _describe_kept(tensor: Tensor) -> str:
     # A nested tensor raises when it is asked for its shape, which would hide what is wrong.
-    return f"[nested {tensor.dtype}]" if tensor.is_nested else _describe(tensor.dtype, tensor.shape)
-
-
-def _describe(dtype: torch.dtype, size: torch.Size) -> str:
-    return f"[{str(dtype).removeprefix('torch.')} {list(size)}]"
+    return f"[nested {tensor.dtype}]" if tensor.is_nested else describe(tensor.dtype, tensor.shape)

@@ -16,12 +16,14 @@ from time import perf_counter
 
 from torch import Tensor
 
+from ssdtrain.activations.names import needing
 from ssdtrain.activations.saved_tensor import Record, SavedTensor
 from ssdtrain.errors import SsdtrainError
 from ssdtrain.geometry import Geometry
 from ssdtrain.notices import Notices, log
 from ssdtrain.planning.policy import Item, Policy, Rates
 from ssdtrain.residency import Residency
+from ssdtrain.shortage import Held
 from ssdtrain.stalls import Stalls
 from ssdtrain.transfer.base import Handle, Loading
 
@@ -309,7 +311,8 @@ class Prefetcher:
         if self._residency.is_bounded and not handle.is_here():
             if self._residency.room_bytes() < handle.slot_bytes:
                 self.give_way()
-            self._residency.admit(handle.slot_bytes)
+            geometry = saved.geometry
+            self._residency.admit(handle.slot_bytes, lambda: needing(geometry.dtype, geometry.size))
         return self._load(handle)
 
     def advance(self, saved: OrderedTensor) -> None:
@@ -341,6 +344,10 @@ class Prefetcher:
     def wait_for_room(self) -> bool:
         """Return ``False``: when a read ends, no memory is freed; see ``residency.User``."""
         return False
+
+    def held(self) -> list[Held]:
+        """Return nothing: what was read ahead is given up for room; see ``residency.User``."""
+        return []
 
     def give_way(self) -> None:
         """Give up what was read ahead."""

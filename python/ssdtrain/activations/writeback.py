@@ -15,13 +15,17 @@ from collections import deque
 
 from torch import Tensor, UntypedStorage
 
+from ssdtrain.activations.failed_backward import drop_failed_backwards
+from ssdtrain.activations.names import saving
 from ssdtrain.activations.saved_tensor import KeptTensor, Record, root_of
+from ssdtrain.activations.seen import Seen, kept_parts
 from ssdtrain.errors import BusyError, CancelledError, ClosedError, SsdtrainError, StorageError
 from ssdtrain.geometry import Geometry
 from ssdtrain.machine.torch_internals import sequence_number
 from ssdtrain.notices import Notices
 from ssdtrain.planning.policy import Policy
 from ssdtrain.residency import Holding, Residency
+from ssdtrain.shortage import Held
 from ssdtrain.transfer.base import Handle, Transfer
 
 __all__ = ["Writeback"]
@@ -92,6 +96,7 @@ class Writeback:
         residency: Residency,
         policy: Policy,
         notices: Notices,
+        seen: Seen,
         *,
         min_bytes: int,
     ) -> None:
@@ -99,6 +104,8 @@ class Writeback:
         self._residency = residency
         self._policy = policy
         self._notices = notices
+        self._seen = seen
+        self._min_bytes = min_bytes
         # Under a bound, a write that begins later frees memory later, for which somebody may wait.
         self._batch_bytes = 0 if residency.is_bounded else min(BATCH_BYTES, BATCH_COUNT * min_bytes)
         self._known: dict[int, Holding[Record]] = {}
@@ -123,9 +130,11 @@ class Writeback:
         residency = self._residency
         residency.settle()
         if residency.is_bounded:
-            self._open_gate(sequence_number())
+            sequence = sequence_number()
+            self._open_gate(sequence)
             identity = id(tensor.untyped_storage())
-            residency.admit(residency.shared_more_bytes(identity, nbytes, storage_bytes))
+            more_bytes = residency.shared_more_bytes(identity, nbytes, storage_bytes)
+            residency.admit(more_bytes, lambda: saving(tensor, sequence))
         kept = KeptTensor(tensor, nbytes, storage_bytes, residency)
         residency.note_peak()
         return kept
@@ -163,7 +172,7 @@ class Writeback:
         ):
             return record, False
         if self._residency.is_bounded:
-            self._residency.admit(nbytes)
+            self._residency.admit(nbytes, lambda: saving(tensor, sequence))
         record = Record(
             tensor, start, nbytes, sequence=sequence, key=key, residency=self._residency
         )
@@ -248,7 +257,23 @@ class Writeback:
         return self._wait_for_transfer()
 
     def give_way(self) -> None:
-        """Nothing here is held for speed alone; see ``residency.User``."""
+        """Let go of what a backward that raised left behind; see ``residency.User``."""
+        drop_failed_backwards()
+
+    def held(self) -> list[Held]:
+        """Return what cannot leave memory, and why."""
+        records = [one for held in self._known.values() if (one := held()) is not None]
+        unwritten = [one.nbytes for one in records if one.source is not None]
+        kept_bytes = self._residency.held_bytes - sum(unwritten)
+        return [
+            *kept_parts(self._seen, kept_bytes, self._min_bytes),
+            Held(
+                sum(unwritten),
+                f"in {len(unwritten)} tensors whose operation has not ended or whose write failed",
+                "if torch.compile made one operation of the whole model, compile it block by "
+                "block (block.compile())",
+            ),
+        ]
 
     # The gate.
 

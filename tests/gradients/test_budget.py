@@ -1,0 +1,239 @@
+"""What a ``BudgetError`` says, that it is true, and who takes it for a lack of memory."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.utils.memory import find_executable_batch_size, should_reduce_batch_size
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+import ssdtrain
+from disks import MIB
+from ssdtrain.errors import BudgetError
+from support import Rig, bits, chain
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+Body = Callable[[], Tensor]
+
+
+def long_chain() -> Tensor:
+    x = torch.linspace(-1, 1, MIB // 4, requires_grad=True)
+    return torch.autograd.grad(chain(x, 10).sum(), x)[0]
+
+
+def regions() -> Tensor:
+    x = torch.linspace(-1, 1, MIB // 4, requires_grad=True)
+    y = x
+    for _ in range(2):
+        y = checkpoint(chain, y, 6, use_reentrant=True)
+    y.sum().backward()
+    assert x.grad is not None
+    return x.grad
+
+
+class Product(torch.autograd.Function):
+    """Asks for both factors at once."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        ctx.save_for_backward(x, y)
+        return x * y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, y = ctx.saved_tensors
+        return grad * y, grad * x
+
+
+def product_of_two() -> Tensor:
+    """One node asks for two tensors at once that others saved one after the other."""
+    x = torch.linspace(-1, 1, MIB // 4, requires_grad=True)
+    return torch.autograd.grad(Product.apply(x.exp(), x.sin().exp()).sum(), x)[0]
+
+
+class SavesMany(torch.autograd.Function):
+    """One node that saves many tensors, as a model that was compiled whole does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(*(x * n for n in range(8)))
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad + sum(ctx.saved_tensors)
+
+
+def one_node() -> Tensor:
+    x = torch.linspace(-1, 1, MIB // 4, requires_grad=True)
+    return torch.autograd.grad(SavesMany.apply(x).sum(), x)[0]
+
+
+def lstm_cell() -> Tensor:
+    torch.manual_seed(0)
+    cell = nn.LSTMCell(64, 64)
+    state = (torch.zeros(64, 64), torch.zeros(64, 64))
+    for one in torch.randn(12, 64, 64):
+        state = cell(one, state)
+    state[0].sum().backward()
+    assert cell.weight_ih.grad is not None
+    return cell.weight_ih.grad
+
+
+def many_small() -> Tensor:
+    x = torch.linspace(-1, 1, MIB // 32, requires_grad=True)
+    return torch.autograd.grad(chain(x, 24).sum(), x)[0]
+
+
+def refused(directory: Path, body: Body, **options: Any) -> tuple[str, int]:
+    """Return the message of the ``BudgetError``, and the bound that it names."""
+    rig = Rig(directory, **options)
+    with rig.context(), pytest.raises(BudgetError) as caught:
+        body()
+    message = str(caught.value)
+    named = re.search(r"takes at least max_resident_bytes=(\d+)", message)
+    assert named is not None, message
+    del caught
+    rig.assert_empty()
+    return message, int(named[1])
+
+
+@pytest.mark.parametrize("body", [long_chain, regions, product_of_two, one_node])
+def test_the_bound_that_is_named_is_enough_and_less_is_not(body: Body, tmp_path: Path) -> None:
+    expected = bits(body())
+    low = 1
+    for _ in range(12):
+        _, named = refused(tmp_path, body, max_resident_bytes=low)
+        assert named > low
+        low = named
+        rig = Rig(tmp_path, max_resident_bytes=low)
+        try:
+            with rig.context():
+                assert bits(body()) == expected
+        except BudgetError:
+            continue
+        break
+    else:
+        pytest.fail("the named bounds do not come to an end")
+    assert rig.stats.resident_bytes_peak <= low
+    # With less it does not pass: what was named last was needed. A read takes up to two blocks
+    # more than the tensor has, depending on where it lay, so a little less might do.
+    refused(tmp_path, body, max_resident_bytes=low * 9 // 10)
+
+
+CASES = {
+    "own result": (
+        long_chain,
+        {"max_resident_bytes": MIB // 2},
+        r"ExpBackward0 at .*support\.py:\d+, which saves its result \[float32 \[262144\]\], needs",
+    ),
+    "in backward": (
+        product_of_two,
+        {"max_resident_bytes": 3 * MIB // 2},
+        r"ProductBackward, to which \[float32 \[262144\]\] .*1\.0 MiB was read back and is in use",
+    ),
+    "one node": (
+        one_node,
+        {"max_resident_bytes": 4 * MIB},
+        r"4\.0 MiB in 4 tensors whose operation has not ended.*compile it block by block",
+    ),
+    "small": (
+        many_small,
+        {"max_resident_bytes": MIB, "min_bytes": 512 << 10},
+        r"below min_bytes=524288 \(512\.0 KiB\), the largest of 128\.0 KiB.*or lower min_bytes",
+    ),
+    "parts": (
+        lstm_cell,
+        {"max_resident_bytes": 256 << 10, "min_bytes": 1024},
+        r"parts of storages that count their changes apart.*or use nn\.LSTM",
+    ),
+    "failing": (
+        long_chain,
+        {
+            "max_resident_bytes": 3 * MIB,
+            "backend": "simulated",
+            "faults": {"seed": 1, "io_error_rate": 1.0},
+        },
+        r"cannot leave it because writes fail: .*, or mend the writes\.",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_refusal_says_who_needs_what_and_what_holds_the_memory(case: str, tmp_path: Path) -> None:
+    body, options, expected = CASES[case]
+    message, _ = refused(tmp_path, body, **options)
+    assert re.search(expected, message, re.DOTALL), message
+    assert ("block by block" in message) == (case == "one node")
+    assert ("or lower min_bytes" in message) == (case == "small")
+
+
+# Who takes it for a lack of memory
+
+
+def test_a_refusal_is_a_lack_of_memory_to_others(tmp_path: Path) -> None:
+    with Rig(tmp_path, max_resident_bytes=MIB).context(), pytest.raises(MemoryError) as caught:
+        long_chain()
+    assert isinstance(caught.value, RuntimeError)
+    assert should_reduce_batch_size(caught.value)
+    # What Lightning's `is_oom_error` asks of an error.
+    assert len(caught.value.args) == 1
+    assert "DefaultCPUAllocator: can't allocate memory" in caught.value.args[0]
+
+
+def test_a_search_for_a_batch_size_goes_on_in_the_same_block(tmp_path: Path) -> None:
+    tried = []
+
+    def train(batch_size: int) -> Tensor:
+        tried.append(batch_size)
+        x = torch.linspace(-1, 1, 32 << 10, requires_grad=True)
+        rows = x.expand(batch_size, -1) * 1.0
+        return torch.autograd.grad(rows.exp().sum(), x)[0]
+
+    rig = Rig(tmp_path, max_resident_bytes=MIB)
+    with rig.context():
+        grad = find_executable_batch_size(train, starting_batch_size=16)()
+    assert tried[0] == 16
+    assert tried[-1] == 8, "a row is 128 KiB, so eight of them fit"
+    assert bits(grad) == bits(train(8))
+    rig.assert_empty()
+
+
+def words(count: int) -> list[dict[str, Tensor]]:
+    rows = torch.randint(0, 64, (count, 32), generator=torch.Generator().manual_seed(0))
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+def test_the_trainer_that_looks_for_a_batch_size_finds_one(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    sizes = {"n_layer": 1, "n_embd": 32, "n_head": 2, "vocab_size": 64, "n_positions": 32}
+    # The model's own numbers of special tokens lie outside of so few words.
+    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+    options = TrainingArguments(
+        output_dir=str(tmp_path / "trained"),
+        per_device_train_batch_size=16,
+        auto_find_batch_size=True,
+        max_steps=3,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        save_strategy="no",
+    )
+    trainer = Trainer(model=model, args=options, train_dataset=words(32))
+    with ssdtrain.offload(
+        tmp_path, min_bytes=1024, max_resident_bytes=448 << 10, direct_io="optional"
+    ) as session:
+        trainer.train()
+    assert trainer.state.global_step == 3
+    assert trainer.state.train_batch_size is not None
+    assert trainer.state.train_batch_size < 16
+    assert session.stats.resident_bytes_peak <= 448 << 10
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
