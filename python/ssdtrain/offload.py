@@ -16,6 +16,7 @@ from typing import ParamSpec, TypeVar
 
 from ssdtrain.activations.failed_backward import drop_failed_backwards, prepare_to_drop
 from ssdtrain.activations.hooks import Hooks
+from ssdtrain.activations.watch import Watch
 from ssdtrain.config import (
     MIN_BYTES_DEFAULT,
     Backend,
@@ -30,6 +31,7 @@ from ssdtrain.machine.huge_pages import note_small_pages
 from ssdtrain.machine.torch_internals import is_traced, untraced
 from ssdtrain.open_store import open_store
 from ssdtrain.planning.policy import Policy
+from ssdtrain.session_log import say_begin, say_end
 from ssdtrain.stats import Stats
 from ssdtrain.transfer.host import HostTransfer
 
@@ -62,6 +64,12 @@ class Session:
             transfer, policy, min_bytes=config.min_bytes, max_resident_bytes=bound
         )
         self._final: Stats | None = None
+        self._watch: Watch | None = None
+        say_begin(config, self._hooks.stats().engines)
+
+    def watch(self) -> None:
+        """Look from now on at what happens around the hooks, which are on in this thread."""
+        self._watch = Watch()
 
     @property
     def stats(self) -> Stats:
@@ -97,9 +105,11 @@ class Session:
 
     def close(self) -> None:
         """Let the store go; graphs that still need it keep it. Idempotent."""
-        if self._hooks is not None:
-            self._final = self._hooks.stats()
+        hooks = self._hooks
+        if hooks is not None:
+            self._final = hooks.stats(None if self._watch is None else self._watch.end())
             self._hooks = None
+            say_end(self._final)
 
 
 class offload:  # noqa: N801 - used like torch.no_grad
@@ -171,6 +181,7 @@ class offload:  # noqa: N801 - used like torch.no_grad
         session = Session(self._config, self._policy)
         context = session.context()
         context.__enter__()
+        session.watch()
         self._entered().append((session, context))
         self.session = session
         return session

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ssdtrain.reasons import Reason
 from ssdtrain.residency import Residency
 from ssdtrain.stalls import Stalls
 
@@ -48,6 +49,10 @@ class Stats:
     disk_reserved_bytes: int
     engines: tuple[tuple[str, str], ...]
     """Directory and engine of each spill file."""
+    reason: str | None = None
+    """Why little or nothing was offloaded, and what to change; ``None`` if much was."""
+    is_surprising: bool = False
+    """Whether that is so although something else could have been expected."""
 
     @property
     def hidden_s(self) -> float:
@@ -80,6 +85,8 @@ class Stats:
         ]
         if self.write_failed_count:
             rows.append(f"  failures   {self.write_failed_count} writes; their tensors were kept")
+        if self.reason is not None:
+            rows.append(f"  because    {self.reason}")
         return "\n".join(rows)
 
 
@@ -90,6 +97,7 @@ def snapshot(
     resident_bytes: int,
     write_failed_count: int,
     store: Mapping[str, object],
+    reason: Reason | None,
 ) -> Stats:
     """Join the counts of a session with those of its store (``_core.Store.stats``)."""
 
@@ -120,6 +128,8 @@ def snapshot(
         disk_used_bytes=number("disk_used_bytes"),
         disk_reserved_bytes=number("disk_reserved_bytes"),
         engines=tuple((str(place), str(name)) for place, name in engines),
+        reason=None if reason is None else reason.text,
+        is_surprising=reason is not None and reason.is_warning,
     )
 
 

@@ -12,18 +12,44 @@ whose last node has the lowest number drops everything.
 from __future__ import annotations
 
 import atexit
+import itertools
 import threading
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ssdtrain.machine.torch_internals import current_backward
 
-__all__ = ["drop_failed_backwards", "prepare_to_drop"]
+__all__ = ["Probe", "drop_failed_backwards", "prepare_to_drop", "probe_backward"]
 
 _lowest: list[tuple[Tensor, Tensor]] = []
 """A leaf, and what the node with the lowest number made of it."""
 _making = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Where torch's count of backwards stands, told by a backward of our own."""
+
+    number: int
+    """Of that backward; -1 if there was none, because it would have been inside another one."""
+    here_count: int
+    """Backwards of our own that this thread has run so far, this one included."""
+    all_count: int
+    """The same in all threads."""
+
+
+class _Runs(threading.local):
+    """Backwards of our own that this thread has run."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+_runs_here = _Runs()
+_runs = itertools.count(1)
+"""Of all threads. Not a number and a lock, which a forked child might find taken."""
 
 
 def prepare_to_drop() -> None:
@@ -39,11 +65,23 @@ def prepare_to_drop() -> None:
 
 def drop_failed_backwards() -> None:
     """Drop what failed backwards of this thread left; in a backward, leave it to the next call."""
+    probe_backward()
+
+
+def probe_backward() -> Probe:
+    """Do the same, and return how many backwards this process has run, as torch numbers them."""
     if not _lowest or current_backward() != -1:  # defence: what a refused backward left is dropped
-        return
+        return Probe(-1, 0, 0)
     leaf, made = _lowest[0]
+    numbers: list[int] = []
     with torch.inference_mode(mode=False), torch.enable_grad():
-        torch.autograd.grad(made.neg(), leaf)
+        last = made.neg()
+        last.register_hook(  # type: ignore[no-untyped-call]
+            lambda _: numbers.append(current_backward())
+        )
+        torch.autograd.grad(last, leaf)
+    _runs_here.count += 1
+    return Probe(numbers[0], _runs_here.count, next(_runs))
 
 
 def _make_lowest() -> None:

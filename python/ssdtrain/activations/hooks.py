@@ -28,6 +28,7 @@ from ssdtrain.activations.saved_tensor import (
     shares_no_counter,
 )
 from ssdtrain.activations.seen import Seen, Tally
+from ssdtrain.activations.watch import Observed
 from ssdtrain.activations.writeback import Writeback
 from ssdtrain.errors import ClosedError, SsdtrainError
 from ssdtrain.geometry import Geometry, part_of
@@ -43,6 +44,7 @@ from ssdtrain.machine.torch_internals import (
 )
 from ssdtrain.notices import Notices
 from ssdtrain.planning.policy import Policy
+from ssdtrain.reasons import Evidence, reason_of
 from ssdtrain.residency import Residency
 from ssdtrain.stalls import Stalls
 from ssdtrain.stats import Stats, snapshot
@@ -104,8 +106,8 @@ class Hooks:
         """Return the context manager that installs the hooks in the calling thread."""
         return saved_tensors_hooks(self.pack, self.unpack)
 
-    def stats(self) -> Stats:
-        """Return what happened so far."""
+    def stats(self, observed: Observed | None = None) -> Stats:
+        """Return what happened so far; ``observed`` around the hooks, at the end of a block."""
         residency = self._residency
         with self._lock:
             # A worker of the parent may have held any lock of the core when this was forked.
@@ -121,7 +123,25 @@ class Hooks:
                 resident_bytes=resident_bytes,
                 write_failed_count=self._writeback.failed_count,
                 store=store,
+                reason=reason_of(self._evidence(observed)),
             )
+
+    def _evidence(self, observed: Observed | None) -> Evidence:
+        residency, prefetcher = self._residency, self._prefetcher
+        residency.settle()
+        return Evidence(
+            seen=self._seen,
+            min_bytes=self._min_bytes,
+            offloaded_bytes=residency.ended_bytes["offloaded"],
+            saved_bytes=sum(residency.ended_bytes.values()),
+            peak_bytes=residency.peak_bytes,
+            failed_count=self._writeback.failed_count,
+            failure=self._writeback.failure,
+            is_one_node=prefetcher.is_one_node,
+            last_round=prefetcher.last_round,
+            rates=None if self._is_forked else self._transfer.rates(),
+            observed=observed,
+        )
 
     def flush(self, *, wait: bool) -> None:
         """Begin the writes that wait for this thread; with ``wait``, see all under way end."""

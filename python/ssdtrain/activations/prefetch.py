@@ -197,6 +197,10 @@ class Prefetcher:
         self._clock = clock
         self.failure: str | None = None
         """Always ``None``: what is read ahead can be dropped; see ``residency.User``."""
+        self.is_one_node = False
+        """Whether one node saves nearly all of a round."""
+        self.last_round: tuple[int, float] | None = None
+        """Bytes of the last forward that was learned from, and seconds until it was used up."""
         self._current: Round | None = None
         self._unfinished: list[Round] = []
         self._orders: dict[int, list[int]] = {}
@@ -264,6 +268,8 @@ class Prefetcher:
         for one in finished:
             items = one.learned_items()
             if items and one.phase == -1:
+                whole_s = max(item.needed_s for item in items) - items[0].packed_s
+                self.last_round = sum(item.nbytes for item in items), whole_s
                 if one.signature not in self._policy.plans:
                     self._warn_of_one_node(one)
                 self._policy.learn(one.signature, items, rates, one.stall_share(items))
@@ -273,6 +279,7 @@ class Prefetcher:
         heaviest_bytes, tensors_count, all_bytes = finished.heaviest_node()
         is_one = heaviest_bytes >= ONE_NODE_SHARE_MIN * all_bytes
         if is_one and tensors_count >= ONE_NODE_TENSORS_MIN:
+            self.is_one_node = True
             self._notices.say(
                 "one node",
                 "one node of the graph saves %.1f of the %.1f MiB that are saved in forward, at "

@@ -28,6 +28,7 @@ __all__ = [
     "sequence_number",
     "share_counters",
     "storage_users",
+    "top_hooks",
     "tracer",
     "untraced",
 ]
@@ -51,6 +52,12 @@ current_backward: Callable[[], int] = _find("_C._current_graph_task_id")
 
 current_node: Callable[[], Any] = _find("_C._current_autograd_node")
 """The node that a backward runs in this thread, or None."""
+
+top_hooks: Callable[[bool], tuple[Callable[..., Any], Callable[..., Any]] | None] = _find(
+    "_C._autograd._top_saved_tensors_default_hooks"
+)
+"""The pair of hooks that is used in this thread; with ``True`` also while the compiler has switched
+it off."""
 
 dispatch_keys: Callable[[Tensor], object] = _find("_C._dispatch_keys")
 """Which parts of torch handle the operations of this tensor, as a set that compares by value."""

@@ -1,0 +1,116 @@
+"""What happened around the hooks while a block was open: why they may have been given nothing.
+
+The hooks are called only in the thread that entered, and only while no others are on top of them.
+So what did not reach them is told by counts that torch and the kernel keep anyway: nodes that this
+thread made, backwards of the whole process, and what child processes computed.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ssdtrain.activations.failed_backward import Probe, probe_backward
+from ssdtrain.machine.torch_internals import sequence_number, top_hooks
+
+__all__ = ["Observed", "Watch"]
+
+
+class Forks:
+    """How often this process was forked."""
+
+    count = 0
+
+
+def _note_fork() -> None:
+    Forks.count += 1
+
+
+os.register_at_fork(after_in_parent=_note_fork)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observed:
+    """Counts from the beginning of a block to its end."""
+
+    node_count: int
+    """Nodes of autograd's graph that the thread made."""
+    backward_count: int
+    """Backwards of all threads of the process."""
+    fork_count: int
+    child_s: float
+    """What child processes that have ended computed."""
+    process_s: float
+    """What this process computed, in all threads."""
+    others: str | None
+    """Whose hooks were seen on top of ours."""
+
+
+class Watch:
+    """Begins when the hooks have been installed, in their thread."""
+
+    def __init__(self) -> None:
+        top = top_hooks(True)
+        self._ours: Callable[..., object] | None = None if top is None else top[0]
+        self._others: str | None = None
+        self._thread = threading.get_ident()
+        self._probe = probe_backward()
+        self._sequence = sequence_number()
+        self._fork_count = Forks.count
+        self._child_s, self._process_s = _child_seconds(), time.process_time()
+        # Between two collections hooks of others may come and go unseen. To be told of each would
+        # take a patch of torch, or a call for each operation.
+        gc.callbacks.append(self._look)
+
+    def end(self) -> Observed | None:
+        """Return what was seen; ``None`` in another thread, whose counts are others."""
+        if self._look in gc.callbacks:
+            gc.callbacks.remove(self._look)
+        # They know the store, and whoever holds the session would keep it open.
+        self._ours = None
+        if threading.get_ident() != self._thread:
+            return None
+        node_count = sequence_number() - self._sequence
+        before, after = self._probe, probe_backward()
+        return Observed(
+            # Each probe of this thread made one node, and was one backward.
+            node_count=node_count - (after.here_count - before.here_count - 1),
+            backward_count=_backwards_between(before, after),
+            fork_count=Forks.count - self._fork_count,
+            child_s=_child_seconds() - self._child_s,
+            process_s=time.process_time() - self._process_s,
+            others=self._others,
+        )
+
+    def _look(self, phase: str, _: Mapping[str, Any]) -> None:
+        """See which hooks are on top, whenever the garbage collector begins in this thread."""
+        if phase != "start" or threading.get_ident() != self._thread:
+            return
+        top = top_hooks(True)
+        if top is not None and top[0] is not self._ours:
+            self._others = _name(top[0])
+
+
+def _backwards_between(before: Probe, after: Probe) -> int:
+    if before.number == -1 or after.number == -1:
+        return 0
+    probes_count = after.all_count - before.all_count
+    return max(0, after.number - before.number - probes_count)
+
+
+def _child_seconds() -> float:
+    times = os.times()
+    return times.children_user + times.children_system
+
+
+def _name(function: Callable[..., object]) -> str:
+    """Return module and name of a function, without what it was made in."""
+    kind = type(function)
+    module = getattr(function, "__module__", None) or kind.__module__
+    name: str = getattr(function, "__qualname__", kind.__qualname__)
+    return f"{module}.{name.replace('.__init__.<locals>', '').replace('.<locals>', '')}"

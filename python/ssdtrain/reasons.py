@@ -1,0 +1,199 @@
+"""Why a session offloaded little or nothing, in a sentence with what to change. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ssdtrain.activations.seen import Seen
+from ssdtrain.activations.watch import Observed
+from ssdtrain.planning.policy import Rates
+from ssdtrain.shortage import shown_bytes
+
+__all__ = ["Evidence", "Reason", "reason_of"]
+
+LITTLE_SHARE_MAX = 0.1
+"""To have offloaded less than this share of what was saved lowers no peak that anybody notices."""
+EXPECTED_BYTES_MIN = 8 << 20
+"""Nobody is warned about a session that never held as much at once: what Python and torch take for
+themselves varies by more from run to run."""
+NODES_MIN = 8
+"""A thread that made fewer nodes may have added a few numbers, which saves nothing: no model."""
+CHILD_S_MIN = 1.0
+"""Less is what short commands and idle workers of data loaders take, not training."""
+PAGE_BYTES = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """What is known of a session."""
+
+    seen: Seen
+    min_bytes: int
+    offloaded_bytes: int
+    """Written, and their memory freed."""
+    saved_bytes: int
+    """Of all that was saved and has been used or dropped since."""
+    peak_bytes: int
+    """Most that was in memory at once."""
+    failed_count: int
+    failure: str | None
+    """Why the last write failed."""
+    is_one_node: bool
+    """Whether one node saves nearly all that a round does."""
+    last_round: tuple[int, float] | None
+    """Bytes and seconds of the last round that was planned."""
+    rates: Rates | None
+    observed: Observed | None
+    """What happened around the hooks; ``None``: not known, or the block is still open."""
+
+
+@dataclass(frozen=True)
+class Reason:
+    """A sentence for a person."""
+
+    text: str
+    is_warning: bool
+    """Whether something else could have been expected."""
+
+
+def reason_of(known: Evidence) -> Reason | None:
+    """Return the first cause why little or nothing was offloaded; ``None`` if much was."""
+    observed = known.observed
+    if known.seen.count() == 0:
+        return None if observed is None else _why_nothing_came(observed)
+    if known.saved_bytes == 0:
+        return _why_nothing_could_go(known) if observed is not None else None
+    if known.offloaded_bytes > LITTLE_SHARE_MAX * known.saved_bytes:
+        return None
+    text = _why_little_went(known)
+    if observed is not None and observed.others is not None:
+        text += f"; besides, hooks of {observed.others} were on top of ssdtrain's for a time"
+    return Reason(text, known.peak_bytes >= EXPECTED_BYTES_MIN)
+
+
+def _why_nothing_came(observed: Observed) -> Reason:
+    """Say why no tensor reached the hooks."""
+    if observed.node_count == 0 and observed.backward_count > 0:
+        return Reason(
+            "no operation of the thread that entered the block saved anything, while other threads "
+            f"ran {observed.backward_count} backwards: the hooks act in the thread that enters; "
+            "enter the block in the thread that runs the forward",
+            is_warning=True,
+        )
+    if (
+        observed.node_count == 0
+        and observed.child_s >= CHILD_S_MIN
+        and observed.child_s > observed.process_s
+    ):
+        forks = f" (it was forked {observed.fork_count} times)" if observed.fork_count else ""
+        return Reason(
+            "no operation of this process saved anything, while its child processes computed for "
+            f"{observed.child_s:.1f} s{forks}: hooks do not reach other processes; enter the block "
+            "in the function that the launcher starts in each of them",
+            is_warning=True,
+        )
+    if observed.node_count == 0:
+        return Reason(
+            "no operation in the block was recorded for a backward; under torch.no_grad() and "
+            "without parameters that ask for a gradient nothing is saved",
+            is_warning=False,
+        )
+    whose = observed.others
+    return Reason(
+        f"the thread made {observed.node_count} nodes in the block, and nothing that they saved "
+        "reached ssdtrain: other hooks on saved tensors were on top of it, "
+        + (f"those of {whose}" if whose is not None else "and only the innermost are called")
+        + "; save_on_cpu, offload_wrapper and the activation offloading of trainers are such: "
+        "switch it off, or enter ssdtrain's block inside it",
+        is_warning=whose is not None or observed.node_count >= NODES_MIN,
+    )
+
+
+def _why_nothing_could_go(known: Evidence) -> Reason:
+    """Say what was saved, if none of it counts as saved bytes."""
+    if known.seen.unusual.count > known.seen.weights.count:
+        text = (
+            f"{known.seen.unusual.count} saved tensors were not plain CPU tensors (of other "
+            "devices, sparse, or of other classes); ssdtrain leaves them where they are"
+        )
+    else:
+        text = "only weights were saved, which stay in memory for the optimizer"
+    return Reason(text, is_warning=False)
+
+
+def _why_little_went(known: Evidence) -> str:
+    if known.failed_count:
+        return f"{known.failed_count} writes failed, the last one so: {known.failure}"
+    seen = known.seen
+    planned_bytes = seen.planned.nbytes
+    rest_bytes = seen.eligible.nbytes - planned_bytes
+    causes = (
+        (seen.small.nbytes, _small),
+        (seen.apart.nbytes, _apart),
+        (seen.foreign.nbytes, _foreign),
+        (planned_bytes, _planned),
+        (rest_bytes, _late),
+    )
+    _, say = max(causes, key=lambda cause: cause[0])
+    return say(known)
+
+
+def _small(known: Evidence) -> str:
+    small = known.seen.small
+    mean_bytes = small.nbytes // max(small.count, 1)
+    text = (
+        f"{small.count} saved tensors are below min_bytes={known.min_bytes} "
+        f"({shown_bytes(known.min_bytes)}), the largest of {shown_bytes(small.largest_bytes)}, "
+        f"{shown_bytes(mean_bytes)} on average"
+    )
+    if mean_bytes < PAGE_BYTES:
+        return f"{text}: too small for a disk; larger batches make larger tensors"
+    wanted_bytes = mean_bytes // PAGE_BYTES * PAGE_BYTES
+    return f"{text}; min_bytes={wanted_bytes} would take those of at least the average"
+
+
+def _apart(known: Evidence) -> str:
+    return (
+        f"{known.seen.apart.count} saved tensors are parts of storages that count their changes "
+        "apart, as LSTMCell, GRUCell and recurrent layers that torch does not fuse make them: they "
+        "stay in memory; nn.LSTM and nn.GRU over whole sequences are fused in float32"
+    )
+
+
+def _foreign(known: Evidence) -> str:
+    return (
+        f"{known.seen.foreign.count} saved tensors lie in the memory of numpy arrays or mapped "
+        "files, whose owner may change it: they stay; clone() what comes from an array"
+    )
+
+
+def _planned(known: Evidence) -> str:
+    if known.is_one_node:
+        return (
+            "one node of the graph saves nearly all at once, so nothing of it can be gone before "
+            "it is needed; if torch.compile made it of the whole model, compile block by block "
+            "instead (block.compile())"
+        )
+    return (
+        "by plan tensors stay that could not be written and read back in time"
+        f"{_figures(known)}; a faster disk, or several (dir=[...]), changes that, and under "
+        "max_resident_bytes they go, at whatever time the disk needs"
+    )
+
+
+def _late(known: Evidence) -> str:
+    return (
+        "backward asked for most tensors before they had been written, or while others still held "
+        f"them{_figures(known)}; the first step is always like that, later ones if the disk is "
+        "slow or steps are very short"
+    )
+
+
+def _figures(known: Evidence) -> str:
+    if known.rates is None or known.last_round is None:
+        return ""
+    nbytes, seconds = known.last_round
+    return (
+        f": a step saves {shown_bytes(nbytes)} in {seconds:.3f} s, and the disk writes "
+        f"{shown_bytes(known.rates.write)} and reads {shown_bytes(known.rates.read)} a second"
+    )

@@ -1,0 +1,31 @@
+"""What a session says of itself in the log: how it begins, and why it did little, if it did."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from ssdtrain.config import OffloadConfig
+from ssdtrain.notices import log
+from ssdtrain.shortage import shown_bytes
+from ssdtrain.stats import Stats
+
+__all__ = ["say_begin", "say_end"]
+
+
+def say_begin(config: OffloadConfig, engines: Sequence[tuple[str, str]]) -> None:
+    """Say where saved tensors go, and which."""
+    bound = config.max_resident_bytes
+    log.info(
+        "ssdtrain offloads saved tensors of at least %s to %s; %s",
+        shown_bytes(config.min_bytes),
+        ", ".join(f"{place} ({name})" for place, name in engines),
+        f"at most {shown_bytes(bound)} of all stay in memory" if bound else "no bound is set",
+    )
+
+
+def say_end(stats: Stats) -> None:
+    """Say why little or nothing was offloaded; warn if something else could have been expected."""
+    if stats.reason is not None:
+        level = logging.WARNING if stats.is_surprising else logging.INFO
+        log.log(level, "ssdtrain offloaded little or nothing: %s", stats.reason)

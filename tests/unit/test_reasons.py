@@ -1,0 +1,282 @@
+"""A session that offloads little or nothing names the first cause, and what to change."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import offload_wrapper
+
+import ssdtrain
+from disks import MIB
+from ssdtrain.activations.seen import Seen
+from ssdtrain.planning.policy import Rates
+from ssdtrain.reasons import Evidence, reason_of
+from ssdtrain.session_log import log
+from support import chain
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+BIG = 4 * MIB // 4
+"""Numbers of a tensor of 4 MiB."""
+
+
+@pytest.fixture(autouse=True)
+def all_levels(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    with caplog.at_level(logging.INFO, logger=log.name):
+        yield
+
+
+def last_words(caplog: pytest.LogCaptureFixture) -> tuple[int, str]:
+    """Return level and text of what was logged on leaving."""
+    records = [one for one in caplog.records if one.name == log.name]
+    said = [one for one in records if "little or nothing" in one.getMessage()]
+    assert len(said) <= 1, "it is said once"
+    return (said[0].levelno, said[0].getMessage()) if said else (0, "")
+
+
+def train(x: Tensor) -> None:
+    chain(x, 6).sum().backward()
+
+
+def leaf(count: int = BIG) -> Tensor:
+    return torch.linspace(-1, 1, count, requires_grad=True)
+
+
+# Each cause, in a real session
+
+
+def below_min_bytes() -> None:
+    train(leaf(MIB // 4 // 8))
+    xs = [leaf(MIB // 4 // 8) for _ in range(16)]
+    sum(chain(x, 6).sum() for x in xs).backward()
+
+
+def on_top(inner: Callable[[], AbstractContextManager[object]]) -> Callable[[], None]:
+    def body() -> None:
+        with inner():
+            x = leaf()
+            loss = chain(x, 6).sum()
+            gc.collect()
+        loss.backward()
+
+    return body
+
+
+class OthersHooks(saved_tensors_hooks):
+    """As trainers have them, in a class of their own."""
+
+    def __init__(self) -> None:
+        super().__init__(self.keep_it, self.give_it)
+
+    def keep_it(self, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    def give_it(self, packed: Tensor) -> Tensor:
+        return packed
+
+
+def wrapped() -> None:
+    layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(8)))
+    offload_wrapper(layers)(torch.ones(2, 8)).sum().backward()
+
+
+def in_a_thread() -> None:
+    thread = threading.Thread(target=lambda: train(leaf()))
+    thread.start()
+    thread.join()
+
+
+BUSY = "import time\nwhile time.process_time() < 1.3: pass"
+
+
+def in_child_processes() -> None:
+    subprocess.run([sys.executable, "-S", "-c", BUSY], check=True)
+
+
+def in_a_forked_process() -> None:
+    child = os.fork()
+    if child == 0:
+        # It computes, and leaves without what pytest would do at the end.
+        while os.times().user < 1.2:
+            sum(range(10_000))
+        os._exit(0)
+    os.waitpid(child, 0)
+
+
+def without_gradients() -> None:
+    with torch.no_grad():
+        chain(leaf(), 6)
+
+
+def only_weights() -> None:
+    (nn.Parameter(torch.ones(BIG)) * nn.Parameter(torch.ones(BIG))).sum().backward()
+
+
+def in_arrays() -> None:
+    x = leaf()
+    for _ in range(4):
+        (x * torch.from_numpy(np.ones(BIG, dtype=np.float32))).sum().backward()
+
+
+def nothing_at_all() -> None:
+    pass
+
+
+WARNED, TOLD = logging.WARNING, logging.INFO
+CASES: dict[str, tuple[Callable[[], None], int, str]] = {
+    "small": (
+        below_min_bytes,
+        WARNED,
+        (
+            r"tensors are below min_bytes=262144 \(256\.0 KiB\), the largest of 128\.0 KiB.*"
+            r"; min_bytes=\d+ would take"
+        ),
+    ),
+    "save_on_cpu": (on_top(save_on_cpu), WARNED, r"those of torch\.autograd\.graph\.save_on_cpu\."),
+    "a trainer's hooks": (on_top(OthersHooks), WARNED, r"those of test_reasons\.OthersHooks\.keep"),
+    "offload_wrapper": (wrapped, WARNED, r"other hooks on saved tensors were on top.*offload_wrap"),
+    "another thread": (in_a_thread, WARNED, r"other threads ran 1 backwards.*enter the block in"),
+    "child processes": (in_child_processes, WARNED, r"child processes computed for \d\.\d s:"),
+    "forked": (in_a_forked_process, WARNED, r"computed for \d\.\d s \(it was forked 1 times\)"),
+    "no gradients": (without_gradients, TOLD, r"no operation in the block was recorded"),
+    "weights": (only_weights, TOLD, r"only weights were saved"),
+    "arrays": (in_arrays, TOLD, r"lie in the memory of numpy arrays"),
+    "nothing": (nothing_at_all, TOLD, r"no operation in the block was recorded"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_cause_is_named_when_the_block_ends(
+    case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    body, level, expected = CASES[case]
+    with ssdtrain.offload(tmp_path, direct_io="optional") as session:
+        body()
+    assert session.stats.reason is not None
+    assert re.search(expected, session.stats.reason), session.stats.reason
+    assert session.stats.reason in str(session), "the report says it too"
+    assert last_words(caplog)[0] == level
+    assert session.stats.reason in last_words(caplog)[1]
+
+
+def test_a_cause_is_that_of_the_block_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What ran in other threads, and which hooks were on, before it is no cause."""
+    in_a_thread()
+    on_top(save_on_cpu)()
+    with ssdtrain.offload(tmp_path, direct_io="optional") as session:
+        nothing_at_all()
+    assert last_words(caplog)[0] == TOLD
+    assert "no operation in the block" in str(session.stats.reason)
+    assert not [one for one in gc.callbacks if "ssdtrain" in getattr(one, "__module__", "")]
+
+
+def test_nothing_is_said_of_a_session_that_offloads(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with ssdtrain.offload(tmp_path, direct_io="optional", max_resident_bytes=16 * MIB) as session:
+        train(leaf())
+    assert session.stats.reason is None
+    assert last_words(caplog) == (0, "")
+    begun = [one.getMessage() for one in caplog.records if one.name == log.name]
+    expected = rf"of at least 256\.0 KiB to {tmp_path} \((io_uring|psync)\); at most 16\.0 MiB of"
+    assert re.search(expected, begun[0]), begun
+
+
+def test_a_disk_that_fails_is_the_cause(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tool = ssdtrain.offload(tmp_path, direct_io="optional", max_disk_bytes=1 * MIB)
+    with tool as session:
+        for _ in range(3):
+            train(leaf())
+    assert re.search(r"\d+ writes failed, the last one so: .*max_disk_bytes", str(session))
+    assert last_words(caplog)[0] == WARNED
+
+
+# What no small session shows
+
+
+def evidence(**changes: Any) -> Evidence:
+    known = Evidence(
+        seen=Seen(),
+        min_bytes=256 << 10,
+        offloaded_bytes=0,
+        saved_bytes=100 * MIB,
+        peak_bytes=50 * MIB,
+        failed_count=0,
+        failure=None,
+        is_one_node=False,
+        last_round=(50 * MIB, 0.25),
+        rates=Rates(100.0 * MIB, 200.0 * MIB),
+        observed=None,
+    )
+    return replace(known, **changes)
+
+
+def parts() -> Seen:
+    """As LSTMCell makes them."""
+    seen = Seen()
+    seen.apart.add(90 * MIB)
+    seen.eligible.add(10 * MIB)
+    return seen
+
+
+def planned(count: int) -> Seen:
+    seen = Seen()
+    for _ in range(10):
+        seen.eligible.add(10 * MIB)
+    for _ in range(count):
+        seen.planned.add(10 * MIB)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (
+            {"seen": planned(9)},
+            r"written and read back in time: a step saves 50\.0 MiB in 0\.250 s",
+        ),
+        ({"seen": planned(9)}, r"the disk writes 100\.0 MiB and reads 200\.0 MiB a second"),
+        ({"seen": planned(9), "is_one_node": True}, r"compile block by block"),
+        (
+            {"seen": parts()},
+            r"1 saved tensors are parts of storages that count their changes apart",
+        ),
+        ({"seen": planned(1)}, r"backward asked for most tensors before they had been written"),
+    ],
+)
+def test_a_plan_is_named_with_the_figures_it_was_made_of(
+    changes: dict[str, Any], expected: str
+) -> None:
+    reason = reason_of(evidence(**changes))
+    assert reason is not None
+    assert reason.is_warning
+    assert re.search(expected, reason.text), reason.text
+
+
+def test_too_small_for_any_disk_is_said_so() -> None:
+    seen = Seen()
+    for _ in range(100):
+        seen.small.add(512)
+    reason = reason_of(evidence(seen=seen, peak_bytes=51_200))
+    assert reason is not None
+    assert not reason.is_warning, "nobody is warned of a model that takes no memory"
+    assert "too small for a disk" in reason.text
+    assert reason_of(evidence(seen=seen, offloaded_bytes=50 * MIB)) is None
