@@ -141,6 +141,16 @@ class Residency:
         holding.held_bytes = 0
         holding.fate = "offloaded"
 
+    def lend(self, holding: Holding[T]) -> None:
+        """Note that somebody else holds its bytes: they are not in memory because of us."""
+        self.held_bytes -= holding.held_bytes
+        holding.held_bytes = 0
+
+    def take_back(self, holding: Holding[T]) -> None:
+        """Note that nobody else holds its bytes any more."""
+        self.held_bytes += holding.nbytes - holding.held_bytes
+        holding.held_bytes = holding.nbytes
+
     def shared_more_bytes(self, identity: int, nbytes: int, storage_bytes: int) -> int:
         """Return the bytes that ``hold_shared`` would add."""
         entry = self._shared.get(identity)

@@ -58,6 +58,7 @@ class Record:
         "_residency",
         "handle",
         "holding",
+        "is_lent",
         "key",
         "nbytes",
         "root",
@@ -94,6 +95,8 @@ class Record:
         """The policy's name for this tensor (see ``prefetch.next_key``)."""
         self.handle: Handle | None = None
         """Its bytes in the store, from the beginning of a write until the write is given up."""
+        self.is_lent = False
+        """Whether somebody else holds its memory anyway; see ``lender``."""
         self._residency = residency
         self.holding = residency.hold(self, nbytes)
         """The reference to this record for everybody who must not keep it alive."""

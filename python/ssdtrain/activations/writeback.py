@@ -16,6 +16,7 @@ from collections import deque
 from torch import Tensor, UntypedStorage
 
 from ssdtrain.activations.failed_backward import drop_failed_backwards
+from ssdtrain.activations.lender import Lender
 from ssdtrain.activations.names import saving
 from ssdtrain.activations.saved_tensor import KeptTensor, Record, root_of
 from ssdtrain.activations.seen import Seen, kept_parts
@@ -108,6 +109,7 @@ class Writeback:
         self._min_bytes = min_bytes
         # Under a bound, a write that begins later frees memory later, for which somebody may wait.
         self._batch_bytes = 0 if residency.is_bounded else min(BATCH_BYTES, BATCH_COUNT * min_bytes)
+        self._lender = Lender(residency)
         self._known: dict[int, Holding[Record]] = {}
         """The last record of each storage, by the identity of the storage; some are dead."""
         self._forget_at = FORGET_AT_MIN
@@ -171,11 +173,18 @@ class Writeback:
             and record.covers(geometry.offset, start + nbytes)
         ):
             return record, False
+        may_be_lent = False
         if self._residency.is_bounded:
-            self._residency.admit(nbytes, lambda: saving(tensor, sequence))
+            for returned in self._lender.take_back():
+                self._begin_write(returned)
+            may_be_lent = self._lender.knows(storage)
+            more_bytes = 0 if may_be_lent else nbytes
+            self._residency.admit(more_bytes, lambda: saving(tensor, sequence))
         record = Record(
             tensor, start, nbytes, sequence=sequence, key=key, residency=self._residency
         )
+        if may_be_lent:
+            self._lender.lend(record)
         # `id` is an identity only while the storage lives, which the look-up above checks.
         self._remember(identity, record.holding)
         return record, True
@@ -263,7 +272,7 @@ class Writeback:
     def held(self) -> list[Held]:
         """Return what cannot leave memory, and why."""
         records = [one for held in self._known.values() if (one := held()) is not None]
-        unwritten = [one.nbytes for one in records if one.source is not None]
+        unwritten = [one.nbytes for one in records if one.source is not None and not one.is_lent]
         kept_bytes = self._residency.held_bytes - sum(unwritten)
         return [
             *kept_parts(self._seen, kept_bytes, self._min_bytes),
@@ -366,6 +375,8 @@ class Writeback:
             return None
         # Somebody else holds it: offloading it freed nothing, so do not do it again.
         record.holding.fate = "forwarded"
+        if self._residency.is_bounded:
+            self._lender.learn(storage)
         self._policy.note_futile(record.key)
         return storage
 
@@ -374,7 +385,7 @@ class Writeback:
     def _begin_write(self, record: Record) -> bool:
         """Give a record to the disk, or keep it; ``False`` if the disk can take no more now."""
         assert record.source is not None
-        if not record.is_whole():
+        if not record.is_whole() or self._is_lent(record):
             return True
         try:
             # An earlier call may have begun it, and been interrupted before it was entered below.
@@ -393,6 +404,13 @@ class Writeback:
             return True
         self._writing.append(record.holding)
         return True
+
+    def _is_lent(self, record: Record) -> bool:
+        """Whether others hold what is about to be written, so that to write it frees nothing."""
+        if record.is_lent or not self._residency.is_bounded:
+            return record.is_lent
+        # In an earlier step others held the tensor at this place: do they hold this one, too?
+        return self._policy.is_futile(record.key) and self._lender.lend(record)
 
     def _reap(self) -> None:
         """Free the memory of what has reached the disk.

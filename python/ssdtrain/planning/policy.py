@@ -147,6 +147,10 @@ class Policy:
         self._futile.add(key)
         self.keep.add(key)
 
+    def is_futile(self, key: int) -> bool:
+        """Whether somebody else held this tensor when it was offloaded."""
+        return key in self._futile
+
     def learn(
         self, signature: int, items: Sequence[Item], rates: Rates, stall_share: float
     ) -> None:

@@ -1,0 +1,168 @@
+"""Under a bound, what the model holds anyway is neither written again nor counted."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from disks import MIB
+from ssdtrain.planning.policy import Policy
+from support import Result, Rig, assert_equal_bits, gradients
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PART_COUNT = 8
+HELD_BYTES = PART_COUNT * MIB
+STEP_COUNT = 5
+
+
+class Buffers(nn.Module):
+    """Multiplies by its buffers; each product saves the buffer and what came before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.parts = [f"part_{n}" for n in range(PART_COUNT)]
+        for name in self.parts:
+            self.register_buffer(name, torch.randn(MIB // 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for name in self.parts:
+            x = x + (x[:8] * self.scale).sum() * getattr(self, name)
+        return x * self.scale
+
+
+class DetachedWeights(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(512, 512, bias=False) for _ in range(PART_COUNT))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = linear(x, layer.weight.detach()) + x
+        return x
+
+
+def normed_weights() -> nn.Module:
+    """The older weight norm keeps the derived weight, a new one in each step, in an attribute."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        layers = [nn.Linear(512, 512, bias=False) for _ in range(PART_COUNT)]
+        return nn.Sequential(*(nn.utils.weight_norm(layer) for layer in layers))
+
+
+def trained(model: nn.Module, x: Tensor, after: Callable[[], None] = lambda: None) -> Result:
+    for _ in range(STEP_COUNT):
+        x.grad = None
+        model.zero_grad()
+        model(x).sum().backward()
+        after()
+    assert x.grad is not None
+    return {"x": x.grad.clone(), **gradients(model)}
+
+
+@pytest.mark.parametrize("make", [Buffers, DetachedWeights, normed_weights])
+@pytest.mark.parametrize("bound_bytes", [HELD_BYTES, HELD_BYTES // 2], ids=["wide", "narrow"])
+def test_what_the_model_holds_is_written_in_the_first_step_only(
+    make: Callable[[], nn.Module], bound_bytes: int, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    model = make()
+    shape = (MIB // 4,) if isinstance(model, Buffers) else (64, 512)
+    x = torch.randn(shape, requires_grad=True)
+    expected = trained(model, x)
+    rig = Rig(tmp_path, min_bytes=MIB // 2, max_resident_bytes=bound_bytes, policy=Policy())
+    written = [0]
+    with rig.context():
+        actual = trained(model, x, lambda: written.append(rig.stats.bytes_written))
+    assert_equal_bits(actual, expected)
+    steps = [after - before for before, after in pairwise(written)]
+    assert steps[0] >= HELD_BYTES // 2, "nothing was there to learn from"
+    assert steps[-1] <= HELD_BYTES // 4, steps
+    assert rig.stats.resident_bytes_peak <= bound_bytes
+    rig.assert_empty()
+
+
+def test_what_others_let_go_counts_and_is_written(tmp_path: Path) -> None:
+    """It was held in the first step, is saved again, and then nobody else holds it any more."""
+    rig = Rig(tmp_path, max_resident_bytes=3 * MIB)
+    x = torch.linspace(-1, 1, MIB // 4, requires_grad=True)
+    held = [torch.full((MIB // 4,), 1.0 + n) for n in range(4)]
+
+    def products() -> list[Tensor]:
+        return [(x * one).sum() for one in held]
+
+    with rig.context():
+        learned = sum(products())
+        rig.flush()
+        learned.backward()
+        before = rig.stats
+        losses = products()
+        assert rig.stats.resident_bytes == 0, "what others hold does not count"
+        assert rig.stats.bytes_written == before.bytes_written
+        held.clear()
+        # The next one that is packed looks.
+        more = (x * torch.full((MIB // 4,), 9.0)).sum()
+        assert rig.stats.resident_bytes <= 3 * MIB
+        rig.flush()
+        assert rig.stats.bytes_written >= before.bytes_written + 4 * MIB
+        assert rig.stats.resident_bytes <= MIB
+        x.grad = None
+        sum([*losses, more]).backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.full_like(x, 1.0 + 2.0 + 3.0 + 4.0 + 9.0))
+    del losses, more, learned
+    rig.assert_empty()
+
+
+def test_another_tensor_in_the_place_of_a_held_one_is_bounded(tmp_path: Path) -> None:
+    """Places are remembered, not only storages: in the second step they have fresh tensors."""
+    rig = Rig(tmp_path, max_resident_bytes=4 * MIB, policy=Policy())
+    x = torch.linspace(-1, 1, MIB // 4, requires_grad=True)
+    held = [torch.full((MIB // 4,), 1.0 + n) for n in range(12)]
+    with rig.context():
+        sum((x * one).sum() for one in held).backward()
+        for _ in range(2):
+            sum((x * one.clone()).sum() for one in held).backward()
+    assert rig.stats.resident_bytes_peak <= 4 * MIB
+    assert rig.stats.bytes_read >= 12 * MIB, "what nobody else held has been on the disk"
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.full_like(x, 3.0 * sum(range(1, 13))))
+    rig.assert_empty()
+
+
+def test_two_parts_of_one_storage_are_not_taken_for_others_who_hold_it(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, max_resident_bytes=4 * MIB)
+    x = torch.linspace(-1, 1, MIB // 16, requires_grad=True)
+    held = [torch.arange(MIB // 4, dtype=torch.float32)]
+
+    def products() -> list[Tensor]:
+        (whole,) = held
+        return [(x * part).sum() for part in (whole[: len(x)], whole[-len(x) :])]
+
+    with rig.context():
+        learned = sum(products())
+        rig.flush()
+        learned.backward()
+        before = rig.stats.bytes_written
+        losses = products()
+        expected = held[0][: len(x)] + held[0][-len(x) :]
+        held.clear()
+        for _ in range(2):
+            (x * torch.ones_like(x)).sum()
+            rig.flush()
+        assert rig.stats.bytes_written >= before + 2 * x.nbytes, "both are ours, and written"
+        assert rig.stats.resident_bytes == 0
+        x.grad = None
+        sum(losses).backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, expected)
+    del losses, learned
+    rig.assert_empty()
