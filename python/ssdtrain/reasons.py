@@ -111,7 +111,7 @@ def _why_nothing_came(observed: Observed) -> Reason:
 
 def _why_nothing_could_go(known: Evidence) -> Reason:
     """Say what was saved, if none of it counts as saved bytes."""
-    if known.seen.unusual.count > known.seen.weights.count:
+    if known.seen.unusual.count > known.seen.weight_count:
         text = (
             f"{known.seen.unusual.count} saved tensors were not plain CPU tensors (of other "
             "devices, sparse, or of other classes); ssdtrain leaves them where they are"

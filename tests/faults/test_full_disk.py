@@ -185,12 +185,13 @@ def with_a_quota(place: str) -> None:
 
 
 def test_a_disk_quota_is_a_full_disk(tmp_path: Path) -> None:
-    warning, counts, refusal = in_child(with_a_quota, tmp_path)
+    warning, at_the_end, counts, refusal = in_child(with_a_quota, tmp_path)
     assert warning.startswith("WARNING keeping tensors in memory: cannot reserve ")
     assert warning.endswith(
         f" bytes in {tmp_path}; free some space there: Disk quota exceeded "
         f"(os error {errno.EDQUOT})"
     )
+    assert "writes failed, the last one so: cannot reserve " in at_the_end
     assert counts == "True True"
     assert refusal.startswith("True cannot reserve ")
 

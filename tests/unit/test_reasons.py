@@ -24,6 +24,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import offload_
 
 import ssdtrain
 from disks import MIB
+from ssdtrain._core import Account
 from ssdtrain.activations.seen import Seen
 from ssdtrain.planning.policy import Rates
 from ssdtrain.reasons import Evidence, reason_of
@@ -214,7 +215,7 @@ def test_a_disk_that_fails_is_the_cause(tmp_path: Path, caplog: pytest.LogCaptur
 
 def evidence(**changes: Any) -> Evidence:
     known = Evidence(
-        seen=Seen(),
+        seen=Seen(Account()),
         min_bytes=256 << 10,
         offloaded_bytes=0,
         saved_bytes=100 * MIB,
@@ -231,14 +232,14 @@ def evidence(**changes: Any) -> Evidence:
 
 def parts() -> Seen:
     """As LSTMCell makes them."""
-    seen = Seen()
+    seen = Seen(Account())
     seen.apart.add(90 * MIB)
     seen.eligible.add(10 * MIB)
     return seen
 
 
 def planned(count: int) -> Seen:
-    seen = Seen()
+    seen = Seen(Account())
     for _ in range(10):
         seen.eligible.add(10 * MIB)
     for _ in range(count):
@@ -272,9 +273,9 @@ def test_a_plan_is_named_with_the_figures_it_was_made_of(
 
 
 def test_too_small_for_any_disk_is_said_so() -> None:
-    seen = Seen()
+    seen = Seen(Account())
     for _ in range(100):
-        seen.small.add(512)
+        seen.small_here.add(512)
     reason = reason_of(evidence(seen=seen, peak_bytes=51_200))
     assert reason is not None
     assert not reason.is_warning, "nobody is warned of a model that takes no memory"

@@ -16,9 +16,8 @@ from torch import UntypedStorage
 
 from ssdtrain.activations.saved_tensor import Record
 from ssdtrain.machine.torch_internals import storage_users
-from ssdtrain.residency import Holding, Residency
 
-__all__ = ["Lender"]
+__all__ = ["Lender", "is_held_by_others"]
 
 OWN_USERS = 2
 """Of a storage that only one record holds: its source, and the Python object that is asked."""
@@ -31,14 +30,13 @@ FORGET_AT_MIN = 1024
 class Lender:
     """Knows what others hold; called with the session's lock held."""
 
-    def __init__(self, residency: Residency) -> None:
-        self._residency = residency
+    def __init__(self) -> None:
         self._held: dict[int, weakref.ref[UntypedStorage]] = {}
         """By identity, storages that outlived their offloading: somebody else held them."""
         self._forget_at = FORGET_AT_MIN
-        self._borrowers: dict[int, Holding[Record]] = {}
+        self._borrowers: dict[int, weakref.ref[Record]] = {}
         """The record that was lent last on each storage, by the identity of the storage."""
-        self._lent: deque[Holding[Record]] = deque()
+        self._lent: deque[weakref.ref[Record]] = deque()
 
     def learn(self, storage: UntypedStorage) -> None:
         """Remember that offloading this storage freed nothing."""
@@ -63,30 +61,31 @@ class Lender:
         if self._is_lent(storage) or not is_held_by_others(record):
             return False
         record.is_lent = True
-        self._residency.lend(record.holding)
-        self._borrowers[id(storage)] = record.holding
-        self._lent.append(record.holding)
+        record.holding.lend()
+        reference = weakref.ref(record)
+        self._borrowers[id(storage)] = reference
+        self._lent.append(reference)
         return True
 
     def take_back(self) -> list[Record]:
         """Count what others have let go; return it, to be written."""
         taken = []
         for _ in range(min(LOOKS_MAX, len(self._lent))):
-            holding = self._lent.popleft()
-            record = holding()
+            reference = self._lent.popleft()
+            record = reference()
             if record is None or record.source is None:
                 continue
             if is_held_by_others(record):
-                self._lent.append(holding)
+                self._lent.append(reference)
                 continue
             record.is_lent = False
-            self._residency.take_back(holding)
+            record.holding.take_back()
             taken.append(record)
         return taken
 
     def _is_lent(self, storage: UntypedStorage) -> bool:
-        holding = self._borrowers.get(id(storage))
-        record = None if holding is None else holding()
+        reference = self._borrowers.get(id(storage))
+        record = None if reference is None else reference()
         return record is not None and record.is_lent and record.storage() is storage
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ssdtrain._core import Account
 from ssdtrain.shortage import Held, shown_bytes
 
 __all__ = ["Seen", "Tally", "kept_parts"]
@@ -25,15 +26,15 @@ class Tally:
 
 
 class Seen:
-    """The kinds of what is packed."""
+    """The kinds of what is packed. Weights and most small tensors the compiled part counts."""
 
-    def __init__(self) -> None:
+    def __init__(self, account: Account) -> None:
+        self._account = account
         self.unusual = Tally()
         """No plain CPU tensors; their bytes are not asked for."""
-        self.weights = Tally()
-        """Weights, and what is made of them; without their bytes."""
-        self.small = Tally()
-        """Below ``min_bytes``."""
+        self.small_here = Tally()
+        """Below ``min_bytes``, and not counted by the account: small parts of large storages, and
+        under a bound all."""
         self.apart = Tally()
         """Parts of a storage that count their versions apart; see ``shares_no_counter``."""
         self.foreign = Tally()
@@ -43,10 +44,25 @@ class Seen:
         self.planned = Tally()
         """Those of them that the plan kept in memory."""
 
+    @property
+    def small(self) -> Tally:
+        """All below ``min_bytes``."""
+        here, both = self.small_here, Tally()
+        count, nbytes, largest_bytes = self._account.small()
+        both.count = count + here.count
+        both.nbytes = nbytes + here.nbytes
+        both.largest_bytes = max(largest_bytes, here.largest_bytes)
+        return both
+
+    @property
+    def weight_count(self) -> int:
+        """Weights, and what is made of them."""
+        return self._account.weight_count
+
     def count(self) -> int:
         """Return how many tensors were packed; of eligible ones, how many records were made."""
-        kinds = (self.unusual, self.weights, self.small, self.apart, self.foreign, self.eligible)
-        return sum(kind.count for kind in kinds)
+        kinds = (self.unusual, self.small, self.apart, self.foreign, self.eligible)
+        return self.weight_count + sum(kind.count for kind in kinds)
 
 
 def kept_parts(seen: Seen, kept_bytes: int, min_bytes: int) -> list[Held]:

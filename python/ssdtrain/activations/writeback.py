@@ -13,19 +13,21 @@ import threading
 import weakref
 from collections import deque
 
+import torch
 from torch import Tensor, UntypedStorage
 
+from ssdtrain._core import Kept
 from ssdtrain.activations.failed_backward import drop_failed_backwards
-from ssdtrain.activations.lender import Lender
+from ssdtrain.activations.lender import Lender, is_held_by_others
 from ssdtrain.activations.names import saving
-from ssdtrain.activations.saved_tensor import KeptTensor, Record, root_of
+from ssdtrain.activations.saved_tensor import Record, root_of
 from ssdtrain.activations.seen import Seen, kept_parts
 from ssdtrain.errors import BusyError, CancelledError, ClosedError, SsdtrainError, StorageError
 from ssdtrain.geometry import Geometry
 from ssdtrain.machine.torch_internals import sequence_number
 from ssdtrain.notices import Notices
 from ssdtrain.planning.policy import Policy
-from ssdtrain.residency import Holding, Residency
+from ssdtrain.residency import Residency
 from ssdtrain.shortage import Held
 from ssdtrain.transfer.base import Handle, Transfer
 
@@ -62,11 +64,11 @@ class Gate:
     def __init__(self, owner: weakref.ref[Token]) -> None:
         self.owner = owner
         """Dead once the thread has ended: then it has passed all its nodes."""
-        self.records: list[Holding[Record]] = []
+        self.records: list[weakref.ref[Record]] = []
         self.nbytes = 0
         self.first_sequence = 0
         """Of its first record; those of the others are not lower."""
-        self.reserve: list[Holding[Record]] = []
+        self.reserve: list[weakref.ref[Record]] = []
         """What is written only if room is short, in the order of packing; some are dead."""
         self.passed_sequence = 0
         """The thread has passed all nodes before this one; kept only for a reserve."""
@@ -109,14 +111,14 @@ class Writeback:
         self._min_bytes = min_bytes
         # Under a bound, a write that begins later frees memory later, for which somebody may wait.
         self._batch_bytes = 0 if residency.is_bounded else min(BATCH_BYTES, BATCH_COUNT * min_bytes)
-        self._lender = Lender(residency)
-        self._known: dict[int, Holding[Record]] = {}
+        self._lender = Lender()
+        self._known: dict[int, weakref.ref[Record]] = {}
         """The last record of each storage, by the identity of the storage; some are dead."""
         self._forget_at = FORGET_AT_MIN
         self._local = Local()
         self._gates: list[Gate] = []
         """Of all threads; those of threads that have ended go when another is made."""
-        self._writing: deque[Holding[Record]] = deque()
+        self._writing: deque[weakref.ref[Record]] = deque()
         self._look_at = 0
         """Which of the writes behind the oldest was looked at last."""
         self.failed_count = 0
@@ -127,17 +129,18 @@ class Writeback:
 
     # What the hooks ask.
 
-    def keep(self, tensor: Tensor, nbytes: int, storage_bytes: int) -> KeptTensor:
+    def keep(self, tensor: Tensor, nbytes: int, storage_bytes: int) -> Kept:
         """Return a packed object that holds the tensor in memory, and is counted."""
         residency = self._residency
-        residency.settle()
+        account = residency.account
         if residency.is_bounded:
             sequence = sequence_number()
             self._open_gate(sequence)
-            identity = id(tensor.untyped_storage())
-            more_bytes = residency.shared_more_bytes(identity, nbytes, storage_bytes)
+            identity = tensor.untyped_storage().data_ptr()
+            more_bytes = account.shared_more_bytes(identity, nbytes, storage_bytes)
             residency.admit(more_bytes, lambda: saving(tensor, sequence))
-        kept = KeptTensor(tensor, nbytes, storage_bytes, residency)
+        # Autograd packs with grad mode off, a selective checkpoint inside an operation with it on.
+        kept = account.keep(tensor, nbytes, storage_bytes, torch.is_grad_enabled())
         residency.note_peak()
         return kept
 
@@ -157,7 +160,6 @@ class Writeback:
         ``sequence`` and ``key`` are for a new one. Writes of nodes that have been passed begin, and
         memory of those that have ended is freed.
         """
-        self._residency.settle()
         self._open_gate(sequence)
         self._reap()
         storage = tensor.untyped_storage()
@@ -186,7 +188,7 @@ class Writeback:
         if may_be_lent:
             self._lender.lend(record)
         # `id` is an identity only while the storage lives, which the look-up above checks.
-        self._remember(identity, record.holding)
+        self._remember(identity, weakref.ref(record))
         return record, True
 
     def write_later(self, record: Record) -> None:
@@ -194,7 +196,7 @@ class Writeback:
         gate = self._own_gate()
         if not gate.records:
             gate.first_sequence = record.sequence
-        gate.records.append(record.holding)
+        gate.records.append(weakref.ref(record))
         gate.nbytes += record.nbytes
 
     def write_if_short(self, record: Record) -> None:
@@ -207,14 +209,13 @@ class Writeback:
         if len(gate.reserve) >= gate.look_at:
             gate.reserve = [one for one in gate.reserve if one() is not None]
             gate.look_at = max(FORGET_AT_MIN, 2 * len(gate.reserve))
-        gate.reserve.append(record.holding)
+        gate.reserve.append(weakref.ref(record))
 
     def recall(self, record: Record) -> UntypedStorage | None:
         """Return the storage if its bytes are still in memory; then its write is not needed.
 
         A backward asks, so this thread has passed all its nodes: their writes begin.
         """
-        self._residency.settle()
         self._open_gate(None)
         storage = self._in_memory(record)
         self._reap()
@@ -273,7 +274,7 @@ class Writeback:
         """Return what cannot leave memory, and why."""
         records = [one for held in self._known.values() if (one := held()) is not None]
         unwritten = [one.nbytes for one in records if one.source is not None and not one.is_lent]
-        kept_bytes = self._residency.held_bytes - sum(unwritten)
+        kept_bytes = self._residency.account.held_bytes - sum(unwritten)
         return [
             *kept_parts(self._seen, kept_bytes, self._min_bytes),
             Held(
@@ -334,8 +335,8 @@ class Writeback:
 
     def _open(self, gate: Gate, sequence: int | None) -> None:
         """Begin the writes of the records before ``sequence``; what cannot begin now stays."""
-        closed: list[Holding[Record]] = []
-        first_sequence = 0
+        closed: list[weakref.ref[Record]] = []
+        closed_bytes = first_sequence = 0
         is_busy = False
         for reference in gate.records:
             record = reference()
@@ -346,19 +347,20 @@ class Writeback:
             if is_closed or is_busy:
                 first_sequence = first_sequence if closed else record.sequence
                 closed.append(reference)
+                closed_bytes += record.nbytes
         gate.records = closed
         gate.first_sequence = first_sequence
-        gate.nbytes = sum(reference.nbytes for reference in closed)
+        gate.nbytes = closed_bytes
 
     # Records.
 
-    def _remember(self, identity: int, holding: Holding[Record]) -> None:
+    def _remember(self, identity: int, reference: weakref.ref[Record]) -> None:
         """Find this record by its storage from now on; drop dead entries as the table doubles."""
         if len(self._known) >= self._forget_at:
             alive = {one: held for one, held in self._known.items() if held() is not None}
             self._known = alive
             self._forget_at = max(FORGET_AT_MIN, 2 * len(alive))
-        self._known[identity] = holding
+        self._known[identity] = reference
 
     def _in_memory(self, record: Record) -> UntypedStorage | None:
         if record.source is not None:
@@ -367,18 +369,26 @@ class Writeback:
                 if not self._residency.is_bounded and record.handle.cancel():
                     record.handle = None
                 else:
-                    record.holding.fate = "forwarded"
+                    record.holding.forward()
+                    self._note_held(record)
             return record.source.untyped_storage()
         storage = record.storage()
         # defence: live memory before the disk
         if storage is None or storage.nbytes() < record.start + record.nbytes:
             return None
         # Somebody else holds it: offloading it freed nothing, so do not do it again.
-        record.holding.fate = "forwarded"
+        record.holding.forward()
+        self._policy.note_futile(record.key)
         if self._residency.is_bounded:
             self._lender.learn(storage)
-        self._policy.note_futile(record.key)
         return storage
+
+    def _note_held(self, record: Record) -> None:
+        """Learn the same of what is needed before its write has ended, from who uses it."""
+        assert record.source is not None
+        if self._residency.is_bounded and is_held_by_others(record):
+            self._policy.note_futile(record.key)
+            self._lender.learn(record.source.untyped_storage())
 
     # Writes.
 
@@ -402,7 +412,7 @@ class Writeback:
         except StorageError as error:
             self._note_failure(error)
             return True
-        self._writing.append(record.holding)
+        self._writing.append(weakref.ref(record))
         return True
 
     def _is_lent(self, record: Record) -> bool:
@@ -431,7 +441,7 @@ class Writeback:
         if self._take_ended(writing[self._look_at]):
             del writing[self._look_at]
 
-    def _take_ended(self, reference: Holding[Record]) -> bool:
+    def _take_ended(self, reference: weakref.ref[Record]) -> bool:
         """End a write that is done; ``False`` if it is still under way."""
         record = reference()
         if record is None or record.handle is None or record.source is None:
@@ -453,7 +463,7 @@ class Writeback:
         except SsdtrainError as error:
             # The source is still here, so nothing is lost: the tensor is kept.
             record.handle = None
-            record.holding.fate = "kept"
+            record.holding.keep()
             self._note_failure(error)
         else:
             if record.is_unchanged():
