@@ -69,7 +69,8 @@ class Session:
 
     def watch(self) -> None:
         """Look from now on at what happens around the hooks, which are on in this thread."""
-        self._watch = Watch()
+        self._watch = watch = Watch()
+        watch.begin()
 
     @property
     def stats(self) -> Stats:

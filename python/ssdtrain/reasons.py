@@ -123,7 +123,9 @@ def _why_nothing_could_go(known: Evidence) -> Reason:
 
 def _why_little_went(known: Evidence) -> str:
     if known.failed_count:
-        return f"{known.failed_count} writes failed, the last one so: {known.failure}"
+        return (
+            f"{known.failed_count} writes failed or were refused, the last one so: {known.failure}"
+        )
     seen = known.seen
     planned_bytes = seen.planned.nbytes
     rest_bytes = seen.eligible.nbytes - planned_bytes

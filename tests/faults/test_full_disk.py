@@ -191,7 +191,7 @@ def test_a_disk_quota_is_a_full_disk(tmp_path: Path) -> None:
         f" bytes in {tmp_path}; free some space there: Disk quota exceeded "
         f"(os error {errno.EDQUOT})"
     )
-    assert "writes failed, the last one so: cannot reserve " in at_the_end
+    assert "writes failed or were refused, the last one so: cannot reserve " in at_the_end
     assert counts == "True True"
     assert refusal.startswith("True cannot reserve ")
 

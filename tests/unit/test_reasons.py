@@ -206,7 +206,9 @@ def test_a_disk_that_fails_is_the_cause(tmp_path: Path, caplog: pytest.LogCaptur
     with tool as session:
         for _ in range(3):
             train(leaf())
-    assert re.search(r"\d+ writes failed, the last one so: .*max_disk_bytes", str(session))
+    assert re.search(
+        r"\d+ writes failed or were refused, the last one so: .*max_disk_bytes", str(session)
+    )
     assert last_words(caplog)[0] == WARNED
 
 

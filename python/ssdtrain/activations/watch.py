@@ -52,17 +52,24 @@ class Observed:
 
 
 class Watch:
-    """Begins when the hooks have been installed, in their thread."""
+    """Looks at the thread in which it is made, from ``begin`` to ``end``."""
 
     def __init__(self) -> None:
-        top = top_hooks(True)
-        self._ours: Callable[..., object] | None = None if top is None else top[0]
+        self._ours: Callable[..., object] | None = None
         self._others: str | None = None
         self._thread = threading.get_ident()
         self._probe = probe_backward()
         self._sequence = sequence_number()
         self._fork_count = Forks.count
         self._child_s, self._process_s = _child_seconds(), time.process_time()
+
+    def begin(self) -> None:
+        """Look also for hooks on top of those that were installed last.
+
+        Not done by the constructor: an interrupt in it would leave the look without an end.
+        """
+        top = top_hooks(True)
+        self._ours = None if top is None else top[0]
         # Between two collections hooks of others may come and go unseen. To be told of each would
         # take a patch of torch, or a call for each operation.
         gc.callbacks.append(self._look)

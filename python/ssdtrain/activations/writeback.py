@@ -9,7 +9,6 @@ number at a later pack, or runs a backward, the node has been passed and the wri
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections import deque
 
@@ -18,6 +17,7 @@ from torch import Tensor, UntypedStorage
 
 from ssdtrain._core import Kept
 from ssdtrain.activations.failed_backward import drop_failed_backwards
+from ssdtrain.activations.gate import Gate, Local
 from ssdtrain.activations.lender import Lender, is_held_by_others
 from ssdtrain.activations.names import saving
 from ssdtrain.activations.saved_tensor import Record, root_of
@@ -37,8 +37,6 @@ BATCH_BYTES = 4 << 20
 BATCH_COUNT = 16
 """So many bytes, or so many of the smallest tensors, are given to the disk together: to wake its
 thread costs more than all else that a pack does (`benches/training/hook_overhead.py`)."""
-ALL_PASSED = 1 << 63
-"""More than any sequence number: a thread that has ended is in no node."""
 REAP_MAX = 64
 """Writes that a hook frees at most: bounds the work of one call."""
 FORGET_AT_MIN = 1024
@@ -46,48 +44,6 @@ FORGET_AT_MIN = 1024
 RESERVE_BATCH_BYTES = 8 << 20
 """So much of a reserve is written when room is short: what comes next then finds writes under way
 to wait for, and not much more is written than must be."""
-
-
-class Gate:
-    """What one thread saved and has not been given to the disk, in the order of packing."""
-
-    __slots__ = (
-        "first_sequence",
-        "look_at",
-        "nbytes",
-        "owner",
-        "passed_sequence",
-        "records",
-        "reserve",
-    )
-
-    def __init__(self, owner: weakref.ref[Token]) -> None:
-        self.owner = owner
-        """Dead once the thread has ended: then it has passed all its nodes."""
-        self.records: list[weakref.ref[Record]] = []
-        self.nbytes = 0
-        self.first_sequence = 0
-        """Of its first record; those of the others are not lower."""
-        self.reserve: list[weakref.ref[Record]] = []
-        """What is written only if room is short, in the order of packing; some are dead."""
-        self.passed_sequence = 0
-        """The thread has passed all nodes before this one; kept only for a reserve."""
-        self.look_at = FORGET_AT_MIN
-        """At so many in the reserve, those that are dead are forgotten."""
-
-
-class Token:
-    """Dies with its thread. A thread's number would not do: another thread gets it later."""
-
-    __slots__ = ("__weakref__",)
-
-
-class Local(threading.local):
-    """What belongs to one thread."""
-
-    def __init__(self) -> None:
-        self.token = Token()
-        self.gate: Gate | None = None
 
 
 class Writeback:
@@ -193,11 +149,7 @@ class Writeback:
 
     def write_later(self, record: Record) -> None:
         """Write this record once its node has been passed."""
-        gate = self._own_gate()
-        if not gate.records:
-            gate.first_sequence = record.sequence
-        gate.records.append(weakref.ref(record))
-        gate.nbytes += record.nbytes
+        self._own_gate().add(record)
 
     def write_if_short(self, record: Record) -> None:
         """Write this record only if room is short: it will be needed in a moment.
@@ -205,11 +157,7 @@ class Writeback:
         That is so for what a reentrant checkpoint computes again. Under a bound a whole region may
         not fit, and its backward begins with what was packed last: the oldest is needed last.
         """
-        gate = self._own_gate()
-        if len(gate.reserve) >= gate.look_at:
-            gate.reserve = [one for one in gate.reserve if one() is not None]
-            gate.look_at = max(FORGET_AT_MIN, 2 * len(gate.reserve))
-        gate.reserve.append(weakref.ref(record))
+        self._own_gate().add_to_reserve(record)
 
     def recall(self, record: Record) -> UntypedStorage | None:
         """Return the storage if its bytes are still in memory; then its write is not needed.
@@ -302,7 +250,7 @@ class Writeback:
         """Begin to write the oldest of a reserve whose nodes have been passed."""
         if not gate.reserve:
             return
-        passed = gate.passed_sequence if gate.owner() is not None else ALL_PASSED
+        passed = gate.passed()
         rest = []
         nbytes = 0
         for reference in gate.reserve:
