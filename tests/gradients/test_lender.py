@@ -14,7 +14,7 @@ from torch.nn.functional import linear
 
 from disks import MIB
 from ssdtrain.planning.policy import Policy
-from support import Result, Rig, assert_equal_bits, gradients
+from support import Flush, Result, Rig, assert_equal_bits, gradients, nothing
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -58,12 +58,13 @@ def normed_weights() -> nn.Module:
         return nn.Sequential(*(nn.utils.weight_norm(layer) for layer in layers))
 
 
-def trained(model: nn.Module, x: Tensor, after: Callable[[], None] = lambda: None) -> Result:
+def trained(model: nn.Module, x: Tensor, after_forward: Flush) -> Result:
     for _ in range(STEP_COUNT):
         x.grad = None
         model.zero_grad()
-        model(x).sum().backward()
-        after()
+        loss = model(x).sum()
+        after_forward()
+        loss.backward()
     assert x.grad is not None
     return {"x": x.grad.clone(), **gradients(model)}
 
@@ -77,11 +78,16 @@ def test_what_the_model_holds_is_written_in_the_first_step_only(
     model = make()
     shape = (MIB // 4,) if isinstance(model, Buffers) else (64, 512)
     x = torch.randn(shape, requires_grad=True)
-    expected = trained(model, x)
+    expected = trained(model, x, nothing)
     rig = Rig(tmp_path, min_bytes=MIB // 2, max_resident_bytes=bound_bytes, policy=Policy())
     written = [0]
+
+    def flush() -> None:
+        rig.flush()
+        written.append(rig.stats.bytes_written)
+
     with rig.context():
-        actual = trained(model, x, lambda: written.append(rig.stats.bytes_written))
+        actual = trained(model, x, flush)
     assert_equal_bits(actual, expected)
     steps = [after - before for before, after in pairwise(written)]
     assert steps[0] >= HELD_BYTES // 2, "nothing was there to learn from"
