@@ -190,6 +190,11 @@ class offload:  # noqa: N801 - used like torch.no_grad
         self.session: Session | None = None
         """The session opened last: how to reach that of a decorated function."""
 
+    @property
+    def is_on(self) -> bool:
+        """Whether this thread has entered this object and not left it."""
+        return self._uses.block_in(threading.current_thread()) is not None
+
     def __getstate__(self) -> OffloadConfig:
         """Return the options, which is all that a copy gets: what is on belongs to a thread."""
         return self._config
@@ -204,12 +209,11 @@ class offload:  # noqa: N801 - used like torch.no_grad
         return _outside_compiler(self._enter)
 
     def _enter(self) -> Session:
-        here = threading.current_thread()
-        if self._uses.block_in(here) is not None:
+        if self.is_on:
             raise ConfigError(
-                f"this ssdtrain.offload object is on in thread {here.name!r} already (in a "
-                "notebook: the cell ran before). Leave it first, or leave all that is on in this "
-                "thread: ssdtrain.leave_all()"
+                "this ssdtrain.offload object is on already in thread "
+                f"{threading.current_thread().name!r} (in a notebook: the cell ran before). Leave "
+                "it first, or leave all that is on in this thread: ssdtrain.leave_all()"
             )
         if active() is not None:
             PROCESS.say("blocks in blocks", ENTERED_INSIDE)

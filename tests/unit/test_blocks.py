@@ -83,7 +83,7 @@ def test_what_is_on_is_not_entered_again(place: Path) -> None:
     tool = block(place)
     with tool as session:
         with pytest.raises(
-            ConfigError, match=r"on in thread 'MainThread'.*ssdtrain\.leave_all\(\)"
+            ConfigError, match=r"on already in thread 'MainThread'.*ssdtrain\.leave_all\(\)"
         ):
             tool.__enter__()
         assert ssdtrain.active() is session
