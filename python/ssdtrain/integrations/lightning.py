@@ -37,6 +37,9 @@ else:
 
 __all__ = ["OffloadCallback"]
 
+ATTACHED = ("log", "log_dict")
+"""Methods of the model that a trainer sets on its callbacks, anew for each training."""
+
 
 class OffloadCallback(Callback):
     """Offloads what training saves: ``Trainer(..., callbacks=[OffloadCallback("/mnt/nvme")])``.
@@ -53,6 +56,10 @@ class OffloadCallback(Callback):
     def session(self) -> Session | None:
         """The session of the last training; ``None`` before the first."""
         return self.coverage.session
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what the trainer attached: with it, the model of the last training travels."""
+        return {name: value for name, value in vars(self).items() if name not in ATTACHED}
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Lay a block around the loop that is about to run."""
