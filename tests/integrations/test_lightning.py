@@ -170,8 +170,8 @@ def logger_of(package: Any) -> Any:
         def log_hyperparams(self, *_: Any, **__: Any) -> None:
             pass
 
-        def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-            self.logs.append(dict(metrics))
+        def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+            self.logs.append({**metrics, "step": step})
 
     return Logger()
 
@@ -276,15 +276,29 @@ def test_a_callback_that_was_taken_out_does_nothing(package: Any, place: Path) -
 @PACKAGES
 def test_the_figures_are_in_the_logs_of_the_training(package: Any, place: Path) -> None:
     logger, callback = logger_of(package), offloads(place)
-    trainer = trainer_of(package, callback, logger=logger, log_every_n_steps=1)
+    # Behind the callback, so it asks when that has logged.
+    counts: list[int] = []
+    look = at(
+        package, "on_train_batch_end", lambda _: counts.append(offloaded(callback).bytes_kept)
+    )
+    trainer = trainer_of(package, callback, look, logger=logger, log_every_n_steps=2)
     trainer.fit(model_of(package))
     logs = [one for one in logger.logs if "ssdtrain/bytes_written" in one]
-    assert len(logs) == BATCHES
+    assert [one["step"] for one in logs] == [1, 3]
     stats = offloaded(callback)
     for name in ("bytes_offloaded", "bytes_kept", "bytes_written", "bytes_read", "stall_s"):
         values = [one[f"ssdtrain/{name}"] for one in logs]
         assert math.isclose(sum(values), getattr(stats, name), rel_tol=1e-6), name
+    assert logs[0]["ssdtrain/bytes_kept"] == counts[1] > 0
     assert logs[-1]["ssdtrain/resident_bytes_peak"] == stats.resident_bytes_peak > 0
+
+
+@PACKAGES
+def test_a_trainer_without_logs_is_left_in_peace(package: Any, place: Path) -> None:
+    logger = logger_of(package)
+    for options in ({"log_every_n_steps": 0, "logger": logger}, {"fast_dev_run": True}):
+        trainer_of(package, offloads(place), **options).fit(model_of(package))
+    assert not logger.logs
 
 
 def test_the_report_is_logged_once(place: Path, caplog: pytest.LogCaptureFixture) -> None:
