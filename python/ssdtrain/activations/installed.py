@@ -11,7 +11,7 @@ from collections.abc import Callable
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from ssdtrain.activations.hooks import Hooks
+from ssdtrain._core import HookPair
 from ssdtrain.machine.torch_internals import pop_hooks, push_hooks, top_hooks
 
 __all__ = ["Pair", "install", "pop_for_another", "uninstall", "uninstall_all"]
@@ -46,7 +46,7 @@ def uninstall_all() -> None:
 
 
 def _is_ours(pack: Pack) -> bool:
-    return isinstance(getattr(pack, "__self__", None), Hooks)
+    return isinstance(getattr(pack, "__self__", None), HookPair)
 
 
 def _take_out(is_wanted: Callable[[Pack], bool]) -> bool:
