@@ -25,7 +25,7 @@ import ssdtrain
 from ssdtrain import ConfigError
 from ssdtrain.machine.torch_internals import top_hooks
 from ssdtrain.notices import PROCESS
-from support import bits, nothing_leaks
+from support import assert_nothing_is_on, bits, nothing_leaks
 
 PACKAGE = Path(ssdtrain.__file__).parent
 
@@ -37,11 +37,6 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     with nothing_leaks():
         yield tmp_path
         assert_nothing_is_on()
-
-
-def assert_nothing_is_on() -> None:
-    assert ssdtrain.active() is None
-    assert top_hooks(True) is None
 
 
 def block(place: Path) -> ssdtrain.offload:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ssdtrain import Session
+from ssdtrain.activations.failed_backward import drop_failed_backwards
 from ssdtrain.integrations.coverage import Coverage, the_only_one
 
 try:
@@ -51,7 +52,9 @@ class OffloadCallback(TrainerCallback):
         return self.coverage.session
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        """Warn where a trainer trains in a way that has no block around it."""
+        """Begin, perhaps anew with a smaller batch; warn if there is no block around training."""
+        # A backward that ran out of memory leaves tensors behind, for which there may be no room.
+        drop_failed_backwards()
         if not self.coverage.is_on:
             log.warning(
                 "ssdtrain offloads nothing: this trainer trains without transformers.Trainer.train."

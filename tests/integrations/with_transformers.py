@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import json
 import logging
-import math
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +25,9 @@ from transformers import (
 
 import ssdtrain
 from ssdtrain.integrations.transformers import OffloadCallback
-from ssdtrain.machine.torch_internals import top_hooks
-from support import assert_equal_bits, nothing_leaks
+from support import assert_equal_bits, assert_nothing_is_on, wait_until, write_after_forward
 
+pytest_plugins = ["trainers"]
 MODEL = GPT2Config(
     n_layer=2, n_embd=32, n_head=2, n_positions=16, vocab_size=64, bos_token_id=0, eos_token_id=0
 )
@@ -67,31 +65,15 @@ class At(TrainerCallback):
         setattr(self, event, acts)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _quick_collections() -> Iterator[None]:
-    """Leave out what the imports made: Accelerate collects garbage in each training."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Iterator[Path]:
-    """A directory; afterwards nothing may be on, and no store open."""
-    (tmp_path / "spill").mkdir()
-    with nothing_leaks():
-        yield tmp_path
-        assert_nothing_is_on()
-
-
-def assert_nothing_is_on() -> None:
-    assert ssdtrain.active() is None
-    assert top_hooks(True) is None
-
-
 def offloads(place: Path) -> OffloadCallback:
     return OffloadCallback(place / "spill", min_bytes=1)
+
+
+def model_of() -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(MODEL)
+    write_after_forward(model)
+    return model
 
 
 def trainer_of(
@@ -104,9 +86,8 @@ def trainer_of(
         "save_strategy": "no",
         **options,
     }
-    torch.manual_seed(0)
     return kind(
-        GPT2LMHeadModel(MODEL),
+        model_of(),
         TrainingArguments(
             output_dir=str(place / "out"),
             report_to=[],
@@ -158,7 +139,7 @@ def test_not_one_bit_differs(place: Path, options: dict[str, Any]) -> None:
     with_callback.train()
     assert_nothing_is_on()
     assert_equal_bits(outcome(with_callback), outcome(plain))
-    assert offloaded(callback).bytes_written > 0
+    assert offloaded(callback).bytes_read > 0
 
 
 def test_no_end_leaves_anything_on(place: Path) -> None:
@@ -188,29 +169,53 @@ def test_training_that_is_stopped_early_leaves_nothing_on(place: Path) -> None:
     assert len(logs_of(trainer)) == 2
 
 
-def test_a_smaller_batch_is_tried_in_the_same_block(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Greedy(Trainer):
-        """Has no memory for the first batch size."""
+class NoMemory(torch.autograd.Function):
+    """Runs out of memory in backward."""
 
-        def compute_loss(self, model: Any, inputs: Any, *rest: Any, **names: Any) -> Any:
-            loss = super().compute_loss(model, inputs, *rest, **names)
-            if len(inputs["input_ids"]) > 3:
-                raise RuntimeError("CPU out of memory. Tried to allocate")
-            return loss
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.clone()
 
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        raise RuntimeError("CPU out of memory. Tried to allocate")
+
+
+class Greedy(Trainer):
+    """Has no memory for the first batch size."""
+
+    def compute_loss(self, model: Any, inputs: Any, *rest: Any, **names: Any) -> Any:
+        loss = super().compute_loss(model, inputs, *rest, **names)
+        if len(inputs["input_ids"]) > 3:
+            # Backward begins with what was made last, and the rest stays behind.
+            loss = loss + NoMemory.apply(next(model.parameters()).sum())  # type: ignore[no-untyped-call]
+        return loss
+
+
+def test_a_smaller_batch_is_tried_in_the_same_block(place: Path) -> None:
     sizes: list[int] = []
     found = []
     callback = offloads(place)
+    tries = []
+
+    class Looks(TrainerCallback):
+        """Behind the callback, at the beginning of each try."""
+
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            session = ssdtrain.active()
+            if session is not None:
+                wait_until(lambda: session.stats.resident_bytes == 0, "the end of the last try")
+                tries.append(session)
+
     for callbacks in ([], [callback]):
-        trainer = trainer_of(place, *callbacks, kind=Greedy, auto_find_batch_size=True)
+        trainer = trainer_of(place, *callbacks, Looks(), kind=Greedy, auto_find_batch_size=True)
         trainer.train()
         sizes.append(trainer._train_batch_size)
         found.append(outcome(trainer))
         assert_nothing_is_on()
     assert sizes == [3, 3]
     assert_equal_bits(found[1], found[0])
+    assert tries == [callback.session] * 2
     offloaded(callback)
 
 
@@ -260,7 +265,9 @@ def test_the_figures_are_in_the_logs_of_the_training(place: Path) -> None:
     stats = offloaded(callback)
     for name in ("bytes_offloaded", "bytes_kept", "bytes_written", "bytes_read", "stall_s"):
         values = [one[f"ssdtrain/{name}"] for one in logs]
-        assert math.isclose(sum(values), getattr(stats, name)), name
+        assert min(values) >= 0, name
+        # What was on its way to the disk at the last log ends afterwards.
+        assert 0.5 * getattr(stats, name) <= sum(values) <= 1.001 * getattr(stats, name), name
     assert logs[-1]["ssdtrain/resident_bytes_peak"] == stats.resident_bytes_peak > 0
     assert all("ssdtrain/resident_bytes" in one for one in logs)
     assert [one for one in seen if "ssdtrain/bytes_written" in one] == [
@@ -307,9 +314,8 @@ def test_a_trainer_that_trains_otherwise_is_told(
 
 def test_a_block_does_for_accelerate(place: Path) -> None:
     def train() -> dict[str, Tensor]:
-        torch.manual_seed(0)
         accelerator = Accelerator(cpu=True)
-        model = GPT2LMHeadModel(MODEL)
+        model = model_of()
         optimizer = torch.optim.AdamW(model.parameters())
         loader = torch.utils.data.DataLoader(DATA, batch_size=4)
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
@@ -323,7 +329,7 @@ def test_a_block_does_for_accelerate(place: Path) -> None:
     with ssdtrain.offload(place / "spill", min_bytes=1) as session:
         found = train()
     assert_equal_bits(found, plain)
-    assert session.stats.bytes_written > 0
+    assert session.stats.bytes_read > 0
 
 
 # peft 0.21 asks for it by the name that transformers 5.20 gave up.

@@ -16,11 +16,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, 
 import ssdtrain
 from ssdtrain.integrations.lightning import OffloadCallback as ForLightning
 from ssdtrain.integrations.transformers import OffloadCallback as ForTransformers
-from support import assert_equal_bits
+from support import assert_equal_bits, write_after_forward
 
-# Each process imports everything anew.
 pytestmark = [
-    pytest.mark.long,
     pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec\)`:FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
     pytest.mark.filterwarnings("ignore:The number of training batches"),
@@ -42,6 +40,7 @@ class Model(pl.LightningModule):
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 1))
+        write_after_forward(self.layers)
         self.notes = notes
 
     def training_step(self, batch: list[Tensor], _: int) -> Tensor:
@@ -105,8 +104,10 @@ class Notes(TrainerCallback):
 
 def train_in_process(place: Path, callbacks: list[TrainerCallback]) -> None:
     torch.manual_seed(0)
+    model = GPT2LMHeadModel(MODEL)
+    write_after_forward(model)
     trainer = Trainer(
-        GPT2LMHeadModel(MODEL),
+        model,
         TrainingArguments(
             output_dir=str(place / "out"),
             report_to=[],

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import ssdtrain
-from support import assert_equal_bits, nothing_leaks
+from support import assert_equal_bits, nothing_leaks, write_after_forward
 
 trl = pytest.importorskip("trl")
 
@@ -40,8 +40,10 @@ def test_not_one_bit_differs(tmp_path: Path) -> None:
     def train(*callbacks: OffloadCallback) -> dict[str, Tensor]:
         torch.manual_seed(0)
         size = {"n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 16, "vocab_size": 64}
+        model = GPT2LMHeadModel(GPT2Config(**size, bos_token_id=0, eos_token_id=0))
+        write_after_forward(model)
         trainer = trl.SFTTrainer(
-            GPT2LMHeadModel(GPT2Config(**size, bos_token_id=0, eos_token_id=0)),
+            model,
             trl.SFTConfig(
                 output_dir=str(tmp_path / "out"),
                 report_to=[],

