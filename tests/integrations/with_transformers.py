@@ -204,7 +204,7 @@ def test_a_smaller_batch_is_tried_in_the_same_block(place: Path) -> None:
         def on_train_begin(self, *_: Any, **__: Any) -> None:
             session = ssdtrain.active()
             if session is not None:
-                wait_until(lambda: session.stats.resident_bytes == 0, "the end of the last try")
+                wait_until(lambda: session.stats.disk_used_bytes == 0, "the end of the last try")
                 tries.append(session)
 
     for callbacks in ([], [callback]):
