@@ -175,7 +175,8 @@ def test_no_end_leaves_anything_on(package: Any, place: Path) -> None:
     def raises_again(_: object) -> None:
         raise Stop
 
-    for error, event, is_first in itertools.product((KeyboardInterrupt, Stop), EVENTS, (0, 1)):
+    ends = zip(EVENTS, itertools.cycle((KeyboardInterrupt, Stop)), strict=False)
+    for (event, error), is_first in itertools.product(ends, (True, False)):
 
         def raises(_: object, error: type[BaseException] = error) -> None:
             raise error
