@@ -31,10 +31,11 @@ class Account:
     def hold(self, nbytes: int) -> Holding:
         """Count ``nbytes`` until the holding dies, or until it is freed."""
 
-    def keep(self, tensor: Tensor, nbytes: int, storage_bytes: int) -> Kept:
+    def keep(self, tensor: Tensor, nbytes: int, storage_bytes: int, is_from_below: bool) -> Kept:
         """Hold a tensor in memory, and count ``nbytes`` of it.
 
         All that is kept on one storage counts together at most as much as the storage.
+        ``is_from_below`` says that it is packed from inside an operation, and asked for there.
         """
 
     def shared_more_bytes(self, identity: int, nbytes: int, storage_bytes: int) -> int:
@@ -105,6 +106,7 @@ class Rules:
         is_grad_enabled: Callable[[], bool],
         storage_users: Callable[[Tensor], int],
         tracer: Callable[[], object],
+        float32: object,
     ) -> Rules:
         """Take the functions; see ``activations.eligibility.RULES``."""
 

@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections import deque
 
+import torch
 from torch import Tensor, UntypedStorage
 
 from ssdtrain._core import Kept
@@ -108,7 +109,8 @@ class Writeback:
             self._open_gate(sequence_number())
             identity = tensor.untyped_storage().data_ptr()
             residency.admit(account.shared_more_bytes(identity, nbytes, storage_bytes))
-        kept = account.keep(tensor, nbytes, storage_bytes)
+        # Autograd packs with grad mode off, a selective checkpoint inside an operation with it on.
+        kept = account.keep(tensor, nbytes, storage_bytes, torch.is_grad_enabled())
         residency.note_peak()
         return kept
 

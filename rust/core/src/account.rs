@@ -70,6 +70,14 @@ struct Books {
 }
 
 impl Books {
+    fn hold_shared(&mut self, identity: usize, nbytes: u64, storage_bytes: u64) {
+        let shared = self.shared.entry(identity).or_insert(Shared { bytes: 0, holder_count: 0 });
+        let more = nbytes.min(storage_bytes.saturating_sub(shared.bytes));
+        shared.bytes += more;
+        shared.holder_count += 1;
+        self.held_bytes += more;
+    }
+
     fn end(&mut self, fate: Fate, bytes: u64) {
         let ended = match fate {
             Fate::Kept => &mut self.kept,
@@ -105,14 +113,18 @@ impl Account {
     /// `identity` is the storage's for as long as one of them lives.
     #[must_use]
     pub fn hold_shared(&self, identity: usize, nbytes: u64, storage_bytes: u64) -> SharedHolding {
-        let mut books = self.books();
-        let shared = books.shared.entry(identity).or_insert(Shared { bytes: 0, holder_count: 0 });
-        let more = nbytes.min(storage_bytes.saturating_sub(shared.bytes));
-        shared.bytes += more;
-        shared.holder_count += 1;
-        books.held_bytes += more;
-        drop(books);
+        self.books().hold_shared(identity, nbytes, storage_bytes);
         SharedHolding { account: self.clone(), identity }
+    }
+
+    /// The same for a whole storage; and whether that might be a new peak, if transfers hold what
+    /// they held at the last [`note_peak`](Self::note_peak): then it is worth asking them.
+    #[must_use]
+    pub fn hold_small(&self, identity: usize, nbytes: u64) -> (SharedHolding, bool) {
+        let mut books = self.books();
+        books.hold_shared(identity, nbytes, nbytes);
+        let may_be_peak = books.held_bytes + books.transfer_bytes > books.peak_bytes;
+        (SharedHolding { account: self.clone(), identity }, may_be_peak)
     }
 
     /// The bytes that `hold_shared` would add.
@@ -144,14 +156,6 @@ impl Account {
         let mut books = self.books();
         books.transfer_bytes = transfer_bytes;
         books.peak_bytes = books.peak_bytes.max(books.held_bytes + transfer_bytes);
-    }
-
-    /// Whether what is held now would be a new peak, if transfers hold what they held at the last
-    /// [`note_peak`](Self::note_peak): then it is worth asking them.
-    #[must_use]
-    pub fn may_be_peak(&self) -> bool {
-        let books = self.books();
-        books.held_bytes + books.transfer_bytes > books.peak_bytes
     }
 
     /// What ended in one way.
@@ -318,16 +322,18 @@ mod tests {
     #[test]
     fn the_peak_is_of_what_is_held_and_what_transfers_hold() {
         let account = Account::new();
-        let holding = account.hold(10);
-        assert!(account.may_be_peak());
+        let (holding, may_be_peak) = account.hold_small(7, 10);
+        assert!(may_be_peak);
         account.note_peak(5);
         assert_eq!(account.peak_bytes(), 15);
-        assert!(!account.may_be_peak());
+        drop(holding);
+        let (holding, may_be_peak) = account.hold_small(7, 10);
+        assert!(!may_be_peak, "it was as much before");
         drop(holding);
         account.note_peak(0);
         assert_eq!(account.peak_bytes(), 15);
-        let _larger = account.hold(16);
-        assert!(account.may_be_peak());
+        let (_larger, may_be_peak) = account.hold_small(7, 16);
+        assert!(may_be_peak);
         account.forget_peak();
         account.note_peak(0);
         assert_eq!(account.peak_bytes(), 16);

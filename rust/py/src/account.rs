@@ -33,10 +33,12 @@ impl Account {
         tensor: &Bound<'_, PyAny>,
         nbytes: u64,
         storage_bytes: u64,
+        is_from_below: bool,
     ) -> PyResult<Py<Kept>> {
         let is_leaf = is_true(tensor, intern!(tensor.py(), "is_leaf"))?;
         let (identity, _) = storage_of(tensor)?;
-        Kept::hold(tensor, is_leaf, Some(self.0.hold_shared(identity, nbytes, storage_bytes)))
+        let holding = self.0.hold_shared(identity, nbytes, storage_bytes);
+        Kept::hold(tensor, is_leaf, is_from_below, Some(holding))
     }
 
     #[getter]

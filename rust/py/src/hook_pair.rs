@@ -63,43 +63,46 @@ impl HookPair {
         let (this, py) = (slf.get(), slf.py());
         let rules = this.rules.get();
         let glance = rules.glance(tensor, this.small_bytes)?;
-        // A leaf is held as it is, wherever this is called from.
-        if !glance.is_some_and(Glance::is_leaf) && rules.is_below_autograd(py)? {
+        // A weight that is a leaf is held as it is, wherever this is called from.
+        let is_own = matches!(glance, Some(Glance::Weight { is_leaf: true }));
+        if !is_own && rules.is_below_autograd(py)? {
             return this.in_python(py, &this.pack_below, &[slf.as_any(), tensor]);
         }
-        this.pack_seen(tensor, glance)
+        this.pack_seen(tensor, glance, false)
     }
 
     fn pack_here(&self, tensor: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
-        self.pack_seen(tensor, self.rules.get().glance(tensor, self.small_bytes)?)
+        self.pack_seen(tensor, self.rules.get().glance(tensor, self.small_bytes)?, true)
     }
 
     fn unpack(&self, packed: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
         let py = packed.py();
         if let Ok(kept) = packed.cast_exact::<Kept>()
+            && !kept.get().is_from_below
             && let Some(tensor) = kept.get().unchanged(py)?
         {
-            // As autograd does, which hands out the tensor that it holds. Inside an operation it
-            // might become the result, which is changed then.
-            if !self.rules.get().is_below_autograd(py)? {
-                return Ok(tensor.clone().unbind());
-            }
+            return Ok(tensor.clone().unbind());
         }
         self.in_python(py, &self.unpack_other, &[packed])
     }
 }
 
 impl HookPair {
-    fn pack_seen(&self, tensor: &Bound<'_, PyAny>, glance: Option<Glance>) -> PyResult<Py<PyAny>> {
+    fn pack_seen(
+        &self,
+        tensor: &Bound<'_, PyAny>,
+        glance: Option<Glance>,
+        is_from_below: bool,
+    ) -> PyResult<Py<PyAny>> {
         let (rules, py) = (self.rules.get(), tensor.py());
         match glance {
             Some(Glance::Weight { is_leaf }) => {
-                return Ok(Kept::hold(tensor, is_leaf, None)?.into_any());
+                return Ok(Kept::hold(tensor, is_leaf, is_from_below, None)?.into_any());
             }
             Some(Glance::Small { is_leaf, identity, nbytes }) => {
-                let holding = self.account.hold_shared(identity, nbytes, nbytes);
-                let kept = Kept::hold(tensor, is_leaf, Some(holding))?;
-                if self.account.may_be_peak() {
+                let (holding, may_be_peak) = self.account.hold_small(identity, nbytes);
+                let kept = Kept::hold(tensor, is_leaf, is_from_below, Some(holding))?;
+                if may_be_peak {
                     let transfer_bytes = self.transfer_bytes.bind(py).call0()?.extract()?;
                     self.account.note_peak(transfer_bytes);
                 }
@@ -111,7 +114,7 @@ impl HookPair {
             Verdict::Unusual => self.in_python(py, &self.pack_unusual, &[tensor]),
             Verdict::Weight => {
                 let is_leaf = is_true(tensor, intern!(py, "is_leaf"))?;
-                Ok(Kept::hold(tensor, is_leaf, None)?.into_any())
+                Ok(Kept::hold(tensor, is_leaf, is_from_below, None)?.into_any())
             }
             Verdict::Plain => self.in_python(py, &self.pack_other, &[tensor]),
         }

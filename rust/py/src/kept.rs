@@ -18,13 +18,16 @@ pub struct Kept {
     tensor: Py<PyAny>,
     #[pyo3(get)]
     version: i64,
+    /// Whether it was packed from inside an operation, and is asked for there: it might become the
+    /// result, which is changed then.
+    pub is_from_below: bool,
 }
 
 #[pymethods]
 impl Kept {
     #[new]
     fn new(tensor: Py<PyAny>, version: i64) -> Self {
-        Self { _holding: None, tensor, version }
+        Self { _holding: None, tensor, version, is_from_below: true }
     }
 }
 
@@ -36,6 +39,7 @@ impl Kept {
     pub fn hold(
         tensor: &Bound<'_, PyAny>,
         is_leaf: bool,
+        is_from_below: bool,
         holding: Option<core::SharedHolding>,
     ) -> PyResult<Py<Self>> {
         let py = tensor.py();
@@ -46,7 +50,7 @@ impl Kept {
         } else {
             tensor.call_method0(intern!(py, "detach"))? // defence: never the tensor itself
         };
-        Py::new(py, Self { _holding: holding, tensor: held.unbind(), version })
+        Py::new(py, Self { _holding: holding, tensor: held.unbind(), version, is_from_below })
     }
 
     /// The tensor, if it is as it was when it was packed.
