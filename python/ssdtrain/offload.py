@@ -51,7 +51,7 @@ RUNS_LATER = (
 ENTERED_INSIDE = (
     "an ssdtrain.offload block was entered in a thread in which another one is on: until the inner "
     "one is left it takes all that is saved, and the outer one nothing. In a notebook a cell may "
-    "have run twice; ssdtrain.leave_all() leaves both"
+    "have run twice: ssdtrain.leave_all() leaves both"
 )
 OTHER_ORDER = (
     "an ssdtrain.offload block was left before another one that was entered after it in the same "
@@ -209,12 +209,6 @@ class offload:  # noqa: N801 - used like torch.no_grad
         return _outside_compiler(self._enter)
 
     def _enter(self) -> Session:
-        if self.is_on:
-            raise ConfigError(
-                "this ssdtrain.offload object is on already in thread "
-                f"{threading.current_thread().name!r} (in a notebook: the cell ran before). Leave "
-                "it first, or leave all that is on in this thread: ssdtrain.leave_all()"
-            )
         if active() is not None:
             PROCESS.say("blocks in blocks", ENTERED_INSIDE)
         note_small_pages()
@@ -375,8 +369,8 @@ class _Uses:
         """A thread for each block that ``leave_all`` left there and whose end is still to come."""
 
     def block_in(self, thread: threading.Thread) -> _Block | None:
-        """Return what is on in a thread."""
-        for block in self.blocks:
+        """Return what is on in a thread; of several, the one that was entered last."""
+        for block in reversed(self.blocks):
             if block.thread is thread:
                 return block
         return None

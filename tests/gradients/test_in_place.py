@@ -461,7 +461,7 @@ def test_a_saved_leaf_is_not_swapped_for_another(mode: Mode, tmp_path: Path) -> 
         loss = (weight * data).sum()
         if mode == "disk":
             rig.flush()
-        with pytest.raises(RuntimeError, match="weakref|gradient edge"):
+        with pytest.raises(RuntimeError, match=r"weakref|gradient edge"):
             torch.utils.swap_tensors(data, other)
         loss.backward()
     assert weight.grad is not None

@@ -74,18 +74,20 @@ def test_active_is_the_inner_session_of_this_thread(place: Path) -> None:
             assert pool.submit(ssdtrain.active).result() is None
 
 
-def test_what_is_on_is_not_entered_again(place: Path) -> None:
+def test_what_is_entered_within_itself_is_left_as_often(
+    place: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     tool = block(place)
-    with tool as session:
-        with pytest.raises(
-            ConfigError, match=r"on already in thread 'MainThread'.*ssdtrain\.leave_all\(\)"
-        ):
-            tool.__enter__()
-        assert ssdtrain.active() is session
+    with tool as outer:
+        with tool as inner:
+            assert ssdtrain.active() is inner is not outer
+            step()
+        assert count(inner)
+        assert ssdtrain.active() is outer
         step()
-        assert count(session)
-    with tool as again:
-        assert again is not session
+    assert count(outer)
+    (said,) = caplog.records
+    assert "ssdtrain.leave_all()" in said.message
 
 
 def test_a_block_inside_another_is_said_once(place: Path, caplog: pytest.LogCaptureFixture) -> None:
