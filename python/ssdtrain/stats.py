@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ssdtrain.residency import Residency
+from ssdtrain.sizes import shown_bytes
 from ssdtrain.stalls import Stalls
 
 __all__ = ["Stats", "snapshot"]
-
-MIB = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +45,7 @@ class Stats:
     disk_used_bytes: int
     """Bytes of tensors on the disk now."""
     disk_reserved_bytes: int
+    """Size of the files that they are in: space that others cannot use meanwhile."""
     engines: tuple[tuple[str, str], ...]
     """Directory and engine of each spill file."""
 
@@ -62,20 +62,25 @@ class Stats:
             ("forwarded", self.bytes_forwarded, self.tensors_forwarded),
             ("kept", self.bytes_kept, self.tensors_kept),
         )
-        saved = ", ".join(f"{_mib(nbytes)} {fate} in {count}" for fate, nbytes, count in fates)
+        saved = ", ".join(
+            f"{shown_bytes(nbytes)} {fate} in {count}" for fate, nbytes, count in fates
+        )
         moves = (
             ("written", self.bytes_written, self.write_busy_s),
             ("read", self.bytes_read, self.read_busy_s),
         )
-        moved = ", ".join(f"{_mib(size)} {way} ({_rate(size, busy)})" for way, size, busy in moves)
+        moved = ", ".join(
+            f"{shown_bytes(size)} {way} ({_rate(size, busy)})" for way, size, busy in moves
+        )
         times = f"{self.hidden_s:.3f} s hidden, {self.stall_s:.3f} s exposed"
-        used = f"{_mib(self.disk_used_bytes)} of {_mib(self.disk_reserved_bytes)}"
-        peak, now = _mib(self.resident_bytes_peak), _mib(self.resident_bytes)
+        used, reserved = shown_bytes(self.disk_used_bytes), shown_bytes(self.disk_reserved_bytes)
+        peak, now = shown_bytes(self.resident_bytes_peak), shown_bytes(self.resident_bytes)
         rows = [
             f"ssdtrain: {engines}",
             f"  saved      {saved} tensors",
             f"  resident   {peak} at the peak, {now} now",
-            f"  drive      {moved}, {used} in use",
+            f"  drive      {moved}",
+            f"  on disk    {used} now, in files of {reserved}",
             f"  I/O time   {times}, {self.stall_count} stalls",
         ]
         if self.write_failed_count:
@@ -121,10 +126,6 @@ def snapshot(
         disk_reserved_bytes=number("disk_reserved_bytes"),
         engines=tuple((str(place), str(name)) for place, name in engines),
     )
-
-
-def _mib(nbytes: int) -> str:
-    return f"{nbytes / MIB:.1f} MiB"
 
 
 def _rate(nbytes: int, seconds: float) -> str:

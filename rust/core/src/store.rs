@@ -70,7 +70,7 @@ pub struct Stats {
     pub cancelled_count: u64,
     /// Bytes of live extents.
     pub disk_used_bytes: u64,
-    /// Bytes reserved on disk.
+    /// Bytes of the files that have blocks on the disk.
     pub disk_reserved_bytes: u64,
     /// Bytes of slots in use.
     pub arena_live_bytes: u64,
@@ -306,7 +306,7 @@ impl TensorStore {
             read: sum(Direction::Read),
             cancelled_count: self.abandoned.cancelled_count(),
             disk_used_bytes: self.devices.iter().map(|device| device.file().used()).sum(),
-            disk_reserved_bytes: self.quota.used(),
+            disk_reserved_bytes: self.devices.iter().map(|device| device.file().reserved()).sum(),
             arena_live_bytes: self.arena.live_bytes() as u64,
             engines: self.devices.iter().map(engine).collect(),
         })

@@ -71,6 +71,8 @@ pub struct SpillFile {
     books: Mutex<Books>,
     /// Bytes of the file that have blocks on the disk; see [Note: blocks].
     blocks: Mutex<u64>,
+    /// The same figure for those who only want to tell it: the lock may be held for long.
+    blocks_told: AtomicU64,
     process: u32,
 }
 
@@ -103,10 +105,20 @@ impl SpillFile {
         let extents =
             ExtentAllocator::new(alignment as u64, i64::MAX as u64 & !(alignment as u64 - 1));
         let (books, blocks) = (Mutex::new(Books { extents, booked: 0 }), Mutex::new(0));
-        let process = std::process::id();
+        let (blocks_told, process) = (AtomicU64::new(0), std::process::id());
         let (dir, quota, file) = (dir.to_owned(), Arc::clone(quota), File::from(file));
         Ok((
-            Arc::new(Self { file, dir, alignment, is_direct, quota, books, blocks, process }),
+            Arc::new(Self {
+                file,
+                dir,
+                alignment,
+                is_direct,
+                quota,
+                books,
+                blocks,
+                blocks_told,
+                process,
+            }),
             fallback,
         ))
     }
@@ -136,6 +148,11 @@ impl SpillFile {
         self.lock().extents.used()
     }
 
+    /// Bytes of the file that have blocks on the disk: what others cannot use meanwhile.
+    pub fn reserved(&self) -> u64 {
+        self.blocks_told.load(Ordering::Relaxed)
+    }
+
     /// Books `len` bytes; the disk is not touched, see [`Extent::prepare`].
     pub fn reserve(self: &Arc<Self>, len: u64) -> Result<Extent> {
         let mut books = self.lock();
@@ -154,7 +171,7 @@ impl SpillFile {
     /// Gives all blocks back to the disk; nothing may be in flight, and nothing is readable after.
     pub fn discard(&self) -> Result<()> {
         let mut blocks = self.lock_blocks();
-        *blocks = 0;
+        self.set_blocks(&mut blocks, 0);
         self.cut(0)
     }
 
@@ -166,7 +183,7 @@ impl SpillFile {
         let surplus = blocks.saturating_sub(end);
         if surplus > 0 {
             self.cut(end)?;
-            *blocks = end;
+            self.set_blocks(&mut blocks, end);
         }
         // Only now, so that a quota shared with other files is never passed; and only down to where
         // the extents end by now, because that may have moved since.
@@ -183,6 +200,11 @@ impl SpillFile {
             let what = format!("cannot give space back in {dir}; closing the store does");
             Error::from_io(what, &errno.into())
         })
+    }
+
+    fn set_blocks(&self, blocks: &mut u64, end: u64) {
+        *blocks = end;
+        self.blocks_told.store(end, Ordering::Relaxed);
     }
 
     fn lock_blocks(&self) -> MutexGuard<'_, u64> {
@@ -220,13 +242,14 @@ impl SpillFile {
         let booked = self.lock().booked.max(end);
         // No room for all that is booked? Then perhaps for what is needed now.
         let grown = self.grow(*blocks, booked).or_else(|_| self.grow(*blocks, end));
-        *blocks = grown.map_err(|errno| {
+        let grown = grown.map_err(|errno| {
             let (need, dir) = (end - *blocks, self.dir.display());
             let next =
                 if errno == Errno::FBIG { "raise `ulimit -f`" } else { "free some space there" };
             let what = format!("cannot reserve {need} bytes in {dir}; {next}");
             Error::from_io(what, &errno.into())
         })?;
+        self.set_blocks(&mut blocks, grown);
         Ok(())
     }
 
