@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ssdtrain.machine.huge_pages import SMALL_PAGES_REMEDY, has_small_pages
+from ssdtrain.machine.process_memory import known_bytes
 from ssdtrain.residency import Residency
 from ssdtrain.sizes import shown_bytes
 from ssdtrain.stalls import Stalls
@@ -38,7 +40,9 @@ class Stats:
     """Time in which a computing thread waited for I/O: the exposed part."""
     stall_count: int
     write_failed_count: int
-    """Writes that failed, or were refused for want of space; their tensors were kept."""
+    """Writes that failed, or for which the disk had no space; their tensors were kept."""
+    write_refused_count: int
+    """Writes that ``max_disk_bytes`` did not allow; their tensors were kept."""
     resident_bytes: int
     """Saved bytes in memory now: kept, being written, read ahead or handed to a node."""
     resident_bytes_peak: int
@@ -48,6 +52,12 @@ class Stats:
     """Size of the files that they are in: space that others cannot use meanwhile."""
     engines: tuple[tuple[str, str], ...]
     """Directory and engine of each spill file."""
+    process_bytes: int
+    """Memory of the whole process now (``VmRSS``); 0 where the system does not tell."""
+    process_bytes_peak: int
+    """Its peak since the process began (``VmHWM``)."""
+    has_small_pages: bool
+    """Whether torch's tensors are not on huge pages, because ssdtrain was imported too late."""
 
     @property
     def hidden_s(self) -> float:
@@ -75,16 +85,27 @@ class Stats:
         times = f"{self.hidden_s:.3f} s hidden, {self.stall_s:.3f} s exposed"
         used, reserved = shown_bytes(self.disk_used_bytes), shown_bytes(self.disk_reserved_bytes)
         peak, now = shown_bytes(self.resident_bytes_peak), shown_bytes(self.resident_bytes)
+        memory = (
+            f"{shown_bytes(self.process_bytes_peak)} of memory at the peak, "
+            f"{shown_bytes(self.process_bytes)} now, all included"
+        )
         rows = [
             f"ssdtrain: {engines}",
             f"  saved      {saved} tensors",
             f"  resident   {peak} at the peak, {now} now",
+            f"  process    {memory}",
             f"  drive      {moved}",
             f"  on disk    {used} now, in files of {reserved}",
             f"  I/O time   {times}, {self.stall_count} stalls",
         ]
         if self.write_failed_count:
             rows.append(f"  failures   {self.write_failed_count} writes; their tensors were kept")
+        if self.write_refused_count:
+            rows.append(
+                f"  bound      {self.write_refused_count} writes beyond max_disk_bytes not made"
+            )
+        if self.has_small_pages:
+            rows.append(f"  pages      {SMALL_PAGES_REMEDY}")
         return "\n".join(rows)
 
 
@@ -94,6 +115,7 @@ def snapshot(
     *,
     resident_bytes: int,
     write_failed_count: int,
+    write_refused_count: int,
     store: Mapping[str, object],
 ) -> Stats:
     """Join the counts of a session with those of its store (``_core.Store.stats``)."""
@@ -120,11 +142,15 @@ def snapshot(
         stall_s=stalls.total_s,
         stall_count=stalls.count,
         write_failed_count=write_failed_count,
+        write_refused_count=write_refused_count,
         resident_bytes=resident_bytes,
         resident_bytes_peak=residency.peak_bytes,
         disk_used_bytes=number("disk_used_bytes"),
         disk_reserved_bytes=number("disk_reserved_bytes"),
         engines=tuple((str(place), str(name)) for place, name in engines),
+        process_bytes=known_bytes("VmRSS"),
+        process_bytes_peak=known_bytes("VmHWM"),
+        has_small_pages=has_small_pages(),
     )
 
 

@@ -182,6 +182,7 @@ def test_tmpfs(opener: Opener) -> None:
         )
 
 
+NO_SIZE = "must be a positive whole number of bytes, or text such as '8GiB' or '500MB', not "
 BAD_OPTIONS: list[tuple[str, Any, str]] = [
     *(
         ("backend", value, "backend must be one of 'auto', 'io_uring', 'psync', not ")
@@ -192,16 +193,16 @@ BAD_OPTIONS: list[tuple[str, Any, str]] = [
         for value in ("yes", True, None, "")
     ),
     *(
-        ("max_disk_bytes", value, "max_disk_bytes must be a positive whole number of bytes, not ")
+        ("max_disk_bytes", value, f"max_disk_bytes {NO_SIZE}")
         for value in (0, -1, 1.5, 1e9, "1G", True, [5])
     ),
     *(("verify", value, "verify must be True or False, not ") for value in (None, 1, "yes")),
 ]
 BAD_OFFLOAD_OPTIONS: list[tuple[str, Any, str]] = [
-    (name, value, f"{name} must be a positive whole number of bytes, not ")
+    (name, value, f"{name} {NO_SIZE}")
     for name in ("min_bytes", "max_resident_bytes")
     for value in (0, -1, 1.5, "1G", True, float("nan"))
-] + [("min_bytes", None, "min_bytes must be a positive whole number of bytes, not ")]
+] + [("min_bytes", None, f"min_bytes {NO_SIZE}")]
 
 
 @OPENERS

@@ -37,21 +37,12 @@ def test_what_a_size_means(given: int | str, nbytes: int) -> None:
     assert in_bytes("min_bytes", given) == nbytes
 
 
-@pytest.mark.parametrize("given", [0, -1, 1.5, True, None, b"8GiB", "", "GiB", "-1", "1__0", "0.1"])
-def test_what_is_no_size(given: object) -> None:
-    with pytest.raises(
-        ssdtrain.ConfigError, match="cap must be a positive whole number"
-    ):
-        in_bytes("cap", given)
-
-
 @pytest.mark.parametrize(
-    ("given", "remedy"), [("8G", "write 8GiB"), ("1.5m", "1.5MiB"), ("7 bits", "7MiB")]
+    "given", [0, -1, 1.5, True, None, b"8GiB", "", "GiB", "-1", "1__0", "0.1", "8G", "7 bits"]
 )
-def test_a_unit_that_is_none_is_refused_with_one_that_is(given: str, remedy: str) -> None:
-    with pytest.raises(ssdtrain.ConfigError, match="which could mean two things") as caught:
+def test_what_is_no_size(given: object) -> None:
+    with pytest.raises(ssdtrain.ConfigError, match="cap must be a positive whole number"):
         in_bytes("cap", given)
-    assert remedy in str(caught.value)
 
 
 def test_more_than_a_file_can_have() -> None:

@@ -162,8 +162,7 @@ class Examination:
             return Check(
                 name=name,
                 state="WARN",
-                finding=f"{drive} says that it is a rotating disk; many virtual disks say so "
-                "whatever they are",
+                finding=f"{drive} says that it is a rotating disk",
                 remedy="lsblk -o NAME,MODEL,ROTA,SIZE,MOUNTPOINTS lists the drives; rely on the "
                 "rates below",
             )

@@ -10,7 +10,6 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType, TracebackType
 from typing import Any
@@ -135,7 +134,7 @@ def _of_module(
     )
 
 
-def _code_of(loader: Loader | Any, name: str) -> CodeType:
+def _code_of(loader: Any, name: str) -> CodeType:
     code: CodeType = loader.get_code(name)
     return code
 
@@ -149,6 +148,9 @@ def run_program(program: Program) -> None:
     """Run a program as ``__main__``; what it raises passes, with its own frames to be shown."""
     main = ModuleType("__main__")
     main.__dict__.update(program.names, __builtins__=builtins)
+    if sys.version_info < (3, 14):
+        # Later ones make it when somebody asks for it.
+        main.__annotations__ = {}
     FORMER_MAIN.append(sys.modules["__main__"])
     sys.modules["__main__"] = main
     sys.argv = program.argv

@@ -60,7 +60,7 @@ class Reach:
             self._reach_thread(thread)
             start(thread)
 
-        threading.Thread.start = start_reached  # type: ignore[method-assign]
+        threading.Thread.start = start_reached  # type: ignore[method-assign, assignment]
 
     def _reach_thread(self, thread: threading.Thread) -> None:
         run = thread.run

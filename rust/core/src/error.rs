@@ -13,8 +13,10 @@ pub enum ErrorKind {
     Config,
     /// The kernel or the device refused or failed an operation.
     Io,
-    /// The disk, the quota or `max_disk_bytes` has no room.
+    /// The disk, or the user's quota on it, has no room.
     NoSpace,
+    /// `max_disk_bytes` has no room.
+    OverBound,
     /// Bytes came back that are not the bytes that were written.
     Corrupt,
     /// The kernel, the file system or the build lacks what was asked for.

@@ -26,7 +26,6 @@ use crate::transfer::{Abandoned, Transfer};
 pub struct TensorStore {
     devices: Vec<Device>,
     arena: Arc<Arena>,
-    quota: Arc<Quota>,
     /// Of every device: a tensor may lie on all of them.
     alignment: usize,
     verify: bool,
@@ -109,7 +108,6 @@ impl TensorStore {
             alignment: alignments.max().unwrap_or(1),
             devices,
             arena: Arena::new(config.arena_retain_bytes)?,
-            quota,
             verify: config.verify,
             abandoned: Arc::default(),
             closed: AtomicBool::new(false),

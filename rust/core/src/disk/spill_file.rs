@@ -230,7 +230,7 @@ impl SpillFile {
         }
         let dir = self.dir.display();
         let message = format!("{need} more bytes in {dir} would pass max_disk_bytes; raise it");
-        Err(Error::new(ErrorKind::NoSpace, message))
+        Err(Error::new(ErrorKind::OverBound, message))
     }
 
     /// Reserves blocks up to `end`, and as far as is booked if there is room.
@@ -378,7 +378,7 @@ mod tests {
         let dir = tempfile::tempdir_in(".").unwrap();
         let file = open(dir.path(), &Quota::new(Some(1 << 20)));
         let first = file.reserve(1 << 19).unwrap();
-        assert_eq!(file.reserve(1 << 20).unwrap_err().kind(), ErrorKind::NoSpace);
+        assert_eq!(file.reserve(1 << 20).unwrap_err().kind(), ErrorKind::OverBound);
         drop(first);
         file.reserve(1 << 20).unwrap();
     }
