@@ -18,6 +18,7 @@ from children import forked_python
 from disks import NOBODY, fill, free_bytes, needs_root
 from seccomp import FORBID_RINGS
 from ssdtrain import ConfigError, NoSpaceError, SsdtrainError, TensorStore
+from ssdtrain.sizes import shown_bytes
 
 MIB = 1 << 20
 Opener = Callable[..., object]
@@ -305,12 +306,11 @@ def test_a_read_only_mount(opener: Opener, tmp_path: Path, mounted: Callable[...
 @OPENERS
 def test_too_little_space(opener: Opener, small_disk: Path) -> None:
     fill(small_disk, leave=32 * MIB)
-    free = free_bytes(small_disk)
+    free = shown_bytes(free_bytes(small_disk))
     with pytest.raises(NoSpaceError) as caught:
         opener(small_disk)
-    least = 64 * MIB
     assert str(caught.value) == (
-        f"{small_disk} has {free} bytes free, {least} are the least; free some space"
+        f"{small_disk} has {free} free, 64 MiB are the least; free some space"
     )
 
 

@@ -22,7 +22,7 @@ use crate::allocator::ExtentAllocator;
 use crate::config::DirectIo;
 use crate::disk::checksums::Checksums;
 use crate::disk::directory::{Opened, SpillDirectory};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, ErrorKind, Result, shown_bytes};
 
 /// The file grows by at least this much: blocks for 16 writes of the usual piece cost one call.
 const GROWTH_BYTES_MIN: u64 = 64 << 20;
@@ -158,7 +158,8 @@ impl SpillFile {
         let mut books = self.lock();
         let offset = books.extents.allocate(len).ok_or_else(|| {
             let dir = self.dir.display();
-            Error::new(ErrorKind::NoSpace, format!("{len} bytes do not fit in a file in {dir}"))
+            let len = shown_bytes(len);
+            Error::new(ErrorKind::NoSpace, format!("{len} do not fit in a file in {dir}"))
         })?;
         if let Err(error) = self.book(&mut books) {
             books.extents.free(offset, len);
@@ -229,7 +230,8 @@ impl SpillFile {
             }
         }
         let dir = self.dir.display();
-        let message = format!("{need} more bytes in {dir} would pass max_disk_bytes; raise it");
+        let need = shown_bytes(need);
+        let message = format!("{need} more in {dir} would pass max_disk_bytes; raise it");
         Err(Error::new(ErrorKind::OverBound, message))
     }
 
@@ -243,10 +245,10 @@ impl SpillFile {
         // No room for all that is booked? Then perhaps for what is needed now.
         let grown = self.grow(*blocks, booked).or_else(|_| self.grow(*blocks, end));
         let grown = grown.map_err(|errno| {
-            let (need, dir) = (end - *blocks, self.dir.display());
+            let (need, dir) = (shown_bytes(end - *blocks), self.dir.display());
             let next =
                 if errno == Errno::FBIG { "raise `ulimit -f`" } else { "free some space there" };
-            let what = format!("cannot reserve {need} bytes in {dir}; {next}");
+            let what = format!("cannot reserve {need} in {dir}; {next}");
             Error::from_io(what, &errno.into())
         })?;
         self.set_blocks(&mut blocks, grown);
