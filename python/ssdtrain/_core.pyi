@@ -1,17 +1,146 @@
 """The compiled part of ssdtrain: bytes by address and length; tensors stay in Python."""
 
+from collections.abc import Callable
 from typing import Any, Final, final
 
+from torch import Tensor
+
 __all__ = [
+    "Account",
+    "Holding",
+    "HookPair",
+    "Kept",
     "Overwrite",
     "Pending",
     "PendingInto",
     "Probe",
+    "Rules",
     "SimulatedDisk",
     "Slot",
     "Store",
     "Stored",
 ]
+
+@final
+class Account:
+    """The bytes that are in memory because of us; see ``residency``."""
+
+    def __new__(cls) -> Account:
+        """Open an account in which nothing is held."""
+
+    def hold(self, nbytes: int) -> Holding:
+        """Count ``nbytes`` until the holding dies, or until it is freed."""
+
+    def keep(self, tensor: Tensor, nbytes: int, storage_bytes: int, is_from_below: bool) -> Kept:
+        """Hold a tensor in memory, and count ``nbytes`` of it.
+
+        All that is kept on one storage counts together at most as much as the storage.
+        ``is_from_below`` says that it is packed from inside an operation, and asked for there.
+        """
+
+    def shared_more_bytes(self, identity: int, nbytes: int, storage_bytes: int) -> int:
+        """Return the bytes that ``keep`` would add; ``identity`` is the address of the storage."""
+
+    def note_peak(self, transfer_bytes: int) -> None:
+        """Compare what is held, and what transfers hold beside it, with the peak."""
+
+    def forget_peak(self) -> None:
+        """Forget the peak until now."""
+
+    def ended(self) -> dict[str, tuple[int, int]]:
+        """Return bytes and number of what ended "offloaded", "forwarded" and "kept"."""
+
+    @property
+    def held_bytes(self) -> int:
+        """The sum over all that is held."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that was in memory at once."""
+
+@final
+class Holding:
+    """The entry of one holder in an account; it ends when it dies."""
+
+    def free(self) -> None:
+        """Note that the bytes are on the disk, and in memory no more."""
+
+    def forward(self) -> None:
+        """Note that they were needed while they were still in memory."""
+
+    def keep(self) -> None:
+        """Note that they stay in memory."""
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the holder, in memory or not."""
+
+@final
+class Kept:
+    """What autograd holds in the place of a tensor that stays in memory."""
+
+    def __new__(cls, tensor: Tensor, version: int) -> Kept:
+        """Hold ``tensor``, which was saved at ``version`` (-1: it has none), and count nothing."""
+
+    @property
+    def tensor(self) -> Tensor:
+        """The tensor; if a node had made it, one without history on the same bytes."""
+
+    @property
+    def version(self) -> int:
+        """The version at which it was saved."""
+
+@final
+class Rules:
+    """What the hooks know of torch, which the compiled part does not import."""
+
+    def __new__(
+        cls,
+        *,
+        tensor_type: type[Tensor],
+        parameter_type: type[Tensor],
+        dispatch_keys: Callable[[Tensor], object],
+        plain_keys: object,
+        passes_weights_on: frozenset[str],
+        is_below_autograd: Callable[[], bool],
+        is_grad_enabled: Callable[[], bool],
+        storage_users: Callable[[Tensor], int],
+        tracer: Callable[[], object],
+    ) -> Rules:
+        """Take the functions; see ``activations.eligibility.RULES``."""
+
+@final
+class HookPair:
+    """The two functions that autograd calls for each saved tensor."""
+
+    def __new__(
+        cls,
+        rules: Rules,
+        account: Account,
+        *,
+        transfer_bytes: Callable[[], int],
+        small_bytes: int,
+        pack_other: Callable[[Tensor], object],
+        pack_unusual: Callable[[Tensor], object],
+        pack_below: Callable[[HookPair, Tensor], object],
+        unpack_other: Callable[[object], Tensor],
+        untraced: Callable[..., object],
+    ) -> HookPair:
+        """Pack weights, and what is on a storage of fewer than ``small_bytes``, without Python.
+
+        ``pack_other`` takes the rest, ``pack_unusual`` what is no plain CPU tensor, ``pack_below``
+        what comes from inside an operation, and ``unpack_other`` what is not ``Kept``, or was
+        changed since. ``untraced`` calls them where the compiler does not look.
+        """
+
+    def pack(self, tensor: Tensor) -> object:
+        """Take a tensor that a node saves; return what autograd keeps in its place."""
+
+    def pack_here(self, tensor: Tensor) -> object:
+        """Pack a tensor without asking whether this is called from inside an operation."""
+
+    def unpack(self, packed: object) -> Tensor:
+        """Give a node its saved tensor back."""
 
 @final
 class Store:

@@ -38,6 +38,15 @@ class Geometry:
         self.offset: int = int(tensor.storage_offset()) * tensor.itemsize  # defence: storage offset
         """Bytes from the start of the storage."""
 
+    def is_of(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` lies in its storage like this."""
+        return (
+            tensor.dtype == self.dtype
+            and tensor.size() == self.size
+            and tensor.stride() == self.stride
+            and int(tensor.storage_offset()) * tensor.itemsize == self.offset
+        )
+
     def build(self, storage: UntypedStorage, start: int) -> Tensor:
         """Return a tensor on ``storage``, whose first byte was at ``start`` of the original."""
         offset = (self.offset - start) // self.dtype.itemsize

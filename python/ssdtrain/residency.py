@@ -1,30 +1,24 @@
 """The bytes that are in memory because of us: one account, and one bound, for all who hold some.
 
 A *holding* is the entry of one holder: an object that holds bytes of training (a saved storage,
-say) and whose death ends the entry. Bytes without a holder, such as those of reads that nobody has
-asked for yet, are counted by the transfer, which is asked when the sum is needed.
-
-[Note: no calls] Python runs the handlers of signals after a call, and where a loop jumps back. A
-handler may raise (Ctrl-C), or ask for these very counts; between two statements that belong
-together either would find the account wrong. So such statements call nothing: they use subscripts
-and slots, not `pop`, `get` or `min`. And their loops are `while True` with a `break`: the jump of
-any other `while` is after its condition, so between that and the first statement.
+say) and has the holding as a part of itself, so that its death ends the entry. The entries are kept
+in the compiled part: no handler of a signal can come between two changes that belong together, and
+a death counts at once, on whichever thread it is. Bytes without a holder, such as those of reads
+that nobody has asked for yet, are counted by the transfer, which is asked when the sum is needed.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Callable
 from time import perf_counter
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Protocol
 
+from ssdtrain._core import Account
 from ssdtrain.errors import BudgetError
 from ssdtrain.stalls import Stalls
 
-__all__ = ["Holding", "Residency", "User"]
-
-T = TypeVar("T")
+__all__ = ["Residency", "User"]
 
 UNLIMITED_BYTES = 1 << 62
 """More than any machine has, and small enough that sums of it stay exact in 64 bits."""
@@ -43,29 +37,8 @@ class User(Protocol):
         """Let go of what is held for speed alone."""
 
 
-class Holding(weakref.ref[T], Generic[T]):
-    """A weak reference to a holder, with what has to be known when it dies.
-
-    Its callback is a function in C, which takes no lock and which no interrupt can enter: one at
-    the first line of a finalizer in Python would be lost, and what it counts with it.
-    """
-
-    __slots__ = ("fate", "held_bytes", "identity", "nbytes")
-
-    nbytes: int
-    held_bytes: int
-    """Bytes in memory now: all, or none."""
-    fate: str
-    """How it would end now: "kept", "forwarded" or "offloaded"."""
-    identity: int
-    """Of the storage that several holders share, while they live; see ``hold_shared``."""
-
-
 class Residency:
-    """The account and the bound; used only under the session's lock.
-
-    What dies at any moment on any thread is appended to a queue, which the next call settles.
-    """
+    """The account and the bound; used only under the session's lock."""
 
     def __init__(
         self, limit_bytes: int | None, transfer_bytes: Callable[[], int], stalls: Stalls
@@ -73,106 +46,21 @@ class Residency:
         self.limit_bytes = limit_bytes
         """The bound (``max_resident_bytes``), or ``None``."""
         self.is_bounded = limit_bytes is not None
-        self.held_bytes = 0
-        """The sum over the holdings; exact after ``settle``."""
-        self.peak_bytes = 0
-        self.ended_bytes = {"offloaded": 0, "forwarded": 0, "kept": 0}
-        self.ended_count = {"offloaded": 0, "forwarded": 0, "kept": 0}
+        self.account = Account()
         self._transfer_bytes = transfer_bytes
         """Asks for what transfers hold in memory beyond the holdings."""
         self._stalls = stalls
         self._users: list[weakref.ref[User]] = []
         """Weak, because they know this account: a cycle would keep the store open."""
-        self._holdings: dict[object, None] = {}
-        """All holdings: a weak reference calls back only if it lives longer than its object."""
-        self._ended: deque[Any] = deque()
-        self._ended_shared: deque[Any] = deque()
-        self._shared: dict[int, list[int]] = {}
-        """Identity of a storage that several may hold: its bytes, and how many hold it."""
 
     def add_user(self, user: User) -> None:
         """Ask ``user`` for room too when there is too little."""
         self._users.append(weakref.ref(user))
 
-    def settle(self) -> None:
-        """Take note of what died since the last call."""
-        ended, holdings = self._ended, self._holdings
-        while True:
-            if not ended:
-                break
-            holding = ended[0]
-            del ended[0]
-            del holdings[holding]
-            self.held_bytes -= holding.held_bytes
-            self.ended_bytes[holding.fate] += holding.nbytes
-            self.ended_count[holding.fate] += 1
-        ended, shared = self._ended_shared, self._shared
-        while True:
-            if not ended:
-                break
-            holding = ended[0]
-            del ended[0]
-            del holdings[holding]
-            identity = holding.identity
-            entry = shared[identity]
-            entry[1] -= 1
-            if entry[1] == 0:
-                del shared[identity]
-                self.held_bytes -= entry[0]
-                self.ended_bytes["kept"] += entry[0]
-                self.ended_count["kept"] += 1
-
-    def hold(self, holder: T, nbytes: int) -> Holding[T]:
-        """Count ``nbytes`` that ``holder`` holds until it dies, or until ``free``."""
-        holding = Holding(holder, self._ended.append)
-        holding.nbytes = holding.held_bytes = nbytes
-        holding.fate = "kept"
-        self._holdings[holding] = None
-        self.held_bytes += nbytes
-        return holding
-
-    def free(self, holding: Holding[T]) -> None:
-        """Note that its bytes are on the disk, and in memory no more."""
-        self.held_bytes -= holding.held_bytes
-        holding.held_bytes = 0
-        holding.fate = "offloaded"
-
-    def shared_more_bytes(self, identity: int, nbytes: int, storage_bytes: int) -> int:
-        """Return the bytes that ``hold_shared`` would add."""
-        entry = self._shared.get(identity)
-        held_bytes = 0 if entry is None else entry[0]
-        return max(0, min(nbytes, storage_bytes - held_bytes))
-
-    def hold_shared(self, holder: object, identity: int, nbytes: int, storage_bytes: int) -> None:
-        """Count bytes that stay; all holders of one storage count together at most as much as it.
-
-        ``identity`` is that of the storage, which ``holder`` keeps alive.
-        """
-        holding = Holding(holder, self._ended_shared.append)
-        shared = self._shared
-        if identity in shared:
-            entry = shared[identity]
-        else:
-            entry = shared[identity] = [0, 0]
-        # Not by `min` and `max`: see [Note: no calls].
-        more = storage_bytes - entry[0]
-        if more > nbytes:
-            more = nbytes
-        elif more < 0:
-            more = 0
-        holding.identity = identity
-        entry[0] += more
-        entry[1] += 1
-        self._holdings[holding] = None
-        self.held_bytes += more
-
     def resident_bytes(self) -> int:
         """Return the bytes in memory now."""
-        # In this order: a source whose record dies after the question is still held here until it
-        # is settled. Asked in the other order, the transfer would count it as abandoned once more.
-        transfer_bytes = self._transfer_bytes()
-        self.settle()
-        return self.held_bytes + transfer_bytes
+        transfer_bytes = self._beside_holdings()
+        return self.account.held_bytes + transfer_bytes
 
     def room_bytes(self) -> int:
         """Return how many more bytes may become resident."""
@@ -182,10 +70,20 @@ class Residency:
 
     def note_peak(self) -> None:
         """Compare what is resident now with the peak; called after whatever may raise it."""
-        # As in `resident_bytes`; written out because every hook comes here.
-        transfer_bytes = self._transfer_bytes()
-        self.settle()
-        self.peak_bytes = max(self.peak_bytes, self.held_bytes + transfer_bytes)
+        self.account.note_peak(self._beside_holdings())
+
+    def _beside_holdings(self) -> int:
+        """Return what transfers hold now, seen at a moment at which no holding changed.
+
+        A record that dies while its write is under way leaves the holdings and becomes the
+        transfer's: seen before one question and after the other it would count twice, or not.
+        """
+        account = self.account
+        while True:
+            held_bytes = account.held_bytes
+            transfer_bytes = self._transfer_bytes()
+            if held_bytes == account.held_bytes:
+                return transfer_bytes
 
     def admit(self, nbytes: int) -> None:
         """Wait until ``nbytes`` more fit under the bound; call it only if there is one.

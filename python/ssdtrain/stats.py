@@ -127,14 +127,14 @@ def snapshot(
 
     engines = store.get("engines", ())
     assert isinstance(engines, list | tuple)
-    nbytes, count = residency.ended_bytes, residency.ended_count
+    ended = residency.account.ended()
     return Stats(
-        bytes_offloaded=nbytes["offloaded"],
-        bytes_forwarded=nbytes["forwarded"],
-        bytes_kept=nbytes["kept"],
-        tensors_offloaded=count["offloaded"],
-        tensors_forwarded=count["forwarded"],
-        tensors_kept=count["kept"],
+        bytes_offloaded=ended["offloaded"][0],
+        bytes_forwarded=ended["forwarded"][0],
+        bytes_kept=ended["kept"][0],
+        tensors_offloaded=ended["offloaded"][1],
+        tensors_forwarded=ended["forwarded"][1],
+        tensors_kept=ended["kept"][1],
         bytes_written=number("bytes_written"),
         bytes_read=number("bytes_read"),
         write_busy_s=number("write_busy_ns") / 1e9,
@@ -144,7 +144,7 @@ def snapshot(
         write_failed_count=write_failed_count,
         write_refused_count=write_refused_count,
         resident_bytes=resident_bytes,
-        resident_bytes_peak=residency.peak_bytes,
+        resident_bytes_peak=residency.account.peak_bytes,
         disk_used_bytes=number("disk_used_bytes"),
         disk_reserved_bytes=number("disk_reserved_bytes"),
         engines=tuple((str(place), str(name)) for place, name in engines),

@@ -19,7 +19,6 @@ from ssdtrain.activations.prefetch import DEAD_ROUND_COUNT
 from ssdtrain.activations.writeback import Writeback
 from ssdtrain.errors import ClosedError, ConfigError
 from ssdtrain.planning.policy import PLANS_MAX, Item, Policy, Rates
-from ssdtrain.residency import Residency
 from support import (
     Flush,
     Result,
@@ -159,27 +158,6 @@ def test_a_home_is_found_and_a_block_is_left_once(
         assert session.stats.engines[0][0] == str(tmp_path / "spill")
     with pytest.raises(ssdtrain.ConfigError, match="has not entered"):
         block.__exit__(None, None, None)
-
-
-def test_an_interrupt_in_a_pack_of_a_small_tensor_is_no_later_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hold = Residency.hold_shared
-    calls = itertools.count()
-
-    def interrupted(residency: Residency, *arguments: Any) -> None:
-        if next(calls) == 2:
-            raise KeyboardInterrupt
-        hold(residency, *arguments)
-
-    monkeypatch.setattr(Residency, "hold_shared", interrupted)
-    rig = Rig(tmp_path, min_bytes=1 << 30)
-    x = torch.randn(64, requires_grad=True)
-    with rig.context():
-        with pytest.raises(KeyboardInterrupt):
-            chain(x)
-        chain(x).sum().backward()
-    rig.assert_empty()
 
 
 def test_a_second_backward_reads_no_further_ahead_than_the_first(tmp_path: Path) -> None:

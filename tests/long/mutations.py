@@ -1,7 +1,8 @@
 """Removes each defence of the product from a copy of the package, and runs the tests that guard it.
 
-``make mutations`` calls it. A defence is guarded if its tests pass with it and each of them fails
-without it; tests/support/defences.py finds both. The exit code is 1 if one can go unnoticed.
+``make mutations`` calls it. What is compiled is built anew without its line. A defence is guarded
+if its tests pass with it and each of them fails without it; tests/support/defences.py finds both.
+The exit code is 1 if one can go unnoticed.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,28 +29,35 @@ PASSED, FAILED = 0, 1
 """Exit codes of pytest; all others say that it could not judge."""
 TIMEOUT_S = 120
 WORKERS_COUNT = 2
+EXTENSION = "_core.abi3.so"
+BUILD = ROOT / "target" / "mutations"
+BUILDING = threading.Lock()
+BUILD_SETTINGS = {"CARGO_TARGET_DIR": str(BUILD / "target"), "CARGO_PROFILE_RELEASE_LTO": "off"}
 
 INSTEAD = {
-    "a tensor of its own for each unpack": "return kept",
     "checkpoint recognition": "return True",
-    "hooks that the compiler does not trace": "if False:",
+    "hooks that the compiler does not trace": "let called = if false {",
     "lifetime by handle": "entry = lambda: saved",
     "live memory before the disk": "if storage is None or record.nbytes:",
     "memory of others stays": "return False",
-    "never the tensor itself": "self.tensor = tensor",
+    "never the tensor itself": "tensor.clone()",
     "no lock while waiting for a read": "with self._lock: found = self._wait(packed, found)",
     "one counter for all who saved it": "counted = self.counter.clone()",
     "parts that count apart stay": "return False",
-    "provenance: the base of a view": "if False:",
-    "provenance: the walk to the parameter": "for _ in range(0):",
-    "shared counters below autograd": "if False:",
+    "provenance: the base of a view": "if false {",
+    "provenance: the walk to the parameter": "for _ in 0..0 {",
+    "shared counters below autograd": "if True:",
     "storage offset": "self.offset = 0",
     "the gate": "self._writeback._begin_write(record)",
     "verify": "verify=False,",
+    "version of what is kept": "let is_same = true;",
+    "a leaf that is kept is held itself": "let held = if false {",
+    "a leaf in memory is handed out itself": "self.leaf = None",
     "version at unpack": "if version not in (NO_VERSION, version):  # noqa: SLF001",
-    "weights without history": "return False",
+    "weights without history": "Ok(users == 0)",
     "what a refused backward left is dropped": "if _lowest:",
-    "what is larger than its parameter": "return True",
+    "what a plain tensor is": "return Ok(Verdict::Plain);",
+    "what is larger than its parameter": "Ok(storage_bytes > 0)",
 }
 """What stands in the place of a marked line where to remove it would break the code around it."""
 
@@ -82,15 +91,56 @@ def copied_package() -> Iterator[Path]:
 def without(name: str, folder: Path) -> Iterator[None]:
     """Take a defence out of the package in ``folder`` for a while."""
     package = folder / "ssdtrain"
-    modules = {mark.module for mark in defences.marks(package) if mark.defence == name}
-    whole = {package / module: (package / module).read_text() for module in modules}
-    for path, text in whole.items():
-        path.write_text("\n".join(mutated(text.splitlines(), name)) + "\n")
+    files = {mark.file for mark in defences.marks() if mark.defence == name}
+    changed = {file: text_without(name, file) for file in files}
+    saved = {}
+    for file, text in changed.items():
+        if file.suffix == ".py":
+            there = package / file.relative_to(defences.PACKAGE)
+            saved[there] = there.read_bytes()
+            there.write_text(text)
+    compiled = {file: text for file, text in changed.items() if file.suffix == ".rs"}
+    if compiled:
+        there = package / EXTENSION
+        saved[there] = there.read_bytes()
+        there.write_bytes(build(compiled))
     try:
         yield
     finally:
-        for path, text in whole.items():
-            path.write_text(text)
+        for there, content in saved.items():
+            there.write_bytes(content)
+
+
+def text_without(name: str, file: Path) -> str:
+    return "\n".join(mutated(file.read_text().splitlines(), name)) + "\n"
+
+
+def build(changed: Mapping[Path, str]) -> bytes:
+    """Build the compiled part from a copy of its sources, with the texts of some files changed."""
+    with BUILDING:
+        # One place for all, so that only what changed is compiled again.
+        for name in ("Cargo.toml", "Cargo.lock"):
+            copy_if_other((ROOT / name).read_bytes(), BUILD / name)
+        for file in sorted((ROOT / "rust").rglob("*")):
+            if file.is_file() and "target" not in file.parts:
+                text = changed.get(file)
+                content = file.read_bytes() if text is None else text.encode()
+                copy_if_other(content, BUILD / file.relative_to(ROOT))
+        command = ["cargo", "build", "--release", "--locked", "--package", "ssdtrain-py"]
+        environment = {**os.environ, "PYO3_PYTHON": sys.executable, **BUILD_SETTINGS}
+        done = subprocess.run(
+            command, cwd=BUILD, env=environment, capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            raise RuntimeError(f"without its line the compiled part does not build:\n{done.stderr}")
+        return (BUILD / "target" / "release" / "lib_core.so").read_bytes()
+
+
+def copy_if_other(content: bytes, place: Path) -> None:
+    """Write a file unless it is there: cargo goes by the times of files."""
+    if not place.exists() or place.read_bytes() != content:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes(content)
 
 
 def outcome(folder: Path, tests: Sequence[str]) -> tuple[int, set[str], str]:

@@ -3,10 +3,10 @@
     python tests/support/defences.py
 
 A line of the package that keeps a wrong gradient, a lost byte or a leak away carries a mark: the
-comment ``# defence: NAME`` at its end, or alone on the line above it. Several lines may share a
-name. A test that fails without it says so: ``@pytest.mark.defends("NAME")``. The table in
-docs/correctness.md is made of both, and ``make mutations`` removes the marked lines, one defence
-after the other.
+comment ``# defence: NAME`` (in Rust ``// defence: NAME``) at its end, or alone on the line above.
+Several lines may share a name. A test that fails without it says so:
+``@pytest.mark.defends("NAME")``. The table in docs/correctness.md is made of both, and ``make
+mutations`` removes the marked lines, one defence after the other.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from pathlib import Path
 from checkout import ROOT, TESTS
 
 PACKAGE = ROOT / "python" / "ssdtrain"
+COMPILED = ROOT / "rust" / "py" / "src"
 PAGE = ROOT / "docs" / "correctness.md"
-MARK = re.compile(r"(?P<code>.*?)\s*# defence: (?P<name>.+)$")
+MARK = re.compile(r"(?P<code>.*?)\s*(?:#|//) defence: (?P<name>.+)$")
 HEAD = "| defence | where | without it fails |\n|---|---|---|\n"
 TABLE = re.compile(re.escape(HEAD) + r"(?:\|.*\n)*")
 
@@ -32,16 +33,22 @@ class Mark:
     """A defended line: of which file, and at which place in its lines."""
 
     defence: str
-    module: str
-    """The file's path within the package."""
+    file: Path
     at: int
 
+    @property
+    def module(self) -> str:
+        """The file's path, in Python within the package."""
+        base = ROOT if self.file.suffix == ".rs" else PACKAGE
+        return self.file.relative_to(base).as_posix()
 
-def marks(package: Path = PACKAGE) -> list[Mark]:
+
+def marks() -> list[Mark]:
     """Return every mark, by file and line."""
+    files = [*sorted(PACKAGE.rglob("*.py")), *sorted(COMPILED.rglob("*.rs"))]
     return [
-        Mark(name, path.relative_to(package).as_posix(), at)
-        for path in sorted(package.rglob("*.py"))
+        Mark(name, path, at)
+        for path in files
         for name, at in marked_lines(path.read_text().splitlines())
     ]
 

@@ -154,7 +154,7 @@ class Rig:
 
     def forget_peak(self) -> None:
         """Count the peak of resident bytes anew."""
-        self.residency.peak_bytes = 0
+        self.residency.account.forget_peak()
 
     def assert_empty(self) -> None:
         """Everything that was saved has gone from memory and disk."""

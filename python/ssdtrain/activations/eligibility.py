@@ -9,9 +9,15 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.nn import Parameter
 
-from ssdtrain.machine.torch_internals import dispatch_keys, storage_users
+from ssdtrain._core import Rules
+from ssdtrain.machine.torch_internals import (
+    dispatch_keys,
+    is_below_autograd,
+    storage_users,
+    tracer,
+)
 
-__all__ = ["is_memory_of_others", "is_plain", "is_weight"]
+__all__ = ["RULES", "is_memory_of_others"]
 
 PASSES_WEIGHTS_ON = frozenset(
     {
@@ -45,63 +51,28 @@ PASSES_WEIGHTS_ON = frozenset(
 Two are of distributed tensors: shards are gathered, and a plain tensor is taken out.
 """
 
-DERIVATION_DEPTH_MAX = 8
-"""Bounds the work of a pack; views and casts of a weight are a few nodes away from it."""
-
 PLAIN_KEYS = dispatch_keys(torch.from_numpy(np.empty(0)))
 """The keys of an ordinary tensor. Its memory comes from numpy: when torch allocates its first own
 tensor it reads the switch for huge pages, and at import that would be too early."""
 
-FRESH_USERS_MAX = 3
-"""As many users as a storage has that nobody else needs: the result of an operation, the detached
-tensor that a selective checkpoint packs, and the Python object of the storage."""
+RULES = Rules(
+    tensor_type=Tensor,
+    parameter_type=Parameter,
+    dispatch_keys=dispatch_keys,
+    plain_keys=PLAIN_KEYS,
+    passes_weights_on=PASSES_WEIGHTS_ON,
+    is_below_autograd=is_below_autograd,
+    is_grad_enabled=torch.is_grad_enabled,
+    storage_users=storage_users,
+    tracer=tracer,
+)
+"""By these the compiled part tells weights and odd tensors from all others.
 
-
-def is_plain(tensor: Tensor) -> bool:
-    """Whether this is a dense, strided CPU tensor whose bytes say everything about it.
-
-    Subclasses (DTensor, fake tensors) are not, and of those nothing but the type may be touched.
-    Of the others torch's own list of what handles a tensor tells: sparse, nested and quantised
-    tensors, lazy conjugates, tensors without bytes, of inference mode, of function transforms and
-    of other devices each have an entry more, or one less, than a plain one.
-    """
-    kind = type(tensor)
-    return (
-        (kind is Tensor or kind is Parameter)
-        and dispatch_keys(tensor) == PLAIN_KEYS  # defence: what a plain tensor is
-    )
-
-
-def is_weight(tensor: Tensor) -> bool:
-    """Whether a plain saved tensor is a parameter, a leaf that asks for a gradient, or made of one.
-
-    Views are found by their base (a linear layer saves ``weight.t()``), cast copies (autocast), and
-    parts of these, by the nodes between them and the parameter. Such tensors stay alive for the
-    optimizer anyway, so writing them would free nothing.
-    """
-    # Not `isinstance`, which for parameters is a slow function in Python: `is_plain` has found that
-    # this is a `Tensor` or a `Parameter` and no other class.
-    if type(tensor) is Parameter or (tensor.is_leaf and tensor.requires_grad):
-        return True
-    base = tensor._base  # noqa: SLF001 - the only way to ask a view for its base
-    # defence: provenance: the base of a view
-    if base is not None and (isinstance(base, Parameter) or (base.is_leaf and base.requires_grad)):
-        return True
-    node = tensor.grad_fn
-    if node is None:
-        # Autograd calls pack with grad mode off. If it is on, a selective checkpoint hands over
-        # a tensor of its cache, which has no history to look at. It may be a view of a weight, and
-        # FSDP2 empties its weights after their forward, even while they are being written. Such a
-        # view is told by the other users of its storage.
-        # defence: weights without history
-        return torch.is_grad_enabled() and storage_users(tensor) > FRESH_USERS_MAX
-    for _ in range(DERIVATION_DEPTH_MAX):  # defence: provenance: the walk to the parameter
-        if node is None or node.name() not in PASSES_WEIGHTS_ON:
-            break
-        node = node.next_functions[0][0] if node.next_functions else None
-        if node is not None and node.name() == "torch::autograd::AccumulateGrad":
-            return _is_no_larger(tensor, getattr(node, "variable", None))
-    return False
+Weights are parameters, leaves that ask for a gradient, and what is made of them: views, which are
+found by their base (a linear layer saves ``weight.t()``), cast copies (autocast), and parts of
+these, by the nodes between them and the parameter. Such tensors stay alive for the optimizer
+anyway, so writing them would free nothing.
+"""
 
 
 def is_memory_of_others(storage: UntypedStorage, owns: Callable[[int], bool]) -> bool:
@@ -112,11 +83,3 @@ def is_memory_of_others(storage: UntypedStorage, owns: Callable[[int], bool]) ->
     """
     # defence: memory of others stays
     return not storage.resizable() and not owns(storage.data_ptr())
-
-
-def _is_no_larger(tensor: Tensor, leaf: object) -> bool:
-    """Whether this was made of a parameter, and is not one row of it repeated for a whole batch."""
-    if not isinstance(leaf, Parameter):
-        return False
-    # defence: what is larger than its parameter
-    return tensor.untyped_storage().nbytes() <= leaf.numel() * tensor.itemsize

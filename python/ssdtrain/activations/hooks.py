@@ -11,32 +11,26 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from time import perf_counter
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.autograd.graph import saved_tensors_hooks
 
-from ssdtrain.activations.eligibility import is_memory_of_others, is_plain, is_weight
+from ssdtrain._core import HookPair, Kept
+from ssdtrain.activations.eligibility import RULES, is_memory_of_others
 from ssdtrain.activations.prefetch import OrderedTensor, Prefetcher
-from ssdtrain.activations.saved_tensor import (
-    ExcludedTensor,
-    KeptTensor,
-    check_version,
-    shares_no_counter,
-)
+from ssdtrain.activations.saved_tensor import check_version, exclude, shares_no_counter
 from ssdtrain.activations.writeback import Writeback
 from ssdtrain.errors import ClosedError, SsdtrainError
 from ssdtrain.geometry import Geometry, part_of
 from ssdtrain.machine.torch_internals import (
     current_backward,
     current_node,
-    is_below_autograd,
-    is_dynamo_compiling,
     sequence_number,
     share_counters,
-    tracer,
     untraced,
 )
 from ssdtrain.notices import Notices
@@ -99,7 +93,24 @@ class Hooks:
 
     def context(self) -> saved_tensors_hooks:
         """Return the context manager that installs the hooks in the calling thread."""
-        return saved_tensors_hooks(self.pack, self.unpack)
+        # Not kept here: it knows this object, and the store goes when nobody knows it any more.
+        pair = HookPair(
+            RULES,
+            self._residency.account,
+            transfer_bytes=self._transfer_bytes,
+            # Under a bound also what is small has to ask for room.
+            small_bytes=0 if self._residency.is_bounded else self._min_bytes,
+            pack_other=self._pack,
+            pack_unusual=self._pack_unusual,
+            pack_below=self._pack_below,
+            unpack_other=self._unpack,
+            untraced=call_untraced,
+        )
+        return saved_tensors_hooks(pair.pack, pair.unpack)
+
+    def _transfer_bytes(self) -> int:
+        # A worker of the parent may have held any lock of the core when this was forked.
+        return 0 if self._is_forked else self._transfer.resident_bytes()
 
     def stats(self) -> Stats:
         """Return what happened so far."""
@@ -107,8 +118,7 @@ class Hooks:
         with self._lock:
             # A worker of the parent may have held any lock of the core when this was forked.
             if self._is_forked:
-                residency.settle()
-                resident_bytes, store = residency.held_bytes, {}
+                resident_bytes, store = residency.account.held_bytes, {}
             else:
                 resident_bytes = residency.resident_bytes()
                 store = self._transfer.stats()
@@ -136,24 +146,26 @@ class Hooks:
         with self._lock:
             self._writeback.end_all()
 
-    def pack(self, tensor: Tensor) -> object:
-        """Take a tensor that a node saves; return what autograd keeps in its place."""
-        if is_dynamo_compiling() or tracer():
-            return _pack_untraced(self, tensor)
-        if is_below_autograd():  # defence: shared counters below autograd
-            # Selective checkpointing hands over what it caches, and no longer checks the version.
-            with share_counters():
-                return self._pack(tensor)
-        return self._pack(tensor)
+    def _pack_below(self, pair: HookPair, tensor: Tensor) -> object:
+        """Pack what comes from inside an operation.
+
+        Selective checkpointing hands over what it caches, and no longer checks the version.
+        """
+        with share_counters():  # defence: shared counters below autograd
+            return pair.pack_here(tensor)
+
+    def _pack_unusual(self, tensor: Tensor) -> Kept:
+        """Pack what is no plain CPU tensor."""
+        self._note_excluded(tensor)
+        return exclude(tensor)
 
     def _pack(self, tensor: Tensor) -> object:
+        """Take a tensor that a node saves; return what autograd keeps in its place.
+
+        Weights and most small tensors do not come here (``_core.HookPair``).
+        """
         if self._is_forked:
-            return ExcludedTensor(tensor)
-        if not is_plain(tensor):
-            self._note_excluded(tensor)
-            return ExcludedTensor(tensor)
-        if is_weight(tensor):
-            return ExcludedTensor(tensor)
+            return exclude(tensor)
         storage = tensor.untyped_storage()
         storage_bytes = storage.nbytes()
         # What is too small mostly has a small storage, and shall cost no more than a look at it.
@@ -192,21 +204,15 @@ class Hooks:
             return False
         return backward == -1 or not _is_recompute()  # defence: checkpoint recognition
 
-    def unpack(self, packed: object) -> Tensor:
-        """Give a node its saved tensor back."""
-        if is_dynamo_compiling() or tracer():  # defence: hooks that the compiler does not trace
-            # Compiled autograd would trace this call, and take a version counter for a constant.
-            tensor: Tensor = _unpack_untraced(self, packed)
-            return tensor
-        return self._unpack(packed)
-
     def _unpack(self, packed: object) -> Tensor:
+        """Give a node its saved tensor back."""
         if not isinstance(packed, OrderedTensor):
-            assert isinstance(packed, ExcludedTensor | KeptTensor)
+            # What has changed since comes here, or is asked for from inside an operation
+            # (``_core.HookPair``).
+            assert isinstance(packed, Kept)
             kept = packed.tensor
-            # defence: version of what is kept
             check_version(kept, packed.version, lambda: _describe_kept(kept))
-            return kept.detach()  # defence: a tensor of its own for each unpack
+            return kept.detach()
         geometry = packed.geometry
         check_version(
             packed.counter, packed.version, lambda: _describe(geometry.dtype, geometry.size)
@@ -215,21 +221,19 @@ class Hooks:
             return _from_memory(packed)
         with self._lock:
             found = self._find(packed)
-        if not isinstance(found, Tensor):
-            found = self._wait(packed, found)  # defence: no lock while waiting for a read
-        return packed.counted(found)
+        if isinstance(found, UntypedStorage):
+            original = packed.original(found)
+            return packed.counted(geometry.build(found, 0)) if original is None else original
+        # defence: no lock while waiting for a read
+        return packed.counted(self._wait(packed, found))
 
-    def _find(self, saved: OrderedTensor) -> Tensor | Loading:
-        """Return the tensor if its bytes are in memory, else the read that brings them."""
+    def _find(self, saved: OrderedTensor) -> UntypedStorage | Loading:
+        """Return the storage if its bytes are in memory, else the read that brings them."""
         writeback, prefetcher = self._writeback, self._prefetcher
         storage = writeback.recall(saved.record)
         if prefetcher.note_unpack(saved):
             writeback.cancel_queued()
-        found: Tensor | Loading
-        if storage is not None:
-            found = saved.geometry.build(storage, 0)
-        else:
-            found = prefetcher.demand(saved)
+        found = prefetcher.demand(saved) if storage is None else storage
         prefetcher.advance(saved)
         self._residency.note_peak()
         return found
@@ -264,13 +268,12 @@ class Hooks:
 
 
 @untraced
-def _pack_untraced(hooks: Hooks, tensor: Tensor) -> object:
-    return hooks.pack(tensor)
+def call_untraced(function: Callable[..., object], *arguments: object) -> object:
+    """Call ``function`` where the compiler does not look.
 
-
-@untraced
-def _unpack_untraced(hooks: Hooks, packed: object) -> Tensor:
-    return hooks.unpack(packed)
+    Traced, a version counter would be a constant.
+    """
+    return function(*arguments)
 
 
 def _from_memory(saved: OrderedTensor) -> Tensor:

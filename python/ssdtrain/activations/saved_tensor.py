@@ -13,17 +13,17 @@ from typing import Final
 
 from torch import Tensor, UntypedStorage
 
+from ssdtrain._core import Kept
 from ssdtrain.geometry import Geometry, empty
-from ssdtrain.machine.torch_internals import current_node
+from ssdtrain.machine.torch_internals import current_node, is_below_autograd
 from ssdtrain.residency import Residency
 from ssdtrain.transfer.base import Handle
 
 __all__ = [
-    "ExcludedTensor",
-    "KeptTensor",
     "Record",
     "SavedTensor",
     "check_version",
+    "exclude",
     "root_of",
     "shares_no_counter",
 ]
@@ -55,7 +55,6 @@ class Record:
 
     __slots__ = (
         "__weakref__",
-        "_residency",
         "handle",
         "holding",
         "key",
@@ -94,9 +93,8 @@ class Record:
         """The policy's name for this tensor (see ``prefetch.next_key``)."""
         self.handle: Handle | None = None
         """Its bytes in the store, from the beginning of a write until the write is given up."""
-        self._residency = residency
-        self.holding = residency.hold(self, nbytes)
-        """The reference to this record for everybody who must not keep it alive."""
+        self.holding = residency.account.hold(nbytes)
+        """Its bytes in the account; they end with it."""
 
     def is_leaving(self) -> bool:
         """Whether it is in memory now, but may have to be read when its turn comes.
@@ -135,7 +133,7 @@ class Record:
         assert self.source is not None
         assert self.handle is not None
         self.source = None
-        self._residency.free(self.holding)
+        self.holding.free()
 
     def _address(self) -> int:
         assert self.source is not None
@@ -145,7 +143,7 @@ class Record:
 class SavedTensor:
     """The packed object of a tensor whose bytes a record manages."""
 
-    __slots__ = ("__weakref__", "counter", "geometry", "record", "sequence", "version")
+    __slots__ = ("__weakref__", "counter", "geometry", "leaf", "record", "sequence", "version")
 
     def __init__(self, tensor: Tensor, geometry: Geometry, record: Record, sequence: int) -> None:
         self.geometry = geometry
@@ -153,6 +151,25 @@ class SavedTensor:
         self.version = record.version
         self.counter = version_counter(tensor)
         self.sequence = sequence
+        # defence: a leaf in memory is handed out itself
+        self.leaf = weakref.ref(tensor) if tensor.is_leaf else None
+
+    def original(self, storage: UntypedStorage) -> Tensor | None:
+        """Return the very tensor that was saved, if it is a leaf that still lies on ``storage``.
+
+        Autograd would hand it out. A backward may return it as a gradient, and a gradient that
+        nobody else holds becomes a parameter's own, to which others are added in place: a second
+        tensor on the same bytes would let the user's own tensor change.
+        """
+        leaf = self.leaf() if self.leaf is not None else None
+        if (
+            leaf is None
+            or is_below_autograd()
+            or leaf.untyped_storage() is not storage
+            or not self.geometry.is_of(leaf)
+        ):
+            return None
+        return leaf
 
     def counted(self, tensor: Tensor) -> Tensor:
         """Return ``tensor`` with the version counter of the original.
@@ -165,31 +182,10 @@ class SavedTensor:
         return counted
 
 
-class KeptTensor:
-    """The packed object of a tensor that stays in memory, and is counted there.
-
-    It is too small to be worth a write, shares no version counter with the rest of its storage, or
-    lies in memory that is somebody else's.
-    """
-
-    __slots__ = ("__weakref__", "tensor", "version")
-
-    def __init__(
-        self, tensor: Tensor, nbytes: int, storage_bytes: int, residency: Residency
-    ) -> None:
-        self.tensor = tensor.detach()  # defence: never the tensor itself
-        self.version = tensor._version  # noqa: SLF001 - autograd's own check, see check_version
-        residency.hold_shared(self, id(tensor.untyped_storage()), nbytes, storage_bytes)
-
-
-class ExcludedTensor:
-    """The packed object of a weight, or of a tensor we do not manage: not counted, kept."""
-
-    __slots__ = ("tensor", "version")
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor.detach()
-        self.version = NO_VERSION if tensor.is_inference() else tensor._version  # noqa: SLF001
+def exclude(tensor: Tensor) -> Kept:
+    """Return the packed object of a tensor that is not managed: not counted, kept."""
+    version = NO_VERSION if tensor.is_inference() else tensor._version  # noqa: SLF001
+    return Kept(tensor.detach(), version)
 
 
 def version_counter(tensor: Tensor) -> Tensor:

@@ -14,9 +14,11 @@ import threading
 import weakref
 from collections import deque
 
+import torch
 from torch import Tensor, UntypedStorage
 
-from ssdtrain.activations.saved_tensor import KeptTensor, Record, root_of
+from ssdtrain._core import Kept
+from ssdtrain.activations.saved_tensor import Record, root_of
 from ssdtrain.errors import (
     BusyError,
     CancelledError,
@@ -30,7 +32,7 @@ from ssdtrain.machine.process_memory import release_free_memory
 from ssdtrain.machine.torch_internals import sequence_number
 from ssdtrain.notices import Notices
 from ssdtrain.planning.policy import Policy
-from ssdtrain.residency import Holding, Residency
+from ssdtrain.residency import Residency
 from ssdtrain.transfer.base import Handle, Transfer
 
 __all__ = ["Writeback"]
@@ -57,7 +59,7 @@ class Gate:
     def __init__(self, owner: weakref.ref[Token]) -> None:
         self.owner = owner
         """Dead once the thread has ended: then it has passed all its nodes."""
-        self.records: list[Holding[Record]] = []
+        self.records: list[weakref.ref[Record]] = []
         self.nbytes = 0
         self.first_sequence = 0
         """Of its first record; those of the others are not lower."""
@@ -95,13 +97,13 @@ class Writeback:
         self._notices = notices
         # Under a bound, a write that begins later frees memory later, for which somebody may wait.
         self._batch_bytes = 0 if residency.is_bounded else min(BATCH_BYTES, BATCH_COUNT * min_bytes)
-        self._known: dict[int, Holding[Record]] = {}
+        self._known: dict[int, weakref.ref[Record]] = {}
         """The last record of each storage, by the identity of the storage; some are dead."""
         self._forget_at = FORGET_AT_MIN
         self._local = Local()
         self._gates: list[Gate] = []
         """Of all threads; those of threads that have ended go when another is made."""
-        self._writing: deque[Holding[Record]] = deque()
+        self._writing: deque[weakref.ref[Record]] = deque()
         self._look_at = 0
         """Which of the writes behind the oldest was looked at last."""
         self.failed_count = 0
@@ -116,15 +118,16 @@ class Writeback:
 
     # What the hooks ask.
 
-    def keep(self, tensor: Tensor, nbytes: int, storage_bytes: int) -> KeptTensor:
+    def keep(self, tensor: Tensor, nbytes: int, storage_bytes: int) -> Kept:
         """Return a packed object that holds the tensor in memory, and is counted."""
         residency = self._residency
-        residency.settle()
+        account = residency.account
         if residency.is_bounded:
             self._open_gate(sequence_number())
-            identity = id(tensor.untyped_storage())
-            residency.admit(residency.shared_more_bytes(identity, nbytes, storage_bytes))
-        kept = KeptTensor(tensor, nbytes, storage_bytes, residency)
+            identity = tensor.untyped_storage().data_ptr()
+            residency.admit(account.shared_more_bytes(identity, nbytes, storage_bytes))
+        # Autograd packs with grad mode off, a selective checkpoint inside an operation with it on.
+        kept = account.keep(tensor, nbytes, storage_bytes, torch.is_grad_enabled())
         residency.note_peak()
         return kept
 
@@ -144,7 +147,6 @@ class Writeback:
         ``sequence`` and ``key`` are for a new one. Writes of nodes that have been passed begin, and
         memory of those that have ended is freed.
         """
-        self._residency.settle()
         self._open_gate(sequence)
         self._reap()
         storage = tensor.untyped_storage()
@@ -166,7 +168,7 @@ class Writeback:
             tensor, start, nbytes, sequence=sequence, key=key, residency=self._residency
         )
         # `id` is an identity only while the storage lives, which the look-up above checks.
-        self._remember(identity, record.holding)
+        self._remember(identity, weakref.ref(record))
         return record, True
 
     def write_later(self, record: Record) -> None:
@@ -180,7 +182,7 @@ class Writeback:
             local.gate = gate
         if not gate.records:
             gate.first_sequence = record.sequence
-        gate.records.append(record.holding)
+        gate.records.append(weakref.ref(record))
         gate.nbytes += record.nbytes
 
     def recall(self, record: Record) -> UntypedStorage | None:
@@ -188,7 +190,6 @@ class Writeback:
 
         A backward asks, so this thread has passed all its nodes: their writes begin.
         """
-        self._residency.settle()
         self._open_gate(None)
         storage = self._in_memory(record)
         self._reap()
@@ -258,8 +259,8 @@ class Writeback:
 
     def _open(self, gate: Gate, sequence: int | None) -> None:
         """Begin the writes of the records before ``sequence``; what cannot begin now stays."""
-        closed: list[Holding[Record]] = []
-        first_sequence = 0
+        closed: list[weakref.ref[Record]] = []
+        closed_bytes = first_sequence = 0
         is_busy = False
         for reference in gate.records:
             record = reference()
@@ -270,19 +271,20 @@ class Writeback:
             if is_closed or is_busy:
                 first_sequence = first_sequence if closed else record.sequence
                 closed.append(reference)
+                closed_bytes += record.nbytes
         gate.records = closed
         gate.first_sequence = first_sequence
-        gate.nbytes = sum(reference.nbytes for reference in closed)
+        gate.nbytes = closed_bytes
 
     # Records.
 
-    def _remember(self, identity: int, holding: Holding[Record]) -> None:
+    def _remember(self, identity: int, reference: weakref.ref[Record]) -> None:
         """Find this record by its storage from now on; drop dead entries as the table doubles."""
         if len(self._known) >= self._forget_at:
             alive = {one: held for one, held in self._known.items() if held() is not None}
             self._known = alive
             self._forget_at = max(FORGET_AT_MIN, 2 * len(alive))
-        self._known[identity] = holding
+        self._known[identity] = reference
 
     def _in_memory(self, record: Record) -> UntypedStorage | None:
         if record.source is not None:
@@ -291,14 +293,14 @@ class Writeback:
                 if not self._residency.is_bounded and record.handle.cancel():
                     record.handle = None
                 else:
-                    record.holding.fate = "forwarded"
+                    record.holding.forward()
             return record.source.untyped_storage()
         storage = record.storage()
         # defence: live memory before the disk
         if storage is None or storage.nbytes() < record.start + record.nbytes:
             return None
         # Somebody else holds it: offloading it freed nothing, so do not do it again.
-        record.holding.fate = "forwarded"
+        record.holding.forward()
         self._policy.note_futile(record.key)
         return storage
 
@@ -324,7 +326,7 @@ class Writeback:
         except StorageError as error:
             self._note_failure(error)
             return True
-        self._writing.append(record.holding)
+        self._writing.append(weakref.ref(record))
         return True
 
     def _reap(self) -> None:
@@ -346,7 +348,7 @@ class Writeback:
         if self._take_ended(writing[self._look_at]):
             del writing[self._look_at]
 
-    def _take_ended(self, reference: Holding[Record]) -> bool:
+    def _take_ended(self, reference: weakref.ref[Record]) -> bool:
         """End a write that is done; ``False`` if it is still under way."""
         record = reference()
         if record is None or record.handle is None or record.source is None:
@@ -368,7 +370,7 @@ class Writeback:
         except SsdtrainError as error:
             # The source is still here, so nothing is lost: the tensor is kept.
             record.handle = None
-            record.holding.fate = "kept"
+            record.holding.keep()
             self._note_failure(error)
         else:
             if record.is_unchanged():

@@ -19,6 +19,7 @@
 //!
 //! `docs/architecture.md` says what each module is for and which may use which.
 
+pub mod account;
 pub mod allocator;
 pub mod config;
 pub mod device;
@@ -34,6 +35,7 @@ pub mod stored;
 mod sync;
 pub mod ticket;
 pub mod transfer;
+pub use account::{Account, Ended, Fate, Holding, SharedHolding};
 pub use config::{Backend, DirectIo, Directory, Faults, PauseSwitch, StoreConfig, Tuning};
 pub use direction::Direction;
 pub use disk::statistics::Traffic;

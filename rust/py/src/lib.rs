@@ -1,9 +1,13 @@
 //! The Python boundary: addresses and lengths cross it, tensors do not, so one wheel serves every
 //! torch. Signatures and docstrings stand in `python/ssdtrain/_core.pyi`.
 
+mod account;
 mod error;
+mod hook_pair;
+mod kept;
 mod owner;
 mod probe;
+mod rules;
 mod simulated;
 mod store;
 
@@ -13,7 +17,15 @@ use pyo3::prelude::*;
 #[pymodule]
 mod _core {
     #[pymodule_export]
+    use super::account::{Account, Holding};
+    #[pymodule_export]
+    use super::hook_pair::HookPair;
+    #[pymodule_export]
+    use super::kept::Kept;
+    #[pymodule_export]
     use super::probe::Probe;
+    #[pymodule_export]
+    use super::rules::Rules;
     #[pymodule_export]
     use super::simulated::SimulatedDisk;
     #[pymodule_export]

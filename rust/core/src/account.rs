@@ -1,0 +1,341 @@
+//! The bytes that are in memory because of us: what each holder holds, and how it ended.
+//!
+//! A holding is the entry of one holder; it ends when it is dropped, on whichever thread that is.
+//! What several holders share (views of one storage) is counted once.
+
+use std::collections::HashMap;
+use std::hash::{BuildHasherDefault, Hasher};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// How what was held ended, or would end now.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fate {
+    /// Stayed in memory.
+    Kept,
+    /// Written, or under way to the disk, but still in memory when it was needed.
+    Forwarded,
+    /// Written, and its memory freed.
+    Offloaded,
+}
+
+/// How much ended in one way.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Ended {
+    /// Bytes of the holdings.
+    pub bytes: u64,
+    /// How many there were.
+    pub count: u64,
+}
+
+/// What several holders of one storage hold together.
+#[derive(Debug)]
+struct Shared {
+    bytes: u64,
+    holder_count: u64,
+}
+
+/// Spreads addresses over a table; who chooses them is our own allocator, and not an attacker.
+#[derive(Debug, Default)]
+struct AddressHasher(u64);
+
+impl Hasher for AddressHasher {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+
+    fn write(&mut self, bytes: &[u8]) {
+        for byte in bytes {
+            self.write_usize(usize::from(*byte));
+        }
+    }
+
+    fn write_usize(&mut self, address: usize) {
+        // Fibonacci hashing (Knuth, The Art of Computer Programming, section 6.4): the golden
+        // ratio times 2^64. The table looks at the lowest and at the highest bits.
+        let product = (self.0 ^ address as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+        self.0 = product ^ (product >> 32);
+    }
+}
+
+#[derive(Debug, Default)]
+struct Books {
+    held_bytes: u64,
+    peak_bytes: u64,
+    /// What transfers held when somebody said so last.
+    transfer_bytes: u64,
+    kept: Ended,
+    forwarded: Ended,
+    offloaded: Ended,
+    shared: HashMap<usize, Shared, BuildHasherDefault<AddressHasher>>,
+}
+
+impl Books {
+    fn hold_shared(&mut self, identity: usize, nbytes: u64, storage_bytes: u64) {
+        let shared = self.shared.entry(identity).or_insert(Shared { bytes: 0, holder_count: 0 });
+        let more = nbytes.min(storage_bytes.saturating_sub(shared.bytes));
+        shared.bytes += more;
+        shared.holder_count += 1;
+        self.held_bytes += more;
+    }
+
+    fn end(&mut self, fate: Fate, bytes: u64) {
+        let ended = match fate {
+            Fate::Kept => &mut self.kept,
+            Fate::Forwarded => &mut self.forwarded,
+            Fate::Offloaded => &mut self.offloaded,
+        };
+        ended.bytes += bytes;
+        ended.count += 1;
+    }
+}
+
+/// One account; clones are the same one.
+#[derive(Clone, Debug, Default)]
+pub struct Account(Arc<Mutex<Books>>);
+
+impl Account {
+    /// Opens an account in which nothing is held.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Counts bytes until the holding is dropped or freed.
+    #[must_use]
+    pub fn hold(&self, nbytes: u64) -> Holding {
+        self.books().held_bytes += nbytes;
+        let state = Mutex::new(State { fate: Fate::Kept, is_held: true });
+        Holding { account: self.clone(), nbytes, state }
+    }
+
+    /// Counts bytes of a storage that stays; all its holders count together at most as much as it.
+    ///
+    /// `identity` is the storage's for as long as one of them lives.
+    #[must_use]
+    pub fn hold_shared(&self, identity: usize, nbytes: u64, storage_bytes: u64) -> SharedHolding {
+        self.books().hold_shared(identity, nbytes, storage_bytes);
+        SharedHolding { account: self.clone(), identity }
+    }
+
+    /// The same for a whole storage; and whether that might be a new peak, if transfers hold what
+    /// they held at the last [`note_peak`](Self::note_peak): then it is worth asking them.
+    #[must_use]
+    pub fn hold_small(&self, identity: usize, nbytes: u64) -> (SharedHolding, bool) {
+        let mut books = self.books();
+        books.hold_shared(identity, nbytes, nbytes);
+        let may_be_peak = books.held_bytes + books.transfer_bytes > books.peak_bytes;
+        (SharedHolding { account: self.clone(), identity }, may_be_peak)
+    }
+
+    /// The bytes that `hold_shared` would add.
+    #[must_use]
+    pub fn shared_more_bytes(&self, identity: usize, nbytes: u64, storage_bytes: u64) -> u64 {
+        let held = self.books().shared.get(&identity).map_or(0, |shared| shared.bytes);
+        nbytes.min(storage_bytes.saturating_sub(held))
+    }
+
+    /// The sum over all holdings.
+    #[must_use]
+    pub fn held_bytes(&self) -> u64 {
+        self.books().held_bytes
+    }
+
+    /// The most that was in memory at once; set it to 0 to begin anew.
+    #[must_use]
+    pub fn peak_bytes(&self) -> u64 {
+        self.books().peak_bytes
+    }
+
+    /// Forgets the peak until now.
+    pub fn forget_peak(&self) {
+        self.books().peak_bytes = 0;
+    }
+
+    /// Compares what is held, and what transfers hold beside it, with the peak.
+    pub fn note_peak(&self, transfer_bytes: u64) {
+        let mut books = self.books();
+        books.transfer_bytes = transfer_bytes;
+        books.peak_bytes = books.peak_bytes.max(books.held_bytes + transfer_bytes);
+    }
+
+    /// What ended in one way.
+    #[must_use]
+    pub fn ended(&self, fate: Fate) -> Ended {
+        let books = self.books();
+        match fate {
+            Fate::Kept => books.kept,
+            Fate::Forwarded => books.forwarded,
+            Fate::Offloaded => books.offloaded,
+        }
+    }
+
+    fn books(&self) -> MutexGuard<'_, Books> {
+        // Nothing in this file panics between two changes that belong together.
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[derive(Debug)]
+struct State {
+    fate: Fate,
+    is_held: bool,
+}
+
+/// The bytes of one holder, all in memory or none.
+#[derive(Debug)]
+pub struct Holding {
+    account: Account,
+    nbytes: u64,
+    state: Mutex<State>,
+}
+
+impl Holding {
+    /// Notes that the bytes are on the disk, and in memory no more.
+    pub fn free(&self) {
+        let mut state = self.state();
+        if state.is_held {
+            self.account.books().held_bytes -= self.nbytes;
+        }
+        *state = State { fate: Fate::Offloaded, is_held: false };
+    }
+
+    /// Says how it would end now.
+    pub fn set_fate(&self, fate: Fate) {
+        self.state().fate = fate;
+    }
+
+    /// How it would end now.
+    #[must_use]
+    pub fn fate(&self) -> Fate {
+        self.state().fate
+    }
+
+    /// The bytes of the holder, in memory or not.
+    #[must_use]
+    pub const fn nbytes(&self) -> u64 {
+        self.nbytes
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for Holding {
+    fn drop(&mut self) {
+        let state = self.state();
+        let mut books = self.account.books();
+        if state.is_held {
+            books.held_bytes -= self.nbytes;
+        }
+        books.end(state.fate, self.nbytes);
+    }
+}
+
+/// The part of one holder in what several hold.
+#[derive(Debug)]
+pub struct SharedHolding {
+    account: Account,
+    identity: usize,
+}
+
+impl Drop for SharedHolding {
+    fn drop(&mut self) {
+        let mut books = self.account.books();
+        let Some(shared) = books.shared.get_mut(&self.identity) else { return };
+        shared.holder_count -= 1;
+        if shared.holder_count == 0 {
+            let bytes = shared.bytes;
+            books.shared.remove(&self.identity);
+            books.held_bytes -= bytes;
+            books.end(Fate::Kept, bytes);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_holding_counts_until_it_is_dropped() {
+        let account = Account::new();
+        let one = account.hold(30);
+        let other = account.hold(12);
+        assert_eq!(account.held_bytes(), 42);
+        drop(one);
+        assert_eq!(account.held_bytes(), 12);
+        assert_eq!(account.ended(Fate::Kept), Ended { bytes: 30, count: 1 });
+        other.set_fate(Fate::Forwarded);
+        drop(other);
+        assert_eq!(account.held_bytes(), 0);
+        assert_eq!(account.ended(Fate::Forwarded), Ended { bytes: 12, count: 1 });
+    }
+
+    #[test]
+    fn a_freed_holding_is_offloaded_and_no_longer_held() {
+        let account = Account::new();
+        let holding = account.hold(8);
+        holding.free();
+        holding.free();
+        assert_eq!(account.held_bytes(), 0);
+        assert_eq!(account.ended(Fate::Offloaded), Ended::default(), "it has not ended yet");
+        drop(holding);
+        assert_eq!(account.ended(Fate::Offloaded), Ended { bytes: 8, count: 1 });
+        assert_eq!(account.held_bytes(), 0);
+    }
+
+    #[test]
+    fn bytes_that_were_freed_and_are_used_from_memory_end_as_forwarded() {
+        let account = Account::new();
+        let holding = account.hold(8);
+        holding.free();
+        holding.set_fate(Fate::Forwarded);
+        drop(holding);
+        assert_eq!(account.ended(Fate::Forwarded), Ended { bytes: 8, count: 1 });
+        assert_eq!(account.held_bytes(), 0);
+    }
+
+    #[test]
+    fn holders_of_one_storage_count_at_most_as_much_as_it() {
+        let account = Account::new();
+        let first = account.hold_shared(7, 60, 100);
+        assert_eq!(account.shared_more_bytes(7, 60, 100), 40);
+        let second = account.hold_shared(7, 60, 100);
+        let third = account.hold_shared(7, 60, 100);
+        assert_eq!(account.held_bytes(), 100);
+        drop((first, third));
+        assert_eq!(account.held_bytes(), 100, "the last holder holds the whole");
+        drop(second);
+        assert_eq!(account.held_bytes(), 0);
+        assert_eq!(account.ended(Fate::Kept), Ended { bytes: 100, count: 1 });
+    }
+
+    #[test]
+    fn a_storage_that_shrank_adds_nothing() {
+        let account = Account::new();
+        let _first = account.hold_shared(7, 60, 100);
+        let _second = account.hold_shared(7, 20, 40);
+        assert_eq!(account.held_bytes(), 60);
+    }
+
+    #[test]
+    fn the_peak_is_of_what_is_held_and_what_transfers_hold() {
+        let account = Account::new();
+        let (holding, may_be_peak) = account.hold_small(7, 10);
+        assert!(may_be_peak);
+        account.note_peak(5);
+        assert_eq!(account.peak_bytes(), 15);
+        drop(holding);
+        let (holding, may_be_peak) = account.hold_small(7, 10);
+        assert!(!may_be_peak, "it was as much before");
+        drop(holding);
+        account.note_peak(0);
+        assert_eq!(account.peak_bytes(), 15);
+        let (_larger, may_be_peak) = account.hold_small(7, 16);
+        assert!(may_be_peak);
+        account.forget_peak();
+        account.note_peak(0);
+        assert_eq!(account.peak_bytes(), 16);
+    }
+}

@@ -1,0 +1,94 @@
+//! The account of what is in memory, as Python sees it.
+
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+use ssdtrain_core as core;
+
+use crate::kept::{Kept, is_true, storage_of};
+
+#[pyclass(frozen, module = "ssdtrain._core")]
+pub struct Account(pub core::Account);
+
+#[pyclass(frozen, module = "ssdtrain._core")]
+pub struct Holding(core::Holding);
+
+#[pymethods]
+impl Account {
+    #[new]
+    fn new() -> Self {
+        Self(core::Account::new())
+    }
+
+    fn hold(&self, nbytes: u64) -> Holding {
+        Holding(self.0.hold(nbytes))
+    }
+
+    fn shared_more_bytes(&self, identity: usize, nbytes: u64, storage_bytes: u64) -> u64 {
+        self.0.shared_more_bytes(identity, nbytes, storage_bytes)
+    }
+
+    fn keep(
+        &self,
+        tensor: &Bound<'_, PyAny>,
+        nbytes: u64,
+        storage_bytes: u64,
+        is_from_below: bool,
+    ) -> PyResult<Py<Kept>> {
+        let is_leaf = is_true(tensor, intern!(tensor.py(), "is_leaf"))?;
+        let (identity, _) = storage_of(tensor)?;
+        let holding = self.0.hold_shared(identity, nbytes, storage_bytes);
+        Kept::hold(tensor, is_leaf, is_from_below, Some(holding))
+    }
+
+    #[getter]
+    fn held_bytes(&self) -> u64 {
+        self.0.held_bytes()
+    }
+
+    #[getter]
+    fn peak_bytes(&self) -> u64 {
+        self.0.peak_bytes()
+    }
+
+    fn note_peak(&self, transfer_bytes: u64) {
+        self.0.note_peak(transfer_bytes);
+    }
+
+    fn forget_peak(&self) {
+        self.0.forget_peak();
+    }
+
+    fn ended<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let fates = PyDict::new(py);
+        for (name, fate) in [
+            ("offloaded", core::Fate::Offloaded),
+            ("forwarded", core::Fate::Forwarded),
+            ("kept", core::Fate::Kept),
+        ] {
+            let ended = self.0.ended(fate);
+            fates.set_item(name, (ended.bytes, ended.count))?;
+        }
+        Ok(fates)
+    }
+}
+
+#[pymethods]
+impl Holding {
+    #[getter]
+    fn nbytes(&self) -> u64 {
+        self.0.nbytes()
+    }
+
+    fn free(&self) {
+        self.0.free();
+    }
+
+    fn keep(&self) {
+        self.0.set_fate(core::Fate::Kept);
+    }
+
+    fn forward(&self) {
+        self.0.set_fate(core::Fate::Forwarded);
+    }
+}

@@ -1,0 +1,139 @@
+//! The two functions that autograd calls for each saved tensor.
+//!
+//! Most saved tensors are weights or small. Those are packed and unpacked here, at a tenth of what
+//! Python takes for it (`benches/training/small_tensors.py`); the others go on to the hooks in
+//! Python. No lock is held while Python runs: any of its calls may come back here.
+
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::PyTuple;
+use ssdtrain_core as core;
+
+use crate::account::Account;
+use crate::kept::{Kept, is_true};
+use crate::rules::{Glance, Rules, Verdict};
+
+/// The hooks of one session for one thread's block; autograd holds it as long as a graph needs it.
+#[pyclass(frozen, module = "ssdtrain._core")]
+pub struct HookPair {
+    rules: Py<Rules>,
+    account: core::Account,
+    transfer_bytes: Py<PyAny>,
+    small_bytes: u64,
+    pack_other: Py<PyAny>,
+    pack_unusual: Py<PyAny>,
+    pack_below: Py<PyAny>,
+    unpack_other: Py<PyAny>,
+    untraced: Py<PyAny>,
+}
+
+#[pymethods]
+impl HookPair {
+    #[new]
+    #[pyo3(signature = (
+        rules, account, *, transfer_bytes, small_bytes, pack_other, pack_unusual, pack_below,
+        unpack_other, untraced
+    ))]
+    #[expect(clippy::too_many_arguments, reason = "keywords on the side of Python")]
+    fn new(
+        rules: Py<Rules>,
+        account: &Account,
+        transfer_bytes: Py<PyAny>,
+        small_bytes: u64,
+        pack_other: Py<PyAny>,
+        pack_unusual: Py<PyAny>,
+        pack_below: Py<PyAny>,
+        unpack_other: Py<PyAny>,
+        untraced: Py<PyAny>,
+    ) -> Self {
+        Self {
+            rules,
+            account: account.0.clone(),
+            transfer_bytes,
+            small_bytes,
+            pack_other,
+            pack_unusual,
+            pack_below,
+            unpack_other,
+            untraced,
+        }
+    }
+
+    fn pack(slf: &Bound<'_, Self>, tensor: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
+        let (this, py) = (slf.get(), slf.py());
+        let rules = this.rules.get();
+        let glance = rules.glance(tensor, this.small_bytes)?;
+        // A weight that is a leaf is held as it is, wherever this is called from.
+        let is_own = matches!(glance, Some(Glance::Weight { is_leaf: true }));
+        if !is_own && rules.is_below_autograd(py)? {
+            return this.in_python(py, &this.pack_below, &[slf.as_any(), tensor]);
+        }
+        this.pack_seen(tensor, glance, false)
+    }
+
+    fn pack_here(&self, tensor: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
+        self.pack_seen(tensor, self.rules.get().glance(tensor, self.small_bytes)?, true)
+    }
+
+    fn unpack(&self, packed: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
+        let py = packed.py();
+        if let Ok(kept) = packed.cast_exact::<Kept>()
+            && !kept.get().is_from_below
+            && let Some(tensor) = kept.get().unchanged(py)?
+        {
+            return Ok(tensor.clone().unbind());
+        }
+        self.in_python(py, &self.unpack_other, &[packed])
+    }
+}
+
+impl HookPair {
+    fn pack_seen(
+        &self,
+        tensor: &Bound<'_, PyAny>,
+        glance: Option<Glance>,
+        is_from_below: bool,
+    ) -> PyResult<Py<PyAny>> {
+        let (rules, py) = (self.rules.get(), tensor.py());
+        match glance {
+            Some(Glance::Weight { is_leaf }) => {
+                return Ok(Kept::hold(tensor, is_leaf, is_from_below, None)?.into_any());
+            }
+            Some(Glance::Small { is_leaf, identity, nbytes }) => {
+                let (holding, may_be_peak) = self.account.hold_small(identity, nbytes);
+                let kept = Kept::hold(tensor, is_leaf, is_from_below, Some(holding))?;
+                if may_be_peak {
+                    let transfer_bytes = self.transfer_bytes.bind(py).call0()?.extract()?;
+                    self.account.note_peak(transfer_bytes);
+                }
+                return Ok(kept.into_any());
+            }
+            None => {}
+        }
+        match rules.judge(tensor)? {
+            Verdict::Unusual => self.in_python(py, &self.pack_unusual, &[tensor]),
+            Verdict::Weight => {
+                let is_leaf = is_true(tensor, intern!(py, "is_leaf"))?;
+                Ok(Kept::hold(tensor, is_leaf, is_from_below, None)?.into_any())
+            }
+            Verdict::Plain => self.in_python(py, &self.pack_other, &[tensor]),
+        }
+    }
+
+    /// Calls a function in Python, out of the compiler's sight if it looks into this thread.
+    fn in_python<'py>(
+        &self,
+        py: Python<'py>,
+        function: &Py<PyAny>,
+        arguments: &[&Bound<'py, PyAny>],
+    ) -> PyResult<Py<PyAny>> {
+        // defence: hooks that the compiler does not trace
+        let called = if self.rules.get().tracer.bind(py).call0()?.is_truthy()? {
+            let words = [&[function.bind(py)], arguments].concat();
+            self.untraced.bind(py).call1(PyTuple::new(py, words)?)
+        } else {
+            function.bind(py).call1(PyTuple::new(py, arguments)?)
+        };
+        called.map(Bound::unbind)
+    }
+}

@@ -1,0 +1,80 @@
+//! What autograd holds in the place of a tensor that stays in memory.
+
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::PyString;
+use ssdtrain_core as core;
+
+/// The version of a tensor that has none: it was made in inference mode.
+const NO_VERSION: i64 = -1;
+
+/// A tensor that stays in memory.
+#[pyclass(frozen, module = "ssdtrain._core")]
+pub struct Kept {
+    /// What it counts for in the account; a weight counts for nothing. Stands before the tensor,
+    /// so that it ends before the storage, whose identity another may have then.
+    _holding: Option<core::SharedHolding>,
+    #[pyo3(get)]
+    tensor: Py<PyAny>,
+    #[pyo3(get)]
+    version: i64,
+    /// Whether it was packed from inside an operation, and is asked for there: it might become the
+    /// result, which is changed then.
+    pub is_from_below: bool,
+}
+
+#[pymethods]
+impl Kept {
+    #[new]
+    fn new(tensor: Py<PyAny>, version: i64) -> Self {
+        Self { _holding: None, tensor, version, is_from_below: true }
+    }
+}
+
+impl Kept {
+    /// Packs a tensor.
+    ///
+    /// A leaf is held itself, as autograd holds it. The result of a node is not, because it holds
+    /// the node.
+    pub fn hold(
+        tensor: &Bound<'_, PyAny>,
+        is_leaf: bool,
+        is_from_below: bool,
+        holding: Option<core::SharedHolding>,
+    ) -> PyResult<Py<Self>> {
+        let py = tensor.py();
+        let version = version_of(tensor)?;
+        // defence: a leaf that is kept is held itself
+        let held = if is_leaf {
+            tensor.clone()
+        } else {
+            tensor.call_method0(intern!(py, "detach"))? // defence: never the tensor itself
+        };
+        Py::new(py, Self { _holding: holding, tensor: held.unbind(), version, is_from_below })
+    }
+
+    /// The tensor, if it is as it was when it was packed.
+    pub fn unchanged<'py>(&self, py: Python<'py>) -> PyResult<Option<&Bound<'py, PyAny>>> {
+        let tensor = self.tensor.bind(py);
+        // defence: version of what is kept
+        let is_same = self.version == NO_VERSION || self.version == version_of(tensor)?;
+        Ok(is_same.then_some(tensor))
+    }
+}
+
+/// The address of a tensor's storage, which is its identity for as long as the tensor lives, and
+/// its size in bytes.
+pub fn storage_of(tensor: &Bound<'_, PyAny>) -> PyResult<(usize, u64)> {
+    let py = tensor.py();
+    let storage = tensor.call_method0(intern!(py, "untyped_storage"))?;
+    let address = storage.call_method0(intern!(py, "data_ptr"))?.extract()?;
+    Ok((address, storage.call_method0(intern!(py, "nbytes"))?.extract()?))
+}
+
+pub fn is_true(object: &Bound<'_, PyAny>, name: &Bound<'_, PyString>) -> PyResult<bool> {
+    object.getattr(name)?.is_truthy()
+}
+
+fn version_of(tensor: &Bound<'_, PyAny>) -> PyResult<i64> {
+    tensor.getattr(intern!(tensor.py(), "_version"))?.extract()
+}

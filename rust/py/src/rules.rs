@@ -1,0 +1,226 @@
+//! Which saved tensors are weights, and which are of a kind that is not managed.
+
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::{PyFrozenSet, PyType};
+
+use crate::kept::{is_true, storage_of};
+
+/// Views and casts of a weight are a few nodes away from it; this bounds the work of a pack.
+const DERIVATION_DEPTH_MAX: usize = 8;
+/// As many users as a storage has that nobody else needs: the result of an operation, the detached
+/// tensor that a selective checkpoint packs, and the Python object of the storage.
+const FRESH_USERS_MAX: usize = 3;
+
+/// What the hooks know of torch, which this crate does not import.
+#[pyclass(frozen, module = "ssdtrain._core")]
+pub struct Rules {
+    tensor_type: Py<PyType>,
+    parameter_type: Py<PyType>,
+    dispatch_keys: Py<PyAny>,
+    plain_keys: Py<PyAny>,
+    passes_weights_on: Py<PyFrozenSet>,
+    is_below_autograd: Py<PyAny>,
+    is_grad_enabled: Py<PyAny>,
+    storage_users: Py<PyAny>,
+    pub tracer: Py<PyAny>,
+}
+
+/// What is to be done with a saved tensor.
+pub enum Verdict {
+    /// Of a class, layout or device that is not managed.
+    Unusual,
+    /// A parameter, a leaf that asks for a gradient, or made of one.
+    Weight,
+    /// All others.
+    Plain,
+}
+
+/// What a look at a saved tensor tells.
+#[derive(Clone, Copy)]
+pub enum Glance {
+    /// It is a weight.
+    Weight { is_leaf: bool },
+    /// It is too small to be worth a write; its storage is at that address.
+    Small { is_leaf: bool, identity: usize, nbytes: u64 },
+}
+
+impl Glance {
+    pub const fn is_leaf(self) -> bool {
+        match self {
+            Self::Weight { is_leaf } | Self::Small { is_leaf, .. } => is_leaf,
+        }
+    }
+}
+
+#[pymethods]
+impl Rules {
+    #[new]
+    #[pyo3(signature = (
+        *, tensor_type, parameter_type, dispatch_keys, plain_keys, passes_weights_on,
+        is_below_autograd, is_grad_enabled, storage_users, tracer
+    ))]
+    #[expect(clippy::too_many_arguments, reason = "keywords on the side of Python")]
+    fn new(
+        tensor_type: Py<PyType>,
+        parameter_type: Py<PyType>,
+        dispatch_keys: Py<PyAny>,
+        plain_keys: Py<PyAny>,
+        passes_weights_on: Py<PyFrozenSet>,
+        is_below_autograd: Py<PyAny>,
+        is_grad_enabled: Py<PyAny>,
+        storage_users: Py<PyAny>,
+        tracer: Py<PyAny>,
+    ) -> Self {
+        Self {
+            tensor_type,
+            parameter_type,
+            dispatch_keys,
+            plain_keys,
+            passes_weights_on,
+            is_below_autograd,
+            is_grad_enabled,
+            storage_users,
+            tracer,
+        }
+    }
+}
+
+impl Rules {
+    /// Whether this is called from inside an operation.
+    pub fn is_below_autograd(&self, py: Python<'_>) -> PyResult<bool> {
+        self.is_below_autograd.bind(py).call0()?.is_truthy()
+    }
+
+    /// Tells weights and small tensors at the least cost. `None`: ask [`judge`](Self::judge).
+    ///
+    /// It makes no object that torch has not made already: the node and the storage of a tensor
+    /// cost more to wrap than all that is done here. So it does not see what was cast from a
+    /// weight, and counts it as kept if it is small.
+    pub fn glance(&self, tensor: &Bound<'_, PyAny>, small_bytes: u64) -> PyResult<Option<Glance>> {
+        let py = tensor.py();
+        let kind = tensor.get_type();
+        let is_parameter = kind.is(&self.parameter_type);
+        if !is_parameter && !kind.is(&self.tensor_type) {
+            return Ok(None);
+        }
+        let is_leaf = is_true(tensor, intern!(py, "is_leaf"))?;
+        if is_leaf && (is_parameter || is_true(tensor, intern!(py, "requires_grad"))?) {
+            return Ok(Some(Glance::Weight { is_leaf }));
+        }
+        if !is_true(tensor, intern!(py, "is_cpu"))? {
+            return Ok(None);
+        }
+        let base = tensor.getattr(intern!(py, "_base"))?;
+        let (identity, nbytes) = if base.is_none() {
+            // Sparse tensors, and others without one memory of their own, raise.
+            let Ok(nbytes) = tensor.getattr(intern!(py, "nbytes")) else { return Ok(None) };
+            let nbytes = nbytes.extract()?;
+            if nbytes >= small_bytes {
+                return Ok(None);
+            }
+            let Ok(address) = tensor.call_method0(intern!(py, "data_ptr")) else {
+                return Ok(None);
+            };
+            (address.extract()?, nbytes)
+        } else {
+            // defence: provenance: the base of a view
+            if self.is_weight_itself(&base)? {
+                return Ok(Some(Glance::Weight { is_leaf }));
+            }
+            storage_of(tensor)?
+        };
+        Ok((nbytes < small_bytes).then_some(Glance::Small { is_leaf, identity, nbytes }))
+    }
+
+    /// Says what is to be done with a tensor of which [`glance`](Self::glance) could not tell.
+    pub fn judge(&self, tensor: &Bound<'_, PyAny>) -> PyResult<Verdict> {
+        let py = tensor.py();
+        let kind = tensor.get_type();
+        // Of a subclass (DTensor, fake tensors) nothing but the type may be touched.
+        if !kind.is(&self.parameter_type) && !kind.is(&self.tensor_type) {
+            return Ok(Verdict::Unusual);
+        }
+        // Dense, strided CPU tensors whose bytes say everything about them. Torch's own list of
+        // what handles a tensor tells: sparse, nested and quantised tensors, lazy conjugates,
+        // tensors without bytes, of inference mode, of function transforms and of other devices
+        // each have an entry more, or one less, than a plain one.
+        let keys = self.dispatch_keys.bind(py).call1((tensor,))?;
+        if !keys.eq(&self.plain_keys)? {
+            return Ok(Verdict::Unusual); // defence: what a plain tensor is
+        }
+        let node = tensor.getattr(intern!(py, "grad_fn"))?;
+        let is_weight = if node.is_none() {
+            self.is_used_by_others(tensor)?
+        } else {
+            self.is_made_of_weight(tensor, node)?
+        };
+        Ok(if is_weight { Verdict::Weight } else { Verdict::Plain })
+    }
+
+    fn is_weight_itself(&self, base: &Bound<'_, PyAny>) -> PyResult<bool> {
+        let py = base.py();
+        if !base.get_type().is(&self.tensor_type)
+            && base.is_instance(self.parameter_type.bind(py))?
+        {
+            return Ok(true);
+        }
+        Ok(is_true(base, intern!(py, "is_leaf"))? && is_true(base, intern!(py, "requires_grad"))?)
+    }
+
+    /// Autograd calls pack with grad mode off. If it is on, a selective checkpoint hands over a
+    /// tensor of its cache, which has no history to look at. It may be a view of a weight, and
+    /// FSDP2 empties its weights after their forward, even while they are being written. Such a
+    /// view is told by the other users of its storage.
+    fn is_used_by_others(&self, tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
+        let py = tensor.py();
+        if !self.is_grad_enabled.bind(py).call0()?.is_truthy()? {
+            return Ok(false);
+        }
+        let users: usize = self.storage_users.bind(py).call1((tensor,))?.extract()?;
+        Ok(users > FRESH_USERS_MAX) // defence: weights without history
+    }
+
+    /// Whether only nodes that pass a weight on, with another shape or type, lie between the
+    /// tensor and a parameter.
+    fn is_made_of_weight<'py>(
+        &self,
+        tensor: &Bound<'py, PyAny>,
+        mut node: Bound<'py, PyAny>,
+    ) -> PyResult<bool> {
+        let py = tensor.py();
+        // defence: provenance: the walk to the parameter
+        for _ in 0..DERIVATION_DEPTH_MAX {
+            let name = node.call_method0(intern!(py, "name"))?;
+            if !self.passes_weights_on.bind(py).as_any().contains(&name)? {
+                return Ok(false);
+            }
+            let next = node.getattr(intern!(py, "next_functions"))?;
+            if next.len()? == 0 {
+                return Ok(false);
+            }
+            node = next.get_item(0)?.get_item(0)?;
+            if node.is_none() {
+                return Ok(false);
+            }
+            let name = node.call_method0(intern!(py, "name"))?;
+            if name.eq(intern!(py, "torch::autograd::AccumulateGrad"))? {
+                let leaf = node.getattr_opt(intern!(py, "variable"))?;
+                return leaf.map_or(Ok(false), |leaf| self.is_no_larger(tensor, &leaf));
+            }
+        }
+        Ok(false)
+    }
+
+    /// Whether this was made of a parameter, and is not one row of it repeated for a whole batch.
+    fn is_no_larger(&self, tensor: &Bound<'_, PyAny>, leaf: &Bound<'_, PyAny>) -> PyResult<bool> {
+        let py = tensor.py();
+        if !leaf.is_instance(self.parameter_type.bind(py))? {
+            return Ok(false);
+        }
+        let leaf_count: u64 = leaf.call_method0(intern!(py, "numel"))?.extract()?;
+        let item_bytes: u64 = tensor.getattr(intern!(py, "itemsize"))?.extract()?;
+        let (_, storage_bytes) = storage_of(tensor)?;
+        Ok(storage_bytes <= leaf_count * item_bytes) // defence: what is larger than its parameter
+    }
+}
