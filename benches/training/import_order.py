@@ -9,11 +9,13 @@ tensors lie on huge pages. Each process trains a GPT-2 of 6 layers, width 384, f
 - keep: plain PyTorch.
 - first, last: ``import ssdtrain`` before, and after transformers.
 - without: free memory is never given back (``GIVE_BACK_BYTES`` of `activations/writeback.py`).
+- mapped: the same, and each block of 1 MiB or more is a mapping of its own (``M_MMAP_THRESHOLD``).
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import subprocess
@@ -23,10 +25,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-CASES = ("keep", "first", "first without", "last", "last without")
+CASES = ("keep", "first", "first without", "last", "last without", "last mapped")
 STEP_COUNT = 4
 SWITCH = "THP_MEM_ALLOC_ENABLE"
 MIB = 1 << 20
+M_MMAP_THRESHOLD = -3
+"""Its number in `malloc.h`."""
 VOCABULARY_COUNT = 2048
 """So small that logits, which no option offloads before their loss, do not hide the rest."""
 
@@ -78,8 +82,10 @@ def measure(case: str, directory: str, batch: int) -> dict[str, float]:
     from ssdtrain.activations import writeback  # noqa: PLC0415 - as above
     from ssdtrain.machine.process_memory import status_bytes  # noqa: PLC0415 - as above
 
-    if case.endswith("without"):
+    if case.endswith(("without", "mapped")):
         writeback.GIVE_BACK_BYTES = 1 << 62
+    if case.endswith("mapped"):
+        assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MIB) == 1
     torch.manual_seed(0)
     config = GPT2Config(
         n_layer=6,

@@ -202,8 +202,7 @@ def test_a_disk_quota_is_a_full_disk(tmp_path: Path) -> None:
     warning, counts, refusal = in_child(with_a_quota, tmp_path)
     assert warning.startswith("WARNING keeping tensors in memory: cannot reserve ")
     assert warning.endswith(
-        f" bytes in {tmp_path}; free some space there: Disk quota exceeded "
-        f"(os error {errno.EDQUOT})"
+        f" MiB in {tmp_path}; free some space there: Disk quota exceeded (os error {errno.EDQUOT})"
     )
     assert counts == "True True"
     assert refusal.startswith("True cannot reserve ")
@@ -221,7 +220,7 @@ def test_a_file_size_limit_is_a_full_disk_and_no_death(tmp_path: Path, action: s
     warning, counts = in_child(with_a_file_size_limit, tmp_path, action)
     assert warning.startswith("WARNING keeping tensors in memory: cannot reserve ")
     assert warning.endswith(
-        f" bytes in {tmp_path}; raise `ulimit -f`: File too large (os error {errno.EFBIG})"
+        f" MiB in {tmp_path}; raise `ulimit -f`: File too large (os error {errno.EFBIG})"
     )
     assert counts == "True True"
 

@@ -97,7 +97,7 @@ def test_what_writes_freed_is_given_back_in_portions(
     rig = Rig(tmp_path)
     monkeypatch.setattr(writeback, "GIVE_BACK_BYTES", 3 * 32 * 64 * 4)
     monkeypatch.setattr(
-        writeback, "release_free_memory", lambda: freed.append(rig.residency.held_bytes)
+        writeback, "release_free_memory", lambda: freed.append(rig.stats.bytes_written)
     )
     with rig.context():
         for _ in range(3):

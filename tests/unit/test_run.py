@@ -199,6 +199,28 @@ def test_each_rank_has_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert report(tmp_path, "report.rank3.json")["rank"] == 3
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("words", [["--no-python", "ssdtrain"], ["-m", "ssdtrain"]])
+def test_each_rank_that_torchrun_starts_has_a_block_and_a_report(
+    words: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "script.py").write_text(
+        f"{TRAIN}\nimport torch.distributed as ranks\nranks.init_process_group('gloo')\n"
+        "train()\nranks.barrier()\nranks.destroy_process_group()\n"
+    )
+    if words[0] == "--no-python":
+        words = [words[0], str(Path(sys.executable).with_name(words[1]))]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *words]
+    command += ["run", "--dir", ".", *SMALL, "--report", "report.json", "script.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for rank in range(2):
+        figures = report(tmp_path, f"report.rank{rank}.json")
+        assert figures["rank"] == rank
+        assert saved_count(figures) >= 8
+    assert not (tmp_path / "report.json").exists()
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
