@@ -106,6 +106,7 @@ class Rules:
         is_grad_enabled: Callable[[], bool],
         storage_users: Callable[[Tensor], int],
         tracer: Callable[[], object],
+        float32: object,
     ) -> Rules:
         """Take the functions; see ``activations.eligibility.RULES``."""
 

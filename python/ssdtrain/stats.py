@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 from ssdtrain.machine.huge_pages import SMALL_PAGES_REMEDY, has_small_pages
 from ssdtrain.machine.process_memory import known_bytes
@@ -12,6 +12,19 @@ from ssdtrain.sizes import shown_bytes
 from ssdtrain.stalls import Stalls
 
 __all__ = ["Stats", "snapshot"]
+
+OF_THE_MOMENT = frozenset(
+    {
+        "resident_bytes",
+        "resident_bytes_peak",
+        "disk_used_bytes",
+        "disk_reserved_bytes",
+        "process_bytes",
+        "process_bytes_peak",
+        "has_small_pages",
+    }
+)
+"""Fields that tell a state or a peak: a difference of two of them means nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,9 +77,36 @@ class Stats:
         """I/O time that no computing thread waited for."""
         return max(0.0, self.write_busy_s + self.read_busy_s - self.stall_s)
 
+    def since(self, earlier: Stats) -> Stats:
+        """Return what was done after ``earlier``, a snapshot of the same session.
+
+        Counts, bytes and times are differences. What is resident or on the disk now, and the peak
+        since the session began, are those of this snapshot.
+        """
+        changes = {}
+        for field in fields(self):
+            now = getattr(self, field.name)
+            if isinstance(now, int | float) and field.name not in OF_THE_MOMENT:
+                changes[field.name] = now - getattr(earlier, field.name)
+        return replace(self, **changes)
+
+    def as_dict(self) -> dict[str, int | float | str]:
+        """Return all of it by name, in a flat form that JSON and every logger take.
+
+        Names that contain ``bytes`` are sizes in bytes, those that end in ``_s`` times in seconds.
+        """
+        values: dict[str, int | float | str] = {
+            field.name: getattr(self, field.name) for field in fields(self)
+        }
+        values["engines"] = self._engines()
+        values["hidden_s"] = self.hidden_s
+        return values
+
+    def _engines(self) -> str:
+        return ", ".join(f"{name} in {place}" for place, name in self.engines)
+
     def __str__(self) -> str:
         """Lay the figures out for a person."""
-        engines = ", ".join(f"{name} in {place}" for place, name in self.engines)
         fates = (
             ("offloaded", self.bytes_offloaded, self.tensors_offloaded),
             ("forwarded", self.bytes_forwarded, self.tensors_forwarded),
@@ -90,7 +130,7 @@ class Stats:
             f"{shown_bytes(self.process_bytes)} now, all included"
         )
         rows = [
-            f"ssdtrain: {engines}",
+            f"ssdtrain: {self._engines()}",
             f"  saved      {saved} tensors",
             f"  resident   {peak} at the peak, {now} now",
             f"  process    {memory}",

@@ -65,6 +65,7 @@ RULES = Rules(
     is_grad_enabled=torch.is_grad_enabled,
     storage_users=storage_users,
     tracer=tracer,
+    float32=torch.float32,
 )
 """By these the compiled part tells weights and odd tensors from all others.
 

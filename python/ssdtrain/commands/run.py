@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -169,12 +169,8 @@ class Ending:
             "process": self._process,
             "rank": None if self._rank is None else int(self._rank),
             "dirs": self._job.dirs,
-            **_flat(stats),
+            **stats.as_dict(),
         }
-
-
-def _flat(stats: Stats) -> dict[str, Any]:
-    return asdict(stats)
 
 
 def _enter(tool: offload, job: Job) -> None:

@@ -24,6 +24,7 @@ pub struct Rules {
     is_grad_enabled: Py<PyAny>,
     storage_users: Py<PyAny>,
     pub tracer: Py<PyAny>,
+    float32: Py<PyAny>,
 }
 
 /// What is to be done with a saved tensor.
@@ -58,7 +59,7 @@ impl Rules {
     #[new]
     #[pyo3(signature = (
         *, tensor_type, parameter_type, dispatch_keys, plain_keys, passes_weights_on,
-        is_below_autograd, is_grad_enabled, storage_users, tracer
+        is_below_autograd, is_grad_enabled, storage_users, tracer, float32
     ))]
     #[expect(clippy::too_many_arguments, reason = "keywords on the side of Python")]
     fn new(
@@ -71,6 +72,7 @@ impl Rules {
         is_grad_enabled: Py<PyAny>,
         storage_users: Py<PyAny>,
         tracer: Py<PyAny>,
+        float32: Py<PyAny>,
     ) -> Self {
         Self {
             tensor_type,
@@ -82,6 +84,7 @@ impl Rules {
             is_grad_enabled,
             storage_users,
             tracer,
+            float32,
         }
     }
 }
@@ -94,9 +97,9 @@ impl Rules {
 
     /// Tells weights and small tensors at the least cost. `None`: ask [`judge`](Self::judge).
     ///
-    /// It makes no object that torch has not made already: the node and the storage of a tensor
-    /// cost more to wrap than all that is done here. So it does not see what was cast from a
-    /// weight, and counts it as kept if it is small.
+    /// It makes hardly an object that torch has not made already: the node and the storage of a
+    /// tensor cost more to wrap than all that is done here. So the nodes behind a tensor are looked
+    /// at only where it may be cast from a weight, which is mostly of the widest type.
     pub fn glance(&self, tensor: &Bound<'_, PyAny>, small_bytes: u64) -> PyResult<Option<Glance>> {
         let py = tensor.py();
         let kind = tensor.get_type();
@@ -130,7 +133,16 @@ impl Rules {
             }
             storage_of(tensor)?
         };
-        Ok((nbytes < small_bytes).then_some(Glance::Small { is_leaf, identity, nbytes }))
+        if nbytes >= small_bytes {
+            return Ok(None);
+        }
+        if !is_leaf && !tensor.getattr(intern!(py, "dtype"))?.is(&self.float32) {
+            let node = tensor.getattr(intern!(py, "grad_fn"))?;
+            if self.is_made_of_weight(tensor, node)? {
+                return Ok(Some(Glance::Weight { is_leaf }));
+            }
+        }
+        Ok(Some(Glance::Small { is_leaf, identity, nbytes }))
     }
 
     /// Says what is to be done with a tensor of which [`glance`](Self::glance) could not tell.
