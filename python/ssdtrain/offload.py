@@ -28,8 +28,10 @@ from ssdtrain.config import (
     DirectIo,
     Directories,
     OffloadConfig,
+    Size,
     StoreConfig,
     directories,
+    optional_bytes,
 )
 from ssdtrain.errors import ConfigError
 from ssdtrain.machine.huge_pages import note_small_pages
@@ -37,6 +39,7 @@ from ssdtrain.machine.torch_internals import is_traced, untraced
 from ssdtrain.notices import PROCESS
 from ssdtrain.open_store import open_store
 from ssdtrain.planning.policy import Policy
+from ssdtrain.sizes import in_bytes
 from ssdtrain.stats import Stats
 from ssdtrain.transfer.host import HostTransfer
 
@@ -134,7 +137,8 @@ class offload:  # noqa: N801 - used like torch.no_grad
     """Keep what autograd saves on SSDs instead of in memory: a context manager and a decorator.
 
     Wrap the training loop, or one forward and its backward. Gradients are bit-identical to those
-    without it, or an error is raised. Implements SSDTrain (arXiv 2408.10013).
+    without it, or an error is raised. Implements SSDTrain (arXiv 2408.10013). Sizes are numbers of
+    bytes, or text such as ``"8GiB"``, ``"256 KiB"`` or ``"500MB"``.
 
     Args:
         dir: A directory on a local NVMe file system, or a list of them; ``~`` is the home. Its
@@ -164,22 +168,24 @@ class offload:  # noqa: N801 - used like torch.no_grad
         self,
         dir: Directories,  # noqa: A002 - the word users expect
         *,
-        min_bytes: int = MIN_BYTES_DEFAULT,
-        max_resident_bytes: int | None = None,
-        max_disk_bytes: int | None = None,
+        min_bytes: Size = MIN_BYTES_DEFAULT,
+        max_resident_bytes: Size | None = None,
+        max_disk_bytes: Size | None = None,
         backend: Backend = "auto",
         direct_io: DirectIo = "required",
         verify: bool = False,
     ) -> None:
         store = StoreConfig(
             dirs=directories(dir),
-            max_disk_bytes=max_disk_bytes,
+            max_disk_bytes=optional_bytes("max_disk_bytes", max_disk_bytes),
             backend=backend,
             direct_io=direct_io,
             verify=verify,
         )
         self._config = OffloadConfig(
-            store=store, min_bytes=min_bytes, max_resident_bytes=max_resident_bytes
+            store=store,
+            min_bytes=in_bytes("min_bytes", min_bytes),
+            max_resident_bytes=optional_bytes("max_resident_bytes", max_resident_bytes),
         )
         self._prepare()
 

@@ -5,17 +5,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
+from ssdtrain.machine.huge_pages import SMALL_PAGES_REMEDY, has_small_pages
+from ssdtrain.machine.process_memory import known_bytes
 from ssdtrain.residency import Residency
+from ssdtrain.sizes import shown_bytes
 from ssdtrain.stalls import Stalls
 
 __all__ = ["Stats", "snapshot"]
 
-MIB = 1 << 20
-
 OF_THE_MOMENT = frozenset(
-    {"resident_bytes", "resident_bytes_peak", "disk_used_bytes", "disk_reserved_bytes"}
+    {
+        "resident_bytes",
+        "resident_bytes_peak",
+        "disk_used_bytes",
+        "disk_reserved_bytes",
+        "process_bytes",
+        "process_bytes_peak",
+        "has_small_pages",
+    }
 )
-"""Fields that go up and down, or that say a peak: a difference of two of them means nothing."""
+"""Fields that tell a state or a peak: a difference of two of them means nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,15 +53,24 @@ class Stats:
     """Time in which a computing thread waited for I/O: the exposed part."""
     stall_count: int
     write_failed_count: int
-    """Writes that failed, or were refused for want of space; their tensors were kept."""
+    """Writes that failed, or for which the disk had no space; their tensors were kept."""
+    write_refused_count: int
+    """Writes that ``max_disk_bytes`` did not allow; their tensors were kept."""
     resident_bytes: int
     """Saved bytes in memory now: kept, being written, read ahead or handed to a node."""
     resident_bytes_peak: int
     disk_used_bytes: int
     """Bytes of tensors on the disk now."""
     disk_reserved_bytes: int
+    """Size of the files that they are in: space that others cannot use meanwhile."""
     engines: tuple[tuple[str, str], ...]
     """Directory and engine of each spill file."""
+    process_bytes: int
+    """Memory of the whole process now (``VmRSS``); 0 where the system does not tell."""
+    process_bytes_peak: int
+    """Its peak since the process began (``VmHWM``)."""
+    has_small_pages: bool
+    """Whether torch's tensors are not on huge pages, because ssdtrain was imported too late."""
 
     @property
     def hidden_s(self) -> float:
@@ -94,24 +112,40 @@ class Stats:
             ("forwarded", self.bytes_forwarded, self.tensors_forwarded),
             ("kept", self.bytes_kept, self.tensors_kept),
         )
-        saved = ", ".join(f"{_mib(nbytes)} {fate} in {count}" for fate, nbytes, count in fates)
+        saved = ", ".join(
+            f"{shown_bytes(nbytes)} {fate} in {count}" for fate, nbytes, count in fates
+        )
         moves = (
             ("written", self.bytes_written, self.write_busy_s),
             ("read", self.bytes_read, self.read_busy_s),
         )
-        moved = ", ".join(f"{_mib(size)} {way} ({_rate(size, busy)})" for way, size, busy in moves)
+        moved = ", ".join(
+            f"{shown_bytes(size)} {way} ({_rate(size, busy)})" for way, size, busy in moves
+        )
         times = f"{self.hidden_s:.3f} s hidden, {self.stall_s:.3f} s exposed"
-        used = f"{_mib(self.disk_used_bytes)} of {_mib(self.disk_reserved_bytes)}"
-        peak, now = _mib(self.resident_bytes_peak), _mib(self.resident_bytes)
+        used, reserved = shown_bytes(self.disk_used_bytes), shown_bytes(self.disk_reserved_bytes)
+        peak, now = shown_bytes(self.resident_bytes_peak), shown_bytes(self.resident_bytes)
+        memory = (
+            f"{shown_bytes(self.process_bytes_peak)} of memory at the peak, "
+            f"{shown_bytes(self.process_bytes)} now, all included"
+        )
         rows = [
             f"ssdtrain: {self._engines()}",
             f"  saved      {saved} tensors",
             f"  resident   {peak} at the peak, {now} now",
-            f"  drive      {moved}, {used} in use",
+            f"  process    {memory}",
+            f"  drive      {moved}",
+            f"  on disk    {used} now, in files of {reserved}",
             f"  I/O time   {times}, {self.stall_count} stalls",
         ]
         if self.write_failed_count:
             rows.append(f"  failures   {self.write_failed_count} writes; their tensors were kept")
+        if self.write_refused_count:
+            rows.append(
+                f"  bound      {self.write_refused_count} writes beyond max_disk_bytes not made"
+            )
+        if self.has_small_pages:
+            rows.append(f"  pages      {SMALL_PAGES_REMEDY}")
         return "\n".join(rows)
 
 
@@ -121,6 +155,7 @@ def snapshot(
     *,
     resident_bytes: int,
     write_failed_count: int,
+    write_refused_count: int,
     store: Mapping[str, object],
 ) -> Stats:
     """Join the counts of a session with those of its store (``_core.Store.stats``)."""
@@ -147,16 +182,16 @@ def snapshot(
         stall_s=stalls.total_s,
         stall_count=stalls.count,
         write_failed_count=write_failed_count,
+        write_refused_count=write_refused_count,
         resident_bytes=resident_bytes,
         resident_bytes_peak=residency.account.peak_bytes,
         disk_used_bytes=number("disk_used_bytes"),
         disk_reserved_bytes=number("disk_reserved_bytes"),
         engines=tuple((str(place), str(name)) for place, name in engines),
+        process_bytes=known_bytes("VmRSS"),
+        process_bytes_peak=known_bytes("VmHWM"),
+        has_small_pages=has_small_pages(),
     )
-
-
-def _mib(nbytes: int) -> str:
-    return f"{nbytes / MIB:.1f} MiB"
 
 
 def _rate(nbytes: int, seconds: float) -> str:

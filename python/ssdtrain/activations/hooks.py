@@ -127,6 +127,7 @@ class Hooks:
                 self._stalls,
                 resident_bytes=resident_bytes,
                 write_failed_count=self._writeback.failed_count,
+                write_refused_count=self._writeback.refused_count,
                 store=store,
             )
 
