@@ -32,8 +32,8 @@ from torch.utils.checkpoint import checkpoint
 import ssdtrain
 from ssdtrain.demo.counting import SavedStorageCounter
 from ssdtrain.demo.machine import busy_cpu_s, machine_facts
-from ssdtrain.demo.memory import reset_high_water_mark, status_bytes
 from ssdtrain.demo.modes import gradients_digest
+from ssdtrain.machine.process_memory import reset_high_water_mark, status_bytes
 
 MIB = 1 << 20
 HEAD_WIDTH = 64

@@ -20,6 +20,7 @@ from ssdtrain.errors import (  # noqa: E402 - the switch for huge pages comes be
     ClosedError,
     ConfigError,
     CorruptError,
+    DiskBoundError,
     NoSpaceError,
     PoisonedError,
     SsdtrainError,
@@ -28,7 +29,7 @@ from ssdtrain.errors import (  # noqa: E402 - the switch for huge pages comes be
 )
 
 try:
-    from ssdtrain.offload import Session, offload
+    from ssdtrain.offload import Session, active, leave_all, offload
     from ssdtrain.stats import Stats
     from ssdtrain.store import PendingRead, StoredTensor, TensorStore
 except (ImportError, OSError, UnsupportedError) as _error:
@@ -56,6 +57,7 @@ __all__ = [
     "ClosedError",
     "ConfigError",
     "CorruptError",
+    "DiskBoundError",
     "NoSpaceError",
     "PendingRead",
     "PoisonedError",
@@ -66,5 +68,7 @@ __all__ = [
     "StoredTensor",
     "TensorStore",
     "UnsupportedError",
+    "active",
+    "leave_all",
     "offload",
 ]

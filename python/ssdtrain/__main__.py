@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -44,31 +45,41 @@ def _doctor() -> Command:
     return doctor
 
 
+def _run() -> Command:
+    from ssdtrain.commands import run  # noqa: PLC0415
+
+    return run
+
+
 COMMANDS: dict[str, tuple[Callable[[], Command], str]] = {
     "bench": (_bench, "find the setting that suits a drive best, and keep it for the store"),
     "demo": (
         _demo,
         "train a small model under keep, recompute and offload, and compare time, memory and bits",
     ),
-    "doctor": (_doctor, "check whether offload works in a directory, and say what mends it"),
+    "doctor": (_doctor, "check whether offload works in directories, and say what mends it"),
+    "run": (_run, "run a program with what autograd saves offloaded, and report at its end"),
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command that is named, or show what there is."""
     words = sys.argv[1:] if arguments is None else list(arguments)
-    # A path may hold bytes that are no text: print them escaped instead of failing.
-    for stream in (sys.stdout, sys.stderr):
+    # A path may hold bytes that are no text: print them escaped instead of failing. To a program
+    # that is run, its streams are to be as Python made them.
+    for stream in (sys.stdout, sys.stderr) if words[:1] != ["run"] else ():
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
     parser = argparse.ArgumentParser(
         prog="ssdtrain",
         description="Trains with the activations on NVMe SSDs instead of in memory.",
+        allow_abbrev=False,
     )
+    parser.add_argument("--version", action="version", version=f"ssdtrain {version('ssdtrain')}")
     commands = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")
     for name, (load, summary) in COMMANDS.items():
         own = commands.add_parser(name, help=summary, description=summary)
-        # The main parser has no options of its own, so the command is the first word.
+        # The main parser's own options end it, so a command is the first word.
         if words[:1] == [name]:
             load().add_arguments(own)
     chosen = parser.parse_args(words)

@@ -8,11 +8,22 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
 from ssdtrain.errors import ConfigError
+from ssdtrain.sizes import in_bytes
 
 if TYPE_CHECKING:
     from ssdtrain._core import SimulatedDisk
 
-__all__ = ["Backend", "DirectIo", "Directories", "OffloadConfig", "StoreConfig"]
+__all__ = [
+    "MIN_BYTES_DEFAULT",
+    "Backend",
+    "DirectIo",
+    "Directories",
+    "OffloadConfig",
+    "Size",
+    "StoreConfig",
+    "directories",
+    "optional_bytes",
+]
 
 Backend = Literal["auto", "io_uring", "psync"]
 """``auto`` takes io_uring where the kernel allows it, else threads that call pread and pwrite."""
@@ -23,9 +34,10 @@ cache where a file system refuses to be without it."""
 
 Directories = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
+Size = int | str
+"""A number of bytes, or text such as ``"8GiB"``, ``"256 KiB"`` or ``"500MB"``."""
+
 MIN_BYTES_DEFAULT = 256 << 10
-SIZE_MAX = (1 << 63) - 1
-"""The largest offset in a file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +59,6 @@ class StoreConfig:
         """Raise ``ConfigError`` for a value that cannot be meant."""
         check_choice("backend", self.backend, (*get_args(Backend), "simulated"))
         check_choice("direct_io", self.direct_io, get_args(DirectIo))
-        check_size("max_disk_bytes", self.max_disk_bytes)
         if not isinstance(self.verify, bool):
             raise ConfigError(f"verify must be True or False, not {self.verify!r}")
 
@@ -61,11 +72,6 @@ class OffloadConfig:
     """Smaller saved tensors stay in memory: they cost more calls than they free."""
     max_resident_bytes: int | None = None
     """Upper bound on the saved bytes in memory, at whatever time the disk needs."""
-
-    def __post_init__(self) -> None:
-        """Raise ``ConfigError`` for a value that cannot be meant."""
-        check_size("min_bytes", self.min_bytes)
-        check_size("max_resident_bytes", self.max_resident_bytes)
 
 
 def directories(given: Directories) -> tuple[str, ...]:
@@ -97,11 +103,6 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
         raise ConfigError(f"{name} must be one of {allowed}, not {value!r}")
 
 
-def check_size(name: str, value: object) -> None:
-    """Raise ``ConfigError`` unless ``value`` is ``None`` or a positive number of bytes."""
-    if value is None and name != "min_bytes":
-        return
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{name} must be a positive whole number of bytes, not {value!r}")
-    if value > SIZE_MAX:
-        raise ConfigError(f"{name} must be at most {SIZE_MAX} bytes, not {value}")
+def optional_bytes(name: str, value: Size | None) -> int | None:
+    """Return the bytes of a bound, or ``None`` where none was given."""
+    return None if value is None else in_bytes(name, value)

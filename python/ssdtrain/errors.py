@@ -9,6 +9,7 @@ __all__ = [
     "ClosedError",
     "ConfigError",
     "CorruptError",
+    "DiskBoundError",
     "NoSpaceError",
     "PoisonedError",
     "SsdtrainError",
@@ -34,6 +35,10 @@ class StorageError(SsdtrainError):
 
 class NoSpaceError(StorageError):
     """The disk, a quota or ``max_disk_bytes`` has no room."""
+
+
+class DiskBoundError(NoSpaceError):
+    """``max_disk_bytes`` has no room: a wish of the user, not a failure of the disk."""
 
 
 class CorruptError(StorageError):

@@ -21,8 +21,12 @@ class Notices:
         """Log ``message % arguments``, unless something was said about this topic before."""
         if topic not in self._topics:
             self._topics.add(topic)
+            text = message % arguments
+            # Where logging is not set up, Python prints the bare text, without the logger's name.
+            if not log.hasHandlers():
+                text = f"ssdtrain: {text}"
             # A log record may be kept, and an error in it would keep its frames and their tensors.
-            log.log(level, "%s", message % arguments)
+            log.log(level, "%s", text)
 
 
 PROCESS = Notices()

@@ -10,12 +10,18 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import ParamSpec, TypeVar
 
 from ssdtrain.activations.failed_backward import drop_failed_backwards, prepare_to_drop
 from ssdtrain.activations.hooks import Hooks
+from ssdtrain.activations.installed import (
+    Pair,
+    install,
+    pop_for_another,
+    uninstall,
+    uninstall_all,
+)
 from ssdtrain.activations.watch import Watch
 from ssdtrain.config import (
     MIN_BYTES_DEFAULT,
@@ -23,24 +29,44 @@ from ssdtrain.config import (
     DirectIo,
     Directories,
     OffloadConfig,
+    Size,
     StoreConfig,
     directories,
+    optional_bytes,
 )
 from ssdtrain.errors import ConfigError
 from ssdtrain.machine.huge_pages import note_small_pages
 from ssdtrain.machine.torch_internals import is_traced, untraced
+from ssdtrain.notices import PROCESS
 from ssdtrain.open_store import open_store
 from ssdtrain.planning.policy import Policy
 from ssdtrain.session_log import say_begin, say_end
+from ssdtrain.sizes import in_bytes
 from ssdtrain.stats import Stats
 from ssdtrain.transfer.host import HostTransfer
 
-__all__ = ["Session", "offload"]
+__all__ = ["Session", "active", "leave_all", "offload"]
 
 RUNS_LATER = (
     inspect.isgeneratorfunction,
     inspect.iscoroutinefunction,
     inspect.isasyncgenfunction,
+)
+
+ENTERED_INSIDE = (
+    "an ssdtrain.offload block was entered in a thread in which another one is on: until the inner "
+    "one is left it takes all that is saved, and the outer one nothing. In a notebook a cell may "
+    "have run twice: ssdtrain.leave_all() leaves both"
+)
+OTHER_ORDER = (
+    "an ssdtrain.offload block was left before another one that was entered after it in the same "
+    "thread (asyncio tasks that take turns do that): while both were on, the one that was entered "
+    "last took all that was saved, and counted it. Give each task a thread of its own"
+)
+TAKEN_OFF = (
+    "other code left its hooks on saved tensors while an ssdtrain.offload block that was entered "
+    "after them was on, and so took ssdtrain's hooks off: what was saved since then was not "
+    "offloaded. Leave blocks in the opposite order of entering them"
 )
 
 P = ParamSpec("P")
@@ -59,13 +85,18 @@ class Session:
         bound = config.max_resident_bytes
         # The memory of ended reads stays for the next ones; under a bound, an eighth of it at most.
         store = open_store(config.store, retain_bytes=None if bound is None else bound // 8)
-        transfer = HostTransfer(store)
-        self._hooks: Hooks | None = Hooks(
-            transfer, policy, min_bytes=config.min_bytes, max_resident_bytes=bound
-        )
-        self._final: Stats | None = None
-        self._watch: Watch | None = None
-        say_begin(config, self._hooks.stats().engines)
+        try:
+            transfer = HostTransfer(store)
+            self._hooks: Hooks | None = Hooks(
+                transfer, policy, min_bytes=config.min_bytes, max_resident_bytes=bound
+            )
+            self._final: Stats | None = None
+            self._watch: Watch | None = None
+            say_begin(config, self._hooks.stats().engines)
+        except BaseException:
+            # Ctrl-C: its traceback, which a notebook keeps, would hold the store open.
+            store.close()
+            raise
 
     def watch(self) -> None:
         """Look from now on at what happens around the hooks, which are on in this thread."""
@@ -88,8 +119,8 @@ class Session:
 
     __repr__ = __str__
 
-    def context(self) -> AbstractContextManager[object]:
-        """Return the context manager that installs this session's hooks in the calling thread."""
+    def context(self) -> Pair:
+        """Return this session's hooks: a context manager that installs them in this thread."""
         assert self._hooks is not None, "a session that was closed installs no hooks"
         return self._hooks.context()
 
@@ -117,7 +148,8 @@ class offload:  # noqa: N801 - used like torch.no_grad
     """Keep what autograd saves on SSDs instead of in memory: a context manager and a decorator.
 
     Wrap the training loop, or one forward and its backward. Gradients are bit-identical to those
-    without it, or an error is raised. Implements SSDTrain (arXiv 2408.10013).
+    without it, or an error is raised. Implements SSDTrain (arXiv 2408.10013). Sizes are numbers of
+    bytes, or text such as ``"8GiB"``, ``"256 KiB"`` or ``"500MB"``.
 
     Args:
         dir: A directory on a local NVMe file system, or a list of them; ``~`` is the home. Its
@@ -147,44 +179,63 @@ class offload:  # noqa: N801 - used like torch.no_grad
         self,
         dir: Directories,  # noqa: A002 - the word users expect
         *,
-        min_bytes: int = MIN_BYTES_DEFAULT,
-        max_resident_bytes: int | None = None,
-        max_disk_bytes: int | None = None,
+        min_bytes: Size = MIN_BYTES_DEFAULT,
+        max_resident_bytes: Size | None = None,
+        max_disk_bytes: Size | None = None,
         backend: Backend = "auto",
         direct_io: DirectIo = "required",
         verify: bool = False,
     ) -> None:
         store = StoreConfig(
             dirs=directories(dir),
-            max_disk_bytes=max_disk_bytes,
+            max_disk_bytes=optional_bytes("max_disk_bytes", max_disk_bytes),
             backend=backend,
             direct_io=direct_io,
             verify=verify,
         )
         self._config = OffloadConfig(
-            store=store, min_bytes=min_bytes, max_resident_bytes=max_resident_bytes
+            store=store,
+            min_bytes=in_bytes("min_bytes", min_bytes),
+            max_resident_bytes=optional_bytes("max_resident_bytes", max_resident_bytes),
         )
+        self._prepare()
+
+    def _prepare(self) -> None:
         self._policy = Policy()
         """What was learned outlives a session: the same object may be entered again."""
-        self._local = threading.local()
+        self._uses = _Uses()
         self.session: Session | None = None
         """The session opened last: how to reach that of a decorated function."""
 
+    @property
+    def is_on(self) -> bool:
+        """Whether this thread has entered this object and not left it."""
+        return self._uses.block_in(threading.current_thread()) is not None
+
+    def __getstate__(self) -> OffloadConfig:
+        """Return the options, which is all that a copy gets: what is on belongs to a thread."""
+        return self._config
+
+    def __setstate__(self, config: OffloadConfig) -> None:
+        """Begin anew with the options of the original."""
+        self._config = config
+        self._prepare()
+
     def __enter__(self) -> Session:
         """Open a store and install the hooks in this thread."""
-        if is_traced():
-            session: Session = _untraced(self._enter)
-            return session
-        return self._enter()
+        return _outside_compiler(self._enter)
 
     def _enter(self) -> Session:
+        if active() is not None:
+            PROCESS.say("blocks in blocks", ENTERED_INSIDE)
         note_small_pages()
-        session = Session(self._config, self._policy)
-        context = session.context()
-        context.__enter__()
-        session.watch()
-        self._entered().append((session, context))
-        self.session = session
+        self.session = session = Session(self._config, self._policy)
+        try:
+            # Last, so that Ctrl-C cannot come between it and the body of `with`.
+            _Block(session, self._uses).put_on()
+        except BaseException:
+            session.close()
+            raise
         return session
 
     def __exit__(
@@ -194,25 +245,43 @@ class offload:  # noqa: N801 - used like torch.no_grad
         trace: TracebackType | None,
     ) -> None:
         """Remove the hooks; the store goes with the last graph that needs it."""
-        if is_traced():
-            _untraced(self._leave, kind, error, trace)
-        else:
-            self._leave(kind, error, trace)
-
-    def _leave(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if not self._entered():
-            raise ConfigError("this thread has not entered the block that it leaves")
-        session, context = self._entered().pop()
         try:
-            context.__exit__(kind, error, trace)
-            drop_failed_backwards()
-        finally:
-            session.close()
+            _outside_compiler(self._leave)
+        except BaseException:
+            # Ctrl-C, perhaps before anything was left.
+            _outside_compiler(self._leave_this_thread)
+            raise
+
+    def _leave(self) -> None:
+        if self._leave_this_thread():
+            return
+        here, left_early = threading.current_thread(), self._uses.left_early
+        if here in left_early:
+            left_early.remove(here)
+        else:
+            self._leave_other_threads()
+
+    def _leave_this_thread(self) -> bool:
+        block = self._uses.block_in(threading.current_thread())
+        if block is not None:
+            block.take_off()
+        return block is not None
+
+    def _leave_other_threads(self) -> None:
+        """Close what threads entered that are no more; their hooks ended with them."""
+        blocks = list(self._uses.blocks)
+        elsewhere = [one.thread.name for one in blocks if one.thread.is_alive()]
+        if elsewhere:
+            raise ConfigError(
+                f"this block was entered in thread {elsewhere[0]!r} and stays on there: leave it "
+                f"there, not in thread {threading.current_thread().name!r}"
+            )
+        if not blocks:
+            raise ConfigError(
+                "this thread has not entered the block that it leaves, or has left it already"
+            )
+        for block in blocks:
+            block.end()
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         """Decorate ``function``: one session serves all its calls, as long as it exists."""
@@ -229,25 +298,148 @@ class offload:  # noqa: N801 - used like torch.no_grad
         opened: list[Session] = []
         opening = threading.Lock()
 
-        @functools.wraps(function)
-        def offloaded(*args: P.args, **kwargs: P.kwargs) -> R:
+        def begin() -> _Block:
             with opening:
                 if not opened:
                     note_small_pages()
                     opened.append(Session(self._config, self._policy))
                     self.session = opened[0]
-            with opened[0].context():
+            block = _Block(opened[0], None)
+            block.put_on()
+            return block
+
+        @functools.wraps(function)
+        def offloaded(*args: P.args, **kwargs: P.kwargs) -> R:
+            block = _outside_compiler(begin)
+            try:
                 return function(*args, **kwargs)
+            finally:
+                _outside_compiler(block.take_off)
 
         return offloaded
 
-    def _entered(self) -> list[tuple[Session, AbstractContextManager[object]]]:
-        """Return what this thread has entered and not left."""
-        stack: list[tuple[Session, AbstractContextManager[object]]]
-        stack = self._local.__dict__.setdefault("entered", [])
-        return stack
+
+class _Block:
+    """Where the hooks of a session are on: a ``with``, or one call of a decorated function."""
+
+    def __init__(self, session: Session, uses: _Uses | None) -> None:
+        self.session = session
+        self.uses = uses
+        """Those of the ``with``; ``None``: a decorated function, which keeps its session."""
+        self.thread = threading.current_thread()
+        self._pair = session.context()
+        self._here = _blocks_here()
+        self._is_on = False
+
+    def put_on(self) -> None:
+        """Install the hooks, in the last of its calls; or leave no trace."""
+        try:
+            self._is_on = True
+            self._here.append(self)
+            if self.uses is not None:
+                self.uses.blocks.append(self)
+            install(self._pair)
+            if self.uses is not None:
+                self.session.watch()
+        except BaseException:
+            uninstall(self._pair)
+            self.end()
+            raise
+
+    def take_off(self) -> None:
+        """Remove the hooks, in whatever order; of a ``with``, close the session too. Idempotent."""
+        here = self._here
+        if self not in here:
+            return
+        inner = here[here.index(self) + 1 :]
+        try:
+            found = not self._is_on or uninstall(self._pair)
+            self._is_on = False
+            if not found:
+                pop_for_another()
+                PROCESS.say("hooks taken off by others", TAKEN_OFF)
+            if self.uses is not None:
+                drop_failed_backwards()
+        finally:
+            if self._is_on:
+                # Ctrl-C, perhaps before they were removed.
+                uninstall(self._pair)
+                self._is_on = False
+            self.end()
+        if any(one.session is not self.session for one in inner):
+            PROCESS.say("left in another order", OTHER_ORDER)
+
+    def end(self) -> None:
+        """Forget that it is on; in this thread last, so that ``leave_all`` can do it again."""
+        if self.uses is not None:
+            if self in self.uses.blocks:
+                self.uses.blocks.remove(self)
+            self.session.close()
+        if self in self._here:
+            self._here.remove(self)
+
+
+class _Uses:
+    """Where one ``offload`` object is on, in all threads."""
+
+    def __init__(self) -> None:
+        self.blocks: list[_Block] = []
+        self.left_early: list[threading.Thread] = []
+        """A thread for each block that ``leave_all`` left there and whose end is still to come."""
+
+    def block_in(self, thread: threading.Thread) -> _Block | None:
+        """Return what is on in a thread; of several, the one that was entered last."""
+        for block in reversed(self.blocks):
+            if block.thread is thread:
+                return block
+        return None
+
+
+_thread = threading.local()
+
+
+def _blocks_here() -> list[_Block]:
+    """Return what is on in this thread, the innermost last."""
+    blocks: list[_Block] = _thread.__dict__.setdefault("blocks", [])
+    return blocks
+
+
+def active() -> Session | None:
+    """Return the session that takes what autograd saves in this thread; of several, the inner one.
+
+    ``None`` if there is none.
+    """
+    blocks = _blocks_here()
+    return blocks[-1].session if blocks else None
+
+
+def leave_all() -> list[Session]:
+    """Leave every block that is on in this thread, whoever entered it, the inner ones first.
+
+    For a notebook in which a cell entered a block and did not leave it. Returns the sessions that
+    were on. The end of a ``with`` that is left this way then does nothing.
+    """
+    sessions = []
+    blocks = _blocks_here()
+    while blocks:
+        block = blocks[-1]
+        if block.uses is not None:
+            block.uses.left_early.append(block.thread)
+        block.take_off()
+        sessions.append(block.session)
+    # An interrupt in the middle of entering or leaving may have left hooks that no block knows.
+    uninstall_all()
+    return sessions
+
+
+def _outside_compiler(function: Callable[[], R]) -> R:
+    """Call a function into which the compiler does not look."""
+    if is_traced():
+        result: R = _untraced(function)
+        return result
+    return function()
 
 
 @untraced
-def _untraced(function: Callable[..., object], *arguments: object) -> object:
-    return function(*arguments)
+def _untraced(function: Callable[[], object]) -> object:
+    return function()

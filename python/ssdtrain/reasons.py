@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ssdtrain.activations.seen import Seen
 from ssdtrain.activations.watch import Observed
 from ssdtrain.planning.policy import Rates
-from ssdtrain.shortage import shown_bytes
+from ssdtrain.sizes import shown_bytes
 
 __all__ = ["Evidence", "Reason", "reason_of"]
 

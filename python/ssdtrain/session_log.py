@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ssdtrain.config import OffloadConfig
 from ssdtrain.notices import log
-from ssdtrain.shortage import shown_bytes
+from ssdtrain.sizes import shown_bytes
 from ssdtrain.stats import Stats
 
 __all__ = ["say_begin", "say_end"]

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Held", "shortage", "shown_bytes"]
+from ssdtrain.sizes import shown_bytes
+
+__all__ = ["Held", "shortage"]
 
 NAMED_SHARE_MIN = 0.25
 """What holds a smaller share of what is held gets no advice: to change it would not help much."""
@@ -61,14 +63,3 @@ def shortage(
         f"({shown_bytes(least_bytes)}). Raise the bound, use a smaller batch{hint}. "
         f"(To programs that look for a batch size this is the same as {KNOWN_BY!r}.)"
     )
-
-
-def shown_bytes(nbytes: float) -> str:
-    """Return a size as the report writes it."""
-    if nbytes < 1 << 10:
-        return f"{nbytes:.0f} bytes"
-    for power, unit in enumerate(("KiB", "MiB"), 1):
-        # By the rounded figure, so that nothing is shown as 1024.0 of the smaller unit.
-        if round(nbytes / 1024**power, 1) < 1024:
-            return f"{nbytes / 1024**power:.1f} {unit}"
-    return f"{nbytes / 2**30:.1f} GiB"

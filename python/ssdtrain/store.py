@@ -22,7 +22,15 @@ from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
 from ssdtrain._core import Overwrite, Pending, PendingInto, Slot, Store, Stored
-from ssdtrain.config import Backend, DirectIo, Directories, StoreConfig, directories
+from ssdtrain.config import (
+    Backend,
+    DirectIo,
+    Directories,
+    Size,
+    StoreConfig,
+    directories,
+    optional_bytes,
+)
 from ssdtrain.errors import ClosedError, ConfigError
 from ssdtrain.geometry import Geometry, span_bytes
 from ssdtrain.machine.torch_internals import is_wrapped
@@ -163,8 +171,8 @@ class TensorStore:
 
     Args:
         dir: A directory on a local file system, or a list of them.
-        max_disk_bytes: Upper bound on the bytes reserved; beyond it ``write`` raises
-            ``NoSpaceError``.
+        max_disk_bytes: Upper bound on the bytes reserved, also as ``"8GiB"``; beyond it ``write``
+            raises ``NoSpaceError``.
         backend: ``"auto"``, ``"io_uring"`` or ``"psync"``.
         direct_io: ``"required"``, ``"optional"`` or ``"disabled"``.
         verify: Checksum (xxh3) what is written, and compare what is read.
@@ -178,7 +186,7 @@ class TensorStore:
         self,
         dir: Directories,  # noqa: A002 - as in ssdtrain.offload
         *,
-        max_disk_bytes: int | None = None,
+        max_disk_bytes: Size | None = None,
         backend: Backend = "auto",
         direct_io: DirectIo = "required",
         verify: bool = False,
@@ -186,7 +194,7 @@ class TensorStore:
         self._store = open_store(
             StoreConfig(
                 dirs=directories(dir),
-                max_disk_bytes=max_disk_bytes,
+                max_disk_bytes=optional_bytes("max_disk_bytes", max_disk_bytes),
                 backend=backend,
                 direct_io=direct_io,
                 verify=verify,

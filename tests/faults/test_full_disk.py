@@ -162,6 +162,20 @@ def test_a_failed_growth_takes_no_room_from_others(small_disk: Path, backend: An
         assert torch.equal(store.read(small).result(), torch.ones(2 * MIB))
 
 
+@needs_root
+@BACKENDS
+def test_no_more_is_told_to_be_on_the_disk_than_there_is(small_disk: Path, backend: Any) -> None:
+    room = free_bytes(small_disk)
+    with TensorStore(small_disk, backend=backend) as store:
+        # The second needs more than there is, and a file that grows asks for more than is needed.
+        first, second = (store.write(torch.zeros(12 * MIB)) for _ in range(2))
+        first.wait()
+        with pytest.raises(NoSpaceError):
+            second.wait()
+        told = store.stats()["disk_reserved_bytes"]
+        assert 48 * MIB <= told <= room
+
+
 def train_within(place: str) -> None:
     """Train offloaded under whatever limit was set up; print what was said and what failed."""
     steps = Steps()
@@ -188,8 +202,7 @@ def test_a_disk_quota_is_a_full_disk(tmp_path: Path) -> None:
     warning, at_the_end, counts, refusal = in_child(with_a_quota, tmp_path)
     assert warning.startswith("WARNING keeping tensors in memory: cannot reserve ")
     assert warning.endswith(
-        f" bytes in {tmp_path}; free some space there: Disk quota exceeded "
-        f"(os error {errno.EDQUOT})"
+        f" MiB in {tmp_path}; free some space there: Disk quota exceeded (os error {errno.EDQUOT})"
     )
     assert "writes failed or were refused, the last one so: cannot reserve " in at_the_end
     assert counts == "True True"
@@ -208,7 +221,7 @@ def test_a_file_size_limit_is_a_full_disk_and_no_death(tmp_path: Path, action: s
     warning, counts = in_child(with_a_file_size_limit, tmp_path, action)
     assert warning.startswith("WARNING keeping tensors in memory: cannot reserve ")
     assert warning.endswith(
-        f" bytes in {tmp_path}; raise `ulimit -f`: File too large (os error {errno.EFBIG})"
+        f" MiB in {tmp_path}; raise `ulimit -f`: File too large (os error {errno.EFBIG})"
     )
     assert counts == "True True"
 

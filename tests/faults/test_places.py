@@ -18,6 +18,7 @@ from children import forked_python
 from disks import NOBODY, fill, free_bytes, needs_root
 from seccomp import FORBID_RINGS
 from ssdtrain import ConfigError, NoSpaceError, SsdtrainError, TensorStore
+from ssdtrain.sizes import shown_bytes
 
 MIB = 1 << 20
 Opener = Callable[..., object]
@@ -182,6 +183,7 @@ def test_tmpfs(opener: Opener) -> None:
         )
 
 
+NO_SIZE = "must be a positive whole number of bytes, or text such as '8GiB' or '500MB', not "
 BAD_OPTIONS: list[tuple[str, Any, str]] = [
     *(
         ("backend", value, "backend must be one of 'auto', 'io_uring', 'psync', not ")
@@ -192,16 +194,16 @@ BAD_OPTIONS: list[tuple[str, Any, str]] = [
         for value in ("yes", True, None, "")
     ),
     *(
-        ("max_disk_bytes", value, "max_disk_bytes must be a positive whole number of bytes, not ")
+        ("max_disk_bytes", value, f"max_disk_bytes {NO_SIZE}")
         for value in (0, -1, 1.5, 1e9, "1G", True, [5])
     ),
     *(("verify", value, "verify must be True or False, not ") for value in (None, 1, "yes")),
 ]
 BAD_OFFLOAD_OPTIONS: list[tuple[str, Any, str]] = [
-    (name, value, f"{name} must be a positive whole number of bytes, not ")
+    (name, value, f"{name} {NO_SIZE}")
     for name in ("min_bytes", "max_resident_bytes")
     for value in (0, -1, 1.5, "1G", True, float("nan"))
-] + [("min_bytes", None, "min_bytes must be a positive whole number of bytes, not ")]
+] + [("min_bytes", None, f"min_bytes {NO_SIZE}")]
 
 
 @OPENERS
@@ -304,12 +306,11 @@ def test_a_read_only_mount(opener: Opener, tmp_path: Path, mounted: Callable[...
 @OPENERS
 def test_too_little_space(opener: Opener, small_disk: Path) -> None:
     fill(small_disk, leave=32 * MIB)
-    free = free_bytes(small_disk)
+    free = shown_bytes(free_bytes(small_disk))
     with pytest.raises(NoSpaceError) as caught:
         opener(small_disk)
-    least = 64 * MIB
     assert str(caught.value) == (
-        f"{small_disk} has {free} bytes free, {least} are the least; free some space"
+        f"{small_disk} has {free} free, 64 MiB are the least; free some space"
     )
 
 

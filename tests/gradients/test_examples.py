@@ -20,5 +20,6 @@ def test_an_example_ends_well_and_offloads(example: Path, tmp_path: Path) -> Non
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "ssdtrain: " in done.stdout
-    assert " 0.0 MiB written" not in done.stdout
+    assert " written (" in done.stdout
+    assert " 0 bytes written" not in done.stdout
     assert not list(tmp_path.iterdir())

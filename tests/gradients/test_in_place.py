@@ -449,6 +449,27 @@ class TakesItsTensor(torch.autograd.Function):
         return data, None
 
 
+@pytest.mark.defends("a leaf that is kept cannot be swapped")
+@pytest.mark.parametrize("mode", MODES)
+def test_a_saved_leaf_is_not_swapped_for_another(mode: Mode, tmp_path: Path) -> None:
+    """Plain autograd has it refused; with hooks the content of another would be used."""
+    rig = Rig.in_mode(tmp_path, mode)
+    weight = torch.nn.Parameter(torch.rand(COUNT))
+    data, other = torch.rand(COUNT), torch.rand(COUNT)
+    expected = data.clone()
+    with rig.context():
+        loss = (weight * data).sum()
+        if mode == "disk":
+            rig.flush()
+        with pytest.raises(RuntimeError, match=r"weakref|gradient edge"):
+            torch.utils.swap_tensors(data, other)
+        loss.backward()
+    assert weight.grad is not None
+    assert torch.equal(weight.grad, expected)
+    torch.utils.swap_tensors(data, other)
+    assert torch.equal(other, expected)
+
+
 @pytest.mark.defends("a leaf that is kept is held itself", "a leaf in memory is handed out itself")
 @pytest.mark.parametrize("mode", MODES)
 def test_a_saved_tensor_that_becomes_a_gradient_is_not_added_to(mode: Mode, tmp_path: Path) -> None:

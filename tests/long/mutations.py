@@ -51,6 +51,9 @@ INSTEAD = {
     "the gate": "self._writeback._begin_write(record)",
     "verify": "verify=False,",
     "version of what is kept": "let is_same = true;",
+    "a leaf that is kept cannot be swapped": (
+        "let unswappable: Option<Bound<'_, PyWeakrefReference>> = None;"
+    ),
     "a leaf that is kept is held itself": "let held = if false {",
     "a leaf in memory is handed out itself": "self.leaf = None",
     "version at unpack": "if version not in (NO_VERSION, version):  # noqa: SLF001",

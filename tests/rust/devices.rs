@@ -143,7 +143,7 @@ fn a_part_that_is_refused_leaves_nothing_of_the_others() {
     let store = TensorStore::open(&config).unwrap();
     let bytes = pattern(3, 16 * MIB);
     let refused = write(&store, &bytes).unwrap_err();
-    assert_eq!(refused.kind(), ErrorKind::NoSpace);
+    assert_eq!(refused.kind(), ErrorKind::OverBound);
     pause.resume();
     store.close();
     assert_eq!(store.stats().unwrap().disk_used_bytes, 0);

@@ -217,13 +217,14 @@ fn without_space_for_both_the_old_bytes_stay() {
     let full = Faults { capacity_bytes: Some(3 * MIB as u64 / 2), ..Faults::default() };
     let mut quota = config(dir.path(), Backend::Auto);
     quota.max_disk_bytes = Some(3 * MIB as u64 / 2);
-    for config in [quota, config(dir.path(), Backend::Simulated(full))] {
+    let full = config(dir.path(), Backend::Simulated(full));
+    for (config, kind) in [(quota, ErrorKind::OverBound), (full, ErrorKind::NoSpace)] {
         let store = TensorStore::open(&config).unwrap();
         let (old, new) = (pattern(1, MIB), pattern(2, MIB));
         let stored = write_well(&store, &old);
         let overwrite = store.overwrite(&stored, lend(&new, 0));
         let error = overwrite.and_then(|overwrite| overwrite.ticket().wait()).unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::NoSpace);
+        assert_eq!(error.kind(), kind);
         assert_eq!(Arc::strong_count(&new), 1);
         assert!(read_back(&store, &stored).unwrap() == *old);
         assert!(used_bytes(&store) < (MIB + 2 * 4096) as u64);

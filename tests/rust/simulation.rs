@@ -294,6 +294,7 @@ impl<'a> Driver<'a> {
 
     fn check_refused(&self, error: &Error, source: &Weak<Memory>) {
         let at_the_door = error.kind() == ErrorKind::Busy
+            || error.kind() == ErrorKind::OverBound
             || error.kind() == ErrorKind::NoSpace && error.errno().is_none();
         if !at_the_door {
             self.check(error, true, false);

@@ -351,7 +351,7 @@ fn the_quota_is_a_bound() {
     let store = TensorStore::open(&config).unwrap();
     let kept = write(&store, &pattern(1, 2 << 20)).unwrap();
     let refused = write(&store, &pattern(2, 2 << 20)).unwrap_err();
-    assert_eq!(refused.kind(), ErrorKind::NoSpace);
+    assert_eq!(refused.kind(), ErrorKind::OverBound);
     assert!(refused.to_string().contains("max_disk_bytes"), "{refused}");
     kept.ticket().wait().unwrap();
     drop(kept);

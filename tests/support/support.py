@@ -24,7 +24,8 @@ from ssdtrain._core import SimulatedDisk
 from ssdtrain.activations.failed_backward import drop_failed_backwards
 from ssdtrain.activations.writeback import Writeback
 from ssdtrain.config import OffloadConfig, StoreConfig
-from ssdtrain.offload import Session
+from ssdtrain.machine.torch_internals import top_hooks
+from ssdtrain.offload import Session, active
 from ssdtrain.planning.policy import Policy
 from ssdtrain.stats import Stats
 
@@ -303,6 +304,12 @@ def store_threads() -> list[str]:
     return [name for name in names if name.startswith("ssdtrain")]
 
 
+def assert_nothing_is_on() -> None:
+    """No hooks of anybody are on in this thread."""
+    assert active() is None
+    assert top_hooks(True) is None
+
+
 @contextlib.contextmanager
 def nothing_leaks() -> Iterator[None]:
     """No thread of a store and no file stays once everything made in the block is gone."""
@@ -365,3 +372,14 @@ def chain(x: Tensor, length: int = 6) -> Tensor:
     for _ in range(length):
         x = (x * 1.01).exp().sin()
     return x
+
+
+def write_after_forward(module: nn.Module) -> None:
+    """Have what forward saved on the disk, and out of memory, before backward asks for it."""
+    module.register_forward_hook(_flush)
+
+
+def _flush(*_: object) -> None:
+    session = active()
+    if session is not None:
+        session.flush()

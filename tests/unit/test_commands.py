@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,7 @@ def test_the_commands_are_listed(command: Callable[..., Done]) -> None:
     done = command()
     assert done.returncode == 0
     assert done.stdout.startswith("usage: ssdtrain ")
-    for name in ("bench", "demo", "doctor"):
+    for name in ("bench", "demo", "doctor", "run"):
         assert f"\n    {name} " in done.stdout
         assert ssdtrain(name, "--help").stdout.startswith(f"usage: ssdtrain {name} ")
 
@@ -144,6 +145,11 @@ def test_wrong_words(words: list[str]) -> None:
     assert done.returncode == 2
     assert "error: " in done.stderr
     assert not done.stdout
+
+
+def test_the_version_is_told() -> None:
+    done = ssdtrain("--version")
+    assert (done.returncode, done.stdout) == (0, f"ssdtrain {version('ssdtrain')}\n")
 
 
 # The doctor
@@ -314,6 +320,21 @@ def test_a_broken_torch(tmp_path: Path, error: str) -> None:
         last = done.stderr.splitlines()[-1]
         assert last.startswith("ImportError: ssdtrain.")
         assert "`ssdtrain doctor DIR` says what next" in last
+
+
+def test_several_directories_are_looked_at(tmp_path: Path) -> None:
+    other, missing = tmp_path / "other", tmp_path / "missing"
+    other.mkdir()
+    done = ssdtrain("doctor", tmp_path, other, "--json")
+    document = json.loads(done.stdout)
+    assert list(document) == ["format", "directories"]
+    assert [one["directory"] for one in document["directories"]] == [str(tmp_path), str(other)]
+    assert [one["usable"] for one in document["directories"]] == [True, True]
+    assert done.returncode == 0
+    done = ssdtrain("doctor", missing, other)
+    assert f"Offload does not work in {missing}: mend directory." in done.stdout
+    assert f"Offload works in {other}" in done.stdout
+    assert done.returncode == 1
 
 
 # The bench

@@ -1,10 +1,16 @@
-"""Where torch's tensors lie after ``import ssdtrain``: on huge pages."""
+"""Where torch's tensors lie after ``import ssdtrain``, and that what they leave is given back."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
+
+from ssdtrain.activations import writeback
+from support import Rig, batch, mlp
 
 ADDRESS = """
 import ssdtrain
@@ -13,26 +19,93 @@ print(torch.empty(8 << 20, dtype=torch.uint8).data_ptr() % 4096)
 """
 
 
-def run(code: str, **environment: str) -> int:
-    """Run code in a fresh interpreter; return the number it prints."""
+TOO_LATE = """
+import sys
+import torch
+torch.zeros(3)
+import ssdtrain
+for _ in range(2):
+    with ssdtrain.offload(sys.argv[1], direct_io="optional") as session:
+        pass
+print(session)
+"""
+HOLES = """
+import torch
+from ssdtrain.machine.process_memory import release_free_memory, status_bytes
+torch.empty(31 << 20, dtype=torch.uint8)  # freed, glibc takes smaller ones from its heap
+large, small = [], []
+for _ in range(100):
+    large.append(torch.ones(1 << 20, dtype=torch.uint8))
+    small.append(torch.ones(5000, dtype=torch.uint8))
+full = status_bytes("VmRSS")
+large.clear()
+freed = status_bytes("VmRSS")
+release_free_memory()
+print((full - freed) >> 20, (full - status_bytes("VmRSS")) >> 20)
+"""
+
+
+def run(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run code in a fresh interpreter."""
     inherited = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith(("THP_MEM", "LD_PRELOAD"))
     }
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", code],
+    return subprocess.run(
+        [sys.executable, "-P", "-c", code, *arguments],
         env=inherited | environment,
         capture_output=True,
         text=True,
         check=True,
     )
-    return int(done.stdout)
 
 
 def test_tensors_lie_on_pages_of_their_own() -> None:
-    assert run(ADDRESS) == 0
+    assert int(run(ADDRESS).stdout) == 0
 
 
 def test_the_users_choice_of_pages_stands() -> None:
-    assert run(ADDRESS, THP_MEM_ALLOC_ENABLE="0") != 0
+    assert int(run(ADDRESS, THP_MEM_ALLOC_ENABLE="0").stdout) != 0
+
+
+def test_an_import_that_came_too_late_is_said_once_and_in_the_report(tmp_path: Path) -> None:
+    done = run(TOO_LATE, str(tmp_path))
+    # Nobody has set logging up, so the line names the package itself.
+    (said,) = done.stderr.splitlines()
+    assert said.startswith("ssdtrain: tensors are not on huge pages, because one was made before ")
+    remedy = "start with `ssdtrain run --dir DIR script.py`, import ssdtrain first, or set "
+    assert remedy in said
+    assert f"  pages      {remedy}" in done.stdout
+
+
+def test_where_logging_is_set_up_a_line_names_the_package_once(tmp_path: Path) -> None:
+    done = run(f"import logging\nlogging.basicConfig()\n{TOO_LATE}", str(tmp_path))
+    assert done.stderr.startswith("WARNING:ssdtrain:tensors are not on huge pages")
+
+
+def test_memory_between_blocks_in_use_goes_back_to_the_system() -> None:
+    kept, given = map(int, run(HOLES).stdout.split())
+    assert kept < 20, "glibc gave it back by itself: nothing was tried"
+    assert given > 80
+
+
+def test_what_writes_freed_is_given_back_in_portions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    freed: list[int] = []
+    rig = Rig(tmp_path)
+    monkeypatch.setattr(writeback, "GIVE_BACK_BYTES", 3 * 32 * 64 * 4)
+    monkeypatch.setattr(
+        writeback, "release_free_memory", lambda: freed.append(rig.stats.bytes_written)
+    )
+    with rig.context():
+        for _ in range(3):
+            loss = mlp(layers=6)(batch()).sum()
+            rig.flush()
+            loss.backward()
+    del loss
+    count = rig.stats.bytes_offloaded // writeback.GIVE_BACK_BYTES
+    assert count // 2 <= len(freed) <= count
+    assert count >= 3
+    rig.assert_empty()

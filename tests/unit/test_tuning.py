@@ -289,6 +289,27 @@ def test_a_partition_is_part_of_its_drive(tmp_path: Path) -> None:
     assert str(drive) == "nvme3n1 (Fast Drive, 0.512 GB)"
 
 
+def test_a_virtual_drive_does_not_know_whether_it_turns(tmp_path: Path) -> None:
+    sysfs = fake_drive(tmp_path)
+    disk = tmp_path / "sys" / "devices" / "nvme3n1"
+    (disk / "queue" / "rotational").write_text("1\n")
+    drive = drive_of(tmp_path, sysfs)
+    assert drive is not None
+    assert drive.rotational
+    (disk / "device" / "vendor").write_text("QEMU    \n")
+    drive = drive_of(tmp_path, sysfs)
+    assert drive is not None
+    assert not drive.rotational
+    # A virtio drive has a number for its vendor, and the name of its driver.
+    (disk / "device" / "vendor").write_text("0x1af4\n")
+    driver = tmp_path / "sys" / "bus" / "virtio" / "drivers" / "virtio_blk"
+    driver.mkdir(parents=True)
+    (disk / "device" / "driver").symlink_to(driver)
+    drive = drive_of(tmp_path, sysfs)
+    assert drive is not None
+    assert not drive.rotational
+
+
 def test_what_is_on_no_drive(tmp_path: Path) -> None:
     assert drive_of("/proc") is None
     assert drive_of(tmp_path / "missing") is None

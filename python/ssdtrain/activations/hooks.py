@@ -136,6 +136,7 @@ class Hooks:
                 self._stalls,
                 resident_bytes=resident_bytes,
                 write_failed_count=self._writeback.failed_count,
+                write_refused_count=self._writeback.refused_count,
                 store=store,
                 reason=reason_of(self._evidence(observed)),
             )
@@ -149,7 +150,7 @@ class Hooks:
             offloaded_bytes=ended["offloaded"][0],
             saved_bytes=sum(nbytes for nbytes, _ in ended.values()),
             peak_bytes=account.peak_bytes,
-            failed_count=self._writeback.failed_count,
+            failed_count=self._writeback.failed_count + self._writeback.refused_count,
             failure=self._writeback.failure,
             is_one_node=prefetcher.is_one_node,
             last_round=prefetcher.last_round,

@@ -24,6 +24,7 @@ from ssdtrain.notices import Notices, log
 from ssdtrain.planning.policy import Item, Policy, Rates
 from ssdtrain.residency import Residency
 from ssdtrain.shortage import Held
+from ssdtrain.sizes import shown_bytes
 from ssdtrain.stalls import Stalls
 from ssdtrain.transfer.base import Handle, Loading
 
@@ -282,11 +283,11 @@ class Prefetcher:
             self.is_one_node = True
             self._notices.say(
                 "one node",
-                "one node of the graph saves %.1f of the %.1f MiB that are saved in forward, at "
+                "one node of the graph saves %s of the %s that are saved in forward, at "
                 "once and at its end, so offloading cannot lower the peak; if torch.compile made "
                 "it of the whole model, compile block by block instead (block.compile())",
-                heaviest_bytes / 2**20,
-                all_bytes / 2**20,
+                shown_bytes(heaviest_bytes),
+                shown_bytes(all_bytes),
             )
 
     # Backward: what is asked for.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from ssdtrain._core import Account
-from ssdtrain.shortage import Held, shown_bytes
+from ssdtrain.shortage import Held
+from ssdtrain.sizes import shown_bytes
 
 __all__ = ["Seen", "Tally", "kept_parts"]
 

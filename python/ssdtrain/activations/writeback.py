@@ -9,6 +9,7 @@ number at a later pack, or runs a backward, the node has been passed and the wri
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections import deque
 
@@ -22,8 +23,16 @@ from ssdtrain.activations.lender import Lender, is_held_by_others
 from ssdtrain.activations.names import saving
 from ssdtrain.activations.saved_tensor import Record, root_of
 from ssdtrain.activations.seen import Seen, kept_parts
-from ssdtrain.errors import BusyError, CancelledError, ClosedError, SsdtrainError, StorageError
+from ssdtrain.errors import (
+    BusyError,
+    CancelledError,
+    ClosedError,
+    DiskBoundError,
+    SsdtrainError,
+    StorageError,
+)
 from ssdtrain.geometry import Geometry
+from ssdtrain.machine.process_memory import release_free_memory
 from ssdtrain.machine.torch_internals import sequence_number
 from ssdtrain.notices import Notices
 from ssdtrain.planning.policy import Policy
@@ -39,6 +48,10 @@ BATCH_COUNT = 16
 thread costs more than all else that a pack does (`benches/training/hook_overhead.py`)."""
 REAP_MAX = 64
 """Writes that a hook frees at most: bounds the work of one call."""
+GIVE_BACK_BYTES = 64 << 20
+"""Once writes have freed so much, free memory goes back to the system: glibc keeps what lies
+between blocks that are in use, and the next tensors of other sizes do not fit there. Less often
+leaves more of it, more often costs more page faults (`benches/training/import_order.py`)."""
 FORGET_AT_MIN = 1024
 """At so many known storages, those that are gone are forgotten for the first time."""
 RESERVE_BATCH_BYTES = 8 << 20
@@ -78,7 +91,11 @@ class Writeback:
         self._look_at = 0
         """Which of the writes behind the oldest was looked at last."""
         self.failed_count = 0
-        """Writes that failed or were refused; their tensors were kept."""
+        """Writes that failed, or for which the disk had no space; their tensors were kept."""
+        self.refused_count = 0
+        """Writes that `max_disk_bytes` did not allow; their tensors were kept."""
+        self._freed_bytes = 0
+        """Of sources, since free memory was given back last."""
         self.failure: str | None = None
         """Why the last write failed; the error itself would hold its frames, and their records."""
         residency.add_user(self)
@@ -416,6 +433,10 @@ class Writeback:
         else:
             if record.is_unchanged():
                 record.free_source()
+                self._freed_bytes += record.nbytes
+                if self._freed_bytes >= GIVE_BACK_BYTES:
+                    self._freed_bytes = 0
+                    release_free_memory()
             else:
                 # The bytes on the disk are not those that were saved; the source is what plain
                 # autograd would use, and unpack raises if it was changed in place.
@@ -439,8 +460,13 @@ class Writeback:
         return None
 
     def _note_failure(self, error: SsdtrainError) -> None:
-        self.failed_count += 1
         self.failure = str(error)
+        if isinstance(error, DiskBoundError):
+            self.refused_count += 1
+            message = "keeping tensors in memory, as max_disk_bytes is reached: %s"
+            self._notices.say("max_disk_bytes", message, error, level=logging.INFO)
+            return
+        self.failed_count += 1
         self._notices.say(type(error).__name__, "keeping tensors in memory: %s", error)
         for note in self._transfer.notes():
             self._notices.say(note, "%s", note)

@@ -19,6 +19,7 @@ from ssdtrain.errors import NoSpaceError, SsdtrainError, UnsupportedError
 from ssdtrain.machine import tuning
 from ssdtrain.machine.drive import drive_of, mount_of
 from ssdtrain.machine.tuning import DEFAULT, Engine, Kept, Tuning
+from ssdtrain.sizes import shown_bytes
 
 __all__ = ["add_arguments", "run"]
 
@@ -114,7 +115,7 @@ class Workplace:
         if count == 0:
             raise NoSpaceError(
                 f"a measurement in {directory} may take a quarter of the free space and memory, "
-                f"and that is less than {request_bytes} bytes; free some"
+                f"and that is less than {shown_bytes(request_bytes)}; free some"
             )
         self._probe = Probe(directory, count)
         self.bytes_written = 0
@@ -308,7 +309,7 @@ def _sweep_text(result: Result) -> list[str]:
 
 
 def _row(setting: Tuning, rates: Rates) -> str:
-    piece = f"{setting.piece_bytes // MIB} MiB"
+    piece = shown_bytes(setting.piece_bytes)
     return (
         f"{setting.engine:<8}  {setting.queue_depth:9d}  {piece:>5}  {rates.write / 1e9:7.2f}  "
         f"{rates.read / 1e9:7.2f}  {rates.both / 1e9:7.2f}"

@@ -23,6 +23,7 @@ from ssdtrain.commands.trial import Rates, write_and_read
 from ssdtrain.errors import ConfigError, NoSpaceError, SsdtrainError, UnsupportedError
 from ssdtrain.machine import tuning
 from ssdtrain.machine.drive import drive_of, mount_of
+from ssdtrain.sizes import shown_bytes
 
 __all__ = ["Examination"]
 
@@ -161,8 +162,7 @@ class Examination:
             return Check(
                 name=name,
                 state="WARN",
-                finding=f"{drive} says that it is a rotating disk; many virtual disks say so "
-                "whatever they are",
+                finding=f"{drive} says that it is a rotating disk",
                 remedy="lsblk -o NAME,MODEL,ROTA,SIZE,MOUNTPOINTS lists the drives; rely on the "
                 "rates below",
             )
@@ -171,10 +171,10 @@ class Examination:
     def _free_space(self) -> Check:
         name, facts = "free_space", os.statvfs(self.directory)
         free = facts.f_bavail * facts.f_frsize
-        finding = f"{free / GIB:.1f} GiB free of {facts.f_blocks * facts.f_frsize / GIB:.1f} GiB"
+        finding = f"{shown_bytes(free)} free of {shown_bytes(facts.f_blocks * facts.f_frsize)}"
         remedy = f"sudo du -xh --max-depth=1 {self._quoted} | sort -h shows what to delete"
         if free < FREE_BYTES_MIN:
-            finding += f"; {FREE_BYTES_MIN // MIB} MiB are the least"
+            finding += f"; {shown_bytes(FREE_BYTES_MIN)} are the least"
             return Check(name=name, state="FAIL", finding=finding, remedy=remedy)
         if free < FREE_BYTES_GOOD:
             finding += "; a step of training may need more, then tensors are kept in memory"

@@ -1,4 +1,4 @@
-"""`ssdtrain doctor DIR`: says whether offload works in a directory, and what mends what does not.
+"""`ssdtrain doctor DIR...`: says where offload works, and what mends what does not.
 
 The output is made for a person and for a report of a bug; `--json` tells the same to a program.
 """
@@ -9,11 +9,11 @@ import argparse
 import json
 from dataclasses import asdict
 from importlib.metadata import version
+from typing import Any
 
+from ssdtrain.commands.arguments import directory
 from ssdtrain.commands.checks import Examination
 from ssdtrain.commands.system import Check
-from ssdtrain.config import directories
-from ssdtrain.errors import ConfigError
 
 __all__ = ["add_arguments", "run"]
 
@@ -23,35 +23,46 @@ EXIT_FAILED = 1
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `doctor`."""
-    parser.add_argument("dir", type=_directory, metavar="DIR", help="directory to offload to")
+    parser.add_argument(
+        "dir", nargs="+", type=directory, metavar="DIR", help="directory to offload to"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return the exit code."""
-    examination = Examination(arguments.dir)
+    documents = []
+    for number, one in enumerate(arguments.dir):
+        if number and not arguments.json:
+            print()
+        documents.append(_examine(one, is_told=not arguments.json))
+    if arguments.json:
+        # One directory is told as ever, several as a list of the same.
+        several = {"format": 1, "directories": documents}
+        print(json.dumps(documents[0] if len(documents) == 1 else several, indent=1))
+    return EXIT_USABLE if all(one["usable"] for one in documents) else EXIT_FAILED
+
+
+def _examine(directory: str, *, is_told: bool) -> dict[str, Any]:
+    """Look at a directory, telling each thing as it is found; return all as JSON tells it."""
+    examination = Examination(directory)
     checks = []
-    if not arguments.json:
-        print(f"ssdtrain {version('ssdtrain')}, doctor of {arguments.dir}")
+    if is_told:
+        print(f"ssdtrain {version('ssdtrain')}, doctor of {directory}")
     for check in examination.checks():
         checks.append(check)
-        if not arguments.json:
+        if is_told:
             print(_text(check), flush=True)
-    failed = [check for check in checks if check.state == "FAIL"]
-    if arguments.json:
-        rates = None if examination.rates is None else asdict(examination.rates)
-        document = {
-            "format": 1,
-            "ssdtrain": version("ssdtrain"),
-            "directory": arguments.dir,
-            "usable": not failed,
-            "checks": [asdict(check) for check in checks],
-            "rates": rates,
-        }
-        print(json.dumps(document, indent=1))
-    else:
-        print(_verdict(arguments.dir, checks))
-    return EXIT_FAILED if failed else EXIT_USABLE
+    if is_told:
+        print(_verdict(directory, checks), flush=True)
+    return {
+        "format": 1,
+        "ssdtrain": version("ssdtrain"),
+        "directory": directory,
+        "usable": all(check.state != "FAIL" for check in checks),
+        "checks": [asdict(check) for check in checks],
+        "rates": None if examination.rates is None else asdict(examination.rates),
+    }
 
 
 def _text(check: Check) -> str:
@@ -69,10 +80,3 @@ def _verdict(directory: str, checks: list[Check]) -> str:
     if warned:
         return f"Offload works in {directory}; it could be better, see: {', '.join(warned)}."
     return f"Offload works in {directory}."
-
-
-def _directory(text: str) -> str:
-    try:
-        return directories(text)[0]
-    except ConfigError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error

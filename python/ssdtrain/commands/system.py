@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from ssdtrain.errors import SsdtrainError
+from ssdtrain.sizes import shown_bytes
 
 __all__ = [
     "Check",
@@ -207,4 +208,4 @@ def _count(limit: int) -> str:
 
 
 def _bytes(limit: int) -> str:
-    return "no limit" if limit == resource.RLIM_INFINITY else f"at most {limit} bytes"
+    return "no limit" if limit == resource.RLIM_INFINITY else f"at most {shown_bytes(limit)}"

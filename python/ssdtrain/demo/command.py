@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ssdtrain.commands.arguments import size
 from ssdtrain.demo import picture, report, summary
 from ssdtrain.demo.machine import machine_facts
 from ssdtrain.demo.options import DTYPE_NAMES, MODEL_NAMES, MODES, Mode, TrainingOptions
@@ -79,9 +80,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--max-resident-bytes",
-        type=int,
-        metavar="N",
-        help="upper bound on the saved bytes that offload leaves in memory (default: none)",
+        type=size("max_resident_bytes"),
+        metavar="SIZE",
+        help="upper bound on the saved bytes that offload leaves in memory, such as 2GiB "
+        "(default: none)",
     )
     parser.add_argument(
         "--modes",

@@ -21,7 +21,6 @@ import torch
 
 from ssdtrain.demo.counting import Sampler, SavedStorageCounter
 from ssdtrain.demo.machine import busy_cpu_s
-from ssdtrain.demo.memory import MemoryUnknownError, reset_high_water_mark, status_bytes
 from ssdtrain.demo.models import build_trainee
 from ssdtrain.demo.options import (
     MODES,
@@ -33,6 +32,7 @@ from ssdtrain.demo.options import (
 )
 from ssdtrain.demo.text import ByteBatches, load_text
 from ssdtrain.errors import SsdtrainError
+from ssdtrain.machine.process_memory import MemoryUnknownError, reset_high_water_mark, status_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable

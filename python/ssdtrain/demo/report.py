@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ssdtrain.demo.machine import Machine
     from ssdtrain.demo.options import ModeRun, TrainingOptions
     from ssdtrain.demo.summary import Comparison, ModeSummary
+from ssdtrain.sizes import shown_bytes
 
 UNKNOWN = "-"
 MIB = 1 << 20
@@ -95,7 +96,7 @@ def _heading(report: Report) -> str:
         f"hidden {options.hidden}, sequence {options.sequence}, batch {options.batch}, "
         f"{options.dtype}, dropout {options.dropout_probability:g}\n"
         f"trained on {text}; timed steps: {options.steps}, repeats: {report.repeats}\n"
-        f"{machine.cpu}, {machine.core_count} cores, {machine.memory_bytes / (1 << 30):.1f} GiB, "
+        f"{machine.cpu}, {machine.core_count} cores, {shown_bytes(machine.memory_bytes)}, "
         f"{machine.kernel}, torch {machine.torch}, Python {machine.python}"
         + (
             f"\n{machine.directory}: {machine.file_system or 'unknown'}"

@@ -12,6 +12,10 @@ __all__ = ["Drive", "Mount", "drive_of", "mount_of"]
 SYSFS = Path("/sys")
 SECTOR_BYTES = 512
 """The unit of sizes in sysfs, whatever the drive's own sectors are."""
+VIRTUAL_DRIVERS = frozenset({"virtio_blk", "vbd", "xen-blkfront"})
+"""Of KVM and of Xen (whose driver has the name of its bus in sysfs)."""
+VIRTUAL_VENDORS = frozenset({"QEMU", "VMWARE", "VMWARE,", "MSFT", "VBOX", "GOOGLE"})
+"""What virtual SCSI drives answer when they are asked who made them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +46,7 @@ class Drive:
     serial: str
     size_bytes: int
     rotational: bool
+    """Whether it says that it turns, and is one that would know."""
 
     def __str__(self) -> str:
         """Return it as reports write it; the serial number is nobody's business."""
@@ -86,9 +91,20 @@ def drive_of(directory: str | os.PathLike[str], sysfs: Path = SYSFS) -> Drive | 
             model=_word(place / "device" / "model"),
             serial=_word(place / "device" / "serial", place / "serial", place / "dm" / "uuid"),
             size_bytes=int(size) * SECTOR_BYTES if size.isdecimal() else 0,
-            rotational=_word(place / "queue" / "rotational") == "1",
+            rotational=_word(place / "queue" / "rotational") == "1" and not _is_virtual(place),
         )
     return None
+
+
+def _is_virtual(place: Path) -> bool:
+    """Whether a hypervisor made this drive: it says nothing of what turns or does not below it.
+
+    The kernel takes a drive for a rotating one until it learns otherwise, and most hypervisors tell
+    it nothing.
+    """
+    driver = (place / "device" / "driver").resolve().name
+    vendor = _word(place / "device" / "vendor").upper()
+    return driver in VIRTUAL_DRIVERS or vendor in VIRTUAL_VENDORS
 
 
 def _device_numbers(directory: str | os.PathLike[str]) -> list[str]:

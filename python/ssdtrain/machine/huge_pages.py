@@ -10,11 +10,17 @@ import os
 
 from ssdtrain.notices import PROCESS
 
-__all__ = ["note_small_pages", "prefer_huge_pages"]
+__all__ = ["SMALL_PAGES_REMEDY", "has_small_pages", "note_small_pages", "prefer_huge_pages"]
 
 SWITCH = "THP_MEM_ALLOC_ENABLE"
 PROBE_BYTES = 4 << 20
 PAGE_BYTES = 4096
+SMALL_PAGES_REMEDY = (
+    f"start with `ssdtrain run --dir DIR script.py`, import ssdtrain first, or set {SWITCH}=1"
+)
+
+_small: set[str] = set()
+"""Not empty once tensors were found to be on small pages."""
 
 
 def prefer_huge_pages() -> None:
@@ -30,9 +36,16 @@ def note_small_pages() -> None:
 
     probe = torch.empty(PROBE_BYTES, dtype=torch.uint8, device="cpu")
     if probe.data_ptr() % PAGE_BYTES:
+        _small.add(SWITCH)
         PROCESS.say(
             "small pages",
-            "tensors are not on huge pages, which slows the disk and hides freed memory: import "
-            "ssdtrain before the first tensor is made, or set %s=1",
-            SWITCH,
+            "tensors are not on huge pages, because one was made before ssdtrain was imported "
+            "(transformers, lightning and others make some at their import): the disk is slower "
+            "and more memory stays in use. %s",
+            SMALL_PAGES_REMEDY,
         )
+
+
+def has_small_pages() -> bool:
+    """Whether that was found."""
+    return bool(_small)

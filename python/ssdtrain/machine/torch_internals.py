@@ -25,6 +25,8 @@ __all__ = [
     "is_dynamo_compiling",
     "is_traced",
     "is_wrapped",
+    "pop_hooks",
+    "push_hooks",
     "sequence_number",
     "share_counters",
     "storage_users",
@@ -52,6 +54,13 @@ current_backward: Callable[[], int] = _find("_C._current_graph_task_id")
 
 current_node: Callable[[], Any] = _find("_C._current_autograd_node")
 """The node that a backward runs in this thread, or None."""
+
+push_hooks: Callable[[Callable[..., Any], Callable[..., Any]], None] = _find(
+    "_C._autograd._push_saved_tensors_default_hooks"
+)
+"""Puts a pair of hooks on top of those of this thread."""
+
+pop_hooks: Callable[[], None] = _find("_C._autograd._pop_saved_tensors_default_hooks")
 
 top_hooks: Callable[[bool], tuple[Callable[..., Any], Callable[..., Any]] | None] = _find(
     "_C._autograd._top_saved_tensors_default_hooks"

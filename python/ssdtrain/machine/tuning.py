@@ -19,6 +19,7 @@ from typing import Any, Literal, get_args
 from ssdtrain._core import Probe
 from ssdtrain.machine.drive import drive_of, mount_of
 from ssdtrain.notices import PROCESS
+from ssdtrain.sizes import shown_bytes
 
 __all__ = ["DEFAULT", "Engine", "Kept", "Tuning", "cache_file", "forget", "load", "save"]
 
@@ -54,8 +55,8 @@ class Tuning:
 
     def __str__(self) -> str:
         """Return it as reports write it."""
-        size = self.piece_bytes / (1 << 20)
-        return f"{self.engine}, {self.queue_depth} pieces of {size:g} MiB in flight"
+        size = shown_bytes(self.piece_bytes)
+        return f"{self.engine}, {self.queue_depth} pieces of {size} in flight"
 
 
 DEFAULT = Tuning(

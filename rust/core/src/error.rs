@@ -13,8 +13,10 @@ pub enum ErrorKind {
     Config,
     /// The kernel or the device refused or failed an operation.
     Io,
-    /// The disk, the quota or `max_disk_bytes` has no room.
+    /// The disk, or the user's quota on it, has no room.
     NoSpace,
+    /// `max_disk_bytes` has no room.
+    OverBound,
     /// Bytes came back that are not the bytes that were written.
     Corrupt,
     /// The kernel, the file system or the build lacks what was asked for.
@@ -87,3 +89,43 @@ impl fmt::Display for Error {
 }
 
 impl std::error::Error for Error {}
+
+/// A size as messages write it: `"71.2 MiB"`; as `ssdtrain.sizes.shown_bytes` does in Python.
+pub(crate) fn shown_bytes(bytes: u64) -> String {
+    if bytes < 1 << 10 {
+        return format!("{bytes} bytes");
+    }
+    let mut size = bytes as f64;
+    let mut shown = "";
+    for unit in ["KiB", "MiB", "GiB", "TiB"] {
+        // By the rounded figure, so that nothing is shown as 1024 of the smaller unit.
+        if !shown.is_empty() && (size * 10.0).round() < 10_240.0 {
+            break;
+        }
+        size /= 1024.0;
+        shown = unit;
+    }
+    let figure = format!("{size:.1}");
+    format!("{} {shown}", figure.strip_suffix(".0").unwrap_or(&figure))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::shown_bytes;
+
+    #[test]
+    fn a_size_is_shown_as_in_python() {
+        for (bytes, shown) in [
+            (0, "0 bytes"),
+            (1023, "1023 bytes"),
+            (1024, "1 KiB"),
+            (1536, "1.5 KiB"),
+            (64 << 20, "64 MiB"),
+            ((1 << 20) - 1, "1 MiB"),
+            (3 << 29, "1.5 GiB"),
+            (1 << 60, "1048576 TiB"),
+        ] {
+            assert_eq!(shown_bytes(bytes), shown);
+        }
+    }
+}

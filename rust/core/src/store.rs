@@ -26,7 +26,6 @@ use crate::transfer::{Abandoned, Transfer};
 pub struct TensorStore {
     devices: Vec<Device>,
     arena: Arc<Arena>,
-    quota: Arc<Quota>,
     /// Of every device: a tensor may lie on all of them.
     alignment: usize,
     verify: bool,
@@ -70,7 +69,7 @@ pub struct Stats {
     pub cancelled_count: u64,
     /// Bytes of live extents.
     pub disk_used_bytes: u64,
-    /// Bytes reserved on disk.
+    /// Bytes of the files that have blocks on the disk.
     pub disk_reserved_bytes: u64,
     /// Bytes of slots in use.
     pub arena_live_bytes: u64,
@@ -109,7 +108,6 @@ impl TensorStore {
             alignment: alignments.max().unwrap_or(1),
             devices,
             arena: Arena::new(config.arena_retain_bytes)?,
-            quota,
             verify: config.verify,
             abandoned: Arc::default(),
             closed: AtomicBool::new(false),
@@ -306,7 +304,7 @@ impl TensorStore {
             read: sum(Direction::Read),
             cancelled_count: self.abandoned.cancelled_count(),
             disk_used_bytes: self.devices.iter().map(|device| device.file().used()).sum(),
-            disk_reserved_bytes: self.quota.used(),
+            disk_reserved_bytes: self.devices.iter().map(|device| device.file().reserved()).sum(),
             arena_live_bytes: self.arena.live_bytes() as u64,
             engines: self.devices.iter().map(engine).collect(),
         })

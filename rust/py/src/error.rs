@@ -8,6 +8,7 @@ pyo3::import_exception!(ssdtrain.errors, BusyError);
 pyo3::import_exception!(ssdtrain.errors, CancelledError);
 pyo3::import_exception!(ssdtrain.errors, ClosedError);
 pyo3::import_exception!(ssdtrain.errors, ConfigError);
+pyo3::import_exception!(ssdtrain.errors, DiskBoundError);
 pyo3::import_exception!(ssdtrain.errors, CorruptError);
 pyo3::import_exception!(ssdtrain.errors, NoSpaceError);
 pyo3::import_exception!(ssdtrain.errors, PoisonedError);
@@ -21,6 +22,7 @@ pub fn to_python(py: Python<'_>, error: &Error) -> PyErr {
         ErrorKind::Config => ConfigError::new_err(message),
         ErrorKind::Io => StorageError::new_err(message),
         ErrorKind::NoSpace => NoSpaceError::new_err(message),
+        ErrorKind::OverBound => DiskBoundError::new_err(message),
         ErrorKind::Corrupt => CorruptError::new_err(message),
         ErrorKind::Unsupported => UnsupportedError::new_err(message),
         ErrorKind::Closed => ClosedError::new_err(message),

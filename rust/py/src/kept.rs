@@ -2,7 +2,7 @@
 
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::PyString;
+use pyo3::types::{PyString, PyWeakrefReference};
 use ssdtrain_core as core;
 
 /// The version of a tensor that has none: it was made in inference mode.
@@ -16,6 +16,9 @@ pub struct Kept {
     _holding: Option<core::SharedHolding>,
     #[pyo3(get)]
     tensor: Py<PyAny>,
+    /// To a leaf: `torch.utils.swap_tensors` does not take a tensor that has one. Autograd's own
+    /// hold on a leaf would refuse it too, but ours is one of Python, which it does not count.
+    _unswappable: Option<Py<PyWeakrefReference>>,
     #[pyo3(get)]
     version: i64,
     /// Whether it was packed from inside an operation, and is asked for there: it might become the
@@ -27,7 +30,7 @@ pub struct Kept {
 impl Kept {
     #[new]
     fn new(tensor: Py<PyAny>, version: i64) -> Self {
-        Self { _holding: None, tensor, version, is_from_below: true }
+        Self { _holding: None, tensor, _unswappable: None, version, is_from_below: true }
     }
 }
 
@@ -50,7 +53,16 @@ impl Kept {
         } else {
             tensor.call_method0(intern!(py, "detach"))? // defence: never the tensor itself
         };
-        Py::new(py, Self { _holding: holding, tensor: held.unbind(), version, is_from_below })
+        // defence: a leaf that is kept cannot be swapped
+        let unswappable = is_leaf.then(|| PyWeakrefReference::new(&held)).transpose()?;
+        let kept = Self {
+            _holding: holding,
+            tensor: held.unbind(),
+            _unswappable: unswappable.map(Bound::unbind),
+            version,
+            is_from_below,
+        };
+        Py::new(py, kept)
     }
 
     /// The tensor, if it is as it was when it was packed.

@@ -17,7 +17,7 @@ use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, StatxFlags};
 use rustix::io::Errno;
 
 use crate::config::DirectIo;
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, ErrorKind, Result, shown_bytes};
 
 /// A directory with less free space than this is refused at the start: it is what the spill file
 /// takes at its first write.
@@ -121,7 +121,9 @@ impl SpillDirectory {
             return Err(Error::new(
                 ErrorKind::NoSpace,
                 format!(
-                    "{shown} has {free} bytes free, {FREE_BYTES_MIN} are the least; free some space"
+                    "{shown} has {} free, {} are the least; free some space",
+                    shown_bytes(free),
+                    shown_bytes(FREE_BYTES_MIN)
                 ),
             ));
         }

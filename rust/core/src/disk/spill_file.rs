@@ -22,7 +22,7 @@ use crate::allocator::ExtentAllocator;
 use crate::config::DirectIo;
 use crate::disk::checksums::Checksums;
 use crate::disk::directory::{Opened, SpillDirectory};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, ErrorKind, Result, shown_bytes};
 
 /// The file grows by at least this much: blocks for 16 writes of the usual piece cost one call.
 const GROWTH_BYTES_MIN: u64 = 64 << 20;
@@ -71,6 +71,8 @@ pub struct SpillFile {
     books: Mutex<Books>,
     /// Bytes of the file that have blocks on the disk; see [Note: blocks].
     blocks: Mutex<u64>,
+    /// The same figure for those who only want to tell it: the lock may be held for long.
+    blocks_told: AtomicU64,
     process: u32,
 }
 
@@ -103,10 +105,20 @@ impl SpillFile {
         let extents =
             ExtentAllocator::new(alignment as u64, i64::MAX as u64 & !(alignment as u64 - 1));
         let (books, blocks) = (Mutex::new(Books { extents, booked: 0 }), Mutex::new(0));
-        let process = std::process::id();
+        let (blocks_told, process) = (AtomicU64::new(0), std::process::id());
         let (dir, quota, file) = (dir.to_owned(), Arc::clone(quota), File::from(file));
         Ok((
-            Arc::new(Self { file, dir, alignment, is_direct, quota, books, blocks, process }),
+            Arc::new(Self {
+                file,
+                dir,
+                alignment,
+                is_direct,
+                quota,
+                books,
+                blocks,
+                blocks_told,
+                process,
+            }),
             fallback,
         ))
     }
@@ -136,12 +148,18 @@ impl SpillFile {
         self.lock().extents.used()
     }
 
+    /// Bytes of the file that have blocks on the disk: what others cannot use meanwhile.
+    pub fn reserved(&self) -> u64 {
+        self.blocks_told.load(Ordering::Relaxed)
+    }
+
     /// Books `len` bytes; the disk is not touched, see [`Extent::prepare`].
     pub fn reserve(self: &Arc<Self>, len: u64) -> Result<Extent> {
         let mut books = self.lock();
         let offset = books.extents.allocate(len).ok_or_else(|| {
             let dir = self.dir.display();
-            Error::new(ErrorKind::NoSpace, format!("{len} bytes do not fit in a file in {dir}"))
+            let len = shown_bytes(len);
+            Error::new(ErrorKind::NoSpace, format!("{len} do not fit in a file in {dir}"))
         })?;
         if let Err(error) = self.book(&mut books) {
             books.extents.free(offset, len);
@@ -154,7 +172,7 @@ impl SpillFile {
     /// Gives all blocks back to the disk; nothing may be in flight, and nothing is readable after.
     pub fn discard(&self) -> Result<()> {
         let mut blocks = self.lock_blocks();
-        *blocks = 0;
+        self.set_blocks(&mut blocks, 0);
         self.cut(0)
     }
 
@@ -166,7 +184,7 @@ impl SpillFile {
         let surplus = blocks.saturating_sub(end);
         if surplus > 0 {
             self.cut(end)?;
-            *blocks = end;
+            self.set_blocks(&mut blocks, end);
         }
         // Only now, so that a quota shared with other files is never passed; and only down to where
         // the extents end by now, because that may have moved since.
@@ -183,6 +201,11 @@ impl SpillFile {
             let what = format!("cannot give space back in {dir}; closing the store does");
             Error::from_io(what, &errno.into())
         })
+    }
+
+    fn set_blocks(&self, blocks: &mut u64, end: u64) {
+        *blocks = end;
+        self.blocks_told.store(end, Ordering::Relaxed);
     }
 
     fn lock_blocks(&self) -> MutexGuard<'_, u64> {
@@ -207,8 +230,9 @@ impl SpillFile {
             }
         }
         let dir = self.dir.display();
-        let message = format!("{need} more bytes in {dir} would pass max_disk_bytes; raise it");
-        Err(Error::new(ErrorKind::NoSpace, message))
+        let need = shown_bytes(need);
+        let message = format!("{need} more in {dir} would pass max_disk_bytes; raise it");
+        Err(Error::new(ErrorKind::OverBound, message))
     }
 
     /// Reserves blocks up to `end`, and as far as is booked if there is room.
@@ -220,13 +244,14 @@ impl SpillFile {
         let booked = self.lock().booked.max(end);
         // No room for all that is booked? Then perhaps for what is needed now.
         let grown = self.grow(*blocks, booked).or_else(|_| self.grow(*blocks, end));
-        *blocks = grown.map_err(|errno| {
-            let (need, dir) = (end - *blocks, self.dir.display());
+        let grown = grown.map_err(|errno| {
+            let (need, dir) = (shown_bytes(end - *blocks), self.dir.display());
             let next =
                 if errno == Errno::FBIG { "raise `ulimit -f`" } else { "free some space there" };
-            let what = format!("cannot reserve {need} bytes in {dir}; {next}");
+            let what = format!("cannot reserve {need} in {dir}; {next}");
             Error::from_io(what, &errno.into())
         })?;
+        self.set_blocks(&mut blocks, grown);
         Ok(())
     }
 
@@ -355,7 +380,7 @@ mod tests {
         let dir = tempfile::tempdir_in(".").unwrap();
         let file = open(dir.path(), &Quota::new(Some(1 << 20)));
         let first = file.reserve(1 << 19).unwrap();
-        assert_eq!(file.reserve(1 << 20).unwrap_err().kind(), ErrorKind::NoSpace);
+        assert_eq!(file.reserve(1 << 20).unwrap_err().kind(), ErrorKind::OverBound);
         drop(first);
         file.reserve(1 << 20).unwrap();
     }

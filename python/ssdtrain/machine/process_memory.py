@@ -12,6 +12,12 @@ RESET_HIGH_WATER_MARK = "5"
 """What proc(5) says to write into `clear_refs` so that `VmHWM` starts again from `VmRSS`."""
 
 
+_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+"""Only glibc has it, and only glibc keeps so much."""
+if _trim is not None:
+    _trim.argtypes = [ctypes.c_size_t]
+
+
 class MemoryUnknownError(Exception):
     """The system does not tell about a process's memory; the message says what is missing."""
 
@@ -30,6 +36,14 @@ def status_bytes(field: str) -> int:
     raise MemoryUnknownError(f"{STATUS} has no line {field}: this kernel does not count it")
 
 
+def known_bytes(field: str) -> int:
+    """Read a size as ``status_bytes`` does; 0 where the system does not tell."""
+    try:
+        return status_bytes(field)
+    except MemoryUnknownError:
+        return 0  # Reports show it as "0 bytes"; nothing depends on it.
+
+
 def reset_high_water_mark() -> int:
     """Give freed memory back, set `VmHWM` to `VmRSS`; return `VmRSS` in bytes."""
     release_free_memory()
@@ -43,11 +57,10 @@ def reset_high_water_mark() -> int:
 
 
 def release_free_memory() -> None:
-    """Have the C library return what it holds in reserve, so that it does not look like use.
+    """Have the C library return the whole pages of what it holds in reserve.
 
-    After a step glibc keeps freed blocks below its (growing) threshold for later. Counted as
-    resident before the next step, they would hide just as much of what the step needs.
+    glibc keeps freed blocks below a threshold that grows to 32 MiB, for blocks that fit there.
+    Other threads of Python go on meanwhile.
     """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:  # Only glibc has it, and only glibc keeps so much.
-        trim(ctypes.c_size_t(0))
+    if _trim is not None:
+        _trim(0)

@@ -1,0 +1,1 @@
+"""Callbacks for trainers: the modules `transformers` and `lightning`."""

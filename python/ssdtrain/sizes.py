@@ -1,0 +1,76 @@
+"""Sizes as people write and read them: one parser and one formatter for all who take or tell one.
+
+Units are powers of 1024 (``KiB``, ``MiB``, ``GiB``, ``TiB``) or of 1000 (``kB``, ``MB``, ...), as
+their names say. What is told is always in the first kind, which is how memory is counted.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from ssdtrain.errors import ConfigError
+
+__all__ = ["SIZE_MAX", "in_bytes", "shown_bytes"]
+
+SIZE_MAX: Final = (1 << 63) - 1
+"""The largest offset in a file."""
+
+PREFIXES: Final = "KMGT"
+UNITS: Final[dict[str, int]] = (
+    {"": 1, "B": 1}
+    | {f"{prefix}IB": 1 << 10 * power for power, prefix in enumerate(PREFIXES, 1)}
+    | {f"{prefix}B": 10 ** (3 * power) for power, prefix in enumerate(PREFIXES, 1)}
+)
+"""By the name in capitals: nobody means a difference between ``mib`` and ``MiB``."""
+SHOWN_UNITS: Final = ("KiB", "MiB", "GiB", "TiB")
+WRITTEN: Final = re.compile(r"\s*([\d_]{1,24}(?:\.\d{1,9})?)\s*([A-Za-z]*)\s*", re.ASCII)
+
+
+def in_bytes(name: str, value: object) -> int:
+    """Return the bytes of a size that was given for the option ``name``.
+
+    It is a positive whole number, or text such as ``"8GiB"``, ``"1.5 GiB"`` or ``"500MB"``.
+    """
+    nbytes = 0
+    if isinstance(value, str):
+        nbytes = _parse(value)
+    elif isinstance(value, int) and not isinstance(value, bool):
+        nbytes = value
+    if nbytes < 1:
+        raise ConfigError(
+            f"{name} must be a positive whole number of bytes, or text such as '8GiB' or '500MB', "
+            f"not {value!r}"
+        )
+    if nbytes > SIZE_MAX:
+        raise ConfigError(f"{name} must be at most {SIZE_MAX} bytes, not {value!r}")
+    return nbytes
+
+
+def _parse(text: str) -> int:
+    """Return the bytes of a size as text, or 0 for what is none."""
+    match = WRITTEN.fullmatch(text)
+    if match is None:
+        return 0
+    number, unit = match.groups()
+    # "8G" is none: to some it means 8 GiB and to others 8 GB.
+    factor = UNITS.get(unit.upper(), 0)
+    whole, _, fraction = number.partition(".")
+    try:
+        return int(whole) * factor + int(float(f"0.{fraction or 0}") * factor)
+    except ValueError:
+        return 0  # Such as "1__0": underlines stand between digits.
+
+
+def shown_bytes(nbytes: float) -> str:
+    """Return a size as reports, errors and the log write it: ``"71.2 MiB"``, ``"8 GiB"``."""
+    if nbytes < 1 << 10:
+        return f"{nbytes:.0f} bytes"
+    size, shown = float(nbytes), "bytes"
+    for unit in SHOWN_UNITS:
+        # By the rounded figure, so that nothing is shown as 1024.0 of the smaller unit.
+        if round(size, 1) < 1024:
+            break
+        size, shown = size / 1024, unit
+    figure = f"{size:.1f}".removesuffix(".0")
+    return f"{figure} {shown}"

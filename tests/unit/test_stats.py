@@ -1,0 +1,48 @@
+"""What a session counted, for machines: a flat dict, and what happened since an earlier look."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import torch
+
+from ssdtrain import Stats
+from support import Rig, chain
+
+
+def looks_at(rig: Rig) -> tuple[Stats, Stats]:
+    """Train two steps; return what was counted after each."""
+    looks = []
+    x = torch.randn(100_000, requires_grad=True)
+    with rig.context():
+        for _ in range(2):
+            loss = chain(x).sum()
+            rig.flush()
+            loss.backward()
+            del loss
+            looks.append(rig.stats)
+    return looks[0], looks[1]
+
+
+def test_a_snapshot_is_a_flat_dict(tmp_path: Path) -> None:
+    _, stats = looks_at(Rig(tmp_path))
+    values = stats.as_dict()
+    assert json.loads(json.dumps(values)) == values
+    assert all(type(value) in (int, float, str) for value in values.values())
+    fields = {field.name for field in dataclasses.fields(stats)}
+    assert values.keys() == fields | {"hidden_s"}
+    assert values["bytes_offloaded"] == stats.bytes_offloaded > 0
+    assert values["engines"] == f"psync in {tmp_path}"
+
+
+def test_a_difference_tells_the_second_step_alone(tmp_path: Path) -> None:
+    first, second = looks_at(Rig(tmp_path))
+    done = second.since(first)
+    assert done.bytes_offloaded == first.bytes_offloaded > 0
+    assert done.tensors_offloaded == first.tensors_offloaded > 0
+    for name in ("bytes_written", "bytes_read", "write_busy_s", "read_busy_s"):
+        assert getattr(done, name) == getattr(second, name) - getattr(first, name) > 0, name
+    # These are no sums, so what they were before says nothing about what they are.
+    assert done.resident_bytes_peak == second.resident_bytes_peak > 0
+    assert done.disk_reserved_bytes == second.disk_reserved_bytes
+    assert done.engines == second.engines
