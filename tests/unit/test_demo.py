@@ -17,9 +17,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ssdtrain.__main__ import main
-from ssdtrain.demo import command, machine, memory, modes, report, runner, summary, text
+from ssdtrain.demo import command, machine, modes, report, runner, summary, text
 from ssdtrain.demo.counting import Sampler, SavedStorageCounter, is_weight
 from ssdtrain.demo.options import MemoryRecord, Mode, ModeRun, StepKind, StepRecord, TrainingOptions
+from ssdtrain.machine import process_memory
 
 SMALL = TrainingOptions(layers=4, hidden=64, sequence=64, batch=2)
 FLOAT_BYTES = 4
@@ -350,11 +351,11 @@ def test_the_high_water_mark_starts_again_and_sees_the_next_peak() -> None:
     # More than an earlier peak of this process could hide.
     held = torch.ones(size, dtype=torch.uint8)
     del held
-    before = memory.reset_high_water_mark()
-    assert memory.status_bytes("VmHWM") - before < size // 2
+    before = process_memory.reset_high_water_mark()
+    assert process_memory.status_bytes("VmHWM") - before < size // 2
     held = torch.ones(size, dtype=torch.uint8)
     del held
-    assert memory.status_bytes("VmHWM") - before > size // 2
+    assert process_memory.status_bytes("VmHWM") - before > size // 2
 
 
 def test_a_killed_mode_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
