@@ -93,11 +93,13 @@ class Stats:
     def as_dict(self) -> dict[str, int | float | str]:
         """Return all of it by name, in a flat form that JSON and every logger take.
 
-        Names that contain ``bytes`` are sizes in bytes, those that end in ``_s`` times in seconds.
+        Names that contain ``bytes`` are sizes in bytes, those that end in ``_s`` times in seconds;
+        ``has_small_pages`` is 0 or 1.
         """
         values: dict[str, int | float | str] = {
             field.name: getattr(self, field.name) for field in fields(self)
         }
+        values["has_small_pages"] = int(self.has_small_pages)
         values["engines"] = self._engines()
         values["hidden_s"] = self.hidden_s
         return values
