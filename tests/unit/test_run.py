@@ -37,7 +37,7 @@ def run(folder: Path, *words: str, program: str | None = None) -> Done:
     """Run ``script.py`` in a child that has done its imports, within the folder."""
     if program is not None:
         (folder / "script.py").write_text(program)
-    return forked_python(MAIN, "run", "--dir", str(folder), *words, cwd=folder)
+    return forked_python(MAIN, "run", "--dir", ".", *words, cwd=folder)
 
 
 def plain(folder: Path, *words: str, program: str) -> Done:
@@ -175,6 +175,7 @@ def test_child_processes_have_a_block_and_a_report_of_their_own(way: str, tmp_pa
         "def idle(): pass\n"
         "if __name__ == '__main__':\n"
         f"    context = multiprocessing.get_context({way!r})\n"
+        "    os.chdir('/')\n"
         "    processes = [context.Process(target=one) for one in (child, idle)]\n"
         "    for one in processes: one.start()\n    for one in processes: one.join()\n"
         "    sys.exit(sum(one.exitcode for one in processes))\n"

@@ -103,9 +103,11 @@ def run(arguments: argparse.Namespace) -> int:
     report = None if arguments.report is None else arguments.report.absolute()
     try:
         _check_report(report)
-        tool = offload(arguments.dir, **options)
+        # The program may change its directory before it starts a child process.
+        dirs = [os.path.abspath(one) for one in arguments.dir]
+        tool = offload(dirs, **options)
         program = _find(arguments)
-        job = Job(program=program.name, dirs=arguments.dir, options=options, report=report)
+        job = Job(program=program.name, dirs=dirs, options=options, report=report)
         _say_if_launcher(program.name)
         _enter(tool, job)
     except (ProgramError, SsdtrainError) as error:
