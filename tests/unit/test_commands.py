@@ -131,13 +131,13 @@ def test_the_commands_are_listed(command: Callable[..., Done]) -> None:
     "words",
     [
         ["nope"],
-        ["doctor"],
         ["doctor", ""],
-        ["doctor", "/tmp", "--nope"],
-        ["bench"],
-        ["bench", "/tmp", "--seconds", "0"],
         ["bench", "/tmp", "--seconds", "nan"],
-        ["bench", "/tmp", "--seconds", "1e9"],
+        pytest.param(["doctor"], marks=pytest.mark.long),
+        pytest.param(["doctor", "/tmp", "--nope"], marks=pytest.mark.long),
+        pytest.param(["bench"], marks=pytest.mark.long),
+        pytest.param(["bench", "/tmp", "--seconds", "0"], marks=pytest.mark.long),
+        pytest.param(["bench", "/tmp", "--seconds", "1e9"], marks=pytest.mark.long),
     ],
 )
 def test_wrong_words(words: list[str]) -> None:
@@ -375,6 +375,7 @@ def test_one_drive_is_measured_once(tmp_path: Path) -> None:
     assert "which wears the drive" in done.stdout
 
 
+@pytest.mark.long
 def test_ctrl_c_keeps_nothing(tmp_path: Path, cache: Path) -> None:
     command = [sys.executable, "-c", MAIN, "bench", str(tmp_path), "--seconds", "600"]
     with subprocess.Popen(
@@ -417,6 +418,7 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
     assert "not kept   " in done.stdout
 
 
+@pytest.mark.long
 def test_a_bench_without_rings(tmp_path: Path) -> None:
     done = forked_python(FORBID_RINGS + MAIN, "bench", str(tmp_path), "--seconds", "1")
     if done.stdout == "no seccomp\n":

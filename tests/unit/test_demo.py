@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import os
 import subprocess
@@ -172,8 +173,19 @@ def test_the_sampler_takes_the_ends_and_drops_level_stretches() -> None:
 # The models
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("model", ["gpt", "gpt2", "bert", "t5", "llama"])
+EVERY_MODEL = list(
+    itertools.product(["gpt", "gpt2", "bert", "t5", "llama"], ["float32", "bfloat16"])
+)
+FEW_MODELS = [("gpt", "float32"), ("t5", "bfloat16")]
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype"),
+    [
+        pytest.param(*one, marks=() if one in FEW_MODELS else pytest.mark.long)
+        for one in EVERY_MODEL
+    ],
+)
 def test_recomputing_a_model_changes_no_bit_and_needs_less_memory(model: Any, dtype: Any) -> None:
     if model != "gpt":
         pytest.importorskip("transformers")
