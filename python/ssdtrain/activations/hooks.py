@@ -153,6 +153,7 @@ class Hooks:
             peak_bytes=account.peak_bytes,
             failed_count=self._writeback.failed_count + self._writeback.refused_count,
             failure=self._writeback.failure,
+            budget_error_count=self._residency.refused_count,
             is_one_node=prefetcher.is_one_node,
             last_round=prefetcher.last_round,
             rates=None if self._is_forked else self._transfer.rates(),
