@@ -130,7 +130,7 @@ class Stats:
             ("read", self.bytes_read, self.read_busy_s),
         )
         moved = ", ".join(
-            f"{shown_bytes(size)} {way} ({_rate(size, busy)})" for way, size, busy in moves
+            f"{shown_bytes(size)} {way}{_rate(size, busy)}" for way, size, busy in moves
         )
         times = f"{self.hidden_s:.3f} s hidden, {self.stall_s:.3f} s exposed"
         used, reserved = shown_bytes(self.disk_used_bytes), shown_bytes(self.disk_reserved_bytes)
@@ -212,4 +212,4 @@ def snapshot(
 
 
 def _rate(nbytes: int, seconds: float) -> str:
-    return f"{shown_bytes(nbytes / seconds)}/s" if seconds > 0 else "no rate yet"
+    return f" ({shown_bytes(nbytes / seconds)}/s)" if seconds > 0 else ""
