@@ -38,6 +38,7 @@ class Evidence:
     failed_count: int
     failure: str | None
     """Why the last write failed."""
+    budget_error_count: int
     is_one_node: bool
     """Whether one node saves nearly all that a round does."""
     last_round: tuple[int, float] | None
@@ -59,11 +60,18 @@ class Reason:
 def reason_of(known: Evidence) -> Reason | None:
     """Return the first cause why little or nothing was offloaded; ``None`` if much was."""
     observed = known.observed
+    is_little = known.offloaded_bytes <= LITTLE_SHARE_MAX * known.saved_bytes
+    if is_little and known.budget_error_count and not known.failed_count:
+        return Reason(
+            "max_resident_bytes left no room for what an operation saved; the BudgetError names "
+            "the operation, and the bound that it takes",
+            is_warning=False,
+        )
     if known.seen.count() == 0:
         return None if observed is None else _why_nothing_came(observed)
     if known.saved_bytes == 0:
         return _why_nothing_could_go(known) if observed is not None else None
-    if known.offloaded_bytes > LITTLE_SHARE_MAX * known.saved_bytes:
+    if not is_little:
         return None
     text = _why_little_went(known)
     if observed is not None and observed.others is not None:
@@ -99,13 +107,20 @@ def _why_nothing_came(observed: Observed) -> Reason:
             is_warning=False,
         )
     whose = observed.others
+    if whose is None and observed.node_count < NODES_MIN:
+        return Reason(
+            f"the thread made {observed.node_count} nodes in the block, and ssdtrain was given "
+            "nothing: so few may save nothing, as those of sums and views do; if they saved "
+            "something, other hooks on saved tensors were on top of ssdtrain's",
+            is_warning=False,
+        )
     return Reason(
         f"the thread made {observed.node_count} nodes in the block, and nothing that they saved "
         "reached ssdtrain: other hooks on saved tensors were on top of it, "
         + (f"those of {whose}" if whose is not None else "and only the innermost are called")
         + "; save_on_cpu, offload_wrapper and the activation offloading of trainers are such: "
         "switch it off, or enter ssdtrain's block inside it",
-        is_warning=whose is not None or observed.node_count >= NODES_MIN,
+        is_warning=True,
     )
 
 
@@ -186,7 +201,7 @@ def _planned(known: Evidence) -> str:
 def _late(known: Evidence) -> str:
     return (
         "backward asked for most tensors before they had been written, or while others still held "
-        f"them{_figures(known)}; the first step is always like that, later ones if the disk is "
+        f"them{_figures(known)}; a first step is often like that, later ones if the disk is "
         "slow or steps are very short"
     )
 

@@ -54,6 +54,8 @@ class Residency:
         self._transfer_bytes = transfer_bytes
         """Asks for what transfers hold in memory beyond the holdings."""
         self._stalls = stalls
+        self.refused_count = 0
+        """How often ``admit`` has raised ``BudgetError``."""
         self._users: list[weakref.ref[User]] = []
         """Weak, because they know this account: a cycle would keep the store open."""
 
@@ -111,6 +113,7 @@ class Residency:
             # A transfer may have ended after the sum was taken and before somebody looked for one
             # to wait for: then there is room now.
             elif self._is_short_of(nbytes):
+                self.refused_count += 1
                 raise self._over_budget(nbytes, wanted(), users)
 
     def _is_short_of(self, nbytes: int) -> bool:

@@ -47,6 +47,12 @@ def shortage(
         told.append(f"{shown_bytes(in_use_bytes)} was read back and is in use")
     because = f" because writes fail: {failure}" if failure is not None else ""
     holds = f" ({'; '.join(told)})" if told else ""
+    needs = f"needs {shown_bytes(needed_bytes)} at once"
+    if resident_bytes > 0:
+        needs = (
+            f"needs {shown_bytes(needed_bytes)} more, and {shown_bytes(resident_bytes)} in memory "
+            f"cannot leave it{because}{holds}"
+        )
     least_bytes = resident_bytes + needed_bytes
     largest = max(parts, key=lambda one: one.nbytes, default=None)
     has_advice = (
@@ -57,9 +63,8 @@ def shortage(
         hint = ", or mend the writes"
     return (
         f"ssdtrain is out of memory. max_resident_bytes={limit_bytes} ({shown_bytes(limit_bytes)}) "
-        f"cannot be kept: {wanted} needs {shown_bytes(needed_bytes)} more, and "
-        f"{shown_bytes(resident_bytes)} in memory cannot leave it{because}{holds}. To come past "
-        f"this point takes at least max_resident_bytes={least_bytes} "
-        f"({shown_bytes(least_bytes)}). Raise the bound, use a smaller batch{hint}. "
+        f"cannot be kept: {wanted} {needs}. To come past this point takes at least "
+        f"max_resident_bytes={least_bytes} ({shown_bytes(least_bytes)}). Raise the bound, use a "
+        f"smaller batch{hint}. "
         f"(To programs that look for a batch size this is the same as {KNOWN_BY!r}.)"
     )

@@ -1,7 +1,8 @@
 """Sizes as people write and read them: one parser and one formatter for all who take or tell one.
 
 Units are powers of 1024 (``KiB``, ``MiB``, ``GiB``, ``TiB``) or of 1000 (``kB``, ``MB``, ...), as
-their names say. What is told is always in the first kind, which is how memory is counted.
+their names say. Sizes are told in the first kind, which is how memory is counted. Only `ssdtrain
+bench` and `doctor` tell what a drive has and does in the second, as its maker does.
 """
 
 from __future__ import annotations
@@ -56,6 +57,8 @@ def _parse(text: str) -> int:
     # "8G" is none: to some it means 8 GiB and to others 8 GB.
     factor = UNITS.get(unit.upper(), 0)
     whole, _, fraction = number.partition(".")
+    if fraction and factor == 1:
+        return 0  # "1.5" was perhaps meant with a unit: there is no half byte.
     try:
         return int(whole) * factor + int(float(f"0.{fraction or 0}") * factor)
     except ValueError:

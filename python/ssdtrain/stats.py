@@ -130,7 +130,7 @@ class Stats:
             ("read", self.bytes_read, self.read_busy_s),
         )
         moved = ", ".join(
-            f"{shown_bytes(size)} {way} ({_rate(size, busy)})" for way, size, busy in moves
+            f"{shown_bytes(size)} {way}{_rate(size, busy)}" for way, size, busy in moves
         )
         times = f"{self.hidden_s:.3f} s hidden, {self.stall_s:.3f} s exposed"
         used, reserved = shown_bytes(self.disk_used_bytes), shown_bytes(self.disk_reserved_bytes)
@@ -155,7 +155,9 @@ class Stats:
                 f"  bound      {self.write_refused_count} writes beyond max_disk_bytes not made"
             )
         if self.has_small_pages:
-            rows.append(f"  pages      {SMALL_PAGES_REMEDY}")
+            rows.append(
+                f"  pages      small, because ssdtrain was imported too late; {SMALL_PAGES_REMEDY}"
+            )
         if self.reason is not None:
             rows.append(f"  because    {self.reason}")
         return "\n".join(rows)
@@ -210,4 +212,4 @@ def snapshot(
 
 
 def _rate(nbytes: int, seconds: float) -> str:
-    return f"{nbytes / seconds / 1e9:.2f} GB/s" if seconds > 0 else "no rate yet"
+    return f" ({shown_bytes(nbytes / seconds)}/s)" if seconds > 0 else ""

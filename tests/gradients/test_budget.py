@@ -130,6 +130,11 @@ def test_the_bound_that_is_named_is_enough_and_less_is_not(body: Body, tmp_path:
 
 
 CASES = {
+    "first of all": (
+        long_chain,
+        {"max_resident_bytes": MIB // 4},
+        r"saves .*\[float32 \[262144\]\], needs 1 MiB at once\. To come past this point takes",
+    ),
     "own result": (
         long_chain,
         {"max_resident_bytes": MIB // 2},

@@ -76,7 +76,7 @@ def test_an_import_that_came_too_late_is_said_once_and_in_the_report(tmp_path: P
     assert said.startswith("ssdtrain: tensors are not on huge pages, because one was made before ")
     remedy = "start with `ssdtrain run --dir DIR script.py`, import ssdtrain first, or set "
     assert remedy in said
-    assert f"  pages      {remedy}" in done.stdout
+    assert f"  pages      small, because ssdtrain was imported too late; {remedy}" in done.stdout
 
 
 def test_where_logging_is_set_up_a_line_names_the_package_once(tmp_path: Path) -> None:

@@ -135,6 +135,10 @@ def in_arrays() -> None:
         (x * torch.from_numpy(np.ones(BIG, dtype=np.float32))).sum().backward()
 
 
+def only_sums() -> None:
+    (leaf() + 1).sum().backward()
+
+
 def nothing_at_all() -> None:
     pass
 
@@ -158,6 +162,7 @@ CASES: dict[str, tuple[Callable[[], None], int, str]] = {
     "no gradients": (without_gradients, TOLD, r"no operation in the block was recorded"),
     "weights": (only_weights, TOLD, r"only weights were saved"),
     "arrays": (in_arrays, TOLD, r"lie in the memory of numpy arrays"),
+    "sums": (only_sums, TOLD, r"made \d nodes in the block.* so few may save nothing"),
     "nothing": (nothing_at_all, TOLD, r"no operation in the block was recorded"),
 }
 
@@ -214,6 +219,16 @@ def test_a_disk_that_fails_is_the_cause(tmp_path: Path, caplog: pytest.LogCaptur
     assert last_words(caplog)[0] == WARNED
 
 
+def test_a_bound_without_room_is_the_cause(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tool = ssdtrain.offload(tmp_path, direct_io="optional", max_resident_bytes=1 * MIB)
+    with pytest.raises(ssdtrain.BudgetError), tool:
+        train(leaf())
+    assert "max_resident_bytes left no room for what an operation saved" in str(tool.session)
+    assert last_words(caplog)[0] == TOLD, "the error has said it"
+
+
 # What no small session shows
 
 
@@ -226,6 +241,7 @@ def evidence(**changes: Any) -> Evidence:
         peak_bytes=50 * MIB,
         failed_count=0,
         failure=None,
+        budget_error_count=0,
         is_one_node=False,
         last_round=(50 * MIB, 0.25),
         rates=Rates(100.0 * MIB, 200.0 * MIB),

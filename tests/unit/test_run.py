@@ -200,6 +200,13 @@ def test_each_rank_has_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert report(tmp_path, "report.rank3.json")["rank"] == 3
 
 
+def test_what_is_no_number_is_no_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "first/of many")
+    done = run(tmp_path, "--report", "report.json", "script.py", program="pass")
+    assert "ssdtrain run: script.py\n" in done.stderr
+    assert report(tmp_path)["rank"] is None
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("words", [["--no-python", "ssdtrain"], ["-m", "ssdtrain"]])
 def test_each_rank_that_torchrun_starts_has_a_block_and_a_report(

@@ -38,7 +38,8 @@ def test_what_a_size_means(given: int | str, nbytes: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "given", [0, -1, 1.5, True, None, b"8GiB", "", "GiB", "-1", "1__0", "0.1", "8G", "7 bits"]
+    "given",
+    [0, -1, 1.5, True, None, b"8GiB", "", "GiB", "-1", "1__0", "1.5", "8.0 B", "8G", "7 bits"],
 )
 def test_what_is_no_size(given: object) -> None:
     with pytest.raises(ssdtrain.ConfigError, match="cap must be a positive whole number"):

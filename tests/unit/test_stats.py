@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import torch
@@ -33,6 +34,13 @@ def test_a_snapshot_is_a_flat_dict(tmp_path: Path) -> None:
     assert values.keys() == fields | {"hidden_s"}
     assert values["bytes_offloaded"] == stats.bytes_offloaded > 0
     assert values["engines"] == f"psync in {tmp_path}"
+
+
+def test_the_report_tells_a_rate_of_what_was_moved_only(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    assert "  drive      0 bytes written, 0 bytes read\n" in str(rig.stats)
+    _, stats = looks_at(rig)
+    assert re.search(r"drive      \S+ [KM]iB written \(\S+ [MG]iB/s\), \S+ [KM]iB", str(stats))
 
 
 def test_a_difference_tells_the_second_step_alone(tmp_path: Path) -> None:

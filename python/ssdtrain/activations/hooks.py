@@ -1,9 +1,10 @@
 """Pack and unpack: the two moments at which autograd lets us see a saved tensor.
 
-[Note: rules of the hooks] 1. Never return the tensor itself from pack: a saved output would hold
-its own node. 2. Never read a byte in pack. 3. Return a new tensor object from every unpack. 4. Draw
-no random number and touch no mode. 5. Hold the lock only for bookkeeping, never while waiting for
-a read.
+[Note: rules of the hooks] 1. Never hold the result of a node itself in what pack returns: it would
+hold its own node. 2. Never read a byte in pack. 3. Return a new tensor object from every unpack of
+what may have been written, except a leaf that is still in memory: that one itself, as autograd
+does. 4. Draw no random number and touch no mode. 5. Hold the lock only for bookkeeping, never while
+waiting for a read.
 """
 
 from __future__ import annotations
@@ -152,6 +153,7 @@ class Hooks:
             peak_bytes=account.peak_bytes,
             failed_count=self._writeback.failed_count + self._writeback.refused_count,
             failure=self._writeback.failure,
+            budget_error_count=self._residency.refused_count,
             is_one_node=prefetcher.is_one_node,
             last_round=prefetcher.last_round,
             rates=None if self._is_forked else self._transfer.rates(),

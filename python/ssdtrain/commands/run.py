@@ -134,7 +134,9 @@ class Ending:
         self._job = job
         self._session = session
         self._process = os.getpid()
-        self._rank = os.environ.get("RANK", os.environ.get("LOCAL_RANK"))
+        rank = os.environ.get("RANK", os.environ.get("LOCAL_RANK", ""))
+        # Other programs than launchers of torch may mean something else by these names.
+        self._rank = int(rank) if rank.isdecimal() else None
         self._is_child = is_child
         self.is_over = False
 
@@ -169,7 +171,7 @@ class Ending:
             "format": FORMAT,
             "program": self._job.program,
             "process": self._process,
-            "rank": None if self._rank is None else int(self._rank),
+            "rank": self._rank,
             "dirs": self._job.dirs,
             **stats.as_dict(),
         }

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from ssdtrain import ConfigError, Session, Stats, offload
+from ssdtrain.notices import log
 
 __all__ = ["Coverage", "the_only_one"]
 
 T = TypeVar("T")
 
-log = logging.getLogger("ssdtrain")
-
 DONE = ("bytes_offloaded", "bytes_kept", "bytes_written", "bytes_read", "stall_s")
 """What is plotted as it was done from one log to the next."""
 NOW = ("resident_bytes", "resident_bytes_peak")
+"""What is plotted as it is when it is logged."""
 
 
 class Coverage:

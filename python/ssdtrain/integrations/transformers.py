@@ -11,13 +11,13 @@ imported: also in a process that a launcher starts, when it unpickles the callba
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ssdtrain import Session
 from ssdtrain.activations.failed_backward import drop_failed_backwards
 from ssdtrain.integrations.coverage import Coverage, the_only_one
+from ssdtrain.notices import log
 
 try:
     from transformers import Trainer, TrainerCallback
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from ssdtrain.config import Directories
 
 __all__ = ["OffloadCallback"]
-
-log = logging.getLogger("ssdtrain")
 
 
 class OffloadCallback(TrainerCallback):

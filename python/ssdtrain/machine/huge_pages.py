@@ -41,7 +41,7 @@ def note_small_pages() -> None:
             "small pages",
             "tensors are not on huge pages, because one was made before ssdtrain was imported "
             "(transformers, lightning and others make some at their import): the disk is slower "
-            "and more memory stays in use. %s",
+            "and more memory stays in use; %s",
             SMALL_PAGES_REMEDY,
         )
 

@@ -22,7 +22,6 @@ __all__ = [
     "current_node",
     "dispatch_keys",
     "is_below_autograd",
-    "is_dynamo_compiling",
     "is_traced",
     "is_wrapped",
     "pop_hooks",
@@ -105,10 +104,7 @@ if there is none."""
 
 
 def is_traced() -> bool:
-    """Whether the compiler looks into this call, or would into the calls that it makes.
-
-    The hooks ask the same two questions themselves, to spare a call.
-    """
+    """Whether the compiler looks into this call, or would into the calls that it makes."""
     return is_dynamo_compiling() or bool(tracer())
 
 

@@ -174,7 +174,7 @@ impl Account {
         self.books().held_bytes
     }
 
-    /// The most that was in memory at once; set it to 0 to begin anew.
+    /// The most that was in memory at once, since the last [`forget_peak`](Self::forget_peak).
     #[must_use]
     pub fn peak_bytes(&self) -> u64 {
         self.books().peak_bytes

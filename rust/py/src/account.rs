@@ -1,4 +1,7 @@
 //! The account of what is in memory, as Python sees it.
+//!
+//! All that reaches the account holds the GIL, also a death, and so does a fork by Python: a forked
+//! child never finds the account locked by a thread that it does not have.
 
 use pyo3::intern;
 use pyo3::prelude::*;

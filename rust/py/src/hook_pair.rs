@@ -1,8 +1,9 @@
 //! The two functions that autograd calls for each saved tensor.
 //!
-//! Most saved tensors are weights or small. Those are packed and unpacked here, at a tenth of what
-//! Python takes for it (`benches/training/small_tensors.py`); the others go on to the hooks in
-//! Python. No lock is held while Python runs: any of its calls may come back here.
+//! Most saved tensors are weights or small. Those are packed and unpacked here, because functions
+//! in Python would cost more than all else (`benches/training/small_tensors.py` measures it); the
+//! others go on to the hooks in Python. No lock is held while Python runs: any of its calls may
+//! come back here.
 
 use pyo3::intern;
 use pyo3::prelude::*;

@@ -1,5 +1,7 @@
-//! The Python boundary: addresses and lengths cross it, tensors do not, so one wheel serves every
-//! torch. Signatures and docstrings stand in `python/ssdtrain/_core.pyi`.
+//! The Python boundary. The store gets addresses and lengths; the hooks get tensors, and ask them
+//! by the names of Python. Nothing is linked against torch, so one wheel serves every torch.
+//!
+//! Signatures and docstrings stand in `python/ssdtrain/_core.pyi`.
 
 mod account;
 mod error;

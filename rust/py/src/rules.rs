@@ -46,14 +46,6 @@ pub enum Glance {
     Small { is_leaf: bool, identity: usize, nbytes: u64 },
 }
 
-impl Glance {
-    pub const fn is_leaf(self) -> bool {
-        match self {
-            Self::Weight { is_leaf } | Self::Small { is_leaf, .. } => is_leaf,
-        }
-    }
-}
-
 #[pymethods]
 impl Rules {
     #[new]
