@@ -149,6 +149,12 @@ def test_what_the_script_trains_is_offloaded_and_equal(tmp_path: Path) -> None:
     assert sorted(one.name for one in tmp_path.iterdir()) == ["report.json", "script.py"]
 
 
+def test_threads_have_the_names_that_they_have_without(tmp_path: Path) -> None:
+    program = "import threading\nprint(threading.Thread().name)\n"
+    expected = plain(tmp_path, "script.py", program=program)
+    assert run(tmp_path, "script.py").stdout == expected.stdout == "Thread-1\n"
+
+
 def test_threads_are_in_the_block(tmp_path: Path) -> None:
     program = (
         f"{TRAIN}\nimport threading\nfrom concurrent.futures import ThreadPoolExecutor\n"
