@@ -198,6 +198,16 @@ def test_child_processes_have_a_block_and_a_report_of_their_own(way: str, tmp_pa
     assert done.stderr.count("ssdtrain run: ") == 2
 
 
+def test_a_forked_child_that_trains_ends_with_its_own_exit_code(tmp_path: Path) -> None:
+    program = (
+        f"{TRAIN}\nimport os, sys\nchild = os.fork()\n"
+        "if child == 0:\n    train()\n    sys.exit(3)\n"
+        "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
+    )
+    done = run(tmp_path, *SMALL, "script.py", program=program)
+    assert (done.stdout, done.returncode) == ("3\n", 0), done.stderr
+
+
 def test_each_rank_has_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("LOCAL_RANK", "1")
