@@ -172,3 +172,30 @@ def test_two_parts_of_one_storage_are_not_taken_for_others_who_hold_it(tmp_path:
     assert torch.equal(x.grad, expected)
     del losses, learned
     rig.assert_empty()
+
+
+def test_what_one_node_saved_twice_is_not_taken_for_held(tmp_path: Path) -> None:
+    """Its write has not ended, so both times the node gets the memory itself."""
+    policy = Policy()
+    rig = Rig(
+        tmp_path,
+        max_resident_bytes=4 * MIB,
+        policy=policy,
+        backend="simulated",
+        faults={"seed": 1, "paused": True},
+    )
+    x = torch.linspace(-1, 1, MIB // 4, requires_grad=True)
+
+    def square() -> Tensor:
+        made = x.exp()
+        return (made * made).sum()
+
+    with rig.context():
+        loss = square()
+        rig.session.flush(wait=False)
+        loss.backward()
+    assert rig.stats.bytes_written == 0, "the write was under way"
+    assert not policy.keep, "nobody else held it"
+    del loss
+    rig.disk.resume()
+    rig.assert_empty()

@@ -115,6 +115,7 @@ GEOMETRIES: dict[str, Callable[[], list[Tensor]]] = {
     ],
     "sparse": lambda: [torch.randn(8, 8).relu().to_sparse()],
     "zero tensor": lambda: [torch._efficientzerotensor((1000,))],
+    "view of a zero tensor": lambda: [torch._efficientzerotensor((10, 100))[3]],
 }
 
 

@@ -149,6 +149,12 @@ def test_what_the_script_trains_is_offloaded_and_equal(tmp_path: Path) -> None:
     assert sorted(one.name for one in tmp_path.iterdir()) == ["report.json", "script.py"]
 
 
+def test_threads_have_the_names_that_they_have_without(tmp_path: Path) -> None:
+    program = "import threading\nprint(threading.Thread().name)\n"
+    expected = plain(tmp_path, "script.py", program=program)
+    assert run(tmp_path, "script.py").stdout == expected.stdout == "Thread-1\n"
+
+
 def test_threads_are_in_the_block(tmp_path: Path) -> None:
     program = (
         f"{TRAIN}\nimport threading\nfrom concurrent.futures import ThreadPoolExecutor\n"
@@ -190,6 +196,16 @@ def test_child_processes_have_a_block_and_a_report_of_their_own(way: str, tmp_pa
     assert saved_count(report(tmp_path)) == 0
     assert f"script.py, process {process}" in done.stderr
     assert done.stderr.count("ssdtrain run: ") == 2
+
+
+def test_a_forked_child_that_trains_ends_with_its_own_exit_code(tmp_path: Path) -> None:
+    program = (
+        f"{TRAIN}\nimport os, sys\nchild = os.fork()\n"
+        "if child == 0:\n    train()\n    sys.exit(3)\n"
+        "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
+    )
+    done = run(tmp_path, *SMALL, "script.py", program=program)
+    assert (done.stdout, done.returncode) == ("3\n", 0), done.stderr
 
 
 def test_each_rank_has_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

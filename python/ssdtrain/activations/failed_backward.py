@@ -57,7 +57,8 @@ def prepare_to_drop() -> None:
     with _making:
         if not _lowest:
             # Each thread numbers its nodes from 0.
-            maker = threading.Thread(target=_make_lowest)
+            # With a name: the numbers in the names of the program's own threads stay as without.
+            maker = threading.Thread(target=_make_lowest, name="ssdtrain")
             maker.start()
             maker.join()
             atexit.register(drop_failed_backwards)

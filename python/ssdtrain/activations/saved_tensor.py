@@ -66,6 +66,7 @@ class Record:
         "start",
         "storage",
         "version",
+        "was_found",
     )
 
     def __init__(
@@ -96,6 +97,9 @@ class Record:
         """Its bytes in the store, from the beginning of a write until the write is given up."""
         self.is_lent = False
         """Whether somebody else holds its memory anyway; see ``lender``."""
+        self.was_found = False
+        """Whether a backward has found its bytes in memory. The tensor that it was given then lies
+        on the storage too, and must not be taken for somebody else's."""
         self.holding = residency.account.hold(nbytes)
         """Its bytes in the account; they end with it."""
 

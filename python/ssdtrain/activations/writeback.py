@@ -336,22 +336,24 @@ class Writeback:
                 else:
                     record.holding.forward()
                     self._note_held(record)
+            record.was_found = True
             return record.source.untyped_storage()
         storage = record.storage()
         # defence: live memory before the disk
         if storage is None or storage.nbytes() < record.start + record.nbytes:
             return None
-        # Somebody else holds it: offloading it freed nothing, so do not do it again.
         record.holding.forward()
-        self._policy.note_futile(record.key)
-        if self._residency.is_bounded:
-            self._lender.learn(storage)
+        if not record.was_found:
+            # Somebody else holds it: offloading it freed nothing, so do not do it again.
+            self._policy.note_futile(record.key)
+            if self._residency.is_bounded:
+                self._lender.learn(storage)
         return storage
 
     def _note_held(self, record: Record) -> None:
         """Learn the same of what is needed before its write has ended, from who uses it."""
         assert record.source is not None
-        if self._residency.is_bounded and is_held_by_others(record):
+        if self._residency.is_bounded and not record.was_found and is_held_by_others(record):
             self._policy.note_futile(record.key)
             self._lender.learn(record.source.untyped_storage())
 

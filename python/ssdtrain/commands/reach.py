@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from ssdtrain.activations.failed_backward import prepare_to_drop
+from ssdtrain.activations.installed import install, uninstall
 from ssdtrain.machine.torch_internals import untraced
 from ssdtrain.offload import Session
 
@@ -114,9 +115,12 @@ def _enter_fresh_child(open_session: Open) -> EntersWhenUnpickled:
 def _enter(open_session: Open) -> Context:
     """Install the hooks of a child process in this thread; return what installs them in others."""
     hooks = HooksAtFirstUse(open_session)
-    # Never left: the process ends first. Whoever leaves a block that was entered before the fork
-    # leaves this one in its stead, which changes what is offloaded and no tensor.
-    hooks.context().__enter__()
+    # Left when the interpreter ends: torch would drop them after that, and the process would die.
+    # Whoever leaves a block that was entered before the fork leaves this one in its stead, which
+    # changes what is offloaded and no tensor.
+    pair = hooks.context()
+    atexit.register(uninstall, pair)
+    install(pair)
     return hooks.context
 
 
