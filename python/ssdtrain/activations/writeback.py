@@ -151,7 +151,8 @@ class Writeback:
         may_be_lent = False
         if self._residency.is_bounded:
             for returned in self._lender.take_back():
-                self._begin_write(returned)
+                if not self._begin_write(returned):
+                    self.write_later(returned)
             may_be_lent = self._lender.knows(storage)
             more_bytes = 0 if may_be_lent else nbytes
             self._residency.admit(more_bytes, lambda: saving(tensor, sequence))
