@@ -39,6 +39,7 @@ NAMES = [
     "tuning",
     "gpu",
 ]
+COMMANDS = ["bench", "demo", "doctor", "run"]
 MAIN = "import sys\nfrom ssdtrain.__main__ import main\nsys.exit(main(sys.argv[1:]))"
 AS_NOBODY = """
 import os, sys
@@ -122,9 +123,13 @@ def test_the_commands_are_listed(command: Callable[..., Done]) -> None:
     done = command()
     assert done.returncode == 0
     assert done.stdout.startswith("usage: ssdtrain ")
-    for name in ("bench", "demo", "doctor", "run"):
+    for name in COMMANDS:
         assert f"\n    {name} " in done.stdout
-        assert ssdtrain(name, "--help").stdout.startswith(f"usage: ssdtrain {name} ")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_says_how_it_is_used(name: str) -> None:
+    assert ssdtrain(name, "--help").stdout.startswith(f"usage: ssdtrain {name} ")
 
 
 @pytest.mark.parametrize(
@@ -194,6 +199,7 @@ def test_a_file(tmp_path: Path) -> None:
     assert_fails(done, "directory", "is not a directory", f"ssdtrain doctor {tmp_path}")
 
 
+@pytest.mark.long
 def test_a_name_of_any_bytes(tmp_path: Path) -> None:
     place = os.fsencode(tmp_path) + b"/\xff\n"
     os.mkdir(place)
@@ -268,6 +274,7 @@ def test_a_limit_on_the_size_of_files(tmp_path: Path) -> None:
         assert checks[name]["remedy"] == "ulimit -f unlimited"
 
 
+@pytest.mark.long
 def test_a_limit_on_open_files(tmp_path: Path) -> None:
     checks = checks_of(installed_command("doctor", tmp_path, "--json", limits="ulimit -n 64"))
     assert checks["open_files"]["state"] == "WARN"
@@ -282,6 +289,7 @@ def test_a_limit_on_addresses(tmp_path: Path) -> None:
     assert checks["write_and_read"]["state"] == "OK"
 
 
+@pytest.mark.long
 def test_huge_pages_that_were_switched_off(tmp_path: Path) -> None:
     environment = {**os.environ, "THP_MEM_ALLOC_ENABLE": "0"}
     checks = checks_of(installed_command("doctor", tmp_path, "--json", env=environment))
@@ -340,6 +348,7 @@ def test_several_directories_are_looked_at(tmp_path: Path) -> None:
 # The bench
 
 
+@pytest.mark.long
 def test_what_is_measured_is_kept_and_used(tmp_path: Path, cache: Path) -> None:
     done = ssdtrain("bench", tmp_path, "--json", "--sweep", "--seconds", "2")
     assert done.returncode == 0, done.stderr

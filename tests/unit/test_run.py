@@ -18,6 +18,7 @@ from ssdtrain.__main__ import main
 
 MAIN = "import sys\nfrom ssdtrain.__main__ import main\nsys.exit(main(sys.argv[1:]))"
 TRAIN = """
+import sys
 import torch
 torch.set_num_threads(1)  # a process that is forked must not wait for threads that it has not
 
@@ -25,7 +26,11 @@ def train():
     torch.manual_seed(0)
     model = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(4)])
     for _ in range(2):
-        model(torch.randn(256, 256)).sin().sum().backward()
+        loss = model(torch.randn(256, 256)).sin().sum()
+        if "ssdtrain" in sys.modules and sys.modules["ssdtrain"].active() is not None:
+            # A disk that is slow at this moment would keep all in memory.
+            sys.modules["ssdtrain"].active().flush()
+        loss.backward()
     return model[0].weight.grad.sum().item().hex()
 """
 SMALL = ("--min-bytes", "1KiB")

@@ -74,8 +74,9 @@ def test_how_a_size_is_shown(nbytes: int, shown: str) -> None:
 def test_every_size_of_a_session_and_a_store_is_taken_as_text(tmp_path: Path) -> None:
     options = {"min_bytes": "1 KiB", "max_resident_bytes": "8MiB", "max_disk_bytes": "1GB"}
     with ssdtrain.offload(tmp_path, **options) as session:
-        mlp()(batch()).sum().backward()
+        loss = mlp()(batch()).sum()
         session.flush()
+        loss.backward()
     assert session.stats.bytes_offloaded > 0
     with (
         ssdtrain.TensorStore(tmp_path, max_disk_bytes="1MiB") as store,
