@@ -127,7 +127,9 @@ def train_in_process(place: Path, callbacks: list[TrainerCallback]) -> None:
         torch.save(trainer.model.state_dict(), place / "weights")
 
 
-def test_processes_of_accelerate_offload(tmp_path: Path) -> None:
+def test_processes_of_accelerate_offload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Else accelerate chooses the number of threads, and warns of it.
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     found, bytes_written = [], []
     for callbacks in ([], [ForTransformers(tmp_path, min_bytes=1)]):
         debug_launcher(train_in_process, (tmp_path, callbacks), num_processes=2)
