@@ -84,10 +84,6 @@ class Holding:
     def keep(self) -> None:
         """Note that they stay in memory."""
 
-    @property
-    def nbytes(self) -> int:
-        """The bytes of the holder, in memory or not."""
-
 @final
 class Kept:
     """What autograd holds in the place of a tensor that stays in memory."""

@@ -138,3 +138,34 @@ def test_what_another_thread_holds_of_its_region_makes_room(tmp_path: Path) -> N
         may_go_on.set()
         other.join()
     rig.assert_empty()
+
+
+def test_what_ended_threads_left_of_their_regions_makes_room(tmp_path: Path) -> None:
+    """Each leaves a graph that only what it computed again belongs to, and no thread of its own."""
+    rig = Rig(tmp_path, max_resident_bytes=4 * MIB)
+    sides: list[Tensor] = []
+
+    def region(x: Tensor) -> Tensor:
+        y = x * 2
+        if y.requires_grad:
+            sides.append(y.exp().sum())
+        return y
+
+    def train() -> None:
+        with rig.context():
+            x = torch.linspace(-1, 1, MIB // 4, requires_grad=True)
+            checkpoint(region, x, use_reentrant=True).sum().backward()
+
+    for _ in range(3):
+        thread = threading.Thread(target=train)
+        thread.start()
+        thread.join()
+    assert rig.stats.resident_bytes == 3 * MIB
+    with rig.context():
+        # Of what the threads left, 2 MiB have to go.
+        x = torch.linspace(-1, 1, 3 * MIB // 4, requires_grad=True)
+        x.exp().sum().backward()
+    assert rig.stats.resident_bytes_peak <= 4 * MIB
+    sides.clear()
+    del thread
+    rig.assert_empty()

@@ -57,6 +57,14 @@ class Gate:
             self.look_at = max(FORGET_AT_MIN, 2 * len(self.reserve))
         self.reserve.append(weakref.ref(record))
 
+    def is_needed(self) -> bool:
+        """Whether its thread lives, or left something that can still be written."""
+        return (
+            self.owner() is not None
+            or bool(self.records)
+            or any(one() is not None for one in self.reserve)
+        )
+
     def passed(self) -> int:
         """Return the node before which the thread has passed all; known only for a reserve."""
         return ALL_PASSED if self.owner() is None else self.passed_sequence

@@ -258,9 +258,9 @@ class Writeback:
         local = self._local
         gate = local.gate
         if gate is None:
-            alive = [one for one in self._gates if one.records or one.owner() is not None]
+            needed = [one for one in self._gates if one.is_needed()]
             gate = Gate(weakref.ref(local.token))
-            self._gates = [*alive, gate]
+            self._gates = [*needed, gate]
             local.gate = gate
         return gate
 

@@ -256,18 +256,6 @@ impl Holding {
         self.state().fate = fate;
     }
 
-    /// How it would end now.
-    #[must_use]
-    pub fn fate(&self) -> Fate {
-        self.state().fate
-    }
-
-    /// The bytes of the holder, in memory or not.
-    #[must_use]
-    pub const fn nbytes(&self) -> u64 {
-        self.nbytes
-    }
-
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -88,11 +88,6 @@ impl Account {
 
 #[pymethods]
 impl Holding {
-    #[getter]
-    fn nbytes(&self) -> u64 {
-        self.0.nbytes()
-    }
-
     fn free(&self) {
         self.0.free();
     }
