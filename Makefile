@@ -11,10 +11,11 @@ MAKEFLAGS += --no-builtin-rules
 # The interpreter that makes the environment; and the environment, made if it is not there.
 PYTHON ?= python3
 VENV ?= .venv
-# Words for the commands behind `make demo`, `make bench`, `make stress`, `make soak`, `make
-# mutations` and `make test-ops`, and how long `make fuzz` runs a target.
+# Words for the commands behind `make demo`, `make bench`, `make gpu-check`, `make stress`, `make soak`,
+# `make mutations` and `make test-ops`, and how long `make fuzz` runs a target.
 DEMO ?=
 BENCH ?=
+GPU_CHECK ?=
 STRESS ?=
 SOAK ?=
 OPS ?=
@@ -75,6 +76,9 @@ demo: need-rust $(DEMO_STAMP) ## train with keep, recompute and offload, and com
 
 .PHONY: test
 test: lint ## every kind of test, small: lints, cargo test, pytest on the installed wheel
+	# What the core does with a GPU is tried on the fake one; without it those tests say so.
+	folder=$$(PYTHONPATH=tests/support:tests/fake_device $(ENV_PYTHON) tests/fake_device/fake_build.py); \
+	if [ -n "$$folder" ]; then export SSDTRAIN_FAKE_CUDA="$$folder/libcuda.so.1"; fi; \
 	if cargo nextest --version >/dev/null 2>&1; then \
 		cargo nextest run $(LOCKED); cargo test --doc $(LOCKED); \
 	else \
@@ -88,12 +92,14 @@ test-long: need-rust $(TEST_STAMP) ## what takes longer, on top of test: about h
 	$(MAKE) loom
 	$(MAKE) asan
 	$(MAKE) fuzz SECONDS=20
-	$(ENV_PYTHON) -P -m pytest -m long
+	$(ENV_PYTHON) -P -m pytest -m 'long and not gpu' -n auto --maxprocesses 4 --dist worksteal
 	$(MAKE) mutations
 
 .PHONY: lint
 lint: need-rust need-rust-lints $(TEST_STAMP) ## cargo fmt, clippy, ruff, mypy, stubtest
 	cargo fmt --all --check
+	# The fuzz targets are a workspace of their own; a lock that is behind would end `make fuzz` in CI.
+	cargo metadata --locked --format-version 1 --manifest-path rust/fuzz/Cargo.toml >/dev/null
 	PYO3_PYTHON=$(ENV_PYTHON) cargo clippy --workspace --all-targets $(LOCKED) -- -D warnings
 	$(ENV_PYTHON) -m ruff check $(PYTHON_FOLDERS)
 	$(ENV_PYTHON) -m ruff format --check $(PYTHON_FOLDERS)
@@ -105,6 +111,15 @@ lint: need-rust need-rust-lints $(TEST_STAMP) ## cargo fmt, clippy, ruff, mypy, 
 .PHONY: bench
 bench: need-rust ## raw I/O throughput of the store (cargo bench); BENCH="..."
 	cargo bench $(LOCKED) --bench raw_io $(BENCH)
+
+# Whatever installed ssdtrain: here nothing is built and nothing fetched.
+GPU_PYTHON := $(if $(wildcard $(ENV_PYTHON)),$(ENV_PYTHON),$(PYTHON))
+.PHONY: gpu-check
+gpu-check: ## what ssdtrain does on this machine's GPU, in eight minutes; GPU_CHECK="--dir DIR"
+	@$(call fail_function); $(GPU_PYTHON) -P -c 'import ssdtrain, torch, pytest' || fail 'ssdtrain,' \
+		'PyTorch or pytest is missing in $(GPU_PYTHON). Install them there: $(GPU_PYTHON) -m pip' \
+		'install dist/ssdtrain-*.whl pytest (make wheel builds the wheel, also on another machine)'
+	$(GPU_PYTHON) benches/gpu_check.py $(if $(findstring --dir,$(GPU_CHECK)),,--dir .) $(GPU_CHECK)
 
 .PHONY: loom
 loom: need-rust ## ticket, waker and queue through every order of threads
@@ -178,7 +193,7 @@ defences: $(VENV)/bin/python ## write the table of defences in docs/correctness.
 .PHONY: clean
 clean: ## remove what builds and runs left here; the environment stays
 	rm -rf target dist .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis
-	rm -rf demo.json demo.png ssdtrain-demo
+	rm -rf demo.json demo.png gpu-check.json ssdtrain-demo
 	find python tests benches -name __pycache__ -prune -exec rm -rf {} +
 	rm -f $(VENV)/.ssdtrain-*
 

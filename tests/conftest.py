@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
-from checkout import SCRATCH, SUPPORT
+from checkout import FAKE_DEVICE, SCRATCH, SUPPORT
 from disks import mounted, small_disk
 
 __all__ = ["mounted", "small_disk"]
@@ -27,7 +27,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Child processes import what the tests share too.
-paths = (str(SUPPORT), os.environ.get("PYTHONPATH", ""))
+paths = (str(SUPPORT), str(FAKE_DEVICE), os.environ.get("PYTHONPATH", ""))
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
 
 # A shell has what it starts in the background ignore Ctrl-C, and so would every process of a test.

@@ -1,9 +1,9 @@
 """What small operations cost with hooks on: their saved tensors are too small to be written.
 
-Three ways take turns, in another order in each round: without hooks, with identity hooks (pack and
-unpack return what they get: the least that hooks can cost), and with ours. Printed are medians of
-the time of a forward, its backward, and the end of its graph, and ratios to identity hooks of the
-same round.
+Four ways take turns, in another order in each round: without hooks, with identity hooks (pack and
+unpack return what they get: the least that hooks can cost), with ours, and with ours under a bound
+that is wide enough. Printed are medians of the time of a forward, its backward, and the end of its
+graph, and ratios to identity hooks of the same round.
 
     python benches/training/small_tensors.py [--dir DIR] [--rounds N] [--json FILE]
 """
@@ -34,6 +34,7 @@ from ssdtrain.planning.policy import Policy
 
 OPERATION_COUNT = 3_000
 SEQUENCE_COUNT = 200
+BOUND_BYTES = 1 << 30
 
 
 def chain() -> Tensor:
@@ -72,23 +73,28 @@ def seconds(work: Callable[[], Tensor], hooks: AbstractContextManager[object]) -
 
 def measure(work: Callable[[], Tensor], directory: Path, rounds: int) -> dict[str, Any]:
     """Return medians in milliseconds, and the ratios of the rounds to identity hooks."""
-    times: dict[str, list[float]] = {"without hooks": [], "identity hooks": [], "ssdtrain": []}
     store = StoreConfig(dirs=(str(directory),), direct_io="optional")
-    session = ssdtrain.Session(OffloadConfig(store=store), Policy())
-
-    def hooks(name: str) -> AbstractContextManager[object]:
-        if name == "ssdtrain":
-            return session.context()
-        return saved_tensors_hooks(same, same) if name == "identity hooks" else nullcontext()
-
-    names = list(times)
+    bounds = {"ssdtrain": None, "ssdtrain, bound": BOUND_BYTES}
+    sessions = {
+        name: ssdtrain.Session(OffloadConfig(store=store, max_resident_bytes=bound), Policy())
+        for name, bound in bounds.items()
+    }
+    ways: dict[str, Callable[[], AbstractContextManager[object]]] = {
+        "without hooks": nullcontext,
+        "identity hooks": lambda: saved_tensors_hooks(same, same),
+        **{name: session.context for name, session in sessions.items()},
+    }
+    names = list(ways)
+    times: dict[str, list[float]] = {name: [] for name in names}
     for number in range(rounds + 1):
-        for name in names[number % 3 :] + names[: number % 3]:
-            took_s = seconds(work, hooks(name))
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            took_s = seconds(work, ways[name]())
             # The first round fills caches.
             if number:
                 times[name].append(took_s)
-    session.close()
+    for session in sessions.values():
+        session.close()
     medians = {name: statistics.median(took) * 1e3 for name, took in times.items()}
     ratios = {
         name: statistics.median(map(float.__truediv__, took, times["identity hooks"]))

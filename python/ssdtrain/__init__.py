@@ -20,6 +20,7 @@ from ssdtrain.errors import (  # noqa: E402 - the switch for huge pages comes be
     ClosedError,
     ConfigError,
     CorruptError,
+    CudaError,
     DiskBoundError,
     NoSpaceError,
     PoisonedError,
@@ -29,7 +30,9 @@ from ssdtrain.errors import (  # noqa: E402 - the switch for huge pages comes be
 )
 
 try:
-    from ssdtrain.offload import Session, active, leave_all, offload
+    from ssdtrain.offload import active, leave_all, offload
+    from ssdtrain.optimizer.offloaded import OptimizerStats, offload_optimizer
+    from ssdtrain.session import Session
     from ssdtrain.stats import Stats
     from ssdtrain.store import PendingRead, StoredTensor, TensorStore
 except (ImportError, OSError, UnsupportedError) as _error:
@@ -57,8 +60,10 @@ __all__ = [
     "ClosedError",
     "ConfigError",
     "CorruptError",
+    "CudaError",
     "DiskBoundError",
     "NoSpaceError",
+    "OptimizerStats",
     "PendingRead",
     "PoisonedError",
     "Session",
@@ -71,4 +76,5 @@ __all__ = [
     "active",
     "leave_all",
     "offload",
+    "offload_optimizer",
 ]

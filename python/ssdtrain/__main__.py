@@ -45,6 +45,18 @@ def _doctor() -> Command:
     return doctor
 
 
+def _lifespan() -> Command:
+    from ssdtrain.commands import lifespan  # noqa: PLC0415
+
+    return lifespan
+
+
+def _plan() -> Command:
+    from ssdtrain.commands import plan  # noqa: PLC0415
+
+    return plan
+
+
 def _run() -> Command:
     from ssdtrain.commands import run  # noqa: PLC0415
 
@@ -58,6 +70,8 @@ COMMANDS: dict[str, tuple[Callable[[], Command], str]] = {
         "train a small model under keep, recompute and offload, and compare time, memory and bits",
     ),
     "doctor": (_doctor, "check whether offload works in directories, and say what mends it"),
+    "lifespan": (_lifespan, "how long drives live under what is written, and what that assumes"),
+    "plan": (_plan, "say whether a model's training step fits a GPU, and what each way costs"),
     "run": (_run, "run a program with what autograd saves offloaded, and report at its end"),
 }
 

@@ -1,24 +1,43 @@
 """The compiled part of ssdtrain: bytes by address and length; tensors stay in Python."""
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Mapping
 from typing import Any, Final, final
 
-from torch import Tensor
+import torch
+from torch import Tensor, UntypedStorage
 
 __all__ = [
     "Account",
+    "Geometry",
+    "Gpus",
+    "Handle",
     "Holding",
     "HookPair",
     "Kept",
+    "Loading",
+    "Offloading",
     "Overwrite",
     "Pending",
     "PendingInto",
+    "PlanMachine",
+    "Planner",
     "Probe",
+    "Record",
+    "Records",
+    "Round",
+    "Rounds",
     "Rules",
+    "SavedTensor",
     "SimulatedDisk",
     "Slot",
+    "StepPlan",
     "Store",
     "Stored",
+    "Tally",
+    "Timeline",
+    "Torch",
+    "try_cufile",
 ]
 
 @final
@@ -52,6 +71,12 @@ class Account:
 
     def small(self) -> tuple[int, int, int]:
         """Return number and bytes of what hook pairs kept for its size, and the largest of them."""
+
+    def limit_small(self, nbytes: int) -> None:
+        """Let hook pairs keep what is small while not more than ``nbytes`` are in memory.
+
+        At first it is none.
+        """
 
     @property
     def weight_count(self) -> int:
@@ -110,6 +135,7 @@ class Rules:
         parameter_type: type[Tensor],
         dispatch_keys: Callable[[Tensor], object],
         plain_keys: object,
+        keys_on_gpu: Callable[[Tensor], object],
         passes_weights_on: frozenset[str],
         is_below_autograd: Callable[[], bool],
         is_grad_enabled: Callable[[], bool],
@@ -127,9 +153,11 @@ class HookPair:
         cls,
         rules: Rules,
         account: Account,
+        store: Store,
+        gpus: Gpus | None,
         *,
-        transfer_bytes: Callable[[], int],
         small_bytes: int,
+        is_bounded: bool,
         pack_other: Callable[[Tensor], object],
         pack_unusual: Callable[[Tensor], object],
         pack_below: Callable[[HookPair, Tensor], object],
@@ -138,9 +166,11 @@ class HookPair:
     ) -> HookPair:
         """Pack weights, and what is on a storage of fewer than ``small_bytes``, without Python.
 
-        ``pack_other`` takes the rest, ``pack_unusual`` what is no plain CPU tensor, ``pack_below``
-        what comes from inside an operation, and ``unpack_other`` what is not ``Kept``, or was
-        changed since. ``untraced`` calls them where the compiler does not look.
+        ``pack_other`` takes the rest, and what finds no room below ``account.limit_small``;
+        ``pack_unusual`` takes what is no plain CPU tensor, ``pack_below`` what comes from inside an
+        operation, and ``unpack_other`` what is not ``Kept``, or was changed since. ``untraced``
+        calls them where the compiler does not look. With ``is_bounded`` a detached part of a
+        storage counts as the whole, which is what it keeps in memory.
         """
 
     def pack(self, tensor: Tensor) -> object:
@@ -151,6 +181,438 @@ class HookPair:
 
     def unpack(self, packed: object) -> Tensor:
         """Give a node its saved tensor back."""
+
+@final
+class Timeline:
+    """When each saved tensor was where; noted once it was started."""
+
+    def __new__(cls) -> Timeline:
+        """Begin with none, and note nothing."""
+
+    def start(self) -> None:
+        """Note from now on what is packed."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether it was started."""
+
+    def lives(self) -> list[tuple[int, int, list[int]]]:
+        """Return key, bytes and moments of each tensor that has ended, the first one first.
+
+        The moments are nanoseconds since 1970, or 0: packed, write begun, memory freed, read begun,
+        first needed, dropped.
+        """
+
+@final
+class Tally:
+    """Tensors of one kind, each pack counted."""
+
+    def __new__(cls, count: int = 0, nbytes: int = 0, largest_bytes: int = 0) -> Tally:
+        """Begin with so many."""
+
+    def add(self, nbytes: int) -> None:
+        """Count a tensor of ``nbytes``."""
+
+    @property
+    def count(self) -> int:
+        """How many were counted."""
+
+    @property
+    def nbytes(self) -> int:
+        """Their bytes."""
+
+    @property
+    def largest_bytes(self) -> int:
+        """Of the largest."""
+
+@final
+class Torch:
+    """Functions of torch that the compiled part calls for tensors that may leave memory."""
+
+    def __new__(
+        cls,
+        *,
+        empties: Mapping[torch.dtype, Tensor],
+        make_empty: Callable[[torch.dtype, int | None], Tensor],
+        frombuffer: Callable[..., Tensor],
+        byte_type: torch.dtype,
+        sequence_number: Callable[[], int],
+        current_backward: Callable[[], int],
+        current_node: Callable[[], Any],
+        is_below_autograd: Callable[[], bool],
+    ) -> Torch:
+        """Take the functions; see ``geometry.TORCH``."""
+
+    def storage_on(self, slot: Slot) -> UntypedStorage:
+        """Return a storage on the memory of a slot, which lives as long as the storage does."""
+
+@final
+class Geometry:
+    """Dtype, size, strides and offset of a tensor; strides too, because kernels choose by them."""
+
+    def __new__(cls, torch: Torch, tensor: Tensor) -> Geometry:
+        """Look at a tensor."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Its dtype."""
+
+    @property
+    def size(self) -> torch.Size:
+        """Its size."""
+
+    @property
+    def stride(self) -> tuple[int, ...]:
+        """Its strides."""
+
+    @property
+    def offset(self) -> int:
+        """Bytes from the start of the storage."""
+
+    def span_bytes(self) -> int:
+        """Return the bytes from the first element to the end of the last, if there are some."""
+
+    def build(self, storage: UntypedStorage, start: int) -> Tensor:
+        """Return a tensor on ``storage``, whose first byte was at ``start`` of the original."""
+
+@final
+class Handle:
+    """A range of a storage on its way to the store, or there; its death gives the space back."""
+
+    @property
+    def address(self) -> int:
+        """Where it was written from: torch can move the memory of a live storage."""
+
+    @property
+    def slot_bytes(self) -> int:
+        """The memory that a read of it takes."""
+
+    def is_here(self) -> bool:
+        """Whether a read would take no more memory: one is under way, or its bytes are in use."""
+
+    def done(self) -> bool:
+        """Whether the write has ended, well or not."""
+
+    def wait(self) -> None:
+        """Wait for the write; raises what went wrong."""
+
+    def cancel(self) -> bool:
+        """Give the write up; ``True`` if it had not begun."""
+
+@final
+class Loading:
+    """A read that was begun, or bytes that are here; whoever holds this holds its memory."""
+
+    def done(self) -> bool:
+        """Whether the bytes are there, or will never be."""
+
+    def wait(self) -> None:
+        """Wait for the bytes with the GIL released; raises what went wrong."""
+
+@final
+class Record:
+    """One saved storage at one version: its bytes in memory, on the way, or on the disk."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of the part of the storage that it covers."""
+
+    @property
+    def sequence(self) -> int:
+        """Autograd's sequence number when it was packed: the gate."""
+
+    @property
+    def key(self) -> int:
+        """The policy's name for the tensor."""
+
+    @property
+    def source(self) -> Tensor | None:
+        """The tensor itself, for as long as its bytes may be needed from memory."""
+
+    @property
+    def handle(self) -> Handle | None:
+        """Its bytes in the store, from the beginning of a write until the write is given up."""
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether somebody else holds its memory anyway; see ``lender``."""
+
+    @property
+    def was_found(self) -> bool:
+        """Whether a backward has found its bytes in memory.
+
+        The tensor that it was given then lies on the storage too, and must not be taken for
+        somebody else's.
+        """
+
+    def storage(self) -> UntypedStorage | None:
+        """Return the storage, while somebody uses it."""
+
+    def is_leaving(self) -> bool:
+        """Whether it is in memory now, but may have to be read when its turn comes.
+
+        Its write has not been seen to end, or somebody else still has its memory.
+        """
+
+    def lend(self) -> None:
+        """Note that somebody else holds the bytes; they no longer count."""
+
+    def take_back(self) -> None:
+        """Note that nobody else holds the bytes any more; they count again."""
+
+@final
+class SavedTensor:
+    """What autograd holds instead of a tensor whose bytes a record manages."""
+
+    @property
+    def record(self) -> Record:
+        """Its bytes."""
+
+    @property
+    def sequence(self) -> int:
+        """Autograd's sequence number when it was packed."""
+
+    @property
+    def version(self) -> int:
+        """The version at which it was saved."""
+
+    @property
+    def counter(self) -> Tensor:
+        """A tensor without bytes that shares the version counter of the saved one."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the saved tensor."""
+
+    @property
+    def size(self) -> torch.Size:
+        """Of the saved tensor."""
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether its read was begun before it was asked for."""
+
+    def note_stall(self, stall_s: float) -> None:
+        """Count a wait for this tensor to its round."""
+
+    def on_memory(self, torch: Torch, storage: UntypedStorage) -> Tensor:
+        """Return a tensor like the saved one on memory that is still there."""
+
+@final
+class Records:
+    """The records of one session, their gates and their writes.
+
+    ``keeper`` decides what is rare: an ``activations.writeback.Writeback``.
+    """
+
+    def __new__(
+        cls,
+        store: Store,
+        gpus: Gpus | None,
+        account: Account,
+        timeline: Timeline,
+        *,
+        is_bounded: bool,
+        batch_bytes: int,
+        give_back_bytes: int,
+        threads: threading.local,
+    ) -> Records:
+        """Open the books.
+
+        ``batch_bytes`` are given to the disk together; once writes have freed ``give_back_bytes``,
+        ``keeper.give_memory_back`` is called.
+        """
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether there is a bound on what is in memory."""
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this is a forked child, where the disk is not ours."""
+
+    @property
+    def writing_count(self) -> int:
+        """How many writes were begun and not seen to end."""
+
+    def leave_to_parent(self) -> None:
+        """Note that this is a forked child."""
+
+    def alive(self) -> list[Record]:
+        """Return every record that is alive, but for those of changed and regained storages."""
+
+    def under_way(self) -> list[Handle]:
+        """Return the writes that were begun and not seen to end, the oldest first."""
+
+    def begin_write(self, record: Record, keeper: object) -> bool:
+        """Give a record to the disk, or keep it; ``False`` if the disk can take no more now."""
+
+    def begin_all(self, keeper: object) -> None:
+        """Begin the writes of this thread's nodes, which it has passed all."""
+
+    def open_gate(self, keeper: object, sequence: int) -> None:
+        """Begin the writes of this thread's nodes before ``sequence``, once there is a batch."""
+
+    def write_later(self, record: Record) -> None:
+        """Write this record once its node has been passed."""
+
+    def write_if_short(self, record: Record) -> None:
+        """Write this record only if room is short: it will be needed in a moment.
+
+        That is so for what a reentrant checkpoint computes again. Under a bound a whole region may
+        not fit, and its backward begins with what was packed last: the oldest is needed last.
+        """
+
+    def cancel_queued(self) -> None:
+        """Keep what is still in the queue, unless there is a bound."""
+
+    def end_all(self, keeper: object) -> None:
+        """Free the memory of all that has reached the disk, however much it is."""
+
+    def end_oldest(self, keeper: object) -> bool:
+        """Wait for the oldest write and end it; ``False`` if there is none."""
+
+    def has_waiting_gate(self) -> bool:
+        """Whether more may be written once some thread says that it has passed another node."""
+
+    def wait_for_transfer(self, keeper: object) -> bool:
+        """Wait for the oldest write, or for what nobody wants any more; ``False`` without one."""
+
+    def wait_for_room(self, keeper: object) -> bool:
+        """Wait for something that frees memory when it ends; ``False`` if there is nothing."""
+
+@final
+class Round:
+    """What was packed between two backwards, and has ended."""
+
+    @property
+    def phase(self) -> int:
+        """The backward in which it was packed, or -1 for a forward."""
+
+    @property
+    def signature(self) -> int:
+        """What rounds of the same kind have in common."""
+
+    @property
+    def stall_s(self) -> float:
+        """The waits for its tensors."""
+
+    @property
+    def opening(self) -> int:
+        """The name of its first tensor: all that is known of a round when it begins."""
+
+    @property
+    def offered_bytes(self) -> int:
+        """Bytes that were given to the disk, of which some may have stayed in memory."""
+
+    @property
+    def span_s(self) -> tuple[float, float]:
+        """When the first tensor was packed, and when one was asked for last; without stalls."""
+
+    def learned_items(self) -> list[tuple[int, int, float, float]]:
+        """Return what the policy learns from: the fields of ``planning.policy.Item``."""
+
+    def heaviest_node(self) -> tuple[int, int, int]:
+        """Return bytes and tensors of the node that saved most, and the bytes of all nodes."""
+
+@final
+class Rounds:
+    """The rounds of one session, the order of return, and what is read ahead."""
+
+    def __new__(
+        cls,
+        store: Store,
+        gpus: Gpus | None,
+        account: Account,
+        *,
+        limit_bytes: int | None,
+        policy: object,
+        stalls: object,
+    ) -> Rounds:
+        """Open the books; ``policy`` has the plans, and ``stalls`` the waits of the session."""
+
+    @property
+    def current_count(self) -> int:
+        """How many tensors the round has that is packed now."""
+
+    def give_way(self) -> None:
+        """Give up what was read ahead."""
+
+@final
+class Offloading:
+    """Pack and unpack of tensors whose bytes may leave memory."""
+
+    def __new__(
+        cls,
+        torch: Torch,
+        records: Records,
+        rounds: Rounds,
+        *,
+        min_bytes: int,
+        lock: Any,
+        hooks: object,
+        keeper: object,
+        teacher: object,
+        policy: object,
+        eligible: Tally,
+        planned: Tally,
+        priced: Tally,
+    ) -> Offloading:
+        """Take what is asked about all that is rare; see ``activations.hooks``."""
+
+    def pack(self, tensor: Tensor) -> object:
+        """Take a tensor that a node saves; return what autograd keeps in its place."""
+
+    def unpack(self, packed: object) -> Tensor:
+        """Give a node its saved tensor back."""
+
+@final
+class Gpus:
+    """The GPUs of one session, each opened at its first tensor; see ``transfer.staged``."""
+
+    def __new__(
+        cls,
+        store: Store,
+        *,
+        lock: threading.RLock,
+        down_bytes: int,
+        up_bytes: int,
+        ring_bytes: int,
+        choose_direct: Callable[[int], tuple[str | None, bool] | None],
+        direct_refused: Callable[[int, str], object],
+        current_stream: Callable[[int], int],
+        stream_object: Callable[[int, int], object],
+        allocate: Callable[[int, int, int], UntypedStorage],
+        out_of_memory: type[Exception],
+    ) -> Gpus:
+        """Take the functions, and how much memory each GPU's tensors go through.
+
+        Whoever waits for a GPU lets go of ``lock``, which is the session's, meanwhile.
+        ``down_bytes`` and ``up_bytes`` are of the CPU, and twice ``ring_bytes`` of the GPU where
+        ``choose_direct`` says where cuFile is, and whether its compatibility mode may serve.
+        """
+
+    def loaded_bytes(self) -> int:
+        """Return the bytes of the GPUs' memory that loads hold."""
+
+    def pinned_bytes(self) -> tuple[int, int]:
+        """Return the bytes of pinned memory, and how many of them are in use."""
+
+    def ring_bytes(self) -> tuple[int, int]:
+        """Return the bytes of GPUs' memory for GPUDirect Storage, and how many are in use."""
+
+    @property
+    def waiting_count(self) -> int:
+        """How many threads wait now until a GPU comes to the copies."""
+
+    def copied_bytes(self) -> tuple[int, int]:
+        """Return the bytes that were copied from and to GPUs."""
+
+    def copy_seconds(self) -> tuple[float, float]:
+        """Return the seconds that these copies took, without what they waited for."""
+
+    def away_bytes_peaks(self) -> list[tuple[int, int]]:
+        """Return each GPU in use, and the most saved bytes that were away from it at once."""
 
 @final
 class Store:
@@ -206,8 +668,10 @@ class Store:
     def owns(self, address: int) -> bool:
         """Whether the memory at an address is a slot's of this store."""
 
-    def wait_for_abandoned(self) -> bool:
+    def wait_for_abandoned(self, *, limit_s: float | None = None) -> bool:
         """Wait until a transfer that nobody wants any more has ended; ``False`` if there is none.
+
+        With ``limit_s``, at most so many seconds; ``False`` too if the time is over.
 
         Abandoned is what died after it had begun; it holds memory until its last piece has ended.
         """
@@ -305,6 +769,149 @@ class SimulatedDisk:
         """Let everything move again."""
 
 @final
+class PlanMachine:
+    """Capacities in bytes and rates in bytes per second of a machine that steps are planned for."""
+
+    def __new__(
+        cls,
+        *,
+        device_bytes: int,
+        host_bytes: int,
+        ssd: tuple[float, float],
+        bus: tuple[float, float],
+        host: tuple[float, float],
+        latency_s: float,
+        duplex_share: float,
+        sizes: tuple[tuple[int, float], ...],
+        price: tuple[float, float],
+    ) -> PlanMachine:
+        """Take rates as pairs: away from the device's memory, and back.
+
+        ``bus`` is shared by drives and host. ``sizes`` are four pairs of bytes, rising, and the
+        share of their rate that drives have for such transfers. ``price`` is the computing, in
+        seconds, that is lost for each byte that moves. Raises ``ValueError``.
+        """
+
+@final
+class StepPlan:
+    """A plan, and what the simulator says of its last step."""
+
+    @property
+    def step_s(self) -> float:
+        """How long the step takes."""
+
+    @property
+    def stall_s(self) -> float:
+        """How long its kernels wait, of that."""
+
+    @property
+    def recompute_s(self) -> float:
+        """How long it takes to compute tensors again, of that."""
+
+    @property
+    def bound_s(self) -> float:
+        """Below this no step comes with this memory, if nothing is computed again."""
+
+    @property
+    def bound_bytes(self) -> int:
+        """Below this no peak comes within the slow-down that was asked for."""
+
+    @property
+    def device_bytes(self) -> int:
+        """The memory that the step was planned for."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that is in the device's memory."""
+
+    @property
+    def class_peak_bytes(self) -> list[int]:
+        """The same of each class, at its own peak, in the order of ``planning.trace.CLASSES``."""
+
+    @property
+    def host_peak_bytes(self) -> int:
+        """The most that is in the host's memory."""
+
+    @property
+    def moved_bytes(self) -> list[int]:
+        """To the drives, to the host, back from the drives, back from the host."""
+
+    @property
+    def recomputed(self) -> list[int]:
+        """Tensors that are computed again."""
+
+    @property
+    def resident(self) -> list[tuple[float, int]]:
+        """Bytes in the device's memory from each of these seconds of the step on."""
+
+    @property
+    def moves(self) -> list[tuple[int, str, int, float]]:
+        """Tensor, ``"ssd"``, ``"host"`` or ``"fetch"``, the kernel after which, and priority.
+
+        A number beyond the step's tensors is the second life of one that is computed again.
+        """
+
+@final
+class Planner:
+    """A step, ready to be planned, without the GIL. `docs/planning.md` has the rules."""
+
+    def __new__(
+        cls,
+        seconds: list[float],
+        uses: list[list[int]],
+        tensors: list[tuple[int, int, bool, bool, bool, float | None]],
+    ) -> Planner:
+        """Take the time of each kernel, above 0, and the tensors that it uses, each once.
+
+        Each tensor is its bytes, the place of its class in ``planning.trace.CLASSES``, whether it
+        lives across steps, whether it may go to the drives and to the host, and the seconds that it
+        takes to compute it again, if that can be done. Raises ``ConfigError``, ``IndexError`` or
+        ``ValueError``.
+        """
+
+    @property
+    def ideal_s(self) -> float:
+        """The time of a step that never waits."""
+
+    def live_bytes(self) -> list[int]:
+        """Return what lives while each kernel runs, if nothing is moved."""
+
+    def least_step(
+        self,
+        machine: PlanMachine,
+        *,
+        budgets: list[tuple[int, list[int]]],
+        drafts: int,
+        tries: int,
+        may_recompute: bool,
+    ) -> StepPlan:
+        """Return the plan with the shortest step found within the machine's memory.
+
+        A budget is a limit in bytes and the tensors that count. ``tries`` look-aheads follow
+        ``drafts`` of first plans. Raises ``ConfigError`` if a kernel does not fit.
+        """
+
+    def least_peak(
+        self,
+        machine: PlanMachine,
+        *,
+        budgets: list[tuple[int, list[int]]],
+        drafts: int,
+        tries: int,
+        slowdown_max: float,
+    ) -> StepPlan:
+        """Return the plan with the least peak found whose step is at most so much longer.
+
+        The machine's memory does not count. ``slowdown_max`` is a share of ``ideal_s``.
+        """
+
+    def judged(self, machine: PlanMachine, whose: str) -> StepPlan:
+        """Judge ``"keep"``, ``"recompute"`` (all that can be), ``"ssdtrain"`` or ``"teraio"``.
+
+        The last two are those papers' plans (arXiv 2408.10013 and 2506.06472).
+        """
+
+@final
 class Probe:
     """One file and memory of its size, on which settings of the engines are timed."""
 
@@ -334,3 +941,11 @@ class Probe:
         All requests are given to a fresh engine at once. ``direction`` is ``"write"`` or
         ``"read"``, ``backend`` ``"io_uring"`` or ``"psync"``.
         """
+
+def try_cufile(
+    library: str | None, directory: str, gpu: int, allows_compat: bool
+) -> tuple[bool, str]:
+    """Return whether GPUDirect Storage works, and cuFile's version, or why it does not.
+
+    Some versions of cuFile never return, or end the process: ask in a child process.
+    """

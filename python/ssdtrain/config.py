@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Literal, get_args
 
 from ssdtrain.errors import ConfigError
-from ssdtrain.sizes import in_bytes
+from ssdtrain.sizes import in_bytes, shown_bytes
 
 if TYPE_CHECKING:
     from ssdtrain._core import SimulatedDisk
 
 __all__ = [
     "MIN_BYTES_DEFAULT",
+    "PINNED_BYTES_DEFAULT",
     "Backend",
     "DirectIo",
     "Directories",
+    "Gds",
     "OffloadConfig",
     "Size",
     "StoreConfig",
@@ -32,12 +35,21 @@ DirectIo = Literal["required", "optional", "disabled"]
 """Whether the page cache is bypassed (O_DIRECT); ``optional`` uses the page
 cache where a file system refuses to be without it."""
 
+Gds = Literal["optional", "required", "disabled"]
+"""Whether tensors of a GPU go past the CPU's memory (GPUDirect Storage, cuFile); ``optional`` takes
+pinned memory where that does not work."""
+
+INTERNAL = {"simulated", "compat"}
+"""Choices for tests, which messages do not offer."""
+
 Directories = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 Size = int | str
 """A number of bytes, or text such as ``"8GiB"``, ``"256 KiB"`` or ``"500MB"``."""
 
 MIN_BYTES_DEFAULT = 256 << 10
+
+PINNED_BYTES_DEFAULT = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +84,52 @@ class OffloadConfig:
     """Smaller saved tensors stay in memory: they cost more calls than they free."""
     max_resident_bytes: int | None = None
     """Upper bound on the saved bytes in memory, at whatever time the disk needs."""
+    slowdown_max: float | None = None
+    """Share of a step's time that offloading may cost; ``None``: whatever it costs."""
+    pinned_bytes: int = PINNED_BYTES_DEFAULT
+    """Memory of the CPU, for each GPU, through which its tensors go; of the GPU, and half as much,
+    by GPUDirect Storage."""
+    gds: str = "optional"
+    """``"compat"`` is cuFile's compatibility mode, for tests."""
+
+    def __post_init__(self) -> None:
+        """Raise ``ConfigError`` for a value that cannot be meant."""
+        check_choice("gds", self.gds, (*get_args(Gds), "compat"))
+        memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if self.pinned_bytes > memory_bytes:
+            raise ConfigError(
+                f"pinned_bytes={shown_bytes(self.pinned_bytes)} is more than the "
+                f"{shown_bytes(memory_bytes)} of this machine, and pinned memory cannot be swapped"
+            )
+        given = self.slowdown_max
+        if given is None:
+            return
+        is_number = isinstance(given, int | float) and not isinstance(given, bool)
+        if not is_number or not 0 < given < math.inf:
+            raise ConfigError(
+                f"slowdown_max must be a share above 0, such as 0.02 for 2 %, or None for no "
+                f"limit, not {given!r}"
+            )
+
+    @property
+    def slowdown_limit(self) -> float | None:
+        """The share that holds: a bound on memory wins, at whatever time it takes."""
+        return self.slowdown_max if self.max_resident_bytes is None else None
+
+    def as_given(self) -> str:
+        """Return the directories and what differs from the defaults, as arguments in a program."""
+        store = self.store
+        words = [repr(store.dirs[0] if len(store.dirs) == 1 else list(store.dirs))]
+        for config, names in (
+            (self, ("min_bytes", "max_resident_bytes", "slowdown_max", "gds")),
+            (store, ("max_disk_bytes", "backend", "direct_io", "verify")),
+        ):
+            defaults = {field.name: field.default for field in fields(config)}
+            options = {name: getattr(config, name) for name in names}
+            words += [
+                f"{name}={value!r}" for name, value in options.items() if value != defaults[name]
+            ]
+        return ", ".join(words)
 
 
 def directories(given: Directories) -> tuple[str, ...]:
@@ -99,7 +157,7 @@ def directories(given: Directories) -> tuple[str, ...]:
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     """Raise ``ConfigError`` unless ``value`` is one of ``choices``."""
     if value not in choices:
-        allowed = ", ".join(repr(one) for one in choices if one != "simulated")
+        allowed = ", ".join(repr(one) for one in choices if one not in INTERNAL)
         raise ConfigError(f"{name} must be one of {allowed}, not {value!r}")
 
 

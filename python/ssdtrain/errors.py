@@ -9,6 +9,7 @@ __all__ = [
     "ClosedError",
     "ConfigError",
     "CorruptError",
+    "CudaError",
     "DiskBoundError",
     "NoSpaceError",
     "PoisonedError",
@@ -43,6 +44,10 @@ class DiskBoundError(NoSpaceError):
 
 class CorruptError(StorageError):
     """Bytes came back that are not those that were written (``verify=True``)."""
+
+
+class CudaError(SsdtrainError):
+    """The CUDA driver refused or failed a call, which the message names."""
 
 
 class UnsupportedError(SsdtrainError):

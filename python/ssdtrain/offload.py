@@ -1,4 +1,4 @@
-"""``with ssdtrain.offload(dir):`` builds the parts, installs the hooks, and closes in order.
+"""``with ssdtrain.offload(dir):`` makes a session, installs its hooks, and closes in order.
 
 START HERE. A tensor's way: ``hooks.pack`` → ``writeback`` → ``transfer`` → ``_core`` → the disk,
 and back through ``hooks.unpack``; ``docs/architecture.md`` tells it step by step.
@@ -13,21 +13,20 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import ParamSpec, TypeVar
 
-from ssdtrain.activations.failed_backward import drop_failed_backwards, prepare_to_drop
-from ssdtrain.activations.hooks import Hooks
+from ssdtrain.activations.failed_backward import drop_failed_backwards
 from ssdtrain.activations.installed import (
-    Pair,
     install,
     pop_for_another,
     uninstall,
     uninstall_all,
 )
-from ssdtrain.activations.watch import Watch
 from ssdtrain.config import (
     MIN_BYTES_DEFAULT,
+    PINNED_BYTES_DEFAULT,
     Backend,
     DirectIo,
     Directories,
+    Gds,
     OffloadConfig,
     Size,
     StoreConfig,
@@ -36,16 +35,13 @@ from ssdtrain.config import (
 )
 from ssdtrain.errors import ConfigError
 from ssdtrain.machine.huge_pages import note_small_pages
-from ssdtrain.machine.torch_internals import is_traced, untraced
+from ssdtrain.machine.torch_internals import outside_compiler
 from ssdtrain.notices import PROCESS
-from ssdtrain.open_store import open_store
 from ssdtrain.planning.policy import Policy
-from ssdtrain.session_log import say_begin, say_end
+from ssdtrain.session import Session
 from ssdtrain.sizes import in_bytes
-from ssdtrain.stats import Stats
-from ssdtrain.transfer.host import HostTransfer
 
-__all__ = ["Session", "active", "leave_all", "offload"]
+__all__ = ["active", "leave_all", "offload"]
 
 RUNS_LATER = (
     inspect.isgeneratorfunction,
@@ -73,77 +69,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class Session:
-    """What ``with ssdtrain.offload(dir) as session`` gives: the running counts of this use.
-
-    It stays readable after the block. The store behind it lives until the last graph that was
-    built in the block is gone, so a backward after the block works.
-    """
-
-    def __init__(self, config: OffloadConfig, policy: Policy) -> None:
-        prepare_to_drop()
-        bound = config.max_resident_bytes
-        # The memory of ended reads stays for the next ones; under a bound, an eighth of it at most.
-        store = open_store(config.store, retain_bytes=None if bound is None else bound // 8)
-        try:
-            transfer = HostTransfer(store)
-            self._hooks: Hooks | None = Hooks(
-                transfer, policy, min_bytes=config.min_bytes, max_resident_bytes=bound
-            )
-            self._final: Stats | None = None
-            self._watch: Watch | None = None
-            say_begin(config, self._hooks.stats().engines)
-        except BaseException:
-            # Ctrl-C: its traceback, which a notebook keeps, would hold the store open.
-            store.close()
-            raise
-
-    def watch(self) -> None:
-        """Look from now on at what happens around the hooks, which are on in this thread."""
-        self._watch = watch = Watch()
-        watch.begin()
-
-    @property
-    def stats(self) -> Stats:
-        """A snapshot of the counts; after the block, as they were when it ended."""
-        # Another thread may end the block meanwhile.
-        hooks = self._hooks
-        if hooks is not None:
-            return hooks.stats()
-        assert self._final is not None
-        return self._final
-
-    def __str__(self) -> str:
-        """Return the report for a person."""
-        return str(self.stats)
-
-    __repr__ = __str__
-
-    def context(self) -> Pair:
-        """Return this session's hooks: a context manager that installs them in this thread."""
-        assert self._hooks is not None, "a session that was closed installs no hooks"
-        return self._hooks.context()
-
-    def flush(self, *, wait: bool = True) -> None:
-        """Write all that this thread's graphs saved and that may be written, and free its memory.
-
-        Writes otherwise begin in batches, and memory is freed by later operations. Call it where
-        memory is wanted before more is saved, and in no operation of autograd. Without ``wait``
-        the writes only begin. Does nothing after the block.
-        """
-        hooks = self._hooks
-        if hooks is not None:
-            hooks.flush(wait=wait)
-
-    def close(self) -> None:
-        """Let the store go; graphs that still need it keep it. Idempotent."""
-        hooks = self._hooks
-        if hooks is not None:
-            self._final = hooks.stats(None if self._watch is None else self._watch.end())
-            self._hooks = None
-            say_end(self._final)
-
-
 class offload:  # noqa: N801 - used like torch.no_grad
     """Keep what autograd saves on SSDs instead of in memory: a context manager and a decorator.
 
@@ -159,15 +84,24 @@ class offload:  # noqa: N801 - used like torch.no_grad
             for a slow disk: what cannot be hidden is kept. With it forward waits as it must, and
             raises ``BudgetError`` if the disk refuses what must leave memory.
         max_disk_bytes: Upper bound on the bytes reserved on disk; beyond it tensors are kept.
+        slowdown_max: Share of a step's time that offloading may cost: 0.02 allows 2 %. In its first
+            steps a session then learns what a byte costs, and offloads as much as this allows.
+            Without it, all that the disk can hide is offloaded. Without effect under
+            ``max_resident_bytes``.
         backend: ``"auto"``, ``"io_uring"`` or ``"psync"``.
         direct_io: ``"required"``, ``"optional"`` or ``"disabled"``: whether to bypass the page
             cache.
         verify: Checksum each tensor before its write and after its read.
+        pinned_bytes: Memory of the CPU through which tensors of a GPU go, for each GPU; it is
+            pinned at the first such tensor. By GPUDirect Storage half as much of the GPU's.
+        gds: ``"optional"``, ``"required"`` or ``"disabled"``: whether tensors of a GPU go to the
+            drive past the CPU's memory (GPUDirect Storage).
 
     Raises:
         ConfigError: An option or the directory cannot be used; the message says what next.
         NoSpaceError: The directory has hardly any free space.
-        UnsupportedError: io_uring was asked for and the kernel refuses it.
+        UnsupportedError: io_uring was asked for and the kernel refuses it; or GPUDirect Storage,
+            also at the first tensor of a GPU.
         BudgetError: In forward or backward: ``max_resident_bytes`` cannot be kept.
         StorageError: In backward: a tensor could not be read back (``CorruptError``: it came back
             with other bytes). No gradient was computed from it.
@@ -182,9 +116,12 @@ class offload:  # noqa: N801 - used like torch.no_grad
         min_bytes: Size = MIN_BYTES_DEFAULT,
         max_resident_bytes: Size | None = None,
         max_disk_bytes: Size | None = None,
+        slowdown_max: float | None = None,
         backend: Backend = "auto",
         direct_io: DirectIo = "required",
         verify: bool = False,
+        pinned_bytes: Size = PINNED_BYTES_DEFAULT,
+        gds: Gds = "optional",
     ) -> None:
         store = StoreConfig(
             dirs=directories(dir),
@@ -197,11 +134,14 @@ class offload:  # noqa: N801 - used like torch.no_grad
             store=store,
             min_bytes=in_bytes("min_bytes", min_bytes),
             max_resident_bytes=optional_bytes("max_resident_bytes", max_resident_bytes),
+            slowdown_max=slowdown_max,
+            pinned_bytes=in_bytes("pinned_bytes", pinned_bytes),
+            gds=gds,
         )
         self._prepare()
 
     def _prepare(self) -> None:
-        self._policy = Policy()
+        self._policy = Policy(self._config.slowdown_limit)
         """What was learned outlives a session: the same object may be entered again."""
         self._uses = _Uses()
         self.session: Session | None = None
@@ -211,6 +151,10 @@ class offload:  # noqa: N801 - used like torch.no_grad
     def is_on(self) -> bool:
         """Whether this thread has entered this object and not left it."""
         return self._uses.block_in(threading.current_thread()) is not None
+
+    def __repr__(self) -> str:
+        """Return how it was made: the directories, and what differs from the defaults."""
+        return f"ssdtrain.offload({self._config.as_given()})"
 
     def __getstate__(self) -> OffloadConfig:
         """Return the options, which is all that a copy gets: what is on belongs to a thread."""
@@ -223,7 +167,7 @@ class offload:  # noqa: N801 - used like torch.no_grad
 
     def __enter__(self) -> Session:
         """Open a store and install the hooks in this thread."""
-        return _outside_compiler(self._enter)
+        return outside_compiler(self._enter)
 
     def _enter(self) -> Session:
         if active() is not None:
@@ -246,10 +190,10 @@ class offload:  # noqa: N801 - used like torch.no_grad
     ) -> None:
         """Remove the hooks; the store goes with the last graph that needs it."""
         try:
-            _outside_compiler(self._leave)
+            outside_compiler(self._leave)
         except BaseException:
             # Ctrl-C, perhaps before anything was left.
-            _outside_compiler(self._leave_this_thread)
+            outside_compiler(self._leave_this_thread)
             raise
 
     def _leave(self) -> None:
@@ -310,11 +254,11 @@ class offload:  # noqa: N801 - used like torch.no_grad
 
         @functools.wraps(function)
         def offloaded(*args: P.args, **kwargs: P.kwargs) -> R:
-            block = _outside_compiler(begin)
+            block = outside_compiler(begin)
             try:
                 return function(*args, **kwargs)
             finally:
-                _outside_compiler(block.take_off)
+                outside_compiler(block.take_off)
 
         return offloaded
 
@@ -430,16 +374,3 @@ def leave_all() -> list[Session]:
     # An interrupt in the middle of entering or leaving may have left hooks that no block knows.
     uninstall_all()
     return sessions
-
-
-def _outside_compiler(function: Callable[[], R]) -> R:
-    """Call a function into which the compiler does not look."""
-    if is_traced():
-        result: R = _untraced(function)
-        return result
-    return function()
-
-
-@untraced
-def _untraced(function: Callable[[], object]) -> object:
-    return function()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ssdtrain._core import Tally
 from ssdtrain.activations.seen import Seen
 from ssdtrain.activations.watch import Observed
+from ssdtrain.planning.controller import Verdict
 from ssdtrain.planning.policy import Rates
-from ssdtrain.sizes import shown_bytes
+from ssdtrain.sizes import shown_bytes, shown_count
 
 __all__ = ["Evidence", "Reason", "reason_of"]
 
@@ -44,6 +46,8 @@ class Evidence:
     last_round: tuple[int, float] | None
     """Bytes and seconds of the last round that was planned."""
     rates: Rates | None
+    verdict: Verdict | None
+    """What is known of the price of a byte; ``None`` where it plays no part."""
     observed: Observed | None
     """What happened around the hooks; ``None``: not known, or the block is still open."""
 
@@ -82,9 +86,10 @@ def reason_of(known: Evidence) -> Reason | None:
 def _why_nothing_came(observed: Observed) -> Reason:
     """Say why no tensor reached the hooks."""
     if observed.node_count == 0 and observed.backward_count > 0:
+        backwards = shown_count(observed.backward_count, "backward")
         return Reason(
             "no operation of the thread that entered the block saved anything, while other threads "
-            f"ran {observed.backward_count} backwards: the hooks act in the thread that enters; "
+            f"ran {backwards}: the hooks act in the thread that enters; "
             "enter the block in the thread that runs the forward",
             is_warning=True,
         )
@@ -93,7 +98,8 @@ def _why_nothing_came(observed: Observed) -> Reason:
         and observed.child_s >= CHILD_S_MIN
         and observed.child_s > observed.process_s
     ):
-        forks = f" (it was forked {observed.fork_count} times)" if observed.fork_count else ""
+        times = shown_count(observed.fork_count, "time")
+        forks = f" (it was forked {times})" if observed.fork_count else ""
         return Reason(
             "no operation of this process saved anything, while its child processes computed for "
             f"{observed.child_s:.1f} s{forks}: hooks do not reach other processes; enter the block "
@@ -107,15 +113,16 @@ def _why_nothing_came(observed: Observed) -> Reason:
             is_warning=False,
         )
     whose = observed.others
+    nodes = shown_count(observed.node_count, "node")
     if whose is None and observed.node_count < NODES_MIN:
         return Reason(
-            f"the thread made {observed.node_count} nodes in the block, and ssdtrain was given "
+            f"the thread made {nodes} in the block, and ssdtrain was given "
             "nothing: so few may save nothing, as those of sums and views do; if they saved "
             "something, other hooks on saved tensors were on top of ssdtrain's",
             is_warning=False,
         )
     return Reason(
-        f"the thread made {observed.node_count} nodes in the block, and nothing that they saved "
+        f"the thread made {nodes} in the block, and nothing that they saved "
         "reached ssdtrain: other hooks on saved tensors were on top of it, "
         + (f"those of {whose}" if whose is not None else "and only the innermost are called")
         + "; save_on_cpu, offload_wrapper and the activation offloading of trainers are such: "
@@ -126,10 +133,16 @@ def _why_nothing_came(observed: Observed) -> Reason:
 
 def _why_nothing_could_go(known: Evidence) -> Reason:
     """Say what was saved, if none of it counts as saved bytes."""
-    if known.seen.unusual.count > known.seen.weight_count:
+    unusual = known.seen.unusual
+    if unusual.count > known.seen.weight_count:
+        saved = shown_count(
+            unusual.count,
+            "saved tensor was not a plain CPU tensor",
+            "saved tensors were not plain CPU tensors",
+        )
         text = (
-            f"{known.seen.unusual.count} saved tensors were not plain CPU tensors (of other "
-            "devices, sparse, or of other classes); ssdtrain leaves them where they are"
+            f"{saved} (of other devices, sparse, or of other classes); ssdtrain leaves such where "
+            "they are"
         )
     else:
         text = "only weights were saved, which stay in memory for the optimizer"
@@ -138,17 +151,20 @@ def _why_nothing_could_go(known: Evidence) -> Reason:
 
 def _why_little_went(known: Evidence) -> str:
     if known.failed_count:
-        return (
-            f"{known.failed_count} writes failed or were refused, the last one so: {known.failure}"
+        writes = shown_count(
+            known.failed_count, "write failed or was refused", "writes failed or were refused"
         )
+        return f"{writes}, the last one so: {known.failure}"
     seen = known.seen
-    planned_bytes = seen.planned.nbytes
-    rest_bytes = seen.eligible.nbytes - planned_bytes
+    planned_bytes, priced_bytes = seen.planned.nbytes, seen.priced.nbytes
+    rest_bytes = seen.eligible.nbytes - planned_bytes - priced_bytes
     causes = (
         (seen.small.nbytes, _small),
         (seen.apart.nbytes, _apart),
+        (seen.detached.nbytes, _detached),
         (seen.foreign.nbytes, _foreign),
         (planned_bytes, _planned),
+        (priced_bytes, _priced),
         (rest_bytes, _late),
     )
     _, say = max(causes, key=lambda cause: cause[0])
@@ -158,9 +174,10 @@ def _why_little_went(known: Evidence) -> str:
 def _small(known: Evidence) -> str:
     small = known.seen.small
     mean_bytes = small.nbytes // max(small.count, 1)
+    tensors = shown_count(small.count, "saved tensor is", "saved tensors are")
     text = (
-        f"{small.count} saved tensors are below min_bytes={known.min_bytes} "
-        f"({shown_bytes(known.min_bytes)}), the largest of {shown_bytes(small.largest_bytes)}, "
+        f"{tensors} below min_bytes={known.min_bytes} ({shown_bytes(known.min_bytes)}), the "
+        f"largest of {shown_bytes(small.largest_bytes)}, "
         f"{shown_bytes(mean_bytes)} on average"
     )
     if mean_bytes < PAGE_BYTES:
@@ -171,17 +188,29 @@ def _small(known: Evidence) -> str:
 
 def _apart(known: Evidence) -> str:
     return (
-        f"{known.seen.apart.count} saved tensors are parts of storages that count their changes "
-        "apart, as LSTMCell, GRUCell and recurrent layers that torch does not fuse make them: they "
+        f"{_lying(known.seen.apart)} in storages whose parts count their changes apart, as "
+        "LSTMCell, GRUCell and recurrent layers that torch does not fuse make them: such parts "
         "stay in memory; nn.LSTM and nn.GRU over whole sequences are fused in float32"
+    )
+
+
+def _detached(known: Evidence) -> str:
+    return (
+        f"{_lying(known.seen.detached)} in storages of which they were detached as parts, by "
+        ".data or detach() of a slice: such parts count their changes apart, and stay in memory; "
+        "detach the whole tensor and take the part of that, or clone() the part"
     )
 
 
 def _foreign(known: Evidence) -> str:
     return (
-        f"{known.seen.foreign.count} saved tensors lie in the memory of numpy arrays or mapped "
-        "files, whose owner may change it: they stay; clone() what comes from an array"
+        f"{_lying(known.seen.foreign)} in the memory of numpy arrays or mapped files, whose owner "
+        "may change it: what lies there stays; clone() what comes from an array"
     )
+
+
+def _lying(tally: Tally) -> str:
+    return shown_count(tally.count, "saved tensor lies", "saved tensors lie")
 
 
 def _planned(known: Evidence) -> str:
@@ -195,6 +224,17 @@ def _planned(known: Evidence) -> str:
         "by plan tensors stay that could not be written and read back in time"
         f"{_figures(known)}; a faster disk, or several (dir=[...]), changes that, and under "
         "max_resident_bytes they go, at whatever time the disk needs"
+    )
+
+
+def _priced(known: Evidence) -> str:
+    text = "offloading more would have made steps longer than slowdown_max allows"
+    price = None if known.verdict is None else known.verdict.price
+    if price is None:
+        return f"{text}, or the steps that were to tell the price were the last ones"
+    return (
+        f"{text}: each GiB costs {price.s_per_byte * (1 << 30):.3f} s of a step here; a larger "
+        "slowdown_max, or a bound by max_resident_bytes, takes more of them to the disk"
     )
 
 

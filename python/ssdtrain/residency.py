@@ -51,6 +51,7 @@ class Residency:
         """The bound (``max_resident_bytes``), or ``None``."""
         self.is_bounded = limit_bytes is not None
         self.account = Account()
+        self.let_small_in()
         self._transfer_bytes = transfer_bytes
         """Asks for what transfers hold in memory beyond the holdings."""
         self._stalls = stalls
@@ -72,7 +73,16 @@ class Residency:
         """Return how many more bytes may become resident."""
         if self.limit_bytes is None:
             return UNLIMITED_BYTES
+        self.account.limit_small(0)
         return max(0, self.limit_bytes - self.resident_bytes())
+
+    def let_small_in(self) -> None:
+        """Let the compiled part keep what is small while there is room, without the lock.
+
+        Until somebody looks at the room: what was found must not be taken before it is used.
+        """
+        limit_bytes = self.limit_bytes
+        self.account.limit_small(UNLIMITED_BYTES if limit_bytes is None else limit_bytes)
 
     def note_peak(self) -> None:
         """Compare what is resident now with the peak; called after whatever may raise it."""
@@ -118,6 +128,7 @@ class Residency:
 
     def _is_short_of(self, nbytes: int) -> bool:
         assert self.limit_bytes is not None
+        self.account.limit_small(0)
         return self.resident_bytes() + nbytes > self.limit_bytes
 
     def _over_budget(self, nbytes: int, wanted: str, users: list[User]) -> BudgetError:

@@ -1,4 +1,4 @@
-"""Sizes as people write and read them: one parser and one formatter for all who take or tell one.
+"""Sizes and counts as people write and read them: one parser and one formatter for all.
 
 Units are powers of 1024 (``KiB``, ``MiB``, ``GiB``, ``TiB``) or of 1000 (``kB``, ``MB``, ...), as
 their names say. Sizes are told in the first kind, which is how memory is counted. Only `ssdtrain
@@ -12,7 +12,7 @@ from typing import Final
 
 from ssdtrain.errors import ConfigError
 
-__all__ = ["SIZE_MAX", "in_bytes", "shown_bytes"]
+__all__ = ["SIZE_MAX", "in_bytes", "shown_bytes", "shown_count"]
 
 SIZE_MAX: Final = (1 << 63) - 1
 """The largest offset in a file."""
@@ -68,7 +68,7 @@ def _parse(text: str) -> int:
 def shown_bytes(nbytes: float) -> str:
     """Return a size as reports, errors and the log write it: ``"71.2 MiB"``, ``"8 GiB"``."""
     if nbytes < 1 << 10:
-        return f"{nbytes:.0f} bytes"
+        return shown_count(round(nbytes), "byte")
     size, shown = float(nbytes), "bytes"
     for unit in SHOWN_UNITS:
         # By the rounded figure, so that nothing is shown as 1024.0 of the smaller unit.
@@ -77,3 +77,9 @@ def shown_bytes(nbytes: float) -> str:
         size, shown = size / 1024, unit
     figure = f"{size:.1f}".removesuffix(".0")
     return f"{figure} {shown}"
+
+
+def shown_count(count: int, one: str, several: str | None = None) -> str:
+    """Return a count with the words for one or for several: ``"1 tensor"``, ``"2 tensors"``."""
+    words = one if count == 1 else several or f"{one}s"
+    return f"{count} {words}"

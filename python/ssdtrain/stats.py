@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 
 from ssdtrain.machine.huge_pages import SMALL_PAGES_REMEDY, has_small_pages
 from ssdtrain.machine.process_memory import known_bytes
+from ssdtrain.planning.controller import Verdict
 from ssdtrain.reasons import Reason
 from ssdtrain.residency import Residency
-from ssdtrain.sizes import shown_bytes
+from ssdtrain.sizes import shown_bytes, shown_count
 from ssdtrain.stalls import Stalls
+from ssdtrain.transfer.staged import OnGpus
 
 __all__ = ["Stats", "snapshot"]
+
+GIB = 1 << 30
 
 OF_THE_MOMENT = frozenset(
     {
@@ -24,9 +28,26 @@ OF_THE_MOMENT = frozenset(
         "process_bytes_peak",
         "has_small_pages",
         "is_surprising",
+        "pinned_bytes",
+        "away_bytes_peak",
+        "device_bytes_peak",
+        "ring_bytes",
+        "price_s_per_gib",
+        "price_error_s_per_gib",
+        "price_pair_count",
+        "slowdown_expected",
+        "slowdown_error",
+        "amount_bytes",
+        "planned_bytes",
+        "is_adapting",
     }
 )
 """Fields that tell a state or a peak: a difference of two of them means nothing."""
+
+STALL_SHARE_LITTLE = 0.01
+"""Of the time: who waits less is limited by computing."""
+OFFLOADED_SHARE_MUCH = 0.9
+"""Of what may leave memory: what stays of the rest is needed again too soon on any disk."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +75,10 @@ class Stats:
     stall_s: float
     """Time in which a computing thread waited for I/O: the exposed part."""
     stall_count: int
+    elapsed_s: float
+    """Time since the session began, whatever was done in it."""
+    bytes_eligible: int
+    """Saved, and free to leave memory by their kind and size."""
     write_failed_count: int
     """Writes that failed, or for which the disk had no space; their tensors were kept."""
     write_refused_count: int
@@ -67,12 +92,49 @@ class Stats:
     """Size of the files that they are in: space that others cannot use meanwhile."""
     engines: tuple[tuple[str, str], ...]
     """Directory and engine of each spill file."""
+    pinned_bytes: int
+    """Memory of the CPU that is pinned for copies from and to GPUs."""
+    from_gpu_bytes: int
+    """Copied from GPUs' tensors, to pinned memory or to a ring on the GPU."""
+    to_gpu_bytes: int
+    """Copied back."""
+    from_gpu_s: float
+    """Time of the GPUs' links with these copies, without what the copies waited for."""
+    to_gpu_s: float
+    """The same of the copies back."""
+    away_bytes_peak: int
+    """Most saved bytes that had no memory on their GPU at once. The sum over GPUs, as below."""
+    device_bytes_peak: int
+    """Most memory of GPUs in tensors at once (``torch.cuda.max_memory_allocated``), since the
+    process began or the program reset it."""
+    ring_bytes: int
+    """Memory of GPUs that their tensors go through by GPUDirect Storage, past the CPU's."""
+    direct_written_bytes: int
+    """What nvidia-fs wrote from GPUs since their first tensor, for all processes; 0 without it."""
+    direct_read_bytes: int
+    """What it read."""
     process_bytes: int
     """Memory of the whole process now (``VmRSS``); 0 where the system does not tell."""
     process_bytes_peak: int
     """Its peak since the process began (``VmHWM``)."""
     has_small_pages: bool
     """Whether torch's tensors are not on huge pages, because ssdtrain was imported too late."""
+    price_s_per_gib: float = 0.0
+    """By how much each GiB that is offloaded makes a step longer, by steps that were compared."""
+    price_error_s_per_gib: float = 0.0
+    """Its standard error."""
+    price_pair_count: int = 0
+    """Pairs of steps that were compared; 0: nothing is known of the price."""
+    slowdown_expected: float = 0.0
+    """By what share offloading makes a usual step longer, by that price; below 0: shorter."""
+    slowdown_error: float = 0.0
+    """Its standard error."""
+    amount_bytes: int = 0
+    """What a usual step offloads; 0 as well where no price plays a part."""
+    planned_bytes: int = 0
+    """What the disk could hide of a step: the most that a usual step may offload."""
+    is_adapting: bool = False
+    """Whether steps are varied at the moment, so that some of them may keep all in memory."""
     reason: str | None = None
     """Why little or nothing was offloaded, and what to change; ``None`` if much was."""
     is_surprising: bool = False
@@ -82,6 +144,25 @@ class Stats:
     def hidden_s(self) -> float:
         """I/O time that no computing thread waited for."""
         return max(0.0, self.write_busy_s + self.read_busy_s - self.stall_s)
+
+    @property
+    def limit(self) -> str:
+        """What keeps more from leaving memory, or the step from being faster.
+
+        ``"compute"`` if nearly all that may leave memory did and hardly a thread waited for I/O.
+        Else the link that was busy for longest: ``"the disk's writes"``, ``"the disk's reads"``,
+        ``"the PCIe copies down"`` (from GPUs) or ``"the PCIe copies up"``.
+        """
+        has_waited = self.stall_s > STALL_SHARE_LITTLE * self.elapsed_s
+        if not has_waited and self.bytes_offloaded >= OFFLOADED_SHARE_MUCH * self.bytes_eligible:
+            return "compute"
+        busy_s = {
+            "the disk's writes": self.write_busy_s,
+            "the disk's reads": self.read_busy_s,
+            "the PCIe copies down": self.from_gpu_s,
+            "the PCIe copies up": self.to_gpu_s,
+        }
+        return max(busy_s, key=lambda link: busy_s[link])
 
     def since(self, earlier: Stats) -> Stats:
         """Return what was done after ``earlier``, a snapshot of the same session.
@@ -107,13 +188,26 @@ class Stats:
         }
         values["has_small_pages"] = int(self.has_small_pages)
         values["is_surprising"] = int(self.is_surprising)
+        values["is_adapting"] = int(self.is_adapting)
         values["reason"] = self.reason or ""
         values["engines"] = self._engines()
         values["hidden_s"] = self.hidden_s
+        values["limit"] = self.limit
         return values
 
     def _engines(self) -> str:
         return ", ".join(f"{name} in {place}" for place, name in self.engines)
+
+    def _shown_price(self) -> str:
+        price, price_error = self.price_s_per_gib, self.price_error_s_per_gib
+        slowdown, slowdown_error = 100 * self.slowdown_expected, 100 * self.slowdown_error
+        text = (
+            f"{price:.3f} ± {price_error:.3f} s per GiB by {self.price_pair_count} pairs of steps; "
+            f"a step offloads {shown_bytes(self.amount_bytes)} of the "
+            f"{shown_bytes(self.planned_bytes)} that the disk hides, and takes {slowdown:+.1f} ± "
+            f"{slowdown_error:.1f} % for it"
+        )
+        return text + ("; still adapting" if self.is_adapting else "")
 
     def __str__(self) -> str:
         """Lay the figures out for a person."""
@@ -122,8 +216,11 @@ class Stats:
             ("forwarded", self.bytes_forwarded, self.tensors_forwarded),
             ("kept", self.bytes_kept, self.tensors_kept),
         )
+        # The last count has the word.
         saved = ", ".join(
-            f"{shown_bytes(nbytes)} {fate} in {count}" for fate, nbytes, count in fates
+            f"{shown_bytes(nbytes)} {fate} in "
+            + (shown_count(count, "tensor") if fate == "kept" else str(count))
+            for fate, nbytes, count in fates
         )
         moves = (
             ("written", self.bytes_written, self.write_busy_s),
@@ -141,19 +238,31 @@ class Stats:
         )
         rows = [
             f"ssdtrain: {self._engines()}",
-            f"  saved      {saved} tensors",
+            f"  saved      {saved}",
             f"  resident   {peak} at the peak, {now} now",
             f"  process    {memory}",
             f"  drive      {moved}",
             f"  on disk    {used} now, in files of {reserved}",
-            f"  I/O time   {times}, {self.stall_count} stalls",
+            f"  I/O time   {times}, {shown_count(self.stall_count, 'stall')}",
         ]
-        if self.write_failed_count:
-            rows.append(f"  failures   {self.write_failed_count} writes; their tensors were kept")
-        if self.write_refused_count:
+        if self.price_pair_count:
+            rows.append(f"  price      {self._shown_price()}")
+        if self.pinned_bytes:
+            rows += self._gpu_rows()
+        if self.ring_bytes:
             rows.append(
-                f"  bound      {self.write_refused_count} writes beyond max_disk_bytes not made"
+                f"  GPU direct {shown_bytes(self.from_gpu_bytes)} taken from it, "
+                f"{shown_bytes(self.to_gpu_bytes)} back, by GPUDirect Storage through "
+                f"{shown_bytes(self.ring_bytes)} of its memory; nvidia-fs counted "
+                f"{shown_bytes(self.direct_written_bytes)} written, "
+                f"{shown_bytes(self.direct_read_bytes)} read"
             )
+        if self.write_failed_count:
+            failed = shown_count(self.write_failed_count, "write")
+            rows.append(f"  failures   {failed}; what they had to write was kept")
+        if self.write_refused_count:
+            refused = shown_count(self.write_refused_count, "write")
+            rows.append(f"  bound      {refused} beyond max_disk_bytes not made")
         if self.has_small_pages:
             rows.append(
                 f"  pages      small, because ssdtrain was imported too late; {SMALL_PAGES_REMEDY}"
@@ -161,6 +270,18 @@ class Stats:
         if self.reason is not None:
             rows.append(f"  because    {self.reason}")
         return "\n".join(rows)
+
+    def _gpu_rows(self) -> list[str]:
+        down = f"{shown_bytes(self.from_gpu_bytes)} copied from it"
+        up = f"{shown_bytes(self.to_gpu_bytes)} back"
+        down += _rate(self.from_gpu_bytes, self.from_gpu_s)
+        up += _rate(self.to_gpu_bytes, self.to_gpu_s)
+        peak, away = shown_bytes(self.device_bytes_peak), shown_bytes(self.away_bytes_peak)
+        return [
+            f"  GPU        {down}, {up}, through {shown_bytes(self.pinned_bytes)} of pinned memory",
+            f"  GPU peak   {peak} in tensors; up to {away} more without offload",
+            f"  limit      {self.limit}",
+        ]
 
 
 def snapshot(
@@ -171,9 +292,16 @@ def snapshot(
     write_failed_count: int,
     write_refused_count: int,
     store: Mapping[str, object],
+    on_gpus: OnGpus,
+    elapsed_s: float,
+    bytes_eligible: int,
     reason: Reason | None,
+    verdict: Verdict | None,
 ) -> Stats:
-    """Join the counts of a session with those of its store (``_core.Store.stats``)."""
+    """Join the counts of a session with those of its store (``_core.Store.stats``).
+
+    ``verdict`` is ``None`` where the price of a byte plays no part.
+    """
 
     def number(key: str) -> int:
         value = store.get(key, 0)
@@ -183,6 +311,7 @@ def snapshot(
     engines = store.get("engines", ())
     assert isinstance(engines, list | tuple)
     ended = residency.account.ended()
+    price = None if verdict is None else verdict.price
     return Stats(
         bytes_offloaded=ended["offloaded"][0],
         bytes_forwarded=ended["forwarded"][0],
@@ -196,6 +325,8 @@ def snapshot(
         read_busy_s=number("read_busy_ns") / 1e9,
         stall_s=stalls.total_s,
         stall_count=stalls.count,
+        elapsed_s=elapsed_s,
+        bytes_eligible=bytes_eligible,
         write_failed_count=write_failed_count,
         write_refused_count=write_refused_count,
         resident_bytes=resident_bytes,
@@ -203,9 +334,18 @@ def snapshot(
         disk_used_bytes=number("disk_used_bytes"),
         disk_reserved_bytes=number("disk_reserved_bytes"),
         engines=tuple((str(place), str(name)) for place, name in engines),
+        **asdict(on_gpus),
         process_bytes=known_bytes("VmRSS"),
         process_bytes_peak=known_bytes("VmHWM"),
         has_small_pages=has_small_pages(),
+        price_s_per_gib=0.0 if price is None else price.s_per_byte * GIB,
+        price_error_s_per_gib=0.0 if price is None else price.error * GIB,
+        price_pair_count=0 if price is None else price.pair_count,
+        slowdown_expected=0.0 if verdict is None else verdict.slowdown,
+        slowdown_error=0.0 if verdict is None else verdict.slowdown_error,
+        amount_bytes=0 if verdict is None else verdict.amount_bytes,
+        planned_bytes=0 if verdict is None else verdict.planned_bytes,
+        is_adapting=verdict is not None and verdict.is_adapting,
         reason=None if reason is None else reason.text,
         is_surprising=reason is not None and reason.is_warning,
     )

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
-from ssdtrain._core import Overwrite, Pending, PendingInto, Slot, Store, Stored
+from ssdtrain._core import Geometry, Overwrite, Pending, PendingInto, Slot, Store, Stored
 from ssdtrain.config import (
     Backend,
     DirectIo,
@@ -32,10 +32,9 @@ from ssdtrain.config import (
     optional_bytes,
 )
 from ssdtrain.errors import ClosedError, ConfigError
-from ssdtrain.geometry import Geometry, span_bytes
+from ssdtrain.geometry import TORCH
 from ssdtrain.machine.torch_internals import is_wrapped
 from ssdtrain.open_store import open_store
-from ssdtrain.transfer.host import storage_on
 
 __all__ = ["PendingRead", "StoredTensor", "TensorStore"]
 
@@ -333,7 +332,7 @@ class _Form:
         if isinstance(form, Geometry):
             if slot is None:
                 return torch.empty_strided(form.size, form.stride, dtype=form.dtype, device="cpu")
-            return form.build(storage_on(slot), self._start)
+            return form.build(TORCH.storage_on(slot), self._start)
         if slot is None:
             return np.empty_like(form)
         return np.ndarray(form.shape, form.dtype, memoryview(slot), 0, form.strides)
@@ -433,8 +432,8 @@ def _take_apart(tensor: object) -> tuple[_Form, object, int, int]:
                 f"only CPU tensors can be stored, not {tensor.device}; copy it with .cpu() first"
             )
         source = tensor.detach().resolve_conj().resolve_neg()
-        geometry = Geometry(source)
-        span = span_bytes(source) if source.numel() else 0
+        geometry = Geometry(TORCH, source)
+        span = geometry.span_bytes() if source.numel() else 0
         form = _Form(tensor.nbytes, geometry.offset, geometry)
         return form, source, source.data_ptr(), span
     if type(tensor) is np.ndarray or type(tensor) is np.memmap:

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from ssdtrain import Stats
 from ssdtrain.config import OffloadConfig, StoreConfig
-from ssdtrain.offload import Session
 from ssdtrain.planning.policy import Policy
+from ssdtrain.session import Session
 
 pytestmark = pytest.mark.alone
 

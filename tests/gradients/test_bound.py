@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ssdtrain
 from disks import MIB
+from ssdtrain.activations import hooks
 from ssdtrain.errors import BudgetError
 from support import (
     Flush,
@@ -122,6 +123,71 @@ def test_small_tensors_make_room_by_the_write_of_a_large_one_before_them(tmp_pat
     rig.assert_empty()
 
 
+def sines(y: Tensor) -> Tensor:
+    for _ in range(5):
+        y = y.sin()
+    return y
+
+
+def test_small_tensors_ask_for_room_only_after_others_have_looked_at_it(tmp_path: Path) -> None:
+    """Room that was found must be there still when it is used, and each gate must be opened."""
+    rig = Rig(tmp_path, min_bytes=100_000, max_resident_bytes=10 * MIB)
+    large, small = torch.ones(MIB // 4, requires_grad=True), torch.ones(8, requires_grad=True)
+    with rig.context():
+        y = sines(small)
+        assert rig.small_asked_count() == 0
+        # The small one of the same node comes too early to open the gate, the next one does.
+        y = sines(sines(y) + (y.sum() * (large + 1)).sum())
+        assert rig.small_asked_count() == 2
+        assert rig.writes_count() == 1, "the gate was not opened"
+        rig.residency.room_bytes()
+        y = sines(y)
+        assert rig.small_asked_count() == 3
+    y.sum().backward()
+    del y
+    rig.assert_empty()
+
+
+def test_small_tensors_say_that_a_node_of_a_region_has_been_passed(tmp_path: Path) -> None:
+    """What is computed again may be written then, if room is short."""
+    rig = Rig(tmp_path, min_bytes=100_000, max_resident_bytes=10 * MIB)
+    large, small = torch.ones(MIB // 4, requires_grad=True), torch.ones(8, requires_grad=True)
+
+    def region(y: Tensor) -> Tensor:
+        return sines((y.sum() * (large + 1)).sum())
+
+    with rig.context():
+        checkpoint(region, small, use_reentrant=True).backward()
+    assert rig.small_asked_count() == 2
+    rig.assert_empty()
+
+
+def test_small_tensors_fill_the_bound_and_no_more(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, min_bytes=MIB, max_resident_bytes=100 * 4096)
+    y = torch.ones(1024, requires_grad=True)
+    with rig.context():
+        y = y.sin()
+        for _ in range(100):
+            y = y.sin()
+        assert rig.small_asked_count() == 0
+        with pytest.raises(BudgetError, match="in tensors below min_bytes"):
+            y.sin()
+    assert rig.stats.resident_bytes_peak == 100 * 4096
+    del y
+    rig.assert_empty()
+
+
+def test_a_detached_part_counts_as_the_storage_that_it_keeps(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, min_bytes=MIB, max_resident_bytes=MIB)
+    weight = torch.ones(10, requires_grad=True)
+    with rig.context():
+        loss = weight * torch.ones(1000)[:10].detach()
+        assert rig.stats.resident_bytes == 4000
+    assert rig.small_asked_count() == 0
+    del loss
+    rig.assert_empty()
+
+
 def test_a_budget_that_a_full_disk_cannot_serve_is_refused(tmp_path: Path) -> None:
     rig = Rig(
         tmp_path,
@@ -191,7 +257,7 @@ def test_the_source_of_a_write_that_died_on_its_way_counts_and_is_waited_for(
     trainer = threading.Thread(target=train)
 
     def waits() -> bool:
-        return "_wait_for_transfer" in functions_of(trainer.ident or 0)
+        return "wait_for_transfer" in functions_of(trainer.ident or 0)
 
     with rig.context():
         y = x.exp()
@@ -206,6 +272,51 @@ def test_the_source_of_a_write_that_died_on_its_way_counts_and_is_waited_for(
     assert bits(grads.pop()) == bits(x.detach().exp())
     assert rig.stats.resident_bytes_peak <= MIB * 3 // 2
     rig.assert_empty()
+
+
+def abandon_a_write(rig: Rig) -> int:
+    """Drop a graph while the disk has its bytes; return how many."""
+    x = torch.randn(MIB // 4, requires_grad=True)
+    with rig.context():
+        y = x.exp()
+        rig.begin_writes()
+        wait_for_operations(rig, "write")
+        del y
+    assert rig.stats.resident_bytes == x.nbytes
+    return x.nbytes
+
+
+def test_the_last_counts_are_those_after_what_was_abandoned_has_ended(tmp_path: Path) -> None:
+    rig = paused_rig(tmp_path, 4 * MIB)
+    abandon_a_write(rig)
+    main = threading.get_ident()
+    is_closed = threading.Event()
+
+    def waits() -> bool:
+        return is_closed.is_set() or "settle" in functions_of(main)
+
+    def resume() -> None:
+        wait_until(waits, "the end of the session")
+        rig.disk.resume()
+
+    resumer = threading.Thread(target=resume)
+    resumer.start()
+    rig.session.close()
+    is_closed.set()
+    resumer.join()
+    assert rig.session.stats.resident_bytes == 0
+
+
+def test_a_disk_that_hangs_does_not_hold_up_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hooks, "SETTLE_S_MAX", 0.01)
+    rig = paused_rig(tmp_path, 4 * MIB)
+    abandoned_bytes = abandon_a_write(rig)
+    rig.session.close()
+    assert rig.session.stats.resident_bytes == abandoned_bytes, "it is told as it is"
+    rig.disk.resume()
+    wait_until(lambda: rig.store.resident_bytes() == 0, "the end of the write")
 
 
 def test_what_was_read_ahead_for_a_backward_that_is_given_up_goes_with_its_graph(
@@ -261,7 +372,7 @@ def test_a_queue_that_is_full_of_what_nobody_wants_delays_a_write_only(tmp_path:
     is_filled = threading.Event()
 
     def waits() -> bool:
-        return is_filled.is_set() or "_wait_for_transfer" in functions_of(main)
+        return is_filled.is_set() or "wait_for_transfer" in functions_of(main)
 
     def resume() -> None:
         wait_until(waits, "a wait for the disk, or the end of the filling")

@@ -88,6 +88,14 @@ def lstm_cell() -> Tensor:
     return cell.weight_ih.grad
 
 
+def detached_parts() -> Tensor:
+    """What a loss compares with: parts of a larger tensor, each detached for itself."""
+    wide = torch.linspace(-1, 1, MIB)
+    x = torch.linspace(-1, 1, MIB // 4, requires_grad=True)
+    loss = sum((x * part.detach()).sum() for part in wide.split(MIB // 4))
+    return torch.autograd.grad(loss, x)[0]
+
+
 def many_small() -> Tensor:
     x = torch.linspace(-1, 1, MIB // 32, requires_grad=True)
     return torch.autograd.grad(chain(x, 24).sum(), x)[0]
@@ -160,6 +168,11 @@ CASES = {
         {"max_resident_bytes": 256 << 10, "min_bytes": 1024},
         r"parts of storages that count their changes apart.*or use nn\.LSTM",
     ),
+    "detached parts": (
+        detached_parts,
+        {"max_resident_bytes": 2 * MIB},
+        r"in parts of storages that the program detached from them.*or detach the whole tensor",
+    ),
     "failing": (
         long_chain,
         {
@@ -179,6 +192,7 @@ def test_a_refusal_says_who_needs_what_and_what_holds_the_memory(case: str, tmp_
     assert re.search(expected, message, re.DOTALL), message
     assert ("block by block" in message) == (case == "one node")
     assert ("or lower min_bytes" in message) == (case == "small")
+    assert ("nn.LSTM" in message) == (case == "parts")
 
 
 # Who takes it for a lack of memory

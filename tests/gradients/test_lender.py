@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from torch.nn.functional import linear
 
 from disks import MIB
 from ssdtrain.planning.policy import Policy
-from support import Flush, Result, Rig, assert_equal_bits, gradients, nothing
+from support import Flush, Result, Rig, assert_equal_bits, gradients, nothing, wait_until
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -36,6 +36,20 @@ class Buffers(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for name in self.parts:
             x = x + (x[:8] * self.scale).sum() * getattr(self, name)
+        return x * self.scale
+
+
+class OneBufferInParts(nn.Module):
+    """The same, of one buffer; the parts that a product saves are views of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.register_buffer("whole", torch.randn(PART_COUNT, MIB // 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.whole:
+            x = x + (x[:8] * self.scale).sum() * part
         return x * self.scale
 
 
@@ -69,14 +83,14 @@ def trained(model: nn.Module, x: Tensor, after_forward: Flush) -> Result:
     return {"x": x.grad.clone(), **gradients(model)}
 
 
-@pytest.mark.parametrize("make", [Buffers, DetachedWeights, normed_weights])
+@pytest.mark.parametrize("make", [Buffers, OneBufferInParts, DetachedWeights, normed_weights])
 @pytest.mark.parametrize("bound_bytes", [HELD_BYTES, HELD_BYTES // 2], ids=["wide", "narrow"])
 def test_what_the_model_holds_is_written_in_the_first_step_only(
     make: Callable[[], nn.Module], bound_bytes: int, tmp_path: Path
 ) -> None:
     torch.manual_seed(0)
     model = make()
-    shape = (MIB // 4,) if isinstance(model, Buffers) else (64, 512)
+    shape = (MIB // 4,) if hasattr(model, "scale") else (64, 512)
     x = torch.randn(shape, requires_grad=True)
     expected = trained(model, x, nothing)
     rig = Rig(tmp_path, min_bytes=MIB // 2, max_resident_bytes=bound_bytes, policy=Policy())
@@ -128,6 +142,47 @@ def test_what_others_let_go_counts_and_is_written(tmp_path: Path) -> None:
     rig.assert_empty()
 
 
+def test_what_comes_back_while_the_disk_takes_nothing_is_written_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig(tmp_path, max_resident_bytes=4 * MIB)
+    x = torch.linspace(-1, 1, MIB // 4, requires_grad=True)
+    held = [torch.full((MIB // 4,), 2.0)]
+    refused = []
+
+    def refuse(_: object) -> bool:
+        refused.append(True)
+        return False
+
+    def look() -> None:
+        """Save another tensor: this looks at what others have let go."""
+        (x[:8] * torch.ones(8)).sum()
+
+    with rig.context():
+        (x * held[0]).sum().backward()
+        rig.flush()
+        loss = (x * held[0]).sum()
+        rig.flush()
+        # The first write was given up on its way, and counts until it has ended.
+        wait_until(lambda: rig.stats.resident_bytes == 0, "that only others hold it")
+        before = rig.stats
+        held.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(rig.writeback, "begin_write", refuse)
+            look()
+        assert refused
+        assert rig.stats.resident_bytes >= MIB, "it counts from now on"
+        rig.flush()
+        assert rig.stats.bytes_written >= before.bytes_written + MIB
+        assert rig.stats.resident_bytes == 0
+        x.grad = None
+        loss.backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.full_like(x, 2.0))
+    del loss
+    rig.assert_empty()
+
+
 def test_another_tensor_in_the_place_of_a_held_one_is_bounded(tmp_path: Path) -> None:
     """Places are remembered, not only storages: in the second step they have fresh tensors."""
     rig = Rig(tmp_path, max_resident_bytes=4 * MIB, policy=Policy())
@@ -174,28 +229,64 @@ def test_two_parts_of_one_storage_are_not_taken_for_others_who_hold_it(tmp_path:
     rig.assert_empty()
 
 
-def test_what_one_node_saved_twice_is_not_taken_for_held(tmp_path: Path) -> None:
-    """Its write has not ended, so both times the node gets the memory itself."""
-    policy = Policy()
-    rig = Rig(
-        tmp_path,
+def paused_rig(place: Path, policy: Policy) -> Rig:
+    return Rig(
+        place,
         max_resident_bytes=4 * MIB,
         policy=policy,
         backend="simulated",
         faults={"seed": 1, "paused": True},
     )
+
+
+def square(made: Tensor) -> Tensor:
+    return made * made
+
+
+def product_of_parts(made: Tensor) -> Tensor:
+    return made[: len(made) // 4] * made[-len(made) // 4 :]
+
+
+@pytest.mark.parametrize("operation", [square, product_of_parts])
+def test_what_one_node_saved_twice_is_not_taken_for_held(
+    operation: Callable[[Tensor], Tensor], tmp_path: Path
+) -> None:
+    """Its write has not ended, so both times the node gets the memory itself."""
+    policy = Policy()
+    rig = paused_rig(tmp_path, policy)
     x = torch.linspace(-1, 1, MIB // 4, requires_grad=True)
-
-    def square() -> Tensor:
-        made = x.exp()
-        return (made * made).sum()
-
     with rig.context():
-        loss = square()
+        loss = operation(x + 1).sum()
         rig.session.flush(wait=False)
         loss.backward()
     assert rig.stats.bytes_written == 0, "the write was under way"
     assert not policy.keep, "nobody else held it"
     del loss
     rig.disk.resume()
+    rig.assert_empty()
+
+
+def test_a_part_whose_write_is_under_way_is_not_taken_for_somebody_else(tmp_path: Path) -> None:
+    """It has the memory of the other part too, which is on the disk by then."""
+    policy = Policy()
+    rig = paused_rig(tmp_path, policy)
+    x = torch.linspace(-1, 1, MIB // 16, requires_grad=True)
+
+    def products(made: Tensor) -> Iterator[Tensor]:
+        for part in (made[: len(x)], made[-len(x) :]):
+            yield (x * part).sum()
+
+    with rig.context():
+        rig.disk.resume()
+        both = products(torch.linspace(0, 1, 4 * len(x)))
+        first = next(both)
+        rig.flush()
+        rig.disk.pause()
+        second = next(both)
+        both.close()
+        rig.begin_writes()
+        first.backward()
+    assert rig.stats.bytes_read == 0, "the other part has the memory"
+    assert not policy.keep, "nobody else held it"
+    del first, second
     rig.assert_empty()

@@ -155,7 +155,7 @@ def test_ctrl_c_while_a_slow_disk_holds_the_step_and_the_next_step_works(
     main = threading.get_ident()
 
     def waits() -> bool:
-        return "_end_write" in functions_of(main)
+        return "wait_for_transfer" in functions_of(main)
 
     def interrupt() -> None:
         wait_until(waits, "the wait for the disk")

@@ -26,8 +26,8 @@ settings.load_profile(profile)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-SAMPLES_MIN = 1500
-"""Of one dtype; torch 2.15 has 1,837."""
+SAMPLES_MIN = 900
+"""Of one dtype; torch 2.11 has 945, torch 2.15 1,837."""
 
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:

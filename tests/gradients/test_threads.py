@@ -60,7 +60,7 @@ def plain_gradient(x: Tensor) -> Tensor:
 
 def waits_for_a_read(thread: int) -> bool:
     frame = sys._current_frames().get(thread)
-    return frame is not None and frame.f_code.co_qualname == "HostLoading.wait"
+    return frame is not None and frame.f_code.co_qualname == "Hooks.wait_for"
 
 
 class Walker:

@@ -35,32 +35,58 @@ BUILDING = threading.Lock()
 BUILD_SETTINGS = {"CARGO_TARGET_DIR": str(BUILD / "target"), "CARGO_PROFILE_RELEASE_LTO": "off"}
 
 INSTEAD = {
-    "checkpoint recognition": "if True:",
-    "hooks that the compiler does not trace": "let called = if false {",
-    "lifetime by handle": "entry = lambda: saved",
-    "live memory before the disk": "if storage is None or record.nbytes:",
-    "memory of others stays": "return False",
+    "checkpoint recognition": "let is_recomputed = false;",
+    "lifetime by handle": (
+        "let reference = PyWeakrefReference::new(saved)?.unbind(); std::mem::forget(saved.clone());"
+    ),
+    "live memory before the disk": (
+        "let Some(storage) = this.storage(py).filter(|_| false) else { return Ok(None) };"
+    ),
+    "memory of others stays": "Ok(owns(address) && false)",
     "never the tensor itself": "tensor.clone()",
-    "no lock while waiting for a read": "with self._lock: found = self._wait(packed, found)",
-    "one counter for all who saved it": "counted = self.counter.clone()",
-    "parts that count apart stay": "return False",
+    "memory that moved": "&& true;",
+    "no lock while waiting for a read": (
+        "Found::Read(loading) => self.lock.locked(py, || self.read(saved, &loading))?,"
+    ),
+    "one counter for all who saved it": 'let twin = counter.call_method0(intern!(py, "clone"))?;',
+    "parts that count apart stay": "Ok(root_bytes == u64::MAX)",
     "provenance: the base of a view": "if false {",
     "provenance: the walk to the parameter": "for _ in 0..0 {",
     "shared counters below autograd": "if True:",
-    "storage offset": "self.offset = 0",
-    "the gate": "self._writeback._begin_write(record)",
+    "storage offset": "offset: 0,",
+    "strides": (
+        'let stride = empty.call_method1("new_empty", (&self.size,))?.call_method0("stride")?;'
+    ),
+    "the gate": "records.begin_write(record, self.keeper.bind(py))?;",
+    "version at pack": "|| false;",
     "verify": "verify=False,",
     "version of what is kept": "let is_same = true;",
     "a leaf that is kept cannot be swapped": (
         "let unswappable: Option<Bound<'_, PyWeakrefReference>> = None;"
     ),
     "a leaf that is kept is held itself": "let held = if false {",
-    "a leaf in memory is handed out itself": "self.leaf = None",
-    "version at unpack": "if version not in (NO_VERSION, version):  # noqa: SLF001",
+    "a leaf in memory is handed out itself": "&& false;",
     "weights without history": "Ok(users == 0)",
     "what a refused backward left is dropped": "if _lowest:",
     "what a plain tensor is": "return Ok(Verdict::Plain);",
     "what is larger than its parameter": "Ok(storage_bytes > 0)",
+    "a copy down waits for what computes its source": "let after: [&Event; 0] = [];",
+    "a slot is written after it is filled": "Ok(false) => { self.begin_write(&parcel); }",
+    "the current stream": "let handle = 0;",
+    "the stream of the pack": (
+        "let raw = user_stream(GpuStream { gpu: stream.gpu, handle: "
+        "way.calls.current_stream(py, stream.gpu)? });"
+    ),
+    "a source that dies under its copy": "drop(departure);",
+    "no lock while waiting for a GPU": "if true {",
+    "who needs room waits with who waits for a GPU": "Ok(false)",
+    "every stream waits for a load": "let lent = Some(core::Result::Ok(()));",
+    "a target that is given up": "drop(departure);",
+    "a target is allocated for the stream of the pack": (
+        "let storage = self.way.calls.allocate(py, GpuStream { gpu: self.stream.gpu, handle: "
+        "self.way.calls.current_stream(py, self.stream.gpu)? }, nbytes)?;"
+    ),
+    "a slot is free after it is written": "let owner = Box::new(());",
 }
 """What stands in the place of a marked line where to remove it would break the code around it."""
 

@@ -33,9 +33,9 @@ from torch import Tensor
 from torch.autograd import Function, gradcheck, gradgradcheck
 from torch.utils import _pytree as pytree
 
-import ssdtrain.activations.hooks
 from checkout import SCRATCH
-from ssdtrain.activations.saved_tensor import shares_no_counter
+from ssdtrain._core import Kept
+from ssdtrain.activations.hooks import Hooks
 from support import Flush, Rig, bits, nothing
 
 SEED = 7
@@ -58,12 +58,19 @@ ALONE: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 """Storages of copies: nothing else lies there."""
 
 
-def shares_no_counter_with_others(tensor: Tensor, storage_bytes: int) -> bool:
-    """Stand in for the package's function, which would have every copy stay in memory.
+keep = Hooks.keep
+
+
+def keep_unless_alone(
+    self: Hooks, tensor: Tensor, kind: Any, nbytes: int, storage_bytes: int
+) -> Kept | None:
+    """Stand in for what keeps tensors in memory, and would keep every copy.
 
     A copy is a part of its storage without a base, because of the bytes before it.
     """
-    return tensor.untyped_storage() not in ALONE and shares_no_counter(tensor, storage_bytes)
+    if kind in ("apart", "detached") and tensor.untyped_storage() in ALONE:
+        return None
+    return keep(self, tensor, kind, nbytes, storage_bytes)
 
 
 def copy(tensor: Tensor) -> Tensor:
@@ -441,7 +448,7 @@ def quiet() -> Iterator[None]:
 
 
 def sweep(options: argparse.Namespace) -> Tally:
-    ssdtrain.activations.hooks.shares_no_counter = shares_no_counter_with_others
+    Hooks.keep = keep_unless_alone  # type: ignore[method-assign, assignment]
     with tempfile.TemporaryDirectory(dir=options.dir or SCRATCH) as folder, quiet():
         run = Sweep(Path(folder), options.samples, options.checks)
         chosen = operators(options.part, options.only)

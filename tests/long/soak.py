@@ -32,8 +32,8 @@ from checkout import SCRATCH
 from ssdtrain import CorruptError, StorageError
 from ssdtrain._core import SimulatedDisk
 from ssdtrain.config import StoreConfig
-from ssdtrain.offload import Session
 from ssdtrain.open_store import open_store
+from ssdtrain.session import Session
 from support import Rig, store_threads, wait_until
 
 MIB = 1 << 20

@@ -8,6 +8,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TESTS = ROOT / "tests"
 SUPPORT = TESTS / "support"
 LONG = TESTS / "long"
+FAKE_DEVICE = TESTS / "fake_device"
 BENCHES = ROOT / "benches"
 
 SCRATCH = ROOT / "target" / "tmp"

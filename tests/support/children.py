@@ -32,9 +32,15 @@ SERVER = "import children; children.begin()"
 
 
 def forked_python(
-    program: str, *arguments: str, cwd: Path | None = None
+    program: str,
+    *arguments: str,
+    cwd: Path | None = None,
+    channel: socket.socket | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program in a child that has imported torch and ssdtrain, and nothing else yet."""
+    """Run a program in a child that has imported torch and ssdtrain, and nothing else yet.
+
+    Another server than the usual one, given by its `channel`, may have done more.
+    """
     words = ["-c", *arguments]
     request = json.dumps(
         {
@@ -44,7 +50,7 @@ def forked_python(
             "directory": str(cwd or Path.cwd()),
         }
     )
-    channel = server()
+    channel = channel or server()
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         socket.send_fds(channel, [request.encode()], [out.fileno(), err.fileno()])
         child = int(channel.recv(32))
@@ -65,13 +71,14 @@ def read(file: tempfile._TemporaryFileWrapper[str]) -> str:
 
 
 @functools.cache
-def server() -> socket.socket:
-    """Start the server of this process, once; it ends when its socket is closed."""
+def server(program: str = SERVER, environment: tuple[tuple[str, str], ...] = ()) -> socket.socket:
+    """Start a server of this process, each kind once; it ends when its socket is closed."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-c", SERVER, str(theirs.fileno())],
+            [sys.executable, "-c", program, str(theirs.fileno())],
             stdin=subprocess.DEVNULL,
+            env={**os.environ, **dict(environment)},
             pass_fds=[theirs.fileno()],
         )
     ours.settimeout(TIMEOUT_S)

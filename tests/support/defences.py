@@ -21,7 +21,7 @@ from pathlib import Path
 from checkout import ROOT, TESTS
 
 PACKAGE = ROOT / "python" / "ssdtrain"
-COMPILED = ROOT / "rust" / "py" / "src"
+COMPILED = (ROOT / "rust" / "py" / "src", ROOT / "rust" / "core" / "src")
 PAGE = ROOT / "docs" / "correctness.md"
 MARK = re.compile(r"(?P<code>.*?)\s*(?:#|//) defence: (?P<name>.+)$")
 HEAD = "| defence | where | without it fails |\n|---|---|---|\n"
@@ -45,7 +45,8 @@ class Mark:
 
 def marks() -> list[Mark]:
     """Return every mark, by file and line."""
-    files = [*sorted(PACKAGE.rglob("*.py")), *sorted(COMPILED.rglob("*.rs"))]
+    compiled = [path for folder in COMPILED for path in sorted(folder.rglob("*.rs"))]
+    files = [*sorted(PACKAGE.rglob("*.py")), *compiled]
     return [
         Mark(name, path, at)
         for path in files

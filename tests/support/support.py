@@ -20,13 +20,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from children import forked_python
-from ssdtrain._core import SimulatedDisk
+from ssdtrain._core import SavedTensor, SimulatedDisk
 from ssdtrain.activations.failed_backward import drop_failed_backwards
-from ssdtrain.activations.writeback import Writeback
+from ssdtrain.activations.hooks import Hooks
 from ssdtrain.config import OffloadConfig, StoreConfig
 from ssdtrain.machine.torch_internals import top_hooks
-from ssdtrain.offload import Session, active
+from ssdtrain.offload import active
 from ssdtrain.planning.policy import Policy
+from ssdtrain.session import Session
 from ssdtrain.stats import Stats
 
 Result = Mapping[str, Tensor]
@@ -87,7 +88,8 @@ class Rig:
         self._hooks = hooks
         self._writes_end_at_once = False
         self.transfer, self.residency = hooks._transfer, hooks._residency
-        self.prefetcher = hooks._prefetcher
+        self.prefetcher, self.writeback = hooks._prefetcher, hooks._writeback
+        self.records = self.writeback.records
         self.store = self.transfer.store
 
     @classmethod
@@ -126,8 +128,7 @@ class Rig:
 
     def end_writes_unseen(self) -> None:
         """Wait until every write has ended, and let no hook know."""
-        records = [reference() for reference in self._hooks._writeback._writing]
-        stored = [one.handle for one in records if one is not None and one.handle is not None]
+        stored = self.records.under_way()
         assert stored, "nothing is on its way to the disk"
         wait_until(lambda: all(one.done() for one in stored), "the end of the writes")
 
@@ -140,9 +141,8 @@ class Rig:
 
     def _end_begun_writes(self) -> None:
         with self.lock:
-            writeback = self._hooks._writeback
-            while (record := writeback._oldest_write()) is not None:
-                writeback._end_write(record)
+            while self.records.end_oldest(self.writeback):
+                pass
 
     @property
     def lock(self) -> threading.RLock:
@@ -151,7 +151,11 @@ class Rig:
 
     def writes_count(self) -> int:
         """Return how many writes were begun and have not ended, as the hooks know."""
-        return len(self._hooks._writeback._writing)
+        return self.records.writing_count
+
+    def small_asked_count(self) -> int:
+        """Return how many small tensors asked for room in Python, and not only the account."""
+        return self._hooks._seen.small_here.count
 
     def forget_peak(self) -> None:
         """Count the peak of resident bytes anew."""
@@ -275,14 +279,21 @@ def prove_refused_offloaded(step: Step, directory: Path, message: str = IN_PLACE
 def watch_records() -> Iterator[list[Tensor]]:
     """List what is managed, so may be written or kept; as tensors without bytes of their own."""
     seen: list[Tensor] = []
-    record_for = Writeback.record_for
+    context = Hooks.context
 
-    def watched(self: Writeback, tensor: Tensor, *arguments: Any, **names: Any) -> Any:
-        seen.append(tensor.detach().to("meta"))
-        return record_for(self, tensor, *arguments, **names)
+    def watched(self: Hooks) -> saved_tensors_hooks:
+        pair = context(self)
+
+        def pack(tensor: Tensor) -> object:
+            packed = pair.pack_hook(tensor)
+            if isinstance(packed, SavedTensor):
+                seen.append(tensor.detach().to("meta"))
+            return packed
+
+        return saved_tensors_hooks(pack, pair.unpack_hook)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Writeback, "record_for", watched)
+        patch.setattr(Hooks, "context", watched)
         yield seen
 
 

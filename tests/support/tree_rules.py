@@ -21,7 +21,12 @@ AUTOGRAD_NAMERS = "names-torch-autograd"
 BLOCKS = (RUST_ORDER, PYTHON_ORDER, UNSAFE_FILES, AUTOGRAD_NAMERS)
 
 RUST_CORE = "rust/core/src"
-RUST_PY = "rust/py/src"
+# Of each crate: its folder, how its modules' names begin in the order, what other crates call it.
+CRATES = (
+    (RUST_CORE, "", "ssdtrain_core"),
+    ("rust/plan/src", "plan/", "ssdtrain_plan"),
+    ("rust/py/src", "py/", ""),
+)
 PACKAGE = "python/ssdtrain"
 # The engine, and the benchmark that toggles what the engine does not use.
 IO_URING_FILES = (f"{RUST_CORE}/engine/uring.rs", "benches/io/ring_pass.rs")
@@ -192,9 +197,9 @@ class Reference:
 
 
 def rust_modules(root: Path) -> dict[str, Path]:
-    """Module names as the order writes them: `engine/psync`, `lib`; `py/...` in rust/py."""
+    """Module names as the order writes them: `engine/psync`, `lib`; `plan/...`, `py/...`."""
     modules = {}
-    for folder, prefix in ((RUST_CORE, ""), (RUST_PY, "py/")):
+    for folder, prefix, _ in CRATES:
         for path in files(root, (folder,), ".rs"):
             name = shown(root / folder, path).removesuffix(".rs").removesuffix("/mod")
             modules[prefix + name] = path
@@ -225,11 +230,12 @@ class RustFile:
 
     def resolve(self, words: tuple[str, ...], at: int) -> str | None:
         """The module that a path at a position leads into."""
-        crate = "py/" if self.name.startswith("py/") else ""
+        prefixes = {outside: prefix for _, prefix, outside in CRATES}
+        crate = max((one for one in prefixes.values() if self.name.startswith(one)), key=len)
         own = self.name.removeprefix(crate)
         here = () if own == "lib" else tuple(own.split("/"))
-        if words[0] in {"crate", "ssdtrain_core"}:
-            crate = "" if words[0] == "ssdtrain_core" else crate
+        if words[0] == "crate" or words[0] in prefixes:
+            crate = prefixes.get(words[0], crate)
             here, words = (), words[1:]
         elif words[0] not in self.children:
             here += tuple(name for start, end, name in self.inline if start < at < end)
@@ -250,7 +256,8 @@ class RustFile:
 def rust_references(name: str, path: Path, modules: dict[str, Path]) -> Iterator[Reference]:
     """The modules of this workspace that one file names, by `crate`, `super`, `self` or a child."""
     file = RustFile.read(name, path, modules)
-    roots = "|".join(["crate", "super", "self", "ssdtrain_core", *sorted(file.children)])
+    outside = [name for _, _, name in CRATES if name]
+    roots = "|".join(["crate", "super", "self", *outside, *sorted(file.children)])
     root_pattern = re.compile(
         rf"(?<![\w:.])(?:{roots})(?=\s*::)|(?<=\buse )(?:crate|super)(?= as\b)"
     )
@@ -490,18 +497,22 @@ def unsafe_places(root: Path) -> Iterator[str]:
 
 def sizes(root: Path) -> Iterator[str]:
     """Files, functions and lines have a size that a reader can hold."""
-    for path in files(root, PRODUCT_FOLDERS + TEST_FOLDERS, ".rs", ".py", ".pyi"):
+    for path in files(root, PRODUCT_FOLDERS + TEST_FOLDERS, ".rs", ".py", ".pyi", ".cpp", ".h"):
         name = shown(root, path)
         text = path.read_text()
         product = name.startswith(PRODUCT_FOLDERS)
         lines_max = PRODUCT_FILE_LINES_MAX if product else TEST_FILE_LINES_MAX
-        if (count := len(text.splitlines())) > lines_max:
+        # There is one list of signatures for a compiled module, however long it is.
+        is_list = path.suffix == ".pyi"
+        if (count := len(text.splitlines())) > lines_max and not is_list:
             yield f"{name}: {count} lines, {lines_max} at most; split it where two ideas meet"
         # Of Python ruff says so; rustfmt leaves comments as long as they are.
-        rust_lines = text.splitlines() if path.suffix == ".rs" else []
-        for number, line in enumerate(rust_lines, 1):
+        other_lines = [] if path.suffix in {".py", ".pyi"} else text.splitlines()
+        for number, line in enumerate(other_lines, 1):
             if len(line) > COLUMNS_MAX:
                 yield f"{name}:{number}: {len(line)} columns, {COLUMNS_MAX} at most; wrap it"
+        if path.suffix in {".cpp", ".h"}:
+            continue
         functions = rust_functions(rust_code(text)) if path.suffix == ".rs" else _functions(text)
         for function, number, count in functions:
             if product and count > FUNCTION_LINES_MAX:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import inspect
 import itertools
@@ -19,7 +20,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch._C import _autograd as graph_of_torch
+from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu, saved_tensors_hooks
 
 import ssdtrain
 from ssdtrain import ConfigError
@@ -124,6 +126,44 @@ def test_the_outer_one_is_left_first(
     if foreign:
         assert top_hooks(True) is not None, "the hooks of others were taken off"
         other.__exit__()
+
+
+@contextlib.contextmanager
+def forbidden() -> Iterator[None]:
+    """Forbid that hooks are put on, as torch does while it compiles; those that are on stay."""
+    graph_of_torch._saved_tensors_hooks_disable("not now", False)
+    yield
+    graph_of_torch._saved_tensors_hooks_enable()
+
+
+def test_the_outer_one_is_left_first_while_hooks_are_forbidden(place: Path) -> None:
+    """The inner ones are on and stay on; to put others on stays forbidden."""
+    outer, other, inner = block(place), save_on_cpu(), block(place)
+    outer.__enter__()
+    other.__enter__()
+    session = inner.__enter__()
+    with forbidden():
+        outer.__exit__(None, None, None)
+        with pytest.raises(RuntimeError, match="not now"), block(place):
+            pass
+    assert ssdtrain.active() is session
+    step()
+    assert count(session)
+    inner.__exit__(None, None, None)
+    assert top_hooks(True) is not None, "the hooks of others were taken off"
+    other.__exit__()
+
+
+def test_where_hooks_are_forbidden_the_error_says_so_and_nothing_is_on(place: Path) -> None:
+    with disable_saved_tensors_hooks("not here"):
+        with pytest.raises(RuntimeError, match="not here"), block(place):
+            pass
+        assert_nothing_is_on()
+    with block(place) as session:
+        with pytest.raises(RuntimeError, match="not here"), disable_saved_tensors_hooks("not here"):
+            pass
+        step()
+    assert count(session)
 
 
 def test_hooks_of_others_inside_outlast_the_block(place: Path) -> None:
@@ -256,6 +296,35 @@ def test_a_generator_that_is_dropped_leaves(place: Path) -> None:
     next(made)
     assert ssdtrain.active() is not None
     del made
+
+
+@pytest.mark.parametrize(
+    ("directories", "options", "shown"),
+    [
+        ("/a", {}, "ssdtrain.offload('/a')"),
+        (["/a", "/b"], {"verify": False}, "ssdtrain.offload(['/a', '/b'])"),
+        (
+            "/a",
+            {"max_resident_bytes": "8KiB", "min_bytes": 1, "backend": "psync", "verify": True},
+            (
+                "ssdtrain.offload('/a', min_bytes=1, max_resident_bytes=8192, backend='psync', "
+                "verify=True)"
+            ),
+        ),
+        (
+            "/a",
+            {"max_disk_bytes": "1GB", "direct_io": "optional"},
+            "ssdtrain.offload('/a', max_disk_bytes=1000000000, direct_io='optional')",
+        ),
+    ],
+)
+def test_it_shows_where_it_writes_and_what_is_set(
+    directories: Any, options: dict[str, Any], shown: str
+) -> None:
+    made = ssdtrain.offload(directories, **options)
+    assert repr(made) == shown
+    # What is shown makes another one like it.
+    assert eval(shown).__getstate__() == made.__getstate__()
 
 
 def unpickled(made: object) -> Any:

@@ -37,8 +37,13 @@ NAMES = [
     "io_uring",
     "write_and_read",
     "tuning",
+    "gpu_driver",
     "gpu",
+    "gpu_link",
+    "pinned_memory",
+    "gpudirect",
 ]
+LAYOUT = ["format", "ssdtrain", "directory", "usable", "checks", "rates", "gpu"]
 COMMANDS = ["bench", "demo", "doctor", "run"]
 MAIN = "import sys\nfrom ssdtrain.__main__ import main\nsys.exit(main(sys.argv[1:]))"
 AS_NOBODY = """
@@ -90,7 +95,7 @@ def installed_command(*words: str | Path, limits: str = "", **options: Any) -> D
 def checks_of(done: Done) -> dict[str, dict[str, Any]]:
     """Return the checks that `doctor --json` printed, and hold them to the layout."""
     document = json.loads(done.stdout)
-    assert list(document) == ["format", "ssdtrain", "directory", "usable", "checks", "rates"]
+    assert list(document) == LAYOUT
     assert document["format"] == 1
     assert [one["name"] for one in document["checks"]] == NAMES
     for one in document["checks"]:
@@ -110,7 +115,7 @@ def assert_fails(done: Done, name: str, finding: str, remedy: str) -> None:
     assert [one["name"] for one in checks.values() if one["state"] == "FAIL"] == [name]
     assert finding in checks[name]["finding"]
     assert checks[name]["remedy"] == remedy
-    for later in NAMES[NAMES.index(name) + 1 : NAMES.index("gpu")]:
+    for later in NAMES[NAMES.index(name) + 1 : NAMES.index("gpu_driver")]:
         assert checks[later]["state"] == "SKIP"
         assert f"{name} comes first" in checks[later]["finding"]
 

@@ -94,8 +94,8 @@ def test_what_writes_freed_is_given_back_in_portions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     freed: list[int] = []
-    rig = Rig(tmp_path)
     monkeypatch.setattr(writeback, "GIVE_BACK_BYTES", 3 * 32 * 64 * 4)
+    rig = Rig(tmp_path)
     monkeypatch.setattr(
         writeback, "release_free_memory", lambda: freed.append(rig.stats.bytes_written)
     )

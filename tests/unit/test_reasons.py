@@ -26,6 +26,7 @@ import ssdtrain
 from disks import MIB
 from ssdtrain._core import Account
 from ssdtrain.activations.seen import Seen
+from ssdtrain.planning.controller import Price, Verdict
 from ssdtrain.planning.policy import Rates
 from ssdtrain.reasons import Evidence, reason_of
 from ssdtrain.session_log import log
@@ -156,9 +157,9 @@ CASES: dict[str, tuple[Callable[[], None], int, str]] = {
     "save_on_cpu": (on_top(save_on_cpu), WARNED, r"those of torch\.autograd\.graph\.save_on_cpu\."),
     "a trainer's hooks": (on_top(OthersHooks), WARNED, r"those of test_reasons\.OthersHooks\.keep"),
     "offload_wrapper": (wrapped, WARNED, r"other hooks on saved tensors were on top.*offload_wrap"),
-    "another thread": (in_a_thread, WARNED, r"other threads ran 1 backwards.*enter the block in"),
+    "another thread": (in_a_thread, WARNED, r"other threads ran 1 backward:.*enter the block in"),
     "child processes": (in_child_processes, WARNED, r"child processes computed for \d\.\d s:"),
-    "forked": (in_a_forked_process, WARNED, r"computed for \d\.\d s \(it was forked 1 times\)"),
+    "forked": (in_a_forked_process, WARNED, r"computed for \d\.\d s \(it was forked 1 time\)"),
     "no gradients": (without_gradients, TOLD, r"no operation in the block was recorded"),
     "weights": (only_weights, TOLD, r"only weights were saved"),
     "arrays": (in_arrays, TOLD, r"lie in the memory of numpy arrays"),
@@ -245,9 +246,18 @@ def evidence(**changes: Any) -> Evidence:
         is_one_node=False,
         last_round=(50 * MIB, 0.25),
         rates=Rates(100.0 * MIB, 200.0 * MIB),
+        verdict=None,
         observed=None,
     )
     return replace(known, **changes)
+
+
+def priced() -> Seen:
+    """As a session does that is too slow for ``slowdown_max``."""
+    seen = Seen(Account())
+    seen.eligible.add(100 * MIB)
+    seen.priced.add(95 * MIB)
+    return seen
 
 
 def parts() -> Seen:
@@ -255,6 +265,13 @@ def parts() -> Seen:
     seen = Seen(Account())
     seen.apart.add(90 * MIB)
     seen.eligible.add(10 * MIB)
+    return seen
+
+
+def detached_parts() -> Seen:
+    seen = Seen(Account())
+    for _ in range(2):
+        seen.detached.add(45 * MIB)
     return seen
 
 
@@ -278,7 +295,11 @@ def planned(count: int) -> Seen:
         ({"seen": planned(9), "is_one_node": True}, r"compile block by block"),
         (
             {"seen": parts()},
-            r"1 saved tensors are parts of storages that count their changes apart",
+            r"^1 saved tensor lies in storages whose parts count .*; nn\.LSTM and nn\.GRU over",
+        ),
+        (
+            {"seen": detached_parts()},
+            r"^2 saved tensors lie in storages of which they were detached .*; detach the whole",
         ),
         ({"seen": planned(1)}, r"backward asked for most tensors before they had been written"),
     ],
@@ -290,6 +311,23 @@ def test_a_plan_is_named_with_the_figures_it_was_made_of(
     assert reason is not None
     assert reason.is_warning
     assert re.search(expected, reason.text), reason.text
+
+
+def test_the_price_of_a_byte_is_a_reason() -> None:
+    verdict = Verdict(
+        price=Price(0.25 / (1 << 30), 0.0, 9),
+        slowdown=0.0,
+        slowdown_error=0.0,
+        amount_bytes=0,
+        planned_bytes=100 * MIB,
+        is_adapting=False,
+    )
+    unknown = reason_of(evidence(seen=priced()))
+    known = reason_of(evidence(seen=priced(), verdict=verdict))
+    assert unknown is not None
+    assert known is not None
+    assert "longer than slowdown_max allows" in unknown.text
+    assert "each GiB costs 0.250 s of a step" in known.text
 
 
 def test_too_small_for_any_disk_is_said_so() -> None:

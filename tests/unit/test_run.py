@@ -119,8 +119,21 @@ ENDINGS = {
     "sigterm": "import os, signal; os.kill(os.getpid(), signal.SIGTERM)",
     "own hook": "import sys\nsys.excepthook = lambda *a: print(a[2].tb_lineno)\n1 / 0",
     "at exit": "import atexit; atexit.register(print, 'at exit')",
+    "error in a thread": (
+        "import threading\ndef f(): 1 / 0\nclass Own(threading.Thread):\n"
+        "    def run(self):\n        try: [][1]\n        finally: f()\n"
+        "for one in (threading.Thread(target=f), Own()):\n    one.start()\n    one.join()\n"
+    ),
+    "hook of threads": (
+        "import threading\nthreading.excepthook = lambda it: print(it.exc_type)\n"
+        "one = threading.Thread(target=lambda: 1 / 0); one.start(); one.join()\n"
+    ),
     "thread": "import threading; threading.Timer(0.2, print, ['late']).start(); 1 / 0",
-    "forked": "import os, sys\nif os.fork() == 0: sys.exit(0)\nos.wait(); print('parent')",
+    # From Python 3.12 on a fork warns of threads, and those of the store are some.
+    "forked": (
+        "import os, sys, warnings\nwarnings.simplefilter('ignore')\n"
+        "if os.fork() == 0: sys.exit(0)\nos.wait(); print('parent')"
+    ),
 }
 
 
@@ -290,6 +303,14 @@ def test_what_cannot_be_run(
     printed = capsys.readouterr()
     assert re.search(said.replace("(", r"\("), printed.err), printed.err
     assert not printed.out
+
+
+def test_help_names_what_can_be_run(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["run", "--help"])
+    told = capsys.readouterr().out
+    assert "  -m MODULE [ARGS ...]" in told
+    assert "\n  SCRIPT " in told
 
 
 def test_a_launcher_is_told_the_other_way_round(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import ssdtrain
-from ssdtrain.sizes import SIZE_MAX, in_bytes, shown_bytes
+from ssdtrain.sizes import SIZE_MAX, in_bytes, shown_bytes, shown_count
 from support import batch, mlp
 
 
@@ -56,6 +56,7 @@ def test_more_than_a_file_can_have() -> None:
     ("nbytes", "shown"),
     [
         (0, "0 bytes"),
+        (1, "1 byte"),
         (1023, "1023 bytes"),
         (1024, "1 KiB"),
         (1536, "1.5 KiB"),
@@ -69,6 +70,20 @@ def test_how_a_size_is_shown(nbytes: int, shown: str) -> None:
     assert shown_bytes(nbytes) == shown
     if shown.endswith("iB"):
         assert abs(in_bytes("size", shown) - nbytes) <= nbytes / 1000
+
+
+@pytest.mark.parametrize(
+    ("count", "words", "shown"),
+    [
+        (0, ["tensor"], "0 tensors"),
+        (1, ["tensor"], "1 tensor"),
+        (2, ["tensor"], "2 tensors"),
+        (1, ["write was", "writes were"], "1 write was"),
+        (3, ["write was", "writes were"], "3 writes were"),
+    ],
+)
+def test_how_a_count_is_shown(count: int, words: list[str], shown: str) -> None:
+    assert shown_count(count, *words) == shown
 
 
 def test_every_size_of_a_session_and_a_store_is_taken_as_text(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def test_a_snapshot_is_a_flat_dict(tmp_path: Path) -> None:
     assert json.loads(json.dumps(values)) == values
     assert all(type(value) in (int, float, str) for value in values.values())
     fields = {field.name for field in dataclasses.fields(stats)}
-    assert values.keys() == fields | {"hidden_s"}
+    assert values.keys() == fields | {"hidden_s", "limit"}
     assert values["bytes_offloaded"] == stats.bytes_offloaded > 0
     assert values["engines"] == f"psync in {tmp_path}"
 
@@ -41,6 +41,37 @@ def test_the_report_tells_a_rate_of_what_was_moved_only(tmp_path: Path) -> None:
     assert "  drive      0 bytes written, 0 bytes read\n" in str(rig.stats)
     _, stats = looks_at(rig)
     assert re.search(r"drive      \S+ [KM]iB written \(\S+ [MG]iB/s\), \S+ [KM]iB", str(stats))
+
+
+def test_the_report_has_the_words_for_one_and_for_several(tmp_path: Path) -> None:
+    stats = looks_at(Rig(tmp_path))[1]
+    counts = {"tensors_kept": 1, "stall_count": 1, "write_failed_count": 1}
+    one = str(dataclasses.replace(stats, write_refused_count=1, **counts))
+    assert " in 1 tensor\n" in one
+    assert "exposed, 1 stall\n" in one
+    assert "  failures   1 write; " in one
+    assert "  bound      1 write beyond" in one
+    none = str(dataclasses.replace(stats, tensors_kept=0, stall_count=0))
+    assert " in 0 tensors\n" in none
+    assert none.partition("exposed, ")[2].startswith("0 stalls")
+
+
+def test_the_limit_is_the_busiest_link_that_was_waited_for(tmp_path: Path) -> None:
+    known = {"elapsed_s": 10.0, "bytes_eligible": 100, "bytes_offloaded": 95, "stall_s": 0.0}
+    links = {"write_busy_s": 9.0, "read_busy_s": 2.0, "from_gpu_s": 1.0, "to_gpu_s": 1.5}
+    stats = dataclasses.replace(Rig(tmp_path).stats, **known, **links)
+    # Nearly all left, and nobody waited: a faster disk would change nothing.
+    assert stats.limit == "compute"
+    for name, link in (
+        ("write_busy_s", "the disk's writes"),
+        ("read_busy_s", "the disk's reads"),
+        ("from_gpu_s", "the PCIe copies down"),
+        ("to_gpu_s", "the PCIe copies up"),
+    ):
+        busiest = dataclasses.replace(stats, **{name: 9.5})
+        assert busiest.limit == "compute"
+        assert dataclasses.replace(busiest, stall_s=0.2).limit == link
+        assert dataclasses.replace(busiest, bytes_offloaded=50).limit == link
 
 
 def test_a_difference_tells_the_second_step_alone(tmp_path: Path) -> None:

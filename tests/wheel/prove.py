@@ -1,4 +1,4 @@
-"""Proves an installed ssdtrain: the doctor, one training step and the store's round trip.
+"""Proves an installed ssdtrain: the doctor, a step, a script, and the store's round trip.
 
     python -P prove.py DIRECTORY
 
@@ -9,6 +9,7 @@ and it refuses to run where the package would be built, or taken from a folder b
 import shutil
 import subprocess
 import sys
+import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
@@ -20,6 +21,18 @@ import ssdtrain
 from ssdtrain import _core
 
 BUILD_TOOLS = ("cargo", "rustc", "maturin", "cc", "gcc")
+SCRIPT = """
+import torch
+torch.manual_seed(0)
+model = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024) for _ in range(8)])
+optimizer = torch.optim.AdamW(model.parameters())
+for _ in range(3):
+    loss = model(torch.randn(1024, 1024)).sin().square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    print(loss.item().hex())
+"""
 
 
 def check_environment() -> None:
@@ -74,6 +87,25 @@ def check_training_step(directory: str) -> None:
     )
 
 
+def check_run(directory: str) -> None:
+    """Run an unchanged script with the installed command, and compare it with a plain run."""
+    command = Path(sys.prefix) / "bin" / "ssdtrain"
+    options = ["--max-resident-bytes", "8MiB", "--min-bytes", "4KiB"]
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder) / "script.py"
+        script.write_text(SCRIPT)
+        runs = [
+            subprocess.run([*words, script], capture_output=True, text=True, check=False)
+            for words in ([sys.executable], [command, "run", "--dir", directory, *options])
+        ]
+    plain, run = runs
+    if plain.returncode or run.returncode or not plain.stdout or run.stdout != plain.stdout:
+        sys.exit(f"ssdtrain run does not train as a plain run: {plain}, {run}")
+    if "ssdtrain run: " not in run.stderr or " 0 bytes offloaded" in run.stderr:
+        sys.exit(f"ssdtrain run reports nothing: {run.stderr}")
+    sys.stdout.write(f"{run.stderr}ssdtrain run: every loss as in a plain run\n")
+
+
 def check_round_trip(directory: str) -> None:
     """Write tensors and arrays, drop the sources, and read them back."""
     generator = np.random.default_rng(0)
@@ -99,6 +131,7 @@ def main() -> None:
     sys.stdout.flush()
     check_doctor(directory)
     check_training_step(directory)
+    check_run(directory)
     check_round_trip(directory)
 
 

@@ -1,23 +1,22 @@
-"""Which saved tensors are not ours to write: weights, odd tensors, and the memory of others."""
+"""Which saved tensors are not ours to write: weights and odd tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
-from torch import Tensor, UntypedStorage
+from torch import Tensor
 from torch.nn import Parameter
 
 from ssdtrain._core import Rules
 from ssdtrain.machine.torch_internals import (
     dispatch_keys,
     is_below_autograd,
+    plainly,
     storage_users,
     tracer,
 )
 
-__all__ = ["RULES", "is_memory_of_others"]
+__all__ = ["RULES"]
 
 PASSES_WEIGHTS_ON = frozenset(
     {
@@ -55,11 +54,24 @@ PLAIN_KEYS = dispatch_keys(torch.from_numpy(np.empty(0)))
 """The keys of an ordinary tensor. Its memory comes from numpy: when torch allocates its first own
 tensor it reads the switch for huge pages, and at import that would be too early."""
 
+_gpu_keys: object = None
+
+
+def keys_on_gpu(tensor: Tensor) -> object:
+    """Return the keys of an ordinary tensor of a GPU, of which ``tensor`` is some tensor."""
+    global _gpu_keys  # noqa: PLW0603 - made once, when there is a GPU
+    if _gpu_keys is None:
+        with plainly():
+            _gpu_keys = dispatch_keys(torch.empty(0, device=tensor.device))
+    return _gpu_keys
+
+
 RULES = Rules(
     tensor_type=Tensor,
     parameter_type=Parameter,
     dispatch_keys=dispatch_keys,
     plain_keys=PLAIN_KEYS,
+    keys_on_gpu=keys_on_gpu,
     passes_weights_on=PASSES_WEIGHTS_ON,
     is_below_autograd=is_below_autograd,
     is_grad_enabled=torch.is_grad_enabled,
@@ -74,13 +86,3 @@ found by their base (a linear layer saves ``weight.t()``), cast copies (autocast
 these, by the nodes between them and the parameter. Such tensors stay alive for the optimizer
 anyway, so writing them would free nothing.
 """
-
-
-def is_memory_of_others(storage: UntypedStorage, owns: Callable[[int], bool]) -> bool:
-    """Whether its memory is neither torch's nor ours: an array's, or that of a mapped file.
-
-    Whoever owns it may change it when torch's storage is long gone, and keeps it anyway. ``owns``
-    tells whether an address is in memory that a transfer gave out.
-    """
-    # defence: memory of others stays
-    return not storage.resizable() and not owns(storage.data_ptr())

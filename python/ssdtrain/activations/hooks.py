@@ -4,7 +4,7 @@
 hold its own node. 2. Never read a byte in pack. 3. Return a new tensor object from every unpack of
 what may have been written, except a leaf that is still in memory: that one itself, as autograd
 does. 4. Draw no random number and touch no mode. 5. Hold the lock only for bookkeeping, never while
-waiting for a read.
+waiting for a read or for a GPU.
 """
 
 from __future__ import annotations
@@ -15,41 +15,38 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from time import perf_counter
+from typing import Literal
 
-from torch import Tensor, UntypedStorage
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from ssdtrain._core import HookPair, Kept
-from ssdtrain.activations.eligibility import RULES, is_memory_of_others
+from ssdtrain._core import HookPair, Kept, Loading, Offloading, SavedTensor, Tally, Timeline
+from ssdtrain.activations.eligibility import RULES
 from ssdtrain.activations.names import describe
-from ssdtrain.activations.prefetch import OrderedTensor, Prefetcher
-from ssdtrain.activations.saved_tensor import (
-    Record,
-    check_version,
-    exclude,
-    shares_no_counter,
-)
-from ssdtrain.activations.seen import Seen, Tally
+from ssdtrain.activations.prefetch import Prefetcher
+from ssdtrain.activations.saved_tensor import check_version, exclude
+from ssdtrain.activations.seen import Seen
 from ssdtrain.activations.watch import Observed
 from ssdtrain.activations.writeback import Writeback
 from ssdtrain.errors import ClosedError, SsdtrainError
-from ssdtrain.geometry import Geometry, part_of
-from ssdtrain.machine.torch_internals import (
-    current_backward,
-    current_node,
-    sequence_number,
-    share_counters,
-    untraced,
-)
+from ssdtrain.geometry import TORCH
+from ssdtrain.machine.torch_internals import share_counters, untraced
 from ssdtrain.notices import Notices
 from ssdtrain.planning.policy import Policy
+from ssdtrain.planning.recording import trace_of
+from ssdtrain.planning.trace import Trace
 from ssdtrain.reasons import Evidence, reason_of
 from ssdtrain.residency import Residency
+from ssdtrain.sizes import shown_bytes
 from ssdtrain.stalls import Stalls
 from ssdtrain.stats import Stats, snapshot
-from ssdtrain.transfer.base import Loading, Transfer
+from ssdtrain.transfer.host import HostTransfer
+from ssdtrain.transfer.staged import OnGpus
 
 __all__ = ["Hooks"]
+
+SETTLE_S_MAX = 1.0
+"""So long the end of a block waits for a disk at most: one that hangs must not hold it up."""
 
 _alive: weakref.WeakSet[Hooks] = weakref.WeakSet()
 
@@ -68,8 +65,9 @@ class Hooks:
 
     def __init__(
         self,
-        transfer: Transfer,
+        transfer: HostTransfer,
         policy: Policy,
+        lock: threading.RLock,
         *,
         min_bytes: int,
         max_resident_bytes: int | None,
@@ -77,50 +75,60 @@ class Hooks:
         self._transfer = transfer
         self._policy = policy
         self._min_bytes = min_bytes
-        self._lock = threading.RLock()
+        self._lock = lock
         self._notices = Notices()
         self._stalls = Stalls()
+        self._began_s = perf_counter()
         self._residency = Residency(max_resident_bytes, transfer.resident_bytes, self._stalls)
         self._seen = Seen(self._residency.account)
         self._writeback = Writeback(
             transfer, self._residency, policy, self._notices, self._seen, min_bytes=min_bytes
         )
         self._prefetcher = Prefetcher(
-            policy,
-            self._residency,
-            load=transfer.load,
-            rates=transfer.rates,
-            stalls=self._stalls,
-            notices=self._notices,
+            transfer, policy, self._residency, stalls=self._stalls, notices=self._notices
         )
-        self._is_forked = False
         _alive.add(self)
 
     def leave_to_parent(self) -> None:
         """Take no part in a forked child: what it saves is kept, what is on the disk is refused."""
-        self._is_forked = True  # defence: a forked child owns nothing
+        self._writeback.records.leave_to_parent()
         self._lock = threading.RLock()  # defence: a forked child owns nothing
+
+    @property
+    def _is_forked(self) -> bool:
+        return self._writeback.records.is_forked
 
     def context(self) -> saved_tensors_hooks:
         """Return the context manager that installs the hooks in the calling thread."""
-        # Not kept here: it knows this object, and the store goes when nobody knows it any more.
+        # Not kept here: they know this object, and the store goes when nobody knows it any more.
+        offloading = Offloading(
+            TORCH,
+            self._writeback.records,
+            self._prefetcher.rounds,
+            min_bytes=self._min_bytes,
+            lock=self._lock,
+            hooks=self,
+            keeper=self._writeback,
+            teacher=self._prefetcher,
+            policy=self._policy,
+            eligible=self._seen.eligible,
+            planned=self._seen.planned,
+            priced=self._seen.priced,
+        )
         pair = HookPair(
             RULES,
             self._residency.account,
-            transfer_bytes=self._transfer_bytes,
-            # Under a bound also what is small has to ask for room.
-            small_bytes=0 if self._residency.is_bounded else self._min_bytes,
-            pack_other=self._pack,
+            self._transfer.store,
+            self._transfer.gpus,
+            small_bytes=self._min_bytes,
+            is_bounded=self._residency.is_bounded,
+            pack_other=offloading.pack,
             pack_unusual=self._pack_unusual,
             pack_below=self._pack_below,
-            unpack_other=self._unpack,
+            unpack_other=offloading.unpack,
             untraced=call_untraced,
         )
         return saved_tensors_hooks(pair.pack, pair.unpack)
-
-    def _transfer_bytes(self) -> int:
-        # A worker of the parent may have held any lock of the core when this was forked.
-        return 0 if self._is_forked else self._transfer.resident_bytes()
 
     def stats(self, observed: Observed | None = None) -> Stats:
         """Return what happened so far; ``observed`` around the hooks, at the end of a block."""
@@ -129,9 +137,11 @@ class Hooks:
             # A worker of the parent may have held any lock of the core when this was forked.
             if self._is_forked:
                 resident_bytes, store = residency.account.held_bytes, {}
+                gpus = OnGpus()
             else:
                 resident_bytes = residency.resident_bytes()
                 store = self._transfer.stats()
+                gpus = self._transfer.on_gpus()
             return snapshot(
                 residency,
                 self._stalls,
@@ -139,8 +149,31 @@ class Hooks:
                 write_failed_count=self._writeback.failed_count,
                 write_refused_count=self._writeback.refused_count,
                 store=store,
+                on_gpus=gpus,
+                elapsed_s=perf_counter() - self._began_s,
+                bytes_eligible=self._seen.eligible.nbytes,
                 reason=reason_of(self._evidence(observed)),
+                verdict=self._prefetcher.verdict,
             )
+
+    def traces(self) -> tuple[Trace, ...]:
+        """Return the last round of each kind as a trace, the newest one last."""
+        with self._lock:
+            recorded = list(self._prefetcher.recorded.values())
+        return tuple(
+            trace_of(
+                one,
+                name=f"{len(one.items)} saved tensors of "
+                f"{shown_bytes(sum(item.nbytes for item in one.items))}",
+                origin="recorded by a session of ssdtrain; small tensors and weights are not in it",
+            )
+            for one in recorded
+        )
+
+    @property
+    def timeline(self) -> Timeline:
+        """When each tensor was where."""
+        return self._writeback.timeline
 
     def _evidence(self, observed: Observed | None) -> Evidence:
         account, prefetcher = self._residency.account, self._prefetcher
@@ -156,9 +189,23 @@ class Hooks:
             budget_error_count=self._residency.refused_count,
             is_one_node=prefetcher.is_one_node,
             last_round=prefetcher.last_round,
+            verdict=prefetcher.verdict,
             rates=None if self._is_forked else self._transfer.rates(),
             observed=observed,
         )
+
+    def settle(self) -> None:
+        """Wait a moment for what nobody wants any more and a disk still moves.
+
+        Under a bound, so that the last counts tell what is in memory: what was read ahead for a
+        backward that never came is on its way when the block ends.
+        """
+        if self._is_forked or not self._residency.is_bounded:
+            return
+        until_s = perf_counter() + SETTLE_S_MAX
+        while (left_s := until_s - perf_counter()) > 0:
+            if not self._transfer.wait_for_abandoned(limit_s=left_s):
+                return
 
     def flush(self, *, wait: bool) -> None:
         """Begin the writes that wait for this thread; with ``wait``, see all under way end."""
@@ -189,125 +236,70 @@ class Hooks:
         self._note_excluded(tensor)
         return exclude(tensor)
 
-    def _pack(self, tensor: Tensor) -> object:
-        """Take a tensor that a node saves; return what autograd keeps in its place.
+    # What the way of tensors that may leave memory asks (``_core.Offloading``).
 
-        Weights and most small tensors do not come here (``_core.HookPair``).
-        """
-        if self._is_forked:
-            return exclude(tensor)
-        storage = tensor.untyped_storage()
-        storage_bytes = storage.nbytes()
-        # What is too small mostly has a small storage, and shall cost no more than a look at it.
-        start, nbytes = 0, storage_bytes
-        kept: Tally | None = self._seen.small_here
-        if storage_bytes >= self._min_bytes:
-            start, nbytes = part_of(tensor, storage_bytes)
-            kept = self._kept_as(tensor, storage, nbytes, storage_bytes)
+    def exclude(self, tensor: Tensor) -> Kept:
+        """Pack a tensor in a forked child, which has no disk."""
+        return exclude(tensor)
+
+    def keep(
+        self,
+        tensor: Tensor,
+        kind: Literal["small_here", "apart", "detached", "foreign"],
+        nbytes: int,
+        storage_bytes: int,
+    ) -> Kept:
+        """Pack a tensor that stays in memory; ``kind`` says why (see ``Seen``)."""
         with self._lock:
-            if kept is not None:
-                kept.add(nbytes)
-                return self._writeback.keep(tensor, nbytes, storage_bytes)
-            return self._offload(tensor, start, nbytes)
+            tally: Tally = getattr(self._seen, kind)
+            tally.add(nbytes)
+            return self._writeback.keep(tensor, nbytes, storage_bytes)
 
-    def _kept_as(
-        self, tensor: Tensor, storage: UntypedStorage, nbytes: int, storage_bytes: int
-    ) -> Tally | None:
-        """Return as what a part of a large storage stays in memory; ``None`` if it may leave it."""
-        if nbytes < self._min_bytes:
-            return self._seen.small_here
-        if shares_no_counter(tensor, storage_bytes):
-            return self._seen.apart
-        if is_memory_of_others(storage, self._transfer.owns):
-            return self._seen.foreign
-        return None
+    def unpack_kept(self, packed: Kept) -> Tensor:
+        """Give a node back what was kept, and has changed since or is needed in an operation."""
+        kept = packed.tensor
+        check_version(kept, packed.version, lambda: _describe_kept(kept))
+        return kept.detach()
 
-    def _offload(self, tensor: Tensor, start: int, nbytes: int) -> OrderedTensor:
-        """Pack a tensor whose bytes may leave memory."""
-        geometry = Geometry(tensor)
-        sequence, backward = sequence_number(), current_backward()
-        key = self._prefetcher.next_key(nbytes, backward)
-        record, is_new = self._writeback.record_for(
-            tensor, geometry, start, nbytes, sequence=sequence, key=key
-        )
-        saved = OrderedTensor(tensor, geometry, record, sequence)
-        self._prefetcher.enter(saved, is_new)
-        if is_new:
-            self._seen.eligible.add(nbytes)
-            self._write(record, backward)
-        self._residency.note_peak()
-        return saved
+    def refuse_changed(self, saved: SavedTensor) -> None:
+        """Raise because a saved tensor was changed in place since."""
+        check_version(saved.counter, saved.version, lambda: describe(saved.dtype, saved.size))
 
-    def _write(self, record: Record, backward: int) -> None:
-        """See to the write of a new record, unless the plan keeps it and no bound is set."""
-        is_bounded = self._residency.is_bounded
-        if record.key in self._policy.keep and not is_bounded:
-            self._seen.planned.add(record.nbytes)
-            return
-        if backward == -1 or not _is_recompute():  # defence: checkpoint recognition
-            self._writeback.write_later(record)  # defence: the gate
-        elif is_bounded:
-            self._writeback.write_if_short(record)
+    def from_memory(self, saved: SavedTensor) -> Tensor:
+        """Return a saved tensor in a forked child, which has its memory but not its disk."""
+        source = saved.record.source
+        if source is None:
+            raise ClosedError(
+                "this saved tensor is on the disk of the process that was forked; run its "
+                "backward there, or build the graph in this process"
+            )
+        return saved.on_memory(TORCH, source.untyped_storage())
 
-    def _unpack(self, packed: object) -> Tensor:
-        """Give a node its saved tensor back."""
-        if not isinstance(packed, OrderedTensor):
-            # What has changed since comes here, or is asked for from inside an operation
-            # (``_core.HookPair``).
-            assert isinstance(packed, Kept)
-            kept = packed.tensor
-            check_version(kept, packed.version, lambda: _describe_kept(kept))
-            return kept.detach()
-        geometry = packed.geometry
-        check_version(
-            packed.counter, packed.version, lambda: describe(geometry.dtype, geometry.size)
-        )
-        if self._is_forked:
-            return _from_memory(packed)
-        with self._lock:
-            found = self._find(packed)
-        if isinstance(found, UntypedStorage):
-            original = packed.original(found)
-            return packed.counted(geometry.build(found, 0)) if original is None else original
-        # defence: no lock while waiting for a read
-        return packed.counted(self._wait(packed, found))
-
-    def _find(self, saved: OrderedTensor) -> UntypedStorage | Loading:
-        """Return the storage if its bytes are in memory, else the read that brings them."""
-        writeback, prefetcher = self._writeback, self._prefetcher
-        storage = writeback.recall(saved.record)
-        if prefetcher.note_unpack(saved):
-            writeback.cancel_queued()
-        found = prefetcher.demand(saved) if storage is None else storage
-        prefetcher.advance(saved)
-        self._residency.note_peak()
-        return found
-
-    def _wait(self, saved: OrderedTensor, loading: Loading) -> Tensor:
+    def wait_for(self, saved: SavedTensor, loading: Loading) -> None:
+        """Wait for a read whose bytes a node needs now; raises what went wrong with it."""
         ready = loading.done()
         began_s = perf_counter()
         try:
-            tensor = self._transfer.restore(loading, saved.geometry)
+            loading.wait()
         except Exception as error:
-            geometry = saved.geometry
             error.add_note(
                 "ssdtrain could not bring back a saved tensor "
-                f"({describe(geometry.dtype, geometry.size)}); no gradient was computed from it"
+                f"({describe(saved.dtype, saved.size)}); no gradient was computed from it"
             )
             raise
         if not ready:
             stall_s = perf_counter() - began_s
             with self._lock:
                 self._stalls.note(stall_s)
-                self._prefetcher.note_stall(saved, stall_s)
-        return tensor
+                saved.note_stall(stall_s)
 
     def _note_excluded(self, tensor: Tensor) -> None:
         kind = type(tensor).__name__ if type(tensor) is not Tensor else str(tensor.device.type)
         if kind not in ("cpu", "Parameter"):
             self._notices.say(
                 kind,
-                "saved tensors of kind %s stay where they are; ssdtrain offloads plain CPU tensors",
+                "saved tensors of kind %s stay where they are; ssdtrain offloads plain tensors of "
+                "the CPU and of CUDA GPUs",
                 kind,
             )
 
@@ -319,23 +311,6 @@ def call_untraced(function: Callable[..., object], *arguments: object) -> object
     Traced, a version counter would be a constant.
     """
     return function(*arguments)
-
-
-def _from_memory(saved: OrderedTensor) -> Tensor:
-    """Return a saved tensor in a forked child, which has its memory but not its disk."""
-    source = saved.record.source
-    if source is None:
-        raise ClosedError(
-            "this saved tensor is on the disk of the process that was forked; run its backward "
-            "there, or build the graph in this process"
-        )
-    return saved.counted(saved.geometry.build(source.untyped_storage(), 0))
-
-
-def _is_recompute() -> bool:
-    """Whether a reentrant checkpoint recomputes: what is saved now is needed in a moment."""
-    node = current_node()
-    return node is not None and "CheckpointFunctionBackward" in node.name()
 
 
 def _describe_kept(tensor: Tensor) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from ssdtrain._core import HookPair
-from ssdtrain.machine.torch_internals import pop_hooks, push_hooks, top_hooks
+from ssdtrain.machine.torch_internals import hooks_allowed, pop_hooks, push_hooks, top_hooks
 
 __all__ = ["Pair", "install", "pop_for_another", "uninstall", "uninstall_all"]
 
@@ -61,6 +61,8 @@ def _take_out(is_wanted: Callable[[Pack], bool]) -> bool:
                 others.append(top)
             pop_hooks()
     finally:
-        for pack, unpack in reversed(others):
-            push_hooks(pack, unpack)
+        if others:
+            with hooks_allowed():
+                for pack, unpack in reversed(others):
+                    push_hooks(pack, unpack)
     return found

@@ -3,8 +3,8 @@
 Buffers, detached weights and tensors that a module keeps in an attribute stay in memory whatever we
 do: to write them would free nothing, and wear the disk in every step. Such a record is *lent*: it
 has its source, but its bytes are not in memory because of us. Whether others still hold them is
-looked at again and again, by the users that torch counts for each storage. Once they have let go,
-the bytes are ours: they count, and are written.
+looked at again and again, by the users that torch counts for each storage, less the records that
+lie on it. Once others have let go, the bytes are ours: they count, and are written.
 """
 
 from __future__ import annotations
@@ -14,57 +14,73 @@ from collections import deque
 
 from torch import UntypedStorage
 
-from ssdtrain.activations.saved_tensor import Record
-from ssdtrain.machine.torch_internals import storage_users
+from ssdtrain._core import Record
+from ssdtrain.activations.weak_table import WeakTable
+from ssdtrain.machine.torch_internals import users_of
 
-__all__ = ["Lender", "is_held_by_others"]
+__all__ = ["Lender"]
 
-OWN_USERS = 2
-"""Of a storage that only one record holds: its source, and the Python object that is asked."""
 LOOKS_MAX = 16
-"""Lent records that one pack looks at: bounds its work, at less than a microsecond for each."""
-FORGET_AT_MIN = 1024
-"""At so many known storages, those that are gone are forgotten for the first time."""
+"""Lent records that one pack looks at: bounds its work, at a microsecond for each."""
+RECORDS_MIN = 8
+"""At so many records on one storage, those that are gone are forgotten for the first time."""
+
+
+class OnStorage(weakref.ref[UntypedStorage]):
+    """A storage, weakly, and what is known of it."""
+
+    __slots__ = ("is_held", "records")
+
+    def __init__(self, _: UntypedStorage) -> None:
+        self.records: WeakTable[Record] = WeakTable(forget_at_min=RECORDS_MIN)
+        """All that lie on it, by their identity."""
+        self.is_held = False
+        """Whether it outlived its offloading: somebody else held it."""
 
 
 class Lender:
-    """Knows what others hold; called with the session's lock held."""
+    """Knows what others hold; called with the session's lock held, and only under a bound."""
 
     def __init__(self) -> None:
-        self._held: dict[int, weakref.ref[UntypedStorage]] = {}
-        """By identity, storages that outlived their offloading: somebody else held them."""
-        self._forget_at = FORGET_AT_MIN
-        self._borrowers: dict[int, weakref.ref[Record]] = {}
-        """The record that was lent last on each storage, by the identity of the storage."""
+        self._storages: WeakTable[UntypedStorage] = WeakTable()
+        """An ``OnStorage`` for each, by its identity."""
         self._lent: deque[weakref.ref[Record]] = deque()
 
-    def learn(self, storage: UntypedStorage) -> None:
-        """Remember that offloading this storage freed nothing."""
-        if len(self._held) >= self._forget_at:
-            self._held = {key: one for key, one in self._held.items() if one() is not None}
-            self._borrowers = {
-                key: one for key, one in self._borrowers.items() if one() is not None
-            }
-            self._forget_at = max(FORGET_AT_MIN, 2 * len(self._held))
-        self._held[id(storage)] = weakref.ref(storage)
+    def enter(self, record: Record, storage: UntypedStorage) -> None:
+        """Take note of a new record; every one has to be known."""
+        known = self._known(storage)
+        if known is None:
+            known = OnStorage(storage)
+            self._storages.remember(id(storage), known)
+        known.records.remember(id(record), weakref.ref(record))
+
+    def learn(self, storage: UntypedStorage) -> bool:
+        """Remember that to offload this storage frees nothing; ``False`` if nobody else holds it.
+
+        A backward that has found the bytes in memory was given a tensor on the storage, which must
+        not be taken for somebody else's.
+        """
+        known = self._known(storage)
+        if known is None or not self._is_held_by_others(storage):
+            return False
+        # Not a generator: an interrupt in the end of one would be lost.
+        if any([one.was_found for one in known.records.alive()]):  # noqa: C419
+            return False
+        known.is_held = True
+        return True
 
     def knows(self, storage: UntypedStorage) -> bool:
         """Whether others held this very storage before."""
-        known = self._held.get(id(storage))
-        return known is not None and known() is storage and not self._is_lent(storage)
+        known = self._known(storage)
+        return known is not None and known.is_held
 
     def lend(self, record: Record) -> bool:
         """Stop counting a record whose bytes others hold; ``False`` if they do not."""
         assert record.source is not None
-        storage = record.source.untyped_storage()
-        # Of two records on one storage each would take the other for somebody else.
-        if self._is_lent(storage) or not is_held_by_others(record):
+        if not self._is_held_by_others(record.source.untyped_storage()):
             return False
-        record.is_lent = True
-        record.holding.lend()
-        reference = weakref.ref(record)
-        self._borrowers[id(storage)] = reference
-        self._lent.append(reference)
+        record.lend()
+        self._lent.append(weakref.ref(record))
         return True
 
     def take_back(self) -> list[Record]:
@@ -75,24 +91,25 @@ class Lender:
             record = reference()
             if record is None or record.source is None:
                 continue
-            if is_held_by_others(record):
+            if self._is_held_by_others(record.source.untyped_storage()):
                 self._lent.append(reference)
                 continue
-            record.is_lent = False
-            record.holding.take_back()
+            record.take_back()
             taken.append(record)
         return taken
 
-    def _is_lent(self, storage: UntypedStorage) -> bool:
-        reference = self._borrowers.get(id(storage))
-        record = None if reference is None else reference()
-        return record is not None and record.is_lent and record.storage() is storage
+    def _known(self, storage: UntypedStorage) -> OnStorage | None:
+        known = self._storages.get(id(storage))
+        # `id` is an identity only while the storage lives.
+        return known if isinstance(known, OnStorage) and known() is storage else None
 
+    def _is_held_by_others(self, storage: UntypedStorage) -> bool:
+        """Whether more tensors lie on the storage than those of our records.
 
-def is_held_by_others(record: Record) -> bool:
-    """Whether more tensors lie on the storage than the record's own.
-
-    What a node is still filling is held by the operation, so it counts as held here.
-    """
-    assert record.source is not None
-    return storage_users(record.source) > OWN_USERS
+        What a node is still filling is held by the operation, so it counts as held here.
+        """
+        known = self._known(storage)
+        records = [] if known is None else known.records.alive()
+        # The Python object that is asked counts as one of them.
+        own_count = 1 + len([one for one in records if one.source is not None])
+        return users_of(storage) > own_count

@@ -2,28 +2,11 @@
 
 from __future__ import annotations
 
-from ssdtrain._core import Account
+from ssdtrain._core import Account, Tally
 from ssdtrain.shortage import Held
 from ssdtrain.sizes import shown_bytes
 
-__all__ = ["Seen", "Tally", "kept_parts"]
-
-
-class Tally:
-    """Tensors of one kind, each pack counted. Threads may count at once, and lose one then."""
-
-    __slots__ = ("count", "largest_bytes", "nbytes")
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.nbytes = 0
-        self.largest_bytes = 0
-
-    def add(self, nbytes: int) -> None:
-        """Count a tensor of ``nbytes``."""
-        self.count += 1
-        self.nbytes += nbytes
-        self.largest_bytes = max(self.largest_bytes, nbytes)
+__all__ = ["Seen", "kept_parts"]
 
 
 class Seen:
@@ -35,25 +18,30 @@ class Seen:
         """No plain CPU tensors; their bytes are not asked for."""
         self.small_here = Tally()
         """Below ``min_bytes``, and not counted by the account: small parts of large storages, and
-        under a bound all."""
+        under a bound those that had to ask for room."""
         self.apart = Tally()
-        """Parts of a storage that count their versions apart; see ``shares_no_counter``."""
+        """Parts of a storage that count their versions apart, as operations of torch make them; see
+        ``shares_no_counter``."""
+        self.detached = Tally()
+        """Such parts that the program made itself: they have no history."""
         self.foreign = Tally()
         """In the memory of numpy arrays and mapped files."""
         self.eligible = Tally()
         """All others, once for each record."""
         self.planned = Tally()
         """Those of them that the plan kept in memory."""
+        self.priced = Tally()
+        """Those that the plan did not keep, and that would have made steps longer than
+        ``slowdown_max`` allows."""
 
     @property
     def small(self) -> Tally:
         """All below ``min_bytes``."""
-        here, both = self.small_here, Tally()
+        here = self.small_here
         count, nbytes, largest_bytes = self._account.small()
-        both.count = count + here.count
-        both.nbytes = nbytes + here.nbytes
-        both.largest_bytes = max(largest_bytes, here.largest_bytes)
-        return both
+        return Tally(
+            count + here.count, nbytes + here.nbytes, max(largest_bytes, here.largest_bytes)
+        )
 
     @property
     def weight_count(self) -> int:
@@ -62,7 +50,8 @@ class Seen:
 
     def count(self) -> int:
         """Return how many tensors were packed; of eligible ones, how many records were made."""
-        kinds = (self.unusual, self.small, self.apart, self.foreign, self.eligible)
+        apart = (self.apart, self.detached)
+        kinds = (self.unusual, self.small, *apart, self.foreign, self.eligible)
         return self.weight_count + sum(kind.count for kind in kinds)
 
 
@@ -71,8 +60,9 @@ def kept_parts(seen: Seen, kept_bytes: int, min_bytes: int) -> list[Held]:
 
     By all that was packed so far: which of them have died since is not known.
     """
-    small, apart, foreign = seen.small, seen.apart, seen.foreign
-    all_bytes = max(small.nbytes + apart.nbytes + foreign.nbytes, 1)
+    small = seen.small
+    kinds = (small, seen.apart, seen.detached, seen.foreign)
+    all_bytes = max(sum(kind.nbytes for kind in kinds), 1)
 
     def part(kind: Tally, what: str, advice: str) -> Held:
         return Held(kept_bytes * kind.nbytes // all_bytes, what, advice)
@@ -85,14 +75,21 @@ def kept_parts(seen: Seen, kept_bytes: int, min_bytes: int) -> list[Held]:
             "lower min_bytes",
         ),
         part(
-            apart,
+            seen.apart,
             "in parts of storages that count their changes apart, as LSTMCell, GRUCell and "
             "recurrent layers that torch does not fuse make them: nobody could tell one part's "
             "bytes from the others', so they stay",
             "use nn.LSTM or nn.GRU over the whole sequence, which torch fuses in float32",
         ),
         part(
-            foreign,
+            seen.detached,
+            "in parts of storages that the program detached from them, by .data or detach() of a "
+            "slice: such parts count their changes apart, and nobody could tell one part's bytes "
+            "from the others', so they stay",
+            "detach the whole tensor and take the part of that",
+        ),
+        part(
+            seen.foreign,
             "in the memory of numpy arrays or mapped files, whose owner may change it",
             "clone() what comes from an array before the model gets it",
         ),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 
 from ssdtrain.config import directories
 from ssdtrain.errors import ConfigError
 from ssdtrain.sizes import in_bytes
 
-__all__ = ["directory", "size"]
+__all__ = ["directory", "positive", "size"]
 
 
 def size(name: str) -> Callable[[str], int]:
@@ -30,3 +31,14 @@ def directory(text: str) -> str:
         return directories(text)[0]
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def positive(text: str) -> float:
+    """Parse a finite number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not (math.isfinite(value) and value > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ssdtrain._core import Probe, Store
+from ssdtrain.commands.gpu import GpuFacts, gpu_checks, gpu_facts
 from ssdtrain.commands.system import (
     Check,
-    gpu,
     huge_pages,
     io_uring_remedy,
     kernel,
@@ -46,6 +46,7 @@ class Examination:
     def __init__(self, directory: str) -> None:
         self.directory = directory
         self.rates: Rates | None = None
+        self.gpu: GpuFacts | None = None
         self._quoted = shlex.quote(directory)
         self._engine: tuning.Engine = "psync"
         """io_uring as soon as it was found usable."""
@@ -79,7 +80,8 @@ class Examination:
             if one.state == "FAIL":
                 self._broken = name
             yield one
-        yield gpu()
+        self.gpu = gpu_facts()
+        yield from gpu_checks(self.gpu)
 
     def _directory(self) -> Check:
         name, place, quoted = "directory", Path(self.directory), self._quoted

@@ -62,6 +62,7 @@ def _examine(directory: str, *, is_told: bool) -> dict[str, Any]:
         "usable": all(check.state != "FAIL" for check in checks),
         "checks": [asdict(check) for check in checks],
         "rates": None if examination.rates is None else asdict(examination.rates),
+        "gpu": None if examination.gpu is None else asdict(examination.gpu),
     }
 
 

@@ -24,7 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ssdtrain.activations.failed_backward import prepare_to_drop
 from ssdtrain.activations.installed import install, uninstall
 from ssdtrain.machine.torch_internals import untraced
-from ssdtrain.offload import Session
+from ssdtrain.session import Session
 
 __all__ = ["Open", "reach_from"]
 
@@ -62,6 +62,7 @@ class Reach:
             start(thread)
 
         threading.Thread.start = start_reached  # type: ignore[method-assign, assignment]
+        _show_without_our_frames()
 
     def _reach_thread(self, thread: threading.Thread) -> None:
         run = thread.run
@@ -92,6 +93,22 @@ class Reach:
         """In a forked child: the hooks that it inherited keep all in memory, so give it others."""
         if getattr(self._thread, "is_reached", False):
             self._context = _enter(self._open_in_child)
+
+
+def _show_without_our_frames() -> None:
+    """Have the traceback of an error that ends a thread show the frames that it has without us."""
+    former = threading.excepthook
+
+    def show(arguments: threading.ExceptHookArgs) -> None:
+        trace = arguments.exc_traceback
+        while trace is not None and trace.tb_next is not None:
+            if trace.tb_next.tb_frame.f_code.co_filename == __file__:
+                trace.tb_next = trace.tb_next.tb_next
+            else:
+                trace = trace.tb_next
+        former(arguments)
+
+    threading.excepthook = show
 
 
 class EntersWhenUnpickled:

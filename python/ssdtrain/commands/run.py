@@ -18,13 +18,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
-from ssdtrain.commands.arguments import directory, size
+from ssdtrain.commands.arguments import directory, positive, size
 from ssdtrain.commands.program import Program, ProgramError, find_module, find_script, run_program
 from ssdtrain.commands.reach import reach_from
-from ssdtrain.config import Backend, DirectIo
+from ssdtrain.config import Backend, DirectIo, Gds
 from ssdtrain.errors import SsdtrainError
-from ssdtrain.offload import Session, offload
+from ssdtrain.offload import offload
 from ssdtrain.planning.policy import Policy
+from ssdtrain.session import Session
 from ssdtrain.stats import Stats
 
 __all__ = ["add_arguments", "run"]
@@ -44,6 +45,14 @@ LAUNCHERS = frozenset(
 )
 """Programs that train nothing themselves and start others that do."""
 
+SIZES = {
+    "min_bytes": "smaller saved tensors stay in memory (default: 256KiB)",
+    "max_resident_bytes": "upper bound on the saved bytes in memory, such as 8GiB",
+    "max_disk_bytes": "upper bound on the bytes on disk, such as 500GiB",
+    "pinned_bytes": "memory through which a GPU's tensors go, for each GPU (default: 1GiB)",
+}
+"""Options that are sizes, and what they mean."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `run`; what follows the program's name is the program's."""
@@ -51,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "ssdtrain run --dir DIR [options] SCRIPT [ARGS ...]\n"
         "       ssdtrain run --dir DIR [options] -m MODULE [ARGS ...]"
     )
+    parser.formatter_class = Formatter
     # The program may have an option that begins like one of ours.
     parser.allow_abbrev = False
     parser.add_argument(
@@ -61,15 +71,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="directory on the SSD to offload to; several times for several drives",
     )
-    for name, what in (
-        ("min_bytes", "smaller saved tensors stay in memory (default: 256KiB)"),
-        ("max_resident_bytes", "upper bound on the saved bytes in memory, such as 8GiB"),
-        ("max_disk_bytes", "upper bound on the bytes on disk, such as 500GiB"),
-    ):
+    for name, what in SIZES.items():
         option = f"--{name.replace('_', '-')}"
         parser.add_argument(option, type=size(name), metavar="SIZE", help=what)
+    parser.add_argument(
+        "--slowdown-max",
+        type=positive,
+        metavar="SHARE",
+        help="share of a step's time that offloading may cost, such as 0.02 (default: no limit)",
+    )
     parser.add_argument("--backend", choices=get_args(Backend), help="(default: auto)")
     parser.add_argument("--direct-io", choices=get_args(DirectIo), help="(default: required)")
+    parser.add_argument(
+        "--gds",
+        choices=get_args(Gds),
+        help="GPUDirect Storage, past the CPU's memory (default: optional)",
+    )
     parser.add_argument(
         "--verify",
         action="store_true",
@@ -87,7 +104,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-m",
         dest="module",
         nargs=argparse.REMAINDER,
-        metavar="MODULE",
+        metavar="MODULE [ARGS ...]",
         help="run a module instead of a script, as `python -m` does",
     )
     parser.add_argument(
@@ -95,9 +112,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+class Formatter(argparse.HelpFormatter):
+    """Names what follows an option, where argparse shows dots for all the rest of the line."""
+
+    def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
+        if isinstance(action.metavar, str) and action.nargs == argparse.REMAINDER:
+            return action.metavar
+        return super()._format_args(action, default_metavar)
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Run the program; it ends as it would without us."""
-    names = ("min_bytes", "max_resident_bytes", "max_disk_bytes", "backend", "direct_io", "verify")
+    names = [*SIZES, "slowdown_max", "backend", "direct_io", "gds", "verify"]
     given = {name: getattr(arguments, name) for name in names}
     options = {name: value for name, value in given.items() if value is not None}
     report = None if arguments.report is None else arguments.report.absolute()
@@ -200,8 +226,8 @@ def _enter(tool: offload, job: Job) -> None:
 
 def _open_in_child(job: Job) -> tuple[Session, Callable[[], None]]:
     """Open a session in a child process; return it with what makes its report."""
-    tool = offload(job.dirs, **job.options)
-    session = Session(tool._config, Policy())  # noqa: SLF001 - entered by hooks of the child's own
+    config = offload(job.dirs, **job.options)._config  # noqa: SLF001 - entered by hooks of the child's own
+    session = Session(config, Policy(config.slowdown_limit))
     ending = Ending(job, session, is_child=True)
 
     def end() -> None:

@@ -1,15 +1,13 @@
-"""What `ssdtrain doctor` looks at on any machine: kernel, torch, huge pages, limits, GPU."""
+"""What `ssdtrain doctor` looks at on any machine: kernel, torch, huge pages, limits."""
 
 from __future__ import annotations
 
 import contextlib
-import glob
 import mmap
 import os
 import re
 import resource
 import sys
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +19,6 @@ from ssdtrain.sizes import shown_bytes
 __all__ = [
     "Check",
     "State",
-    "gpu",
     "huge_pages",
     "io_uring_remedy",
     "kernel",
@@ -160,32 +157,6 @@ def limits() -> Iterator[Check]:
         finding=_bytes(locked) + ("; io_uring of this kernel needs more" if small else ""),
         remedy="ulimit -l unlimited" if small else None,
     )
-
-
-def gpu() -> Check:
-    """Say what there is; nothing needs it yet."""
-    found = "no CUDA device"
-    try:
-        import torch  # noqa: PLC0415 - the command must run without it
-    except (ImportError, OSError):
-        found = "CUDA not looked at, for want of torch"
-    else:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # It warns about drivers that are none of our business.
-            if torch.cuda.is_available():
-                devices = range(torch.cuda.device_count())
-                found = ", ".join(torch.cuda.get_device_name(device) for device in devices)
-    return Check(name="gpu", state="OK", finding=f"{found}; {_cufile()}")
-
-
-def _cufile() -> str:
-    """Look for the library of GPUDirect Storage where the toolkit, the system or pip put it."""
-    patterns = ["/usr/local/cuda/lib64", "/usr/lib/*-linux-gnu"]
-    patterns += [one for one in os.environ.get("LD_LIBRARY_PATH", "").split(":") if one]
-    patterns += [f"{glob.escape(one)}/nvidia/*/lib" for one in sys.path if one]
-    # The module says nothing about folders that may not be looked at; pathlib raises.
-    found = (path for one in patterns for path in glob.glob(f"{one}/libcufile.so.0"))
-    return next((f"cuFile is {path}" for path in found), "no libcufile.so.0")
 
 
 def io_uring_remedy() -> str:

@@ -205,6 +205,7 @@ def _open_session(options: TrainingOptions, stack: ExitStack) -> Any:
     import ssdtrain  # noqa: PLC0415
 
     assert options.directory is not None, "the demo names a directory when offload runs"
+    # A few steps are too few to learn what a byte costs: they would be varied, and not compared.
     session = ssdtrain.offload(options.directory, max_resident_bytes=options.max_resident_bytes)
     return stack.enter_context(session)
 

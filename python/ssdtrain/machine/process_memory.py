@@ -7,6 +7,9 @@ from pathlib import Path
 
 STATUS = Path("/proc/self/status")
 CLEAR_REFS = Path("/proc/self/clear_refs")
+MEMORY_INFORMATION = Path("/proc/meminfo")
+OWN_GROUPS = Path("/proc/self/cgroup")
+GROUPS = Path("/sys/fs/cgroup")
 
 RESET_HIGH_WATER_MARK = "5"
 """What proc(5) says to write into `clear_refs` so that `VmHWM` starts again from `VmRSS`."""
@@ -42,6 +45,44 @@ def known_bytes(field: str) -> int:
         return status_bytes(field)
     except MemoryUnknownError:
         return 0  # Reports show it as "0 bytes"; nothing depends on it.
+
+
+def available_bytes() -> int:
+    """Return how much more memory this process could take without swapping or being killed.
+
+    The least of what the machine has and of what control groups (versions 1 and 2) leave; 0 where
+    the system does not tell.
+    """
+    try:
+        lines = MEMORY_INFORMATION.read_text().splitlines()
+        machine = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+        groups = OWN_GROUPS.read_text().splitlines()
+    except OSError:
+        return 0  # As little as may be: nothing is tried that takes memory.
+    left = [int(one) << 10 for one in machine] or [0]
+    for line in groups:
+        _, controllers, place = line.split(":", 2)
+        if controllers == "":
+            left += _left_in_group(GROUPS, place, "memory.max", "memory.current")
+        elif "memory" in controllers.split(","):
+            names = "memory.limit_in_bytes", "memory.usage_in_bytes"
+            left += _left_in_group(GROUPS / "memory", place, *names)
+    return max(0, min(left))
+
+
+def _left_in_group(root: Path, place: str, limit: str, usage: str) -> list[int]:
+    """Return what a control group and those around it leave, where they have a limit."""
+    group = root / place.lstrip("/")
+    left = []
+    for one in (group, *group.parents):
+        if one == root.parent:
+            break
+        try:
+            # Version 2 writes "max" where there is no limit.
+            left.append(int((one / limit).read_text()) - int((one / usage).read_text()))
+        except (OSError, ValueError):
+            continue
+    return left
 
 
 def reset_high_water_mark() -> int:

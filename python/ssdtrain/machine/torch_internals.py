@@ -5,14 +5,14 @@ They are looked up by name: a torch that lacks one is refused at import, with a 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.compiler import is_dynamo_compiling
 
 from ssdtrain.errors import UnsupportedError
@@ -20,10 +20,14 @@ from ssdtrain.errors import UnsupportedError
 __all__ = [
     "current_backward",
     "current_node",
+    "current_stream",
     "dispatch_keys",
+    "hooks_allowed",
     "is_below_autograd",
     "is_traced",
     "is_wrapped",
+    "outside_compiler",
+    "plainly",
     "pop_hooks",
     "push_hooks",
     "sequence_number",
@@ -32,7 +36,10 @@ __all__ = [
     "top_hooks",
     "tracer",
     "untraced",
+    "users_of",
 ]
+
+R = TypeVar("R")
 
 
 def _find(path: str) -> Callable[..., Any]:
@@ -67,6 +74,30 @@ top_hooks: Callable[[bool], tuple[Callable[..., Any], Callable[..., Any]] | None
 """The pair of hooks that is used in this thread; with ``True`` also while the compiler has switched
 it off."""
 
+_why_disallowed: Callable[[], str | None] = _find(
+    "_C._autograd._saved_tensors_hooks_get_disabled_error_message"
+)
+_disallow: Callable[[str, bool], None] = _find("_C._autograd._saved_tensors_hooks_disable")
+_allow: Callable[[], None] = _find("_C._autograd._saved_tensors_hooks_enable")
+
+
+@contextmanager
+def hooks_allowed() -> Iterator[None]:
+    """Let hooks be put on, also while somebody forbids that in this thread.
+
+    torch forbids it, but lets those that are on be taken off, while it compiles.
+    """
+    message = _why_disallowed()
+    if message is None:
+        yield
+        return
+    _allow()
+    try:
+        yield
+    finally:
+        _disallow(message, False)
+
+
 dispatch_keys: Callable[[Tensor], object] = _find("_C._dispatch_keys")
 """Which parts of torch handle the operations of this tensor, as a set that compares by value."""
 
@@ -77,9 +108,22 @@ _count_users: Callable[[int], int] = _find("_C._storage_Use_Count")
 
 
 def storage_users(tensor: Tensor) -> int:
-    """Return how many tensors lie on the storage of this one; one Python object counts as well."""
-    return _count_users(tensor.untyped_storage()._cdata)  # noqa: SLF001 - its address in C++
+    """Return how many tensors lie on the storage of this one; see ``users_of``."""
+    return users_of(tensor.untyped_storage())
 
+
+def users_of(storage: UntypedStorage) -> int:
+    """Return how many tensors lie on this storage; its Python object counts as one of them."""
+    return _count_users(storage._cdata)  # noqa: SLF001 - its address in C++
+
+
+current_stream: Callable[[int], int] = getattr(
+    torch._C,  # noqa: SLF001 - the public function makes an object, which costs thirty times as much
+    "_cuda_getCurrentRawStream",
+    lambda _gpu: 0,
+)
+"""The handle of the stream that is current in this thread on the GPU with this number; a torch that
+was built without CUDA has none."""
 
 _is_excluded: Callable[[object], bool] = _find("_C._dispatch_tls_is_dispatch_key_excluded")
 _exclude: Callable[[object, bool], AbstractContextManager[None]] = _find(
@@ -98,6 +142,21 @@ def share_counters() -> AbstractContextManager[None]:
     return _exclude(_KEEPS_COUNTERS, False)
 
 
+_no_modes: Callable[[], AbstractContextManager[object]] = _find(
+    "utils._python_dispatch._disable_current_modes"
+)
+
+
+@contextmanager
+def plainly() -> Iterator[None]:
+    """Let torch make an ordinary tensor, whatever modes of the user are on.
+
+    A fake tensor, or one of inference mode, would be taken for what all others are compared with.
+    """
+    with _no_modes(), torch.inference_mode(mode=False):
+        yield
+
+
 tracer: Callable[[], object] = _find("_C._dynamo.eval_frame.get_eval_frame_callback")
 """The compiler's function that sees each call of this thread before it runs; ``None`` or ``False``
 if there is none."""
@@ -111,3 +170,16 @@ def is_traced() -> bool:
 untraced: Callable[[Callable[..., Any]], Callable[..., Any]] = _find("_disable_dynamo")
 """Makes a function that the compiler calls and does not look into; unlike the public
 ``torch.compiler.disable`` it does not import the compiler."""
+
+
+def outside_compiler(function: Callable[[], R]) -> R:
+    """Call a function into which the compiler does not look."""
+    if is_traced():
+        result: R = _untraced(function)
+        return result
+    return function()
+
+
+@untraced
+def _untraced(function: Callable[[], object]) -> object:
+    return function()

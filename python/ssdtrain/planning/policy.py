@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from ssdtrain.planning.controller import Controller
+
 __all__ = ["Item", "Plan", "Policy", "Rates", "plan"]
 
 MARGIN_S = 0.005
@@ -71,6 +73,8 @@ class Plan:
     """On the clock of the items."""
     needed_s: dict[int, float] = field(default_factory=dict)
     """When each item was needed, on the same clock: how far a later round has come."""
+    written_bytes: int = 0
+    """The sum of what is not kept."""
     longest_gap_s: float = 0.0
     """The longest time between two needs: how late a read may be begun, as needs begin reads."""
 
@@ -98,7 +102,8 @@ def plan(items: Sequence[Item], rates: Rates) -> Plan:
     keep = frozenset(item.key for item in items if item.key not in starts)
     needed_s = {item.key: item.needed_s for item in items}
     gaps = [after - before for before, after in pairwise(sorted(needed_s.values()))]
-    return Plan(keep, starts, needed_s, max(gaps, default=0.0))
+    written_bytes = sum(item.nbytes for item in items if item.key in starts)
+    return Plan(keep, starts, needed_s, written_bytes, max(gaps, default=0.0))
 
 
 def _starts(items: Sequence[Item], rates: Rates) -> dict[int, float] | None:
@@ -120,9 +125,15 @@ def _starts(items: Sequence[Item], rates: Rates) -> dict[int, float] | None:
 
 
 class Policy:
-    """Learns from finished rounds which tensors to keep."""
+    """Learns from finished rounds which tensors to keep.
 
-    def __init__(self) -> None:
+    ``slowdown_max`` is the share of a step's time that offloading may cost; ``None``: whatever the
+    plan costs.
+    """
+
+    def __init__(self, slowdown_max: float | None = None) -> None:
+        self.controller = None if slowdown_max is None else Controller(slowdown_max)
+        """How much of the plans is offloaded."""
         self.plans: dict[int, Plan] = {}
         """The plan of each signature. For others to look at, not to change."""
         self.keep: set[int] = set()

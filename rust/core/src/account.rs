@@ -72,12 +72,12 @@ impl Hasher for AddressHasher {
 struct Books {
     held_bytes: u64,
     peak_bytes: u64,
-    /// What transfers held when somebody said so last.
-    transfer_bytes: u64,
     kept: Ended,
     forwarded: Ended,
     offloaded: Ended,
     small: Passed,
+    /// What small tensors that nobody is asked for may fill; none before somebody says so.
+    small_limit_bytes: u64,
     weight_count: u64,
     shared: HashMap<usize, Shared, BuildHasherDefault<AddressHasher>>,
 }
@@ -89,6 +89,15 @@ impl Books {
         shared.bytes += more;
         shared.holder_count += 1;
         self.held_bytes += more;
+    }
+
+    fn shared_more_bytes(&self, identity: usize, nbytes: u64, storage_bytes: u64) -> u64 {
+        let held = self.shared.get(&identity).map_or(0, |shared| shared.bytes);
+        nbytes.min(storage_bytes.saturating_sub(held))
+    }
+
+    fn note_peak(&mut self, transfer_bytes: u64) {
+        self.peak_bytes = self.peak_bytes.max(self.held_bytes + transfer_bytes);
     }
 
     fn end(&mut self, fate: Fate, bytes: u64) {
@@ -130,18 +139,32 @@ impl Account {
         SharedHolding { account: self.clone(), identity }
     }
 
-    /// The same for a whole storage; and whether that might be a new peak, if transfers hold what
-    /// they held at the last [`note_peak`](Self::note_peak): then it is worth asking them.
+    /// The same for a small storage as a whole, and for the peak, with what transfers hold beside.
+    /// `None` if there is no room below the limit of [`limit_small`](Self::limit_small).
     #[must_use]
-    pub fn hold_small(&self, identity: usize, nbytes: u64) -> (SharedHolding, bool) {
+    pub fn hold_small(
+        &self,
+        identity: usize,
+        nbytes: u64,
+        transfer_bytes: u64,
+    ) -> Option<SharedHolding> {
         let mut books = self.books();
+        let more_bytes = books.shared_more_bytes(identity, nbytes, nbytes);
+        if books.held_bytes + transfer_bytes + more_bytes > books.small_limit_bytes {
+            return None;
+        }
         books.hold_shared(identity, nbytes, nbytes);
         let small = &mut books.small;
         small.count += 1;
         small.bytes += nbytes;
         small.largest_bytes = small.largest_bytes.max(nbytes);
-        let may_be_peak = books.held_bytes + books.transfer_bytes > books.peak_bytes;
-        (SharedHolding { account: self.clone(), identity }, may_be_peak)
+        books.note_peak(transfer_bytes);
+        Some(SharedHolding { account: self.clone(), identity })
+    }
+
+    /// Lets `hold_small` hold as long as not more than so many bytes are in memory.
+    pub fn limit_small(&self, nbytes: u64) {
+        self.books().small_limit_bytes = nbytes;
     }
 
     /// Counts a weight, which is not held because of us.
@@ -164,8 +187,7 @@ impl Account {
     /// The bytes that `hold_shared` would add.
     #[must_use]
     pub fn shared_more_bytes(&self, identity: usize, nbytes: u64, storage_bytes: u64) -> u64 {
-        let held = self.books().shared.get(&identity).map_or(0, |shared| shared.bytes);
-        nbytes.min(storage_bytes.saturating_sub(held))
+        self.books().shared_more_bytes(identity, nbytes, storage_bytes)
     }
 
     /// The sum over all holdings.
@@ -187,9 +209,7 @@ impl Account {
 
     /// Compares what is held, and what transfers hold beside it, with the peak.
     pub fn note_peak(&self, transfer_bytes: u64) {
-        let mut books = self.books();
-        books.transfer_bytes = transfer_bytes;
-        books.peak_bytes = books.peak_bytes.max(books.held_bytes + transfer_bytes);
+        self.books().note_peak(transfer_bytes);
     }
 
     /// What ended in one way.
@@ -355,8 +375,9 @@ mod tests {
     #[test]
     fn what_comes_by_is_counted_each_time() {
         let account = Account::new();
+        account.limit_small(30);
         for nbytes in [10, 30, 20] {
-            drop(account.hold_small(7, nbytes));
+            assert!(account.hold_small(7, nbytes, 0).is_some());
         }
         account.note_weight();
         assert_eq!(account.small(), Passed { count: 3, bytes: 60, largest_bytes: 30 });
@@ -389,20 +410,32 @@ mod tests {
     #[test]
     fn the_peak_is_of_what_is_held_and_what_transfers_hold() {
         let account = Account::new();
-        let (holding, may_be_peak) = account.hold_small(7, 10);
-        assert!(may_be_peak);
-        account.note_peak(5);
+        account.limit_small(100);
+        drop(account.hold_small(7, 10, 5));
         assert_eq!(account.peak_bytes(), 15);
-        drop(holding);
-        let (holding, may_be_peak) = account.hold_small(7, 10);
-        assert!(!may_be_peak, "it was as much before");
-        drop(holding);
-        account.note_peak(0);
-        assert_eq!(account.peak_bytes(), 15);
-        let (_larger, may_be_peak) = account.hold_small(7, 16);
-        assert!(may_be_peak);
+        let _larger = account.hold_small(7, 14, 0);
+        assert_eq!(account.peak_bytes(), 15, "it was more before");
+        account.note_peak(2);
+        assert_eq!(account.peak_bytes(), 16);
         account.forget_peak();
         account.note_peak(0);
-        assert_eq!(account.peak_bytes(), 16);
+        assert_eq!(account.peak_bytes(), 14);
+    }
+
+    #[test]
+    fn small_tensors_are_held_only_below_their_limit() {
+        let account = Account::new();
+        assert!(account.hold_small(7, 1, 0).is_none(), "nobody has set one");
+        account.limit_small(100);
+        let _large = account.hold(60);
+        assert!(account.hold_small(7, 31, 10).is_none());
+        let fits = account.hold_small(7, 30, 10);
+        assert!(fits.is_some());
+        assert!(account.hold_small(7, 30, 10).is_some(), "nothing more of the same storage");
+        assert!(account.hold_small(8, 1, 10).is_none());
+        assert_eq!(account.held_bytes(), 90);
+        assert_eq!(account.small().count, 2, "what was refused is not counted");
+        account.limit_small(0);
+        assert!(account.hold_small(7, 30, 0).is_none());
     }
 }

@@ -4,7 +4,9 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use crate::config::{Directory, StoreConfig};
+use crate::config::{Directory, StoreConfig, Tuning};
+use crate::cufile::file::Registered;
+use crate::cufile::library::Library;
 use crate::direction::Direction;
 use crate::disk::checksums::Checksums;
 use crate::disk::spill_file::{Extent, Quota, SpillFile};
@@ -12,7 +14,9 @@ use crate::disk::statistics::Statistics;
 use crate::disk::stripe::Candidate;
 use crate::engine;
 use crate::engine::contract::{IoEngine, Setup};
-use crate::error::Result;
+use crate::engine::cufile::CuFile;
+use crate::engine::psync::Psync;
+use crate::error::{Error, ErrorKind, Result};
 use crate::memory::host::{Checksum, HostSource};
 use crate::memory::landing::Landing;
 use crate::queue::{Backlog, Job, JobMemory, OnSuccess, Request};
@@ -24,9 +28,14 @@ pub struct Device {
     setup: Setup,
     engine: Mutex<Box<dyn IoEngine>>,
     engine_name: &'static str,
+    /// Whether the engine moves memory of GPUs, and no other.
+    is_for_gpus: bool,
     /// Bytes of writes that have not ended.
     backlog: Arc<AtomicU64>,
 }
+
+/// What keeps cuFile busy: it splits large pieces itself, and each call costs some microseconds.
+const ON_GPUS: Tuning = Tuning { queue_depth: 4, piece_bytes: 16 << 20 };
 
 impl Device {
     /// Opens the file and starts the engine; the sentences name the fallbacks that were taken.
@@ -40,8 +49,24 @@ impl Device {
         let backend = dir.backend.as_ref().unwrap_or(&config.backend);
         let (engine, fallback) = engine::open(backend, setup.clone())?;
         let (engine_name, engine) = (engine.name(), Mutex::new(engine));
-        let device = Self { file, setup, engine, engine_name, backlog: Arc::default() };
+        let (is_for_gpus, backlog) = (false, Arc::default());
+        let device = Self { file, setup, engine, engine_name, is_for_gpus, backlog };
         Ok((device, file_fallback.into_iter().chain(fallback).collect()))
+    }
+
+    /// Another file in the same directory, to and from which cuFile moves memory of GPUs.
+    ///
+    /// Both count as one disk, with one quota and one rate; but one may be out of use alone.
+    pub fn open_for_gpus(&self, library: &'static Library) -> Result<Self> {
+        let (dir, quota) = (self.file.dir(), self.file.quota());
+        let (file, registered) =
+            SpillFile::open_named(dir, quota, |file| Registered::new(library, file))?;
+        let mut setup = Setup::new(ON_GPUS, file.alignment(), self.setup.queue.capacity())?;
+        setup.statistics = Arc::clone(&self.setup.statistics);
+        let engine = Psync::start(setup.clone(), CuFile::new(registered, &file))?;
+        let (engine_name, is_for_gpus) = (engine.name(), true);
+        let (engine, backlog) = (Mutex::new(Box::new(engine) as Box<dyn IoEngine>), Arc::default());
+        Ok(Self { file, setup, engine, engine_name, is_for_gpus, backlog })
     }
 
     /// The file.
@@ -128,6 +153,10 @@ impl Device {
         memory: JobMemory,
         complete: impl FnOnce(Job) -> Job,
     ) -> Result<(Request, Ticket)> {
+        if memory.is_on_gpu() != self.is_for_gpus {
+            let message = "a store for memory of GPUs takes no other, and others take none of it";
+            return Err(Error::new(ErrorKind::Config, message));
+        }
         let (completer, ticket) = ticket();
         let request = Request::new(complete(Job::new(Arc::clone(extent), memory, completer)));
         self.setup.queue.push(&request)?;

@@ -29,6 +29,8 @@ pub enum ErrorKind {
     Cancelled,
     /// The submission queue is full: try again, or keep the tensor.
     Busy,
+    /// The CUDA driver refused or failed an operation.
+    Cuda,
 }
 
 /// An error of the store.
@@ -93,7 +95,7 @@ impl std::error::Error for Error {}
 /// A size as messages write it: `"71.2 MiB"`; as `ssdtrain.sizes.shown_bytes` does in Python.
 pub(crate) fn shown_bytes(bytes: u64) -> String {
     if bytes < 1 << 10 {
-        return format!("{bytes} bytes");
+        return if bytes == 1 { "1 byte".into() } else { format!("{bytes} bytes") };
     }
     let mut size = bytes as f64;
     let mut shown = "";

@@ -71,6 +71,14 @@ impl JobMemory {
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
+
+    /// Whether it is memory of a GPU.
+    pub fn is_on_gpu(&self) -> bool {
+        match self {
+            Self::From(source) => source.is_on_gpu(),
+            Self::Into(landing) => landing.is_on_gpu(),
+        }
+    }
 }
 
 impl Job {
@@ -284,6 +292,11 @@ impl SubmitQueue {
             closed: AtomicBool::new(false),
             poisoned: AtomicBool::new(false),
         }))
+    }
+
+    /// How many requests of one direction may wait.
+    pub fn capacity(&self) -> usize {
+        self.writes.capacity()
     }
 
     /// Queues a request, or says why not; a refused request is dropped unstarted.

@@ -4,11 +4,12 @@
 //! is cancelled, one that is under way keeps its extent and its source until the kernel is done.
 
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use crate::config::StoreConfig;
+use crate::cufile::library::Library;
 use crate::device::Device;
 use crate::direction::Direction;
 use crate::disk::spill_file::{Extent, Quota};
@@ -33,6 +34,8 @@ pub struct TensorStore {
     closed: AtomicBool,
     process: u32,
     fallbacks: Vec<String>,
+    /// The store for memory of GPUs, once there is one.
+    for_gpus: OnceLock<Arc<Self>>,
 }
 
 /// A read on its way to memory of the store. Dropping it cancels what has not begun.
@@ -103,23 +106,48 @@ impl TensorStore {
             }
             devices.push(device);
         }
+        let arena = Arena::new(config.arena_retain_bytes)?;
+        Ok(Self::over(devices, arena, config.verify, fallbacks))
+    }
+
+    fn over(devices: Vec<Device>, arena: Arc<Arena>, verify: bool, fallbacks: Vec<String>) -> Self {
         let alignments = devices.iter().map(|device| device.file().alignment());
-        Ok(Self {
+        Self {
             alignment: alignments.max().unwrap_or(1),
             devices,
-            arena: Arena::new(config.arena_retain_bytes)?,
-            verify: config.verify,
+            arena,
+            verify,
             abandoned: Arc::default(),
             closed: AtomicBool::new(false),
             process: std::process::id(),
             fallbacks,
-        })
+            for_gpus: OnceLock::new(),
+        }
+    }
+
+    /// The store beside this one for memory of GPUs, which cuFile moves without the CPU's.
+    ///
+    /// It has a file of its own in each directory, and the same quota. This one counts its bytes.
+    pub fn for_gpus(&self, library: &'static Library) -> Result<Arc<Self>> {
+        self.refuse_if_down()?;
+        if self.verify {
+            let message = "verify needs the bytes in the CPU's memory; leave out verify, or gds";
+            return Err(Error::new(ErrorKind::Config, message));
+        }
+        if let Some(store) = self.for_gpus.get() {
+            return Ok(Arc::clone(store));
+        }
+        let devices: Result<Vec<_>> =
+            self.devices.iter().map(|device| device.open_for_gpus(library)).collect();
+        let store = Self::over(devices?, Arena::new(0)?, false, Vec::new());
+        // Another thread may have been faster.
+        Ok(Arc::clone(self.for_gpus.get_or_init(|| Arc::new(store))))
     }
 
     /// What users should know, one sentence each: the fallbacks that were taken while opening, and
     /// the directories that are out of use.
     pub fn notes(&self) -> Vec<String> {
-        let out_of_use = self.devices.iter().filter_map(Device::out_of_use);
+        let out_of_use = self.all_devices().filter_map(Device::out_of_use);
         self.fallbacks.iter().cloned().chain(out_of_use).collect()
     }
 
@@ -260,13 +288,28 @@ impl TensorStore {
     /// Gives the space beyond what is stored back to the disks; returns how many bytes that was.
     pub fn trim(&self) -> Result<u64> {
         self.refuse_if_down()?;
-        self.devices.iter().map(|device| device.file().trim()).sum()
+        self.all_devices().map(|device| device.file().trim()).sum()
+    }
+
+    /// Its devices, and those of the store for memory of GPUs.
+    fn all_devices(&self) -> impl Iterator<Item = &Device> {
+        let for_gpus = self.for_gpus.get().map_or(&[][..], |store| &store.devices);
+        self.devices.iter().chain(for_gpus)
     }
 
     /// Bytes of memory in use for transfers beyond what callers hold on to: of slots, and of the
     /// memory that was lent to transfers which were abandoned and have not ended.
     pub fn resident_bytes(&self) -> usize {
+        // In a forked process a thread that is not there may hold the lock that a look takes.
+        if self.abandoned.lent_bytes() > 0 && !self.is_forked() {
+            self.abandoned.look();
+        }
         self.arena.live_bytes() + self.abandoned.lent_bytes()
+    }
+
+    /// Whether writes are summed up when they are queued, and reads compared.
+    pub fn verifies(&self) -> bool {
+        self.verify
     }
 
     /// Whether the memory at an address is a slot's of this store.
@@ -302,9 +345,10 @@ impl TensorStore {
         Ok(Stats {
             written: sum(Direction::Write),
             read: sum(Direction::Read),
-            cancelled_count: self.abandoned.cancelled_count(),
-            disk_used_bytes: self.devices.iter().map(|device| device.file().used()).sum(),
-            disk_reserved_bytes: self.devices.iter().map(|device| device.file().reserved()).sum(),
+            cancelled_count: self.abandoned.cancelled_count()
+                + self.for_gpus.get().map_or(0, |store| store.abandoned.cancelled_count()),
+            disk_used_bytes: self.all_devices().map(|device| device.file().used()).sum(),
+            disk_reserved_bytes: self.all_devices().map(|device| device.file().reserved()).sum(),
             arena_live_bytes: self.arena.live_bytes() as u64,
             engines: self.devices.iter().map(engine).collect(),
         })
@@ -317,6 +361,9 @@ impl TensorStore {
         // After a fork the threads and rings are the parent's: the child must not wait for them.
         if self.is_forked() || self.closed.swap(true, Ordering::SeqCst) {
             return;
+        }
+        if let Some(store) = self.for_gpus.get() {
+            store.close();
         }
         self.devices.iter().for_each(Device::close);
     }
@@ -385,6 +432,7 @@ impl Drop for TensorStore {
         if self.is_forked() {
             self.devices.drain(..).for_each(Device::leave_to_parent);
         } else {
+            drop(self.for_gpus.take()); // Whoever moves memory of a GPU holds it, and it goes last.
             self.close();
         }
     }

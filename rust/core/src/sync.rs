@@ -137,6 +137,10 @@ mod model {
             Self { items, capacity, count: AtomicUsize::new(0) }
         }
 
+        pub fn capacity(&self) -> usize {
+            self.capacity
+        }
+
         pub fn push(&self, item: T) -> std::result::Result<(), T> {
             let mut items = self.items.lock().unwrap();
             if items.len() == self.capacity {

@@ -127,12 +127,15 @@ impl Abandoned {
         self.under_way(Some((Arc::new(parts), lent_bytes)));
     }
 
-    /// Bytes of callers' memory that are held until the last piece has ended.
+    /// Bytes of callers' memory that are held until the last piece has ended, when somebody looked
+    /// last: no fewer than now.
     pub fn lent_bytes(&self) -> usize {
-        if self.lent_bytes.load(Ordering::Relaxed) > 0 {
-            self.under_way(None);
-        }
         self.lent_bytes.load(Ordering::Relaxed)
+    }
+
+    /// Looks which of them have ended.
+    pub fn look(&self) {
+        self.under_way(None);
     }
 
     /// Waits at most `limit` for one to end: `false` if there is none, `None` if the time is over.

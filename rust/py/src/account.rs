@@ -59,6 +59,10 @@ impl Account {
         (small.count, small.bytes, small.largest_bytes)
     }
 
+    fn limit_small(&self, nbytes: u64) {
+        self.0.limit_small(nbytes);
+    }
+
     #[getter]
     fn weight_count(&self) -> u64 {
         self.0.weight_count()

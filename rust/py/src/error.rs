@@ -10,8 +10,10 @@ pyo3::import_exception!(ssdtrain.errors, ClosedError);
 pyo3::import_exception!(ssdtrain.errors, ConfigError);
 pyo3::import_exception!(ssdtrain.errors, DiskBoundError);
 pyo3::import_exception!(ssdtrain.errors, CorruptError);
+pyo3::import_exception!(ssdtrain.errors, CudaError);
 pyo3::import_exception!(ssdtrain.errors, NoSpaceError);
 pyo3::import_exception!(ssdtrain.errors, PoisonedError);
+pyo3::import_exception!(ssdtrain.errors, SsdtrainError);
 pyo3::import_exception!(ssdtrain.errors, StorageError);
 pyo3::import_exception!(ssdtrain.errors, UnsupportedError);
 
@@ -29,6 +31,7 @@ pub fn to_python(py: Python<'_>, error: &Error) -> PyErr {
         ErrorKind::Poisoned => PoisonedError::new_err(message),
         ErrorKind::Cancelled => CancelledError::new_err(message),
         ErrorKind::Busy => BusyError::new_err(message),
+        ErrorKind::Cuda => CudaError::new_err(message),
     };
     match raised.value(py).setattr("errno", error.errno()) {
         Ok(()) => raised,

@@ -11,16 +11,20 @@ use pyo3::types::PyTuple;
 use ssdtrain_core as core;
 
 use crate::account::Account;
+use crate::gpu::Gpus;
 use crate::kept::{Kept, is_true};
 use crate::rules::{Glance, Rules, Verdict};
+use crate::store::Store;
 
 /// The hooks of one session for one thread's block; autograd holds it as long as a graph needs it.
 #[pyclass(frozen, module = "ssdtrain._core")]
 pub struct HookPair {
     rules: Py<Rules>,
     account: core::Account,
-    transfer_bytes: Py<PyAny>,
+    store: Py<Store>,
+    gpus: Option<Py<Gpus>>,
     small_bytes: u64,
+    is_bounded: bool,
     pack_other: Py<PyAny>,
     pack_unusual: Py<PyAny>,
     pack_below: Py<PyAny>,
@@ -32,15 +36,17 @@ pub struct HookPair {
 impl HookPair {
     #[new]
     #[pyo3(signature = (
-        rules, account, *, transfer_bytes, small_bytes, pack_other, pack_unusual, pack_below,
-        unpack_other, untraced
+        rules, account, store, gpus, *, small_bytes, is_bounded, pack_other, pack_unusual,
+        pack_below, unpack_other, untraced
     ))]
     #[expect(clippy::too_many_arguments, reason = "keywords on the side of Python")]
     fn new(
         rules: Py<Rules>,
         account: &Account,
-        transfer_bytes: Py<PyAny>,
+        store: Py<Store>,
+        gpus: Option<Py<Gpus>>,
         small_bytes: u64,
+        is_bounded: bool,
         pack_other: Py<PyAny>,
         pack_unusual: Py<PyAny>,
         pack_below: Py<PyAny>,
@@ -50,8 +56,10 @@ impl HookPair {
         Self {
             rules,
             account: account.0.clone(),
-            transfer_bytes,
+            store,
+            gpus,
             small_bytes,
+            is_bounded,
             pack_other,
             pack_unusual,
             pack_below,
@@ -63,7 +71,7 @@ impl HookPair {
     fn pack(slf: &Bound<'_, Self>, tensor: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
         let (this, py) = (slf.get(), slf.py());
         let rules = this.rules.get();
-        let glance = rules.glance(tensor, this.small_bytes)?;
+        let glance = rules.glance(tensor, this.small_bytes, this.is_bounded)?;
         // A weight that is a leaf is held as it is, wherever this is called from.
         let is_own = matches!(glance, Some(Glance::Weight { is_leaf: true }));
         if !is_own && rules.is_below_autograd(py)? {
@@ -73,7 +81,8 @@ impl HookPair {
     }
 
     fn pack_here(&self, tensor: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
-        self.pack_seen(tensor, self.rules.get().glance(tensor, self.small_bytes)?, true)
+        let glance = self.rules.get().glance(tensor, self.small_bytes, self.is_bounded)?;
+        self.pack_seen(tensor, glance, true)
     }
 
     fn unpack(&self, packed: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
@@ -102,12 +111,14 @@ impl HookPair {
                 return Ok(Kept::hold(tensor, is_leaf, is_from_below, None)?.into_any());
             }
             Some(Glance::Small { is_leaf, identity, nbytes }) => {
-                let (holding, may_be_peak) = self.account.hold_small(identity, nbytes);
+                let on_gpus = self.gpus.as_ref().map_or(0, |gpus| gpus.get().loaded_bytes());
+                let transfer_bytes = self.store.get().transfer_bytes(py) + on_gpus;
+                // No code runs in between, so that both are of one moment.
+                let Some(holding) = self.account.hold_small(identity, nbytes, transfer_bytes)
+                else {
+                    return self.in_python(py, &self.pack_other, &[tensor]);
+                };
                 let kept = Kept::hold(tensor, is_leaf, is_from_below, Some(holding))?;
-                if may_be_peak {
-                    let transfer_bytes = self.transfer_bytes.bind(py).call0()?.extract()?;
-                    self.account.note_peak(transfer_bytes);
-                }
                 return Ok(kept.into_any());
             }
             None => {}
@@ -130,7 +141,6 @@ impl HookPair {
         function: &Py<PyAny>,
         arguments: &[&Bound<'py, PyAny>],
     ) -> PyResult<Py<PyAny>> {
-        // defence: hooks that the compiler does not trace
         let called = if self.rules.get().tracer.bind(py).call0()?.is_truthy()? {
             let words = [&[function.bind(py)], arguments].concat();
             self.untraced.bind(py).call1(PyTuple::new(py, words)?)

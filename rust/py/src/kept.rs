@@ -6,10 +6,13 @@ use pyo3::types::{PyString, PyWeakrefReference};
 use ssdtrain_core as core;
 
 /// The version of a tensor that has none: it was made in inference mode.
-const NO_VERSION: i64 = -1;
+pub const NO_VERSION: i64 = -1;
 
 /// A tensor that stays in memory.
-#[pyclass(frozen, module = "ssdtrain._core")]
+///
+/// Those that have ended are used again, up to 2 MB of them: to make one anew counts for Python's
+/// collector of garbage, which would run more often and never find one.
+#[pyclass(frozen, freelist = 16_384, module = "ssdtrain._core")]
 pub struct Kept {
     /// What it counts for in the account; a weight counts for nothing. Stands before the tensor,
     /// so that it ends before the storage, whose identity another may have then.
@@ -87,6 +90,6 @@ pub fn is_true(object: &Bound<'_, PyAny>, name: &Bound<'_, PyString>) -> PyResul
     object.getattr(name)?.is_truthy()
 }
 
-fn version_of(tensor: &Bound<'_, PyAny>) -> PyResult<i64> {
+pub fn version_of(tensor: &Bound<'_, PyAny>) -> PyResult<i64> {
     tensor.getattr(intern!(tensor.py(), "_version"))?.extract()
 }

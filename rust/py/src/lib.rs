@@ -4,14 +4,31 @@
 //! Signatures and docstrings stand in `python/ssdtrain/_core.pyi`.
 
 mod account;
+mod cufile;
+mod departure;
 mod error;
+mod gate;
+mod geometry;
+mod gpu;
 mod hook_pair;
 mod kept;
+mod offloading;
 mod owner;
+mod plan;
 mod probe;
+mod rounds;
 mod rules;
+mod saved_tensor;
+mod session_lock;
 mod simulated;
+mod staged;
 mod store;
+mod tally;
+mod timeline;
+mod torch;
+mod transfer;
+mod writeback;
+mod writing;
 
 use pyo3::prelude::*;
 
@@ -21,15 +38,39 @@ mod _core {
     #[pymodule_export]
     use super::account::{Account, Holding};
     #[pymodule_export]
+    use super::cufile::try_cufile;
+    #[pymodule_export]
+    use super::geometry::Geometry;
+    #[pymodule_export]
+    use super::gpu::Gpus;
+    #[pymodule_export]
     use super::hook_pair::HookPair;
     #[pymodule_export]
     use super::kept::Kept;
     #[pymodule_export]
+    use super::offloading::Offloading;
+    #[pymodule_export]
+    use super::plan::{PlanMachine, Planner, StepPlan};
+    #[pymodule_export]
     use super::probe::Probe;
     #[pymodule_export]
+    use super::rounds::{Round, Rounds};
+    #[pymodule_export]
     use super::rules::Rules;
+    #[pymodule_export]
+    use super::saved_tensor::{Record, SavedTensor};
     #[pymodule_export]
     use super::simulated::SimulatedDisk;
     #[pymodule_export]
     use super::store::{Overwrite, Pending, PendingInto, Slot, Store, Stored};
+    #[pymodule_export]
+    use super::tally::Tally;
+    #[pymodule_export]
+    use super::timeline::Timeline;
+    #[pymodule_export]
+    use super::torch::Torch;
+    #[pymodule_export]
+    use super::transfer::{Handle, Loading};
+    #[pymodule_export]
+    use super::writeback::Records;
 }

@@ -55,10 +55,10 @@ impl Drop for Owner {
     }
 }
 
-/// Lets go of what was given back until now.
-pub fn let_go(py: Python<'_>) {
+/// Lets go of what was given back until now; whether there was something.
+pub fn let_go(py: Python<'_>) -> bool {
     if GIVEN_BACK.load(Ordering::Relaxed).is_null() {
-        return;
+        return false;
     }
     // Taken as a whole before anything is let go: that may run code which comes here again.
     let mut next = GIVEN_BACK.swap(ptr::null_mut(), Ordering::Acquire);
@@ -69,6 +69,7 @@ pub fn let_go(py: Python<'_>) {
         next = node.next.load(Ordering::Relaxed);
         node.object.drop_ref(py);
     }
+    true
 }
 
 /// As the last field of an object it lets go of what the fields before it gave back.

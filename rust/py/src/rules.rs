@@ -19,6 +19,7 @@ pub struct Rules {
     parameter_type: Py<PyType>,
     dispatch_keys: Py<PyAny>,
     plain_keys: Py<PyAny>,
+    keys_on_gpu: Py<PyAny>,
     passes_weights_on: Py<PyFrozenSet>,
     is_below_autograd: Py<PyAny>,
     is_grad_enabled: Py<PyAny>,
@@ -50,8 +51,8 @@ pub enum Glance {
 impl Rules {
     #[new]
     #[pyo3(signature = (
-        *, tensor_type, parameter_type, dispatch_keys, plain_keys, passes_weights_on,
-        is_below_autograd, is_grad_enabled, storage_users, tracer, float32
+        *, tensor_type, parameter_type, dispatch_keys, plain_keys, keys_on_gpu,
+        passes_weights_on, is_below_autograd, is_grad_enabled, storage_users, tracer, float32
     ))]
     #[expect(clippy::too_many_arguments, reason = "keywords on the side of Python")]
     fn new(
@@ -59,6 +60,7 @@ impl Rules {
         parameter_type: Py<PyType>,
         dispatch_keys: Py<PyAny>,
         plain_keys: Py<PyAny>,
+        keys_on_gpu: Py<PyAny>,
         passes_weights_on: Py<PyFrozenSet>,
         is_below_autograd: Py<PyAny>,
         is_grad_enabled: Py<PyAny>,
@@ -71,6 +73,7 @@ impl Rules {
             parameter_type,
             dispatch_keys,
             plain_keys,
+            keys_on_gpu,
             passes_weights_on,
             is_below_autograd,
             is_grad_enabled,
@@ -92,7 +95,14 @@ impl Rules {
     /// It makes hardly an object that torch has not made already: the node and the storage of a
     /// tensor cost more to wrap than all that is done here. So the nodes behind a tensor are looked
     /// at only where it may be cast from a weight, which is mostly of the widest type.
-    pub fn glance(&self, tensor: &Bound<'_, PyAny>, small_bytes: u64) -> PyResult<Option<Glance>> {
+    ///
+    /// `is_exact` asks the storage also where the tensor is no view: it may be a detached part.
+    pub fn glance(
+        &self,
+        tensor: &Bound<'_, PyAny>,
+        small_bytes: u64,
+        is_exact: bool,
+    ) -> PyResult<Option<Glance>> {
         let py = tensor.py();
         let kind = tensor.get_type();
         let is_parameter = kind.is(&self.parameter_type);
@@ -103,11 +113,13 @@ impl Rules {
         if is_leaf && (is_parameter || is_true(tensor, intern!(py, "requires_grad"))?) {
             return Ok(Some(Glance::Weight { is_leaf }));
         }
-        if !is_true(tensor, intern!(py, "is_cpu"))? {
+        let is_in_memory =
+            is_true(tensor, intern!(py, "is_cpu"))? || is_true(tensor, intern!(py, "is_cuda"))?;
+        if !is_in_memory {
             return Ok(None);
         }
         let base = tensor.getattr(intern!(py, "_base"))?;
-        let (identity, nbytes) = if base.is_none() {
+        let (identity, nbytes) = if base.is_none() && !is_exact {
             // Sparse tensors, and others without one memory of their own, raise.
             let Ok(nbytes) = tensor.getattr(intern!(py, "nbytes")) else { return Ok(None) };
             let nbytes = nbytes.extract()?;
@@ -120,7 +132,7 @@ impl Rules {
             (address.extract()?, nbytes)
         } else {
             // defence: provenance: the base of a view
-            if self.is_weight_itself(&base)? {
+            if !base.is_none() && self.is_weight_itself(&base)? {
                 return Ok(Some(Glance::Weight { is_leaf }));
             }
             // So do views of tensors of zeros that have no memory at all.
@@ -147,15 +159,23 @@ impl Rules {
         if !kind.is(&self.parameter_type) && !kind.is(&self.tensor_type) {
             return Ok(Verdict::Unusual);
         }
-        // Dense, strided CPU tensors whose bytes say everything about them. Torch's own list of
-        // what handles a tensor tells: sparse, nested and quantised tensors, lazy conjugates,
-        // tensors without bytes, of inference mode, of function transforms and of other devices
-        // each have an entry more, or one less, than a plain one.
+        // Dense, strided tensors whose bytes say everything about them, on the CPU or a GPU.
+        // Torch's own list of what handles a tensor tells: sparse, nested and quantised tensors,
+        // lazy conjugates, tensors without bytes, of inference mode, of function transforms and of
+        // other devices each have an entry more, or one less, than a plain one.
         let keys = self.dispatch_keys.bind(py).call1((tensor,))?;
-        if !keys.eq(&self.plain_keys)? {
+        let is_plain = keys.eq(&self.plain_keys)?
+            || (is_true(tensor, intern!(py, "is_cuda"))?
+                && keys.eq(self.keys_on_gpu.bind(py).call1((tensor,))?)?);
+        if !is_plain {
             return Ok(Verdict::Unusual); // defence: what a plain tensor is
         }
         let node = tensor.getattr(intern!(py, "grad_fn"))?;
+        let base = tensor.getattr(intern!(py, "_base"))?;
+        // defence: provenance: the base of a view
+        if !base.is_none() && self.is_weight_itself(&base)? {
+            return Ok(Verdict::Weight);
+        }
         let is_weight = if node.is_none() {
             self.is_used_by_others(tensor)?
         } else {

@@ -4,7 +4,8 @@
 use std::ffi::{c_int, c_void};
 use std::path::PathBuf;
 use std::ptr::NonNull;
-use std::time::Duration;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use pyo3::exceptions::{PyBufferError, PyValueError};
 use pyo3::ffi;
@@ -17,10 +18,10 @@ use crate::owner::{LetGo, Owner, let_go};
 use crate::simulated::SimulatedDisk;
 
 /// How long a wait lasts before Ctrl-C is looked for.
-const SIGNAL_CHECK: Duration = Duration::from_millis(100);
+pub const SIGNAL_CHECK: Duration = Duration::from_millis(100);
 
 #[pyclass(frozen, module = "ssdtrain._core")]
-pub struct Store(core::TensorStore, LetGo);
+pub struct Store(Arc<core::TensorStore>, LetGo);
 
 #[pyclass(frozen, module = "ssdtrain._core")]
 pub struct Stored(core::Stored, LetGo);
@@ -35,7 +36,7 @@ pub struct Pending(core::Pending);
 pub struct PendingInto(core::PendingInto, LetGo);
 
 #[pyclass(frozen, weakref, module = "ssdtrain._core")]
-pub struct Slot(core::Restored);
+pub struct Slot(pub Arc<core::Restored>);
 
 #[pymethods]
 impl Store {
@@ -82,7 +83,7 @@ impl Store {
         config.verify = verify;
         config.arena_retain_bytes = retain_bytes.unwrap_or(config.arena_retain_bytes);
         let opened = py.detach(|| core::TensorStore::open(&config));
-        opened.map(|store| Self(store, LetGo)).map_err(|error| to_python(py, &error))
+        opened.map(|store| Self(Arc::new(store), LetGo)).map_err(|error| to_python(py, &error))
     }
 
     fn write(
@@ -92,10 +93,8 @@ impl Store {
         nbytes: usize,
         owner: Py<PyAny>,
     ) -> PyResult<Stored> {
-        let source = source(address, nbytes, owner)?;
-        let stored = py.detach(|| self.0.write(source));
-        let_go(py);
-        stored.map(|stored| Stored(stored, LetGo)).map_err(|error| to_python(py, &error))
+        let begun = self.begin_write(py, address, nbytes, owner)?;
+        begun.map(|stored| Stored(stored, LetGo)).map_err(|error| to_python(py, &error))
     }
 
     fn overwrite(
@@ -137,23 +136,32 @@ impl Store {
         py.detach(|| self.0.trim()).map_err(|error| to_python(py, &error))
     }
 
-    fn resident_bytes(&self, py: Python<'_>) -> usize {
-        let resident_bytes = self.0.resident_bytes();
-        // What ended before it was counted is let go before the count is told.
-        let_go(py);
-        resident_bytes
+    pub fn resident_bytes(&self, py: Python<'_>) -> usize {
+        loop {
+            let resident_bytes = self.0.resident_bytes();
+            // What ended before it was counted is let go before the count is told. That may run
+            // code which changes it: a count that is told is the last that was done here.
+            if !let_go(py) {
+                return resident_bytes;
+            }
+        }
     }
 
     fn owns(&self, address: usize) -> bool {
         self.0.owns(address)
     }
 
-    fn wait_for_abandoned(&self, py: Python<'_>) -> PyResult<bool> {
+    #[pyo3(signature = (*, limit_s=None))]
+    pub fn wait_for_abandoned(&self, py: Python<'_>, limit_s: Option<f64>) -> PyResult<bool> {
+        let until = limit_s.map(|limit_s| Instant::now() + Duration::from_secs_f64(limit_s));
         loop {
-            let ended = py.detach(|| self.0.wait_for_abandoned(SIGNAL_CHECK));
+            let left =
+                until.map_or(SIGNAL_CHECK, |until| until.saturating_duration_since(Instant::now()));
+            let ended = py.detach(|| self.0.wait_for_abandoned(left.min(SIGNAL_CHECK)));
             let_go(py);
             match ended {
                 Some(ended) => return Ok(ended),
+                None if left.is_zero() => return Ok(false),
                 None => py.check_signals()?,
             }
         }
@@ -196,6 +204,47 @@ impl Store {
     }
 }
 
+impl Store {
+    /// The store itself, for who moves tensors of other memory.
+    pub fn shared(&self) -> Arc<core::TensorStore> {
+        Arc::clone(&self.0)
+    }
+
+    /// Queues a write of memory that `owner` keeps alive.
+    pub fn begin_write(
+        &self,
+        py: Python<'_>,
+        address: usize,
+        nbytes: usize,
+        owner: Py<PyAny>,
+    ) -> PyResult<core::Result<core::Stored>> {
+        let source = source(address, nbytes, owner)?;
+        // To queue takes a moment. To sum up what shall be verified does not, and is no reason for
+        // other threads to wait.
+        let begun = if self.0.verifies() {
+            py.detach(|| self.0.write(source))
+        } else {
+            self.0.write(source)
+        };
+        let_go(py);
+        Ok(begun)
+    }
+
+    /// Queues a read of what `stored` holds.
+    pub fn begin_read(&self, stored: &core::Stored) -> core::Result<core::Pending> {
+        self.0.read(stored)
+    }
+
+    /// The bytes of memory that transfers hold.
+    pub fn transfer_bytes(&self, py: Python<'_>) -> u64 {
+        self.resident_bytes(py) as u64
+    }
+
+    pub fn has_given_out(&self, address: usize) -> bool {
+        self.0.owns(address)
+    }
+}
+
 #[pymethods]
 impl Stored {
     #[getter]
@@ -218,7 +267,7 @@ impl Stored {
     fn wait(&self, py: Python<'_>) -> PyResult<()> {
         let answer = wait(py, self.0.ticket());
         let_go(py);
-        answer
+        answer?.map_err(|error| to_python(py, &error))
     }
 
     fn cancel(&self, py: Python<'_>) -> bool {
@@ -239,7 +288,7 @@ impl Overwrite {
     fn wait(&self, py: Python<'_>) -> PyResult<()> {
         let answer = wait(py, self.0.ticket());
         let_go(py);
-        answer
+        answer?.map_err(|error| to_python(py, &error))
     }
 
     fn cancel(&self, py: Python<'_>) -> bool {
@@ -260,7 +309,7 @@ impl PendingInto {
     fn wait(&self, py: Python<'_>) -> PyResult<()> {
         let answer = wait(py, self.0.ticket());
         let_go(py);
-        answer
+        answer?.map_err(|error| to_python(py, &error))
     }
 }
 
@@ -271,8 +320,9 @@ impl Pending {
     }
 
     fn wait(&self, py: Python<'_>) -> PyResult<Slot> {
-        wait(py, self.0.ticket())?;
-        self.0.restored().map(Slot).map_err(|error| to_python(py, &error))
+        let answer = wait(py, self.0.ticket())?;
+        let restored = answer.and_then(|()| self.0.restored());
+        restored.map(|one| Slot(Arc::new(one))).map_err(|error| to_python(py, &error))
     }
 }
 
@@ -313,11 +363,17 @@ impl Slot {
     }
 }
 
-/// Waits with the GIL released, and lets Ctrl-C through.
-fn wait(py: Python<'_>, ticket: &core::Transfer) -> PyResult<()> {
+/// Waits with the GIL released, and lets Ctrl-C through: that is the outer error.
+pub fn wait(py: Python<'_>, ticket: &core::Transfer) -> PyResult<core::Result<()>> {
+    // What has ended is worth no change of threads.
+    if ticket.is_done()
+        && let Some(answer) = ticket.wait_for(Duration::ZERO)
+    {
+        return Ok(answer);
+    }
     loop {
         if let Some(answer) = py.detach(|| ticket.wait_for(SIGNAL_CHECK)) {
-            return answer.map_err(|error| to_python(py, &error));
+            return Ok(answer);
         }
         py.check_signals()?;
     }

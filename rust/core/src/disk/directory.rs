@@ -77,7 +77,12 @@ impl SpillDirectory {
                 }
             },
         };
-        let alignment = if is_direct { direct_alignment(&file) } else { 512 };
+        let alignment = if is_direct { self.alignment_of(&file)? } else { 512 };
+        Ok(Opened { file, alignment, is_direct, fallback })
+    }
+
+    fn alignment_of(&self, file: &OwnedFd) -> Result<usize> {
+        let alignment = direct_alignment(file);
         if alignment > rustix::param::page_size() {
             return Err(Error::new(
                 ErrorKind::Unsupported,
@@ -88,7 +93,7 @@ impl SpillDirectory {
                 ),
             ));
         }
-        Ok(Opened { file, alignment, is_direct, fallback })
+        Ok(alignment)
     }
 
     /// Where everyone may write and nothing protects what is there, a name (this directory's
@@ -156,18 +161,40 @@ impl SpillDirectory {
         .map_err(|errno| self.refuse_file(extra, errno))
     }
 
+    /// Makes a file past the page cache that has a name until `meanwhile` returns: some libraries
+    /// open it a second time by that. A process killed before leaves it, empty.
+    pub fn create_named<T>(
+        &self,
+        meanwhile: impl FnOnce(&OwnedFd) -> Result<T>,
+    ) -> Result<(Opened, T)> {
+        let created = self.create_with_name(OFlags::DIRECT);
+        let (file, name) = created.map_err(|errno| self.refuse_file(OFlags::DIRECT, errno))?;
+        let done = meanwhile(&file);
+        let unlinked = rustix::fs::unlinkat(&self.directory, &name, AtFlags::empty());
+        let done = done?;
+        unlinked.map_err(|errno| self.refuse_file(OFlags::DIRECT, errno))?;
+        let alignment = self.alignment_of(&file)?;
+        Ok((Opened { file, alignment, is_direct: true, fallback: None }, done))
+    }
+
     /// A file that has a name for a moment. A process killed in that moment leaves it, empty.
     fn create_and_unlink(&self, extra: OFlags) -> rustix::io::Result<OwnedFd> {
-        let base = OFlags::RDWR | OFlags::CLOEXEC | OFlags::CREATE | OFlags::EXCL;
+        let (file, name) = self.create_with_name(extra)?;
+        rustix::fs::unlinkat(&self.directory, &name, AtFlags::empty())?;
+        Ok(file)
+    }
+
+    /// A file, and its name, which tells the process that made it.
+    fn create_with_name(&self, extra: OFlags) -> rustix::io::Result<(OwnedFd, String)> {
+        // With O_EXCL a link there is not followed. O_NOFOLLOW would say so again, but stays a flag
+        // of the file, and cuFile refuses files with flags that it does not know.
+        let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::CREATE | OFlags::EXCL | extra;
         for _ in 0..NAMES_MAX {
             // The hasher's keys come from the kernel: nobody can guess the name and be there first.
-            let name = format!(".ssdtrain-{:016x}", RandomState::new().build_hasher().finish());
-            let flags = base | OFlags::NOFOLLOW | extra;
+            let random = RandomState::new().build_hasher().finish();
+            let name = format!(".ssdtrain-{}-{random:016x}", std::process::id());
             match rustix::fs::openat(&self.directory, &name, flags, Mode::RUSR | Mode::WUSR) {
-                Ok(file) => {
-                    rustix::fs::unlinkat(&self.directory, &name, AtFlags::empty())?;
-                    return Ok(file);
-                }
+                Ok(file) => return Ok((file, name)),
                 Err(Errno::EXIST) => {}
                 Err(errno) => return Err(errno),
             }

@@ -100,27 +100,45 @@ impl SpillFile {
         direct: DirectIo,
         quota: &Arc<Quota>,
     ) -> Result<(Arc<Self>, Option<String>)> {
-        let Opened { file, alignment, is_direct, fallback } =
-            SpillDirectory::open(dir)?.create(direct)?;
+        let mut opened = SpillDirectory::open(dir)?.create(direct)?;
+        let fallback = opened.fallback.take();
+        Ok((Self::of(opened, dir, quota), fallback))
+    }
+
+    /// Opens a file in `dir`, past the page cache, whose name goes once `meanwhile` returns.
+    pub fn open_named<T>(
+        dir: &Path,
+        quota: &Arc<Quota>,
+        meanwhile: impl FnOnce(BorrowedFd<'_>) -> Result<T>,
+    ) -> Result<(Arc<Self>, T)> {
+        let directory = SpillDirectory::open(dir)?;
+        let (opened, done) = directory.create_named(|file| meanwhile(file.as_fd()))?;
+        Ok((Self::of(opened, dir, quota), done))
+    }
+
+    fn of(opened: Opened, dir: &Path, quota: &Arc<Quota>) -> Arc<Self> {
+        let Opened { file, alignment, is_direct, .. } = opened;
         let extents =
             ExtentAllocator::new(alignment as u64, i64::MAX as u64 & !(alignment as u64 - 1));
         let (books, blocks) = (Mutex::new(Books { extents, booked: 0 }), Mutex::new(0));
         let (blocks_told, process) = (AtomicU64::new(0), std::process::id());
         let (dir, quota, file) = (dir.to_owned(), Arc::clone(quota), File::from(file));
-        Ok((
-            Arc::new(Self {
-                file,
-                dir,
-                alignment,
-                is_direct,
-                quota,
-                books,
-                blocks,
-                blocks_told,
-                process,
-            }),
-            fallback,
-        ))
+        Arc::new(Self {
+            file,
+            dir,
+            alignment,
+            is_direct,
+            quota,
+            books,
+            blocks,
+            blocks_told,
+            process,
+        })
+    }
+
+    /// The bound that it shares with other files.
+    pub fn quota(&self) -> &Arc<Quota> {
+        &self.quota
     }
 
     /// The directory this file stands in.

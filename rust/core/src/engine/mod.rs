@@ -5,6 +5,7 @@
 
 pub mod batch;
 pub mod contract;
+pub mod cufile;
 pub mod progress;
 pub mod psync;
 pub mod simulated;

@@ -99,8 +99,9 @@ impl Progress {
             }
             Err(error) => match error.raw_os_error() {
                 Some(libc::EAGAIN | libc::EINTR) => self.retry(piece),
-                // A write that fails keeps its tensor; a read that fails costs the whole step.
-                Some(libc::EIO | libc::ETIMEDOUT)
+                // A write that fails keeps its tensor; a read that fails costs the whole step. What
+                // has no number of the kernel comes from a library.
+                Some(libc::EIO | libc::ETIMEDOUT) | None
                     if self.direction == Direction::Read
                         && piece.failed_count < READS_AGAIN_MAX =>
                 {

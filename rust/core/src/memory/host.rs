@@ -1,4 +1,5 @@
-//! Memory of the CPU, by what the kernel may do with it: read from it, or write into it.
+//! Memory by what the kernel may do with it: read from it, or write into it. It is the CPU's, but
+//! for slots on a GPU.
 //!
 //! ```text
 //! HostSource   the kernel reads        a tensor that is written to the disk
@@ -7,9 +8,8 @@
 //!
 //! Two types, so that no engine can be made to write into memory that was lent for reading: a
 //! source has no way to give a `*mut`, and a target is made only by somebody who promises that
-//! nobody else uses the memory. Both are *host* memory by construction: the engines take these two
-//! types and nothing else, so an address on a GPU, which will have a type of its own, cannot come
-//! to `io_uring`.
+//! nobody else uses the memory. Memory of a GPU says that it is some: only an engine that moves
+//! such memory is given it, and no function here touches its bytes.
 #![expect(unsafe_code, reason = "hands out raw addresses to the kernel")]
 
 use std::any::Any;
@@ -31,6 +31,7 @@ unsafe impl Sync for Owner {}
 pub struct HostSource {
     address: NonNull<u8>,
     len: usize,
+    is_on_gpu: bool,
     owner: Arc<Owner>,
 }
 
@@ -41,14 +42,25 @@ unsafe impl Send for HostSource {}
 unsafe impl Sync for HostSource {}
 
 impl HostSource {
+    /// The same, of memory of a GPU, which the CPU cannot reach.
+    #[must_use]
+    pub fn on_gpu(self) -> Self {
+        Self { is_on_gpu: true, ..self }
+    }
+
+    /// Whether it is memory of a GPU.
+    pub fn is_on_gpu(&self) -> bool {
+        self.is_on_gpu
+    }
+
     /// Lends `len` bytes at `address` for reading.
     ///
     /// # Safety
-    /// The address is one that the CPU can read. The pages that hold the bytes must stay mapped and
-    /// readable until `owner` is dropped. The bytes may change meanwhile: then what is stored is
-    /// unspecified bytes, which the caller must not use.
+    /// The address is one that the CPU can read, or it is [`on_gpu`](Self::on_gpu). The pages that
+    /// hold the bytes must stay mapped and readable until `owner` is dropped. The bytes may change
+    /// meanwhile: then what is stored is unspecified bytes, which the caller must not use.
     pub unsafe fn new(address: NonNull<u8>, len: usize, owner: Box<dyn Any + Send>) -> Self {
-        Self { address, len, owner: Arc::new(Owner(owner)) }
+        Self { address, len, is_on_gpu: false, owner: Arc::new(Owner(owner)) }
     }
 
     /// Length in bytes.
@@ -74,7 +86,7 @@ impl HostSource {
         let address =
             NonNull::new(start).expect("no byte lies in the first page of the address space");
         let len = (head + self.len).next_multiple_of(alignment);
-        (Self { address, len, owner: self.owner }, head)
+        (Self { address, len, ..self }, head)
     }
 
     /// The part `[start, start + len)`, which keeps the whole memory alive.
@@ -85,7 +97,7 @@ impl HostSource {
     pub fn part(&self, start: usize, len: usize) -> Self {
         let address = self.address(start, len).cast_mut();
         let address = NonNull::new(address).expect("an address inside memory is not null");
-        Self { address, len, owner: Arc::clone(&self.owner) }
+        Self { address, len, is_on_gpu: self.is_on_gpu, owner: Arc::clone(&self.owner) }
     }
 
     /// Address of the bytes `[start, start + len)`, for the kernel to read.
@@ -100,6 +112,7 @@ impl HostSource {
 
     /// Copies the bytes at `start` to `bytes`.
     pub fn copy_out(&self, start: usize, bytes: &mut [u8]) {
+        assert_on_cpu(self.is_on_gpu);
         let from = self.address(start, bytes.len());
         // SAFETY: `address` checked the range, and a fresh `&mut` cannot overlap the source.
         unsafe { std::ptr::copy_nonoverlapping(from, bytes.as_mut_ptr(), bytes.len()) }
@@ -107,6 +120,7 @@ impl HostSource {
 
     /// Takes the bytes of `range` into a checksum. If they change meanwhile, it is of no use.
     pub fn hash(&self, range: Range<usize>, sum: &mut Checksum) {
+        assert_on_cpu(self.is_on_gpu);
         let address = self.address(range.start, range.len());
         // SAFETY: `address` checked the range, and whoever lent the memory promised that it is
         // readable.
@@ -117,7 +131,7 @@ impl HostSource {
 impl From<Arc<Slot>> for HostSource {
     fn from(slot: Arc<Slot>) -> Self {
         let address = NonNull::new(slot.address()).expect("a slot lies inside the arena");
-        Self { address, len: slot.len(), owner: Arc::new(Owner(Box::new(slot))) }
+        Self { address, len: slot.len(), is_on_gpu: false, owner: Arc::new(Owner(Box::new(slot))) }
     }
 }
 
@@ -126,6 +140,7 @@ impl From<Arc<Slot>> for HostSource {
 pub struct HostTarget {
     address: NonNull<u8>,
     len: usize,
+    is_on_gpu: bool,
     owner: Arc<Owner>,
 }
 
@@ -136,13 +151,25 @@ unsafe impl Send for HostTarget {}
 unsafe impl Sync for HostTarget {}
 
 impl HostTarget {
+    /// The same, of memory of a GPU, which the CPU cannot reach.
+    #[must_use]
+    pub fn on_gpu(self) -> Self {
+        Self { is_on_gpu: true, ..self }
+    }
+
+    /// Whether it is memory of a GPU.
+    pub fn is_on_gpu(&self) -> bool {
+        self.is_on_gpu
+    }
+
     /// Lends `len` bytes at `address` for a read to write into.
     ///
     /// # Safety
-    /// The address is one that the CPU can write to. The bytes must stay mapped and writable until
-    /// `owner` is dropped, and nobody else may read or write them before that.
+    /// The address is one that the CPU can write to, or it is [`on_gpu`](Self::on_gpu). The bytes
+    /// must stay mapped and writable until `owner` is dropped, and nobody else may read or write
+    /// them before that.
     pub unsafe fn new(address: NonNull<u8>, len: usize, owner: Box<dyn Any + Send>) -> Self {
-        Self { address, len, owner: Arc::new(Owner(owner)) }
+        Self { address, len, is_on_gpu: false, owner: Arc::new(Owner(owner)) }
     }
 
     /// Length in bytes.
@@ -163,7 +190,7 @@ impl HostTarget {
     pub fn part(&self, start: usize, len: usize) -> Self {
         let address = NonNull::new(self.address(start, len));
         let address = address.expect("an address inside memory is not null");
-        Self { address, len, owner: Arc::clone(&self.owner) }
+        Self { address, len, is_on_gpu: self.is_on_gpu, owner: Arc::clone(&self.owner) }
     }
 
     /// Address of the bytes `[start, start + len)`, for the kernel to write into.
@@ -178,6 +205,7 @@ impl HostTarget {
 
     /// Copies `bytes` to the bytes at `start`.
     pub fn copy_in(&self, start: usize, bytes: &[u8]) {
+        assert_on_cpu(self.is_on_gpu);
         let to = self.address(start, bytes.len());
         // SAFETY: `address` checked the range; the memory is written only by the one read that has
         // it until its ticket is answered, and a shared slice cannot overlap it.
@@ -186,6 +214,7 @@ impl HostTarget {
 
     /// Copies the bytes at `start` to `bytes`.
     pub fn copy_out(&self, start: usize, bytes: &mut [u8]) {
+        assert_on_cpu(self.is_on_gpu);
         let from = self.address(start, bytes.len());
         // SAFETY: `address` checked the range, and a fresh `&mut` cannot overlap the target.
         unsafe { std::ptr::copy_nonoverlapping(from, bytes.as_mut_ptr(), bytes.len()) }
@@ -193,6 +222,7 @@ impl HostTarget {
 
     /// Copies `len` bytes at `start` to those at `other_start` of another target.
     pub fn copy_to(&self, start: usize, other: &Self, other_start: usize, len: usize) {
+        assert_on_cpu(self.is_on_gpu || other.is_on_gpu);
         let (from, to) = (self.address(start, len), other.address(other_start, len));
         // SAFETY: `address` checked both ranges; `copy` allows that they overlap.
         unsafe { std::ptr::copy(from, to, len) }
@@ -200,6 +230,7 @@ impl HostTarget {
 
     /// Takes the bytes of `range`, which have been read, into a checksum.
     pub fn hash(&self, range: Range<usize>, sum: &mut Checksum) {
+        assert_on_cpu(self.is_on_gpu);
         let address = self.address(range.start, range.len());
         // SAFETY: `address` checked the range, and nobody but the caller writes there.
         sum.0.update(unsafe { std::slice::from_raw_parts(address, range.len()) });
@@ -209,7 +240,7 @@ impl HostTarget {
 impl From<Arc<Slot>> for HostTarget {
     fn from(slot: Arc<Slot>) -> Self {
         let address = NonNull::new(slot.address()).expect("a slot lies inside the arena");
-        Self { address, len: slot.len(), owner: Arc::new(Owner(Box::new(slot))) }
+        Self { address, len: slot.len(), is_on_gpu: false, owner: Arc::new(Owner(Box::new(slot))) }
     }
 }
 
@@ -222,6 +253,10 @@ impl Checksum {
     pub fn value(&self) -> u64 {
         self.0.digest()
     }
+}
+
+fn assert_on_cpu(is_on_gpu: bool) {
+    assert!(!is_on_gpu, "the CPU cannot reach a GPU's memory");
 }
 
 fn assert_inside(start: usize, len: usize, whole: usize) {

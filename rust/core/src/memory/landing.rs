@@ -15,7 +15,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::error::Result;
+use crate::error::{Error, ErrorKind, Result};
 use crate::memory::arena::{Arena, Slot};
 use crate::memory::host::{Checksum, HostTarget};
 
@@ -80,9 +80,18 @@ impl Landing {
         let fits = address % alignment == head % alignment && first < last;
         let direct = if fits { first..last } else { 0..0 };
         let slot_len = len - direct.len();
+        if target.is_on_gpu() && slot_len > 0 {
+            let message = "memory of a GPU takes whole blocks of the disk";
+            return Err(Error::new(ErrorKind::Config, message));
+        }
         let slot = if slot_len > 0 { Some(Arc::new(arena.slot(slot_len)?).into()) } else { None };
         let layout = Layout { slot, direct, lent: Some(Lent { target, start: head }) };
         Ok(Self { layout: Arc::new(layout), start: 0, len })
+    }
+
+    /// Whether the bytes land in memory of a GPU.
+    pub fn is_on_gpu(&self) -> bool {
+        self.layout.lent.as_ref().is_some_and(|lent| lent.target.is_on_gpu())
     }
 
     /// Length in bytes.

@@ -3,3 +3,4 @@
 pub mod arena;
 pub mod host;
 pub mod landing;
+pub mod pinned;

@@ -1,0 +1,86 @@
+"""Step of `benches/gpu_check.py`: training at real sizes, kept and offloaded, bit by bit.
+
+Losses, gradients and weights of a few steps with an optimizer, with the operators of PyTorch that
+give the same bits each time. Each kind is first trained twice without ssdtrain: if those runs
+differ, nothing can be said of it here, and that is told.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+import torch
+from torch import Tensor
+
+import ssdtrain
+from gpu_found import Found, run_step, step_parser
+from gpu_llama import Llama
+
+KINDS: dict[str, dict[str, Any]] = {
+    "float32": {"dtype": torch.float32},
+    "bfloat16": {"dtype": torch.bfloat16},
+    "autocast": {"dtype": torch.float32, "autocast": True},
+    "dropout": {"dtype": torch.bfloat16, "dropout": 0.1},
+    "recompute": {"dtype": torch.bfloat16, "dropout": 0.1, "recompute": True},
+}
+SIZES = {"hidden": 2048, "layers": 4, "sequence": 1024, "batch": 4}
+TINY_SIZES = {"hidden": 64, "layers": 2, "sequence": 32, "batch": 2}
+TINY_OFFLOAD = {"min_bytes": 512, "pinned_bytes": 4 << 20}
+STEPS = 3
+
+
+def train(sizes: dict[str, int], kind: dict[str, Any]) -> list[Tensor]:
+    """Return losses, gradients and weights, on the CPU."""
+    torch.manual_seed(1)
+    with torch.device("cuda"):
+        model = Llama(sizes["hidden"], sizes["layers"], kind.get("dropout", 0.0)).to(kind["dtype"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    seen: list[Tensor] = []
+    for _ in range(STEPS):
+        shape = (sizes["batch"], sizes["sequence"], sizes["hidden"])
+        x = torch.randn(shape, device="cuda", dtype=kind["dtype"])
+        with torch.autocast("cuda", torch.bfloat16, enabled=kind.get("autocast", False)):
+            loss = model(x, recompute=kind.get("recompute", False))
+        loss.backward()
+        optimizer.step()
+        seen.append(loss.detach().cpu())
+        if len(seen) == STEPS:
+            seen += [one.grad.cpu() for one in model.parameters() if one.grad is not None]
+        optimizer.zero_grad()
+    return [*seen, *(one.detach().cpu() for one in model.parameters())]
+
+
+def look(options: argparse.Namespace, folder: Path, found: Found) -> None:
+    """Compare every kind."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    # Its backward adds in any order.
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
+    sizes = TINY_SIZES if options.tiny else SIZES
+    given: dict[str, Any] = TINY_OFFLOAD if options.tiny else {}
+    for name, kind in KINDS.items():
+        plain = train(sizes, kind)
+        if not all(map(torch.equal, plain, train(sizes, kind))):
+            found.note(name, None, "two plain runs differ on this GPU, so nothing can be said")
+            continue
+        with ssdtrain.offload(folder, **given) as session:
+            same = all(map(torch.equal, plain, train(sizes, kind)))
+        stats = session.stats
+        left = stats.bytes_offloaded + stats.bytes_forwarded
+        words = "bit-equal" if same else "DIFFERENT"
+        told = {"bit_equal": same, "offloaded_bytes": left, "read_bytes": stats.bytes_read}
+        found.note(name, told, f"{words}, {left / 2**20:.1f} MiB went to the disk")
+        if not same:
+            found.fail(f"{name}: training with ssdtrain gave other bits than without")
+        if not stats.from_gpu_bytes:
+            found.fail(f"{name}: nothing left the GPU: {stats.reason}")
+
+
+if __name__ == "__main__":
+    sys.exit(run_step(look, step_parser(__doc__).parse_args()))

@@ -1,0 +1,86 @@
+"""Blocks as those of Llama: what a step of a language model saves, at any size."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+HEAD_WIDTH_MAX = 128
+WIDTH_MULTIPLE = 256
+ROTATION_BASE = 10_000.0
+
+
+class Norm(nn.Module):
+    """Root mean square norm (Zhang and Sennrich, arXiv 1910.07467), in float32."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Norm (batch, sequence, hidden)."""
+        wide = x.float()
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)
+        return (wide * scale).to(x.dtype) * self.weight
+
+
+class Block(nn.Module):
+    """Attention with rotary positions, then a gated product (Llama, arXiv 2302.13971)."""
+
+    def __init__(self, hidden: int, dropout: float) -> None:
+        super().__init__()
+        self.head_width = min(HEAD_WIDTH_MAX, hidden // 2)
+        # Two thirds of four times the width, rounded up: 11,008 for 4,096.
+        wide = -(-hidden * 8 // 3 // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
+        self.norms = nn.ModuleList(Norm(hidden) for _ in range(2))
+        self.queries_keys_values = nn.Linear(hidden, 3 * hidden, bias=False)
+        self.attention_out = nn.Linear(hidden, hidden, bias=False)
+        self.gate_up = nn.Linear(hidden, 2 * wide, bias=False)
+        self.down = nn.Linear(wide, hidden, bias=False)
+        self.dropout = dropout
+
+    def forward(self, x: Tensor, turn: Tensor) -> Tensor:
+        """Add to the residual stream, (batch, sequence, hidden)."""
+        batch, sequence, hidden = x.shape
+        heads = self.queries_keys_values(self.norms[0](x))
+        heads = heads.view(batch, sequence, 3, hidden // self.head_width, self.head_width)
+        query, key, value = heads.permute(2, 0, 3, 1, 4)
+        query, key = rotated(query, turn), rotated(key, turn)
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.attention_out(mixed.transpose(1, 2).reshape(x.shape))
+        gate, up = self.gate_up(self.norms[1](x)).chunk(2, dim=-1)
+        out = self.down(functional.silu(gate) * up)
+        if self.dropout:
+            out = functional.dropout(out, self.dropout)
+        return x + out
+
+
+class Llama(nn.Module):
+    """A row of blocks and a loss, without words: what comes in are hidden states."""
+
+    def __init__(self, hidden: int, layers: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(hidden, dropout) for _ in range(layers))
+
+    def forward(self, x: Tensor, *, recompute: bool = False) -> Tensor:
+        """Return the loss of (batch, sequence, hidden)."""
+        turn = rotation(x.shape[1], self.blocks[0].head_width, x)
+        for block in self.blocks:
+            x = checkpoint(block, x, turn, use_reentrant=False) if recompute else block(x, turn)
+        return x.float().square().mean()
+
+
+def rotation(sequence: int, width: int, like: Tensor) -> Tensor:
+    """Return cosines and sines of rotary positions, (2, sequence, width / 2)."""
+    steps = torch.arange(width // 2, dtype=torch.float32) / (width // 2)
+    angles = torch.arange(sequence, dtype=torch.float32)[:, None] / ROTATION_BASE**steps
+    return torch.stack([angles.cos(), angles.sin()]).to(like)
+
+
+def rotated(x: Tensor, turn: Tensor) -> Tensor:
+    """Turn the halves of each head by its position (RoFormer, arXiv 2104.09864)."""
+    left, right = x.chunk(2, dim=-1)
+    cosine, sine = turn
+    return torch.cat([left * cosine - right * sine, right * cosine + left * sine], dim=-1)

@@ -1,0 +1,280 @@
+"""Whether offloading ever makes a step longer than it may: on the disk, and on slower ones.
+
+For each model, dtype and share of the disk's rate one process trains by turns without ssdtrain and
+with it in three ways: `all` writes whatever it is given, `cut` offloads what hides behind computing
+(the cut of SSDTrain, `slowdown_max=None`), `ours` as much of it as `slowdown_max` allows. A turn is
+one step of each, in an order that rotates, on the same batch; the ratio of a way is the median over
+the turns of its time over that of the plain step in that turn, with the middle half of the ratios.
+So what else the machine does meets all alike. The first turns, in which sessions adapt, are left
+out. The peak is the median over the turns of the most saved bytes in memory, over what a plain step
+has.
+
+A slower disk is a control group (blkio) that bounds reads and writes; only root may make one, and
+without it the disk is measured as it is.
+
+    python benches/training/never_worse.py [--models gpt2 bert] [--dtypes float32 bfloat16]
+        [--shares 1 0.5 0.2 0.1 0.033] [--turns N] [--dir DIR] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+
+import ssdtrain
+from hook_overhead import KeepNothing
+from ssdtrain.config import OffloadConfig, StoreConfig
+from ssdtrain.demo.machine import machine_facts
+from ssdtrain.demo.models import build_trainee
+from ssdtrain.demo.options import TrainingOptions
+from ssdtrain.demo.text import ByteBatches, load_text
+from ssdtrain.planning.policy import Policy
+
+ADAPTING_TURNS = 60
+"""Three steps for plans, and as many as a campaign has at most, and some more."""
+BLKIO = Path("/sys/fs/cgroup/blkio")
+GIB = 1 << 30
+RATE_BYTES = 256 << 20
+"""Written and read to know the rate of the disk."""
+
+
+class _Everything(set[int]):
+    def __contains__(self, key: object) -> bool:
+        return True
+
+
+class KeepAll(Policy):
+    """A policy under which nothing is written: a plain step, counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keep = _Everything()
+
+
+class Way:
+    """One session, which takes its step in each turn."""
+
+    def __init__(self, directory: str, policy: Policy) -> None:
+        store = StoreConfig(dirs=(directory,))
+        self.session = ssdtrain.Session(OffloadConfig(store=store), policy)
+        self.seconds: list[float] = []
+        self.peaks: list[int] = []
+        self.written: list[int] = []
+
+    def take(self, step: Callable[[], None]) -> None:
+        """Take a step, and note its time, its peak and what it wrote."""
+        hooks = self.session._hooks  # noqa: SLF001 - the peak of one step
+        assert hooks is not None
+        account = hooks._residency.account  # noqa: SLF001
+        account.forget_peak()
+        before = self.session.stats.bytes_written
+        began_s = perf_counter()
+        with self.session.context():
+            step()
+        self.seconds.append(perf_counter() - began_s)
+        self.peaks.append(account.peak_bytes)
+        self.written.append(self.session.stats.bytes_written - before)
+
+
+def disk_rate(directory: str) -> float:
+    """Return the bytes per second of the slower direction."""
+    tensor = torch.ones(RATE_BYTES, dtype=torch.uint8)
+    rates = []
+    with ssdtrain.TensorStore(directory) as store:
+        for _ in range(3):
+            began_s = perf_counter()
+            stored = store.write(tensor)
+            stored.wait()
+            written_s = perf_counter()
+            store.read(stored).result()
+            slower_s = max(written_s - began_s, perf_counter() - written_s)
+            rates.append(RATE_BYTES / slower_s)
+    return statistics.median(rates)
+
+
+@contextmanager
+def throttled(directory: str, rate: float | None) -> Iterator[None]:
+    """Bound the disk for this process; its threads begin inside."""
+    if rate is None:
+        yield
+        return
+    device = os.stat(directory).st_dev
+    group = BLKIO / f"never-worse-{os.getpid()}"
+    group.mkdir()
+    home = BLKIO / "cgroup.procs"
+    try:
+        for direction in ("read", "write"):
+            limit = f"{os.major(device)}:{os.minor(device)} {int(rate)}"
+            (group / f"blkio.throttle.{direction}_bps_device").write_text(limit)
+        (group / "cgroup.procs").write_text(str(os.getpid()))
+        yield
+    finally:
+        home.write_text(str(os.getpid()))
+        group.rmdir()
+
+
+def train(options: TrainingOptions, turns: int, slowdown_max: float) -> dict[str, Any]:
+    """Take the turns; return the figures of each way."""
+    assert options.directory is not None
+    directory = options.directory
+    trainee = build_trainee(options)
+    parameters = list(trainee.module.parameters())
+    optimizer = torch.optim.SGD(parameters, lr=1e-3)
+    batches = ByteBatches(
+        load_text(None), batch=options.batch, sequence=options.sequence, seed=options.seed
+    )
+    ways = {
+        "all": Way(directory, KeepNothing()),
+        "cut": Way(directory, Policy()),
+        "ours": Way(directory, Policy(slowdown_max)),
+    }
+    counted, plain_s = Way(directory, KeepAll()), list[float]()
+
+    def plain(step: Callable[[], None]) -> None:
+        began_s = perf_counter()
+        step()
+        plain_s.append(perf_counter() - began_s)
+
+    takers = [plain, *(way.take for way in ways.values())]
+    for turn in range(ADAPTING_TURNS + turns):
+        text = batches.at(turn)
+
+        def step(text: torch.Tensor = text) -> None:
+            optimizer.zero_grad(set_to_none=False)
+            with torch.autocast("cpu", torch.bfloat16, enabled=options.dtype == "bfloat16"):
+                loss = trainee.loss(text)
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+
+        if turn == 0:
+            counted.take(step)
+        for taker in takers[turn % 4 :] + takers[: turn % 4]:
+            taker(step)
+    kept_bytes = counted.peaks[0]
+    told = {name: _figures(way, plain_s[-turns:], kept_bytes) for name, way in ways.items()}
+    stats = ways["ours"].session.stats
+    return {
+        "plain_s": statistics.median(plain_s[-turns:]),
+        "plain_peak_bytes": kept_bytes,
+        "ways": told,
+        "price_s_per_gib": stats.price_s_per_gib,
+        "price_error_s_per_gib": stats.price_error_s_per_gib,
+        "slowdown_expected": stats.slowdown_expected,
+        "slowdown_error": stats.slowdown_error,
+        "ours_s": ways["ours"].seconds,
+        "every_plain_s": plain_s,
+    }
+
+
+def _figures(way: Way, plain_s: list[float], kept_bytes: int) -> dict[str, float]:
+    turns = len(plain_s)
+    ratios = sorted(one / plain for one, plain in zip(way.seconds[-turns:], plain_s, strict=True))
+    return {
+        "ratio": statistics.median(ratios),
+        "ratio_low": ratios[turns // 4],
+        "ratio_high": ratios[-1 - turns // 4],
+        "peak": statistics.median(way.peaks[-turns:]) / kept_bytes,
+        "peak_high": max(way.peaks[-turns:]) / kept_bytes,
+        "written_bytes": statistics.median(way.written[-turns:]),
+    }
+
+
+def run_child(words: list[str]) -> int:
+    """Train in a process of its own, so that memory and threads begin anew."""
+    given = json.loads(words[0])
+    options = TrainingOptions.from_json(given["options"])
+    assert options.directory is not None
+    with throttled(options.directory, given["rate"]):
+        told = train(options, given["turns"], given["slowdown_max"])
+    print(json.dumps(told))
+    return 0
+
+
+def measure(options: TrainingOptions, rate: float | None, arguments: Any) -> dict[str, Any]:
+    """Start the process of one row and return what it tells."""
+    given = {
+        "options": options.to_json(),
+        "rate": rate,
+        "turns": arguments.turns,
+        "slowdown_max": arguments.slowdown_max,
+    }
+    command = [sys.executable, "-P", __file__, "--child", json.dumps(given)]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return told
+
+
+def show(row: dict[str, Any]) -> None:
+    """Print one row."""
+    cells = [
+        f"{one['ratio']:.3f} ({one['ratio_low']:.3f}-{one['ratio_high']:.3f}) {one['peak']:.2f}"
+        for one in row["ways"].values()
+    ]
+    price = f"{row['price_s_per_gib']:.3f} ± {row['price_error_s_per_gib']:.3f}"
+    name = f"{row['model']} {row['dtype']} 1/{1 / row['share']:.0f}"
+    print(f"{name:<20} {row['plain_s']:6.3f}  " + "  ".join(cells) + f"  {price}", flush=True)
+
+
+def main(words: list[str]) -> int:
+    if words[:1] == ["--child"]:
+        return run_child(words[1:])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", default=["gpt2", "bert"])
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--shares", nargs="+", type=float, default=[1, 1 / 2, 1 / 5, 0.1, 1 / 30])
+    parser.add_argument("--turns", type=int, default=60)
+    parser.add_argument("--slowdown-max", type=float, default=0.02)
+    for name, value in (("layers", 4), ("hidden", 512), ("sequence", 256), ("batch", 4)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--dir", type=Path, default=None)
+    parser.add_argument("--json", type=Path, default=None)
+    arguments = parser.parse_args(words)
+    if arguments.turns < 4:
+        parser.error("--turns must be at least 4: the order of the ways rotates over four")
+    with tempfile.TemporaryDirectory(dir=arguments.dir or Path.home()) as directory:
+        rate = disk_rate(directory)
+        can_throttle = os.geteuid() == 0 and BLKIO.is_dir()
+        shares = arguments.shares if can_throttle else [1.0]
+        print(f"disk: {rate / GIB:.2f} GiB/s" + ("" if can_throttle else "; cannot be throttled"))
+        heads = "  ".join(f"{f'{name}: ratio (half) peak':<30}" for name in ("all", "cut", "ours"))
+        print(f"{'':<20} {'plain':>6}  {heads}  price, s per GiB")
+        rows = []
+        for model in arguments.models:
+            for dtype in arguments.dtypes:
+                options = TrainingOptions(
+                    model=model, dtype=dtype, directory=directory,
+                    layers=arguments.layers, hidden=arguments.hidden,
+                    sequence=arguments.sequence, batch=arguments.batch,
+                )  # fmt: skip
+                for share in shares:
+                    told = measure(options, None if share == 1 else share * rate, arguments)
+                    rows.append({"model": model, "dtype": dtype, "share": share, **told})
+                    show(rows[-1])
+        if arguments.json is not None:
+            document = {
+                "command": "python benches/training/never_worse.py " + " ".join(words),
+                "when": datetime.now(UTC).isoformat(timespec="seconds"),
+                "machine": vars(machine_facts(Path(directory))),
+                "disk_bytes_per_s": rate,
+                "rows": rows,
+            }
+            arguments.json.write_text(json.dumps(document, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""The state of an optimizer on SSDs, brought back for its update."""

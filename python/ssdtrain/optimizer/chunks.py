@@ -1,0 +1,95 @@
+"""One step of an optimizer, as the optimizer's own code run over a few parameters at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+__all__ = ["Chunk", "Settings", "chunks_of", "own_step", "update"]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Parameters of one group that are updated together."""
+
+    group: dict[str, Any]
+    params: list[Tensor]
+
+
+def chunks_of(
+    groups: Iterable[dict[str, Any]], nbytes: Callable[[Tensor], int], bytes_max: int
+) -> Iterator[Chunk]:
+    """Cut groups into chunks of about ``bytes_max``, in the order of the parameters.
+
+    A parameter that is larger makes a chunk alone. ``nbytes`` says how much one brings into memory.
+    """
+    for group in groups:
+        params: list[Tensor] = []
+        total = 0
+        for param in group["params"]:
+            size = nbytes(param)
+            if params and total + size > bytes_max:
+                yield Chunk(group, params)
+                params, total = [], 0
+            params.append(param)
+            total += size
+        yield Chunk(group, params)
+
+
+def own_step(kind: type[Optimizer]) -> Callable[..., Any]:
+    """Return the step of an optimizer's class without what torch puts around it (hooks, a record).
+
+    That is run once around all chunks, not once for each.
+    """
+    step: Callable[..., Any] = kind.step
+    return getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
+
+
+class Settings:
+    """What updates change in a group besides parameters, such as a count of steps.
+
+    Each chunk begins with what the group had before the step, and all end with the same.
+    """
+
+    def __init__(self) -> None:
+        self._changed: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
+
+    def note(self, group: dict[str, Any], after: dict[str, Any]) -> None:
+        """Remember what the first chunk of a group changed."""
+        if id(group) in self._changed:
+            return
+        changes = {
+            name: value
+            for name, value in after.items()
+            if name != "params" and (name not in group or value is not group[name])
+        }
+        self._changed[id(group)] = group, changes
+
+    def apply(self) -> None:
+        """Put the changes into the groups."""
+        for group, changes in self._changed.values():
+            group.update(changes)
+
+
+def update(
+    optimizer: Optimizer,
+    step: Callable[..., Any],
+    chunk: Chunk,
+    settings: Settings,
+    options: dict[str, Any],
+) -> None:
+    """Run the optimizer's own step over one chunk."""
+    groups = optimizer.param_groups
+    group = dict(chunk.group, params=chunk.params)
+    optimizer.param_groups = [group]
+    try:
+        with torch.no_grad():
+            step(optimizer, **options)
+    finally:
+        optimizer.param_groups = groups
+    settings.note(chunk.group, group)

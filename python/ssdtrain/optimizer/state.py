@@ -1,0 +1,326 @@
+"""The state of an optimizer whose large tensors may be on the disk: dicts that bring them back.
+
+What is in a dict is the truth: a tensor that lies in memory, or in its place an `Away`, which says
+where the bytes are. Whoever asks a dict for a value gets a tensor, never an `Away`, so that an
+update, a look from outside, a copy and a pickle cannot see a state that is not there.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterator
+from time import perf_counter
+from typing import Any, SupportsIndex
+
+import torch
+from torch import Tensor
+
+from ssdtrain.errors import BusyError, ConfigError, SsdtrainError
+from ssdtrain.machine.torch_internals import storage_users
+from ssdtrain.notices import Notices
+from ssdtrain.store import PendingRead, StoredTensor, TensorStore
+
+__all__ = ["Disk", "ParameterState", "States"]
+
+STORAGE_USERS_ALONE = 2
+"""What `storage_users` says of a tensor that shares its storage with nobody."""
+
+
+def _references_alone() -> int:
+    """Return what Python counts for a value that only its dict has, asked as below."""
+    alone = {0: object()}
+    return sys.getrefcount(dict.__getitem__(alone, 0))
+
+
+REFERENCES_ALONE = _references_alone()
+
+
+class Away:
+    """Stands in a state for a tensor that is on the disk, or on its way there."""
+
+    __slots__ = ("_disk", "_pending", "nbytes", "source", "stored")
+
+    def __init__(self, disk: Disk, stored: StoredTensor[Tensor], source: Tensor) -> None:
+        self._disk = disk
+        self._pending: PendingRead[Tensor] | None = None
+        self.nbytes = source.nbytes
+        self.stored: StoredTensor[Tensor] | None = stored
+        """What the store gave; ``None`` after a failed write."""
+        self.source: Tensor | None = source
+        """The tensor itself, until the disk has its bytes in whole; for good if that failed."""
+
+    def prefetch(self) -> None:
+        """Begin to read, unless the bytes are in memory still or on their way already."""
+        if self.source is None and self._pending is None:
+            assert self.stored is not None, "without a source the write has ended well"
+            self._pending = self._disk.store.read(self.stored)
+
+    def end_write(self) -> None:
+        """Wait for the write; a failed one keeps the tensor, and is said once."""
+        if self.source is None or self.stored is None:
+            return
+        try:
+            self.stored.wait()
+        except SsdtrainError as error:
+            self.stored = None
+            self._disk.note_failure(error)
+        else:
+            self.source = None
+
+    def tensor(self) -> Tensor:
+        """Wait for the tensor and return it; nothing of the disk uses its memory any more.
+
+        Raises:
+            StorageError: It could not be read.
+
+        """
+        began_s = perf_counter()
+        source = self.source
+        # The disk reads the memory until the write has ended; the caller may change it.
+        self.end_write()
+        if source is None:
+            self.prefetch()
+            assert self._pending is not None
+            source = self._pending.result()
+            self._disk.read_bytes += self.nbytes
+        self._disk.stall_s += perf_counter() - began_s
+        return source
+
+    def copy(self) -> Tensor:
+        """Return a tensor of its own with these bytes, which stay where they are."""
+        if self.source is not None:
+            return self.source.clone()
+        assert self.stored is not None
+        return self._disk.store.read(self.stored).result()
+
+
+class Disk:
+    """The store, what is on its way there, and counts."""
+
+    def __init__(self, store: TensorStore, *, in_flight_bytes_max: int, min_bytes: int) -> None:
+        self.store = store
+        self._in_flight: deque[Away] = deque()
+        self._in_flight_bytes = 0
+        self._in_flight_bytes_max = in_flight_bytes_max
+        self._min_bytes = min_bytes
+        self.notices = Notices()
+        self.read_bytes = 0
+        self.written_bytes = 0
+        self.stall_s = 0.0
+        """Time in which an update waited for the disk."""
+        self.failed_count = 0
+        """Writes that failed, whose tensors stayed in memory."""
+
+    def takes(self, value: object) -> bool:
+        """Whether a value of a state is worth its way to the disk and can go there."""
+        return (
+            type(value) is Tensor
+            and value.is_cpu
+            and value.layout is torch.strided
+            and not value.requires_grad
+            and value.nbytes >= self._min_bytes
+            # A view of the parameter, say: on its return it would be one no more.
+            and storage_users(value) == STORAGE_USERS_ALONE
+        )
+
+    def send(self, source: Tensor, stored: StoredTensor[Tensor] | None) -> Away | None:
+        """Begin to write a tensor, over its older bytes; ``None`` if it has to stay.
+
+        The older bytes stay on the disk until the new ones are there in whole.
+        """
+        while True:
+            try:
+                if stored is None:
+                    stored = self.store.write(source)
+                else:
+                    self.store.overwrite(stored, source)
+            except ConfigError:
+                if stored is None:
+                    raise
+                # The optimizer gave it another shape: the older bytes are of no use.
+                stored = None
+                continue
+            except BusyError as error:
+                if self._in_flight:
+                    self._end_oldest()
+                    continue
+                self.note_failure(error)
+                return None
+            except SsdtrainError as error:
+                self.note_failure(error)
+                return None
+            away = Away(self, stored, source)
+            self._in_flight.append(away)
+            self._in_flight_bytes += away.nbytes
+            self.written_bytes += away.nbytes
+            return away
+
+    def make_room(self) -> None:
+        """Wait until no more is on its way to the disk than the bound."""
+        self._settle(self._in_flight_bytes_max)
+
+    def flush(self) -> None:
+        """Wait until all that is on its way is there."""
+        self._settle(0)
+
+    def note_failure(self, error: SsdtrainError) -> None:
+        """Count a tensor that stays in memory because the disk did not take it; say it once."""
+        self.failed_count += 1
+        self.notices.say(
+            "failed write",
+            "the state of an optimizer stays in memory, because the disk did not take it; training "
+            "goes on, and the next step tries again: %s",
+            error,
+        )
+
+    def _settle(self, bytes_max: int) -> None:
+        began_s = perf_counter()
+        while self._in_flight_bytes > bytes_max or (self._in_flight and bytes_max == 0):
+            self._end_oldest()
+        self.stall_s += perf_counter() - began_s
+
+    def _end_oldest(self) -> None:
+        oldest = self._in_flight[0]
+        oldest.end_write()
+        # An interrupt above leaves it in the queue, and asks again.
+        self._in_flight.popleft()
+        self._in_flight_bytes -= oldest.nbytes
+
+
+class ParameterState(dict[Any, Any]):
+    """The state of one parameter: a dict whose tensors come back when somebody asks for them."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self._stored: dict[Any, StoredTensor[Tensor]] = {}
+        """Where the bytes of each tensor were written last, to be overwritten."""
+
+    def bring(self) -> None:
+        """Have every tensor in memory."""
+        for key in super().__iter__():
+            self[key]
+
+    def prefetch(self) -> None:
+        """Begin to read what is on the disk."""
+        for value in super().values():
+            if type(value) is Away:
+                value.prefetch()
+
+    def send(self, disk: Disk) -> None:
+        """Let what is large enough go to the disk."""
+        for key in self._stored.keys() - super().keys():
+            del self._stored[key]
+        for key in list(super().__iter__()):
+            if self._is_held_alone(key) and disk.takes(super().__getitem__(key)):
+                away = disk.send(super().__getitem__(key), self._stored.get(key))
+                if away is not None and away.stored is not None:
+                    self._stored[key] = away.stored
+                    super().__setitem__(key, away)
+
+    def _is_held_alone(self, key: Any) -> bool:
+        """Whether nobody else has this very object, who could look at it while it is away."""
+        return sys.getrefcount(super().__getitem__(key)) <= REFERENCES_ALONE
+
+    def nbytes(self) -> tuple[int, int]:
+        """Return the bytes of its tensors: those in memory, and those on the disk only."""
+        resident = on_disk = 0
+        for value in super().values():
+            if type(value) is Away and value.source is None:
+                on_disk += value.nbytes
+            elif isinstance(value, Tensor | Away):
+                resident += value.nbytes
+        return resident, on_disk
+
+    def copied(self) -> dict[Any, Any]:
+        """Return a plain dict: tensors that are on the disk are copied, and stay there."""
+        return {
+            key: value.copy() if type(value) is Away else value for key, value in super().items()
+        }
+
+    def __getitem__(self, key: Any) -> Any:
+        value = super().__getitem__(key)
+        if type(value) is Away:
+            tensor = value.tensor()
+            if value.stored is None:
+                self._stored.pop(key, None)
+            super().__setitem__(key, tensor)
+            return tensor
+        return value
+
+    # What follows leads every other way to a value past `__getitem__`; `__iter__` does so for
+    # `dict(state)` and `{**state}`, which would else copy the entries as they lie there.
+
+    def __iter__(self) -> Iterator[Any]:
+        return super().__iter__()
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """Return a value, brought back if it was away."""
+        return self[key] if super().__contains__(key) else default
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        """Return a value, brought back if it was away, or put one there."""
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        """Take a value out, brought back if it was away."""
+        if key in self:
+            self[key]
+        return super().pop(key, *default)
+
+    def popitem(self) -> tuple[Any, Any]:
+        """Take the last entry out."""
+        self.bring()
+        return super().popitem()
+
+    def items(self) -> Any:
+        """Bring everything back, and show it."""
+        self.bring()
+        return super().items()
+
+    def values(self) -> Any:
+        """Bring everything back, and show it."""
+        self.bring()
+        return super().values()
+
+    def copy(self) -> dict[Any, Any]:
+        """Return a plain dict with everything in memory."""
+        return dict(self)
+
+    def __eq__(self, other: object) -> bool:
+        return dict(self) == other
+
+    def __ne__(self, other: object) -> bool:
+        return dict(self) != other
+
+    __hash__ = None
+
+    def __or__(self, other: Any) -> Any:
+        return dict(self) | other
+
+    def __ror__(self, other: Any) -> Any:
+        return other | dict(self)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
+        # A class that `torch.load` takes without further questions; `dict` itself is none.
+        return OrderedDict, (), None, None, iter(self.items())
+
+
+class States(defaultdict[Any, Any]):
+    """The states of all parameters, as an optimizer looks them up."""
+
+    def __init__(self) -> None:
+        super().__init__(ParameterState)
+
+    def adopt(self, states: dict[Any, Any]) -> None:
+        """Take over states that lie in memory."""
+        for key, state in states.items():
+            self[key] = ParameterState(state) if type(state) is dict else state
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return defaultdict, (dict, dict(self))

@@ -1,0 +1,448 @@
+"""How much of a plan is worth its price: learned from steps that differ in what they offload.
+
+Bytes that move cost time although nothing waits for them: hooks, copies and the disk's threads take
+processors and memory from the computing. A step takes ``base + price * bytes``. In the first steps
+the amount is varied, and steps that followed each other are compared, so that a machine that drifts
+meets both. From then on the amount is the largest one that keeps a step within ``slowdown_max`` of
+its base, and now and then a step offloads more, to go on learning: that never raises the peak.
+
+Pure: numbers go in, numbers come out; there is no clock, and no chance.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import combinations_with_replacement
+
+__all__ = ["Controller", "Pair", "Price", "Step", "Verdict", "fit"]
+
+SETTLED_COUNT = 3
+"""Steps of a kind that pass before it is varied: its plan is made anew after each of them."""
+CAMPAIGN_COUNT = 16
+"""Steps that are varied at first, half of them references that offload nothing."""
+CAMPAIGN_COUNT_MAX = 48
+CAMPAIGN_EXTENSION = 8
+"""By so many it goes on while the error is too large to leave much of the plan alone: later there
+is hardly anything more that could be offloaded, to learn from."""
+ERROR_SHARE_MAX = 0.25
+"""Of ``slowdown_max``: the error of what the whole plan costs, at which it is known well enough."""
+TARGET_SHARE = 0.8
+"""Of ``slowdown_max``, what the amount is chosen for: the rest pays for what is learned."""
+PROBE_INTERVAL = 8
+"""After the campaign, every so many steps one offloads more."""
+PROBE_INTERVAL_UNSURE = 4
+"""While the price is smaller than its error: then a probe costs little and tells much."""
+PROBE_INTERVAL_OFF = 64
+"""While nothing is offloaded, because nothing would be worth its price."""
+PROBE_FACTOR = 2.0
+"""So much more is offloaded in a probe: what it costs is known within this factor."""
+PROBE_SHARE_MIN = 1 / 16
+"""Of the plan. Less would not be told from nothing; an amount below this is none at all."""
+CAMPAIGN_SHARE_MIN = 1 / 8
+"""The same for the first steps, where little is known of the price."""
+PAIRS_MAX = 48
+"""Pairs that are remembered. A price changes with what else the machine does."""
+PAIRS_MIN = 3
+"""Fewer pairs say nothing of their own error."""
+DEVIATION = 1.4826
+"""From the median deviation to the standard deviation, of normal noise."""
+MEDIAN = 1.2533
+"""The standard error of a median is larger than that of a mean by this factor."""
+SHARED = 1.7
+"""The error is so much larger than that of as many pairs that share no step."""
+NEIGHBOUR_COUNT = 4
+"""A step is compared with so many of its kind before it: then some of them stand at the same place
+of whatever rhythm the training has (micro-batches, of which one makes the gradients)."""
+STEPS_MAX = 16
+"""Steps that are remembered; those of one kind are no neighbours if more lie between them."""
+SIMILAR_BYTES = 1.25
+"""Steps of different kinds may be compared, by time per saved byte, if they save about as much."""
+WATCH_COUNT = 8
+"""An alarm looks at the median of so many last steps."""
+WATCH_REFERENCE_COUNT = 16
+"""It compares them with so many of the first ones of the same amount."""
+ALARM_ERRORS = 5.0
+"""Steps are longer than they were if by more than so many standard errors, and by more than
+``slowdown_max``."""
+CALM_COUNT = 64
+"""Steps between two campaigns at least; twice as many after each that has changed nothing."""
+CALM_COUNT_MAX = 1024
+UNSURE_SHARE = 0.25
+"""A price with an error of more than this share of it is tried again where it keeps everything."""
+SAVED_BYTES_MUCH = 64 << 20
+"""Steps that save less need not ask how much memory is left, which takes time itself."""
+KINDS_MAX = 64
+"""Kinds of steps that are remembered, more than any training has."""
+HYSTERESIS = 1.15
+"""An amount changes if by more than this factor: each change moves tensors to and fro."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One round that has ended: forward and backward of one batch or micro-batch."""
+
+    kind: int
+    """Rounds of one kind compute the same."""
+    opening: int
+    """All that is known of a round when it begins."""
+    seconds: float
+    """From the first pack to the last unpack, with all waits."""
+    saved_bytes: int
+    offered_bytes: int
+    """Given to the disk."""
+    planned_bytes: int
+    """What the plan for the next round of this kind would give to it."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two steps that followed each other: by how much they differ."""
+
+    nbytes: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Price:
+    """What a byte costs, in seconds, with its standard error."""
+
+    s_per_byte: float
+    error: float
+    pair_count: int
+
+    @property
+    def upper(self) -> float:
+        """The price that decides: where little is known, little is risked."""
+        return self.s_per_byte + self.error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What is known and done at the moment."""
+
+    price: Price | None
+    """``None``: too few steps were compared."""
+    slowdown: float
+    """Expected of the kind of step seen last, as a share of what it takes without offloading."""
+    slowdown_error: float
+    amount_bytes: int
+    planned_bytes: int
+    is_adapting: bool
+    """Whether steps are varied at the moment, so that the peak may be that of keeping all."""
+
+    @property
+    def is_off(self) -> bool:
+        """Whether nothing is offloaded, because nothing is worth its price."""
+        return self.price is not None and self.amount_bytes == 0 and self.planned_bytes > 0
+
+
+def fit(pairs: Iterable[Pair]) -> Price | None:
+    """Fit the slope of seconds over bytes, so that no few steps decide it.
+
+    It is the median of the slopes of all pairs of pairs, weighted by their bytes (Hodges and
+    Lehmann, 1963): a step that took twice as long moves it hardly, and steps that take long and
+    short by turns do not pull it to either. ``None`` without enough pairs.
+    """
+    used = [pair if pair.nbytes > 0 else Pair(-pair.nbytes, -pair.seconds) for pair in pairs]
+    used = [pair for pair in used if pair.nbytes > 0]
+    if len(used) < PAIRS_MIN:
+        return None
+    joined = (
+        (one.nbytes + other.nbytes, one.seconds + other.seconds)
+        for one, other in combinations_with_replacement(used, 2)
+    )
+    slopes = sorted((seconds / nbytes, nbytes) for nbytes, seconds in joined)
+    half = sum(weight for _, weight in slopes) / 2
+    passed, slope = 0.0, slopes[-1][0]
+    for one_slope, weight in slopes:
+        passed += weight
+        if passed >= half:
+            slope = one_slope
+            break
+    deviation = statistics.median(abs(pair.seconds - slope * pair.nbytes) for pair in used)
+    # A fitted slope comes close to few pairs by itself.
+    few = len(used) / (len(used) - 2)
+    spread = math.sqrt(sum(pair.nbytes**2 for pair in used))
+    return Price(slope, SHARED * DEVIATION * few * deviation / spread, len(used))
+
+
+def is_reference(turn: int) -> bool:
+    """Whether this step of a campaign offloads nothing: the sequence of Thue and Morse.
+
+    Neither a drift nor a rhythm of the training (micro-batches, of which every second or fourth
+    comes with the optimizer) falls together with it.
+    """
+    return turn.bit_count() % 2 == 1
+
+
+class _Kind:
+    """What is known of one kind of step."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.planned_bytes = 0
+        self.steps: deque[Step] = deque(maxlen=STEPS_MAX)
+        self.amount_bytes: int | None = None
+        """``None``: the whole plan."""
+        self.first_s: list[float] = []
+        self.last_s: deque[float] = deque(maxlen=WATCH_COUNT)
+
+    @property
+    def usual_bytes(self) -> int:
+        """What a usual step offloads."""
+        amount_bytes, planned_bytes = self.amount_bytes, self.planned_bytes
+        return planned_bytes if amount_bytes is None else min(amount_bytes, planned_bytes)
+
+    def base_s(self, price: Price) -> float:
+        """Return what a step takes without offloading."""
+        return statistics.median(
+            step.seconds - price.s_per_byte * step.offered_bytes for step in self.steps
+        )
+
+    def forget_times(self) -> None:
+        """Compare the next steps with themselves alone."""
+        self.first_s.clear()
+        self.last_s.clear()
+
+    def is_slower(self, slowdown_max: float) -> bool:
+        """Whether the last steps took longer than those of the same amount before them."""
+        if len(self.first_s) < WATCH_REFERENCE_COUNT or len(self.last_s) < WATCH_COUNT:
+            return False
+        usual_s = statistics.median(self.first_s)
+        deviation = statistics.median(abs(one - usual_s) for one in self.first_s)
+        share = math.sqrt(1 / WATCH_COUNT + 1 / WATCH_REFERENCE_COUNT)
+        error = MEDIAN * DEVIATION * deviation * share
+        return statistics.median(self.last_s) > usual_s + max(
+            slowdown_max * usual_s, ALARM_ERRORS * error
+        )
+
+
+class Controller:
+    """Chooses for each step how many bytes of its plan are offloaded.
+
+    ``slowdown_max`` is a share of the time of a step: 0.02 allows 2 % more.
+    """
+
+    def __init__(self, slowdown_max: float) -> None:
+        self.slowdown_max = slowdown_max
+        self._kinds: dict[int, _Kind] = {}
+        self._opened: dict[int, int] = {}
+        """By opening, the kind of the last step that began so."""
+        self._steps: deque[Step] = deque(maxlen=STEPS_MAX)
+        self._pairs: deque[Pair] = deque(maxlen=PAIRS_MAX)
+        self._price: Price | None = None
+        self._turn = 0
+        """Steps since the last campaign began."""
+        self._campaign_count = CAMPAIGN_COUNT
+        self._calm_count = CALM_COUNT
+        self._share_before = 1.0
+        """Of the plan, what was offloaded when the last campaign began."""
+        self._last: _Kind | None = None
+
+    def allowance(self, opening: int, spare_bytes: Callable[[], int]) -> int | None:
+        """Return how many bytes the step that begins now may offload; ``None`` for no bound.
+
+        ``spare_bytes`` tells how much memory there is for what a step saves: memory that runs out
+        wins over the price, and is asked about only by steps that save much.
+        """
+        kind = self._kinds.get(self._opened.get(opening, 0))
+        if kind is None:
+            return self._unknown()
+        if kind.count < SETTLED_COUNT:
+            return None
+        wanted_bytes = self._wanted_bytes(kind)
+        saved_bytes = kind.steps[-1].saved_bytes
+        if saved_bytes < SAVED_BYTES_MUCH:
+            return wanted_bytes
+        return max(wanted_bytes, min(saved_bytes - spare_bytes(), kind.planned_bytes))
+
+    def note(self, step: Step) -> None:
+        """Learn from a step that has ended."""
+        kind = self._kind_of(step)
+        self._compare(step, kind)
+        kind.count += 1
+        kind.planned_bytes = step.planned_bytes
+        kind.steps.append(step)
+        self._steps.append(step)
+        self._last = kind
+        self._decide(kind)
+        if kind.count <= SETTLED_COUNT:
+            return
+        was_in_campaign = self._is_in_campaign()
+        is_usual = not was_in_campaign and step.offered_bytes <= kind.usual_bytes
+        self._turn += 1
+        if was_in_campaign and not self._is_in_campaign():
+            self._end_campaign(kind)
+        self._watch(step, kind, is_usual)
+
+    @property
+    def verdict(self) -> Verdict:
+        """What is known and done at the moment."""
+        price, kind = self._price, self._last
+        slowdown, error = 0.0, 0.0
+        amount_bytes = 0 if kind is None else kind.usual_bytes
+        if price is not None and kind is not None:
+            base_s = max(kind.base_s(price), 1e-9)
+            slowdown = price.s_per_byte * amount_bytes / base_s
+            error = price.error * amount_bytes / base_s
+        return Verdict(
+            price=price,
+            slowdown=slowdown,
+            slowdown_error=error,
+            amount_bytes=amount_bytes,
+            planned_bytes=0 if kind is None else kind.planned_bytes,
+            is_adapting=self._is_in_campaign(),
+        )
+
+    def _kind_of(self, step: Step) -> _Kind:
+        if step.kind not in self._kinds and len(self._kinds) >= KINDS_MAX:
+            oldest = next(iter(self._kinds))
+            del self._kinds[oldest]
+        if len(self._opened) >= 2 * KINDS_MAX:
+            self._opened.clear()
+        self._opened[step.opening] = step.kind
+        return self._kinds.setdefault(step.kind, _Kind())
+
+    def _neighbours(self, step: Step, kind: _Kind) -> list[Step]:
+        """Return the steps that this one is compared with."""
+        same = [one for one in self._steps if one.kind == step.kind]
+        if same or kind.count or not self._steps or not step.saved_bytes:
+            return same[-NEIGHBOUR_COUNT:]
+        # Shapes that never come back: the last step, if it computed about as much.
+        last = self._steps[-1]
+        is_similar = 1 / SIMILAR_BYTES < last.saved_bytes / step.saved_bytes < SIMILAR_BYTES
+        return [last] if is_similar else []
+
+    def _compare(self, step: Step, kind: _Kind) -> None:
+        pairs = []
+        for one in self._neighbours(step, kind):
+            scale = step.saved_bytes / one.saved_bytes if one.saved_bytes else 1.0
+            nbytes = step.offered_bytes - one.offered_bytes * scale
+            least = PROBE_SHARE_MIN / 2 * max(step.planned_bytes, one.planned_bytes)
+            if abs(nbytes) >= max(least, 1):
+                pairs.append(Pair(nbytes, step.seconds - one.seconds * scale))
+        if not pairs:
+            return
+        self._pairs.extend(pairs)
+        # After an alarm, the old price is the best guess until there is a new one.
+        self._price = fit(self._pairs) or self._price
+
+    def _wanted_bytes(self, kind: _Kind) -> int:
+        """Return what the step offloads that begins now, if there is memory for the rest."""
+        if self._is_in_campaign():
+            if is_reference(self._turn):
+                return 0
+            return self._probe_bytes(kind, CAMPAIGN_SHARE_MIN)
+        if self._is_probe(kind):
+            return self._probe_bytes(kind, PROBE_SHARE_MIN)
+        return kind.usual_bytes
+
+    def _is_in_campaign(self) -> bool:
+        return self._turn < self._campaign_count
+
+    def _is_probe(self, kind: _Kind) -> bool:
+        amount_bytes, price = kind.usual_bytes, self._price
+        if price is None or amount_bytes >= kind.planned_bytes:
+            return False
+        if amount_bytes == 0:
+            return self._turn % PROBE_INTERVAL_OFF == 0
+        is_unsure = price.error > abs(price.s_per_byte)
+        return self._turn % (PROBE_INTERVAL_UNSURE if is_unsure else PROBE_INTERVAL) == 0
+
+    def _worth_bytes(self, kind: _Kind, s_per_byte: float) -> float:
+        """Return what may be offloaded at this price."""
+        if self._price is None or s_per_byte <= 0:
+            return math.inf
+        base_s = max(kind.base_s(self._price), 0.0)
+        return TARGET_SHARE * self.slowdown_max * base_s / s_per_byte
+
+    def _decide(self, kind: _Kind) -> None:
+        """Choose what usual steps of a kind offload; changes only if it differs by much."""
+        planned_bytes, price = kind.planned_bytes, self._price
+        if price is None:
+            return
+        worth_bytes = min(self._worth_bytes(kind, price.upper), planned_bytes / PROBE_FACTOR)
+        # From here on no probe can offload much more, so an error would stay: be surer before.
+        surer_bytes = self._worth_bytes(kind, price.upper + price.error)
+        worth_bytes = max(worth_bytes, surer_bytes)
+        if worth_bytes >= planned_bytes:
+            kind.amount_bytes = None
+            return
+        if worth_bytes < PROBE_SHARE_MIN * planned_bytes:
+            worth_bytes = 0
+        before = kind.amount_bytes
+        if before is None or not before / HYSTERESIS <= worth_bytes <= before * HYSTERESIS:
+            kind.amount_bytes = int(worth_bytes)
+
+    def _probe_bytes(self, kind: _Kind, share_min: float) -> int:
+        planned_bytes, price = kind.planned_bytes, self._price
+        if price is None:
+            return planned_bytes
+        worth_bytes = PROBE_FACTOR * self._worth_bytes(kind, price.s_per_byte)
+        least = max(share_min * planned_bytes, kind.usual_bytes)
+        return int(min(planned_bytes, max(worth_bytes, least)))
+
+    def _unknown(self) -> int | None:
+        """Bound a step of a kind that was never seen as the last one was."""
+        kind = self._last
+        if kind is None or self._price is None:
+            return None
+        amount_bytes = kind.usual_bytes
+        return None if amount_bytes >= kind.planned_bytes else amount_bytes
+
+    def _end_campaign(self, kind: _Kind) -> None:
+        if self._campaign_count < CAMPAIGN_COUNT_MAX and self._is_undecided(kind):
+            self._campaign_count += CAMPAIGN_EXTENSION
+            return
+        share = self._share()
+        is_changed = not self._share_before / HYSTERESIS <= share <= self._share_before * HYSTERESIS
+        calmer = min(2 * self._calm_count, CALM_COUNT_MAX)
+        self._calm_count = CALM_COUNT if is_changed else calmer
+        for one in self._kinds.values():
+            one.forget_times()
+
+    def _is_undecided(self, kind: _Kind) -> bool:
+        price = self._price
+        if price is None or 2 * kind.usual_bytes <= kind.planned_bytes:
+            return False
+        error = price.error * kind.planned_bytes / max(kind.base_s(price), 1e-9)
+        return error > ERROR_SHARE_MAX * self.slowdown_max
+
+    def _is_off_unsurely(self, kind: _Kind) -> bool:
+        """Whether nothing is offloaded by a price that a noisy time may have told.
+
+        Then to try again raises no peak.
+        """
+        price = self._price
+        if price is None or kind.usual_bytes or not kind.planned_bytes:
+            return False
+        return price.error > UNSURE_SHARE * price.s_per_byte
+
+    def _share(self) -> float:
+        kind = self._last
+        if kind is None or kind.planned_bytes == 0:
+            return 1.0
+        return kind.usual_bytes / kind.planned_bytes
+
+    def _watch(self, step: Step, kind: _Kind, is_usual: bool) -> None:
+        """Begin a new campaign if usual steps have become longer: the price may be another."""
+        if not is_usual:
+            return
+        if len(kind.first_s) < WATCH_REFERENCE_COUNT:
+            kind.first_s.append(step.seconds)
+        else:
+            kind.last_s.append(step.seconds)
+        if self._turn < self._campaign_count + self._calm_count:
+            return
+        if kind.is_slower(self.slowdown_max) or self._is_off_unsurely(kind):
+            self._share_before = self._share()
+            self._turn, self._campaign_count = 0, CAMPAIGN_COUNT
+            self._pairs.clear()
+            for one in self._kinds.values():
+                one.forget_times()
+                # What was before the alarm tells no longer what a step takes.
+                one.steps = deque(list(one.steps)[-WATCH_COUNT:], maxlen=one.steps.maxlen)

@@ -1,0 +1,401 @@
+"""Derives the trace of a step from a model without memory: runs it on `meta` tensors.
+
+Every operation of forward and backward goes by with its shapes: which storages it reads and writes
+says what lives how long, the counters of `torch.utils.flop_counter` say what it computes, and a
+roofline says how long that takes. Nothing is known of any architecture. Where layers repeat, a few
+are run and one of those is repeated, if three in a row did exactly the same.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from ssdtrain.errors import ConfigError
+from ssdtrain.planning.repeat import BACKWARD, FORWARD, NONE, Operation, Storage, repeated
+from ssdtrain.planning.trace import Kernel, Phase, Trace, TracedTensor
+
+__all__ = ["Optimizer", "Roofline", "derive"]
+
+FLASH, EFFICIENT = "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"
+"""The operators behind ``scaled_dot_product_attention`` on GPUs; they have no public names."""
+VALUE = "_local_scalar_dense"
+"""What ``Tensor.item()`` calls."""
+LAYERS_RUN = 5
+"""Of repeated layers: the second to the fourth have neighbours like their own on both sides."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roofline:
+    """How long an operation takes: what it computes, or what it moves, or its launch."""
+
+    tensor_flops: float
+    """Floating point operations per second in 16 bits."""
+    single_flops: float
+    """The same in float32."""
+    memory_bytes_per_s: float
+    launch_s: float = 3e-6
+
+    def seconds(self, flops: float, nbytes: float, *, is_half: bool) -> float:
+        """Return how long an operation takes."""
+        rate = self.tensor_flops if is_half else self.single_flops
+        return max(flops / rate, nbytes / self.memory_bytes_per_s, self.launch_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Optimizer:
+    """What an optimizer keeps for each parameter."""
+
+    states: int
+    """Tensors of the parameter's shape."""
+    state_bytes: int | None
+    """Bytes of each of their values; ``None``: as many as the parameter's have."""
+    has_master: bool = False
+    """Whether it keeps parameters of 16 bits in float32 as well."""
+
+    def bytes_of(self, parameter: torch.Tensor) -> int:
+        """Return what it keeps for a parameter, in bytes."""
+        own = parameter.element_size()
+        each = self.states * (self.state_bytes or own)
+        return parameter.numel() * (each + (4 if self.has_master and own < 4 else 0))
+
+
+class _Attention(TorchFunctionMode):
+    """Lets attention be what GPUs do: fused, whose backward needs no matrix of weights."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is functional.scaled_dot_product_attention:
+            return _fused_attention(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _fused_attention(  # noqa: PLR0917 - torch's own signature
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    if attn_mask is None and query.element_size() == 2:
+        flash = getattr(torch.ops.aten, FLASH)
+        return flash(query, key, value, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
+    if enable_gqa:
+        groups = query.shape[-3] // key.shape[-3]
+        key = key.repeat_interleave(groups, dim=-3)
+        value = value.repeat_interleave(groups, dim=-3)
+    if attn_mask is not None:
+        shape = (*query.shape[:-1], key.shape[-2])
+        attn_mask = attn_mask.to(query.dtype).expand(shape)
+    efficient = getattr(torch.ops.aten, EFFICIENT)
+    return efficient(  # type: ignore[no-any-return]
+        query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale
+    )[0]
+
+
+@dataclass
+class _Recorder(TorchDispatchMode):
+    """Writes down each operation with the storages that it uses."""
+
+    roofline: Roofline
+    storages: list[Storage] = field(default_factory=list)
+    operations: list[Operation] = field(default_factory=list)
+    part: str = ""
+    segment: tuple[str, int] = NONE
+    phase: str = FORWARD
+    _numbers: dict[int, int] = field(default_factory=dict)
+    _held: list[torch.UntypedStorage] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def number(self, tensor: torch.Tensor) -> int:
+        """Return the number of a tensor's storage, which stays alive: its address is its name."""
+        storage = tensor.untyped_storage()
+        address = _address(storage)
+        found = self._numbers.get(address)
+        if found is None:
+            found = self._numbers[address] = len(self.storages)
+            self._held.append(storage)
+            self.storages.append(Storage(nbytes=storage.nbytes(), part=self.part))
+        return found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is getattr(torch.ops.aten, VALUE).default:
+            # Models ask whether all of a mask is set, and the like; nobody knows here. Masks of
+            # plain batches are.
+            if args[0].dtype is torch.bool:
+                return True
+            raise ConfigError(
+                f"the model computes with the value of a {args[0].dtype} tensor in Python, which "
+                "shapes alone do not tell; give a recorded trace instead (--trace FILE)"
+            )
+        out = func(*args, **kwargs)
+        read = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+        made = [one for one in tree_leaves(out) if isinstance(one, torch.Tensor)]
+        before = {_address(one.untyped_storage()) for one in read}
+        is_view = all(_address(one.untyped_storage()) in before for one in made)
+        changes = func._schema.is_mutable  # noqa: SLF001 - nothing public tells
+        if made and (changes or not is_view):
+            packet = func._overloadpacket  # noqa: SLF001 - as torch's flop counter does
+            count = flop_registry.get(packet)
+            flops = float(count(*args, **kwargs, out_val=out)) if count is not None else 0.0
+            self._record(packet.__name__, flops, read, made)
+        return out
+
+    def _record(
+        self, name: str, flops: float, read: list[torch.Tensor], made: list[torch.Tensor]
+    ) -> None:
+        numbers = dict.fromkeys(self.number(one) for one in (*read, *made))
+        moved = sum(
+            min(one.numel() * one.element_size(), one.untyped_storage().nbytes())
+            for one in (*read, *made)
+        )
+        is_half = made[0].element_size() <= 2
+        self.operations.append(
+            Operation(
+                seconds=self.roofline.seconds(flops, moved, is_half=is_half),
+                uses=tuple(numbers),
+                name=name,
+                flops=flops,
+                phase=self.phase,
+                segment=self.segment,
+            )
+        )
+
+
+def _address(storage: torch.UntypedStorage) -> int:
+    """Return what tensors on one storage have in common: on `meta` their data has no address."""
+    return int(storage._cdata)  # noqa: SLF001 - nothing public tells
+
+
+def derive(
+    name: str,
+    build: Callable[[], tuple[nn.Module, Callable[[], torch.Tensor]]],
+    roofline: Roofline,
+    optimizer: Optimizer,
+    accumulate: int = 1,
+) -> Trace:
+    """Return the trace of a step of a model, which ``build`` makes together with its loss.
+
+    It is called where tensors are made on `meta`. The loss is computed and differentiated once for
+    each of the ``accumulate`` micro-batches of a step. Raises ``ConfigError``.
+    """
+    with torch.device("meta"):
+        model, loss_of = build()
+    cut = _cut_layers(model)
+    recorder = _Recorder(roofline)
+    parameters = dict(model.named_parameters())
+    for where, one in parameters.items():
+        number = recorder.number(one)
+        recorder.storages[number].kind = "weight"
+        recorder.storages[number].part = where
+    for where, buffer in model.named_buffers():
+        number = recorder.number(buffer)
+        recorder.storages[number].kind = "weight"
+        recorder.storages[number].part = where
+    with torch.device("meta"), _Attention(), recorder, _parts(model, cut, recorder):
+        loss = loss_of()
+        recorder.phase = BACKWARD
+        loss.backward()  # type: ignore[no-untyped-call]
+    updates = []
+    for where, one in parameters.items():
+        if one.grad is None:
+            continue
+        gradient = recorder.number(one.grad)
+        recorder.storages[gradient].kind = "gradient"
+        recorder.storages[gradient].part = where
+        updates.append((recorder.number(one), gradient, optimizer.bytes_of(one)))
+    operations, storages = recorder.operations, recorder.storages
+    if cut is not None and cut.left_out:
+        operations, updates = repeated(operations, storages, updates, LAYERS_RUN, cut.left_out)
+    return _trace(
+        name,
+        roofline=roofline,
+        operations=operations,
+        storages=storages,
+        updates=updates,
+        accumulate=accumulate,
+    )
+
+
+@dataclass
+class _Cut:
+    """A list of layers of which some are run."""
+
+    layers: nn.ModuleList
+    left_out: int
+
+
+def _cut_layers(model: nn.Module) -> _Cut | None:
+    """Leave the first layers of the longest list of equal ones."""
+
+    def shape(layer: nn.Module) -> tuple[Any, ...]:
+        return (type(layer), *((name, one.shape) for name, one in layer.named_parameters()))
+
+    lists = [one for one in model.modules() if isinstance(one, nn.ModuleList) and len(one) > 0]
+    equal = [one for one in lists if len({shape(layer) for layer in one}) == 1]
+    longest = max(equal, key=len, default=None)
+    if longest is None or len(longest) <= LAYERS_RUN:
+        return None
+    left_out = len(longest) - LAYERS_RUN
+    del longest[LAYERS_RUN:]
+    return _Cut(longest, left_out)
+
+
+@contextmanager
+def _parts(model: nn.Module, cut: _Cut | None, recorder: _Recorder) -> Iterator[None]:
+    """Tell the recorder which module runs, and where each of the repeated layers begins."""
+    with ExitStack() as stack:
+        for where, module in model.named_modules():
+            enter = functools.partial(_enter, recorder, where)
+            leave = functools.partial(_leave, recorder, where.rpartition(".")[0])
+            stack.callback(module.register_forward_pre_hook(enter).remove)
+            stack.callback(module.register_forward_hook(leave).remove)
+        for place, layer in enumerate(cut.layers if cut is not None else ()):
+            begin = functools.partial(_begin, recorder, place)
+            end = functools.partial(_end, recorder, place)
+            stack.callback(layer.register_forward_pre_hook(begin, with_kwargs=True).remove)
+            stack.callback(layer.register_forward_hook(end).remove)
+        yield
+
+
+def _enter(recorder: _Recorder, where: str, *_: object) -> None:
+    recorder.part = where
+
+
+def _leave(recorder: _Recorder, outside: str, *_: object) -> None:
+    recorder.part = outside
+
+
+def _begin(recorder: _Recorder, place: int, _: object, args: Any, kwargs: Any) -> None:
+    recorder.segment = (FORWARD, place)
+    if place == 0:
+        _mark(recorder, NONE, (args, kwargs))
+
+
+def _end(recorder: _Recorder, place: int, _module: object, _args: object, out: Any) -> None:
+    recorder.segment = NONE
+    _mark(recorder, (BACKWARD, place), out)
+
+
+def _mark(recorder: _Recorder, segment: tuple[str, int], tensors: Any) -> None:
+    """Let a segment begin where backward has the gradient of the first tensor that has one."""
+
+    def reached(_: torch.Tensor) -> None:
+        recorder.segment = segment
+
+    for one in tree_leaves(tensors):
+        if isinstance(one, torch.Tensor) and one.requires_grad:
+            one.register_hook(reached)  # type: ignore[no-untyped-call]
+            return
+
+
+def _trace(
+    name: str,
+    *,
+    roofline: Roofline,
+    operations: list[Operation],
+    storages: list[Storage],
+    updates: list[tuple[int, int, int]],
+    accumulate: int,
+) -> Trace:
+    again = _recompute_seconds(operations, storages)
+    kinds = [one.kind for one in storages]
+    saved = again.keys()
+    tensors: list[TracedTensor] = []
+    kernels: list[Kernel] = []
+    phases: list[Phase] = []
+    shared: dict[int, int] = {}
+
+    def tensor(number: int, own: dict[int, int]) -> int:
+        kept = shared if kinds[number] in {"weight", "gradient"} else own
+        found = kept.get(number)
+        if found is None:
+            found = kept[number] = len(tensors)
+            one = storages[number]
+            kind = kinds[number] or ("activation" if number in saved else "workspace")
+            tensors.append(
+                TracedTensor(
+                    one.nbytes,
+                    kind=kind,
+                    part=one.part,
+                    lives_across_steps=kind == "weight",
+                    recompute_seconds=again.get(number),
+                )
+            )
+        return found
+
+    for _ in range(accumulate):
+        own: dict[int, int] = {}
+        phase = ""
+        for one in operations:
+            if one.phase != phase:
+                phase = one.phase
+                phases.append(Phase(phase, len(kernels)))
+            uses = tuple(tensor(number, own) for number in one.uses)
+            kernels.append(Kernel(one.seconds, uses, one.name, one.flops))
+    if updates:
+        phases.append(Phase("update", len(kernels)))
+    for weight, gradient, state_bytes in updates:
+        needed = [tensor(weight, {}), tensor(gradient, {})]
+        moved = 2 * storages[weight].nbytes + storages[gradient].nbytes + 2 * state_bytes
+        if state_bytes:
+            needed.append(len(tensors))
+            part = storages[weight].part
+            tensors.append(
+                TracedTensor(
+                    state_bytes, kind="optimizer_state", part=part, lives_across_steps=True
+                )
+            )
+        seconds = roofline.seconds(0.0, moved, is_half=False)
+        kernels.append(Kernel(seconds, tuple(needed), "update"))
+    return Trace(name, tuple(kernels), tuple(tensors), tuple(phases), "derived from shapes")
+
+
+def _recompute_seconds(operations: list[Operation], storages: list[Storage]) -> dict[int, float]:
+    """Return the storages of forward that backward needs, and how long each takes to make again.
+
+    That is the time of the operations that made it and of what they need that is not saved. What
+    several need counts once, with the first of them: all of them together take forward's time.
+    """
+    made: set[int] = set()
+    needed: set[int] = set()
+    for one in operations:
+        if one.phase == FORWARD:
+            made.update(one.uses)
+        else:
+            needed.update(one.uses)
+    saved = {one for one in made & needed if not storages[one].kind}
+    seconds: dict[int, float] = {}
+    seen: set[int] = set()
+    for one in operations:
+        if one.phase != FORWARD:
+            continue
+        new = [number for number in one.uses if number not in seen]
+        seen.update(new)
+        inputs = [number for number in one.uses if number not in new]
+        before = sum(seconds.get(number, 0.0) for number in inputs if number not in saved)
+        # What is changed in place is an input: its last use makes it whole.
+        for number in inputs:
+            if number not in saved:
+                seconds[number] = 0.0
+        made_now = new or inputs[:1]
+        for number in made_now:
+            seconds[number] = seconds.get(number, 0.0) + (one.seconds + before) / len(made_now)
+    return {number: seconds.get(number, 0.0) for number in saved}

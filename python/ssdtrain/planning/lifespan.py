@@ -1,0 +1,116 @@
+"""How long drives live under offloading: the model of SSDTrain, with every assumption a parameter.
+
+The source is *SSDTrain* (arXiv 2408.10013, figures 5 and 8). A drive is worn
+out when the endurance it is rated for has been written. The paper multiplies that twice: by 2.5,
+since ratings count with random writes that the drive amplifies (JESD218 and JESD219) and large
+sequential writes are not amplified; and by 86, since flash that has to keep data for a day instead
+of three years bears so many more cycles. No maker warrants either, so both are left out unless they
+are asked for. Pure.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+from ssdtrain.errors import ConfigError
+
+__all__ = [
+    "PAPER",
+    "RATED_AMPLIFICATION",
+    "RETENTION_GAIN",
+    "Transformer",
+    "Wear",
+]
+
+SECONDS_PER_DAY = 86_400.0
+DAYS_PER_YEAR = 365.0
+RATED_AMPLIFICATION = 2.5
+"""The write amplification that the paper takes ratings to count with."""
+RETENTION_GAIN = 86.0
+"""The paper's factor for retention relaxed from three years to one day."""
+
+
+def _check_positive(one: object) -> None:
+    for field in fields(one):  # type: ignore[arg-type]
+        value = getattr(one, field.name)
+        if not (math.isfinite(value) and value > 0):
+            raise ConfigError(f"{field.name} must be above 0, not {value!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wear:
+    """What is written to some drives, and what they bear. Raises ``ConfigError`` if not above 0."""
+
+    rated_bytes: float
+    """What all drives together are rated to have written."""
+    written_bytes_per_s: float
+    """Written to all of them together, on average over the time they are in use."""
+    rated_amplification: float = RATED_AMPLIFICATION
+    """Bytes that flash takes for each byte written, in the workload behind the rating."""
+    own_amplification: float = 1.0
+    """The same in the workload of offloading."""
+    retention_gain: float = RETENTION_GAIN
+    """How many times more cycles flash bears that keeps data for as long as a step only."""
+
+    def __post_init__(self) -> None:
+        """Check the figures."""
+        _check_positive(self)
+
+    def rated_days(self) -> float:
+        """Return the life by the rating alone, in days."""
+        return self.rated_bytes / self.written_bytes_per_s / SECONDS_PER_DAY
+
+    def sequential_days(self) -> float:
+        """Return the life if only the amplification differs from the rating's, in days."""
+        return self.rated_days() * self.rated_amplification / self.own_amplification
+
+    def relaxed_days(self) -> float:
+        """Return the life if retention is relaxed as well, in days: the paper's claim."""
+        return self.sequential_days() * self.retention_gain
+
+    def budget_bytes_per_day(self, years: float) -> float:
+        """Return what may be written each day so that the rating lasts for some years."""
+        if not (math.isfinite(years) and years > 0):
+            raise ConfigError(f"years must be above 0, not {years!r}")
+        return self.rated_bytes / (years * DAYS_PER_YEAR)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transformer:
+    """Sizes of a transformer's step on one of the GPUs that share its tensors.
+
+    Raises ``ConfigError`` if not above 0.
+    """
+
+    batch: int
+    sequence: int
+    hidden: int
+    layers: int
+    tensor_parallel: int = 1
+
+    def __post_init__(self) -> None:
+        """Check the figures."""
+        _check_positive(self)
+
+    def activation_bytes(self) -> float:
+        """Return what forward saves on each GPU, in bytes, in 16 bits and with flash attention.
+
+        It is s·b·h·(10 + 24/t) for each layer (Korthikanti et al., arXiv 2205.05198, without
+        what attention keeps of s² values), and gives table III of SSDTrain.
+        """
+        per_layer = self.sequence * self.batch * self.hidden * (10 + 24 / self.tensor_parallel)
+        return per_layer * self.layers
+
+    def step_flops(self) -> float:
+        """Return what forward and backward compute on each GPU.
+
+        Forward is 24·b·s·h² + 4·b·s²·h for each layer, and backward twice that.
+        """
+        tokens = self.batch * self.sequence
+        forward = 24 * tokens * self.hidden**2 + 4 * tokens * self.sequence * self.hidden
+        return 3 * forward * self.layers / self.tensor_parallel
+
+
+PAPER = Wear(rated_bytes=4 * 1200e12, written_bytes_per_s=12.1e9)
+"""The paper's case: four Samsung 980 PRO of 2 TB, and the rate of its largest configuration."""

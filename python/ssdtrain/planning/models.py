@@ -1,0 +1,158 @@
+"""Models by name, without their weights: a small table of published configurations, or yours.
+
+`transformers` builds them from their numbers alone, so nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from ssdtrain.errors import ConfigError, UnsupportedError
+
+__all__ = ["DTYPES", "MODELS", "Build", "builder"]
+
+Build = Callable[[], tuple[nn.Module, Callable[[], torch.Tensor]]]
+"""Makes a model, and what computes its loss on one micro-batch."""
+
+DTYPES: Final[Mapping[str, torch.dtype]] = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
+
+_LLAMA_3: Final[dict[str, Any]] = {
+    "vocab_size": 128_256,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+    "rope_theta": 500_000.0,
+    "tie_word_embeddings": False,
+}
+MODELS: Final[Mapping[str, tuple[str, dict[str, Any]]]] = {
+    "llama-3-8b": (
+        "LlamaConfig",
+        {
+            **_LLAMA_3,
+            "hidden_size": 4096,
+            "intermediate_size": 14_336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+        },
+    ),
+    "llama-3-70b": (
+        "LlamaConfig",
+        {
+            **_LLAMA_3,
+            "hidden_size": 8192,
+            "intermediate_size": 28_672,
+            "num_hidden_layers": 80,
+            "num_attention_heads": 64,
+        },
+    ),
+    # Granite 8B code is a Llama with these numbers.
+    "granite-8b": (
+        "LlamaConfig",
+        {
+            "vocab_size": 49_152,
+            "hidden_size": 4096,
+            "intermediate_size": 14_336,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 4096,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "gpt2": ("GPT2Config", {"n_layer": 12, "n_embd": 768, "n_head": 12}),
+    "gpt2-xl": ("GPT2Config", {"n_layer": 48, "n_embd": 1600, "n_head": 25}),
+    "bert-base": ("BertConfig", {}),
+    "bert-large": (
+        "BertConfig",
+        {
+            "hidden_size": 1024,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "intermediate_size": 4096,
+        },
+    ),
+}
+"""For each name the class of its configuration and the numbers that differ from its defaults."""
+
+HEADS: Final = {
+    "LlamaConfig": "LlamaForCausalLM",
+    "GPT2Config": "GPT2LMHeadModel",
+    "BertConfig": "BertForMaskedLM",
+}
+
+
+def builder(name: str, batch: int, sequence: int, dtype: torch.dtype) -> Build:
+    """Return what builds a model: one of ``MODELS``, or ``FILE.py:FUNCTION``.
+
+    The function is given ``batch``, ``sequence`` and ``dtype`` and returns a model and what
+    computes its loss. Raises ``ConfigError`` for names that lead nowhere.
+    """
+    file, colon, function = name.rpartition(":")
+    if colon:
+        own = _function(file, function)
+
+        def build() -> tuple[nn.Module, Callable[[], torch.Tensor]]:
+            made = own(batch=batch, sequence=sequence, dtype=dtype)
+            if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
+                raise ConfigError(f"{name} returned {made!r}, not a model and its loss function")
+            return made
+
+        return build
+    known = MODELS.get(name.lower().replace("_", "-"))
+    if known is None:
+        raise ConfigError(
+            f"no model is called {name!r} here; there are {', '.join(MODELS)}, or FILE.py:FUNCTION"
+        )
+    return _named(*known, batch=batch, sequence=sequence, dtype=dtype)
+
+
+def _named(
+    kind: str, numbers: dict[str, Any], *, batch: int, sequence: int, dtype: torch.dtype
+) -> Build:
+    def build() -> tuple[nn.Module, Callable[[], torch.Tensor]]:
+        try:
+            import transformers  # noqa: PLC0415 - optional, and slow to import
+        except ImportError as error:
+            raise UnsupportedError(
+                "models by name need transformers: pip install 'ssdtrain[transformers]', or give "
+                "FILE.py:FUNCTION"
+            ) from error
+        longest = {"n_positions" if kind == "GPT2Config" else "max_position_embeddings": sequence}
+        config = getattr(transformers, kind)(**{**numbers, **longest, "use_cache": False})
+        head = getattr(transformers, HEADS[kind])
+        model = head._from_config(config, dtype=dtype, attn_implementation="sdpa")  # noqa: SLF001
+        model.train()
+
+        def loss() -> torch.Tensor:
+            words = torch.zeros(batch, sequence, dtype=torch.long)
+            found = model(input_ids=words, labels=words).loss
+            assert isinstance(found, torch.Tensor)
+            return found
+
+        return model, loss
+
+    return build
+
+
+def _function(file: str, function: str) -> Callable[..., Any]:
+    path = Path(file)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if not path.is_file() or spec is None or spec.loader is None:
+        raise ConfigError(f"{file} is no Python file; give FILE.py:FUNCTION")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)
+    spec.loader.exec_module(module)
+    found = getattr(module, function, None)
+    if not callable(found):
+        raise ConfigError(f"{file} has no function {function!r}")
+    return found  # type: ignore[no-any-return]

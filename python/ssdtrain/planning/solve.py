@@ -1,0 +1,234 @@
+"""From a trace and a device to plans: what may move where, under which budgets, and what it costs.
+
+The compiled planner (`rust/plan`) decides; this says in its words what people ask. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Final, Literal, get_args
+
+from ssdtrain._core import PlanMachine, Planner, StepPlan
+from ssdtrain.errors import ConfigError
+from ssdtrain.planning.trace import CLASSES, TensorClass, Trace
+
+__all__ = ["PLACES", "Device", "Place", "Step", "only", "plan_document"]
+
+FORMAT: Final = "ssdtrain-plan-1"
+
+Place = Literal["keep", "ssd", "host", "any"]
+"""Where a tensor may be while it is not used: ``any`` is the drives or the host's memory."""
+
+PLACES: Final[tuple[Place, ...]] = get_args(Place)
+
+ZERO_S = 1e-9
+"""What a kernel without any time counts as."""
+TRIES_KERNELS: Final = 1500
+"""Up to so many kernels the look-ahead is tried after the first plan; it takes seconds beyond."""
+TRIES: Final = 6
+DRAFTS: Final = 4
+"""First plans that are made, each from how the best one so far went."""
+
+Sizes = tuple[tuple[int, float], tuple[int, float], tuple[int, float], tuple[int, float]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """Capacities in bytes and rates in bytes per second of what computes, its host and drives."""
+
+    memory_bytes: int
+    host_bytes: int = 0
+    """Memory of the host that may be used."""
+    write_bytes_per_s: float
+    """Of all drives together; ``read_bytes_per_s`` likewise."""
+    read_bytes_per_s: float
+    bus_bytes_per_s: float
+    """What drives and host share, in each direction."""
+    latency_s: float = 100e-6
+    duplex_share: float = 1.0
+    """The share of its rate that each direction of the drives keeps while both are busy."""
+    sizes: Sizes = ((0, 1.0), (0, 1.0), (0, 1.0), (0, 1.0))
+    """The share of their rate that the drives have for transfers of so many bytes."""
+    price_s_per_byte: float = 0.0
+    """Seconds of computing that are lost for each byte that moves."""
+
+    def machine(self, memory_bytes: int | None = None) -> PlanMachine:
+        """Return it in the planner's words, with another memory if that is given."""
+        bus = self.bus_bytes_per_s
+        ssd = (min(self.write_bytes_per_s, bus), min(self.read_bytes_per_s, bus))
+        # A copy of the host must not come to a stand while drives take the whole bus.
+        wide = max(bus, 1.1 * ssd[0], 1.1 * ssd[1])
+        return PlanMachine(
+            device_bytes=self.memory_bytes if memory_bytes is None else memory_bytes,
+            host_bytes=self.host_bytes,
+            ssd=ssd,
+            bus=(wide, wide),
+            host=(bus, bus),
+            latency_s=self.latency_s,
+            duplex_share=self.duplex_share,
+            sizes=self.sizes,
+            price=(self.price_s_per_byte, self.price_s_per_byte),
+        )
+
+
+class Step:
+    """A trace under rules of what may move where."""
+
+    def __init__(
+        self,
+        trace: Trace,
+        *,
+        classes: Mapping[TensorClass, Place] | None = None,
+        parts: Mapping[str, Place] | None = None,
+        budgets: Mapping[str, int] | None = None,
+    ) -> None:
+        """Take the place of each class (``any`` by default), and of parts of the model by pattern.
+
+        A budget bounds, in bytes, what of a class or of parts (a pattern) is in memory at once. The
+        first pattern that fits decides, and goes before the class. Raises ``ConfigError``.
+        """
+        self.trace, _ = trace.on_storages()
+        self._check(parts or {}, budgets or {})
+        used = {number for kernel in self.trace.kernels for number in kernel.uses}
+        self._idle_bytes = sum(
+            one.nbytes
+            for number, one in enumerate(self.trace.tensors)
+            if one.lives_across_steps and number not in used
+        )
+        rows = []
+        for one in self.trace.tensors:
+            place = (classes or {}).get(one.kind, "any")
+            place = next(
+                (own for pattern, own in (parts or {}).items() if fnmatchcase(one.part, pattern)),
+                place,
+            )
+            if one.is_fixed:
+                place = "keep"
+            rows.append(
+                (
+                    one.nbytes,
+                    CLASSES.index(one.kind),
+                    one.lives_across_steps,
+                    place in {"ssd", "any"},
+                    place in {"host", "any"},
+                    one.recompute_seconds,
+                )
+            )
+        self._budgets = [(limit, self._members(name)) for name, limit in (budgets or {}).items()]
+        kernels = self.trace.kernels
+        self.planner = Planner(
+            [max(one.seconds, ZERO_S) for one in kernels], [list(one.uses) for one in kernels], rows
+        )
+        self._tries = TRIES if len(kernels) <= TRIES_KERNELS else 0
+
+    def _check(self, parts: Mapping[str, Place], budgets: Mapping[str, int]) -> None:
+        for pattern, place in parts.items():
+            if place not in PLACES:
+                raise ConfigError(f"{pattern} has the place {place!r}; it is {', '.join(PLACES)}")
+            if not any(fnmatchcase(one.part, pattern) for one in self.trace.tensors):
+                raise ConfigError(f"no part of the model is called {pattern!r}{self._some_parts()}")
+        for name, limit in budgets.items():
+            if limit < 0 or not self._members(name):
+                raise ConfigError(
+                    f"the budget {name!r} is of no class and no part of the model"
+                    f"{self._some_parts()}"
+                )
+
+    def _some_parts(self) -> str:
+        parts = list(dict.fromkeys(one.part for one in self.trace.tensors if one.part))
+        return f"; there are {', '.join(parts[:8])}, ..." if parts else "; it names none"
+
+    def _members(self, name: str) -> list[int]:
+        return [
+            number
+            for number, one in enumerate(self.trace.tensors)
+            if name == one.kind or (name not in CLASSES and fnmatchcase(one.part, name))
+        ]
+
+    def ideal_seconds(self) -> float:
+        """Return the time of a step that never waits."""
+        return self.planner.ideal_s
+
+    def live_bytes(self) -> list[int]:
+        """Return what lives while each kernel runs, if nothing is moved."""
+        return [one + self._idle_bytes for one in self.planner.live_bytes()]
+
+    def _machine(self, device: Device, memory_bytes: int | None = None) -> PlanMachine:
+        asked = device.memory_bytes if memory_bytes is None else memory_bytes
+        if asked <= self._idle_bytes:
+            raise ConfigError(f"{self._idle_bytes} bytes that no kernel uses fill the memory")
+        return device.machine(asked - self._idle_bytes)
+
+    def judged(self, device: Device, whose: str, memory_bytes: int | None = None) -> StepPlan:
+        """Judge the plan of somebody else: ``keep``, ``recompute``, ``ssdtrain`` or ``teraio``."""
+        return self.planner.judged(self._machine(device, memory_bytes), whose)
+
+    def least_step(
+        self, device: Device, *, may_recompute: bool = False, drafts: int = DRAFTS
+    ) -> StepPlan:
+        """Return the plan with the shortest step found. Raises ``ConfigError`` if none fits."""
+        return self.planner.least_step(
+            self._machine(device),
+            budgets=self._budgets,
+            drafts=drafts,
+            tries=self._tries,
+            may_recompute=may_recompute,
+        )
+
+    def least_peak(self, device: Device, slowdown_max: float) -> StepPlan:
+        """Return the plan with the least peak found at a step that is at most so much longer."""
+        return self.planner.least_peak(
+            self._machine(device),
+            budgets=self._budgets,
+            drafts=2,
+            tries=0,
+            slowdown_max=slowdown_max,
+        )
+
+    def peak_bytes(self, plan: StepPlan) -> int:
+        """Return the peak of a plan with what no kernel uses."""
+        return plan.peak_bytes + self._idle_bytes
+
+
+def plan_document(step: Step, device: Device, plan: StepPlan) -> dict[str, Any]:
+    """Return a plan as its JSON file says it; `docs/planning.md` describes the format."""
+    tensors = step.trace.tensors
+    moved = {number: where for number, where, _, _ in plan.moves if where != "fetch"}
+    recomputed = set(plan.recomputed)
+
+    def place(number: int) -> str:
+        return "recompute" if number in recomputed else moved.get(number, "keep")
+
+    return {
+        "format": FORMAT,
+        "trace": step.trace.name,
+        "memory_bytes": device.memory_bytes,
+        "step_seconds": plan.step_s,
+        "ideal_seconds": step.ideal_seconds(),
+        "bound_seconds": plan.bound_s,
+        "stall_seconds": plan.stall_s,
+        "recompute_seconds": plan.recompute_s,
+        "peak_bytes": step.peak_bytes(plan),
+        "host_peak_bytes": plan.host_peak_bytes,
+        "class_peak_bytes": dict(zip(CLASSES, plan.class_peak_bytes, strict=True)),
+        "written_bytes": plan.moved_bytes[0],
+        "read_bytes": plan.moved_bytes[2],
+        "to_host_bytes": plan.moved_bytes[1],
+        "from_host_bytes": plan.moved_bytes[3],
+        "places": [place(number) for number in range(len(tensors))],
+        "moves": [
+            {"tensor": number, "after": after, "priority": priority, **_action(where)}
+            for number, where, after, priority in plan.moves
+        ],
+    }
+
+
+def _action(where: str) -> dict[str, str]:
+    return {"move": "fetch"} if where == "fetch" else {"move": "evict", "to": where}
+
+
+def only(classes: tuple[TensorClass, ...], place: Place) -> dict[TensorClass, Place]:
+    """Return the places of classes of which some may move and the others stay."""
+    return {one: place if one in classes else "keep" for one in CLASSES}

@@ -1,0 +1,145 @@
+"""One use of ``ssdtrain.offload``: its parts, its counts, and what it saves for planners."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+from ssdtrain._core import Timeline
+from ssdtrain.activations.failed_backward import prepare_to_drop
+from ssdtrain.activations.hooks import Hooks
+from ssdtrain.activations.installed import Pair
+from ssdtrain.activations.watch import Watch
+from ssdtrain.config import OffloadConfig
+from ssdtrain.errors import ConfigError
+from ssdtrain.open_store import open_store
+from ssdtrain.planning.policy import Policy
+from ssdtrain.planning.timeline import save_timeline
+from ssdtrain.planning.trace import Trace, save
+from ssdtrain.session_log import say_begin, say_end
+from ssdtrain.stats import Stats
+from ssdtrain.transfer.direct import DirectWay
+from ssdtrain.transfer.host import HostTransfer
+from ssdtrain.transfer.staged import gpus_of
+
+__all__ = ["Session"]
+
+
+class Session:
+    """What ``with ssdtrain.offload(dir) as session`` gives: the running counts of this use.
+
+    It stays readable after the block. The store behind it lives until the last graph that was
+    built in the block is gone, so a backward after the block works.
+    """
+
+    def __init__(self, config: OffloadConfig, policy: Policy) -> None:
+        prepare_to_drop()
+        bound = config.max_resident_bytes
+        # The memory of ended reads stays for the next ones; under a bound, an eighth of it at most.
+        store = open_store(config.store, retain_bytes=None if bound is None else bound // 8)
+        try:
+            lock = threading.RLock()
+            direct = DirectWay(config)
+            gpus = gpus_of(store, config.pinned_bytes, lock, direct)
+            transfer = HostTransfer(store, gpus, direct)
+            self._hooks: Hooks | None = Hooks(
+                transfer, policy, lock, min_bytes=config.min_bytes, max_resident_bytes=bound
+            )
+            self._final: Stats | None = None
+            self._final_traces: tuple[Trace, ...] = ()
+            self._timeline: Timeline | None = None
+            self._watch: Watch | None = None
+            say_begin(config, self._hooks.stats().engines)
+        except BaseException:
+            # Ctrl-C: its traceback, which a notebook keeps, would hold the store open.
+            store.close()
+            raise
+
+    def watch(self) -> None:
+        """Look from now on at what happens around the hooks, which are on in this thread."""
+        self._watch = watch = Watch()
+        watch.begin()
+
+    @property
+    def stats(self) -> Stats:
+        """A snapshot of the counts; after the block, as they were when it ended."""
+        # Another thread may end the block meanwhile.
+        hooks = self._hooks
+        if hooks is not None:
+            return hooks.stats()
+        assert self._final is not None
+        return self._final
+
+    def __str__(self) -> str:
+        """Return the report for a person."""
+        return str(self.stats)
+
+    __repr__ = __str__
+
+    def context(self) -> Pair:
+        """Return this session's hooks: a context manager that installs them in this thread."""
+        assert self._hooks is not None, "a session that was closed installs no hooks"
+        return self._hooks.context()
+
+    def flush(self, *, wait: bool = True) -> None:
+        """Write all that this thread's graphs saved and that may be written, and free its memory.
+
+        Writes otherwise begin in batches, and memory is freed by later operations. Call it where
+        memory is wanted before more is saved, and in no operation of autograd. Without ``wait``
+        the writes only begin. Does nothing after the block.
+        """
+        hooks = self._hooks
+        if hooks is not None:
+            hooks.flush(wait=wait)
+
+    @property
+    def traces(self) -> tuple[Trace, ...]:
+        """The last step of each kind (two sequence lengths are two), the newest one last.
+
+        A step is seen to have ended when the next one begins.
+        """
+        hooks = self._hooks
+        return self._final_traces if hooks is None else hooks.traces()
+
+    def save_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write the newest trace as JSON; raises ``ConfigError`` if no step has ended yet."""
+        traces = self.traces
+        if not traces:
+            raise ConfigError(
+                "no step was recorded yet: a trace can be saved once a second forward has begun"
+            )
+        save(traces[-1], path)
+
+    def start_timeline(self) -> None:
+        """Note from now on when each tensor is where; see ``save_timeline``."""
+        if self._hooks is None:
+            raise ConfigError("the block has ended: start the timeline while it is on")
+        self._timeline = self._hooks.timeline
+        self._timeline.start()
+
+    def save_timeline(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        beside: str | os.PathLike[str] | None = None,
+    ) -> None:
+        """Write a Chrome trace, which Perfetto opens: a bar for each tensor that was dropped since.
+
+        ``beside`` is a trace of ``torch.profiler`` whose events are to be in the same picture.
+
+        Raises ``ConfigError`` if ``start_timeline`` was not called or ``beside`` is no Chrome
+        trace, ``OSError`` if a file cannot be read or written.
+        """
+        if self._timeline is None:
+            raise ConfigError("nothing was noted: call start_timeline() before the steps to draw")
+        save_timeline(path, self._timeline.lives(), beside)
+
+    def close(self) -> None:
+        """Let the store go; graphs that still need it keep it. Idempotent."""
+        hooks = self._hooks
+        if hooks is not None:
+            hooks.settle()
+            self._final = hooks.stats(None if self._watch is None else self._watch.end())
+            self._final_traces = hooks.traces()
+            self._hooks = None
+            say_end(self._final)

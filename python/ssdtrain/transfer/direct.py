@@ -1,0 +1,85 @@
+"""Whether the tensors of a GPU go past the CPU's memory (GPUDirect Storage), and why not.
+
+Asked by the compiled part at the first tensor of each GPU. Each answer is said once in the log.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from ssdtrain.config import OffloadConfig
+from ssdtrain.errors import ConfigError, UnsupportedError
+from ssdtrain.machine import cufile
+from ssdtrain.notices import PROCESS
+
+__all__ = ["DirectWay"]
+
+
+class DirectWay:
+    """The choice between the two ways of a GPU's tensors, by the option ``gds``."""
+
+    def __init__(self, config: OffloadConfig) -> None:
+        """Raise ``ConfigError`` where other options exclude what is required."""
+        self._mode = config.gds
+        self._dirs = config.store.dirs
+        self._excluded = _excluded(config)
+        self._before: tuple[int, int] | None = None
+        if self._excluded is not None and self._mode == "required":
+            raise ConfigError(f"gds='required' is not possible with {self._excluded}")
+
+    def choose(self, gpu: int) -> tuple[str | None, bool] | None:
+        """Return where cuFile is and whether its compatibility mode may serve, or ``None``."""
+        if self._mode == "disabled":
+            return None
+        if self._excluded is not None:
+            self.refuse(gpu, f"{self._excluded} excludes it")
+            return None
+        allows_compat = self._mode == "compat"
+        told = ""
+        for directory in self._dirs:
+            trial = cufile.try_out(directory, gpu, allows_compat=allows_compat)
+            told = trial.told
+            if not trial.works:
+                self.refuse(gpu, f"in {directory}: {told}")
+                return None
+        self._before = cufile.direct_bytes()
+        proof = "which nvidia-fs counts" if self._before is not None else "which nothing counts"
+        mode = "in compatibility mode, " if allows_compat else ""
+        self._say(gpu, f"by GPUDirect Storage ({mode}{told}), {proof}")
+        return cufile.find_library(), allows_compat
+
+    def expect(self, gpu: int) -> None:
+        """Raise at the beginning, if the way is required and does not work for this GPU."""
+        if self._mode == "required":
+            self.choose(gpu)
+
+    def refuse(self, gpu: int, why: str) -> None:
+        """Say that the tensors of a GPU go through pinned memory, or raise if they shall not."""
+        if self._mode != "optional":
+            raise UnsupportedError(
+                f"GPUDirect Storage does not work for GPU {gpu}, {why}; gds='optional' takes "
+                "pinned memory instead"
+            )
+        self._say(gpu, f"through pinned memory, not by GPUDirect Storage: {why}")
+
+    def direct_bytes(self) -> tuple[int, int]:
+        """Return what nvidia-fs wrote and read since, for all processes; 0 where it cannot tell."""
+        now = cufile.direct_bytes()
+        if now is None or self._before is None:
+            return 0, 0
+        return now[0] - self._before[0], now[1] - self._before[1]
+
+    def _say(self, gpu: int, how: str) -> None:
+        topic = f"the way of GPU {gpu}: {how}"
+        PROCESS.say(topic, "saved tensors of GPU %d go %s", gpu, how, level=logging.INFO)
+
+
+def _excluded(config: OffloadConfig) -> str | None:
+    """Return the option with which bytes cannot go past the CPU's memory."""
+    if config.store.verify:
+        return "verify=True, which needs the bytes in the CPU's memory"
+    if config.store.direct_io == "disabled":
+        return "direct_io='disabled'"
+    if config.store.backend == "simulated":
+        return "backend='simulated'"
+    return None

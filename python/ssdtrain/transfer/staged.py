@@ -1,0 +1,108 @@
+"""Memory of GPUs: what their ways to the disk in the compiled part call of torch.
+
+Only this file calls `torch.cuda`. Streams are handles (`cuda_stream`), GPUs are torch's numbers.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import UntypedStorage
+
+from ssdtrain._core import Gpus, Store
+from ssdtrain.machine.torch_internals import current_stream
+from ssdtrain.transfer.direct import DirectWay
+
+__all__ = ["OnGpus", "gpus_of", "on_gpus"]
+
+DOWN_SHARE = 0.75
+"""Of the pinned memory, for what goes to the disk: that waits for the disk, and a load only for the
+GPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnGpus:
+    """What a session did with GPUs, over all of them; sizes in bytes, times in seconds."""
+
+    pinned_bytes: int = 0
+    from_gpu_bytes: int = 0
+    to_gpu_bytes: int = 0
+    from_gpu_s: float = 0.0
+    to_gpu_s: float = 0.0
+    away_bytes_peak: int = 0
+    device_bytes_peak: int = 0
+    ring_bytes: int = 0
+    direct_written_bytes: int = 0
+    direct_read_bytes: int = 0
+
+
+def on_gpus(gpus: Gpus | None, direct: DirectWay) -> OnGpus:
+    """Return what was done with GPUs, in the words of `Stats`."""
+    if gpus is None:
+        return OnGpus()
+    from_gpu_bytes, to_gpu_bytes = gpus.copied_bytes()
+    from_gpu_s, to_gpu_s = gpus.copy_seconds()
+    direct_written_bytes, direct_read_bytes = direct.direct_bytes()
+    peaks = gpus.away_bytes_peaks()
+    return OnGpus(
+        pinned_bytes=gpus.pinned_bytes()[0],
+        from_gpu_bytes=from_gpu_bytes,
+        to_gpu_bytes=to_gpu_bytes,
+        from_gpu_s=from_gpu_s,
+        to_gpu_s=to_gpu_s,
+        away_bytes_peak=sum(nbytes for _, nbytes in peaks),
+        device_bytes_peak=sum(torch.cuda.max_memory_allocated(gpu) for gpu, _ in peaks),
+        ring_bytes=gpus.ring_bytes()[0],
+        direct_written_bytes=direct_written_bytes,
+        direct_read_bytes=direct_read_bytes,
+    )
+
+
+def gpus_of(
+    store: Store, pinned_bytes: int, lock: threading.RLock, direct: DirectWay
+) -> Gpus | None:
+    """Return the GPUs of a session, or ``None`` where torch was built without CUDA.
+
+    Whoever waits for one of them lets go of ``lock``, which is the session's, meanwhile.
+    """
+    if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
+        return None
+    down_bytes = int(pinned_bytes * DOWN_SHARE)
+    up_bytes = pinned_bytes - down_bytes
+    gpus = Gpus(
+        store,
+        lock=lock,
+        down_bytes=down_bytes,
+        up_bytes=up_bytes,
+        # A GPU's memory is scarce, and its drive is not behind a second copy. The longest tensor is
+        # the same as on the other way.
+        ring_bytes=up_bytes,
+        choose_direct=direct.choose,
+        direct_refused=direct.refuse,
+        current_stream=current_stream,
+        stream_object=_stream,
+        allocate=_allocate,
+        out_of_memory=torch.OutOfMemoryError,
+    )
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        # Else at the first tensor: to ask would take a GPU that nobody may want.
+        direct.expect(torch.cuda.current_device())
+    return gpus
+
+
+@cache
+def _stream(gpu: int, handle: int) -> torch.cuda.Stream:
+    return torch.cuda.ExternalStream(handle, device=gpu)  # type: ignore[no-untyped-call]
+
+
+def _allocate(gpu: int, handle: int, nbytes: int) -> UntypedStorage:
+    """Allocate memory for a stream, whichever is current."""
+    if current_stream(gpu) == handle:
+        made = torch.empty(nbytes, dtype=torch.uint8, device=gpu)
+    else:
+        with torch.cuda.stream(_stream(gpu, handle)):
+            made = torch.empty(nbytes, dtype=torch.uint8, device=gpu)
+    return made.untyped_storage()

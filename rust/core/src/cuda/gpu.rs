@@ -1,0 +1,128 @@
+//! A GPU: its primary context, which torch uses too, made current only for the time of a call.
+#![expect(unsafe_code, reason = "calls the CUDA driver")]
+
+use std::cell::Cell;
+use std::ffi::c_int;
+use std::ptr;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use cudarc::driver::sys::CUcontext;
+
+use crate::cuda::driver::Driver;
+use crate::error::{Error, ErrorKind, Result};
+
+/// One GPU of this process.
+#[derive(Debug)]
+pub struct Gpu {
+    driver: &'static Driver,
+    ordinal: usize,
+    context: Context,
+    process: u32,
+}
+
+thread_local! {
+    /// The context that this thread has made current by [`Gpu::within`]; 0 outside of it.
+    static WITHIN: Cell<usize> = const { Cell::new(0) };
+    /// Why the context before could not be made current again.
+    static UNTOLD: Cell<Option<Error>> = const { Cell::new(None) };
+}
+
+/// Notes at its end that the context before is current again.
+struct Entered(usize);
+
+impl Drop for Entered {
+    fn drop(&mut self) {
+        WITHIN.set(self.0);
+    }
+}
+
+#[derive(Debug)]
+struct Context(CUcontext);
+
+// SAFETY: a context may be made current on any thread, and on several at once; it is never
+// released.
+unsafe impl Send for Context {}
+// SAFETY: as above.
+unsafe impl Sync for Context {}
+
+impl Gpu {
+    /// The GPU with this number, as torch counts them.
+    ///
+    /// Its primary context is retained once per process and never released: torch, whose it is,
+    /// may still use it while the interpreter ends.
+    pub fn get(ordinal: usize) -> Result<Arc<Self>> {
+        static KNOWN: Mutex<Vec<Arc<Gpu>>> = Mutex::new(Vec::new());
+        let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(gpu) = known.iter().find(|gpu| gpu.ordinal == ordinal) {
+            gpu.refuse_if_forked()?;
+            return Ok(Arc::clone(gpu));
+        }
+        let gpu = Arc::new(Self::retain(ordinal)?);
+        known.push(Arc::clone(&gpu));
+        Ok(gpu)
+    }
+
+    fn retain(ordinal: usize) -> Result<Self> {
+        let driver = Driver::get()?;
+        let number = c_int::try_from(ordinal).map_err(|_too_large| {
+            Error::new(ErrorKind::Config, format!("there is no GPU with the number {ordinal}"))
+        })?;
+        let mut device = 0;
+        // SAFETY: `device` outlives the call.
+        let answer = unsafe { (driver.functions.cuDeviceGet)(&raw mut device, number) };
+        driver.check("cuDeviceGet", answer)?;
+        let mut context = ptr::null_mut();
+        // SAFETY: the device was just found; `context` outlives the call.
+        let answer =
+            unsafe { (driver.functions.cuDevicePrimaryCtxRetain)(&raw mut context, device) };
+        driver.check("cuDevicePrimaryCtxRetain", answer)?;
+        Ok(Self { driver, ordinal, context: Context(context), process: std::process::id() })
+    }
+
+    /// Its number.
+    pub fn ordinal(&self) -> usize {
+        self.ordinal
+    }
+
+    /// Calls the driver with this GPU's context current; afterwards the caller's is current again.
+    ///
+    /// Calls inside of `run` find it current already, and cost no more. If only the way back to the
+    /// caller's context fails, what `run` has begun must not be lost: the next call in this thread
+    /// tells of it.
+    pub fn within<T>(&self, run: impl FnOnce(&Driver) -> Result<T>) -> Result<T> {
+        self.refuse_if_forked()?;
+        let driver = self.driver;
+        let own = self.context.0.addr();
+        if WITHIN.get() == own {
+            return run(driver);
+        }
+        if let Some(error) = UNTOLD.take() {
+            return Err(error);
+        }
+        let _entered = Entered(WITHIN.replace(own));
+        // SAFETY: the context was retained and is never released.
+        let answer = unsafe { (driver.functions.cuCtxPushCurrent_v2)(self.context.0) };
+        driver.check("cuCtxPushCurrent_v2", answer)?;
+        let ran = run(driver);
+        let mut popped = ptr::null_mut();
+        // SAFETY: takes off what was put on above; `popped` outlives the call.
+        let answer = unsafe { (driver.functions.cuCtxPopCurrent_v2)(&raw mut popped) };
+        UNTOLD.set(driver.check("cuCtxPopCurrent_v2", answer).err());
+        ran
+    }
+
+    /// Whether this process was forked from the one that retained the context, which CUDA does not
+    /// allow to be used in a child.
+    pub fn is_forked(&self) -> bool {
+        self.process != std::process::id()
+    }
+
+    fn refuse_if_forked(&self) -> Result<()> {
+        if self.is_forked() {
+            let message = "a forked process cannot use the GPU of its parent; start it with the \
+                           start method \"spawn\"";
+            return Err(Error::new(ErrorKind::Closed, message));
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,360 @@
+//! Streams, the events that order them, and copies.
+//!
+//! A stream runs what is put on it in order. Two streams are ordered only by an event: recorded on
+//! one, waited for on the other. The CPU waits for nothing here.
+#![expect(unsafe_code, reason = "calls the CUDA driver")]
+
+use std::ffi::c_int;
+use std::ptr;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use cudarc::driver::sys::{CUdeviceptr, CUevent, CUstream};
+
+use crate::cuda::driver::{Driver, code};
+use crate::cuda::gpu::Gpu;
+use crate::error::Result;
+use crate::memory::pinned::PinnedSlot;
+
+/// `CU_STREAM_NON_BLOCKING`: not ordered with the legacy default stream, on which torch computes.
+const NON_BLOCKING: u32 = 1;
+/// `CU_EVENT_DISABLE_TIMING`: the event only orders, which is cheaper.
+const DISABLE_TIMING: u32 = 2;
+/// `CU_EVENT_DEFAULT`: the event knows when it was reached.
+const TIMED: u32 = 0;
+/// `CU_STREAM_CAPTURE_MODE_RELAXED`: nothing that this thread does breaks a graph.
+const RELAXED: c_int = 2;
+
+/// A stream of torch, which never destroys those that it gives out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct UserStream(CUstream);
+
+// SAFETY: a stream may be used from any thread.
+unsafe impl Send for UserStream {}
+// SAFETY: as above.
+unsafe impl Sync for UserStream {}
+
+impl UserStream {
+    /// Takes the handle as torch tells it.
+    ///
+    /// # Safety
+    /// It is the handle of a stream of the GPU that it is used with, or 0 for the default stream,
+    /// and it is never destroyed.
+    pub unsafe fn new(handle: usize) -> Self {
+        Self(ptr::with_exposed_provenance_mut(handle))
+    }
+}
+
+/// Memory of a GPU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DeviceRange {
+    address: CUdeviceptr,
+    len: usize,
+}
+
+impl DeviceRange {
+    /// Names `len` bytes at `address`.
+    ///
+    /// # Safety
+    /// They are allocated on the GPU that they are used with. They stay so until a stream on which
+    /// the allocator gives them to others has waited for whatever is begun with them.
+    pub unsafe fn new(address: u64, len: usize) -> Self {
+        Self { address, len }
+    }
+
+    /// Length in bytes.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether there are no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+}
+
+/// A stream of our own, for the copies of one direction.
+#[derive(Debug)]
+pub struct Stream {
+    gpu: Arc<Gpu>,
+    raw: UserStream,
+}
+
+impl Stream {
+    /// Makes a stream.
+    pub fn new(gpu: &Arc<Gpu>) -> Result<Self> {
+        let raw = gpu.within(|driver| {
+            let mut stream = ptr::null_mut();
+            // SAFETY: the GPU's context is current; `stream` outlives the call.
+            let answer =
+                unsafe { (driver.functions.cuStreamCreate)(&raw mut stream, NON_BLOCKING) };
+            driver.check("cuStreamCreate", answer)?;
+            Ok(UserStream(stream))
+        })?;
+        Ok(Self { gpu: Arc::clone(gpu), raw })
+    }
+
+    /// Its handle, for [`Event`].
+    pub fn handle(&self) -> UserStream {
+        self.raw
+    }
+
+    /// Copies from the GPU to a slot, once the stream comes to it.
+    ///
+    /// Whoever calls keeps the slot until an event that was recorded afterwards has been reached.
+    ///
+    /// # Panics
+    /// If the slot is shorter.
+    pub fn copy_down(&self, source: DeviceRange, slot: &PinnedSlot) -> Result<()> {
+        assert!(source.len <= slot.len(), "a copy that is longer than its slot");
+        self.gpu.within(|driver| {
+            if let Some(on_gpu) = slot.gpu_address() {
+                return self.copy_within(driver, on_gpu, source.address, source.len);
+            }
+            // SAFETY: the slot is pinned, long enough, and kept by the caller until the copy has
+            // ended; whoever made the source promised the same of it.
+            let answer = unsafe {
+                (driver.functions.cuMemcpyDtoHAsync_v2)(
+                    slot.address().cast(),
+                    source.address,
+                    source.len,
+                    self.raw.0,
+                )
+            };
+            driver.check("cuMemcpyDtoHAsync_v2", answer)
+        })
+    }
+
+    /// Copies from a slot to the GPU, once the stream comes to it; see
+    /// [`copy_down`](Self::copy_down).
+    ///
+    /// # Panics
+    /// If the slot is shorter.
+    pub fn copy_up(&self, slot: &PinnedSlot, target: DeviceRange) -> Result<()> {
+        assert!(target.len <= slot.len(), "a copy that is longer than its slot");
+        self.gpu.within(|driver| {
+            if let Some(on_gpu) = slot.gpu_address() {
+                return self.copy_within(driver, target.address, on_gpu, target.len);
+            }
+            // SAFETY: as in `copy_down`.
+            let answer = unsafe {
+                (driver.functions.cuMemcpyHtoDAsync_v2)(
+                    target.address,
+                    slot.address().cast(),
+                    target.len,
+                    self.raw.0,
+                )
+            };
+            driver.check("cuMemcpyHtoDAsync_v2", answer)
+        })
+    }
+
+    /// Copies between a slot on the GPU and other memory of it.
+    fn copy_within(
+        &self,
+        driver: &Driver,
+        to: CUdeviceptr,
+        from: CUdeviceptr,
+        len: usize,
+    ) -> Result<()> {
+        // SAFETY: as in `copy_down`; the slot lies in a ring, which it keeps.
+        let answer = unsafe { (driver.functions.cuMemcpyDtoDAsync_v2)(to, from, len, self.raw.0) };
+        driver.check("cuMemcpyDtoDAsync_v2", answer)
+    }
+
+    /// Blocks the calling thread until the stream has done all that was put on it.
+    pub fn synchronize(&self) -> Result<()> {
+        self.gpu.within(|driver| {
+            // SAFETY: the stream is ours and alive.
+            let answer = unsafe { (driver.functions.cuStreamSynchronize)(self.raw.0) };
+            driver.check("cuStreamSynchronize", answer)
+        })
+    }
+}
+
+impl Drop for Stream {
+    fn drop(&mut self) {
+        // What was put on it still runs. A driver that is going down with the process refuses, and
+        // then there is nothing left to give back.
+        let _gone = self.gpu.within(|driver| {
+            // SAFETY: the stream is ours, and nobody uses it any more.
+            let answer = unsafe { (driver.functions.cuStreamDestroy_v2)(self.raw.0) };
+            driver.check("cuStreamDestroy_v2", answer)
+        });
+    }
+}
+
+/// Whether a CUDA graph is being made of what is put on this stream.
+pub fn is_capturing(gpu: &Gpu, stream: UserStream) -> Result<bool> {
+    gpu.within(|driver| {
+        let mut status = 0;
+        // SAFETY: the stream is alive; `status` outlives the call.
+        let answer = unsafe { (driver.functions.cuStreamIsCapturing)(stream.0, &raw mut status) };
+        driver.check("cuStreamIsCapturing", answer)?;
+        Ok(status != 0)
+    })
+}
+
+/// Says how strict the driver shall be with this thread while graphs are made; returns how it was.
+fn exchange_capture_mode(driver: &Driver, mode: c_int) -> Result<c_int> {
+    let mut mode = mode;
+    // SAFETY: `mode` outlives the call.
+    let answer = unsafe { (driver.functions.cuThreadExchangeStreamCaptureMode)(&raw mut mode) };
+    driver.check("cuThreadExchangeStreamCaptureMode", answer)?;
+    Ok(mode)
+}
+
+/// Events of one GPU that are used again: to make one costs more than to record it.
+#[derive(Debug)]
+pub struct EventPool {
+    gpu: Arc<Gpu>,
+    flags: u32,
+    free: Mutex<Vec<RawEvent>>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct RawEvent(CUevent);
+
+// SAFETY: an event may be used from any thread.
+unsafe impl Send for RawEvent {}
+
+/// A place on a stream.
+///
+/// Who waits for it waits for the place that it marked when the wait was begun. So it may be
+/// dropped, and recorded anew by somebody else, while a stream still waits.
+#[derive(Debug)]
+pub struct Event {
+    pool: Arc<EventPool>,
+    raw: RawEvent,
+    /// The place before it from which its time counts.
+    begun: Option<Box<Event>>,
+}
+
+// SAFETY: as for `RawEvent`; no method changes the event but `EventPool::record`, which makes it.
+unsafe impl Sync for Event {}
+
+impl EventPool {
+    /// An empty pool of events that order.
+    pub fn new(gpu: &Arc<Gpu>) -> Arc<Self> {
+        Self::with_flags(gpu, DISABLE_TIMING)
+    }
+
+    /// An empty pool of events that know their time as well.
+    pub fn timed(gpu: &Arc<Gpu>) -> Arc<Self> {
+        Self::with_flags(gpu, TIMED)
+    }
+
+    fn with_flags(gpu: &Arc<Gpu>, flags: u32) -> Arc<Self> {
+        Arc::new(Self { gpu: Arc::clone(gpu), flags, free: Mutex::default() })
+    }
+
+    /// Marks the place that the stream has been filled up to.
+    pub fn record(self: &Arc<Self>, stream: UserStream) -> Result<Event> {
+        let free = self.free.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        let raw = match free {
+            Some(raw) => raw,
+            None => self.gpu.within(|driver| create(driver, self.flags))?,
+        };
+        let event = Event { pool: Arc::clone(self), raw, begun: None };
+        self.gpu.within(|driver| {
+            // SAFETY: both are alive, and of the GPU whose context is current.
+            let answer = unsafe { (driver.functions.cuEventRecord)(event.raw.0, stream.0) };
+            driver.check("cuEventRecord", answer)
+        })?;
+        Ok(event)
+    }
+
+    /// Marks the end of what began at `begun`, an event of this pool on the same stream.
+    pub fn record_end(self: &Arc<Self>, begun: Event, stream: UserStream) -> Result<Event> {
+        let mut event = self.record(stream)?;
+        event.begun = Some(Box::new(begun));
+        Ok(event)
+    }
+}
+
+fn create(driver: &Driver, flags: u32) -> Result<RawEvent> {
+    let mut event = ptr::null_mut();
+    // SAFETY: a context is current; `event` outlives the call.
+    let answer = unsafe { (driver.functions.cuEventCreate)(&raw mut event, flags) };
+    driver.check("cuEventCreate", answer)?;
+    Ok(RawEvent(event))
+}
+
+impl Event {
+    /// Makes what is put on the stream from now on wait until the event has been reached.
+    pub fn wait_on(&self, stream: UserStream) -> Result<()> {
+        self.pool.gpu.within(|driver| {
+            // SAFETY: both are alive, and of the GPU whose context is current.
+            let answer = unsafe { (driver.functions.cuStreamWaitEvent)(stream.0, self.raw.0, 0) };
+            driver.check("cuStreamWaitEvent", answer)
+        })
+    }
+
+    /// Whether it has been reached; an error says that the GPU failed before.
+    ///
+    /// While somebody makes a CUDA graph, the driver takes any query for a mistake that breaks the
+    /// graph, also one of another thread, unless the thread says that it knows what it does.
+    pub fn is_reached(&self) -> Result<bool> {
+        self.pool.gpu.within(|driver| {
+            let before = exchange_capture_mode(driver, RELAXED)?;
+            // SAFETY: the event is alive.
+            let answer = unsafe { (driver.functions.cuEventQuery)(self.raw.0) };
+            exchange_capture_mode(driver, before)?;
+            if answer == code::NOT_READY {
+                return Ok(false);
+            }
+            driver.check("cuEventQuery", answer).map(|()| true)
+        })
+    }
+
+    /// How long the GPU took from the event's beginning to its end; ask once it has been reached.
+    ///
+    /// `None` if it has no beginning, or the driver does not tell. That is no failure: what failed
+    /// on the GPU, [`is_reached`](Self::is_reached) and the streams tell.
+    pub fn took(&self) -> Option<Duration> {
+        let begun = self.begun.as_ref()?;
+        let told = self.pool.gpu.within(|driver| {
+            let before = exchange_capture_mode(driver, RELAXED)?;
+            let mut milliseconds = 0.0;
+            // SAFETY: both events are alive; `milliseconds` outlives the call.
+            let answer = unsafe {
+                (driver.functions.cuEventElapsedTime)(
+                    &raw mut milliseconds,
+                    begun.raw.0,
+                    self.raw.0,
+                )
+            };
+            exchange_capture_mode(driver, before)?;
+            driver.check("cuEventElapsedTime", answer)?;
+            Ok(f64::from(milliseconds))
+        });
+        Duration::try_from_secs_f64(told.ok()? / 1e3).ok()
+    }
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        // In a forked child the lock may be held for ever, and the event is the parent's.
+        if self.pool.gpu.is_forked() {
+            return;
+        }
+        let mut free = self.pool.free.lock().unwrap_or_else(PoisonError::into_inner);
+        free.push(self.raw);
+    }
+}
+
+impl Drop for EventPool {
+    fn drop(&mut self) {
+        let free = std::mem::take(self.free.get_mut().unwrap_or_else(PoisonError::into_inner));
+        // See `Stream::drop`.
+        let _gone = self.gpu.within(|driver| {
+            for event in free {
+                // SAFETY: the event is ours and nobody uses it any more; the driver destroys one
+                // that has not been reached once it has been.
+                let answer = unsafe { (driver.functions.cuEventDestroy_v2)(event.0) };
+                driver.check("cuEventDestroy_v2", answer)?;
+            }
+            Ok(())
+        });
+    }
+}

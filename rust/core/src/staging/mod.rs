@@ -1,0 +1,249 @@
+//! Tensors of a GPU on their way to the store and back, through pinned memory.
+//!
+//! ```text
+//!            stream of the user                copy stream              worker
+//! save       ready ●─────────────────────────► waits, copies to a slot
+//! release    waits for copied ◄──────────────● copied ────────────────► write slot ─► SSD
+//! load       allocated ●─────────────────────► waits, copies from slot ◄─ read ◄───── SSD
+//! lend       waits for loaded ◄──────────────● loaded
+//! ```
+//!
+//! Everything on the GPU is ordered by events that streams wait for; the CPU waits only where it
+//! must: for room in the ring, and in `lend` for a read that has not come from the disk. Whatever
+//! is begun must be waited for by the stream that gives its memory to others, also if nobody wants
+//! it any more: a source by [`Staged::release`], a target by what [`Loading::give_up`] returns.
+//! Not while a CUDA graph is being made of that stream, of which the wait would become a part.
+//!
+//! Each direction has its own pinned memory, so that a load finds room however many saves wait for
+//! the disk, or stay in their slots because it failed.
+
+mod loading;
+mod mailbox;
+mod shared;
+mod staged;
+mod upload;
+mod worker;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use crate::cuda::gpu::Gpu;
+use crate::cuda::stream::{DeviceRange, Event, UserStream, is_capturing};
+use crate::cufile::library::Library;
+use crate::error::{Error, ErrorKind, Result};
+use crate::memory::pinned::PinnedPool;
+use crate::staging::mailbox::Task;
+use crate::staging::shared::Shared;
+use crate::staging::staged::Parcel;
+use crate::store::TensorStore;
+
+pub use loading::Loading;
+pub use shared::PinnedBytes;
+pub use staged::{Staged, Tier};
+
+/// Why there is no slot for another save.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Full {
+    /// The GPU has not come to the copies yet: the program is ahead of it, and waiting costs
+    /// nothing.
+    GpuBehind,
+    /// All slots wait for the disk.
+    DiskBehind,
+    /// All slots are taken for good, by what stays in pinned memory: waiting would not help.
+    Pinned,
+    /// No slot can ever be as long as this tensor.
+    TooLong,
+}
+
+/// What came of a save.
+#[derive(Debug)]
+pub enum Saved {
+    /// The copy has begun.
+    Begun(Staged),
+    /// It has not: the tensor stays where it is, unless somebody waits and tries again.
+    Full(Full),
+    /// A CUDA graph is being made of the stream: the tensor has to stay.
+    Capturing,
+}
+
+/// What a staging did so far.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counts {
+    /// Bytes copied from the GPU.
+    pub down_bytes: u64,
+    /// Bytes copied to the GPU.
+    pub up_bytes: u64,
+    /// Nanoseconds that the GPU took for the copies from it, one after the other, waits excluded.
+    pub down_ns: u64,
+    /// The same of the copies to it.
+    pub up_ns: u64,
+    /// Loads that came from a slot, because the bytes had not left it.
+    pub from_slot_count: u64,
+    /// Saves whose write failed, so that they stay in their slot.
+    pub write_failed_count: u64,
+}
+
+/// The way between one GPU and the store.
+#[derive(Debug)]
+pub struct Staging(Arc<Shared>);
+
+impl Staging {
+    /// Pins the memory and starts the worker; call it where nothing waits for the GPU.
+    pub fn open(gpu: &Arc<Gpu>, store: Arc<TensorStore>, pinned: PinnedBytes) -> Result<Self> {
+        let pool = |nbytes| PinnedPool::new(gpu, nbytes);
+        let shared = Arc::new(Shared::open(gpu, store, pinned, pool)?);
+        worker::start(&shared)?;
+        Ok(Self(shared))
+    }
+
+    /// The same past the CPU's memory (GPUDirect Storage): the slots lie on the GPU, and `store` is
+    /// one [for memory of GPUs](TensorStore::for_gpus).
+    pub fn open_direct(
+        gpu: &Arc<Gpu>,
+        store: Arc<TensorStore>,
+        ring: PinnedBytes,
+        library: &'static Library,
+    ) -> Result<Self> {
+        let pool = |nbytes| PinnedPool::on_gpu(gpu, library, nbytes);
+        let shared = Arc::new(Shared::open(gpu, store, ring, pool)?);
+        worker::start(&shared)?;
+        Ok(Self(shared))
+    }
+
+    /// Begins the copy of what `stream` has computed, and its way to the disk.
+    ///
+    /// The source may be given to others once a stream of its allocator has waited for
+    /// [`Staged::release`].
+    pub fn save(&self, source: DeviceRange, stream: UserStream, tier: Tier) -> Result<Saved> {
+        self.0.gpu.within(|_| self.begin_save(source, stream, tier))
+    }
+
+    fn begin_save(&self, source: DeviceRange, stream: UserStream, tier: Tier) -> Result<Saved> {
+        let shared = &self.0;
+        if is_capturing(&shared.gpu, stream)? {
+            return Ok(Saved::Capturing);
+        }
+        if source.len() > shared.down.pool.slot_bytes_max().min(shared.up.pool.slot_bytes_max()) {
+            return Ok(Saved::Full(Full::TooLong));
+        }
+        shared.mailbox.refuse_if_closed()?;
+        let Some(slot) = shared.down.pool.slot(source.len()) else {
+            return Ok(Saved::Full(self.why_full()));
+        };
+        let slot = Arc::new(slot);
+        let ready = shared.events.record(stream)?;
+        // defence: a copy down waits for what computes its source
+        let after: [&Event; 1] = [&ready];
+        let copied = shared
+            .down
+            .copy(&shared.copies, &slot, &after, |stream, slot| stream.copy_down(source, slot))?;
+        shared.down_bytes.fetch_add(source.len() as u64, Ordering::Relaxed);
+        let parcel = Arc::new(Parcel::new(slot, copied, source.len(), tier));
+        shared.copying_count.fetch_add(1, Ordering::Relaxed);
+        shared.mailbox.post(Task::Copying(Arc::clone(&parcel)));
+        Ok(Saved::Begun(Staged::new(parcel)))
+    }
+
+    /// Whether a CUDA graph is being made of what is put on the stream: then it must wait for
+    /// nothing that was begun outside of the graph.
+    pub fn is_capturing(&self, stream: UserStream) -> Result<bool> {
+        is_capturing(&self.0.gpu, stream)
+    }
+
+    /// Makes what is put on `stream` from now on wait for the end of a copy; `false` if a CUDA
+    /// graph is being made of it, of which the wait would become a part.
+    pub fn order(&self, after: &Event, stream: UserStream) -> Result<bool> {
+        self.0.gpu.within(|_| {
+            if is_capturing(&self.0.gpu, stream)? {
+                return Ok(false); // defence: nothing is let go into a graph
+            }
+            after.wait_on(stream)?; // defence: a source is let go after its copy
+            Ok(true)
+        })
+    }
+
+    fn why_full(&self) -> Full {
+        if self.0.writing_count.load(Ordering::Relaxed) > 0 {
+            Full::DiskBehind
+        } else if self.0.copying_count.load(Ordering::Relaxed) > 0 {
+            Full::GpuBehind
+        } else {
+            Full::Pinned
+        }
+    }
+
+    /// Waits at most `limit` until something has ended since `turn`, which [`turn`](Self::turn)
+    /// told before the room was found too small; `false` if the time is over.
+    pub fn wait_for_turn(&self, turn: u64, limit: Duration) -> bool {
+        self.0.wait_for(limit, |now| now != turn)
+    }
+
+    /// How often something has ended.
+    pub fn turn(&self) -> u64 {
+        *self.0.turn()
+    }
+
+    /// Begins to bring back what was saved, into memory that was allocated for `stream`.
+    ///
+    /// Who uses the target makes its stream wait by [`Loading::lend`]; who gives it up calls
+    /// [`Loading::give_up`] first.
+    pub fn load(
+        &self,
+        staged: &Staged,
+        target: DeviceRange,
+        stream: UserStream,
+    ) -> Result<Loading> {
+        if target.len() != staged.len() {
+            let message = format!(
+                "a load takes memory of the length that was saved: {} bytes, not {}",
+                staged.len(),
+                target.len()
+            );
+            return Err(Error::new(ErrorKind::Config, message));
+        }
+        self.0.gpu.within(|_| Loading::begin(&self.0, staged, target, stream))
+    }
+
+    /// What was done so far.
+    pub fn counts(&self) -> Counts {
+        let count = |of: &AtomicU64| of.load(Ordering::Relaxed);
+        Counts {
+            down_bytes: count(&self.0.down_bytes),
+            up_bytes: count(&self.0.up_bytes),
+            down_ns: self.0.down.copy_ns(),
+            up_ns: self.0.up.copy_ns(),
+            from_slot_count: count(&self.0.from_slot_count),
+            write_failed_count: count(&self.0.write_failed_count),
+        }
+    }
+
+    /// Bytes of pinned memory, and how many of them are in slots.
+    pub fn pinned_bytes(&self) -> (usize, usize) {
+        let pools = [&self.0.down.pool, &self.0.up.pool];
+        let sum = |of: fn(&PinnedPool) -> usize| pools.iter().map(|pool| of(pool)).sum();
+        (sum(PinnedPool::len), sum(PinnedPool::live_bytes))
+    }
+
+    /// Refuses new work and waits until nothing is under way: the copies have ended, what was to
+    /// be written is written, and loads that had not come from the disk have failed with `Closed`.
+    pub fn close(&self, limit: Duration) -> bool {
+        self.0.mailbox.close();
+        let end = Instant::now() + limit;
+        while !self.0.mailbox.is_left() {
+            let left = end.saturating_duration_since(Instant::now());
+            let turn = self.turn();
+            if left.is_zero() || (!self.wait_for_turn(turn, left) && !self.0.mailbox.is_left()) {
+                return self.0.mailbox.is_left();
+            }
+        }
+        true
+    }
+}
+
+impl Drop for Staging {
+    fn drop(&mut self) {
+        // A finalizer posts and returns: the worker ends by itself, and with it go the rings.
+        self.0.mailbox.close();
+    }
+}

@@ -1,0 +1,56 @@
+//! The target of a load, and how far it has come.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use crate::cuda::stream::{DeviceRange, Event};
+use crate::error::{Error, ErrorKind};
+
+/// A load, as its consumer and the worker share it.
+#[derive(Debug)]
+pub struct Upload {
+    pub target: DeviceRange,
+    /// Reached once whoever had the target's memory before is done with it.
+    pub allocated: Event,
+    progress: Mutex<Progress>,
+}
+
+/// How far a load has come.
+#[derive(Debug)]
+pub enum Progress {
+    /// The copy has not begun.
+    Coming,
+    /// The copy is on its stream; the event tells when it has ended.
+    Enqueued(Arc<Event>),
+    /// It will never begin.
+    Failed(Error),
+}
+
+impl Upload {
+    pub fn new(target: DeviceRange, allocated: Event) -> Arc<Self> {
+        Arc::new(Self { target, allocated, progress: Mutex::new(Progress::Coming) })
+    }
+
+    pub fn progress(&self) -> MutexGuard<'_, Progress> {
+        self.progress.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Ends a load whose copy has not begun.
+    pub fn fail(&self, error: Error) {
+        let mut progress = self.progress();
+        if matches!(*progress, Progress::Coming) {
+            *progress = Progress::Failed(error);
+        }
+    }
+}
+
+/// A load that its consumer waits for: dropped without an answer, it answers that nobody works on
+/// it any more.
+#[derive(Debug)]
+pub struct Owed(pub Arc<Upload>);
+
+impl Drop for Owed {
+    fn drop(&mut self) {
+        let message = "the worker of the copies to the GPU ended before this load did";
+        self.0.fail(Error::new(ErrorKind::Poisoned, message));
+    }
+}

@@ -1,0 +1,189 @@
+//! Which reads to begin before they are asked for, and what becomes of a wrong guess.
+
+use std::collections::VecDeque;
+
+use crate::round::{FORWARD, Round};
+
+/// Bytes read ahead in any case: 32 MiB in flight is what one drive needs for its full rate (see
+/// `docs/storage.md`). A slow disk reads ahead as far as its plan says, and into the memory that
+/// its backward has freed: that never raises the peak.
+pub const WINDOW_BYTES: u64 = 32 << 20;
+/// Records read ahead at most: bounds the work of an unpack where tensors are small.
+pub const WINDOW_COUNT: usize = 64;
+/// The window is refilled by a quarter at a time: to wake the disk's thread costs more than all
+/// else that an unpack does (`benches/training/hook_overhead.py`).
+const REFILL_SHARE: usize = 4;
+
+/// How a saved tensor stands when it is looked at.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Look {
+    /// It is dead, stays in memory, or is being read: nothing is to be done for it.
+    Settled,
+    /// It is in memory now, but may have to be read when its turn comes.
+    Leaving,
+    /// It has to be read.
+    OnDisk {
+        /// The name of its record.
+        key: i64,
+        /// The memory that a read takes.
+        slot_bytes: u64,
+        /// Whether the bytes are in memory, or on their way, for another tensor of the record.
+        joins: bool,
+    },
+}
+
+/// What was read ahead of one backward.
+#[derive(Debug, Default)]
+pub struct Window {
+    /// Ordinals, each with the bytes that its read adds to memory, in the order of beginning.
+    reads: VecDeque<(usize, u64)>,
+    nbytes: u64,
+    /// How far the backward has come, in its order.
+    index: usize,
+    /// Where reading ahead goes on, in the round's list of what is on the disk.
+    next_on_disk: usize,
+}
+
+/// One walk along what may be read ahead.
+#[derive(Debug)]
+pub struct Walk {
+    place: usize,
+    following_place: usize,
+    room_bytes: u64,
+    /// Of what this backward has freed; may be read into beyond the window.
+    spare_bytes: u64,
+    /// What is leaving memory is looked at again the next time.
+    unsettled_count: usize,
+    /// Whether too little could be read ahead to be worth it now.
+    rests: bool,
+    /// What the read that is to begin now adds to memory.
+    added_bytes: u64,
+}
+
+impl Window {
+    /// Moves to a tensor that is used now; returns what was read ahead of it in vain. `None` if
+    /// nothing is read ahead from there.
+    ///
+    /// `is_another` says that this window is of another round, and must be emptied first.
+    pub fn move_to<E>(
+        &mut self,
+        round: &Round<E>,
+        ordinal: usize,
+        is_another: bool,
+    ) -> Option<Vec<usize>> {
+        let index = round.position(ordinal)?;
+        if is_another || index < self.index {
+            self.next_on_disk = round.on_disk().partition_point(|&place| place <= index);
+        }
+        self.index = index;
+        Some(self.leave_behind(round, ordinal))
+    }
+
+    /// Whether a window should follow the backward of this round: what the forward saved goes on
+    /// being read ahead while a region is computed again, none of which is on the disk.
+    pub fn follows<E>(round: &Round<E>, ordinal: usize) -> bool {
+        round.position(ordinal).is_some()
+            && (round.phase() == FORWARD || !round.on_disk().is_empty())
+    }
+
+    /// Empties the window; returns what was read ahead.
+    pub fn clear(&mut self) -> Vec<usize> {
+        self.nbytes = 0;
+        self.reads.drain(..).map(|(ordinal, _)| ordinal).collect()
+    }
+
+    /// Takes out of the window what is used now, and what was passed over.
+    fn leave_behind<E>(&mut self, round: &Round<E>, ordinal: usize) -> Vec<usize> {
+        if let Some(place) = self.reads.iter().position(|(one, _)| *one == ordinal)
+            && let Some((_, nbytes)) = self.reads.remove(place)
+        {
+            self.nbytes -= nbytes;
+        }
+        let mut passed_over = Vec::new();
+        while let Some(&(first, nbytes)) = self.reads.front()
+            && round.position(first).is_none_or(|place| place <= self.index)
+        {
+            self.reads.pop_front();
+            self.nbytes -= nbytes;
+            passed_over.push(first);
+        }
+        passed_over
+    }
+
+    /// Begins to look for what should be read ahead, in the expected order.
+    ///
+    /// No read may take more than `room_bytes`. `spare_bytes` of what this backward has freed may
+    /// be read into beyond the window.
+    pub fn walk<E>(&self, round: &Round<E>, room_bytes: u64, spare_bytes: u64) -> Walk {
+        let following_place = round.on_disk().partition_point(|&place| place <= self.index);
+        let quarter_bytes = WINDOW_BYTES / REFILL_SHARE as u64;
+        let is_full = self.nbytes > WINDOW_BYTES - quarter_bytes && spare_bytes < quarter_bytes;
+        let is_crowded = self.reads.len() > WINDOW_COUNT - WINDOW_COUNT / REFILL_SHARE;
+        Walk {
+            place: self.next_on_disk.max(following_place),
+            following_place,
+            room_bytes,
+            spare_bytes,
+            unsettled_count: 0,
+            rests: is_full || is_crowded,
+            added_bytes: 0,
+        }
+    }
+
+    /// The ordinal of the next read that should begin now; tell [`note`](Self::note) about it.
+    pub fn next<E>(
+        &mut self,
+        round: &Round<E>,
+        walk: &mut Walk,
+        look: impl Fn(&E) -> Look,
+    ) -> Option<usize> {
+        while let Some(&place) = round.on_disk().get(walk.place) {
+            let ordinal = round.at(place);
+            match look(round.entry(ordinal)) {
+                Look::Settled => self.pass(walk),
+                Look::Leaving => {
+                    walk.unsettled_count += 1;
+                    walk.place += 1;
+                    if walk.unsettled_count > WINDOW_COUNT {
+                        return None;
+                    }
+                }
+                Look::OnDisk { key, slot_bytes, joins } => {
+                    let is_next = walk.place == walk.following_place || self.reads.is_empty();
+                    let is_wanted = is_next || self.is_wanted(round, walk, key, slot_bytes);
+                    if !joins && (slot_bytes > walk.room_bytes || !is_wanted) {
+                        return None;
+                    }
+                    walk.added_bytes = if joins { 0 } else { slot_bytes };
+                    return Some(ordinal);
+                }
+            }
+        }
+        None
+    }
+
+    /// Notes whether the read that [`next`](Self::next) asked for was begun. A refusal is not lost:
+    /// the demand read meets it again.
+    pub fn note(&mut self, walk: &mut Walk, ordinal: usize, is_begun: bool) {
+        if is_begun {
+            self.reads.push_back((ordinal, walk.added_bytes));
+            self.nbytes += walk.added_bytes;
+            walk.room_bytes = walk.room_bytes.saturating_sub(walk.added_bytes);
+            walk.spare_bytes = walk.spare_bytes.saturating_sub(walk.added_bytes);
+        }
+        self.pass(walk);
+    }
+
+    fn pass(&mut self, walk: &mut Walk) {
+        walk.place += 1;
+        if walk.unsettled_count == 0 {
+            self.next_on_disk = walk.place;
+        }
+    }
+
+    /// Whether the read of what is not even next should begin now.
+    fn is_wanted<E>(&self, round: &Round<E>, walk: &Walk, key: i64, slot_bytes: u64) -> bool {
+        let has_room = slot_bytes <= walk.spare_bytes || self.nbytes + slot_bytes <= WINDOW_BYTES;
+        self.reads.len() < WINDOW_COUNT && ((has_room && !walk.rests) || round.is_due(key))
+    }
+}

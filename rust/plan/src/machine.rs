@@ -1,0 +1,134 @@
+//! The machine that a plan is for: how much fits where, and how fast bytes move.
+
+/// Where bytes of the device's memory can go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Tier {
+    /// The drives: slow, without a limit.
+    Ssd,
+    /// The host's memory: fast and limited.
+    Host,
+}
+
+impl Tier {
+    /// Both, in the order in which the simulator asks them.
+    pub const ALL: [Self; 2] = [Self::Ssd, Self::Host];
+}
+
+/// Which way bytes go, seen from the device's memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Way {
+    /// Away, to a tier.
+    Out,
+    /// Back.
+    In,
+}
+
+/// A rate each way, in bytes a second.
+#[derive(Clone, Copy, Debug)]
+pub struct Rates {
+    /// Away from the device.
+    pub out: f64,
+    /// Back to it.
+    pub back: f64,
+}
+
+impl Rates {
+    /// The rate of one way.
+    pub fn of(&self, way: Way) -> f64 {
+        match way {
+            Way::Out => self.out,
+            Way::In => self.back,
+        }
+    }
+}
+
+/// Which share of its full rate a transfer of so many bytes attains: four points in rising order of
+/// bytes, straight lines between them. With (1 MiB, 0.5) and (4 MiB, 1.0) one of 2.5 MiB has 0.75.
+#[derive(Clone, Copy, Debug)]
+pub struct SizeShares(pub [(u64, f64); 4]);
+
+impl SizeShares {
+    /// The share of a transfer, above 0.
+    pub fn of(&self, bytes: u64) -> f64 {
+        let points = &self.0;
+        let after = points.partition_point(|point| point.0 <= bytes);
+        if after == 0 {
+            return points[0].1;
+        }
+        let Some(high) = points.get(after) else { return points[after - 1].1 };
+        let low = points[after - 1];
+        let part = (bytes - low.0) as f64 / (high.0 - low.0) as f64;
+        low.1 + part * (high.1 - low.1)
+    }
+}
+
+impl Default for SizeShares {
+    fn default() -> Self {
+        Self([(0, 1.0); 4])
+    }
+}
+
+/// Capacities and rates. By default nothing has a limit, and nothing costs.
+#[derive(Clone, Copy, Debug)]
+pub struct Machine {
+    /// Memory of the device that computes.
+    pub device_bytes: u64,
+    /// Memory of the host that may be used; 0 if none may.
+    pub host_bytes: u64,
+    /// The drives.
+    pub ssd: Rates,
+    /// The bus that host and drives share; a transfer of the host has what the drives leave.
+    pub bus: Rates,
+    /// What each transfer takes before its first byte.
+    pub latency_s: f64,
+    /// The rates of copies to and from the host's memory, as far as the bus allows.
+    pub host: Rates,
+    /// The share of its rate that each way of the drives keeps while the other is busy.
+    pub duplex_share: f64,
+    /// How the drives' rates depend on the size of a transfer.
+    pub sizes: SizeShares,
+    /// The price of a byte: seconds of computing that are lost for each byte that moves.
+    pub price: Rates,
+}
+
+impl Default for Machine {
+    fn default() -> Self {
+        // Not infinite, so that what remains of a rate is a number.
+        let unlimited = Rates { out: 1e15, back: 1e15 };
+        Self {
+            device_bytes: u64::MAX >> 1,
+            host_bytes: 0,
+            ssd: unlimited,
+            bus: unlimited,
+            latency_s: 0.0,
+            host: unlimited,
+            duplex_share: 1.0,
+            sizes: SizeShares::default(),
+            price: Rates { out: 0.0, back: 0.0 },
+        }
+    }
+}
+
+impl Machine {
+    /// The rate of a transfer while the drives do or do not move bytes the same way.
+    pub fn rate(&self, tier: Tier, way: Way, ssd_busy: bool) -> f64 {
+        match tier {
+            Tier::Ssd => self.ssd.of(way),
+            Tier::Host if ssd_busy => (self.bus.of(way) - self.ssd.of(way)).min(self.host.of(way)),
+            Tier::Host => self.bus.of(way).min(self.host.of(way)),
+        }
+    }
+
+    /// What a transfer counts as at the full rate of its tier: small ones count as more.
+    pub fn charged_bytes(&self, tier: Tier, bytes: u64) -> f64 {
+        match tier {
+            Tier::Ssd => bytes as f64 / self.sizes.of(bytes),
+            Tier::Host => bytes as f64,
+        }
+    }
+
+    /// Whether computing is slower while bytes move.
+    pub fn has_price(&self) -> bool {
+        self.price.out > 0.0 || self.price.back > 0.0
+    }
+}

@@ -1,0 +1,57 @@
+//! Memory of a GPU that is let go while a copy still uses it, in the order of the streams.
+
+use pyo3::prelude::*;
+use ssdtrain_core as core;
+
+use crate::gpu::{Departure, GpuWay, user_stream};
+
+impl GpuWay {
+    /// Makes the stream wait for the copy, and tells the allocator of all streams that may use the
+    /// memory; `false` if a CUDA graph is being captured, of which the wait would become a part.
+    pub fn order(&self, py: Python<'_>, one: &Departure) -> PyResult<core::Result<bool>> {
+        let ordered = self.staging.order(&one.after, user_stream(one.stream));
+        if !matches!(ordered, Ok(true)) {
+            return Ok(ordered);
+        }
+        if one.is_shared {
+            for stream in self.seen.of_gpu(self.gpu) {
+                // defence: streams that use a source
+                self.seen.record(one.memory.bind(py), stream)?;
+            }
+        }
+        Ok(Ok(true))
+    }
+
+    /// Lets memory go now, or once no graph is captured any more.
+    pub fn let_go(&self, py: Python<'_>, one: Departure) {
+        // The interpreter drops graphs also while an exception is on its way.
+        let under_way = PyErr::take(py);
+        match self.order(py, &one) {
+            Ok(Ok(true)) => drop(one),
+            Ok(Ok(false)) => self.held().push(one),
+            // The copy may use the memory for ever.
+            Ok(Err(_)) | Err(_) => std::mem::forget(one.memory),
+        }
+        if let Some(error) = under_way {
+            error.restore(py);
+        }
+    }
+
+    /// Lets go of what a capture held back, if it has ended.
+    pub fn let_held_go(&self, py: Python<'_>) {
+        let held = std::mem::take(&mut *self.held());
+        for one in held {
+            self.let_go(py, one);
+        }
+    }
+}
+
+impl Drop for GpuWay {
+    fn drop(&mut self) {
+        let held = std::mem::take(&mut *self.held());
+        // With nobody left who asks whether the capture has ended, it stays where it is.
+        for one in held {
+            std::mem::forget(one.memory);
+        }
+    }
+}

@@ -1,0 +1,124 @@
+//! The gates of all threads of a session; see `writeback.rs` for the rule.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::{PyWeakrefMethods, PyWeakrefReference};
+use ssdtrain_core::gate::{Gate, Waiting};
+
+use crate::saved_tensor::Record;
+
+/// A weak reference to a record.
+pub type RecordReference = Py<PyWeakrefReference>;
+
+/// What one thread saved.
+#[derive(Default)]
+pub struct ThreadGate {
+    has_ended: AtomicBool,
+    gate: Mutex<Gate<RecordReference>>,
+}
+
+impl ThreadGate {
+    /// Whether its thread has ended, and so has passed all its nodes.
+    pub fn is_of_ended_thread(&self) -> bool {
+        self.has_ended.load(Ordering::Relaxed)
+    }
+
+    /// Whether more may be written once its thread says that it has passed another node.
+    pub fn is_waiting(&self) -> bool {
+        !self.is_of_ended_thread() && self.gate().is_waiting()
+    }
+
+    /// The node before which the thread has passed all; known only for a reserve.
+    pub fn passed(&self) -> i64 {
+        if self.is_of_ended_thread() { i64::MAX } else { self.gate().passed_sequence() }
+    }
+
+    pub fn add(&self, record: &Bound<'_, Record>) -> PyResult<()> {
+        let one = waiting(record)?;
+        self.gate().add(one);
+        Ok(())
+    }
+
+    pub fn add_to_reserve(&self, record: &Bound<'_, Record>) -> PyResult<()> {
+        let (py, one) = (record.py(), waiting(record)?);
+        let dead = self.gate().add_to_reserve(one, |record| is_dead(py, record));
+        drop(dead);
+        Ok(())
+    }
+
+    /// Locked for a look or a change that calls nothing.
+    pub fn gate(&self) -> MutexGuard<'_, Gate<RecordReference>> {
+        self.gate.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn is_needed(&self, py: Python<'_>) -> bool {
+        !self.is_of_ended_thread() || self.gate().is_needed(|record| is_dead(py, record))
+    }
+}
+
+/// Those of all threads; those of threads that have ended go when another is made.
+pub struct Gates {
+    /// A `threading.local`: what it holds dies with its thread.
+    threads: Py<PyAny>,
+    all: Mutex<Vec<Arc<ThreadGate>>>,
+}
+
+impl Gates {
+    pub fn new(threads: Py<PyAny>) -> Self {
+        Self { threads, all: Mutex::default() }
+    }
+
+    /// That of this thread, if it has one.
+    pub fn here(&self, py: Python<'_>) -> PyResult<Option<Arc<ThreadGate>>> {
+        let Some(own) = self.threads.bind(py).getattr_opt(intern!(py, "gate"))? else {
+            return Ok(None);
+        };
+        Ok(Some(Arc::clone(&own.cast::<OwnGate>()?.get().0)))
+    }
+
+    /// That of this thread.
+    pub fn own(&self, py: Python<'_>) -> PyResult<Arc<ThreadGate>> {
+        if let Some(gate) = self.here(py)? {
+            return Ok(gate);
+        }
+        let gate = Arc::new(ThreadGate::default());
+        let own = Bound::new(py, OwnGate(Arc::clone(&gate)))?;
+        self.threads.bind(py).setattr(intern!(py, "gate"), own)?;
+        let mut all = self.list();
+        all.retain(|one| one.is_needed(py));
+        all.push(Arc::clone(&gate));
+        Ok(gate)
+    }
+
+    pub fn all(&self) -> Vec<Arc<ThreadGate>> {
+        self.list().clone()
+    }
+
+    fn list(&self) -> MutexGuard<'_, Vec<Arc<ThreadGate>>> {
+        self.all.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A thread's hold on its gate, which dies with the thread. A thread's number would not do: another
+/// thread gets it later.
+#[pyclass(frozen, module = "ssdtrain._core")]
+struct OwnGate(Arc<ThreadGate>);
+
+impl Drop for OwnGate {
+    fn drop(&mut self) {
+        self.0.has_ended.store(true, Ordering::Relaxed);
+    }
+}
+
+fn waiting(record: &Bound<'_, Record>) -> PyResult<Waiting<RecordReference>> {
+    let item = PyWeakrefReference::new(record)?.unbind();
+    let Record { sequence, nbytes, .. } = *record.get();
+    Ok(Waiting { item, sequence, nbytes })
+}
+
+fn is_dead(py: Python<'_>, reference: &RecordReference) -> bool {
+    reference.bind(py).upgrade().is_none()
+}

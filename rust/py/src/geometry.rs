@@ -1,0 +1,184 @@
+//! How a tensor lies in its storage, and which part of the storage holds it.
+
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::PyTuple;
+
+use crate::torch::Torch;
+
+/// Parts begin on a multiple of the largest item of any dtype, so that tensors of every dtype that
+/// lie in a part can be put back on it: their offsets are whole numbers of items.
+const PART_ALIGNMENT_BYTES: u64 = 16;
+
+/// Dtype, size, strides and offset of a tensor; strides too, because kernels choose by them.
+pub struct Layout {
+    pub dtype: Py<PyAny>,
+    pub size: Py<PyAny>,
+    pub stride: Py<PyTuple>,
+    item_bytes: u64,
+    /// Bytes from the start of the storage.
+    pub offset: u64,
+    /// The number of the GPU that it is on, if it is.
+    pub gpu: Option<usize>,
+}
+
+impl Layout {
+    pub fn of(tensor: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let py = tensor.py();
+        let item_bytes = item_bytes(tensor)?;
+        Ok(Self {
+            dtype: tensor.getattr(intern!(py, "dtype"))?.unbind(),
+            size: tensor.getattr(intern!(py, "shape"))?.unbind(),
+            stride: stride(tensor)?.unbind(),
+            item_bytes,
+            offset: storage_offset(tensor)? * item_bytes, // defence: storage offset
+            gpu: gpu_of(tensor)?,
+        })
+    }
+
+    /// Start and length, in bytes, of the part of its storage that is managed for the tensor.
+    ///
+    /// The whole storage if the tensor spans half of it or more: the slices of a fused projection
+    /// are saved one after the other, and one write serves them all. A small view of something
+    /// large (a batch of a data set in memory) takes its own part only.
+    pub fn part(&self, tensor: &Bound<'_, PyAny>, storage_bytes: u64) -> PyResult<(u64, u64)> {
+        let py = tensor.py();
+        let nbytes: u64 = tensor.getattr(intern!(py, "nbytes"))?.extract()?;
+        if nbytes == 0 {
+            return Ok((0, 0));
+        }
+        let is_contiguous = tensor.call_method0(intern!(py, "is_contiguous"))?.is_truthy()?;
+        let span = if is_contiguous { nbytes } else { self.span_bytes(py)? };
+        if 2 * span >= storage_bytes {
+            return Ok((0, storage_bytes));
+        }
+        let start = self.offset - self.offset % PART_ALIGNMENT_BYTES;
+        Ok((start, self.offset + span - start))
+    }
+
+    /// The bytes from the first element to the end of the last, if there are elements.
+    fn span_bytes(&self, py: Python<'_>) -> PyResult<u64> {
+        let mut reach = 0;
+        for (count, step) in self.size.bind(py).try_iter()?.zip(self.stride.bind(py)) {
+            reach += (count?.extract::<u64>()? - 1) * step.extract::<u64>()?;
+        }
+        Ok((reach + 1) * self.item_bytes)
+    }
+
+    /// Whether a tensor lies in its storage like this.
+    pub fn is_of(&self, tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
+        let py = tensor.py();
+        Ok(tensor.getattr(intern!(py, "dtype"))?.is(&self.dtype)
+            && tensor.getattr(intern!(py, "shape"))?.eq(&self.size)?
+            && stride(tensor)?.eq(&self.stride)?
+            && storage_offset(tensor)? * item_bytes(tensor)? == self.offset)
+    }
+
+    /// A tensor on `storage`, whose first byte was at `start` of the original.
+    pub fn build<'py>(
+        &self,
+        torch: &Torch,
+        storage: &Bound<'py, PyAny>,
+        start: u64,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let py = storage.py();
+        let offset = (self.offset - start) / self.item_bytes;
+        let empty = torch.empty(self.dtype.bind(py), self.gpu)?.getattr(intern!(py, "data"))?;
+        let stride = &self.stride; // defence: strides
+        empty.call_method1(intern!(py, "set_"), (storage, offset, &self.size, stride))
+    }
+}
+
+/// The same for Python.
+#[pyclass(frozen, module = "ssdtrain._core")]
+pub struct Geometry {
+    torch: Py<Torch>,
+    layout: Layout,
+}
+
+#[pymethods]
+impl Geometry {
+    #[new]
+    fn new(torch: Py<Torch>, tensor: &Bound<'_, PyAny>) -> PyResult<Self> {
+        Ok(Self { torch, layout: Layout::of(tensor)? })
+    }
+
+    #[getter]
+    fn dtype(&self, py: Python<'_>) -> Py<PyAny> {
+        self.layout.dtype.clone_ref(py)
+    }
+
+    #[getter]
+    fn size(&self, py: Python<'_>) -> Py<PyAny> {
+        self.layout.size.clone_ref(py)
+    }
+
+    #[getter]
+    fn stride(&self, py: Python<'_>) -> Py<PyTuple> {
+        self.layout.stride.clone_ref(py)
+    }
+
+    #[getter]
+    fn offset(&self) -> u64 {
+        self.layout.offset
+    }
+
+    fn span_bytes(&self, py: Python<'_>) -> PyResult<u64> {
+        self.layout.span_bytes(py)
+    }
+
+    fn build<'py>(&self, storage: &Bound<'py, PyAny>, start: u64) -> PyResult<Bound<'py, PyAny>> {
+        self.layout.build(self.torch.get(), storage, start)
+    }
+}
+
+/// The tensor whose version counter this one shares: what it is a view of, or itself.
+///
+/// Not all tensors on one storage share one: `.data` counts for itself, and so does each part that
+/// `unsafe_chunk` returns, which torch's LSTM cells fill one after the other.
+pub fn root_of<'py>(tensor: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+    let base = tensor.getattr(intern!(tensor.py(), "_base"))?;
+    Ok(if base.is_none() { tensor.clone() } else { base })
+}
+
+/// Whether other tensors on its storage may change without the version counter of this one.
+///
+/// Bytes around it could not be told from its own once they are on the disk.
+pub fn shares_no_counter(tensor: &Bound<'_, PyAny>, storage_bytes: u64) -> PyResult<bool> {
+    let root_bytes: u64 = root_of(tensor)?.getattr(intern!(tensor.py(), "nbytes"))?.extract()?;
+    Ok(root_bytes < storage_bytes) // defence: parts that count apart stay
+}
+
+/// Whether its memory is neither torch's nor ours: an array's, or that of a mapped file.
+///
+/// Whoever owns it may change it when torch's storage is long gone, and keeps it anyway. `owns`
+/// tells whether an address is in memory that the store gave out.
+pub fn is_memory_of_others(
+    storage: &Bound<'_, PyAny>,
+    owns: impl FnOnce(usize) -> bool,
+) -> PyResult<bool> {
+    let py = storage.py();
+    if storage.call_method0(intern!(py, "resizable"))?.is_truthy()? {
+        return Ok(false);
+    }
+    let address = storage.call_method0(intern!(py, "data_ptr"))?.extract()?;
+    Ok(!owns(address)) // defence: memory of others stays
+}
+
+/// The number of the GPU that a tensor is on, if it is; plain tensors are there or on the CPU.
+fn gpu_of(tensor: &Bound<'_, PyAny>) -> PyResult<Option<usize>> {
+    let number: i64 = tensor.call_method0(intern!(tensor.py(), "get_device"))?.extract()?;
+    Ok(usize::try_from(number).ok())
+}
+
+fn stride<'py>(tensor: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyTuple>> {
+    Ok(tensor.call_method0(intern!(tensor.py(), "stride"))?.cast_into()?)
+}
+
+fn storage_offset(tensor: &Bound<'_, PyAny>) -> PyResult<u64> {
+    tensor.call_method0(intern!(tensor.py(), "storage_offset"))?.extract()
+}
+
+fn item_bytes(tensor: &Bound<'_, PyAny>) -> PyResult<u64> {
+    tensor.getattr(intern!(tensor.py(), "itemsize"))?.extract()
+}

@@ -1,0 +1,474 @@
+//! The GPUs of a session: the way of each to the disk, and the streams that use its tensors.
+#![expect(unsafe_code, reason = "names streams of torch")]
+
+use std::collections::HashMap;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::PyWeakrefReference;
+use ssdtrain_core as core;
+use ssdtrain_core::cuda::gpu::Gpu;
+use ssdtrain_core::cuda::stream::{Event, UserStream};
+use ssdtrain_core::cufile::library::Library;
+use ssdtrain_core::staging::{PinnedBytes, Staging};
+
+use crate::error::to_python;
+use crate::session_lock::SessionLock;
+use crate::store::{SIGNAL_CHECK, Store};
+
+/// Memory that was copied is let go once so much more has been saved: then the copy has mostly
+/// ended, and the stream that waits for it does not wait long.
+const WINDOW_BYTES: u64 = 64 << 20;
+
+/// The stream of a GPU that a tensor belongs to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GpuStream {
+    /// The number of the GPU, as torch counts.
+    pub gpu: usize,
+    /// Its handle. It was current when the tensor was packed: autograd runs its node's backward
+    /// under the same one.
+    pub handle: usize,
+}
+
+/// Memory that may be let go once its stream waits for the end of a copy.
+pub struct Departure {
+    /// The end of the copy.
+    pub after: Arc<Event>,
+    /// The stream for which it was allocated, or under which it was packed.
+    pub stream: GpuStream,
+    /// What holds it.
+    pub memory: Py<PyAny>,
+    /// Whether other streams may use it as well.
+    pub is_shared: bool,
+}
+
+/// The GPUs of one session, each opened at its first tensor.
+#[pyclass(frozen, module = "ssdtrain._core")]
+pub struct Gpus {
+    store: Arc<core::TensorStore>,
+    pinned: PinnedBytes,
+    /// For each direction, where a GPU's tensors go past the CPU's memory.
+    ring: PinnedBytes,
+    /// Says for a GPU where cuFile is and whether its compatibility mode may serve, or `None`.
+    choose_direct: Py<PyAny>,
+    /// Is told why the chosen way cannot be opened; it raises if there shall be no other.
+    direct_refused: Py<PyAny>,
+    pub calls: Arc<TorchCalls>,
+    pub seen: Arc<SeenStreams>,
+    lock: Arc<SessionLock>,
+    ways: Mutex<Vec<(usize, Arc<GpuWay>)>>,
+}
+
+/// The streams that were current in a hook, also before their GPU's way was opened.
+#[derive(Default)]
+pub struct SeenStreams(Mutex<Vec<(GpuStream, Arc<Py<PyAny>>)>>);
+
+impl SeenStreams {
+    /// Notes that a stream uses tensors.
+    pub fn note(&self, py: Python<'_>, stream: GpuStream, calls: &TorchCalls) -> PyResult<()> {
+        if self.object(stream).is_none() {
+            let made = calls.stream_object.bind(py).call1((stream.gpu, stream.handle))?;
+            let object = Arc::new(made.unbind());
+            self.locked().push((stream, object));
+        }
+        Ok(())
+    }
+
+    /// Tells the allocator that a stream uses the memory of a tensor, too; nothing if the memory
+    /// was allocated for that stream.
+    pub fn record(&self, tensor: &Bound<'_, PyAny>, stream: GpuStream) -> PyResult<()> {
+        let object = self.object(stream).expect("a stream is noted before it is recorded");
+        let py = tensor.py();
+        tensor.call_method1(intern!(py, "record_stream"), (&*object,)).map(drop)
+    }
+
+    /// All streams of a GPU that use tensors.
+    pub fn of_gpu(&self, gpu: usize) -> Vec<GpuStream> {
+        let seen = self.locked();
+        seen.iter().map(|(stream, _)| *stream).filter(|stream| stream.gpu == gpu).collect()
+    }
+
+    fn object(&self, stream: GpuStream) -> Option<Arc<Py<PyAny>>> {
+        let seen = self.locked();
+        seen.iter().find(|(one, _)| *one == stream).map(|(_, object)| Arc::clone(object))
+    }
+
+    fn locked(&self) -> MutexGuard<'_, Vec<(GpuStream, Arc<Py<PyAny>>)>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Functions of torch for tensors of GPUs; see `transfer/staged.py`.
+pub struct TorchCalls {
+    current_stream: Py<PyAny>,
+    stream_object: Py<PyAny>,
+    allocate: Py<PyAny>,
+    out_of_memory: Py<PyAny>,
+}
+
+/// The way of one GPU.
+pub struct GpuWay {
+    pub gpu: usize,
+    pub staging: Staging,
+    /// Whether it goes past the CPU's memory.
+    is_direct: bool,
+    pub calls: Arc<TorchCalls>,
+    pub seen: Arc<SeenStreams>,
+    lock: Arc<SessionLock>,
+    /// The threads that wait until this GPU comes to the copies.
+    waiting_count: AtomicUsize,
+    /// The turn at which one gave up waiting, with one added.
+    given_up_at: AtomicU64,
+    window_bytes: u64,
+    process: u32,
+    books: Mutex<Books>,
+    held: Mutex<Vec<Departure>>,
+}
+
+#[derive(Default)]
+struct Books {
+    saved_bytes: u64,
+    loaded_bytes: u64,
+    /// Saved, their source let go, and still wanted.
+    released_bytes: u64,
+    /// The most of these that had no memory on the GPU by a load either.
+    away_bytes_peak: u64,
+    /// Dead once nobody has the memory of a load any more; by a number of their own.
+    loads: HashMap<u64, Py<PyWeakrefReference>>,
+    load_count: u64,
+}
+
+/// Called by the interpreter when the storage of a load dies.
+#[pyclass(frozen, module = "ssdtrain._core")]
+struct Unloaded {
+    way: Weak<GpuWay>,
+    number: u64,
+    nbytes: u64,
+}
+
+#[pymethods]
+impl Unloaded {
+    fn __call__(&self, _reference: &Bound<'_, PyAny>) {
+        if let Some(way) = self.way.upgrade() {
+            let mut books = way.books();
+            books.loaded_bytes -= self.nbytes;
+            let reference = books.loads.remove(&self.number);
+            drop(books);
+            drop(reference);
+        }
+    }
+}
+
+#[pymethods]
+impl Gpus {
+    #[new]
+    #[pyo3(signature = (
+        store, *, lock, down_bytes, up_bytes, ring_bytes, choose_direct, direct_refused,
+        current_stream, stream_object, allocate, out_of_memory
+    ))]
+    #[expect(clippy::too_many_arguments, reason = "keywords on the side of Python")]
+    fn new(
+        store: &Store,
+        lock: &Bound<'_, PyAny>,
+        down_bytes: usize,
+        up_bytes: usize,
+        ring_bytes: usize,
+        choose_direct: Py<PyAny>,
+        direct_refused: Py<PyAny>,
+        current_stream: Py<PyAny>,
+        stream_object: Py<PyAny>,
+        allocate: Py<PyAny>,
+        out_of_memory: Py<PyAny>,
+    ) -> PyResult<Self> {
+        let calls = TorchCalls { current_stream, stream_object, allocate, out_of_memory };
+        let calls = Arc::new(calls);
+        let pinned = PinnedBytes { down: down_bytes, up: up_bytes };
+        let ring = PinnedBytes { down: ring_bytes, up: ring_bytes };
+        let lock = Arc::new(SessionLock::new(lock)?);
+        let (store, seen, ways) = (store.shared(), Arc::default(), Mutex::default());
+        Ok(Self { store, pinned, ring, choose_direct, direct_refused, calls, seen, lock, ways })
+    }
+
+    /// Bytes of the GPUs' memory that loads hold.
+    pub fn loaded_bytes(&self) -> u64 {
+        self.ways().iter().map(|(_, way)| way.loaded_bytes()).sum()
+    }
+
+    /// Bytes of pinned memory, and how many of them are in use.
+    fn pinned_bytes(&self) -> (usize, usize) {
+        self.slot_bytes(false)
+    }
+
+    /// Bytes of GPUs' memory for GPUDirect Storage, and how many of them are in use.
+    fn ring_bytes(&self) -> (usize, usize) {
+        self.slot_bytes(true)
+    }
+
+    /// Threads that wait now until a GPU comes to the copies.
+    #[getter]
+    fn waiting_count(&self) -> usize {
+        self.ways().iter().map(|(_, way)| way.waiting_count.load(Ordering::Relaxed)).sum()
+    }
+
+    /// Bytes copied from and to GPUs.
+    fn copied_bytes(&self) -> (u64, u64) {
+        let ways = self.ways();
+        let counts = ways.iter().map(|(_, way)| way.staging.counts());
+        counts.fold((0, 0), |sum, one| (sum.0 + one.down_bytes, sum.1 + one.up_bytes))
+    }
+
+    /// Seconds that the copies from and to GPUs took, without what they waited for.
+    fn copy_seconds(&self) -> (f64, f64) {
+        let ways = self.ways();
+        let counts = ways.iter().map(|(_, way)| way.staging.counts());
+        let sum = counts.fold((0, 0), |sum, one| (sum.0 + one.down_ns, sum.1 + one.up_ns));
+        (sum.0 as f64 / 1e9, sum.1 as f64 / 1e9)
+    }
+
+    /// Each GPU that has a way, and the most saved bytes that were away from it at once.
+    fn away_bytes_peaks(&self) -> Vec<(usize, u64)> {
+        self.ways().iter().map(|(gpu, way)| (*gpu, way.books().away_bytes_peak)).collect()
+    }
+}
+
+impl Gpus {
+    /// The way of a GPU; takes its memory if this is the first tensor there.
+    pub fn way(&self, py: Python<'_>, gpu: usize) -> PyResult<core::Result<Arc<GpuWay>>> {
+        if let Some(way) = self.known(gpu) {
+            return Ok(Ok(way));
+        }
+        let direct = self.direct(py, gpu)?;
+        let (is_direct, memory) = match direct {
+            Some(_) => (true, self.ring),
+            None => (false, self.pinned),
+        };
+        let opened = match direct {
+            Some(staging) => Ok(staging),
+            None => {
+                py.detach(|| Staging::open(&Gpu::get(gpu)?, Arc::clone(&self.store), self.pinned))
+            }
+        };
+        Ok(opened.map(|staging| self.enter(gpu, staging, is_direct, memory)))
+    }
+
+    /// Opens the way past the CPU's memory, if that was chosen and works.
+    fn direct(&self, py: Python<'_>, gpu: usize) -> PyResult<Option<Staging>> {
+        let chosen: Option<(Option<PathBuf>, bool)> =
+            self.choose_direct.bind(py).call1((gpu,))?.extract()?;
+        let Some((library, allows_compat)) = chosen else { return Ok(None) };
+        let opened = py.detach(|| {
+            let library = Library::find(library.as_deref())?;
+            let gpu = Gpu::get(gpu)?;
+            library.open_driver(allows_compat)?;
+            Staging::open_direct(&gpu, self.store.for_gpus(library)?, self.ring, library)
+        });
+        match opened {
+            Ok(staging) => Ok(Some(staging)),
+            Err(error) => {
+                self.direct_refused.bind(py).call1((gpu, error.to_string()))?;
+                Ok(None)
+            }
+        }
+    }
+
+    fn enter(
+        &self,
+        gpu: usize,
+        staging: Staging,
+        is_direct: bool,
+        memory: PinnedBytes,
+    ) -> Arc<GpuWay> {
+        let way = Arc::new(GpuWay {
+            gpu,
+            staging,
+            is_direct,
+            calls: Arc::clone(&self.calls),
+            seen: Arc::clone(&self.seen),
+            lock: Arc::clone(&self.lock),
+            waiting_count: AtomicUsize::new(0),
+            given_up_at: AtomicU64::new(0),
+            window_bytes: WINDOW_BYTES.min(memory.down as u64 / 2),
+            process: std::process::id(),
+            books: Mutex::default(),
+            held: Mutex::default(),
+        });
+        // Another thread may have been faster.
+        let mut ways = self.ways();
+        if let Some((_, known)) = ways.iter().find(|(known, _)| *known == gpu) {
+            return Arc::clone(known);
+        }
+        ways.push((gpu, Arc::clone(&way)));
+        way
+    }
+
+    fn slot_bytes(&self, is_direct: bool) -> (usize, usize) {
+        let ways = self.ways();
+        let ways = ways.iter().filter(|(_, way)| way.is_direct == is_direct);
+        let sizes = ways.map(|(_, way)| way.staging.pinned_bytes());
+        sizes.fold((0, 0), |sum, one| (sum.0 + one.0, sum.1 + one.1))
+    }
+
+    /// The stream of a tensor that is packed, or unpacked, now.
+    pub fn stream(&self, py: Python<'_>, gpu: usize) -> PyResult<GpuStream> {
+        let handle = self.calls.current_stream(py, gpu)?; // defence: the current stream
+        let stream = GpuStream { gpu, handle };
+        self.seen.note(py, stream, &self.calls)?;
+        Ok(stream)
+    }
+
+    /// Lets go of what captures of CUDA graphs held back, if they have ended.
+    pub fn let_held_go(&self, py: Python<'_>) {
+        let ways: Vec<_> = self.ways().iter().map(|(_, way)| Arc::clone(way)).collect();
+        for way in &ways {
+            way.let_held_go(py);
+        }
+    }
+
+    /// Waits a moment with another thread that waits for a GPU; `false` if there is none.
+    ///
+    /// What that thread has taken out of the books is on its way out of memory, though nobody else
+    /// can find it there.
+    pub fn wait_with_others(&self, py: Python<'_>) -> PyResult<bool> {
+        let is_waited_for = |way: &GpuWay| way.waiting_count.load(Ordering::Relaxed) > 0;
+        let found = self.ways().iter().find(|(_, way)| is_waited_for(way)).cloned();
+        let Some((_, way)) = found else { return Ok(false) };
+        way.wait_for_turn(py, way.staging.turn()).map(|()| true)
+    }
+
+    fn known(&self, gpu: usize) -> Option<Arc<GpuWay>> {
+        let ways = self.ways();
+        ways.iter().find(|(known, _)| *known == gpu).map(|(_, way)| Arc::clone(way))
+    }
+
+    fn ways(&self) -> MutexGuard<'_, Vec<(usize, Arc<GpuWay>)>> {
+        self.ways.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl GpuWay {
+    /// Whether this process is a child of the one that opened it.
+    pub fn is_forked(&self) -> bool {
+        self.process != std::process::id()
+    }
+
+    /// Waits for the GPU to come to a copy, after there was no room at this turn; another thread
+    /// that looks meanwhile is told of it by [`Gpus::wait_with_others`].
+    pub fn wait_for_room(&self, py: Python<'_>, turn: u64) -> PyResult<()> {
+        self.waiting_count.fetch_add(1, Ordering::Relaxed);
+        let waited = self.wait_for_turn(py, turn);
+        self.waiting_count.fetch_sub(1, Ordering::Relaxed);
+        waited
+    }
+
+    fn wait_for_turn(&self, py: Python<'_>, turn: u64) -> PyResult<()> {
+        py.check_signals()?;
+        self.lock.without(py, || self.staging.wait_for_turn(turn, SIGNAL_CHECK)).map(drop)
+    }
+
+    /// Notes that a thread waited in vain: until the GPU comes to a copy, nobody else has to.
+    pub fn give_up_waiting(&self, turn: u64) {
+        self.given_up_at.store(turn + 1, Ordering::Relaxed);
+    }
+
+    /// Whether a thread has waited in vain, and nothing has ended since.
+    pub fn is_given_up(&self, turn: u64) -> bool {
+        self.given_up_at.load(Ordering::Relaxed) == turn + 1
+    }
+
+    /// Counts a save; returns how much has been saved with it.
+    pub fn count_saved(&self, nbytes: u64) -> u64 {
+        let mut books = self.books();
+        books.saved_bytes += nbytes;
+        books.saved_bytes
+    }
+
+    /// Whether so much has been saved since that the copy has mostly ended.
+    pub fn is_past_window(&self, saved_bytes: u64) -> bool {
+        self.books().saved_bytes - saved_bytes >= self.window_bytes
+    }
+
+    /// Counts memory of the GPU that was let go.
+    pub fn count_released(&self, nbytes: u64) {
+        let mut books = self.books();
+        books.released_bytes += nbytes;
+        // A load may outlive what was saved.
+        let away_bytes = books.released_bytes.saturating_sub(books.loaded_bytes);
+        books.away_bytes_peak = books.away_bytes_peak.max(away_bytes);
+    }
+
+    /// Counts that nobody wants any more what was let go.
+    pub fn count_dropped(&self, nbytes: u64) {
+        self.books().released_bytes -= nbytes;
+    }
+
+    /// Counts the memory of a load for as long as somebody has it.
+    pub fn count_loaded(self: &Arc<Self>, storage: &Bound<'_, PyAny>, nbytes: u64) -> PyResult<()> {
+        let number = {
+            let mut books = self.books();
+            books.load_count += 1;
+            books.load_count
+        };
+        let unloaded = Unloaded { way: Arc::downgrade(self), number, nbytes };
+        let unloaded = Bound::new(storage.py(), unloaded)?;
+        let reference = PyWeakrefReference::new_with(storage, unloaded)?.unbind();
+        let mut books = self.books();
+        books.loaded_bytes += nbytes;
+        books.loads.insert(number, reference);
+        Ok(())
+    }
+
+    fn loaded_bytes(&self) -> u64 {
+        self.books().loaded_bytes
+    }
+
+    /// Whether a CUDA graph is being made of what is put on the stream.
+    pub fn is_capturing(&self, stream: GpuStream) -> core::Result<bool> {
+        self.staging.is_capturing(user_stream(stream))
+    }
+
+    /// What a capture held back.
+    pub fn held(&self) -> MutexGuard<'_, Vec<Departure>> {
+        self.held.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn books(&self) -> MutexGuard<'_, Books> {
+        self.books.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl TorchCalls {
+    /// The handle of the stream that is current in this thread.
+    pub fn current_stream(&self, py: Python<'_>, gpu: usize) -> PyResult<usize> {
+        self.current_stream.bind(py).call1((gpu,))?.extract()
+    }
+
+    /// Whether torch has no memory of a GPU left.
+    pub fn is_out_of_memory(&self, py: Python<'_>, error: &PyErr) -> bool {
+        error.matches(py, self.out_of_memory.bind(py)).unwrap_or(false)
+    }
+
+    /// A storage that is allocated for a stream.
+    pub fn allocate<'py>(
+        &self,
+        py: Python<'py>,
+        stream: GpuStream,
+        nbytes: u64,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        self.allocate.bind(py).call1((stream.gpu, stream.handle, nbytes))
+    }
+}
+
+/// The stream as the driver knows it.
+pub fn user_stream(stream: GpuStream) -> UserStream {
+    // SAFETY: the handles are what torch calls the current stream. Torch never destroys its own;
+    // one that a program made elsewhere has to outlive the session, as docs/gpu.md asks.
+    unsafe { UserStream::new(stream.handle) }
+}
+
+/// Turns an error of the way into an exception.
+pub fn raised<T>(py: Python<'_>, answer: core::Result<T>) -> PyResult<T> {
+    answer.map_err(|error| to_python(py, &error))
+}

@@ -1,0 +1,320 @@
+//! Pack and unpack of tensors whose bytes may leave memory.
+
+use pyo3::intern;
+use pyo3::prelude::*;
+
+use crate::geometry::{Layout, is_memory_of_others, shares_no_counter};
+use crate::gpu::GpuStream;
+use crate::kept::version_of;
+use crate::rounds::Rounds;
+use crate::saved_tensor::{Part, Record, SavedTensor, SharedRound};
+use crate::session_lock::SessionLock;
+use crate::tally::Tally;
+use crate::torch::Torch;
+use crate::transfer::Loading;
+use crate::writeback::Records;
+
+/// The way of one session's tensors down and up.
+///
+/// `hooks` and `keeper` are asked about what is rare. The lock of the session is held while the
+/// books change, and never while a read or a GPU is waited for.
+#[pyclass(frozen, module = "ssdtrain._core")]
+pub struct Offloading {
+    torch: Py<Torch>,
+    records: Py<Records>,
+    rounds: Py<Rounds>,
+    min_bytes: u64,
+    lock: SessionLock,
+    hooks: Py<PyAny>,
+    keeper: Py<PyAny>,
+    teacher: Py<PyAny>,
+    policy: Py<PyAny>,
+    eligible: Py<Tally>,
+    planned: Py<Tally>,
+    priced: Py<Tally>,
+}
+
+/// Why a tensor stays in memory.
+enum Kept {
+    Small,
+    Apart,
+    Detached,
+    Foreign,
+}
+
+/// What is found for a saved tensor that a node needs.
+enum Found<'py> {
+    InMemory(Bound<'py, PyAny>),
+    Read(Bound<'py, Loading>),
+}
+
+#[pymethods]
+impl Offloading {
+    #[new]
+    #[pyo3(signature = (
+        torch, records, rounds, *, min_bytes, lock, hooks, keeper, teacher, policy,
+        eligible, planned, priced
+    ))]
+    #[expect(clippy::too_many_arguments, reason = "keywords on the side of Python")]
+    fn new(
+        torch: Py<Torch>,
+        records: Py<Records>,
+        rounds: Py<Rounds>,
+        min_bytes: u64,
+        lock: &Bound<'_, PyAny>,
+        hooks: Py<PyAny>,
+        keeper: Py<PyAny>,
+        teacher: Py<PyAny>,
+        policy: Py<PyAny>,
+        eligible: Py<Tally>,
+        planned: Py<Tally>,
+        priced: Py<Tally>,
+    ) -> PyResult<Self> {
+        Ok(Self {
+            torch,
+            records,
+            rounds,
+            min_bytes,
+            lock: SessionLock::new(lock)?,
+            hooks,
+            keeper,
+            teacher,
+            policy,
+            eligible,
+            planned,
+            priced,
+        })
+    }
+
+    fn pack(&self, tensor: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
+        let py = tensor.py();
+        if self.records.get().is_forked() {
+            return Ok(self
+                .hooks
+                .bind(py)
+                .call_method1(intern!(py, "exclude"), (tensor,))?
+                .unbind());
+        }
+        let storage = tensor.call_method0(intern!(py, "untyped_storage"))?;
+        let storage_bytes: u64 = storage.call_method0(intern!(py, "nbytes"))?.extract()?;
+        // What is too small mostly has a small storage, and shall cost no more than a look at it.
+        if storage_bytes < self.min_bytes {
+            return self.keep(tensor, &Kept::Small, storage_bytes, storage_bytes);
+        }
+        let layout = Layout::of(tensor)?;
+        let (start, nbytes) = layout.part(tensor, storage_bytes)?;
+        if let Some(kept) = self.kept_as(tensor, &storage, nbytes, storage_bytes)? {
+            let packed = self.keep(tensor, &kept, nbytes, storage_bytes)?;
+            // The hooks may have it written all the same.
+            if !packed.is_none(py) {
+                return Ok(packed);
+            }
+        }
+        let saved =
+            self.lock.locked(py, || self.offload(tensor, &storage, layout, start, nbytes))?;
+        Ok(saved.into_any().unbind())
+    }
+
+    fn unpack(&self, packed: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
+        let (py, hooks) = (packed.py(), self.hooks.bind(packed.py()));
+        let Ok(saved) = packed.cast::<SavedTensor>() else {
+            // What has changed since comes here, or is asked for from inside an operation.
+            return Ok(hooks.call_method1(intern!(py, "unpack_kept"), (packed,))?.unbind());
+        };
+        let this = saved.get();
+        if !this.is_unchanged(py)? {
+            // defence: version at unpack
+            hooks.call_method1(intern!(py, "refuse_changed"), (saved,))?;
+        }
+        if self.records.get().is_forked() {
+            return Ok(hooks.call_method1(intern!(py, "from_memory"), (saved,))?.unbind());
+        }
+        let tensor = match self.lock.locked(py, || self.find(saved))? {
+            Found::InMemory(storage) => match this.original(self.torch.get(), &storage)? {
+                Some(original) => original,
+                None => this.on_memory(self.torch.get(), &storage)?,
+            },
+            // defence: no lock while waiting for a read
+            Found::Read(loading) => self.read(saved, &loading)?,
+        };
+        Ok(tensor.unbind())
+    }
+}
+
+impl Offloading {
+    /// As what a part of a large storage stays in memory; `None` if it may leave it.
+    fn kept_as(
+        &self,
+        tensor: &Bound<'_, PyAny>,
+        storage: &Bound<'_, PyAny>,
+        nbytes: u64,
+        storage_bytes: u64,
+    ) -> PyResult<Option<Kept>> {
+        if nbytes < self.min_bytes {
+            return Ok(Some(Kept::Small));
+        }
+        if shares_no_counter(tensor, storage_bytes)? {
+            let has_history = !tensor.getattr(intern!(tensor.py(), "grad_fn"))?.is_none();
+            return Ok(Some(if has_history { Kept::Apart } else { Kept::Detached }));
+        }
+        let store = self.records.get().store();
+        let is_foreign = is_memory_of_others(storage, |address| store.has_given_out(address))?;
+        Ok(is_foreign.then_some(Kept::Foreign))
+    }
+
+    fn keep(
+        &self,
+        tensor: &Bound<'_, PyAny>,
+        kept: &Kept,
+        nbytes: u64,
+        storage_bytes: u64,
+    ) -> PyResult<Py<PyAny>> {
+        let (py, hooks) = (tensor.py(), self.hooks.bind(tensor.py()));
+        let kind = match kept {
+            Kept::Small => intern!(py, "small_here"),
+            Kept::Apart => intern!(py, "apart"),
+            Kept::Detached => intern!(py, "detached"),
+            Kept::Foreign => intern!(py, "foreign"),
+        };
+        let arguments = (tensor, kind, nbytes, storage_bytes);
+        Ok(hooks.call_method1(intern!(py, "keep"), arguments)?.unbind())
+    }
+
+    /// Packs a tensor whose bytes may leave memory.
+    fn offload<'py>(
+        &self,
+        tensor: &Bound<'py, PyAny>,
+        storage: &Bound<'py, PyAny>,
+        layout: Layout,
+        start: u64,
+        nbytes: u64,
+    ) -> PyResult<Bound<'py, SavedTensor>> {
+        let (py, torch, records) = (tensor.py(), self.torch.get(), self.records.get());
+        let (rounds, keeper) = (self.rounds.get(), self.keeper.bind(py));
+        // Known before any memory is let go below: this stream is about to use the tensor.
+        let stream = self.stream(py, &layout)?;
+        let (sequence, backward) = (torch.sequence_number(py)?, torch.current_backward(py)?);
+        // Before anything is looked at: it may wait for the GPU, and then others change the books.
+        records.open_gate(keeper, Some(sequence))?;
+        records.reap(keeper)?;
+        let round = rounds.round_for(py, backward, self.teacher.bind(py))?;
+        let version = version_of(tensor)?;
+        let end = start + nbytes;
+        let found = records.find(tensor, storage, version, layout.offset, end)?;
+        let is_new = found.is_none();
+        let record = if let Some(record) = found {
+            if let (Some(stream), Some(gpus)) = (stream, records.gpus()) {
+                record.get().share(tensor, gpus, stream)?;
+            }
+            record
+        } else {
+            let key = Rounds::next_key(&round, nbytes);
+            let part = Part { start, nbytes, sequence, key, stream };
+            self.new_record(tensor, storage, version, &part)?
+        };
+        let saved = SavedTensor::new(torch, tensor, layout, &record, sequence)?;
+        rounds.enter(&saved, &round, is_new, self.teacher.bind(py))?;
+        if is_new {
+            self.write(&record, &round, backward)?;
+        }
+        records.account().note_peak(records.transfer_bytes(py));
+        Ok(saved)
+    }
+
+    fn new_record<'py>(
+        &self,
+        tensor: &Bound<'py, PyAny>,
+        storage: &Bound<'py, PyAny>,
+        version: i64,
+        part: &Part,
+    ) -> PyResult<Bound<'py, Record>> {
+        let (py, records, keeper) =
+            (tensor.py(), self.records.get(), self.keeper.bind(tensor.py()));
+        if !records.is_bounded() {
+            return records.make(tensor, storage, version, part);
+        }
+        let arguments = (tensor, storage, part.nbytes, part.sequence);
+        let may_be_lent = keeper.call_method1(intern!(py, "make_room"), arguments)?.is_truthy()?;
+        let record = records.make(tensor, storage, version, part)?;
+        keeper.call_method1(intern!(py, "enter"), (&record, storage, may_be_lent))?;
+        Ok(record)
+    }
+
+    /// The stream that is current on the tensor's GPU, if it is on one.
+    fn stream(&self, py: Python<'_>, layout: &Layout) -> PyResult<Option<GpuStream>> {
+        match (layout.gpu, self.records.get().gpus()) {
+            (Some(gpu), Some(gpus)) => gpus.stream(py, gpu).map(Some),
+            _ => Ok(None),
+        }
+    }
+
+    /// Sees to the write of a new record, unless the plan or the price of a byte keeps it and no
+    /// bound is set.
+    fn write(
+        &self,
+        record: &Bound<'_, Record>,
+        round: &SharedRound,
+        backward: i64,
+    ) -> PyResult<()> {
+        let (py, records) = (record.py(), self.records.get());
+        let is_bounded = records.is_bounded();
+        let keep = self.policy.bind(py).getattr(intern!(py, "keep"))?;
+        let is_planned = keep.contains(record.get().key)? && !is_bounded;
+        self.eligible.get().add(record.get().nbytes);
+        if is_planned {
+            self.planned.get().add(record.get().nbytes);
+            return Ok(());
+        }
+        // defence: checkpoint recognition
+        let is_recomputed = backward != -1 && self.torch.get().is_recompute(py)?;
+        if !is_recomputed {
+            if !round.lock().offer(record.get().nbytes) {
+                self.priced.get().add(record.get().nbytes);
+                return Ok(());
+            }
+            records.write_later(record)?; // defence: the gate
+        } else if is_bounded {
+            records.write_if_short(record)?;
+        }
+        Ok(())
+    }
+
+    /// The storage if its bytes are in memory, else the read that brings them.
+    ///
+    /// A backward asks, so this thread has passed all its nodes: their writes begin.
+    fn find<'py>(&self, saved: &Bound<'py, SavedTensor>) -> PyResult<Found<'py>> {
+        let (py, records) = (saved.py(), self.records.get());
+        let (rounds, keeper, teacher) =
+            (self.rounds.get(), self.keeper.bind(py), self.teacher.bind(py));
+        // A stream that uses the tensor is known before its memory is let go.
+        self.stream(py, &saved.get().layout)?;
+        records.open_gate(keeper, None)?;
+        let storage = records.in_memory(saved.get().record.bind(py), keeper)?;
+        records.reap(keeper)?;
+        if rounds.note_unpack(saved)? {
+            records.cancel_queued(py)?;
+        }
+        let found = if let Some(storage) = storage {
+            Found::InMemory(storage)
+        } else {
+            Found::Read(rounds.demand(saved, teacher)?)
+        };
+        rounds.advance(saved, teacher)?;
+        records.account().note_peak(records.transfer_bytes(py));
+        Ok(found)
+    }
+
+    /// A tensor on what a read brought; the hooks wait for what is not there, or say what failed.
+    fn read<'py>(
+        &self,
+        saved: &Bound<'py, SavedTensor>,
+        loading: &Bound<'py, Loading>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let py = saved.py();
+        if !loading.get().is_here() {
+            self.hooks.bind(py).call_method1(intern!(py, "wait_for"), (saved, loading))?;
+        }
+        let tensor = loading.get().restore(py, self.torch.get(), &saved.get().layout)?;
+        saved.get().counted(&tensor)
+    }
+}

@@ -1,0 +1,290 @@
+//! `Planner`: a step as Python's lists, and plans for it as an object; the GIL is free meanwhile.
+
+use pyo3::exceptions::{PyIndexError, PyValueError};
+use pyo3::prelude::*;
+use ssdtrain_plan::baselines::{ssdtrain_cut, teraio};
+use ssdtrain_plan::bound::least_step_seconds;
+use ssdtrain_plan::greedy::Budget;
+use ssdtrain_plan::machine::{Machine, Rates, SizeShares, Tier};
+use ssdtrain_plan::moves::{Action, Plan};
+use ssdtrain_plan::objective::{self, Judged, Request};
+use ssdtrain_plan::recompute::{candidates, with_recomputed};
+use ssdtrain_plan::timeline::Stuck;
+use ssdtrain_plan::trace::{Class, Kernel, Places, Tensor, Trace};
+
+pyo3::import_exception!(ssdtrain.errors, ConfigError);
+
+/// Bytes, class, whether it lives across steps, whether it may go to the drives and to the host,
+/// and how long it takes to compute it again.
+type Row = (u64, usize, bool, bool, bool, Option<f64>);
+
+const CLASSES: [Class; 5] =
+    [Class::Activation, Class::Weight, Class::Gradient, Class::OptimizerState, Class::Workspace];
+
+#[pyclass(frozen, module = "ssdtrain._core")]
+pub struct PlanMachine(Machine);
+
+#[pymethods]
+impl PlanMachine {
+    #[new]
+    #[pyo3(signature = (*, device_bytes, host_bytes, ssd, bus, host, latency_s, duplex_share,
+                        sizes, price))]
+    #[allow(clippy::too_many_arguments)] // Python names each.
+    fn new(
+        device_bytes: u64,
+        host_bytes: u64,
+        ssd: (f64, f64),
+        bus: (f64, f64),
+        host: (f64, f64),
+        latency_s: f64,
+        duplex_share: f64,
+        sizes: [(u64, f64); 4],
+        price: (f64, f64),
+    ) -> PyResult<Self> {
+        let rates = |(out, back): (f64, f64)| Rates { out, back };
+        let positive = [ssd, bus, host].iter().all(|one| one.0 > 0.0 && one.1 > 0.0)
+            && duplex_share > 0.0
+            && sizes.iter().all(|one| one.1 > 0.0);
+        let is_sorted = sizes.windows(2).all(|pair| pair[0].0 <= pair[1].0);
+        let is_free = latency_s >= 0.0 && price.0 >= 0.0 && price.1 >= 0.0;
+        if !(positive && is_sorted && is_free) {
+            return Err(PyValueError::new_err(
+                "rates and shares have to be above 0, sizes sorted, latency and price 0 or more",
+            ));
+        }
+        Ok(Self(Machine {
+            device_bytes,
+            host_bytes,
+            ssd: rates(ssd),
+            bus: rates(bus),
+            host: rates(host),
+            latency_s,
+            duplex_share,
+            sizes: SizeShares(sizes),
+            price: rates(price),
+        }))
+    }
+}
+
+#[pyclass(frozen, module = "ssdtrain._core")]
+pub struct StepPlan {
+    judged: Judged,
+    device_bytes: u64,
+    bound_s: f64,
+    bound_bytes: u64,
+}
+
+#[pymethods]
+impl StepPlan {
+    #[getter]
+    fn step_s(&self) -> f64 {
+        self.judged.step_s
+    }
+
+    #[getter]
+    fn stall_s(&self) -> f64 {
+        self.judged.stall_s
+    }
+
+    #[getter]
+    fn recompute_s(&self) -> f64 {
+        self.judged.recompute_s
+    }
+
+    #[getter]
+    fn bound_s(&self) -> f64 {
+        self.bound_s
+    }
+
+    #[getter]
+    fn bound_bytes(&self) -> u64 {
+        self.bound_bytes
+    }
+
+    #[getter]
+    fn device_bytes(&self) -> u64 {
+        self.device_bytes
+    }
+
+    #[getter]
+    fn peak_bytes(&self) -> u64 {
+        self.judged.most.peak_bytes
+    }
+
+    #[getter]
+    fn class_peak_bytes(&self) -> [u64; 5] {
+        self.judged.most.class_peak_bytes
+    }
+
+    #[getter]
+    fn host_peak_bytes(&self) -> u64 {
+        self.judged.most.host_peak_bytes
+    }
+
+    #[getter]
+    fn moved_bytes(&self) -> [u64; 4] {
+        self.judged.moved_bytes
+    }
+
+    #[getter]
+    fn recomputed(&self) -> Vec<u32> {
+        self.judged.recomputed.clone()
+    }
+
+    #[getter]
+    fn resident(&self) -> Vec<(f64, u64)> {
+        self.judged.resident.clone()
+    }
+
+    /// Moves in the order of their kernels; a tensor beyond the step's is the second life of one
+    /// that is computed again.
+    #[getter]
+    fn moves(&self) -> Vec<(u32, &'static str, u32, f64)> {
+        let moves = self.judged.plan.moves().iter();
+        moves
+            .map(|one| {
+                let action = match one.action {
+                    Action::Fetch => "fetch",
+                    Action::Evict(Tier::Ssd) => "ssd",
+                    Action::Evict(Tier::Host) => "host",
+                };
+                (one.tensor, action, one.after, one.priority)
+            })
+            .collect()
+    }
+}
+
+#[pyclass(frozen, module = "ssdtrain._core")]
+pub struct Planner(Trace);
+
+fn refused(stuck: Stuck) -> PyErr {
+    ConfigError::new_err(format!("the step does not fit: {stuck}"))
+}
+
+impl Planner {
+    fn told(&self, machine: &Machine, slowdown_max: f64, judged: Judged) -> StepPlan {
+        StepPlan {
+            device_bytes: machine.device_bytes,
+            bound_s: least_step_seconds(&self.0, machine),
+            bound_bytes: objective::least_peak_bytes(&self.0, machine, slowdown_max),
+            judged,
+        }
+    }
+
+    fn budgets(&self, rows: Vec<(u64, Vec<u32>)>) -> PyResult<Vec<Budget>> {
+        rows.into_iter()
+            .map(|(bytes, members)| {
+                let mut counts = vec![false; self.0.tensors().len()];
+                for one in members {
+                    *counts.get_mut(one as usize).ok_or_else(|| {
+                        PyIndexError::new_err(format!("a budget names tensor {one}"))
+                    })? = true;
+                }
+                Ok(Budget { bytes, counts })
+            })
+            .collect()
+    }
+}
+
+#[pymethods]
+impl Planner {
+    #[new]
+    fn new(seconds: Vec<f64>, uses: Vec<Vec<u32>>, tensors: Vec<Row>) -> PyResult<Self> {
+        if seconds.len() != uses.len() {
+            return Err(PyValueError::new_err("each kernel has a time and uses"));
+        }
+        let kernels = seconds.into_iter().zip(uses);
+        let kernels = kernels.map(|(seconds, uses)| Kernel { seconds, uses }).collect();
+        let tensors = tensors
+            .into_iter()
+            .map(|(bytes, class, is_global, ssd, host, recompute_s)| {
+                let class = *CLASSES
+                    .get(class)
+                    .ok_or_else(|| PyIndexError::new_err(format!("there is no class {class}")))?;
+                let places = Places { ssd, host };
+                Ok(Tensor { bytes, class, is_global, places, recompute_s })
+            })
+            .collect::<PyResult<Vec<_>>>()?;
+        let trace = Trace::new(kernels, tensors);
+        Ok(Self(trace.map_err(|error| ConfigError::new_err(error.to_string()))?))
+    }
+
+    #[getter]
+    fn ideal_s(&self) -> f64 {
+        self.0.ideal_seconds()
+    }
+
+    fn live_bytes(&self) -> Vec<u64> {
+        self.0.live_bytes()
+    }
+
+    #[pyo3(signature = (machine, *, budgets, drafts, tries, may_recompute))]
+    fn least_step(
+        &self,
+        py: Python<'_>,
+        machine: &PlanMachine,
+        budgets: Vec<(u64, Vec<u32>)>,
+        drafts: usize,
+        tries: usize,
+        may_recompute: bool,
+    ) -> PyResult<StepPlan> {
+        let budgets = self.budgets(budgets)?;
+        let machine = &machine.0;
+        let trace = &self.0;
+        let found = py.detach(|| {
+            let request =
+                Request { trace, machine, budgets: &budgets, drafts, tries, may_recompute };
+            Ok(self.told(machine, 0.0, objective::least_step(&request)?))
+        });
+        found.map_err(refused)
+    }
+
+    #[pyo3(signature = (machine, *, budgets, drafts, tries, slowdown_max))]
+    fn least_peak(
+        &self,
+        py: Python<'_>,
+        machine: &PlanMachine,
+        budgets: Vec<(u64, Vec<u32>)>,
+        drafts: usize,
+        tries: usize,
+        slowdown_max: f64,
+    ) -> PyResult<StepPlan> {
+        let budgets = self.budgets(budgets)?;
+        let (trace, may_recompute) = (&self.0, false);
+        let found = py.detach(|| {
+            let asked = &machine.0;
+            let request =
+                Request { trace, machine: asked, budgets: &budgets, drafts, tries, may_recompute };
+            let (device_bytes, judged) = objective::least_peak(&request, slowdown_max)?;
+            let machine = Machine { device_bytes, ..*asked };
+            Ok(self.told(&machine, slowdown_max, judged))
+        });
+        found.map_err(refused)
+    }
+
+    /// Judge a plan that somebody else would make: `keep`, `ssdtrain`, `teraio` or `recompute`.
+    fn judged(&self, py: Python<'_>, machine: &PlanMachine, whose: &str) -> PyResult<StepPlan> {
+        let machine = &machine.0;
+        let trace = &self.0;
+        let found = py.detach(|| {
+            let plan = match whose {
+                "keep" => Plan::none(trace),
+                "ssdtrain" => ssdtrain_cut(trace, machine),
+                "teraio" => teraio(trace, machine),
+                "recompute" => {
+                    let chosen = candidates(trace);
+                    let again = with_recomputed(trace, &chosen);
+                    let mut judged = objective::judge(&again, machine, Plan::none(&again))?;
+                    judged.recompute_s = again.ideal_seconds() - trace.ideal_seconds();
+                    return Ok(Some(judged));
+                }
+                _ => return Ok(None),
+            };
+            objective::judge(trace, machine, plan).map(Some)
+        });
+        let judged = found.map_err(refused)?;
+        let judged = judged
+            .ok_or_else(|| PyValueError::new_err(format!("nobody's plan is called {whose}")))?;
+        Ok(self.told(machine, 0.0, judged))
+    }
+}

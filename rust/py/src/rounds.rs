@@ -1,0 +1,390 @@
+//! Follows the rounds of a session, and begins reads before they are asked for.
+//!
+//! `activations/prefetch.py` learns from what has ended, and makes room under a bound: its object
+//! is the `teacher` of these functions. The books and the rounds are locked as [Note: no calls] in
+//! `writeback.rs` says, the books first.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+use pyo3::exceptions::PyRuntimeError;
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyWeakrefMethods, PyWeakrefReference};
+use ssdtrain_core as core;
+use ssdtrain_core::round::{FORWARD, Plan, next_key};
+use ssdtrain_core::rounds::{ORDERS_MAX, Of};
+use ssdtrain_core::window::{Look, Walk};
+
+use crate::account::Account;
+use crate::error::SsdtrainError;
+use crate::gpu::Gpus;
+use crate::saved_tensor::{SavedReference, SavedTensor, SharedRound};
+use crate::store::Store;
+use crate::timeline::Moment;
+use crate::transfer::{Handle, Loading};
+
+/// The rounds of one session.
+#[pyclass(frozen, module = "ssdtrain._core")]
+pub struct Rounds {
+    store: Py<Store>,
+    gpus: Option<Py<Gpus>>,
+    account: core::Account,
+    limit_bytes: Option<u64>,
+    policy: Py<PyAny>,
+    /// The waits of the session, which are no part of a step's time.
+    stalls: Py<PyAny>,
+    epoch: Instant,
+    books: Mutex<Books>,
+}
+
+#[derive(Default)]
+struct Books {
+    rounds: core::rounds::Rounds<SavedReference>,
+    /// The round in whose backward a GPU had no memory left to read ahead.
+    short: Option<SharedRound>,
+    /// By signature, the plan that was looked at last, as Python has it and as it is used.
+    plans: HashMap<i64, (Py<PyAny>, Arc<Plan>)>,
+}
+
+/// A round that has ended, for who learns from it.
+#[pyclass(frozen, module = "ssdtrain._core")]
+pub struct Round(SharedRound);
+
+#[pymethods]
+impl Round {
+    #[getter]
+    fn phase(&self) -> i64 {
+        self.0.lock().phase()
+    }
+
+    #[getter]
+    fn signature(&self) -> i64 {
+        self.0.lock().signature()
+    }
+
+    #[getter]
+    fn stall_s(&self) -> f64 {
+        self.0.lock().stall_s()
+    }
+
+    #[getter]
+    fn opening(&self) -> i64 {
+        self.0.lock().opening()
+    }
+
+    #[getter]
+    fn offered_bytes(&self) -> u64 {
+        self.0.lock().offered_bytes()
+    }
+
+    #[getter]
+    fn span_s(&self) -> (f64, f64) {
+        self.0.lock().span_s()
+    }
+
+    fn learned_items(&self) -> Vec<(i64, u64, f64, f64)> {
+        let items = self.0.lock().learned_items();
+        items.iter().map(|one| (one.key, one.nbytes, one.packed_s, one.needed_s)).collect()
+    }
+
+    fn heaviest_node(&self) -> (u64, u64, u64) {
+        let heaviest = self.0.lock().heaviest_node();
+        (heaviest.nbytes, heaviest.tensor_count, heaviest.all_bytes)
+    }
+}
+
+#[pymethods]
+impl Rounds {
+    #[new]
+    #[pyo3(signature = (store, gpus, account, *, limit_bytes, policy, stalls))]
+    fn new(
+        store: Py<Store>,
+        gpus: Option<Py<Gpus>>,
+        account: &Account,
+        limit_bytes: Option<u64>,
+        policy: Py<PyAny>,
+        stalls: Py<PyAny>,
+    ) -> Self {
+        let (account, books) = (account.0.clone(), Mutex::default());
+        Self { store, gpus, account, limit_bytes, policy, stalls, epoch: Instant::now(), books }
+    }
+
+    /// How many tensors the round has that is packed now.
+    #[getter]
+    fn current_count(&self) -> usize {
+        self.books().rounds.current().map_or(0, |current| current.lock().len())
+    }
+
+    /// Gives up what was read ahead.
+    fn give_way(&self, py: Python<'_>) {
+        let given_up = self.books().rounds.clear();
+        give_up(py, given_up.as_slice());
+    }
+}
+
+impl Rounds {
+    /// The round that a tensor which is packed in `phase` belongs to.
+    ///
+    /// Begins a new round if this pack is the first of one, and has `teacher` learn from those that
+    /// have ended.
+    pub fn round_for(
+        &self,
+        py: Python<'_>,
+        phase: i64,
+        teacher: &Bound<'_, PyAny>,
+    ) -> PyResult<SharedRound> {
+        // Under a bound, what one region of reentrant checkpoints computes again may have to be
+        // read, so it is a round of its own, with an order. Else all regions are one round.
+        let may_be_asked_for = phase != FORWARD && self.limit_bytes.is_none();
+        let opened = self.books().rounds.open(phase, may_be_asked_for, |one| is_dead(py, one));
+        if !opened.finished.is_empty() {
+            let rounds = opened.finished.into_iter().map(|one| Py::new(py, Round(one)));
+            let rounds = rounds.collect::<PyResult<Vec<_>>>()?;
+            teacher.call_method1(intern!(py, "learn"), (rounds,))?;
+        }
+        Ok(opened.round)
+    }
+
+    /// The name that a new record of `nbytes` gets in a round.
+    pub fn next_key(round: &SharedRound, nbytes: u64) -> i64 {
+        next_key(round.lock().signature(), nbytes)
+    }
+
+    /// Gives a packed tensor its place in a round.
+    pub fn enter(
+        &self,
+        saved: &Bound<'_, SavedTensor>,
+        round: &SharedRound,
+        is_new: bool,
+        teacher: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        let (py, this) = (saved.py(), saved.get());
+        let reference = PyWeakrefReference::new(saved)?.unbind(); // defence: lifetime by handle
+        let (nbytes, now_s) = (this.record.get().nbytes, self.now_s(py)?);
+        let ordinal = round.lock().add(reference, this.sequence, nbytes, is_new, now_s);
+        this.take_place(round.clone(), ordinal);
+        if ordinal == 0 {
+            let phase = round.lock().phase();
+            let opening = round.lock().opening();
+            if phase == FORWARD && self.limit_bytes.is_none() {
+                let allowance = teacher.call_method1(intern!(py, "allowance"), (opening,))?;
+                if let Some(allowance_bytes) = allowance.extract()? {
+                    round.lock().allow(allowance_bytes);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Notes that a tensor is asked for; `true` if it is the first of an unknown round.
+    pub fn note_unpack(&self, saved: &Bound<'_, SavedTensor>) -> PyResult<bool> {
+        let (py, this) = (saved.py(), saved.get());
+        let Some((round, ordinal)) = this.place() else { return Ok(false) };
+        let (now_s, key) = (self.now_s(py)?, this.record.get().key);
+        let (is_first, is_predicted) = {
+            let round = round.lock();
+            (!round.is_asked_for(), round.is_predicted())
+        };
+        if is_first || !is_predicted {
+            self.predict(py, round)?;
+        }
+        round.lock().note_needed(*ordinal, key, now_s);
+        this.record.get().life.note(Moment::Needed);
+        if !is_first {
+            return Ok(false);
+        }
+        let is_known = self.policy.bind(py).call_method1(intern!(py, "knows"), (key,))?;
+        Ok(!is_known.is_truthy()?)
+    }
+
+    /// The read of a tensor that is needed now: the one begun ahead, or a new one.
+    pub fn demand<'py>(
+        &self,
+        saved: &Bound<'py, SavedTensor>,
+        teacher: &Bound<'py, PyAny>,
+    ) -> PyResult<Bound<'py, Loading>> {
+        let (py, this) = (saved.py(), saved.get());
+        if let Some(ahead) = this.set_ahead(None) {
+            return Ok(ahead.into_bound(py));
+        }
+        let handle = this.record.get().handle(py).ok_or_else(|| {
+            PyRuntimeError::new_err("a record has its bytes in memory, or a handle")
+        })?;
+        if self.limit_bytes.is_some() && !handle.get().is_here(py) {
+            let arguments = (saved, handle.get().slot_bytes());
+            teacher.call_method1(intern!(py, "make_room"), arguments)?;
+        }
+        this.record.get().life.note(Moment::ReadBegan);
+        let loading = match Handle::begin_read(&handle, self.store.get()) {
+            // What was read ahead of others may be in the way; else torch's own error is told.
+            Err(error) if self.is_out_of_memory(py, &error) => {
+                self.give_way(py);
+                Handle::begin_read(&handle, self.store.get())?
+            }
+            begun => begun?,
+        };
+        Ok(loading.into_bound(py))
+    }
+
+    /// Begins the reads that should be under way while `saved` is used.
+    pub fn advance(
+        &self,
+        saved: &Bound<'_, SavedTensor>,
+        teacher: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        let py = saved.py();
+        let Some((round, ordinal)) = saved.get().place() else { return Ok(()) };
+        let is_short = self.books().short.as_ref().is_some_and(|short| short.is(round));
+        if is_short {
+            return Ok(());
+        }
+        let Some(given_up) = self.books().rounds.follow(round, *ordinal) else { return Ok(()) };
+        give_up(py, &given_up);
+        if self.limit_bytes.is_some() {
+            // What is found to be free here must not be taken before it is used.
+            self.account.limit_small(0);
+        }
+        let on_gpus = self.gpus.as_ref().map_or(0, |gpus| gpus.get().loaded_bytes());
+        let transfer_bytes = self.store.get().transfer_bytes(py) + on_gpus;
+        let resident_bytes = self.account.held_bytes() + transfer_bytes;
+        let room_bytes =
+            self.limit_bytes.map_or(u64::MAX, |limit| limit.saturating_sub(resident_bytes));
+        let mut walk = self.books().rounds.walk(round, resident_bytes, room_bytes);
+        while let Some(ordinal) = self.next(py, round, &mut walk) {
+            let reference = round.lock().entry(ordinal).clone_ref(py);
+            let is_begun = self.begin_ahead(py, &reference, teacher)?;
+            if !self.books().rounds.note(round, &mut walk, ordinal, is_begun) {
+                // A handler of a signal ran in these calls: its backward has the window now.
+                give_up(py, &[Of { round: round.clone(), ordinals: vec![ordinal] }]);
+                return Ok(());
+            }
+        }
+        Ok(())
+    }
+
+    fn next(&self, py: Python<'_>, round: &SharedRound, walk: &mut Walk) -> Option<usize> {
+        self.books().rounds.next(round, walk, |one| look(py, one))
+    }
+
+    /// Begins to read ahead; a refusal is not lost: the demand read meets it again and raises.
+    fn begin_ahead(
+        &self,
+        py: Python<'_>,
+        reference: &SavedReference,
+        teacher: &Bound<'_, PyAny>,
+    ) -> PyResult<bool> {
+        let Some(saved) = reference.bind(py).upgrade_as::<SavedTensor>()? else {
+            return Ok(false);
+        };
+        let Some(handle) = saved.get().record.get().handle(py) else { return Ok(false) };
+        match Handle::begin_read(&handle, self.store.get()) {
+            Ok(loading) => {
+                saved.get().record.get().life.note(Moment::ReadBegan);
+                drop(saved.get().set_ahead(Some(loading)));
+                Ok(true)
+            }
+            Err(error) if error.is_instance_of::<SsdtrainError>(py) => {
+                teacher.call_method1(intern!(py, "note_refused"), (error.value(py),))?;
+                Ok(false)
+            }
+            Err(error) if self.is_out_of_memory(py, &error) => {
+                // To ask again would empty the allocator's cache each time. The rest of this
+                // backward reads what it needs when it needs it.
+                let round = saved.get().place().map(|(round, _)| round.clone());
+                let before = std::mem::replace(&mut self.books().short, round);
+                drop(before);
+                self.give_way(py);
+                teacher.call_method1(intern!(py, "note_refused"), (error.value(py),))?;
+                Ok(false)
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Whether torch has no memory of a GPU left for a read.
+    fn is_out_of_memory(&self, py: Python<'_>, error: &PyErr) -> bool {
+        let gpus = self.gpus.as_ref().map(Py::get);
+        gpus.is_some_and(|gpus| gpus.calls.is_out_of_memory(py, error))
+    }
+
+    fn predict(&self, py: Python<'_>, round: &SharedRound) -> PyResult<()> {
+        let signature = round.lock().signature();
+        let plan = self.plan(py, signature)?;
+        self.books().rounds.predict(round, plan, |one| {
+            saved_of(py, one).is_some_and(|saved| saved.get().record.get().has_handle())
+        });
+        Ok(())
+    }
+
+    /// What the policy has planned for rounds of this signature.
+    fn plan(&self, py: Python<'_>, signature: i64) -> PyResult<Option<Arc<Plan>>> {
+        let plans = self.policy.bind(py).getattr(intern!(py, "plans"))?;
+        let Some(plan) = plans.cast::<PyDict>()?.get_item(signature)? else { return Ok(None) };
+        if let Some((known, used)) = self.books().plans.get(&signature)
+            && known.is(&plan)
+        {
+            return Ok(Some(Arc::clone(used)));
+        }
+        let used = Arc::new(Plan {
+            needed_s: plan.getattr(intern!(py, "needed_s"))?.extract()?,
+            start_by_s: plan.getattr(intern!(py, "start_by_s"))?.extract()?,
+            longest_gap_s: plan.getattr(intern!(py, "longest_gap_s"))?.extract()?,
+        });
+        let mut books = self.books();
+        let is_full = books.plans.len() >= ORDERS_MAX;
+        let forgotten = if is_full { std::mem::take(&mut books.plans) } else { HashMap::new() };
+        let before = books.plans.insert(signature, (plan.unbind(), Arc::clone(&used)));
+        drop(books);
+        drop((forgotten, before));
+        Ok(Some(used))
+    }
+
+    /// Seconds since some moment, on a clock that stands still while threads wait for the disk.
+    fn now_s(&self, py: Python<'_>) -> PyResult<f64> {
+        let stalls_s: f64 = self.stalls.bind(py).getattr(intern!(py, "total_s"))?.extract()?;
+        Ok(self.epoch.elapsed().as_secs_f64() - stalls_s)
+    }
+
+    fn books(&self) -> MutexGuard<'_, Books> {
+        self.books.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn give_up(py: Python<'_>, given_up: &[Of<SavedReference>]) {
+    for Of { round, ordinals } in given_up {
+        for ordinal in ordinals {
+            let reference = round.lock().entry(*ordinal).clone_ref(py);
+            if let Some(saved) = saved_of(py, &reference) {
+                drop(saved.get().set_ahead(None));
+            }
+        }
+    }
+}
+
+fn saved_of<'py>(py: Python<'py>, reference: &SavedReference) -> Option<Bound<'py, SavedTensor>> {
+    let saved = reference.bind(py).upgrade()?;
+    Some(saved.cast_into().expect("rounds have references to saved tensors alone"))
+}
+
+fn is_dead(py: Python<'_>, reference: &SavedReference) -> bool {
+    reference.bind(py).upgrade().is_none()
+}
+
+/// How a tensor stands that could be read ahead.
+fn look(py: Python<'_>, reference: &SavedReference) -> Look {
+    let Some(saved) = saved_of(py, reference) else { return Look::Settled };
+    let record = saved.get().record.get();
+    if record.is_leaving(py) {
+        return Look::Leaving;
+    }
+    match record.handle(py) {
+        Some(handle) if !saved.get().is_ahead() => Look::OnDisk {
+            key: record.key,
+            slot_bytes: handle.get().slot_bytes() as u64,
+            joins: handle.get().is_here(py),
+        },
+        _ => Look::Settled,
+    }
+}

@@ -1,0 +1,436 @@
+//! What autograd holds instead of a tensor whose bytes may leave memory.
+//!
+//! The packed object is the lifetime: autograd drops it when its node has run, when the graph is
+//! dropped, or after an exception, and with its last user a record gives up its memory, its write
+//! and its extent. Nobody counts steps.
+
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::{PyWeakrefMethods, PyWeakrefReference};
+use ssdtrain_core as core;
+
+use crate::geometry::{Layout, root_of};
+use crate::gpu::{GpuStream, Gpus};
+use crate::kept::{NO_VERSION, is_true, version_of};
+use crate::timeline::{Life, Timeline};
+use crate::torch::Torch;
+use crate::transfer::{Handle, Loading, Way};
+
+/// A weak reference to a saved tensor.
+pub type SavedReference = Py<PyWeakrefReference>;
+/// What was packed between two backwards; its tensors keep it.
+pub type SharedRound = core::rounds::SharedRound<SavedReference>;
+
+/// One saved storage at one version: its bytes in memory, on the way, or on the disk.
+#[pyclass(frozen, weakref, freelist = 4096, module = "ssdtrain._core")]
+pub struct Record {
+    /// Dead once nobody uses the storage any more: then its memory is gone.
+    storage: Py<PyWeakrefReference>,
+    /// Whose version counter is meant; see [`root_of`].
+    root: Py<PyWeakrefReference>,
+    /// First byte of the part of the storage that it covers; see [`Layout::part`].
+    start: u64,
+    #[pyo3(get)]
+    pub nbytes: u64,
+    /// The identity of the content.
+    pub version: i64,
+    /// Autograd's sequence number when this was packed: the gate.
+    #[pyo3(get)]
+    pub sequence: i64,
+    /// The policy's name for this tensor.
+    #[pyo3(get)]
+    pub key: i64,
+    /// The stream that it belongs to, if it is on a GPU.
+    stream: Option<GpuStream>,
+    /// Its bytes in the account; they end with it.
+    pub holding: core::Holding,
+    /// When it was where, if somebody asked.
+    pub life: Life,
+    state: Mutex<State>,
+}
+
+struct State {
+    /// The tensor itself, for as long as its bytes may be needed from memory.
+    source: Option<Py<PyAny>>,
+    /// Its bytes in the store, from the beginning of a write until the write is given up.
+    handle: Option<Py<Handle>>,
+    is_lent: bool,
+    was_found: bool,
+}
+
+/// What a new record is made of, beside its tensor.
+pub struct Part {
+    pub start: u64,
+    pub nbytes: u64,
+    pub sequence: i64,
+    pub key: i64,
+    /// The stream that it belongs to, if it is on a GPU.
+    pub stream: Option<GpuStream>,
+}
+
+impl Record {
+    pub fn new<'py>(
+        tensor: &Bound<'py, PyAny>,
+        storage: &Bound<'py, PyAny>,
+        version: i64,
+        part: &Part,
+        account: &core::Account,
+        timeline: &Timeline,
+    ) -> PyResult<Bound<'py, Self>> {
+        let py = tensor.py();
+        let source = tensor.call_method0(intern!(py, "detach"))?.unbind();
+        let record = Self {
+            storage: PyWeakrefReference::new(storage)?.unbind(),
+            root: PyWeakrefReference::new(&root_of(tensor)?)?.unbind(),
+            start: part.start,
+            nbytes: part.nbytes,
+            version,
+            sequence: part.sequence,
+            key: part.key,
+            stream: part.stream,
+            holding: account.hold(part.nbytes),
+            life: timeline.begin(part.key, part.nbytes),
+            state: Mutex::new(State {
+                source: Some(source),
+                handle: None,
+                is_lent: false,
+                was_found: false,
+            }),
+        };
+        Bound::new(py, record)
+    }
+
+    /// Whether it is of this tensor: of its storage, its counter and its version, and has the bytes
+    /// from `start` to `end` of the storage.
+    pub fn is_of(
+        &self,
+        tensor: &Bound<'_, PyAny>,
+        storage: &Bound<'_, PyAny>,
+        version: i64,
+        start: u64,
+        end: u64,
+    ) -> PyResult<bool> {
+        let py = tensor.py();
+        let root = root_of(tensor)?;
+        let is_dead = self.storage(py).is_none_or(|own| !own.is(storage));
+        let counts_apart = self.root.bind(py).upgrade().is_none_or(|own| !own.is(&root));
+        let is_elsewhere = start < self.start || self.start + self.nbytes < end;
+        let is_other = is_elsewhere
+            || is_dead // defence: identity with a look at life
+            || counts_apart // defence: identity with the version counter
+            || self.version != version; // defence: version at pack
+        Ok(!is_other)
+    }
+
+    pub fn source<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyAny>> {
+        self.state().source.as_ref().map(|source| source.bind(py).clone())
+    }
+
+    pub fn handle<'py>(&self, py: Python<'py>) -> Option<Bound<'py, Handle>> {
+        self.state().handle.as_ref().map(|handle| handle.bind(py).clone())
+    }
+
+    pub fn set_handle(&self, handle: Option<Py<Handle>>) {
+        let before = std::mem::replace(&mut self.state().handle, handle);
+        drop(before);
+    }
+
+    pub fn has_source(&self) -> bool {
+        self.state().source.is_some()
+    }
+
+    pub fn has_handle(&self) -> bool {
+        self.state().handle.is_some()
+    }
+
+    pub fn is_lent(&self) -> bool {
+        self.state().is_lent
+    }
+
+    /// Notes that a backward has found its bytes in memory; `false` if one had before.
+    pub fn note_found(&self) -> bool {
+        !std::mem::replace(&mut self.state().was_found, true)
+    }
+
+    pub fn was_found(&self) -> bool {
+        self.state().was_found
+    }
+
+    /// The storage, while somebody uses it.
+    pub fn storage<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyAny>> {
+        self.storage.bind(py).upgrade()
+    }
+
+    /// Whether a storage has the bytes that it covers (`resize_` may have taken them).
+    pub fn is_whole(&self, storage: &Bound<'_, PyAny>) -> PyResult<bool> {
+        let nbytes: u64 = storage.call_method0(intern!(storage.py(), "nbytes"))?.extract()?;
+        Ok(nbytes >= self.start + self.nbytes)
+    }
+
+    /// Whether the bytes that were written are those that were saved.
+    ///
+    /// Neither changed in place on the way, nor moved: sharing a tensor with another process swaps
+    /// the memory of its storage and frees the old one, without a word to the version counter.
+    pub fn is_unchanged(&self, source: &Bound<'_, PyAny>, handle: &Handle) -> PyResult<bool> {
+        let py = source.py();
+        let storage = source.call_method0(intern!(py, "untyped_storage"))?;
+        let memory: usize = storage.call_method0(intern!(py, "data_ptr"))?.extract()?;
+        let is_same = self.is_whole(&storage)?
+            && version_of(source)? == self.version // defence: version at the end of the write
+            && memory + self.start as usize == handle.address; // defence: memory that moved
+        Ok(is_same)
+    }
+
+    /// Takes note that a node saves the tensor under a stream, mostly the one of the record.
+    ///
+    /// In a plain run autograd would hold the memory for this node as well. Here it may have been
+    /// let go for the first one, and goes once the program lets go of it, too.
+    pub fn share(&self, tensor: &Bound<'_, PyAny>, gpus: &Gpus, stream: GpuStream) -> PyResult<()> {
+        if self.stream != Some(stream) {
+            // defence: a second stream that saves
+            gpus.seen.record(tensor, stream)?;
+        }
+        Ok(())
+    }
+
+    /// Begins the write of its bytes, unless that was done before.
+    pub fn begin_write(
+        &self,
+        store: &crate::store::Store,
+        gpus: Option<&Gpus>,
+        source: &Bound<'_, PyAny>,
+        waits_for_disk: bool,
+    ) -> PyResult<Result<(), core::Error>> {
+        if self.has_handle() {
+            return Ok(Ok(()));
+        }
+        let gpu_way;
+        let way = match (self.stream, gpus) {
+            (Some(stream), Some(gpus)) => {
+                gpu_way = match gpus.way(source.py(), stream.gpu)? {
+                    Ok(way) => way,
+                    Err(error) => return Ok(Err(error)),
+                };
+                Way::Gpu { way: &gpu_way, stream, waits_for_disk }
+            }
+            _ => Way::Host,
+        };
+        let saved = Handle::save(store, source, self.start, self.nbytes, &way)?;
+        // Another thread may have begun it as well while this one waited for the GPU.
+        Ok(saved.map(|handle| {
+            if !self.has_handle() {
+                self.set_handle(Some(handle));
+            }
+        }))
+    }
+
+    /// Lets the memory go: the bytes are on the disk.
+    pub fn free_source(&self) {
+        let source = self.state().source.take();
+        self.holding.free();
+        drop(source);
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[pymethods]
+impl Record {
+    #[getter(source)]
+    fn get_source<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyAny>> {
+        self.source(py)
+    }
+
+    #[getter(handle)]
+    fn get_handle<'py>(&self, py: Python<'py>) -> Option<Bound<'py, Handle>> {
+        self.handle(py)
+    }
+
+    #[getter(was_found)]
+    fn get_was_found(&self) -> bool {
+        self.was_found()
+    }
+
+    #[getter(is_lent)]
+    fn get_is_lent(&self) -> bool {
+        self.is_lent()
+    }
+
+    #[pyo3(name = "storage")]
+    fn get_storage<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyAny>> {
+        self.storage(py)
+    }
+
+    fn lend(&self) {
+        self.state().is_lent = true;
+        self.holding.lend();
+    }
+
+    fn take_back(&self) {
+        self.state().is_lent = false;
+        self.holding.take_back();
+    }
+
+    /// Whether it is in memory now, but may have to be read when its turn comes.
+    pub fn is_leaving(&self, py: Python<'_>) -> bool {
+        self.has_handle() && (self.has_source() || self.storage(py).is_some())
+    }
+}
+
+/// The packed object of a tensor whose bytes a record manages.
+#[pyclass(frozen, weakref, freelist = 4096, module = "ssdtrain._core")]
+pub struct SavedTensor {
+    pub record: Py<Record>,
+    pub layout: Layout,
+    pub version: i64,
+    /// A tensor without bytes that shares the version counter of the saved one.
+    pub counter: Py<PyAny>,
+    #[pyo3(get)]
+    pub sequence: i64,
+    leaf: Option<Py<PyWeakrefReference>>,
+    /// Its round, and its place among the tensors of that, in the order of packing.
+    place: OnceLock<(SharedRound, usize)>,
+    /// A read begun before it was asked for.
+    ahead: Mutex<Option<Py<Loading>>>,
+}
+
+impl SavedTensor {
+    pub fn new<'py>(
+        torch: &Torch,
+        tensor: &Bound<'py, PyAny>,
+        layout: Layout,
+        record: &Bound<'py, Record>,
+        sequence: i64,
+    ) -> PyResult<Bound<'py, Self>> {
+        let py = tensor.py();
+        let counter = tensor.call_method0(intern!(py, "detach"))?;
+        counter.setattr(intern!(py, "data"), torch.empty(layout.dtype.bind(py), layout.gpu)?)?;
+        let leaf = if is_true(tensor, intern!(py, "is_leaf"))? {
+            Some(PyWeakrefReference::new(tensor)?.unbind())
+        } else {
+            None
+        };
+        let saved = Self {
+            version: record.get().version,
+            record: record.clone().unbind(),
+            layout,
+            counter: counter.unbind(),
+            sequence,
+            leaf,
+            place: OnceLock::new(),
+            ahead: Mutex::default(),
+        };
+        Bound::new(py, saved)
+    }
+
+    /// Whether the tensor was not changed in place since it was saved.
+    ///
+    /// With hooks set autograd itself no longer checks, and the gradient would be silently wrong.
+    pub fn is_unchanged(&self, py: Python<'_>) -> PyResult<bool> {
+        let now = version_of(self.counter.bind(py))?;
+        Ok(self.version == NO_VERSION || self.version == now)
+    }
+
+    /// The very tensor that was saved, if it is a leaf that still lies on `storage`.
+    ///
+    /// Autograd would hand it out. A backward may return it as a gradient, and a gradient that
+    /// nobody else holds becomes a parameter's own, to which others are added in place: a second
+    /// tensor on the same bytes would let the user's own tensor change.
+    pub fn original<'py>(
+        &self,
+        torch: &Torch,
+        storage: &Bound<'py, PyAny>,
+    ) -> PyResult<Option<Bound<'py, PyAny>>> {
+        let py = storage.py();
+        let Some(leaf) = self.leaf.as_ref().and_then(|leaf| leaf.bind(py).upgrade()) else {
+            return Ok(None);
+        };
+        let is_original = !torch.is_below_autograd(py)?
+            && leaf.call_method0(intern!(py, "untyped_storage"))?.is(storage)
+            && self.layout.is_of(&leaf)?; // defence: a leaf in memory is handed out itself
+        Ok(is_original.then_some(leaf))
+    }
+
+    /// The same tensor with the version counter of the original.
+    ///
+    /// So a backward that changes what it got in place, or a change between a backward and the
+    /// backward of that, is noticed by every other node that saved the same tensor.
+    pub fn counted<'py>(&self, tensor: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+        let (py, counter) = (tensor.py(), self.counter.bind(tensor.py()));
+        // defence: one counter for all who saved it
+        let twin = counter.call_method0(intern!(py, "detach"))?;
+        twin.setattr(intern!(py, "data"), tensor)?;
+        Ok(twin)
+    }
+
+    /// Gives it its place, once.
+    pub fn take_place(&self, round: SharedRound, ordinal: usize) {
+        self.place.get_or_init(|| (round, ordinal));
+    }
+
+    /// Its round and its ordinal there.
+    pub fn place(&self) -> Option<&(SharedRound, usize)> {
+        self.place.get()
+    }
+
+    /// Exchanges the read that was begun before it was asked for; returns the one before.
+    pub fn set_ahead(&self, ahead: Option<Py<Loading>>) -> Option<Py<Loading>> {
+        std::mem::replace(&mut *self.ahead(), ahead)
+    }
+
+    fn ahead(&self) -> MutexGuard<'_, Option<Py<Loading>>> {
+        self.ahead.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[pymethods]
+impl SavedTensor {
+    /// A tensor like the saved one on the memory that is still there.
+    pub fn on_memory<'py>(
+        &self,
+        torch: &Torch,
+        storage: &Bound<'py, PyAny>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        self.counted(&self.layout.build(torch, storage, 0)?)
+    }
+
+    #[getter]
+    fn record(&self, py: Python<'_>) -> Py<Record> {
+        self.record.clone_ref(py)
+    }
+
+    #[getter]
+    fn counter(&self, py: Python<'_>) -> Py<PyAny> {
+        self.counter.clone_ref(py)
+    }
+
+    #[getter]
+    fn version(&self) -> i64 {
+        self.version
+    }
+
+    #[getter]
+    fn dtype(&self, py: Python<'_>) -> Py<PyAny> {
+        self.layout.dtype.clone_ref(py)
+    }
+
+    #[getter]
+    fn size(&self, py: Python<'_>) -> Py<PyAny> {
+        self.layout.size.clone_ref(py)
+    }
+
+    #[getter]
+    pub fn is_ahead(&self) -> bool {
+        self.ahead().is_some()
+    }
+
+    fn note_stall(&self, stall_s: f64) {
+        if let Some((round, _)) = self.place() {
+            round.lock().note_stall(stall_s);
+        }
+    }
+}

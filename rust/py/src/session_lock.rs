@@ -1,0 +1,62 @@
+//! The lock of a session, and how a thread that has it waits for a GPU without it.
+//!
+//! A GPU may wait for something that another thread of the program does next, on the way to which
+//! that thread comes to a hook. So whoever waits for a GPU holds neither this lock nor the
+//! interpreter's, and looks again at what it had looked at before.
+
+use pyo3::intern;
+use pyo3::prelude::*;
+
+/// A `threading.RLock`.
+pub struct SessionLock {
+    acquire: Py<PyAny>,
+    release: Py<PyAny>,
+    is_owned: Py<PyAny>,
+    /// Let it go however often this thread has taken it, and take it as often again: what
+    /// `threading.Condition` calls when it waits.
+    release_all: Py<PyAny>,
+    acquire_all: Py<PyAny>,
+}
+
+impl SessionLock {
+    pub fn new(lock: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let py = lock.py();
+        Ok(Self {
+            acquire: lock.getattr(intern!(py, "acquire"))?.unbind(),
+            release: lock.getattr(intern!(py, "release"))?.unbind(),
+            is_owned: lock.getattr(intern!(py, "_is_owned"))?.unbind(),
+            release_all: lock.getattr(intern!(py, "_release_save"))?.unbind(),
+            acquire_all: lock.getattr(intern!(py, "_acquire_restore"))?.unbind(),
+        })
+    }
+
+    /// Runs `change` under the lock.
+    pub fn locked<T>(&self, py: Python<'_>, change: impl FnOnce() -> PyResult<T>) -> PyResult<T> {
+        self.acquire.bind(py).call0()?;
+        let _locked = Locked(self.release.bind(py));
+        change()
+    }
+
+    /// Waits with neither this lock nor the interpreter's.
+    pub fn without<T: Send>(&self, py: Python<'_>, wait: impl FnOnce() -> T + Send) -> PyResult<T> {
+        // defence: no lock while waiting for a GPU
+        if !self.is_owned.bind(py).call0()?.is_truthy()? {
+            return Ok(py.detach(wait));
+        }
+        let state = self.release_all.bind(py).call0()?;
+        let waited = py.detach(wait);
+        self.acquire_all.bind(py).call1((state,))?;
+        Ok(waited)
+    }
+}
+
+/// Holds the lock of a session, and lets it go also where something panics.
+struct Locked<'a, 'py>(&'a Bound<'py, PyAny>);
+
+impl Drop for Locked<'_, '_> {
+    fn drop(&mut self) {
+        if let Err(error) = self.0.call0() {
+            error.write_unraisable(self.0.py(), Some(self.0));
+        }
+    }
+}

@@ -1,0 +1,262 @@
+//! One tensor of a GPU on the staged way: what was saved of it, and a load of that.
+//!
+//! Memory of a GPU may be given to others only once the stream for which it was allocated has
+//! waited for all that uses it. Which stream that is only torch's allocator knows, and in a plain
+//! run autograd holds the memory for as long as any stream may use it. So before a source is let go
+//! its stream waits for the copy, and the allocator is told of every stream that was seen in a hook
+//! (`record_stream`, which does nothing for the stream of the allocation): it gives the memory to
+//! nobody before all of them have come to where they are now.
+#![expect(unsafe_code, reason = "names memory of torch")]
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use pyo3::intern;
+use pyo3::prelude::*;
+use ssdtrain_core as core;
+use ssdtrain_core::cuda::stream::DeviceRange;
+use ssdtrain_core::staging::{Full, Loading, Saved, Staged, Tier};
+use ssdtrain_core::{Error, ErrorKind};
+
+use crate::gpu::{Departure, GpuStream, GpuWay, raised, user_stream};
+use crate::store::SIGNAL_CHECK;
+
+/// How long a pack waits for a GPU that is behind. It may wait for something that this very program
+/// does later, as communication on another stream; then the tensor stays.
+const PATIENCE: Duration = Duration::from_secs(1);
+
+/// What was saved of a GPU's memory. Dropping it gives the copy up, in the order of the streams.
+pub struct GpuBytes {
+    way: Arc<GpuWay>,
+    staged: Staged,
+    stream: GpuStream,
+    /// Held until the streams have waited for its copy.
+    source: Mutex<Option<Py<PyAny>>>,
+    /// How much had been saved with it.
+    saved_bytes: u64,
+}
+
+impl GpuBytes {
+    /// Begins the copy of memory that `source` holds.
+    ///
+    /// If the ring is full because the GPU is behind, waiting costs nothing: the program would only
+    /// run further ahead of it. If the disk is behind, the tensor stays, unless `waits_for_disk`.
+    pub fn save(
+        way: &Arc<GpuWay>,
+        source: &Bound<'_, PyAny>,
+        stream: GpuStream,
+        address: usize,
+        nbytes: u64,
+        waits_for_disk: bool,
+    ) -> PyResult<core::Result<Self>> {
+        let py = source.py();
+        // SAFETY: `source` holds the memory until the streams have waited for the copy: `release`
+        // and `drop` see to it.
+        let range = unsafe { DeviceRange::new(address as u64, nbytes as usize) };
+        let began = Instant::now();
+        loop {
+            let turn = way.staging.turn();
+            let raw = user_stream(stream); // defence: the stream of the pack
+            let saved = match py.detach(|| way.staging.save(range, raw, Tier::Disk)) {
+                Ok(saved) => saved,
+                Err(error) => return Ok(Err(error)),
+            };
+            let full = match saved {
+                Saved::Begun(staged) => {
+                    let (way, source) = (Arc::clone(way), Some(source.clone().unbind()));
+                    let saved_bytes = way.count_saved(nbytes);
+                    let source = Mutex::new(source);
+                    return Ok(Ok(Self { way, staged, stream, source, saved_bytes }));
+                }
+                Saved::Capturing => return Ok(Err(stays("a CUDA graph is being captured"))),
+                Saved::Full(full) => full,
+            };
+            match full {
+                Full::GpuBehind => {}
+                Full::DiskBehind if waits_for_disk => {}
+                Full::DiskBehind => {
+                    let message = "the disk is behind, and all pinned memory waits for it";
+                    return Ok(Err(Error::new(ErrorKind::Busy, message)));
+                }
+                Full::Pinned => return Ok(Err(stays("all pinned memory holds tensors for good"))),
+                Full::TooLong => return Ok(Err(stays("it is larger than the pinned memory"))),
+            }
+            if !waits_for_disk && (way.is_given_up(turn) || began.elapsed() > PATIENCE) {
+                way.give_up_waiting(turn);
+                let message = "the GPU is behind, and may wait for what this program does next";
+                return Ok(Err(Error::new(ErrorKind::Busy, message)));
+            }
+            way.wait_for_room(py, turn)?;
+        }
+    }
+
+    /// Whether the source may be let go without a long wait on the GPU.
+    pub fn is_done(&self) -> bool {
+        // An error of the GPU is told by `release`.
+        let is_copied =
+            self.way.is_past_window(self.saved_bytes) || self.staged.is_copied().unwrap_or(true);
+        is_copied && !self.is_held()
+    }
+
+    /// Whether the source has to wait for the end of a CUDA graph that is being captured.
+    pub fn is_held(&self) -> bool {
+        // As above.
+        self.way.is_capturing(self.stream).unwrap_or(false)
+    }
+
+    /// Lets the source go, in the order of the streams.
+    pub fn release(&self, py: Python<'_>) -> PyResult<core::Result<()>> {
+        let Some(source) = self.take_source() else { return Ok(Ok(())) };
+        let departure = self.departure(source);
+        let answer = match self.way.order(py, &departure) {
+            Ok(Ok(true)) => {
+                self.way.count_released(self.nbytes() as u64);
+                return Ok(Ok(()));
+            }
+            Ok(Ok(false)) => Ok(Err(Error::new(ErrorKind::Busy, "a CUDA graph is being captured"))),
+            Ok(Err(error)) => Ok(Err(error)),
+            Err(error) => Err(error),
+        };
+        // It is not known that nobody uses the memory any more.
+        self.put_back(departure.memory);
+        answer
+    }
+
+    fn departure(&self, source: Py<PyAny>) -> Departure {
+        let after = self.staged.copied();
+        Departure { after, stream: self.stream, memory: source, is_shared: true }
+    }
+
+    /// Begins a load, into memory that is allocated for the stream of the pack.
+    pub fn load(&self, py: Python<'_>) -> PyResult<GpuLoad> {
+        let nbytes = self.staged.len() as u64;
+        // defence: a target is allocated for the stream of the pack
+        let storage = self.way.calls.allocate(py, self.stream, nbytes)?;
+        self.way.count_loaded(&storage, nbytes)?;
+        let address: u64 = storage.call_method0(intern!(py, "data_ptr"))?.extract()?;
+        // SAFETY: the load holds the storage, and gives it up as `Loading` asks.
+        let target = unsafe { DeviceRange::new(address, nbytes as usize) };
+        let stream = user_stream(self.stream);
+        let begun = py.detach(|| self.way.staging.load(&self.staged, target, stream));
+        let loading = Arc::new(raised(py, begun)?);
+        Ok(GpuLoad {
+            way: Arc::clone(&self.way),
+            loading,
+            stream: self.stream,
+            storage: Some(storage.unbind()),
+            was_lent: AtomicBool::new(false),
+        })
+    }
+
+    /// Another load of the same memory, for another node.
+    pub fn join(&self, loading: &Arc<Loading>, storage: Bound<'_, PyAny>) -> GpuLoad {
+        GpuLoad {
+            way: Arc::clone(&self.way),
+            loading: Arc::clone(loading),
+            stream: self.stream,
+            storage: Some(storage.unbind()),
+            was_lent: AtomicBool::new(true),
+        }
+    }
+
+    pub fn nbytes(&self) -> usize {
+        self.staged.len()
+    }
+
+    fn take_source(&self) -> Option<Py<PyAny>> {
+        self.source.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+
+    fn put_back(&self, source: Py<PyAny>) {
+        *self.source.lock().unwrap_or_else(PoisonError::into_inner) = Some(source);
+    }
+}
+
+impl Drop for GpuBytes {
+    fn drop(&mut self) {
+        let Some(source) = self.take_source() else {
+            // A forked child counts nothing: the lock may be held for ever there.
+            if !self.way.is_forked() {
+                self.way.count_dropped(self.nbytes() as u64);
+            }
+            return;
+        };
+        let departure = self.departure(source);
+        // defence: a source that dies under its copy
+        let _ended = Python::try_attach(|py| self.way.let_go(py, departure));
+    }
+}
+
+/// A load on its way to a GPU, or there; whoever holds this holds its memory.
+pub struct GpuLoad {
+    way: Arc<GpuWay>,
+    pub loading: Arc<Loading>,
+    stream: GpuStream,
+    storage: Option<Py<PyAny>>,
+    /// Whether a stream has waited for it, or will, for somebody else's sake.
+    was_lent: AtomicBool,
+}
+
+impl GpuLoad {
+    pub fn storage<'py>(&self, py: Python<'py>) -> Bound<'py, PyAny> {
+        let storage = self.storage.as_ref().expect("it is taken only when this is dropped");
+        storage.bind(py).clone()
+    }
+
+    /// Waits until the copy to the GPU is on its stream.
+    pub fn wait(&self, py: Python<'_>) -> PyResult<core::Result<()>> {
+        while !self.loading.is_enqueued() {
+            py.check_signals()?;
+            py.detach(|| self.loading.wait(SIGNAL_CHECK));
+        }
+        Ok(self.loading.failure().map_or(Ok(()), Err))
+    }
+
+    /// Makes the current stream wait for the bytes; `tensor` lies on them.
+    pub fn lend(&self, tensor: &Bound<'_, PyAny>) -> PyResult<core::Result<()>> {
+        let (py, gpu) = (tensor.py(), self.stream.gpu);
+        if let Err(error) = self.wait(py)? {
+            return Ok(Err(error));
+        }
+        let handle = self.way.calls.current_stream(py, gpu)?;
+        let stream = GpuStream { gpu, handle };
+        self.way.seen.note(py, stream, &self.way.calls)?;
+        // defence: every stream waits for a load
+        let lent = self.loading.lend(user_stream(stream), SIGNAL_CHECK);
+        if let Err(error) = lent.expect("what is enqueued is lent at once") {
+            return Ok(Err(error));
+        }
+        if stream != self.stream {
+            // defence: streams that use a target
+            self.way.seen.record(tensor, stream)?;
+        }
+        // Last: until then it is given up as if nobody had used it.
+        self.was_lent.store(true, Ordering::Relaxed);
+        Ok(Ok(()))
+    }
+
+    /// Whether the bytes are there, or on their way on a stream.
+    pub fn is_here(&self) -> bool {
+        self.loading.is_enqueued() && self.loading.failure().is_none()
+    }
+}
+
+impl Drop for GpuLoad {
+    fn drop(&mut self) {
+        // A forked child has neither the copy nor the thread that may hold the load's lock.
+        if self.was_lent.load(Ordering::Relaxed) || self.way.is_forked() {
+            return;
+        }
+        // Read ahead and given up: the copy may still go there.
+        let Some(after) = self.loading.give_up() else { return };
+        let memory = self.storage.take().expect("it is taken only here");
+        let departure = Departure { after, stream: self.stream, memory, is_shared: false };
+        // defence: a target that is given up
+        let _ended = Python::try_attach(|py| self.way.let_go(py, departure));
+    }
+}
+
+fn stays(why: &str) -> Error {
+    Error::new(ErrorKind::Unsupported, format!("a tensor stays on the GPU: {why}"))
+}

@@ -1,0 +1,454 @@
+//! The way of saved storages to the disk: when a write begins, and when its memory is freed.
+//!
+//! There is one record per saved storage and version.
+//!
+//! The gate. An operation may save a tensor before it has filled it (`rrelu` does), so no byte may
+//! be read while its node is being made. Autograd numbers nodes per thread; once this thread sees a
+//! larger number at a later pack, or runs a backward, the node has been passed and the write may
+//! begin.
+//!
+//! [Note: no calls] All that is called here may run a handler of a signal, which may pack tensors
+//! itself, and torch may let other threads run. So the books are locked for a look or a change that
+//! calls nothing and drops nothing, and what was looked at before a call is looked at again.
+//! Whoever waits for a GPU lets all other threads run as well (`session_lock.rs`).
+//!
+//! `activations/writeback.py` decides what is rare: its object is the `keeper` of these functions.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::{PyWeakrefMethods, PyWeakrefReference};
+use ssdtrain_core as core;
+
+use crate::account::Account;
+use crate::gate::{Gates, RecordReference, ThreadGate};
+use crate::gpu::Gpus;
+use crate::saved_tensor::{Part, Record};
+use crate::store::Store;
+use crate::timeline::{Moment, Timeline};
+use crate::transfer::Handle;
+use crate::writing::{Writes, note_failure, upgraded};
+
+/// At so many known storages, those that are gone are forgotten for the first time.
+const FORGET_AT_MIN: usize = 1024;
+/// So much of a reserve is written when room is short: what comes next then finds writes under way
+/// to wait for, and not much more is written than must be.
+const RESERVE_BATCH_BYTES: u64 = 8 << 20;
+
+/// The records of one session, and what becomes of them.
+#[pyclass(frozen, module = "ssdtrain._core")]
+pub struct Records {
+    store: Py<Store>,
+    gpus: Option<Py<Gpus>>,
+    account: core::Account,
+    timeline: Py<Timeline>,
+    is_bounded: bool,
+    /// So many bytes are given to the disk together.
+    batch_bytes: u64,
+    gates: Gates,
+    is_forked: AtomicBool,
+    writes: Writes,
+    books: Mutex<Books>,
+}
+
+#[derive(Default)]
+struct Books {
+    /// The last record of each storage, by the identity of the storage; some are dead.
+    known: HashMap<usize, RecordReference>,
+    forget_at: usize,
+}
+
+#[pymethods]
+impl Records {
+    #[new]
+    #[pyo3(signature = (
+        store, gpus, account, timeline, *, is_bounded, batch_bytes, give_back_bytes, threads
+    ))]
+    #[expect(clippy::too_many_arguments, reason = "keywords on the side of Python")]
+    fn new(
+        store: Py<Store>,
+        gpus: Option<Py<Gpus>>,
+        account: &Account,
+        timeline: Py<Timeline>,
+        is_bounded: bool,
+        batch_bytes: u64,
+        give_back_bytes: u64,
+        threads: Py<PyAny>,
+    ) -> Self {
+        let books = Books { forget_at: FORGET_AT_MIN, ..Books::default() };
+        let (account, books) = (account.0.clone(), Mutex::new(books));
+        let (gates, is_forked) = (Gates::new(threads), AtomicBool::new(false));
+        let writes = Writes::new(give_back_bytes);
+        Self {
+            store,
+            gpus,
+            account,
+            timeline,
+            is_bounded,
+            batch_bytes,
+            gates,
+            is_forked,
+            writes,
+            books,
+        }
+    }
+
+    fn leave_to_parent(&self) {
+        self.is_forked.store(true, Ordering::Relaxed); // defence: a forked child owns nothing
+    }
+
+    #[getter]
+    pub fn is_forked(&self) -> bool {
+        self.is_forked.load(Ordering::Relaxed)
+    }
+
+    /// Every record that is alive.
+    fn alive(&self, py: Python<'_>) -> PyResult<Vec<Py<Record>>> {
+        let known: Vec<_> = self.books().known.values().map(|one| one.clone_ref(py)).collect();
+        let alive = known.iter().filter_map(|one| upgraded(py, one).transpose());
+        alive.map(|one| one.map(Bound::unbind)).collect()
+    }
+
+    #[getter]
+    pub fn is_bounded(&self) -> bool {
+        self.is_bounded
+    }
+
+    pub fn begin_write(
+        &self,
+        record: &Bound<'_, Record>,
+        keeper: &Bound<'_, PyAny>,
+    ) -> PyResult<bool> {
+        let (py, this) = (record.py(), record.get());
+        let Some(source) = this.source(py) else { return Ok(true) };
+        let storage = source.call_method0(intern!(py, "untyped_storage"))?;
+        if !this.is_whole(&storage)? || (self.is_bounded && is_lent(record, keeper)?) {
+            return Ok(true);
+        }
+        // An earlier call may have begun it, and been interrupted before it was entered below.
+        while let Err(error) =
+            this.begin_write(self.store.get(), self.gpus(), &source, self.is_bounded)?
+        {
+            match error.kind() {
+                // A forked process inherited the hooks but not the disk: it keeps its tensors.
+                core::ErrorKind::Closed => return Ok(true),
+                core::ErrorKind::Busy if self.is_bounded => {
+                    if !wait_for_transfer(keeper)? {
+                        return Ok(false);
+                    }
+                }
+                core::ErrorKind::Busy => {
+                    keeper.call_method1(intern!(py, "note_busy"), (error.to_string(),))?;
+                    return Ok(true);
+                }
+                _ => {
+                    note_failure(py, keeper, &error)?;
+                    return Ok(true);
+                }
+            }
+        }
+        this.life.note(Moment::WriteBegan);
+        self.writes.add(record)?;
+        Ok(true)
+    }
+
+    /// Begins the writes of all nodes of this thread, which has passed them.
+    fn begin_all(&self, keeper: &Bound<'_, PyAny>) -> PyResult<()> {
+        self.open_gate(keeper, None)
+    }
+
+    pub fn write_later(&self, record: &Bound<'_, Record>) -> PyResult<()> {
+        self.gates.own(record.py())?.add(record)
+    }
+
+    pub fn write_if_short(&self, record: &Bound<'_, Record>) -> PyResult<()> {
+        self.gates.own(record.py())?.add_to_reserve(record)
+    }
+
+    /// Begins the writes of this thread's nodes before `sequence`, once there is a batch; of all
+    /// nodes, however few, without it.
+    #[pyo3(name = "open_gate")]
+    fn open_own_gate(&self, keeper: &Bound<'_, PyAny>, sequence: i64) -> PyResult<()> {
+        self.open_gate(keeper, Some(sequence))
+    }
+
+    fn under_way<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, Handle>>> {
+        self.writes.under_way(py)
+    }
+
+    #[getter]
+    fn writing_count(&self) -> usize {
+        self.writes.count()
+    }
+
+    /// Keeps what is still in the queue, unless there is a bound.
+    ///
+    /// Called when a backward begins of which nothing is known: what was not written by now may be
+    /// needed before it is, and on a slow disk the reads need its time.
+    pub fn cancel_queued(&self, py: Python<'_>) -> PyResult<()> {
+        if self.is_bounded { Ok(()) } else { self.writes.cancel_queued(py) }
+    }
+
+    fn end_all(&self, keeper: &Bound<'_, PyAny>) -> PyResult<()> {
+        self.let_held_go(keeper.py());
+        self.writes.end_all(keeper)
+    }
+
+    fn end_oldest(&self, keeper: &Bound<'_, PyAny>) -> PyResult<bool> {
+        self.writes.end_oldest(keeper)
+    }
+
+    fn has_waiting_gate(&self) -> bool {
+        self.gates.all().iter().any(|gate| gate.is_waiting())
+    }
+
+    fn wait_for_transfer(&self, keeper: &Bound<'_, PyAny>) -> PyResult<bool> {
+        if self.writes.end_oldest(keeper)? {
+            return Ok(true);
+        }
+        let py = keeper.py();
+        if self.store.get().wait_for_abandoned(py, None)? {
+            return Ok(true);
+        }
+        // defence: who needs room waits with who waits for a GPU
+        self.gpus().map_or(Ok(false), |gpus| gpus.wait_with_others(py))
+    }
+
+    fn wait_for_room(&self, keeper: &Bound<'_, PyAny>) -> PyResult<bool> {
+        let py = keeper.py();
+        if wait_for_transfer(keeper)? {
+            return Ok(true);
+        }
+        for gate in self.gates.all() {
+            if gate.is_of_ended_thread() {
+                self.open(py, &gate, None, keeper)?;
+            }
+            self.write_reserve(py, &gate, keeper)?;
+        }
+        wait_for_transfer(keeper)
+    }
+}
+
+impl Records {
+    pub fn reap(&self, keeper: &Bound<'_, PyAny>) -> PyResult<()> {
+        self.let_held_go(keeper.py());
+        self.writes.reap(keeper)
+    }
+
+    fn let_held_go(&self, py: Python<'_>) {
+        if let Some(gpus) = self.gpus() {
+            gpus.let_held_go(py);
+        }
+    }
+
+    pub fn store(&self) -> &Store {
+        self.store.get()
+    }
+
+    /// The bytes that transfers hold, of the CPU's memory and of GPUs'.
+    pub fn transfer_bytes(&self, py: Python<'_>) -> u64 {
+        let on_gpus = self.gpus().map_or(0, Gpus::loaded_bytes);
+        self.store().transfer_bytes(py) + on_gpus
+    }
+
+    /// The GPUs, if torch has some.
+    pub fn gpus(&self) -> Option<&Gpus> {
+        self.gpus.as_ref().map(Py::get)
+    }
+
+    pub fn account(&self) -> &core::Account {
+        &self.account
+    }
+
+    /// The record of the tensor's storage at its version, if there is one.
+    ///
+    /// The version is that of one counter; tensors that count apart never share a record.
+    pub fn find<'py>(
+        &self,
+        tensor: &Bound<'py, PyAny>,
+        storage: &Bound<'py, PyAny>,
+        version: i64,
+        start: u64,
+        end: u64,
+    ) -> PyResult<Option<Bound<'py, Record>>> {
+        let py = tensor.py();
+        let known = self.books().known.get(&identity(storage)).map(|one| one.clone_ref(py));
+        let Some(reference) = known else { return Ok(None) };
+        let Some(record) = upgraded(py, &reference)? else { return Ok(None) };
+        let is_its_own = record.get().is_of(tensor, storage, version, start, end)?;
+        Ok(is_its_own.then_some(record))
+    }
+
+    /// Makes a record, which is found by its storage from now on.
+    pub fn make<'py>(
+        &self,
+        tensor: &Bound<'py, PyAny>,
+        storage: &Bound<'py, PyAny>,
+        version: i64,
+        part: &Part,
+    ) -> PyResult<Bound<'py, Record>> {
+        let py = tensor.py();
+        let record =
+            Record::new(tensor, storage, version, part, &self.account, self.timeline.get())?;
+        let reference = PyWeakrefReference::new(&record)?.unbind();
+        // The identity is one only while the storage lives, which the look-up checks.
+        let before = self.books().remember(py, identity(storage), reference);
+        drop(before);
+        Ok(record)
+    }
+
+    /// The storage if its bytes are still in memory; then its write is not needed.
+    pub fn in_memory<'py>(
+        &self,
+        record: &Bound<'py, Record>,
+        keeper: &Bound<'py, PyAny>,
+    ) -> PyResult<Option<Bound<'py, PyAny>>> {
+        let (py, this) = (record.py(), record.get());
+        if let Some(source) = this.source(py) {
+            if let Some(handle) = this.handle(py) {
+                // Under a bound the write goes on: the memory may be needed while this tensor
+                // lives.
+                if !self.is_bounded && handle.get().cancel(py) {
+                    this.set_handle(None);
+                } else {
+                    this.holding.set_fate(core::Fate::Forwarded);
+                    if self.is_bounded {
+                        let storage = source.call_method0(intern!(py, "untyped_storage"))?;
+                        keeper.call_method1(intern!(py, "learn_held"), (record, storage))?;
+                    }
+                }
+            }
+            this.note_found();
+            return source.call_method0(intern!(py, "untyped_storage")).map(Some);
+        }
+        // defence: live memory before the disk
+        let Some(storage) = this.storage(py) else { return Ok(None) };
+        if !this.is_whole(&storage)? {
+            return Ok(None);
+        }
+        this.holding.set_fate(core::Fate::Forwarded);
+        if self.is_bounded || !this.was_found() {
+            keeper.call_method1(intern!(py, "learn_held"), (record, &storage))?;
+        }
+        Ok(Some(storage))
+    }
+
+    /// Begins the writes of this thread's nodes before `sequence`, once there is a batch.
+    ///
+    /// Of all nodes, however few, without it.
+    pub fn open_gate(&self, keeper: &Bound<'_, PyAny>, sequence: Option<i64>) -> PyResult<()> {
+        let py = keeper.py();
+        let Some(gate) = self.gates.here(py)? else { return Ok(()) };
+        if gate.gate().has_reserve() {
+            let passed = match sequence {
+                Some(sequence) => sequence,
+                None => keeper.call_method0(intern!(py, "sequence_number"))?.extract()?,
+            };
+            gate.gate().note_passed(passed);
+        }
+        if gate.gate().may_open(sequence, self.batch_bytes) {
+            self.open(py, &gate, sequence, keeper)?;
+        }
+        Ok(())
+    }
+
+    /// Begins the writes of a gate's records before `sequence`; what cannot begin now stays.
+    fn open(
+        &self,
+        py: Python<'_>,
+        gate: &ThreadGate,
+        sequence: Option<i64>,
+        keeper: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        let waiting = gate.gate().take();
+        let (mut staying, mut is_busy, mut outcome) = (Vec::new(), false, Ok(()));
+        for one in waiting {
+            let Some(record) = upgraded(py, &one.item)? else { continue };
+            let is_closed = sequence.is_some_and(|passed| one.sequence >= passed);
+            if !is_closed && !is_busy && outcome.is_ok() {
+                match self.begin_write(&record, keeper) {
+                    Ok(true) => continue,
+                    Ok(false) => is_busy = true,
+                    // What an interrupt left is begun the next time.
+                    Err(error) => outcome = Err(error),
+                }
+            }
+            staying.push(one);
+        }
+        gate.gate().put_back(staying);
+        outcome
+    }
+
+    /// Begins to write the oldest of a reserve whose nodes have been passed.
+    fn write_reserve(
+        &self,
+        py: Python<'_>,
+        gate: &ThreadGate,
+        keeper: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        let (passed, reserve) = (gate.passed(), gate.gate().take_reserve());
+        let (mut rest, mut nbytes, mut outcome) = (Vec::new(), 0, Ok(()));
+        for one in reserve {
+            let Some(record) = upgraded(py, &one.item)? else { continue };
+            if !record.get().has_source() || record.get().has_handle() {
+                continue;
+            }
+            if outcome.is_ok() && nbytes < RESERVE_BATCH_BYTES && one.sequence < passed {
+                match self.begin_write(&record, keeper) {
+                    Ok(true) => {
+                        nbytes += one.nbytes;
+                        continue;
+                    }
+                    Ok(false) => {}
+                    Err(error) => outcome = Err(error),
+                }
+            }
+            rest.push(one);
+        }
+        gate.gate().put_back_reserve(rest);
+        outcome
+    }
+
+    fn books(&self) -> MutexGuard<'_, Books> {
+        self.books.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Books {
+    /// Enters a record; returns what is to be dropped: dead entries, as the table doubles.
+    fn remember(
+        &mut self,
+        py: Python<'_>,
+        identity: usize,
+        reference: RecordReference,
+    ) -> Vec<RecordReference> {
+        let mut dropped = Vec::new();
+        if self.known.len() >= self.forget_at {
+            let is_dead = |_: &usize, one: &mut RecordReference| one.bind(py).upgrade().is_none();
+            dropped.extend(self.known.extract_if(is_dead).map(|(_, one)| one));
+            self.forget_at = FORGET_AT_MIN.max(2 * self.known.len());
+        }
+        dropped.extend(self.known.insert(identity, reference));
+        dropped
+    }
+}
+
+/// What tells one storage from others while it lives.
+fn identity(storage: &Bound<'_, PyAny>) -> usize {
+    storage.as_ptr() as usize
+}
+
+fn wait_for_transfer(keeper: &Bound<'_, PyAny>) -> PyResult<bool> {
+    keeper.call_method0(intern!(keeper.py(), "wait_for_transfer"))?.is_truthy()
+}
+
+/// Whether others hold what is about to be written, so that to write it frees nothing.
+fn is_lent(record: &Bound<'_, Record>, keeper: &Bound<'_, PyAny>) -> PyResult<bool> {
+    if record.get().is_lent() {
+        return Ok(true);
+    }
+    keeper.call_method1(intern!(record.py(), "lends"), (record,))?.is_truthy()
+}

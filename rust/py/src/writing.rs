@@ -1,0 +1,236 @@
+//! What is on its way to the disk, and what becomes of it when it has ended.
+
+use std::collections::VecDeque;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::{PyWeakrefMethods, PyWeakrefReference};
+use ssdtrain_core as core;
+
+use crate::error::to_python;
+use crate::gate::RecordReference;
+use crate::saved_tensor::Record;
+use crate::timeline::Moment;
+use crate::transfer::Handle;
+
+/// Writes that a hook frees at most: bounds the work of one call.
+const REAP_MAX: usize = 64;
+/// The writes of a session that were begun and not seen to end, in the order of their beginning.
+///
+/// Locked as [Note: no calls] in `writeback.rs` says.
+pub struct Writes {
+    /// Once writes have freed so much, free memory goes back to the system.
+    give_back_bytes: u64,
+    list: Mutex<List>,
+}
+
+#[derive(Default)]
+struct List {
+    writing: VecDeque<RecordReference>,
+    /// Which of the writes behind the oldest was looked at last.
+    look_at: usize,
+    /// Of sources, since free memory was given back last.
+    freed_bytes: u64,
+}
+
+impl Writes {
+    pub fn new(give_back_bytes: u64) -> Self {
+        Self { give_back_bytes, list: Mutex::default() }
+    }
+
+    pub fn add(&self, record: &Bound<'_, Record>) -> PyResult<()> {
+        let reference = PyWeakrefReference::new(record)?.unbind();
+        self.list().writing.push_back(reference);
+        Ok(())
+    }
+
+    pub fn count(&self) -> usize {
+        self.list().writing.len()
+    }
+
+    /// The handles of what is under way, the oldest first.
+    pub fn under_way<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, Handle>>> {
+        let mut handles = Vec::new();
+        for reference in self.all(py) {
+            handles.extend(upgraded(py, &reference)?.and_then(|one| one.get().handle(py)));
+        }
+        Ok(handles)
+    }
+
+    /// Cancels what has not begun; it is kept.
+    pub fn cancel_queued(&self, py: Python<'_>) -> PyResult<()> {
+        for reference in self.all(py) {
+            if let Some(record) = upgraded(py, &reference)?
+                && let Some(handle) = record.get().handle(py)
+                && handle.get().cancel(py)
+            {
+                record.get().set_handle(None);
+            }
+        }
+        Ok(())
+    }
+
+    /// Frees the memory of all that has reached the disk, however much it is.
+    pub fn end_all(&self, keeper: &Bound<'_, PyAny>) -> PyResult<()> {
+        for reference in self.all(keeper.py()) {
+            if self.take_ended(&reference, keeper)? {
+                self.forget(&reference);
+            }
+        }
+        Ok(())
+    }
+
+    /// Waits for the oldest write that can end now, and ends it; `false` if there is none.
+    pub fn end_oldest(&self, keeper: &Bound<'_, PyAny>) -> PyResult<bool> {
+        let (py, mut place) = (keeper.py(), 0);
+        while let Some(reference) = self.at(py, place) {
+            if let Some(record) = upgraded(py, &reference)?
+                && let Some((source, handle)) = under_way(py, &record)
+            {
+                if handle.get().is_held() {
+                    place += 1;
+                    continue;
+                }
+                self.end_write(&record, &source, &handle, keeper)?;
+                return Ok(true);
+            }
+            self.forget(&reference);
+        }
+        Ok(false)
+    }
+
+    /// Frees the memory of what has reached the disk.
+    ///
+    /// Writes end nearly in order, so the oldest tells. One that hangs must not hold the others
+    /// back, so each call looks at one more of them.
+    pub fn reap(&self, keeper: &Bound<'_, PyAny>) -> PyResult<()> {
+        let py = keeper.py();
+        for _ in 0..REAP_MAX {
+            let Some(reference) = self.at(py, 0) else { return Ok(()) };
+            if !self.take_ended(&reference, keeper)? {
+                let another = self.list().next_looked_at(py);
+                if let Some(another) = another
+                    && self.take_ended(&another, keeper)?
+                {
+                    self.forget(&another);
+                }
+                return Ok(());
+            }
+            self.forget(&reference);
+        }
+        Ok(())
+    }
+
+    /// Ends a write that is done; `false` if it is still under way.
+    fn take_ended(&self, reference: &RecordReference, keeper: &Bound<'_, PyAny>) -> PyResult<bool> {
+        let py = keeper.py();
+        let Some(record) = upgraded(py, reference)? else { return Ok(true) };
+        let Some((source, handle)) = under_way(py, &record) else { return Ok(true) };
+        if !handle.get().is_done(py) {
+            return Ok(false);
+        }
+        self.end_write(&record, &source, &handle, keeper)?;
+        Ok(true)
+    }
+
+    /// Waits for a write and frees its source, unless the bytes on the disk are not its own.
+    fn end_write(
+        &self,
+        record: &Bound<'_, Record>,
+        source: &Bound<'_, PyAny>,
+        handle: &Bound<'_, Handle>,
+        keeper: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        let (py, this) = (record.py(), record.get());
+        match handle.get().ended(py)? {
+            Ok(()) if this.is_unchanged(source, handle.get())? => {
+                this.free_source();
+                this.life.note(Moment::Freed);
+                if self.is_time_to_give_back(this.nbytes) {
+                    keeper.call_method0(intern!(py, "give_memory_back"))?;
+                }
+            }
+            // The bytes on the disk are not those that were saved; the source is what plain
+            // autograd would use, and unpack raises if it was changed in place.
+            Ok(()) => this.set_handle(None),
+            Err(error) => {
+                // The source is still here, so nothing is lost.
+                this.set_handle(None);
+                // Cancelled, or the store was closed while the graph lived.
+                if !matches!(error.kind(), core::ErrorKind::Cancelled | core::ErrorKind::Closed) {
+                    this.holding.set_fate(core::Fate::Kept);
+                    note_failure(py, keeper, &error)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes a write that has ended out of the list; a look mostly finds it in front.
+    fn forget(&self, reference: &RecordReference) {
+        let mut list = self.list();
+        let place = list.writing.iter().position(|one| one.is(reference));
+        let taken = place.and_then(|place| list.writing.remove(place));
+        drop(list);
+        drop(taken);
+    }
+
+    fn is_time_to_give_back(&self, nbytes: u64) -> bool {
+        let mut list = self.list();
+        list.freed_bytes += nbytes;
+        let is_time = list.freed_bytes >= self.give_back_bytes;
+        if is_time {
+            list.freed_bytes = 0;
+        }
+        is_time
+    }
+
+    /// The one that is so far behind the oldest.
+    fn at(&self, py: Python<'_>, place: usize) -> Option<RecordReference> {
+        self.list().writing.get(place).map(|one| one.clone_ref(py))
+    }
+
+    fn all(&self, py: Python<'_>) -> Vec<RecordReference> {
+        self.list().writing.iter().map(|one| one.clone_ref(py)).collect()
+    }
+
+    fn list(&self) -> MutexGuard<'_, List> {
+        self.list.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl List {
+    fn next_looked_at(&mut self, py: Python<'_>) -> Option<RecordReference> {
+        self.look_at = (self.look_at + 1) % self.writing.len().max(1);
+        self.writing.get(self.look_at).map(|one| one.clone_ref(py))
+    }
+}
+
+/// The record, while it lives.
+pub fn upgraded<'py>(
+    py: Python<'py>,
+    reference: &RecordReference,
+) -> PyResult<Option<Bound<'py, Record>>> {
+    reference.bind(py).upgrade_as::<Record>()
+}
+
+/// Source and handle of a record that is on its way to the disk.
+fn under_way<'py>(
+    py: Python<'py>,
+    record: &Bound<'py, Record>,
+) -> Option<(Bound<'py, PyAny>, Bound<'py, Handle>)> {
+    let record = record.get();
+    Some((record.source(py)?, record.handle(py)?))
+}
+
+/// Tells why a tensor that should be written stays in memory.
+pub fn note_failure(
+    py: Python<'_>,
+    keeper: &Bound<'_, PyAny>,
+    error: &core::Error,
+) -> PyResult<()> {
+    let raised = to_python(py, error);
+    keeper.call_method1(intern!(py, "note_failure"), (raised.value(py),))?;
+    Ok(())
+}

@@ -1,0 +1,139 @@
+"""`make gpu-check` and `benches/gpu_step.py` on the fake device, so before somebody has a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fake_build
+from checkout import BENCHES, FAKE_DEVICE
+from hardware import STAND_IN
+
+sys.path.insert(0, str(BENCHES / "gpu"))
+
+from gpu_steps import Runner, Step, steps
+
+AS_GPU = str(FAKE_DEVICE / "as_gpu.py")
+STEP_SECONDS = 120
+"""The fake runs on a machine that may be busy; on a GPU the whole check takes eight minutes."""
+WAYS = ["keep", "recompute", "offload", "save_on_cpu", "streamed_to_host"]
+
+
+def fake_environment() -> dict[str, str]:
+    try:
+        return {**os.environ, **fake_build.environment(), STAND_IN: "1"}
+    except fake_build.UnavailableError as reason:
+        pytest.skip(f"no fake device: {reason}")
+
+
+def run(*words: str | Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *map(str, words)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+    )
+
+
+def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
+    told = tmp_path / "told.json"
+    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    words = ("--dir", tmp_path, "--json", told)
+    done = run(BENCHES / "gpu_check.py", *words, environment=hidden)
+    assert done.returncode == 3, done.stderr
+    assert done.stdout.startswith("no GPU that PyTorch can use, so nothing was checked: ")
+    document = json.loads(told.read_text())
+    assert document["has_gpu"] is False
+    assert document["why"] in done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["told.json"]
+
+
+def test_wrong_options_are_refused(tmp_path: Path) -> None:
+    missing = run(BENCHES / "gpu_check.py", "--dir", tmp_path / "no", environment={**os.environ})
+    assert (missing.returncode, "is not a directory" in missing.stderr) == (2, True)
+    words = ("--dir", tmp_path, "--only", "nothing")
+    unknown = run(BENCHES / "gpu_check.py", *words, environment={**os.environ})
+    assert (unknown.returncode, "there is no step" in unknown.stderr) == (2, True)
+
+
+SCRIPTS = {
+    "well": "tell({'figures': {'a': 1}, 'rows': [['a', '1']], 'failures': []})",
+    "fails": "tell({'figures': {}, 'rows': [], 'failures': ['it broke']})",
+    "dies": "print('last words'); os.abort()",
+    "tells and dies": "tell({'figures': {}, 'rows': [], 'failures': []}); sys.exit(3)",
+    "says nothing": "pass",
+    "hangs": "os.fork(); signal.pause()",
+}
+HEAD = (
+    "import json, os, pathlib, signal, sys\n"
+    "told = pathlib.Path(sys.argv[sys.argv.index('--json') + 1])\n"
+    "def tell(found): told.write_text(json.dumps(found))\n"
+)
+
+
+def test_each_end_of_a_step_is_told(tmp_path: Path) -> None:
+    runner = Runner([sys.executable], tmp_path, is_tiny=True)
+    seen = {}
+    for name, body in SCRIPTS.items():
+        script = tmp_path / "script.py"
+        script.write_text(HEAD + body)
+        limit_s = 1 if name == "hangs" else 60
+        seen[name] = runner.run(Step(name, (str(script),), 60), limit_s)
+    assert (seen["well"].state, seen["well"].figures) == ("passed", {"a": 1})
+    assert (seen["fails"].state, seen["fails"].failures) == ("failed", ["it broke"])
+    assert seen["dies"].state == "failed"
+    assert "last words" in seen["dies"].last_words
+    assert seen["tells and dies"].failures == ["it ended with the code 3"]
+    assert seen["says nothing"].state == "failed"
+    assert "did not tell" in seen["says nothing"].failures[0]
+    assert (seen["hangs"].state, len(seen["hangs"].failures)) == ("took too long", 1)
+
+
+def test_a_step_of_training_is_compared(tmp_path: Path) -> None:
+    told = tmp_path / "told.json"
+    words = ("--tiny", "--dir", tmp_path, "--json", told)
+    done = run(AS_GPU, BENCHES / "gpu_step.py", *words, environment=fake_environment())
+    assert done.returncode == 0, done.stdout + done.stderr
+    document = json.loads(told.read_text())
+    assert document["failures"] == []
+    figures = document["figures"]
+    assert list(figures["modes"]) == WAYS
+    assert figures["losses_bit_equal"] is True
+    losses = {tuple(mode["losses"]) for mode in figures["modes"].values()}
+    assert len(losses) == 1
+    for mode in figures["modes"].values():
+        assert mode["step_s"] > 0
+        assert mode["peak_bytes"] > 0
+    stats = figures["modes"]["offload"]["stats"]
+    assert stats["from_gpu_bytes"] > 0
+    assert stats["limit"] in figures["report"]
+    assert [path.name for path in tmp_path.iterdir()] == ["told.json"]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_every_step_of_the_check_runs_on_the_fake(tmp_path: Path) -> None:
+    told = tmp_path / "told.json"
+    python = shlex.join([sys.executable, AS_GPU])
+    words = ["--tiny", "--dir", tmp_path, "--json", told, "--python", python]
+    words += ["--seconds", str(STEP_SECONDS * len(steps([], is_tiny=True)))]
+    done = run(BENCHES / "gpu_check.py", *words, environment=fake_environment())
+    assert done.returncode == 0, done.stdout + done.stderr
+    document: dict[str, Any] = json.loads(told.read_text())
+    assert document["failures"] == []
+    states = {one["name"]: one["state"] for one in document["steps"]}
+    assert states == {step.name: "passed" for step in steps([], is_tiny=True)}
+    assert all(one["figures"] for one in document["steps"])
+    contract = next(one for one in document["steps"] if one["name"] == "contract")
+    assert contract["figures"]["passed"] > 0
+    equal = next(one for one in document["steps"] if one["name"] == "equal")
+    assert all(kind["bit_equal"] for kind in equal["figures"].values())
+    assert [path.name for path in tmp_path.iterdir()] == ["told.json"]

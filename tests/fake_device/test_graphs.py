@@ -1,0 +1,100 @@
+"""CUDA graphs: a stream that captures only takes note, and its graph does it when launched."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fake_device import FakeDevice
+from on_fake import on_fake_device
+
+
+@on_fake_device()
+def test_stream_that_captures(fake: FakeDevice) -> None:
+    tensor, graph = torch.ones(4, device="cuda"), torch.cuda.CUDAGraph()
+    assert not torch.cuda.is_current_stream_capturing()
+    with torch.cuda.graph(graph):
+        assert torch.cuda.is_current_stream_capturing()
+        tensor.add_(1)
+    assert not torch.cuda.is_current_stream_capturing()
+    assert tensor.cpu().eq(1).all()
+    for wanted in (2, 3):
+        graph.replay()
+        assert tensor.cpu().eq(wanted).all()
+
+
+@on_fake_device()
+def test_training_step_as_a_graph(fake: FakeDevice) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 1)).cuda()
+    inputs = torch.zeros(4, 8, device="cuda")
+
+    def gradients() -> list[Tensor]:
+        return list(torch.autograd.grad(model(inputs).square().sum(), list(model.parameters())))
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        gradients()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = gradients()
+    inputs.normal_()
+    graph.replay()
+    assert all(map(torch.equal, captured, gradients()))
+
+
+@on_fake_device()
+def test_capture_of_two_streams(fake: FakeDevice) -> None:
+    """A stream that waits for an event of the capture belongs to it."""
+    source, target = torch.ones(4, device="cuda"), torch.zeros(4, device="cuda")
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            assert torch.cuda.is_current_stream_capturing()
+            product = source * 3
+        torch.cuda.current_stream().wait_stream(side)
+        target.copy_(product)
+    with torch.cuda.stream(side):
+        assert not torch.cuda.is_current_stream_capturing()
+    source.fill_(2)
+    graph.replay()
+    assert target.cpu().eq(6).all()
+
+
+@on_fake_device()
+def test_graph_among_other_work(fake: FakeDevice) -> None:
+    """What a graph touches takes part in the order of things."""
+    tensor, graph = torch.ones(4, device="cuda"), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        tensor.add_(1)
+    torch.cuda.synchronize()
+    graph.replay()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        tensor.mul_(2)
+    (race,) = fake.races()
+    assert race.startswith("aten::mul_ writes bytes that aten::add_ writes, and nothing orders")
+
+
+@pytest.mark.parametrize("forbidden", ["stream", "device", "query"])
+@on_fake_device()
+def test_what_a_capture_does_not_allow(fake: FakeDevice, forbidden: str) -> None:
+    function = {
+        "stream": lambda: torch.cuda.current_stream().synchronize(),
+        "device": torch.cuda.synchronize,
+        "query": lambda: torch.cuda.current_stream().query(),
+    }[forbidden]
+    tensor, graph = torch.ones(4, device="cuda"), torch.cuda.CUDAGraph()
+
+    def capture() -> None:
+        with torch.cuda.graph(graph):
+            tensor.add_(1)
+            with pytest.raises(RuntimeError, match="CAPTURE_UNSUPPORTED"):
+                function()
+
+    with pytest.raises(RuntimeError, match="CAPTURE_INVALIDATED"):
+        capture()
+    assert tensor.add(1).cpu().eq(2).all()

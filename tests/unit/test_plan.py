@@ -1,0 +1,236 @@
+"""Steps derived from shapes, and `ssdtrain plan`, which says what fits and what it costs."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from ssdtrain.__main__ import main
+from ssdtrain.errors import ConfigError
+from ssdtrain.planning import derive as deriving
+from ssdtrain.planning import trace as traces
+from ssdtrain.planning.derive import Optimizer, Roofline, derive
+from ssdtrain.planning.models import MODELS, builder
+from ssdtrain.planning.solve import Device, Step, only, plan_document
+from ssdtrain.planning.trace import Kernel, Trace, TracedTensor
+
+ROOFLINE = Roofline(tensor_flops=1e12, single_flops=1e12, memory_bytes_per_s=1e11, launch_s=1e-6)
+ADAMW = Optimizer(states=2, state_bytes=None)
+Built = tuple[nn.Module, Callable[[], torch.Tensor]]
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = x + self.down(torch.relu(self.up(self.norm(x))))
+        return y
+
+
+class Stack(nn.Module):
+    def __init__(self, layers: int, width: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(width, width)
+        self.layers = nn.ModuleList(Block(width) for _ in range(layers))
+        self.head = nn.Linear(width, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x).sum()  # type: ignore[no-any-return]
+
+
+def stack(layers: int, width: int = 64) -> Callable[[], Built]:
+    def build() -> Built:
+        model = Stack(layers, width)
+        return model, lambda: model(torch.zeros(32, width))
+
+    return build
+
+
+def test_a_layer_that_is_repeated_stands_for_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    repeated = derive("stack", stack(11), ROOFLINE, ADAMW)
+    monkeypatch.setattr(deriving, "LAYERS_RUN", 1000)
+    whole = derive("stack", stack(11), ROOFLINE, ADAMW)
+    assert len(repeated.kernels) == len(whole.kernels)
+    assert [one.name for one in repeated.kernels] == [one.name for one in whole.kernels]
+    assert [one.seconds for one in repeated.kernels[:-50]] == [
+        one.seconds for one in whole.kernels[:-50]
+    ]
+    # Not only each operation: what lives while each of them runs is the same.
+    assert Step(repeated).live_bytes()[:-50] == Step(whole).live_bytes()[:-50]
+    for kind in traces.CLASSES:
+        of_both = [
+            sorted(one.nbytes for one in trace.tensors if one.kind == kind)
+            for trace in (repeated, whole)
+        ]
+        assert of_both[0] == of_both[1], kind
+
+
+def test_a_derived_step_has_what_autograd_saves_and_the_optimizer_keeps() -> None:
+    width, rows = 64, 32
+    trace = derive("stack", stack(2, width), ROOFLINE, ADAMW)
+    total = {
+        kind: sum(one.nbytes for one in trace.tensors if one.kind == kind)
+        for kind in traces.CLASSES
+    }
+    model, _ = stack(2, width)()
+    weights = sum(one.numel() * 4 for one in model.parameters())
+    assert total["weight"] == weights
+    assert total["gradient"] == weights
+    assert total["optimizer_state"] == 2 * weights
+    saved: dict[int, int] = {}
+
+    def pack(one: torch.Tensor) -> torch.Tensor:
+        saved[one.untyped_storage().data_ptr()] = one.untyped_storage().nbytes()
+        return one
+
+    own = {one.untyped_storage().data_ptr() for one in model.parameters()}
+    data = torch.zeros(rows, width)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda one: one):
+        loss = model(data)
+    kept = sum(nbytes for where, nbytes in saved.items() if where not in own)
+    # Backward also reads the gradient of the loss, which nobody saved.
+    assert total["activation"] == pytest.approx(kept, abs=8)
+    loss.backward()
+    assert [phase.name for phase in trace.phases] == ["forward", "backward", "update"]
+    assert sum(one.flops for one in trace.kernels) > 6 * rows * weights / 4 * 0.9
+    parts = {one.part for one in trace.tensors if one.kind == "activation"}
+    assert any(part.startswith("layers.1") for part in parts), parts
+
+
+def test_micro_batches_share_weights_and_gradients() -> None:
+    one = derive("stack", stack(2), ROOFLINE, ADAMW)
+    three = derive("stack", stack(2), ROOFLINE, ADAMW, accumulate=3)
+    updates = sum(kernel.name == "update" for kernel in one.kernels)
+    assert len(three.kernels) - updates == 3 * (len(one.kernels) - updates)
+    for kind, times in (("weight", 1), ("gradient", 1), ("activation", 3)):
+        sizes = [
+            sum(tensor.nbytes for tensor in trace.tensors if tensor.kind == kind)
+            for trace in (one, three)
+        ]
+        assert sizes[1] == times * sizes[0], kind
+
+
+def there_and_back(count: int = 10) -> Trace:
+    order = [*range(count), *reversed(range(count))]
+    return Trace(
+        "steps",
+        tuple(Kernel(1.0, (one,)) for one in order),
+        tuple(TracedTensor(100 << 20, part=f"layers.{one}") for one in range(count)),
+    )
+
+
+def device(mib: int, rate: float = 100 << 20) -> Device:
+    return Device(
+        memory_bytes=mib << 20, write_bytes_per_s=rate, read_bytes_per_s=rate, bus_bytes_per_s=1e12
+    )
+
+
+def test_places_and_budgets_are_kept() -> None:
+    plan = Step(there_and_back(), parts={"layers.[0-4]": "keep"}).least_step(device(700))
+    assert plan.moves
+    assert all(number >= 5 for number, *_ in plan.moves)
+    asked = {"layers.[0-4]": 300 << 20}
+    plan = Step(there_and_back(), budgets=asked).least_step(device(5000, rate=400 << 20))
+    assert plan.moves
+    assert all(number < 5 for number, *_ in plan.moves)
+    by_class = Step(there_and_back(), budgets={"activation": 700 << 20})
+    assert by_class.least_step(device(5000)).class_peak_bytes[0] <= 1000 << 20
+    assert not Step(there_and_back(), classes=only((), "ssd")).least_step(device(1100)).moves
+    with pytest.raises(ConfigError, match="no part of the model is called 'head'"):
+        Step(there_and_back(), parts={"head": "keep"})
+    with pytest.raises(ConfigError, match="the budget 'weights' is of no class"):
+        Step(there_and_back(), budgets={"weights": 5})
+    with pytest.raises(ConfigError, match="has the place 'disk'"):
+        Step(there_and_back(), parts={"layers.0": "disk"})  # type: ignore[dict-item]
+
+
+def test_a_plan_as_a_document_says_what_was_judged() -> None:
+    step, machine = Step(there_and_back()), device(700)
+    plan = step.least_step(machine)
+    document = json.loads(json.dumps(plan_document(step, machine, plan)))
+    gone = {one["tensor"] for one in document["moves"] if one["move"] == "evict"}
+    assert {at for at, place in enumerate(document["places"]) if place == "ssd"} == gone
+    assert document["written_bytes"] == len(gone) * (100 << 20)
+    assert document["step_seconds"] == pytest.approx(20.0)
+    assert document["bound_seconds"] <= document["step_seconds"]
+    assert document["peak_bytes"] <= 700 << 20
+
+
+def test_the_command_answers_for_a_recorded_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, picture, plan = (tmp_path / name for name in ("step.json", "page.html", "plan.json"))
+    traces.save(there_and_back(), path)
+    words = ["plan", "--trace", str(path), "--memory", "700MiB", "--host-memory", "1"]
+    assert main([*words, "--html", str(picture), "--save-plan", str(plan)]) == 0
+    told = capsys.readouterr().out
+    assert "offload" in told
+    assert "drive life" in told
+    assert "<polyline" in picture.read_text()
+    assert "http" not in picture.read_text()
+    assert json.loads(plan.read_text())["format"] == "ssdtrain-plan-1"
+    assert main([*words, "--json"]) == 0
+    ways = json.loads(capsys.readouterr().out)["ways"]
+    assert not ways["keep"]["fits"]
+    assert ways["offload"]["fits"]
+    assert ways["offload"]["written_bytes"] >= 300 << 20
+    assert ways["offload"]["step_seconds"] == pytest.approx(20.0, rel=0.02)
+    assert ways["host"]["problem"]
+
+
+def test_the_command_answers_for_a_file_of_the_user(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "own_model.py"
+    file.write_text(
+        "import torch\n"
+        "def build(batch, sequence, dtype):\n"
+        "    model = torch.nn.Linear(sequence, 4, dtype=dtype)\n"
+        "    return model, lambda: model(torch.zeros(batch, sequence, dtype=dtype)).sum()\n"
+    )
+    saved = tmp_path / "step.json"
+    words = ["plan", f"{file}:build", "--sequence", "64", "--json", "--save-trace", str(saved)]
+    assert main(words) == 0
+    assert json.loads(capsys.readouterr().out)["ways"]["keep"]["fits"]
+    weights = [one.nbytes for one in traces.load(saved).tensors if one.kind == "weight"]
+    assert sorted(weights) == [8, 512]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "name a model"),
+        (("llama-9",), "no model is called 'llama-9' here; there are llama-3-8b"),
+        (("gpt2", "--gpu", "abacus"), "no GPU is called 'abacus' here; there are h200, h100"),
+        (("gpt2", "--batch", "0"), "--batch must be 1 or more"),
+        (("nowhere.py:build",), "nowhere.py is no Python file"),
+        (("--trace", "nowhere.json"), "nowhere.json"),
+    ],
+)
+def test_what_is_wrong_is_said(
+    words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_models_have_their_published_sizes() -> None:
+    pytest.importorskip("transformers")
+    # In billions of parameters, as their makers say.
+    sizes = {"llama-3-8b": 8.03, "granite-8b": 8.1, "gpt2": 0.124, "bert-base": 0.110}
+    assert sizes.keys() <= MODELS.keys()
+    for name, billions in sizes.items():
+        with torch.device("meta"):
+            model, _ = builder(name, 1, 128, torch.bfloat16)()
+        count = sum(one.numel() for one in model.parameters())
+        assert count / 1e9 == pytest.approx(billions, rel=0.02), name
