@@ -14,6 +14,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 import ssdtrain
 from gpu_llama import Llama
+from ssdtrain.machine import cufile
 
 Step = Callable[[Llama, Tensor], Tensor]
 """One forward and its backward; returns the loss."""
@@ -42,6 +43,10 @@ class Mode:
             loss.backward()
         return loss.detach()
 
+    def lack(self) -> str | None:
+        """Say in one line why this way does not work here; ``None`` if it does."""
+        return None
+
     def session(self) -> ssdtrain.Session | None:
         """Return the session of ssdtrain, if there is one."""
         return None
@@ -52,6 +57,7 @@ class Offload(Mode):
 
     def __init__(self, directory: Path, options: Mapping[str, Any]) -> None:
         super().__init__()
+        self._directory, self._is_direct = directory, options["gds"] == "required"
         self._tool = ssdtrain.offload(directory, **options)
         self._step = self._tool(super().step)
 
@@ -59,6 +65,13 @@ class Offload(Mode):
         """Train one step."""
         loss: Tensor = self._step(model, x)
         return loss
+
+    def lack(self) -> str | None:
+        """Say why cuFile does not move bytes past the CPU's memory, if it is to."""
+        if not self._is_direct:
+            return None
+        trial = cufile.try_out(str(self._directory), torch.cuda.current_device())
+        return None if trial.works else f"no GPUDirect Storage here: {trial.told}"
 
     def session(self) -> ssdtrain.Session | None:
         """Return the session, once a step has been trained."""
@@ -115,12 +128,14 @@ class StreamedCopies:
 def modes(model: Llama, directory: Path, offload: Mapping[str, Any]) -> dict[str, Mode]:
     """Return every way, by name; the first is what the others are compared with.
 
-    ``offload`` has the options of ssdtrain; it is as users get it without any.
+    ``offload`` has the options of ssdtrain but for the way to the disk; without any, it is as users
+    get it.
     """
     return {
         "keep": Mode(),
         "recompute": Mode(recompute=True),
-        "offload": Offload(directory, offload),
+        "staged": Offload(directory, {**offload, "gds": "disabled"}),
+        "gds": Offload(directory, {**offload, "gds": "required"}),
         "save_on_cpu": Mode(lambda: save_on_cpu(pin_memory=True)),
         "streamed_to_host": Mode(StreamedCopies(model).hooks),
     }

@@ -22,7 +22,15 @@ TESTS_PATHS = (ROOT / "tests" / "support", ROOT / "tests" / "fake_device")
 LAST_WORDS_COUNT = 15
 """Lines of a step that failed which are kept."""
 
-State = Literal["passed", "failed", "took too long", "not begun"]
+RESERVED_SHARE = 0.5
+"""Of the limit of each later step, what a step leaves for it."""
+STEP_S_MIN = 5.0
+"""With less, a step is not begun."""
+END_S_MAX = 5.0
+"""So long a process that was killed is waited for: one that hangs in a driver may never end."""
+
+State = Literal["passed", "failed", "took too long", "cut off", "not begun"]
+"""*Cut off* was ended because the time of the whole run was over, before its own limit."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +42,8 @@ class Step:
     limit_s: float
     kind: Literal["step", "doctor", "tests"] = "step"
     """How it tells what it found."""
+    paced_share: float | None = None
+    """Of the time that it is given, after which it is to begin no round; ``None``: it has none."""
 
 
 @dataclass
@@ -43,6 +53,8 @@ class Outcome:
     name: str
     state: State
     seconds: float
+    given_s: float = 0.0
+    """How long it might have taken."""
     figures: dict[str, Any] = field(default_factory=dict)
     rows: list[tuple[str, str]] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
@@ -51,6 +63,34 @@ class Outcome:
     def as_dict(self) -> dict[str, Any]:
         """Return all of it for JSON."""
         return asdict(self)
+
+
+@dataclass
+class Budget:
+    """The time of the whole run, from which each step draws.
+
+    A step gets at most its limit, and leaves each later one half of its own, or less if even that
+    is more than there is: so one that hangs takes no other's turn away.
+    """
+
+    seconds: float
+    todo: list[Step]
+    began_s: float = field(default_factory=monotonic)
+
+    def __post_init__(self) -> None:
+        """Share out what there is."""
+        wanted_s = sum(step.limit_s for step in self.todo)
+        self._share = min(RESERVED_SHARE, self.seconds / wanted_s) if wanted_s else 0.0
+
+    def left_s(self) -> float:
+        """Return what is left for all that has not been drawn for."""
+        return self.began_s + self.seconds - monotonic()
+
+    def draw(self, step: Step) -> float:
+        """Return how long a step may take: the next one, or one whose turn has passed over some."""
+        del self.todo[: self.todo.index(step) + 1]
+        reserved_s = self._share * sum(later.limit_s for later in self.todo)
+        return min(step.limit_s, self.left_s() - reserved_s)
 
 
 @dataclass(frozen=True)
@@ -64,18 +104,22 @@ class Runner:
 
     def run(self, step: Step, limit_s: float) -> Outcome:
         """Run a step, and end it with all that it started once its time is over."""
-        with tempfile.TemporaryDirectory(dir=self.directory, prefix="check-") as folder:
+        with tempfile.TemporaryDirectory(
+            dir=self.directory, prefix="check-", ignore_cleanup_errors=True
+        ) as folder:
             told = Path(folder) / "told"
             began_s = monotonic()
-            code, said = self._ended(self._command(step, told), limit_s)
-            outcome = Outcome(step.name, "passed", monotonic() - began_s)
+            code, said = self.ended(self._command(step, told, limit_s), limit_s)
+            outcome = Outcome(step.name, "passed", monotonic() - began_s, limit_s)
             try:
                 read_as(step.kind, told, said, outcome)
             except (OSError, ValueError, KeyError, ElementTree.ParseError) as error:
                 outcome.failures.append(f"the step did not tell what it found: {error}")
         if code is None:
-            outcome.state = "took too long"
-            outcome.failures = [f"it was ended after {limit_s:.0f} s"]
+            is_cut_off = limit_s < step.limit_s
+            outcome.state = "cut off" if is_cut_off else "took too long"
+            why = f", and not after {step.limit_s:.0f} s, for lack of time" if is_cut_off else ""
+            outcome.failures = [f"it was ended after {limit_s:.0f} s{why}"]
         elif code or outcome.failures:
             outcome.state = "failed"
             outcome.failures = outcome.failures or [f"it ended with the code {code}"]
@@ -83,8 +127,10 @@ class Runner:
             outcome.last_words = said.splitlines()[-LAST_WORDS_COUNT:]
         return outcome
 
-    def _command(self, step: Step, told: Path) -> list[str]:
+    def _command(self, step: Step, told: Path, limit_s: float) -> list[str]:
         command = [*self.python, *step.words]
+        if step.paced_share is not None:
+            command += ["--seconds", str(limit_s * step.paced_share)]
         if step.kind == "tests":
             return [*command, f"--junit-xml={told}", f"--rootdir={ROOT}"]
         if step.kind == "doctor":
@@ -92,7 +138,7 @@ class Runner:
         command += ["--dir", str(self.directory), "--json", str(told)]
         return [*command, "--tiny"] if self.is_tiny else command
 
-    def _ended(self, command: list[str], limit_s: float) -> tuple[int | None, str]:
+    def ended(self, command: list[str], limit_s: float) -> tuple[int | None, str]:
         """Return how it ended (``None``: it had to be ended), and what it said."""
         with tempfile.TemporaryFile("w+") as output:
             process = subprocess.Popen(
@@ -112,7 +158,8 @@ class Runner:
                 # With what it started: a step has a process group of its own.
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(END_S_MAX)
             output.seek(0)
             return code, output.read()
 
@@ -170,9 +217,9 @@ def read_tests(told: Path, outcome: Outcome) -> None:
 
 
 def steps(python: Sequence[str], *, is_tiny: bool) -> list[Step]:
-    """Return all steps in their order, with limits for a run of eight minutes.
+    """Return all steps in their order, each with the most that it may take.
 
-    A probe of cuFile belongs after the drive's rates.
+    The sum is more than eight minutes: see `Budget`.
     """
 
     def own(name: str, limit_s: float, *words: str) -> Step:
@@ -180,8 +227,8 @@ def steps(python: Sequence[str], *, is_tiny: bool) -> list[Step]:
 
     def trained(name: str, limit_s: float, *words: str) -> Step:
         # Begins no round after so long, and has the rest for the one that was begun.
-        script = (str(STEPS.parent / "gpu_step.py"), "--seconds", str(limit_s * 0.4), *words)
-        return Step(name, script, limit_s)
+        script = (str(STEPS.parent / "gpu_step.py"), *words)
+        return Step(name, script, limit_s, paced_share=0.4)
 
     pytest = ("-m", "pytest", "-m", "gpu and not long", "-q", "tests/cuda")
     # Neither plugins nor the settings that need them: pytest alone is enough here.
@@ -192,6 +239,7 @@ def steps(python: Sequence[str], *, is_tiny: bool) -> list[Step]:
         Step("doctor", ("-m", "ssdtrain", "doctor"), 40, "doctor"),
         own("copies", 30),
         own("drive", 30),
+        own("cufile", 60),
         Step("contract", (*pytest, *plain, *workers(), *keyword), 150, "tests"),
         own("equal", 60),
         trained("step, hidden 4096", 70),

@@ -247,16 +247,8 @@ class Stats:
         ]
         if self.price_pair_count:
             rows.append(f"  price      {self._shown_price()}")
-        if self.pinned_bytes:
+        if self.pinned_bytes or self.ring_bytes:
             rows += self._gpu_rows()
-        if self.ring_bytes:
-            rows.append(
-                f"  GPU direct {shown_bytes(self.from_gpu_bytes)} taken from it, "
-                f"{shown_bytes(self.to_gpu_bytes)} back, by GPUDirect Storage through "
-                f"{shown_bytes(self.ring_bytes)} of its memory; nvidia-fs counted "
-                f"{shown_bytes(self.direct_written_bytes)} written, "
-                f"{shown_bytes(self.direct_read_bytes)} read"
-            )
         if self.write_failed_count:
             failed = shown_count(self.write_failed_count, "write")
             rows.append(f"  failures   {failed}; what they had to write was kept")
@@ -272,16 +264,26 @@ class Stats:
         return "\n".join(rows)
 
     def _gpu_rows(self) -> list[str]:
-        down = f"{shown_bytes(self.from_gpu_bytes)} copied from it"
-        up = f"{shown_bytes(self.to_gpu_bytes)} back"
-        down += _rate(self.from_gpu_bytes, self.from_gpu_s)
-        up += _rate(self.to_gpu_bytes, self.to_gpu_s)
+        rows = []
+        if self.pinned_bytes:
+            down = f"{shown_bytes(self.from_gpu_bytes)} copied from it"
+            up = f"{shown_bytes(self.to_gpu_bytes)} back"
+            down += _rate(self.from_gpu_bytes, self.from_gpu_s)
+            up += _rate(self.to_gpu_bytes, self.to_gpu_s)
+            pinned = shown_bytes(self.pinned_bytes)
+            rows.append(f"  GPU        {down}, {up}, through {pinned} of pinned memory")
+        if self.ring_bytes:
+            rows.append(
+                f"  GPU direct {shown_bytes(self.from_gpu_bytes)} taken from it, "
+                f"{shown_bytes(self.to_gpu_bytes)} back, by GPUDirect Storage through "
+                f"{shown_bytes(self.ring_bytes)} of its memory; nvidia-fs counted "
+                f"{shown_bytes(self.direct_written_bytes)} written, "
+                f"{shown_bytes(self.direct_read_bytes)} read"
+            )
         peak, away = shown_bytes(self.device_bytes_peak), shown_bytes(self.away_bytes_peak)
-        return [
-            f"  GPU        {down}, {up}, through {shown_bytes(self.pinned_bytes)} of pinned memory",
-            f"  GPU peak   {peak} in tensors; up to {away} more without offload",
-            f"  limit      {self.limit}",
-        ]
+        rows.append(f"  GPU peak   {peak} in tensors; up to {away} more without offload")
+        rows.append(f"  limit      {self.limit}")
+        return rows
 
 
 def snapshot(

@@ -8,27 +8,37 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import pytest
 
 import fake_build
 from checkout import BENCHES, FAKE_DEVICE
+from fake_cufile import VARIABLE
 from hardware import STAND_IN
+from on_fake import environment_of
+from ssdtrain.machine import cufile
 
+sys.path.insert(0, str(BENCHES))
 sys.path.insert(0, str(BENCHES / "gpu"))
 
-from gpu_steps import Runner, Step, steps
+import gpu_check
+from gpu_check import SECONDS_MAX
+
+from gpu_steps import RESERVED_SHARE, Budget, Runner, Step, steps
 
 AS_GPU = str(FAKE_DEVICE / "as_gpu.py")
 STEP_SECONDS = 120
 """The fake runs on a machine that may be busy; on a GPU the whole check takes eight minutes."""
-WAYS = ["keep", "recompute", "offload", "save_on_cpu", "streamed_to_host"]
+WAYS = ["keep", "recompute", "staged", "gds", "save_on_cpu", "streamed_to_host"]
+REFUSED = {VARIABLE: "cuFileDriverOpen:5001"}
+"""What has cuFile work neither directly nor through the CPU."""
 
 
-def fake_environment() -> dict[str, str]:
+def fake_environment(cufile: str = "fake") -> dict[str, str]:
     try:
-        return {**os.environ, **fake_build.environment(), STAND_IN: "1"}
+        return {**os.environ, **environment_of({"cufile": cufile}), STAND_IN: "1"}
     except fake_build.UnavailableError as reason:
         pytest.skip(f"no fake device: {reason}")
 
@@ -86,7 +96,7 @@ def test_each_end_of_a_step_is_told(tmp_path: Path) -> None:
         script = tmp_path / "script.py"
         script.write_text(HEAD + body)
         limit_s = 1 if name == "hangs" else 60
-        seen[name] = runner.run(Step(name, (str(script),), 60), limit_s)
+        seen[name] = runner.run(Step(name, (str(script),), limit_s), limit_s)
     assert (seen["well"].state, seen["well"].figures) == ("passed", {"a": 1})
     assert (seen["fails"].state, seen["fails"].failures) == ("failed", ["it broke"])
     assert seen["dies"].state == "failed"
@@ -94,7 +104,79 @@ def test_each_end_of_a_step_is_told(tmp_path: Path) -> None:
     assert seen["tells and dies"].failures == ["it ended with the code 3"]
     assert seen["says nothing"].state == "failed"
     assert "did not tell" in seen["says nothing"].failures[0]
-    assert (seen["hangs"].state, len(seen["hangs"].failures)) == ("took too long", 1)
+    assert (seen["hangs"].state, seen["hangs"].failures) == (
+        "took too long",
+        ["it was ended after 1 s"],
+    )
+    script.write_text(HEAD + SCRIPTS["hangs"])
+    cut = runner.run(Step("hangs", (str(script),), 60), 1)
+    assert cut.state == "cut off"
+    assert cut.failures == ["it was ended after 1 s, and not after 60 s, for lack of time"]
+
+
+def test_a_step_is_told_how_long_it_has(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    asked = "sys.argv[sys.argv.index('--seconds') + 1]"
+    found = f"{{'figures': {{'asked': {asked}}}, 'rows': [], 'failures': []}}"
+    script.write_text(f"{HEAD}tell({found})")
+    runner = Runner([sys.executable], tmp_path, is_tiny=True)
+    outcome = runner.run(Step("paced", (str(script),), 90, paced_share=0.5), 60)
+    assert (outcome.figures, outcome.given_s) == ({"asked": "30.0"}, 60)
+
+
+def test_the_steps_share_the_time_of_the_whole_run() -> None:
+    todo = steps(["python"], is_tiny=False)
+    assert sum(step.limit_s for step in todo) > SECONDS_MAX, "else nothing would have to be shared"
+    budget = Budget(SECONDS_MAX, list(todo))
+    spent_s = 0.0
+    for step in todo:
+        budget.began_s -= spent_s  # As if each step had taken all that it was given.
+        spent_s = budget.draw(step)
+        assert RESERVED_SHARE * step.limit_s - 1 <= spent_s <= step.limit_s
+    assert budget.left_s() - spent_s >= -1, "the last ends in time"
+
+
+def test_what_has_no_time_is_said_and_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(HEAD + SCRIPTS["well"])
+    runner = Runner([sys.executable], tmp_path, is_tiny=True)
+    todo = [Step("first", (str(script),), 60), Step("second", (str(script),), 60)]
+    budget = Budget(480, todo, began_s=monotonic() - 476)
+    first, second = gpu_check.check(runner, budget)
+    assert (first.state, second.state) == ("not begun", "not begun")
+    record = gpu_check.record_of([first, second], 479.0, 480.0)
+    assert record["failures"][0].startswith("first: no time for it: ")
+    assert record["failures"][0].endswith(" of 480 s were left")
+    assert len(record["failures"]) == 2, "so the exit code is that of a failure"
+    assert capsys.readouterr().out.count("FAILED: no time for it") == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "answer"),
+    [
+        ("fake", {}, "native"),
+        pytest.param("fake", REFUSED, "absent", marks=pytest.mark.long),
+        pytest.param("real", {}, "compatibility", marks=pytest.mark.long),
+    ],
+)
+def test_whether_cufile_works_is_told(
+    tmp_path: Path, kind: str, changes: dict[str, str], answer: str
+) -> None:
+    if kind == "real" and cufile.find_library() is None:
+        pytest.skip("PyTorch came without cuFile")
+    told = tmp_path / "told.json"
+    words = ("--dir", tmp_path, "--json", told)
+    environment = fake_environment(kind) | changes
+    done = run(AS_GPU, BENCHES / "gpu" / "gpu_cufile.py", *words, environment=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    figures = json.loads(told.read_text())["figures"]
+    assert figures["cufile"] == answer, figures
+    assert f"{answer}: " in done.stdout or f"{answer} (" in done.stdout
+    if answer != "native":
+        assert "cuFileDriverOpen of libcufile failed with 5001" in done.stdout
+    assert (figures["nvidia_fs"], "counts nothing here" in done.stdout) == (None, True)
 
 
 def test_a_step_of_training_is_compared(tmp_path: Path) -> None:
@@ -112,10 +194,25 @@ def test_a_step_of_training_is_compared(tmp_path: Path) -> None:
     for mode in figures["modes"].values():
         assert mode["step_s"] > 0
         assert mode["peak_bytes"] > 0
-    stats = figures["modes"]["offload"]["stats"]
-    assert stats["from_gpu_bytes"] > 0
-    assert stats["limit"] in figures["report"]
+    for way, memory in (("staged", "pinned_bytes"), ("gds", "ring_bytes")):
+        stats = figures["modes"][way]["stats"]
+        assert stats["from_gpu_bytes"] > 0
+        assert stats[memory] > 0
+        assert stats["limit"] in figures["reports"][way]
     assert [path.name for path in tmp_path.iterdir()] == ["told.json"]
+
+
+@pytest.mark.long
+def test_without_gpudirect_storage_a_line_says_why(tmp_path: Path) -> None:
+    told = tmp_path / "told.json"
+    words = ("--tiny", "--dir", tmp_path, "--json", told)
+    environment = fake_environment() | REFUSED
+    done = run(AS_GPU, BENCHES / "gpu_step.py", *words, environment=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    figures = json.loads(told.read_text())["figures"]["modes"]
+    reason = "no GPUDirect Storage here: cuFileDriverOpen of libcufile failed with 5001"
+    assert figures["gds"]["left_out"].startswith(reason)
+    assert "stats" in figures["staged"]
 
 
 @pytest.mark.long
