@@ -7,6 +7,8 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor, UntypedStorage
 
+from ssdtrain.errors import SsdtrainError
+
 __all__ = [
     "Account",
     "Geometry",
@@ -509,7 +511,7 @@ class Round:
     def span_s(self) -> tuple[float, float]:
         """When the first tensor was packed, and when one was asked for last; without stalls."""
 
-    def learned_items(self) -> list[tuple[int, int, float, float]]:
+    def learned_items(self) -> list[tuple[int, int, float, float, int | None]]:
         """Return what the policy learns from: the fields of ``planning.policy.Item``."""
 
     def heaviest_node(self) -> tuple[int, int, int]:
@@ -610,6 +612,18 @@ class Gpus:
 
     def copy_seconds(self) -> tuple[float, float]:
         """Return the seconds that these copies took, without what they waited for."""
+
+    def copy_rates(self) -> list[tuple[int, float | None, float | None]]:
+        """Return each GPU in use, and the bytes per second of its copies, from it and to it.
+
+        Of late, in the time that they took; ``None`` before enough was copied to tell.
+        """
+
+    def take_refusals(self) -> list[tuple[SsdtrainError, int]]:
+        """Return why bytes were not written that stay in pinned memory, and for how many tensors.
+
+        Since this was called last, and at most one error of each kind.
+        """
 
     def away_bytes_peaks(self) -> list[tuple[int, int]]:
         """Return each GPU in use, and the most saved bytes that were away from it at once."""

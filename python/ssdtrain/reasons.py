@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from ssdtrain._core import Tally
@@ -220,9 +221,14 @@ def _planned(known: Evidence) -> str:
             "it is needed; if torch.compile made it of the whole model, compile block by block "
             "instead (block.compile())"
         )
+    text = f"by plan tensors stay that could not be written and read back in time{_figures(known)}"
+    if known.rates is not None and known.rates.are_bound_by_copies():
+        return (
+            f"{text}; the link of the GPU is slower than the disk here, so a faster disk changes "
+            "nothing; under max_resident_bytes they go, at whatever time the copies need"
+        )
     return (
-        "by plan tensors stay that could not be written and read back in time"
-        f"{_figures(known)}; a faster disk, or several (dir=[...]), changes that, and under "
+        f"{text}; a faster disk, or several (dir=[...]), changes that, and under "
         "max_resident_bytes they go, at whatever time the disk needs"
     )
 
@@ -250,7 +256,13 @@ def _figures(known: Evidence) -> str:
     if known.rates is None or known.last_round is None:
         return ""
     nbytes, seconds = known.last_round
-    return (
+    text = (
         f": a step saves {shown_bytes(nbytes)} in {seconds:.3f} s, and the disk writes "
         f"{shown_bytes(known.rates.write)} and reads {shown_bytes(known.rates.read)} a second"
     )
+    for gpu, copies in known.rates.copies.items():
+        ways = (("from it", copies.down), ("to it", copies.up))
+        told = [f"{shown_bytes(rate)} {way}" for way, rate in ways if math.isfinite(rate)]
+        if told:
+            text += f"; the link of GPU {gpu} copies {' and '.join(told)} a second"
+    return text

@@ -151,7 +151,7 @@ class Stats:
 
         ``"compute"`` if nearly all that may leave memory did and hardly a thread waited for I/O.
         Else the link that was busy for longest: ``"the disk's writes"``, ``"the disk's reads"``,
-        ``"the PCIe copies down"`` (from GPUs) or ``"the PCIe copies up"``.
+        ``"the PCIe copies to the host"`` or ``"the PCIe copies to the GPU"``.
         """
         has_waited = self.stall_s > STALL_SHARE_LITTLE * self.elapsed_s
         if not has_waited and self.bytes_offloaded >= OFFLOADED_SHARE_MUCH * self.bytes_eligible:
@@ -159,9 +159,11 @@ class Stats:
         busy_s = {
             "the disk's writes": self.write_busy_s,
             "the disk's reads": self.read_busy_s,
-            "the PCIe copies down": self.from_gpu_s,
-            "the PCIe copies up": self.to_gpu_s,
         }
+        if self.pinned_bytes:
+            # Without it they are copies on the GPU, and its link is a part of the disk's.
+            busy_s["the PCIe copies to the host"] = self.from_gpu_s
+            busy_s["the PCIe copies to the GPU"] = self.to_gpu_s
         return max(busy_s, key=lambda link: busy_s[link])
 
     def since(self, earlier: Stats) -> Stats:

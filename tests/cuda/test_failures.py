@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 import torch
 from torch import Tensor
@@ -28,8 +30,10 @@ def gradient(leaf: Tensor, session: ssdtrain.Session | None = None) -> Tensor:
     return leaf.grad.cpu()
 
 
-def session_on(store: StoreConfig, pinned_bytes: int = RING) -> ssdtrain.Session:
-    config = OffloadConfig(store=store, min_bytes=512, pinned_bytes=pinned_bytes)
+def session_on(
+    store: StoreConfig, pinned_bytes: int = RING, gds: Literal["optional", "disabled"] = "optional"
+) -> ssdtrain.Session:
+    config = OffloadConfig(store=store, min_bytes=512, pinned_bytes=pinned_bytes, gds=gds)
     return ssdtrain.Session(config, Everything())
 
 
@@ -74,6 +78,48 @@ def test_a_disk_without_room(device: Device) -> None:
             assert torch.equal(gradient(leaf, session), plain)
             assert session.stats.disk_reserved_bytes <= 3 * leaf.nbytes
     session.close()
+
+
+@on_each_device()
+def test_what_the_bound_on_the_disk_refuses_is_counted(device: Device) -> None:
+    leaf, plain = made(0), made(0)
+    chain(plain, 5).sum().backward()
+    store = StoreConfig(dirs=(str(SCRATCH),), direct_io="optional", max_disk_bytes=4096)
+    # Room for three tensors on their way down, and each of them stays there for good.
+    session = session_on(store, pinned_bytes=4 * leaf.nbytes, gds="disabled")
+    with session.context():
+        saved = chain(leaf, 3)
+        session.flush()
+        # Each call of the driver gives the worker its turn.
+        while session.stats.write_refused_count < 3:
+            torch.cuda.synchronize()
+        # The rest finds no pinned memory, for the same reason.
+        saved = chain(saved, 2)
+        session.flush()
+        assert session.stats.write_refused_count == 5
+        saved.sum().backward()
+        torch.cuda.synchronize()
+        stats = session.stats
+    session.close()
+    assert stats.write_failed_count == 0
+    assert "  bound      5 writes beyond max_disk_bytes not made" in str(stats)
+    assert leaf.grad is not None
+    assert plain.grad is not None
+    assert torch.equal(leaf.grad, plain.grad)
+
+
+@on_each_device()
+def test_what_a_disk_fails_to_take_from_pinned_memory_is_counted(device: Device) -> None:
+    leaf = made(0)
+    session = session_on(simulated(io_error_rate=1.0))
+    with session.context():
+        saved = chain(leaf, 3)
+        session.flush()
+        while session.stats.write_failed_count < 3:
+            torch.cuda.synchronize()
+        saved.sum().backward()
+    session.close()
+    assert session.stats.write_refused_count == 0
 
 
 @on_each_device()

@@ -6,7 +6,7 @@ use std::rc::{Rc, Weak};
 use std::sync::Arc;
 
 use proptest::prelude::*;
-use ssdtrain_core::round::{FORWARD, Heaviest, Item, Plan, next_key};
+use ssdtrain_core::round::{Entry, FORWARD, Heaviest, Item, Plan, next_key};
 use ssdtrain_core::rounds::{ORDERS_MAX, Of, Rounds, SharedRound, UNFINISHED_MAX};
 use ssdtrain_core::window::{Look, WINDOW_BYTES};
 
@@ -134,8 +134,8 @@ impl Desk {
         });
         let (name, round, ahead) = (name.to_owned(), RefCell::default(), RefCell::default());
         let saved = Rc::new(Saved { name, record, round, ahead });
-        let entry = Rc::downgrade(&saved);
-        let ordinal = opened.round.lock().add(entry, sequence, nbytes, is_new, self.now_s);
+        let of = Entry { sequence, nbytes, gpu: Some(1), is_new };
+        let ordinal = opened.round.lock().add(Rc::downgrade(&saved), of, self.now_s);
         *saved.round.borrow_mut() = Some((opened.round, ordinal));
         self.now_s += 1.0;
         saved
@@ -650,7 +650,7 @@ fn what_a_finished_round_teaches() {
     desk.unpack_all(&saved, "ca");
     let item = |letter, packed_s, needed_s| {
         let record = &saved[&letter].record;
-        Item { key: record.key, nbytes: record.nbytes, packed_s, needed_s }
+        Item { key: record.key, nbytes: record.nbytes, packed_s, needed_s, gpu: Some(1) }
     };
     let items = saved[&'a'].round().lock().learned_items();
     assert_eq!(items, [item('a', 0.0, 4.0), item('c', 2.0, 3.0)]);

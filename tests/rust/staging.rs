@@ -220,7 +220,12 @@ fn what_the_disk_refuses_stays_in_its_slot() {
         until(&staging, || staged.is_settled());
         assert!(staged.is_pinned());
         assert_eq!(staged.failure().unwrap().kind(), ErrorKind::OverBound);
-        assert_eq!(staging.counts().write_failed_count, 1);
+        let counts = staging.counts();
+        assert_eq!((counts.write_refused_count, counts.write_failed_count), (1, 0));
+        let told = staging.take_refusals();
+        assert!(matches!(&told[..], [(error, 1)] if error.kind() == ErrorKind::OverBound));
+        assert!(staging.take_refusals().is_empty(), "each is told once");
+        assert_eq!(staging.last_refusal().unwrap().kind(), ErrorKind::OverBound);
         assert!(stream.read(&load(gpu, &staging, &stream, &staged)) == vec![5; LEN]);
         drop(staged);
         until_empty(&staging);

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import assume, given
@@ -18,6 +20,7 @@ from ssdtrain.planning.policy import (
     ROUND_TRIP_FACTOR,
     SETTLED_COUNT,
     STALL_SHARE_MAX,
+    Copies,
     Item,
     Plan,
     Policy,
@@ -31,6 +34,7 @@ INSTANT = Rates(1e18, 1e18)
 
 RATE = st.floats(1e6, 1e10)
 RATES = st.builds(Rates, RATE, RATE)
+COPIES = st.builds(Copies, RATE, RATE)
 
 
 @st.composite
@@ -218,6 +222,84 @@ def test_sixty_thousand_items_are_planned() -> None:
     assert 0 < len(offloaded(items, plan(items, Rates(1e9, 1e9)))) < len(items)
 
 
+# --- copies of GPUs -----------------------------------------------------------
+
+
+def on_gpus(items: Sequence[Item], *gpus: int) -> list[Item]:
+    """Return the same items, dealt out to GPUs."""
+    return [replace(item, gpu=gpus[place % len(gpus)]) for place, item in enumerate(items)]
+
+
+@given(traces(), RATES)
+def test_copies_of_which_nothing_is_known_bound_nothing(items: list[Item], rates: Rates) -> None:
+    assert plan(on_gpus(items, 0, 1), rates) == plan(items, rates)
+
+
+@given(traces(), RATES, COPIES)
+def test_copies_do_not_bound_what_is_on_the_cpu(
+    items: list[Item], rates: Rates, copies: Copies
+) -> None:
+    assert plan(items, replace(rates, copies={0: copies})) == plan(items, rates)
+
+
+@given(traces(), RATES)
+def test_where_the_disk_takes_no_time_the_copies_are_the_bound(
+    items: list[Item], rates: Rates
+) -> None:
+    instant = Rates(math.inf, math.inf, {0: Copies(down=rates.write, up=rates.read)})
+    assert plan(on_gpus(items, 0), instant) == plan(items, rates)
+
+
+@given(traces(), RATES, COPIES, COPIES)
+def test_copies_and_reads_meet_the_deadlines_of_their_links(
+    items: list[Item], rates: Rates, first: Copies, second: Copies
+) -> None:
+    items, rates = on_gpus(items, 0, 1), replace(rates, copies={0: first, 1: second})
+    made = plan(items, rates)
+    taken = offloaded(items, made)
+    copied_s = dict.fromkeys((0, 1), 0.0)
+    disk_s = 0.0
+    for item in taken:
+        assert item.gpu is not None
+        copied_s[item.gpu] = max(copied_s[item.gpu], item.packed_s) + (
+            item.nbytes / rates.of(item).down
+        )
+        disk_s = max(disk_s, copied_s[item.gpu]) + item.nbytes / rates.write
+    read_s = disk_s
+    copied_s = dict.fromkeys((0, 1), 0.0)
+    for item in sorted(taken, key=lambda item: made.start_by_s[item.key]):
+        assert item.gpu is not None
+        assert made.start_by_s[item.key] >= read_s - EPSILON_S, "the disk does one after the other"
+        read_s = made.start_by_s[item.key] + item.nbytes / rates.read
+        copied_s[item.gpu] = max(copied_s[item.gpu], read_s) + item.nbytes / rates.of(item).up
+        assert copied_s[item.gpu] <= item.needed_s - MARGIN_S + EPSILON_S
+
+
+@pytest.mark.parametrize(
+    ("write", "read", "down", "up"),
+    [(2e9, 8e9, 20e9, 80e9), (20e9, 80e9, 2e9, 8e9), (2e9, 80e9, 20e9, 8e9)],
+    ids=["the disk is slower", "the copies are slower", "one direction each"],
+)
+def test_the_slower_link_of_each_direction_decides(
+    write: float, read: float, down: float, up: float
+) -> None:
+    """To one layer more or less: what fills a chain of links is the first tensor's whole way."""
+    items = stack(100, 10 * MIB, 0.002, 0.004)
+    rates = Rates(write, read, {0: Copies(down, up)})
+    taken = len(offloaded(items, plan(on_gpus(items, 0), rates)))
+    slower = len(offloaded(items, plan(items, Rates(min(write, down), min(read, up)))))
+    assert 10 < slower < 90
+    assert slower - 1 <= taken <= slower
+
+
+def test_each_gpu_has_a_link_of_its_own() -> None:
+    items = stack(100, 10 * MIB, 0.002, 0.004)
+    rates = Rates(4e9, 16e9, {0: Copies(2e9, 8e9), 1: Copies(2e9, 8e9)})
+    alone = len(offloaded(items, plan(on_gpus(items, 0), rates)))
+    shared = len(offloaded(items, plan(on_gpus(items, 0, 1), rates)))
+    assert alone < shared <= len(offloaded(items, plan(items, Rates(4e9, 16e9))))
+
+
 # --- Policy -------------------------------------------------------------------
 
 STEADY = Rates(1e9, 1e9)
@@ -321,8 +403,17 @@ def test_keys_settle() -> None:
         (0.0, Rates(STEADY.write * 1.01 * RATE_CHANGE, STEADY.read)),
         (0.0, Rates(STEADY.write / 1.01 / RATE_CHANGE, STEADY.read)),
         (0.0, Rates(STEADY.write, STEADY.read / 1.01 / RATE_CHANGE)),
+        (0.0, replace(STEADY, copies={0: Copies(down=1e9)})),
+        (0.0, replace(STEADY, copies={0: Copies(up=1e9)})),
     ],
-    ids=["stall", "faster writes", "slower writes", "slower reads"],
+    ids=[
+        "stall",
+        "faster writes",
+        "slower writes",
+        "slower reads",
+        "known copies to the host",
+        "known copies to the GPU",
+    ],
 )
 def test_what_unsettles(share: float, rates: Rates) -> None:
     policy = Policy()

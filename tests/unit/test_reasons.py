@@ -27,7 +27,7 @@ from disks import MIB
 from ssdtrain._core import Account
 from ssdtrain.activations.seen import Seen
 from ssdtrain.planning.controller import Price, Verdict
-from ssdtrain.planning.policy import Rates
+from ssdtrain.planning.policy import Copies, Rates
 from ssdtrain.reasons import Evidence, reason_of
 from ssdtrain.session_log import log
 from support import chain
@@ -250,6 +250,26 @@ def evidence(**changes: Any) -> Evidence:
         observed=None,
     )
     return replace(known, **changes)
+
+
+def test_a_link_that_is_slower_than_the_disk_is_told() -> None:
+    seen = Seen(Account())
+    seen.eligible.add(100 * MIB)
+    seen.planned.add(100 * MIB)
+    rates = evidence().rates
+    assert rates is not None
+    for copies, words in (
+        (Copies(down=50.0 * MIB), "; the link of GPU 0 copies 50 MiB from it a second"),
+        (Copies(down=1e12, up=50.0 * MIB), " and 50 MiB to it a second"),
+    ):
+        reason = reason_of(evidence(seen=seen, rates=replace(rates, copies={0: copies})))
+        assert reason is not None
+        assert words in reason.text
+        assert "so a faster disk changes nothing" in reason.text
+    fast = reason_of(evidence(seen=seen, rates=replace(rates, copies={0: Copies(1e12, 1e12)})))
+    assert fast is not None
+    assert "a faster disk, or several (dir=[...]), changes that" in fast.text
+    assert "the link of GPU 0 copies" in fast.text
 
 
 def priced() -> Seen:

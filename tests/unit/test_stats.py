@@ -58,6 +58,7 @@ def test_the_report_has_the_words_for_one_and_for_several(tmp_path: Path) -> Non
 
 def test_the_limit_is_the_busiest_link_that_was_waited_for(tmp_path: Path) -> None:
     known = {"elapsed_s": 10.0, "bytes_eligible": 100, "bytes_offloaded": 95, "stall_s": 0.0}
+    known["pinned_bytes"] = 1
     links = {"write_busy_s": 9.0, "read_busy_s": 2.0, "from_gpu_s": 1.0, "to_gpu_s": 1.5}
     stats = dataclasses.replace(Rig(tmp_path).stats, **known, **links)
     # Nearly all left, and nobody waited: a faster disk would change nothing.
@@ -65,13 +66,16 @@ def test_the_limit_is_the_busiest_link_that_was_waited_for(tmp_path: Path) -> No
     for name, link in (
         ("write_busy_s", "the disk's writes"),
         ("read_busy_s", "the disk's reads"),
-        ("from_gpu_s", "the PCIe copies down"),
-        ("to_gpu_s", "the PCIe copies up"),
+        ("from_gpu_s", "the PCIe copies to the host"),
+        ("to_gpu_s", "the PCIe copies to the GPU"),
     ):
         busiest = dataclasses.replace(stats, **{name: 9.5})
         assert busiest.limit == "compute"
         assert dataclasses.replace(busiest, stall_s=0.2).limit == link
         assert dataclasses.replace(busiest, bytes_offloaded=50).limit == link
+    # By GPUDirect Storage the copies are those on the GPU.
+    direct = dataclasses.replace(stats, pinned_bytes=0, from_gpu_s=9.5, stall_s=0.2)
+    assert direct.limit == "the disk's writes"
 
 
 def test_a_difference_tells_the_second_step_alone(tmp_path: Path) -> None:

@@ -85,7 +85,12 @@ class Hooks:
             transfer, self._residency, policy, self._notices, self._seen, min_bytes=min_bytes
         )
         self._prefetcher = Prefetcher(
-            transfer, policy, self._residency, stalls=self._stalls, notices=self._notices
+            transfer,
+            policy,
+            self._residency,
+            stalls=self._stalls,
+            notices=self._notices,
+            look=self._writeback.note_failures_on_gpus,
         )
         _alive.add(self)
 
@@ -139,6 +144,7 @@ class Hooks:
                 resident_bytes, store = residency.account.held_bytes, {}
                 gpus = OnGpus()
             else:
+                self._writeback.note_failures_on_gpus()
                 resident_bytes = residency.resident_bytes()
                 store = self._transfer.stats()
                 gpus = self._transfer.on_gpus()

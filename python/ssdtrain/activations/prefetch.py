@@ -6,6 +6,7 @@ What each tensor goes through is in the compiled part (`_core.Rounds`), which as
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import torch
 
@@ -43,6 +44,7 @@ class Prefetcher:
         residency: How much more may be read ahead.
         stalls: The waits of the session, which are no part of a step's time.
         notices: Where a finding about the user's model is said.
+        look: Called whenever rounds have ended, to say what went wrong out of sight meanwhile.
 
     """
 
@@ -54,7 +56,9 @@ class Prefetcher:
         *,
         stalls: Stalls,
         notices: Notices,
+        look: Callable[[], None],
     ) -> None:
+        self._look = look
         self._transfer = transfer
         self._policy = policy
         self._residency = residency
@@ -85,6 +89,7 @@ class Prefetcher:
 
     def learn(self, finished: list[Round]) -> None:
         """Let the policy plan with the rounds that have ended."""
+        self._look()
         rates = self._transfer.rates()
         for one in finished:
             items = [Item(*item) for item in one.learned_items()]

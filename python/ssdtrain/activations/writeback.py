@@ -156,15 +156,20 @@ class Writeback:
         """Say that the disk could take no more, so that a tensor stays in memory."""
         self._notices.say("busy", "kept a tensor: %s", reason)
 
-    def note_failure(self, error: SsdtrainError) -> None:
-        """Count and say why a tensor that should be written stays in memory."""
+    def note_failures_on_gpus(self) -> None:
+        """Count and say what was copied from a GPU, and could not be written from there."""
+        for error, count in self._transfer.refusals():
+            self.note_failure(error, count)
+
+    def note_failure(self, error: SsdtrainError, count: int = 1) -> None:
+        """Count and say why a tensor that should be written, or several, stay in memory."""
         self.failure = str(error)
         if isinstance(error, DiskBoundError):
-            self.refused_count += 1
+            self.refused_count += count
             message = "keeping tensors in memory, as max_disk_bytes is reached: %s"
             self._notices.say("max_disk_bytes", message, error, level=logging.INFO)
             return
-        self.failed_count += 1
+        self.failed_count += count
         self._notices.say(type(error).__name__, "keeping tensors in memory: %s", error)
         for note in self._transfer.notes():
             self._notices.say(note, "%s", note)

@@ -4,18 +4,23 @@ SSDTrain (arXiv 2408.10013, section 3.3) solves once for the amount of activatio
 compute and offloads that much from the front of the forward pass. Here the same cut is found from
 measured times of need and measured rates, and again whenever they move: the longest prefix whose
 writes end in time and whose reads, chained backwards from their deadlines, begin after them.
+
+What is on a GPU takes two links one after the other, the copies of that GPU and the disk, which all
+share: the slower one decides. As all reads begin after the last write, no plan has a GPU's link
+copy both ways at once; where other work does, the measured times of the copies tell it.
 """
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 from ssdtrain.planning.controller import Controller
 
-__all__ = ["Item", "Plan", "Policy", "Rates", "plan"]
+__all__ = ["Copies", "Item", "Plan", "Policy", "Rates", "plan"]
 
 MARGIN_S = 0.005
 """Latency of a request and of the hooks that begin it; a read that waits behind pieces which are in
@@ -54,14 +59,47 @@ class Item:
     nbytes: int
     packed_s: float
     needed_s: float
+    gpu: int | None = None
+    """The GPU that it is on; ``None``: the CPU."""
+
+
+@dataclass(frozen=True)
+class Copies:
+    """What the copies of a GPU did, in bytes per second of the time that they took.
+
+    A direction of which nothing is known yet bounds nothing: the disk's rate does.
+    """
+
+    down: float = math.inf
+    """From the GPU."""
+    up: float = math.inf
+    """To it."""
+
+
+NO_COPIES = Copies()
+"""Of what is in the CPU's memory."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What the disk did, in bytes per second of busy time."""
+    """What the disk did, in bytes per second of busy time, and the copies of each GPU."""
 
     write: float
     read: float
+    copies: Mapping[int, Copies] = field(default_factory=dict)
+
+    def of(self, item: Item) -> Copies:
+        """Return the rates of the copies that an item needs."""
+        return NO_COPIES if item.gpu is None else self.copies.get(item.gpu, NO_COPIES)
+
+    def are_bound_by_copies(self) -> bool:
+        """Whether what is on some GPU is copied, in either direction, slower than the disk goes."""
+        return any(one.down < self.write or one.up < self.read for one in self.copies.values())
+
+    def times(self, share: float) -> Rates:
+        """Return this share of all rates."""
+        copies = {gpu: Copies(one.down * share, one.up * share) for gpu, one in self.copies.items()}
+        return Rates(self.write * share, self.read * share, copies)
 
 
 @dataclass(frozen=True)
@@ -86,7 +124,9 @@ def plan(items: Sequence[Item], rates: Rates) -> Plan:
     """
 
     def lies_idle(item: Item) -> bool:
-        round_trip = item.nbytes / rates.write + item.nbytes / rates.read
+        copies = rates.of(item)
+        links = (rates.write, rates.read, copies.down, copies.up)
+        round_trip = sum(item.nbytes / link for link in links)
         return item.needed_s - item.packed_s > ROUND_TRIP_FACTOR * round_trip + MARGIN_S
 
     idle = [item for item in items if lies_idle(item)]
@@ -109,14 +149,21 @@ def plan(items: Sequence[Item], rates: Rates) -> Plan:
 def _starts(items: Sequence[Item], rates: Rates) -> dict[int, float] | None:
     """Return the latest start of each read, or ``None`` if the traffic does not fit."""
     written_s: dict[int, float] = {}
+    copied: dict[int | None, float] = {}
     end = 0.0
     for item in items:
-        end = max(end, item.packed_s) + item.nbytes / rates.write
+        # Of a GPU whose link is behind, the disk gets a tensor when that has copied it.
+        begin = max(copied.get(item.gpu, 0.0), item.packed_s)
+        copied[item.gpu] = begin + item.nbytes / rates.of(item).down
+        end = max(end, copied[item.gpu]) + item.nbytes / rates.write
         written_s[item.key] = end
     starts: dict[int, float] = {}
-    start = float("inf")
+    uploads: dict[int | None, float] = {}
+    start = math.inf
     for item in sorted(items, key=lambda item: item.needed_s, reverse=True):
-        start = min(start, item.needed_s - MARGIN_S) - item.nbytes / rates.read
+        upload = min(uploads.get(item.gpu, math.inf), item.needed_s - MARGIN_S)
+        uploads[item.gpu] = upload - item.nbytes / rates.of(item).up
+        start = min(start, uploads[item.gpu]) - item.nbytes / rates.read
         if start < written_s[item.key]:
             return None
         starts[item.key] = start
@@ -186,8 +233,7 @@ class Policy:
         if count >= SETTLED_COUNT and not stalled and not moved:
             return
         self._basis[signature] = (count + 1, rates, self._caution)
-        careful = Rates(rates.write * self._caution, rates.read * self._caution)
-        made = plan(items, careful)
+        made = plan(items, rates.times(self._caution))
         self.plans[signature] = made
         if len(self.plans) > PLANS_MAX:
             oldest = next(iter(self.plans))
@@ -201,8 +247,12 @@ class Policy:
 
 
 def _moved(before: Rates, after: Rates) -> bool:
-    return _differs(before.write, after.write) or _differs(before.read, after.read)
+    if _differs(before.write, after.write) or _differs(before.read, after.read):
+        return True
+    copies = ((before.copies.get(gpu, NO_COPIES), one) for gpu, one in after.copies.items())
+    return any(_differs(was.down, one.down) or _differs(was.up, one.up) for was, one in copies)
 
 
 def _differs(before: float, after: float) -> bool:
-    return not 1 / RATE_CHANGE < after / before < RATE_CHANGE
+    # Infinity is no number of times itself.
+    return before != after and not 1 / RATE_CHANGE < after / before < RATE_CHANGE

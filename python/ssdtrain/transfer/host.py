@@ -7,9 +7,10 @@ hooks ask about it.
 from __future__ import annotations
 
 from ssdtrain._core import Gpus, Store
+from ssdtrain.errors import SsdtrainError
 from ssdtrain.planning.policy import Rates
 from ssdtrain.transfer.direct import DirectWay
-from ssdtrain.transfer.staged import OnGpus, on_gpus
+from ssdtrain.transfer.staged import OnGpus, copy_rates, on_gpus
 
 __all__ = ["HostTransfer"]
 
@@ -41,9 +42,17 @@ class HostTransfer:
         return on_gpus(self.gpus, self._direct)
 
     def rates(self) -> Rates:
-        """Return what the disks did of late, or a guess."""
+        """Return what the disks did of late, or a guess, and what the copies of GPUs did."""
         write, read = self.store.rates()
-        return Rates(write or RATE_GUESS, read or RATE_GUESS)
+        copies = copy_rates(self.gpus)
+        return Rates(write or RATE_GUESS, read or RATE_GUESS, copies)
+
+    def refusals(self) -> list[tuple[SsdtrainError, int]]:
+        """Return why tensors of GPUs are not on the disk that left the GPU, since the last call.
+
+        At most one error of each kind, and for how many tensors it stands.
+        """
+        return [] if self.gpus is None else self.gpus.take_refusals()
 
     def notes(self) -> list[str]:
         """Return the directories that went out of use since the store was opened, and why."""

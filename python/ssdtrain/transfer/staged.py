@@ -5,6 +5,7 @@ Only this file calls `torch.cuda`. Streams are handles (`cuda_stream`), GPUs are
 
 from __future__ import annotations
 
+import math
 import threading
 from dataclasses import dataclass
 from functools import cache
@@ -14,9 +15,10 @@ from torch import UntypedStorage
 
 from ssdtrain._core import Gpus, Store
 from ssdtrain.machine.torch_internals import current_stream
+from ssdtrain.planning.policy import Copies
 from ssdtrain.transfer.direct import DirectWay
 
-__all__ = ["OnGpus", "gpus_of", "on_gpus"]
+__all__ = ["OnGpus", "copy_rates", "gpus_of", "on_gpus"]
 
 DOWN_SHARE = 0.75
 """Of the pinned memory, for what goes to the disk: that waits for the disk, and a load only for the
@@ -59,6 +61,12 @@ def on_gpus(gpus: Gpus | None, direct: DirectWay) -> OnGpus:
         direct_written_bytes=direct_written_bytes,
         direct_read_bytes=direct_read_bytes,
     )
+
+
+def copy_rates(gpus: Gpus | None) -> dict[int, Copies]:
+    """Return what the copies of each GPU did of late; what is not known yet bounds nothing."""
+    rates = [] if gpus is None else gpus.copy_rates()
+    return {gpu: Copies(down or math.inf, up or math.inf) for gpu, down, up in rates}
 
 
 def gpus_of(

@@ -29,6 +29,30 @@ pub struct Item {
     pub packed_s: f64,
     /// When the first of its tensors was asked for.
     pub needed_s: f64,
+    /// The GPU that it is on; `None`: the CPU.
+    pub gpu: Option<usize>,
+}
+
+/// A record that a round brought.
+#[derive(Debug)]
+struct NewRecord {
+    key: i64,
+    nbytes: u64,
+    packed_s: f64,
+    gpu: Option<usize>,
+}
+
+/// What is packed, as a round takes note of it.
+#[derive(Clone, Copy, Debug)]
+pub struct Entry {
+    /// The number of the node that saves it.
+    pub sequence: i64,
+    /// Its size.
+    pub nbytes: u64,
+    /// The GPU that it is on; `None`: the CPU.
+    pub gpu: Option<usize>,
+    /// Whether it brought a record of its own.
+    pub is_new: bool,
 }
 
 /// What a plan says about the reads of a round, on the clock of the round that it was made from.
@@ -73,8 +97,8 @@ pub struct Round<E> {
     signature: i64,
     entries: Vec<E>,
     sequences: Vec<i64>,
-    /// Key, bytes and time of packing for each entry that brought a record of its own.
-    packed: Vec<Option<(i64, u64, f64)>>,
+    /// For each entry that brought a record of its own.
+    packed: Vec<Option<NewRecord>>,
     /// Ordinals, in the order in which they were asked for first.
     needed: Vec<usize>,
     is_needed: Vec<bool>,
@@ -173,14 +197,15 @@ impl<E> Round<E> {
         &self.needed
     }
 
-    /// Enters a packed tensor and returns its ordinal; `is_new` says whether it brought a record of
-    /// its own.
-    pub fn add(&mut self, entry: E, sequence: i64, nbytes: u64, is_new: bool, now_s: f64) -> usize {
+    /// Enters a packed tensor, to which `entry` leads, and returns its ordinal.
+    pub fn add(&mut self, entry: E, of: Entry, now_s: f64) -> usize {
+        let Entry { sequence, nbytes, gpu, is_new } = of;
         self.signature = next_key(self.signature, nbytes);
         if self.entries.is_empty() {
             (self.began_s, self.ended_s, self.opening) = (now_s, now_s, self.signature);
         }
-        self.packed.push(is_new.then_some((self.signature, nbytes, now_s)));
+        let packed = NewRecord { key: self.signature, nbytes, packed_s: now_s, gpu };
+        self.packed.push(is_new.then_some(packed));
         self.sequences.push(sequence);
         self.is_needed.push(false);
         self.entries.push(entry);
@@ -262,10 +287,10 @@ impl<E> Round<E> {
         let mut nodes: HashMap<i64, (u64, u64)> = HashMap::new();
         let mut all_bytes = 0;
         for (sequence, packed) in self.sequences.iter().zip(&self.packed) {
-            if let Some((_, nbytes, _)) = packed {
+            if let Some(one) = packed {
                 let node = nodes.entry(*sequence).or_default();
-                *node = (node.0 + nbytes, node.1 + 1);
-                all_bytes += nbytes;
+                *node = (node.0 + one.nbytes, node.1 + 1);
+                all_bytes += one.nbytes;
             }
         }
         let (nbytes, tensor_count) = nodes.into_values().max().unwrap_or_default();
@@ -274,9 +299,9 @@ impl<E> Round<E> {
 
     /// What the plans learn from.
     pub fn learned_items(&self) -> Vec<Item> {
-        let item = |&(key, nbytes, packed_s): &(i64, u64, f64)| {
+        let item = |&NewRecord { key, nbytes, packed_s, gpu }: &NewRecord| {
             let needed_s = *self.record_needed_s.get(&key)?;
-            Some(Item { key, nbytes, packed_s, needed_s })
+            Some(Item { key, nbytes, packed_s, needed_s, gpu })
         };
         self.packed.iter().flatten().filter_map(item).collect()
     }

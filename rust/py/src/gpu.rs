@@ -228,6 +228,22 @@ impl Gpus {
         (sum.0 as f64 / 1e9, sum.1 as f64 / 1e9)
     }
 
+    /// Each GPU that has a way, and the bytes per second of its copies of late, from it and to it.
+    fn copy_rates(&self) -> Vec<(usize, Option<f64>, Option<f64>)> {
+        let rates = |way: &GpuWay| way.staging.rates();
+        self.ways().iter().map(|(gpu, way)| (*gpu, rates(way).down, rates(way).up)).collect()
+    }
+
+    /// Why bytes are not on the disk that were to be written, since this was called last: errors,
+    /// and for how many tensors each stands.
+    fn take_refusals(&self, py: Python<'_>) -> Vec<(Py<PyAny>, u64)> {
+        let ways = self.ways();
+        let all: Vec<_> = ways.iter().flat_map(|(_, way)| way.staging.take_refusals()).collect();
+        drop(ways);
+        let raised = |error| to_python(py, error).into_value(py).into_any();
+        all.iter().map(|(error, count)| (raised(error), *count)).collect()
+    }
+
     /// Each GPU that has a way, and the most saved bytes that were away from it at once.
     fn away_bytes_peaks(&self) -> Vec<(usize, u64)> {
         self.ways().iter().map(|(gpu, way)| (*gpu, way.books().away_bytes_peak)).collect()

@@ -13,7 +13,7 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyWeakrefMethods, PyWeakrefReference};
 use ssdtrain_core as core;
-use ssdtrain_core::round::{FORWARD, Plan, next_key};
+use ssdtrain_core::round::{Entry, FORWARD, Item, Plan, next_key};
 use ssdtrain_core::rounds::{ORDERS_MAX, Of};
 use ssdtrain_core::window::{Look, Walk};
 
@@ -84,9 +84,10 @@ impl Round {
         self.0.lock().span_s()
     }
 
-    fn learned_items(&self) -> Vec<(i64, u64, f64, f64)> {
+    fn learned_items(&self) -> Vec<(i64, u64, f64, f64, Option<usize>)> {
         let items = self.0.lock().learned_items();
-        items.iter().map(|one| (one.key, one.nbytes, one.packed_s, one.needed_s)).collect()
+        let fields = |one: &Item| (one.key, one.nbytes, one.packed_s, one.needed_s, one.gpu);
+        items.iter().map(fields).collect()
     }
 
     fn heaviest_node(&self) -> (u64, u64, u64) {
@@ -163,7 +164,8 @@ impl Rounds {
         let (py, this) = (saved.py(), saved.get());
         let reference = PyWeakrefReference::new(saved)?.unbind(); // defence: lifetime by handle
         let (nbytes, now_s) = (this.record.get().nbytes, self.now_s(py)?);
-        let ordinal = round.lock().add(reference, this.sequence, nbytes, is_new, now_s);
+        let of = Entry { sequence: this.sequence, nbytes, gpu: this.layout.gpu, is_new };
+        let ordinal = round.lock().add(reference, of, now_s);
         this.take_place(round.clone(), ordinal);
         if ordinal == 0 {
             let phase = round.lock().phase();

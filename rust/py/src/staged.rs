@@ -79,7 +79,14 @@ impl GpuBytes {
                     let message = "the disk is behind, and all pinned memory waits for it";
                     return Ok(Err(Error::new(ErrorKind::Busy, message)));
                 }
-                Full::Pinned => return Ok(Err(stays("all pinned memory holds tensors for good"))),
+                Full::Pinned => {
+                    let full = "all pinned memory holds tensors for good";
+                    let refusal = way.staging.last_refusal();
+                    let note = format!("; {full}, so this one stays on the GPU");
+                    return Ok(
+                        Err(refusal.map_or_else(|| stays(full), |one| one.with_note(&note))),
+                    );
+                }
                 Full::TooLong => return Ok(Err(stays("it is larger than the pinned memory"))),
             }
             if !waits_for_disk && (way.is_given_up(turn) || began.elapsed() > PATIENCE) {

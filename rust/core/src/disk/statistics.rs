@@ -53,16 +53,19 @@ struct Counts {
     recent: Recent,
 }
 
-/// Bytes and busy time of late. Both are halved whenever the bytes are many, so the past fades.
+/// Bytes and busy time of late, of a disk or of another link. Both are halved whenever the bytes
+/// are many, so the past fades.
 #[derive(Clone, Copy, Debug, Default)]
-struct Recent {
+pub struct Recent {
     bytes: u64,
     busy_ns: u64,
 }
 
 impl Recent {
-    fn add(&mut self, bytes: u64) {
+    /// Counts bytes that moved, and time in which any did.
+    pub fn add(&mut self, bytes: u64, busy_ns: u64) {
         self.bytes += bytes;
+        self.busy_ns += busy_ns;
         if self.bytes > RECENT_BYTES_MAX {
             self.bytes /= 2;
             self.busy_ns /= 2;
@@ -70,7 +73,7 @@ impl Recent {
     }
 
     /// Nanoseconds for each byte; `None` if too little moved to tell.
-    fn ns_per_byte(self) -> Option<f64> {
+    pub fn ns_per_byte(self) -> Option<f64> {
         let is_enough =
             self.bytes >= RATE_BYTES_MIN || u128::from(self.busy_ns) >= RATE_BUSY_MIN.as_nanos();
         (is_enough && self.bytes > 0 && self.busy_ns > 0)
@@ -84,7 +87,7 @@ impl Counts {
         if let Some(last) = self.counted_until {
             let busy_ns = now.saturating_duration_since(last).as_nanos() as u64;
             self.traffic.busy_ns += busy_ns;
-            self.recent.busy_ns += busy_ns;
+            self.recent.add(0, busy_ns);
             self.counted_until = Some(now);
         }
     }
@@ -104,7 +107,7 @@ impl Counts {
         if is_ok {
             self.traffic.bytes += bytes;
             self.traffic.count += 1;
-            self.recent.add(bytes);
+            self.recent.add(bytes, 0);
         } else {
             self.traffic.failed_count += 1;
         }

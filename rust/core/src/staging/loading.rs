@@ -7,7 +7,7 @@ use std::time::Duration;
 use crate::cuda::stream::{DeviceRange, Event, UserStream, is_capturing};
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::pinned::PinnedSlot;
-use crate::staging::mailbox::{Reading, Task};
+use crate::staging::mailbox::{Reading, Task, Uploading};
 use crate::staging::shared::Shared;
 use crate::staging::staged::{Parcel, Place, Staged};
 use crate::staging::upload::{Owed, Progress, Upload};
@@ -154,8 +154,10 @@ pub fn enqueue(shared: &Shared, upload: &Upload, slot: Arc<PinnedSlot>, parcel: 
     *progress = match copied {
         Ok(loaded) => {
             let loaded = Arc::new(loaded);
-            shared.up_bytes.fetch_add(upload.target.len() as u64, Ordering::Relaxed);
-            shared.mailbox.post(Task::Uploading(slot, Arc::clone(&loaded)));
+            let len = upload.target.len();
+            shared.up_bytes.fetch_add(len as u64, Ordering::Relaxed);
+            let uploading = Uploading { slot, loaded: Arc::clone(&loaded), len };
+            shared.mailbox.post(Task::Uploading(uploading));
             Progress::Enqueued(loaded)
         }
         Err(error) => Progress::Failed(error),

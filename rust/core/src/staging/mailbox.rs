@@ -24,7 +24,15 @@ pub enum Task {
     /// A load for which there was no slot.
     Waiting(Owed, Arc<Stored>),
     /// A copy to the GPU, whose slot is free once it has ended.
-    Uploading(Arc<PinnedSlot>, Arc<Event>),
+    Uploading(Uploading),
+}
+
+/// A copy to the GPU under way, of so many bytes.
+#[derive(Debug)]
+pub struct Uploading {
+    pub slot: Arc<PinnedSlot>,
+    pub loaded: Arc<Event>,
+    pub len: usize,
 }
 
 /// A read under way.

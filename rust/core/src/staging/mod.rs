@@ -82,6 +82,20 @@ pub struct Counts {
     pub from_slot_count: u64,
     /// Saves whose write failed, so that they stay in their slot.
     pub write_failed_count: u64,
+    /// The same of those that `max_disk_bytes` did not allow.
+    pub write_refused_count: u64,
+}
+
+/// What the copies of one GPU did of late, in bytes per second of the time that they took; `None`
+/// before enough was copied to tell.
+///
+/// Where both directions share a link, what both did at once is in their times.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct CopyRates {
+    /// From the GPU.
+    pub down: Option<f64>,
+    /// To the GPU.
+    pub up: Option<f64>,
 }
 
 /// The way between one GPU and the store.
@@ -208,14 +222,32 @@ impl Staging {
     /// What was done so far.
     pub fn counts(&self) -> Counts {
         let count = |of: &AtomicU64| of.load(Ordering::Relaxed);
+        let refusals = self.0.refusals();
         Counts {
             down_bytes: count(&self.0.down_bytes),
             up_bytes: count(&self.0.up_bytes),
             down_ns: self.0.down.copy_ns(),
             up_ns: self.0.up.copy_ns(),
             from_slot_count: count(&self.0.from_slot_count),
-            write_failed_count: count(&self.0.write_failed_count),
+            write_failed_count: refusals.failed_count,
+            write_refused_count: refusals.refused_count,
         }
+    }
+
+    /// What the copies did of late.
+    pub fn rates(&self) -> CopyRates {
+        CopyRates { down: self.0.down.rate(), up: self.0.up.rate() }
+    }
+
+    /// Why bytes stayed in their slots that were to be written, since this was called last: of
+    /// those beyond `max_disk_bytes`, and of all others, the last error and how many there were.
+    pub fn take_refusals(&self) -> Vec<(Error, u64)> {
+        self.0.refusals().take()
+    }
+
+    /// Why the last save was not written that stayed in its slot.
+    pub fn last_refusal(&self) -> Option<Error> {
+        self.0.refusals().last()
     }
 
     /// Bytes of pinned memory, and how many of them are in slots.

@@ -7,7 +7,8 @@ use std::time::Duration;
 
 use crate::cuda::gpu::Gpu;
 use crate::cuda::stream::{Event, EventPool, Stream};
-use crate::error::{Error, Result};
+use crate::disk::statistics::Recent;
+use crate::error::{Error, ErrorKind, Result};
 use crate::memory::pinned::{PinnedPool, PinnedSlot};
 use crate::staging::mailbox::Mailbox;
 use crate::store::TensorStore;
@@ -29,6 +30,44 @@ pub struct Lane {
     pub stream: Stream,
     /// How long its copies took, in nanoseconds of the GPU, without what they waited for.
     copy_ns: AtomicU64,
+    recent: Mutex<Recent>,
+}
+
+/// Writes that left their bytes in a slot, by why.
+#[derive(Debug, Default)]
+pub struct Refusals {
+    /// Beyond `max_disk_bytes`, and for another reason: their counts since the session began.
+    pub refused_count: u64,
+    pub failed_count: u64,
+    /// The last of either kind, and how many there were, since somebody was told.
+    untold: Vec<(Error, u64)>,
+    last: Option<Error>,
+}
+
+impl Refusals {
+    fn note(&mut self, error: &Error) {
+        // Nobody asks any more for what a closed store did not write.
+        if matches!(error.kind(), ErrorKind::Cancelled | ErrorKind::Closed) {
+            return;
+        }
+        let is_bound = |error: &Error| error.kind() == ErrorKind::OverBound;
+        *(if is_bound(error) { &mut self.refused_count } else { &mut self.failed_count }) += 1;
+        self.last = Some(error.clone());
+        match self.untold.iter_mut().find(|(one, _)| is_bound(one) == is_bound(error)) {
+            Some((last, count)) => (*last, *count) = (error.clone(), *count + 1),
+            None => self.untold.push((error.clone(), 1)),
+        }
+    }
+
+    /// What came since this was called last: at most one error of each kind, and how many.
+    pub fn take(&mut self) -> Vec<(Error, u64)> {
+        std::mem::take(&mut self.untold)
+    }
+
+    /// Why the last of them was not written.
+    pub fn last(&self) -> Option<Error> {
+        self.last.clone()
+    }
 }
 
 /// What all threads share.
@@ -50,7 +89,7 @@ pub struct Shared {
     pub down_bytes: AtomicU64,
     pub up_bytes: AtomicU64,
     pub from_slot_count: AtomicU64,
-    pub write_failed_count: AtomicU64,
+    refusals: Mutex<Refusals>,
 }
 
 impl fmt::Debug for Shared {
@@ -71,7 +110,8 @@ impl Shared {
     ) -> Result<Self> {
         let lane = |nbytes| {
             let (pool, stream) = (pool(nbytes)?, Stream::new(gpu)?);
-            Ok::<_, Error>(Lane { pool, stream, copy_ns: AtomicU64::new(0) })
+            let (copy_ns, recent) = (AtomicU64::new(0), Mutex::default());
+            Ok::<_, Error>(Lane { pool, stream, copy_ns, recent })
         };
         Ok(Self {
             gpu: Arc::clone(gpu),
@@ -88,8 +128,18 @@ impl Shared {
             down_bytes: AtomicU64::new(0),
             up_bytes: AtomicU64::new(0),
             from_slot_count: AtomicU64::new(0),
-            write_failed_count: AtomicU64::new(0),
+            refusals: Mutex::default(),
         })
+    }
+
+    /// Writes that left their bytes in a slot.
+    pub fn refusals(&self) -> MutexGuard<'_, Refusals> {
+        self.refusals.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Counts a write that left its bytes in a slot.
+    pub fn note_refusal(&self, error: &Error) {
+        self.refusals().note(error);
     }
 
     pub fn turn(&self) -> MutexGuard<'_, u64> {
@@ -136,10 +186,21 @@ impl Lane {
         ended
     }
 
-    /// Counts the time of a copy that has ended.
-    pub fn count(&self, copied: &Event) {
-        let took_ns = copied.took().map_or(0, |took| took.as_nanos() as u64);
+    /// Counts the time of a copy of so many bytes that has ended.
+    pub fn count(&self, copied: &Event, len: usize) {
+        let Some(took) = copied.took() else { return };
+        let took_ns = took.as_nanos() as u64;
         self.copy_ns.fetch_add(took_ns, Ordering::Relaxed);
+        self.recent().add(len as u64, took_ns);
+    }
+
+    /// Bytes per second of its copies of late; `None` before enough was copied to tell.
+    pub fn rate(&self) -> Option<f64> {
+        self.recent().ns_per_byte().map(|ns_per_byte| 1e9 / ns_per_byte)
+    }
+
+    fn recent(&self) -> MutexGuard<'_, Recent> {
+        self.recent.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// How long all copies took that were counted, in nanoseconds.

@@ -11,7 +11,7 @@ use crate::cuda::stream::Event;
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::pinned::PinnedSlot;
 use crate::staging::loading;
-use crate::staging::mailbox::{Reading, Task};
+use crate::staging::mailbox::{Reading, Task, Uploading};
 use crate::staging::shared::{Lane, Shared};
 use crate::staging::staged::{Parcel, Place, Tier};
 use crate::staging::upload::Owed;
@@ -48,7 +48,7 @@ struct Worker {
     waiting: VecDeque<(Owed, Arc<Stored>)>,
     reading: Vec<Reading>,
     /// In the order of the stream.
-    uploading: VecDeque<(Arc<PinnedSlot>, Arc<Event>)>,
+    uploading: VecDeque<Uploading>,
 }
 
 /// A write under way.
@@ -106,7 +106,7 @@ impl Worker {
                 Task::Copying(parcel) => self.copying.push_back(parcel),
                 Task::Reading(reading) => self.reading.push(reading),
                 Task::Waiting(upload, stored) => self.waiting.push_back((upload, stored)),
-                Task::Uploading(slot, loaded) => self.uploading.push_back((slot, loaded)),
+                Task::Uploading(uploading) => self.uploading.push_back(uploading),
             }
         }
         has_taken
@@ -123,7 +123,7 @@ impl Worker {
                     if !self.begin_write(&parcel) {
                         break;
                     }
-                    self.shared.down.count(&parcel.copied);
+                    self.shared.down.count(&parcel.copied, parcel.len);
                 }
                 Err(error) => {
                     // Whether the copy still runs is not known: the slot is never given to others.
@@ -163,8 +163,8 @@ impl Worker {
     }
 
     fn leave_in_slot(&self, parcel: &Parcel, slot: Arc<PinnedSlot>, error: Error) {
+        self.shared.note_refusal(&error);
         *parcel.place() = Place::Pinned(slot, Some(error));
-        self.shared.write_failed_count.fetch_add(1, Ordering::Relaxed);
     }
 
     /// Gives the slots back of what is on the disk.
@@ -184,8 +184,8 @@ impl Worker {
                 None => return true,
                 Some(Ok(())) => *parcel.place() = Place::OnDisk(stored),
                 Some(Err(error)) => {
+                    shared.note_refusal(&error);
                     *parcel.place() = Place::Pinned(slot, Some(error));
-                    shared.write_failed_count.fetch_add(1, Ordering::Relaxed);
                 }
             }
             false
@@ -237,14 +237,15 @@ impl Worker {
     /// Gives the slots back of what is on the GPU.
     fn follow_uploads(&mut self) -> bool {
         let mut has_moved = false;
-        while let Some((_, loaded)) = self.uploading.front() {
-            let is_over = ended(loaded, &self.shared.up);
+        while let Some(uploading) = self.uploading.front() {
+            let is_over = ended(&uploading.loaded, &self.shared.up);
             if let Ok(false) = is_over {
                 break; // defence: a slot is free after it is uploaded
             }
-            let (slot, loaded) = self.uploading.pop_front().expect("it was there above");
+            let Uploading { slot, loaded, len } =
+                self.uploading.pop_front().expect("it was there above");
             if is_over.is_ok() {
-                self.shared.up.count(&loaded);
+                self.shared.up.count(&loaded, len);
             } else {
                 // As above. The stream that was lent the target tells its user of the failure.
                 std::mem::forget(slot);
