@@ -1,8 +1,9 @@
 """What a step of AdamW costs whose state lies on the disk.
 
-Three ways take turns, in another order in each round: the plain optimizer, the offloaded one, and
-its traffic alone: the same reads and writes around an update that does nothing, which is the time
-that the disk and the store need. No step can take less than the longer of the other two.
+Four ways take turns, in another order in each round: the plain optimizer, the offloaded one, the
+same with a way back from failed steps (undo), and its traffic alone: the same reads and writes
+around an update that does nothing, which is the time that the disk and the store need. No offloaded
+step can take less than the longer of that and the plain one.
 
     python benches/training/optimizer_step.py [--dir DIR] [--parameters N] [--rounds N] [--json F]
 """
@@ -67,12 +68,19 @@ def measure(
     offloaded: Any = ssdtrain.offload_optimizer(
         torch.optim.AdamW(parameters(count), **options), directory, buffer_bytes=buffer_bytes
     )
+    undoing = ssdtrain.offload_optimizer(
+        torch.optim.AdamW(parameters(count), **options),
+        directory,
+        buffer_bytes=buffer_bytes,
+        undo=True,
+    )
     traffic = ssdtrain.offload_optimizer(
         Idle(parameters(count), **options), directory, buffer_bytes=buffer_bytes
     )
     steps: dict[str, Callable[[], Any]] = {
         "plain": plain.step,
         "offloaded": offloaded.step,
+        "undoing": undoing.step,
         "traffic": traffic.step,
     }
     names = list(steps)
@@ -94,6 +102,7 @@ def measure(
         "over_plain": _ratio(times["offloaded"], times["plain"]),
         "over_traffic": _ratio(times["offloaded"], times["traffic"]),
         "over_longer": _ratio(times["offloaded"], longer),
+        "undoing_over_offloaded": _ratio(times["undoing"], times["offloaded"]),
         "written_bytes_per_step": stats.written_bytes / stats.step_count,
         "read_bytes_per_step": stats.read_bytes / stats.step_count,
         "stall_share": stats.stall_s / stats.step_s,
@@ -126,13 +135,13 @@ def main(arguments: list[str]) -> int:
         }
     print(
         "| optimizer | state, MiB | plain, s | traffic alone, s | offloaded, s | over plain | "
-        "over the longer of both |\n|---|--:|--:|--:|--:|--:|--:|"
+        "over the longer of both | with undo over without |\n|---|--:|--:|--:|--:|--:|--:|--:|"
     )
     for name, row in rows.items():
         print(
             f"| {name} | {row['state_bytes'] / 2**20:.0f} | {row['plain_s']:.3f} | "
             f"{row['traffic_s']:.3f} | {row['offloaded_s']:.3f} | {row['over_plain']:.2f} | "
-            f"{row['over_longer']:.2f} |"
+            f"{row['over_longer']:.2f} | {row['undoing_over_offloaded']:.2f} |"
         )
     if options.json is not None:
         machine = asdict(machine_facts(options.dir)) | {"directory": None}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["Chunk", "Settings", "chunks_of", "own_step", "update"]
+__all__ = ["Chunk", "Settings", "chunks_of", "name_of", "own_step", "update"]
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,17 @@ def chunks_of(
             params.append(param)
             total += size
         yield Chunk(group, params)
+
+
+def name_of(groups: list[dict[str, Any]], param: Tensor) -> str:
+    """Name a parameter as its optimizer knows it."""
+    for number, group in enumerate(groups):
+        for place, one in enumerate(group["params"]):
+            if one is param:
+                names = group.get("param_names")
+                given = f"{names[place]!r}, " if names else ""
+                return f"{given}params[{place}] of group {number}, shape {tuple(param.shape)}"
+    return f"a parameter of no group, shape {tuple(param.shape)}"
 
 
 def own_step(kind: type[Optimizer]) -> Callable[..., Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -23,9 +23,10 @@ from torch.optim import Optimizer
 
 from ssdtrain.config import Directories, Size
 from ssdtrain.errors import ConfigError, SsdtrainError, StorageError, UnsupportedError
-from ssdtrain.optimizer.chunks import Chunk, Settings, chunks_of, own_step, update
+from ssdtrain.optimizer.chunks import Chunk, Settings, chunks_of, name_of, own_step, update
 from ssdtrain.optimizer.state import Disk, ParameterState, States
 from ssdtrain.optimizer.trial import refuse_coupled
+from ssdtrain.optimizer.undo import Undo
 from ssdtrain.sizes import in_bytes
 from ssdtrain.store import TensorStore
 
@@ -69,6 +70,7 @@ def offload_optimizer(
     buffer_bytes: Size = BUFFER_BYTES_DEFAULT,
     max_disk_bytes: Size | None = None,
     verify: bool = False,
+    undo: bool = False,
 ) -> AnyOptimizer:
     """Keep the state of an optimizer on SSDs, and return the same optimizer.
 
@@ -88,13 +90,18 @@ def offload_optimizer(
         max_disk_bytes: Upper bound on the bytes reserved on disk; what does not fit stays in
             memory.
         verify: Checksum each tensor before its write and after its read.
+        undo: A step that fails or is interrupted in its middle is undone, so that model and
+            optimizer are those of the last whole step. Costs a write of the weights in each step,
+            and space on the disk for the state twice and the weights once.
 
     Raises:
         ConfigError: No optimizer of torch, one that is offloaded already, or whose ``step`` was
             replaced; a directory that cannot be used.
         UnsupportedError: The optimizer couples its parameters (LBFGS), or they are not on the CPU.
-        StorageError: In ``step``: state could not be read back. The parameters that were to be
-            updated after it were not; the optimizer refuses further steps until a state is loaded.
+        StorageError: In ``step``: state could not be read back. With ``undo`` nothing has changed,
+            and the step can be made again. Without, every other parameter was updated; the
+            optimizer refuses further steps until a state is loaded, or that of each of its
+            ``lost_parameters`` is given up with ``optimizer.state.pop(parameter)``.
 
     """
     _refuse_unfit(optimizer)
@@ -116,7 +123,7 @@ def offload_optimizer(
     kind: type[Optimizer] = type(optimizer)
     optimizer.__class__ = cast("type[AnyOptimizer]", _offloaded(kind))  # type: ignore[arg-type]
     offloaded = cast("_Offloaded", optimizer)
-    offloaded._begin(kind, disk, part_bytes)  # noqa: SLF001 - its constructor
+    offloaded._begin(kind, disk, part_bytes, Undo(disk) if undo else None)  # noqa: SLF001 - its constructor
     return optimizer
 
 
@@ -126,15 +133,17 @@ class _Offloaded(Optimizer):
     _own_kind: type[Optimizer]
     _disk: Disk
     _part_bytes: int
-    _lost: SsdtrainError | None
+    _undo: Undo | None
+    _lost: dict[Tensor, SsdtrainError]
     _step_count_done: int
     _step_s: float
 
-    def _begin(self, kind: type[Optimizer], disk: Disk, part_bytes: int) -> None:
+    def _begin(self, kind: type[Optimizer], disk: Disk, part_bytes: int, undo: Undo | None) -> None:
         self._own_kind = kind
         self._disk = disk
         self._part_bytes = part_bytes
-        self._lost = None
+        self._undo = undo
+        self._lost = {}
         self._step_count_done = 0
         self._step_s = 0.0
         self._take_over_state()
@@ -159,8 +168,10 @@ class _Offloaded(Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         """Run the optimizer's own step, part by part, and return what the closure returned."""
-        if self._lost is not None:
-            raise _refusal(self._lost) from self._lost
+        if self._undo is not None and self._undo.is_kept:
+            self._restore()
+            raise StorageError(UNDONE_LATE)
+        self._refuse_lost()
         began_s = perf_counter()
         self._opt_called = True  # for schedulers, which ask whether a step came before theirs
         loss = None
@@ -170,17 +181,20 @@ class _Offloaded(Optimizer):
         own = own_step(self._own_kind)
         settings = Settings()
         parts = list(chunks_of(self.param_groups, self._bytes_of, self._part_bytes))
-        self._prefetch(parts[0])
-        for part, following in pairwise([*parts, None]):
-            assert part is not None, "only the last of the pairs ends with None"
-            if following is not None:
-                self._prefetch(following)
-            self._bring(part)
-            update(self, own, part, settings, options)
-            self._send(part)
+        with self._undone_if_it_fails():
+            self._prefetch(parts[0])
+            for part, following in pairwise([*parts, None]):
+                assert part is not None, "only the last of the pairs ends with None"
+                if following is not None:
+                    self._prefetch(following)
+                found = self._bring(part)
+                if found.params or not part.params:
+                    update(self, own, found, settings, options)
+                self._send(part)
         settings.apply()
         self._step_count_done += 1
         self._step_s += perf_counter() - began_s
+        self._refuse_lost()
         return loss
 
     # A scheduler puts nothing around a step that has this mark.
@@ -198,7 +212,9 @@ class _Offloaded(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state as ever, and let it go to the disk."""
         super().load_state_dict(state_dict)
-        self._lost = None
+        self._lost = {}
+        if self._undo is not None:
+            self._undo.forget()
         self._take_over_state()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -232,24 +248,79 @@ class _Offloaded(Optimizer):
         return STATE_PER_PARAM * param.nbytes
 
     def _prefetch(self, part: Chunk) -> None:
-        with self._nothing_lost():
-            for state in self._states_of(part):
+        for state in self._states_of(part):
+            # What cannot be read is asked for again when it is brought, and told then.
+            with suppress(SsdtrainError):
                 state.prefetch()
+        if self._undo is not None:
+            self._undo.expect(part)
 
-    def _bring(self, part: Chunk) -> None:
-        """Have the state of a part in memory before any of its parameters is changed."""
-        with self._nothing_lost():
-            for state in self._states_of(part):
-                state.bring()
+    def _bring(self, part: Chunk) -> Chunk:
+        """Have the state of a part in memory; return what of the part can be updated."""
+        if self._undo is not None:
+            self._undo.remember(part, self.state)
+        readable = []
+        for param in part.params:
+            state = self.state.get(param)
+            if param.grad is not None and isinstance(state, ParameterState):
+                try:
+                    state.bring()
+                except SsdtrainError as error:
+                    if self._undo is not None and self._undo.is_kept:
+                        raise
+                    self._lost[param] = error
+                    continue
+            readable.append(param)
+        if self._undo is not None:
+            self._undo.note_begun(part)
+        return Chunk(part.group, readable)
 
     @contextmanager
-    def _nothing_lost(self) -> Iterator[None]:
-        """Refuse further steps after an error of the disk: this one was made in part."""
+    def _undone_if_it_fails(self) -> Iterator[None]:
+        """Leave model and optimizer as they were before a step that raises, with ``undo``."""
+        undo = self._undo
+        if undo is None:
+            yield
+            return
+        undo.begin()
         try:
             yield
-        except SsdtrainError as error:
-            self._lost = error
-            raise _refusal(error) from error
+        except BaseException as error:
+            if undo.is_kept:
+                self._restore()
+                if isinstance(error, SsdtrainError):
+                    raise StorageError(f"{UNDONE}: {error}") from error
+                error.add_note(UNDONE)
+            raise
+        undo.forget()
+
+    def _restore(self) -> None:
+        assert self._undo is not None, "asked for with undo only"
+        lost = self._undo.restore(self.state)
+        if lost:
+            cause = next(iter(lost.values()))
+            raise StorageError(f"{NOT_UNDONE} {self._named(list(lost))}: {cause}") from cause
+
+    @property
+    def lost_parameters(self) -> list[Tensor]:
+        """The parameters whose state could not be read back; empty if all is well.
+
+        As long as there are some, ``step`` raises. ``load_state_dict`` gives them a state;
+        ``optimizer.state.pop(parameter)`` gives one up, so that the next step begins it anew.
+        """
+        return [param for param in self._lost if self.state.get(param)]
+
+    def _refuse_lost(self) -> None:
+        lost = self.lost_parameters
+        if lost:
+            cause = self._lost[lost[0]]
+            raise StorageError(f"{LOST} {self._named(lost)}. {WHAT_NEXT}: {cause}") from cause
+        self._lost = {}
+
+    def _named(self, params: list[Tensor]) -> str:
+        names = [name_of(self.param_groups, param) for param in params[:NAMES_MAX]]
+        more = f" and {len(params) - NAMES_MAX} more" if len(params) > NAMES_MAX else ""
+        return "; ".join(names) + more
 
     def _send(self, part: Chunk) -> None:
         for param in part.params:
@@ -268,6 +339,28 @@ class _Offloaded(Optimizer):
         self._disk.make_room()
 
 
+NAMES_MAX = 8
+LOST = (
+    "the state of some parameters could not be read back in a step; all others were updated, these "
+    "have the weights from before it:"
+)
+WHAT_NEXT = (
+    "Load the last checkpoint into model and optimizer (ssdtrain.load, load_state_dict), or give "
+    "the state of each of optimizer.lost_parameters up with optimizer.state.pop(parameter)"
+)
+UNDONE = (
+    "the step was undone: weights, state and random numbers are those from before it. Make the "
+    "step again once the cause is gone, with gradients computed anew if the optimizer changes them"
+)
+NOT_UNDONE = (
+    "a step failed, and these parameters could not be given back yet what they had before it, as "
+    "that could not be read. The next call of step() tries again; or load the last checkpoint into "
+    "model and optimizer (ssdtrain.load, load_state_dict):"
+)
+UNDONE_LATE = (
+    "the step that failed before was undone only now: weights, state and random numbers are those "
+    "from before it. Compute the gradients anew, from these weights, and make the step again"
+)
 NO_COPY = (
     "an optimizer whose state is on the disk cannot be copied or pickled; save "
     "optimizer.state_dict(), and load it into an optimizer that is made anew"
@@ -282,14 +375,6 @@ def _offloaded(kind: type[Optimizer]) -> type[Optimizer]:
 
 def _copied(state: Any) -> Any:
     return state.copied() if isinstance(state, ParameterState) else state
-
-
-def _refusal(error: SsdtrainError) -> StorageError:
-    return StorageError(
-        "the state of some parameters could not be read back in a step: those before them in "
-        "param_groups were updated, they and those after them were not. Load the last checkpoint "
-        f"into model and optimizer (load_state_dict) before the next step: {error}"
-    )
 
 
 def _refuse_unfit(optimizer: object) -> None:

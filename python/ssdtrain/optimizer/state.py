@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from time import perf_counter
 from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
-from ssdtrain.errors import BusyError, ConfigError, SsdtrainError
+from ssdtrain.errors import BusyError, ConfigError, NoSpaceError, SsdtrainError
 from ssdtrain.machine.torch_internals import storage_users
 from ssdtrain.notices import Notices
 from ssdtrain.store import PendingRead, StoredTensor, TensorStore
 
-__all__ = ["Disk", "ParameterState", "States"]
+__all__ = ["Away", "Disk", "ParameterState", "States"]
 
 STORAGE_USERS_ALONE = 2
 """What `storage_users` says of a tensor that shares its storage with nobody."""
@@ -82,7 +83,11 @@ class Away:
         if source is None:
             self.prefetch()
             assert self._pending is not None
-            source = self._pending.result()
+            try:
+                source = self._pending.result()
+            finally:
+                # A failed read may be asked for again, and its result belongs to the caller.
+                self._pending = None
             self._disk.read_bytes += self.nbytes
         self._disk.stall_s += perf_counter() - began_s
         return source
@@ -111,6 +116,30 @@ class Disk:
         """Time in which an update waited for the disk."""
         self.failed_count = 0
         """Writes that failed, whose tensors stayed in memory."""
+        self.give_up_undo: Callable[[SsdtrainError], bool] | None = None
+        """Gives up the space that a way back takes; returns whether there was any."""
+
+    def is_large(self, tensor: Tensor) -> bool:
+        """Whether a tensor is worth its way to the disk and can be written as it is."""
+        return (
+            type(tensor) in (Tensor, Parameter)
+            and tensor.is_cpu
+            and tensor.layout is torch.strided
+            and tensor.nbytes >= self._min_bytes
+        )
+
+    def keep(self, source: Tensor) -> StoredTensor[Tensor]:
+        """Begin to write a copy of a tensor, which must not change before its ``wait``."""
+        while True:
+            try:
+                stored = self.store.write(source)
+            except BusyError:
+                if not self._in_flight:
+                    raise
+                self._end_oldest()
+                continue
+            self.written_bytes += source.nbytes
+            return stored
 
     def takes(self, value: object) -> bool:
         """Whether a value of a state is worth its way to the disk and can go there."""
@@ -148,6 +177,8 @@ class Disk:
                 self.note_failure(error)
                 return None
             except SsdtrainError as error:
+                if self._has_made_space(error):
+                    continue
                 self.note_failure(error)
                 return None
             away = Away(self, stored, source)
@@ -167,11 +198,19 @@ class Disk:
     def note_failure(self, error: SsdtrainError) -> None:
         """Count a tensor that stays in memory because the disk did not take it; say it once."""
         self.failed_count += 1
+        self._has_made_space(error)
         self.notices.say(
             "failed write",
             "the state of an optimizer stays in memory, because the disk did not take it; training "
             "goes on, and the next step tries again: %s",
             error,
+        )
+
+    def _has_made_space(self, error: SsdtrainError) -> bool:
+        return (
+            isinstance(error, NoSpaceError)
+            and self.give_up_undo is not None
+            and self.give_up_undo(error)
         )
 
     def _settle(self, bytes_max: int) -> None:
@@ -217,6 +256,32 @@ class ParameterState(dict[Any, Any]):
                 if away is not None and away.stored is not None:
                     self._stored[key] = away.stored
                     super().__setitem__(key, away)
+
+    def take_entries(self) -> dict[Any, Any]:
+        """Return what lies in the dict, without bringing it back, and leave it to the caller.
+
+        Each `Away` among it is on the disk in whole, and its bytes stay there: what is sent next
+        goes to another place.
+        """
+        self._stored.clear()
+        entries = {}
+        for key, value in super().items():
+            entries[key] = value
+            if type(value) is Away:
+                value.end_write()
+                if value.source is not None:
+                    entries[key] = value.source
+        return entries
+
+    def put_entries(self, entries: dict[Any, Any]) -> None:
+        """Replace all that lies in the dict."""
+        super().clear()
+        super().update(entries)
+        self._stored = {
+            key: value.stored
+            for key, value in entries.items()
+            if type(value) is Away and value.stored is not None
+        }
 
     def _is_held_alone(self, key: Any) -> bool:
         """Whether nobody else has this very object, who could look at it while it is away."""

@@ -1,0 +1,180 @@
+"""The way back from a step that fails in its middle: what its parts had before.
+
+Old state costs space alone: its bytes are on the disk already and stay there until the step has
+ended, because the new ones go to another place. Old weights are written there, each part while the
+one before it is updated. The idea is that of an undo log, as databases keep one.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ssdtrain.errors import SsdtrainError
+from ssdtrain.optimizer.chunks import Chunk
+from ssdtrain.optimizer.state import Away, Disk, ParameterState
+from ssdtrain.store import StoredTensor
+
+__all__ = ["Undo"]
+
+
+class Kept:
+    """A tensor and the bytes that it has now: a copy in memory if it is small, else on the disk."""
+
+    def __init__(self, disk: Disk, tensor: Tensor) -> None:
+        self._tensor = tensor
+        self._copy: Tensor | None = None
+        self._stored: StoredTensor[Tensor] | None = None
+        self._disk = disk
+        if disk.is_large(tensor):
+            self._stored = disk.keep(tensor)
+        else:
+            self._copy = tensor.detach().clone()
+
+    def wait(self) -> None:
+        """Wait until the tensor may be changed."""
+        if self._stored is not None:
+            self._stored.wait()
+
+    def put_back(self) -> Tensor:
+        """Give the tensor the bytes that it had, and return it."""
+        old = self._copy
+        if old is None:
+            assert self._stored is not None, "it is in one of two places"
+            old = self._disk.store.read(self._stored).result()
+        with torch.no_grad():
+            self._tensor.copy_(old)
+        return self._tensor
+
+
+@dataclass
+class Before:
+    """What one parameter had before its update."""
+
+    param: Tensor
+    weight: Kept
+    state: dict[Any, Any] | None = None
+    """`None` if it had no state yet. In it an `Away` says where the bytes are that were read."""
+    is_begun: bool = False
+    """Whether its update has begun, so that its weight may differ from what it was."""
+
+
+class Undo:
+    """What the parameters that a step has updated so far had before it."""
+
+    def __init__(self, disk: Disk) -> None:
+        self._disk = disk
+        self._before: dict[Tensor, Before] = {}
+        self._random: Tensor | None = None
+        self.is_kept = False
+        """Whether there is a way back now, from a step that goes on or one that failed."""
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self.forget()
+        self._random = torch.get_rng_state()
+        self.is_kept = True
+        self._disk.give_up_undo = self._give_up
+
+    def forget(self) -> None:
+        """End a step that went well, and give the space of what was before it back."""
+        self.is_kept = False
+        self._before.clear()
+        self._disk.give_up_undo = None
+
+    def expect(self, part: Chunk) -> None:
+        """Begin to write the weights of a part that is updated next."""
+        for param in part.params:
+            if self.is_kept and param.grad is not None:
+                try:
+                    self._before[param] = Before(param, Kept(self._disk, param))
+                except SsdtrainError as error:
+                    self._give_up(error)
+
+    def remember(self, part: Chunk, states: dict[Tensor, Any]) -> None:
+        """Have the way back for a part, before its state is read."""
+        began_s = perf_counter()
+        for param in part.params:
+            before = self._before.get(param)
+            if before is None:
+                continue
+            state = states.get(param)
+            try:
+                before.weight.wait()
+                if isinstance(state, ParameterState):
+                    before.state = {
+                        key: self._kept(value) for key, value in state.take_entries().items()
+                    }
+            except SsdtrainError as error:
+                self._give_up(error)
+        self._disk.stall_s += perf_counter() - began_s
+
+    def note_begun(self, part: Chunk) -> None:
+        """Note that the update of a part begins."""
+        for param in part.params:
+            if param in self._before:
+                self._before[param].is_begun = True
+
+    def restore(self, states: dict[Tensor, Any]) -> dict[Tensor, SsdtrainError]:
+        """Give all parameters back what they had.
+
+        Returns those whose old bytes could not be read back, and why. After that, or an interrupt,
+        it may be called again.
+        """
+        lost: dict[Tensor, SsdtrainError] = {}
+        for param, before in self._before.items():
+            if not before.is_begun:
+                # Nothing has changed but where its state lies.
+                continue
+            try:
+                before.weight.put_back()
+                self._put_back_state(states, before)
+            except SsdtrainError as error:
+                lost[param] = error
+        if self._random is not None:
+            torch.set_rng_state(self._random)
+        if not lost:
+            self.forget()
+        return lost
+
+    def _kept(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            kept = Kept(self._disk, value)
+            kept.wait()
+            return kept
+        return value if type(value) is Away else copy.deepcopy(value)
+
+    def _put_back_state(self, states: dict[Tensor, Any], before: Before) -> None:
+        if before.state is None:
+            states.pop(before.param, None)
+            return
+        entries = {
+            key: value.put_back() if type(value) is Kept else value
+            for key, value in before.state.items()
+        }
+        state = states[before.param]
+        if not isinstance(state, ParameterState):
+            states[before.param] = state = ParameterState()
+        state.put_entries(entries)
+
+    def _give_up(self, error: SsdtrainError) -> bool:
+        """Give the space up that the way back takes; return whether there was any."""
+        was_kept = self.is_kept
+        if was_kept:
+            self.forget()
+            self._disk.notices.say(
+                "undo",
+                "undo=True cannot be kept in this step, because the disk did not take what is "
+                "needed for it: a failed read would leave this step made in part. Later steps try "
+                "again; give the disk (or max_disk_bytes) room for the state twice and the weights "
+                "once: %s",
+                error,
+                level=logging.WARNING,
+            )
+        return was_kept
