@@ -73,6 +73,8 @@ class Way:
         self.seconds: list[float] = []
         self.peaks: list[int] = []
         self.written: list[int] = []
+        self.read: list[int] = []
+        self.stalled: list[float] = []
 
     def take(self, step: Callable[[], None]) -> None:
         """Take a step, and note its time, its peak and what it wrote."""
@@ -80,13 +82,29 @@ class Way:
         assert hooks is not None
         account = hooks._residency.account  # noqa: SLF001
         account.forget_peak()
-        before = self.session.stats.bytes_written
+        before = self.session.stats
         began_s = perf_counter()
         with self.session.context():
             step()
         self.seconds.append(perf_counter() - began_s)
         self.peaks.append(account.peak_bytes)
-        self.written.append(self.session.stats.bytes_written - before)
+        after = self.session.stats
+        self.written.append(after.bytes_written - before.bytes_written)
+        self.read.append(after.bytes_read - before.bytes_read)
+        self.stalled.append(after.stall_s - before.stall_s)
+
+
+class Plain:
+    """Steps without a session."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def take(self, step: Callable[[], None]) -> None:
+        """Take a step, and note its time."""
+        began_s = perf_counter()
+        step()
+        self.seconds.append(perf_counter() - began_s)
 
 
 def disk_rate(directory: str) -> float:
@@ -126,48 +144,52 @@ def throttled(directory: str, rate: float | None) -> Iterator[None]:
         group.rmdir()
 
 
-def train(options: TrainingOptions, turns: int, slowdown_max: float) -> dict[str, Any]:
-    """Take the turns; return the figures of each way."""
-    assert options.directory is not None
-    directory = options.directory
+def prepared(options: TrainingOptions) -> Callable[[int], Callable[[], None]]:
+    """Build the model; return what gives the training step of each turn."""
     trainee = build_trainee(options)
-    parameters = list(trainee.module.parameters())
-    optimizer = torch.optim.SGD(parameters, lr=1e-3)
+    optimizer = torch.optim.SGD(trainee.module.parameters(), lr=1e-3)
     batches = ByteBatches(
         load_text(None), batch=options.batch, sequence=options.sequence, seed=options.seed
     )
-    ways = {
-        "all": Way(directory, KeepNothing()),
-        "cut": Way(directory, Policy()),
-        "ours": Way(directory, Policy(slowdown_max)),
-    }
-    counted, plain_s = Way(directory, KeepAll()), list[float]()
 
-    def plain(step: Callable[[], None]) -> None:
-        began_s = perf_counter()
-        step()
-        plain_s.append(perf_counter() - began_s)
-
-    takers = [plain, *(way.take for way in ways.values())]
-    for turn in range(ADAPTING_TURNS + turns):
+    def step_of(turn: int) -> Callable[[], None]:
         text = batches.at(turn)
 
-        def step(text: torch.Tensor = text) -> None:
+        def step() -> None:
             optimizer.zero_grad(set_to_none=False)
             with torch.autocast("cpu", torch.bfloat16, enabled=options.dtype == "bfloat16"):
                 loss = trainee.loss(text)
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
 
+        return step
+
+    return step_of
+
+
+def train(options: TrainingOptions, turns: int, slowdown_max: float) -> dict[str, Any]:
+    """Take the turns; return the figures of each way."""
+    assert options.directory is not None
+    directory = options.directory
+    step_of = prepared(options)
+    ways = {
+        "all": Way(directory, KeepNothing()),
+        "cut": Way(directory, Policy()),
+        "ours": Way(directory, Policy(slowdown_max)),
+    }
+    counted, plain = Way(directory, KeepAll()), Plain()
+    takers = [plain.take, *(way.take for way in ways.values())]
+    for turn in range(ADAPTING_TURNS + turns):
+        step = step_of(turn)
         if turn == 0:
             counted.take(step)
         for taker in takers[turn % 4 :] + takers[: turn % 4]:
             taker(step)
     kept_bytes = counted.peaks[0]
-    told = {name: _figures(way, plain_s[-turns:], kept_bytes) for name, way in ways.items()}
+    told = {name: _figures(way, plain.seconds[-turns:], kept_bytes) for name, way in ways.items()}
     stats = ways["ours"].session.stats
     return {
-        "plain_s": statistics.median(plain_s[-turns:]),
+        "plain_s": statistics.median(plain.seconds[-turns:]),
         "plain_peak_bytes": kept_bytes,
         "ways": told,
         "price_s_per_gib": stats.price_s_per_gib,
@@ -175,7 +197,7 @@ def train(options: TrainingOptions, turns: int, slowdown_max: float) -> dict[str
         "slowdown_expected": stats.slowdown_expected,
         "slowdown_error": stats.slowdown_error,
         "ours_s": ways["ours"].seconds,
-        "every_plain_s": plain_s,
+        "every_plain_s": plain.seconds,
     }
 
 

@@ -925,6 +925,15 @@ class Planner:
         The last two are those papers' plans (arXiv 2408.10013 and 2506.06472).
         """
 
+    def judged_moves(
+        self, machine: PlanMachine, moves: list[tuple[int, str, int, float]]
+    ) -> StepPlan:
+        """Judge moves as in ``StepPlan.moves``, which repeat in each step.
+
+        Raises ``ValueError`` for moves that name what is not there, ``ConfigError`` if the step
+        does not fit.
+        """
+
 @final
 class Probe:
     """One file and memory of its size, on which settings of the engines are timed."""

@@ -166,6 +166,22 @@ def test_a_plan_as_a_document_says_what_was_judged() -> None:
     assert document["peak_bytes"] <= 700 << 20
 
 
+def test_moves_of_others_are_judged_as_those_that_were_found() -> None:
+    step, machine = Step(there_and_back()), device(700)
+    plan = step.least_step(machine)
+    again = step.judged_moves(machine, plan.moves)
+    assert (again.step_s, again.peak_bytes) == (plan.step_s, plan.peak_bytes)
+    assert again.moved_bytes == plan.moved_bytes
+    # One tensor that is written and never fetched is fetched on demand, and waited for.
+    lazy = step.judged_moves(device(5000), [(0, "ssd", 0, 0.0)])
+    assert lazy.moved_bytes == [100 << 20, 0, 100 << 20, 0]
+    assert lazy.stall_s == pytest.approx(1.0, abs=0.01)
+    with pytest.raises(ValueError, match="tensor 99, but there are"):
+        step.judged_moves(machine, [(99, "ssd", 0, 0.0)])
+    with pytest.raises(ValueError, match='no move is called "disk"'):
+        step.judged_moves(machine, [(0, "disk", 0, 0.0)])
+
+
 def test_the_command_answers_for_a_recorded_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,7 +5,7 @@ The compiled planner (`rust/plan`) decides; this says in its words what people a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Final, Literal, get_args
@@ -14,7 +14,7 @@ from ssdtrain._core import PlanMachine, Planner, StepPlan
 from ssdtrain.errors import ConfigError
 from ssdtrain.planning.trace import CLASSES, TensorClass, Trace
 
-__all__ = ["PLACES", "Device", "Place", "Step", "only", "plan_document"]
+__all__ = ["PLACES", "Device", "Move", "Place", "Step", "only", "plan_document"]
 
 FORMAT: Final = "ssdtrain-plan-1"
 
@@ -30,6 +30,10 @@ TRIES_KERNELS: Final = 1500
 TRIES: Final = 6
 DRAFTS: Final = 4
 """First plans that are made, each from how the best one so far went."""
+
+Move = tuple[int, str, int, float]
+"""A tensor, ``ssd``, ``host`` or ``fetch``, the kernel at whose end it is asked for, and its
+priority: lower numbers go first."""
 
 Sizes = tuple[tuple[int, float], tuple[int, float], tuple[int, float], tuple[int, float]]
 
@@ -164,6 +168,12 @@ class Step:
     def judged(self, device: Device, whose: str, memory_bytes: int | None = None) -> StepPlan:
         """Judge the plan of somebody else: ``keep``, ``recompute``, ``ssdtrain`` or ``teraio``."""
         return self.planner.judged(self._machine(device, memory_bytes), whose)
+
+    def judged_moves(
+        self, device: Device, moves: Sequence[Move], memory_bytes: int | None = None
+    ) -> StepPlan:
+        """Judge moves that somebody else made. Raises ``ValueError`` for what is no plan."""
+        return self.planner.judged_moves(self._machine(device, memory_bytes), list(moves))
 
     def least_step(
         self, device: Device, *, may_recompute: bool = False, drafts: int = DRAFTS

@@ -6,7 +6,7 @@ use ssdtrain_plan::baselines::{ssdtrain_cut, teraio};
 use ssdtrain_plan::bound::least_step_seconds;
 use ssdtrain_plan::greedy::Budget;
 use ssdtrain_plan::machine::{Machine, Rates, SizeShares, Tier};
-use ssdtrain_plan::moves::{Action, Plan};
+use ssdtrain_plan::moves::{Action, Move, Plan};
 use ssdtrain_plan::objective::{self, Judged, Request};
 use ssdtrain_plan::recompute::{candidates, with_recomputed};
 use ssdtrain_plan::timeline::Stuck;
@@ -285,6 +285,30 @@ impl Planner {
         let judged = found.map_err(refused)?;
         let judged = judged
             .ok_or_else(|| PyValueError::new_err(format!("nobody's plan is called {whose}")))?;
+        Ok(self.told(machine, 0.0, judged))
+    }
+
+    /// Judge a plan that somebody else made, as the moves of a step.
+    fn judged_moves(
+        &self,
+        py: Python<'_>,
+        machine: &PlanMachine,
+        moves: Vec<(u32, String, u32, f64)>,
+    ) -> PyResult<StepPlan> {
+        let (trace, machine) = (&self.0, &machine.0);
+        let moves = moves.into_iter().map(|(tensor, name, after, priority)| {
+            let action = match name.as_str() {
+                "fetch" => Action::Fetch,
+                "ssd" => Action::Evict(Tier::Ssd),
+                "host" => Action::Evict(Tier::Host),
+                _ => return Err(PyValueError::new_err(format!("no move is called {name:?}"))),
+            };
+            Ok(Move { tensor, action, after, priority })
+        });
+        let moves = moves.collect::<PyResult<Vec<_>>>()?;
+        let plan = Plan::new(moves, trace, machine)
+            .map_err(|error| PyValueError::new_err(error.to_string()))?;
+        let judged = py.detach(|| objective::judge(trace, machine, plan)).map_err(refused)?;
         Ok(self.told(machine, 0.0, judged))
     }
 }
