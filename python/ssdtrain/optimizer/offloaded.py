@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
+from itertools import zip_longest
 from time import perf_counter
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -23,9 +23,27 @@ from torch.optim import Optimizer
 
 from ssdtrain.config import Directories, Size
 from ssdtrain.errors import ConfigError, SsdtrainError, StorageError, UnsupportedError
-from ssdtrain.optimizer.chunks import Chunk, Settings, chunks_of, own_step, update
+from ssdtrain.optimizer.chunks import (
+    Chunk,
+    Part,
+    Settings,
+    chunks_of,
+    own_step,
+    parts_in_order,
+    update,
+)
+from ssdtrain.optimizer.deferred import (
+    Deferred,
+    is_sparse,
+    kept,
+    say_why_now,
+    settle_param,
+    why_none_later,
+    why_not_later,
+)
+from ssdtrain.optimizer.forward_order import ForwardOrder
 from ssdtrain.optimizer.state import Disk, ParameterState, States
-from ssdtrain.optimizer.trial import refuse_coupled
+from ssdtrain.optimizer.trial import Habits, refuse_habits, tried
 from ssdtrain.sizes import in_bytes
 from ssdtrain.store import TensorStore
 
@@ -38,6 +56,11 @@ STATE_MIN_BYTES = 64 << 10
 """Smaller tensors of a state (biases, counts of steps) stay in memory."""
 STATE_PER_PARAM = 2
 """A guess, until the first step has made the state: Adam has two tensors for each parameter."""
+
+PARTS_MIN = 16
+"""So many at least, if parameters are updated beside the forward: the first ones soon."""
+PART_BYTES_MIN = 1 << 20
+Overlap = Literal["step", "forward"]
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
@@ -57,7 +80,9 @@ class OptimizerStats:
     step_s: float
     """Time in ``step``, all steps together."""
     stall_s: float
-    """Time of that in which the update waited for the disk."""
+    """Time in which updates waited for the disk."""
+    waited_s: float
+    """Time in which the training waited for updates outside of ``step`` (``overlap="forward"``)."""
     write_failed_count: int
     """Tensors that stayed in memory for a while because the disk did not take them."""
 
@@ -66,6 +91,7 @@ def offload_optimizer(
     optimizer: AnyOptimizer,
     dir: Directories | TensorStore,  # noqa: A002 - as in ssdtrain.offload
     *,
+    overlap: Overlap = "step",
     buffer_bytes: Size = BUFFER_BYTES_DEFAULT,
     max_disk_bytes: Size | None = None,
     verify: bool = False,
@@ -83,6 +109,10 @@ def offload_optimizer(
         optimizer: One whose update is per parameter: AdamW, SGD with momentum, Adafactor, RMSprop
             and the like, also of classes that torch does not know. That is tried on small tensors.
         dir: A directory on a local file system, a list of them, or an open ``TensorStore``.
+        overlap: When updates are made. ``"step"``: in ``step()``. ``"forward"``: ``step()`` returns
+            at once, and they go on beside what comes next, in the order in which the forward needs
+            the weights. Whoever uses a weight, the state or the optimizer waits for what they use;
+            ``optimizer.synchronize()`` waits for all. An error of an update is raised there.
         buffer_bytes: Memory for the state that is read, updated and written at the same time. What
             a single parameter needs is taken in any case.
         max_disk_bytes: Upper bound on the bytes reserved on disk; what does not fit stays in
@@ -92,13 +122,18 @@ def offload_optimizer(
     Raises:
         ConfigError: No optimizer of torch, one that is offloaded already, or whose ``step`` was
             replaced; a directory that cannot be used.
-        UnsupportedError: The optimizer couples its parameters (LBFGS), or they are not on the CPU.
+        UnsupportedError: The optimizer couples its parameters (LBFGS), or they are not on the CPU;
+            ``overlap="forward"`` of one whose step draws random numbers or changes its attributes.
         StorageError: In ``step``: state could not be read back. The parameters that were to be
             updated after it were not; the optimizer refuses further steps until a state is loaded.
 
     """
     _refuse_unfit(optimizer)
-    refuse_coupled(optimizer)
+    if overlap not in ("step", "forward"):
+        raise ConfigError(f'overlap is "step" or "forward", not {overlap!r}')
+    habits = tried(optimizer)
+    if overlap == "forward":
+        refuse_habits(type(optimizer).__name__, habits)
     store_given = isinstance(dir, TensorStore)
     if store_given and (max_disk_bytes is not None or verify):
         raise ConfigError(
@@ -116,7 +151,7 @@ def offload_optimizer(
     kind: type[Optimizer] = type(optimizer)
     optimizer.__class__ = cast("type[AnyOptimizer]", _offloaded(kind))  # type: ignore[arg-type]
     offloaded = cast("_Offloaded", optimizer)
-    offloaded._begin(kind, disk, part_bytes)  # noqa: SLF001 - its constructor
+    offloaded._begin(kind, disk, part_bytes, overlap, habits)  # noqa: SLF001 - its constructor
     return optimizer
 
 
@@ -129,22 +164,81 @@ class _Offloaded(Optimizer):
     _lost: SsdtrainError | None
     _step_count_done: int
     _step_s: float
+    _waited_s: float
+    _order: ForwardOrder | None
+    _updates: Deferred | None
+    _changes_groups: bool
 
-    def _begin(self, kind: type[Optimizer], disk: Disk, part_bytes: int) -> None:
+    def _begin(
+        self, kind: type[Optimizer], disk: Disk, part_bytes: int, overlap: Overlap, habits: Habits
+    ) -> None:
         self._own_kind = kind
         self._disk = disk
         self._part_bytes = part_bytes
         self._lost = None
         self._step_count_done = 0
-        self._step_s = 0.0
+        self._step_s = self._waited_s = 0.0
+        self._updates = None
+        self._changes_groups = overlap == "forward" and habits.changes_groups
+        self._order = ForwardOrder() if overlap == "forward" else None
+        if self._order is not None:
+            self._order.begin_round()
         self._take_over_state()
         # torch's own wrapper around `step`, which runs the hooks, now goes around ours.
         self._patch_step_function()
 
     @property
+    def state(self) -> Any:
+        """The state of each parameter, after the updates that are under way."""
+        self.synchronize()
+        return self._states
+
+    @state.setter
+    def state(self, states: Any) -> None:
+        vars(self)["state"] = states
+
+    @property
+    def _states(self) -> Any:
+        """The state, for those who update it, or have waited."""
+        return vars(self)["state"]
+
+    @property
+    def param_groups(self) -> Any:
+        """The groups of parameters, with the options that the next step will use."""
+        if self._changes_groups:
+            self.synchronize()
+        return vars(self)["param_groups"]
+
+    @param_groups.setter
+    def param_groups(self, groups: Any) -> None:
+        vars(self)["param_groups"] = groups
+
+    def synchronize(self) -> None:
+        """Wait until all updates are made; raise what went wrong with them.
+
+        With ``overlap="forward"`` every use of a weight or of its gradient through torch waits for
+        them by itself. This is for what torch does not see: code in C++ that gets a weight of a
+        module other than the one that is called, and transforms of ``torch.func`` over weights.
+
+        Raises:
+            StorageError: State could not be read back; see ``step``.
+
+        """
+        updates = self._updates
+        if updates is None:
+            return
+        try:
+            updates.settle()
+        finally:
+            if updates.has_ended():
+                self._waited_s += updates.waited_s
+                self._updates = None
+
+    @property
     def offload_stats(self) -> OptimizerStats:
         """What was done so far, and where the state is now."""
-        sizes = [state.nbytes() for state in self._states()]
+        self.synchronize()
+        sizes = [state.nbytes() for state in self._parameter_states()]
         disk = self._disk
         return OptimizerStats(
             on_disk_bytes=sum(on_disk for _, on_disk in sizes),
@@ -154,37 +248,106 @@ class _Offloaded(Optimizer):
             step_count=self._step_count_done,
             step_s=self._step_s,
             stall_s=disk.stall_s,
+            waited_s=self._waited_s,
             write_failed_count=disk.failed_count,
         )
 
     def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         """Run the optimizer's own step, part by part, and return what the closure returned."""
+        began_s = perf_counter()
+        self.synchronize()
         if self._lost is not None:
             raise _refusal(self._lost) from self._lost
-        began_s = perf_counter()
         self._opt_called = True  # for schedulers, which ask whether a step came before theirs
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        own = own_step(self._own_kind)
-        settings = Settings()
-        parts = list(chunks_of(self.param_groups, self._bytes_of, self._part_bytes))
-        self._prefetch(parts[0])
-        for part, following in pairwise([*parts, None]):
-            assert part is not None, "only the last of the pairs ends with None"
-            if following is not None:
-                self._prefetch(following)
-            self._bring(part)
-            update(self, own, part, settings, options)
-            self._send(part)
-        settings.apply()
+        for group in self.param_groups:
+            for param in group["params"]:
+                settle_param(param)
+        if self._order is None:
+            self._step_now(options)
+        else:
+            self._step_beside(self._order, options)
         self._step_count_done += 1
         self._step_s += perf_counter() - began_s
         return loss
 
     # A scheduler puts nothing around a step that has this mark.
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # noqa: SLF001
+
+    def _step_now(self, options: dict[str, Any]) -> None:
+        chunks = chunks_of(self.param_groups, self._bytes_of, self._part_bytes)
+        parts = [Part([chunk]) for chunk in chunks]
+        settings = Settings()
+        for _ in self._updated(parts, self, settings, options):
+            pass
+        settings.apply()
+
+    def _step_beside(self, order: ForwardOrder, options: dict[str, Any]) -> None:
+        """Update what others may look at past us, and begin the updates of all else."""
+        order.begin_round()
+        # Schedulers and scalers set something else as soon as this step has returned.
+        groups = self.param_groups
+        if not self._changes_groups:
+            groups = [{name: kept(value) for name, value in group.items()} for group in groups]
+        stand_in = self._stand_in()
+        pairs = [(group, param) for group in groups for param in group["params"]]
+        reason = why_none_later(options)
+        reasons = [reason or why_not_later(param) for _, param in pairs]
+        say_why_now(reasons, self._disk.notices)
+        now = [pair for pair, reason in zip(pairs, reasons, strict=True) if reason]
+        later = [pair for pair, reason in zip(pairs, reasons, strict=True) if not reason]
+        settings, known = Settings(), set(self._states)
+        used = {id(group) for group, _ in pairs}
+        empty = [Part([Chunk(group, [])]) for group in groups if id(group) not in used]
+        parts = [*parts_in_order(now, self._bytes_of, self._part_bytes), *empty]
+        for _ in self._updated(parts, stand_in, settings, options):
+            pass
+        if not later:
+            settings.apply()
+            return
+
+        def run(parts: list[Part]) -> Iterator[Part]:
+            yield from self._updated(parts, stand_in, settings, {})
+            settings.apply()
+            self._states.put_last([param for _, param in pairs if param not in known])
+
+        later = order.sort(later, lambda pair: pair[1])
+        total = sum(self._bytes_of(param) for _, param in later)
+        bytes_max = min(self._part_bytes, max(PART_BYTES_MIN, total // PARTS_MIN))
+        self._updates = Deferred(
+            list(parts_in_order(later, self._bytes_of, bytes_max)),
+            run,
+            order,
+            self._disk.notices,
+        )
+        self._updates.start()
+
+    def _stand_in(self) -> Optimizer:
+        """Return an optimizer of the own class for the updates, as this one is now."""
+        stand_in: Optimizer = object.__new__(self._own_kind)
+        vars(stand_in).update({name: kept(value) for name, value in vars(self).items()})
+        return stand_in
+
+    def _updated(
+        self, parts: list[Part], on: Optimizer, settings: Settings, options: dict[str, Any]
+    ) -> Iterator[Part]:
+        """Update one part after the other; give each as soon as its parameters are updated."""
+        own = own_step(self._own_kind)
+        for first in parts[:1]:
+            self._prefetch(first)
+        for part, following in zip_longest(parts, parts[1:]):
+            if following is not None:
+                self._prefetch(following)
+            self._bring(part)
+            staying = {id(param) for param in part.params if is_sparse(param.grad)}
+            for chunk in part.chunks:
+                update(on, own, chunk, settings, options)
+            yield part
+            # From here on others may change gradients, which this thread must not look at.
+            self._send(part, staying)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as ever; what is on the disk is read into tensors of its own."""
@@ -197,6 +360,7 @@ class _Offloaded(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state as ever, and let it go to the disk."""
+        self.synchronize()
         super().load_state_dict(state_dict)
         self._lost = None
         self._take_over_state()
@@ -211,32 +375,32 @@ class _Offloaded(Optimizer):
 
     def _take_over_state(self) -> None:
         states = States()
-        states.adopt(self.state)
+        states.adopt(self._states)
         self.state = states
-        for state in self._states():
+        for state in self._parameter_states():
             state.send(self._disk)
             self._disk.make_room()
 
-    def _states(self) -> list[ParameterState]:
-        return [state for state in self.state.values() if isinstance(state, ParameterState)]
+    def _parameter_states(self) -> list[ParameterState]:
+        return [state for state in self._states.values() if isinstance(state, ParameterState)]
 
-    def _states_of(self, part: Chunk) -> list[ParameterState]:
+    def _states_of(self, part: Part) -> list[ParameterState]:
         """Return the states that an update of this part will ask for."""
-        found = (self.state.get(param) for param in part.params if param.grad is not None)
+        found = (self._states.get(param) for param in part.params if param.grad is not None)
         return [state for state in found if isinstance(state, ParameterState)]
 
     def _bytes_of(self, param: Tensor) -> int:
-        state = self.state.get(param)
+        state = self._states.get(param)
         if isinstance(state, ParameterState) and len(state):
             return sum(state.nbytes())
         return STATE_PER_PARAM * param.nbytes
 
-    def _prefetch(self, part: Chunk) -> None:
+    def _prefetch(self, part: Part) -> None:
         with self._nothing_lost():
             for state in self._states_of(part):
                 state.prefetch()
 
-    def _bring(self, part: Chunk) -> None:
+    def _bring(self, part: Part) -> None:
         """Have the state of a part in memory before any of its parameters is changed."""
         with self._nothing_lost():
             for state in self._states_of(part):
@@ -251,12 +415,12 @@ class _Offloaded(Optimizer):
             self._lost = error
             raise _refusal(error) from error
 
-    def _send(self, part: Chunk) -> None:
+    def _send(self, part: Part, staying: set[int]) -> None:
         for param in part.params:
-            state = self.state.get(param)
+            state = self._states.get(param)
             if not isinstance(state, ParameterState):
                 continue
-            if param.grad is not None and param.grad.layout is not torch.strided:
+            if id(param) in staying:
                 self._disk.notices.say(
                     "sparse gradients",
                     "the optimizer state of parameters with sparse gradients stays in memory: a "
