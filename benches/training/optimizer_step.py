@@ -5,7 +5,11 @@ same with a way back from failed steps (undo), and its traffic alone: the same r
 around an update that does nothing, which is the time that the disk and the store need. No offloaded
 step can take less than the longer of that and the plain one.
 
+With --schedules a model is trained instead, plainly and with each schedule of the updates in turns.
+What a step takes beyond forward and backward of the plain run is its exposed time.
+
     python benches/training/optimizer_step.py [--dir DIR] [--parameters N] [--rounds N] [--json F]
+        [--schedules] [--rows N]
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 import ssdtrain
@@ -35,6 +39,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "AdamW, foreach": {"foreach": True},
     "AdamW, fused": {"fused": True},
 }
+
+
+SCHEDULES = ("step", "forward")
+STEPS_PER_TURN = 3
+"""Of each way in each round, after one that only leaves its updates to the first of these."""
 
 
 class Idle(torch.optim.AdamW):
@@ -109,8 +118,77 @@ def measure(
     }
 
 
+def measure_schedules(directory: Path, given: argparse.Namespace) -> dict[str, float]:
+    """Return medians of seconds per step of a model, in all and beyond forward and backward."""
+    x = torch.randn(given.rows, WIDTH, generator=torch.Generator().manual_seed(0))
+    ways: dict[str, tuple[nn.Module, Any]] = {}
+    for name in ("plain", *SCHEDULES):
+        torch.manual_seed(0)
+        layer_count = -(-given.parameters // WIDTH**2)
+        module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layer_count)))
+        optimizer: Any = torch.optim.AdamW(module.parameters(), fused=True)
+        if name != "plain":
+            ssdtrain.offload_optimizer(
+                optimizer, directory, overlap=name, buffer_bytes=given.buffer_bytes
+            )
+        ways[name] = module, optimizer
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    computed: list[float] = []
+    for number in range(given.rounds + 1):
+        first = number % len(ways)
+        for name in [*ways, *ways][first : first + len(ways)]:
+            module, optimizer = ways[name]
+            compute_s = _train(module, optimizer, x)
+            began = perf_counter()
+            compute_s = sum(_train(module, optimizer, x) for _ in range(STEPS_PER_TURN))
+            took_s = perf_counter() - began
+            # Else its updates would go on beside the next way.
+            getattr(optimizer, "synchronize", int)()
+            # The first steps make the state, and learn the order.
+            if number:
+                times[name].append(took_s / STEPS_PER_TURN)
+                if name == "plain":
+                    computed.append(compute_s / STEPS_PER_TURN)
+    weights = [dict(module.state_dict()) for module, _ in ways.values()]
+    if any(not torch.equal(one[key], weights[0][key]) for one in weights[1:] for key in one):
+        raise AssertionError("the weights differ from those of the plain run")
+    exposed = {
+        name: [all_s - compute_s for all_s, compute_s in zip(took, computed, strict=True)]
+        for name, took in times.items()
+    }
+    return {
+        "forward_and_backward_s": statistics.median(computed),
+        **{f"{name}_s": statistics.median(took) for name, took in times.items()},
+        **{f"{name}_exposed_s": statistics.median(one) for name, one in exposed.items()},
+        "forward_over_step_exposed": _ratio(exposed["forward"], exposed["step"]),
+    }
+
+
+def _train(module: nn.Module, optimizer: Any, x: Tensor) -> float:
+    """Make a step of training; return the seconds of its forward and backward."""
+    began = perf_counter()
+    module(x).square().mean().backward()
+    took_s = perf_counter() - began
+    optimizer.step()
+    optimizer.zero_grad()
+    return took_s
+
+
 def _ratio(those: list[float], others: list[float]) -> float:
     return statistics.median(map(float.__truediv__, those, others))
+
+
+def _print_steps(rows: dict[str, dict[str, float]]) -> None:
+    print(
+        "| optimizer | state, MiB | plain, s | traffic alone, s | offloaded, s | over plain | "
+        "over the longer of both | with undo over without |\n|---|--:|--:|--:|--:|--:|--:|--:|"
+    )
+    for name, row in rows.items():
+        print(
+            f"| {name} | {row['state_bytes'] / 2**20:.0f} | {row['plain_s']:.3f} | "
+            f"{row['traffic_s']:.3f} | {row['offloaded_s']:.3f} | {row['over_plain']:.2f} | "
+            f"{row['over_longer']:.2f} | {row['undoing_over_offloaded']:.2f} |"
+        )
 
 
 def main(arguments: list[str]) -> int:
@@ -122,27 +200,29 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--parameters", type=int, default=64 << 20, help="numbers in the model")
     parser.add_argument("--buffer-bytes", default="256MiB", help="of ssdtrain.offload_optimizer")
     parser.add_argument("--rounds", type=int, default=9, help="steps of each way")
+    parser.add_argument("--schedules", action="store_true", help="train a model, on each schedule")
+    parser.add_argument("--rows", type=int, default=2048, help="of the model's input")
     parser.add_argument("--json", type=Path, help="write the figures here too")
     options = parser.parse_args(arguments)
     if options.rounds < 1 or options.parameters < 1:
         parser.error("--rounds and --parameters must be at least 1")
     with tempfile.TemporaryDirectory(dir=options.dir or Path.cwd()) as directory:
-        rows = {
-            name: measure(
-                given, Path(directory), options.parameters, options.rounds, options.buffer_bytes
-            )
-            for name, given in KINDS.items()
-        }
-    print(
-        "| optimizer | state, MiB | plain, s | traffic alone, s | offloaded, s | over plain | "
-        "over the longer of both | with undo over without |\n|---|--:|--:|--:|--:|--:|--:|--:|"
-    )
-    for name, row in rows.items():
-        print(
-            f"| {name} | {row['state_bytes'] / 2**20:.0f} | {row['plain_s']:.3f} | "
-            f"{row['traffic_s']:.3f} | {row['offloaded_s']:.3f} | {row['over_plain']:.2f} | "
-            f"{row['over_longer']:.2f} | {row['undoing_over_offloaded']:.2f} |"
-        )
+        if options.schedules:
+            rows = {"schedules": measure_schedules(Path(directory), options)}
+            for name, seconds in rows["schedules"].items():
+                print(f"{name}: {seconds:.3f}")
+        else:
+            rows = {
+                name: measure(
+                    given,
+                    Path(directory),
+                    options.parameters,
+                    options.rounds,
+                    options.buffer_bytes,
+                )
+                for name, given in KINDS.items()
+            }
+            _print_steps(rows)
     if options.json is not None:
         machine = asdict(machine_facts(options.dir)) | {"directory": None}
         date = datetime.now(UTC).strftime("%Y-%m-%d")

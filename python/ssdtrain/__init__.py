@@ -31,7 +31,8 @@ from ssdtrain.errors import (  # noqa: E402 - the switch for huge pages comes be
 
 try:
     from ssdtrain.offload import active, leave_all, offload
-    from ssdtrain.optimizer.offloaded import OptimizerStats, offload_optimizer
+    from ssdtrain.optimizer.offloaded import offload_optimizer
+    from ssdtrain.optimizer.stats import OptimizerStats
     from ssdtrain.session import Session
     from ssdtrain.stats import Stats
     from ssdtrain.store import PendingRead, StoredTensor, TensorStore

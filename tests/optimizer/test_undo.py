@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import support
-from ssdtrain import StorageError, offload_optimizer
+from ssdtrain import ConfigError, StorageError, offload_optimizer
 from ssdtrain.store import PendingRead, StoredTensor
 from stores import SlowStore
 from trained import WIDTH, everything, model, plain_step, prove, train
@@ -266,33 +266,34 @@ def test_a_disk_that_is_gone_for_good(tmp_path: Path) -> None:
         pair.assert_equal()
 
 
-def test_without_undo_only_what_is_lost_is_not_updated(tmp_path: Path) -> None:
+@pytest.mark.parametrize("overlap", ["step", "forward"])
+def test_without_undo_only_what_is_lost_is_not_updated(overlap: str, tmp_path: Path) -> None:
     with ChosenStore(tmp_path) as store:
-        pair = Pair(adamw, store, undo=False)
+        pair = Pair(adamw, store, undo=False, overlap=overlap)
         pair.gradients()
         pair.both_step()
         pair.gradients()
-        before = [param.detach().clone() for param in pair.module.parameters()]
+        params = list(pair.module.parameters())
+        before = [param.detach().clone() for param in params]
         pair.plain.step()
         store.fail_after(4)
         with pytest.raises(StorageError, match="could not be read back in a step") as raised:
             pair.optimizer.step()
+            pair.optimizer.synchronize()
         lost = pair.optimizer.lost_parameters
-        assert lost == [pair.module[4].weight]  # type: ignore[index]
-        assert "params[6] of group 0, shape (160, 160)" in str(raised.value)
-        for param, old, new in zip(
-            pair.module.parameters(), before, pair.plain_module.parameters(), strict=True
-        ):
+        (number,) = (number for number, param in enumerate(params) if param is lost[0])
+        assert len(lost) == 1
+        assert f"params[{number}] of group 0, shape (160, 160)" in str(raised.value)
+        others = list(pair.plain_module.parameters())
+        for param, old, new in zip(params, before, others, strict=True):
             assert torch.equal(param, old if param is lost[0] else new)
         with pytest.raises(StorageError, match="lost_parameters"):
             pair.optimizer.step()
         # Given up, it begins anew, as in a plain optimizer.
-        for param in lost:
-            del pair.optimizer.state[param]
-        other = pair.plain_module[4].weight  # type: ignore[index]
-        del pair.plain.state[other]
+        del pair.optimizer.state[lost[0]]
+        del pair.plain.state[others[number]]
         with torch.no_grad():
-            other.copy_(lost[0])
+            others[number].copy_(lost[0])
         pair.gradients()
         pair.both_step()
         pair.assert_equal()
@@ -310,3 +311,11 @@ def test_the_way_back_takes_disk_space_in_the_step_only(tmp_path: Path) -> None:
         assert store.stats()["disk_used_bytes"] <= state_bytes + 6 * 8192
         plain_step(pair.module, pair.optimizer, torch.randn(8, WIDTH))
         assert pair.optimizer._undo._before == {}
+
+
+def test_no_undo_beside_a_forward(tmp_path: Path) -> None:
+    module = nn.Linear(4, 4)
+    with pytest.raises(ConfigError, match='undo=True needs overlap="step"'):
+        offload_optimizer(
+            torch.optim.AdamW(module.parameters()), tmp_path, undo=True, overlap="forward"
+        )

@@ -5,6 +5,7 @@ They are looked up by name: a torch that lacks one is refused at import, with a 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -18,6 +19,8 @@ from torch.compiler import is_dynamo_compiling
 from ssdtrain.errors import UnsupportedError
 
 __all__ = [
+    "as_plain_tensors",
+    "compiled_count",
     "current_backward",
     "current_node",
     "current_stream",
@@ -26,6 +29,7 @@ __all__ = [
     "is_below_autograd",
     "is_traced",
     "is_wrapped",
+    "mode_count",
     "outside_compiler",
     "plainly",
     "pop_hooks",
@@ -103,6 +107,24 @@ dispatch_keys: Callable[[Tensor], object] = _find("_C._dispatch_keys")
 
 is_wrapped: Callable[[Tensor], bool] = _find("_C._functorch.is_functorch_wrapped_tensor")
 """Whether a function transform stands between this tensor and its bytes."""
+
+as_plain_tensors: Callable[..., Any] = _find("_C._disabled_torch_function_impl")
+"""Calls a function of torch, which asks no class of its arguments meanwhile."""
+
+_function_mode_count: Callable[[], int] = _find("_C._len_torch_function_stack")
+_dispatch_mode_count: Callable[[], int] = _find("_C._len_torch_dispatch_stack")
+
+
+def mode_count() -> int:
+    """Return how many modes of the user see what this thread computes."""
+    return _function_mode_count() + _dispatch_mode_count()
+
+
+def compiled_count() -> int:
+    """Return how many functions the compiler has looked at in this process."""
+    compiler = sys.modules.get("torch._dynamo.convert_frame")
+    return 0 if compiler is None else int(compiler.FRAME_COUNTER)
+
 
 _count_users: Callable[[int], int] = _find("_C._storage_Use_Count")
 

@@ -10,7 +10,16 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["Chunk", "Settings", "chunks_of", "name_of", "own_step", "update"]
+__all__ = [
+    "Chunk",
+    "Part",
+    "Settings",
+    "chunks_of",
+    "name_of",
+    "own_step",
+    "parts_in_order",
+    "update",
+]
 
 
 @dataclass(frozen=True)
@@ -19,6 +28,18 @@ class Chunk:
 
     group: dict[str, Any]
     params: list[Tensor]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Chunks of several groups, whose state is in memory at the same time."""
+
+    chunks: list[Chunk]
+
+    @property
+    def params(self) -> list[Tensor]:
+        """All their parameters."""
+        return [param for chunk in self.chunks for param in chunk.params]
 
 
 def chunks_of(
@@ -50,6 +71,25 @@ def name_of(groups: list[dict[str, Any]], param: Tensor) -> str:
                 given = f"{names[place]!r}, " if names else ""
                 return f"{given}params[{place}] of group {number}, shape {tuple(param.shape)}"
     return f"a parameter of no group, shape {tuple(param.shape)}"
+
+
+def parts_in_order(
+    pairs: Iterable[tuple[dict[str, Any], Tensor]],
+    nbytes: Callable[[Tensor], int],
+    bytes_max: int,
+) -> Iterator[Part]:
+    """Cut parameters, each with its group, into parts of about ``bytes_max``, in their order."""
+    chunks: dict[int, Chunk] = {}
+    total = 0
+    for group, param in pairs:
+        size = nbytes(param)
+        if chunks and total + size > bytes_max:
+            yield Part(list(chunks.values()))
+            chunks, total = {}, 0
+        chunks.setdefault(id(group), Chunk(group, [])).params.append(param)
+        total += size
+    if chunks:
+        yield Part(list(chunks.values()))
 
 
 def own_step(kind: type[Optimizer]) -> Callable[..., Any]:

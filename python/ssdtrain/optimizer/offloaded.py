@@ -9,28 +9,46 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import suppress
 from functools import cache
-from itertools import pairwise
+from itertools import zip_longest
 from time import perf_counter
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ssdtrain.config import Directories, Size
-from ssdtrain.errors import ConfigError, SsdtrainError, StorageError, UnsupportedError
-from ssdtrain.optimizer.chunks import Chunk, Settings, chunks_of, name_of, own_step, update
+from ssdtrain.errors import ConfigError, SsdtrainError, StorageError
+from ssdtrain.optimizer.chunks import (
+    Chunk,
+    Part,
+    Settings,
+    chunks_of,
+    own_step,
+    parts_in_order,
+    update,
+)
+from ssdtrain.optimizer.deferred import (
+    Deferred,
+    is_sparse,
+    kept,
+    say_why_now,
+    settle_param,
+    why_none_later,
+    why_not_later,
+)
+from ssdtrain.optimizer.forward_order import ForwardOrder
+from ssdtrain.optimizer.lost import Lost
 from ssdtrain.optimizer.state import Disk, ParameterState, States
-from ssdtrain.optimizer.trial import refuse_coupled
-from ssdtrain.optimizer.undo import Undo
+from ssdtrain.optimizer.stats import OptimizerStats
+from ssdtrain.optimizer.trial import Habits, refuse_habits, refuse_unfit, take_over_step, tried
+from ssdtrain.optimizer.undo import UNDONE_LATE, Undo, restore, undone_if_it_fails
 from ssdtrain.sizes import in_bytes
 from ssdtrain.store import TensorStore
 
-__all__ = ["OptimizerStats", "offload_optimizer"]
+__all__ = ["offload_optimizer"]
 
 BUFFER_BYTES_DEFAULT = 256 << 20
 BUFFER_PARTS = 4
@@ -40,33 +58,19 @@ STATE_MIN_BYTES = 64 << 10
 STATE_PER_PARAM = 2
 """A guess, until the first step has made the state: Adam has two tensors for each parameter."""
 
+PARTS_MIN = 16
+"""So many at least, if parameters are updated beside the forward: the first ones soon."""
+PART_BYTES_MIN = 1 << 20
+Overlap = Literal["step", "forward"]
+
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
-
-
-@dataclass(frozen=True)
-class OptimizerStats:
-    """What an offloaded optimizer did so far. Bytes and seconds."""
-
-    on_disk_bytes: int
-    """State that is on the disk only."""
-    resident_bytes: int
-    """State that is in memory now: small tensors, what somebody looked at or holds, what is still
-    on its way to the disk, what the disk refused."""
-    written_bytes: int
-    read_bytes: int
-    step_count: int
-    step_s: float
-    """Time in ``step``, all steps together."""
-    stall_s: float
-    """Time of that in which the update waited for the disk."""
-    write_failed_count: int
-    """Tensors that stayed in memory for a while because the disk did not take them."""
 
 
 def offload_optimizer(
     optimizer: AnyOptimizer,
     dir: Directories | TensorStore,  # noqa: A002 - as in ssdtrain.offload
     *,
+    overlap: Overlap = "step",
     buffer_bytes: Size = BUFFER_BYTES_DEFAULT,
     max_disk_bytes: Size | None = None,
     verify: bool = False,
@@ -85,6 +89,10 @@ def offload_optimizer(
         optimizer: One whose update is per parameter: AdamW, SGD with momentum, Adafactor, RMSprop
             and the like, also of classes that torch does not know. That is tried on small tensors.
         dir: A directory on a local file system, a list of them, or an open ``TensorStore``.
+        overlap: When updates are made. ``"step"``: in ``step()``. ``"forward"``: ``step()`` returns
+            at once, and they go on beside what comes next, in the order in which the forward needs
+            the weights. Whoever uses a weight, the state or the optimizer waits for what they use;
+            ``optimizer.synchronize()`` waits for all. An error of an update is raised there.
         buffer_bytes: Memory for the state that is read, updated and written at the same time. What
             a single parameter needs is taken in any case.
         max_disk_bytes: Upper bound on the bytes reserved on disk; what does not fit stays in
@@ -97,15 +105,28 @@ def offload_optimizer(
     Raises:
         ConfigError: No optimizer of torch, one that is offloaded already, or whose ``step`` was
             replaced; a directory that cannot be used.
-        UnsupportedError: The optimizer couples its parameters (LBFGS), or they are not on the CPU.
+        UnsupportedError: The optimizer couples its parameters (LBFGS), or they are not on the CPU;
+            ``overlap="forward"`` of one whose step draws random numbers or changes its attributes.
         StorageError: In ``step``: state could not be read back. With ``undo`` nothing has changed,
             and the step can be made again. Without, every other parameter was updated; the
             optimizer refuses further steps until a state is loaded, or that of each of its
             ``lost_parameters`` is given up with ``optimizer.state.pop(parameter)``.
 
     """
-    _refuse_unfit(optimizer)
-    refuse_coupled(optimizer)
+    refuse_unfit(optimizer)
+    if isinstance(optimizer, _Offloaded):
+        name = type(optimizer).__name__
+        raise ConfigError(f"this {name} is offloaded already; use it as it is")
+    if overlap not in ("step", "forward"):
+        raise ConfigError(f'overlap is "step" or "forward", not {overlap!r}')
+    if undo and overlap == "forward":
+        raise ConfigError(
+            'undo=True needs overlap="step": beside a forward, weights that were updated are used '
+            "before the step has ended"
+        )
+    habits = tried(optimizer)
+    if overlap == "forward":
+        refuse_habits(type(optimizer).__name__, habits)
     store_given = isinstance(dir, TensorStore)
     if store_given and (max_disk_bytes is not None or verify):
         raise ConfigError(
@@ -119,11 +140,13 @@ def offload_optimizer(
     )
     part_bytes = max(1, buffer // BUFFER_PARTS)
     disk = Disk(store, in_flight_bytes_max=part_bytes, min_bytes=STATE_MIN_BYTES)
-    _take_over_step(optimizer)
+    take_over_step(optimizer)
     kind: type[Optimizer] = type(optimizer)
     optimizer.__class__ = cast("type[AnyOptimizer]", _offloaded(kind))  # type: ignore[arg-type]
     offloaded = cast("_Offloaded", optimizer)
-    offloaded._begin(kind, disk, part_bytes, Undo(disk) if undo else None)  # noqa: SLF001 - its constructor
+    offloaded._begin(kind, disk, part_bytes, overlap, habits)  # noqa: SLF001 - its constructor
+    if undo:
+        offloaded._undo = Undo(disk)  # noqa: SLF001 - likewise
     return optimizer
 
 
@@ -134,26 +157,100 @@ class _Offloaded(Optimizer):
     _disk: Disk
     _part_bytes: int
     _undo: Undo | None
-    _lost: dict[Tensor, SsdtrainError]
+    _lost: Lost
     _step_count_done: int
     _step_s: float
+    _waited_s: float
+    _order: ForwardOrder | None
+    _updates: Deferred | None
+    _changes_groups: bool
 
-    def _begin(self, kind: type[Optimizer], disk: Disk, part_bytes: int, undo: Undo | None) -> None:
+    def _begin(
+        self,
+        kind: type[Optimizer],
+        disk: Disk,
+        part_bytes: int,
+        overlap: Overlap,
+        habits: Habits,
+    ) -> None:
         self._own_kind = kind
         self._disk = disk
         self._part_bytes = part_bytes
-        self._undo = undo
-        self._lost = {}
+        self._undo = None
+        self._lost = Lost()
         self._step_count_done = 0
-        self._step_s = 0.0
+        self._step_s = self._waited_s = 0.0
+        self._updates = None
+        self._changes_groups = overlap == "forward" and habits.changes_groups
+        self._order = ForwardOrder() if overlap == "forward" else None
+        if self._order is not None:
+            self._order.begin_round()
         self._take_over_state()
         # torch's own wrapper around `step`, which runs the hooks, now goes around ours.
         self._patch_step_function()
 
     @property
+    def state(self) -> Any:
+        """The state of each parameter, after the updates that are under way."""
+        self.synchronize()
+        return self._states
+
+    @state.setter
+    def state(self, states: Any) -> None:
+        vars(self)["state"] = states
+
+    @property
+    def _states(self) -> Any:
+        """The state, for those who update it, or have waited."""
+        return vars(self)["state"]
+
+    @property
+    def param_groups(self) -> Any:
+        """The groups of parameters, with the options that the next step will use."""
+        if self._changes_groups:
+            self.synchronize()
+        return vars(self)["param_groups"]
+
+    @param_groups.setter
+    def param_groups(self, groups: Any) -> None:
+        vars(self)["param_groups"] = groups
+
+    def synchronize(self) -> None:
+        """Wait until all updates are made; raise what went wrong with them.
+
+        With ``overlap="forward"`` every use of a weight or of its gradient through torch waits for
+        them by itself. This is for what torch does not see: code in C++ that gets a weight of a
+        module other than the one that is called, and transforms of ``torch.func`` over weights.
+
+        Raises:
+            StorageError: State could not be read back; see ``step``.
+
+        """
+        updates = self._updates
+        if updates is None:
+            return
+        try:
+            updates.settle()
+        finally:
+            if updates.has_ended():
+                self._waited_s += updates.waited_s
+                self._updates = None
+
+    @property
+    def lost_parameters(self) -> list[Tensor]:
+        """The parameters whose state could not be read back; empty if all is well.
+
+        As long as there are some, ``step`` raises. ``load_state_dict`` gives them a state;
+        ``optimizer.state.pop(parameter)`` gives one up, so that the next step begins it anew.
+        """
+        self.synchronize()
+        return self._lost.params(self._states)
+
+    @property
     def offload_stats(self) -> OptimizerStats:
         """What was done so far, and where the state is now."""
-        sizes = [state.nbytes() for state in self._states()]
+        self.synchronize()
+        sizes = [state.nbytes() for state in self._parameter_states()]
         disk = self._disk
         return OptimizerStats(
             on_disk_bytes=sum(on_disk for _, on_disk in sizes),
@@ -163,42 +260,112 @@ class _Offloaded(Optimizer):
             step_count=self._step_count_done,
             step_s=self._step_s,
             stall_s=disk.stall_s,
+            waited_s=self._waited_s,
             write_failed_count=disk.failed_count,
         )
 
     def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         """Run the optimizer's own step, part by part, and return what the closure returned."""
-        if self._undo is not None and self._undo.is_kept:
-            self._restore()
-            raise StorageError(UNDONE_LATE)
-        self._refuse_lost()
         began_s = perf_counter()
+        self.synchronize()
+        if self._undo is not None and self._undo.is_kept:
+            restore(self._undo, self._states, self.param_groups)
+            raise StorageError(UNDONE_LATE)
+        self._lost.refuse(self._states, self.param_groups)
         self._opt_called = True  # for schedulers, which ask whether a step came before theirs
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        own = own_step(self._own_kind)
-        settings = Settings()
-        parts = list(chunks_of(self.param_groups, self._bytes_of, self._part_bytes))
-        with self._undone_if_it_fails():
-            self._prefetch(parts[0])
-            for part, following in pairwise([*parts, None]):
-                assert part is not None, "only the last of the pairs ends with None"
-                if following is not None:
-                    self._prefetch(following)
-                found = self._bring(part)
-                if found.params or not part.params:
-                    update(self, own, found, settings, options)
-                self._send(part)
-        settings.apply()
+        for group in self.param_groups:
+            for param in group["params"]:
+                settle_param(param)
+        if self._order is None:
+            self._step_now(options)
+        else:
+            self._step_beside(self._order, options)
         self._step_count_done += 1
         self._step_s += perf_counter() - began_s
-        self._refuse_lost()
+        if self._updates is None:
+            self._lost.refuse(self._states, self.param_groups)
         return loss
 
     # A scheduler puts nothing around a step that has this mark.
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # noqa: SLF001
+
+    def _step_now(self, options: dict[str, Any]) -> None:
+        chunks = chunks_of(self.param_groups, self._bytes_of, self._part_bytes)
+        parts = [Part([chunk]) for chunk in chunks]
+        settings = Settings()
+        with undone_if_it_fails(self._undo, self._states, self.param_groups):
+            for _ in self._updated(parts, self, settings, options):
+                pass
+        settings.apply()
+
+    def _step_beside(self, order: ForwardOrder, options: dict[str, Any]) -> None:
+        """Update what others may look at past us, and begin the updates of all else."""
+        order.begin_round()
+        # Schedulers and scalers set something else as soon as this step has returned.
+        groups = self.param_groups
+        if not self._changes_groups:
+            groups = [{name: kept(value) for name, value in group.items()} for group in groups]
+        stand_in = self._stand_in()
+        pairs = [(group, param) for group in groups for param in group["params"]]
+        reason = why_none_later(options)
+        reasons = [reason or why_not_later(param) for _, param in pairs]
+        say_why_now(reasons, self._disk.notices)
+        now = [pair for pair, reason in zip(pairs, reasons, strict=True) if reason]
+        later = [pair for pair, reason in zip(pairs, reasons, strict=True) if not reason]
+        settings, known = Settings(), set(self._states)
+        used = {id(group) for group, _ in pairs}
+        empty = [Part([Chunk(group, [])]) for group in groups if id(group) not in used]
+        parts = [*parts_in_order(now, self._bytes_of, self._part_bytes), *empty]
+        for _ in self._updated(parts, stand_in, settings, options):
+            pass
+        if not later:
+            settings.apply()
+            return
+
+        def run(parts: list[Part]) -> Iterator[Part]:
+            yield from self._updated(parts, stand_in, settings, {})
+            settings.apply()
+            self._states.put_last([param for _, param in pairs if param not in known])
+            self._lost.refuse(self._states, groups)
+
+        later = order.sort(later, lambda pair: pair[1])
+        total = sum(self._bytes_of(param) for _, param in later)
+        bytes_max = min(self._part_bytes, max(PART_BYTES_MIN, total // PARTS_MIN))
+        self._updates = Deferred(
+            list(parts_in_order(later, self._bytes_of, bytes_max)),
+            run,
+            order,
+            self._disk.notices,
+        )
+        self._updates.start()
+
+    def _stand_in(self) -> Optimizer:
+        """Return an optimizer of the own class for the updates, as this one is now."""
+        stand_in: Optimizer = object.__new__(self._own_kind)
+        vars(stand_in).update({name: kept(value) for name, value in vars(self).items()})
+        return stand_in
+
+    def _updated(
+        self, parts: list[Part], on: Optimizer, settings: Settings, options: dict[str, Any]
+    ) -> Iterator[Part]:
+        """Update one part after the other; give each as soon as its parameters are updated."""
+        own = own_step(self._own_kind)
+        for first in parts[:1]:
+            self._prefetch(first)
+        for part, following in zip_longest(parts, parts[1:]):
+            if following is not None:
+                self._prefetch(following)
+            found = self._bring(part)
+            staying = {id(param) for param in part.params if is_sparse(param.grad)}
+            for chunk in found.chunks:
+                update(on, own, chunk, settings, options)
+            yield part
+            # From here on others may change gradients, which this thread must not look at.
+            self._send(part, staying)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as ever; what is on the disk is read into tensors of its own."""
@@ -211,8 +378,9 @@ class _Offloaded(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state as ever, and let it go to the disk."""
+        self.synchronize()
         super().load_state_dict(state_dict)
-        self._lost = {}
+        self._lost.forget()
         if self._undo is not None:
             self._undo.forget()
         self._take_over_state()
@@ -227,27 +395,27 @@ class _Offloaded(Optimizer):
 
     def _take_over_state(self) -> None:
         states = States()
-        states.adopt(self.state)
+        states.adopt(self._states)
         self.state = states
-        for state in self._states():
+        for state in self._parameter_states():
             state.send(self._disk)
             self._disk.make_room()
 
-    def _states(self) -> list[ParameterState]:
-        return [state for state in self.state.values() if isinstance(state, ParameterState)]
+    def _parameter_states(self) -> list[ParameterState]:
+        return [state for state in self._states.values() if isinstance(state, ParameterState)]
 
-    def _states_of(self, part: Chunk) -> list[ParameterState]:
+    def _states_of(self, part: Part) -> list[ParameterState]:
         """Return the states that an update of this part will ask for."""
-        found = (self.state.get(param) for param in part.params if param.grad is not None)
+        found = (self._states.get(param) for param in part.params if param.grad is not None)
         return [state for state in found if isinstance(state, ParameterState)]
 
     def _bytes_of(self, param: Tensor) -> int:
-        state = self.state.get(param)
+        state = self._states.get(param)
         if isinstance(state, ParameterState) and len(state):
             return sum(state.nbytes())
         return STATE_PER_PARAM * param.nbytes
 
-    def _prefetch(self, part: Chunk) -> None:
+    def _prefetch(self, part: Part) -> None:
         for state in self._states_of(part):
             # What cannot be read is asked for again when it is brought, and told then.
             with suppress(SsdtrainError):
@@ -255,79 +423,39 @@ class _Offloaded(Optimizer):
         if self._undo is not None:
             self._undo.expect(part)
 
-    def _bring(self, part: Chunk) -> Chunk:
+    def _bring(self, part: Part) -> Part:
         """Have the state of a part in memory; return what of the part can be updated."""
         if self._undo is not None:
-            self._undo.remember(part, self.state)
-        readable = []
-        for param in part.params:
-            state = self.state.get(param)
-            if param.grad is not None and isinstance(state, ParameterState):
-                try:
-                    state.bring()
-                except SsdtrainError as error:
-                    if self._undo is not None and self._undo.is_kept:
-                        raise
-                    self._lost[param] = error
-                    continue
-            readable.append(param)
+            self._undo.remember(part, self._states)
+        chunks = []
+        for chunk in part.chunks:
+            readable = [param for param in chunk.params if self._is_brought(param)]
+            # A group without parameters is stepped as ever; one of which all is lost is not.
+            if readable or not chunk.params:
+                chunks.append(Chunk(chunk.group, readable))
         if self._undo is not None:
             self._undo.note_begun(part)
-        return Chunk(part.group, readable)
+        return Part(chunks)
 
-    @contextmanager
-    def _undone_if_it_fails(self) -> Iterator[None]:
-        """Leave model and optimizer as they were before a step that raises, with ``undo``."""
-        undo = self._undo
-        if undo is None:
-            yield
-            return
-        undo.begin()
+    def _is_brought(self, param: Tensor) -> bool:
+        state = self._states.get(param)
+        if param.grad is None or not isinstance(state, ParameterState):
+            return True
         try:
-            yield
-        except BaseException as error:
-            if undo.is_kept:
-                self._restore()
-                if isinstance(error, SsdtrainError):
-                    raise StorageError(f"{UNDONE}: {error}") from error
-                error.add_note(UNDONE)
-            raise
-        undo.forget()
+            state.bring()
+        except SsdtrainError as error:
+            if self._undo is not None and self._undo.is_kept:
+                raise
+            self._lost.note(param, error)
+            return False
+        return True
 
-    def _restore(self) -> None:
-        assert self._undo is not None, "asked for with undo only"
-        lost = self._undo.restore(self.state)
-        if lost:
-            cause = next(iter(lost.values()))
-            raise StorageError(f"{NOT_UNDONE} {self._named(list(lost))}: {cause}") from cause
-
-    @property
-    def lost_parameters(self) -> list[Tensor]:
-        """The parameters whose state could not be read back; empty if all is well.
-
-        As long as there are some, ``step`` raises. ``load_state_dict`` gives them a state;
-        ``optimizer.state.pop(parameter)`` gives one up, so that the next step begins it anew.
-        """
-        return [param for param in self._lost if self.state.get(param)]
-
-    def _refuse_lost(self) -> None:
-        lost = self.lost_parameters
-        if lost:
-            cause = self._lost[lost[0]]
-            raise StorageError(f"{LOST} {self._named(lost)}. {WHAT_NEXT}: {cause}") from cause
-        self._lost = {}
-
-    def _named(self, params: list[Tensor]) -> str:
-        names = [name_of(self.param_groups, param) for param in params[:NAMES_MAX]]
-        more = f" and {len(params) - NAMES_MAX} more" if len(params) > NAMES_MAX else ""
-        return "; ".join(names) + more
-
-    def _send(self, part: Chunk) -> None:
+    def _send(self, part: Part, staying: set[int]) -> None:
         for param in part.params:
-            state = self.state.get(param)
+            state = self._states.get(param)
             if not isinstance(state, ParameterState):
                 continue
-            if param.grad is not None and param.grad.layout is not torch.strided:
+            if id(param) in staying:
                 self._disk.notices.say(
                     "sparse gradients",
                     "the optimizer state of parameters with sparse gradients stays in memory: a "
@@ -339,28 +467,6 @@ class _Offloaded(Optimizer):
         self._disk.make_room()
 
 
-NAMES_MAX = 8
-LOST = (
-    "the state of some parameters could not be read back in a step; all others were updated, these "
-    "have the weights from before it:"
-)
-WHAT_NEXT = (
-    "Load the last checkpoint into model and optimizer (ssdtrain.load, load_state_dict), or give "
-    "the state of each of optimizer.lost_parameters up with optimizer.state.pop(parameter)"
-)
-UNDONE = (
-    "the step was undone: weights, state and random numbers are those from before it. Make the "
-    "step again once the cause is gone, with gradients computed anew if the optimizer changes them"
-)
-NOT_UNDONE = (
-    "a step failed, and these parameters could not be given back yet what they had before it, as "
-    "that could not be read. The next call of step() tries again; or load the last checkpoint into "
-    "model and optimizer (ssdtrain.load, load_state_dict):"
-)
-UNDONE_LATE = (
-    "the step that failed before was undone only now: weights, state and random numbers are those "
-    "from before it. Compute the gradients anew, from these weights, and make the step again"
-)
 NO_COPY = (
     "an optimizer whose state is on the disk cannot be copied or pickled; save "
     "optimizer.state_dict(), and load it into an optimizer that is made anew"
@@ -375,39 +481,3 @@ def _offloaded(kind: type[Optimizer]) -> type[Optimizer]:
 
 def _copied(state: Any) -> Any:
     return state.copied() if isinstance(state, ParameterState) else state
-
-
-def _refuse_unfit(optimizer: object) -> None:
-    if not isinstance(optimizer, Optimizer):
-        raise ConfigError(
-            f"offload_optimizer takes a torch.optim.Optimizer, not {type(optimizer)!r}: "
-            "offload_optimizer(torch.optim.AdamW(model.parameters()), dir)"
-        )
-    name = type(optimizer).__name__
-    if isinstance(optimizer, _Offloaded):
-        raise ConfigError(f"this {name} is offloaded already; use it as it is")
-    for group in optimizer.param_groups:
-        if group.get("differentiable"):
-            raise UnsupportedError(
-                f"{name}(differentiable=True) cannot be offloaded: autograd would need each state"
-            )
-        for param in group["params"]:
-            if not param.is_cpu or type(param) not in (Tensor, Parameter):
-                raise UnsupportedError(
-                    f"{name} has a parameter of {type(param).__name__} on {param.device}: the "
-                    "state of plain CPU tensors can be offloaded so far"
-                )
-
-
-def _take_over_step(optimizer: Optimizer) -> None:
-    """Take away what a scheduler put on ``step``; refuse what others did."""
-    replaced = vars(optimizer).get("step")
-    if replaced is None:
-        return
-    if not hasattr(replaced, "_wrapped_by_lr_sched"):
-        raise ConfigError(
-            f"the step of this {type(optimizer).__name__} was replaced by other code, which would "
-            "go past the state on the disk; call offload_optimizer before that"
-        )
-    # Ours tells the scheduler by itself that a step was made.
-    del optimizer.step

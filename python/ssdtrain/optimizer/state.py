@@ -387,5 +387,11 @@ class States(defaultdict[Any, Any]):
         for key, state in states.items():
             self[key] = ParameterState(state) if type(state) is dict else state
 
+    def put_last(self, keys: list[Any]) -> None:
+        """Give those of these keys that are there the last places, in this order."""
+        for key in keys:
+            if key in self:
+                self[key] = self.pop(key)
+
     def __reduce__(self) -> tuple[Any, ...]:
         return defaultdict, (dict, dict(self))

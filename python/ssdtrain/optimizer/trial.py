@@ -1,4 +1,4 @@
-"""Whether an optimizer updates each parameter by itself: tried on small tensors, not assumed.
+"""Whether an optimizer can be offloaded: looked up, and tried on small tensors, not assumed.
 
 Some couple their parameters: by one norm over all of them, by a line search, by a step size that is
 learned. Run over one part of the parameters after the other they would compute something else, and
@@ -9,17 +9,20 @@ and one after the other, and the results must have the same bits.
 from __future__ import annotations
 
 import copy
+import random
 from collections import defaultdict
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from ssdtrain.errors import UnsupportedError
+from ssdtrain.errors import ConfigError, UnsupportedError
 from ssdtrain.optimizer.chunks import Chunk, Settings, own_step, update
 
-__all__ = ["refuse_coupled"]
+__all__ = ["Habits", "refuse_habits", "refuse_unfit", "take_over_step", "tried"]
 
 STEPS = 3
 SAME_KIND_MAX = 2
@@ -29,8 +32,17 @@ LENGTH_MAX = 3
 SEED = 20_112_026
 
 
-def refuse_coupled(optimizer: Optimizer) -> None:
-    """Raise ``UnsupportedError`` for an optimizer whose update is not per parameter.
+@dataclass
+class Habits:
+    """What a step does besides updating parameters and their state."""
+
+    draws_random_numbers: bool = False
+    changes_groups: bool = False
+    changed_attributes: set[str] = field(default_factory=set)
+
+
+def tried(optimizer: Optimizer) -> Habits:
+    """Try steps; raise ``UnsupportedError`` for an optimizer whose update is not per parameter.
 
     The optimizer itself, its parameters and the generators of random numbers stay as they are.
     """
@@ -40,7 +52,8 @@ def refuse_coupled(optimizer: Optimizer) -> None:
         with torch.random.fork_rng(devices=[]):
             sparse = _wants_sparse(optimizer)
             together = _trained(optimizer, at_once=True, sparse=sparse)
-            apart = _trained(optimizer, at_once=False, sparse=sparse)
+            habits = Habits()
+            apart = _trained(optimizer, at_once=False, sparse=sparse, habits=habits)
     except Exception as error:
         raise UnsupportedError(
             f"{name} cannot be offloaded: its step was tried on small tensors first, without a "
@@ -51,6 +64,22 @@ def refuse_coupled(optimizer: Optimizer) -> None:
             f"{name} cannot be offloaded: it couples its parameters (updated one after the other "
             "they get other values than updated together), so all of its state is needed at once; "
             "use an optimizer that updates each parameter by itself, such as AdamW"
+        )
+    return habits
+
+
+def refuse_habits(name: str, habits: Habits) -> None:
+    """Refuse an optimizer whose updates would have other bits beside a forward."""
+    if habits.draws_random_numbers:
+        raise UnsupportedError(
+            f'{name} cannot be offloaded with overlap="forward": its step draws random numbers, '
+            'which would come in another order beside the forward; use overlap="step"'
+        )
+    if habits.changed_attributes:
+        raise UnsupportedError(
+            f'{name} cannot be offloaded with overlap="forward": its step changes its attributes '
+            f"({', '.join(sorted(habits.changed_attributes))}), which would be seen too late; use "
+            'overlap="step"'
         )
 
 
@@ -65,7 +94,9 @@ def _wants_sparse(optimizer: Optimizer) -> bool:
     return False
 
 
-def _trained(optimizer: Optimizer, *, at_once: bool, sparse: bool) -> list[Any]:
+def _trained(
+    optimizer: Optimizer, *, at_once: bool, sparse: bool, habits: Habits | None = None
+) -> list[Any]:
     """Return all that a copy of the optimizer ends with after some steps on small parameters."""
     torch.manual_seed(SEED)
     small = {
@@ -75,22 +106,58 @@ def _trained(optimizer: Optimizer, *, at_once: bool, sparse: bool) -> list[Any]:
     for group in copied.param_groups:
         group["params"] = _few(group["params"])
     step = own_step(type(copied))
-    for _ in range(STEPS):
+    for number in range(STEPS):
         for param in _params_of(copied):
             grad = torch.randn_like(param)
             param.grad = grad.to_sparse() if sparse else grad
+        before = _surroundings(copied)
         settings = Settings()
         for group in copied.param_groups:
             parts = [group["params"]] if at_once else [[param] for param in group["params"]]
             for part in parts:
                 update(copied, step, Chunk(group, part), settings, {})
         settings.apply()
-    options = [
-        {name: value for name, value in group.items() if name != "params"}
-        for group in copied.param_groups
-    ]
+        # In the first step much is made that stays as it is then.
+        if habits is not None and number:
+            _note(habits, before, _surroundings(copied))
     params = _params_of(copied)
-    return [params, [dict(copied.state[param]) for param in params], options]
+    return [params, [dict(copied.state[param]) for param in params], _options_of(copied)]
+
+
+def _options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    return [
+        {name: value for name, value in group.items() if name != "params"}
+        for group in optimizer.param_groups
+    ]
+
+
+def _surroundings(optimizer: Optimizer) -> tuple[Any, Any, dict[str, Any]]:
+    """Return copies of what a step might change besides parameters and their state."""
+    attributes = {
+        name: copy.copy(value) if isinstance(value, dict | list | set) else _cloned(value)
+        for name, value in vars(optimizer).items()
+        if name not in ("state", "param_groups")
+    }
+    numbers = [torch.random.get_rng_state(), random.getstate()]
+    return (
+        numbers,
+        [{k: _cloned(v) for k, v in group.items()} for group in _options_of(optimizer)],
+        attributes,
+    )
+
+
+def _cloned(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _note(habits: Habits, before: tuple[Any, Any, Any], after: tuple[Any, Any, Any]) -> None:
+    habits.draws_random_numbers |= not _equal(before[0], after[0])
+    habits.changes_groups |= not _equal(before[1], after[1])
+    habits.changed_attributes |= {
+        name
+        for name in before[2].keys() | after[2].keys()
+        if not (name in before[2] and name in after[2] and _equal(before[2][name], after[2][name]))
+    }
 
 
 def _params_of(optimizer: Optimizer) -> list[Tensor]:
@@ -128,3 +195,38 @@ def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
         return len(one) == len(other) and all(map(_equal, one, other))
     return bool(one == other)
+
+
+def refuse_unfit(optimizer: object) -> None:
+    """Refuse what is no optimizer, and parameters whose state cannot be offloaded."""
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError(
+            f"offload_optimizer takes a torch.optim.Optimizer, not {type(optimizer)!r}: "
+            "offload_optimizer(torch.optim.AdamW(model.parameters()), dir)"
+        )
+    name = type(optimizer).__name__
+    for group in optimizer.param_groups:
+        if group.get("differentiable"):
+            raise UnsupportedError(
+                f"{name}(differentiable=True) cannot be offloaded: autograd would need each state"
+            )
+        for param in group["params"]:
+            if not param.is_cpu or type(param) not in (Tensor, Parameter):
+                raise UnsupportedError(
+                    f"{name} has a parameter of {type(param).__name__} on {param.device}: the "
+                    "state of plain CPU tensors can be offloaded so far"
+                )
+
+
+def take_over_step(optimizer: Optimizer) -> None:
+    """Take away what a scheduler put on ``step``; refuse what others did."""
+    replaced = vars(optimizer).get("step")
+    if replaced is None:
+        return
+    if not hasattr(replaced, "_wrapped_by_lr_sched"):
+        raise ConfigError(
+            f"the step of this {type(optimizer).__name__} was replaced by other code, which would "
+            "go past the state on the disk; call offload_optimizer before that"
+        )
+    # Ours tells the scheduler by itself that a step was made.
+    del optimizer.step

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -16,12 +18,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ssdtrain.errors import SsdtrainError
-from ssdtrain.optimizer.chunks import Chunk
+from ssdtrain.errors import SsdtrainError, StorageError
+from ssdtrain.optimizer.chunks import Part
+from ssdtrain.optimizer.lost import names_of
 from ssdtrain.optimizer.state import Away, Disk, ParameterState
 from ssdtrain.store import StoredTensor
 
-__all__ = ["Undo"]
+__all__ = ["UNDONE_LATE", "Undo", "restore", "undone_if_it_fails"]
+
+UNDONE = (
+    "the step was undone: weights, state and random numbers are those from before it. Make the "
+    "step again once the cause is gone, with gradients computed anew if the optimizer changes them"
+)
+NOT_UNDONE = (
+    "a step failed, and these parameters could not be given back yet what they had before it, as "
+    "that could not be read. The next call of step() tries again; or load the last checkpoint into "
+    "model and optimizer (load_state_dict):"
+)
+UNDONE_LATE = (
+    "the step that failed before was undone only now: weights, state and random numbers are those "
+    "from before it. Compute the gradients anew, from these weights, and make the step again"
+)
 
 
 class Kept:
@@ -88,7 +105,7 @@ class Undo:
         self._before.clear()
         self._disk.give_up_undo = None
 
-    def expect(self, part: Chunk) -> None:
+    def expect(self, part: Part) -> None:
         """Begin to write the weights of a part that is updated next."""
         for param in part.params:
             if self.is_kept and param.grad is not None:
@@ -97,7 +114,7 @@ class Undo:
                 except SsdtrainError as error:
                     self._give_up(error)
 
-    def remember(self, part: Chunk, states: dict[Tensor, Any]) -> None:
+    def remember(self, part: Part, states: dict[Tensor, Any]) -> None:
         """Have the way back for a part, before its state is read."""
         began_s = perf_counter()
         for param in part.params:
@@ -115,7 +132,7 @@ class Undo:
                 self._give_up(error)
         self._disk.stall_s += perf_counter() - began_s
 
-    def note_begun(self, part: Chunk) -> None:
+    def note_begun(self, part: Part) -> None:
         """Note that the update of a part begins."""
         for param in part.params:
             if param in self._before:
@@ -178,3 +195,32 @@ class Undo:
                 level=logging.WARNING,
             )
         return was_kept
+
+
+@contextmanager
+def undone_if_it_fails(
+    undo: Undo | None, states: dict[Tensor, Any], groups: list[dict[str, Any]]
+) -> Iterator[None]:
+    """Leave model and optimizer as they were before a step that raises, if there is an undo."""
+    if undo is None:
+        yield
+        return
+    undo.begin()
+    try:
+        yield
+    except BaseException as error:
+        if undo.is_kept:
+            restore(undo, states, groups)
+            if isinstance(error, SsdtrainError):
+                raise StorageError(f"{UNDONE}: {error}") from error
+            error.add_note(UNDONE)
+        raise
+    undo.forget()
+
+
+def restore(undo: Undo, states: dict[Tensor, Any], groups: list[dict[str, Any]]) -> None:
+    """Undo a step. Raises ``StorageError`` if what was before could not be read back as a whole."""
+    lost = undo.restore(states)
+    if lost:
+        cause = next(iter(lost.values()))
+        raise StorageError(f"{NOT_UNDONE} {names_of(groups, list(lost))}: {cause}") from cause

@@ -1,0 +1,92 @@
+"""In which order a forward needs the weights, learned from modules as they are called."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from ssdtrain.optimizer.pending import is_pending, look_at, under_way
+
+__all__ = ["ForwardOrder"]
+
+READS_INNER_WEIGHTS = (
+    nn.MultiheadAttention,
+    nn.TransformerEncoder,
+    nn.TransformerEncoderLayer,
+    torch.jit.ScriptModule,
+)
+"""Modules that use the weights of modules in them without calling these: in C++, or on a way that
+they choose by the classes of the weights."""
+
+
+class ForwardOrder:
+    """Notes which weights are asked for between two steps, and lets modules wait for theirs.
+
+    A module waits before its forward for the weights that it owns itself, so that also code past
+    torch's Python functions, such as an extension in C++, finds them updated.
+    """
+
+    def __init__(self) -> None:
+        self._places: dict[int, int] = {}
+        self._noted: dict[int, None] = {}
+        self._is_learned = False
+        self._is_watching = False
+
+    def begin_round(self) -> None:
+        """Take over what was learned since the last step; from now on modules wait."""
+        unknown = [number for number in self._noted if number not in self._places]
+        if not self._is_learned:
+            if self._noted:
+                others = [number for number in self._places if number not in self._noted]
+                self._places = {
+                    number: place for place, number in enumerate([*self._noted, *others])
+                }
+                self._is_learned = True
+        elif unknown:
+            # No module has it as its own: it comes where it is asked for in the next round.
+            self._is_learned = False
+        self._noted = {}
+        self._watch()
+
+    def sort(self, params: Iterable[Any], of: Any) -> list[Any]:
+        """Return things by the places of the parameters that ``of`` gives for them."""
+        last = len(self._places)
+        return sorted(params, key=lambda one: self._places.get(id(of(one)), last))
+
+    def note(self, param: Tensor) -> None:
+        """Remember that a parameter was asked for."""
+        self._noted.setdefault(id(param))
+
+    def before_forward(self, module: nn.Module) -> bool:
+        """Wait for what a module is about to use; return whether to be called again."""
+        for param in module._parameters.values():  # noqa: SLF001 - its own ones only, and fast
+            if param is None:
+                continue
+            if not self._is_learned:
+                self.note(param)
+            if is_pending(param):
+                look_at(param)
+        if isinstance(module, READS_INNER_WEIGHTS):
+            for param in module.parameters():
+                if is_pending(param):
+                    look_at(param)
+        self._is_watching = not self._is_learned or bool(under_way)
+        return self._is_watching
+
+    def _watch(self) -> None:
+        if self._is_watching:
+            return
+        order = weakref.ref(self)
+
+        def before(module: nn.Module, _: Any) -> None:
+            alive = order()
+            if alive is None or not alive.before_forward(module):
+                handle.remove()
+
+        handle = register_module_forward_pre_hook(before)
+        self._is_watching = True

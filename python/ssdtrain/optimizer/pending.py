@@ -1,0 +1,258 @@
+"""Weights and gradients that an update on another thread still uses: whoever looks, waits.
+
+Meanwhile the class of such a tensor is one of ours, derived from its own, so torch asks us before
+each function that gets it from Python. The tensor stays the same object, and has its own class
+again once its update is done: from then on nothing stands between it and its users.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge, increment_version
+from torch.nn import Parameter
+
+from ssdtrain.machine.torch_internals import as_plain_tensors
+
+__all__ = [
+    "Holder",
+    "Updates",
+    "hold",
+    "in_update",
+    "is_pending",
+    "look_at",
+    "release",
+    "under_way",
+    "updating",
+]
+
+HOLDER = "_ssdtrain_holder"
+"""The attribute of a pending tensor that has what it waits for."""
+
+METADATA = frozenset(
+    getattr(torch.Tensor, name).__get__
+    for name in (
+        *("shape", "dtype", "device", "layout", "ndim", "nbytes", "itemsize", "requires_grad"),
+        *("is_leaf", "is_cpu", "is_cuda", "is_sparse", "is_meta", "is_quantized", "is_nested"),
+    )
+) | {
+    getattr(torch.Tensor, name)
+    for name in (
+        *("size", "dim", "numel", "nelement", "stride", "element_size", "storage_offset"),
+        *("is_contiguous", "is_floating_point", "is_complex", "is_inference"),
+    )
+}
+"""What tells nothing of the bytes, and so needs no wait."""
+
+_thread = threading.local()
+_gradient_lock = threading.RLock()
+
+
+@contextmanager
+def updating() -> Iterator[None]:
+    """Let this thread use pending tensors: it updates them."""
+    _thread.updates = True
+    try:
+        yield
+    finally:
+        _thread.updates = False
+
+
+def in_update() -> bool:
+    """Whether this thread updates pending tensors."""
+    return getattr(_thread, "updates", False)
+
+
+class Updates(ABC):
+    """The updates of one step."""
+
+    @abstractmethod
+    def join(self) -> None:
+        """Wait until all have ended, well or not."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Wait until all have ended; raise what went wrong, once."""
+
+
+under_way: weakref.WeakSet[Updates] = weakref.WeakSet()
+"""The updates of all optimizers of this process that have not ended, or have an error to raise."""
+
+
+class Holder(ABC):
+    """What pending tensors wait for: a part of an update."""
+
+    def __init__(self) -> None:
+        self.gradients: dict[int, Tensor | None] = {}
+        """By the number of the parameter: what the update uses, whatever the user sets by now."""
+        self._hooks: dict[int, Any] = {}
+
+    @abstractmethod
+    def look(self, tensor: Tensor) -> None:
+        """Wait until the tensor may be used; raise what went wrong."""
+
+    def keep_hook(self, param: Tensor, handle: Any) -> None:
+        """Remember what stands before the accumulation of a parameter's gradient."""
+        self._hooks[id(param)] = handle
+
+    def drop_hook(self, param: Tensor) -> None:
+        """Take it away again."""
+        handle = self._hooks.pop(id(param), None)
+        if handle is not None:
+            handle[1].remove()
+
+
+def hold(param: Tensor, holder: Holder) -> None:
+    """Make a parameter and its gradient pending."""
+    gradient = param.grad
+    holder.gradients[id(param)] = gradient
+    if param.requires_grad:
+        # A graph from before the step may still add to the gradient, past Python; the node lives
+        # only as long as somebody has it.
+        node = get_gradient_edge(param).node
+        handle = node.register_prehook(lambda _: look_at(param))
+        holder.keep_hook(param, (node, handle))
+    # What such a graph has saved of the weight is out of date, as after a step that has ended.
+    increment_version(param)
+    if gradient is not None:
+        vars(gradient)[HOLDER] = holder
+        _become(gradient, PendingGradient)
+    vars(param)[HOLDER] = holder
+    _become(param, PENDING_OF[type(param)])
+
+
+def release(param: Tensor) -> None:
+    """Let everybody use a parameter and its gradient again."""
+    holder: Holder | None = vars(param).get(HOLDER)
+    if holder is None:
+        return
+    holder.drop_hook(param)
+    gradient = holder.gradients.pop(id(param), None)
+    if isinstance(gradient, PendingGradient):
+        _become(gradient, Tensor)
+        del vars(gradient)[HOLDER]
+    _become(param, PLAIN_OF[type(param)])
+    del vars(param)[HOLDER]
+
+
+def _become(tensor: Any, kind: type) -> None:
+    tensor.__class__ = kind
+
+
+def is_pending(value: object) -> bool:
+    """Whether this is a tensor that has to be waited for."""
+    return isinstance(value, _Pending)
+
+
+def look_at(tensor: Tensor) -> None:
+    """Wait until a tensor may be used, if it is pending."""
+    holder: Holder | None = vars(tensor).get(HOLDER)
+    if holder is not None:
+        holder.look(tensor)
+
+
+def _found(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Give the pending tensors among arguments, also those in lists and dicts."""
+    for value in values:
+        if isinstance(value, _Pending):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _found(value)
+        elif isinstance(value, dict):
+            yield from _found(value.values())
+
+
+class _Pending(Tensor):
+    """What the classes of pending tensors share. No tensor is ever constructed as one."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Wait for what a function of torch gets, then call it."""
+        kwargs = kwargs or {}
+        if in_update() or func in METADATA:
+            return as_plain_tensors(func, types, args, kwargs)
+        found = list(_found((args, kwargs)))
+        for tensor in found:
+            look_at(tensor)
+        if not found:
+            # In some container of the function's own, unless its update has ended just now.
+            for updates in list(under_way):
+                updates.settle()
+        return func(*args, **kwargs)
+
+    # These look at the class before they look at the bytes.
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        look_at(self)
+        return copy.deepcopy(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        look_at(self)
+        return self.__reduce_ex__(protocol)
+
+
+class PendingGradient(_Pending):
+    """A gradient that an update still reads."""
+
+
+_get: Any = attrgetter("grad.__get__")(Tensor)
+_set: Any = attrgetter("grad.__set__")(Tensor)
+
+
+def _as_plain(function: Any, *arguments: Any) -> Any:
+    return as_plain_tensors(function, (), arguments, {})
+
+
+class _PendingWeight(_Pending):
+    """A parameter, of whatever class, that is not updated yet."""
+
+    # torch reads and sets a gradient with the lock of Python released in between, so two threads
+    # must not do it at once.
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The gradient: for the update that of the step, for others the one that is set now."""
+        holder: Holder | None = vars(self).get(HOLDER)
+        if holder is not None and in_update():
+            return holder.gradients.get(id(self))
+        with _gradient_lock:
+            gradient: Tensor | None = _as_plain(_get, self)
+        return gradient
+
+    @grad.setter
+    def grad(self, gradient: Tensor | None) -> None:
+        holder: Holder | None = vars(self).get(HOLDER)
+        with _gradient_lock:
+            if holder is not None and in_update():
+                is_unchanged = _as_plain(_get, self) is holder.gradients.get(id(self))
+                holder.gradients[id(self)] = gradient
+                if not is_unchanged:
+                    return
+            _as_plain(_set, self, gradient)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+
+class PendingTensor(_PendingWeight):
+    """A leaf that is a plain tensor, and is not updated yet."""
+
+
+class PendingParameter(_PendingWeight, Parameter):
+    """A parameter that is not updated yet."""
+
+
+PENDING_OF: dict[type, type] = {Parameter: PendingParameter, Tensor: PendingTensor}
+PLAIN_OF: dict[type, type] = {pending: plain for plain, pending in PENDING_OF.items()}

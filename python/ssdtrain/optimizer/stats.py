@@ -1,0 +1,29 @@
+"""The figures of an offloaded optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["OptimizerStats"]
+
+
+@dataclass(frozen=True)
+class OptimizerStats:
+    """What an offloaded optimizer did so far. Bytes and seconds."""
+
+    on_disk_bytes: int
+    """State that is on the disk only."""
+    resident_bytes: int
+    """State that is in memory now: small tensors, what somebody looked at or holds, what is still
+    on its way to the disk, what the disk refused."""
+    written_bytes: int
+    read_bytes: int
+    step_count: int
+    step_s: float
+    """Time in ``step``, all steps together."""
+    stall_s: float
+    """Time in which updates waited for the disk."""
+    waited_s: float
+    """Time in which the training waited for updates outside of ``step`` (``overlap="forward"``)."""
+    write_failed_count: int
+    """Tensors that stayed in memory for a while because the disk did not take them."""
