@@ -106,6 +106,8 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     if not options.dir.is_dir():
         parser.error(f"--dir {options.dir} is not a directory; name one on a local NVMe drive")
+    if options.seconds < TIDY_S + STEP_S_MIN:
+        parser.error(f"--seconds must be at least {TIDY_S + STEP_S_MIN:.0f}")
     python = words_of(options.python)
     todo = steps(python, is_tiny=options.tiny)
     if unknown := set(options.only or ()) - {step.name for step in todo}:

@@ -80,7 +80,7 @@ class Budget:
     def __post_init__(self) -> None:
         """Share out what there is."""
         wanted_s = sum(step.limit_s for step in self.todo)
-        self._share = min(RESERVED_SHARE, self.seconds / wanted_s) if wanted_s else 0.0
+        self._share = min(RESERVED_SHARE, max(0.0, self.seconds) / wanted_s)
 
     def left_s(self) -> float:
         """Return what is left for all that has not been drawn for."""

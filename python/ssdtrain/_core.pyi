@@ -614,9 +614,10 @@ class Gpus:
         """Return the seconds that these copies took, without what they waited for."""
 
     def copy_rates(self) -> list[tuple[int, float | None, float | None]]:
-        """Return each GPU in use, and the bytes per second of its copies, from it and to it.
+        """Return each GPU whose tensors go through the CPU's memory, and its bytes per second.
 
-        Of late, in the time that they took; ``None`` before enough was copied to tell.
+        Those of the copies from it and to it, of late, in the time that they took; ``None`` before
+        enough was copied to tell.
         """
 
     def take_refusals(self) -> list[tuple[SsdtrainError, int]]:

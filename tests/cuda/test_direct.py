@@ -17,7 +17,7 @@ import ssdtrain
 from checkout import SCRATCH
 from fake_cufile import MOVES_HALF, MOVES_NOTHING, FakeCufile
 from fake_device import FakeDevice
-from offloading import chain, made, offloaded, settle, use_memory
+from offloading import chain, gpus_of, made, offloaded, settle, use_memory
 from on_fake import on_fake_device
 from ssdtrain.machine import cufile
 from test_training import CASES, LAG_US, train
@@ -61,6 +61,8 @@ def test_every_case_gives_the_bits_of_a_plain_run(fake: FakeDevice, case: str) -
         ring = SMALL_RING if trial % 2 else LARGE_RING
         with offloaded(pinned_bytes=ring, gds="required") as session:
             seen = train(case)
+            # Copies on the GPU are no link that a plan has to reckon with.
+            assert gpus_of(session).copy_rates() == []
         fake.lag(0)
         assert all(map(torch.equal, plain, seen)), f"trial {trial}"
         assert fake.races() == [], f"trial {trial}"

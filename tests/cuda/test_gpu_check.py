@@ -72,6 +72,9 @@ def test_wrong_options_are_refused(tmp_path: Path) -> None:
     words = ("--dir", tmp_path, "--only", "nothing")
     unknown = run(BENCHES / "gpu_check.py", *words, environment={**os.environ})
     assert (unknown.returncode, "there is no step" in unknown.stderr) == (2, True)
+    words = ("--dir", tmp_path, "--seconds", "14")
+    short = run(BENCHES / "gpu_check.py", *words, environment={**os.environ})
+    assert (short.returncode, "--seconds must be at least 15" in short.stderr) == (2, True)
 
 
 SCRIPTS = {

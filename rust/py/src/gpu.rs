@@ -228,10 +228,13 @@ impl Gpus {
         (sum.0 as f64 / 1e9, sum.1 as f64 / 1e9)
     }
 
-    /// Each GPU that has a way, and the bytes per second of its copies of late, from it and to it.
+    /// Each GPU whose tensors go through the CPU's memory, and the bytes per second of its copies
+    /// from it and to it, of late.
     fn copy_rates(&self) -> Vec<(usize, Option<f64>, Option<f64>)> {
-        let rates = |way: &GpuWay| way.staging.rates();
-        self.ways().iter().map(|(gpu, way)| (*gpu, rates(way).down, rates(way).up)).collect()
+        let ways = self.ways();
+        let ways = ways.iter().filter(|(_, way)| !way.is_direct);
+        let rates = ways.map(|(gpu, way)| (*gpu, way.staging.rates()));
+        rates.map(|(gpu, rates)| (gpu, rates.down, rates.up)).collect()
     }
 
     /// Why bytes are not on the disk that were to be written, since this was called last: errors,
