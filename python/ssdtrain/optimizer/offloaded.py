@@ -8,7 +8,7 @@ left whose state is empty.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -23,14 +23,29 @@ from torch.optim import Optimizer
 
 from ssdtrain.config import Directories, Size
 from ssdtrain.errors import ConfigError, SsdtrainError, StorageError, UnsupportedError
-from ssdtrain.optimizer.chunks import Chunk, Settings, chunks_of, name_of, own_step, update
+from ssdtrain.optimizer.chunks import Chunk, Settings, chunks_of, own_step, update
 from ssdtrain.optimizer.state import Disk, ParameterState, States
 from ssdtrain.optimizer.trial import refuse_coupled
-from ssdtrain.optimizer.undo import Undo
+from ssdtrain.optimizer.undo import (
+    LOST,
+    NOT_UNDONE,
+    UNDONE,
+    UNDONE_LATE,
+    WHAT_NEXT,
+    Undo,
+    named,
+)
 from ssdtrain.sizes import in_bytes
 from ssdtrain.store import TensorStore
 
-__all__ = ["OptimizerStats", "offload_optimizer"]
+__all__ = [
+    "OptimizerStats",
+    "give_state",
+    "note_loaded",
+    "offload_optimizer",
+    "own_kind",
+    "refuse_half_done",
+]
 
 BUFFER_BYTES_DEFAULT = 256 << 20
 BUFFER_PARTS = 4
@@ -212,10 +227,18 @@ class _Offloaded(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state as ever, and let it go to the disk."""
         super().load_state_dict(state_dict)
+        self._note_loaded()
+        self._take_over_state()
+
+    def _note_loaded(self) -> None:
         self._lost = {}
         if self._undo is not None:
             self._undo.forget()
-        self._take_over_state()
+
+    def _give_state(self, param: Tensor, values: Iterable[tuple[Any, Any]]) -> None:
+        self.state[param] = state = ParameterState(values)
+        state.send(self._disk)
+        self._disk.make_room()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Refuse: two optimizers cannot share the state on the disk."""
@@ -299,7 +322,9 @@ class _Offloaded(Optimizer):
         lost = self._undo.restore(self.state)
         if lost:
             cause = next(iter(lost.values()))
-            raise StorageError(f"{NOT_UNDONE} {self._named(list(lost))}: {cause}") from cause
+            raise StorageError(
+                f"{NOT_UNDONE} {named(self.param_groups, list(lost))}: {cause}"
+            ) from cause
 
     @property
     def lost_parameters(self) -> list[Tensor]:
@@ -314,13 +339,15 @@ class _Offloaded(Optimizer):
         lost = self.lost_parameters
         if lost:
             cause = self._lost[lost[0]]
-            raise StorageError(f"{LOST} {self._named(lost)}. {WHAT_NEXT}: {cause}") from cause
+            raise StorageError(
+                f"{LOST} {named(self.param_groups, lost)}. {WHAT_NEXT}: {cause}"
+            ) from cause
         self._lost = {}
 
-    def _named(self, params: list[Tensor]) -> str:
-        names = [name_of(self.param_groups, param) for param in params[:NAMES_MAX]]
-        more = f" and {len(params) - NAMES_MAX} more" if len(params) > NAMES_MAX else ""
-        return "; ".join(names) + more
+    def _refuse_half_done(self) -> None:
+        if self._undo is not None and self._undo.is_kept:
+            raise StorageError(f"{NOT_UNDONE} all that the step has updated")
+        self._refuse_lost()
 
     def _send(self, part: Chunk) -> None:
         for param in part.params:
@@ -339,28 +366,37 @@ class _Offloaded(Optimizer):
         self._disk.make_room()
 
 
-NAMES_MAX = 8
-LOST = (
-    "the state of some parameters could not be read back in a step; all others were updated, these "
-    "have the weights from before it:"
-)
-WHAT_NEXT = (
-    "Load the last checkpoint into model and optimizer (ssdtrain.load, load_state_dict), or give "
-    "the state of each of optimizer.lost_parameters up with optimizer.state.pop(parameter)"
-)
-UNDONE = (
-    "the step was undone: weights, state and random numbers are those from before it. Make the "
-    "step again once the cause is gone, with gradients computed anew if the optimizer changes them"
-)
-NOT_UNDONE = (
-    "a step failed, and these parameters could not be given back yet what they had before it, as "
-    "that could not be read. The next call of step() tries again; or load the last checkpoint into "
-    "model and optimizer (ssdtrain.load, load_state_dict):"
-)
-UNDONE_LATE = (
-    "the step that failed before was undone only now: weights, state and random numbers are those "
-    "from before it. Compute the gradients anew, from these weights, and make the step again"
-)
+def own_kind(optimizer: Optimizer) -> type[Optimizer]:
+    """Return the class of an optimizer, the one from before if it is offloaded."""
+    if isinstance(optimizer, _Offloaded):
+        return optimizer._own_kind  # noqa: SLF001 - of the class above
+    return type(optimizer)
+
+
+def give_state(
+    optimizer: Optimizer, param: Tensor, values: Iterable[tuple[Any, Any]] | None
+) -> None:
+    """Give one parameter another state, or none; an offloaded optimizer's goes to the disk."""
+    if values is None:
+        optimizer.state.pop(param, None)
+    elif isinstance(optimizer, _Offloaded):
+        optimizer._give_state(param, values)  # noqa: SLF001 - of the class above
+    else:
+        optimizer.state[param] = dict(values)
+
+
+def note_loaded(optimizer: Optimizer) -> None:
+    """Let an offloaded optimizer go on whose state has been replaced in whole."""
+    if isinstance(optimizer, _Offloaded):
+        optimizer._note_loaded()  # noqa: SLF001 - of the class above
+
+
+def refuse_half_done(optimizer: Optimizer) -> None:
+    """Raise ``StorageError`` if the last step failed and left something that is not whole."""
+    if isinstance(optimizer, _Offloaded):
+        optimizer._refuse_half_done()  # noqa: SLF001 - of the class above
+
+
 NO_COPY = (
     "an optimizer whose state is on the disk cannot be copied or pickled; save "
     "optimizer.state_dict(), and load it into an optimizer that is made anew"

@@ -40,11 +40,14 @@ REFERENCES_ALONE = _references_alone()
 class Away:
     """Stands in a state for a tensor that is on the disk, or on its way there."""
 
-    __slots__ = ("_disk", "_pending", "nbytes", "source", "stored")
+    __slots__ = ("_disk", "_form", "_pending", "nbytes", "source", "stored")
 
     def __init__(self, disk: Disk, stored: StoredTensor[Tensor], source: Tensor) -> None:
         self._disk = disk
         self._pending: PendingRead[Tensor] | None = None
+        self._form = torch.empty_strided(
+            source.shape, source.stride(), dtype=source.dtype, device="meta"
+        )
         self.nbytes = source.nbytes
         self.stored: StoredTensor[Tensor] | None = stored
         """What the store gave; ``None`` after a failed write."""
@@ -91,6 +94,22 @@ class Away:
             self._disk.read_bytes += self.nbytes
         self._disk.stall_s += perf_counter() - began_s
         return source
+
+    @property
+    def form(self) -> Tensor:
+        """A tensor without bytes that has the shape, strides and dtype of this one."""
+        return self._form
+
+    def begin_look(self) -> Callable[[], Tensor]:
+        """Begin to bring the bytes into memory, and return what waits for them.
+
+        The tensor may be the one that is on its way to the disk: it must not be changed.
+        """
+        source = self.source
+        if source is not None:
+            return lambda: source
+        assert self.stored is not None, "without a source the write has ended well"
+        return self._disk.store.read(self.stored).result
 
     def copy(self) -> Tensor:
         """Return a tensor of its own with these bytes, which stay where they are."""

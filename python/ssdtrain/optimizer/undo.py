@@ -17,11 +17,41 @@ import torch
 from torch import Tensor
 
 from ssdtrain.errors import SsdtrainError
-from ssdtrain.optimizer.chunks import Chunk
+from ssdtrain.optimizer.chunks import Chunk, name_of
 from ssdtrain.optimizer.state import Away, Disk, ParameterState
 from ssdtrain.store import StoredTensor
 
-__all__ = ["Undo"]
+__all__ = ["LOST", "NOT_UNDONE", "UNDONE", "UNDONE_LATE", "WHAT_NEXT", "Undo", "named"]
+
+NAMES_MAX = 8
+LOST = (
+    "the state of some parameters could not be read back in a step; all others were updated, these "
+    "have the weights from before it:"
+)
+WHAT_NEXT = (
+    "Load the last checkpoint into model and optimizer (ssdtrain.load, load_state_dict), or give "
+    "the state of each of optimizer.lost_parameters up with optimizer.state.pop(parameter)"
+)
+UNDONE = (
+    "the step was undone: weights, state and random numbers are those from before it. Make the "
+    "step again once the cause is gone, with gradients computed anew if the optimizer changes them"
+)
+NOT_UNDONE = (
+    "a step failed, and these parameters could not be given back yet what they had before it, as "
+    "that could not be read. The next call of step() tries again; or load the last checkpoint into "
+    "model and optimizer (ssdtrain.load, load_state_dict):"
+)
+UNDONE_LATE = (
+    "the step that failed before was undone only now: weights, state and random numbers are those "
+    "from before it. Compute the gradients anew, from these weights, and make the step again"
+)
+
+
+def named(groups: list[dict[str, Any]], params: list[Tensor]) -> str:
+    """Name some parameters as their optimizer knows them."""
+    names = [name_of(groups, param) for param in params[:NAMES_MAX]]
+    more = f" and {len(params) - NAMES_MAX} more" if len(params) > NAMES_MAX else ""
+    return "; ".join(names) + more
 
 
 class Kept:
