@@ -362,34 +362,42 @@ import ssdtrain
 place, whole = sys.argv[1], int(sys.argv[2])
 torch.set_num_threads(1)
 
+
 def made():
     module = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(whole)))
+    for param in module.parameters():
+        param.grad = torch.full_like(param, 1e-3)
     return module, ssdtrain.offload_optimizer(
         torch.optim.AdamW(module.parameters()), place, buffer_bytes="8MiB"
     )
 
+
 def step(module, optimizer):
-    for param in module.parameters():
-        param.grad = torch.full_like(param, 1e-3)
     optimizer.step()
     optimizer.zero_grad()
     optimizer._disk.flush()
 
+
+def done(what):
+    print(what, flush=True)
+    sys.stdin.readline()
+    # What the allocator has kept for later would hide what is taken then.
+    ctypes.CDLL(None).malloc_trim(0)
+    print("ready", flush=True)
+    sys.stdin.readline()
+
+
 first, second = made(), made()
-for one in (first, second):
-    step(*one)
-# What the allocator has kept for later would hide what is taken then.
-ctypes.CDLL(None).malloc_trim(0)
-print("ready", flush=True)
-sys.stdin.readline()
+done("begun")
+step(*first)
+step(*second)
+done("stepped")
 ssdtrain.save(place + "/saved", *first)
-print("saved", flush=True)
-sys.stdin.readline()
+done("saved")
 ssdtrain.load(place + "/saved", *second)
+done("loaded")
 second[1]._disk.flush()
 assert second[1].offload_stats.resident_bytes < 1 << 20, second[1].offload_stats
-print("loaded", flush=True)
-sys.stdin.readline()
 """
 
 
@@ -401,7 +409,7 @@ def resident_bytes(process: int, name: str) -> int:
 
 
 @pytest.mark.parametrize("whole", sizes(small=64, whole=512))
-def test_neither_a_save_nor_a_load_holds_the_whole(whole: int, tmp_path: Path) -> None:
+def test_no_step_and_no_save_and_no_load_holds_the_whole(whole: int, tmp_path: Path) -> None:
     """The peak is seen from outside, by what the kernel counts for the child."""
     state_bytes = whole * 2 * 512 * 512 * 4
     grew = {}
@@ -413,19 +421,22 @@ def test_neither_a_save_nor_a_load_holds_the_whole(whole: int, tmp_path: Path) -
     ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        for doing in ("saved", "loaded"):
+        before = 0
+        for doing in ("begun", "stepped", "saved", "loaded"):
+            assert process.stdout.readline() == f"{doing}\n"
+            grew[doing] = resident_bytes(process.pid, "VmHWM") - before
+            process.stdin.write("\n")
+            process.stdin.flush()
+            assert process.stdout.readline() == "ready\n"
             Path(f"/proc/{process.pid}/clear_refs").write_text("5")
             before = resident_bytes(process.pid, "VmRSS")
             process.stdin.write("\n")
             process.stdin.flush()
-            assert process.stdout.readline() == f"{doing}\n"
-            grew[doing] = resident_bytes(process.pid, "VmHWM") - before
-        process.stdin.write("\n")
+    del grew["begun"]
     assert process.returncode == 0
     # Two megabytes a parameter; besides: buffers of the store, a piece of a file, code not run yet.
     assert state_bytes >= 128 << 20
-    assert max(grew.values()) < 24 << 20, grew
+    assert max(grew.values()) < 40 << 20, grew
 
 
 def test_nothing_is_left_open(tmp_path: Path) -> None:
