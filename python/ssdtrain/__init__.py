@@ -30,6 +30,8 @@ from ssdtrain.errors import (  # noqa: E402 - the switch for huge pages comes be
 )
 
 try:
+    from ssdtrain.checkpoints.loading import load
+    from ssdtrain.checkpoints.saving import save
     from ssdtrain.offload import active, leave_all, offload
     from ssdtrain.optimizer.offloaded import offload_optimizer
     from ssdtrain.optimizer.stats import OptimizerStats
@@ -76,6 +78,8 @@ __all__ = [
     "UnsupportedError",
     "active",
     "leave_all",
+    "load",
     "offload",
     "offload_optimizer",
+    "save",
 ]

@@ -82,6 +82,7 @@ class Pair:
         self.plain.step()
         torch.manual_seed(7)
         self.optimizer.step()
+        self.optimizer.synchronize()
         self.optimizer._disk.flush()
 
     def assert_equal(self) -> None:
@@ -277,9 +278,13 @@ def test_without_undo_only_what_is_lost_is_not_updated(overlap: str, tmp_path: P
         before = [param.detach().clone() for param in params]
         pair.plain.step()
         store.fail_after(4)
-        with pytest.raises(StorageError, match="could not be read back in a step") as raised:
+
+        def step_and_wait() -> None:
             pair.optimizer.step()
             pair.optimizer.synchronize()
+
+        with pytest.raises(StorageError, match="could not be read back in a step") as raised:
+            step_and_wait()
         lost = pair.optimizer.lost_parameters
         (number,) = (number for number, param in enumerate(params) if param is lost[0])
         assert len(lost) == 1

@@ -18,8 +18,8 @@ LOST = (
     "have the weights from before it:"
 )
 WHAT_NEXT = (
-    "Load the last checkpoint into model and optimizer (load_state_dict), or give the state of "
-    "each of optimizer.lost_parameters up with optimizer.state.pop(parameter)"
+    "Load the last checkpoint into model and optimizer (ssdtrain.load, load_state_dict), or give "
+    "the state of each of optimizer.lost_parameters up with optimizer.state.pop(parameter)"
 )
 
 

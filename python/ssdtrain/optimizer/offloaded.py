@@ -8,7 +8,7 @@ left whose state is empty.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import cache
 from itertools import zip_longest
@@ -44,11 +44,11 @@ from ssdtrain.optimizer.lost import Lost
 from ssdtrain.optimizer.state import Disk, ParameterState, States
 from ssdtrain.optimizer.stats import OptimizerStats
 from ssdtrain.optimizer.trial import Habits, refuse_habits, refuse_unfit, take_over_step, tried
-from ssdtrain.optimizer.undo import UNDONE_LATE, Undo, restore, undone_if_it_fails
+from ssdtrain.optimizer.undo import NOT_UNDONE, UNDONE_LATE, Undo, restore, undone_if_it_fails
 from ssdtrain.sizes import in_bytes
 from ssdtrain.store import TensorStore
 
-__all__ = ["offload_optimizer"]
+__all__ = ["Offloaded", "offload_optimizer"]
 
 BUFFER_BYTES_DEFAULT = 256 << 20
 BUFFER_PARTS = 4
@@ -114,7 +114,7 @@ def offload_optimizer(
 
     """
     refuse_unfit(optimizer)
-    if isinstance(optimizer, _Offloaded):
+    if isinstance(optimizer, Offloaded):
         name = type(optimizer).__name__
         raise ConfigError(f"this {name} is offloaded already; use it as it is")
     if overlap not in ("step", "forward"):
@@ -143,14 +143,14 @@ def offload_optimizer(
     take_over_step(optimizer)
     kind: type[Optimizer] = type(optimizer)
     optimizer.__class__ = cast("type[AnyOptimizer]", _offloaded(kind))  # type: ignore[arg-type]
-    offloaded = cast("_Offloaded", optimizer)
+    offloaded = cast("Offloaded", optimizer)
     offloaded._begin(kind, disk, part_bytes, overlap, habits)  # noqa: SLF001 - its constructor
     if undo:
         offloaded._undo = Undo(disk)  # noqa: SLF001 - likewise
     return optimizer
 
 
-class _Offloaded(Optimizer):
+class Offloaded(Optimizer):
     """What an offloaded optimizer has before its own class: the step, and ways to its state."""
 
     _own_kind: type[Optimizer]
@@ -380,10 +380,20 @@ class _Offloaded(Optimizer):
         """Load a state as ever, and let it go to the disk."""
         self.synchronize()
         super().load_state_dict(state_dict)
+        self._note_loaded()
+        self._take_over_state()
+
+    def _note_loaded(self) -> None:
+        """Go on with a state that was replaced in whole."""
         self._lost.forget()
         if self._undo is not None:
             self._undo.forget()
-        self._take_over_state()
+
+    def _give_state(self, param: Tensor, values: Iterable[tuple[Any, Any]]) -> None:
+        """Give one parameter another state, which goes to the disk."""
+        self.state[param] = state = ParameterState(values)
+        state.send(self._disk)
+        self._disk.make_room()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Refuse: two optimizers cannot share the state on the disk."""
@@ -450,6 +460,13 @@ class _Offloaded(Optimizer):
             return False
         return True
 
+    def _refuse_half_done(self) -> None:
+        """Raise ``StorageError`` if the last step failed and left something that is not whole."""
+        self.synchronize()
+        if self._undo is not None and self._undo.is_kept:
+            raise StorageError(f"{NOT_UNDONE} all that the step has updated")
+        self._lost.refuse(self._states, self.param_groups)
+
     def _send(self, part: Part, staying: set[int]) -> None:
         for param in part.params:
             state = self._states.get(param)
@@ -476,7 +493,7 @@ NO_COPY = (
 @cache
 def _offloaded(kind: type[Optimizer]) -> type[Optimizer]:
     """Return the class of the offloaded optimizers of this kind."""
-    return type(f"Offloaded{kind.__name__}", (_Offloaded, kind), {"__doc__": kind.__doc__})
+    return type(f"Offloaded{kind.__name__}", (Offloaded, kind), {"__doc__": kind.__doc__})
 
 
 def _copied(state: Any) -> Any:

@@ -18,12 +18,15 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ssdtrain.errors import BusyError, ConfigError, NoSpaceError, SsdtrainError
+from ssdtrain.machine.process_memory import release_free_memory
 from ssdtrain.machine.torch_internals import storage_users
 from ssdtrain.notices import Notices
 from ssdtrain.store import PendingRead, StoredTensor, TensorStore
 
 __all__ = ["Away", "Disk", "ParameterState", "States"]
 
+GIVE_BACK_BYTES_MIN = 8 << 20
+"""Free memory goes back to the system after at least so many bytes: it costs a walk over it all."""
 STORAGE_USERS_ALONE = 2
 """What `storage_users` says of a tensor that shares its storage with nobody."""
 
@@ -40,11 +43,14 @@ REFERENCES_ALONE = _references_alone()
 class Away:
     """Stands in a state for a tensor that is on the disk, or on its way there."""
 
-    __slots__ = ("_disk", "_pending", "nbytes", "source", "stored")
+    __slots__ = ("_disk", "_form", "_pending", "nbytes", "source", "stored")
 
     def __init__(self, disk: Disk, stored: StoredTensor[Tensor], source: Tensor) -> None:
         self._disk = disk
         self._pending: PendingRead[Tensor] | None = None
+        self._form = torch.empty_strided(
+            source.shape, source.stride(), dtype=source.dtype, device="meta"
+        )
         self.nbytes = source.nbytes
         self.stored: StoredTensor[Tensor] | None = stored
         """What the store gave; ``None`` after a failed write."""
@@ -88,9 +94,25 @@ class Away:
             finally:
                 # A failed read may be asked for again, and its result belongs to the caller.
                 self._pending = None
-            self._disk.read_bytes += self.nbytes
+            self._disk.note_read(self.nbytes)
         self._disk.stall_s += perf_counter() - began_s
         return source
+
+    @property
+    def form(self) -> Tensor:
+        """A tensor without bytes that has the shape, strides and dtype of this one."""
+        return self._form
+
+    def begin_look(self) -> Callable[[], Tensor]:
+        """Begin to bring the bytes into memory, and return what waits for them.
+
+        The tensor may be the one that is on its way to the disk: it must not be changed.
+        """
+        source = self.source
+        if source is not None:
+            return lambda: source
+        assert self.stored is not None, "without a source the write has ended well"
+        return self._disk.store.read(self.stored).result
 
     def copy(self) -> Tensor:
         """Return a tensor of its own with these bytes, which stay where they are."""
@@ -109,6 +131,10 @@ class Disk:
         self._in_flight_bytes = 0
         self._in_flight_bytes_max = in_flight_bytes_max
         self._min_bytes = min_bytes
+        self._freed_bytes = 0
+        """Freed by writes, less what reads brought: what was made anew, in the first step or by
+        loading. glibc keeps such blocks, and small objects that come to lie in them keep the next
+        tensors out, so the process would grow by all of the state. What is read lies elsewhere."""
         self.notices = Notices()
         self.read_bytes = 0
         self.written_bytes = 0
@@ -195,6 +221,11 @@ class Disk:
         """Wait until all that is on its way is there."""
         self._settle(0)
 
+    def note_read(self, nbytes: int) -> None:
+        """Count what was read back for an update."""
+        self.read_bytes += nbytes
+        self._freed_bytes = max(0, self._freed_bytes - nbytes)
+
     def note_failure(self, error: SsdtrainError) -> None:
         """Count a tensor that stays in memory because the disk did not take it; say it once."""
         self.failed_count += 1
@@ -225,6 +256,10 @@ class Disk:
         # An interrupt above leaves it in the queue, and asks again.
         self._in_flight.popleft()
         self._in_flight_bytes -= oldest.nbytes
+        self._freed_bytes += oldest.nbytes
+        if self._freed_bytes >= max(self._in_flight_bytes_max, GIVE_BACK_BYTES_MIN):
+            self._freed_bytes = 0
+            release_free_memory()
 
 
 class ParameterState(dict[Any, Any]):

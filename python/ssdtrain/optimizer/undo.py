@@ -24,7 +24,7 @@ from ssdtrain.optimizer.lost import names_of
 from ssdtrain.optimizer.state import Away, Disk, ParameterState
 from ssdtrain.store import StoredTensor
 
-__all__ = ["UNDONE_LATE", "Undo", "restore", "undone_if_it_fails"]
+__all__ = ["NOT_UNDONE", "UNDONE_LATE", "Undo", "restore", "undone_if_it_fails"]
 
 UNDONE = (
     "the step was undone: weights, state and random numbers are those from before it. Make the "
@@ -33,7 +33,7 @@ UNDONE = (
 NOT_UNDONE = (
     "a step failed, and these parameters could not be given back yet what they had before it, as "
     "that could not be read. The next call of step() tries again; or load the last checkpoint into "
-    "model and optimizer (load_state_dict):"
+    "model and optimizer (ssdtrain.load, load_state_dict):"
 )
 UNDONE_LATE = (
     "the step that failed before was undone only now: weights, state and random numbers are those "

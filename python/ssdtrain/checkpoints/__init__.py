@@ -1,0 +1,1 @@
+"""Checkpoints that are written and read as streams."""

@@ -1,0 +1,209 @@
+"""A folder whose content changes at once: the old checkpoint is there until the new one is whole.
+
+The files of a checkpoint have no names while they are written (O_TMPFILE), so nothing is left of a
+save that is killed. When all are on the disk they get names of their own, and then the manifest
+that names them takes the place of the older one in a single rename. Files of the older checkpoint
+go last. What a kill between two of these steps leaves, the next save or load removes.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from ssdtrain.errors import BusyError, ConfigError, NoSpaceError, StorageError
+
+__all__ = ["MANIFEST", "NewFiles", "remove_strays", "told"]
+
+MANIFEST = "manifest.json"
+OURS = re.compile(
+    r"((weights|state)-[0-9a-f]{16}-\d{5}\.safetensors|manifest-[0-9a-f]{16})(\.part)?"
+)
+NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT)
+"""How file systems say that they have no files without names."""
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@contextmanager
+def told(doing: str, path: Path) -> Iterator[None]:
+    """Turn an error of the kernel into one of ours, which says what was done and what next."""
+    try:
+        yield
+    except OSError as error:
+        kind = NoSpaceError if error.errno in FULL else StorageError
+        what_next = "make room there" if kind is NoSpaceError else "see what is wrong there"
+        raised = kind(f"{doing} {path} failed: {error}; {what_next} and try again")
+        raised.errno = error.errno
+        raise raised from error
+
+
+class NewFiles:
+    """The files of a checkpoint that is being written; without `commit` nothing is left of them."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._mark = secrets.token_hex(8)
+        self._files: list[tuple[int, str, bool]] = []
+        """Descriptor, name in the end, and whether it lies under a name with `.part` until then."""
+        self._lock: int | None = None
+        self._is_made = False
+        """Whether the folder was made by this save."""
+        with told("saving into", path):
+            _refuse_other_folder(path)
+            if path.exists():
+                self._lock = _locked(path)
+                if self._lock is None:
+                    raise BusyError(
+                        f"another process saves into {path} just now; give each a folder of its own"
+                    )
+
+    def create(self, kind: str, number: int) -> tuple[int, str]:
+        """Return the descriptor of a new file, and the name that it is going to have."""
+        name = f"{kind}-{self._mark}-{number:05d}.safetensors"
+        return self._open(name), name
+
+    def commit(self, manifest: bytes) -> None:
+        """Make what was written the checkpoint, and remove the one before it."""
+        path = self._path
+        last = f"manifest-{self._mark}"
+        file = self._open(last)
+        rest = memoryview(manifest)
+        while rest:
+            rest = rest[os.write(file, rest) :]
+        for file, _, _ in self._files:
+            os.fsync(file)
+        self._make_folder()
+        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            for file, name, has_name in self._files:
+                if has_name:
+                    os.rename(path / f"{name}.part", path / name)
+                else:
+                    os.link(f"/proc/self/fd/{file}", name, dst_dir_fd=folder, follow_symlinks=True)
+            os.fsync(folder)
+            os.replace(path / last, path / MANIFEST)
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+        if self._is_made:
+            _sync(path.parent)
+        _remove(path, {name for _, name, _ in self._files})
+
+    def _open(self, name: str) -> int:
+        base = self._path if self._path.exists() else self._path.parent
+        mode = os.O_RDWR | os.O_CLOEXEC
+        try:
+            file, has_name = os.open(base, mode | os.O_TMPFILE, 0o666), False
+        except OSError as error:
+            if error.errno not in NO_TMPFILE:
+                raise
+            self._make_folder()
+            part = self._path / f"{name}.part"
+            file, has_name = os.open(part, mode | os.O_CREAT | os.O_EXCL, 0o666), True
+        self._files.append((file, name, has_name))
+        return file
+
+    def _make_folder(self) -> None:
+        if not self._path.exists():
+            self._path.mkdir()
+            self._is_made = True
+            self._lock = _locked(self._path)
+
+    def _is_committed(self) -> bool:
+        try:
+            return self._mark in (self._path / MANIFEST).read_text()
+        except FileNotFoundError:
+            return False
+
+    def __enter__(self) -> Self:
+        """Return it."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close the files; remove what has a name, unless it has become the checkpoint."""
+        for file, _, _ in self._files:
+            os.close(file)
+        # An interrupt may have come right after the rename: what is there tells.
+        if error is not None and not self._is_committed():
+            for _, name, _ in self._files:
+                for one in (name, f"{name}.part"):
+                    (self._path / one).unlink(missing_ok=True)
+            if self._is_made:
+                self._path.rmdir()
+        if self._lock is not None:
+            os.close(self._lock)
+
+
+def remove_strays(path: Path, named: set[str]) -> None:
+    """Remove what a killed save left beside a checkpoint, unless somebody saves there just now."""
+    if not os.access(path, os.W_OK):
+        return
+    lock = _locked(path)
+    if lock is None:
+        return
+    try:
+        # Under the lock, as another checkpoint may have taken the place of the one that was read.
+        if all(name in (path / MANIFEST).read_text() for name in named):
+            _remove(path, named)
+    finally:
+        os.close(lock)
+
+
+def _remove(path: Path, named: set[str]) -> None:
+    for one in os.listdir(path):
+        if OURS.fullmatch(one) and one not in named:
+            (path / one).unlink(missing_ok=True)
+
+
+def _refuse_other_folder(path: Path) -> None:
+    if path.is_symlink() or (path.exists() and not path.is_dir()):
+        raise ConfigError(f"{path} is no folder; a checkpoint is a folder with several files")
+    if not path.parent.is_dir():
+        raise ConfigError(f"{path.parent} does not exist; make it first")
+    others = [
+        one
+        for one in (os.listdir(path) if path.exists() else ())
+        if one != MANIFEST and not OURS.fullmatch(one)
+    ]
+    if others:
+        raise ConfigError(
+            f"{path} has other files than those of a checkpoint, such as {others[0]!r}; give the "
+            "checkpoint a folder of its own"
+        )
+
+
+def _locked(path: Path) -> int | None:
+    """Return a descriptor that holds the lock of a folder; `None` if another process has it."""
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(folder)
+        return None
+    except OSError as error:
+        # Network file systems may have no such lock; there nobody but the user can keep order.
+        if error.errno not in (errno.EBADF, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
+            os.close(folder)
+            raise
+    return folder
+
+
+def _sync(folder: Path) -> None:
+    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)

@@ -1,0 +1,267 @@
+"""``ssdtrain.load``: a checkpoint read as a stream, compared before anything is changed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ssdtrain.checkpoints.folder import MANIFEST, remove_strays, told
+from ssdtrain.checkpoints.manifest import (
+    Weights,
+    form_in,
+    kind_name,
+    param_labels,
+    unpacked,
+    weights_of,
+)
+from ssdtrain.checkpoints.shards import fill, form_of, refuse_changed
+from ssdtrain.checkpoints.values import decode
+from ssdtrain.errors import ConfigError, CorruptError, StorageError
+from ssdtrain.optimizer.exchange import give_state, note_loaded
+
+__all__ = ["load"]
+
+NAMES_MAX = 5
+TRIES = 5
+"""A save may take the files of the older checkpoint away between two looks."""
+
+
+def load(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    check_first: bool = True,
+) -> Any:
+    """Load a checkpoint of ``ssdtrain.save`` into a model, and its optimizer, as a stream.
+
+    Weights are read into the memory of the model's own tensors. The state of an offloaded optimizer
+    goes to its disk, one parameter after the other. Before anything is changed, names, shapes,
+    dtypes, ties, groups and the optimizer's class are compared.
+
+    Args:
+        path: The folder that was given to ``save``.
+        model: One like the one that was saved.
+        optimizer: One of the same class over the same parameters in the same groups; it gets their
+            options too, such as rates. ``None`` loads the weights alone.
+        check_first: Read the whole checkpoint once, to find damage before anything is changed.
+            Without, it is found while loading, and what was loaded before it stays.
+
+    Returns:
+        What was given to ``save`` as ``extra``.
+
+    Raises:
+        ConfigError: No checkpoint there, or one of another model or optimizer; says what differs.
+        CorruptError: A file is missing, cut off, or has other bytes than those that were written.
+        StorageError: A read failed.
+
+    """
+    folder = Path(os.path.abspath(path))
+    with told("loading from", folder), _opened(folder) as (content, files):
+        found = weights_of(model)
+        _compare_model(content["model"], found)
+        values = {name: decode(one) for name, one in content["model"]["values"].items()}
+        if optimizer is not None:
+            _compare_optimizer(content["optimizer"], optimizer, model)
+            options = [decode(group["options"]) for group in content["optimizer"]["groups"]]
+        extra = decode(content["extra"])
+        if check_first:
+            _check(content, files, with_state=optimizer is not None)
+        for name, tensor in found.tensors.items():
+            record = content["model"]["tensors"][name]
+            fill(files[record["file"]], record, tensor.detach(), name)
+        _set_values(model, values)
+        if optimizer is not None:
+            _load_optimizer(content["optimizer"], options, optimizer, files)
+        remove_strays(folder, set(content["files"]))
+    return extra
+
+
+@contextmanager
+def _opened(folder: Path) -> Iterator[tuple[dict[str, Any], dict[str, int]]]:
+    """Open all files of a checkpoint, so that it stays readable whoever saves there meanwhile."""
+    manifest = folder / MANIFEST
+    for last in (False,) * (TRIES - 1) + (True,):
+        with ExitStack() as stack:
+            try:
+                text = manifest.read_bytes()
+            except (FileNotFoundError, NotADirectoryError) as error:
+                raise ConfigError(
+                    f"there is no whole checkpoint in {folder}: it has no {MANIFEST}. Give the "
+                    "folder that was given to ssdtrain.save"
+                ) from error
+            content = unpacked(text, str(manifest))
+            files: dict[str, int] = {}
+            try:
+                for name in content["files"]:
+                    files[name] = os.open(folder / name, os.O_RDONLY | os.O_CLOEXEC)
+                    stack.callback(os.close, files[name])
+            except FileNotFoundError as error:
+                if not last:
+                    continue
+                raise CorruptError(
+                    f"{folder} lacks {name}, which its manifest names: bring the file back, or "
+                    "load another checkpoint"
+                ) from error
+            for name, file in files.items():
+                nbytes, expected = os.fstat(file).st_size, content["files"][name]["bytes"]
+                if nbytes != expected:
+                    raise CorruptError(
+                        f"{folder / name} has {nbytes} bytes instead of {expected}: it was cut off "
+                        "or changed. This checkpoint cannot be used; load an older one"
+                    )
+            yield content, files
+            return
+
+
+def _compare_model(saved: dict[str, Any], found: Weights) -> None:
+    _refuse_other_names(
+        "the model", {*saved["tensors"], *saved["tied"]}, {*found.tensors, *found.tied}
+    )
+    _refuse_other_names("the model's extra state", {*saved["values"]}, {*found.values})
+    for name, first in (saved["tied"] | found.tied).items():
+        if saved["tied"].get(name) != found.tied.get(name):
+            there, here = (
+                "is the same tensor as" if name in tied else "is another tensor than"
+                for tied in (saved["tied"], found.tied)
+            )
+            raise ConfigError(
+                f"{name} {there} {first} in the checkpoint, and {here} it in this model; tie the "
+                "weights as they were when it was saved, then load"
+            )
+    for name, tensor in found.tensors.items():
+        _refuse_other_form(name, saved["tensors"][name], tensor)
+
+
+def _refuse_other_form(name: str, record: dict[str, Any], tensor: Tensor) -> None:
+    there, here = form_in(record), form_of(tensor)
+    if (there.dtype, there.shape) != (here.dtype, here.shape):
+        raise ConfigError(
+            f"{name} is {there.told()} in the checkpoint, and {here.told()} here; make the model "
+            "as it was when it was saved"
+        )
+
+
+def _refuse_other_names(what: str, there: set[str], here: set[str]) -> None:
+    if there != here:
+        raise ConfigError(
+            f"{what} is another one than the checkpoint's: "
+            f"only the checkpoint has {_shown(there - here)}, only this one has "
+            f"{_shown(here - there)}; make the model as it was when it was saved"
+        )
+
+
+def _shown(names: set[str]) -> str:
+    listed = sorted(names)
+    more = f" and {len(listed) - NAMES_MAX} more" if len(listed) > NAMES_MAX else ""
+    return (", ".join(listed[:NAMES_MAX]) or "nothing") + more
+
+
+def _compare_optimizer(saved: Any, optimizer: Optimizer, model: nn.Module) -> None:
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError(f"a checkpoint takes a torch.optim.Optimizer, not {type(optimizer)!r}")
+    if saved is None:
+        raise ConfigError(
+            "this checkpoint was saved without an optimizer; load it without one, or one that has "
+            "it: ssdtrain.save(path, model, optimizer)"
+        )
+    if saved["class"] != kind_name(optimizer):
+        raise ConfigError(
+            f"this checkpoint has the state of a {saved['class']}, and the optimizer here is a "
+            f"{kind_name(optimizer)}; make one of the same class"
+        )
+    groups = optimizer.param_groups
+    there = [len(group["params"]) for group in saved["groups"]]
+    here = [len(group["params"]) for group in groups]
+    if there != here:
+        raise ConfigError(
+            f"the optimizer's groups have {there} parameters in the checkpoint, and {here} here; "
+            "make the same groups (add_param_group) before loading"
+        )
+    labels = param_labels(optimizer, model)
+    for number, (group, one) in enumerate(zip(groups, saved["groups"], strict=True)):
+        for place, (param, record) in enumerate(zip(group["params"], one["params"], strict=True)):
+            if record["name"] != labels[param]:
+                raise ConfigError(
+                    f"parameter {place} of group {number} is {record['name']} in the checkpoint, "
+                    f"and {labels[param]} here; give the optimizer its parameters in the same order"
+                )
+            _refuse_other_form(labels[param], record, param)
+
+
+def _check(content: dict[str, Any], files: dict[str, int], *, with_state: bool) -> None:
+    """Read all that is going to be loaded, and raise if a byte is not the one that was written."""
+    records = list(content["model"]["tensors"].items())
+    for group in content["optimizer"]["groups"] if with_state else ():
+        for param in group["params"]:
+            state = param["state"] or {}
+            records += [
+                (f"{param['name']}/{key}", record)
+                for key, record in state.items()
+                if "value" not in record
+            ]
+    for name, file in files.items():
+        own = [(label, record) for label, record in records if record["file"] == name]
+        if own:
+            refuse_changed(file, name, content["files"][name], own)
+
+
+def _set_values(model: nn.Module, values: dict[str, Any]) -> None:
+    """Give modules the extra state that they had, as `load_state_dict` does."""
+    suffix = "_extra_state"
+    for name, value in values.items():
+        if not name.endswith(suffix):
+            raise StorageError(f"{name} in this checkpoint is no tensor and no extra state")
+        model.get_submodule(name.removesuffix(suffix).removesuffix(".")).set_extra_state(value)
+
+
+def _load_optimizer(
+    saved: dict[str, Any], options: list[Any], optimizer: Optimizer, files: dict[str, int]
+) -> None:
+    for group, one in zip(optimizer.param_groups, saved["groups"], strict=True):
+        for param, record in zip(group["params"], one["params"], strict=True):
+            # Nothing here holds the tensors, so that they can leave memory at once.
+            give_state(optimizer, param, _read_states(record, param, files))
+    for group, given in zip(optimizer.param_groups, options, strict=True):
+        params = group["params"]
+        group.clear()
+        group.update(given, params=params)
+    # What `load_state_dict` ends with: options that are newer than the checkpoint get defaults.
+    optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
+    note_loaded(optimizer)
+
+
+def _read_states(
+    record: dict[str, Any], param: Tensor, files: dict[str, int]
+) -> Iterator[tuple[str, Any]] | None:
+    if record["state"] is None:
+        return None
+    return (
+        (
+            key,
+            decode(one["value"])
+            if "value" in one
+            else _read(one, param, files, f"{record['name']}/{key}"),
+        )
+        for key, one in record["state"].items()
+    )
+
+
+def _read(record: dict[str, Any], param: Tensor, files: dict[str, int], label: str) -> Tensor:
+    form = form_in(record)
+    dtype = getattr(torch, form.dtype)
+    device = param.device if record.get("on_device_of_parameter") else torch.device("cpu")
+    made = (
+        torch.empty(form.shape, dtype=dtype, device=device)
+        if form.stride is None
+        else torch.empty_strided(form.shape, form.stride, dtype=dtype, device=device)
+    )
+    fill(files[record["file"]], record, made, label)
+    return made

@@ -1,0 +1,247 @@
+"""What a checkpoint has in it: described when it is saved, compared when it is loaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from ssdtrain.checkpoints.shards import Form, Item, form_of
+from ssdtrain.checkpoints.values import encode
+from ssdtrain.errors import ConfigError, CorruptError, UnsupportedError
+from ssdtrain.optimizer.exchange import own_kind
+from ssdtrain.optimizer.state import Away
+
+__all__ = [
+    "Weights",
+    "form_in",
+    "kind_name",
+    "optimizer_items",
+    "packed",
+    "param_labels",
+    "unpacked",
+    "weight_items",
+    "weights_of",
+]
+
+VERSION = 1
+
+
+@dataclass
+class Weights:
+    """What `state_dict` of a model has: its own tensors, each once, and plain values."""
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    tied: dict[str, str] = field(default_factory=dict)
+    """Further names of tensors, and the first name of each."""
+    values: dict[str, Any] = field(default_factory=dict)
+
+
+def weights_of(model: nn.Module) -> Weights:
+    """Return what a checkpoint has of a model: the tensors themselves, not copies.
+
+    Raises:
+        ConfigError: Something that is no model.
+        UnsupportedError: A tensor that cannot be saved in place, by name.
+
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"a checkpoint takes a torch.nn.Module, not {type(model)!r}")
+    live = {id(one) for one in (*model.parameters(), *model.buffers())}
+    found = Weights()
+    first_names: dict[int, str] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if not isinstance(value, Tensor) or name.endswith("_extra_state"):
+            found.values[name] = encode(value, f"state_dict()[{name!r}]")
+            continue
+        refuse_odd(name, value)
+        if id(value) not in live:
+            raise UnsupportedError(
+                f"{name} in the state_dict() of this model is not the model's own tensor but made "
+                "by a hook, so nothing can be loaded into it in place; save model.state_dict() "
+                "with torch.save"
+            )
+        first = first_names.setdefault(id(value), name)
+        if first == name:
+            found.tensors[name] = value
+        else:
+            found.tied[name] = first
+    return found
+
+
+def refuse_odd(name: str, tensor: Tensor) -> None:
+    """Raise `UnsupportedError` for a tensor that has no bytes, or more than its bytes."""
+    why = ""
+    if type(tensor) not in (Tensor, Parameter):
+        why = f"it is a {type(tensor).__module__}.{type(tensor).__name__}"
+    elif tensor.is_meta:
+        why = (
+            "it is on the meta device and has no bytes; model.to_empty(device='cpu') gives it some"
+        )
+    elif tensor.layout is not torch.strided:
+        why = f"its layout is {tensor.layout}; .to_dense() makes it dense"
+    elif tensor.is_quantized or tensor.is_nested:
+        why = "it is quantized or nested"
+    if why:
+        raise UnsupportedError(f"{name} cannot be saved or loaded as a stream: {why}")
+
+
+def weight_items(found: Weights) -> tuple[list[Item], dict[str, Any]]:
+    """Return the tensors to be written and the manifest's part about the model."""
+    items = [_item(name, tensor) for name, tensor in found.tensors.items()]
+    tensors = {item.label: item.record for item in items}
+    return items, {"tensors": tensors, "tied": found.tied, "values": found.values}
+
+
+def param_labels(optimizer: Optimizer, model: nn.Module) -> dict[Tensor, str]:
+    """Return a name for each parameter of an optimizer: the model's, or its place in its group."""
+    names = {param: name for name, param in model.named_parameters()}
+    return {
+        param: names.get(param, f"group {number}, parameter {place}")
+        for number, group in enumerate(optimizer.param_groups)
+        for place, param in enumerate(group["params"])
+    }
+
+
+def kind_name(optimizer: Optimizer) -> str:
+    """Return the class of an optimizer in full, that from before it was offloaded.
+
+    Raises `UnsupportedError` for a class with ways of its own to save itself.
+    """
+    kind = own_kind(optimizer)
+    hooks = ("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks")
+    if (
+        kind.state_dict is not Optimizer.state_dict
+        or kind.load_state_dict is not Optimizer.load_state_dict
+        or any(getattr(optimizer, name, None) for name in hooks)
+    ):
+        raise UnsupportedError(
+            f"{kind.__name__} saves its state in a way of its own (state_dict, or hooks on it); "
+            "save optimizer.state_dict() with torch.save"
+        )
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def optimizer_items(optimizer: Optimizer, model: nn.Module) -> tuple[list[Item], dict[str, Any]]:
+    """Return the tensors of the state to be written and the manifest's part about the optimizer."""
+    labels = param_labels(optimizer, model)
+    if any(key not in labels for key in optimizer.state):
+        raise UnsupportedError(
+            f"{kind_name(optimizer)} has state that belongs to no parameter of its groups; save "
+            "optimizer.state_dict() with torch.save"
+        )
+    items: list[Item] = []
+    groups = []
+    for number, group in enumerate(optimizer.param_groups):
+        params = [
+            {
+                "name": labels[param],
+                **_form_record(form_of(param)),
+                "state": _state_record(optimizer, param, labels[param], items),
+            }
+            for param in group["params"]
+        ]
+        options = {
+            name: encode(value, f"param_groups[{number}][{name!r}]")
+            for name, value in group.items()
+            if name != "params"
+        }
+        groups.append({"options": options, "params": params})
+    return items, {"class": kind_name(optimizer), "groups": groups}
+
+
+def _state_record(
+    optimizer: Optimizer, param: Tensor, label: str, items: list[Item]
+) -> dict[str, Any] | None:
+    """Describe one parameter's state without bringing it into memory."""
+    state = optimizer.state.get(param)
+    if state is None:
+        return None
+    if not isinstance(state, dict):
+        raise UnsupportedError(f"the state of {label} is no dict but a {type(state).__name__}")
+    record: dict[str, Any] = {}
+    for key, value in dict.items(state):
+        if type(key) is not str:
+            raise UnsupportedError(f"the state of {label} has a key that is no text: {key!r}")
+        where = f"{label}/{key}"
+        if type(value) is Away:
+            item = _item(where, value.form, value.begin_look)
+        elif isinstance(value, Tensor):
+            refuse_odd(where, value)
+            item = _item(where, value)
+            if value.device == param.device and not value.is_cpu:
+                item.record["on_device_of_parameter"] = True
+        else:
+            record[key] = {"value": encode(value, where)}
+            continue
+        items.append(item)
+        record[key] = item.record
+    return record
+
+
+def _item(
+    label: str, tensor: Tensor, begin: Callable[[], Callable[[], Tensor]] | None = None
+) -> Item:
+    form = form_of(tensor)
+    return Item(
+        label=label,
+        form=form,
+        nbytes=tensor.nbytes,
+        begin=begin or (lambda: lambda: tensor),
+        record=_form_record(form),
+    )
+
+
+def _form_record(form: Form) -> dict[str, Any]:
+    record: dict[str, Any] = {"dtype": form.dtype, "shape": list(form.shape)}
+    if form.stride is not None:
+        record["stride"] = list(form.stride)
+    return record
+
+
+def form_in(record: dict[str, Any]) -> Form:
+    """Return the form that a record tells."""
+    stride = record.get("stride")
+    return Form(record["dtype"], tuple(record["shape"]), None if stride is None else tuple(stride))
+
+
+def packed(content: dict[str, Any]) -> bytes:
+    """Return the manifest's file, with a checksum of itself."""
+    body = {"format": "ssdtrain checkpoint", "version": VERSION, **content}
+    return json.dumps(body | {"crc32": _checksum(body)}, indent=1).encode() + b"\n"
+
+
+def unpacked(text: bytes, where: str) -> dict[str, Any]:
+    """Return what is in a manifest's file.
+
+    Raises:
+        ConfigError: It is no manifest, or one of a later version.
+        CorruptError: It is not what was written.
+
+    """
+    what_next = "this checkpoint cannot be used; load an older one"
+    try:
+        body = json.loads(text)
+    except ValueError as error:
+        raise CorruptError(f"{where} is damaged, {what_next}: {error}") from error
+    if not isinstance(body, dict) or body.get("format") != "ssdtrain checkpoint":
+        raise ConfigError(f"{where} is not the manifest of a checkpoint of ssdtrain")
+    if body.get("version") != VERSION:
+        raise ConfigError(
+            f"{where} has version {body.get('version')!r} of the format, and this ssdtrain reads "
+            f"version {VERSION}; load it with the version of ssdtrain that saved it"
+        )
+    if body.pop("crc32", None) != _checksum(body):
+        raise CorruptError(f"{where} is damaged (its checksum does not fit), {what_next}")
+    return body
+
+
+def _checksum(body: dict[str, Any]) -> int:
+    return crc32(json.dumps(body, separators=(",", ":")).encode())

@@ -1,0 +1,96 @@
+"""``ssdtrain.save``: a checkpoint written as a stream, in whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ssdtrain.checkpoints.folder import NewFiles, told
+from ssdtrain.checkpoints.manifest import optimizer_items, packed, weight_items, weights_of
+from ssdtrain.checkpoints.shards import Item, shards_of, write_shard
+from ssdtrain.checkpoints.values import encode
+from ssdtrain.config import Size
+from ssdtrain.errors import ConfigError, NoSpaceError
+from ssdtrain.optimizer.exchange import refuse_half_done
+from ssdtrain.sizes import in_bytes, shown_bytes
+
+__all__ = ["save"]
+
+SHARD_BYTES_DEFAULT = 4 << 30
+
+
+def save(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    extra: Any = None,
+    shard_bytes: Size = SHARD_BYTES_DEFAULT,
+) -> None:
+    """Save a model, and its optimizer, into a folder, as a stream.
+
+    One tensor after the other is written, and what an offloaded optimizer has on the disk is read
+    for it: at most two tensors are in memory besides what was there. The new checkpoint takes the
+    place of an older one at once when it is whole and on the disk; until then, whatever happens,
+    the older one stays. So the disk needs room for both.
+
+    Args:
+        path: The folder of the checkpoint, which is made; its parent must exist.
+        model: Its parameters and buffers are saved as `state_dict` names them, tied ones once.
+        optimizer: Any optimizer whose state is tensors and plain values, offloaded or not.
+        extra: Plain data of yours, such as a count of steps, ``scheduler.state_dict()`` or
+            ``torch.get_rng_state()``: what JSON has, tuples, sets, other keys, small tensors.
+        shard_bytes: About the largest size of a file; a larger tensor makes one alone.
+
+    Raises:
+        ConfigError: A folder with other files, or one that is none; no model, no optimizer.
+        UnsupportedError: Something that cannot be saved as a stream, by name.
+        NoSpaceError: The disk has no room for the new checkpoint beside the old one.
+        StorageError: A read or a write failed; the older checkpoint is there as before.
+        BusyError: Another process saves into this folder just now.
+
+    """
+    folder = Path(os.path.abspath(path))
+    limit = in_bytes("shard_bytes", shard_bytes)
+    weights, model_part = weight_items(weights_of(model))
+    state, optimizer_part = _described(optimizer, model)
+    content = {
+        "torch": str(torch.__version__),
+        "model": model_part,
+        "optimizer": optimizer_part,
+        "extra": encode(extra, "extra"),
+    }
+    with NewFiles(folder) as new, told("saving into", folder):
+        _refuse_full(folder, [*weights, *state])
+        files = {}
+        for kind, items in (("weights", weights), ("state", state)):
+            for number, shard in enumerate(shards_of(items, limit), 1):
+                file, name = new.create(kind, number)
+                files[name] = write_shard(file, name, shard)
+        new.commit(packed({"files": files, **content}))
+
+
+def _described(optimizer: Optimizer | None, model: nn.Module) -> tuple[list[Item], Any]:
+    if optimizer is None:
+        return [], None
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError(f"a checkpoint takes a torch.optim.Optimizer, not {type(optimizer)!r}")
+    refuse_half_done(optimizer)
+    return optimizer_items(optimizer, model)
+
+
+def _refuse_full(folder: Path, items: list[Item]) -> None:
+    """Raise before the first write if there is not enough room."""
+    facts = os.statvfs(folder if folder.exists() else folder.parent)
+    needed, free = sum(item.nbytes for item in items), facts.f_bavail * facts.f_frsize
+    if needed > free:
+        raise NoSpaceError(
+            f"this checkpoint takes {shown_bytes(needed)}, and {folder} has room for "
+            f"{shown_bytes(free)}: an older one stays until the new one is whole. Make room there, "
+            "or save elsewhere"
+        )

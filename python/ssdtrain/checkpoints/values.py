@@ -1,0 +1,123 @@
+"""Plain values as JSON that gives them back exactly, or a clear error. Pure.
+
+JSON has no tuples, no infinities, no keys but text. Such values become an object with one key that
+begins with `$`; so does an object of the user's with such a key.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ssdtrain.errors import CorruptError, UnsupportedError
+
+__all__ = ["decode", "encode"]
+
+TENSOR_BYTES_MAX = 1 << 20
+"""Larger tensors belong into the model or the optimizer."""
+MAPS: dict[type, str] = {dict: "$dict", OrderedDict: "$ordered", Counter: "$counter"}
+
+
+def encode(value: Any, where: str) -> Any:
+    """Return what `json.dumps` takes for a value; `where` names the value in errors.
+
+    Raises:
+        UnsupportedError: It is, or has in it, something that is no plain data.
+
+    """
+    kind = type(value)
+    if value is None or kind in (bool, int, str):
+        return value
+    if kind is float:
+        return value if math.isfinite(value) else {"$float": repr(value)}
+    if kind in (list, tuple, set) or kind in MAPS:
+        return _encode_several(value, where)
+    if isinstance(value, torch.dtype):
+        return {"$dtype": str(value).removeprefix("torch.")}
+    if isinstance(value, Tensor):
+        return _encode_tensor(value, where)
+    raise UnsupportedError(
+        f"{where} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot keep: it "
+        "keeps None, bool, int, float, str, small tensors; lists, tuples, sets and dicts of them"
+    )
+
+
+def _encode_several(value: Any, where: str) -> Any:
+    kind = type(value)
+    if kind in MAPS:
+        if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
+            return {key: encode(one, f"{where}[{key!r}]") for key, one in value.items()}
+        pairs = [
+            [encode(key, f"a key of {where}"), encode(one, f"{where}[{key!r}]")]
+            for key, one in value.items()
+        ]
+        return {MAPS[kind]: pairs}
+    listed = [encode(one, f"{where}[{place}]") for place, one in enumerate(value)]
+    return listed if kind is list else {f"${kind.__name__}": listed}
+
+
+def _encode_tensor(value: Tensor, where: str) -> Any:
+    if type(value) is not Tensor or value.layout is not torch.strided or value.is_quantized:
+        raise UnsupportedError(f"{where} is no plain dense tensor, which a checkpoint cannot keep")
+    if value.nbytes > TENSOR_BYTES_MAX:
+        raise UnsupportedError(
+            f"{where} is a tensor of {value.nbytes} bytes: the manifest keeps small ones, of at "
+            f"most {TENSOR_BYTES_MAX}; make it a buffer of the model"
+        )
+    plain = value.detach().cpu().contiguous().reshape(-1)
+    data = bytes(plain.view(torch.uint8).numpy()) if plain.numel() else b""
+    dtype = str(value.dtype).removeprefix("torch.")
+    return {"$tensor": {"dtype": dtype, "shape": list(value.shape), "data": data.hex()}}
+
+
+def decode(value: Any) -> Any:
+    """Return the value that `encode` was given."""
+    if isinstance(value, list):
+        return [decode(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    tags = [key for key in value if key.startswith("$")]
+    if not tags:
+        return {key: decode(one) for key, one in value.items()}
+    if len(value) != 1 or tags[0] not in DECODERS:
+        raise CorruptError(f"the manifest has a value of an unknown kind: {tags[0]}")
+    return DECODERS[tags[0]](value[tags[0]])
+
+
+def _decode_tensor(form: Any) -> Tensor:
+    dtype = _decode_dtype(form["dtype"])
+    data = bytearray.fromhex(form["data"])
+    if not data:
+        return torch.empty(form["shape"], dtype=dtype)
+    return torch.frombuffer(data, dtype=dtype).reshape(form["shape"]).clone()
+
+
+def _decode_dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise CorruptError(f"this version of torch has no dtype {name!r}")
+    return found
+
+
+def _decode_counter(pairs: Any) -> Counter[Any]:
+    counter: Counter[Any] = Counter()
+    for key, one in pairs:
+        counter[decode(key)] = decode(one)
+    return counter
+
+
+DECODERS: dict[str, Callable[[Any], Any]] = {
+    "$float": float,
+    "$tuple": lambda listed: tuple(map(decode, listed)),
+    "$set": lambda listed: set(map(decode, listed)),
+    "$dict": lambda pairs: {decode(key): decode(one) for key, one in pairs},
+    "$ordered": lambda pairs: OrderedDict((decode(key), decode(one)) for key, one in pairs),
+    "$counter": _decode_counter,
+    "$dtype": _decode_dtype,
+    "$tensor": _decode_tensor,
+}
