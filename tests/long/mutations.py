@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -213,24 +214,45 @@ def failed_in(results: Path) -> set[str]:
     }
 
 
-def judge(name: str, tests: Sequence[str], folders: SimpleQueue[Path]) -> list[str]:
-    """Return what is wrong: tests that pass, or cannot judge, without the defence."""
+def judge(
+    name: str, tests: Sequence[str], folders: SimpleQueue[Path], times: int
+) -> tuple[list[str], str]:
+    """Run a defence's tests so many times without it.
+
+    Returns what is wrong: tests that pass, or cannot judge, without the defence; and by which tests
+    it was noticed, how often if more than once.
+    """
     folder = folders.get()
+    failed_counts = Counter[str]()
     try:
         with without(name, folder):
-            code, failed, words = outcome(folder, tests)
+            for _ in range(times):
+                code, failed, words = outcome(folder, tests)
+                if code not in (PASSED, FAILED):
+                    return [f"the tests do not run\n{words}"], ""
+                failed_counts.update(failed)
     finally:
         folders.put(folder)
-    if code not in (PASSED, FAILED):
-        return [f"the tests do not run\n{words}"]
-    return [f"{test} passes without it" for test in tests if test not in failed]
+    often = {
+        test: f" in {failed_counts[test]} of {times} runs" if times > 1 else "" for test in tests
+    }
+    problems = [
+        f"{test} passes without it" + (f": it fails{often[test]} only" if often[test] else "")
+        for test in tests
+        if failed_counts[test] < times
+    ]
+    return problems, ", ".join(test + often[test] for test in tests)
 
 
 def main() -> None:
     """Judge every defence, or those whose names contain a word."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("words", nargs="*", help="only defences that contain one of these")
-    words = parser.parse_args().words
+    parser.add_argument(
+        "--times", type=int, default=1, help="run the tests of each so often, and count"
+    )
+    options = parser.parse_args()
+    words = options.words
     if wrong := defences.differences():
         sys.exit("\n".join(wrong))
     chosen = {
@@ -251,10 +273,10 @@ def main() -> None:
         folders.put(second)
         bad_count = 0
         with ThreadPoolExecutor(WORKERS_COUNT) as pool:
-            judged = pool.map(lambda one: judge(*one, folders), chosen.items())
-            for (name, tests), problems in zip(chosen.items(), judged, strict=True):
+            judged = pool.map(lambda one: judge(*one, folders, options.times), chosen.items())
+            for name, (problems, noticed) in zip(chosen, judged, strict=True):
                 bad_count += bool(problems)
-                seen = "; ".join(problems) or "noticed by " + ", ".join(tests)
+                seen = "; ".join(problems) or f"noticed by {noticed}"
                 sys.stdout.write(f"without {name}: {seen}\n")
                 sys.stdout.flush()
     sys.stdout.write(f"{len(chosen) - bad_count} of {len(chosen)} defences are guarded\n")

@@ -102,6 +102,11 @@ def gpus_of(
 
 
 @cache
+def _device(gpu: int) -> torch.device:
+    return torch.device("cuda", gpu)
+
+
+@cache
 def _stream(gpu: int, handle: int) -> torch.cuda.Stream:
     return torch.cuda.ExternalStream(handle, device=gpu)  # type: ignore[no-untyped-call]
 
@@ -109,8 +114,6 @@ def _stream(gpu: int, handle: int) -> torch.cuda.Stream:
 def _allocate(gpu: int, handle: int, nbytes: int) -> UntypedStorage:
     """Allocate memory for a stream, whichever is current."""
     if current_stream(gpu) == handle:
-        made = torch.empty(nbytes, dtype=torch.uint8, device=gpu)
-    else:
-        with torch.cuda.stream(_stream(gpu, handle)):
-            made = torch.empty(nbytes, dtype=torch.uint8, device=gpu)
-    return made.untyped_storage()
+        return UntypedStorage(nbytes, device=_device(gpu))  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(_stream(gpu, handle)):
+        return UntypedStorage(nbytes, device=_device(gpu))  # type: ignore[no-untyped-call]

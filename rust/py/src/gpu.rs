@@ -123,7 +123,6 @@ pub struct GpuWay {
     /// The turn at which one gave up waiting, with one added.
     given_up_at: AtomicU64,
     window_bytes: u64,
-    process: u32,
     books: Mutex<Books>,
     held: Mutex<Vec<Departure>>,
 }
@@ -310,7 +309,6 @@ impl Gpus {
             waiting_count: AtomicUsize::new(0),
             given_up_at: AtomicU64::new(0),
             window_bytes: WINDOW_BYTES.min(memory.down as u64 / 2),
-            process: std::process::id(),
             books: Mutex::default(),
             held: Mutex::default(),
         });
@@ -370,7 +368,7 @@ impl Gpus {
 impl GpuWay {
     /// Whether this process is a child of the one that opened it.
     pub fn is_forked(&self) -> bool {
-        self.process != std::process::id()
+        self.staging.is_forked()
     }
 
     /// Waits for the GPU to come to a copy, after there was no room at this turn; another thread

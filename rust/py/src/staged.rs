@@ -100,15 +100,13 @@ impl GpuBytes {
 
     /// Whether the source may be let go without a long wait on the GPU.
     pub fn is_done(&self) -> bool {
-        // An error of the GPU is told by `release`.
-        let is_copied =
-            self.way.is_past_window(self.saved_bytes) || self.staged.is_copied().unwrap_or(true);
-        is_copied && !self.is_held()
+        let is_past_window = self.way.is_past_window(self.saved_bytes);
+        self.way.staging.may_release(&self.staged, is_past_window, user_stream(self.stream))
     }
 
     /// Whether the source has to wait for the end of a CUDA graph that is being captured.
     pub fn is_held(&self) -> bool {
-        // As above.
+        // An error of the GPU is told by `release`.
         self.way.is_capturing(self.stream).unwrap_or(false)
     }
 

@@ -16,7 +16,8 @@ namespace fake {
 namespace {
 
 using Lock = std::lock_guard<std::mutex>;
-using Counts = std::map<std::string, long>;
+// Found without a copy of the name: every call looks for its own.
+using Counts = std::map<std::string, long, std::less<>>;
 
 // Nothing here is ever destroyed: threads call while the process ends.
 std::mutex &mutex = *new std::mutex;
@@ -53,6 +54,12 @@ bool needs_a_context(const char *symbol) {
   return !others.count(symbol);
 }
 
+void count(Counts &counts, const char *name) {
+  const auto found = counts.find(std::string_view(name));
+  if (found != counts.end()) found->second++;
+  else counts.emplace(name, 1);
+}
+
 int failed(int code, const std::string &reason) {
   failed_code = code;
   failed_reason = interned(reason);
@@ -74,7 +81,7 @@ int enter(const char *symbol) {
   if (is_forked) return failed(CUDA_ERROR_NOT_INITIALIZED, "a forked child cannot use CUDA");
   if (symbol == std::string_view("cuInit")) is_used = true;
   Lock lock(mutex);
-  calls[symbol]++;
+  count(calls, symbol);
   auto due = std::find_if(failures.begin(), failures.end(), [&](Failure &one) {
     return one.symbol == symbol && one.after-- <= 0;
   });
@@ -94,7 +101,7 @@ int enter(const char *symbol) {
 
 void count_call(const char *name) {
   Lock lock(mutex);
-  calls[name]++;
+  count(calls, name);
 }
 
 int refuse(const char *name) {
@@ -181,15 +188,15 @@ void note_wait() {
 
 std::map<std::string, long> call_counts() {
   Lock lock(mutex);
-  return calls;
+  return {calls.begin(), calls.end()};
 }
 std::map<std::string, long> refused_counts() {
   Lock lock(mutex);
-  return refused;
+  return {refused.begin(), refused.end()};
 }
 std::map<std::string, long> waits_with_gil() {
   Lock lock(mutex);
-  return waits;
+  return {waits.begin(), waits.end()};
 }
 
 }  // namespace fake

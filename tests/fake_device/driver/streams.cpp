@@ -76,18 +76,21 @@ void host_waits(std::unique_lock<std::mutex> &lock, std::condition_variable &cha
 
 // With `order` held.
 void push(CUstream stream, Operation operation) {
-  Lock lock(stream->mutex);
-  join(stream->clock, host_clock);
-  if (stream->clock.size() <= size_t(stream->number)) stream->clock.resize(stream->number + 1);
-  const uint64_t number = ++stream->clock[stream->number];
-  for (Access &access : operation.accesses) {
-    access.stream = stream->number;
-    access.number = number;
+  {
+    Lock lock(stream->mutex);
+    join(stream->clock, host_clock);
+    if (stream->clock.size() <= size_t(stream->number)) stream->clock.resize(stream->number + 1);
+    const uint64_t number = ++stream->clock[stream->number];
+    for (Access &access : operation.accesses) {
+      access.stream = stream->number;
+      access.number = number;
+    }
+    // With its own number in the clock, what one operation touches does not race with itself.
+    enter_operation(stream->clock, operation.accesses);
+    stream->queue.push_back(std::move(operation));
+    stream->entered++;
   }
-  // With its own number in the clock, what one operation touches does not race with itself.
-  enter_operation(stream->clock, operation.accesses);
-  stream->queue.push_back(std::move(operation));
-  stream->entered++;
+  // A thread that is woken while its lock is held sleeps again until it is free.
   stream->changed.notify_all();
 }
 

@@ -1,15 +1,18 @@
 //! A GPU: its primary context, which torch uses too, made current only for the time of a call.
-#![expect(unsafe_code, reason = "calls the CUDA driver")]
+#![expect(unsafe_code, reason = "calls the CUDA driver, and maps a page")]
 
 use std::cell::Cell;
 use std::ffi::c_int;
 use std::ptr;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use cudarc::driver::sys::CUcontext;
+use rustix::mm::{Advice, MapFlags, ProtFlags};
 
 use crate::cuda::driver::Driver;
 use crate::error::{Error, ErrorKind, Result};
+use crate::memory::arena::PAGE_BYTES;
 
 /// One GPU of this process.
 #[derive(Debug)]
@@ -17,7 +20,47 @@ pub struct Gpu {
     driver: &'static Driver,
     ordinal: usize,
     context: Context,
+    birth: Birth,
+}
+
+/// The process in which something was made.
+///
+/// Its forked children are asked about at every call of the driver, and to ask the kernel for the
+/// number of the process takes longer than some of those calls.
+#[derive(Debug)]
+struct Birth {
     process: u32,
+    /// True here, and wiped by the kernel in a child, however that was forked; without it the
+    /// kernel is asked.
+    is_here: Option<&'static AtomicBool>,
+}
+
+impl Birth {
+    fn here() -> Self {
+        let flags = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE);
+        // SAFETY: a new mapping at an address that the kernel chooses touches no other memory.
+        let mapped =
+            unsafe { rustix::mm::mmap_anonymous(ptr::null_mut(), PAGE_BYTES, flags.0, flags.1) };
+        let is_here = mapped.ok().and_then(|page| {
+            // SAFETY: the page was just mapped, and nobody else knows it.
+            let wiped = unsafe { rustix::mm::madvise(page, PAGE_BYTES, Advice::LinuxWipeOnFork) };
+            // An older kernel cannot; the page is as good as lost then, once per GPU.
+            wiped.ok()?;
+            // SAFETY: the page holds zeros, which is a bool, and it is never unmapped.
+            Some(unsafe { &*page.cast::<AtomicBool>() })
+        });
+        if let Some(is_here) = is_here {
+            is_here.store(true, Ordering::Relaxed);
+        }
+        Self { process: std::process::id(), is_here }
+    }
+
+    fn is_elsewhere(&self) -> bool {
+        match self.is_here {
+            Some(is_here) => !is_here.load(Ordering::Relaxed),
+            None => self.process != std::process::id(),
+        }
+    }
 }
 
 thread_local! {
@@ -76,7 +119,7 @@ impl Gpu {
         let answer =
             unsafe { (driver.functions.cuDevicePrimaryCtxRetain)(&raw mut context, device) };
         driver.check("cuDevicePrimaryCtxRetain", answer)?;
-        Ok(Self { driver, ordinal, context: Context(context), process: std::process::id() })
+        Ok(Self { driver, ordinal, context: Context(context), birth: Birth::here() })
     }
 
     /// Its number.
@@ -90,12 +133,13 @@ impl Gpu {
     /// caller's context fails, what `run` has begun must not be lost: the next call in this thread
     /// tells of it.
     pub fn within<T>(&self, run: impl FnOnce(&Driver) -> Result<T>) -> Result<T> {
-        self.refuse_if_forked()?;
         let driver = self.driver;
         let own = self.context.0.addr();
+        // No thread forks in here, so this is no forked child.
         if WITHIN.get() == own {
             return run(driver);
         }
+        self.refuse_if_forked()?;
         if let Some(error) = UNTOLD.take() {
             return Err(error);
         }
@@ -114,7 +158,7 @@ impl Gpu {
     /// Whether this process was forked from the one that retained the context, which CUDA does not
     /// allow to be used in a child.
     pub fn is_forked(&self) -> bool {
-        self.process != std::process::id()
+        self.birth.is_elsewhere()
     }
 
     fn refuse_if_forked(&self) -> Result<()> {

@@ -4,8 +4,10 @@
 //! one, waited for on the other. The CPU waits for nothing here.
 #![expect(unsafe_code, reason = "calls the CUDA driver")]
 
+use std::cell::Cell;
 use std::ffi::c_int;
 use std::ptr;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -195,6 +197,30 @@ pub fn is_capturing(gpu: &Gpu, stream: UserStream) -> Result<bool> {
     })
 }
 
+thread_local! {
+    /// Whether this thread has told the driver that it never breaks a graph.
+    static IS_RELAXED: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Tells the driver, once for all that this thread asks from now on, that it breaks no CUDA graph;
+/// for threads of our own. If that fails it is told at each question, as for other threads.
+pub fn relax_thread(gpu: &Gpu) {
+    let relaxed = gpu.within(|driver| exchange_capture_mode(driver, RELAXED));
+    IS_RELAXED.set(relaxed.is_ok());
+}
+
+/// Asks the driver something that it takes for a mistake while somebody makes a CUDA graph, which
+/// breaks the graph, unless the thread says that it knows what it does.
+fn ask(driver: &Driver, question: impl FnOnce() -> c_int) -> Result<c_int> {
+    if IS_RELAXED.get() {
+        return Ok(question());
+    }
+    let before = exchange_capture_mode(driver, RELAXED)?;
+    let answer = question();
+    exchange_capture_mode(driver, before)?;
+    Ok(answer)
+}
+
 /// Says how strict the driver shall be with this thread while graphs are made; returns how it was.
 fn exchange_capture_mode(driver: &Driver, mode: c_int) -> Result<c_int> {
     let mut mode = mode;
@@ -227,7 +253,9 @@ pub struct Event {
     pool: Arc<EventPool>,
     raw: RawEvent,
     /// The place before it from which its time counts.
-    begun: Option<Box<Event>>,
+    begun: Option<Arc<Event>>,
+    /// Whether somebody has seen that it was reached, which it stays.
+    is_known_reached: AtomicBool,
 }
 
 // SAFETY: as for `RawEvent`; no method changes the event but `EventPool::record`, which makes it.
@@ -251,23 +279,21 @@ impl EventPool {
     /// Marks the place that the stream has been filled up to.
     pub fn record(self: &Arc<Self>, stream: UserStream) -> Result<Event> {
         let free = self.free.lock().unwrap_or_else(PoisonError::into_inner).pop();
-        let raw = match free {
-            Some(raw) => raw,
-            None => self.gpu.within(|driver| create(driver, self.flags))?,
-        };
-        let event = Event { pool: Arc::clone(self), raw, begun: None };
         self.gpu.within(|driver| {
+            let raw = free.map_or_else(|| create(driver, self.flags), Ok)?;
+            let is_known_reached = AtomicBool::new(false);
+            let event = Event { pool: Arc::clone(self), raw, begun: None, is_known_reached };
             // SAFETY: both are alive, and of the GPU whose context is current.
             let answer = unsafe { (driver.functions.cuEventRecord)(event.raw.0, stream.0) };
-            driver.check("cuEventRecord", answer)
-        })?;
-        Ok(event)
+            driver.check("cuEventRecord", answer)?;
+            Ok(event)
+        })
     }
 
-    /// Marks the end of what began at `begun`, an event of this pool on the same stream.
-    pub fn record_end(self: &Arc<Self>, begun: Event, stream: UserStream) -> Result<Event> {
+    /// Marks the end of what began no earlier than `begun`, an event of this pool.
+    pub fn record_end(self: &Arc<Self>, begun: Arc<Event>, stream: UserStream) -> Result<Event> {
         let mut event = self.record(stream)?;
-        event.begun = Some(Box::new(begun));
+        event.begun = Some(begun);
         Ok(event)
     }
 }
@@ -282,7 +308,13 @@ fn create(driver: &Driver, flags: u32) -> Result<RawEvent> {
 
 impl Event {
     /// Makes what is put on the stream from now on wait until the event has been reached.
+    ///
+    /// What was seen to be over is over for all that is put on any stream from now on: then there
+    /// is nothing to wait for.
     pub fn wait_on(&self, stream: UserStream) -> Result<()> {
+        if self.is_known_reached.load(Ordering::Acquire) {
+            return Ok(());
+        }
         self.pool.gpu.within(|driver| {
             // SAFETY: both are alive, and of the GPU whose context is current.
             let answer = unsafe { (driver.functions.cuStreamWaitEvent)(stream.0, self.raw.0, 0) };
@@ -291,19 +323,20 @@ impl Event {
     }
 
     /// Whether it has been reached; an error says that the GPU failed before.
-    ///
-    /// While somebody makes a CUDA graph, the driver takes any query for a mistake that breaks the
-    /// graph, also one of another thread, unless the thread says that it knows what it does.
     pub fn is_reached(&self) -> Result<bool> {
+        if self.is_known_reached.load(Ordering::Acquire) {
+            return Ok(true);
+        }
         self.pool.gpu.within(|driver| {
-            let before = exchange_capture_mode(driver, RELAXED)?;
             // SAFETY: the event is alive.
-            let answer = unsafe { (driver.functions.cuEventQuery)(self.raw.0) };
-            exchange_capture_mode(driver, before)?;
+            let answer = ask(driver, || unsafe { (driver.functions.cuEventQuery)(self.raw.0) })?;
             if answer == code::NOT_READY {
                 return Ok(false);
             }
-            driver.check("cuEventQuery", answer).map(|()| true)
+            driver.check("cuEventQuery", answer)?;
+            // Whoever sees it goes on after what was before the event.
+            self.is_known_reached.store(true, Ordering::Release);
+            Ok(true)
         })
     }
 
@@ -312,19 +345,18 @@ impl Event {
     /// `None` if it has no beginning, or the driver does not tell. That is no failure: what failed
     /// on the GPU, [`is_reached`](Self::is_reached) and the streams tell.
     pub fn took(&self) -> Option<Duration> {
-        let begun = self.begun.as_ref()?;
+        self.since(self.begun.as_ref()?)
+    }
+
+    /// The same from another event, of the same pool.
+    pub fn since(&self, begun: &Event) -> Option<Duration> {
         let told = self.pool.gpu.within(|driver| {
-            let before = exchange_capture_mode(driver, RELAXED)?;
             let mut milliseconds = 0.0;
+            let took = &raw mut milliseconds;
             // SAFETY: both events are alive; `milliseconds` outlives the call.
-            let answer = unsafe {
-                (driver.functions.cuEventElapsedTime)(
-                    &raw mut milliseconds,
-                    begun.raw.0,
-                    self.raw.0,
-                )
-            };
-            exchange_capture_mode(driver, before)?;
+            let answer = ask(driver, || unsafe {
+                (driver.functions.cuEventElapsedTime)(took, begun.raw.0, self.raw.0)
+            })?;
             driver.check("cuEventElapsedTime", answer)?;
             Ok(f64::from(milliseconds))
         });

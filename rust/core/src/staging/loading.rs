@@ -148,9 +148,9 @@ pub fn enqueue(shared: &Shared, upload: &Upload, slot: Arc<PinnedSlot>, parcel: 
     after.push(&upload.allocated); // defence: a load waits for the memory of its target
     // Mostly the target's stream has waited for this copy, when the source was let go.
     after.extend(parcel.map(|parcel| &*parcel.copied));
-    let copied = shared
-        .up
-        .copy(&shared.copies, &slot, &after, |stream, slot| stream.copy_up(slot, upload.target));
+    let copied = shared.up.copy(&shared.copies, &slot, &after, None, |stream, slot| {
+        stream.copy_up(slot, upload.target)
+    });
     *progress = match copied {
         Ok(loaded) => {
             let loaded = Arc::new(loaded);

@@ -146,17 +146,29 @@ impl Staging {
             return Ok(Saved::Full(self.why_full()));
         };
         let slot = Arc::new(slot);
-        let ready = shared.events.record(stream)?;
+        // The copy begins there, or where the one before it ends.
+        let ready = Arc::new(shared.copies.record(stream)?);
         // defence: a copy down waits for what computes its source
         let after: [&Event; 1] = [&ready];
-        let copied = shared
-            .down
-            .copy(&shared.copies, &slot, &after, |stream, slot| stream.copy_down(source, slot))?;
+        let begun = Some(Arc::clone(&ready));
+        let copied = shared.down.copy(&shared.copies, &slot, &after, begun, |stream, slot| {
+            stream.copy_down(source, slot)
+        })?;
         shared.down_bytes.fetch_add(source.len() as u64, Ordering::Relaxed);
         let parcel = Arc::new(Parcel::new(slot, copied, source.len(), tier));
         shared.copying_count.fetch_add(1, Ordering::Relaxed);
         shared.mailbox.post(Task::Copying(Arc::clone(&parcel)));
         Ok(Saved::Begun(Staged::new(parcel)))
+    }
+
+    /// Whether a source may be let go into `stream` now, without a long wait there if the copy is
+    /// said to be `mostly_over`; the driver's errors are told by [`order`](Self::order).
+    pub fn may_release(&self, staged: &Staged, mostly_over: bool, stream: UserStream) -> bool {
+        let looked = self.0.gpu.within(|_| {
+            let is_over = mostly_over || staged.is_copied().unwrap_or(true);
+            Ok(is_over && !is_capturing(&self.0.gpu, stream).unwrap_or(false))
+        });
+        looked.unwrap_or(true)
     }
 
     /// Whether a CUDA graph is being made of what is put on the stream: then it must wait for
@@ -217,6 +229,11 @@ impl Staging {
             return Err(Error::new(ErrorKind::Config, message));
         }
         self.0.gpu.within(|_| Loading::begin(&self.0, staged, target, stream))
+    }
+
+    /// Whether this process was forked from the one that opened it.
+    pub fn is_forked(&self) -> bool {
+        self.0.gpu.is_forked()
     }
 
     /// What was done so far.

@@ -163,7 +163,7 @@ impl Shared {
 
 impl Lane {
     /// Copies once all of `after` have been reached; returns the event that tells the end, and how
-    /// long it took if `events` are timed.
+    /// long it took since `begun`, or since the stream had come to it.
     ///
     /// If a call fails, the copy may be under way all the same. Then the stream is waited for, and
     /// if that fails too, the slot is never given to others.
@@ -172,12 +172,16 @@ impl Lane {
         events: &Arc<EventPool>,
         slot: &Arc<PinnedSlot>,
         after: &[&Event],
+        begun: Option<Arc<Event>>,
         copy: impl FnOnce(&Stream, &PinnedSlot) -> Result<()>,
     ) -> Result<Event> {
         for event in after {
             event.wait_on(self.stream.handle())?;
         }
-        let begun = events.record(self.stream.handle())?;
+        let begun = match begun {
+            Some(begun) => begun,
+            None => Arc::new(events.record(self.stream.handle())?),
+        };
         let ended =
             copy(&self.stream, slot).and_then(|()| events.record_end(begun, self.stream.handle()));
         if ended.is_err() && self.stream.synchronize().is_err() {
@@ -186,10 +190,12 @@ impl Lane {
         ended
     }
 
-    /// Counts the time of a copy of so many bytes that has ended.
-    pub fn count(&self, copied: &Event, len: usize) {
+    /// Counts the time of a copy of so many bytes that has ended, which had to wait for the end of
+    /// the one before.
+    pub fn count(&self, copied: &Event, before: Option<&Event>, len: usize) {
         let Some(took) = copied.took() else { return };
-        let took_ns = took.as_nanos() as u64;
+        let since_before = before.and_then(|before| copied.since(before));
+        let took_ns = since_before.map_or(took, |since| took.min(since)).as_nanos() as u64;
         self.copy_ns.fetch_add(took_ns, Ordering::Relaxed);
         self.recent().add(len as u64, took_ns);
     }

@@ -7,7 +7,7 @@ use std::sync::{Arc, Weak};
 use std::thread;
 use std::time::Duration;
 
-use crate::cuda::stream::Event;
+use crate::cuda::stream::{Event, relax_thread};
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::pinned::PinnedSlot;
 use crate::staging::loading;
@@ -26,13 +26,14 @@ pub fn start(shared: &Arc<Shared>) -> Result<()> {
     let worker = Worker {
         shared: Arc::clone(shared),
         copying: VecDeque::new(),
+        copied_before: None,
         writing: Vec::new(),
         waiting: VecDeque::new(),
         reading: Vec::new(),
         uploading: VecDeque::new(),
     };
     let named = thread::Builder::new().name(format!("ssdtrain-gpu{}", shared.gpu.ordinal()));
-    let began = named.spawn(move || worker.run()).map_err(|error: io::Error| {
+    let began = named.spawn(move || worker.run_on_gpu()).map_err(|error: io::Error| {
         Error::from_io("cannot start the worker of the copies to and from the GPU", &error)
     })?;
     // Nothing was posted before, so nobody has looked for it.
@@ -44,6 +45,8 @@ struct Worker {
     shared: Arc<Shared>,
     /// In the order of the stream: the first ends first.
     copying: VecDeque<Arc<Parcel>>,
+    /// The end of the last copy that was counted.
+    copied_before: Option<Arc<Event>>,
     writing: Vec<Writing>,
     waiting: VecDeque<(Owed, Arc<Stored>)>,
     reading: Vec<Reading>,
@@ -69,6 +72,23 @@ impl Drop for Worker {
 }
 
 impl Worker {
+    /// Runs with the GPU's context current all the time; if that cannot be had, each call tries
+    /// for itself, and what it is made for is told.
+    fn run_on_gpu(self) {
+        let gpu = Arc::clone(&self.shared.gpu);
+        let mut worker = Some(self);
+        let _told_later = gpu.within(|_| {
+            relax_thread(&gpu);
+            if let Some(worker) = worker.take() {
+                worker.run();
+            }
+            Ok(())
+        });
+        if let Some(worker) = worker {
+            worker.run();
+        }
+    }
+
     fn run(mut self) {
         loop {
             let mut has_moved = self.take_tasks();
@@ -123,7 +143,12 @@ impl Worker {
                     if !self.begin_write(&parcel) {
                         break;
                     }
-                    self.shared.down.count(&parcel.copied, parcel.len);
+                    self.shared.down.count(
+                        &parcel.copied,
+                        self.copied_before.as_deref(),
+                        parcel.len,
+                    );
+                    self.copied_before = Some(Arc::clone(&parcel.copied));
                 }
                 Err(error) => {
                     // Whether the copy still runs is not known: the slot is never given to others.
@@ -245,7 +270,7 @@ impl Worker {
             let Uploading { slot, loaded, len } =
                 self.uploading.pop_front().expect("it was there above");
             if is_over.is_ok() {
-                self.shared.up.count(&loaded, len);
+                self.shared.up.count(&loaded, None, len);
             } else {
                 // As above. The stream that was lent the target tells its user of the failure.
                 std::mem::forget(slot);
