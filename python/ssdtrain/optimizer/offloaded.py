@@ -195,6 +195,7 @@ class _Offloaded(Optimizer):
 
     @state.setter
     def state(self, states: Any) -> None:
+        self.synchronize()
         vars(self)["state"] = states
 
     @property
