@@ -14,6 +14,7 @@ import signal
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from torch.nn.utils import clip_grad_norm_, parameters_to_vector
 from torch.optim import Optimizer, lr_scheduler
 from torch.utils.checkpoint import checkpoint
 
+import ssdtrain
 import support
 from children import forked_python
 from ssdtrain import ConfigError, StorageError, UnsupportedError, offload_optimizer
@@ -275,6 +277,7 @@ def test_memory_that_others_see_is_updated_in_the_step(
 
 
 def layers(count: int) -> tuple[nn.Sequential, list[Any]]:
+    torch.manual_seed(0)
     module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(count)))
     return module, [layer.weight for layer in module]
 
@@ -329,6 +332,36 @@ def test_modules_that_read_weights_of_inner_ones(tmp_path: Path) -> None:
         seen.append(module(x).detach())
     assert torch.equal(seen[0], seen[2])
     assert torch.equal(seen[1], seen[3])
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit")
+def test_a_traced_module_reads_its_weights_in_its_own_code(tmp_path: Path) -> None:
+    seen = []
+    for directory in (None, tmp_path):
+        module, _ = layers(2)
+        traced: Any = torch.jit.trace(module, batch())
+        optimizer = adamw(module) if directory is None else overlapping(module, directory)
+        traced(batch(1)).square().mean().backward()
+        optimizer.step()
+        assert gate.asked_count == 0
+        seen.append(traced(batch()).detach())
+    assert torch.equal(*seen)
+
+
+def test_a_session_that_offloads_activations_too(tmp_path: Path) -> None:
+    results = []
+    gate.opened.set()
+    for directory in (None, tmp_path):
+        module = model()
+        optimizer = adamw(module) if directory is None else overlapping(module, directory)
+        session: Any = nullcontext()
+        if directory is not None:
+            session = ssdtrain.offload(directory, min_bytes=1024)
+        with session:
+            for number in range(6):
+                plain_step(module, optimizer, batch(number))
+        results.append(everything(module, optimizer))
+    support.assert_equal_bits(results[1], results[0])
 
 
 def adapted(seed: int = 0) -> nn.Module:

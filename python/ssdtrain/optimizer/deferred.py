@@ -144,7 +144,7 @@ class Deferred(Updates):
         self._order = order
         self._notices = notices
         self._error: BaseException | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a handler of a signal may look while another raises
         self._process = os.getpid()
         self._threads = torch.get_num_threads()
         self._decision: SimpleQueue[bool] = SimpleQueue()

@@ -197,6 +197,7 @@ class Offloaded(Optimizer):
 
     @state.setter
     def state(self, states: Any) -> None:
+        self.synchronize()
         vars(self)["state"] = states
 
     @property

@@ -14,6 +14,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -138,7 +139,8 @@ def _surroundings(optimizer: Optimizer) -> tuple[Any, Any, dict[str, Any]]:
         for name, value in vars(optimizer).items()
         if name not in ("state", "param_groups")
     }
-    numbers = [torch.random.get_rng_state(), random.getstate()]
+    legacy = np.random.get_state()  # noqa: NPY002 - somebody else may use it
+    numbers = [torch.random.get_rng_state(), random.getstate(), str(legacy)]
     return (
         numbers,
         [{k: _cloned(v) for k, v in group.items()} for group in _options_of(optimizer)],
