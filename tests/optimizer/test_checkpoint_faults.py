@@ -439,6 +439,31 @@ def test_no_step_and_no_save_and_no_load_holds_the_whole(whole: int, tmp_path: P
     assert max(grew.values()) < 40 << 20, grew
 
 
+@pytest.mark.parametrize("fails_at", [3, 40])
+def test_a_load_that_fails(fails_at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, other = Run(), Run(tmp_path)
+    run.steps(range(2))
+    save(tmp_path / "saved", run.module, run.optimizer)
+    other.steps(range(5, 6))
+    before = other.now()
+    preadv, calls = os.preadv, []
+
+    def failing(*arguments: Any) -> int:
+        calls.append(arguments)
+        if len(calls) == fails_at:
+            raise OSError(errno.EIO, "Input/output error")
+        return preadv(*arguments)
+
+    monkeypatch.setattr(os, "preadv", failing)
+    with pytest.raises(StorageError, match=r"loading from .* failed") as raised:
+        load(tmp_path / "saved", other.module, other.optimizer)
+    assert raised.value.errno == errno.EIO
+    if fails_at == 3:
+        support.assert_equal_bits(other.now(), before)
+    load(tmp_path / "saved", other.module, other.optimizer)
+    support.assert_equal_bits(other.now(), run.now())
+
+
 def test_nothing_is_left_open(tmp_path: Path) -> None:
     run = Run()
     save(tmp_path / "saved", run.module, run.optimizer)

@@ -400,6 +400,11 @@ def test_what_cannot_be_saved_is_refused_by_name(tmp_path: Path) -> None:
             "make it a buffer of the model",
             lambda: save(tmp_path / "a", run.module, extra=torch.zeros(1 << 20)),
         ),
+        (
+            ConfigError,
+            r"params\[0\] of group 0, .* not in the state_dict\(\) of the model",
+            lambda: save(tmp_path / "a", run.module, adamw(nn.Linear(2, 2))),
+        ),
         (ConfigError, "takes a torch.nn.Module", lambda: save(tmp_path / "a", {})),  # type: ignore[arg-type]
         (ConfigError, "takes a torch.optim", lambda: save(tmp_path / "a", run.module, 3)),  # type: ignore[arg-type]
         (ConfigError, "does not exist; make it", lambda: save(tmp_path / "b" / "c", run.module)),
@@ -416,6 +421,16 @@ def test_what_cannot_be_saved_is_refused_by_name(tmp_path: Path) -> None:
     assert files_of(tmp_path / "full") == {"mine"}
     with pytest.raises(ConfigError, match="there is no whole checkpoint"):
         load(tmp_path / "full", run.module)
+
+
+def test_a_link_to_a_folder_is_the_folder(tmp_path: Path) -> None:
+    run = Run()
+    (tmp_path / "there").mkdir()
+    (tmp_path / "here").symlink_to("there")
+    save(tmp_path / "here", run.module)
+    assert (tmp_path / "here").is_symlink()
+    assert_whole(tmp_path / "there")
+    load(tmp_path / "here", run.module)
 
 
 def test_plain_checkpoints_of_torch_go_on_working(tmp_path: Path) -> None:

@@ -169,7 +169,7 @@ def _remove(path: Path, named: set[str]) -> None:
 
 
 def _refuse_other_folder(path: Path) -> None:
-    if path.is_symlink() or (path.exists() and not path.is_dir()):
+    if path.exists() and not path.is_dir():
         raise ConfigError(f"{path} is no folder; a checkpoint is a folder with several files")
     if not path.parent.is_dir():
         raise ConfigError(f"{path.parent} does not exist; make it first")

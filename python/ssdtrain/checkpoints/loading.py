@@ -69,7 +69,7 @@ def load(
         _compare_model(content["model"], found)
         values = {name: decode(one) for name, one in content["model"]["values"].items()}
         if optimizer is not None:
-            _compare_optimizer(content["optimizer"], optimizer, model)
+            _compare_optimizer(content["optimizer"], optimizer, found)
             options = [decode(group["options"]) for group in content["optimizer"]["groups"]]
         extra = decode(content["extra"])
         if check_first:
@@ -164,7 +164,7 @@ def _shown(names: set[str]) -> str:
     return (", ".join(listed[:NAMES_MAX]) or "nothing") + more
 
 
-def _compare_optimizer(saved: Any, optimizer: Optimizer, model: nn.Module) -> None:
+def _compare_optimizer(saved: Any, optimizer: Optimizer, found: Weights) -> None:
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(f"a checkpoint takes a torch.optim.Optimizer, not {type(optimizer)!r}")
     if saved is None:
@@ -185,7 +185,7 @@ def _compare_optimizer(saved: Any, optimizer: Optimizer, model: nn.Module) -> No
             f"the optimizer's groups have {there} parameters in the checkpoint, and {here} here; "
             "make the same groups (add_param_group) before loading"
         )
-    labels = param_labels(optimizer, model)
+    labels = param_labels(optimizer, found)
     for number, (group, one) in enumerate(zip(groups, saved["groups"], strict=True)):
         for place, (param, record) in enumerate(zip(group["params"], one["params"], strict=True)):
             if record["name"] != labels[param]:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from ssdtrain.checkpoints.shards import Form, Item, form_of
 from ssdtrain.checkpoints.values import encode
 from ssdtrain.errors import ConfigError, CorruptError, UnsupportedError
+from ssdtrain.optimizer.chunks import name_of
 from ssdtrain.optimizer.exchange import own_kind
 from ssdtrain.optimizer.state import Away
 
@@ -100,14 +101,23 @@ def weight_items(found: Weights) -> tuple[list[Item], dict[str, Any]]:
     return items, {"tensors": tensors, "tied": found.tied, "values": found.values}
 
 
-def param_labels(optimizer: Optimizer, model: nn.Module) -> dict[Tensor, str]:
-    """Return a name for each parameter of an optimizer: the model's, or its place in its group."""
-    names = {param: name for name, param in model.named_parameters()}
-    return {
-        param: names.get(param, f"group {number}, parameter {place}")
-        for number, group in enumerate(optimizer.param_groups)
-        for place, param in enumerate(group["params"])
-    }
+def param_labels(optimizer: Optimizer, found: Weights) -> dict[Tensor, str]:
+    """Return the model's name of each parameter of an optimizer.
+
+    Raises `ConfigError` for one that the model does not save: its values would be lost.
+    """
+    names = {id(tensor): name for name, tensor in found.tensors.items()}
+    labels: dict[Tensor, str] = {}
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if id(param) not in names:
+                raise ConfigError(
+                    f"{name_of(optimizer.param_groups, param)} of the optimizer is not in the "
+                    "state_dict() of the model, so a checkpoint would lack it; give a "
+                    "torch.nn.ModuleList of all modules that the optimizer updates"
+                )
+            labels[param] = names[id(param)]
+    return labels
 
 
 def kind_name(optimizer: Optimizer) -> str:
@@ -129,9 +139,9 @@ def kind_name(optimizer: Optimizer) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def optimizer_items(optimizer: Optimizer, model: nn.Module) -> tuple[list[Item], dict[str, Any]]:
+def optimizer_items(optimizer: Optimizer, found: Weights) -> tuple[list[Item], dict[str, Any]]:
     """Return the tensors of the state to be written and the manifest's part about the optimizer."""
-    labels = param_labels(optimizer, model)
+    labels = param_labels(optimizer, found)
     if any(key not in labels for key in optimizer.state):
         raise UnsupportedError(
             f"{kind_name(optimizer)} has state that belongs to no parameter of its groups; save "

@@ -11,7 +11,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ssdtrain.checkpoints.folder import NewFiles, told
-from ssdtrain.checkpoints.manifest import optimizer_items, packed, weight_items, weights_of
+from ssdtrain.checkpoints.manifest import (
+    Weights,
+    optimizer_items,
+    packed,
+    weight_items,
+    weights_of,
+)
 from ssdtrain.checkpoints.shards import Item, shards_of, write_shard
 from ssdtrain.checkpoints.values import encode
 from ssdtrain.config import Size
@@ -57,8 +63,9 @@ def save(
     """
     folder = Path(os.path.abspath(path))
     limit = in_bytes("shard_bytes", shard_bytes)
-    weights, model_part = weight_items(weights_of(model))
-    state, optimizer_part = _described(optimizer, model)
+    found = weights_of(model)
+    weights, model_part = weight_items(found)
+    state, optimizer_part = _described(optimizer, found)
     content = {
         "torch": str(torch.__version__),
         "model": model_part,
@@ -75,13 +82,13 @@ def save(
         new.commit(packed({"files": files, **content}))
 
 
-def _described(optimizer: Optimizer | None, model: nn.Module) -> tuple[list[Item], Any]:
+def _described(optimizer: Optimizer | None, found: Weights) -> tuple[list[Item], Any]:
     if optimizer is None:
         return [], None
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(f"a checkpoint takes a torch.optim.Optimizer, not {type(optimizer)!r}")
     refuse_half_done(optimizer)
-    return optimizer_items(optimizer, model)
+    return optimizer_items(optimizer, found)
 
 
 def _refuse_full(folder: Path, items: list[Item]) -> None:
