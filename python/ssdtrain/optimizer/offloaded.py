@@ -127,8 +127,7 @@ def offload_optimizer(
     habits = tried(optimizer)
     if overlap == "forward":
         refuse_habits(type(optimizer).__name__, habits)
-    store_given = isinstance(dir, TensorStore)
-    if store_given and (max_disk_bytes is not None or verify):
+    if isinstance(dir, TensorStore) and (max_disk_bytes is not None or verify):
         raise ConfigError(
             "max_disk_bytes and verify are options of the store: give them to TensorStore(...)"
         )
