@@ -81,10 +81,8 @@ def _gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     threads = threading.active_count()
     yield
     gate.opened.set()
-    while deferred.under_way:
-        gc.collect()
-        for updates in list(deferred.under_way):
-            updates.join()
+    for updates in list(deferred.under_way):
+        updates.join()
     assert threading.active_count() == threads, "a thread is left"
 
 

@@ -121,9 +121,9 @@ def mode_count() -> int:
 
 
 def compiled_count() -> int:
-    """Return how many functions the compiler has looked at in this process."""
+    """Return how many functions the compiler has looked at in this process; 1 if it is not told."""
     compiler = sys.modules.get("torch._dynamo.convert_frame")
-    return 0 if compiler is None else int(compiler.FRAME_COUNTER)
+    return 0 if compiler is None else int(getattr(compiler, "FRAME_COUNTER", 1))
 
 
 _count_users: Callable[[int], int] = _find("_C._storage_Use_Count")
