@@ -52,6 +52,30 @@ fn on_preloaded(test: &str, libraries: fn(&str) -> String, body: impl FnOnce(&Fa
     assert!(told.contains("1 passed"), "{test} is not the name of one test:\n{told}");
 }
 
+/// Forks this process, and returns what the child answers. It has no other thread, so it may ask
+/// only what takes no lock.
+#[expect(unsafe_code, reason = "forks, which no library here does")]
+pub fn in_a_forked_child(ask: impl FnOnce() -> bool) -> bool {
+    unsafe extern "C" {
+        fn fork() -> c_int;
+        fn waitpid(process: c_int, status: *mut c_int, options: c_int) -> c_int;
+        fn _exit(status: c_int) -> !;
+    }
+    // SAFETY: the child asks, and ends at once.
+    let child = unsafe { fork() };
+    assert!(child >= 0, "the test cannot fork");
+    if child == 0 {
+        let answer = c_int::from(ask());
+        // SAFETY: it may end a process at any time.
+        unsafe { _exit(answer) }
+    }
+    let mut status = -1;
+    // SAFETY: `status` outlives the call.
+    let waited = unsafe { waitpid(child, &raw mut status, 0) };
+    assert_eq!((waited, status & 0x7f), (child, 0), "the child was killed");
+    status >> 8 == 1
+}
+
 /// The functions of the fake that tests call.
 pub struct FakeGpu(Library);
 

@@ -17,7 +17,9 @@ mod memory;
 #[expect(dead_code, reason = "shared with other suites")]
 mod round_trip;
 use engines::{config, paused_disk};
-use fake_gpu::{ComputeStream, DeviceBytes, FakeGpu, TO_DEVICE, TO_HOST, When, on_a_fake_gpu};
+use fake_gpu::{
+    ComputeStream, DeviceBytes, FakeGpu, TO_DEVICE, TO_HOST, When, in_a_forked_child, on_a_fake_gpu,
+};
 use round_trip::scratch;
 
 const LEN: usize = 300_001;
@@ -248,6 +250,41 @@ fn what_nobody_wants_gives_its_slot_back_after_its_copy() {
         until_empty(&staging);
         assert!(stream.read(&source) == vec![0xdd; LEN]);
         assert!(staging.close(LONG));
+    });
+}
+
+#[test]
+fn what_was_seen_to_be_over_is_not_waited_for() {
+    on_a_fake_gpu("what_was_seen_to_be_over_is_not_waited_for", |gpu| {
+        let dir = scratch();
+        let (staging, stream) = (open(&dir, Backend::Psync), gpu.stream());
+        let waits = || gpu.call_count("cuStreamWaitEvent");
+        gpu.hold(TO_HOST);
+        let (staged, source) = save(gpu, &staging, &stream, 5);
+        let before = waits();
+        assert!(staging.order(&staged.copied(), stream.handle()).unwrap());
+        assert_eq!(waits(), before + 1, "the copy is under way");
+        gpu.release(TO_HOST);
+        until(&staging, || staged.is_settled());
+        // The worker has seen the copy end; so the host has, and all that it puts on a stream now.
+        let before = waits();
+        assert!(staging.order(&staged.copied(), stream.handle()).unwrap());
+        assert_eq!(waits(), before);
+        stream.fill(&source, 0xdd);
+        drop(staged);
+        until_empty(&staging);
+    });
+}
+
+#[test]
+fn a_forked_child_knows_that_the_gpu_is_its_parents() {
+    on_a_fake_gpu("a_forked_child_knows_that_the_gpu_is_its_parents", |_| {
+        let gpu = Gpu::get(0).unwrap();
+        assert!(in_a_forked_child(|| gpu.is_forked()));
+        // Also where the child forks again.
+        assert!(in_a_forked_child(|| in_a_forked_child(|| gpu.is_forked())));
+        assert!(!gpu.is_forked());
+        gpu.within(|_| Ok(())).unwrap();
     });
 }
 

@@ -312,7 +312,7 @@ impl Event {
     /// What was seen to be over is over for all that is put on any stream from now on: then there
     /// is nothing to wait for.
     pub fn wait_on(&self, stream: UserStream) -> Result<()> {
-        if self.is_known_reached.load(Ordering::Acquire) {
+        if self.is_known_reached() {
             return Ok(());
         }
         self.pool.gpu.within(|driver| {
@@ -322,9 +322,14 @@ impl Event {
         })
     }
 
+    /// Whether somebody has seen that it was reached; asks nobody.
+    pub fn is_known_reached(&self) -> bool {
+        self.is_known_reached.load(Ordering::Acquire)
+    }
+
     /// Whether it has been reached; an error says that the GPU failed before.
     pub fn is_reached(&self) -> Result<bool> {
-        if self.is_known_reached.load(Ordering::Acquire) {
+        if self.is_known_reached() {
             return Ok(true);
         }
         self.pool.gpu.within(|driver| {

@@ -161,14 +161,11 @@ impl Staging {
         Ok(Saved::Begun(Staged::new(parcel)))
     }
 
-    /// Whether a source may be let go into `stream` now, without a long wait there if the copy is
-    /// said to be `mostly_over`; the driver's errors are told by [`order`](Self::order).
+    /// Whether a source may be let go into `stream` now, without a long wait there: the worker has
+    /// seen its copy end, or it is said to be `mostly_over`. The driver's errors are told by
+    /// [`order`](Self::order).
     pub fn may_release(&self, staged: &Staged, mostly_over: bool, stream: UserStream) -> bool {
-        let looked = self.0.gpu.within(|_| {
-            let is_over = mostly_over || staged.is_copied().unwrap_or(true);
-            Ok(is_over && !is_capturing(&self.0.gpu, stream).unwrap_or(false))
-        });
-        looked.unwrap_or(true)
+        (mostly_over || staged.is_seen_copied()) && !self.is_capturing(stream).unwrap_or(false)
     }
 
     /// Whether a CUDA graph is being made of what is put on the stream: then it must wait for

@@ -59,9 +59,10 @@ impl Staged {
         Arc::clone(&self.0.copied)
     }
 
-    /// Whether the source has been copied: then no stream has to wait for it any more.
-    pub fn is_copied(&self) -> Result<bool> {
-        self.0.copied.is_reached()
+    /// Whether the end of the copy was seen, or its failure: the worker asks the driver, and nobody
+    /// else has to.
+    pub fn is_seen_copied(&self) -> bool {
+        self.0.copied.is_known_reached() || !matches!(&*self.0.place(), Place::Copying(_))
     }
 
     /// Whether it has come where it stays: to the disk, or into its slot for good.

@@ -141,6 +141,7 @@ impl Worker {
                 // If the store takes no more now, this one and those behind it wait.
                 Ok(true) => {
                     if !self.begin_write(&parcel) {
+                        self.look_at_copies();
                         break;
                     }
                     self.shared.down.count(
@@ -161,6 +162,14 @@ impl Worker {
             has_moved = true;
         }
         has_moved
+    }
+
+    /// Sees which copies have ended, though the first cannot be written now: their sources need not
+    /// wait for the disk.
+    fn look_at_copies(&self) {
+        // A failure is told when its turn comes.
+        let is_reached = |parcel: &Arc<Parcel>| matches!(parcel.copied.is_reached(), Ok(true));
+        self.copying.iter().all(is_reached);
     }
 
     /// Gives a slot to the store, or leaves the bytes there; `false` if the store is busy.
