@@ -321,8 +321,9 @@ for number in range(begin, last):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
 def test_training_that_is_killed_at_random_resumes(tmp_path: Path) -> None:
-    kills, steps = 20, 800
+    kills, steps = 10, 400
     chance = random.Random(1)
     arguments = [str(Path(__file__).parent), str(tmp_path), str(steps)]
     killed = 0
@@ -332,7 +333,7 @@ def test_training_that_is_killed_at_random_resumes(tmp_path: Path) -> None:
         )
         assert process.stdout is not None
         assert process.stdout.readline().startswith("begins")
-        wait_s = chance.uniform(0, 0.4) if killed < kills else 250
+        wait_s = chance.uniform(0, 0.4) if killed < kills else 600
         try:
             assert process.wait(wait_s) == 0
             break
