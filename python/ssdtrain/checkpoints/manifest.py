@@ -17,6 +17,7 @@ from ssdtrain.checkpoints.shards import Form, Item, form_of
 from ssdtrain.checkpoints.values import encode
 from ssdtrain.errors import ConfigError, CorruptError, UnsupportedError
 from ssdtrain.optimizer.chunks import name_of
+from ssdtrain.optimizer.deferred import settle_param
 from ssdtrain.optimizer.exchange import own_kind
 from ssdtrain.optimizer.state import Away
 
@@ -62,6 +63,8 @@ def weights_of(model: nn.Module) -> Weights:
         if not isinstance(value, Tensor) or name.endswith("_extra_state"):
             found.values[name] = encode(value, f"state_dict()[{name!r}]")
             continue
+        # An update that goes on beside a forward: its weight is of another class until then.
+        settle_param(value)
         refuse_odd(name, value)
         if id(value) not in live:
             raise UnsupportedError(
