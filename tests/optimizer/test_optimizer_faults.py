@@ -62,6 +62,36 @@ def test_a_failed_write_keeps_its_tensor(
             assert failed_count > 0
 
 
+@pytest.mark.parametrize("overlap", ["step", "forward"])
+@pytest.mark.parametrize(
+    ("bound", "on_disk_mib"), [("3200KiB", 3), ("5200KiB", 4)], ids=["a part", "one more than all"]
+)
+def test_a_tight_bound_on_the_disk_holds_as_much_in_every_step(
+    bound: str, on_disk_mib: int, overlap: Any, tmp_path: Path
+) -> None:
+    def build() -> tuple[nn.Module, Any]:
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512))
+        return module, adamw(module)
+
+    plain, optimizer = build()
+    ours, offloaded = build()
+    offload_optimizer(
+        offloaded, tmp_path, overlap=overlap, buffer_bytes="1MiB", max_disk_bytes=bound
+    )
+    for _ in range(3):
+        x = torch.randn(8, 512)
+        plain_step(plain, optimizer, x)
+        plain_step(ours, offloaded, x)
+        offloaded.synchronize()
+        offloaded._disk.flush()
+        # Older bytes of tensors that were refused do not take the place of others.
+        stats = offloaded.offload_stats
+        assert stats.on_disk_bytes == on_disk_mib << 20
+        assert (stats.write_failed_count == 0) == (on_disk_mib == 4)
+    support.assert_equal_bits(everything(ours, offloaded), everything(plain, optimizer))
+
+
 def test_a_device_that_is_gone_ends_in_an_error_that_says_what_is_whole(tmp_path: Path) -> None:
     module = model()
     with SlowStore(tmp_path, gone_after_count=40) as store:

@@ -203,7 +203,11 @@ class Disk:
                 self.note_failure(error)
                 return None
             except SsdtrainError as error:
-                if self._has_made_space(error):
+                if self._has_made_space(error) or self._has_ended_a_write(error):
+                    continue
+                if isinstance(error, NoSpaceError) and stored is not None:
+                    # The tensor is in memory, so its older bytes are of no use: take their place.
+                    stored = None
                     continue
                 self.note_failure(error)
                 return None
@@ -243,6 +247,13 @@ class Disk:
             and self.give_up_undo is not None
             and self.give_up_undo(error)
         )
+
+    def _has_ended_a_write(self, error: SsdtrainError) -> bool:
+        """Wait for a write if there is no room: one that ends gives its older bytes' place back."""
+        if not isinstance(error, NoSpaceError) or not self._in_flight:
+            return False
+        self._end_oldest()
+        return True
 
     def _settle(self, bytes_max: int) -> None:
         began_s = perf_counter()
@@ -287,7 +298,8 @@ class ParameterState(dict[Any, Any]):
             del self._stored[key]
         for key in list(super().__iter__()):
             if self._is_held_alone(key) and disk.takes(super().__getitem__(key)):
-                away = disk.send(super().__getitem__(key), self._stored.get(key))
+                # Not kept here meanwhile: their space is free as soon as nobody has them.
+                away = disk.send(super().__getitem__(key), self._stored.pop(key, None))
                 if away is not None and away.stored is not None:
                     self._stored[key] = away.stored
                     super().__setitem__(key, away)
