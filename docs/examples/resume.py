@@ -4,7 +4,7 @@
 
 The state of the optimizer lies on the disk, and the checkpoint is written from there and read back
 to there: neither is ever in memory as a whole. Kill it (Ctrl-C, kill -9) and run it again: the
-losses are those of a run that was never interrupted.
+losses are those of a run that was never interrupted. To begin anew, remove DIRECTORY/checkpoint.
 """
 
 import sys

@@ -80,31 +80,31 @@ def offload_optimizer(
 
     Its ``step`` runs the optimizer's own code over one part of the parameters after the other,
     while the state of the next part is read and that of the last one is written: the update has the
-    same bits as the plain one. State is made part by part in the first step, and is never in memory
-    as a whole. ``state[param]``, ``state_dict()`` and ``load_state_dict()`` work as ever. The idea
-    of an optimizer whose state lives on SSDs is that of ZeRO-Infinity (arXiv 2104.07857) and Fuyou
-    (arXiv 2403.06504).
+    same bits as the plain one. ``state[param]``, ``state_dict()`` and ``load_state_dict()`` work as
+    ever. The idea is that of ZeRO-Infinity (arXiv 2104.07857) and Fuyou (arXiv 2403.06504).
 
     Args:
-        optimizer: One whose update is per parameter: AdamW, SGD with momentum, Adafactor, RMSprop
-            and the like, also of classes that torch does not know. That is tried on small tensors.
-        dir: A directory on a local file system, a list of them, or an open ``TensorStore``.
+        optimizer: One whose update is per parameter: AdamW, SGD with momentum, Adafactor and the
+            like, also of classes that torch does not know. That is tried on small tensors.
+        dir: A local directory, a list of them, or a ``TensorStore``, to be kept open meanwhile.
         overlap: When updates are made. ``"step"``: in ``step()``. ``"forward"``: ``step()`` returns
             at once, and they go on beside what comes next, in the order in which the forward needs
             the weights. Whoever uses a weight, the state or the optimizer waits for what they use;
             ``optimizer.synchronize()`` waits for all. An error of an update is raised there.
-        buffer_bytes: Memory for the state that is read, updated and written at the same time. What
-            a single parameter needs is taken in any case.
-        max_disk_bytes: Upper bound on the bytes reserved on disk; what does not fit stays in
-            memory.
+        buffer_bytes: Memory for the state that is read, updated and written at the same time, in
+            bytes or text such as ``"256MiB"``. A single parameter takes what it needs.
+        max_disk_bytes: Bound on the bytes reserved on disk; what does not fit stays in memory.
         verify: Checksum each tensor before its write and after its read.
-        undo: A step that fails or is interrupted in its middle is undone, so that model and
-            optimizer are those of the last whole step. Costs a write of the weights in each step,
-            and space on the disk for the state twice and the weights once.
+        undo: A step that fails or is interrupted is undone, so that model and optimizer are those
+            of the last whole step. Costs a write of the weights in each step, and space on the
+            disk for the state twice and the weights once. For ``overlap="step"`` alone.
+
+    Returns:
+        The same optimizer, now also with ``offload_stats``, ``synchronize()``, ``lost_parameters``.
 
     Raises:
         ConfigError: No optimizer of torch, one that is offloaded already, or whose ``step`` was
-            replaced; a directory that cannot be used.
+            replaced; a directory or options that cannot be used.
         UnsupportedError: The optimizer couples its parameters (LBFGS), or they are not on the CPU;
             ``overlap="forward"`` of one whose step draws random numbers or changes its attributes.
         StorageError: In ``step``: state could not be read back. With ``undo`` nothing has changed,
@@ -485,8 +485,8 @@ class Offloaded(Optimizer):
 
 
 NO_COPY = (
-    "an optimizer whose state is on the disk cannot be copied or pickled; save "
-    "optimizer.state_dict(), and load it into an optimizer that is made anew"
+    "an optimizer whose state is on the disk cannot be copied or pickled; save it with "
+    "ssdtrain.save(path, model, optimizer), or save optimizer.state_dict()"
 )
 
 

@@ -58,7 +58,8 @@ def tried(optimizer: Optimizer) -> Habits:
     except Exception as error:
         raise UnsupportedError(
             f"{name} cannot be offloaded: its step was tried on small tensors first, without a "
-            f"closure, and raised {type(error).__name__}: {error}"
+            f"closure, and raised {type(error).__name__}: {error}; use an optimizer whose step "
+            "updates each parameter by itself, whatever its size, such as AdamW"
         ) from error
     if not _equal(together, apart):
         raise UnsupportedError(
@@ -215,8 +216,9 @@ def refuse_unfit(optimizer: object) -> None:
         for param in group["params"]:
             if not param.is_cpu or type(param) not in (Tensor, Parameter):
                 raise UnsupportedError(
-                    f"{name} has a parameter of {type(param).__name__} on {param.device}: the "
-                    "state of plain CPU tensors can be offloaded so far"
+                    f"{name} cannot be offloaded: it has a parameter that is a "
+                    f"{type(param).__name__} on {param.device}, and only the state of plain "
+                    "tensors on the CPU can be offloaded so far; leave this optimizer as it is"
                 )
 
 
