@@ -87,3 +87,12 @@ def test_what_is_no_trace_is_refused(tmp_path: Path, text: str, said: str) -> No
     path.write_text(text)
     with pytest.raises(ConfigError, match=said):
         trace.load(path)
+
+
+def test_a_missing_file_and_a_missing_folder_are_named(tmp_path: Path) -> None:
+    missing = tmp_path / "none" / "trace.json"
+    with pytest.raises(FileNotFoundError, match=r"save_trace\(FILE\) writes one: .*trace\.json"):
+        trace.load(missing)
+    one = Trace("one", (Kernel(1.0, ()),), ())
+    with pytest.raises(FileNotFoundError, match=r"make it first: .*none"):
+        trace.save(one, missing)

@@ -6,6 +6,7 @@ planner reads them. Nothing here knows torch.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -185,6 +186,9 @@ class Trace:
 
 def load(path: str | os.PathLike[str]) -> Trace:
     """Read a trace. Raises ``ConfigError`` for a file that is none, ``OSError`` without one."""
+    if not Path(path).exists():
+        why = "there is no trace; session.save_trace(FILE) writes one"
+        raise FileNotFoundError(errno.ENOENT, why, os.fspath(path))
     try:
         document = json.loads(Path(path).read_text(encoding="utf-8"))
     except ValueError as error:
@@ -195,6 +199,9 @@ def load(path: str | os.PathLike[str]) -> Trace:
 def save(trace: Trace, path: str | os.PathLike[str]) -> None:
     """Write a trace; readers see the old file or the new one, never a part. Raises ``OSError``."""
     target = Path(path)
+    if not target.parent.is_dir():
+        why = "a trace goes into a folder that exists; make it first"
+        raise FileNotFoundError(errno.ENOENT, why, str(target.parent))
     descriptor, temporary = tempfile.mkstemp(prefix=f".{target.name}-", dir=target.parent)
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
