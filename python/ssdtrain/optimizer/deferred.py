@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import threading
@@ -316,11 +317,16 @@ def settle_param(param: Tensor) -> None:
         look_at(param)
 
 
-def _before_fork() -> None:
-    """Have no update under way, since the child has no thread that would end it."""
+def _join_all() -> None:
+    """Have no update under way.
+
+    A forked child has no thread that would end it, and a process that ends would abort in its
+    middle (after a step in ``atexit``; Python itself waits for the threads of those before).
+    """
     if not in_update():
         for updates in list(under_way):
             updates.join()
 
 
-os.register_at_fork(before=_before_fork)
+os.register_at_fork(before=_join_all)
+atexit.register(_join_all)
