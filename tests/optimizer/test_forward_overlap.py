@@ -148,6 +148,8 @@ LOOKS: dict[str, Callable[[Any, Any], Any]] = {
     "copy": lambda m, _: copy.copy(m[0].weight),
     "deepcopy": lambda m, _: copy.deepcopy(m[0].weight),
     "deepcopy of the model": lambda m, _: copy.deepcopy(m)[0].weight,
+    "a new parameter": lambda m, _: nn.Parameter(m[0].weight),
+    "as another class": lambda m, _: m[0].weight.as_subclass(Tensor),
     "pickle": lambda m, _: pickle.loads(pickle.dumps(m[0].weight)),
     "save": lambda m, _: saved(m[0].weight),
     "save of the model": lambda m, _: saved(m)[4].weight,
@@ -272,6 +274,53 @@ def test_memory_that_others_see_is_updated_in_the_step(
     assert gate.asked_count == 0
     support.assert_equal_bits(results[1], results[0])
     assert "share memory with other tensors" in caplog.text
+
+
+def test_a_storage_that_somebody_holds(tmp_path: Path) -> None:
+    module = model()
+    optimizer = overlapping(module, tmp_path)
+    backward(module)
+    held = module[0].weight.untyped_storage()  # type: ignore[union-attr]
+    before = torch.empty(0).set_(held).clone()  # type: ignore[call-overload]
+    gate.opened.set()  # by nobody: the step itself has to update this one
+    optimizer.step()
+    assert not pending.is_pending(module[0].weight)
+    seen = torch.empty(0).set_(held).clone()  # type: ignore[call-overload]
+    optimizer.synchronize()
+    assert not torch.equal(seen, before)
+    assert torch.equal(seen, torch.empty(0).set_(held))  # type: ignore[call-overload]
+
+
+def test_a_gradient_of_two_parameters(tmp_path: Path) -> None:
+    """Once the first one is updated nothing would tell that the second one still reads it."""
+    results = []
+    for directory in (None, tmp_path):
+        module, weights = layers(3)
+        optimizer = adamw(module) if directory is None else overlapping(module, directory)
+        shared = batch().new_ones(WIDTH, WIDTH)
+        weights[0].grad = weights[1].grad = shared
+        weights[2].grad = shared.clone()
+        optimizer.step()
+        assert directory is None or [pending.is_pending(one) for one in weights] == [
+            False,
+            False,
+            True,
+        ]
+        shared.zero_()
+        results.append(everything(module, optimizer))
+    support.assert_equal_bits(results[1], results[0])
+
+
+def test_a_number_that_requires_no_gradient(tmp_path: Path) -> None:
+    results = []
+    for directory in (None, tmp_path):
+        module = nn.Module()
+        module.scale = nn.Parameter(torch.tensor(1.0), requires_grad=False)
+        module.scale.grad = torch.tensor(0.5)
+        optimizer = adamw(module) if directory is None else overlapping(module, directory)
+        optimizer.step()
+        results.append({"filled": torch.full((2,), module.scale)})
+    support.assert_equal_bits(results[1], results[0])
 
 
 def layers(count: int) -> tuple[nn.Sequential, list[Any]]:

@@ -13,15 +13,16 @@ import fcntl
 import os
 import re
 import secrets
-from collections.abc import Iterator
-from contextlib import contextmanager
+import stat
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from ssdtrain.errors import BusyError, ConfigError, NoSpaceError, StorageError
+from ssdtrain.errors import BusyError, ConfigError, CorruptError, NoSpaceError, StorageError
 
-__all__ = ["MANIFEST", "NewFiles", "remove_strays", "told"]
+__all__ = ["MANIFEST", "NewFiles", "opened", "refuse_strange", "remove_strays", "told"]
 
 MANIFEST = "manifest.json"
 OURS = re.compile(
@@ -59,11 +60,7 @@ class NewFiles:
         with told("saving into", path):
             _refuse_other_folder(path)
             if path.exists():
-                self._lock = _locked(path)
-                if self._lock is None:
-                    raise BusyError(
-                        f"another process saves into {path} just now; give each a folder of its own"
-                    )
+                self._take_lock()
 
     def create(self, kind: str, number: int) -> tuple[int, str]:
         """Return the descriptor of a new file, and the name that it is going to have."""
@@ -112,16 +109,25 @@ class NewFiles:
         return file
 
     def _make_folder(self) -> None:
-        if not self._path.exists():
-            self._path.mkdir()
-            self._is_made = True
-            self._lock = _locked(self._path)
+        if self._lock is None:
+            # Another save may have made it since this one began.
+            with suppress(FileExistsError):
+                self._path.mkdir()
+                self._is_made = True
+            self._take_lock()
+
+    def _take_lock(self) -> None:
+        self._lock = _locked(self._path)
+        if self._lock is None:
+            # The folder belongs to the other one now.
+            self._is_made = False
+            raise BusyError(
+                f"another process saves into {self._path} just now; give each a folder of its own"
+            )
 
     def _is_committed(self) -> bool:
-        try:
-            return self._mark in (self._path / MANIFEST).read_text()
-        except FileNotFoundError:
-            return False
+        manifest = self._path / MANIFEST
+        return manifest.is_file() and self._mark.encode() in manifest.read_bytes()
 
     def __enter__(self) -> Self:
         """Return it."""
@@ -147,6 +153,26 @@ class NewFiles:
             os.close(self._lock)
 
 
+def opened(path: Path) -> int:
+    """Return a descriptor to read a file by; a pipe or a folder in its place is refused."""
+    # Without the flag, to open a pipe would wait for somebody who writes into it.
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise CorruptError(f"{path} is no file but something else; load another checkpoint")
+    return file
+
+
+def refuse_strange(names: Iterable[str], manifest: Path) -> None:
+    """Raise ``CorruptError`` for a file that no save has named so, such as ``../other``."""
+    for name in names:
+        if not OURS.fullmatch(name):
+            raise CorruptError(
+                f"{manifest} names {name!r}, which is no file of a checkpoint; nothing outside of "
+                "its folder is read. Load another checkpoint"
+            )
+
+
 def remove_strays(path: Path, named: set[str]) -> None:
     """Remove what a killed save left beside a checkpoint, unless somebody saves there just now."""
     if not os.access(path, os.W_OK):
@@ -156,7 +182,8 @@ def remove_strays(path: Path, named: set[str]) -> None:
         return
     try:
         # Under the lock, as another checkpoint may have taken the place of the one that was read.
-        if all(name in (path / MANIFEST).read_text() for name in named):
+        text = (path / MANIFEST).read_bytes()
+        if all(name.encode() in text for name in named):
             _remove(path, named)
     finally:
         os.close(lock)
@@ -171,8 +198,12 @@ def _remove(path: Path, named: set[str]) -> None:
 def _refuse_other_folder(path: Path) -> None:
     if path.exists() and not path.is_dir():
         raise ConfigError(f"{path} is no folder; a checkpoint is a folder with several files")
+    if path.is_symlink() and not path.exists():
+        raise ConfigError(f"{path} is a link to {os.readlink(path)}, which is not there; make it")
     if not path.parent.is_dir():
         raise ConfigError(f"{path.parent} does not exist; make it first")
+    if (path / MANIFEST).is_dir():
+        raise ConfigError(f"{path / MANIFEST} is a folder; remove it, or save elsewhere")
     others = [
         one
         for one in (os.listdir(path) if path.exists() else ())

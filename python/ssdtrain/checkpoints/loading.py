@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ssdtrain.checkpoints.folder import MANIFEST, remove_strays, told
+from ssdtrain.checkpoints.folder import MANIFEST, opened, refuse_strange, remove_strays, told
 from ssdtrain.checkpoints.manifest import (
+    EXTRA_STATE,
     Weights,
     form_in,
     kind_name,
@@ -23,7 +24,7 @@ from ssdtrain.checkpoints.manifest import (
 )
 from ssdtrain.checkpoints.shards import fill, form_of, refuse_changed
 from ssdtrain.checkpoints.values import decode
-from ssdtrain.errors import ConfigError, CorruptError, StorageError
+from ssdtrain.errors import ConfigError, CorruptError, UnsupportedError
 from ssdtrain.optimizer.exchange import give_state, note_loaded
 
 __all__ = ["load"]
@@ -91,17 +92,19 @@ def _opened(folder: Path) -> Iterator[tuple[dict[str, Any], dict[str, int]]]:
     for last in (False,) * (TRIES - 1) + (True,):
         with ExitStack() as stack:
             try:
-                text = manifest.read_bytes()
+                with os.fdopen(opened(manifest), "rb") as file_of_manifest:
+                    text = file_of_manifest.read()
             except (FileNotFoundError, NotADirectoryError) as error:
                 raise ConfigError(
                     f"there is no whole checkpoint in {folder}: it has no {MANIFEST}. Give the "
                     "folder that was given to ssdtrain.save"
                 ) from error
             content = unpacked(text, str(manifest))
+            refuse_strange(content["files"], manifest)
             files: dict[str, int] = {}
             try:
                 for name in content["files"]:
-                    files[name] = os.open(folder / name, os.O_RDONLY | os.O_CLOEXEC)
+                    files[name] = opened(folder / name)
                     stack.callback(os.close, files[name])
             except FileNotFoundError as error:
                 if not last:
@@ -138,6 +141,22 @@ def _compare_model(saved: dict[str, Any], found: Weights) -> None:
             )
     for name, tensor in found.tensors.items():
         _refuse_other_form(name, saved["tensors"][name], tensor)
+        _refuse_unwritable(name, tensor)
+
+
+def _refuse_unwritable(name: str, tensor: Tensor) -> None:
+    if tensor.is_inference():
+        raise UnsupportedError(
+            f"nothing can be loaded into {name}: it was made under torch.inference_mode(), and "
+            "torch lets nobody change it; make the model outside of it"
+        )
+    if any(
+        step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)
+    ):
+        raise UnsupportedError(
+            f"nothing can be loaded into {name}: several of its elements are the same memory "
+            "(expand); make it .contiguous()"
+        )
 
 
 def _refuse_other_form(name: str, record: dict[str, Any], tensor: Tensor) -> None:
@@ -215,11 +234,9 @@ def _check(content: dict[str, Any], files: dict[str, int], *, with_state: bool) 
 
 def _set_values(model: nn.Module, values: dict[str, Any]) -> None:
     """Give modules the extra state that they had, as `load_state_dict` does."""
-    suffix = "_extra_state"
     for name, value in values.items():
-        if not name.endswith(suffix):
-            raise StorageError(f"{name} in this checkpoint is no tensor and no extra state")
-        model.get_submodule(name.removesuffix(suffix).removesuffix(".")).set_extra_state(value)
+        owner = name.removesuffix(EXTRA_STATE).removesuffix(".")
+        model.get_submodule(owner).set_extra_state(value)
 
 
 def _load_optimizer(

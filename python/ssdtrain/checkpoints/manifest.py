@@ -22,6 +22,7 @@ from ssdtrain.optimizer.exchange import own_kind
 from ssdtrain.optimizer.state import Away
 
 __all__ = [
+    "EXTRA_STATE",
     "Weights",
     "form_in",
     "kind_name",
@@ -34,6 +35,8 @@ __all__ = [
 ]
 
 VERSION = 1
+EXTRA_STATE = "_extra_state"
+"""How torch names what `get_extra_state` of a module returns."""
 
 
 @dataclass
@@ -60,7 +63,13 @@ def weights_of(model: nn.Module) -> Weights:
     found = Weights()
     first_names: dict[int, str] = {}
     for name, value in model.state_dict(keep_vars=True).items():
-        if not isinstance(value, Tensor) or name.endswith("_extra_state"):
+        is_extra = name.rpartition(".")[2] == EXTRA_STATE
+        if not (is_extra or isinstance(value, Tensor)):
+            raise UnsupportedError(
+                f"{name} in the state_dict() of this model is a {type(value).__qualname__} that a "
+                "hook has put there, which could not be given back; return it by get_extra_state()"
+            )
+        if is_extra:
             found.values[name] = encode(value, f"state_dict()[{name!r}]")
             continue
         # An update that goes on beside a forward: its weight is of another class until then.

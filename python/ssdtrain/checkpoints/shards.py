@@ -17,6 +17,7 @@ from zlib import crc32
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from ssdtrain.errors import CorruptError
 
@@ -122,7 +123,9 @@ def fill(file: int, record: dict[str, Any], target: Tensor, label: str) -> None:
         CorruptError: Other bytes than those that were written, or too few.
 
     """
-    is_direct = target.is_cpu and target.is_contiguous()
+    # A tensor that is conjugated or negated only when it is read has other bytes in its memory.
+    is_lazy = target.is_conj() or target.is_neg()
+    is_direct = target.is_cpu and target.is_contiguous() and not is_lazy
     landing = target if is_direct else torch.empty(target.shape, dtype=target.dtype)
     content = _bytes_of(landing)
     checksum, offset = 0, record["offset"]
@@ -134,7 +137,7 @@ def fill(file: int, record: dict[str, Any], target: Tensor, label: str) -> None:
     with torch.no_grad():
         if is_direct:
             # Nothing but the version is changed: autograd is told that the bytes have.
-            landing.detach().view(-1)[:0].zero_()
+            increment_version(target)
         else:
             target.copy_(landing)
 

@@ -62,14 +62,15 @@ def _encode_several(value: Any, where: str) -> Any:
 
 
 def _encode_tensor(value: Tensor, where: str) -> Any:
-    if type(value) is not Tensor or value.layout is not torch.strided or value.is_quantized:
+    is_dense = value.layout is torch.strided and not (value.is_quantized or value.is_meta)
+    if type(value) is not Tensor or not is_dense:
         raise UnsupportedError(f"{where} is no plain dense tensor, which a checkpoint cannot keep")
     if value.nbytes > TENSOR_BYTES_MAX:
         raise UnsupportedError(
             f"{where} is a tensor of {value.nbytes} bytes: the manifest keeps small ones, of at "
             f"most {TENSOR_BYTES_MAX}; make it a buffer of the model"
         )
-    plain = value.detach().cpu().contiguous().reshape(-1)
+    plain = value.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
     data = bytes(plain.view(torch.uint8).numpy()) if plain.numel() else b""
     dtype = str(value.dtype).removeprefix("torch.")
     return {"$tensor": {"dtype": dtype, "shape": list(value.shape), "data": data.hex()}}

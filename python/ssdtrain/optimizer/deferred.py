@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
+from sys import getrefcount
 from time import perf_counter
 from typing import Any
 
@@ -42,6 +45,10 @@ __all__ = [
     "why_not_later",
 ]
 
+_alone = torch.zeros(1)
+STORAGE_REFERENCES_ALONE = max(getrefcount(_alone.untyped_storage()) for _ in range(2))
+"""So many references has a storage of which nobody holds the Python object."""
+
 AFTERWARDS = (
     "raised by an update of the last optimizer.step(), which goes on beside the next forward "
     '(overlap="forward"); the weights that come later in the forward were not updated'
@@ -63,27 +70,53 @@ def why_none_later(options: dict[str, Any]) -> str | None:
     return None
 
 
-def why_not_later(param: Tensor) -> str | None:
-    """Return why a parameter has to be updated at once, or ``None``.
+def why_not_later(params: list[Tensor]) -> list[str | None]:
+    """Return for each parameter why it has to be updated at once, or ``None``.
 
     Only what is used through its own object can be waited for.
     """
-    gradient = param.grad
-    if gradient is not None:
-        if type(gradient) is not Tensor or gradient.layout is not torch.strided:
-            return "their gradients are no plain dense tensors"
-        if gradient.requires_grad:
-            return "their gradients are part of a graph"
-        if storage_users(gradient) != STORAGE_USERS_ALONE:
-            return "their gradients share memory with other tensors"
+    gradients = [param.grad for param in params]
+    times_used = Counter(map(id, gradients))
+    return [
+        "several parameters have the same gradient"
+        if gradient is not None and times_used[id(gradient)] > 1
+        else _why_not_later(param, gradient)
+        for param, gradient in zip(params, gradients, strict=True)
+    ]
+
+
+def _why_not_later(param: Tensor, gradient: Tensor | None) -> str | None:
+    if gradient is not None and (reason := _why_not_read_later(param, gradient)):
+        return reason
     if type(param) not in (Tensor, Parameter) or param.is_inference():
         return "they are no plain parameters"
-    if storage_users(param) != STORAGE_USERS_ALONE or param.untyped_storage().is_shared():
+    if _is_shared(param) or param.untyped_storage().is_shared():
         return (
             "they share memory with other tensors, such as those of a state_dict that somebody "
             "holds"
         )
     return None
+
+
+def _why_not_read_later(param: Tensor, gradient: Tensor) -> str | None:
+    if not (param.requires_grad or param.dim()):
+        # torch takes such a tensor in the place of a Python number, and asks no class then.
+        return "they are single numbers that require no gradient"
+    if type(gradient) is not Tensor or gradient.layout is not torch.strided:
+        return "their gradients are no plain dense tensors"
+    if gradient.requires_grad:
+        return "their gradients are part of a graph"
+    if _is_shared(gradient):
+        return "their gradients share memory with other tensors"
+    return None
+
+
+def _is_shared(tensor: Tensor) -> bool:
+    """Whether others have the memory of a tensor: another tensor, or the storage as such."""
+    return (
+        storage_users(tensor) != STORAGE_USERS_ALONE
+        or getrefcount(tensor.untyped_storage()) > STORAGE_REFERENCES_ALONE
+    )
 
 
 def say_why_now(reasons: list[str | None], notices: Notices) -> None:
@@ -284,11 +317,16 @@ def settle_param(param: Tensor) -> None:
         look_at(param)
 
 
-def _before_fork() -> None:
-    """Have no update under way, since the child has no thread that would end it."""
+def _join_all() -> None:
+    """Have no update under way.
+
+    A forked child has no thread that would end it, and a process that ends would abort in its
+    middle (after a step in ``atexit``; Python itself waits for the threads of those before).
+    """
     if not in_update():
         for updates in list(under_way):
             updates.join()
 
 
-os.register_at_fork(before=_before_fork)
+os.register_at_fork(before=_join_all)
+atexit.register(_join_all)

@@ -220,7 +220,7 @@ class Offloaded(Optimizer):
 
         With ``overlap="forward"`` every use of a weight or of its gradient through torch waits for
         them by itself. This is for what torch does not see: code in C++ that gets a weight of a
-        module other than the one that is called, and transforms of ``torch.func`` over weights.
+        module other than the one called, ``torch.func``, ``torch.tensor(weight)`` and the like.
 
         Raises:
             StorageError: State could not be read back; see ``step``.
@@ -312,7 +312,7 @@ class Offloaded(Optimizer):
         stand_in = self._stand_in()
         pairs = [(group, param) for group in groups for param in group["params"]]
         reason = why_none_later(options)
-        reasons = [reason or why_not_later(param) for _, param in pairs]
+        reasons = [reason or one for one in why_not_later([param for _, param in pairs])]
         say_why_now(reasons, self._disk.notices)
         now = [pair for pair, reason in zip(pairs, reasons, strict=True) if reason]
         later = [pair for pair, reason in zip(pairs, reasons, strict=True) if not reason]

@@ -8,6 +8,7 @@ again once its update is done: from then on nothing stands between it and its us
 from __future__ import annotations
 
 import copy
+import sys
 import threading
 import weakref
 from abc import ABC, abstractmethod
@@ -35,6 +36,7 @@ __all__ = [
     "updating",
 ]
 
+NEW_PARAMETER = Parameter.__new__.__code__
 HOLDER = "_ssdtrain_holder"
 """The attribute of a pending tensor that has what it waits for."""
 
@@ -189,9 +191,18 @@ class _Pending(Tensor):
             # In some container of the function's own, unless its update has ended just now.
             for updates in list(under_way):
                 updates.settle()
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if func is Tensor.detach and sys._getframe(1).f_code is NEW_PARAMETER:  # noqa: SLF001
+            # `nn.Parameter(weight)` has seen our class and wants the weight's own one back.
+            return result.as_subclass(type(args[0]))
+        return result
 
-    # These look at the class before they look at the bytes.
+    # These look at the class before they look at the bytes, or do not ask it at all.
+
+    def as_subclass(self, cls: Any) -> Any:
+        if not in_update():
+            look_at(self)
+        return Tensor.as_subclass(self, cls)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         look_at(self)
