@@ -290,7 +290,7 @@ def main(words: list[str]) -> int:
             document = {
                 "command": "python benches/training/never_worse.py " + " ".join(words),
                 "when": datetime.now(UTC).isoformat(timespec="seconds"),
-                "machine": vars(machine_facts(Path(directory))),
+                "machine": vars(machine_facts(Path(directory))) | {"directory": None},
                 "disk_bytes_per_s": rate,
                 "rows": rows,
             }

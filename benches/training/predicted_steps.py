@@ -259,7 +259,7 @@ def main(words: list[str]) -> int:
             document = {
                 "command": "python benches/training/predicted_steps.py " + " ".join(words),
                 "when": datetime.now(UTC).isoformat(timespec="seconds"),
-                "machine": vars(machine_facts(Path(directory))),
+                "machine": vars(machine_facts(Path(directory))) | {"directory": None},
                 "disk_bytes_per_s": rate,
                 "rows": rows,
             }
