@@ -10,6 +10,7 @@
 //! requests that contain it. The output is Markdown; it says how much was written, for the disk
 //! wears.
 
+mod ring_memory;
 mod ring_pass;
 
 use std::env;
@@ -22,9 +23,10 @@ use std::time::{Duration, Instant};
 use rustix::fs::{FallocateFlags, Mode, OFlags};
 use tempfile::TempDir;
 
+use ring_memory::{Memory, Pages};
 use ring_pass::{
-    Blocks, Case, DEFER, DEFER_APART, Direction, KIB, Layout, MIB, Memory, Outcome, PLAIN, Pages,
-    Rules, Setup, TENSOR_BYTES, Wait, pass, process_cpu_s,
+    Blocks, Case, DEFER, DEFER_APART, Direction, KIB, Layout, MIB, Outcome, PLAIN, Rules, Setup,
+    TENSOR_BYTES, Wait, pass, process_cpu_s,
 };
 
 const DIR_VARIABLE: &str = "SSDTRAIN_BENCH_DIR";

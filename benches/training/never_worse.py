@@ -240,6 +240,20 @@ def measure(options: TrainingOptions, rate: float | None, arguments: Any) -> dic
     return told
 
 
+def keep_figures(  # noqa: PLR0917 - a file has all of it
+    path: Path, script: str, words: list[str], directory: str, rate: float, rows: list[Any]
+) -> None:
+    """Write what was measured, with the command and the machine."""
+    document = {
+        "command": f"python benches/training/{script} " + " ".join(words),
+        "when": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": vars(machine_facts(Path(directory))) | {"directory": None},
+        "disk_bytes_per_s": rate,
+        "rows": rows,
+    }
+    path.write_text(json.dumps(document, indent=1) + "\n")
+
+
 def show(row: dict[str, Any]) -> None:
     """Print one row."""
     cells = [
@@ -287,14 +301,7 @@ def main(words: list[str]) -> int:
                     rows.append({"model": model, "dtype": dtype, "share": share, **told})
                     show(rows[-1])
         if arguments.json is not None:
-            document = {
-                "command": "python benches/training/never_worse.py " + " ".join(words),
-                "when": datetime.now(UTC).isoformat(timespec="seconds"),
-                "machine": vars(machine_facts(Path(directory))) | {"directory": None},
-                "disk_bytes_per_s": rate,
-                "rows": rows,
-            }
-            arguments.json.write_text(json.dumps(document, indent=1) + "\n")
+            keep_figures(arguments.json, Path(__file__).name, words, directory, rate, rows)
     return 0
 
 

@@ -28,13 +28,21 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from hook_overhead import KeepNothing
-from never_worse import BLKIO, GIB, KeepAll, Plain, Way, disk_rate, prepared, throttled
-from ssdtrain.demo.machine import machine_facts
+from never_worse import (
+    BLKIO,
+    GIB,
+    KeepAll,
+    Plain,
+    Way,
+    disk_rate,
+    keep_figures,
+    prepared,
+    throttled,
+)
 from ssdtrain.demo.options import TrainingOptions
 from ssdtrain.planning.policy import Item, Plan, Policy
 from ssdtrain.planning.recording import Recording, trace_of
@@ -256,14 +264,7 @@ def main(words: list[str]) -> int:
                 rows.append({"model": model, "share": share, **told})
                 show(rows[-1])
         if arguments.json is not None:
-            document = {
-                "command": "python benches/training/predicted_steps.py " + " ".join(words),
-                "when": datetime.now(UTC).isoformat(timespec="seconds"),
-                "machine": vars(machine_facts(Path(directory))) | {"directory": None},
-                "disk_bytes_per_s": rate,
-                "rows": rows,
-            }
-            arguments.json.write_text(json.dumps(document, indent=1) + "\n")
+            keep_figures(arguments.json, Path(__file__).name, words, directory, rate, rows)
     return 0
 
 
