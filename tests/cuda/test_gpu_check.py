@@ -226,9 +226,10 @@ def test_every_step_of_the_check_runs_on_the_fake(tmp_path: Path) -> None:
     words = ["--tiny", "--dir", tmp_path, "--json", told, "--python", python]
     words += ["--seconds", str(STEP_SECONDS * len(steps([], is_tiny=True)))]
     done = run(BENCHES / "gpu_check.py", *words, environment=fake_environment())
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert told.exists(), done.stdout + done.stderr
     document: dict[str, Any] = json.loads(told.read_text())
-    assert document["failures"] == []
+    assert document["failures"] == [], done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     states = {one["name"]: one["state"] for one in document["steps"]}
     assert states == {step.name: "passed" for step in steps([], is_tiny=True)}
     assert all(one["figures"] for one in document["steps"])

@@ -12,6 +12,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 
 import pytest
 import torch
@@ -53,6 +54,23 @@ def test_every_function_can_fail(fake: FakeDevice) -> None:
         assert getattr(library, symbol)(*[None] * 7) == LAUNCH_FAILED, symbol
         text = library.cudaGetErrorString(LAUNCH_FAILED).decode()
         assert text == f"CUDA_ERROR_LAUNCH_FAILED (fake device: the test made {symbol} fail)"
+
+
+def interrupted_in_shapes(frame: FrameType, event: str, _: object) -> None:
+    """Be a trace function: an interrupt comes while Python tells the shape of what is filled."""
+    if (event, frame.f_code.co_name) == ("call", "meta_fill_"):
+        raise KeyboardInterrupt
+
+
+@on_fake_device()
+def test_an_interrupt_inside_an_operator_is_not_lost(fake: FakeDevice) -> None:
+    x = torch.ones(4, device="cuda")
+    sys.settrace(interrupted_in_shapes)
+    with pytest.raises(KeyboardInterrupt):
+        x.fill_(2.0)
+    assert sys.gettrace() is None, "so it came"
+    assert x.fill_(3.0).tolist() == [3.0] * 4
+    assert not fake.races()
 
 
 @on_fake_device()

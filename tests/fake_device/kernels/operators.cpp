@@ -112,6 +112,13 @@ struct Call {
   const char *name() const { return interned(schema.name()); }
 };
 
+// Whether a function of Python that tells shapes has said that there is no answer before the bytes.
+// All else goes on: an interrupt (KeyboardInterrupt) that came while it ran must end the program.
+bool cannot_know(const std::exception &of_python) {
+  const std::string words = of_python.what();
+  return words.rfind("NotImplementedError", 0) == 0 || words.rfind("RuntimeError", 0) == 0;
+}
+
 // The shapes of the results, told by the same operator on tensors without bytes; nothing if it
 // cannot know them before it has seen the bytes. Arguments that it would resize are resized.
 std::optional<Stack> shapes_of(const Call &call) {
@@ -121,7 +128,10 @@ std::optional<Stack> shapes_of(const Call &call) {
   const Stack arguments = shapes;
   try {
     call.op.callBoxed(&shapes);
-  } catch (const std::exception &) {  // there is no such function, or it says that it cannot know
+  } catch (const c10::Error &) {
+    return std::nullopt;
+  } catch (const std::exception &error) {
+    if (!cannot_know(error)) throw;
     return std::nullopt;
   }
   for (size_t i = 0; i < arguments.size(); i++) {
