@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from queue import SimpleQueue
 from xml.etree import ElementTree
 
 import defences
+import repeats
 from checkout import ROOT, TESTS
 
 PASSED, FAILED = 0, 1
@@ -173,14 +175,17 @@ def copy_if_other(content: bytes, place: Path) -> None:
         place.write_bytes(content)
 
 
-def outcome(folder: Path, tests: Sequence[str]) -> tuple[int, set[str], str]:
-    """Run tests against the package in ``folder``.
+def outcome(folder: Path, tests: Sequence[str], times: int) -> tuple[int, Counter[str], str]:
+    """Run tests against the package in ``folder``, so many times.
 
-    Returns pytest's exit code, the tests that failed, and pytest's last words.
+    Returns pytest's exit code, in how many runs each test failed, and pytest's last words.
     """
     results = folder / "results.xml"
-    environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    paths = os.pathsep.join([str(folder), str(Path(__file__).parent)])
+    environment = {**os.environ, "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
+    environment[repeats.REPEATS] = str(times)
     command = [sys.executable, "-P", "-m", "pytest", "-q", f"--timeout={TIMEOUT_S}"]
+    command += ["-p", repeats.__name__]
     command += [f"--junit-xml={results}", "-p", "no:cacheprovider", f"--rootdir={ROOT}"]
     done = subprocess.run(
         [*command, *map(node, tests)],
@@ -201,17 +206,19 @@ def node(test: str) -> str:
     return f"{path}::{name}"
 
 
-def failed_in(results: Path) -> set[str]:
-    """Return the tests of which a case failed, as the documentation calls them."""
+def failed_in(results: Path) -> Counter[str]:
+    """Count for each test, as the documentation calls it, the runs in which a case failed."""
     if not results.exists():
-        return set()
+        return Counter()
     cases = ElementTree.parse(results).iter("testcase")
     results.unlink()
-    return {
-        f"{one.attrib['classname'].rpartition('.')[2]}::{one.attrib['name'].partition('[')[0]}"
-        for one in cases
-        if one.find("failure") is not None or one.find("error") is not None
-    }
+    failed = set[tuple[str, str]]()
+    for one in cases:
+        if one.find("failure") is not None or one.find("error") is not None:
+            name, _, case = one.attrib["name"].partition("[")
+            test = f"{one.attrib['classname'].rpartition('.')[2]}::{name}"
+            failed.add((test, "".join(re.findall(r"\brun\d+\b", case))))
+    return Counter(test for test, _ in failed)
 
 
 def judge(
@@ -223,14 +230,11 @@ def judge(
     it was noticed, how often if more than once.
     """
     folder = folders.get()
-    failed_counts = Counter[str]()
     try:
         with without(name, folder):
-            for _ in range(times):
-                code, failed, words = outcome(folder, tests)
-                if code not in (PASSED, FAILED):
-                    return [f"the tests do not run\n{words}"], ""
-                failed_counts.update(failed)
+            code, failed_counts, words = outcome(folder, tests, times)
+            if code not in (PASSED, FAILED):
+                return [f"the tests do not run\n{words}"], ""
     finally:
         folders.put(folder)
     often = {
@@ -264,7 +268,7 @@ def main() -> None:
         sys.exit(f"no defence contains {words}")
     with copied_package() as first, copied_package() as second:
         every = sorted({test for tests in chosen.values() for test in tests})
-        code, _, last_words = outcome(first, every)
+        code, _, last_words = outcome(first, every, 1)
         if code != PASSED:
             sys.exit(f"with every defence in place the tests do not pass:\n{last_words}")
         sys.stdout.write(f"with every defence in place {len(every)} tests pass\n")
