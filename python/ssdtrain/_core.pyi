@@ -580,6 +580,7 @@ class Gpus:
         down_bytes: int,
         up_bytes: int,
         ring_bytes: int,
+        tier_bytes_max: int,
         choose_direct: Callable[[int], tuple[str | None, bool] | None],
         direct_refused: Callable[[int, str], object],
         current_stream: Callable[[int], int],
@@ -592,6 +593,7 @@ class Gpus:
         Whoever waits for a GPU lets go of ``lock``, which is the session's, meanwhile.
         ``down_bytes`` and ``up_bytes`` are of the CPU, and twice ``ring_bytes`` of the GPU where
         ``choose_direct`` says where cuFile is, and whether its compatibility mode may serve.
+        Tensors of all GPUs may stay in ``tier_bytes_max`` of pinned memory, beside that.
         """
 
     def loaded_bytes(self) -> int:
@@ -602,6 +604,15 @@ class Gpus:
 
     def ring_bytes(self) -> tuple[int, int]:
         """Return the bytes of GPUs' memory for GPUDirect Storage, and how many are in use."""
+
+    def staying_bytes(self) -> int:
+        """Return the bytes copied from GPUs that were to stay in pinned memory."""
+
+    def pin_for_tier(self, gpu: int, nbytes: int) -> None:
+        """Pin memory, so that so many bytes of a GPU's tensors can stay there, if that is allowed.
+
+        Nothing where they go past the CPU's memory. Raises `CudaError` if it cannot be pinned.
+        """
 
     @property
     def waiting_count(self) -> int:

@@ -89,6 +89,8 @@ class OffloadConfig:
     pinned_bytes: int = PINNED_BYTES_DEFAULT
     """Memory of the CPU, for each GPU, through which its tensors go; of the GPU, and half as much,
     by GPUDirect Storage."""
+    max_host_bytes: int | None = None
+    """Pinned memory of the CPU, beside that, in which tensors of all GPUs may stay by plan."""
     gds: str = "optional"
     """``"compat"`` is cuFile's compatibility mode, for tests."""
 
@@ -96,11 +98,13 @@ class OffloadConfig:
         """Raise ``ConfigError`` for a value that cannot be meant."""
         check_choice("gds", self.gds, (*get_args(Gds), "compat"))
         memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        if self.pinned_bytes > memory_bytes:
-            raise ConfigError(
-                f"pinned_bytes={shown_bytes(self.pinned_bytes)} is more than the "
-                f"{shown_bytes(memory_bytes)} of this machine, and pinned memory cannot be swapped"
-            )
+        for name in ("pinned_bytes", "max_host_bytes"):
+            nbytes = getattr(self, name)
+            if nbytes is not None and nbytes > memory_bytes:
+                raise ConfigError(
+                    f"{name}={shown_bytes(nbytes)} is more than the {shown_bytes(memory_bytes)} "
+                    f"of this machine, and pinned memory cannot be swapped"
+                )
         given = self.slowdown_max
         if given is None:
             return
@@ -121,7 +125,7 @@ class OffloadConfig:
         store = self.store
         words = [repr(store.dirs[0] if len(store.dirs) == 1 else list(store.dirs))]
         for config, names in (
-            (self, ("min_bytes", "max_resident_bytes", "slowdown_max", "gds")),
+            (self, ("min_bytes", "max_resident_bytes", "slowdown_max", "max_host_bytes", "gds")),
             (store, ("max_disk_bytes", "backend", "direct_io", "verify")),
         ):
             defaults = {field.name: field.default for field in fields(config)}

@@ -94,6 +94,9 @@ class offload:  # noqa: N801 - used like torch.no_grad
         verify: Checksum each tensor before its write and after its read.
         pinned_bytes: Memory of the CPU through which tensors of a GPU go, for each GPU; it is
             pinned at the first such tensor. By GPUDirect Storage half as much of the GPU's.
+        max_host_bytes: More memory of the CPU, for all GPUs together, in which their tensors may
+            stay by plan instead of going to the disk. None by default; without effect by GPUDirect
+            Storage.
         gds: ``"optional"``, ``"required"`` or ``"disabled"``: whether tensors of a GPU go to the
             drive past the CPU's memory (GPUDirect Storage).
 
@@ -121,6 +124,7 @@ class offload:  # noqa: N801 - used like torch.no_grad
         direct_io: DirectIo = "required",
         verify: bool = False,
         pinned_bytes: Size = PINNED_BYTES_DEFAULT,
+        max_host_bytes: Size | None = None,
         gds: Gds = "optional",
     ) -> None:
         store = StoreConfig(
@@ -136,12 +140,13 @@ class offload:  # noqa: N801 - used like torch.no_grad
             max_resident_bytes=optional_bytes("max_resident_bytes", max_resident_bytes),
             slowdown_max=slowdown_max,
             pinned_bytes=in_bytes("pinned_bytes", pinned_bytes),
+            max_host_bytes=optional_bytes("max_host_bytes", max_host_bytes),
             gds=gds,
         )
         self._prepare()
 
     def _prepare(self) -> None:
-        self._policy = Policy(self._config.slowdown_limit)
+        self._policy = Policy(self._config.slowdown_limit, self._config.max_host_bytes or 0)
         """What was learned outlives a session: the same object may be entered again."""
         self._uses = _Uses()
         self.session: Session | None = None

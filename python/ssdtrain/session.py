@@ -40,7 +40,7 @@ class Session:
         try:
             lock = threading.RLock()
             direct = DirectWay(config)
-            gpus = gpus_of(store, config.pinned_bytes, lock, direct)
+            gpus = gpus_of(store, config.pinned_bytes, config.max_host_bytes or 0, lock, direct)
             transfer = HostTransfer(store, gpus, direct)
             self._hooks: Hooks | None = Hooks(
                 transfer, policy, lock, min_bytes=config.min_bytes, max_resident_bytes=bound

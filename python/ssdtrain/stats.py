@@ -55,9 +55,9 @@ class Stats:
     """A snapshot of a session. Sizes in bytes, times in seconds, since the session began.
 
     Each saved storage ends in one of three ways, and is counted then:
-    *offloaded* (written, its memory freed), *forwarded* (on its way to the disk, or there, but
-    served from memory because it was still held), or *kept*: by plan, for its size, or because its
-    write was cancelled or failed.
+    *offloaded* (written, or copied to pinned memory to stay there; its memory freed), *forwarded*
+    (on its way to the disk, or there, but served from memory because it was still held), or *kept*:
+    by plan, for its size, or because its write was cancelled or failed.
     """
 
     bytes_offloaded: int
@@ -96,6 +96,8 @@ class Stats:
     """Memory of the CPU that is pinned for copies from and to GPUs."""
     from_gpu_bytes: int
     """Copied from GPUs' tensors, to pinned memory or to a ring on the GPU."""
+    staying_bytes: int
+    """Of these, to stay in pinned memory by plan, and not to go to the disk (`max_host_bytes`)."""
     to_gpu_bytes: int
     """Copied back."""
     from_gpu_s: float
@@ -274,6 +276,9 @@ class Stats:
             up += _rate(self.to_gpu_bytes, self.to_gpu_s)
             pinned = shown_bytes(self.pinned_bytes)
             rows.append(f"  GPU        {down}, {up}, through {pinned} of pinned memory")
+            if self.staying_bytes:
+                staying = shown_bytes(self.staying_bytes)
+                rows.append(f"  host       {staying} of these stayed in pinned memory by plan")
         if self.ring_bytes:
             rows.append(
                 f"  GPU direct {shown_bytes(self.from_gpu_bytes)} taken from it, "

@@ -31,11 +31,11 @@ class Everything(Policy):
 
 
 @contextmanager
-def offloaded(**options: Any) -> Iterator[ssdtrain.Session]:
+def offloaded(policy: Policy | None = None, **options: Any) -> Iterator[ssdtrain.Session]:
     """Offload all that is saved in this thread; the disk is one whose calls the fake GPU sees."""
     store = StoreConfig(dirs=(str(SCRATCH),), direct_io="optional", backend="psync")
     given = {"min_bytes": 512, "pinned_bytes": RING_BYTES, "gds": "disabled"} | options
-    session = ssdtrain.Session(OffloadConfig(store=store, **given), Everything())
+    session = ssdtrain.Session(OffloadConfig(store=store, **given), policy or Everything())
     try:
         with session.context():
             yield session
@@ -65,12 +65,12 @@ def check(leaf: Tensor, count: int) -> None:
     assert torch.equal(leaf.grad.cpu(), plain.grad.cpu())
 
 
-def settle(session: ssdtrain.Session) -> None:
-    """Wait until all that was saved is on the disk, and has left the GPU."""
+def settle(session: ssdtrain.Session, staying_bytes: int = 0) -> None:
+    """Wait until all that was saved is on the disk, or stays in pinned memory, and left the GPU."""
     torch.cuda.synchronize()
     session.flush()
     # Each call of the driver gives the worker its turn.
-    while pinned(session):
+    while pinned(session) > staying_bytes:
         torch.cuda.synchronize()
     # The memory of the last ones is let go by whoever looks next.
     session.flush()

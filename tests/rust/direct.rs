@@ -263,19 +263,24 @@ fn small_neighbours_go_together_and_a_short_one_is_resumed() {
             // One after the other, or they would go together.
             until_gone(|| gpu.cufile_call_count("cuFileWrite") == count);
         }
-        // Every other one stays in its slot: the rest are neighbours on the disk, not in memory.
-        let mut small = Vec::new();
-        let mut between = Vec::new();
+        // Nobody wants every other one: the rest are neighbours on the disk, not in memory.
+        staging.grow_tier(SMALL).unwrap();
+        gpu.hold("copies to the host");
+        let (mut small, mut between) = (Vec::new(), Vec::new());
         for value in 10..20 {
             small.push((value, save(gpu, &staging, &stream, value, SMALL)));
-            let source = gpu.allocate(SMALL);
-            match staging.save(source.range(), stream.handle(), Tier::Pinned).unwrap() {
-                Saved::Begun(staged) => between.push((staged, source)),
-                other => panic!("not saved: {other:?}"),
-            }
+            between.push(save(gpu, &staging, &stream, value, SMALL));
         }
+        let source = gpu.allocate(SMALL);
+        let last = match staging.save(source.range(), stream.handle(), Tier::Pinned).unwrap() {
+            Saved::Begun(staged) => staged,
+            other => panic!("not saved: {other:?}"),
+        };
+        // Their memory stays until they have been copied.
+        let _sources: Vec<_> = between.into_iter().map(|(_unwanted, source)| source).collect();
+        gpu.release("copies to the host");
         // Copies are followed in their order, so all of the others wait for the disk by now.
-        until(&staging, || between.iter().all(|(staged, _)| staged.is_settled()));
+        until(&staging, || last.is_settled());
         gpu.fail_cufile("cuFileWrite", MOVES_HALF, When::After(0));
         gpu.release("disk");
         until(&staging, || small.iter().all(|(_, (staged, _))| staged.is_settled()));

@@ -174,36 +174,101 @@ fn a_full_ring_says_what_it_waits_for() {
         until(&staging, || full(try_save(Tier::Disk)) == Full::DiskBehind);
         pause.resume();
         until(&staging, || held.iter().all(Staged::is_settled));
-        pause.pause();
-        let kept: Vec<_> = (0..2).map(|_| begun(try_save(Tier::Pinned))).collect();
-        until(&staging, || kept.iter().all(Staged::is_settled));
-        let kept_bytes = staging.pinned_bytes().1;
-        // A write that the disk has begun, and that nobody wants any more. One that had not begun
-        // is cancelled, and its slot is free at once.
+        let large = gpu.allocate(RING.down + 1);
+        let answer = staging.save(large.range(), stream.handle(), Tier::Disk).unwrap();
+        assert_eq!(full(answer), Full::TooLong);
+    });
+}
+
+#[test]
+fn a_load_finds_room_however_full_the_other_direction_is() {
+    on_a_fake_gpu("a_load_finds_room_however_full_the_other_direction_is", |gpu| {
+        let dir = scratch();
+        let one = Some(LEN.next_multiple_of(4096) as u64);
+        let config = StoreConfig { max_disk_bytes: one, ..config(dir.path(), Backend::Psync) };
+        let store = Arc::new(TensorStore::open(&config).unwrap());
+        let staging = Staging::open(&Gpu::get(0).unwrap(), store, RING).unwrap();
+        let stream = gpu.stream();
+        let (on_disk, _source) = save(gpu, &staging, &stream, 1);
+        until(&staging, || on_disk.is_settled());
+        assert!(on_disk.failure().is_none() && !on_disk.is_pinned());
+        let refused: Vec<_> = (0..3).map(|_| save(gpu, &staging, &stream, 2)).collect();
+        until(&staging, || refused.iter().all(|(staged, _)| staged.is_settled()));
+        let source = gpu.allocate(LEN);
+        let answer = staging.save(source.range(), stream.handle(), Tier::Disk).unwrap();
+        assert_eq!(full(answer), Full::Pinned, "all slots are taken for good");
+        assert!(stream.read(&load(gpu, &staging, &stream, &on_disk)) == vec![1; LEN]);
+    });
+}
+
+#[test]
+fn the_slot_of_a_write_that_nobody_wants_waits_for_the_disk() {
+    on_a_fake_gpu("the_slot_of_a_write_that_nobody_wants_waits_for_the_disk", |gpu| {
+        let ((pause, disk), dir) = (paused_disk(), scratch());
+        let store = Arc::new(TensorStore::open(&config(dir.path(), disk)).unwrap());
+        let one_slot = PinnedBytes { down: LEN, up: LEN };
+        let staging = Staging::open(&Gpu::get(0).unwrap(), store, one_slot).unwrap();
+        let (stream, source) = (gpu.stream(), gpu.allocate(LEN));
+        stream.fill(&source, 1);
+        let try_save = |tier| staging.save(source.range(), stream.handle(), tier).unwrap();
+        staging.grow_tier(LEN).unwrap();
+        let stays = begun(try_save(Tier::Pinned));
+        until(&staging, || stays.is_settled());
+        // One that the disk has begun. One that had not begun is cancelled, and its slot is free.
         loop {
             let unwanted = begun(try_save(Tier::Disk));
             until(&staging, || full(try_save(Tier::Disk)) == Full::DiskBehind);
+            let before = staging.pinned_bytes().1;
             drop(unwanted);
             // The worker has looked at the writes once a load has come and gone.
-            let before = staging.pinned_bytes().1;
-            assert!(stream.read(&load(gpu, &staging, &stream, &kept[0])) == vec![1; LEN]);
+            assert!(stream.read(&load(gpu, &staging, &stream, &stays)) == vec![1; LEN]);
             until(&staging, || staging.pinned_bytes().1 <= before);
-            if staging.pinned_bytes().1 > kept_bytes {
+            if staging.pinned_bytes().1 == before {
                 break;
             }
         }
         assert_eq!(full(try_save(Tier::Disk)), Full::DiskBehind);
         pause.resume();
-        drop(kept);
+        drop(stays);
         until_empty(&staging);
-        let pinned: Vec<_> = (0..3).map(|_| begun(try_save(Tier::Pinned))).collect();
-        until(&staging, || pinned.iter().all(Staged::is_settled));
-        assert_eq!(full(try_save(Tier::Disk)), Full::Pinned);
-        // A load finds room however full the other direction is.
-        assert!(stream.read(&load(gpu, &staging, &stream, &held[0])) == vec![1; LEN]);
+    });
+}
+
+#[test]
+fn what_shall_stay_has_pinned_memory_of_its_own() {
+    on_a_fake_gpu("what_shall_stay_has_pinned_memory_of_its_own", |gpu| {
+        let dir = scratch();
+        let (staging, stream) = (open(&dir, Backend::Psync), gpu.stream());
+        let source = gpu.allocate(LEN);
+        let save_to = |tier| staging.save(source.range(), stream.handle(), tier).unwrap();
+        assert_eq!(full(save_to(Tier::Pinned)), Full::Pinned, "there is none yet");
+        let ring_bytes = staging.pinned_bytes().0;
+        staging.grow_tier(LEN).unwrap();
+        // Longer than any slot of what goes to the disk.
+        staging.grow_tier(RING.down + 1).unwrap();
+        let tier_bytes = staging.tier_bytes().0;
+        assert!(tier_bytes > LEN + RING.down);
+        assert_eq!(staging.pinned_bytes().0, ring_bytes + tier_bytes);
         let large = gpu.allocate(RING.down + 1);
-        let answer = staging.save(large.range(), stream.handle(), Tier::Disk).unwrap();
-        assert_eq!(full(answer), Full::TooLong);
+        let answer = staging.save(large.range(), stream.handle(), Tier::Pinned).unwrap();
+        let (of_large, mut stays) = (begun(answer), Vec::new());
+        stream.fill(&source, 3);
+        stays.push(begun(save_to(Tier::Pinned)));
+        assert_eq!(full(save_to(Tier::Pinned)), Full::Pinned);
+        let written = begun(save_to(Tier::Disk));
+        stays[0].release(stream.handle()).unwrap();
+        written.release(stream.handle()).unwrap();
+        stream.fill(&source, 0xdd);
+        until(&staging, || stays[0].is_settled() && of_large.is_settled());
+        assert!(stays[0].is_pinned() && stays[0].failure().is_none());
+        assert!(stream.read(&load(gpu, &staging, &stream, &stays[0])) == vec![3; LEN]);
+        let counts = staging.counts();
+        assert_eq!(counts.staying_bytes, (LEN + RING.down + 1) as u64);
+        assert_eq!(counts.from_slot_count, 0, "it was on its way to nowhere");
+        drop((stays, of_large, written));
+        until_empty(&staging);
+        let again = begun(save_to(Tier::Pinned));
+        until(&staging, || again.is_settled());
     });
 }
 

@@ -16,6 +16,7 @@ from ssdtrain.planning.policy import (
     CAUTION_START,
     KNOWLEDGE_MAX,
     MARGIN_S,
+    PAGE_BYTES,
     RATE_CHANGE,
     ROUND_TRIP_FACTOR,
     SETTLED_COUNT,
@@ -298,6 +299,83 @@ def test_each_gpu_has_a_link_of_its_own() -> None:
     alone = len(offloaded(items, plan(on_gpus(items, 0), rates)))
     shared = len(offloaded(items, plan(on_gpus(items, 0, 1), rates)))
     assert alone < shared <= len(offloaded(items, plan(items, Rates(4e9, 16e9))))
+
+
+# --- memory of the CPU for tensors of GPUs ------------------------------------
+
+
+@given(traces(), RATES, COPIES, st.integers(0, 2000 * MIB))
+def test_what_stays_pinned_fits_and_meets_the_deadlines_of_its_link(
+    items: list[Item], rates: Rates, copies: Copies, host_bytes: int
+) -> None:
+    items = on_gpus(items, 0, 1)
+    rates = replace(rates, copies={0: copies})
+    made = plan(items, rates, host_bytes)
+    pinned = [item for item in items if item.key in made.pinned]
+    assert not made.pinned & made.keep
+    assert {item.gpu for item in pinned} <= {0}, "the other GPU's copies do not go there"
+    pages = sum(math.ceil(item.nbytes / PAGE_BYTES) * PAGE_BYTES for item in pinned)
+    assert made.pinned_bytes == ({0: pages} if pinned else {})
+    assert pages <= host_bytes
+    taken = offloaded(items, made)
+    assert made.written_bytes == sum(item.nbytes for item in taken if item.key not in made.pinned)
+    copied_s = 0.0
+    for item in taken:
+        if item.gpu == 0:
+            copied_s = max(copied_s, item.packed_s) + item.nbytes / copies.down
+            assert made.start_by_s[item.key] >= copied_s - EPSILON_S
+    begin_s = -math.inf
+    backwards = sorted(taken, key=lambda item: item.needed_s, reverse=True)
+    for item in reversed(backwards):
+        if item.gpu == 0:
+            begin_s = max(begin_s, made.start_by_s[item.key]) + item.nbytes / copies.up
+            if item.key in made.pinned:
+                assert begin_s <= item.needed_s - MARGIN_S + EPSILON_S
+
+
+@given(traces(), RATES, st.integers(0, 2000 * MIB))
+def test_pinned_memory_is_for_gpus(items: list[Item], rates: Rates, host_bytes: int) -> None:
+    assert plan(items, rates, host_bytes) == plan(items, rates)
+
+
+def test_the_last_that_leave_stay_pinned_and_the_disk_is_written_less() -> None:
+    items = on_gpus(stack(100, 10 * MIB, 0.002, 0.004), 0)
+    rates = Rates(2e9, 8e9, {0: Copies(20e9, 20e9)})
+    alone = plan(items, rates)
+    host_bytes = 10 * 10 * MIB
+    made = plan(items, rates, host_bytes)
+    assert len(offloaded(items, alone)) + 9 <= len(offloaded(items, made))
+    last = [item.key for item in offloaded(items, made)][-10:]
+    assert made.pinned == set(last)
+    assert made.pinned_bytes == {0: host_bytes}
+    # A disk that could take all is spared what has room.
+    fast = Rates(1e12, 1e12, {0: Copies(1e12, 1e12)})
+    spared = plan(items, fast, host_bytes)
+    assert spared.written_bytes == plan(items, fast).written_bytes - host_bytes
+    assert not plan(items, fast, 2000 * MIB).written_bytes
+
+
+def test_a_disk_that_is_no_use_leaves_pinned_memory_to_be_used() -> None:
+    items = on_gpus(stack(100, 10 * MIB, 0.002, 0.004), 0)
+    rates = Rates(1e3, 1e3, {0: Copies(20e9, 20e9)})
+    assert not offloaded(items, plan(items, rates))
+    made = plan(items, rates, 50 * 10 * MIB)
+    assert made.written_bytes == 0
+    # The last ones are needed too soon for any link.
+    assert [item.key for item in offloaded(items, made)] == sorted(made.pinned)
+    assert len(made.pinned) == 50
+
+
+def test_a_policy_without_pinned_memory_to_have_plans_without() -> None:
+    policy = Policy(host_bytes=1000 * MIB)
+    items = on_gpus(stack(10, 10 * MIB, 0.002, 0.004), 0)
+    rates = Rates(1e9, 1e9, {0: Copies(20e9, 20e9)})
+    policy.learn(1, items, rates, 0.0)
+    assert policy.pinned == policy.plans[1].pinned != set()
+    policy.forgo_host_memory()
+    assert not policy.pinned
+    policy.learn(1, items, rates, 1.0)
+    assert not policy.pinned
 
 
 # --- Policy -------------------------------------------------------------------

@@ -101,11 +101,22 @@ class Prefetcher:
                 # Of the whole time of the round, with its stalls.
                 stall_share = one.stall_s / max(whole_s + one.stall_s, 1e-9)
                 self._policy.learn(one.signature, items, rates, stall_share)
+                self._pin(one.signature)
                 self.recorded.pop(one.signature, None)
                 self.recorded[one.signature] = Recording(items, *one.span_s)
                 if len(self.recorded) > RECORDED_MAX:
                     del self.recorded[next(iter(self.recorded))]
                 self._note_step(one, items)
+
+    def _pin(self, signature: int) -> None:
+        """Pin the memory in which tensors of GPUs stay by plan."""
+        plan = self._policy.plans.get(signature)
+        for gpu, nbytes in {} if plan is None else plan.pinned_bytes.items():
+            try:
+                self._transfer.pin_for_tier(gpu, nbytes)
+            except SsdtrainError as error:
+                self._policy.forgo_host_memory()
+                self._notices.say("max_host_bytes", "no tensor stays in pinned memory: %s", error)
 
     def allowance(self, opening: int) -> int | None:
         """Return how many bytes the round that begins now may give to the disk; ``None``: all."""

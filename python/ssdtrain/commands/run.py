@@ -50,6 +50,7 @@ SIZES = {
     "max_resident_bytes": "upper bound on the saved bytes in memory, such as 8GiB",
     "max_disk_bytes": "upper bound on the bytes on disk, such as 500GiB",
     "pinned_bytes": "memory through which a GPU's tensors go, for each GPU (default: 1GiB)",
+    "max_host_bytes": "more such memory, in which tensors may stay by plan (default: none)",
 }
 """Options that are sizes, and what they mean."""
 
@@ -227,7 +228,7 @@ def _enter(tool: offload, job: Job) -> None:
 def _open_in_child(job: Job) -> tuple[Session, Callable[[], None]]:
     """Open a session in a child process; return it with what makes its report."""
     config = offload(job.dirs, **job.options)._config  # noqa: SLF001 - entered by hooks of the child's own
-    session = Session(config, Policy(config.slowdown_limit))
+    session = Session(config, Policy(config.slowdown_limit, config.max_host_bytes or 0))
     ending = Ending(job, session, is_child=True)
 
     def end() -> None:

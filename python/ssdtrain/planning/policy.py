@@ -8,6 +8,9 @@ writes end in time and whose reads, chained backwards from their deadlines, begi
 What is on a GPU takes two links one after the other, the copies of that GPU and the disk, which all
 share: the slower one decides. As all reads begin after the last write, no plan has a GPU's link
 copy both ways at once; where other work does, the measured times of the copies tell it.
+
+Where memory of the CPU is allowed for tensors of GPUs, the last of the prefix stay there: they need
+the link alone, so the prefix can be longer, and the disk is written less.
 """
 
 from __future__ import annotations
@@ -20,8 +23,10 @@ from itertools import pairwise
 
 from ssdtrain.planning.controller import Controller
 
-__all__ = ["Copies", "Item", "Plan", "Policy", "Rates", "plan"]
+__all__ = ["PAGE_BYTES", "Copies", "Item", "Plan", "Policy", "Rates", "plan"]
 
+PAGE_BYTES = 4096
+"""Pinned memory is given out in whole pages of this size."""
 MARGIN_S = 0.005
 """Latency of a request and of the hooks that begin it; a read that waits behind pieces which are in
 flight takes some milliseconds more than it would alone."""
@@ -112,61 +117,98 @@ class Plan:
     needed_s: dict[int, float] = field(default_factory=dict)
     """When each item was needed, on the same clock: how far a later round has come."""
     written_bytes: int = 0
-    """The sum of what is not kept."""
+    """The sum of what goes to the disk."""
     longest_gap_s: float = 0.0
     """The longest time between two needs: how late a read may be begun, as needs begin reads."""
+    pinned: frozenset[int] = frozenset()
+    """Which of the others stay in pinned memory."""
+    pinned_bytes: dict[int, int] = field(default_factory=dict)
+    """How much of it each GPU needs for that."""
 
 
-def plan(items: Sequence[Item], rates: Rates) -> Plan:
+def plan(items: Sequence[Item], rates: Rates, host_bytes: int = 0) -> Plan:
     """Choose the longest prefix of the items, in the order of packing, that hides.
 
-    An item that is needed again before it could be written and read back is left out beforehand.
+    The last of it, up to ``host_bytes`` in whole pages, stay in pinned memory if they are on a GPU
+    whose copies go there. An item that is needed again before it could be copied or written, and
+    brought back, is left out beforehand.
     """
+    near = [item for item in items if _lies_idle(item, rates, goes_to_disk=False)]
+    too_soon_for_disk = {
+        item.key for item in near if not _lies_idle(item, rates, goes_to_disk=True)
+    }
 
-    def lies_idle(item: Item) -> bool:
-        copies = rates.of(item)
-        links = (rates.write, rates.read, copies.down, copies.up)
-        round_trip = sum(item.nbytes / link for link in links)
-        return item.needed_s - item.packed_s > ROUND_TRIP_FACTOR * round_trip + MARGIN_S
+    def divided(count: int) -> tuple[list[Item], frozenset[int]]:
+        """Return which of so many items leave, and which of these stay in pinned memory."""
+        pinned = set[int]()
+        left_bytes = host_bytes
+        for item in reversed(near[:count]):
+            if item.gpu in rates.copies and _pages(item) <= left_bytes:
+                left_bytes -= _pages(item)
+                pinned.add(item.key)
+        left_out = too_soon_for_disk - pinned
+        return [item for item in near[:count] if item.key not in left_out], frozenset(pinned)
 
-    idle = [item for item in items if lies_idle(item)]
-    low, high = 0, len(idle)
+    low, high = 0, len(near)
     while low < high:
         middle = (low + high + 1) // 2
-        if _starts(idle[:middle], rates) is not None:
+        if _starts(*divided(middle), rates) is not None:
             low = middle
         else:
             high = middle - 1
-    starts = _starts(idle[:low], rates)
+    leaving, pinned = divided(low)
+    starts = _starts(leaving, pinned, rates)
     assert starts is not None, "nothing at all always hides"
     keep = frozenset(item.key for item in items if item.key not in starts)
     needed_s = {item.key: item.needed_s for item in items}
     gaps = [after - before for before, after in pairwise(sorted(needed_s.values()))]
-    written_bytes = sum(item.nbytes for item in items if item.key in starts)
-    return Plan(keep, starts, needed_s, written_bytes, max(gaps, default=0.0))
+    pinned_bytes: dict[int, int] = {}
+    for item in leaving:
+        if item.key in pinned:
+            assert item.gpu is not None
+            pinned_bytes[item.gpu] = pinned_bytes.get(item.gpu, 0) + _pages(item)
+    written_bytes = sum(item.nbytes for item in leaving if item.key not in pinned)
+    longest_gap_s = max(gaps, default=0.0)
+    return Plan(keep, starts, needed_s, written_bytes, longest_gap_s, pinned, pinned_bytes)
 
 
-def _starts(items: Sequence[Item], rates: Rates) -> dict[int, float] | None:
-    """Return the latest start of each read, or ``None`` if the traffic does not fit."""
-    written_s: dict[int, float] = {}
+def _pages(item: Item) -> int:
+    return -(-item.nbytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def _lies_idle(item: Item, rates: Rates, *, goes_to_disk: bool) -> bool:
+    """Whether a way out and back leaves enough of the time until an item is needed again."""
+    copies = rates.of(item)
+    links = [copies.down, copies.up]
+    if goes_to_disk or item.gpu not in rates.copies:
+        links += [rates.write, rates.read]
+    round_trip = sum(item.nbytes / link for link in links)
+    return item.needed_s - item.packed_s > ROUND_TRIP_FACTOR * round_trip + MARGIN_S
+
+
+def _starts(items: Sequence[Item], pinned: frozenset[int], rates: Rates) -> dict[int, float] | None:
+    """Return the latest start of each way back, or ``None`` if the traffic does not fit."""
+    away_s: dict[int, float] = {}
     copied: dict[int | None, float] = {}
     end = 0.0
     for item in items:
         # Of a GPU whose link is behind, the disk gets a tensor when that has copied it.
         begin = max(copied.get(item.gpu, 0.0), item.packed_s)
         copied[item.gpu] = begin + item.nbytes / rates.of(item).down
-        end = max(end, copied[item.gpu]) + item.nbytes / rates.write
-        written_s[item.key] = end
+        if item.key not in pinned:
+            end = max(end, copied[item.gpu]) + item.nbytes / rates.write
+        away_s[item.key] = copied[item.gpu] if item.key in pinned else end
     starts: dict[int, float] = {}
     uploads: dict[int | None, float] = {}
     start = math.inf
     for item in sorted(items, key=lambda item: item.needed_s, reverse=True):
         upload = min(uploads.get(item.gpu, math.inf), item.needed_s - MARGIN_S)
         uploads[item.gpu] = upload - item.nbytes / rates.of(item).up
-        start = min(start, uploads[item.gpu]) - item.nbytes / rates.read
-        if start < written_s[item.key]:
+        if item.key not in pinned:
+            start = min(start, uploads[item.gpu]) - item.nbytes / rates.read
+        starts[item.key] = uploads[item.gpu] if item.key in pinned else start
+        if starts[item.key] < away_s[item.key]:
             return None
-        starts[item.key] = start
     # The disk reads and writes by turns: the first read begins when the last write has ended.
     return starts if start >= end else None
 
@@ -175,16 +217,19 @@ class Policy:
     """Learns from finished rounds which tensors to keep.
 
     ``slowdown_max`` is the share of a step's time that offloading may cost; ``None``: whatever the
-    plan costs.
+    plan costs. Tensors of GPUs may stay in ``host_bytes`` of pinned memory.
     """
 
-    def __init__(self, slowdown_max: float | None = None) -> None:
+    def __init__(self, slowdown_max: float | None = None, host_bytes: int = 0) -> None:
         self.controller = None if slowdown_max is None else Controller(slowdown_max)
         """How much of the plans is offloaded."""
         self.plans: dict[int, Plan] = {}
         """The plan of each signature. For others to look at, not to change."""
         self.keep: set[int] = set()
         """Keys of the tensors that stay in memory. Looked at in every pack."""
+        self.pinned: set[int] = set()
+        """Keys of those that stay in pinned memory. Looked at in every pack of what is on a GPU."""
+        self._host_bytes = host_bytes
         self._learning = threading.Lock()
         """Several sessions of one `offload` object learn together, each under its own lock."""
         self._planned: set[int] = set()
@@ -196,6 +241,12 @@ class Policy:
     def knows(self, key: int) -> bool:
         """Whether a plan was made with this key in it."""
         return key in self._planned
+
+    def forgo_host_memory(self) -> None:
+        """Let no more tensors stay in pinned memory: there is none to have."""
+        with self._learning:
+            self._host_bytes = 0
+            self.pinned.clear()
 
     def note_futile(self, key: int) -> None:
         """Remember that offloading this tensor frees nothing: somebody else holds its storage."""
@@ -222,6 +273,7 @@ class Policy:
         if len(self._planned) > KNOWLEDGE_MAX:
             self.plans.clear()
             self.keep.clear()
+            self.pinned.clear()
             self._planned.clear()
             self._futile.clear()
             self._basis.clear()
@@ -233,7 +285,7 @@ class Policy:
         if count >= SETTLED_COUNT and not stalled and not moved:
             return
         self._basis[signature] = (count + 1, rates, self._caution)
-        made = plan(items, rates.times(self._caution))
+        made = plan(items, rates.times(self._caution), self._host_bytes)
         self.plans[signature] = made
         if len(self.plans) > PLANS_MAX:
             oldest = next(iter(self.plans))
@@ -244,6 +296,10 @@ class Policy:
                 self.keep.add(item.key)
             elif item.key not in self._futile:
                 self.keep.discard(item.key)
+            if item.key in made.pinned:
+                self.pinned.add(item.key)
+            else:
+                self.pinned.discard(item.key)
 
 
 def _moved(before: Rates, after: Rates) -> bool:

@@ -47,6 +47,11 @@ class HostTransfer:
         copies = copy_rates(self.gpus)
         return Rates(write or RATE_GUESS, read or RATE_GUESS, copies)
 
+    def pin_for_tier(self, gpu: int, nbytes: int) -> None:
+        """Pin memory of the CPU, in which so much of a GPU's tensors stays by plan."""
+        if self.gpus is not None:
+            self.gpus.pin_for_tier(gpu, nbytes)
+
     def refusals(self) -> list[tuple[SsdtrainError, int]]:
         """Return why tensors of GPUs are not on the disk that left the GPU, since the last call.
 

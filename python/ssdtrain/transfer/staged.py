@@ -15,7 +15,7 @@ from torch import UntypedStorage
 
 from ssdtrain._core import Gpus, Store
 from ssdtrain.machine.torch_internals import current_stream
-from ssdtrain.planning.policy import Copies
+from ssdtrain.planning.policy import PAGE_BYTES, Copies
 from ssdtrain.transfer.direct import DirectWay
 
 __all__ = ["OnGpus", "copy_rates", "gpus_of", "on_gpus"]
@@ -30,6 +30,7 @@ class OnGpus:
     """What a session did with GPUs, over all of them; sizes in bytes, times in seconds."""
 
     pinned_bytes: int = 0
+    staying_bytes: int = 0
     from_gpu_bytes: int = 0
     to_gpu_bytes: int = 0
     from_gpu_s: float = 0.0
@@ -51,6 +52,7 @@ def on_gpus(gpus: Gpus | None, direct: DirectWay) -> OnGpus:
     peaks = gpus.away_bytes_peaks()
     return OnGpus(
         pinned_bytes=gpus.pinned_bytes()[0],
+        staying_bytes=gpus.staying_bytes(),
         from_gpu_bytes=from_gpu_bytes,
         to_gpu_bytes=to_gpu_bytes,
         from_gpu_s=from_gpu_s,
@@ -70,7 +72,11 @@ def copy_rates(gpus: Gpus | None) -> dict[int, Copies]:
 
 
 def gpus_of(
-    store: Store, pinned_bytes: int, lock: threading.RLock, direct: DirectWay
+    store: Store,
+    pinned_bytes: int,
+    tier_bytes_max: int,
+    lock: threading.RLock,
+    direct: DirectWay,
 ) -> Gpus | None:
     """Return the GPUs of a session, or ``None`` where torch was built without CUDA.
 
@@ -88,6 +94,8 @@ def gpus_of(
         # A GPU's memory is scarce, and its drive is not behind a second copy. The longest tensor is
         # the same as on the other way.
         ring_bytes=up_bytes,
+        # Pinned are whole pages.
+        tier_bytes_max=tier_bytes_max // PAGE_BYTES * PAGE_BYTES,
         choose_direct=direct.choose,
         direct_refused=direct.refuse,
         current_stream=current_stream,

@@ -6,7 +6,6 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
-use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::PyWeakrefReference;
 use ssdtrain_core as core;
@@ -16,6 +15,7 @@ use ssdtrain_core::cufile::library::Library;
 use ssdtrain_core::staging::{PinnedBytes, Staging};
 
 use crate::error::to_python;
+use crate::gpu_calls::{GpuStream, SeenStreams, TorchCalls};
 use crate::session_lock::SessionLock;
 use crate::store::{SIGNAL_CHECK, Store};
 
@@ -23,15 +23,8 @@ use crate::store::{SIGNAL_CHECK, Store};
 /// ended, and the stream that waits for it does not wait long.
 const WINDOW_BYTES: u64 = 64 << 20;
 
-/// The stream of a GPU that a tensor belongs to.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct GpuStream {
-    /// The number of the GPU, as torch counts.
-    pub gpu: usize,
-    /// Its handle. It was current when the tensor was packed: autograd runs its node's backward
-    /// under the same one.
-    pub handle: usize,
-}
+/// Pinned memory for tensors that stay there grows by so much.
+const TIER_BLOCK_BYTES: usize = 1 << 30;
 
 /// Memory that may be let go once its stream waits for the end of a copy.
 pub struct Departure {
@@ -52,6 +45,8 @@ pub struct Gpus {
     pinned: PinnedBytes,
     /// For each direction, where a GPU's tensors go past the CPU's memory.
     ring: PinnedBytes,
+    /// The most pinned memory in which tensors of all GPUs may stay.
+    tier_bytes_max: usize,
     /// Says for a GPU where cuFile is and whether its compatibility mode may serve, or `None`.
     choose_direct: Py<PyAny>,
     /// Is told why the chosen way cannot be opened; it raises if there shall be no other.
@@ -60,53 +55,6 @@ pub struct Gpus {
     pub seen: Arc<SeenStreams>,
     lock: Arc<SessionLock>,
     ways: Mutex<Vec<(usize, Arc<GpuWay>)>>,
-}
-
-/// The streams that were current in a hook, also before their GPU's way was opened.
-#[derive(Default)]
-pub struct SeenStreams(Mutex<Vec<(GpuStream, Arc<Py<PyAny>>)>>);
-
-impl SeenStreams {
-    /// Notes that a stream uses tensors.
-    pub fn note(&self, py: Python<'_>, stream: GpuStream, calls: &TorchCalls) -> PyResult<()> {
-        if self.object(stream).is_none() {
-            let made = calls.stream_object.bind(py).call1((stream.gpu, stream.handle))?;
-            let object = Arc::new(made.unbind());
-            self.locked().push((stream, object));
-        }
-        Ok(())
-    }
-
-    /// Tells the allocator that a stream uses the memory of a tensor, too; nothing if the memory
-    /// was allocated for that stream.
-    pub fn record(&self, tensor: &Bound<'_, PyAny>, stream: GpuStream) -> PyResult<()> {
-        let object = self.object(stream).expect("a stream is noted before it is recorded");
-        let py = tensor.py();
-        tensor.call_method1(intern!(py, "record_stream"), (&*object,)).map(drop)
-    }
-
-    /// All streams of a GPU that use tensors.
-    pub fn of_gpu(&self, gpu: usize) -> Vec<GpuStream> {
-        let seen = self.locked();
-        seen.iter().map(|(stream, _)| *stream).filter(|stream| stream.gpu == gpu).collect()
-    }
-
-    fn object(&self, stream: GpuStream) -> Option<Arc<Py<PyAny>>> {
-        let seen = self.locked();
-        seen.iter().find(|(one, _)| *one == stream).map(|(_, object)| Arc::clone(object))
-    }
-
-    fn locked(&self) -> MutexGuard<'_, Vec<(GpuStream, Arc<Py<PyAny>>)>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-/// Functions of torch for tensors of GPUs; see `transfer/staged.py`.
-pub struct TorchCalls {
-    current_stream: Py<PyAny>,
-    stream_object: Py<PyAny>,
-    allocate: Py<PyAny>,
-    out_of_memory: Py<PyAny>,
 }
 
 /// The way of one GPU.
@@ -165,8 +113,8 @@ impl Unloaded {
 impl Gpus {
     #[new]
     #[pyo3(signature = (
-        store, *, lock, down_bytes, up_bytes, ring_bytes, choose_direct, direct_refused,
-        current_stream, stream_object, allocate, out_of_memory
+        store, *, lock, down_bytes, up_bytes, ring_bytes, tier_bytes_max, choose_direct,
+        direct_refused, current_stream, stream_object, allocate, out_of_memory
     ))]
     #[expect(clippy::too_many_arguments, reason = "keywords on the side of Python")]
     fn new(
@@ -175,6 +123,7 @@ impl Gpus {
         down_bytes: usize,
         up_bytes: usize,
         ring_bytes: usize,
+        tier_bytes_max: usize,
         choose_direct: Py<PyAny>,
         direct_refused: Py<PyAny>,
         current_stream: Py<PyAny>,
@@ -188,7 +137,18 @@ impl Gpus {
         let ring = PinnedBytes { down: ring_bytes, up: ring_bytes };
         let lock = Arc::new(SessionLock::new(lock)?);
         let (store, seen, ways) = (store.shared(), Arc::default(), Mutex::default());
-        Ok(Self { store, pinned, ring, choose_direct, direct_refused, calls, seen, lock, ways })
+        Ok(Self {
+            store,
+            pinned,
+            ring,
+            tier_bytes_max,
+            choose_direct,
+            direct_refused,
+            calls,
+            seen,
+            lock,
+            ways,
+        })
     }
 
     /// Bytes of the GPUs' memory that loads hold.
@@ -225,6 +185,26 @@ impl Gpus {
         let counts = ways.iter().map(|(_, way)| way.staging.counts());
         let sum = counts.fold((0, 0), |sum, one| (sum.0 + one.down_ns, sum.1 + one.up_ns));
         (sum.0 as f64 / 1e9, sum.1 as f64 / 1e9)
+    }
+
+    /// Bytes copied from GPUs that were to stay in pinned memory.
+    fn staying_bytes(&self) -> u64 {
+        self.ways().iter().map(|(_, way)| way.staging.counts().staying_bytes).sum()
+    }
+
+    /// Pins memory until so many bytes of a GPU's tensors can stay there, or all GPUs have what is
+    /// allowed; nothing where they go past the CPU's memory.
+    fn pin_for_tier(&self, py: Python<'_>, gpu: usize, nbytes: usize) -> PyResult<()> {
+        let Some(way) = self.known(gpu).filter(|way| !way.is_direct) else { return Ok(()) };
+        while way.staging.tier_bytes().0 < nbytes {
+            let used: usize = self.ways().iter().map(|(_, way)| way.staging.tier_bytes().0).sum();
+            let block_bytes = TIER_BLOCK_BYTES.min(self.tier_bytes_max.saturating_sub(used));
+            if block_bytes == 0 {
+                break;
+            }
+            raised(py, py.detach(|| way.staging.grow_tier(block_bytes)))?;
+        }
+        Ok(())
     }
 
     /// Each GPU whose tensors go through the CPU's memory, and the bytes per second of its copies
@@ -453,28 +433,6 @@ impl GpuWay {
 
     fn books(&self) -> MutexGuard<'_, Books> {
         self.books.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-impl TorchCalls {
-    /// The handle of the stream that is current in this thread.
-    pub fn current_stream(&self, py: Python<'_>, gpu: usize) -> PyResult<usize> {
-        self.current_stream.bind(py).call1((gpu,))?.extract()
-    }
-
-    /// Whether torch has no memory of a GPU left.
-    pub fn is_out_of_memory(&self, py: Python<'_>, error: &PyErr) -> bool {
-        error.matches(py, self.out_of_memory.bind(py)).unwrap_or(false)
-    }
-
-    /// A storage that is allocated for a stream.
-    pub fn allocate<'py>(
-        &self,
-        py: Python<'py>,
-        stream: GpuStream,
-        nbytes: u64,
-    ) -> PyResult<Bound<'py, PyAny>> {
-        self.allocate.bind(py).call1((stream.gpu, stream.handle, nbytes))
     }
 }
 

@@ -10,6 +10,7 @@ mod error;
 mod gate;
 mod geometry;
 mod gpu;
+mod gpu_calls;
 mod hook_pair;
 mod kept;
 mod offloading;

@@ -4,7 +4,7 @@ use pyo3::intern;
 use pyo3::prelude::*;
 
 use crate::geometry::{Layout, is_memory_of_others, shares_no_counter};
-use crate::gpu::GpuStream;
+use crate::gpu_calls::GpuStream;
 use crate::kept::version_of;
 use crate::rounds::Rounds;
 use crate::saved_tensor::{Part, Record, SavedTensor, SharedRound};
@@ -260,6 +260,12 @@ impl Offloading {
         let is_bounded = records.is_bounded();
         let keep = self.policy.bind(py).getattr(intern!(py, "keep"))?;
         let is_planned = keep.contains(record.get().key)? && !is_bounded;
+        if record.get().is_on_gpu() {
+            let pinned = self.policy.bind(py).getattr(intern!(py, "pinned"))?;
+            if pinned.contains(record.get().key)? {
+                record.get().stay_pinned();
+            }
+        }
         self.eligible.get().add(record.get().nbytes);
         if is_planned {
             self.planned.get().add(record.get().nbytes);

@@ -4,15 +4,18 @@
 //! dropped, or after an exception, and with its last user a record gives up its memory, its write
 //! and its extent. Nobody counts steps.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyWeakrefMethods, PyWeakrefReference};
 use ssdtrain_core as core;
+use ssdtrain_core::staging::Tier;
 
 use crate::geometry::{Layout, root_of};
-use crate::gpu::{GpuStream, Gpus};
+use crate::gpu::Gpus;
+use crate::gpu_calls::GpuStream;
 use crate::kept::{NO_VERSION, is_true, version_of};
 use crate::timeline::{Life, Timeline};
 use crate::torch::Torch;
@@ -44,6 +47,8 @@ pub struct Record {
     pub key: i64,
     /// The stream that it belongs to, if it is on a GPU.
     stream: Option<GpuStream>,
+    /// Whether the plan leaves it in pinned memory; only of what is on a GPU.
+    stays_pinned: AtomicBool,
     /// Its bytes in the account; they end with it.
     pub holding: core::Holding,
     /// When it was where, if somebody asked.
@@ -90,6 +95,7 @@ impl Record {
             sequence: part.sequence,
             key: part.key,
             stream: part.stream,
+            stays_pinned: AtomicBool::new(false),
             holding: account.hold(part.nbytes),
             life: timeline.begin(part.key, part.nbytes),
             state: Mutex::new(State {
@@ -100,6 +106,16 @@ impl Record {
             }),
         };
         Bound::new(py, record)
+    }
+
+    /// Whether it is on a GPU whose tensors may leave it.
+    pub fn is_on_gpu(&self) -> bool {
+        self.stream.is_some()
+    }
+
+    /// Notes that the plan leaves it in pinned memory once it leaves the GPU.
+    pub fn stay_pinned(&self) {
+        self.stays_pinned.store(true, Ordering::Relaxed);
     }
 
     /// Whether it is of this tensor: of its storage, its counter and its version, and has the bytes
@@ -213,7 +229,9 @@ impl Record {
                     Ok(way) => way,
                     Err(error) => return Ok(Err(error)),
                 };
-                Way::Gpu { way: &gpu_way, stream, waits_for_disk }
+                let stays_pinned = self.stays_pinned.load(Ordering::Relaxed);
+                let tier = if stays_pinned { Tier::Pinned } else { Tier::Disk };
+                Way::Gpu { way: &gpu_way, stream, waits_for_disk, tier }
             }
             _ => Way::Host,
         };

@@ -19,7 +19,8 @@ use ssdtrain_core::cuda::stream::DeviceRange;
 use ssdtrain_core::staging::{Full, Loading, Saved, Staged, Tier};
 use ssdtrain_core::{Error, ErrorKind};
 
-use crate::gpu::{Departure, GpuStream, GpuWay, raised, user_stream};
+use crate::gpu::{Departure, GpuWay, raised, user_stream};
+use crate::gpu_calls::GpuStream;
 use crate::store::SIGNAL_CHECK;
 
 /// How long a pack waits for a GPU that is behind. It may wait for something that this very program
@@ -42,6 +43,7 @@ impl GpuBytes {
     ///
     /// If the ring is full because the GPU is behind, waiting costs nothing: the program would only
     /// run further ahead of it. If the disk is behind, the tensor stays, unless `waits_for_disk`.
+    /// What shall stay in pinned memory goes to the disk if there is no room for it.
     pub fn save(
         way: &Arc<GpuWay>,
         source: &Bound<'_, PyAny>,
@@ -49,6 +51,7 @@ impl GpuBytes {
         address: usize,
         nbytes: u64,
         waits_for_disk: bool,
+        mut tier: Tier,
     ) -> PyResult<core::Result<Self>> {
         let py = source.py();
         // SAFETY: `source` holds the memory until the streams have waited for the copy: `release`
@@ -58,7 +61,7 @@ impl GpuBytes {
         loop {
             let turn = way.staging.turn();
             let raw = user_stream(stream); // defence: the stream of the pack
-            let saved = match py.detach(|| way.staging.save(range, raw, Tier::Disk)) {
+            let saved = match py.detach(|| way.staging.save(range, raw, tier)) {
                 Ok(saved) => saved,
                 Err(error) => return Ok(Err(error)),
             };
@@ -70,6 +73,10 @@ impl GpuBytes {
                     return Ok(Ok(Self { way, staged, stream, source, saved_bytes }));
                 }
                 Saved::Capturing => return Ok(Err(stays("a CUDA graph is being captured"))),
+                Saved::Full(_) if tier == Tier::Pinned => {
+                    tier = Tier::Disk;
+                    continue;
+                }
                 Saved::Full(full) => full,
             };
             match full {

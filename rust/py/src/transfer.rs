@@ -11,10 +11,12 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyWeakrefMethods, PyWeakrefReference};
 use ssdtrain_core as core;
+use ssdtrain_core::staging::Tier;
 
 use crate::error::to_python;
 use crate::geometry::Layout;
-use crate::gpu::{GpuStream, GpuWay};
+use crate::gpu::GpuWay;
+use crate::gpu_calls::GpuStream;
 use crate::owner::{LetGo, let_go};
 use crate::staged::{GpuBytes, GpuLoad};
 use crate::store::{Slot, Store, wait};
@@ -45,6 +47,8 @@ pub enum Way<'a> {
         stream: GpuStream,
         /// Whether it waits where the disk takes no more now.
         waits_for_disk: bool,
+        /// Where it shall stay.
+        tier: Tier,
     },
 }
 
@@ -74,8 +78,8 @@ impl Handle {
             Way::Host => store
                 .begin_write(py, address, nbytes as usize, source.clone().unbind())?
                 .map(Bytes::Host),
-            Way::Gpu { way, stream, waits_for_disk } => {
-                GpuBytes::save(way, source, *stream, address, nbytes, *waits_for_disk)?
+            Way::Gpu { way, stream, waits_for_disk, tier } => {
+                GpuBytes::save(way, source, *stream, address, nbytes, *waits_for_disk, *tier)?
                     .map(Bytes::Gpu)
             }
         };

@@ -103,8 +103,8 @@ impl PinnedPool {
             unmap(base, len);
             let size = shown_bytes(len as u64);
             return Err(error.with_note(&format!(
-                ". This pins {size} of the CPU's memory for copies; set pinned_bytes lower if the \
-                 machine has too little"
+                ". This pins {size} of the CPU's memory for copies; set pinned_bytes or \
+                 max_host_bytes lower if the machine has too little"
             )));
         }
         self.blocks.push(Block::new(base, len, None));

@@ -9,7 +9,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::memory::pinned::PinnedSlot;
 use crate::staging::mailbox::{Reading, Task, Uploading};
 use crate::staging::shared::Shared;
-use crate::staging::staged::{Parcel, Place, Staged};
+use crate::staging::staged::{Parcel, Place, Staged, Tier};
 use crate::staging::upload::{Owed, Progress, Upload};
 use crate::stored::Stored;
 
@@ -32,7 +32,9 @@ impl Loading {
         let upload = Upload::new(target, shared.events.record(stream)?);
         let parcel = staged.parcel();
         if let Some(slot) = parcel.slot() {
-            shared.from_slot_count.fetch_add(1, Ordering::Relaxed);
+            if parcel.tier == Tier::Disk {
+                shared.from_slot_count.fetch_add(1, Ordering::Relaxed);
+            }
             enqueue(shared, &upload, slot, Some(parcel));
             if let Progress::Failed(error) = &*upload.progress() {
                 return Err(error.clone());

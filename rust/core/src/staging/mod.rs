@@ -19,6 +19,7 @@
 
 mod loading;
 mod mailbox;
+mod pinned_tier;
 mod shared;
 mod staged;
 mod upload;
@@ -78,7 +79,9 @@ pub struct Counts {
     pub down_ns: u64,
     /// The same of the copies to it.
     pub up_ns: u64,
-    /// Loads that came from a slot, because the bytes had not left it.
+    /// Bytes of these that were to stay in pinned memory.
+    pub staying_bytes: u64,
+    /// Loads that came from a slot, because the bytes had not left it for the disk.
     pub from_slot_count: u64,
     /// Saves whose write failed, so that they stay in their slot.
     pub write_failed_count: u64,
@@ -138,13 +141,16 @@ impl Staging {
         if is_capturing(&shared.gpu, stream)? {
             return Ok(Saved::Capturing);
         }
-        if source.len() > shared.down.pool.slot_bytes_max().min(shared.up.pool.slot_bytes_max()) {
+        let longest = shared.down.pool.slot_bytes_max().min(shared.up.pool.slot_bytes_max());
+        if tier == Tier::Disk && source.len() > longest {
             return Ok(Saved::Full(Full::TooLong));
         }
         shared.mailbox.refuse_if_closed()?;
-        let Some(slot) = shared.down.pool.slot(source.len()) else {
-            return Ok(Saved::Full(self.why_full()));
+        let (slot, why_full): (_, fn(&Self) -> Full) = match tier {
+            Tier::Disk => (shared.down.pool.slot(source.len()), Self::why_full),
+            Tier::Pinned => (shared.tier.slot(source.len()), |_| Full::Pinned),
         };
+        let Some(slot) = slot else { return Ok(Saved::Full(why_full(self))) };
         let slot = Arc::new(slot);
         // The copy begins there, or where the one before it ends.
         let ready = Arc::new(shared.copies.record(stream)?);
@@ -155,6 +161,9 @@ impl Staging {
             stream.copy_down(source, slot)
         })?;
         shared.down_bytes.fetch_add(source.len() as u64, Ordering::Relaxed);
+        if tier == Tier::Pinned {
+            shared.staying_bytes.fetch_add(source.len() as u64, Ordering::Relaxed);
+        }
         let parcel = Arc::new(Parcel::new(slot, copied, source.len(), tier));
         shared.copying_count.fetch_add(1, Ordering::Relaxed);
         shared.mailbox.post(Task::Copying(Arc::clone(&parcel)));
@@ -242,6 +251,7 @@ impl Staging {
             up_bytes: count(&self.0.up_bytes),
             down_ns: self.0.down.copy_ns(),
             up_ns: self.0.up.copy_ns(),
+            staying_bytes: count(&self.0.staying_bytes),
             from_slot_count: count(&self.0.from_slot_count),
             write_failed_count: refusals.failed_count,
             write_refused_count: refusals.refused_count,
@@ -267,8 +277,18 @@ impl Staging {
     /// Bytes of pinned memory, and how many of them are in slots.
     pub fn pinned_bytes(&self) -> (usize, usize) {
         let pools = [&self.0.down.pool, &self.0.up.pool];
-        let sum = |of: fn(&PinnedPool) -> usize| pools.iter().map(|pool| of(pool)).sum();
-        (sum(PinnedPool::len), sum(PinnedPool::live_bytes))
+        let sizes = pools.iter().map(|pool| (pool.len(), pool.live_bytes()));
+        sizes.fold(self.tier_bytes(), |sum, one| (sum.0 + one.0, sum.1 + one.1))
+    }
+
+    /// Bytes of the pinned memory in which tensors stay, and how many of them are in slots.
+    pub fn tier_bytes(&self) -> (usize, usize) {
+        self.0.tier.bytes()
+    }
+
+    /// Pins one more block for tensors that stay there; call it between steps.
+    pub fn grow_tier(&self, nbytes: usize) -> Result<()> {
+        self.0.tier.grow(&self.0.gpu, nbytes)
     }
 
     /// Refuses new work and waits until nothing is under way: the copies have ended, what was to
@@ -276,14 +296,18 @@ impl Staging {
     pub fn close(&self, limit: Duration) -> bool {
         self.0.mailbox.close();
         let end = Instant::now() + limit;
-        while !self.0.mailbox.is_left() {
-            let left = end.saturating_duration_since(Instant::now());
+        loop {
+            // Before the look: the worker takes its last turn after it has left.
             let turn = self.turn();
-            if left.is_zero() || (!self.wait_for_turn(turn, left) && !self.0.mailbox.is_left()) {
-                return self.0.mailbox.is_left();
+            if self.0.mailbox.is_left() {
+                return true;
             }
+            let left = end.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return false;
+            }
+            self.wait_for_turn(turn, left);
         }
-        true
     }
 }
 

@@ -11,13 +11,14 @@ use crate::disk::statistics::Recent;
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::pinned::{PinnedPool, PinnedSlot};
 use crate::staging::mailbox::Mailbox;
+use crate::staging::pinned_tier::PinnedTier;
 use crate::store::TensorStore;
 
 /// How much memory each direction gets, in bytes: pinned memory of the CPU, or for GPUDirect
 /// Storage memory of the GPU.
 #[derive(Clone, Copy, Debug)]
 pub struct PinnedBytes {
-    /// For what goes to the disk, and for what stays in pinned memory.
+    /// For what goes to the disk.
     pub down: usize,
     /// For what comes back.
     pub up: usize,
@@ -79,6 +80,7 @@ pub struct Shared {
     pub copies: Arc<EventPool>,
     pub down: Lane,
     pub up: Lane,
+    pub tier: PinnedTier,
     pub mailbox: Mailbox,
     /// Saves whose copy has not been seen to end, and those whose write has not.
     pub copying_count: AtomicUsize,
@@ -88,6 +90,7 @@ pub struct Shared {
     turned: Condvar,
     pub down_bytes: AtomicU64,
     pub up_bytes: AtomicU64,
+    pub staying_bytes: AtomicU64,
     pub from_slot_count: AtomicU64,
     refusals: Mutex<Refusals>,
 }
@@ -120,6 +123,7 @@ impl Shared {
             copies: EventPool::timed(gpu),
             down: lane(pinned.down)?,
             up: lane(pinned.up)?,
+            tier: PinnedTier::default(),
             mailbox: Mailbox::default(),
             copying_count: AtomicUsize::new(0),
             writing_count: AtomicUsize::new(0),
@@ -127,6 +131,7 @@ impl Shared {
             turned: Condvar::new(),
             down_bytes: AtomicU64::new(0),
             up_bytes: AtomicU64::new(0),
+            staying_bytes: AtomicU64::new(0),
             from_slot_count: AtomicU64::new(0),
             refusals: Mutex::default(),
         })

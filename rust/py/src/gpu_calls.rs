@@ -1,0 +1,85 @@
+//! What the ways of GPUs ask torch, and the streams that they saw.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use pyo3::intern;
+use pyo3::prelude::*;
+
+/// The stream of a GPU that a tensor belongs to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GpuStream {
+    /// The number of the GPU, as torch counts.
+    pub gpu: usize,
+    /// Its handle. It was current when the tensor was packed: autograd runs its node's backward
+    /// under the same one.
+    pub handle: usize,
+}
+
+/// The streams that were current in a hook, also before their GPU's way was opened.
+#[derive(Default)]
+pub struct SeenStreams(Mutex<Vec<(GpuStream, Arc<Py<PyAny>>)>>);
+
+impl SeenStreams {
+    /// Notes that a stream uses tensors.
+    pub fn note(&self, py: Python<'_>, stream: GpuStream, calls: &TorchCalls) -> PyResult<()> {
+        if self.object(stream).is_none() {
+            let made = calls.stream_object.bind(py).call1((stream.gpu, stream.handle))?;
+            let object = Arc::new(made.unbind());
+            self.locked().push((stream, object));
+        }
+        Ok(())
+    }
+
+    /// Tells the allocator that a stream uses the memory of a tensor, too; nothing if the memory
+    /// was allocated for that stream.
+    pub fn record(&self, tensor: &Bound<'_, PyAny>, stream: GpuStream) -> PyResult<()> {
+        let object = self.object(stream).expect("a stream is noted before it is recorded");
+        let py = tensor.py();
+        tensor.call_method1(intern!(py, "record_stream"), (&*object,)).map(drop)
+    }
+
+    /// All streams of a GPU that use tensors.
+    pub fn of_gpu(&self, gpu: usize) -> Vec<GpuStream> {
+        let seen = self.locked();
+        seen.iter().map(|(stream, _)| *stream).filter(|stream| stream.gpu == gpu).collect()
+    }
+
+    fn object(&self, stream: GpuStream) -> Option<Arc<Py<PyAny>>> {
+        let seen = self.locked();
+        seen.iter().find(|(one, _)| *one == stream).map(|(_, object)| Arc::clone(object))
+    }
+
+    fn locked(&self) -> MutexGuard<'_, Vec<(GpuStream, Arc<Py<PyAny>>)>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Functions of torch for tensors of GPUs; see `transfer/staged.py`.
+pub struct TorchCalls {
+    pub current_stream: Py<PyAny>,
+    pub stream_object: Py<PyAny>,
+    pub allocate: Py<PyAny>,
+    pub out_of_memory: Py<PyAny>,
+}
+
+impl TorchCalls {
+    /// The handle of the stream that is current in this thread.
+    pub fn current_stream(&self, py: Python<'_>, gpu: usize) -> PyResult<usize> {
+        self.current_stream.bind(py).call1((gpu,))?.extract()
+    }
+
+    /// Whether torch has no memory of a GPU left.
+    pub fn is_out_of_memory(&self, py: Python<'_>, error: &PyErr) -> bool {
+        error.matches(py, self.out_of_memory.bind(py)).unwrap_or(false)
+    }
+
+    /// A storage that is allocated for a stream.
+    pub fn allocate<'py>(
+        &self,
+        py: Python<'py>,
+        stream: GpuStream,
+        nbytes: u64,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        self.allocate.bind(py).call1((stream.gpu, stream.handle, nbytes))
+    }
+}
