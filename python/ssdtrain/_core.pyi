@@ -296,7 +296,11 @@ class Handle:
         """Whether the write has ended, well or not."""
 
     def wait(self) -> None:
-        """Wait for the write; raises what went wrong."""
+        """Wait for the write; raises what went wrong.
+
+        Of a GPU's memory, until it may be let go in the order of its streams, or a CUDA graph that
+        is being captured holds it.
+        """
 
     def cancel(self) -> bool:
         """Give the write up; ``True`` if it had not begun."""

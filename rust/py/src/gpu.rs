@@ -421,11 +421,6 @@ impl GpuWay {
         self.books().loaded_bytes
     }
 
-    /// Whether a CUDA graph is being made of what is put on the stream.
-    pub fn is_capturing(&self, stream: GpuStream) -> core::Result<bool> {
-        self.staging.is_capturing(user_stream(stream))
-    }
-
     /// What a capture held back.
     pub fn held(&self) -> MutexGuard<'_, Vec<Departure>> {
         self.held.lock().unwrap_or_else(PoisonError::into_inner)

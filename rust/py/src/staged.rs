@@ -105,33 +105,23 @@ impl GpuBytes {
         }
     }
 
-    /// Whether the source may be let go without a long wait on the GPU.
+    /// Whether the source may be let go without a long wait on the GPU: a capture may hold it.
     pub fn is_done(&self) -> bool {
-        let is_past_window = self.way.is_past_window(self.saved_bytes);
-        self.way.staging.may_release(&self.staged, is_past_window, user_stream(self.stream))
+        self.way.is_past_window(self.saved_bytes) || self.staged.is_seen_copied()
     }
 
-    /// Whether the source has to wait for the end of a CUDA graph that is being captured.
-    pub fn is_held(&self) -> bool {
-        // An error of the GPU is told by `release`.
-        self.way.is_capturing(self.stream).unwrap_or(false)
-    }
-
-    /// Lets the source go, in the order of the streams.
-    pub fn release(&self, py: Python<'_>) -> PyResult<core::Result<()>> {
-        let Some(source) = self.take_source() else { return Ok(Ok(())) };
+    /// Lets the source go, in the order of the streams; `false` if it has to wait for the end of a
+    /// CUDA graph that is being captured.
+    pub fn release(&self, py: Python<'_>) -> PyResult<core::Result<bool>> {
+        let Some(source) = self.take_source() else { return Ok(Ok(true)) };
         let departure = self.departure(source);
-        let answer = match self.way.order(py, &departure) {
-            Ok(Ok(true)) => {
-                self.way.count_released(self.nbytes() as u64);
-                return Ok(Ok(()));
-            }
-            Ok(Ok(false)) => Ok(Err(Error::new(ErrorKind::Busy, "a CUDA graph is being captured"))),
-            Ok(Err(error)) => Ok(Err(error)),
-            Err(error) => Err(error),
-        };
-        // It is not known that nobody uses the memory any more.
-        self.put_back(departure.memory);
+        let answer = self.way.order(py, &departure);
+        if matches!(answer, Ok(Ok(true))) {
+            self.way.count_released(self.nbytes() as u64);
+        } else {
+            // It is not known that nobody uses the memory any more.
+            self.put_back(departure.memory);
+        }
         answer
     }
 

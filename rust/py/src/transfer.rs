@@ -93,13 +93,14 @@ impl Handle {
     }
 
     /// Waits until the source may be let go, which of a GPU is so in the order of its streams; or
-    /// tells why it may not.
-    pub fn ended(&self, py: Python<'_>) -> PyResult<Result<(), core::Error>> {
+    /// tells why it may not. `false` if it may not now, however long somebody waits: a CUDA graph
+    /// is being captured.
+    pub fn ended(&self, py: Python<'_>) -> PyResult<Result<bool, core::Error>> {
         match &self.bytes {
             Bytes::Host(stored) => {
                 let answer = wait(py, stored.ticket());
                 let_go(py);
-                answer
+                Ok(answer?.map(|()| true))
             }
             Bytes::Gpu(bytes) => bytes.release(py),
         }
@@ -115,11 +116,6 @@ impl Handle {
             }
             Bytes::Gpu(bytes) => bytes.is_done(),
         }
-    }
-
-    /// Whether the source may not be let go now, however long somebody waits.
-    pub fn is_held(&self) -> bool {
-        matches!(&self.bytes, Bytes::Gpu(bytes) if bytes.is_held())
     }
 
     /// Begins the read, or joins one that another user of the handle began.
@@ -218,7 +214,7 @@ impl Handle {
     }
 
     fn wait(&self, py: Python<'_>) -> PyResult<()> {
-        self.ended(py)?.map_err(|error| to_python(py, &error))
+        self.ended(py)?.map(drop).map_err(|error| to_python(py, &error))
     }
 
     pub fn cancel(&self, py: Python<'_>) -> bool {

@@ -88,12 +88,11 @@ impl Writes {
             if let Some(record) = upgraded(py, &reference)?
                 && let Some((source, handle)) = under_way(py, &record)
             {
-                if handle.get().is_held() {
-                    place += 1;
-                    continue;
+                if self.end_write(&record, &source, &handle, keeper)? {
+                    return Ok(true);
                 }
-                self.end_write(&record, &source, &handle, keeper)?;
-                return Ok(true);
+                place += 1;
+                continue;
             }
             self.forget(&reference);
         }
@@ -127,24 +126,22 @@ impl Writes {
         let py = keeper.py();
         let Some(record) = upgraded(py, reference)? else { return Ok(true) };
         let Some((source, handle)) = under_way(py, &record) else { return Ok(true) };
-        if !handle.get().is_done(py) {
-            return Ok(false);
-        }
-        self.end_write(&record, &source, &handle, keeper)?;
-        Ok(true)
+        Ok(handle.get().is_done(py) && self.end_write(&record, &source, &handle, keeper)?)
     }
 
-    /// Waits for a write and frees its source, unless the bytes on the disk are not its own.
+    /// Waits for a write and frees its source, unless the bytes on the disk are not its own;
+    /// `false` if the source may not be let go now, however long somebody waits.
     fn end_write(
         &self,
         record: &Bound<'_, Record>,
         source: &Bound<'_, PyAny>,
         handle: &Bound<'_, Handle>,
         keeper: &Bound<'_, PyAny>,
-    ) -> PyResult<()> {
+    ) -> PyResult<bool> {
         let (py, this) = (record.py(), record.get());
         match handle.get().ended(py)? {
-            Ok(()) if this.is_unchanged(source, handle.get())? => {
+            Ok(false) => return Ok(false),
+            Ok(true) if this.is_unchanged(source, handle.get())? => {
                 this.free_source();
                 this.life.note(Moment::Freed);
                 if self.is_time_to_give_back(this.nbytes) {
@@ -153,7 +150,7 @@ impl Writes {
             }
             // The bytes on the disk are not those that were saved; the source is what plain
             // autograd would use, and unpack raises if it was changed in place.
-            Ok(()) => this.set_handle(None),
+            Ok(true) => this.set_handle(None),
             Err(error) => {
                 // The source is still here, so nothing is lost.
                 this.set_handle(None);
@@ -164,7 +161,7 @@ impl Writes {
                 }
             }
         }
-        Ok(())
+        Ok(true)
     }
 
     /// Takes a write that has ended out of the list; a look mostly finds it in front.

@@ -57,6 +57,7 @@ functions! {
     cuGetErrorString(c_int, *mut *const c_char);
     cuDeviceGet(*mut CUdevice, c_int);
     cuDevicePrimaryCtxRetain(*mut CUcontext, CUdevice);
+    cuCtxGetCurrent(*mut CUcontext);
     cuCtxPushCurrent_v2(CUcontext);
     cuCtxPopCurrent_v2(*mut CUcontext);
     cuMemAlloc_v2(*mut CUdeviceptr, usize);

@@ -1,4 +1,5 @@
-//! A GPU: its primary context, which torch uses too, made current only for the time of a call.
+//! A GPU: its primary context, which torch uses too. Where it is not current, it is made so only
+//! for the time of a call.
 #![expect(unsafe_code, reason = "calls the CUDA driver, and maps a page")]
 
 use std::cell::Cell;
@@ -64,7 +65,7 @@ impl Birth {
 }
 
 thread_local! {
-    /// The context that this thread has made current by [`Gpu::within`]; 0 outside of it.
+    /// The context that is current in this thread for a [`Gpu::within`]; 0 outside of it.
     static WITHIN: Cell<usize> = const { Cell::new(0) };
     /// Why the context before could not be made current again.
     static UNTOLD: Cell<Option<Error>> = const { Cell::new(None) };
@@ -129,7 +130,9 @@ impl Gpu {
 
     /// Calls the driver with this GPU's context current; afterwards the caller's is current again.
     ///
-    /// Calls inside of `run` find it current already, and cost no more. If only the way back to the
+    /// Mostly it is current before, because torch leaves it so in each thread that computes on the
+    /// GPU; to ask is one call, to enter and to leave are two. Calls inside of `run` do not even
+    /// ask. If only the way back to the
     /// caller's context fails, what `run` has begun must not be lost: the next call in this thread
     /// tells of it.
     pub fn within<T>(&self, run: impl FnOnce(&Driver) -> Result<T>) -> Result<T> {
@@ -143,7 +146,11 @@ impl Gpu {
         if let Some(error) = UNTOLD.take() {
             return Err(error);
         }
+        let is_current = self.is_current()?;
         let _entered = Entered(WITHIN.replace(own));
+        if is_current {
+            return run(driver);
+        }
         // SAFETY: the context was retained and is never released.
         let answer = unsafe { (driver.functions.cuCtxPushCurrent_v2)(self.context.0) };
         driver.check("cuCtxPushCurrent_v2", answer)?;
@@ -153,6 +160,15 @@ impl Gpu {
         let answer = unsafe { (driver.functions.cuCtxPopCurrent_v2)(&raw mut popped) };
         UNTOLD.set(driver.check("cuCtxPopCurrent_v2", answer).err());
         ran
+    }
+
+    /// Whether its context is current in this thread.
+    fn is_current(&self) -> Result<bool> {
+        let mut current = ptr::null_mut();
+        // SAFETY: `current` outlives the call.
+        let answer = unsafe { (self.driver.functions.cuCtxGetCurrent)(&raw mut current) };
+        self.driver.check("cuCtxGetCurrent", answer)?;
+        Ok(current == self.context.0)
     }
 
     /// Whether this process was forked from the one that retained the context, which CUDA does not

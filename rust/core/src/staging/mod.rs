@@ -170,19 +170,6 @@ impl Staging {
         Ok(Saved::Begun(Staged::new(parcel)))
     }
 
-    /// Whether a source may be let go into `stream` now, without a long wait there: the worker has
-    /// seen its copy end, or it is said to be `mostly_over`. The driver's errors are told by
-    /// [`order`](Self::order).
-    pub fn may_release(&self, staged: &Staged, mostly_over: bool, stream: UserStream) -> bool {
-        (mostly_over || staged.is_seen_copied()) && !self.is_capturing(stream).unwrap_or(false)
-    }
-
-    /// Whether a CUDA graph is being made of what is put on the stream: then it must wait for
-    /// nothing that was begun outside of the graph.
-    pub fn is_capturing(&self, stream: UserStream) -> Result<bool> {
-        is_capturing(&self.0.gpu, stream)
-    }
-
     /// Makes what is put on `stream` from now on wait for the end of a copy; `false` if a CUDA
     /// graph is being made of it, of which the wait would become a part.
     pub fn order(&self, after: &Event, stream: UserStream) -> Result<bool> {

@@ -3,6 +3,7 @@
 use std::collections::VecDeque;
 use std::io;
 use std::sync::atomic::Ordering;
+use std::sync::mpsc::{self, Sender};
 use std::sync::{Arc, Weak};
 use std::thread;
 use std::time::Duration;
@@ -21,7 +22,8 @@ use crate::stored::Stored;
 /// itself. A copy of 1 MiB takes 20 to 40 microseconds on a bus of 55 and of 25 GB/s.
 const POLL: Duration = Duration::from_micros(50);
 
-/// Starts the worker of a staging. It holds what all threads share until it has ended.
+/// Starts the worker of a staging, once it has the GPU's context: it could not tell the end of a
+/// copy without. It holds what all threads share until it has ended.
 pub fn start(shared: &Arc<Shared>) -> Result<()> {
     let worker = Worker {
         shared: Arc::clone(shared),
@@ -32,13 +34,17 @@ pub fn start(shared: &Arc<Shared>) -> Result<()> {
         reading: Vec::new(),
         uploading: VecDeque::new(),
     };
+    let (tells, told) = mpsc::channel();
     let named = thread::Builder::new().name(format!("ssdtrain-gpu{}", shared.gpu.ordinal()));
-    let began = named.spawn(move || worker.run_on_gpu()).map_err(|error: io::Error| {
+    let began = named.spawn(move || worker.run_on_gpu(&tells)).map_err(|error: io::Error| {
         Error::from_io("cannot start the worker of the copies to and from the GPU", &error)
     })?;
     // Nothing was posted before, so nobody has looked for it.
     shared.mailbox.belongs_to(began.thread());
-    Ok(())
+    told.recv().unwrap_or_else(|_ended| {
+        let message = "the worker of the copies to and from the GPU ended as it began";
+        Err(Error::new(ErrorKind::Poisoned, message))
+    })
 }
 
 struct Worker {
@@ -72,20 +78,18 @@ impl Drop for Worker {
 }
 
 impl Worker {
-    /// Runs with the GPU's context current all the time; if that cannot be had, each call tries
-    /// for itself, and what it is made for is told.
-    fn run_on_gpu(self) {
+    /// Runs with the GPU's context current all the time; tells whether that can be had.
+    fn run_on_gpu(self, tells: &Sender<Result<()>>) {
         let gpu = Arc::clone(&self.shared.gpu);
-        let mut worker = Some(self);
-        let _told_later = gpu.within(|_| {
+        let ran = gpu.within(|_| {
             relax_thread(&gpu);
-            if let Some(worker) = worker.take() {
-                worker.run();
-            }
+            // Whoever started this thread listens until it is told.
+            let _heard = tells.send(Ok(()));
+            self.run();
             Ok(())
         });
-        if let Some(worker) = worker {
-            worker.run();
+        if let Err(error) = ran {
+            let _heard = tells.send(Err(error));
         }
     }
 
