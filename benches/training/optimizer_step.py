@@ -41,7 +41,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-SCHEDULES = ("step", "forward")
+SCHEDULES = ("step", "backward", "forward")
 STEPS_PER_TURN = 3
 """Of each way in each round, after one that only leaves its updates to the first of these."""
 
@@ -160,6 +160,7 @@ def measure_schedules(directory: Path, given: argparse.Namespace) -> dict[str, f
         "forward_and_backward_s": statistics.median(computed),
         **{f"{name}_s": statistics.median(took) for name, took in times.items()},
         **{f"{name}_exposed_s": statistics.median(one) for name, one in exposed.items()},
+        "backward_over_step_exposed": _ratio(exposed["backward"], exposed["step"]),
         "forward_over_step_exposed": _ratio(exposed["forward"], exposed["step"]),
     }
 

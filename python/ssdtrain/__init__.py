@@ -33,7 +33,7 @@ try:
     from ssdtrain.checkpoints.loading import load
     from ssdtrain.checkpoints.saving import save
     from ssdtrain.offload import active, leave_all, offload
-    from ssdtrain.optimizer.offloaded import offload_optimizer
+    from ssdtrain.optimizer.offload import offload_optimizer
     from ssdtrain.optimizer.stats import OptimizerStats
     from ssdtrain.session import Session
     from ssdtrain.stats import Stats

@@ -132,7 +132,21 @@ def clipped(module: nn.Module, optimizer: Optimizer, x: Tensor) -> None:
 
 
 def test_accumulation_and_clipping(tmp_path: Path) -> None:
-    prove(groups_of, tmp_path, lambda *_: clipped)
+    prove(groups_of, tmp_path, lambda *_: clipped, in_backward=False)
+
+
+def accumulated(module: nn.Module, optimizer: Any, x: Tensor) -> None:
+    """Accumulate as with FSDP2; a plain optimizer has no such method."""
+    parts = x.chunk(4)
+    for number, part in enumerate(parts):
+        getattr(optimizer, "set_is_last_backward", bool)(number == len(parts) - 1)
+        (module(part).square().mean() / len(parts)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_accumulation_with_a_last_backward(tmp_path: Path) -> None:
+    prove(groups_of, tmp_path, lambda *_: accumulated)
 
 
 def scaled(_module: nn.Module, _optimizer: Optimizer) -> Step:
@@ -157,7 +171,12 @@ def scaled(_module: nn.Module, _optimizer: Optimizer) -> Step:
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_scaler_that_skips_steps(fused: bool, tmp_path: Path) -> None:
-    prove(lambda module: torch.optim.AdamW(module.parameters(), fused=fused), tmp_path, scaled)
+    prove(
+        lambda module: torch.optim.AdamW(module.parameters(), fused=fused),
+        tmp_path,
+        scaled,
+        in_backward=False,
+    )
 
 
 def with_closure(module: nn.Module, optimizer: Optimizer, x: Tensor) -> None:

@@ -659,7 +659,7 @@ def test_what_cannot_be_exact_is_refused(tmp_path: Path) -> None:
         offload_optimizer(Dithered(module.parameters()), tmp_path, overlap="forward")
     with pytest.raises(UnsupportedError, match=r"changes its attributes \(count\)"):
         offload_optimizer(Counting(module.parameters()), tmp_path, overlap="forward")
-    with pytest.raises(ConfigError, match='overlap is "step" or "forward"'):
+    with pytest.raises(ConfigError, match='overlap is "step", "backward" or "forward"'):
         offload_optimizer(adamw(module), tmp_path, overlap="sideways")  # type: ignore[arg-type]
     plainly: Any = offload_optimizer(Counting(module.parameters()), tmp_path)
     assert plainly.offload_stats.waited_s == 0.0

@@ -1,4 +1,4 @@
-"""Generated training programs: beside the forward, updates give the bits of the plain run.
+"""Generated training programs: updates beside the forward or the backward give the plain bits.
 
 A program is a list of steps; each has its micro-batches, and what happens around it.
 """
@@ -6,7 +6,7 @@ A program is a list of steps; each has its micro-batches, and what happens aroun
 from __future__ import annotations
 
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,6 +37,7 @@ OPTIMIZERS: list[tuple[Any, dict[str, Any]]] = [
 
 @dataclass(frozen=True)
 class Program:
+    overlap: Literal["forward", "backward"]
     optimizer: int
     groups: int
     frozen: bool
@@ -53,6 +54,8 @@ class Training:
     clips: bool
     overflows: bool
     """A scaler then leaves the step out."""
+    skipped: bool
+    """The user leaves it out."""
     zeroes: Literal["none", "in place", "module", "by hand", "not"]
     after: list[str]
 
@@ -63,6 +66,7 @@ AFTER = ("evaluate", "look", "state", "gradient", "change", "part", "save")
 
 programs = some.builds(
     Program,
+    overlap=some.sampled_from(["forward", "backward"]),
     optimizer=some.integers(0, len(OPTIMIZERS) - 1),
     groups=some.integers(1, 2),
     frozen=some.booleans(),
@@ -76,6 +80,7 @@ programs = some.builds(
             micro_batches=some.integers(1, 3),
             clips=some.booleans(),
             overflows=some.booleans(),
+            skipped=some.booleans(),
             zeroes=some.sampled_from(["none", "in place", "module", "by hand", "not"]),
             after=some.lists(some.sampled_from(AFTER), max_size=2),
         ),
@@ -104,6 +109,17 @@ class Model(nn.Module):
         return self.norm(x)  # type: ignore[no-any-return]
 
 
+def possible(program: Program) -> Program:
+    """Return the program without what the updates in backward refuse."""
+    if program.overlap == "forward":
+        return replace(program, steps=[replace(one, skipped=False) for one in program.steps])
+    steps = [
+        replace(one, clips=False, zeroes="none" if one.zeroes == "not" else one.zeroes)
+        for one in program.steps
+    ]
+    return replace(program, scaled=False, steps=steps)
+
+
 def played(program: Program, directory: Path | None) -> list[dict[str, Tensor]]:
     """Return everything that was seen on the way, and all there is at the end."""
     module = Model(program)
@@ -114,7 +130,7 @@ def played(program: Program, directory: Path | None) -> list[dict[str, Tensor]]:
     optimizer: Any = kind(groups, lr=1e-2, **options)
     if directory is not None:
         optimizer = offload_optimizer(
-            optimizer, directory, overlap="forward", buffer_bytes="512KiB"
+            optimizer, directory, overlap=program.overlap, buffer_bytes="512KiB"
         )
     scheduler = lr_scheduler.StepLR(optimizer, 2, 0.5)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=program.scaled)
@@ -122,14 +138,16 @@ def played(program: Program, directory: Path | None) -> list[dict[str, Tensor]]:
     for number, training in enumerate(program.steps):
         for part in range(training.micro_batches):
             x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(7 * number + part))
+            getattr(optimizer, "set_is_last_backward", bool)(part == training.micro_batches - 1)
             loss = scaler.scale(module(x).square().mean())
             (loss * (torch.inf if training.overflows and program.scaled else 1)).backward()
         if training.clips:
             scaler.unscale_(optimizer)
             clip_grad_norm_(params, 0.01)
-        scaler.step(optimizer)
-        scaler.update()
-        zero(training.zeroes, module, optimizer, overflowed=training.overflows)
+        if not training.skipped:
+            scaler.step(optimizer)
+            scaler.update()
+        zero(training.zeroes, module, optimizer, overflowed=training.overflows or training.skipped)
         if program.scheduled:
             scheduler.step()
         seen += [after(what, module, optimizer) for what in training.after]
@@ -174,6 +192,7 @@ def after(what: str, module: Any, optimizer: Any) -> dict[str, Tensor]:
 
 
 def prove(program: Program) -> None:
+    program = possible(program)
     with tempfile.TemporaryDirectory(dir=SCRATCH) as directory:
         for expected, actual in zip(
             played(program, None), played(program, Path(directory)), strict=True
@@ -181,14 +200,14 @@ def prove(program: Program) -> None:
             support.assert_equal_bits(actual, expected)
 
 
-@settings(max_examples=15)
+@settings(max_examples=25)
 @given(programs)
 def test_programs(program: Program) -> None:
     prove(program)
 
 
 @pytest.mark.long
-@settings(max_examples=700)
+@settings(max_examples=1200)
 @given(programs)
 def test_many_programs(program: Program) -> None:
     prove(program)

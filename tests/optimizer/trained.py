@@ -96,13 +96,19 @@ def prove(
     prepare: Prepare = prepare_nothing,
     *,
     goes_to_disk: bool = True,
+    in_backward: bool = True,
     **options: Any,
 ) -> None:
-    """Train with and without, on every schedule; weights and state have equal bits at each look."""
+    """Train with and without, on every schedule; weights and state have equal bits at each look.
+
+    ``in_backward`` says whether the steps can be made on that schedule, too.
+    """
     plain, _ = train(make, None, prepare, **options)
     ways: list[dict[str, Any]] = [{"overlap": "step"}]
     if not options.get("undo"):
         ways += [{"overlap": "forward"}, {"overlap": "forward", "looks_every": 5}]
+    if in_backward:
+        ways += [{"overlap": "backward"}]
     for way in ways:
         offloaded, optimizer = train(make, directory, prepare, **options, **way)
         expected = plain[way.get("looks_every", 1) - 1 :: way.get("looks_every", 1)]
@@ -110,7 +116,8 @@ def prove(
             support.assert_equal_bits(actual, plainly)
         stats = optimizer.offload_stats  # type: ignore[attr-defined]
         assert (stats.read_bytes > 0) == goes_to_disk
-        assert (stats.written_bytes > 0) == goes_to_disk
+        if way["overlap"] != "backward":  # which also writes weights that are updated in place
+            assert (stats.written_bytes > 0) == goes_to_disk
 
 
 def away(optimizer: Optimizer) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,10 +121,10 @@ class Settings:
         }
         self._changed[id(group)] = group, changes
 
-    def apply(self) -> None:
-        """Put the changes into the groups."""
-        for group, changes in self._changed.values():
-            group.update(changes)
+    def apply(self, to: Mapping[int, dict[str, Any]] | None = None) -> None:
+        """Put the changes into the groups, or into those that ``to`` has for them, by ``id``."""
+        for number, (group, changes) in self._changed.items():
+            (to or {}).get(number, group).update(changes)
 
 
 def update(

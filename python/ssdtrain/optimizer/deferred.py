@@ -37,6 +37,7 @@ from ssdtrain.optimizer.state import STORAGE_USERS_ALONE
 
 __all__ = [
     "Deferred",
+    "is_shared",
     "is_sparse",
     "kept",
     "say_why_now",
@@ -90,7 +91,7 @@ def _why_not_later(param: Tensor, gradient: Tensor | None) -> str | None:
         return reason
     if type(param) not in (Tensor, Parameter) or param.is_inference():
         return "they are no plain parameters"
-    if _is_shared(param) or param.untyped_storage().is_shared():
+    if is_shared(param) or param.untyped_storage().is_shared():
         return (
             "they share memory with other tensors, such as those of a state_dict that somebody "
             "holds"
@@ -106,12 +107,12 @@ def _why_not_read_later(param: Tensor, gradient: Tensor) -> str | None:
         return "their gradients are no plain dense tensors"
     if gradient.requires_grad:
         return "their gradients are part of a graph"
-    if _is_shared(gradient):
+    if is_shared(gradient):
         return "their gradients share memory with other tensors"
     return None
 
 
-def _is_shared(tensor: Tensor) -> bool:
+def is_shared(tensor: Tensor) -> bool:
     """Whether others have the memory of a tensor: another tensor, or the storage as such."""
     return (
         storage_users(tensor) != STORAGE_USERS_ALONE

@@ -1,4 +1,4 @@
-"""``ssdtrain.offload_optimizer``: an optimizer whose state lies on SSDs.
+"""The class of an optimizer whose state lies on SSDs.
 
 The optimizer stays the object it was; its class becomes one of ours that is derived from its own.
 So schedulers, scalers and trainers that hold it go on as before, and nobody has an older object
@@ -13,13 +13,12 @@ from contextlib import suppress
 from functools import cache
 from itertools import zip_longest
 from time import perf_counter
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ssdtrain.config import Directories, Size
 from ssdtrain.errors import ConfigError, SsdtrainError, StorageError
 from ssdtrain.optimizer.chunks import (
     Chunk,
@@ -40,113 +39,22 @@ from ssdtrain.optimizer.deferred import (
     why_not_later,
 )
 from ssdtrain.optimizer.forward_order import ForwardOrder
+from ssdtrain.optimizer.in_backward import InBackward
 from ssdtrain.optimizer.lost import Lost
 from ssdtrain.optimizer.state import Disk, ParameterState, States
 from ssdtrain.optimizer.stats import OptimizerStats
-from ssdtrain.optimizer.trial import Habits, refuse_habits, refuse_unfit, take_over_step, tried
+from ssdtrain.optimizer.trial import Habits
 from ssdtrain.optimizer.undo import NOT_UNDONE, UNDONE_LATE, Undo, restore, undone_if_it_fails
-from ssdtrain.sizes import in_bytes
-from ssdtrain.store import TensorStore
 
-__all__ = ["Offloaded", "offload_optimizer"]
+__all__ = ["Offloaded", "Overlap", "offloaded_class"]
 
-BUFFER_BYTES_DEFAULT = 256 << 20
-BUFFER_PARTS = 4
-"""One is updated, one is read, one is written, and one is room for what does not fit evenly."""
-STATE_MIN_BYTES = 64 << 10
-"""Smaller tensors of a state (biases, counts of steps) stay in memory."""
 STATE_PER_PARAM = 2
 """A guess, until the first step has made the state: Adam has two tensors for each parameter."""
 
 PARTS_MIN = 16
 """So many at least, if parameters are updated beside the forward: the first ones soon."""
 PART_BYTES_MIN = 1 << 20
-Overlap = Literal["step", "forward"]
-
-AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
-
-
-def offload_optimizer(
-    optimizer: AnyOptimizer,
-    dir: Directories | TensorStore,  # noqa: A002 - as in ssdtrain.offload
-    *,
-    overlap: Overlap = "step",
-    buffer_bytes: Size = BUFFER_BYTES_DEFAULT,
-    max_disk_bytes: Size | None = None,
-    verify: bool = False,
-    undo: bool = False,
-) -> AnyOptimizer:
-    """Keep the state of an optimizer on SSDs, and return the same optimizer.
-
-    Its ``step`` runs the optimizer's own code over one part of the parameters after the other,
-    while the state of the next part is read and that of the last one is written: the update has the
-    same bits as the plain one. ``state[param]``, ``state_dict()`` and ``load_state_dict()`` work as
-    ever. The idea is that of ZeRO-Infinity (arXiv 2104.07857) and Fuyou (arXiv 2403.06504).
-
-    Args:
-        optimizer: One whose update is per parameter: AdamW, SGD with momentum, Adafactor and the
-            like, also of classes that torch does not know. That is tried on small tensors.
-        dir: A local directory, a list of them, or a ``TensorStore``, to be kept open meanwhile.
-        overlap: When updates are made. ``"step"``: in ``step()``. ``"forward"``: ``step()`` returns
-            at once, and they go on beside what comes next, in the order in which the forward needs
-            the weights. Whoever uses a weight, the state or the optimizer waits for what they use;
-            ``optimizer.synchronize()`` waits for all. An error of an update is raised there.
-        buffer_bytes: Memory for the state that is read, updated and written at the same time, in
-            bytes or text such as ``"256MiB"``. A single parameter takes what it needs.
-        max_disk_bytes: Bound on the bytes reserved on disk; what does not fit stays in memory.
-        verify: Checksum each tensor before its write and after its read.
-        undo: A step that fails or is interrupted is undone, so that model and optimizer are those
-            of the last whole step. Costs a write of the weights in each step, and space on the
-            disk for the state twice and the weights once. For ``overlap="step"`` alone.
-
-    Returns:
-        The same optimizer, now also with ``offload_stats``, ``synchronize()``, ``lost_parameters``.
-
-    Raises:
-        ConfigError: No optimizer of torch, one that is offloaded already, or whose ``step`` was
-            replaced; a directory or options that cannot be used.
-        UnsupportedError: The optimizer couples its parameters (LBFGS), or they are not on the CPU;
-            ``overlap="forward"`` of one whose step draws random numbers or changes its attributes.
-        StorageError: In ``step``: state could not be read back. With ``undo`` nothing has changed,
-            and the step can be made again. Without, every other parameter was updated; the
-            optimizer refuses further steps until a state is loaded, or that of each of its
-            ``lost_parameters`` is given up with ``optimizer.state.pop(parameter)``.
-
-    """
-    refuse_unfit(optimizer)
-    if isinstance(optimizer, Offloaded):
-        name = type(optimizer).__name__
-        raise ConfigError(f"this {name} is offloaded already; use it as it is")
-    if overlap not in ("step", "forward"):
-        raise ConfigError(f'overlap is "step" or "forward", not {overlap!r}')
-    if undo and overlap == "forward":
-        raise ConfigError(
-            'undo=True needs overlap="step": beside a forward, weights that were updated are used '
-            "before the step has ended"
-        )
-    habits = tried(optimizer)
-    if overlap == "forward":
-        refuse_habits(type(optimizer).__name__, habits)
-    if isinstance(dir, TensorStore) and (max_disk_bytes is not None or verify):
-        raise ConfigError(
-            "max_disk_bytes and verify are options of the store: give them to TensorStore(...)"
-        )
-    buffer = in_bytes("buffer_bytes", buffer_bytes)
-    store = (
-        dir
-        if isinstance(dir, TensorStore)
-        else TensorStore(dir, max_disk_bytes=max_disk_bytes, verify=verify)
-    )
-    part_bytes = max(1, buffer // BUFFER_PARTS)
-    disk = Disk(store, in_flight_bytes_max=part_bytes, min_bytes=STATE_MIN_BYTES)
-    take_over_step(optimizer)
-    kind: type[Optimizer] = type(optimizer)
-    optimizer.__class__ = cast("type[AnyOptimizer]", _offloaded(kind))  # type: ignore[arg-type]
-    offloaded = cast("Offloaded", optimizer)
-    offloaded._begin(kind, disk, part_bytes, overlap, habits)  # noqa: SLF001 - its constructor
-    if undo:
-        offloaded._undo = Undo(disk)  # noqa: SLF001 - likewise
-    return optimizer
+Overlap = Literal["step", "backward", "forward"]
 
 
 class Offloaded(Optimizer):
@@ -162,6 +70,7 @@ class Offloaded(Optimizer):
     _waited_s: float
     _order: ForwardOrder | None
     _updates: Deferred | None
+    _in_backward: InBackward | None
     _changes_groups: bool
 
     def _begin(
@@ -171,11 +80,15 @@ class Offloaded(Optimizer):
         part_bytes: int,
         overlap: Overlap,
         habits: Habits,
+        *,
+        undo: bool,
     ) -> None:
         self._own_kind = kind
         self._disk = disk
         self._part_bytes = part_bytes
-        self._undo = None
+        # Beside backward what cannot be computed there is undone, as all else is not put in place.
+        self._undo = Undo(disk) if undo or overlap == "backward" else None
+        self._in_backward = None
         self._lost = Lost()
         self._step_count_done = 0
         self._step_s = self._waited_s = 0.0
@@ -185,13 +98,17 @@ class Offloaded(Optimizer):
         if self._order is not None:
             self._order.begin_round()
         self._take_over_state()
+        if overlap == "backward":
+            self._in_backward = InBackward(self)
+            self._in_backward.watch()
         # torch's own wrapper around `step`, which runs the hooks, now goes around ours.
         self._patch_step_function()
 
     @property
     def state(self) -> Any:
-        """The state of each parameter, after the updates that are under way."""
+        """The state of each parameter, after the last step and all its updates."""
         self.synchronize()
+        self._give_up()
         return self._states
 
     @state.setter
@@ -221,11 +138,14 @@ class Offloaded(Optimizer):
         With ``overlap="forward"`` every use of a weight or of its gradient through torch waits for
         them by itself. This is for what torch does not see: code in C++ that gets a weight of a
         module other than the one called, ``torch.func``, ``torch.tensor(weight)`` and the like.
+        With ``overlap="backward"`` it waits for those that have begun; ``step`` puts them in place.
 
         Raises:
             StorageError: State could not be read back; see ``step``.
 
         """
+        if self._in_backward is not None:
+            self._in_backward.join()
         updates = self._updates
         if updates is None:
             return
@@ -280,10 +200,12 @@ class Offloaded(Optimizer):
         for group in self.param_groups:
             for param in group["params"]:
                 settle_param(param)
-        if self._order is None:
-            self._step_now(options)
-        else:
+        if self._in_backward is not None:
+            self._step_after(self._in_backward, options)
+        elif self._order is not None:
             self._step_beside(self._order, options)
+        else:
+            self._step_now(options)
         self._step_count_done += 1
         self._step_s += perf_counter() - began_s
         if self._updates is None:
@@ -301,6 +223,51 @@ class Offloaded(Optimizer):
             for _ in self._updated(parts, self, settings, options):
                 pass
         settings.apply()
+
+    def _step_after(self, updates: InBackward, options: dict[str, Any]) -> None:
+        """Make the updates that backward has left, and put all of them in place."""
+        settings, chunks = updates.finish(self, options)
+        pairs = [(chunk.group, param) for chunk in chunks for param in chunk.params]
+        parts = list(parts_in_order(pairs, self._bytes_of, self._part_bytes))
+        parts += [Part([chunk]) for chunk in chunks if not chunk.params]
+        with undone_if_it_fails(self._undo, self._states, self.param_groups):
+            # On another object: a look at the state of this one would discard what has begun.
+            for _ in self._updated(parts, self._stand_in(), settings, options):
+                pass
+            interrupt = updates.publish(self)
+        updates.watch()
+        if interrupt is not None:
+            raise interrupt
+
+    def set_is_last_backward(self, is_last: bool) -> None:
+        """Say whether the next backward is the last one before ``step``, as it is at first.
+
+        With ``overlap="backward"`` the last one takes each gradient as soon as it is there, so call
+        this with ``False`` before the other micro-batches of a step, and with ``True`` before the
+        last. It holds until it is called again. For other schedules it means nothing. The name is
+        that of torch's ``FSDPModule``.
+        """
+        if not isinstance(is_last, bool):
+            raise ConfigError(f"set_is_last_backward takes True or False, not {is_last!r}")
+        if self._in_backward is not None:
+            self._in_backward.is_last = is_last
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Zero the gradients as ever; updates that began in backward are discarded."""
+        if self._in_backward is not None:
+            self._in_backward.discard(set_to_none=set_to_none)
+        super().zero_grad(set_to_none=set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group as ever."""
+        super().add_param_group(param_group)
+        if self._in_backward is not None:
+            self._in_backward.watch()
+
+    def _give_up(self) -> None:
+        """Have weights and state of the last step, whatever has begun since in backward."""
+        if self._in_backward is not None:
+            self._in_backward.give_up()
 
     def _step_beside(self, order: ForwardOrder, options: dict[str, Any]) -> None:
         """Update what others may look at past us, and begin the updates of all else."""
@@ -379,6 +346,7 @@ class Offloaded(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state as ever, and let it go to the disk."""
         self.synchronize()
+        self._give_up()
         super().load_state_dict(state_dict)
         self._note_loaded()
         self._take_over_state()
@@ -463,6 +431,7 @@ class Offloaded(Optimizer):
     def _refuse_half_done(self) -> None:
         """Raise ``StorageError`` if the last step failed and left something that is not whole."""
         self.synchronize()
+        self._give_up()
         if self._undo is not None and self._undo.is_kept:
             raise StorageError(f"{NOT_UNDONE} all that the step has updated")
         self._lost.refuse(self._states, self.param_groups)
@@ -491,7 +460,7 @@ NO_COPY = (
 
 
 @cache
-def _offloaded(kind: type[Optimizer]) -> type[Optimizer]:
+def offloaded_class(kind: type[Optimizer]) -> type[Optimizer]:
     """Return the class of the offloaded optimizers of this kind."""
     return type(f"Offloaded{kind.__name__}", (Offloaded, kind), {"__doc__": kind.__doc__})
 

@@ -63,6 +63,10 @@ class Away:
             assert self.stored is not None, "without a source the write has ended well"
             self._pending = self._disk.store.read(self.stored)
 
+    def drop_read(self) -> None:
+        """Forget a read that has begun: the next one asks the disk as it is then."""
+        self._pending = None
+
     def end_write(self) -> None:
         """Wait for the write; a failed one keeps the tensor, and is said once."""
         if self.source is None or self.stored is None:
@@ -291,6 +295,12 @@ class ParameterState(dict[Any, Any]):
         for value in super().values():
             if type(value) is Away:
                 value.prefetch()
+
+    def drop_reads(self) -> None:
+        """Forget what was prefetched, which may have failed long ago."""
+        for value in super().values():
+            if type(value) is Away:
+                value.drop_read()
 
     def send(self, disk: Disk) -> None:
         """Let what is large enough go to the disk."""

@@ -23,11 +23,19 @@ from torch.optim import Optimizer
 from ssdtrain.errors import ConfigError, UnsupportedError
 from ssdtrain.optimizer.chunks import Chunk, Settings, own_step, update
 
-__all__ = ["Habits", "refuse_habits", "refuse_unfit", "take_over_step", "tried"]
+__all__ = [
+    "Habits",
+    "refuse_habits",
+    "refuse_lists_of_parameters",
+    "refuse_unfit",
+    "take_over_step",
+    "tried",
+]
 
 STEPS = 3
 SAME_KIND_MAX = 2
 """Parameters of one group that are tried for each number of dimensions and dtype."""
+LISTS_DEPTH = 3
 LENGTH_MAX = 3
 """Of each dimension."""
 SEED = 20_112_026
@@ -70,19 +78,43 @@ def tried(optimizer: Optimizer) -> Habits:
     return habits
 
 
-def refuse_habits(name: str, habits: Habits) -> None:
-    """Refuse an optimizer whose updates would have other bits beside a forward."""
+def refuse_habits(name: str, habits: Habits, overlap: str) -> None:
+    """Refuse an optimizer whose updates would have other bits beside a forward or a backward."""
     if habits.draws_random_numbers:
         raise UnsupportedError(
-            f'{name} cannot be offloaded with overlap="forward": its step draws random numbers, '
-            'which would come in another order beside the forward; use overlap="step"'
+            f'{name} cannot be offloaded with overlap="{overlap}": its step draws random numbers, '
+            f'which would come in another order beside the {overlap}; use overlap="step"'
         )
     if habits.changed_attributes:
         raise UnsupportedError(
-            f'{name} cannot be offloaded with overlap="forward": its step changes its attributes '
+            f'{name} cannot be offloaded with overlap="{overlap}": its step changes its attributes '
             f"({', '.join(sorted(habits.changed_attributes))}), which would be seen too late; use "
             'overlap="step"'
         )
+
+
+def refuse_lists_of_parameters(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that knows its parameters by identity: updates in backward use copies."""
+    params = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    for name, value in vars(optimizer).items():
+        if name not in ("state", "param_groups") and _has_one_of(params, value, LISTS_DEPTH):
+            raise UnsupportedError(
+                f'{type(optimizer).__name__} cannot be offloaded with overlap="backward": its '
+                f"attribute {name!r} has parameters or their ids, and updates in backward are made "
+                'on copies of them; use overlap="forward" or "step"'
+            )
+
+
+def _has_one_of(params: set[int], value: Any, depth: int) -> bool:
+    if isinstance(value, Tensor):
+        return id(value) in params
+    if type(value) is int:
+        return value in params
+    if depth and isinstance(value, dict):
+        return any(_has_one_of(params, one, depth - 1) for pair in value.items() for one in pair)
+    if depth and isinstance(value, list | tuple | set | frozenset):
+        return any(_has_one_of(params, one, depth - 1) for one in value)
+    return False
 
 
 def _wants_sparse(optimizer: Optimizer) -> bool:

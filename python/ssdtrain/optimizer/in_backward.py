@@ -1,0 +1,414 @@
+"""``overlap="backward"``: updates that are computed in backward, and put in place by ``step()``.
+
+An update works on a copy of its weight, on a thread of its own. What backward still needs is not
+changed, so tied and recomputed weights have the bits of the plain run, and whatever goes wrong
+before ``step()`` has ended leaves weights and state of the last step whole: the copies are dropped,
+and the older state lies where it was. The copy takes the place of the gradient, which is freed.
+"""
+# ruff: noqa: SLF001 - what an offloaded optimizer has for its schedules is private
+
+from __future__ import annotations
+
+import copy
+import logging
+import weakref
+from collections import defaultdict
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ssdtrain.errors import SsdtrainError, StorageError, UnsupportedError
+from ssdtrain.optimizer.chunks import Chunk, Settings, own_step, update
+from ssdtrain.optimizer.in_backward_round import Host, Round, why_not, why_nothing
+from ssdtrain.optimizer.state import Away, ParameterState
+from ssdtrain.optimizer.taken import INSTEAD, Taken, take
+from ssdtrain.optimizer.updating_thread import Job, UpdatingThread
+
+__all__ = ["InBackward"]
+
+SPENT = (
+    "step() needs gradients that are gone: their updates freed them in an earlier step, or in one "
+    "that was discarded by a look at the optimizer's state, or a backward that would add to them "
+    "was refused. No weight was changed. Call optimizer.zero_grad() and begin the step again; or "
+    'use overlap="forward" or "step"'
+)
+CHANGED = (
+    "was changed after updates of this step had begun in backward, so they would not have the bits "
+    'of the plain run. Change it before backward or after step(), or use overlap="forward" or '
+    '"step". No weight was updated; optimizer.zero_grad() discards what has begun'
+)
+FAILED = (
+    "an update in backward failed. Weights and state are those from before this step: call step() "
+    "again once the cause is gone, or optimizer.zero_grad() to discard the step"
+)
+
+
+class InBackward:
+    """The updates of an optimizer with ``overlap="backward"``."""
+
+    def __init__(self, host: Host) -> None:
+        self.is_last = True
+        """Whether the next backward completes the gradients of a step."""
+        self._host = weakref.ref(host)
+        self._thread = UpdatingThread()
+        self._watched: dict[Tensor, Any] = {}
+        weakref.finalize(host, _remove_all, self._watched).atexit = False
+        self._taken: dict[int, Taken] = {}
+        self._in_step: list[Taken] = []
+        """What `step()` itself gives to the thread, whose gradients stay in place."""
+        self._round: Round | None = None
+        self._noted: list[Tensor] = []
+        """Whose gradient was accumulated last: autograd uses it until the next one comes."""
+        self._waiting: list[Taken] = []
+        self._waiting_bytes = 0
+        self._error: BaseException | None = None
+
+    def watch(self) -> None:
+        """Be told of the gradients of all parameters, also of new and unfrozen ones."""
+        weak = self._host
+
+        def complete(param: Tensor) -> None:
+            host: Any = weak()
+            if host is not None:
+                host._in_backward.note(host, param)
+
+        for group in self._of().param_groups:
+            for param in group["params"]:
+                if param.requires_grad and param.is_leaf and param not in self._watched:
+                    self._watched[param] = param.register_post_accumulate_grad_hook(complete)
+
+    def note(self, host: Host, param: Tensor) -> None:
+        """Take the gradients that are complete, but this one: autograd still uses it."""
+        if not self.is_last:
+            self._noted.clear()
+            return
+        reason = why_nothing()
+        if reason is not None:
+            self._say(host, reason)
+            return
+        noted, self._noted = self._noted, [param]
+        for one in noted:
+            self._take(host, one)
+
+    def join(self) -> None:
+        """Wait for the updates that have begun."""
+        self._thread.join()
+
+    def finish(self, host: Host, options: dict[str, Any]) -> tuple[Settings, list[Chunk]]:
+        """Make all updates that are left, and return what has to be updated in place.
+
+        Nothing is changed before ``publish``. What raises may be tried again.
+        """
+        self.join()
+        self._noted.clear()
+        self._waiting, self._waiting_bytes = [], 0
+        self._drop_in_step(host)
+        for record in list(self._taken.values()):
+            if not record.is_in_place:
+                self._drop(record)
+        self._refuse_changes(host, options)
+        self._raise()
+        if not self._taken or self._round is None:
+            self._round = Round(host)
+        now = self._round
+        now.add_groups(host)
+        reason = "step() was given more than a closure" if options else why_nothing()
+        chunks = [Chunk(group, []) for group, _ in now.groups]
+        for (group, _), chunk in zip(now.groups, chunks, strict=True):
+            for param in group["params"]:
+                if id(param) in self._taken:
+                    continue
+                if param.grad is None or self._sayswhy_not(host, now, param, reason):
+                    chunk.params.append(param)
+                else:
+                    self._in_step.append(take(param, group))
+        left = [one for one in self._taken.values() if one.updated is None]
+        for record in [*left, *self._in_step]:
+            self._wait(host, now, record)
+        self._cut(host, now)
+        self.join()
+        self._raise()
+        return now.settings, chunks
+
+    def publish(self, host: Host) -> BaseException | None:
+        """Put all updates in place, in whole; return an interrupt that came meanwhile.
+
+        Another thread does it, because handlers of signals interrupt this one only.
+        """
+        assert self._round is not None, "finish() comes before"
+        interrupt: BaseException | None = None
+        try:
+            self._thread.put(Job([], lambda _: self._publish(host)))
+            self.join()
+        except BaseException as error:  # noqa: BLE001 - it is raised when all is whole
+            interrupt = error
+            self.join()
+        # By now there is nothing left of it, unless the interrupt came before the thread had it.
+        self._publish(host)
+        return interrupt
+
+    def give_up(self) -> None:
+        """Have state and weights of the last step, whatever has begun since.
+
+        Gradients that were freed are gone, so the next ``step()`` raises unless they are zeroed.
+        """
+        if self._round is None:
+            return
+        host = self._of()
+        self._stop(host)
+        for record in list(self._taken.values()):
+            if record.is_published:
+                continue
+            if record.updated is None and record.gradient is not None:
+                if record.is_in_place:
+                    record.param.grad = record.gradient
+                self._drop(record)
+            else:
+                _roll_back(host, record)
+
+    def discard(self, *, set_to_none: bool) -> None:
+        """Forget the gradients that were taken, and all that their updates have done."""
+        if not self._taken and self._round is None and not self._noted:
+            return
+        host = self._of()
+        self._stop(host)
+        for record in list(self._taken.values()):
+            if record.is_in_place:
+                param = record.param
+                param.grad = None if set_to_none else torch.zeros_like(param).detach()
+            self._drop(record)
+
+    def _of(self) -> Host:
+        host = self._host()
+        assert host is not None, "it has called"
+        return host
+
+    def _stop(self, host: Host) -> None:
+        self._thread.clear()
+        self.join()
+        # What failed was logged, and leaves nothing to raise: the step is given up.
+        self._round = self._error = None
+        self._noted.clear()
+        self._waiting, self._waiting_bytes = [], 0
+        self._drop_in_step(host)
+
+    def _drop_in_step(self, host: Host) -> None:
+        records, self._in_step = self._in_step, []
+        for record in records:
+            _roll_back(host, record)
+
+    def _drop(self, record: Taken) -> None:
+        """Go on as if a gradient had not been taken, which the user has replaced."""
+        if not record.is_published:
+            self.join()
+            _roll_back(self._of(), record)
+        self._waiting = [one for one in self._waiting if one is not record]
+        record.leave()
+        self._taken.pop(id(record.param), None)
+
+    def _take(self, host: Host, param: Tensor) -> None:
+        if self._round is None:
+            self.join()
+            self._round = Round(host)
+        now = self._round
+        group = now.group_of.get(id(param))
+        if group is None or id(param) in self._taken or param.grad is None:
+            return
+        if self._sayswhy_not(host, now, param, None):
+            return
+        record = take(param, group)
+        # An interrupt from here on leaves a record whose gradient is in place, or one that step()
+        # finds without its update: both are taken into account there.
+        self._taken[id(param)] = record
+        record.stand_in(self._drop)
+        self._wait(host, now, record)
+
+    def _wait(self, host: Host, now: Round, record: Taken) -> None:
+        size = host._bytes_of(record.param)
+        if self._waiting and self._waiting_bytes + size > now.bytes_max:
+            self._cut(host, now)
+        self._waiting.append(record)
+        self._waiting_bytes += size
+
+    def _cut(self, host: Host, now: Round) -> None:
+        records, self._waiting, self._waiting_bytes = self._waiting, [], 0
+        if records:
+            self._thread.put(
+                Job(records, lambda following: self._update(host, now, records, following))
+            )
+
+    def _refuse_changes(self, host: Host, options: dict[str, Any]) -> None:
+        """Raise if what the updates used is not what ``step()`` would use."""
+        if any(record.is_spent or record.is_refused for record in self._taken.values()):
+            raise UnsupportedError(SPENT)
+        if not self._taken or self._round is None:
+            return
+        name = self._round.changed(host)
+        if name is not None:
+            raise UnsupportedError(f"{name} {CHANGED}")
+        if not all(record.is_weight_unchanged for record in self._taken.values()):
+            raise UnsupportedError(f"a weight {CHANGED}")
+        reason = "step() was given more than a closure" if options else why_nothing()
+        if reason:
+            raise UnsupportedError(f"{reason}, and updates had begun in backward. {INSTEAD}")
+
+    def _raise(self) -> None:
+        error, self._error = self._error, None
+        if isinstance(error, SsdtrainError):
+            raise StorageError(f"{FAILED}: {error}") from error
+        if error is not None:
+            error.add_note(FAILED)
+            raise error
+
+    def _sayswhy_not(self, host: Host, now: Round, param: Tensor, reason: str | None) -> str | None:
+        reason = reason or why_not(host, now, param)
+        if reason:
+            self._say(host, reason)
+        return reason
+
+    def _say(self, host: Host, reason: str) -> None:
+        host._disk.notices.say(
+            reason,
+            "parameters are updated in step(), and not in backward: %s",
+            reason,
+            level=logging.INFO,
+        )
+
+    # What follows runs on the thread.
+
+    def _update(self, host: Host, now: Round, records: list[Taken], following: list[Taken]) -> None:
+        if self._error is not None:
+            return
+        states = host._states
+        try:
+            self._prefetch(states, records)
+            self._prefetch(states, following)
+            for record in records:
+                state = states.get(record.param)
+                if state is None:
+                    record.is_state_new = True
+                else:
+                    record.before = _entries_of(state)
+                    _bring(state)
+            _run(host, now, records, states)
+            for record in records:
+                state = states.get(record.param)
+                if isinstance(state, ParameterState):
+                    state.send(host._disk)
+            host._disk.make_room()
+        except BaseException as error:  # noqa: BLE001 - `step()` raises it
+            for record in records:
+                _roll_back(host, record)
+            self._error = error
+            host._disk.notices.say(
+                "failed update",
+                "an update in backward failed, which step() raises: %s",
+                error,
+                level=logging.ERROR,
+            )
+        else:
+            for record in records:
+                record.gradient = None
+
+    @staticmethod
+    def _prefetch(states: Any, records: list[Taken]) -> None:
+        for record in records:
+            state = states.get(record.param)
+            # What cannot be read is asked for again when it is brought, and told then.
+            with suppress(SsdtrainError):
+                if state is not None and record.updated is None:
+                    state.prefetch()
+
+    def _publish(self, host: Host) -> None:
+        now = self._round
+        if now is None:
+            return
+        with torch.no_grad():
+            for record in [*self._taken.values(), *self._in_step]:
+                if record.updated is not None:
+                    record.param.copy_(record.updated)
+                    record.is_published = True
+                    record.updated = record.before = None
+                    record.is_state_new = False
+        now.settings.apply({id(group): real for group, real in now.groups})
+        host._states.put_last([param for param in now.params if param not in now.known])
+        self._in_step = []
+        self._round = None
+
+
+def _run(host: Host, now: Round, records: list[Taken], states: Any) -> None:
+    """Run the optimizer's own step over copies of weights, with the states of the weights."""
+    chunks: dict[int, Chunk] = {}
+    view: defaultdict[Tensor, Any] = defaultdict(ParameterState)
+    copies = []
+    for record in records:
+        param = record.param
+        weight = param.detach().clone()
+        if type(param) is Parameter:
+            weight = Parameter(weight, requires_grad=param.requires_grad)
+        else:
+            weight.requires_grad_(param.requires_grad)
+        vars(weight).update(vars(param))
+        weight.grad = record.gradient
+        if param in states:
+            view[weight] = states[param]
+        chunks.setdefault(id(record.group), Chunk(record.group, [])).params.append(weight)
+        copies.append(weight)
+    vars(now.stand_in)["state"] = view
+    try:
+        own = own_step(host._own_kind)
+        for chunk in chunks.values():
+            update(now.stand_in, own, chunk, now.settings, {})
+    finally:
+        vars(now.stand_in)["state"] = {}
+    for record, weight in zip(records, copies, strict=True):
+        weight.grad = None
+        record.updated = weight.detach()
+        if weight in view:
+            states[record.param] = view[weight]
+        else:
+            states.pop(record.param, None)
+
+
+def _bring(state: ParameterState) -> None:
+    try:
+        state.bring()
+    except SsdtrainError:
+        # It may have been asked for before an earlier step() failed: ask the disk as it is now.
+        state.drop_reads()
+        state.bring()
+
+
+def _entries_of(state: ParameterState) -> dict[Any, Any]:
+    """Return what a state has now, to be put back: an update may change all but an ``Away``."""
+    return {
+        key: value.clone()
+        if isinstance(value, Tensor)
+        else value
+        if type(value) is Away
+        else copy.deepcopy(value)
+        for key, value in state.take_entries().items()
+    }
+
+
+def _roll_back(host: Host, record: Taken) -> None:
+    """Give a parameter the state from before its update, if that was not put in place."""
+    states = host._states
+    if record.before is not None:
+        state = states.get(record.param)
+        if not isinstance(state, ParameterState):
+            states[record.param] = state = ParameterState()
+        state.put_entries(record.before)
+    elif record.is_state_new:
+        states.pop(record.param, None)
+    record.before = record.updated = None
+    record.is_state_new = False
+
+
+def _remove_all(watched: dict[Tensor, Any]) -> None:
+    for handle in watched.values():
+        handle.remove()
+    watched.clear()

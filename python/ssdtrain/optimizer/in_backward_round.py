@@ -1,0 +1,158 @@
+"""What a step with ``overlap="backward"`` begins with, and what can be updated in backward.
+
+Everything that an update uses is noted when the first gradient is complete, and compared in
+``step()``: what has changed meanwhile would have counted in the plain run.
+"""
+# ruff: noqa: SLF001 - what an offloaded optimizer has for its schedules is private
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from ssdtrain.machine.torch_internals import mode_count
+from ssdtrain.optimizer.chunks import Settings
+from ssdtrain.optimizer.deferred import is_shared, kept
+from ssdtrain.optimizer.state import Away, Disk, ParameterState
+
+__all__ = ["Host", "Round", "why_not", "why_nothing"]
+
+PARTS_MIN = 16
+"""So many at least: the first ones soon, and the last one, which backward cannot hide, small."""
+PART_BYTES_MIN = 1 << 20
+
+
+class Host(Protocol):
+    """What is used of an offloaded optimizer."""
+
+    _own_kind: type[Optimizer]
+    _disk: Disk
+    _part_bytes: int
+
+    @property
+    def _states(self) -> Any: ...
+    @property
+    def param_groups(self) -> Any:
+        """Its groups of parameters."""
+
+    def _stand_in(self) -> Optimizer: ...
+    def _bytes_of(self, param: Tensor) -> int: ...
+
+
+class Round:
+    """What one step begins with: its options as they are when the first gradient is there."""
+
+    def __init__(self, host: Host) -> None:
+        self.groups: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self.group_of: dict[int, dict[str, Any]] = {}
+        self.settings = Settings()
+        self.stand_in = host._stand_in()
+        self.known = set(host._states)
+        self.add_groups(host)
+        params = [param for group in host.param_groups for param in group["params"]]
+        on_storage = Counter(param.untyped_storage().data_ptr() for param in params)
+        self.apart = {
+            id(param) for param in params if on_storage[param.untyped_storage().data_ptr()] > 1
+        }
+        total = sum(map(host._bytes_of, params))
+        self.bytes_max = min(host._part_bytes, max(PART_BYTES_MIN, total // PARTS_MIN))
+
+    def add_groups(self, host: Host) -> None:
+        """Note groups that were added since."""
+        for real in host.param_groups[len(self.groups) :]:
+            group = {name: kept(value) for name, value in real.items()}
+            self.groups.append((group, real))
+            self.group_of.update({id(param): group for param in group["params"]})
+
+    def changed(self, host: Host) -> str | None:
+        """Name an option that differs from what the updates used."""
+        reals = host.param_groups
+        for number, (group, real) in enumerate(self.groups):
+            if number >= len(reals) or reals[number] is not real or group.keys() != real.keys():
+                return f"param_groups[{number}]"
+            for name, value in group.items():
+                if not _is_same(name, value, real[name]):
+                    return f"param_groups[{number}][{name!r}]"
+        return None
+
+    @property
+    def params(self) -> list[Tensor]:
+        """All parameters, in the order of the groups."""
+        return [param for group, _ in self.groups for param in group["params"]]
+
+
+def _is_same(name: str, one: Any, other: Any) -> bool:
+    if name == "params":
+        return list(map(id, one)) == list(map(id, other))
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return one is other or bool(one == other)
+
+
+def _references(param: Tensor) -> int:
+    return sys.getrefcount(param.grad)
+
+
+_alone = Parameter(torch.zeros(1))
+_alone.grad = torch.zeros(1)
+REFERENCES_ALONE = max(_references(_alone) for _ in range(2))
+"""So many references has a gradient that nobody holds."""
+
+
+def why_nothing() -> str | None:
+    """Return why no update can be made on another thread now, or ``None``."""
+    if torch.is_autocast_enabled("cpu") or torch.is_inference_mode_enabled() or mode_count():
+        return "autocast, inference mode or a mode of torch is on"
+    distributed = torch.distributed
+    if (
+        distributed.is_available()
+        and distributed.is_initialized()
+        and distributed.get_world_size() > 1
+    ):
+        return "gradients are not complete before processes have exchanged them"
+    return None
+
+
+def why_not(host: Host, now: Round, param: Tensor) -> str | None:
+    """Return why a parameter has to be updated in place in ``step()``, or ``None``."""
+    reason = _why_not_taken(param.grad)
+    if reason is None and _references(param) > REFERENCES_ALONE:
+        return "somebody holds their gradients"
+    return reason or _why_no_copy(host, now, param)
+
+
+def _why_no_copy(host: Host, now: Round, param: Tensor) -> str | None:
+    if type(param) not in (Tensor, Parameter) or param.is_inference():
+        return "they are no plain parameters"
+    if id(param) in now.apart or param.untyped_storage().is_shared():
+        return "they share memory with each other, or with other processes"
+    if torch.empty_like(param, device="meta").stride() != param.stride():
+        return "a copy of them has other strides"
+    state = host._states.get(param)
+    if state is not None and not _is_streamed(state, host._disk):
+        return "their state is in memory, because somebody looked at it, or the disk has no room"
+    return None
+
+
+def _why_not_taken(gradient: Tensor | None) -> str | None:
+    if type(gradient) is not Tensor or gradient.layout is not torch.strided:
+        return "their gradients are no plain dense tensors"
+    if gradient.requires_grad:
+        return "their gradients are part of a graph"
+    return "their gradients share memory with other tensors" if is_shared(gradient) else None
+
+
+def _is_streamed(state: Any, disk: Disk) -> bool:
+    """Whether a copy of the older state costs no memory: what is large is on the disk."""
+    return isinstance(state, ParameterState) and all(
+        value.stored is not None
+        if type(value) is Away
+        else not (isinstance(value, Tensor) and disk.is_large(value))
+        for value in dict.values(state)
+    )

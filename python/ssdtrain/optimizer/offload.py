@@ -1,0 +1,122 @@
+"""``ssdtrain.offload_optimizer``: keep the state of an optimizer on SSDs."""
+
+from __future__ import annotations
+
+from typing import TypeVar, cast
+
+from torch.optim import Optimizer
+
+from ssdtrain.config import Directories, Size
+from ssdtrain.errors import ConfigError
+from ssdtrain.optimizer.offloaded import Offloaded, Overlap, offloaded_class
+from ssdtrain.optimizer.state import Disk
+from ssdtrain.optimizer.trial import (
+    refuse_habits,
+    refuse_lists_of_parameters,
+    refuse_unfit,
+    take_over_step,
+    tried,
+)
+from ssdtrain.sizes import in_bytes
+from ssdtrain.store import TensorStore
+
+__all__ = ["offload_optimizer"]
+
+BUFFER_BYTES_DEFAULT = 256 << 20
+BUFFER_PARTS = 4
+"""One is updated, one is read, one is written, and one is room for what does not fit evenly."""
+STATE_MIN_BYTES = 64 << 10
+"""Smaller tensors of a state (biases, counts of steps) stay in memory."""
+
+AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
+
+
+def offload_optimizer(
+    optimizer: AnyOptimizer,
+    dir: Directories | TensorStore,  # noqa: A002 - as in ssdtrain.offload
+    *,
+    overlap: Overlap = "step",
+    buffer_bytes: Size = BUFFER_BYTES_DEFAULT,
+    max_disk_bytes: Size | None = None,
+    verify: bool = False,
+    undo: bool = False,
+) -> AnyOptimizer:
+    """Keep the state of an optimizer on SSDs, and return the same optimizer.
+
+    Its ``step`` runs the optimizer's own code over one part of the parameters after the other,
+    while the state of the next part is read and that of the last one is written: the update has the
+    same bits as the plain one. ``state[param]``, ``state_dict()`` and ``load_state_dict()`` work as
+    ever. The idea is that of ZeRO-Infinity (arXiv 2104.07857) and Fuyou (arXiv 2403.06504).
+
+    Args:
+        optimizer: One whose update is per parameter: AdamW, SGD with momentum, Adafactor and the
+            like, also of classes that torch does not know. That is tried on small tensors.
+        dir: A local directory, a list of them, or a ``TensorStore``, to be kept open meanwhile.
+        overlap: When updates are made. ``"step"``: in ``step()``. ``"forward"``: ``step()`` returns
+            at once, and they go on beside what comes next, in the order in which the forward needs
+            the weights. Whoever uses a weight, the state or the optimizer waits for what they use;
+            ``optimizer.synchronize()`` waits for all. An error of an update is raised there.
+            ``"backward"``: they are made in backward, as soon as gradients are complete, which are
+            freed, and ``step()`` puts them in place. Whoever clips, unscales or looks at gradients
+            then gets an ``UnsupportedError``. With several micro-batches in a step, say which is
+            the last: ``optimizer.set_is_last_backward(False)``, and ``(True)``.
+        buffer_bytes: Memory for the state that is read, updated and written at the same time, in
+            bytes or text such as ``"256MiB"``. A single parameter takes what it needs.
+        max_disk_bytes: Bound on the bytes reserved on disk; what does not fit stays in memory.
+        verify: Checksum each tensor before its write and after its read.
+        undo: A step that fails or is interrupted is undone, so that model and optimizer are those
+            of the last whole step. Costs a write of the weights in each step, and space on the
+            disk for the state twice and the weights once. ``overlap="backward"`` does it in any
+            case, without that write; ``"forward"`` does not.
+
+    Returns:
+        The same optimizer, now also with ``offload_stats``, ``synchronize()``, ``lost_parameters``.
+
+    Raises:
+        ConfigError: No optimizer of torch, one that is offloaded already, or whose ``step`` was
+            replaced; a directory or options that cannot be used.
+        UnsupportedError: The optimizer couples its parameters (LBFGS), or they are not on the CPU;
+            another ``overlap`` of one whose step draws random numbers or changes its attributes;
+            ``"backward"`` of one that keeps lists of its parameters. In backward, in ``step`` and
+            for what uses a gradient: too late for ``overlap="backward"``, see there.
+        StorageError: In ``step``: state could not be read back. With ``undo`` (and with
+            ``overlap="backward"``) nothing has changed, and the step can be made again. Without,
+            every other parameter was updated; the optimizer refuses further steps until a state is
+            loaded, or that of each of its ``lost_parameters`` is given up with
+            ``optimizer.state.pop(parameter)``.
+
+    """
+    refuse_unfit(optimizer)
+    if isinstance(optimizer, Offloaded):
+        name = type(optimizer).__name__
+        raise ConfigError(f"this {name} is offloaded already; use it as it is")
+    if overlap not in ("step", "backward", "forward"):
+        raise ConfigError(f'overlap is "step", "backward" or "forward", not {overlap!r}')
+    if undo and overlap == "forward":
+        raise ConfigError(
+            'undo=True needs overlap="step": beside a forward, weights that were updated are used '
+            "before the step has ended"
+        )
+    habits = tried(optimizer)
+    if overlap != "step":
+        refuse_habits(type(optimizer).__name__, habits, overlap)
+    if overlap == "backward":
+        refuse_lists_of_parameters(optimizer)
+    if isinstance(dir, TensorStore) and (max_disk_bytes is not None or verify):
+        raise ConfigError(
+            "max_disk_bytes and verify are options of the store: give them to TensorStore(...)"
+        )
+    buffer = in_bytes("buffer_bytes", buffer_bytes)
+    store = (
+        dir
+        if isinstance(dir, TensorStore)
+        else TensorStore(dir, max_disk_bytes=max_disk_bytes, verify=verify)
+    )
+    part_bytes = max(1, buffer // BUFFER_PARTS)
+    disk = Disk(store, in_flight_bytes_max=part_bytes, min_bytes=STATE_MIN_BYTES)
+    take_over_step(optimizer)
+    kind: type[Optimizer] = type(optimizer)
+    optimizer.__class__ = cast("type[AnyOptimizer]", offloaded_class(kind))  # type: ignore[arg-type]
+    offloaded = cast("Offloaded", optimizer)
+    offloaded._begin(kind, disk, part_bytes, overlap, habits, undo=undo)  # noqa: SLF001 - its constructor
+    return optimizer

@@ -1,0 +1,134 @@
+"""Gradients that an update has taken in a backward, and what stands in their place.
+
+The stand-in raises when a function of torch gets it. So a clip, an unscale or a print finds out
+that it comes too late. A gradient of ``None`` would be passed over in silence.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from ssdtrain.errors import UnsupportedError
+
+__all__ = ["Taken", "TakenGradient", "take"]
+
+INSTEAD = (
+    'To clip, unscale, change or look at gradients before step(), use overlap="forward" (hidden '
+    'beside the next forward) or overlap="step"'
+)
+LOOKED = (
+    'this gradient is gone: with overlap="backward" a gradient is freed in the backward that '
+    f"completes it, by the update that uses it. {INSTEAD}. No weight was changed since the last "
+    "step(); optimizer.zero_grad() discards what this backward began"
+)
+AGAIN = (
+    'a second backward would add to a gradient that an update has used already: overlap="backward" '
+    "takes each gradient as soon as it is there. With several micro-batches in a step call "
+    "optimizer.set_is_last_backward(False) before those that are not the last, and (True) before "
+    "the last. A block of checkpoint(use_reentrant=True) that uses a weight twice needs "
+    'use_reentrant=False. If gradients of several steps are to be added, use overlap="forward" or '
+    '"step". No weight was changed since the last step(); call optimizer.zero_grad() and begin '
+    "this step again"
+)
+FREED = (
+    "a backward would add to a gradient that was freed by its update: call optimizer.zero_grad() "
+    'between steps; to keep gradients over a step(), use overlap="forward" or "step"'
+)
+
+
+class TakenGradient(Tensor):
+    """Stands in ``param.grad`` for a gradient that an update has taken."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> NoReturn:
+        """Refuse every look."""
+        raise UnsupportedError(LOOKED)
+
+
+@dataclass(eq=False)
+class Taken:
+    """A parameter whose update is made before ``step()`` puts it in place."""
+
+    param: Tensor
+    group: dict[str, Any]
+    gradient: Tensor | None
+    """Until its update is made."""
+    stands_in: TakenGradient | None = None
+    """What is in ``param.grad`` meanwhile, and until somebody sets it to something else."""
+    version: int = 0
+    address: int = 0
+    """Of the bytes of the parameter: whether somebody has changed it since."""
+    updated: Tensor | None = None
+    """The weight after the update, until ``step()`` copies it into the parameter."""
+    before: dict[Any, Any] | None = None
+    """The older state, where the update has made a new one."""
+    is_state_new: bool = False
+    """Whether there was no older one."""
+    is_published: bool = False
+    is_refused: bool = False
+    """Whether a backward wanted to add to it, whose other gradients may be there in part."""
+    _node: Any = None
+    _hook: Any = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        self.version = self.param._version  # noqa: SLF001 - torch has no other name for it
+        self.address = self.param.data_ptr()
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether nobody has set the parameter's gradient to something else."""
+        return self.stands_in is not None and self.param.grad is self.stands_in
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether the gradient is gone, and no update of it waits to be put in place."""
+        return self.gradient is None and self.updated is None
+
+    @property
+    def is_weight_unchanged(self) -> bool:
+        """Whether the weight is the one that the update began with."""
+        param = self.param
+        return (param._version, param.data_ptr()) == (self.version, self.address)  # noqa: SLF001
+
+    def stand_in(self, when_replaced: Callable[[Taken], None]) -> None:
+        """Take the gradient away, and stop what would add to it.
+
+        ``when_replaced`` is called before a backward adds to what the user has set in its place.
+        """
+        param = self.param
+        wrong = torch.full((), torch.nan, dtype=param.dtype).expand(param.shape)
+        self.stands_in = wrong.as_subclass(TakenGradient)
+        weak = weakref.ref(self)
+
+        def before(_: Any) -> None:
+            alive = weak()
+            if alive is None:
+                return
+            if alive.is_in_place:
+                alive.is_refused = True
+                raise UnsupportedError(FREED if alive.is_published else AGAIN)
+            when_replaced(alive)
+
+        self._node = get_gradient_edge(param).node
+        self._hook = self._node.register_prehook(before)
+        param.grad = self.stands_in
+
+    def leave(self) -> None:
+        """Let backwards add to the gradient again."""
+        if self._hook is not None:
+            self._hook.remove()
+        self._hook = self._node = None
+
+
+def take(param: Tensor, group: dict[str, Any]) -> Taken:
+    """Return a record for a parameter with its gradient, which stays where it is."""
+    return Taken(param, group, param.grad)

@@ -1,0 +1,103 @@
+"""A thread for updates, there only as long as there are some, so that nobody has to stop it."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ssdtrain.optimizer.pending import Updates, under_way, updating
+
+__all__ = ["Job", "UpdatingThread"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """Something to do; ``run`` gets what the job behind this one is about, to read it early."""
+
+    about: list[Any]
+    run: Callable[[list[Any]], None]
+
+
+class UpdatingThread(Updates):
+    """Does one job after the other, in their order."""
+
+    def __init__(self) -> None:
+        self._jobs: deque[Job] = deque()
+        self._lock = threading.RLock()  # a handler of a signal may come in between
+        self._turn = threading.Lock()
+        """Held by the thread that works: an interrupted start may leave one more."""
+        self._thread: threading.Thread | None = None
+        self._is_working = False
+        self._threads = torch.get_num_threads()
+
+    def put(self, job: Job) -> None:
+        """Have a job done after those that are there."""
+        with self._lock:
+            self._threads = torch.get_num_threads()
+            self._jobs.append(job)
+        self._work_on()
+
+    def clear(self) -> None:
+        """Leave out the jobs that have not begun."""
+        with self._lock:
+            self._jobs.clear()
+
+    def join(self) -> None:
+        """Wait until all jobs are done, and nothing of the thread is left."""
+        while True:
+            self._work_on()
+            thread = self._thread
+            if thread is None:
+                return
+            thread.join()
+            with self._lock:
+                if not self._jobs:
+                    return
+
+    def settle(self) -> None:
+        """Wait likewise; what went wrong is raised by the optimizer's ``step``."""
+        self.join()
+
+    def _work_on(self) -> None:
+        """Start a thread if there are jobs and none works."""
+        with self._lock:
+            if not self._jobs or self._is_working:
+                return
+            thread = threading.Thread(target=self._work, name="ssdtrain-update")
+            under_way.add(self)
+            self._is_working = True
+            try:
+                # Started by the thread of the backward: it inherits how that one rounds.
+                thread.start()
+            except BaseException:
+                self._is_working = False
+                raise
+            self._thread = thread
+
+    def _work(self) -> None:
+        with self._turn, updating():
+            try:
+                if torch.get_num_threads() != self._threads:
+                    # How sums are cut among threads decides their last bits.
+                    torch.set_num_threads(self._threads)
+                while self._next_is_done():
+                    pass
+            finally:
+                self._is_working = False
+
+    def _next_is_done(self) -> bool:
+        with self._lock:
+            if not self._jobs:
+                # Within the lock: who comes next finds that nobody works, and starts a thread.
+                self._is_working = False
+                under_way.discard(self)
+                return False
+            job = self._jobs.popleft()
+            following = self._jobs[0].about if self._jobs else []
+        job.run(following)
+        return True
