@@ -69,6 +69,7 @@ class Way:
 
     def __init__(self, directory: str, policy: Policy) -> None:
         store = StoreConfig(dirs=(directory,))
+        self.policy = policy
         self.session = ssdtrain.Session(OffloadConfig(store=store), policy)
         self.seconds: list[float] = []
         self.peaks: list[int] = []

@@ -2,10 +2,13 @@
 
 For each model and share of the disk's rate one process trains by turns without ssdtrain, with hooks
 that keep everything, with all that is saved offloaded, and with what hides behind computing (the
-cut). The round of the hooks that keep everything is the trace, and what the other two wrote and
-read, and in which order, becomes the moves of a plan. The simulator (`rust/plan`) plays them with
-the rates that the sessions measured on that disk. The price of a byte comes from the steps with the
-whole rate of the disk, and is used for all rates of that model.
+cut). After the turns in which it adapts the cut's plan is held, so that all steps that count have
+one plan. The rounds of the hooks that keep everything are the trace, each event at its median
+moment, and what the other two do becomes the moves of a plan: writes when the batch of the tensor
+is given to the disk, reads in the order of the needs. The simulator (`rust/plan`) plays them with
+the rates that the disk had in that process before the first step, alone and with both directions at
+once, and with the bytes that the session's engine has in flight. The price of a byte comes from the
+steps with the whole rate of the disk, and is used for all rates of that model.
 
 The table has the time of a step, over the plain one of that turn, as it was and as it is predicted;
 the bytes written in a step; and the most saved bytes in memory, in units of the largest tensor
@@ -27,10 +30,16 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
+import torch
+from torch import nn
+
+import ssdtrain
 from hook_overhead import KeepNothing
 from never_worse import (
     BLKIO,
@@ -43,8 +52,11 @@ from never_worse import (
     prepared,
     throttled,
 )
+from ssdtrain.activations.writeback import BATCH_BYTES, BATCH_COUNT
+from ssdtrain.config import MIN_BYTES_DEFAULT
 from ssdtrain.demo.options import TrainingOptions
-from ssdtrain.planning.policy import Item, Plan, Policy
+from ssdtrain.machine import tuning
+from ssdtrain.planning.policy import Item, Policy, Rates
 from ssdtrain.planning.recording import Recording, trace_of
 from ssdtrain.planning.solve import Device, Move, Step
 
@@ -55,58 +67,149 @@ WINDOW_BYTES = 32 << 20
 """What a session reads ahead in any case (rust/core/src/window.rs)."""
 
 
-def newest(way: Way) -> tuple[Recording, Plan]:
-    """Return the last round of a session, and the plan for it."""
+RATE_BYTES = 64 << 20
+"""Moved in each direction to know the rates of the disk of one row."""
+
+
+class Held(Policy):
+    """The cut, which stops learning once it is told to: then all steps have one plan."""
+
+    is_held = False
+
+    def learn(
+        self, signature: int, items: Sequence[Item], rates: Rates, stall_share: float
+    ) -> None:
+        """Plan the next round, unless the plan is held."""
+        if not self.is_held:
+            super().learn(signature, items, rates, stall_share)
+
+
+@dataclass(frozen=True)
+class Disk:
+    """What the simulator is told of a disk: its rates, and what sessions give to it at once."""
+
+    write_rate: float
+    read_rate: float
+    duplex_share: float
+    in_flight_bytes: int
+
+
+def disk_of(directory: str) -> Disk:
+    """Measure a disk, each direction alone and both at once."""
+    tensor = torch.ones(RATE_BYTES, dtype=torch.uint8)
+    taken: dict[str, list[float]] = {"write": [], "read": [], "both": []}
+    with ssdtrain.TensorStore(directory) as store:
+        stored = store.write(tensor)
+        stored.wait()
+        for _ in range(3):
+            began_s = perf_counter()
+            other = store.write(tensor)
+            other.wait()
+            taken["write"].append(perf_counter() - began_s)
+            began_s = perf_counter()
+            store.read(stored).result()
+            taken["read"].append(perf_counter() - began_s)
+            del other
+            began_s = perf_counter()
+            pending, other = store.read(stored), store.write(tensor)
+            pending.result()
+            other.wait()
+            taken["both"].append(perf_counter() - began_s)
+            del other
+    write_s, read_s, both_s = (statistics.median(one) for one in taken.values())
+    # While both are busy each has this share of its rate; the slower one ends alone.
+    first_s, more_s = min(write_s, read_s), max(write_s, read_s)
+    share = first_s / max(both_s - more_s + first_s, first_s)
+    kept = tuning.load(directory)
+    chosen = tuning.DEFAULT if kept is None else kept.tuning
+    return Disk(
+        RATE_BYTES / write_s, RATE_BYTES / read_s, share, chosen.queue_depth * chosen.piece_bytes
+    )
+
+
+def newest(way: Way) -> Recording:
+    """Return the last round of a session that has ended."""
     hooks: Any = way.session._hooks  # noqa: SLF001 - the items of a round have names only there
-    signature, recorded = next(reversed(hooks._prefetcher.recorded.items()))  # noqa: SLF001
-    return recorded, hooks._policy.plans[signature]  # noqa: SLF001
+    recorded: Recording = next(reversed(hooks._prefetcher.recorded.values()))  # noqa: SLF001
+    return recorded
 
 
-def moves_of(items: Sequence[Item], kept: frozenset[int]) -> tuple[list[Move], list[Move], float]:
+def usual(rounds: Sequence[Recording]) -> Recording:
+    """Return the round whose events come at the median of their moments."""
+    first = rounds[0]
+    sizes = [one.nbytes for one in first.items]
+    if any([one.nbytes for one in other.items] != sizes for other in rounds):
+        raise SystemExit("the rounds that are compared have other tensors")
+
+    def at(moment: Callable[[Recording], float]) -> float:
+        return statistics.median(moment(one) - one.began_s for one in rounds)
+
+    items = [
+        Item(
+            item.key,
+            item.nbytes,
+            at(lambda one, place=place: one.items[place].packed_s),  # type: ignore[misc]
+            at(lambda one, place=place: one.items[place].needed_s),  # type: ignore[misc]
+        )
+        for place, item in enumerate(first.items)
+    ]
+    return Recording(items, 0.0, at(lambda one: one.ended_s))
+
+
+def moves_of(items: Sequence[Item], kept: set[int]) -> tuple[list[Move], list[Move], float]:
     """Return the writes and the reads of a session as moves, and when the first need comes.
 
-    The kernels are those of ``trace_of``: one ends with each event. Each write is asked for when
-    its tensor was saved, all reads at the first need: memory bounds how far they go ahead.
+    The kernels are those of ``trace_of``: one ends with each event. Writes are given to the disk in
+    batches, at the first save of a later node, or when backward begins. All reads are asked for at
+    the first need: memory bounds how far they go ahead.
     """
     events = sorted(
         [(item.packed_s, 0, place) for place, item in enumerate(items)]
         + [(item.needed_s, 1, place) for place, item in enumerate(items)]
     )
-    away = {place for place, item in enumerate(items) if item.key not in kept}
     writes: list[Move] = []
     reads: list[Move] = []
+    waiting: list[int] = []
+    batch_bytes = min(BATCH_BYTES, BATCH_COUNT * MIN_BYTES_DEFAULT)
     first_need = next(kernel for kernel, (_, what, _) in enumerate(events) if what == 1)
     for kernel, (_, what, place) in enumerate(events):
-        if place in away and what == 0:
-            writes.append((place, "ssd", kernel, float(kernel)))
-        elif place in away:
+        is_batch = sum(items[one].nbytes for one in waiting) >= batch_bytes
+        if is_batch or kernel == first_need:
+            writes += [(one, "ssd", kernel, float(len(writes))) for one in waiting]
+            waiting = []
+        if items[place].key in kept:
+            continue
+        if what == 0:
+            waiting.append(place)
+        else:
             reads.append((place, "fetch", first_need, float(kernel)))
     return writes, reads, events[first_need][0] - events[0][0]
 
 
-def predicted(kept_all: Recording, way: Way, told: dict[str, Any]) -> dict[str, float]:
+def predicted(kept_all: Recording, way: Way, disk: Disk, price: float) -> dict[str, float]:
     """Let the simulator play what a session did; times in seconds, of the round alone."""
-    recorded, plan = newest(way)
-    trace = trace_of(kept_all, name="", origin="")
+    recorded = newest(way)
     if [one.nbytes for one in recorded.items] != [one.nbytes for one in kept_all.items]:
         raise SystemExit("the rounds that are compared have other tensors")
-    kept = frozenset() if told["keeps_nothing"] else plan.keep
+    policy = way.policy
     items = [
         Item(own.key, one.nbytes, one.packed_s, one.needed_s)
         for own, one in zip(recorded.items, kept_all.items, strict=True)
     ]
-    step = Step(trace)
+    kept = {one.key for one in items if one.key in policy.keep}
+    step = Step(trace_of(kept_all, name="", origin=""))
     device = Device(
         memory_bytes=1 << 50,
-        write_bytes_per_s=told["write_rate"],
-        read_bytes_per_s=told["read_rate"],
+        write_bytes_per_s=disk.write_rate,
+        read_bytes_per_s=disk.read_rate,
         bus_bytes_per_s=1e12,
         latency_s=LATENCY_S,
-        duplex_share=0.5,
-        price_s_per_byte=told["price_s_per_byte"],
+        duplex_share=disk.duplex_share,
+        price_s_per_byte=price,
+        in_flight_bytes=disk.in_flight_bytes,
     )
     writes, reads, forward_s = moves_of(items, kept)
-    lazy = step.judged_moves(device, writes)
+    lazy = step.judged_moves(replace(device, price_s_per_byte=0.0), writes)
     # Reads go ahead by the window, and into what backward has freed.
     begun = [nbytes for moment, nbytes in lazy.resident if moment <= forward_s]
     memory_bytes = max(lazy.peak_bytes, begun[-1] + WINDOW_BYTES)
@@ -117,51 +220,89 @@ def predicted(kept_all: Recording, way: Way, told: dict[str, Any]) -> dict[str, 
         "stall_s": found.stall_s,
         "peak_bytes": step.peak_bytes(found),
         "written_bytes": found.moved_bytes[0],
+        "read_bytes": found.moved_bytes[2],
         "kept_peak_bytes": max(step.live_bytes()),
         "slot_bytes": max(one.nbytes for one in kept_all.items),
     }
+
+
+class Convolutions:
+    """A convolutional network with batch normalisation, on images that each turn draws anew."""
+
+    def __init__(self, options: TrainingOptions) -> None:
+        torch.manual_seed(options.seed)
+        width = options.hidden // 8
+        blocks: list[nn.Module] = [nn.Conv2d(3, width, 3, padding=1)]
+        for _ in range(options.layers):
+            blocks += [nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width), nn.GELU()]
+        self._module = nn.Sequential(
+            *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 10)
+        )
+        self._optimizer = torch.optim.SGD(self._module.parameters(), lr=1e-3)
+        self._shape = (2 * options.batch, 3, 96, 96)
+        self._seed = options.seed
+
+    def step_of(self, turn: int) -> Callable[[], None]:
+        """Return the training step of a turn."""
+        generator = torch.Generator().manual_seed(self._seed + turn)
+        images = torch.randn(self._shape, generator=generator)
+        labels = torch.randint(10, self._shape[:1], generator=generator)
+
+        def step() -> None:
+            self._optimizer.zero_grad(set_to_none=False)
+            loss = nn.functional.cross_entropy(self._module(images), labels)
+            loss.backward()  # type: ignore[no-untyped-call]
+            self._optimizer.step()
+
+        return step
 
 
 def train(given: dict[str, Any]) -> dict[str, Any]:
     """Take the turns; return what each way took, and what is predicted of it."""
     options = TrainingOptions.from_json(given["options"])
     assert options.directory is not None
+    disk = disk_of(options.directory)
+    cut = Held()
     ways = {
         "keep": Way(options.directory, KeepAll()),
         "all": Way(options.directory, KeepNothing()),
-        "cut": Way(options.directory, Policy()),
+        "cut": Way(options.directory, cut),
     }
-    plain, step_of = Plain(), prepared(options)
+    plain = Plain()
+    step_of = Convolutions(options).step_of if given["is_conv"] else prepared(options)
     takers = [plain.take, *(way.take for way in ways.values())]
-    turns = given["turns"]
+    turns, rounds = given["turns"], []
     for turn in range(ADAPTING_TURNS + turns):
+        cut.is_held = turn >= ADAPTING_TURNS
         for taker in takers[turn % 4 :] + takers[: turn % 4]:
             taker(step_of(turn))
-    kept_all, _ = newest(ways["keep"])
+        if turn > ADAPTING_TURNS:
+            rounds.append(newest(ways["keep"]))
+    kept_all = usual(rounds)
     rows = {name: measured(way, plain.seconds, turns) for name, way in ways.items()}
     price = given["price_s_per_byte"]
     if price is None:
         moved = rows["all"]["written_bytes"] + rows["all"]["read_bytes"]
         over_s = rows["all"]["seconds"] - rows["all"]["stall_s"] - rows["keep"]["seconds"]
         price = max(0.0, over_s / max(moved, 1))
-    kept_peak_bytes = rows["keep"]["peak_bytes"]
     for name in ("all", "cut"):
-        told = {**rows[name], "price_s_per_byte": price, "keeps_nothing": name == "all"}
-        played = predicted(kept_all, ways[name], told)
+        played = predicted(kept_all, ways[name], disk, price)
         # What is no part of the round: the optimizer, and what comes before the first pack.
         rest_s = rows["keep"]["seconds"] - played["ideal_s"]
         rows[name] |= {
             "predicted_s": played["step_s"] + rest_s,
             "predicted_peak_bytes": played["peak_bytes"]
-            + kept_peak_bytes
+            + rows["keep"]["peak_bytes"]
             - played["kept_peak_bytes"],
             "predicted_written_bytes": played["written_bytes"],
+            "predicted_read_bytes": played["read_bytes"],
             "predicted_stall_s": played["stall_s"],
             "slot_bytes": played["slot_bytes"],
         }
     return {
         "plain_s": statistics.median(plain.seconds[-turns:]),
         "price_s_per_byte": price,
+        "disk": asdict(disk),
         "ways": rows,
     }
 
@@ -169,7 +310,6 @@ def train(given: dict[str, Any]) -> dict[str, Any]:
 def measured(way: Way, plain_s: list[float], turns: int) -> dict[str, Any]:
     """Return what one way took, as medians of the turns that count."""
     ratios = [one / plain for one, plain in zip(way.seconds, plain_s, strict=True)][-turns:]
-    rates = way.session._hooks._transfer.rates()  # type: ignore[union-attr]  # noqa: SLF001
     return {
         "ratio": statistics.median(ratios),
         "seconds": statistics.median(ratios) * statistics.median(plain_s[-turns:]),
@@ -177,15 +317,16 @@ def measured(way: Way, plain_s: list[float], turns: int) -> dict[str, Any]:
         "written_bytes": statistics.median(way.written[-turns:]),
         "read_bytes": statistics.median(way.read[-turns:]),
         "stall_s": statistics.median(way.stalled[-turns:]),
-        "write_rate": rates.write,
-        "read_rate": rates.read,
     }
 
 
-def measure(options: TrainingOptions, rate: float | None, price: float | None, turns: int) -> Any:
+def measure(
+    options: TrainingOptions, *, is_conv: bool, rate: float | None, price: float | None, turns: int
+) -> Any:
     """Start the process of one row and return what it tells."""
     given = {
         "options": options.to_json(),
+        "is_conv": is_conv,
         "rate": rate,
         "price_s_per_byte": price,
         "turns": turns,
@@ -228,7 +369,7 @@ def main(words: list[str]) -> int:
     if words[:1] == ["--child"]:
         return run_child(words[1:])
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", nargs="+", default=["gpt", "gpt2", "bert", "t5"])
+    parser.add_argument("--models", nargs="+", default=["gpt", "gpt2", "bert", "conv"])
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--shares", nargs="+", type=float, default=[1, 0.5, 0.2, 0.1])
     parser.add_argument("--turns", type=int, default=20)
@@ -251,14 +392,19 @@ def main(words: list[str]) -> int:
         rows = []
         for model in arguments.models:
             options = TrainingOptions(
-                model=model, dtype=arguments.dtype, directory=directory,
+                model="gpt" if model == "conv" else model,
+                dtype=arguments.dtype, directory=directory,
                 layers=arguments.layers, hidden=arguments.hidden,
                 sequence=arguments.sequence, batch=arguments.batch,
             )  # fmt: skip
             price = None
             for share in shares:
                 told = measure(
-                    options, None if share == 1 else share * rate, price, arguments.turns
+                    options,
+                    is_conv=model == "conv",
+                    rate=None if share == 1 else share * rate,
+                    price=price,
+                    turns=arguments.turns,
                 )
                 price = told["price_s_per_byte"] if share == shares[0] else price
                 rows.append({"model": model, "share": share, **told})

@@ -814,12 +814,15 @@ class PlanMachine:
         duplex_share: float,
         sizes: tuple[tuple[int, float], ...],
         price: tuple[float, float],
+        in_flight_bytes: int | None,
     ) -> PlanMachine:
         """Take rates as pairs: away from the device's memory, and back.
 
         ``bus`` is shared by drives and host. ``sizes`` are four pairs of bytes, rising, and the
         share of their rate that drives have for such transfers. ``price`` is the computing, in
-        seconds, that is lost for each byte that moves. Raises ``ValueError``.
+        seconds, that is lost for each byte that moves. With ``in_flight_bytes`` writes go to the
+        drives as sessions give them: so many bytes at once, which nobody can cancel. ``None``: one
+        tensor at a time. Raises ``ValueError``.
         """
 
 @final

@@ -2,8 +2,9 @@
 
 use proptest::prelude::*;
 use ssdtrain_plan::bound::least_step_seconds;
-use ssdtrain_plan::machine::{Machine, Rates, Tier};
+use ssdtrain_plan::machine::{Machine, Rates, Tier, Writeback};
 use ssdtrain_plan::moves::{Action, Move, Plan};
+use ssdtrain_plan::objective::judge;
 use ssdtrain_plan::planner::{Found, search};
 use ssdtrain_plan::pruning::prune;
 use ssdtrain_plan::score::{STEP_COUNT, kernel_seconds};
@@ -24,10 +25,19 @@ fn machine(device_bytes: u64, host_bytes: u64) -> Machine {
     }
 }
 
-/// A machine on which every kernel fits, but rarely all that lives.
+/// A machine on which every kernel fits, but rarely all that lives; by the plain rules, or with
+/// writes as sessions do them.
 fn machines() -> impl Strategy<Value = Machine> {
-    (0..3000u64, prop_oneof![Just(0), 0..4000u64])
-        .prop_map(|(more, host)| machine(USES_MAX as u64 * TENSOR_BYTES_MAX + more, host))
+    let writebacks = prop_oneof![
+        Just(None),
+        (0..3000u64).prop_map(|in_flight_bytes| Some(Writeback { in_flight_bytes })),
+    ];
+    (0..3000u64, prop_oneof![Just(0), 0..4000u64], writebacks).prop_map(
+        |(more, host, writeback)| {
+            let device_bytes = USES_MAX as u64 * TENSOR_BYTES_MAX + more;
+            Machine { writeback, ..machine(device_bytes, host) }
+        },
+    )
 }
 
 fn traces() -> impl Strategy<Value = Trace> {
@@ -172,4 +182,64 @@ fn a_kernel_that_cannot_fit_is_named() {
     let machine = machine(150, 0);
     let stuck = Found::judge(&trace, &machine, Plan::none(&trace)).expect_err("200 bytes in 150");
     assert_eq!(stuck.kernel, 1);
+}
+
+/// What `moves` of three activations of 100 bytes do to a step: kernels of a second make them and
+/// take them back in reverse, then nothing is needed for three. The drives write `rate` bytes a
+/// second and read 1000.
+fn written_back(
+    rate: f64,
+    in_flight_bytes: Option<u64>,
+    moves: &[(u32, Action, u32)],
+) -> (f64, [u64; 4], u64) {
+    let uses = (0..3u32).chain((0..3).rev());
+    let mut kernels: Vec<_> = uses.map(|one| Kernel { seconds: 1.0, uses: vec![one] }).collect();
+    kernels.push(Kernel { seconds: 3.0, uses: Vec::new() });
+    let tensor =
+        Tensor { bytes: 100, class: Class::Activation, is_global: false, ..Tensor::default() };
+    let trace = Trace::new(kernels, vec![tensor; 3]).expect("it is a trace");
+    let writeback = in_flight_bytes.map(|in_flight_bytes| Writeback { in_flight_bytes });
+    let ssd = Rates { out: rate, back: 1000.0 };
+    let machine = Machine { ssd, writeback, ..machine(10_000, 0) };
+    let moves = moves
+        .iter()
+        .map(|&(tensor, action, after)| Move { tensor, action, after, priority: f64::from(after) })
+        .collect();
+    let plan = Plan::new(moves, &trace, &machine).expect("it is a plan");
+    let judged = judge(&trace, &machine, plan).expect("it fits");
+    (judged.step_s, judged.moved_bytes, judged.most.peak_bytes)
+}
+
+const OUT: Action = Action::Evict(Tier::Ssd);
+
+#[test]
+fn what_was_given_to_the_disk_is_written_whoever_needs_it_and_nobody_waits_for_it() {
+    // The first is written from 1 s to 3 s, the second from 3 s to 5 s. It is needed at 4 s.
+    let moves = [(0, OUT, 0), (1, OUT, 1)];
+    let (plain_s, plain_bytes, _) = written_back(50.0, None, &moves);
+    assert!((plain_s - 10.2).abs() < 1e-6, "the second is waited for and read back: {plain_s} s");
+    assert_eq!(plain_bytes, [200, 0, 200, 0]);
+    let (step_s, bytes, peak_bytes) = written_back(50.0, Some(1), &moves);
+    assert!((step_s - 9.1).abs() < 1e-6, "the second is in memory when it is needed: {step_s} s");
+    assert_eq!((bytes, peak_bytes), ([200, 0, 100, 0], 300));
+    // At 30 bytes a second the turn of the second comes at 4.33 s, and no hook looks before 5 s.
+    let (step_s, bytes, _) = written_back(30.0, Some(1), &moves);
+    assert!((step_s - 9.0).abs() < 1e-6, "both are in memory when they are needed: {step_s} s");
+    assert_eq!(bytes, [100, 0, 0, 0], "the second write is cancelled");
+    let (step_s, bytes, _) = written_back(30.0, Some(1000), &moves);
+    assert!((step_s - 9.0).abs() < 1e-6, "both are in memory when they are needed: {step_s} s");
+    assert_eq!(bytes, [200, 0, 0, 0], "given at 2 s, it is written");
+}
+
+#[test]
+fn a_fetch_cancels_no_write_that_waits_and_memory_is_free_when_the_next_kernel_begins() {
+    let moves = [(0, OUT, 0), (1, OUT, 1), (1, Action::Fetch, 2), (0, Action::Fetch, 2)];
+    assert_eq!(
+        written_back(50.0, None, &moves).1,
+        [100, 0, 100, 0],
+        "the fetch takes the write back"
+    );
+    let (step_s, bytes, peak_bytes) = written_back(50.0, Some(1), &moves);
+    assert!((step_s - 9.0).abs() < 1e-6, "the fetches have time: {step_s} s");
+    assert_eq!((bytes, peak_bytes), ([200, 0, 100, 0], 300));
 }

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -180,6 +181,17 @@ def test_moves_of_others_are_judged_as_those_that_were_found() -> None:
         step.judged_moves(machine, [(99, "ssd", 0, 0.0)])
     with pytest.raises(ValueError, match='no move is called "disk"'):
         step.judged_moves(machine, [(0, "disk", 0, 0.0)])
+
+
+def test_writes_that_were_given_to_the_disk_are_written_whoever_needs_them() -> None:
+    step, machine = Step(there_and_back()), device(5000)
+    # Each takes a second to be written from 9 s on, and the last is needed at 11 s.
+    moves = [(6, "ssd", 8, 0.0), (7, "ssd", 8, 1.0), (8, "ssd", 8, 2.0)]
+    one_by_one = step.judged_moves(replace(machine, in_flight_bytes=1), moves)
+    assert one_by_one.moved_bytes[0] == 200 << 20
+    at_once = step.judged_moves(replace(machine, in_flight_bytes=1 << 30), moves)
+    assert at_once.moved_bytes[0] == 300 << 20
+    assert at_once.stall_s == pytest.approx(one_by_one.stall_s)
 
 
 def test_the_command_answers_for_a_recorded_step(

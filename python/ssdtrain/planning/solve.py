@@ -57,6 +57,10 @@ class Device:
     """The share of their rate that the drives have for transfers of so many bytes."""
     price_s_per_byte: float = 0.0
     """Seconds of computing that are lost for each byte that moves."""
+    in_flight_bytes: int | None = None
+    """Bytes of writes that a session gives to the disk at once: pieces in flight times their size.
+    With it moves are played as sessions make them (``rust/plan``, ``Writeback``): what was given is
+    written whoever needs it, and used from memory meanwhile. ``None``: by the plain rules."""
 
     def machine(self, memory_bytes: int | None = None) -> PlanMachine:
         """Return it in the planner's words, with another memory if that is given."""
@@ -74,6 +78,7 @@ class Device:
             duplex_share=self.duplex_share,
             sizes=self.sizes,
             price=(self.price_s_per_byte, self.price_s_per_byte),
+            in_flight_bytes=self.in_flight_bytes,
         )
 
 

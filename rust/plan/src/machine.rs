@@ -68,6 +68,21 @@ impl Default for SizeShares {
     }
 }
 
+/// How a session writes, which the plain rules of the simulator do not know: there a transfer waits
+/// in the queue until the channel is idle, and a tensor is in one place.
+///
+/// - A write is *given* to the disk before its turn, while fewer than `in_flight_bytes` are under
+///   way. Only what was not given yet can be cancelled; the rest is written, whoever needs it.
+/// - Who needs a tensor that is on its way to the disk uses it from memory, and need not wait.
+/// - A fetch of what still waits to be written comes after the write. It does not cancel it: that
+///   does the kernel that needs the tensor.
+/// - Memory of what was written is free when the next kernel begins: a session looks in its hooks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Writeback {
+    /// Bytes under way to the drives, from which on no more is given to them.
+    pub in_flight_bytes: u64,
+}
+
 /// Capacities and rates. By default nothing has a limit, and nothing costs.
 #[derive(Clone, Copy, Debug)]
 pub struct Machine {
@@ -89,6 +104,8 @@ pub struct Machine {
     pub sizes: SizeShares,
     /// The price of a byte: seconds of computing that are lost for each byte that moves.
     pub price: Rates,
+    /// How a session writes to the drives; none for the plain rules.
+    pub writeback: Option<Writeback>,
 }
 
 impl Default for Machine {
@@ -105,6 +122,7 @@ impl Default for Machine {
             duplex_share: 1.0,
             sizes: SizeShares::default(),
             price: Rates { out: 0.0, back: 0.0 },
+            writeback: None,
         }
     }
 }

@@ -5,7 +5,7 @@ use pyo3::prelude::*;
 use ssdtrain_plan::baselines::{ssdtrain_cut, teraio};
 use ssdtrain_plan::bound::least_step_seconds;
 use ssdtrain_plan::greedy::Budget;
-use ssdtrain_plan::machine::{Machine, Rates, SizeShares, Tier};
+use ssdtrain_plan::machine::{Machine, Rates, SizeShares, Tier, Writeback};
 use ssdtrain_plan::moves::{Action, Move, Plan};
 use ssdtrain_plan::objective::{self, Judged, Request};
 use ssdtrain_plan::recompute::{candidates, with_recomputed};
@@ -28,7 +28,7 @@ pub struct PlanMachine(Machine);
 impl PlanMachine {
     #[new]
     #[pyo3(signature = (*, device_bytes, host_bytes, ssd, bus, host, latency_s, duplex_share,
-                        sizes, price))]
+                        sizes, price, in_flight_bytes))]
     #[allow(clippy::too_many_arguments)] // Python names each.
     fn new(
         device_bytes: u64,
@@ -40,6 +40,7 @@ impl PlanMachine {
         duplex_share: f64,
         sizes: [(u64, f64); 4],
         price: (f64, f64),
+        in_flight_bytes: Option<u64>,
     ) -> PyResult<Self> {
         let rates = |(out, back): (f64, f64)| Rates { out, back };
         let positive = [ssd, bus, host].iter().all(|one| one.0 > 0.0 && one.1 > 0.0)
@@ -62,6 +63,7 @@ impl PlanMachine {
             duplex_share,
             sizes: SizeShares(sizes),
             price: rates(price),
+            writeback: in_flight_bytes.map(|in_flight_bytes| Writeback { in_flight_bytes }),
         }))
     }
 }
