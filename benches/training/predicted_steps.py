@@ -91,7 +91,13 @@ class Disk:
     write_rate: float
     read_rate: float
     duplex_share: float
-    in_flight_bytes: int
+    queue_depth: int
+    piece_bytes: int
+
+    def in_flight_bytes(self, items: Sequence[Item]) -> int:
+        """Return what pieces of these tensors hold: many tensors are smaller than a full piece."""
+        pieces = sum(-(-one.nbytes // self.piece_bytes) for one in items)
+        return self.queue_depth * sum(one.nbytes for one in items) // pieces
 
 
 def disk_of(directory: str) -> Disk:
@@ -122,9 +128,8 @@ def disk_of(directory: str) -> Disk:
     share = first_s / max(both_s - more_s + first_s, first_s)
     kept = tuning.load(directory)
     chosen = tuning.DEFAULT if kept is None else kept.tuning
-    return Disk(
-        RATE_BYTES / write_s, RATE_BYTES / read_s, share, chosen.queue_depth * chosen.piece_bytes
-    )
+    depth, piece_bytes = chosen.queue_depth, chosen.piece_bytes
+    return Disk(RATE_BYTES / write_s, RATE_BYTES / read_s, share, depth, piece_bytes)
 
 
 def newest(way: Way) -> Recording:
@@ -206,7 +211,7 @@ def predicted(kept_all: Recording, way: Way, disk: Disk, price: float) -> dict[s
         latency_s=LATENCY_S,
         duplex_share=disk.duplex_share,
         price_s_per_byte=price,
-        in_flight_bytes=disk.in_flight_bytes,
+        in_flight_bytes=disk.in_flight_bytes(items),
     )
     writes, reads, forward_s = moves_of(items, kept)
     lazy = step.judged_moves(replace(device, price_s_per_byte=0.0), writes)
