@@ -6,8 +6,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ssdtrain_core::cuda::gpu::Gpu;
-use ssdtrain_core::staging::{Full, Loading, PinnedBytes, Saved, Staged, Staging, Tier};
-use ssdtrain_core::{Backend, ErrorKind, StoreConfig, TensorStore};
+use ssdtrain_core::staging::{Loading, Saved, Staged, Staging, Tier};
+use ssdtrain_core::{Backend, ErrorKind, TensorStore};
 
 #[expect(dead_code, reason = "shared with other suites")]
 mod engines;
@@ -16,79 +16,14 @@ mod fake_gpu;
 mod memory;
 #[expect(dead_code, reason = "shared with other suites")]
 mod round_trip;
+#[expect(dead_code, reason = "shared with other suites")]
+mod staged_way;
 use engines::{config, paused_disk};
 use fake_gpu::{
     ComputeStream, DeviceBytes, FakeGpu, TO_DEVICE, TO_HOST, When, in_a_forked_child, on_a_fake_gpu,
 };
 use round_trip::scratch;
-
-const LEN: usize = 300_001;
-const RING: PinnedBytes = PinnedBytes { down: 1 << 20, up: 1 << 20 };
-/// Longer than any of these takes; what ends later hangs.
-const LONG: Duration = Duration::from_secs(30);
-
-fn begun(saved: Saved) -> Staged {
-    match saved {
-        Saved::Begun(staged) => staged,
-        other => panic!("not saved: {other:?}"),
-    }
-}
-
-fn full(saved: Saved) -> Full {
-    match saved {
-        Saved::Full(full) => full,
-        other => panic!("there was room: {other:?}"),
-    }
-}
-
-/// Waits for what the worker does.
-fn until(staging: &Staging, mut is_so: impl FnMut() -> bool) {
-    loop {
-        let turn = staging.turn();
-        if is_so() {
-            return;
-        }
-        assert!(staging.wait_for_turn(turn, LONG), "the worker does nothing any more");
-    }
-}
-
-/// A staging over a store on `backend`, with room for three tensors in each direction.
-fn open(dir: &tempfile::TempDir, backend: Backend) -> Staging {
-    let store = TensorStore::open(&config(dir.path(), backend)).unwrap();
-    Staging::open(&Gpu::get(0).unwrap(), Arc::new(store), RING).unwrap()
-}
-
-/// Computes a tensor and saves it.
-fn save<'gpu>(
-    gpu: &'gpu FakeGpu,
-    staging: &Staging,
-    stream: &ComputeStream<'_>,
-    value: u8,
-) -> (Staged, DeviceBytes<'gpu>) {
-    let source = gpu.allocate(LEN);
-    stream.fill(&source, value);
-    let staged = begun(staging.save(source.range(), stream.handle(), Tier::Disk).unwrap());
-    (staged, source)
-}
-
-/// Loads into memory that the stream has used before, and lends it to the stream.
-fn load<'gpu>(
-    gpu: &'gpu FakeGpu,
-    staging: &Staging,
-    stream: &ComputeStream<'_>,
-    staged: &Staged,
-) -> DeviceBytes<'gpu> {
-    let target = gpu.allocate(LEN);
-    stream.fill(&target, 0xee);
-    let loading = staging.load(staged, target.range(), stream.handle()).unwrap();
-    loading.lend(stream.handle(), LONG).expect("it comes").unwrap();
-    target
-}
-
-/// Waits until nothing holds pinned memory any more.
-fn until_empty(staging: &Staging) {
-    until(staging, || staging.pinned_bytes().1 == 0);
-}
+use staged_way::{LEN, LONG, RING, begun, load, open, open_bounded, save, until, until_empty};
 
 #[test]
 fn what_was_saved_comes_back_from_the_disk() {
@@ -160,127 +95,10 @@ fn what_has_not_left_its_slot_comes_from_there() {
 }
 
 #[test]
-fn a_full_ring_says_what_it_waits_for() {
-    on_a_fake_gpu("a_full_ring_says_what_it_waits_for", |gpu| {
-        let ((pause, disk), dir) = (paused_disk(), scratch());
-        let (staging, stream) = (open(&dir, disk), gpu.stream());
-        let source = gpu.allocate(LEN);
-        stream.fill(&source, 1);
-        let try_save = |tier| staging.save(source.range(), stream.handle(), tier).unwrap();
-        gpu.hold(TO_HOST);
-        let held: Vec<_> = (0..3).map(|_| begun(try_save(Tier::Disk))).collect();
-        assert_eq!(full(try_save(Tier::Disk)), Full::GpuBehind);
-        gpu.release(TO_HOST);
-        until(&staging, || full(try_save(Tier::Disk)) == Full::DiskBehind);
-        pause.resume();
-        until(&staging, || held.iter().all(Staged::is_settled));
-        let large = gpu.allocate(RING.down + 1);
-        let answer = staging.save(large.range(), stream.handle(), Tier::Disk).unwrap();
-        assert_eq!(full(answer), Full::TooLong);
-    });
-}
-
-#[test]
-fn a_load_finds_room_however_full_the_other_direction_is() {
-    on_a_fake_gpu("a_load_finds_room_however_full_the_other_direction_is", |gpu| {
-        let dir = scratch();
-        let one = Some(LEN.next_multiple_of(4096) as u64);
-        let config = StoreConfig { max_disk_bytes: one, ..config(dir.path(), Backend::Psync) };
-        let store = Arc::new(TensorStore::open(&config).unwrap());
-        let staging = Staging::open(&Gpu::get(0).unwrap(), store, RING).unwrap();
-        let stream = gpu.stream();
-        let (on_disk, _source) = save(gpu, &staging, &stream, 1);
-        until(&staging, || on_disk.is_settled());
-        assert!(on_disk.failure().is_none() && !on_disk.is_pinned());
-        let refused: Vec<_> = (0..3).map(|_| save(gpu, &staging, &stream, 2)).collect();
-        until(&staging, || refused.iter().all(|(staged, _)| staged.is_settled()));
-        let source = gpu.allocate(LEN);
-        let answer = staging.save(source.range(), stream.handle(), Tier::Disk).unwrap();
-        assert_eq!(full(answer), Full::Pinned, "all slots are taken for good");
-        assert!(stream.read(&load(gpu, &staging, &stream, &on_disk)) == vec![1; LEN]);
-    });
-}
-
-#[test]
-fn the_slot_of_a_write_that_nobody_wants_waits_for_the_disk() {
-    on_a_fake_gpu("the_slot_of_a_write_that_nobody_wants_waits_for_the_disk", |gpu| {
-        let ((pause, disk), dir) = (paused_disk(), scratch());
-        let store = Arc::new(TensorStore::open(&config(dir.path(), disk)).unwrap());
-        let one_slot = PinnedBytes { down: LEN, up: LEN };
-        let staging = Staging::open(&Gpu::get(0).unwrap(), store, one_slot).unwrap();
-        let (stream, source) = (gpu.stream(), gpu.allocate(LEN));
-        stream.fill(&source, 1);
-        let try_save = |tier| staging.save(source.range(), stream.handle(), tier).unwrap();
-        staging.grow_tier(LEN).unwrap();
-        let stays = begun(try_save(Tier::Pinned));
-        until(&staging, || stays.is_settled());
-        // One that the disk has begun. One that had not begun is cancelled, and its slot is free.
-        loop {
-            let unwanted = begun(try_save(Tier::Disk));
-            until(&staging, || full(try_save(Tier::Disk)) == Full::DiskBehind);
-            let before = staging.pinned_bytes().1;
-            drop(unwanted);
-            // The worker has looked at the writes once a load has come and gone.
-            assert!(stream.read(&load(gpu, &staging, &stream, &stays)) == vec![1; LEN]);
-            until(&staging, || staging.pinned_bytes().1 <= before);
-            if staging.pinned_bytes().1 == before {
-                break;
-            }
-        }
-        assert_eq!(full(try_save(Tier::Disk)), Full::DiskBehind);
-        pause.resume();
-        drop(stays);
-        until_empty(&staging);
-    });
-}
-
-#[test]
-fn what_shall_stay_has_pinned_memory_of_its_own() {
-    on_a_fake_gpu("what_shall_stay_has_pinned_memory_of_its_own", |gpu| {
-        let dir = scratch();
-        let (staging, stream) = (open(&dir, Backend::Psync), gpu.stream());
-        let source = gpu.allocate(LEN);
-        let save_to = |tier| staging.save(source.range(), stream.handle(), tier).unwrap();
-        assert_eq!(full(save_to(Tier::Pinned)), Full::Pinned, "there is none yet");
-        let ring_bytes = staging.pinned_bytes().0;
-        staging.grow_tier(LEN).unwrap();
-        // Longer than any slot of what goes to the disk.
-        staging.grow_tier(RING.down + 1).unwrap();
-        let tier_bytes = staging.tier_bytes().0;
-        assert!(tier_bytes > LEN + RING.down);
-        assert_eq!(staging.pinned_bytes().0, ring_bytes + tier_bytes);
-        let large = gpu.allocate(RING.down + 1);
-        let answer = staging.save(large.range(), stream.handle(), Tier::Pinned).unwrap();
-        let (of_large, mut stays) = (begun(answer), Vec::new());
-        stream.fill(&source, 3);
-        stays.push(begun(save_to(Tier::Pinned)));
-        assert_eq!(full(save_to(Tier::Pinned)), Full::Pinned);
-        let written = begun(save_to(Tier::Disk));
-        stays[0].release(stream.handle()).unwrap();
-        written.release(stream.handle()).unwrap();
-        stream.fill(&source, 0xdd);
-        until(&staging, || stays[0].is_settled() && of_large.is_settled());
-        assert!(stays[0].is_pinned() && stays[0].failure().is_none());
-        assert!(stream.read(&load(gpu, &staging, &stream, &stays[0])) == vec![3; LEN]);
-        let counts = staging.counts();
-        assert_eq!(counts.staying_bytes, (LEN + RING.down + 1) as u64);
-        assert_eq!(counts.from_slot_count, 0, "it was on its way to nowhere");
-        drop((stays, of_large, written));
-        until_empty(&staging);
-        let again = begun(save_to(Tier::Pinned));
-        until(&staging, || again.is_settled());
-    });
-}
-
-#[test]
 fn what_the_disk_refuses_stays_in_its_slot() {
     on_a_fake_gpu("what_the_disk_refuses_stays_in_its_slot", |gpu| {
         let dir = scratch();
-        let config =
-            StoreConfig { max_disk_bytes: Some(4096), ..config(dir.path(), Backend::Psync) };
-        let store = Arc::new(TensorStore::open(&config).unwrap());
-        let staging = Staging::open(&Gpu::get(0).unwrap(), store, RING).unwrap();
-        let stream = gpu.stream();
+        let (staging, stream) = (open_bounded(&dir, 4096), gpu.stream());
         let (staged, source) = save(gpu, &staging, &stream, 5);
         staged.release(stream.handle()).unwrap();
         stream.fill(&source, 0xdd);
