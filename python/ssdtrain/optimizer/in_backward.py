@@ -121,7 +121,7 @@ class InBackward:
             for param in group["params"]:
                 if id(param) in self._taken:
                     continue
-                if param.grad is None or self._sayswhy_not(host, now, param, reason):
+                if param.grad is None or self._why_not(host, now, param, reason):
                     chunk.params.append(param)
                 else:
                     self._in_step.append(take(param, group))
@@ -217,7 +217,7 @@ class InBackward:
         group = now.group_of.get(id(param))
         if group is None or id(param) in self._taken or param.grad is None:
             return
-        if self._sayswhy_not(host, now, param, None):
+        if self._why_not(host, now, param, None):
             return
         record = take(param, group)
         # An interrupt from here on leaves a record whose gradient is in place, or one that step()
@@ -263,7 +263,7 @@ class InBackward:
             error.add_note(FAILED)
             raise error
 
-    def _sayswhy_not(self, host: Host, now: Round, param: Tensor, reason: str | None) -> str | None:
+    def _why_not(self, host: Host, now: Round, param: Tensor, reason: str | None) -> str | None:
         reason = reason or why_not(host, now, param)
         if reason:
             self._say(host, reason)
