@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from unittest import mock
 
 import pytest
@@ -17,14 +18,17 @@ from test_training import CASES, LAG_US, train
 
 SMALL_RING, LARGE_RING = 256 << 10, 64 << 20
 """One that is full most of the time, and hides missing waits; and one that never is."""
+TRIALS = int(os.environ.get("SSDTRAIN_TRIALS", "40"))
+"""As many as fit into `make test-long`, half of them with lags; more of them by hand."""
+TRIALS_OF_A_CHILD = 40
 
 
-def same_as_plain(device: Device, case: str, trials: int) -> None:
+def same_as_plain(device: Device, case: str, trials: Iterable[int]) -> None:
     if case == "two devices" and torch.cuda.device_count() < 2:
         raise SkippedError("it needs two GPUs")
     plain = train(case)
     assert device.is_exact or all(map(torch.equal, plain, train(case))), "a plain run varies here"
-    for trial in range(trials):
+    for trial in trials:
         device.lag(LAG_US if trial % 4 < 2 else 0, seed=trial + 1)
         ring = SMALL_RING if trial % 2 else LARGE_RING
         with offloaded(pinned_bytes=ring) as session:
@@ -40,16 +44,18 @@ def same_as_plain(device: Device, case: str, trials: int) -> None:
 @pytest.mark.parametrize("case", CASES)
 @on_each_device(devices=2)
 def test_every_case_gives_the_bits_of_a_plain_run(device: Device, case: str) -> None:
-    same_as_plain(device, case, trials=4)
+    same_as_plain(device, case, range(4))
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
+@pytest.mark.parametrize("part", range(TRIALS // TRIALS_OF_A_CHILD))
 @pytest.mark.parametrize("case", CASES)
 @on_each_device(devices=2)
-def test_every_case_gives_the_bits_of_a_plain_run_often(device: Device, case: str) -> None:
-    # As many as fit into `make test-long`; more of them by hand.
-    same_as_plain(device, case, trials=int(os.environ.get("SSDTRAIN_TRIALS", "40")))
+def test_every_case_gives_the_bits_of_a_plain_run_often(
+    device: Device, case: str, part: int
+) -> None:
+    same_as_plain(device, case, range(part * TRIALS_OF_A_CHILD, (part + 1) * TRIALS_OF_A_CHILD))
 
 
 @on_each_device()
