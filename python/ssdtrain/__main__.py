@@ -96,7 +96,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The main parser's own options end it, so a command is the first word.
         if words[:1] == [name]:
             load().add_arguments(own)
-    chosen = parser.parse_args(words)
+    chosen, unknown = parser.parse_known_args(words)
+    if unknown:
+        # Python's options have underscores, those of a command line hyphens.
+        option = unknown[0].partition("=")[0]
+        is_python = option.startswith("--") and "_" in option
+        hint = f"; it is written {option.replace('_', '-')} here" if is_python else ""
+        asked = commands.choices.get(chosen.command, parser)
+        asked.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     if chosen.command is None:
         parser.print_help()
         return 0

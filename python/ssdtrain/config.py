@@ -103,7 +103,7 @@ class OffloadConfig:
             if nbytes is not None and nbytes > memory_bytes:
                 raise ConfigError(
                     f"{name}={shown_bytes(nbytes)} is more than the {shown_bytes(memory_bytes)} "
-                    f"of this machine, and pinned memory cannot be swapped"
+                    f"of this machine, and pinned memory cannot be swapped; give less"
                 )
         given = self.slowdown_max
         if given is None:

@@ -242,7 +242,9 @@ def test_without_room_for_the_way_back_training_goes_on(
         actual, optimizer = train(adamw, tmp_path, undo=True, max_disk_bytes="1400KiB")
     for one, other in zip(actual, expected, strict=True):
         support.assert_equal_bits(one, other)
-    said = [record for record in caplog.records if "undo=True cannot be kept" in record.message]
+    said = [
+        record for record in caplog.records if "could not be undone if it failed" in record.message
+    ]
     assert len(said) == 1
     stats = optimizer.offload_stats  # type: ignore[attr-defined]
     assert stats.on_disk_bytes + stats.resident_bytes > 800 << 10
@@ -316,6 +318,16 @@ def test_the_way_back_takes_disk_space_in_the_step_only(tmp_path: Path) -> None:
         assert store.stats()["disk_used_bytes"] <= state_bytes + 6 * 8192
         plain_step(pair.module, pair.optimizer, torch.randn(8, WIDTH))
         assert pair.optimizer._undo._before == {}
+
+
+def test_undo_is_true_or_false(tmp_path: Path) -> None:
+    module = nn.Linear(4, 4)
+    with pytest.raises(ConfigError, match="undo must be True or False, not 'yes'"):
+        offload_optimizer(
+            torch.optim.AdamW(module.parameters()),
+            tmp_path,
+            undo="yes",  # type: ignore[arg-type]
+        )
 
 
 def test_no_undo_beside_a_forward(tmp_path: Path) -> None:

@@ -157,6 +157,13 @@ def test_wrong_words(words: list[str]) -> None:
     assert not done.stdout
 
 
+def test_an_option_as_python_writes_it() -> None:
+    done = ssdtrain("run", "--dir", "/tmp", "--max_host_bytes", "1GiB", "train.py")
+    assert done.returncode == 2
+    assert done.stderr.startswith("usage: ssdtrain run ")
+    assert "--max_host_bytes; it is written --max-host-bytes here" in done.stderr
+
+
 def test_the_version_is_told() -> None:
     done = ssdtrain("--version")
     assert (done.returncode, done.stdout) == (0, f"ssdtrain {version('ssdtrain')}\n")

@@ -262,3 +262,10 @@ def test_models_have_their_published_sizes() -> None:
             model, _ = builder(name, 1, 128, torch.bfloat16)()
         count = sum(one.numel() for one in model.parameters())
         assert count / 1e9 == pytest.approx(billions, rel=0.02), name
+
+
+def test_a_function_of_other_arguments(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("def build():\n    pass\n")
+    with pytest.raises(ConfigError, match=r"write def build\(batch, sequence, dtype\)"):
+        builder(f"{file}:build", 1, 128, torch.float32)

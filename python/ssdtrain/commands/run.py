@@ -50,7 +50,7 @@ SIZES = {
     "max_resident_bytes": "upper bound on the saved bytes in memory, such as 8GiB",
     "max_disk_bytes": "upper bound on the bytes on disk, such as 500GiB",
     "pinned_bytes": "memory through which a GPU's tensors go, for each GPU (default: 1GiB)",
-    "max_host_bytes": "more such memory, in which tensors may stay by plan (default: none)",
+    "max_host_bytes": "more of it, in which tensors of GPUs may stay by plan (default: none)",
 }
 """Options that are sizes, and what they mean."""
 

@@ -92,6 +92,8 @@ def offload_optimizer(
         raise ConfigError(f"this {name} is offloaded already; use it as it is")
     if overlap not in ("step", "backward", "forward"):
         raise ConfigError(f'overlap is "step", "backward" or "forward", not {overlap!r}')
+    if not isinstance(undo, bool):
+        raise ConfigError(f"undo must be True or False, not {undo!r}")
     if undo and overlap == "forward":
         raise ConfigError(
             'undo=True needs overlap="step": beside a forward, weights that were updated are used '

@@ -187,7 +187,7 @@ class Undo:
             self.forget()
             self._disk.notices.say(
                 "undo",
-                "undo=True cannot be kept in this step, because the disk did not take what is "
+                "this step could not be undone if it failed, because the disk did not take what is "
                 "needed for it: a failed read would leave this step made in part. Later steps try "
                 "again; give the disk (or max_disk_bytes) room for the state twice and the weights "
                 "once: %s",

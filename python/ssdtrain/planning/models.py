@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -100,6 +101,13 @@ def builder(name: str, batch: int, sequence: int, dtype: torch.dtype) -> Build:
     file, colon, function = name.rpartition(":")
     if colon:
         own = _function(file, function)
+        try:
+            inspect.signature(own).bind(batch=batch, sequence=sequence, dtype=dtype)
+        except TypeError as error:
+            raise ConfigError(
+                f"{name} is called with batch, sequence and dtype by name ({error}); write "
+                f"def {function}(batch, sequence, dtype)"
+            ) from error
 
         def build() -> tuple[nn.Module, Callable[[], torch.Tensor]]:
             made = own(batch=batch, sequence=sequence, dtype=dtype)
