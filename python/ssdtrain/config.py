@@ -98,13 +98,15 @@ class OffloadConfig:
         """Raise ``ConfigError`` for a value that cannot be meant."""
         check_choice("gds", self.gds, (*get_args(Gds), "compat"))
         memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        for name in ("pinned_bytes", "max_host_bytes"):
-            nbytes = getattr(self, name)
-            if nbytes is not None and nbytes > memory_bytes:
-                raise ConfigError(
-                    f"{name}={shown_bytes(nbytes)} is more than the {shown_bytes(memory_bytes)} "
-                    f"of this machine, and pinned memory cannot be swapped; give less"
-                )
+        pinned = {"pinned_bytes": self.pinned_bytes}
+        if self.max_host_bytes is not None:
+            pinned["max_host_bytes"] = self.max_host_bytes
+        if sum(pinned.values()) > memory_bytes:
+            words = " and ".join(f"{name}={shown_bytes(size)}" for name, size in pinned.items())
+            raise ConfigError(
+                f"{words} are more than the {shown_bytes(memory_bytes)} of this machine, and "
+                f"pinned memory cannot be swapped; give less"
+            )
         given = self.slowdown_max
         if given is None:
             return

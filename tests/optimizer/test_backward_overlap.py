@@ -387,6 +387,26 @@ def test_an_optimizer_that_is_dropped_leaves_no_hook(tmp_path: Path) -> None:
     assert not any(param._post_accumulate_grad_hooks for param in module.parameters())
 
 
+def test_gradients_that_another_optimizer_took_are_told(tmp_path: Path) -> None:
+    module, optimizer = begun(tmp_path)
+    optimizer.step()
+    optimizer.zero_grad()
+    before = [param.detach().clone() for param in module.parameters()]
+    again: Any = adamw(module)
+    offload_optimizer(again, tmp_path, overlap="backward", buffer_bytes="1MiB")
+    backward(module)
+    with pytest.raises(UnsupportedError, match="another optimizer .* has taken the gradient"):
+        again.step()
+    assert all(map(torch.equal, before, module.parameters()))
+    optimizer.zero_grad()
+    del optimizer
+    gc.collect()
+    again.zero_grad()
+    backward(module)
+    again.step()
+    assert not any(map(torch.equal, before, module.parameters()))
+
+
 class Listing(torch.optim.SGD):
     def __init__(self, params: Any) -> None:
         super().__init__(params, lr=0.1)

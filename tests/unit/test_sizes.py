@@ -98,3 +98,12 @@ def test_every_size_of_a_session_and_a_store_is_taken_as_text(tmp_path: Path) ->
         pytest.raises(ssdtrain.NoSpaceError, match="max_disk_bytes"),
     ):
         store.write(torch.zeros(1 << 20)).wait()
+
+
+def test_more_pinned_memory_than_the_machine_has_is_refused(tmp_path: Path) -> None:
+    match = "are more than the .* of this machine, and pinned memory cannot be swapped"
+    with pytest.raises(ssdtrain.ConfigError, match=rf"pinned_bytes=1024 TiB {match}"):
+        ssdtrain.offload(tmp_path, pinned_bytes="1024TiB")
+    match = rf"pinned_bytes=1 GiB and max_host_bytes=1024 TiB {match}"
+    with pytest.raises(ssdtrain.ConfigError, match=match):
+        ssdtrain.offload(tmp_path, max_host_bytes="1024TiB")

@@ -24,7 +24,7 @@ from ssdtrain.errors import SsdtrainError, StorageError, UnsupportedError
 from ssdtrain.optimizer.chunks import Chunk, Settings, own_step, update
 from ssdtrain.optimizer.in_backward_round import Host, Round, why_not, why_nothing
 from ssdtrain.optimizer.state import Away, ParameterState
-from ssdtrain.optimizer.taken import INSTEAD, Taken, take
+from ssdtrain.optimizer.taken import INSTEAD, Taken, TakenGradient, take
 from ssdtrain.optimizer.updating_thread import Job, UpdatingThread
 
 __all__ = ["InBackward"]
@@ -39,6 +39,11 @@ CHANGED = (
     "was changed after updates of this step had begun in backward, so they would not have the bits "
     'of the plain run. Change it before backward or after step(), or use overlap="forward" or '
     '"step". No weight was updated; optimizer.zero_grad() discards what has begun'
+)
+OTHERS = (
+    'another optimizer with overlap="backward" has taken the gradient of a parameter of this one, '
+    "and holds its update. No weight was changed. Drop that optimizer and what refers to it, such "
+    "as its scheduler, or call its zero_grad() before each backward that is not its own"
 )
 FAILED = (
     "an update in backward failed. Weights and state are those from before this step: call step() "
@@ -121,6 +126,8 @@ class InBackward:
             for param in group["params"]:
                 if id(param) in self._taken:
                     continue
+                if isinstance(param.grad, TakenGradient):
+                    raise UnsupportedError(OTHERS)
                 if param.grad is None or self._why_not(host, now, param, reason):
                     chunk.params.append(param)
                 else:
