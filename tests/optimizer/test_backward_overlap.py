@@ -395,7 +395,7 @@ def test_gradients_that_another_optimizer_took_are_told(tmp_path: Path) -> None:
     again: Any = adamw(module)
     offload_optimizer(again, tmp_path, overlap="backward", buffer_bytes="1MiB")
     backward(module)
-    with pytest.raises(UnsupportedError, match="another optimizer .* has taken the gradient"):
+    with pytest.raises(UnsupportedError, match=r"another optimizer .* has taken the gradient"):
         again.step()
     assert all(map(torch.equal, before, module.parameters()))
     optimizer.zero_grad()
