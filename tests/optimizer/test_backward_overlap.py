@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import pickle
 import signal
 import threading
@@ -25,8 +26,10 @@ from torch.utils.checkpoint import checkpoint
 import ssdtrain
 import support
 from ssdtrain import ConfigError, StorageError, UnsupportedError, offload_optimizer
+from ssdtrain.optimizer import in_backward
 from ssdtrain.optimizer.in_backward import InBackward
 from ssdtrain.optimizer.taken import TakenGradient
+from ssdtrain.optimizer.updating_thread import Job, UpdatingThread
 from stores import SlowStore
 from test_undo import ChosenStore
 from trained import WIDTH, everything, model, plain_step, prove
@@ -269,6 +272,80 @@ def test_an_interrupt_while_updates_are_put_in_place(
     plain, plain_optimizer = begun(None)
     plain_optimizer.step()
     support.assert_equal_bits(everything(module, optimizer), everything(plain, plain_optimizer))
+
+
+def test_a_look_that_is_interrupted_goes_on_with_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, optimizer = begun(tmp_path)
+    own = in_backward._roll_back
+    calls = itertools.count()
+
+    def interrupted(host: Any, record: Any) -> None:
+        if next(calls) == 1:
+            raise KeyboardInterrupt
+        own(host, record)
+
+    optimizer.synchronize()
+    monkeypatch.setattr(in_backward, "_roll_back", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.state_dict()
+    plain, plain_optimizer = begun(None)
+    support.assert_equal_bits(everything(module, optimizer), everything(plain, plain_optimizer))
+
+
+def test_a_step_that_is_put_in_place_is_not_undone_in_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = InBackward._publish
+
+    def interrupted(self: InBackward, host: Any) -> None:
+        if threading.current_thread() is threading.main_thread():
+            raise KeyboardInterrupt
+        own(self, host)
+
+    module, optimizer = begun(tmp_path)
+    # Somebody holds it, so this one is updated in step().
+    held = module[0].bias.grad, module[0].weight.grad
+    monkeypatch.setattr(InBackward, "_publish", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    del held
+    plain, plain_optimizer = begun(None)
+    plain_optimizer.step()
+    support.assert_equal_bits(everything(module, optimizer), everything(plain, plain_optimizer))
+
+
+@pytest.mark.parametrize("interrupted", ["join", "start"])
+def test_an_update_is_waited_for_after_an_interrupt(
+    interrupted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = threading.Thread.start
+    go_on = threading.Event()
+    done = []
+
+    def update(_: Any) -> None:
+        go_on.wait()
+        done.append("update")
+
+    def start(self: threading.Thread) -> None:
+        own(self)
+        raise KeyboardInterrupt
+
+    updates = UpdatingThread()
+    if interrupted == "start":
+        monkeypatch.setattr(threading.Thread, "start", start)
+        with pytest.raises(KeyboardInterrupt):
+            updates.put(Job([], update))
+        monkeypatch.undo()
+    else:
+        updates.put(Job([], update))
+        # Before Python 3.13 that is what join() does once an interrupt came into it.
+        monkeypatch.setattr(threading.Thread, "join", lambda _: None)
+    later = threading.Timer(0.1, go_on.set)
+    later.start()
+    updates.join()
+    assert done == ["update"]
 
 
 def tied() -> nn.Module:

@@ -152,7 +152,7 @@ class InBackward:
             self.join()
         except BaseException as error:  # noqa: BLE001 - it is raised when all is whole
             interrupt = error
-            self.join()
+            self._join_in_spite_of_interrupts()
         # By now there is nothing left of it, unless the interrupt came before the thread had it.
         self._publish(host)
         return interrupt
@@ -175,6 +175,8 @@ class InBackward:
                 self._drop(record)
             else:
                 _roll_back(host, record)
+        # Last: after an interrupt the next look goes on with what is left.
+        self._round = None
 
     def discard(self, *, set_to_none: bool) -> None:
         """Forget the gradients that were taken, and all that their updates have done."""
@@ -187,25 +189,34 @@ class InBackward:
                 param = record.param
                 param.grad = None if set_to_none else torch.zeros_like(param).detach()
             self._drop(record)
+        self._round = None
 
     def _of(self) -> Host:
         host = self._host()
         assert host is not None, "it has called"
         return host
 
+    def _join_in_spite_of_interrupts(self) -> None:
+        while True:
+            try:
+                return self.join()
+            except KeyboardInterrupt:
+                # One is raised already when all is whole; whoever is impatient sends more.
+                continue
+
     def _stop(self, host: Host) -> None:
         self._thread.clear()
         self.join()
         # What failed was logged, and leaves nothing to raise: the step is given up.
-        self._round = self._error = None
+        self._error = None
         self._noted.clear()
         self._waiting, self._waiting_bytes = [], 0
         self._drop_in_step(host)
 
     def _drop_in_step(self, host: Host) -> None:
-        records, self._in_step = self._in_step, []
-        for record in records:
+        for record in self._in_step:
             _roll_back(host, record)
+        self._in_step = []
 
     def _drop(self, record: Taken) -> None:
         """Go on as if a gradient had not been taken, which the user has replaced."""
@@ -342,6 +353,9 @@ class InBackward:
                     record.is_state_new = False
         now.settings.apply({id(group): real for group, real in now.groups})
         host._states.put_last([param for param in now.params if param not in now.known])
+        if host._undo is not None:
+            # From here on an interrupt of the other thread must not undo a part of the step.
+            host._undo.forget()
         self._in_step = []
         self._round = None
 

@@ -20,6 +20,7 @@ from ssdtrain.machine.torch_internals import mode_count
 from ssdtrain.optimizer.chunks import Settings
 from ssdtrain.optimizer.deferred import is_shared, kept
 from ssdtrain.optimizer.state import Away, Disk, ParameterState
+from ssdtrain.optimizer.undo import Undo
 
 __all__ = ["Host", "Round", "why_not", "why_nothing"]
 
@@ -34,6 +35,7 @@ class Host(Protocol):
     _own_kind: type[Optimizer]
     _disk: Disk
     _part_bytes: int
+    _undo: Undo | None
 
     @property
     def _states(self) -> Any: ...

@@ -29,7 +29,7 @@ class UpdatingThread(Updates):
     def __init__(self) -> None:
         self._jobs: deque[Job] = deque()
         self._lock = threading.RLock()  # a handler of a signal may come in between
-        self._turn = threading.Lock()
+        self._turn = threading.RLock()
         """Held by the thread that works: an interrupted start may leave one more."""
         self._thread: threading.Thread | None = None
         self._is_working = False
@@ -52,10 +52,11 @@ class UpdatingThread(Updates):
         while True:
             self._work_on()
             thread = self._thread
-            if thread is None:
-                return
-            thread.join()
-            with self._lock:
+            if thread is not None:
+                thread.join()
+            # Before Python 3.13 an interrupted join() takes a thread that goes on for one that has
+            # ended, and an interrupted start() leaves one that nobody knows.
+            with self._turn, self._lock:
                 if not self._jobs:
                     return
 
