@@ -12,6 +12,7 @@ import itertools
 import pickle
 import signal
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -482,6 +483,90 @@ def test_gradients_that_another_optimizer_took_are_told(tmp_path: Path) -> None:
     backward(module)
     again.step()
     assert not any(map(torch.equal, before, module.parameters()))
+
+
+class Scaled(torch.optim.SGD):
+    """Has an option in a container, an attribute, or a view of the weight as its state."""
+
+    scale = 1.0
+    keeps_view = False
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self.param_groups[0]["cfg"] = {"scale": 1.0}
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    if self.keeps_view:
+                        self.state[param]["view"] = param.data
+                    param.data.add_(param.grad, alpha=-group["cfg"]["scale"] * self.scale)
+        return None
+
+
+class Viewing(Scaled):
+    keeps_view = True
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "in an option": lambda o: o.param_groups[0]["cfg"].update(scale=2.0),
+    "an attribute": lambda o: setattr(o, "scale", 2.0),
+    "a new attribute": lambda o: setattr(o, "grad_scale", torch.tensor(4.0)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_that_updates_have_not_seen_is_told(change: str, tmp_path: Path) -> None:
+    module, optimizer = begun(tmp_path, lambda module: Scaled(module.parameters()))
+    before = [param.detach().clone() for param in module.parameters()]
+    CHANGES[change](optimizer)
+    with pytest.raises(UnsupportedError, match="was changed after updates of this step had begun"):
+        optimizer.step()
+    assert all(map(torch.equal, before, module.parameters()))
+
+
+def test_a_state_that_is_a_view_of_its_weight_is_refused(tmp_path: Path) -> None:
+    module = model()
+    optimizer: Any = Viewing(module.parameters())
+    offload_optimizer(optimizer, tmp_path, overlap="backward")
+    before = [param.detach().clone() for param in module.parameters()]
+    backward(module)
+    with pytest.raises(UnsupportedError, match="keeps a view of the weight in its state"):
+        optimizer.step()
+    assert all(map(torch.equal, before, module.parameters()))
+
+
+@pytest.mark.parametrize("overlap", ["step", "forward", "backward"])
+def test_a_state_that_is_set_anew_is_begun_anew(overlap: Any, tmp_path: Path) -> None:
+    plain, module = model(), model()
+    plain_optimizer, optimizer = adamw(plain), adamw(module)
+    offload_optimizer(optimizer, tmp_path, overlap=overlap)
+    for seed in range(4):
+        for one, its in ((plain, plain_optimizer), (module, optimizer)):
+            if seed == 2:
+                its.state = defaultdict(dict)
+            plain_step(one, its, batch(seed))
+    for one, its in ((plain, plain_optimizer), (module, optimizer)):
+        its.zero_grad()
+        backward(one)
+        its.state = defaultdict(dict)
+        its.step()
+    support.assert_equal_bits(everything(module, optimizer), everything(plain, plain_optimizer))
+
+
+def test_a_weight_that_a_hook_freezes_is_updated_in_step(tmp_path: Path) -> None:
+    pairs = []
+    for directory in (None, tmp_path):
+        module = model()
+        optimizer: Any = adamw(module)
+        if directory is not None:
+            offload_optimizer(optimizer, directory, overlap="backward", buffer_bytes="1MiB")
+        module[4].weight.register_post_accumulate_grad_hook(lambda one: one.requires_grad_(False))
+        backward(module)
+        optimizer.step()
+        pairs.append(everything(module, optimizer))
+    support.assert_equal_bits(*pairs)
 
 
 class Listing(torch.optim.SGD):

@@ -184,6 +184,10 @@ class Deferred(Updates):
         self._decision: SimpleQueue[bool] = SimpleQueue()
         """Whether to begin."""
         self._held = threading.Event()
+        self._is_begun = False
+        self._done = threading.Event()
+        """Set last. A thread's own word is not enough: before Python 3.13 a ``join`` that is
+        interrupted takes it for ended."""
         self._thread = threading.Thread(target=self._work, name="ssdtrain-update")
         self.waited_s = 0.0
         """How long others waited for updates."""
@@ -196,12 +200,13 @@ class Deferred(Updates):
         under_way.add(self)
         try:
             self._thread.start()
+            self._is_begun = True
             self._decision.put(True)
             self._held.wait()
         except BaseException:
             # The first decision counts, so this one does only if the step has not begun.
             self._decision.put(False)
-            if self._thread.is_alive():
+            if self._is_begun:
                 self._held.wait()
             raise
 
@@ -216,7 +221,8 @@ class Deferred(Updates):
         """Wait until all have ended, well or not, and nothing of the thread is left."""
         if self._process == os.getpid():
             began_s = perf_counter()
-            if self._thread.is_alive():
+            if self._is_begun:
+                self._done.wait()
                 self._thread.join()
             self.waited_s += perf_counter() - began_s
 
@@ -228,7 +234,8 @@ class Deferred(Updates):
 
     def has_ended(self) -> bool:
         """Whether nothing is left to wait for or to raise."""
-        return not self._thread.is_alive() and self._error is None
+        is_done = self._done.is_set() or not self._is_begun
+        return is_done and self._error is None
 
     def _wait(self, event: threading.Event) -> None:
         if event.is_set():
@@ -283,6 +290,7 @@ class Deferred(Updates):
             self._held.set()
             for pending in self._pending:
                 pending.ended.set()
+            self._done.set()
 
     def _parts(self) -> list[Part]:
         return [pending.part for pending in self._pending]

@@ -45,6 +45,11 @@ OTHERS = (
     "and holds its update. No weight was changed. Drop that optimizer and what refers to it, such "
     "as its scheduler, or call its zero_grad() before each backward that is not its own"
 )
+ALIAS = (
+    'the optimizer keeps a view of the weight in its state, and with overlap="backward" an update '
+    'works on a copy of the weight; use overlap="forward" or "step". No weight was changed by this '
+    "step; optimizer.zero_grad() discards it"
+)
 FAILED = (
     "an update in backward failed. Weights and state are those from before this step: call step() "
     "again once the cause is gone, or optimizer.zero_grad() to discard the step"
@@ -275,8 +280,10 @@ class InBackward:
 
     def _raise(self) -> None:
         error, self._error = self._error, None
-        if isinstance(error, SsdtrainError):
+        if isinstance(error, StorageError):
             raise StorageError(f"{FAILED}: {error}") from error
+        if isinstance(error, UnsupportedError):
+            raise error
         if error is not None:
             error.add_note(FAILED)
             raise error
@@ -385,6 +392,9 @@ def _run(host: Host, now: Round, records: list[Taken], states: Any) -> None:
             update(now.stand_in, own, chunk, now.settings, {})
     finally:
         vars(now.stand_in)["state"] = {}
+    for weight in copies:
+        if weight in view and _has_view_of(view[weight], weight):
+            raise UnsupportedError(ALIAS)
     for record, weight in zip(records, copies, strict=True):
         weight.grad = None
         record.updated = weight.detach()
@@ -392,6 +402,15 @@ def _run(host: Host, now: Round, records: list[Taken], states: Any) -> None:
             states[record.param] = view[weight]
         else:
             states.pop(record.param, None)
+
+
+def _has_view_of(state: dict[Any, Any], weight: Tensor) -> bool:
+    """Whether a tensor of a state lies on the memory of a weight."""
+    address = weight.untyped_storage().data_ptr()
+    return any(
+        type(value) is Tensor and value.untyped_storage().data_ptr() == address
+        for value in dict.values(state)
+    )
 
 
 def _bring(state: ParameterState) -> None:

@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from typing import Any, Protocol
 
+import numpy
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -55,6 +56,7 @@ class Round:
         self.group_of: dict[int, dict[str, Any]] = {}
         self.settings = Settings()
         self.stand_in = host._stand_in()
+        self.attributes = _attributes(host)
         self.known = set(host._states)
         self.add_groups(host)
         params = [param for group in host.param_groups for param in group["params"]]
@@ -68,12 +70,17 @@ class Round:
     def add_groups(self, host: Host) -> None:
         """Note groups that were added since."""
         for real in host.param_groups[len(self.groups) :]:
-            group = {name: kept(value) for name, value in real.items()}
+            group = {name: _as_it_is(value) for name, value in real.items()}
             self.groups.append((group, real))
             self.group_of.update({id(param): group for param in group["params"]})
 
     def changed(self, host: Host) -> str | None:
         """Name an option that differs from what the updates used."""
+        attributes = _attributes(host)
+        for name in self.attributes.keys() | attributes.keys():
+            both = name in self.attributes and name in attributes
+            if not both or not _is_same(name, self.attributes[name], attributes[name]):
+                return f"the optimizer's attribute {name!r}"
         reals = host.param_groups
         for number, (group, real) in enumerate(self.groups):
             if number >= len(reals) or reals[number] is not real or group.keys() != real.keys():
@@ -89,11 +96,27 @@ class Round:
         return [param for group, _ in self.groups for param in group["params"]]
 
 
+def _attributes(host: Host) -> dict[str, Any]:
+    """Return what the optimizer's own step may use besides groups and state, as it is now."""
+    others = {name: value for name, value in vars(host).items() if not name.startswith("_")}
+    names = others.keys() - {"state", "param_groups"}
+    return {name: _as_it_is(others[name]) for name in names}
+
+
+def _as_it_is(value: Any) -> Any:
+    """Return a value as it is now, also a container that somebody changes in place."""
+    if type(value) in (dict, set) or isinstance(value, numpy.ndarray):
+        return value.copy()
+    return kept(value)
+
+
 def _is_same(name: str, one: Any, other: Any) -> bool:
     if name == "params":
         return list(map(id, one)) == list(map(id, other))
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return torch.equal(one, other)
+    if isinstance(one, numpy.ndarray) or isinstance(other, numpy.ndarray):
+        return numpy.array_equal(one, other)
     return one is other or bool(one == other)
 
 
@@ -130,6 +153,8 @@ def why_not(host: Host, now: Round, param: Tensor) -> str | None:
 
 
 def _why_no_copy(host: Host, now: Round, param: Tensor) -> str | None:
+    if not param.requires_grad:
+        return "they were frozen in the backward"
     if type(param) not in (Tensor, Parameter) or param.is_inference():
         return "they are no plain parameters"
     if id(param) in now.apart or param.untyped_storage().is_shared():

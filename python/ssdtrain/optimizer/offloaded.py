@@ -13,7 +13,7 @@ from contextlib import suppress
 from functools import cache
 from itertools import zip_longest
 from time import perf_counter
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -114,7 +114,10 @@ class Offloaded(Optimizer):
     @state.setter
     def state(self, states: Any) -> None:
         self.synchronize()
-        vars(self)["state"] = states
+        self._give_up()
+        adopted = States()
+        adopted.adopt(states)
+        vars(self)["state"] = adopted
 
     @property
     def _states(self) -> Any:
@@ -337,11 +340,11 @@ class Offloaded(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state as ever; what is on the disk is read into tensors of its own."""
         states = self.state
-        self.state = cast("Any", {key: _copied(state) for key, state in states.items()})
+        vars(self)["state"] = {key: _copied(state) for key, state in states.items()}
         try:
             return super().state_dict()
         finally:
-            self.state = states
+            vars(self)["state"] = states
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state as ever, and let it go to the disk."""
@@ -372,9 +375,7 @@ class Offloaded(Optimizer):
         raise TypeError(NO_COPY)
 
     def _take_over_state(self) -> None:
-        states = States()
-        states.adopt(self._states)
-        self.state = states
+        self.state = self._states
         for state in self._parameter_states():
             state.send(self._disk)
             self._disk.make_room()
