@@ -35,7 +35,11 @@ def test_a_source_is_let_go_and_a_slot_is_written_after_the_copy(device: Device)
         saved = chain(leaf, 11)
         # What was let go is used for what comes next, in the order of the stream.
         assert torch.cuda.memory_allocated() - before < 11 * leaf.nbytes
-        assert not device.is_exact or session.stats.bytes_written == 0
+        if device.is_exact:
+            asked_count = device.calls()["cuEventQuery"]
+            # The worker asks as long as it follows copies, which none of these has ended.
+            while device.calls()["cuEventQuery"] < asked_count + 100:
+                assert session.stats.bytes_written == 0
         device.release()
         saved.sum().backward()
     check(leaf, 11)

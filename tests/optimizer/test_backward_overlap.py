@@ -569,6 +569,26 @@ def test_a_weight_that_a_hook_freezes_is_updated_in_step(tmp_path: Path) -> None
     support.assert_equal_bits(*pairs)
 
 
+@pytest.mark.parametrize("zeroing", ["module", "by hand"])
+def test_a_step_that_is_left_out_may_be_followed_by_another_rate(
+    zeroing: str, tmp_path: Path
+) -> None:
+    pairs = []
+    for directory in (None, tmp_path):
+        module, optimizer = begun(directory)
+        if zeroing == "module":
+            module.zero_grad()
+        else:
+            for param in module.parameters():
+                param.grad = None
+        optimizer.param_groups[0]["lr"] = 0.5
+        backward(module, seed=7)
+        assert directory is None or taken_count(module) > 0
+        optimizer.step()
+        pairs.append(everything(module, optimizer))
+    support.assert_equal_bits(*pairs)
+
+
 class Listing(torch.optim.SGD):
     def __init__(self, params: Any) -> None:
         super().__init__(params, lr=0.1)

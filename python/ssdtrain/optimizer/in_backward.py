@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ssdtrain.errors import SsdtrainError, StorageError, UnsupportedError
+from ssdtrain.machine.torch_internals import current_backward
 from ssdtrain.optimizer.chunks import Chunk, Settings, own_step, update
 from ssdtrain.optimizer.in_backward_round import Host, Round, why_not, why_nothing
 from ssdtrain.optimizer.state import Away, ParameterState
@@ -74,6 +75,8 @@ class InBackward:
         """Whose gradient was accumulated last: autograd uses it until the next one comes."""
         self._waiting: list[Taken] = []
         self._waiting_bytes = 0
+        self._backward = -1
+        """The number of the backward that gradients came from last."""
         self._error: BaseException | None = None
 
     def watch(self) -> None:
@@ -99,6 +102,9 @@ class InBackward:
         if reason is not None:
             self._say(host, reason)
             return
+        if self._backward != current_backward():
+            self._backward = current_backward()
+            self._drop_replaced()
         noted, self._noted = self._noted, [param]
         for one in noted:
             self._take(host, one)
@@ -116,9 +122,7 @@ class InBackward:
         self._noted.clear()
         self._waiting, self._waiting_bytes = [], 0
         self._drop_in_step(host)
-        for record in list(self._taken.values()):
-            if not record.is_in_place:
-                self._drop(record)
+        self._drop_replaced()
         self._refuse_changes(host, options)
         self._raise()
         if not self._taken or self._round is None:
@@ -231,6 +235,19 @@ class InBackward:
         self._waiting = [one for one in self._waiting if one is not record]
         record.leave()
         self._taken.pop(id(record.param), None)
+
+    def _drop_replaced(self) -> None:
+        """Go on as if the gradients had not been taken that the user has replaced or zeroed.
+
+        Without any that is left a step begins anew, with the options of now.
+        """
+        for record in list(self._taken.values()):
+            if not record.is_in_place:
+                self._drop(record)
+        if not self._taken:
+            # What failed was logged, and belongs to what is dropped.
+            self._round = self._error = None
+            self._waiting_bytes = 0
 
     def _take(self, host: Host, param: Tensor) -> None:
         if self._round is None:
