@@ -372,10 +372,14 @@ def test_a_policy_without_pinned_memory_to_have_plans_without() -> None:
     rates = Rates(1e9, 1e9, {0: Copies(20e9, 20e9)})
     policy.learn(1, items, rates, 0.0)
     assert policy.pinned == policy.plans[1].pinned != set()
+    for _ in range(SETTLED_COUNT):
+        policy.learn(1, items, rates, 0.0)
     policy.forgo_host_memory()
     assert not policy.pinned
-    policy.learn(1, items, rates, 1.0)
+    # Also one that had settled, which else would go on reckoning with that memory.
+    policy.learn(1, items, rates, 0.0)
     assert not policy.pinned
+    assert not policy.plans[1].pinned_bytes
 
 
 # --- Policy -------------------------------------------------------------------

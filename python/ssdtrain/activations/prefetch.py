@@ -117,6 +117,7 @@ class Prefetcher:
             except SsdtrainError as error:
                 self._policy.forgo_host_memory()
                 self._notices.say("max_host_bytes", "no tensor stays in pinned memory: %s", error)
+                return
 
     def allowance(self, opening: int) -> int | None:
         """Return how many bytes the round that begins now may give to the disk; ``None``: all."""

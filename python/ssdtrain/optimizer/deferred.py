@@ -37,13 +37,13 @@ from ssdtrain.optimizer.state import STORAGE_USERS_ALONE
 
 __all__ = [
     "Deferred",
-    "is_shared",
     "is_sparse",
     "kept",
     "say_why_now",
     "settle_param",
     "why_none_later",
     "why_not_later",
+    "why_not_of_another_thread",
 ]
 
 _alone = torch.zeros(1)
@@ -103,6 +103,11 @@ def _why_not_read_later(param: Tensor, gradient: Tensor) -> str | None:
     if not (param.requires_grad or param.dim()):
         # torch takes such a tensor in the place of a Python number, and asks no class then.
         return "they are single numbers that require no gradient"
+    return why_not_of_another_thread(gradient)
+
+
+def why_not_of_another_thread(gradient: Tensor | None) -> str | None:
+    """Return why no other thread may use a gradient as its own, or ``None``."""
     if type(gradient) is not Tensor or gradient.layout is not torch.strided:
         return "their gradients are no plain dense tensors"
     if gradient.requires_grad:

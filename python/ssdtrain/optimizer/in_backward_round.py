@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from ssdtrain.machine.torch_internals import mode_count
 from ssdtrain.optimizer.chunks import Settings
-from ssdtrain.optimizer.deferred import is_shared, kept
+from ssdtrain.optimizer.deferred import kept, why_not_of_another_thread
 from ssdtrain.optimizer.state import Away, Disk, ParameterState
 from ssdtrain.optimizer.undo import Undo
 
@@ -146,7 +146,7 @@ def why_nothing() -> str | None:
 
 def why_not(host: Host, now: Round, param: Tensor) -> str | None:
     """Return why a parameter has to be updated in place in ``step()``, or ``None``."""
-    reason = _why_not_taken(param.grad)
+    reason = why_not_of_another_thread(param.grad)
     if reason is None and _references(param) > REFERENCES_ALONE:
         return "somebody holds their gradients"
     return reason or _why_no_copy(host, now, param)
@@ -165,14 +165,6 @@ def _why_no_copy(host: Host, now: Round, param: Tensor) -> str | None:
     if state is not None and not _is_streamed(state, host._disk):
         return "their state is in memory, because somebody looked at it, or the disk has no room"
     return None
-
-
-def _why_not_taken(gradient: Tensor | None) -> str | None:
-    if type(gradient) is not Tensor or gradient.layout is not torch.strided:
-        return "their gradients are no plain dense tensors"
-    if gradient.requires_grad:
-        return "their gradients are part of a graph"
-    return "their gradients share memory with other tensors" if is_shared(gradient) else None
 
 
 def _is_streamed(state: Any, disk: Disk) -> bool:

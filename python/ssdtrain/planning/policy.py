@@ -243,10 +243,15 @@ class Policy:
         return key in self._planned
 
     def forgo_host_memory(self) -> None:
-        """Let no more tensors stay in pinned memory: there is none to have."""
+        """Let no more tensors stay in pinned memory: there is none to have.
+
+        Every plan is made anew, as it may reckon with tensors that would have stayed there.
+        """
         with self._learning:
             self._host_bytes = 0
             self.pinned.clear()
+            self.plans.clear()
+            self._basis.clear()
 
     def note_futile(self, key: int) -> None:
         """Remember that offloading this tensor frees nothing: somebody else holds its storage."""

@@ -260,12 +260,6 @@ impl Offloading {
         let is_bounded = records.is_bounded();
         let keep = self.policy.bind(py).getattr(intern!(py, "keep"))?;
         let is_planned = keep.contains(record.get().key)? && !is_bounded;
-        if record.get().is_on_gpu() {
-            let pinned = self.policy.bind(py).getattr(intern!(py, "pinned"))?;
-            if pinned.contains(record.get().key)? {
-                record.get().stay_pinned();
-            }
-        }
         self.eligible.get().add(record.get().nbytes);
         if is_planned {
             self.planned.get().add(record.get().nbytes);
@@ -277,6 +271,12 @@ impl Offloading {
             if !round.lock().offer(record.get().nbytes) {
                 self.priced.get().add(record.get().nbytes);
                 return Ok(());
+            }
+            if record.get().is_on_gpu() {
+                let pinned = self.policy.bind(py).getattr(intern!(py, "pinned"))?;
+                if pinned.contains(record.get().key)? {
+                    record.get().stay_pinned();
+                }
             }
             records.write_later(record)?; // defence: the gate
         } else if is_bounded {

@@ -132,9 +132,8 @@ impl Gpu {
     ///
     /// Mostly it is current before, because torch leaves it so in each thread that computes on the
     /// GPU; to ask is one call, to enter and to leave are two. Calls inside of `run` do not even
-    /// ask. If only the way back to the
-    /// caller's context fails, what `run` has begun must not be lost: the next call in this thread
-    /// tells of it.
+    /// ask. If only the way back to the caller's context fails, what `run` has begun must not be
+    /// lost: the next call in this thread tells of it.
     pub fn within<T>(&self, run: impl FnOnce(&Driver) -> Result<T>) -> Result<T> {
         let driver = self.driver;
         let own = self.context.0.addr();

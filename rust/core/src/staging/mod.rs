@@ -73,14 +73,14 @@ pub enum Saved {
 pub struct Counts {
     /// Bytes copied from the GPU.
     pub down_bytes: u64,
+    /// Of these, bytes that were to stay in pinned memory.
+    pub staying_bytes: u64,
     /// Bytes copied to the GPU.
     pub up_bytes: u64,
     /// Nanoseconds that the GPU took for the copies from it, one after the other, waits excluded.
     pub down_ns: u64,
     /// The same of the copies to it.
     pub up_ns: u64,
-    /// Bytes of these that were to stay in pinned memory.
-    pub staying_bytes: u64,
     /// Loads that came from a slot, because the bytes had not left it for the disk.
     pub from_slot_count: u64,
     /// Saves whose write failed, so that they stay in their slot.
@@ -146,11 +146,14 @@ impl Staging {
             return Ok(Saved::Full(Full::TooLong));
         }
         shared.mailbox.refuse_if_closed()?;
-        let (slot, why_full): (_, fn(&Self) -> Full) = match tier {
-            Tier::Disk => (shared.down.pool.slot(source.len()), Self::why_full),
-            Tier::Pinned => (shared.tier.slot(source.len()), |_| Full::Pinned),
+        let slot = match tier {
+            Tier::Disk => shared.down.pool.slot(source.len()),
+            Tier::Pinned => shared.tier.slot(source.len()),
         };
-        let Some(slot) = slot else { return Ok(Saved::Full(why_full(self))) };
+        let Some(slot) = slot else {
+            let full = if tier == Tier::Pinned { Full::Pinned } else { self.why_full() };
+            return Ok(Saved::Full(full));
+        };
         let slot = Arc::new(slot);
         // The copy begins there, or where the one before it ends.
         let ready = Arc::new(shared.copies.record(stream)?);
