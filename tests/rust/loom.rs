@@ -86,7 +86,7 @@ fn work(queue: &SubmitQueue, count: usize) {
     while served < count && !queue.is_closed() {
         match queue.pop(Direction::Read).or_else(|| queue.pop(Direction::Write)) {
             Some(request) => served += usize::from(serve(&request)),
-            None if queue.may_sleep() => queue.waker().consume().unwrap(),
+            None if queue.may_sleep(true) => queue.waker().consume().unwrap(),
             None => thread::yield_now(),
         }
     }
@@ -166,14 +166,14 @@ fn waking_for_another_reason_loses_nothing() {
         let worker = {
             let queue = Arc::clone(&queue);
             thread::spawn(move || {
-                if queue.may_sleep() {
+                if queue.may_sleep(true) {
                     queue.woke();
                 }
                 let mut served = 0;
                 while served < 2 {
                     match queue.pop(Direction::Read) {
                         Some(request) => served += usize::from(serve(&request)),
-                        None if queue.may_sleep() => {
+                        None if queue.may_sleep(true) => {
                             queue.waker().consume().unwrap();
                             queue.woke();
                         }

@@ -332,10 +332,12 @@ impl SubmitQueue {
         self.reads.is_empty() && self.writes.is_empty()
     }
 
-    /// Tells producers that a worker is about to sleep; `false` if there is work after all.
-    pub fn may_sleep(&self) -> bool {
+    /// Tells producers that a worker is about to sleep; `false` if there is work after all, to
+    /// which writes count only if `may_write`.
+    pub fn may_sleep(&self, may_write: bool) -> bool {
         self.waker.announce_sleep();
-        if self.is_empty() && !self.is_closed() {
+        let has_work = !self.reads.is_empty() || (may_write && !self.writes.is_empty());
+        if !has_work && !self.is_closed() {
             return true;
         }
         self.waker.withdraw_sleep();

@@ -288,6 +288,7 @@ mod tests {
     use crate::queue::{Job, JobMemory, Request, SubmitQueue};
     use crate::ticket::{Ticket, ticket};
     use std::sync::Arc;
+    use std::time::Duration;
 
     const BLOCK: usize = 4096;
 
@@ -310,6 +311,7 @@ mod tests {
                 alignment: 512,
                 depth: 4,
                 piece_len,
+                write_patience: Duration::ZERO,
             };
             Self { setup, file, arena: Arena::new(1 << 20).unwrap(), _dir: dir }
         }

@@ -10,6 +10,7 @@ pub mod progress;
 pub mod psync;
 pub mod simulated;
 pub mod uring;
+mod write_depth;
 
 use crate::config::Backend;
 use crate::engine::contract::{IoEngine, Setup};

@@ -137,7 +137,7 @@ fn work<D: Disk>(setup: &Setup, disk: &D) {
             .or_else(|| Batch::take(setup, write, Direction::Write));
         match next {
             Some(batch) => serve(setup, disk, batch),
-            None if queue.may_sleep() => {
+            None if queue.may_sleep(true) => {
                 if let Err(error) = queue.waker().consume() {
                     panic!("{error}");
                 }

@@ -10,6 +10,7 @@ use std::collections::VecDeque;
 use std::io;
 use std::sync::mpsc;
 use std::thread::JoinHandle;
+use std::time::Instant;
 
 use io_uring::{IoUring, opcode, types};
 
@@ -17,6 +18,7 @@ use crate::direction::Direction;
 use crate::engine::batch::{Batch, Spans};
 use crate::engine::contract::{IoEngine, Setup};
 use crate::engine::progress::Piece;
+use crate::engine::write_depth::WriteDepth;
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::landing::Span;
 use crate::queue::{Job, Request};
@@ -120,6 +122,7 @@ struct Flight {
     /// The number of its batch.
     number: usize,
     piece: Piece,
+    sent_at: Instant,
     /// The buffers of a vectored call; the kernel reads them when the entry is submitted.
     vector: Vec<libc::iovec>,
 }
@@ -138,6 +141,7 @@ struct Worker {
     flights: Vec<Option<Flight>>,
     vacant_flights: Vec<usize>,
     in_flight: usize,
+    writes: WriteDepth,
     wake_armed: bool,
 }
 
@@ -146,6 +150,7 @@ impl Worker {
         let depth = setup.depth as usize;
         Self {
             ring,
+            writes: WriteDepth::new(depth, setup.write_patience),
             setup,
             active: Vec::new(),
             vacant: Vec::new(),
@@ -173,7 +178,8 @@ impl Worker {
                 return Ok(());
             }
             let full = self.vacant_flights.is_empty();
-            let announced = !full && !closed && self.setup.queue.may_sleep();
+            // Writes that may not be sent yet are no reason to stay awake: one is in flight.
+            let announced = !full && !closed && self.setup.queue.may_sleep(self.writes.may_send());
             if full || closed || announced {
                 self.arm_wake()?;
                 self.wait(1)?;
@@ -190,7 +196,7 @@ impl Worker {
     /// Fills the ring: first what has begun, then new requests; reads before writes.
     fn send_pieces(&mut self) -> Result<()> {
         for direction in [Direction::Read, Direction::Write] {
-            while !self.vacant_flights.is_empty() {
+            while !self.vacant_flights.is_empty() && self.may_send(direction) {
                 let Some(number) = self.front(direction) else { break };
                 let batch = self.active[number].as_mut().expect("a batch that sends is active");
                 if let Some(piece) = batch.next_piece() {
@@ -202,6 +208,10 @@ impl Worker {
             }
         }
         Ok(())
+    }
+
+    fn may_send(&self, direction: Direction) -> bool {
+        direction == Direction::Read || self.writes.may_send()
     }
 
     /// The batch whose piece goes next, taking a new one if none is under way.
@@ -232,6 +242,9 @@ impl Worker {
         self.in_flight += 1;
         let batch = self.active[number].as_ref().expect("a batch that sends is active");
         self.setup.statistics.operation(batch.direction());
+        if batch.direction() == Direction::Write {
+            self.writes.sent();
+        }
         let (fd, offset) = (types::Fd(batch.fd()), batch.offset(&piece));
         let mut vector = Vec::new();
         let entry = match batch.spans(&piece) {
@@ -256,7 +269,8 @@ impl Worker {
             }
         };
         // Moving the vector leaves its elements where they are.
-        self.flights[slot] = Some(Flight { number, piece, vector });
+        let sent_at = Instant::now();
+        self.flights[slot] = Some(Flight { number, piece, sent_at, vector });
         self.push(&entry.user_data(slot as u64))
     }
 
@@ -309,7 +323,7 @@ impl Worker {
                 continue;
             }
             let slot = completion.user_data() as usize;
-            let Flight { number, piece, vector } =
+            let Flight { number, piece, sent_at, vector } =
                 self.flights[slot].take().expect("the kernel completes what was submitted, once");
             drop(vector);
             self.vacant_flights.push(slot);
@@ -317,6 +331,9 @@ impl Worker {
             let moved = usize::try_from(result).map_err(|_| io::Error::from_raw_os_error(-result));
             let batch = self.active[number].as_mut().expect("a piece in flight has its batch");
             let direction = batch.direction();
+            if direction == Direction::Write {
+                self.writes.ended(sent_at, Instant::now());
+            }
             batch.finish_piece(piece, moved);
             let (has_next, is_compared) = (batch.has_next(), batch.is_compared());
             let is_sending = self.sending[index(direction)].contains(&number);
@@ -394,5 +411,68 @@ const fn index(direction: Direction) -> usize {
     match direction {
         Direction::Read => 0,
         Direction::Write => 1,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+    use std::time::Duration;
+
+    use super::Uring;
+    use crate::config::{DirectIo, Tuning};
+    use crate::disk::spill_file::{Quota, SpillFile};
+    use crate::engine::contract::{IoEngine, Setup};
+    use crate::error::ErrorKind;
+    use crate::memory::arena::Arena;
+    use crate::memory::host::{HostSource, HostTarget};
+    use crate::memory::landing::Landing;
+    use crate::queue::{Job, JobMemory, Request};
+    use crate::ticket::ticket;
+
+    const BLOCK: usize = 4096;
+
+    #[test]
+    fn a_disk_that_is_always_too_slow_is_given_all_writes_and_reads() {
+        let dir = tempfile::tempdir_in(".").unwrap();
+        let (file, _) = SpillFile::open(dir.path(), DirectIo::Optional, &Quota::new(None)).unwrap();
+        let arena = Arena::new(8 << 20).unwrap();
+        let mut setup =
+            Setup::new(Tuning { queue_depth: 8, piece_bytes: BLOCK }, BLOCK, 1024).unwrap();
+        setup.write_patience = Duration::ZERO;
+        let mut engine = match Uring::start(setup.clone()) {
+            Ok(engine) => engine,
+            Err(error) if error.kind() == ErrorKind::Unsupported => {
+                eprintln!("skipped: {error}");
+                return;
+            }
+            Err(error) => panic!("{error}"),
+        };
+        // More pieces than the limit lets through, several times, and each time the worker sleeps.
+        for round in 0..20_u8 {
+            let mut sent = Vec::new();
+            for number in 0..30_u8 {
+                let extent = Arc::new(file.reserve(3 * BLOCK as u64).unwrap());
+                let slot = Arc::new(arena.slot(3 * BLOCK).unwrap());
+                HostTarget::from(Arc::clone(&slot)).copy_in(0, &[round ^ number; 3 * BLOCK]);
+                let (completer, ticket) = ticket();
+                let memory = JobMemory::From(HostSource::from(slot));
+                let job = Job::new(Arc::clone(&extent), memory, completer);
+                setup.queue.push(&Request::new(job)).unwrap();
+                sent.push((number, extent, ticket));
+            }
+            for (number, extent, written) in sent {
+                written.wait().unwrap();
+                let slot = Arc::new(arena.slot(3 * BLOCK).unwrap());
+                let (completer, read) = ticket();
+                let memory = JobMemory::Into(Landing::from(Arc::clone(&slot)));
+                setup.queue.push(&Request::new(Job::new(extent, memory, completer))).unwrap();
+                read.wait().unwrap();
+                let mut bytes = [0; 3 * BLOCK];
+                HostSource::from(slot).copy_out(0, &mut bytes);
+                assert_eq!(bytes, [round ^ number; 3 * BLOCK]);
+            }
+        }
+        engine.close();
     }
 }
