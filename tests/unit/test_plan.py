@@ -242,7 +242,7 @@ def test_the_command_answers_for_a_file_of_the_user(
         (("gpt2", "--gpu", "abacus"), "no GPU is called 'abacus' here; there are h200, h100"),
         (("gpt2", "--batch", "0"), "--batch must be 1 or more"),
         (("nowhere.py:build",), "nowhere.py is no Python file"),
-        (("--trace", "nowhere.json"), "nowhere.json"),
+        (("--trace", "nowhere.json"), "nowhere.json: there is no trace"),
     ],
 )
 def test_what_is_wrong_is_said(

@@ -58,26 +58,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "FILE.py:FUNCTION, which is given batch, sequence and dtype and returns a model and what "
         "computes its loss",
     )
-    parser.add_argument("--trace", metavar="FILE", help="a recorded trace instead of a model")
+    parser.add_argument(
+        "--trace",
+        metavar="FILE",
+        help="a training step that ssdtrain recorded (session.traces), instead of a model",
+    )
     step = parser.add_argument_group("the step")
     step.add_argument("--batch", type=int, default=1, help="sequences in a micro-batch (1)")
     step.add_argument("--sequence", type=int, help="tokens of a sequence (2048; 512 for bert)")
     step.add_argument("--accumulate", type=int, default=1, help="micro-batches in a step (1)")
     step.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     step.add_argument("--optimizer", choices=tuple(OPTIMIZERS), default="adamw")
-    machine = parser.add_argument_group("the machine")
-    machine.add_argument("--gpu", default="h100", help=f"one of {', '.join(GPUS)} (h100)")
-    machine.add_argument("--memory", type=size("--memory"), help="memory for the step instead")
-    machine.add_argument("--drive", default="990-pro-2tb", help=f"one of {', '.join(DRIVES)}")
-    machine.add_argument("--drives", type=int, default=1, help="how many of them (1)")
-    machine.add_argument("--dir", help="rates that `ssdtrain bench DIR` measured, instead")
-    machine.add_argument(
-        "--host-memory", type=size("--host-memory"), default=128 << 30, help="to lend (128 GiB)"
-    )
-    machine.add_argument("--compute-share", type=positive, default=0.6, help="of peak FLOPs (0.6)")
-    machine.add_argument("--memory-share", type=positive, default=0.8, help="of bandwidth (0.8)")
+    _add_machine(parser.add_argument_group("the machine"))
     asked = parser.add_argument_group("what is asked for")
-    asked.add_argument("--slowdown-max", type=float, default=0.02, help="a share (0.02)")
+    asked.add_argument(
+        "--slowdown-max",
+        type=float,
+        default=0.02,
+        metavar="SHARE",
+        help="how much longer the step may become to save memory: 0.02 is 2 %% (0.02)",
+    )
     asked.add_argument(
         "--place",
         action="append",
@@ -99,6 +99,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output.add_argument("--save-plan", metavar="FILE", help="write the plan over all places")
 
 
+def _add_machine(machine: argparse._ArgumentGroup) -> None:
+    machine.add_argument("--gpu", default="h100", help=f"one of {', '.join(GPUS)} (h100)")
+    machine.add_argument(
+        "--memory",
+        type=size("--memory"),
+        metavar="SIZE",
+        help="memory that the step may use, such as 24GiB (what the data sheet of the GPU says)",
+    )
+    machine.add_argument(
+        "--drive", default="990-pro-2tb", help=f"one of {', '.join(DRIVES)} (990-pro-2tb)"
+    )
+    machine.add_argument("--drives", type=int, default=1, help="how many such drives (1)")
+    machine.add_argument(
+        "--dir",
+        help="take the rates that `ssdtrain bench DIR` measured instead of a data sheet's",
+    )
+    machine.add_argument(
+        "--host-memory",
+        type=size("--host-memory"),
+        default=128 << 30,
+        metavar="SIZE",
+        help="memory of the CPU that tensors of the GPU may be put into (128GiB)",
+    )
+    machine.add_argument(
+        "--compute-share",
+        type=positive,
+        default=0.6,
+        metavar="SHARE",
+        help="of the FLOPs a second on the GPU's data sheet, how much the model reaches (0.6)",
+    )
+    machine.add_argument(
+        "--memory-share",
+        type=positive,
+        default=0.8,
+        metavar="SHARE",
+        help="of the memory bandwidth on the GPU's data sheet, how much the model reaches (0.8)",
+    )
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return the exit code."""
     try:
@@ -115,7 +154,11 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.save_plan and best is not None:
             document = plan_document(steps[-1], device, best)
             Path(arguments.save_plan).write_text(json.dumps(document) + "\n")
-    except (SsdtrainError, OSError) as error:
+    except OSError as error:
+        where = "" if error.filename is None else f"{error.filename}: "
+        print(f"ssdtrain plan: {where}{error.strerror}", file=sys.stderr)
+        return EXIT_MISUSED
+    except SsdtrainError as error:
         print(f"ssdtrain plan: {error}", file=sys.stderr)
         return EXIT_MISUSED
     if arguments.json:
