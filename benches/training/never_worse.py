@@ -1,9 +1,11 @@
 """Whether offloading ever makes a step longer than it may: on the disk, and on slower ones.
 
 For each model, dtype and share of the disk's rate one process trains by turns without ssdtrain and
-with it in three ways: `all` writes whatever it is given, `cut` offloads what hides behind computing
-(the cut of SSDTrain, `slowdown_max=None`), `ours` as much of it as `slowdown_max` allows. A turn is
-one step of each, in an order that rotates, on the same batch; the ratio of a way is the median over
+with it in four ways: `all` writes whatever it is given, `cut` offloads what hides behind computing
+(the cut of SSDTrain, `slowdown_max=None`), `ours` as much of it as `slowdown_max` allows, and
+`teraio` what algorithm 1 of TERAIO (arXiv 2506.06472) chooses for the peak of `ours`. A turn is
+two steps of each, in an order that rotates, on the same batch; the second one counts, as the first
+meets the memory and the disk as another way has left them. The ratio of a way is the median over
 the turns of its time over that of the plain step in that turn, with the middle half of the ratios.
 So what else the machine does meets all alike. The first turns, in which sessions adapt, are left
 out. The peak is the median over the turns of the most saved bytes in memory, over what a plain step
@@ -42,9 +44,15 @@ from ssdtrain.demo.models import build_trainee
 from ssdtrain.demo.options import TrainingOptions
 from ssdtrain.demo.text import ByteBatches, load_text
 from ssdtrain.planning.policy import Policy
+from ssdtrain.planning.recording import Recording, trace_of
+from ssdtrain.planning.solve import Device, Step
 
-ADAPTING_TURNS = 60
+ADAPTING_TURNS = 30
 """Three steps for plans, and as many as a campaign has at most, and some more."""
+TERAIO_TURN = ADAPTING_TURNS - 5
+"""When TERAIO's choice is made: `ours` has found its peak, and some turns are left to settle."""
+WAYS = ("all", "cut", "ours", "teraio")
+LATENCY_S = 100e-6
 BLKIO = Path("/sys/fs/cgroup/blkio")
 GIB = 1 << 30
 RATE_BYTES = 256 << 20
@@ -62,6 +70,23 @@ class KeepAll(Policy):
     def __init__(self) -> None:
         super().__init__()
         self.keep = _Everything()
+
+
+class _AllBut(set[int]):
+    def __init__(self, offloaded: set[int]) -> None:
+        super().__init__()
+        self._offloaded = offloaded
+
+    def __contains__(self, key: object) -> bool:
+        return key not in self._offloaded
+
+
+class Given(KeepAll):
+    """A policy that keeps all until it is told what to offload."""
+
+    def offload(self, keys: set[int]) -> None:
+        """Keep all but these from now on."""
+        self.keep = _AllBut(keys)
 
 
 class Way:
@@ -106,6 +131,28 @@ class Plain:
         began_s = perf_counter()
         step()
         self.seconds.append(perf_counter() - began_s)
+
+
+def newest(way: Way) -> Recording:
+    """Return the last round of a session that has ended."""
+    hooks: Any = way.session._hooks  # noqa: SLF001 - the items of a round have names only there
+    recorded: Recording = next(reversed(hooks._prefetcher.recorded.values()))  # noqa: SLF001
+    return recorded
+
+
+def chosen_by_teraio(recorded: Recording, rate: float, peak_share: float) -> set[int]:
+    """Return the keys of what algorithm 1 offloads, for a peak that is such a share of keeping."""
+    step = Step(trace_of(recorded, name="", origin=""))
+    memory_bytes = int(peak_share * max(step.live_bytes()))
+    device = Device(
+        memory_bytes=memory_bytes,
+        write_bytes_per_s=rate,
+        read_bytes_per_s=rate,
+        bus_bytes_per_s=1e12,
+        latency_s=LATENCY_S,
+    )
+    moves = step.judged(device, "teraio").moves
+    return {recorded.items[tensor].key for tensor, where, _, _ in moves if where == "ssd"}
 
 
 def disk_rate(directory: str) -> float:
@@ -168,15 +215,17 @@ def prepared(options: TrainingOptions) -> Callable[[int], Callable[[], None]]:
     return step_of
 
 
-def train(options: TrainingOptions, turns: int, slowdown_max: float) -> dict[str, Any]:
+def train(options: TrainingOptions, rate: float, turns: int, slowdown_max: float) -> dict[str, Any]:
     """Take the turns; return the figures of each way."""
     assert options.directory is not None
     directory = options.directory
     step_of = prepared(options)
+    teraio = Given()
     ways = {
         "all": Way(directory, KeepNothing()),
         "cut": Way(directory, Policy()),
         "ours": Way(directory, Policy(slowdown_max)),
+        "teraio": Way(directory, teraio),
     }
     counted, plain = Way(directory, KeepAll()), Plain()
     takers = [plain.take, *(way.take for way in ways.values())]
@@ -184,34 +233,45 @@ def train(options: TrainingOptions, turns: int, slowdown_max: float) -> dict[str
         step = step_of(turn)
         if turn == 0:
             counted.take(step)
-        for taker in takers[turn % 4 :] + takers[: turn % 4]:
+        if turn == TERAIO_TURN:
+            ours_bytes = statistics.median(ways["ours"].peaks[-20:])
+            share = min(ours_bytes / counted.peaks[0], 1.0)
+            teraio.offload(chosen_by_teraio(newest(ways["cut"]), rate, share))
+        first = turn % len(takers)
+        for taker in takers[first:] + takers[:first]:
+            taker(step)
             taker(step)
     kept_bytes = counted.peaks[0]
-    told = {name: _figures(way, plain.seconds[-turns:], kept_bytes) for name, way in ways.items()}
+    plain_s = counting(plain.seconds, turns)
+    told = {name: _figures(way, plain_s, kept_bytes) for name, way in ways.items()}
     stats = ways["ours"].session.stats
     return {
-        "plain_s": statistics.median(plain.seconds[-turns:]),
+        "plain_s": statistics.median(plain_s),
         "plain_peak_bytes": kept_bytes,
         "ways": told,
         "price_s_per_gib": stats.price_s_per_gib,
         "price_error_s_per_gib": stats.price_error_s_per_gib,
         "slowdown_expected": stats.slowdown_expected,
         "slowdown_error": stats.slowdown_error,
-        "ours_s": ways["ours"].seconds,
-        "every_plain_s": plain.seconds,
     }
+
+
+def counting(values: list[Any], turns: int) -> list[Any]:
+    """Return what belongs to the second step of each of the last turns."""
+    return values[-2 * turns :][1::2]
 
 
 def _figures(way: Way, plain_s: list[float], kept_bytes: int) -> dict[str, float]:
     turns = len(plain_s)
-    ratios = sorted(one / plain for one, plain in zip(way.seconds[-turns:], plain_s, strict=True))
+    seconds, peaks = counting(way.seconds, turns), counting(way.peaks, turns)
+    ratios = sorted(one / plain for one, plain in zip(seconds, plain_s, strict=True))
     return {
         "ratio": statistics.median(ratios),
         "ratio_low": ratios[turns // 4],
         "ratio_high": ratios[-1 - turns // 4],
-        "peak": statistics.median(way.peaks[-turns:]) / kept_bytes,
-        "peak_high": max(way.peaks[-turns:]) / kept_bytes,
-        "written_bytes": statistics.median(way.written[-turns:]),
+        "peak": statistics.median(peaks) / kept_bytes,
+        "peak_high": max(peaks) / kept_bytes,
+        "written_bytes": statistics.median(counting(way.written, turns)),
     }
 
 
@@ -220,17 +280,20 @@ def run_child(words: list[str]) -> int:
     given = json.loads(words[0])
     options = TrainingOptions.from_json(given["options"])
     assert options.directory is not None
-    with throttled(options.directory, given["rate"]):
-        told = train(options, given["turns"], given["slowdown_max"])
+    with throttled(options.directory, given["rate"] if given["is_slowed"] else None):
+        told = train(options, given["rate"], given["turns"], given["slowdown_max"])
     print(json.dumps(told))
     return 0
 
 
-def measure(options: TrainingOptions, rate: float | None, arguments: Any) -> dict[str, Any]:
+def measure(
+    options: TrainingOptions, rate: float, arguments: Any, *, is_slowed: bool
+) -> dict[str, Any]:
     """Start the process of one row and return what it tells."""
     given = {
         "options": options.to_json(),
         "rate": rate,
+        "is_slowed": is_slowed,
         "turns": arguments.turns,
         "slowdown_max": arguments.slowdown_max,
     }
@@ -280,14 +343,14 @@ def main(words: list[str]) -> int:
     parser.add_argument("--dir", type=Path, default=None)
     parser.add_argument("--json", type=Path, default=None)
     arguments = parser.parse_args(words)
-    if arguments.turns < 4:
-        parser.error("--turns must be at least 4: the order of the ways rotates over four")
+    if arguments.turns <= len(WAYS):
+        parser.error("--turns must be at least 5: the order of the ways rotates over five")
     with tempfile.TemporaryDirectory(dir=arguments.dir or Path.home()) as directory:
         rate = disk_rate(directory)
         can_throttle = os.geteuid() == 0 and BLKIO.is_dir()
         shares = arguments.shares if can_throttle else [1.0]
         print(f"disk: {rate / GIB:.2f} GiB/s" + ("" if can_throttle else "; cannot be throttled"))
-        heads = "  ".join(f"{f'{name}: ratio (half) peak':<30}" for name in ("all", "cut", "ours"))
+        heads = "  ".join(f"{f'{name}: ratio (half) peak':<30}" for name in WAYS)
         print(f"{'':<20} {'plain':>6}  {heads}  price, s per GiB")
         rows = []
         for model in arguments.models:
@@ -298,11 +361,12 @@ def main(words: list[str]) -> int:
                     sequence=arguments.sequence, batch=arguments.batch,
                 )  # fmt: skip
                 for share in shares:
-                    told = measure(options, None if share == 1 else share * rate, arguments)
+                    told = measure(options, share * rate, arguments, is_slowed=share != 1)
                     rows.append({"model": model, "dtype": dtype, "share": share, **told})
                     show(rows[-1])
-        if arguments.json is not None:
-            keep_figures(arguments.json, Path(__file__).name, words, directory, rate, rows)
+                    if arguments.json is not None:
+                        name = Path(__file__).name
+                        keep_figures(arguments.json, name, words, directory, rate, rows)
     return 0
 
 

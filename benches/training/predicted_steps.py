@@ -2,8 +2,9 @@
 
 For each model and share of the disk's rate one process trains by turns without ssdtrain, with hooks
 that keep everything, with all that is saved offloaded, and with what hides behind computing (the
-cut). After the turns in which it adapts the cut's plan is held, so that all steps that count have
-one plan. The rounds of the hooks that keep everything are the trace, each event at its median
+cut). A turn is two steps of each way, of which the second counts (see `never_worse.py`). After the
+turns in which it adapts the cut's plan is held, so that all steps that count have one plan. The
+rounds of the hooks that keep everything are the trace, each event at its median
 moment, and what the other two do becomes the moves of a plan: writes when the batch of the tensor
 is given to the disk, reads in the order of the needs. The simulator (`rust/plan`) plays them with
 the rates that the disk had in that process before the first step, alone and with both directions at
@@ -44,11 +45,14 @@ from hook_overhead import KeepNothing
 from never_worse import (
     BLKIO,
     GIB,
+    LATENCY_S,
     KeepAll,
     Plain,
     Way,
+    counting,
     disk_rate,
     keep_figures,
+    newest,
     prepared,
     throttled,
 )
@@ -60,13 +64,12 @@ from ssdtrain.planning.policy import Item, Policy, Rates
 from ssdtrain.planning.recording import Recording, trace_of
 from ssdtrain.planning.solve import Device, Move, Step
 
-ADAPTING_TURNS = 12
+ADAPTING_TURNS = 6
 """The plans of the cut settle after three rounds, and the caution some rounds later."""
-LATENCY_S = 100e-6
 WINDOW_BYTES = 32 << 20
 """What a session reads ahead in any case (rust/core/src/window.rs)."""
-
-
+WRITE_PATIENCE_S = 0.1
+"""How long a piece of a write is in flight at most (rust/core/src/engine/contract.rs)."""
 RATE_BYTES = 64 << 20
 """Moved in each direction to know the rates of the disk of one row."""
 
@@ -95,9 +98,14 @@ class Disk:
     piece_bytes: int
 
     def in_flight_bytes(self, items: Sequence[Item]) -> int:
-        """Return what pieces of these tensors hold: many tensors are smaller than a full piece."""
+        """Return what pieces of these tensors hold: many tensors are smaller than a full piece.
+
+        Of a slow disk that is what it takes within the patience of the engine, two pieces at least.
+        """
         pieces = sum(-(-one.nbytes // self.piece_bytes) for one in items)
-        return self.queue_depth * sum(one.nbytes for one in items) // pieces
+        piece_bytes = sum(one.nbytes for one in items) // pieces
+        in_time = max(int(self.write_rate * WRITE_PATIENCE_S), 2 * piece_bytes)
+        return min(self.queue_depth * piece_bytes, in_time)
 
 
 def disk_of(directory: str) -> Disk:
@@ -130,13 +138,6 @@ def disk_of(directory: str) -> Disk:
     chosen = tuning.DEFAULT if kept is None else kept.tuning
     depth, piece_bytes = chosen.queue_depth, chosen.piece_bytes
     return Disk(RATE_BYTES / write_s, RATE_BYTES / read_s, share, depth, piece_bytes)
-
-
-def newest(way: Way) -> Recording:
-    """Return the last round of a session that has ended."""
-    hooks: Any = way.session._hooks  # noqa: SLF001 - the items of a round have names only there
-    recorded: Recording = next(reversed(hooks._prefetcher.recorded.values()))  # noqa: SLF001
-    return recorded
 
 
 def usual(rounds: Sequence[Recording]) -> Recording:
@@ -280,6 +281,8 @@ def train(given: dict[str, Any]) -> dict[str, Any]:
     for turn in range(ADAPTING_TURNS + turns):
         cut.is_held = turn >= ADAPTING_TURNS
         for taker in takers[turn % 4 :] + takers[: turn % 4]:
+            # The first step meets the memory and the disk as another way has left them.
+            taker(step_of(turn))
             taker(step_of(turn))
         if turn > ADAPTING_TURNS:
             rounds.append(newest(ways["keep"]))
@@ -305,7 +308,7 @@ def train(given: dict[str, Any]) -> dict[str, Any]:
             "slot_bytes": played["slot_bytes"],
         }
     return {
-        "plain_s": statistics.median(plain.seconds[-turns:]),
+        "plain_s": statistics.median(counting(plain.seconds, turns)),
         "price_s_per_byte": price,
         "disk": asdict(disk),
         "ways": rows,
@@ -313,15 +316,16 @@ def train(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def measured(way: Way, plain_s: list[float], turns: int) -> dict[str, Any]:
-    """Return what one way took, as medians of the turns that count."""
-    ratios = [one / plain for one, plain in zip(way.seconds, plain_s, strict=True)][-turns:]
+    """Return what one way took, as medians of the steps that count."""
+    plain_s = counting(plain_s, turns)
+    ratios = [one / plain for one, plain in zip(counting(way.seconds, turns), plain_s, strict=True)]
     return {
         "ratio": statistics.median(ratios),
-        "seconds": statistics.median(ratios) * statistics.median(plain_s[-turns:]),
-        "peak_bytes": statistics.median(way.peaks[-turns:]),
-        "written_bytes": statistics.median(way.written[-turns:]),
-        "read_bytes": statistics.median(way.read[-turns:]),
-        "stall_s": statistics.median(way.stalled[-turns:]),
+        "seconds": statistics.median(ratios) * statistics.median(plain_s),
+        "peak_bytes": statistics.median(counting(way.peaks, turns)),
+        "written_bytes": statistics.median(counting(way.written, turns)),
+        "read_bytes": statistics.median(counting(way.read, turns)),
+        "stall_s": statistics.median(counting(way.stalled, turns)),
     }
 
 
@@ -414,8 +418,9 @@ def main(words: list[str]) -> int:
                 price = told["price_s_per_byte"] if share == shares[0] else price
                 rows.append({"model": model, "share": share, **told})
                 show(rows[-1])
-        if arguments.json is not None:
-            keep_figures(arguments.json, Path(__file__).name, words, directory, rate, rows)
+                if arguments.json is not None:
+                    name = Path(__file__).name
+                    keep_figures(arguments.json, name, words, directory, rate, rows)
     return 0
 
 
