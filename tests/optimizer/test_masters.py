@@ -149,7 +149,7 @@ def with_closure(_module: nn.Module, _optimizer: Any) -> Step:
 
 
 def test_a_closure(tmp_path: Path) -> None:
-    prove(adamw, tmp_path, with_closure)
+    prove(adamw, tmp_path, with_closure, steps=10)
 
 
 def scaled(_module: nn.Module, optimizer: Any) -> Step:
@@ -174,7 +174,7 @@ def test_a_scaler_that_skips_steps(fused: bool, tmp_path: Path) -> None:
     def make(params: Any) -> Optimizer:
         return torch.optim.AdamW(params, fused=fused)
 
-    prove(make, tmp_path, scaled, in_backward=False)
+    prove(make, tmp_path, scaled, in_backward=False, steps=10)
 
 
 def tied() -> nn.Module:
@@ -229,7 +229,7 @@ def test_a_gradient_that_comes_and_goes(tmp_path: Path) -> None:
 
         return step
 
-    prove(adamw, tmp_path, prepare)
+    prove(adamw, tmp_path, prepare, steps=10)
 
 
 def test_a_group_that_is_added(tmp_path: Path) -> None:
@@ -253,7 +253,7 @@ def test_a_group_that_is_added(tmp_path: Path) -> None:
 
         return step
 
-    prove(make, tmp_path, prepare)
+    prove(make, tmp_path, prepare, steps=10)
 
 
 def test_sparse_gradients_keep_their_masters_in_memory(tmp_path: Path) -> None:
@@ -294,8 +294,7 @@ def changing(how: Callable[[Tensor], Any]) -> Prepare:
 
 CHANGES: dict[str, Callable[[Tensor], Any]] = {
     "copy": lambda weight: weight.data.copy_(torch.full_like(weight, 0.01)),
-    "one": lambda weight: weight.data.view(-1)[7:8].fill_(3.0),
-    "sign": lambda weight: weight.data.view(-1)[3:8:4].neg_(),
+    "two": lambda weight: weight.data.view(-1)[3:8:4].neg_(),
     "clamp": lambda weight: torch.no_grad()(weight.clamp_)(-0.05, 0.05),
     "swap": lambda weight: setattr(weight, "data", weight.data.flip(0).clone()),
 }
@@ -306,7 +305,7 @@ def test_a_weight_that_others_change_is_its_own_master(
     how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        prove(adamw, tmp_path, changing(CHANGES[how]), steps=9)
+        prove(adamw, tmp_path, changing(CHANGES[how]), steps=5)
     said = [one for one in caplog.records if "master begins anew" in one.message]
     assert len(said) == 4, "once for each optimizer"
 
