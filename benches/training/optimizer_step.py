@@ -5,11 +5,14 @@ same with a way back from failed steps (undo), and its traffic alone: the same r
 around an update that does nothing, which is the time that the disk and the store need. No offloaded
 step can take less than the longer of that and the plain one.
 
+With --masters the parameters are bfloat16 ones with float32 masters, and the plain way is the loop
+that keeps these in memory.
+
 With --schedules a model is trained instead, plainly and with each schedule of the updates in turns.
 What a step takes beyond forward and backward of the plain run is its exposed time.
 
     python benches/training/optimizer_step.py [--dir DIR] [--parameters N] [--rounds N] [--json F]
-        [--schedules] [--rows N]
+        [--masters] [--schedules] [--rows N]
 """
 
 from __future__ import annotations
@@ -56,12 +59,32 @@ class Idle(torch.optim.AdamW):
         return None
 
 
-def parameters(count: int) -> list[Parameter]:
+class MasterLoop:
+    """Float32 masters of bfloat16 parameters, in memory, as users write it."""
+
+    def __init__(self, params: list[Parameter], **options: Any) -> None:
+        self.params = params
+        self.masters = [Parameter(param.detach().float()) for param in params]
+        self.inner = torch.optim.AdamW(self.masters, **options)
+
+    def step(self) -> None:
+        """Update the masters, and round them."""
+        for param, master in zip(self.params, self.masters, strict=True):
+            assert param.grad is not None
+            master.grad = param.grad.float()
+        self.inner.step()
+        with torch.no_grad():
+            for param, master in zip(self.params, self.masters, strict=True):
+                param.copy_(master)
+                master.grad = None
+
+
+def parameters(count: int, dtype: torch.dtype = torch.float32) -> list[Parameter]:
     """Return square weights with gradients, at least ``count`` numbers."""
     generator = torch.Generator().manual_seed(0)
 
     def made() -> Tensor:
-        return torch.randn(WIDTH, WIDTH, generator=generator)
+        return torch.randn(WIDTH, WIDTH, generator=generator).to(dtype)
 
     weights = [Parameter(made()) for _ in range(-(-count // WIDTH**2))]
     for weight in weights:
@@ -70,22 +93,22 @@ def parameters(count: int) -> list[Parameter]:
 
 
 def measure(
-    options: dict[str, Any], directory: Path, count: int, rounds: int, buffer_bytes: str
+    options: dict[str, Any], directory: Path, given: argparse.Namespace
 ) -> dict[str, float]:
     """Return medians of seconds per step, and the ratios within each round."""
-    plain = torch.optim.AdamW(parameters(count), **options)
-    offloaded: Any = ssdtrain.offload_optimizer(
-        torch.optim.AdamW(parameters(count), **options), directory, buffer_bytes=buffer_bytes
-    )
-    undoing = ssdtrain.offload_optimizer(
-        torch.optim.AdamW(parameters(count), **options),
-        directory,
-        buffer_bytes=buffer_bytes,
-        undo=True,
-    )
-    traffic = ssdtrain.offload_optimizer(
-        Idle(parameters(count), **options), directory, buffer_bytes=buffer_bytes
-    )
+    dtype = torch.bfloat16 if given.masters else torch.float32
+    ours = {
+        "buffer_bytes": given.buffer_bytes,
+        "master_dtype": torch.float32 if given.masters else None,
+    }
+
+    def made(kind: type[torch.optim.AdamW] = torch.optim.AdamW, **more: Any) -> Any:
+        optimizer = kind(parameters(given.parameters, dtype), **options)
+        return ssdtrain.offload_optimizer(optimizer, directory, **ours, **more)
+
+    weights = parameters(given.parameters, dtype)
+    plain: Any = (MasterLoop if given.masters else torch.optim.AdamW)(weights, **options)
+    offloaded, undoing, traffic = made(), made(undo=True), made(Idle)
     steps: dict[str, Callable[[], Any]] = {
         "plain": plain.step,
         "offloaded": offloaded.step,
@@ -94,7 +117,7 @@ def measure(
     }
     names = list(steps)
     times: dict[str, list[float]] = {name: [] for name in names}
-    for number in range(rounds + 1):
+    for number in range(given.rounds + 1):
         first = number % len(names)
         for name in names[first:] + names[:first]:
             began = perf_counter()
@@ -104,6 +127,9 @@ def measure(
                 times[name].append(perf_counter() - began)
     longer = [max(pair) for pair in zip(times["plain"], times["traffic"], strict=True)]
     stats = offloaded.offload_stats
+    if not all(map(torch.equal, weights, offloaded.param_groups[0]["params"])):
+        raise AssertionError("the weights differ from those of the plain run")
+    count = sum(weight.numel() for weight in weights)
     return {
         "state_bytes": float(stats.on_disk_bytes + stats.resident_bytes),
         "resident_bytes_after_step": float(stats.resident_bytes),
@@ -114,6 +140,9 @@ def measure(
         "undoing_over_offloaded": _ratio(times["undoing"], times["offloaded"]),
         "written_bytes_per_step": stats.written_bytes / stats.step_count,
         "read_bytes_per_step": stats.read_bytes / stats.step_count,
+        "written_bytes_per_parameter": stats.written_bytes / stats.step_count / count,
+        # The first step makes the state, and reads nothing.
+        "read_bytes_per_parameter": stats.read_bytes / (stats.step_count - 1) / count,
         "stall_share": stats.stall_s / stats.step_s,
     }
 
@@ -182,13 +211,15 @@ def _ratio(those: list[float], others: list[float]) -> float:
 def _print_steps(rows: dict[str, dict[str, float]]) -> None:
     print(
         "| optimizer | state, MiB | plain, s | traffic alone, s | offloaded, s | over plain | "
-        "over the longer of both | with undo over without |\n|---|--:|--:|--:|--:|--:|--:|--:|"
+        "over the longer of both | with undo over without | bytes of a parameter each way |\n"
+        "|---|--:|--:|--:|--:|--:|--:|--:|--:|"
     )
     for name, row in rows.items():
         print(
             f"| {name} | {row['state_bytes'] / 2**20:.0f} | {row['plain_s']:.3f} | "
             f"{row['traffic_s']:.3f} | {row['offloaded_s']:.3f} | {row['over_plain']:.2f} | "
-            f"{row['over_longer']:.2f} | {row['undoing_over_offloaded']:.2f} |"
+            f"{row['over_longer']:.2f} | {row['undoing_over_offloaded']:.2f} | "
+            f"{row['written_bytes_per_parameter']:.3f}, {row['read_bytes_per_parameter']:.3f} |"
         )
 
 
@@ -201,10 +232,13 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--parameters", type=int, default=64 << 20, help="numbers in the model")
     parser.add_argument("--buffer-bytes", default="256MiB", help="of ssdtrain.offload_optimizer")
     parser.add_argument("--rounds", type=int, default=9, help="steps of each way")
+    parser.add_argument("--masters", action="store_true", help="of bfloat16 parameters")
     parser.add_argument("--schedules", action="store_true", help="train a model, on each schedule")
     parser.add_argument("--rows", type=int, default=2048, help="of the model's input")
     parser.add_argument("--json", type=Path, help="write the figures here too")
     options = parser.parse_args(arguments)
+    if options.masters and options.schedules:
+        parser.error("--masters measures steps alone, without --schedules")
     if options.rounds < 1 or options.parameters < 1:
         parser.error("--rounds and --parameters must be at least 1")
     with tempfile.TemporaryDirectory(dir=options.dir or Path.cwd()) as directory:
@@ -213,16 +247,7 @@ def main(arguments: list[str]) -> int:
             for name, seconds in rows["schedules"].items():
                 print(f"{name}: {seconds:.3f}")
         else:
-            rows = {
-                name: measure(
-                    given,
-                    Path(directory),
-                    options.parameters,
-                    options.rounds,
-                    options.buffer_bytes,
-                )
-                for name, given in KINDS.items()
-            }
+            rows = {name: measure(given, Path(directory), options) for name, given in KINDS.items()}
             _print_steps(rows)
     if options.json is not None:
         machine = asdict(machine_facts(options.dir)) | {"directory": None}

@@ -18,6 +18,7 @@ __all__ = [
     "HookPair",
     "Kept",
     "Loading",
+    "MasterCode",
     "Offloading",
     "Overwrite",
     "Pending",
@@ -543,6 +544,41 @@ class Rounds:
 
     def give_way(self) -> None:
         """Give up what was read ahead."""
+
+@final
+class MasterCode:
+    """What is known of float32 masters that were packed, besides their payload.
+
+    A payload is what bfloat16 weights, which are the masters rounded to the nearest, do not say of
+    them. All memory is given by its address: ``count`` weights of 2 bytes, masters of 4 bytes, and
+    the payload's numbers of 2 bytes, each in one piece and in the same order. Nobody may change it
+    meanwhile; the GIL is released.
+    """
+
+    @staticmethod
+    def payload_len_max(count: int) -> int:
+        """Return how many int16 a payload for so many weights has at most."""
+
+    @staticmethod
+    def is_rounded(weights: int, masters: int, count: int) -> bool:
+        """Whether the weights are the masters, rounded; any NaN is the rounding of any other."""
+
+    @staticmethod
+    def pack(weights: int, masters: int, payload: int, count: int) -> MasterCode | None:
+        """Write the payload, of ``payload_len_max``.
+
+        Returns ``None`` if a weight is not its master, rounded, or a NaN that cannot be told.
+        """
+
+    @property
+    def payload_len(self) -> int:
+        """How many int16 of the payload are needed, from its first on."""
+
+    def unpack(self, weights: int, payload: int, masters: int) -> bool:
+        """Write the masters, and return whether these are the weights they were packed with.
+
+        A checksum tells. If not, what was written is of no use.
+        """
 
 @final
 class Offloading:

@@ -1,4 +1,4 @@
-"""Generated training programs: updates beside the forward or the backward give the plain bits.
+"""Generated training programs: each schedule gives the plain bits, with masters and without.
 
 A program is a list of steps; each has its micro-batches, and what happens around it.
 """
@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import support
 from checkout import SCRATCH
+from mastered import InMemory, inner_of
 from ssdtrain import offload_optimizer
 from trained import everything
 
@@ -37,7 +38,8 @@ OPTIMIZERS: list[tuple[Any, dict[str, Any]]] = [
 
 @dataclass(frozen=True)
 class Program:
-    overlap: Literal["forward", "backward"]
+    overlap: Literal["step", "forward", "backward"]
+    masters: bool
     optimizer: int
     groups: int
     frozen: bool
@@ -66,7 +68,8 @@ AFTER = ("evaluate", "look", "state", "gradient", "change", "part", "save")
 
 programs = some.builds(
     Program,
-    overlap=some.sampled_from(["forward", "backward"]),
+    overlap=some.sampled_from(["step", "forward", "backward"]),
+    masters=some.booleans(),
     optimizer=some.integers(0, len(OPTIMIZERS) - 1),
     groups=some.integers(1, 2),
     frozen=some.booleans(),
@@ -109,9 +112,34 @@ class Model(nn.Module):
         return self.norm(x)  # type: ignore[no-any-return]
 
 
+def started(program: Program, directory: Path | None) -> tuple[Model, Any]:
+    """Return the model and its optimizer: plain, with masters in memory, or offloaded."""
+    module = Model(program)
+    if program.masters:
+        module.bfloat16()
+    kind, options = OPTIMIZERS[program.optimizer]
+    cut = len(list(module.parameters())) // 2 if program.groups == 2 else 0
+
+    def make(given: Any) -> Any:
+        params = list(given)
+        first = [{"params": params[:cut], "lr": 3e-3}] if cut else []
+        return kind([*first, {"params": params[cut:]}], lr=1e-2, **options)
+
+    if directory is None:
+        params = module.parameters()
+        return module, InMemory(make, params) if program.masters else make(params)
+    return module, offload_optimizer(
+        make(module.parameters()),
+        directory,
+        overlap=program.overlap,
+        buffer_bytes="512KiB",
+        master_dtype=torch.float32 if program.masters else None,
+    )
+
+
 def possible(program: Program) -> Program:
     """Return the program without what the updates in backward refuse."""
-    if program.overlap == "forward":
+    if program.overlap != "backward":
         return replace(program, steps=[replace(one, skipped=False) for one in program.steps])
     steps = [
         replace(one, clips=False, zeroes="none" if one.zeroes == "not" else one.zeroes)
@@ -122,28 +150,21 @@ def possible(program: Program) -> Program:
 
 def played(program: Program, directory: Path | None) -> list[dict[str, Tensor]]:
     """Return everything that was seen on the way, and all there is at the end."""
-    module = Model(program)
-    kind, options = OPTIMIZERS[program.optimizer]
-    params = list(module.parameters())
-    cut = len(params) // 2 if program.groups == 2 else 0
-    groups = [{"params": params[cut:]}, *([{"params": params[:cut], "lr": 3e-3}] if cut else [])]
-    optimizer: Any = kind(groups, lr=1e-2, **options)
-    if directory is not None:
-        optimizer = offload_optimizer(
-            optimizer, directory, overlap=program.overlap, buffer_bytes="512KiB"
-        )
-    scheduler = lr_scheduler.StepLR(optimizer, 2, 0.5)
+    module, optimizer = started(program, directory)
+    dtype = torch.bfloat16 if program.masters else torch.float32
+    scheduler = lr_scheduler.StepLR(inner_of(optimizer), 2, 0.5)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=program.scaled)
     seen: list[dict[str, Tensor]] = []
     for number, training in enumerate(program.steps):
         for part in range(training.micro_batches):
-            x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(7 * number + part))
+            generator = torch.Generator().manual_seed(7 * number + part)
+            x = torch.randn(4, WIDTH, generator=generator).to(dtype)
             getattr(optimizer, "set_is_last_backward", bool)(part == training.micro_batches - 1)
-            loss = scaler.scale(module(x).square().mean())
+            loss = scaler.scale(module(x).float().square().mean())
             (loss * (torch.inf if training.overflows and program.scaled else 1)).backward()
         if training.clips:
             scaler.unscale_(optimizer)
-            clip_grad_norm_(params, 0.01)
+            clip_grad_norm_(module.parameters(), 0.01)
         if not training.skipped:
             scaler.step(optimizer)
             scaler.update()
@@ -151,6 +172,11 @@ def played(program: Program, directory: Path | None) -> list[dict[str, Tensor]]:
         if program.scheduled:
             scheduler.step()
         seen += [after(what, module, optimizer) for what in training.after]
+    if program.masters:
+        # Whoever changes a weight changes its master in the next step.
+        optimizer.zero_grad()
+        module(torch.ones(4, WIDTH, dtype=dtype)).square().mean().backward()
+        optimizer.step()
     return [*seen, everything(module, optimizer)]
 
 
@@ -170,7 +196,7 @@ def after(what: str, module: Any, optimizer: Any) -> dict[str, Tensor]:
     if what == "evaluate":
         module.eval()
         with torch.no_grad():
-            result = module(torch.ones(2, WIDTH))
+            result = module(torch.ones(2, WIDTH, dtype=module.norm.weight.dtype))
         module.train()
         return {what: result}
     if what == "change":
@@ -178,12 +204,15 @@ def after(what: str, module: Any, optimizer: Any) -> dict[str, Tensor]:
             module.layers[2].weight.mul_(0.99)
         return {what: module.layers[2].weight.detach().clone()}
     if what == "part":
-        return {what: module.layers[1](torch.ones(2, WIDTH)).detach()}
+        ones = torch.ones(2, WIDTH, dtype=module.norm.weight.dtype)
+        return {what: module.layers[1](ones).detach()}
     if what == "gradient":
         gradient = module.layers[0].bias.grad
         return {what: torch.zeros(1) if gradient is None else gradient.clone()}
     if what == "state":
-        state = optimizer.state[module.layers[0].weight]
+        weight = module.layers[0].weight
+        is_loop = isinstance(optimizer, InMemory)
+        state = optimizer.state_of(weight) if is_loop else optimizer.state[weight]
         return {what: torch.zeros(1), **{k: v.clone() for k, v in state.items()}}
     if what == "save":
         optimizer.load_state_dict(optimizer.state_dict())
@@ -200,7 +229,7 @@ def prove(program: Program) -> None:
             support.assert_equal_bits(actual, expected)
 
 
-@settings(max_examples=25)
+@settings(max_examples=40)
 @given(programs)
 def test_programs(program: Program) -> None:
     prove(program)

@@ -25,7 +25,8 @@ from ssdtrain.checkpoints.manifest import (
 from ssdtrain.checkpoints.shards import fill, form_of, refuse_changed
 from ssdtrain.checkpoints.values import decode
 from ssdtrain.errors import ConfigError, CorruptError, UnsupportedError
-from ssdtrain.optimizer.exchange import give_state, note_loaded
+from ssdtrain.optimizer.exchange import give_state, has_masters, note_loaded
+from ssdtrain.optimizer.masters import MASTER
 
 __all__ = ["load"]
 
@@ -203,6 +204,12 @@ def _compare_optimizer(saved: Any, optimizer: Optimizer, found: Weights) -> None
         raise ConfigError(
             f"the optimizer's groups have {there} parameters in the checkpoint, and {here} here; "
             "make the same groups (add_param_group) before loading"
+        )
+    params = (record for group in saved["groups"] for record in group["params"])
+    if not has_masters(optimizer) and any(MASTER in (one["state"] or {}) for one in params):
+        raise ConfigError(
+            "this checkpoint has float32 masters of parameters, and the optimizer here keeps none; "
+            "call ssdtrain.offload_optimizer(..., master_dtype=torch.float32) before loading"
         )
     labels = param_labels(optimizer, found)
     for number, (group, one) in enumerate(zip(groups, saved["groups"], strict=True)):

@@ -193,7 +193,7 @@ def _state_record(
         if type(key) is not str:
             raise UnsupportedError(f"the state of {label} has a key that is no text: {key!r}")
         where = f"{label}/{key}"
-        if type(value) is Away:
+        if isinstance(value, Away):
             item = _item(where, value.form, value.begin_look)
         elif isinstance(value, Tensor):
             refuse_odd(where, value)

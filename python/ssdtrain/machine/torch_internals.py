@@ -21,6 +21,7 @@ from ssdtrain.errors import UnsupportedError
 __all__ = [
     "as_plain_tensors",
     "compiled_count",
+    "copy_each",
     "current_backward",
     "current_node",
     "current_stream",
@@ -110,6 +111,9 @@ is_wrapped: Callable[[Tensor], bool] = _find("_C._functorch.is_functorch_wrapped
 
 as_plain_tensors: Callable[..., Any] = _find("_C._disabled_torch_function_impl")
 """Calls a function of torch, which asks no class of its arguments meanwhile."""
+
+copy_each: Callable[[list[Tensor], list[Tensor]], None] = _find("_foreach_copy_")
+"""Copies into tensors from others, one into each, by one call that no signal interrupts."""
 
 _function_mode_count: Callable[[], int] = _find("_C._len_torch_function_stack")
 _dispatch_mode_count: Callable[[], int] = _find("_C._len_torch_dispatch_stack")

@@ -14,12 +14,17 @@ from torch.optim import Optimizer
 
 from ssdtrain.optimizer.offloaded import Offloaded
 
-__all__ = ["give_state", "note_loaded", "own_kind", "refuse_half_done"]
+__all__ = ["give_state", "has_masters", "note_loaded", "own_kind", "refuse_half_done"]
 
 
 def own_kind(optimizer: Optimizer) -> type[Optimizer]:
     """Return the class of an optimizer, the one from before if it is offloaded."""
     return optimizer._own_kind if isinstance(optimizer, Offloaded) else type(optimizer)
+
+
+def has_masters(optimizer: Optimizer) -> bool:
+    """Whether an optimizer keeps float32 masters of its parameters of 16 bits."""
+    return isinstance(optimizer, Offloaded) and optimizer._masters is not None
 
 
 def give_state(

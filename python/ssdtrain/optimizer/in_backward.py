@@ -24,6 +24,7 @@ from ssdtrain.errors import SsdtrainError, StorageError, UnsupportedError
 from ssdtrain.machine.torch_internals import current_backward
 from ssdtrain.optimizer.chunks import Chunk, Settings, own_step, update
 from ssdtrain.optimizer.in_backward_round import Host, Round, why_not, why_nothing
+from ssdtrain.optimizer.masters import Leaf, drop_stale, wants_master, without_master
 from ssdtrain.optimizer.state import Away, ParameterState
 from ssdtrain.optimizer.taken import INSTEAD, Taken, TakenGradient, take
 from ssdtrain.optimizer.updating_thread import Job, UpdatingThread
@@ -388,37 +389,59 @@ def _run(host: Host, now: Round, records: list[Taken], states: Any) -> None:
     """Run the optimizer's own step over copies of weights, with the states of the weights."""
     chunks: dict[int, Chunk] = {}
     view: defaultdict[Tensor, Any] = defaultdict(ParameterState)
-    copies = []
+    updated: list[tuple[Taken, Leaf]] = []
     for record in records:
-        param = record.param
-        weight = param.detach().clone()
-        if type(param) is Parameter:
-            weight = Parameter(weight, requires_grad=param.requires_grad)
-        else:
-            weight.requires_grad_(param.requires_grad)
-        vars(weight).update(vars(param))
-        weight.grad = record.gradient
-        if param in states:
-            view[weight] = states[param]
-        chunks.setdefault(id(record.group), Chunk(record.group, [])).params.append(weight)
-        copies.append(weight)
+        leaf = _leaf_of(host, record, view)
+        chunks.setdefault(id(record.group), Chunk(record.group, [])).params.append(leaf.tensor)
+        updated.append((record, leaf))
     vars(now.stand_in)["state"] = view
     try:
-        own = own_step(host._own_kind)
-        for chunk in chunks.values():
-            update(now.stand_in, own, chunk, now.settings, {})
+        _update_all(host, now, chunks)
     finally:
         vars(now.stand_in)["state"] = {}
-    for weight in copies:
-        if weight in view and _has_view_of(view[weight], weight):
-            raise UnsupportedError(ALIAS)
-    for record, weight in zip(records, copies, strict=True):
-        weight.grad = None
-        record.updated = weight.detach()
-        if weight in view:
-            states[record.param] = view[weight]
+    if any(one.tensor in view and _has_view_of(view[one.tensor], one.tensor) for _, one in updated):
+        raise UnsupportedError(ALIAS)
+    # What refers to a leaf would keep its master in memory.
+    chunks.clear()
+    for record, leaf in updated:
+        state = view.pop(leaf.tensor, None)
+        record.updated = leaf.rounded()
+        if leaf.master is not None:
+            assert host._masters is not None
+            host._masters.end(leaf, states, state, record.updated, stays=False)
+        elif state is not None:
+            states[record.param] = state
         else:
             states.pop(record.param, None)
+
+
+def _leaf_of(host: Host, record: Taken, view: dict[Tensor, Any]) -> Leaf:
+    """Return what is updated in the place of a weight; ``view`` gets its state."""
+    param, state = record.param, host._states.get(record.param)
+    assert record.gradient is not None, "its update was not made yet"
+    if host._masters is not None and wants_master(param):
+        leaf = host._masters.begin(param, state, record.gradient)
+        if state is not None:
+            view[leaf.tensor] = without_master(state)
+        return leaf
+    if host._masters is not None:
+        drop_stale(state, param)
+    weight = param.detach().clone()
+    if type(param) is Parameter:
+        weight = Parameter(weight, requires_grad=param.requires_grad)
+    else:
+        weight.requires_grad_(param.requires_grad)
+    vars(weight).update(vars(param))
+    weight.grad = record.gradient
+    if state is not None:
+        view[weight] = state
+    return Leaf(param, weight, None)
+
+
+def _update_all(host: Host, now: Round, chunks: dict[int, Chunk]) -> None:
+    own = own_step(host._own_kind)
+    for chunk in chunks.values():
+        update(now.stand_in, own, chunk, now.settings, {})
 
 
 def _has_view_of(state: dict[Any, Any], weight: Tensor) -> bool:
@@ -445,7 +468,7 @@ def _entries_of(state: ParameterState) -> dict[Any, Any]:
         key: value.clone()
         if isinstance(value, Tensor)
         else value
-        if type(value) is Away
+        if isinstance(value, Away)
         else copy.deepcopy(value)
         for key, value in state.take_entries().items()
     }

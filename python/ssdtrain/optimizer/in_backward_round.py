@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from ssdtrain.machine.torch_internals import mode_count
 from ssdtrain.optimizer.chunks import Settings
 from ssdtrain.optimizer.deferred import kept, why_not_of_another_thread
+from ssdtrain.optimizer.masters import Masters
 from ssdtrain.optimizer.state import Away, Disk, ParameterState
 from ssdtrain.optimizer.undo import Undo
 
@@ -36,6 +37,7 @@ class Host(Protocol):
     _own_kind: type[Optimizer]
     _disk: Disk
     _part_bytes: int
+    _masters: Masters | None
     _undo: Undo | None
 
     @property
@@ -171,7 +173,7 @@ def _is_streamed(state: Any, disk: Disk) -> bool:
     """Whether a copy of the older state costs no memory: what is large is on the disk."""
     return isinstance(state, ParameterState) and all(
         value.stored is not None
-        if type(value) is Away
+        if isinstance(value, Away)
         else not (isinstance(value, Tensor) and disk.is_large(value))
         for value in dict.values(state)
     )

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import TypeVar, cast
 
+import torch
 from torch.optim import Optimizer
 
 from ssdtrain.config import Directories, Size
 from ssdtrain.errors import ConfigError
+from ssdtrain.optimizer.masters import refuse_cast_masters, refuse_shared_memory
 from ssdtrain.optimizer.offloaded import Offloaded, Overlap, offloaded_class
 from ssdtrain.optimizer.state import Disk
 from ssdtrain.optimizer.trial import (
@@ -40,6 +42,7 @@ def offload_optimizer(
     max_disk_bytes: Size | None = None,
     verify: bool = False,
     undo: bool = False,
+    master_dtype: torch.dtype | None = None,
 ) -> AnyOptimizer:
     """Keep the state of an optimizer on SSDs, and return the same optimizer.
 
@@ -68,6 +71,11 @@ def offload_optimizer(
             of the last whole step. Costs a write of the weights in each step, and space on the
             disk for the state twice and the weights once. ``overlap="backward"`` does it in any
             case, without that write; ``"forward"`` does not.
+        master_dtype: ``torch.float32`` keeps a float32 master of each bfloat16 and float16
+            parameter: the step runs over the masters, with gradients and state in float32, and the
+            parameter is the master, rounded. Of a bfloat16 one's master two bytes are stored for
+            each number. Parameters of other dtypes have none. A parameter that other code changes
+            is its own master from then on.
 
     Returns:
         The same optimizer, now also with ``offload_stats``, ``synchronize()``, ``lost_parameters``.
@@ -77,8 +85,8 @@ def offload_optimizer(
             replaced; a directory or options that cannot be used.
         UnsupportedError: The optimizer couples its parameters (LBFGS), or they are not on the CPU;
             another ``overlap`` of one whose step draws random numbers or changes its attributes;
-            ``"backward"`` of one that keeps lists of its parameters. In backward, in ``step`` and
-            for what uses a gradient: too late for ``overlap="backward"``, see there.
+            ``"backward"`` or masters of one that keeps lists of its parameters. In backward, in
+            ``step`` and for what uses a gradient: too late for ``overlap="backward"``, see there.
         StorageError: In ``step``: state could not be read back. With ``undo`` (and with
             ``overlap="backward"``) nothing has changed, and the step can be made again. Without,
             every other parameter was updated; the optimizer refuses further steps until a state is
@@ -99,11 +107,14 @@ def offload_optimizer(
             'undo=True needs overlap="step": beside a forward, weights that were updated are used '
             "before the step has ended"
         )
-    habits = tried(optimizer)
+    has_masters = _has_masters(optimizer, master_dtype)
+    habits = tried(optimizer, has_masters=has_masters)
     if overlap != "step":
         refuse_habits(type(optimizer).__name__, habits, overlap)
     if overlap == "backward":
-        refuse_lists_of_parameters(optimizer)
+        refuse_lists_of_parameters(optimizer, 'overlap="backward"', 'overlap="forward" or "step"')
+    if has_masters:
+        refuse_lists_of_parameters(optimizer, "master_dtype", "master_dtype=None")
     if isinstance(dir, TensorStore) and (max_disk_bytes is not None or verify):
         raise ConfigError(
             "max_disk_bytes and verify are options of the store: give them to TensorStore(...)"
@@ -120,5 +131,17 @@ def offload_optimizer(
     kind: type[Optimizer] = type(optimizer)
     optimizer.__class__ = cast("type[AnyOptimizer]", offloaded_class(kind))  # type: ignore[arg-type]
     offloaded = cast("Offloaded", optimizer)
-    offloaded._begin(kind, disk, part_bytes, overlap, habits, undo=undo)  # noqa: SLF001 - its constructor
+    offloaded._begin(  # noqa: SLF001 - its constructor
+        kind, disk, part_bytes, overlap, habits, undo=undo, has_masters=has_masters
+    )
     return optimizer
+
+
+def _has_masters(optimizer: Optimizer, master_dtype: object) -> bool:
+    if master_dtype is None:
+        return False
+    if master_dtype is not torch.float32:
+        raise ConfigError(f"master_dtype is None or torch.float32, not {master_dtype!r}")
+    refuse_cast_masters(optimizer)
+    refuse_shared_memory(optimizer.param_groups)
+    return True

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import cache
 from itertools import zip_longest
 from time import perf_counter
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ssdtrain.errors import ConfigError, SsdtrainError, StorageError
+from ssdtrain.errors import ConfigError, SsdtrainError, StorageError, UnsupportedError
 from ssdtrain.optimizer.chunks import (
     Chunk,
     Part,
@@ -41,6 +41,13 @@ from ssdtrain.optimizer.deferred import (
 from ssdtrain.optimizer.forward_order import ForwardOrder
 from ssdtrain.optimizer.in_backward import InBackward
 from ssdtrain.optimizer.lost import Lost
+from ssdtrain.optimizer.masters import (
+    WORKING_BYTES,
+    Masters,
+    as_masters,
+    refuse_shared_memory,
+    wants_master,
+)
 from ssdtrain.optimizer.state import Disk, ParameterState, States
 from ssdtrain.optimizer.stats import OptimizerStats
 from ssdtrain.optimizer.trial import Habits
@@ -63,6 +70,7 @@ class Offloaded(Optimizer):
     _own_kind: type[Optimizer]
     _disk: Disk
     _part_bytes: int
+    _masters: Masters | None
     _undo: Undo | None
     _lost: Lost
     _step_count_done: int
@@ -82,9 +90,11 @@ class Offloaded(Optimizer):
         habits: Habits,
         *,
         undo: bool,
+        has_masters: bool,
     ) -> None:
         self._own_kind = kind
         self._disk = disk
+        self._masters = Masters(disk) if has_masters else None
         self._part_bytes = part_bytes
         # Beside backward what cannot be computed there is undone, as all else is not put in place.
         self._undo = Undo(disk) if undo or overlap == "backward" else None
@@ -264,6 +274,12 @@ class Offloaded(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group as ever."""
         super().add_param_group(param_group)
+        if self._masters is not None:
+            try:
+                refuse_shared_memory(self.param_groups)
+            except UnsupportedError:
+                self.param_groups.pop()
+                raise
         if self._in_backward is not None:
             self._in_backward.watch()
 
@@ -332,7 +348,12 @@ class Offloaded(Optimizer):
             found = self._bring(part)
             staying = {id(param) for param in part.params if is_sparse(param.grad)}
             for chunk in found.chunks:
-                update(on, own, chunk, settings, options)
+                if self._masters is None:
+                    update(on, own, chunk, settings, options)
+                else:
+                    self._masters.update(
+                        on, own, chunk, settings, options, states=self._states, staying=staying
+                    )
             yield part
             # From here on others may change gradients, which this thread must not look at.
             self._send(part, staying)
@@ -350,7 +371,8 @@ class Offloaded(Optimizer):
         """Load a state as ever, and let it go to the disk."""
         self.synchronize()
         self._give_up()
-        super().load_state_dict(state_dict)
+        with nullcontext() if self._masters is None else as_masters(self):
+            super().load_state_dict(state_dict)
         self._note_loaded()
         self._take_over_state()
 
@@ -363,6 +385,8 @@ class Offloaded(Optimizer):
     def _give_state(self, param: Tensor, values: Iterable[tuple[Any, Any]]) -> None:
         """Give one parameter another state, which goes to the disk."""
         self.state[param] = state = ParameterState(values)
+        if self._masters is not None:
+            self._masters.adopt(state, param)
         state.send(self._disk)
         self._disk.make_room()
 
@@ -376,9 +400,12 @@ class Offloaded(Optimizer):
 
     def _take_over_state(self) -> None:
         self.state = self._states
-        for state in self._parameter_states():
-            state.send(self._disk)
-            self._disk.make_room()
+        for param, state in self._states.items():
+            if isinstance(state, ParameterState):
+                if self._masters is not None:
+                    self._masters.adopt(state, param)
+                state.send(self._disk)
+                self._disk.make_room()
 
     def _parameter_states(self) -> list[ParameterState]:
         return [state for state in self._states.values() if isinstance(state, ParameterState)]
@@ -390,9 +417,11 @@ class Offloaded(Optimizer):
 
     def _bytes_of(self, param: Tensor) -> int:
         state = self._states.get(param)
+        has_master = self._masters is not None and wants_master(param)
+        working = WORKING_BYTES * param.numel() if has_master else 0
         if isinstance(state, ParameterState) and len(state):
-            return sum(state.nbytes())
-        return STATE_PER_PARAM * param.nbytes
+            return working + sum(state.nbytes())
+        return working + STATE_PER_PARAM * (4 * param.numel() if has_master else param.nbytes)
 
     def _prefetch(self, part: Part) -> None:
         for state in self._states_of(part):

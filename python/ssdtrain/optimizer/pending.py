@@ -25,6 +25,7 @@ from torch.nn import Parameter
 from ssdtrain.machine.torch_internals import as_plain_tensors
 
 __all__ = [
+    "HOLDER",
     "Holder",
     "Updates",
     "hold",

@@ -45,14 +45,14 @@ class Away:
 
     __slots__ = ("_disk", "_form", "_pending", "nbytes", "source", "stored")
 
-    def __init__(self, disk: Disk, stored: StoredTensor[Tensor], source: Tensor) -> None:
+    def __init__(self, disk: Disk, stored: StoredTensor[Tensor] | None, source: Tensor) -> None:
         self._disk = disk
         self._pending: PendingRead[Tensor] | None = None
         self._form = torch.empty_strided(
             source.shape, source.stride(), dtype=source.dtype, device="meta"
         )
         self.nbytes = source.nbytes
-        self.stored: StoredTensor[Tensor] | None = stored
+        self.stored = stored
         """What the store gave; ``None`` after a failed write."""
         self.source: Tensor | None = source
         """The tensor itself, until the disk has its bytes in whole; for good if that failed."""
@@ -78,6 +78,15 @@ class Away:
             self._disk.note_failure(error)
         else:
             self.source = None
+
+    def unsent(self) -> Tensor | None:
+        """Return what is still to be written, or ``None``."""
+        return None
+
+    def settled(self) -> Away | Tensor:
+        """Wait for the write; return this, or the tensor itself if it had to stay in memory."""
+        self.end_write()
+        return self if self.source is None else self.source
 
     def tensor(self) -> Tensor:
         """Wait for the tensor and return it; nothing of the disk uses its memory any more.
@@ -183,10 +192,13 @@ class Disk:
             and storage_users(value) == STORAGE_USERS_ALONE
         )
 
-    def send(self, source: Tensor, stored: StoredTensor[Tensor] | None) -> Away | None:
+    def send(
+        self, source: Tensor, stored: StoredTensor[Tensor] | None, away: Away | None = None
+    ) -> Away | None:
         """Begin to write a tensor, over its older bytes; ``None`` if it has to stay.
 
-        The older bytes stay on the disk until the new ones are there in whole.
+        ``away`` stands for it already, if it is given. The older bytes stay on the disk until the
+        new ones are there in whole.
         """
         while True:
             try:
@@ -215,7 +227,8 @@ class Disk:
                     continue
                 self.note_failure(error)
                 return None
-            away = Away(self, stored, source)
+            away = away or Away(self, stored, source)
+            away.stored = stored
             self._in_flight.append(away)
             self._in_flight_bytes += away.nbytes
             self.written_bytes += away.nbytes
@@ -293,13 +306,13 @@ class ParameterState(dict[Any, Any]):
     def prefetch(self) -> None:
         """Begin to read what is on the disk."""
         for value in super().values():
-            if type(value) is Away:
+            if isinstance(value, Away):
                 value.prefetch()
 
     def drop_reads(self) -> None:
         """Forget what was prefetched, which may have failed long ago."""
         for value in super().values():
-            if type(value) is Away:
+            if isinstance(value, Away):
                 value.drop_read()
 
     def send(self, disk: Disk) -> None:
@@ -307,12 +320,29 @@ class ParameterState(dict[Any, Any]):
         for key in self._stored.keys() - super().keys():
             del self._stored[key]
         for key in list(super().__iter__()):
-            if self._is_held_alone(key) and disk.takes(super().__getitem__(key)):
+            entry = super().__getitem__(key)
+            if isinstance(entry, Away):
+                payload = entry.unsent()
+                if payload is not None:
+                    disk.send(payload, self._stored.pop(key, None), entry)
+                    if entry.stored is not None:
+                        self._stored[key] = entry.stored
+                continue
+            del entry
+            if self.may_leave(key, disk):
                 # Not kept here meanwhile: their space is free as soon as nobody has them.
                 away = disk.send(super().__getitem__(key), self._stored.pop(key, None))
                 if away is not None and away.stored is not None:
                     self._stored[key] = away.stored
                     super().__setitem__(key, away)
+
+    def may_leave(self, key: Any, disk: Disk) -> bool:
+        """Whether a value is worth its way to the disk, and nobody else has it."""
+        return (
+            super().__contains__(key)
+            and self._is_held_alone(key)
+            and disk.takes(super().__getitem__(key))
+        )
 
     def take_entries(self) -> dict[Any, Any]:
         """Return what lies in the dict, without bringing it back, and leave it to the caller.
@@ -323,11 +353,7 @@ class ParameterState(dict[Any, Any]):
         self._stored.clear()
         entries = {}
         for key, value in super().items():
-            entries[key] = value
-            if type(value) is Away:
-                value.end_write()
-                if value.source is not None:
-                    entries[key] = value.source
+            entries[key] = value.settled() if isinstance(value, Away) else value
         return entries
 
     def put_entries(self, entries: dict[Any, Any]) -> None:
@@ -337,7 +363,7 @@ class ParameterState(dict[Any, Any]):
         self._stored = {
             key: value.stored
             for key, value in entries.items()
-            if type(value) is Away and value.stored is not None
+            if isinstance(value, Away) and value.stored is not None
         }
 
     def _is_held_alone(self, key: Any) -> bool:
@@ -348,7 +374,7 @@ class ParameterState(dict[Any, Any]):
         """Return the bytes of its tensors: those in memory, and those on the disk only."""
         resident = on_disk = 0
         for value in super().values():
-            if type(value) is Away and value.source is None:
+            if isinstance(value, Away) and value.source is None:
                 on_disk += value.nbytes
             elif isinstance(value, Tensor | Away):
                 resident += value.nbytes
@@ -357,12 +383,13 @@ class ParameterState(dict[Any, Any]):
     def copied(self) -> dict[Any, Any]:
         """Return a plain dict: tensors that are on the disk are copied, and stay there."""
         return {
-            key: value.copy() if type(value) is Away else value for key, value in super().items()
+            key: value.copy() if isinstance(value, Away) else value
+            for key, value in super().items()
         }
 
     def __getitem__(self, key: Any) -> Any:
         value = super().__getitem__(key)
-        if type(value) is Away:
+        if isinstance(value, Away):
             tensor = value.tensor()
             if value.stored is None:
                 self._stored.pop(key, None)

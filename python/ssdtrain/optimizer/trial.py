@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from ssdtrain.errors import ConfigError, UnsupportedError
 from ssdtrain.optimizer.chunks import Chunk, Settings, own_step, update
+from ssdtrain.optimizer.masters import MASTER, wants_master
 
 __all__ = [
     "Habits",
@@ -50,19 +51,20 @@ class Habits:
     changed_attributes: set[str] = field(default_factory=set)
 
 
-def tried(optimizer: Optimizer) -> Habits:
+def tried(optimizer: Optimizer, *, has_masters: bool) -> Habits:
     """Try steps; raise ``UnsupportedError`` for an optimizer whose update is not per parameter.
 
-    The optimizer itself, its parameters and the generators of random numbers stay as they are.
+    With ``has_masters`` they are made over float32 parameters in the place of those of 16 bits. The
+    optimizer itself, its parameters and the generators of random numbers stay as they are.
     """
     name = type(optimizer).__name__
     try:
         # A seed of its own: optimizers that round at random must draw the same numbers twice.
         with torch.random.fork_rng(devices=[]):
-            sparse = _wants_sparse(optimizer)
-            together = _trained(optimizer, at_once=True, sparse=sparse)
+            sparse = _wants_sparse(optimizer, has_masters)
+            together = _trained(optimizer, has_masters, at_once=True, sparse=sparse)
             habits = Habits()
-            apart = _trained(optimizer, at_once=False, sparse=sparse, habits=habits)
+            apart = _trained(optimizer, has_masters, at_once=False, sparse=sparse, habits=habits)
     except Exception as error:
         raise UnsupportedError(
             f"{name} cannot be offloaded: its step was tried on small tensors first, without a "
@@ -74,6 +76,11 @@ def tried(optimizer: Optimizer) -> Habits:
             f"{name} cannot be offloaded: it couples its parameters (updated one after the other "
             "they get other values than updated together), so all of its state is needed at once; "
             "use an optimizer that updates each parameter by itself, such as AdamW"
+        )
+    if has_masters and any(MASTER in state for state in together[1]):
+        raise UnsupportedError(
+            f"{name} cannot be offloaded with master_dtype: its state has a {MASTER!r} of its own, "
+            "the name under which the masters are kept; use master_dtype=None"
         )
     return habits
 
@@ -93,15 +100,15 @@ def refuse_habits(name: str, habits: Habits, overlap: str) -> None:
         )
 
 
-def refuse_lists_of_parameters(optimizer: Optimizer) -> None:
-    """Refuse an optimizer that knows its parameters by identity: updates in backward use copies."""
+def refuse_lists_of_parameters(optimizer: Optimizer, option: str, instead: str) -> None:
+    """Refuse an optimizer that knows its parameters by identity: updates are made on others."""
     params = {id(param) for group in optimizer.param_groups for param in group["params"]}
     for name, value in vars(optimizer).items():
         if name not in ("state", "param_groups") and _has_one_of(params, value, LISTS_DEPTH):
             raise UnsupportedError(
-                f'{type(optimizer).__name__} cannot be offloaded with overlap="backward": its '
-                f"attribute {name!r} has parameters or their ids, and updates in backward are made "
-                'on copies of them; use overlap="forward" or "step"'
+                f"{type(optimizer).__name__} cannot be offloaded with {option}: its attribute "
+                f"{name!r} has parameters or their ids, and updates are then made on copies of "
+                f"them; use {instead}"
             )
 
 
@@ -117,10 +124,10 @@ def _has_one_of(params: set[int], value: Any, depth: int) -> bool:
     return False
 
 
-def _wants_sparse(optimizer: Optimizer) -> bool:
+def _wants_sparse(optimizer: Optimizer, has_masters: bool) -> bool:
     """Return whether its step takes sparse gradients only."""
     try:
-        _trained(optimizer, at_once=True, sparse=False)
+        _trained(optimizer, has_masters, at_once=True, sparse=False)
     except RuntimeError as error:
         if "sparse" in str(error).lower():
             return True
@@ -129,12 +136,19 @@ def _wants_sparse(optimizer: Optimizer) -> bool:
 
 
 def _trained(
-    optimizer: Optimizer, *, at_once: bool, sparse: bool, habits: Habits | None = None
+    optimizer: Optimizer,
+    has_masters: bool,
+    *,
+    at_once: bool,
+    sparse: bool,
+    habits: Habits | None = None,
 ) -> list[Any]:
     """Return all that a copy of the optimizer ends with after some steps on small parameters."""
     torch.manual_seed(SEED)
     small = {
-        id(param): _small(param) for group in optimizer.param_groups for param in group["params"]
+        id(param): _small(param, torch.float32 if has_masters and wants_master(param) else None)
+        for group in optimizer.param_groups
+        for param in group["params"]
     }
     copied: Optimizer = copy.deepcopy(optimizer, {**small, id(optimizer.state): defaultdict(dict)})
     for group in copied.param_groups:
@@ -199,10 +213,10 @@ def _params_of(optimizer: Optimizer) -> list[Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
-def _small(param: Tensor) -> Tensor:
+def _small(param: Tensor, dtype: torch.dtype | None) -> Tensor:
     size = [min(n, LENGTH_MAX) for n in param.shape]
     with torch.no_grad():
-        made = torch.randn(size, dtype=torch.float32).to(param.dtype)
+        made = torch.randn(size, dtype=torch.float32).to(dtype or param.dtype)
     return made.requires_grad_(param.requires_grad)
 
 

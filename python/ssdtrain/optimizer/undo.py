@@ -165,7 +165,7 @@ class Undo:
             kept = Kept(self._disk, value)
             kept.wait()
             return kept
-        return value if type(value) is Away else copy.deepcopy(value)
+        return value if isinstance(value, Away) else copy.deepcopy(value)
 
     def _put_back_state(self, states: dict[Tensor, Any], before: Before) -> None:
         if before.state is None:

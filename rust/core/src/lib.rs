@@ -30,6 +30,7 @@ pub mod disk;
 pub mod engine;
 pub mod error;
 pub mod gate;
+pub mod masters;
 pub mod memory;
 pub mod probe;
 pub mod queue;

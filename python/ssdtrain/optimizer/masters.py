@@ -1,0 +1,370 @@
+"""Float32 masters of parameters of 16 bits: the step over them, and what of them is stored.
+
+A master lies in the state of its parameter, under ``MASTER``. The optimizer's own step never finds
+it there: it runs over leaves on the memory of the masters, in the place of the parameters. Where it
+leaves memory, only that goes to the disk which the bfloat16 weight does not say already. The idea
+is that of mixed precision with masters (arXiv 1710.03740), kept as in ZeRO (arXiv 1910.02054).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from ssdtrain._core import MasterCode
+from ssdtrain.errors import ConfigError, UnsupportedError
+from ssdtrain.machine.torch_internals import copy_each
+from ssdtrain.optimizer.chunks import Chunk, Settings, name_of, update
+from ssdtrain.optimizer.pending import HOLDER
+from ssdtrain.optimizer.state import Away, Disk, ParameterState
+
+__all__ = [
+    "MASTER",
+    "WORKING_BYTES",
+    "Leaf",
+    "Masters",
+    "as_masters",
+    "drop_stale",
+    "refuse_cast_masters",
+    "refuse_shared_memory",
+    "wants_master",
+    "without_master",
+]
+
+MASTER = "master_weight"
+"""The key of a master in the state of its parameter."""
+KINDS = (torch.bfloat16, torch.float16)
+WORKING_BYTES = 6
+"""Of each number that is updated, beside its state as it is stored: the whole master takes two more
+than what is stored of it, and the gradient in float32 four."""
+
+
+def wants_master(param: Tensor) -> bool:
+    """Whether a parameter has a float32 master: those of 16 bits."""
+    return param.dtype in KINDS
+
+
+class MasterAway(Away):
+    """Stands in a state for a master: what the weight does not say, in memory or on the disk."""
+
+    __slots__ = ("_code", "_weight")
+
+    def __init__(
+        self, disk: Disk, code: MasterCode, payload: Tensor, weight: Tensor, master: Tensor
+    ) -> None:
+        super().__init__(disk, None, payload)
+        self._form = _form_of(master)
+        self._code = code
+        self._weight = weight
+
+    def unsent(self) -> Tensor | None:
+        """Return what is to be written, if it is in memory only."""
+        return self.source if self.stored is None else None
+
+    def settled(self) -> Away:
+        """Wait for the write. Nobody changes what is in memory, so this may be put back."""
+        self.end_write()
+        return self
+
+    def tensor(self) -> Tensor:
+        """Wait for the master and return it; that of a weight that was changed is the weight."""
+        return self._unpacked(super().tensor())
+
+    def begin_look(self) -> Callable[[], Tensor]:
+        """Begin to bring the bytes into memory, and return what waits for them."""
+        payload = super().begin_look()
+        return lambda: self._unpacked(payload())
+
+    def copy(self) -> Tensor:
+        """Return the master as a tensor of its own; what is stored stays where it is."""
+        source = self.source
+        return self._unpacked(super().copy() if source is None else source)
+
+    def _unpacked(self, payload: Tensor) -> Tensor:
+        weight = self._weight.detach()
+        master = torch.empty_strided(self._form.shape, self._form.stride(), dtype=torch.float32)
+        if _lie_alike(master, weight) and self._code.unpack(
+            weight.data_ptr(), payload.data_ptr(), master.data_ptr()
+        ):
+            return master
+        _say_changed(self._disk)
+        return _begun_anew(weight)
+
+
+@dataclass(eq=False)
+class Leaf:
+    """What the optimizer's own step gets in the place of a parameter."""
+
+    param: Tensor
+    tensor: Tensor
+    """A leaf: on the memory of the master, or a copy of a parameter that has none."""
+    master: Tensor | None
+    """Also what somebody holds who has looked at it, and sees it change."""
+
+    def rounded(self) -> Tensor:
+        """Return the parameter as it is after the update."""
+        return self.tensor.detach().to(self.param.dtype)
+
+    def taken(self) -> Tensor:
+        """Return the master as the update has left it, and hold it no more."""
+        leaf, master = self.tensor, self.master
+        assert master is not None, "it is a copy"
+        del self.tensor, self.master
+        # An optimizer may give its parameter other memory (`p.data = ...`).
+        return master if leaf.data_ptr() == master.data_ptr() else leaf.detach()
+
+
+class Masters:
+    """The masters of an optimizer's parameters. Used by the thread that updates."""
+
+    def __init__(self, disk: Disk) -> None:
+        self._disk = disk
+
+    def update(
+        self,
+        on: Optimizer,
+        step: Callable[..., Any],
+        chunk: Chunk,
+        settings: Settings,
+        options: dict[str, Any],
+        *,
+        states: Any,
+        staying: set[int],
+    ) -> None:
+        """Run the optimizer's own step over a chunk, over masters where there are some."""
+        leaves: list[Leaf] = []
+        params: list[Tensor] = []
+        unknown = [param for param in chunk.params if param not in states]
+        try:
+            for param in chunk.params:
+                state = states.get(param)
+                if param.grad is None or not wants_master(param):
+                    drop_stale(state, param)
+                    params.append(param)
+                    continue
+                leaf = self.begin(param, state, param.grad)
+                leaves.append(leaf)
+                params.append(leaf.tensor)
+                if isinstance(state, dict):
+                    states[leaf.tensor] = without_master(state)
+                del leaf
+            update(on, step, Chunk(chunk.group, params), settings, options)
+        finally:
+            params.clear()
+            self._end_all(leaves, states, staying)
+            # Those without masters have a state already: all come in their order.
+            states.put_last(unknown)
+
+    def begin(self, param: Tensor, state: Any, gradient: Tensor) -> Leaf:
+        """Return a leaf with the master of a parameter, and with its gradient in float32.
+
+        A master stands as long as its rounding is the parameter. Whoever has changed the parameter
+        since has given it another master: itself.
+        """
+        master = state.get(MASTER) if isinstance(state, dict) else None
+        if not _is_rounded_to(master, param.detach()):
+            if master is not None:
+                _say_changed(self._disk)
+            master = _begun_anew(param.detach())
+        assert isinstance(master, Tensor)
+        if isinstance(param, Parameter):
+            leaf: Tensor = Parameter(master, requires_grad=param.requires_grad)
+        else:
+            leaf = master.detach().requires_grad_(param.requires_grad)
+        vars(leaf).update({name: value for name, value in vars(param).items() if name != HOLDER})
+        leaf.grad = gradient.detach().float()
+        return Leaf(param, leaf, master)
+
+    def end(self, leaf: Leaf, states: Any, inner: Any, weight: Tensor, *, stays: bool) -> None:
+        """Put a master, and what the optimizer keeps besides, into the state of the parameter.
+
+        ``weight`` has the bits of the parameter after the update.
+        """
+        param, inner = leaf.param, inner or {}
+        state = states.get(param)
+        if not isinstance(state, ParameterState):
+            state = ParameterState(state or {})
+        for key in [key for key in dict.keys(state) if key not in inner and key != MASTER]:
+            dict.pop(state, key)
+        for key, value in inner.items():
+            state[key] = value
+        state[MASTER] = leaf.taken()
+        states[param] = state
+        if not stays:
+            self.fold(state, param, weight)
+
+    def fold(self, state: Any, param: Tensor, weight: Tensor) -> None:
+        """Keep of a master only what its weight does not say, if it may leave memory."""
+        if type(state) is not ParameterState or not state.may_leave(MASTER, self._disk):
+            return
+        packed = _packed(dict.__getitem__(state, MASTER), weight.detach())
+        if packed is not None:
+            code, payload = packed
+            master = dict.__getitem__(state, MASTER)
+            state[MASTER] = MasterAway(self._disk, code, payload, param, master)
+
+    def adopt(self, state: Any, param: object) -> None:
+        """Take over a state from before, or one that was loaded: all of it is float32 from now on.
+
+        That is what torch makes of it where it is loaded for float32 parameters.
+        """
+        if not (isinstance(param, Tensor) and isinstance(state, dict) and wants_master(param)):
+            return
+        for key, value in list(dict.items(state)):
+            is_number = type(value) is Tensor and value.is_floating_point()
+            if is_number and key != "step" and value.dtype is not torch.float32:
+                state[key] = value.float()
+        # Else it would be held here, and stay in memory.
+        key = value = None
+        self.fold(state, param, param)
+
+    def _end_all(self, leaves: list[Leaf], states: Any, staying: set[int]) -> None:
+        try:
+            # First, and at once: an interrupt leaves no weight behind its master.
+            if leaves:
+                with torch.no_grad():
+                    copy_each([leaf.param for leaf in leaves], [leaf.tensor for leaf in leaves])
+            for leaf in leaves:
+                inner = states.pop(leaf.tensor, None)
+                self.end(leaf, states, inner, leaf.param, stays=id(leaf.param) in staying)
+                del inner
+        except BaseException:
+            for leaf in leaves:
+                # One that was taken is in no dict any more.
+                states.pop(vars(leaf).get("tensor"), None)
+            raise
+
+
+def drop_stale(state: Any, param: Tensor) -> None:
+    """Drop the master of a parameter that was made float32 itself."""
+    if isinstance(state, dict) and not wants_master(param):
+        dict.pop(state, MASTER, None)
+
+
+def without_master(state: Any) -> ParameterState:
+    """Return the state of a parameter as its optimizer knows it, with the same tensors."""
+    return ParameterState((key, value) for key, value in state.items() if key != MASTER)
+
+
+@contextmanager
+def as_masters(optimizer: Optimizer) -> Iterator[None]:
+    """Let torch load a state as that of float32 parameters: it casts it to the dtype of these."""
+    groups = optimizer.param_groups
+    originals = [group["params"] for group in groups]
+    back: dict[Tensor, Tensor] = {}
+    for group in groups:
+        group["params"] = [_stand_in(param, back) for param in group["params"]]
+    try:
+        yield
+    finally:
+        for those in (groups, optimizer.param_groups):
+            for group, params in zip(those, originals, strict=True):
+                group["params"] = params
+        states = vars(optimizer)["state"]
+        if any(key in back for key in states if isinstance(key, Tensor)):
+            loaded: defaultdict[Any, Any] = defaultdict(dict)
+            for key, state in states.items():
+                loaded[back.get(key, key) if isinstance(key, Tensor) else key] = state
+            vars(optimizer)["state"] = loaded
+
+
+def _stand_in(param: Tensor, back: dict[Tensor, Tensor]) -> Tensor:
+    if not wants_master(param):
+        return param
+    # The shape of the parameter, and the memory of one number.
+    made = torch.empty((), dtype=torch.float32).expand(param.shape)
+    back[made] = param
+    return made
+
+
+def refuse_cast_masters(optimizer: Optimizer) -> None:
+    """Refuse a state whose masters torch has rounded: it was loaded before there could be some."""
+    for param, state in optimizer.state.items():
+        master = state.get(MASTER) if isinstance(state, dict) else None
+        if isinstance(master, Tensor) and master.dtype is not torch.float32:
+            raise ConfigError(
+                f"the state of {name_of(optimizer.param_groups, param)} has a master that was "
+                f"rounded to {master.dtype}, as torch does where a state is loaded for such a "
+                "parameter; call offload_optimizer(..., master_dtype=torch.float32) first, then "
+                "optimizer.load_state_dict"
+            )
+
+
+def refuse_shared_memory(groups: list[dict[str, Any]]) -> None:
+    """Refuse parameters that lie upon each other: each would have a master of its own."""
+    ranges = sorted(
+        (param.data_ptr(), param.data_ptr() + param.nbytes)
+        for group in groups
+        for param in group["params"]
+        if wants_master(param) and param.numel() and param.is_contiguous()
+    )
+    for (_, end), (begin, _) in pairwise(ranges):
+        if begin < end:
+            raise UnsupportedError(
+                "two parameters of this optimizer lie in the same memory, and with master_dtype "
+                "each would have a master of its own, of which only the last one counted; use the "
+                "same Parameter in both places"
+            )
+
+
+def _form_of(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _begun_anew(weight: Tensor) -> Tensor:
+    return weight.to(torch.float32, copy=True)
+
+
+def _lie_alike(master: Tensor, weight: Tensor) -> bool:
+    """Whether the elements lie in the same order, one after the other, so that it can be packed."""
+    return (
+        weight.dtype is torch.bfloat16
+        and weight.is_cpu
+        and weight.numel() > 0
+        and (weight.shape, weight.stride()) == (master.shape, master.stride())
+        and torch.empty_like(weight, device="meta").stride() == weight.stride()
+    )
+
+
+def _is_rounded_to(master: object, weight: Tensor) -> bool:
+    """Whether a weight is its master, rounded; any NaN is the rounding of any other."""
+    if not isinstance(master, Tensor) or master.dtype is not torch.float32:
+        return False
+    if not wants_master(weight) or master.shape != weight.shape:
+        return False
+    master = master.detach()
+    if _lie_alike(master, weight):
+        return MasterCode.is_rounded(weight.data_ptr(), master.data_ptr(), weight.numel())
+    rounded = master.to(weight.dtype)
+    is_same = rounded.view(torch.int16) == weight.view(torch.int16)
+    return bool((is_same | (rounded.isnan() & weight.isnan())).all())
+
+
+def _packed(master: Tensor, weight: Tensor) -> tuple[MasterCode, Tensor] | None:
+    """Return what a weight does not say of its master, or ``None`` if that is all of it."""
+    if master.dtype is not torch.float32 or not _lie_alike(master, weight):
+        return None
+    payload = torch.empty(MasterCode.payload_len_max(master.numel()), dtype=torch.int16)
+    code = MasterCode.pack(weight.data_ptr(), master.data_ptr(), payload.data_ptr(), master.numel())
+    return None if code is None else (code, payload[: code.payload_len])
+
+
+def _say_changed(disk: Disk) -> None:
+    disk.notices.say(
+        "changed weight",
+        "a weight was changed by other code than its optimizer since the last step "
+        "(load_state_dict of the model, a copy into it, a clamp): its float32 master begins anew "
+        "from the weight. That is meant for loading; code that changes weights in every step takes "
+        "the bits below bfloat16 from all numbers of the parameter each time",
+        level=logging.WARNING,
+    )

@@ -1,0 +1,295 @@
+//! A float32 master of a bfloat16 weight, stored as what the weight does not already say. Pure.
+//!
+//! The weight is the master, rounded to the nearest bfloat16 (ties to the even one). As integers
+//! the master's bits and those of the weight, widened, differ by at most half of a unit of the
+//! weight, which is 32,768 units of the master, whatever sign and exponent they have:
+//!
+//! ```text
+//! master  3F80_5000   weight 3F80   master - (weight << 16) =  0x5000   rounded down
+//! master  3F80_C000   weight 3F81                             -0x4000   rounded up
+//! master  3F7F_8000   weight 3F80                             -0x8000   a tie, up to the even one
+//! master  3F80_8000   weight 3F80                             +0x8000   a tie, down to it
+//! master  7F7F_FFFF   weight 7F80                             -0x0001   rounded up to infinity
+//! ```
+//!
+//! So an `i16` says all but the tie that was rounded down, 65,537 values being one too many: where
+//! one is (about every 131,072nd place), a *carry* is noted. Every place is looked at, whether that
+//! holds. It does not where the weight is not the master, rounded, and for most NaN; then there is
+//! no code, and the master has to be stored as it is.
+
+use xxhash_rust::xxh3::Xxh3Default;
+
+/// Weights that are looked at together: few enough to stay in the processor's cache.
+const BLOCK_LEN: usize = 4096;
+/// With more carries than one for so many weights they are a bit of each in the payload.
+const WEIGHTS_PER_CARRY: usize = 2048;
+const TIE_DOWN: i32 = 0x8000;
+const CARRY: u32 = 0x1_0000;
+
+/// What is known of a packed master besides its payload.
+#[derive(Debug)]
+pub struct MasterCode {
+    len: usize,
+    /// A checksum of the bits of the weights, without which the payload says nothing.
+    weights: u64,
+    carries: Carries,
+}
+
+#[derive(Debug)]
+enum Carries {
+    Few(Vec<u64>),
+    /// One bit for each weight, behind the differences.
+    InPayload,
+}
+
+/// Returns how many `i16` a payload for `len` weights has at most.
+pub fn payload_len_max(len: usize) -> usize {
+    len + len.div_ceil(16)
+}
+
+impl MasterCode {
+    /// Packs masters into a payload, or returns `None` if the weights are not the masters, rounded.
+    ///
+    /// # Panics
+    /// If there are not as many weights as masters, or the payload is not of
+    /// [`payload_len_max`].
+    pub fn pack(weights: &[u16], masters: &[u32], payload: &mut [i16]) -> Option<Self> {
+        let len = weights.len();
+        assert!(masters.len() == len && payload.len() == payload_len_max(len), "of other lengths");
+        let (differences, bits) = payload.split_at_mut(len);
+        let (mut carries, mut sum) = (Vec::new(), Xxh3Default::new());
+        for (number, differences) in differences.chunks_mut(BLOCK_LEN).enumerate() {
+            let start = number * BLOCK_LEN;
+            let (weights, masters) = (&weights[start..], &masters[start..]);
+            if !pack_block(weights, masters, differences) {
+                note_carries(weights, masters, differences.len(), start, &mut carries)?;
+            }
+            sum_up(&weights[..differences.len()], &mut sum);
+        }
+        let carries = if carries.len() <= len / WEIGHTS_PER_CARRY {
+            carries.shrink_to_fit();
+            Carries::Few(carries)
+        } else {
+            bits.fill(0);
+            for place in carries {
+                bits[place as usize / 16] |= 1 << (place % 16);
+            }
+            Carries::InPayload
+        };
+        Some(Self { len, weights: sum.digest(), carries })
+    }
+
+    /// How many weights there are.
+    pub fn weight_count(&self) -> usize {
+        self.len
+    }
+
+    /// How many `i16` of the payload are needed.
+    pub fn payload_len(&self) -> usize {
+        match self.carries {
+            Carries::Few(_) => self.len,
+            Carries::InPayload => payload_len_max(self.len),
+        }
+    }
+
+    /// Unpacks the masters, and returns whether these are the weights that they were packed with.
+    /// If not, what was unpacked is of no use.
+    ///
+    /// # Panics
+    /// If there are not as many weights and masters as were packed, or the payload is another.
+    pub fn unpack(&self, weights: &[u16], payload: &[i16], masters: &mut [u32]) -> bool {
+        let is_like = (weights.len(), masters.len(), payload.len())
+            == (self.len, self.len, self.payload_len());
+        assert!(is_like, "of other lengths");
+        let (differences, bits) = payload.split_at(self.len);
+        let mut sum = Xxh3Default::new();
+        for (number, masters) in masters.chunks_mut(BLOCK_LEN).enumerate() {
+            let start = number * BLOCK_LEN;
+            let weights = &weights[start..start + masters.len()];
+            let differences = &differences[start..start + masters.len()];
+            for ((master, weight), difference) in masters.iter_mut().zip(weights).zip(differences) {
+                *master = widened(*weight).wrapping_add_signed(i32::from(*difference));
+            }
+            sum_up(weights, &mut sum);
+        }
+        if sum.digest() != self.weights {
+            return false;
+        }
+        match &self.carries {
+            Carries::Few(places) => {
+                for place in places {
+                    let master = &mut masters[*place as usize];
+                    *master = master.wrapping_add(CARRY);
+                }
+            }
+            Carries::InPayload => {
+                for (masters, bits) in masters.chunks_mut(16).zip(bits) {
+                    for (place, master) in masters.iter_mut().enumerate() {
+                        let carry = u32::from(bits.cast_unsigned() >> place & 1);
+                        *master = master.wrapping_add(CARRY * carry);
+                    }
+                }
+            }
+        }
+        true
+    }
+}
+
+/// Whether the weights are the masters, rounded; any NaN is the rounding of any other.
+pub fn is_rounded(weights: &[u16], masters: &[u32]) -> bool {
+    let mut blocks = weights.chunks(BLOCK_LEN).zip(masters.chunks(BLOCK_LEN));
+    weights.len() == masters.len()
+        && blocks.all(|(weights, masters)| {
+            let mut differs = false;
+            for (weight, master) in weights.iter().zip(masters) {
+                let is_nan = master << 1 > 0xFF00_0000;
+                let up = master.wrapping_add(0x7FFF + (master >> 16 & 1));
+                differs |=
+                    if is_nan { weight << 1 <= 0xFF00 } else { up >> 16 != (*weight).into() };
+            }
+            !differs
+        })
+}
+
+/// The bits of a bfloat16 as those of the float32 with the same value.
+fn widened(weight: u16) -> u32 {
+    u32::from(weight) << 16
+}
+
+/// Writes the differences of a block; returns whether each is what was written.
+fn pack_block(weights: &[u16], masters: &[u32], differences: &mut [i16]) -> bool {
+    let mut rest = 0;
+    for ((difference, weight), master) in differences.iter_mut().zip(weights).zip(masters) {
+        let exact = master.wrapping_sub(widened(*weight)).cast_signed();
+        *difference = exact as i16;
+        rest |= exact ^ i32::from(*difference);
+    }
+    rest == 0
+}
+
+/// Notes where in a block a tie was rounded down; `None` if a weight is not its master, rounded.
+fn note_carries(
+    weights: &[u16],
+    masters: &[u32],
+    len: usize,
+    start: usize,
+    carries: &mut Vec<u64>,
+) -> Option<()> {
+    for (place, (weight, master)) in weights.iter().zip(masters).enumerate().take(len) {
+        let exact = master.wrapping_sub(widened(*weight)).cast_signed();
+        if exact == TIE_DOWN {
+            carries.push((start + place) as u64);
+        } else if i16::try_from(exact).is_err() {
+            return None;
+        }
+    }
+    Some(())
+}
+
+fn sum_up(weights: &[u16], sum: &mut Xxh3Default) {
+    let mut bytes = [0; 2 * BLOCK_LEN];
+    let bytes = &mut bytes[..2 * weights.len()];
+    for (pair, weight) in bytes.chunks_exact_mut(2).zip(weights) {
+        pair.copy_from_slice(&weight.to_le_bytes());
+    }
+    sum.update(bytes);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Rounds to the nearest bfloat16, ties to the even one, as torch does; any NaN to one of them.
+    fn rounded(master: u32) -> u16 {
+        if f32::from_bits(master).is_nan() {
+            return 0x7FC0;
+        }
+        ((master + 0x7FFF + (master >> 16 & 1)) >> 16) as u16
+    }
+
+    fn packed(weights: &[u16], masters: &[u32]) -> Option<(MasterCode, Vec<i16>)> {
+        let mut payload = vec![0x55; payload_len_max(weights.len())];
+        let code = MasterCode::pack(weights, masters, &mut payload)?;
+        payload.truncate(code.payload_len());
+        Some((code, payload))
+    }
+
+    fn assert_returns(masters: &[u32]) -> usize {
+        let weights: Vec<_> = masters.iter().copied().map(rounded).collect();
+        let (code, payload) = packed(&weights, masters).expect("the weights are the masters");
+        let mut found = vec![0; masters.len()];
+        assert!(code.unpack(&weights, &payload, &mut found));
+        assert_eq!(found, masters);
+        assert!(is_rounded(&weights, masters));
+        payload.len()
+    }
+
+    /// All patterns with this upper half that are numbers.
+    fn numbers(upper: u32) -> Vec<u32> {
+        (0..=0xFFFF)
+            .map(|low| upper << 16 | low)
+            .filter(|bits| !f32::from_bits(*bits).is_nan())
+            .collect()
+    }
+
+    #[test]
+    fn every_edge_returns() {
+        // Zeros, subnormals, the least normal, one, the largest, infinities; and their neighbours.
+        for upper in [0, 1, 2, 0x7F, 0x80, 0x3F7F, 0x3F80, 0x3F81, 0x7F7E, 0x7F7F, 0x7F80] {
+            for sign in [0, 0x8000] {
+                assert_returns(&numbers(upper | sign));
+            }
+        }
+    }
+
+    #[test]
+    fn carries_are_a_list_or_bits() {
+        let mut masters: Vec<_> =
+            (0..10 * BLOCK_LEN as u32 + 5).map(|n| 0x3F80_0000 + 7 * n).collect();
+        for place in [0, 4095, 4096, 9000, 40_964] {
+            masters[place] = 0x4000_8000;
+        }
+        let few = masters.iter().filter(|bits| **bits & 0x1_FFFF == 0x8000).count();
+        assert!(few <= masters.len() / WEIGHTS_PER_CARRY, "{few}");
+        assert_eq!(assert_returns(&masters), masters.len());
+        masters[5000..5100].fill(0xC000_8000);
+        assert_eq!(assert_returns(&masters), payload_len_max(masters.len()));
+        masters.fill(0x4000_8000);
+        assert_eq!(assert_returns(&masters), payload_len_max(masters.len()));
+        assert_eq!(assert_returns(&[]), 0);
+    }
+
+    #[test]
+    fn a_weight_that_is_not_its_master_is_refused() {
+        let masters = vec![0x3F80_1234; BLOCK_LEN + 3];
+        for (place, other) in [(0, 0x3F81), (BLOCK_LEN + 2, 0x3F7F), (7, 0xBF80), (9, 0x7FC0)] {
+            let mut weights = vec![0x3F80; masters.len()];
+            assert!(packed(&weights, &masters).is_some());
+            weights[place] = other;
+            assert!(packed(&weights, &masters).is_none(), "{place}");
+            assert!(!is_rounded(&weights, &masters), "{place}");
+        }
+        // One NaN is no bfloat16, the other rounds to a difference that fits.
+        assert!(packed(&[0x7FC0], &[0x7FFF_FFFF]).is_none());
+        assert!(packed(&[0x7FC0], &[0x7FC0_0000]).is_some());
+        assert!(is_rounded(&[0x7FC0], &[0xFFFF_FFFF]));
+        assert!(is_rounded(&[0xFFFF], &[0x7F80_0001]));
+        // The carry of a NaN would make a number of it, and infinity is none.
+        assert!(!is_rounded(&[0], &[0xFFFF_FFFF]));
+        assert!(!is_rounded(&[0x7F80], &[0x7F80_0001]));
+    }
+
+    #[test]
+    fn other_weights_are_seen() {
+        let masters: Vec<_> = (0..3 * BLOCK_LEN as u32).map(|n| 0x3F80_0000 + 77 * n).collect();
+        let mut weights: Vec<_> = masters.iter().copied().map(rounded).collect();
+        let (code, payload) = packed(&weights, &masters).expect("the weights are the masters");
+        let mut found = vec![0; masters.len()];
+        for place in [0, 5000, masters.len() - 1] {
+            weights[place] ^= 0x8000;
+            assert!(!code.unpack(&weights, &payload, &mut found));
+            weights[place] ^= 0x8000;
+        }
+        assert!(code.unpack(&weights, &payload, &mut found));
+    }
+}
