@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from torch import Tensor
@@ -144,3 +146,41 @@ def test_addresses_of_nothing_are_refused() -> None:
         MasterCode.pack(0, numbers.data_ptr(), numbers.data_ptr(), 1)
     with pytest.raises(ValueError, match="no number lies at address"):
         MasterCode.is_rounded(numbers.data_ptr(), numbers.data_ptr() + 2, 1)
+
+
+def test_a_tie_to_the_odd_weight_is_no_rounding() -> None:
+    for weight, master in [(0x3F81, 0x3F80_8000), (0x3F81, 0x3F81_8000)]:
+        weights = torch.tensor([weight], dtype=torch.int16).view(torch.bfloat16)
+        masters = torch.tensor([master], dtype=torch.int32).view(torch.float32)
+        assert not is_rounded(weights, masters)
+        assert packed(weights, masters) is None
+        assert packed(masters.bfloat16(), masters) is not None
+
+
+def test_what_is_packed_while_others_change_weights_is_of_the_same_weights() -> None:
+    """Training without locks changes them at any time: the checksum is of those that were used."""
+    torch.manual_seed(0)
+    masters = torch.randn(4 * 4096)
+    first = masters.bfloat16()
+    second = first.clone()
+    second.view(torch.int16)[::7] ^= 1
+    weights, ends = first.clone(), threading.Event()
+
+    def change() -> None:
+        while not ends.is_set():
+            weights.copy_(second)
+            weights.copy_(first)
+
+    payload = torch.empty(MasterCode.payload_len_max(masters.numel()), dtype=torch.int16)
+    addresses = weights.data_ptr(), masters.data_ptr(), payload.data_ptr()
+    back = torch.empty(masters.shape)
+    thread = threading.Thread(target=change)
+    thread.start()
+    try:
+        for _ in range(100_000):
+            code = MasterCode.pack(*addresses, masters.numel())
+            if code is not None:
+                assert code.unpack(first.data_ptr(), payload.data_ptr(), back.data_ptr())
+    finally:
+        ends.set()
+        thread.join()

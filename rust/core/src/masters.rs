@@ -17,6 +17,8 @@
 //! holds. It does not where the weight is not the master, rounded, and for most NaN; then there is
 //! no code, and the master has to be stored as it is.
 
+use std::hint::black_box;
+
 use xxhash_rust::xxh3::Xxh3Default;
 
 /// Weights that are looked at together: few enough to stay in the processor's cache.
@@ -58,13 +60,15 @@ impl MasterCode {
         assert!(masters.len() == len && payload.len() == payload_len_max(len), "of other lengths");
         let (differences, bits) = payload.split_at_mut(len);
         let (mut carries, mut sum) = (Vec::new(), Xxh3Default::new());
+        let mut copy = [0; BLOCK_LEN];
         for (number, differences) in differences.chunks_mut(BLOCK_LEN).enumerate() {
             let start = number * BLOCK_LEN;
-            let (weights, masters) = (&weights[start..], &masters[start..]);
+            let weights = copied(&weights[start..start + differences.len()], &mut copy);
+            let masters = &masters[start..];
             if !pack_block(weights, masters, differences) {
-                note_carries(weights, masters, differences.len(), start, &mut carries)?;
+                note_carries(weights, masters, start, &mut carries)?;
             }
-            sum_up(&weights[..differences.len()], &mut sum);
+            sum_up(weights, &mut sum);
         }
         let carries = if carries.len() <= len / WEIGHTS_PER_CARRY {
             carries.shrink_to_fit();
@@ -102,10 +106,10 @@ impl MasterCode {
             == (self.len, self.len, self.payload_len());
         assert!(is_like, "of other lengths");
         let (differences, bits) = payload.split_at(self.len);
-        let mut sum = Xxh3Default::new();
+        let (mut sum, mut copy) = (Xxh3Default::new(), [0; BLOCK_LEN]);
         for (number, masters) in masters.chunks_mut(BLOCK_LEN).enumerate() {
             let start = number * BLOCK_LEN;
-            let weights = &weights[start..start + masters.len()];
+            let weights = copied(&weights[start..start + masters.len()], &mut copy);
             let differences = &differences[start..start + masters.len()];
             for ((master, weight), difference) in masters.iter_mut().zip(weights).zip(differences) {
                 *master = widened(*weight).wrapping_add_signed(i32::from(*difference));
@@ -156,6 +160,19 @@ fn widened(weight: u16) -> u32 {
     u32::from(weight) << 16
 }
 
+/// Copies weights, so that all that is said of them is said of the same bits: other threads may
+/// change weights at any time (training without locks does).
+fn copied<'a>(weights: &[u16], copy: &'a mut [u16; BLOCK_LEN]) -> &'a [u16] {
+    copy[..weights.len()].copy_from_slice(weights);
+    // Else the compiler may read the weights themselves once more.
+    &black_box(copy)[..weights.len()]
+}
+
+/// Whether a weight is at the same distance from its master as the one that it is rounded to.
+fn is_tie_to_odd(weight: u16, difference: i32) -> bool {
+    difference.unsigned_abs() == TIE_DOWN.unsigned_abs() && weight & 1 == 1
+}
+
 /// Writes the differences of a block; returns whether each is what was written.
 fn pack_block(weights: &[u16], masters: &[u32], differences: &mut [i16]) -> bool {
     let mut rest = 0;
@@ -163,6 +180,7 @@ fn pack_block(weights: &[u16], masters: &[u32], differences: &mut [i16]) -> bool
         let exact = master.wrapping_sub(widened(*weight)).cast_signed();
         *difference = exact as i16;
         rest |= exact ^ i32::from(*difference);
+        rest |= i32::from(*difference == i16::MIN) & i32::from(*weight);
     }
     rest == 0
 }
@@ -171,12 +189,14 @@ fn pack_block(weights: &[u16], masters: &[u32], differences: &mut [i16]) -> bool
 fn note_carries(
     weights: &[u16],
     masters: &[u32],
-    len: usize,
     start: usize,
     carries: &mut Vec<u64>,
 ) -> Option<()> {
-    for (place, (weight, master)) in weights.iter().zip(masters).enumerate().take(len) {
+    for (place, (weight, master)) in weights.iter().zip(masters).enumerate() {
         let exact = master.wrapping_sub(widened(*weight)).cast_signed();
+        if is_tie_to_odd(*weight, exact) {
+            return None;
+        }
         if exact == TIE_DOWN {
             carries.push((start + place) as u64);
         } else if i16::try_from(exact).is_err() {
@@ -269,8 +289,16 @@ mod tests {
             assert!(packed(&weights, &masters).is_none(), "{place}");
             assert!(!is_rounded(&weights, &masters), "{place}");
         }
+        // A tie goes to the even one, up or down.
+        for (weight, master) in [(0x3F81, 0x3F80_8000), (0xBF81, 0xBF81_8000)] {
+            let neighbour = if master < 0x8000_0000 { weight - 1 } else { weight + 1 };
+            assert!(packed(&[weight], &[master]).is_none());
+            assert!(packed(&[neighbour], &[master]).is_some());
+        }
         // One NaN is no bfloat16, the other rounds to a difference that fits.
         assert!(packed(&[0x7FC0], &[0x7FFF_FFFF]).is_none());
+        // The largest of all differences is that of both zeros.
+        assert!(packed(&[0], &[0x8000_0000]).is_none());
         assert!(packed(&[0x7FC0], &[0x7FC0_0000]).is_some());
         assert!(is_rounded(&[0x7FC0], &[0xFFFF_FFFF]));
         assert!(is_rounded(&[0xFFFF], &[0x7F80_0001]));
