@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from torch.optim import Optimizer
 import support
 from children import forked_python
 from mastered import InMemory, build, master_of, started, train
-from ssdtrain import ConfigError, StorageError, load, offload_optimizer, save
+from ssdtrain import ConfigError, StorageError, TensorStore, load, offload_optimizer, save
+from ssdtrain.optimizer import masters
 from stores import SlowStore
 from test_optimizer_faults import FORK
 from test_undo import ChosenStore
@@ -219,6 +221,90 @@ def test_an_interrupt_without_undo_leaves_weights_that_are_their_masters(tmp_pat
         assert torch.equal(plain, param) or not updated[-1]
     assert any(updated)
     assert not all(updated)
+
+
+class AtLine:
+    """Interrupts the main thread before a line of ``masters.py``, counted from the first one."""
+
+    def __init__(self, number: int) -> None:
+        self.left = number
+
+    def __enter__(self) -> None:
+        self._before = sys.gettrace()
+        sys.settrace(self._call)
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(self._before)
+
+    def _call(self, frame: Any, event: str, _argument: Any) -> Any:
+        return self._line if frame.f_code.co_filename == masters.__file__ else None
+
+    def _line(self, frame: Any, event: str, _argument: Any) -> Any:
+        if event == "line":
+            self.left -= 1
+            if self.left == 0:
+                sys.settrace(self._before)
+                raise KeyboardInterrupt
+        return self._line
+
+
+class Again:
+    """The same parameters and steps again and again, up to the step that is interrupted."""
+
+    def __init__(self, store: TensorStore, steps_before: int) -> None:
+        self.params = [torch.nn.Parameter(torch.randn(200, 200).bfloat16()) for _ in range(2)]
+        self._firsts = [param.detach().clone() for param in self.params]
+        self._store, self._steps_before = store, steps_before
+        self.start()
+
+    def start(self) -> None:
+        for param, first in zip(self.params, self._firsts, strict=True):
+            param.data.copy_(first)
+        self.optimizer: Any = adamw(self.params)
+        offload_optimizer(self.optimizer, self._store, master_dtype=torch.float32)
+        generator = torch.Generator().manual_seed(1)
+        for number in range(self._steps_before + 1):
+            for param in self.params:
+                param.grad = torch.randn(200, 200, generator=generator).bfloat16()
+            if number < self._steps_before:
+                self.optimizer.step()
+
+    def now(self) -> list[list[Tensor]]:
+        """Return weight, master and all other state of each parameter."""
+        found = []
+        for param in self.params:
+            state = dict(self.optimizer.state.get(param, {}))
+            # One that nobody has made yet is the weight.
+            master = state.pop("master_weight", param.detach().float())
+            found.append([one.clone() for one in (param.detach(), master, *state.values())])
+        return found
+
+
+@pytest.mark.parametrize("every", support.sizes(small=7, whole=1))
+@pytest.mark.parametrize("steps_before", [0, 2])
+def test_an_interrupt_at_any_line_leaves_each_parameter_before_or_after_its_update(
+    steps_before: int, every: int, tmp_path: Path
+) -> None:
+    points_count, is_interrupted = 0, True
+    with TensorStore(tmp_path) as store:
+        run = Again(store, steps_before)
+        before = run.now()
+        run.optimizer.step()
+        after = run.now()
+        while is_interrupted:
+            run.start()
+            try:
+                with AtLine(1 + every * points_count):
+                    run.optimizer.step()
+                is_interrupted = False
+            except KeyboardInterrupt:
+                points_count += 1
+            assert set(run.optimizer.state) <= set(run.params), "nothing else is left there"
+            for found, old, new in zip(run.now(), before, after, strict=True):
+                expected = new if torch.equal(found[0], new[0]) else old
+                assert len(found) == len(expected)
+                assert all(map(torch.equal, found, expected))
+    assert points_count > 200 // every
 
 
 def test_a_state_dict_has_the_masters(tmp_path: Path) -> None:

@@ -513,13 +513,34 @@ def test_what_cannot_be_kept_is_refused(tmp_path: Path) -> None:
     ]:
         with pytest.raises(UnsupportedError, match=why):
             offload_optimizer(make(params), tmp_path, master_dtype=torch.float32)
-    shared = [*params, nn.Parameter(params[0].data[:8])]
-    with pytest.raises(UnsupportedError, match="lie in the same memory"):
-        offload_optimizer(adamw(shared), tmp_path, master_dtype=torch.float32)
+    for view in (params[0].data.t(), params[0].data[:8]):
+        shared = [*params, nn.Parameter(view)]
+        with pytest.raises(UnsupportedError, match="lie in the same memory"):
+            offload_optimizer(adamw(shared), tmp_path, master_dtype=torch.float32)
     optimizer = adamw(params)
     offload_optimizer(optimizer, tmp_path, master_dtype=torch.float32)
     with pytest.raises(UnsupportedError, match="lie in the same memory"):
         optimizer.add_param_group({"params": shared[-1:]})
+
+
+def test_a_default_device_is_not_where_masters_lie(tmp_path: Path) -> None:
+    """On a machine with a GPU users make it the default device; here it is another one."""
+
+    def prepare(_module: nn.Module, optimizer: Any) -> Step:
+        numbers = iter(range(100))
+
+        def step(module: nn.Module, optimizer: Any, x: Tensor) -> None:
+            number = next(numbers)
+            # The first step makes state, and AdamW counts its steps on the default device.
+            with torch.device("meta" if number else "cpu"):
+                plain_step(module, optimizer, x)
+                if number == 2:
+                    optimizer.load_state_dict(optimizer.state_dict())
+
+        return step
+
+    # It is a mode of torch, with which no update is made in backward.
+    prove(adamw, tmp_path, prepare, steps=6, in_backward=False)
 
 
 def test_steps_without_what_there_was_before(tmp_path: Path) -> None:

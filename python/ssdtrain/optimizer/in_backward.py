@@ -24,7 +24,7 @@ from ssdtrain.errors import SsdtrainError, StorageError, UnsupportedError
 from ssdtrain.machine.torch_internals import current_backward
 from ssdtrain.optimizer.chunks import Chunk, Settings, own_step, update
 from ssdtrain.optimizer.in_backward_round import Host, Round, why_not, why_nothing
-from ssdtrain.optimizer.masters import Leaf, drop_stale, wants_master, without_master
+from ssdtrain.optimizer.masters import Leaf, drop_stale, wants_master
 from ssdtrain.optimizer.state import Away, ParameterState
 from ssdtrain.optimizer.taken import INSTEAD, Taken, TakenGradient, take
 from ssdtrain.optimizer.updating_thread import Job, UpdatingThread
@@ -421,8 +421,8 @@ def _leaf_of(host: Host, record: Taken, view: dict[Tensor, Any]) -> Leaf:
     assert record.gradient is not None, "its update was not made yet"
     if host._masters is not None and wants_master(param):
         leaf = host._masters.begin(param, state, record.gradient)
-        if state is not None:
-            view[leaf.tensor] = without_master(state)
+        if leaf.inner is not None:
+            view[leaf.tensor] = leaf.inner
         return leaf
     if host._masters is not None:
         drop_stale(state, param)

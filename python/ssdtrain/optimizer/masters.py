@@ -92,7 +92,9 @@ class MasterAway(Away):
 
     def _unpacked(self, payload: Tensor) -> Tensor:
         weight = self._weight.detach()
-        master = torch.empty_strided(self._form.shape, self._form.stride(), dtype=torch.float32)
+        master = torch.empty_strided(
+            self._form.shape, self._form.stride(), dtype=torch.float32, device="cpu"
+        )
         if _lie_alike(master, weight) and self._code.unpack(
             weight.data_ptr(), payload.data_ptr(), master.data_ptr()
         ):
@@ -110,18 +112,26 @@ class Leaf:
     """A leaf: on the memory of the master, or a copy of a parameter that has none."""
     master: Tensor | None
     """Also what somebody holds who has looked at it, and sees it change."""
+    inner: Any = None
+    """What the optimizer's own step is given as the state."""
+    is_put: bool = False
+    """Whether master and state are those of the parameter already."""
 
     def rounded(self) -> Tensor:
         """Return the parameter as it is after the update."""
         return self.tensor.detach().to(self.param.dtype)
 
-    def taken(self) -> Tensor:
-        """Return the master as the update has left it, and hold it no more."""
-        leaf, master = self.tensor, self.master
-        assert master is not None, "it is a copy"
-        del self.tensor, self.master
+    def updated_master(self) -> Tensor:
+        """Return the master as the update has left it."""
+        assert self.master is not None, "it is a copy"
         # An optimizer may give its parameter other memory (`p.data = ...`).
-        return master if leaf.data_ptr() == master.data_ptr() else leaf.detach()
+        is_same = self.tensor.data_ptr() == self.master.data_ptr()
+        return self.master if is_same else self.tensor.detach()
+
+    def let_go(self) -> None:
+        """Hold the master no more."""
+        for name in ("tensor", "master", "inner"):
+            vars(self).pop(name, None)
 
 
 class Masters:
@@ -142,28 +152,42 @@ class Masters:
         staying: set[int],
     ) -> None:
         """Run the optimizer's own step over a chunk, over masters where there are some."""
+        leaf: Leaf | None
         leaves: list[Leaf] = []
         params: list[Tensor] = []
         unknown = [param for param in chunk.params if param not in states]
         try:
-            for param in chunk.params:
-                state = states.get(param)
-                if param.grad is None or not wants_master(param):
-                    drop_stale(state, param)
-                    params.append(param)
-                    continue
-                leaf = self.begin(param, state, param.grad)
-                leaves.append(leaf)
-                params.append(leaf.tensor)
-                if isinstance(state, dict):
-                    states[leaf.tensor] = without_master(state)
-                del leaf
+            self._begin_all(chunk, states, leaves, params)
             update(on, step, Chunk(chunk.group, params), settings, options)
-        finally:
             params.clear()
+            for leaf in leaves:
+                # From here on only what the step has left counts.
+                leaf.inner = None
+            leaf = None
             self._end_all(leaves, states, staying)
+        except BaseException:
+            # Also of an interrupt, which may have come anywhere above.
+            params.clear()
+            self._end_in_any_case(leaves, states, staying)
+            raise
+        finally:
             # Those without masters have a state already: all come in their order.
             states.put_last(unknown)
+
+    def _begin_all(
+        self, chunk: Chunk, states: Any, leaves: list[Leaf], params: list[Tensor]
+    ) -> None:
+        for param in chunk.params:
+            state = states.get(param)
+            if param.grad is None or not wants_master(param):
+                drop_stale(state, param)
+                params.append(param)
+                continue
+            leaf = self.begin(param, state, param.grad)
+            leaves.append(leaf)
+            params.append(leaf.tensor)
+            if leaf.inner is not None:
+                states[leaf.tensor] = leaf.inner
 
     def begin(self, param: Tensor, state: Any, gradient: Tensor) -> Leaf:
         """Return a leaf with the master of a parameter, and with its gradient in float32.
@@ -183,25 +207,33 @@ class Masters:
             leaf = master.detach().requires_grad_(param.requires_grad)
         vars(leaf).update({name: value for name, value in vars(param).items() if name != HOLDER})
         leaf.grad = gradient.detach().float()
-        return Leaf(param, leaf, master)
+        inner = without_master(state) if isinstance(state, dict) else None
+        # A state that has a master only is one that the optimizer itself has not made yet.
+        return Leaf(param, leaf, master, inner if inner or MASTER not in (state or {}) else None)
 
     def end(self, leaf: Leaf, states: Any, inner: Any, weight: Tensor, *, stays: bool) -> None:
         """Put a master, and what the optimizer keeps besides, into the state of the parameter.
 
         ``weight`` has the bits of the parameter after the update.
         """
-        param, inner = leaf.param, inner or {}
-        state = states.get(param)
+        self._put(leaf, states, inner or {})
+        del inner
+        leaf.let_go()
+        if not stays:
+            self.fold(states[leaf.param], leaf.param, weight)
+
+    def _put(self, leaf: Leaf, states: Any, inner: Any) -> None:
+        """Put it into the state. After an interrupt it may be called again."""
+        state = states.get(leaf.param)
         if not isinstance(state, ParameterState):
             state = ParameterState(state or {})
-        for key in [key for key in dict.keys(state) if key not in inner and key != MASTER]:
-            dict.pop(state, key)
         for key, value in inner.items():
             state[key] = value
-        state[MASTER] = leaf.taken()
-        states[param] = state
-        if not stays:
-            self.fold(state, param, weight)
+        for key in [key for key in dict.keys(state) if key not in inner and key != MASTER]:
+            dict.pop(state, key)
+        state[MASTER] = leaf.updated_master()
+        states[leaf.param] = state
+        leaf.is_put = True
 
     def fold(self, state: Any, param: Tensor, weight: Tensor) -> None:
         """Keep of a master only what its weight does not say, if it may leave memory."""
@@ -229,20 +261,36 @@ class Masters:
         self.fold(state, param, param)
 
     def _end_all(self, leaves: list[Leaf], states: Any, staying: set[int]) -> None:
-        try:
-            # First, and at once: an interrupt leaves no weight behind its master.
-            if leaves:
-                with torch.no_grad():
-                    copy_each([leaf.param for leaf in leaves], [leaf.tensor for leaf in leaves])
-            for leaf in leaves:
-                inner = states.pop(leaf.tensor, None)
-                self.end(leaf, states, inner, leaf.param, stays=id(leaf.param) in staying)
-                del inner
-        except BaseException:
-            for leaf in leaves:
-                # One that was taken is in no dict any more.
-                states.pop(vars(leaf).get("tensor"), None)
-            raise
+        """End what is left of some leaves. After an interrupt it may be called again."""
+        # First, and at once: an interrupt leaves no weight behind its master.
+        left = [leaf for leaf in leaves if not leaf.is_put]
+        if left:
+            with torch.no_grad():
+                copy_each([leaf.param for leaf in left], [leaf.tensor for leaf in left])
+        del left
+        while leaves:
+            leaf = leaves[-1]
+            if not leaf.is_put:
+                # Without an entry the step was not begun, or has left none.
+                self._put(leaf, states, states.get(leaf.tensor, leaf.inner) or {})
+            states.pop(vars(leaf).get("tensor"), None)
+            leaf.let_go()
+            if id(leaf.param) not in staying:
+                self.fold(states[leaf.param], leaf.param, leaf.param)
+            leaves.pop()
+
+    def _end_in_any_case(self, leaves: list[Leaf], states: Any, staying: set[int]) -> None:
+        while leaves:
+            try:
+                self._end_all(leaves, states, staying)
+            except KeyboardInterrupt:
+                # One is raised already when all is whole; whoever is impatient sends more.
+                continue
+            except BaseException:
+                for leaf in leaves:
+                    # One that was put into the state of its parameter is in no dict any more.
+                    states.pop(vars(leaf).get("tensor"), None)
+                raise
 
 
 def drop_stale(state: Any, param: Tensor) -> None:
@@ -282,7 +330,7 @@ def _stand_in(param: Tensor, back: dict[Tensor, Tensor]) -> Tensor:
     if not wants_master(param):
         return param
     # The shape of the parameter, and the memory of one number.
-    made = torch.empty((), dtype=torch.float32).expand(param.shape)
+    made = torch.empty((), dtype=torch.float32, device=param.device).expand(param.shape)
     back[made] = param
     return made
 
@@ -306,7 +354,8 @@ def refuse_shared_memory(groups: list[dict[str, Any]]) -> None:
         (param.data_ptr(), param.data_ptr() + param.nbytes)
         for group in groups
         for param in group["params"]
-        if wants_master(param) and param.numel() and param.is_contiguous()
+        # Of one with holes, another may lie in these.
+        if wants_master(param) and param.numel() and _is_dense(param)
     )
     for (_, end), (begin, _) in pairwise(ranges):
         if begin < end:
@@ -332,8 +381,13 @@ def _lie_alike(master: Tensor, weight: Tensor) -> bool:
         and weight.is_cpu
         and weight.numel() > 0
         and (weight.shape, weight.stride()) == (master.shape, master.stride())
-        and torch.empty_like(weight, device="meta").stride() == weight.stride()
+        and _is_dense(weight)
     )
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether the elements lie one after the other, in whatever order of the dimensions."""
+    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
 def _is_rounded_to(master: object, weight: Tensor) -> bool:
@@ -354,7 +408,10 @@ def _packed(master: Tensor, weight: Tensor) -> tuple[MasterCode, Tensor] | None:
     """Return what a weight does not say of its master, or ``None`` if that is all of it."""
     if master.dtype is not torch.float32 or not _lie_alike(master, weight):
         return None
-    payload = torch.empty(MasterCode.payload_len_max(master.numel()), dtype=torch.int16)
+    # A default device, as users may set, is not where the bytes are.
+    payload = torch.empty(
+        MasterCode.payload_len_max(master.numel()), dtype=torch.int16, device="cpu"
+    )
     code = MasterCode.pack(weight.data_ptr(), master.data_ptr(), payload.data_ptr(), master.numel())
     return None if code is None else (code, payload[: code.payload_len])
 
