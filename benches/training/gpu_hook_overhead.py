@@ -3,10 +3,10 @@ r"""What the hooks cost per saved tensor of a GPU, with the fake CUDA device in 
 As ``hook_overhead.py`` measures it: microseconds of each pack and unpack where autograd makes them,
 the interpreter's lock held, over trivial hooks; medians over all calls. The fake device
 (``tests/fake_device``) runs PyTorch's own allocator and streams, so all but the driver is as on a
-GPU. What the driver's own calls cost is counted apart: how many there are per saved tensor (but for
-those of the thread that follows the copies), and what those take on the fake that move one. A real
-driver takes other times. Waits for the device in which the lock was held are counted too: there
-must be none.
+GPU. What the hooks spend in the driver is told apart: how often they call it per saved tensor (but
+for the thread that follows the copies), and how long they are in it, which the fake measures in
+rounds of their own. A real driver takes other times. Waits for the device in which the lock was
+held are counted too: there must be none.
 
     PYTHONPATH=tests/support:tests/fake_device python benches/training/gpu_hook_overhead.py \
         [--dir DIR] [--rounds N] [--json FILE]
@@ -15,16 +15,14 @@ must be none.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import os
 import statistics
 import sys
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from time import perf_counter_ns
 from typing import Any
 
 import torch
@@ -44,7 +42,20 @@ MIN_BYTES = 1 << 13
 PINNED_BYTES = 64 << 20
 OF_THE_WORKER = ("cuEventQuery", "cuEventElapsedTime", "cuThreadExchangeStreamCaptureMode")
 """Called again and again while something is under way, by the thread that follows the copies."""
-CALLS = 2_000
+
+
+@dataclass(frozen=True)
+class InDriver:
+    """What the hooks of one saved tensor do in the driver; the times are medians."""
+
+    calls: float
+    pack_us: float
+    unpack_us: float
+
+    @property
+    def both_us(self) -> float:
+        """Pack and unpack together."""
+        return self.pack_us + self.unpack_us
 
 
 def chain(elements: int) -> Tensor:
@@ -57,8 +68,8 @@ def chain(elements: int) -> Tensor:
 
 def measure(
     fake: fake_device.FakeDevice, kind: str, elements: int, directory: str, rounds: int
-) -> tuple[Row, float]:
-    """Measure one kind; return its figures, and the driver's calls for each saved tensor."""
+) -> tuple[Row, InDriver]:
+    """Measure one kind; return its figures, and which part of them is the driver's."""
     store = StoreConfig(dirs=(directory,), direct_io="optional")
     config = OffloadConfig(store=store, min_bytes=MIN_BYTES, pinned_bytes=PINNED_BYTES)
     session = ssdtrain.Session(config, KeepNothing())
@@ -77,21 +88,33 @@ def measure(
             if number == 0:
                 timed.pack_ns.clear()
                 timed.unpack_ns.clear()
+                warm_stall_s = session.stats.stall_s
+    stall_us = (session.stats.stall_s - warm_stall_s) * 1e6
+    # Not with the others: to look at the clock takes time as well.
+    in_driver = Timed(hooks.pack_hook, hooks.unpack_hook, 4 * elements, fake.ns_in_calls)
+    fake.time_calls(is_on=True)
+    for _ in range(rounds):
+        in_driver.run(lambda: settled(session, elements))
+        torch.cuda.synchronize()
+    fake.time_calls(is_on=False)
     written, waits = session.stats.bytes_written, fake.waits_with_gil()
     session.close()
     assert (written > 0) == (elements == LARGE_ELEMENTS), f"{kind}: wrote {written}"
     assert not waits, f"the device was waited for with the interpreter's lock: {waits}"
-    median = {
-        name: statistics.median(values) / 1000
-        for name, values in (
-            ("trivial_pack_us", trivial.pack_ns),
-            ("pack_us", ours.pack_ns),
-            ("trivial_unpack_us", trivial.unpack_ns),
-            ("unpack_us", ours.unpack_ns),
-        )
-    }
-    row = Row(kind, **median, mean_over_us=ours.mean_us() - trivial.mean_us())
-    return row, statistics.median(counts[3::2]) - statistics.median(counts[2::2])
+    row = Row(
+        kind,
+        median_us(trivial.pack_ns),
+        median_us(ours.pack_ns),
+        median_us(trivial.unpack_ns),
+        median_us(ours.unpack_ns),
+        ours.mean_us() - trivial.mean_us() - stall_us / len(ours.unpack_ns),
+    )
+    calls = statistics.median(counts[3::2]) - statistics.median(counts[2::2])
+    return row, InDriver(calls, median_us(in_driver.pack_ns), median_us(in_driver.unpack_ns))
+
+
+def median_us(durations_ns: list[int]) -> float:
+    return statistics.median(durations_ns) / 1000
 
 
 def settled(session: ssdtrain.Session, elements: int) -> Tensor:
@@ -104,55 +127,6 @@ def settled(session: ssdtrain.Session, elements: int) -> Tensor:
 
 def is_of_hooks(name: str) -> bool:
     return name.startswith("cu") and not name.startswith("cuda") and name not in OF_THE_WORKER
-
-
-def driver_us() -> float:
-    """Return what the fake takes for the calls that move a tensor down and up, without Python.
-
-    Each direction is an event that is recorded, waited for by another stream, a copy there, an
-    event behind it, and a wait for that. The streams have nothing to do before, as mostly in a
-    hook: then the fake has threads to wake.
-    """
-    library, stream, copies = ctypes.CDLL(None), ctypes.c_void_p(), ctypes.c_void_p()
-    event, pinned, nbytes = ctypes.c_void_p(), ctypes.c_void_p(), 4 * LARGE_ELEMENTS
-    device = ctypes.c_ulonglong()
-    for code in (
-        library.cuStreamCreate(ctypes.byref(stream), 1),
-        library.cuStreamCreate(ctypes.byref(copies), 1),
-        library.cuEventCreate(ctypes.byref(event), 2),
-        library.cuMemAlloc_v2(ctypes.byref(device), nbytes),
-        library.cuMemHostAlloc(ctypes.byref(pinned), nbytes, 0),
-    ):
-        assert code == 0, code
-    size = ctypes.c_size_t(nbytes)
-    down = library.cuMemcpyDtoHAsync_v2, (pinned, device, size, copies)
-    up = library.cuMemcpyHtoDAsync_v2, (device, pinned, size, copies)
-    called = []
-    for copy in (down, up):
-        called += [
-            (library.cuEventRecord, (event, stream)),
-            (library.cuStreamWaitEvent, (copies, event, 0)),
-            copy,
-            (library.cuEventRecord, (event, copies)),
-            (library.cuStreamWaitEvent, (stream, event, 0)),
-        ]
-    # What ctypes takes for a call, of something that does nothing.
-    idle = [(library.isalnum, (0, *arguments)) for _, arguments in called]
-    moved, overhead = [], []
-    for _ in range(CALLS):
-        for one in (stream, copies):
-            library.cuStreamSynchronize(one)
-        moved.append(timed_us(called))
-        overhead.append(timed_us(idle))
-    return statistics.median(moved) - statistics.median(overhead)
-
-
-def timed_us(calls: list[tuple[Any, tuple[Any, ...]]]) -> float:
-    """Return the time of a row of calls, none of which may fail."""
-    begin = perf_counter_ns()
-    for function, arguments in calls:
-        function(*arguments)
-    return (perf_counter_ns() - begin) / 1000
 
 
 def main(arguments: list[str]) -> int:
@@ -177,20 +151,21 @@ def main(arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory(dir=options.dir or Path.cwd()) as directory:
         kinds = (("below min_bytes", SMALL_ELEMENTS), ("offloaded", LARGE_ELEMENTS))
         measured = [measure(fake, *kind, directory, options.rounds) for kind in kinds]
-    moved_us = driver_us()
     print(f"microseconds per call, medians; torch {torch.__version__}, {options.rounds} rounds\n")
     print(table([row for row, _ in measured]))
-    for row, calls in measured:
-        print(f"{row.kind}: {calls:.1f} calls of the driver for each")
-    print(f"the ten of them that move a tensor down and up: {moved_us:.1f} us on the fake")
+    for row, driver in measured:
+        print(
+            f"{row.kind}: of {row.over_us:.1f} us {driver.both_us:.1f} us are the fake driver's "
+            f"own (pack {driver.pack_us:.1f}, unpack {driver.unpack_us:.1f}); in both together it "
+            f"is called {driver.calls:.1f} times"
+        )
     if options.json is not None:
         machine = asdict(machine_facts(options.dir)) | {"directory": None}
-        rows = [asdict(row) | {"driver_calls": round(calls, 1)} for row, calls in measured]
+        rows = [asdict(row) | {"in_driver": asdict(driver)} for row, driver in measured]
         record = {
             "date": datetime.now(UTC).strftime("%Y-%m-%d"),
             "machine": machine,
             "device": "fake",
-            "driver_down_and_up_us": round(moved_us, 1),
             "rows": rows,
         }
         options.json.write_text(json.dumps(record, indent=1) + "\n")

@@ -129,10 +129,15 @@ class Timed:
     """A pair of hooks whose calls are timed, one by one."""
 
     def __init__(
-        self, pack: Callable[[Tensor], object], unpack: Callable[[Any], Tensor], nbytes_min: int
+        self,
+        pack: Callable[[Tensor], object],
+        unpack: Callable[[Any], Tensor],
+        nbytes_min: int,
+        now_ns: Callable[[], int] = perf_counter_ns,
     ) -> None:
         self._pack = pack
         self._unpack = unpack
+        self._now_ns = now_ns
         self._nbytes_min = nbytes_min
         """Smaller tensors that the same operations save are not what is measured."""
         self.pack_ns: list[int] = []
@@ -150,18 +155,18 @@ class Timed:
 
     def pack(self, tensor: Tensor) -> object:
         """Time a pack."""
-        begin = perf_counter_ns()
+        begin = self._now_ns()
         packed = self._pack(tensor)
-        duration = perf_counter_ns() - begin
+        duration = self._now_ns() - begin
         if tensor.nbytes >= self._nbytes_min:
             self.pack_ns.append(duration)
         return packed
 
     def unpack(self, packed: object) -> Tensor:
         """Time an unpack."""
-        begin = perf_counter_ns()
+        begin = self._now_ns()
         tensor = self._unpack(packed)
-        duration = perf_counter_ns() - begin
+        duration = self._now_ns() - begin
         if tensor.nbytes >= self._nbytes_min:
             self.unpack_ns.append(duration)
         return tensor

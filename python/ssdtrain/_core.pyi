@@ -138,7 +138,7 @@ class Rules:
         parameter_type: type[Tensor],
         dispatch_keys: Callable[[Tensor], object],
         plain_keys: object,
-        keys_on_gpu: Callable[[Tensor], object],
+        find_gpu_keys: Callable[[Tensor], object],
         passes_weights_on: frozenset[str],
         is_below_autograd: Callable[[], bool],
         is_grad_enabled: Callable[[], bool],
@@ -161,19 +161,18 @@ class HookPair:
         *,
         small_bytes: int,
         is_bounded: bool,
-        pack_other: Callable[[Tensor], object],
+        offloading: Offloading,
         pack_unusual: Callable[[Tensor], object],
         pack_below: Callable[[HookPair, Tensor], object],
-        unpack_other: Callable[[object], Tensor],
         untraced: Callable[..., object],
     ) -> HookPair:
         """Pack weights, and what is on a storage of fewer than ``small_bytes``, without Python.
 
-        ``pack_other`` takes the rest, and what finds no room below ``account.limit_small``;
-        ``pack_unusual`` takes what is no plain CPU tensor, ``pack_below`` what comes from inside an
-        operation, and ``unpack_other`` what is not ``Kept``, or was changed since. ``untraced``
-        calls them where the compiler does not look. With ``is_bounded`` a detached part of a
-        storage counts as the whole, which is what it keeps in memory.
+        ``offloading`` packs the rest, and what finds no room below ``account.limit_small``; it
+        unpacks what is not ``Kept``, or was changed since. ``pack_unusual`` takes what is no plain
+        tensor of the CPU or a GPU, and ``pack_below`` what comes from inside an operation.
+        ``untraced`` calls them where the compiler does not look. With ``is_bounded`` a detached
+        part of a storage counts as the whole, which is what it keeps in memory.
         """
 
     def pack(self, tensor: Tensor) -> object:

@@ -32,18 +32,10 @@ with torch.inference_mode(mode=False):
 tensor. Shared, because to make one costs more than all the rest of `Geometry.build`."""
 
 
-_EMPTY_ON_GPU: Final[dict[tuple[torch.dtype, int], Tensor]] = {}
-
-
 def _make_empty(dtype: torch.dtype, gpu: int | None) -> Tensor:
-    made = None if gpu is None else _EMPTY_ON_GPU.get((dtype, gpu))
-    if made is None:
-        # An interrupt in here could leave the modes off, so it is entered once for each dtype.
-        with plainly():
-            made = torch.empty(0, dtype=dtype, device="cpu" if gpu is None else gpu)
-        if gpu is not None:
-            _EMPTY_ON_GPU[dtype, gpu] = made
-    return made
+    # An interrupt in here could leave the modes off, so that those of GPUs are kept as well.
+    with plainly():
+        return torch.empty(0, dtype=dtype, device="cpu" if gpu is None else gpu)
 
 
 TORCH: Final = Torch(

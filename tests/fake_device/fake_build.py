@@ -40,7 +40,7 @@ SYMBOLS = "symbols.txt"
 """The functions that the fake offers, one in each line, beside what was built."""
 
 CUDA_MAJOR_MIN = 13
-FLAGS = ("-std=c++20", "-O1", "-g1", "-fPIC", "-Wall", "-Wextra", "-Werror", "-pthread")
+FLAGS = ("-std=c++20", "-O2", "-g1", "-fPIC", "-Wall", "-Wextra", "-Werror", "-pthread")
 
 # What a function of CUDA looks like in its headers.
 _DECLARED = re.compile(r"\b(?:CUresult|cudaError_t)(?:\s+CUDA\w+)?\s+(cu(?:da)?[A-Z]\w+)\s*\(")

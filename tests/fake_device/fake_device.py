@@ -96,6 +96,7 @@ class FakeDevice:
         self._driver = driver
         for name in ("take_races", "calls", "refused", "waits_with_gil"):
             getattr(driver, f"fake_{name}").restype = ctypes.c_void_p
+        driver.fake_ns_in_calls.restype = ctypes.c_long
 
     # What was seen
 
@@ -114,6 +115,20 @@ class FakeDevice:
     def waits_with_gil(self) -> Counter[str]:
         """Functions that had to wait for a device, and in which the caller held Python's lock."""
         return self._counts("waits_with_gil")
+
+    # What the fake itself takes
+
+    def time_calls(self, *, is_on: bool) -> None:
+        """Measure from now on how long threads are in functions of CUDA, or no longer."""
+        self._driver.fake_time_calls(int(is_on))
+
+    def ns_in_calls(self) -> int:
+        """How long this thread was in functions of CUDA while that was measured, in nanoseconds.
+
+        It is the fake's own time, and no part of a real driver's: its locks, its clocks and lists
+        for the races, the threads that it wakes. What they do on streams is not in it.
+        """
+        return int(self._driver.fake_ns_in_calls())
 
     # How late things happen
 

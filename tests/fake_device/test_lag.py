@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from time import perf_counter_ns
+
 import pytest
 import torch
 
@@ -76,3 +78,22 @@ def test_host_that_is_not_watched(fake: FakeDevice) -> None:
     fake.release()
     torch.cuda.synchronize()
     assert target.eq(1).all()
+
+
+@on_fake_device()
+def test_time_in_functions_of_cuda(fake: FakeDevice) -> None:
+    stream = torch.cuda.Stream()
+    before_ns = fake.ns_in_calls()
+    stream.query()
+    assert fake.ns_in_calls() == before_ns
+    fake.time_calls(is_on=True)
+    began_ns = perf_counter_ns()
+    for _ in range(100):
+        stream.query()
+    took_ns = perf_counter_ns() - began_ns
+    fake.time_calls(is_on=False)
+    # A function of the runtime calls one of the driver, whose time is a part of its own.
+    counted_ns = fake.ns_in_calls() - before_ns
+    assert 0 < counted_ns < took_ns
+    stream.query()
+    assert fake.ns_in_calls() == before_ns + counted_ns

@@ -54,16 +54,11 @@ PLAIN_KEYS = dispatch_keys(torch.from_numpy(np.empty(0)))
 """The keys of an ordinary tensor. Its memory comes from numpy: when torch allocates its first own
 tensor it reads the switch for huge pages, and at import that would be too early."""
 
-_gpu_keys: object = None
 
-
-def keys_on_gpu(tensor: Tensor) -> object:
+def find_gpu_keys(tensor: Tensor) -> object:
     """Return the keys of an ordinary tensor of a GPU, of which ``tensor`` is some tensor."""
-    global _gpu_keys  # noqa: PLW0603 - made once, when there is a GPU
-    if _gpu_keys is None:
-        with plainly():
-            _gpu_keys = dispatch_keys(torch.empty(0, device=tensor.device))
-    return _gpu_keys
+    with plainly():
+        return dispatch_keys(torch.empty(0, device=tensor.device))
 
 
 RULES = Rules(
@@ -71,7 +66,7 @@ RULES = Rules(
     parameter_type=Parameter,
     dispatch_keys=dispatch_keys,
     plain_keys=PLAIN_KEYS,
-    keys_on_gpu=keys_on_gpu,
+    find_gpu_keys=find_gpu_keys,
     passes_weights_on=PASSES_WEIGHTS_ON,
     is_below_autograd=is_below_autograd,
     is_grad_enabled=torch.is_grad_enabled,

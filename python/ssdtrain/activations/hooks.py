@@ -127,10 +127,9 @@ class Hooks:
             self._transfer.gpus,
             small_bytes=self._min_bytes,
             is_bounded=self._residency.is_bounded,
-            pack_other=offloading.pack,
+            offloading=offloading,
             pack_unusual=self._pack_unusual,
             pack_below=self._pack_below,
-            unpack_other=offloading.unpack,
             untraced=call_untraced,
         )
         return saved_tensors_hooks(pair.pack, pair.unpack)

@@ -14,10 +14,8 @@ impl GpuWay {
             return Ok(ordered);
         }
         if one.is_shared {
-            for stream in self.seen.of_gpu(self.gpu) {
-                // defence: streams that use a source
-                self.seen.record(one.memory.bind(py), stream)?;
-            }
+            // defence: streams that use a source
+            self.seen.record_all(one.memory.bind(py), self.gpu)?;
         }
         Ok(Ok(true))
     }

@@ -318,7 +318,9 @@ impl Gpus {
 
     /// Lets go of what captures of CUDA graphs held back, if they have ended.
     pub fn let_held_go(&self, py: Python<'_>) {
-        let ways: Vec<_> = self.ways().iter().map(|(_, way)| Arc::clone(way)).collect();
+        let has_held = |way: &&Arc<GpuWay>| !way.held().is_empty();
+        let ways: Vec<_> =
+            self.ways().iter().map(|(_, way)| way).filter(has_held).map(Arc::clone).collect();
         for way in &ways {
             way.let_held_go(py);
         }

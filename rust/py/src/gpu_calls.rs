@@ -22,7 +22,7 @@ pub struct SeenStreams(Mutex<Vec<(GpuStream, Arc<Py<PyAny>>)>>);
 impl SeenStreams {
     /// Notes that a stream uses tensors.
     pub fn note(&self, py: Python<'_>, stream: GpuStream, calls: &TorchCalls) -> PyResult<()> {
-        if self.object(stream).is_none() {
+        if !self.locked().iter().any(|(one, _)| *one == stream) {
             let made = calls.stream_object.bind(py).call1((stream.gpu, stream.handle))?;
             let object = Arc::new(made.unbind());
             self.locked().push((stream, object));
@@ -33,25 +33,30 @@ impl SeenStreams {
     /// Tells the allocator that a stream uses the memory of a tensor, too; nothing if the memory
     /// was allocated for that stream.
     pub fn record(&self, tensor: &Bound<'_, PyAny>, stream: GpuStream) -> PyResult<()> {
-        let object = self.object(stream).expect("a stream is noted before it is recorded");
-        let py = tensor.py();
-        tensor.call_method1(intern!(py, "record_stream"), (&*object,)).map(drop)
+        let objects = self.objects(|one| one == stream);
+        assert!(!objects.is_empty(), "a stream is noted before it is recorded");
+        record(tensor, &objects)
     }
 
-    /// All streams of a GPU that use tensors.
-    pub fn of_gpu(&self, gpu: usize) -> Vec<GpuStream> {
-        let seen = self.locked();
-        seen.iter().map(|(stream, _)| *stream).filter(|stream| stream.gpu == gpu).collect()
+    /// The same for all streams of a GPU that use tensors.
+    pub fn record_all(&self, tensor: &Bound<'_, PyAny>, gpu: usize) -> PyResult<()> {
+        record(tensor, &self.objects(|one| one.gpu == gpu))
     }
 
-    fn object(&self, stream: GpuStream) -> Option<Arc<Py<PyAny>>> {
+    fn objects(&self, is_meant: impl Fn(GpuStream) -> bool) -> Vec<Arc<Py<PyAny>>> {
         let seen = self.locked();
-        seen.iter().find(|(one, _)| *one == stream).map(|(_, object)| Arc::clone(object))
+        let meant = seen.iter().filter(|(stream, _)| is_meant(*stream));
+        meant.map(|(_, object)| Arc::clone(object)).collect()
     }
 
     fn locked(&self) -> MutexGuard<'_, Vec<(GpuStream, Arc<Py<PyAny>>)>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+fn record(tensor: &Bound<'_, PyAny>, streams: &[Arc<Py<PyAny>>]) -> PyResult<()> {
+    let name = intern!(tensor.py(), "record_stream");
+    streams.iter().try_for_each(|stream| tensor.call_method1(name, (&**stream,)).map(drop))
 }
 
 /// Functions of torch for tensors of GPUs; see `transfer/staged.py`.

@@ -2,17 +2,18 @@
 //!
 //! Most saved tensors are weights or small. Those are packed and unpacked here, because functions
 //! in Python would cost more than all else (`benches/training/small_tensors.py` measures it); the
-//! others go on to the hooks in Python. No lock is held while Python runs: any of its calls may
-//! come back here.
+//! others go on to `offloading.rs`, and what is unusual to the hooks in Python. No lock is held
+//! while Python runs: any of its calls may come back here.
 
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::PyTuple;
+use pyo3::types::{PyString, PyTuple};
 use ssdtrain_core as core;
 
 use crate::account::Account;
 use crate::gpu::Gpus;
 use crate::kept::{Kept, is_true};
+use crate::offloading::Offloading;
 use crate::rules::{Glance, Rules, Verdict};
 use crate::store::Store;
 
@@ -25,10 +26,9 @@ pub struct HookPair {
     gpus: Option<Py<Gpus>>,
     small_bytes: u64,
     is_bounded: bool,
-    pack_other: Py<PyAny>,
+    offloading: Py<Offloading>,
     pack_unusual: Py<PyAny>,
     pack_below: Py<PyAny>,
-    unpack_other: Py<PyAny>,
     untraced: Py<PyAny>,
 }
 
@@ -36,8 +36,8 @@ pub struct HookPair {
 impl HookPair {
     #[new]
     #[pyo3(signature = (
-        rules, account, store, gpus, *, small_bytes, is_bounded, pack_other, pack_unusual,
-        pack_below, unpack_other, untraced
+        rules, account, store, gpus, *, small_bytes, is_bounded, offloading, pack_unusual,
+        pack_below, untraced
     ))]
     #[expect(clippy::too_many_arguments, reason = "keywords on the side of Python")]
     fn new(
@@ -47,10 +47,9 @@ impl HookPair {
         gpus: Option<Py<Gpus>>,
         small_bytes: u64,
         is_bounded: bool,
-        pack_other: Py<PyAny>,
+        offloading: Py<Offloading>,
         pack_unusual: Py<PyAny>,
         pack_below: Py<PyAny>,
-        unpack_other: Py<PyAny>,
         untraced: Py<PyAny>,
     ) -> Self {
         Self {
@@ -60,10 +59,9 @@ impl HookPair {
             gpus,
             small_bytes,
             is_bounded,
-            pack_other,
+            offloading,
             pack_unusual,
             pack_below,
-            unpack_other,
             untraced,
         }
     }
@@ -93,7 +91,10 @@ impl HookPair {
         {
             return Ok(tensor.clone().unbind());
         }
-        self.in_python(py, &self.unpack_other, &[packed])
+        if self.is_traced(py)? {
+            return self.out_of_sight(&self.method(py, intern!(py, "unpack"))?, &[packed]);
+        }
+        self.offloading.get().unpack(packed)
     }
 }
 
@@ -116,7 +117,7 @@ impl HookPair {
                 // No code runs in between, so that both are of one moment.
                 let Some(holding) = self.account.hold_small(identity, nbytes, transfer_bytes)
                 else {
-                    return self.in_python(py, &self.pack_other, &[tensor]);
+                    return self.pack_other(tensor);
                 };
                 let kept = Kept::hold(tensor, is_leaf, is_from_below, Some(holding))?;
                 return Ok(kept.into_any());
@@ -130,23 +131,54 @@ impl HookPair {
                 let is_leaf = is_true(tensor, intern!(py, "is_leaf"))?;
                 Ok(Kept::hold(tensor, is_leaf, is_from_below, None)?.into_any())
             }
-            Verdict::Plain => self.in_python(py, &self.pack_other, &[tensor]),
+            Verdict::Plain => self.pack_other(tensor),
         }
     }
 
-    /// Calls a function in Python, out of the compiler's sight if it looks into this thread.
+    /// Packs what may leave memory, out of the compiler's sight if it looks into this thread.
+    fn pack_other(&self, tensor: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
+        let py = tensor.py();
+        if self.is_traced(py)? {
+            return self.out_of_sight(&self.method(py, intern!(py, "pack"))?, &[tensor]);
+        }
+        self.offloading.get().pack(tensor)
+    }
+
+    /// Calls a function in Python, out of the compiler's sight in the same way.
     fn in_python<'py>(
         &self,
         py: Python<'py>,
         function: &Py<PyAny>,
         arguments: &[&Bound<'py, PyAny>],
     ) -> PyResult<Py<PyAny>> {
-        let called = if self.rules.get().tracer.bind(py).call0()?.is_truthy()? {
-            let words = [&[function.bind(py)], arguments].concat();
-            self.untraced.bind(py).call1(PyTuple::new(py, words)?)
-        } else {
-            function.bind(py).call1(PyTuple::new(py, arguments)?)
-        };
-        called.map(Bound::unbind)
+        let function = function.bind(py);
+        if self.is_traced(py)? {
+            return self.out_of_sight(function, arguments);
+        }
+        function.call1(PyTuple::new(py, arguments)?).map(Bound::unbind)
+    }
+
+    /// Whether the compiler looks into what this thread calls.
+    fn is_traced(&self, py: Python<'_>) -> PyResult<bool> {
+        self.rules.get().tracer.bind(py).call0()?.is_truthy()
+    }
+
+    /// Calls a function where the compiler does not look.
+    fn out_of_sight<'py>(
+        &self,
+        function: &Bound<'py, PyAny>,
+        arguments: &[&Bound<'py, PyAny>],
+    ) -> PyResult<Py<PyAny>> {
+        let py = function.py();
+        let words = [&[function], arguments].concat();
+        self.untraced.bind(py).call1(PyTuple::new(py, words)?).map(Bound::unbind)
+    }
+
+    fn method<'py>(
+        &self,
+        py: Python<'py>,
+        name: &Bound<'py, PyString>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        self.offloading.bind(py).getattr(name)
     }
 }

@@ -86,7 +86,7 @@ impl Offloading {
         })
     }
 
-    fn pack(&self, tensor: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
+    pub fn pack(&self, tensor: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
         let py = tensor.py();
         if self.records.get().is_forked() {
             return Ok(self
@@ -115,7 +115,7 @@ impl Offloading {
         Ok(saved.into_any().unbind())
     }
 
-    fn unpack(&self, packed: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
+    pub fn unpack(&self, packed: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
         let (py, hooks) = (packed.py(), self.hooks.bind(packed.py()));
         let Ok(saved) = packed.cast::<SavedTensor>() else {
             // What has changed since comes here, or is asked for from inside an operation.

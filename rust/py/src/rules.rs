@@ -1,5 +1,7 @@
 //! Which saved tensors are weights, and which are of a kind that is not managed.
 
+use std::sync::OnceLock;
+
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyFrozenSet, PyType};
@@ -19,7 +21,10 @@ pub struct Rules {
     parameter_type: Py<PyType>,
     dispatch_keys: Py<PyAny>,
     plain_keys: Py<PyAny>,
-    keys_on_gpu: Py<PyAny>,
+    /// Tells those of a plain tensor of a GPU, of which it is given some tensor.
+    find_gpu_keys: Py<PyAny>,
+    /// The same on every GPU; found at the first tensor of one.
+    gpu_keys: OnceLock<Py<PyAny>>,
     passes_weights_on: Py<PyFrozenSet>,
     is_below_autograd: Py<PyAny>,
     is_grad_enabled: Py<PyAny>,
@@ -51,7 +56,7 @@ pub enum Glance {
 impl Rules {
     #[new]
     #[pyo3(signature = (
-        *, tensor_type, parameter_type, dispatch_keys, plain_keys, keys_on_gpu,
+        *, tensor_type, parameter_type, dispatch_keys, plain_keys, find_gpu_keys,
         passes_weights_on, is_below_autograd, is_grad_enabled, storage_users, tracer, float32
     ))]
     #[expect(clippy::too_many_arguments, reason = "keywords on the side of Python")]
@@ -60,7 +65,7 @@ impl Rules {
         parameter_type: Py<PyType>,
         dispatch_keys: Py<PyAny>,
         plain_keys: Py<PyAny>,
-        keys_on_gpu: Py<PyAny>,
+        find_gpu_keys: Py<PyAny>,
         passes_weights_on: Py<PyFrozenSet>,
         is_below_autograd: Py<PyAny>,
         is_grad_enabled: Py<PyAny>,
@@ -73,7 +78,8 @@ impl Rules {
             parameter_type,
             dispatch_keys,
             plain_keys,
-            keys_on_gpu,
+            find_gpu_keys,
+            gpu_keys: OnceLock::new(),
             passes_weights_on,
             is_below_autograd,
             is_grad_enabled,
@@ -164,10 +170,12 @@ impl Rules {
         // lazy conjugates, tensors without bytes, of inference mode, of function transforms and of
         // other devices each have an entry more, or one less, than a plain one.
         let keys = self.dispatch_keys.bind(py).call1((tensor,))?;
-        let is_plain = keys.eq(&self.plain_keys)?
-            || (is_true(tensor, intern!(py, "is_cuda"))?
-                && keys.eq(self.keys_on_gpu.bind(py).call1((tensor,))?)?);
-        if !is_plain {
+        let plain_keys = if is_true(tensor, intern!(py, "is_cuda"))? {
+            self.gpu_keys(tensor)?
+        } else {
+            &self.plain_keys
+        };
+        if !keys.eq(plain_keys)? {
             return Ok(Verdict::Unusual); // defence: what a plain tensor is
         }
         let node = tensor.getattr(intern!(py, "grad_fn"))?;
@@ -182,6 +190,16 @@ impl Rules {
             self.is_made_of_weight(tensor, node)?
         };
         Ok(if is_weight { Verdict::Weight } else { Verdict::Plain })
+    }
+
+    /// The keys of a plain tensor of a GPU, of which `tensor` is some tensor.
+    fn gpu_keys(&self, tensor: &Bound<'_, PyAny>) -> PyResult<&Py<PyAny>> {
+        if let Some(known) = self.gpu_keys.get() {
+            return Ok(known);
+        }
+        // Not while the cell is locked: torch may let other threads run, which come here as well.
+        let found = self.find_gpu_keys.bind(tensor.py()).call1((tensor,))?.unbind();
+        Ok(self.gpu_keys.get_or_init(|| found))
     }
 
     fn is_weight_itself(&self, base: &Bound<'_, PyAny>) -> PyResult<bool> {

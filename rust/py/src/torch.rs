@@ -1,5 +1,7 @@
 //! What the compiled part calls of torch for tensors that may leave memory.
 
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -10,6 +12,8 @@ use crate::store::Slot;
 #[pyclass(frozen, module = "ssdtrain._core")]
 pub struct Torch {
     empties: Py<PyDict>,
+    /// Those of GPUs that were needed so far; there are few types and few GPUs.
+    empties_on_gpus: Mutex<Vec<EmptyOnGpu>>,
     make_empty: Py<PyAny>,
     frombuffer: Py<PyAny>,
     /// What `frombuffer` is told beside the buffer: that its items are bytes.
@@ -18,6 +22,12 @@ pub struct Torch {
     current_backward: Py<PyAny>,
     current_node: Py<PyAny>,
     is_below_autograd: Py<PyAny>,
+}
+
+struct EmptyOnGpu {
+    dtype: Py<PyAny>,
+    gpu: usize,
+    empty: Py<PyAny>,
 }
 
 #[pymethods]
@@ -43,6 +53,7 @@ impl Torch {
         as_bytes.set_item("dtype", byte_type)?;
         Ok(Self {
             empties,
+            empties_on_gpus: Mutex::default(),
             make_empty,
             frombuffer,
             as_bytes: as_bytes.unbind(),
@@ -68,12 +79,34 @@ impl Torch {
         gpu: Option<usize>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let py = dtype.py();
-        if gpu.is_none()
-            && let Some(empty) = self.empties.bind(py).get_item(dtype)?
-        {
-            return Ok(empty);
+        let known = match gpu {
+            None => self.empties.bind(py).get_item(dtype)?,
+            Some(gpu) => self.empty_on_gpu(dtype, gpu),
+        };
+        if let Some(known) = known {
+            return Ok(known);
         }
-        self.make_empty.bind(py).call1((dtype, gpu))
+        let empty = self.make_empty.bind(py).call1((dtype, gpu))?;
+        if let Some(gpu) = gpu {
+            let (dtype, kept) = (dtype.clone().unbind(), empty.clone().unbind());
+            self.empties_on_gpus().push(EmptyOnGpu { dtype, gpu, empty: kept });
+        }
+        Ok(empty)
+    }
+
+    fn empty_on_gpu<'py>(
+        &self,
+        dtype: &Bound<'py, PyAny>,
+        gpu: usize,
+    ) -> Option<Bound<'py, PyAny>> {
+        let known = self.empties_on_gpus();
+        let one = known.iter().find(|one| one.gpu == gpu && one.dtype.is(dtype))?;
+        Some(one.empty.bind(dtype.py()).clone())
+    }
+
+    /// Locked for a look or a change that calls nothing.
+    fn empties_on_gpus(&self) -> MutexGuard<'_, Vec<EmptyOnGpu>> {
+        self.empties_on_gpus.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The number that the next node made in this thread will get.

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstdio>
 #include <mutex>
 #include <set>
@@ -13,18 +14,26 @@
 #include <vector>
 
 namespace fake {
+
+struct Symbol {
+  explicit Symbol(std::string_view name);
+  const bool needs_context, begins_use;
+  std::atomic<long> count{0};
+};
+
 namespace {
 
 using Lock = std::lock_guard<std::mutex>;
-// Found without a copy of the name: every call looks for its own.
-using Counts = std::map<std::string, long, std::less<>>;
+using Counts = std::map<std::string, long>;
 
 // Nothing here is ever destroyed: threads call while the process ends.
 std::mutex &mutex = *new std::mutex;
-Counts &calls = *new Counts;
+std::map<std::string, Symbol, std::less<>> &symbols =
+    *new std::map<std::string, Symbol, std::less<>>;
 Counts &refused = *new Counts;
 Counts &waits = *new Counts;
 std::vector<Failure> &failures = *new std::vector<Failure>;
+std::atomic<bool> has_failures{false};  // asked without the lock: mostly there are none
 std::string &lasting_reason = *new std::string;
 std::atomic<int> lasting{0};
 
@@ -39,7 +48,7 @@ std::atomic<bool> is_used{false}, is_forked{false};
     pthread_atfork(nullptr, nullptr, [] { is_forked = is_used.load(); });
 
 // What works without a context works after an error that lasts.
-bool needs_a_context(const char *symbol) {
+bool needs_a_context(const std::string &symbol) {
   static const auto &others = *new std::set<std::string>{
       "cuInit", "cuDriverGetVersion", "cuGetProcAddress_v2", "cuGetExportTable", "cuDeviceGet",
       "cuDeviceGetCount", "cuDeviceGetName", "cuDeviceGetUuid_v2", "cuDeviceGetAttribute",
@@ -54,11 +63,45 @@ bool needs_a_context(const char *symbol) {
   return !others.count(symbol);
 }
 
-void count(Counts &counts, const char *name) {
-  const auto found = counts.find(std::string_view(name));
-  if (found != counts.end()) found->second++;
-  else counts.emplace(name, 1);
+}  // namespace
+
+Symbol::Symbol(std::string_view name)
+    : needs_context(needs_a_context(std::string(name))), begins_use(name == "cuInit") {}
+
+namespace {
+
+// With the lock held.
+Symbol &symbol_named(std::string_view name) {
+  const auto found = symbols.find(name);
+  return found != symbols.end() ? found->second
+                                : symbols.try_emplace(std::string(name), name).first->second;
 }
+
+Symbol &symbol_of(Site &site) {
+  if (Symbol *known = site.symbol.load(std::memory_order_acquire)) return *known;
+  Lock lock(mutex);
+  Symbol &found = symbol_named(site.name);
+  site.symbol.store(&found, std::memory_order_release);
+  return found;
+}
+
+int64_t now_ns() {
+  using namespace std::chrono;
+  return duration_cast<nanoseconds>(steady_clock::now().time_since_epoch()).count();
+}
+
+// What the clock tells of nothing: the time between two looks at it, one right after the other.
+int64_t look_twice_ns() {
+  int64_t least = INT64_MAX;
+  for (int i = 0; i < 100; i++) {
+    const int64_t before = now_ns();
+    least = std::min(least, now_ns() - before);
+  }
+  return least;
+}
+
+thread_local int64_t ns_of_thread = 0;
+thread_local bool is_thread_timed = false;
 
 int failed(int code, const std::string &reason) {
   failed_code = code;
@@ -75,19 +118,23 @@ const char *interned(const std::string &text) {
   return texts.insert(text).first->c_str();
 }
 
-int enter(const char *symbol) {
-  symbol_of_thread = symbol;
+int enter(Site &site) {
+  symbol_of_thread = site.name;
   // Before the lock: whoever held it in the parent does not exist in the child.
   if (is_forked) return failed(CUDA_ERROR_NOT_INITIALIZED, "a forked child cannot use CUDA");
-  if (symbol == std::string_view("cuInit")) is_used = true;
+  Symbol &symbol = symbol_of(site);
+  if (symbol.begins_use) is_used = true;
+  symbol.count.fetch_add(1, std::memory_order_relaxed);
+  const bool may_fail = lasting && symbol.needs_context;
+  if (!may_fail && !has_failures) return 0;
   Lock lock(mutex);
-  count(calls, symbol);
   auto due = std::find_if(failures.begin(), failures.end(), [&](Failure &one) {
-    return one.symbol == symbol && one.after-- <= 0;
+    return one.symbol == site.name && one.after-- <= 0;
   });
   if (due != failures.end()) {
     const Failure failure = *due;
     if (!failure.is_every_call) failures.erase(due);
+    has_failures = !failures.empty();
     const std::string reason = "the test made " + failure.symbol + " fail";
     if (failure.lasts && !lasting) {
       lasting_reason = reason;
@@ -95,13 +142,13 @@ int enter(const char *symbol) {
     }
     return failed(failure.code, reason);
   }
-  if (lasting && needs_a_context(symbol)) return failed(lasting, lasting_reason);
+  if (lasting && symbol.needs_context) return failed(lasting, lasting_reason);
   return 0;
 }
 
 void count_call(const char *name) {
   Lock lock(mutex);
-  count(calls, name);
+  symbol_named(name).count++;
 }
 
 int refuse(const char *name) {
@@ -120,11 +167,13 @@ bool is_forked_child() { return is_forked; }
 void fail(const Failure &failure) {
   Lock lock(mutex);
   failures.push_back(failure);
+  has_failures = true;
 }
 
 void recover() {
   Lock lock(mutex);
   failures.clear();
+  has_failures = false;
   lasting = 0;
 }
 
@@ -186,9 +235,31 @@ void note_wait() {
   waits[symbol_of_thread]++;
 }
 
+constinit std::atomic<bool> are_calls_timed{false};
+
+void time_calls(bool is_on) { are_calls_timed = is_on; }
+
+int64_t ns_in_calls() { return ns_of_thread; }
+
+void Stopwatch::begin() {
+  if (is_thread_timed) return;
+  is_thread_timed = true;
+  began_ns_ = now_ns();
+}
+
+void Stopwatch::end() {
+  const int64_t took_ns = now_ns() - began_ns_;
+  static const int64_t looks_ns = look_twice_ns();
+  ns_of_thread += took_ns - looks_ns;
+  is_thread_timed = false;
+}
+
 std::map<std::string, long> call_counts() {
   Lock lock(mutex);
-  return {calls.begin(), calls.end()};
+  std::map<std::string, long> counts;
+  for (const auto &[name, symbol] : symbols)
+    if (symbol.count) counts[name] = symbol.count;
+  return counts;
 }
 std::map<std::string, long> refused_counts() {
   Lock lock(mutex);

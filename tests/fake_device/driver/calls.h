@@ -1,13 +1,27 @@
 // Every function of CUDA that the fake offers begins here: it is counted, it can be made to fail,
 // and after an error that lasts it fails for good. What the fake lacks ends here, by its name.
 #pragma once
+#include <stdint.h>
+
+#include <atomic>
 #include <map>
 #include <string>
 
 namespace fake {
 
+// What is known of one function, for all places that have its name.
+struct Symbol;
+
+// The body of a function of CUDA; looks itself up at its first call. Without a constructor that
+// runs, and so without a lock that a forked child might find taken.
+struct Site {
+  const char *name;
+  std::atomic<Symbol *> symbol{nullptr};
+  constexpr explicit Site(const char *function) : name(function) {}
+};
+
 // Counts a call; returns the code that it has to fail with, or 0.
-int enter(const char *symbol);
+int enter(Site &site);
 // Counts a call of something else that the fake watches.
 void count_call(const char *name);
 
@@ -43,6 +57,31 @@ const char *error_text(int code);
 // has the interpreter's lock, because then every other Python thread waits too.
 void note_wait();
 
+// Counts from now on how long each thread is in functions of CUDA.
+void time_calls(bool is_on);
+// How long this thread was in them while that was on, without what they do later on a stream.
+int64_t ns_in_calls();
+
+extern constinit std::atomic<bool> are_calls_timed;
+
+// Times the function that it is in, unless another one of CUDA called that.
+class Stopwatch {
+ public:
+  Stopwatch() {
+    if (are_calls_timed.load(std::memory_order_relaxed)) begin();
+  }
+  ~Stopwatch() {
+    if (began_ns_) end();
+  }
+  Stopwatch(const Stopwatch &) = delete;
+  Stopwatch &operator=(const Stopwatch &) = delete;
+
+ private:
+  void begin();
+  void end();
+  int64_t began_ns_ = 0;
+};
+
 std::map<std::string, long> call_counts();
 std::map<std::string, long> refused_counts();
 std::map<std::string, long> waits_with_gil();
@@ -52,10 +91,13 @@ const char *interned(const std::string &text);
 
 }  // namespace fake
 
-#define FAKE_ENTER()                                              \
-  do {                                                            \
-    if (int code_ = fake::enter(__func__)) return CUresult(code_); \
-  } while (0)
+// The two lines with which a function begins that the fake offers.
+#define FAKE_SITE()                               \
+  static constinit fake::Site site_{__func__};    \
+  [[maybe_unused]] const fake::Stopwatch stopwatch_
+#define FAKE_ENTER() \
+  FAKE_SITE();       \
+  if (int code_ = fake::enter(site_)) return CUresult(code_)
 #define FAKE_NEED(condition, otherwise) \
   do {                                  \
     if (!(condition)) return otherwise; \

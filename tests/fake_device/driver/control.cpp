@@ -28,7 +28,8 @@ int number_of(void *stream) {
 
 int launch_kernel(CUstream stream, const char *name, std::vector<Access> accesses,
                   std::function<void()> kernel) {
-  if (const int code = enter("cudaLaunchKernel")) return code;
+  static constinit Site site{"cudaLaunchKernel"};
+  if (const int code = enter(site)) return code;
   stream = resolve(stream);
   if (!stream) return CUDA_ERROR_INVALID_HANDLE;
   for (Access &access : accesses) access.who = name;
@@ -74,6 +75,8 @@ void fake_fail(const char *symbol, int code, long after, int is_every_call, int 
   fail({symbol, code, after, is_every_call != 0, lasts != 0});
 }
 void fake_recover(void) { recover(); }
+void fake_time_calls(int is_on) { time_calls(is_on != 0); }
+long fake_ns_in_calls(void) { return long(ns_in_calls()); }
 char *fake_take_races(void) {
   std::string text;
   for (const std::string &race : take_races()) text += race + "\n";

@@ -29,6 +29,8 @@ void fake_release_stream(void *stream);
 void fake_release_all(void);
 void fake_fail(const char *symbol, int code, long after, int is_every_call, int lasts);
 void fake_recover(void);
+void fake_time_calls(int is_on);
+long fake_ns_in_calls(void);
 char *fake_take_races(void);
 char *fake_calls(void);
 char *fake_refused(void);

@@ -73,7 +73,7 @@ bool is_over(const Clock &clock, const Access &access) {
 
 void enter_operation(const Clock &known, const std::vector<Access> &accesses) {
   std::set<std::pair<int, uint64_t>> seen;  // an operation is told once, however many its rows
-  std::set<Region *> touched;
+  std::vector<Region *> touched;
   for (const Access &access : accesses) {
     Region *region = find_region(access.bytes.begin);
     if (!region) continue;  // memory that only the host knows, whose bytes are taken at once
@@ -89,7 +89,8 @@ void enter_operation(const Clock &known, const std::vector<Access> &accesses) {
       return is_over(host_clock, old) || (!is_own && hides(known, access, old));
     });
     region->accesses.push_back(access);
-    touched.insert(region);
+    if (std::find(touched.begin(), touched.end(), region) == touched.end())
+      touched.push_back(region);
   }
   for (Region *region : touched) set_shield(*region);
 }

@@ -93,6 +93,7 @@ void on_fault(int, siginfo_t *info, void *context) {
 
 void set_shield(Region &region) {
   if (region.place != Place::pinned || region.alias == (char *)region.bytes.begin) return;
+  if (!options().is_host_watched && region.shields.empty()) return;
   std::vector<Shield> wanted;
   for (const Access &one : region.accesses)
     if (options().is_host_watched && !one.is_told && !is_over(host_clock, one))

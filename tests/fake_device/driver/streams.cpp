@@ -6,6 +6,7 @@
 #include <map>
 #include <set>
 #include <thread>
+#include <unordered_set>
 
 #include "calls.h"
 #include "capture.h"
@@ -21,7 +22,7 @@ std::vector<CUstream> &all_streams = *new std::vector<CUstream>;
 std::vector<std::thread> &threads = *new std::vector<std::thread>;
 std::set<CUstream> &usable_streams = *new std::set<CUstream>;
 std::map<int, CUstream> &default_streams = *new std::map<int, CUstream>;
-std::set<CUevent> &usable_events = *new std::set<CUevent>;
+std::unordered_set<CUevent> &usable_events = *new std::unordered_set<CUevent>;
 
 double now_ms() {
   using namespace std::chrono;

@@ -34,17 +34,17 @@ using fake::note;
 extern "C" {
 
 cudaError_t cudaGetDeviceCount(int *count) {
-  if (int code = fake::enter(__func__)) return note(code);
+  RUNTIME_ENTER_BARE();
   if (int code = cuInit(0)) return note(code);
   return note(cuDeviceGetCount(count));
 }
 cudaError_t cudaGetDevice(int *ordinal) {
-  if (int code = fake::enter(__func__)) return note(code);
+  RUNTIME_ENTER_BARE();
   *ordinal = device_of_thread;
   return cudaSuccess;
 }
 cudaError_t cudaSetDevice(int ordinal) {
-  if (int code = fake::enter(__func__)) return note(code);
+  RUNTIME_ENTER_BARE();
   CUcontext context;
   if (int code = cuDevicePrimaryCtxRetain(&context, ordinal)) return note(code);
   device_of_thread = ordinal;
@@ -93,12 +93,12 @@ cudaError_t cudaDeviceSynchronize(void) {
   return note(cuCtxSynchronize());
 }
 cudaError_t cudaDriverGetVersion(int *version) {
-  if (int code = fake::enter(__func__)) return note(code);
+  RUNTIME_ENTER_BARE();
   *version = CUDART_VERSION;
   return cudaSuccess;
 }
 cudaError_t cudaRuntimeGetVersion(int *version) {
-  if (int code = fake::enter(__func__)) return note(code);
+  RUNTIME_ENTER_BARE();
   *version = CUDART_VERSION;
   return cudaSuccess;
 }
@@ -118,7 +118,7 @@ const char *cudaGetErrorString(cudaError_t code) { return fake::error_text(code)
 cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **function, unsigned,
                                              unsigned long long,
                                              cudaDriverEntryPointQueryResult *status) {
-  if (int code = fake::enter(__func__)) return note(code);
+  RUNTIME_ENTER_BARE();
   CUdriverProcAddressQueryResult found;
   if (cuGetProcAddress(name, function, 0, 0, &found)) *function = (void *)no_such_function;
   if (status) *status = cudaDriverEntryPointSuccess;

@@ -21,8 +21,10 @@ inline cudaMemoryType type_of(unsigned driver_type) {
 
 }  // namespace fake
 
-#define RUNTIME_ENTER()                                            \
-  do {                                                             \
-    if (int code_ = fake::enter(__func__)) return fake::note(code_); \
-    fake::need_context();                                          \
-  } while (0)
+// The lines with which a function of the runtime begins; most need a context.
+#define RUNTIME_ENTER_BARE() \
+  FAKE_SITE();               \
+  if (int code_ = fake::enter(site_)) return fake::note(code_)
+#define RUNTIME_ENTER() \
+  RUNTIME_ENTER_BARE(); \
+  fake::need_context()
