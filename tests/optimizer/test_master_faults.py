@@ -299,6 +299,7 @@ def test_an_interrupt_at_any_line_leaves_each_parameter_before_or_after_its_upda
                 is_interrupted = False
             except KeyboardInterrupt:
                 points_count += 1
+            assert torch.is_grad_enabled()
             assert set(run.optimizer.state) <= set(run.params), "nothing else is left there"
             for found, old, new in zip(run.now(), before, after, strict=True):
                 expected = new if torch.equal(found[0], new[0]) else old

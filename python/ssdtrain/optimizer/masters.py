@@ -265,8 +265,10 @@ class Masters:
         # First, and at once: an interrupt leaves no weight behind its master.
         left = [leaf for leaf in leaves if not leaf.is_put]
         if left:
-            with torch.no_grad():
-                copy_each([leaf.param for leaf in left], [leaf.tensor for leaf in left])
+            # Detached and not in no_grad(), which an interrupt at its end would leave on.
+            copy_each(
+                [leaf.param.detach() for leaf in left], [leaf.tensor.detach() for leaf in left]
+            )
         del left
         while leaves:
             leaf = leaves[-1]
