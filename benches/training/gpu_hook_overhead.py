@@ -31,7 +31,16 @@ from torch import Tensor
 import fake_build
 import fake_device
 import ssdtrain
-from hook_overhead import KeepNothing, Row, Timed, table, trivial_pack, trivial_unpack
+from hook_overhead import (
+    KeepNothing,
+    Row,
+    Timed,
+    median_us,
+    row_of,
+    table,
+    trivial_pack,
+    trivial_unpack,
+)
 from ssdtrain.config import OffloadConfig, StoreConfig
 from ssdtrain.demo.machine import machine_facts
 
@@ -101,20 +110,9 @@ def measure(
     session.close()
     assert (written > 0) == (elements == LARGE_ELEMENTS), f"{kind}: wrote {written}"
     assert not waits, f"the device was waited for with the interpreter's lock: {waits}"
-    row = Row(
-        kind,
-        median_us(trivial.pack_ns),
-        median_us(ours.pack_ns),
-        median_us(trivial.unpack_ns),
-        median_us(ours.unpack_ns),
-        ours.mean_us() - trivial.mean_us() - stall_us / len(ours.unpack_ns),
-    )
+    row = row_of(kind, trivial, ours, stall_us)
     calls = statistics.median(counts[3::2]) - statistics.median(counts[2::2])
     return row, InDriver(calls, median_us(in_driver.pack_ns), median_us(in_driver.unpack_ns))
-
-
-def median_us(durations_ns: list[int]) -> float:
-    return statistics.median(durations_ns) / 1000
 
 
 def settled(session: ssdtrain.Session, elements: int) -> Tensor:

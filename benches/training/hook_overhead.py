@@ -203,9 +203,16 @@ def measure(kind: str, directory: str, rounds: int) -> Row:
     session.close()
     assert (written > 0) == (kind in ("deduplicated", "offloaded")), f"{kind}: wrote {written}"
 
-    def median_us(durations: list[int]) -> float:
-        return statistics.median(durations) / 1000
+    return row_of(kind, trivial, ours, stall_us)
 
+
+def median_us(durations_ns: list[int]) -> float:
+    """Return the median, in microseconds."""
+    return statistics.median(durations_ns) / 1000
+
+
+def row_of(kind: str, trivial: Timed, ours: Timed, stall_us: float) -> Row:
+    """Return what was timed as a row; `stall_us` is what the unpacks waited for the disk."""
     return Row(
         kind,
         median_us(trivial.pack_ns),

@@ -33,7 +33,7 @@ tensor. Shared, because to make one costs more than all the rest of `Geometry.bu
 
 
 def _make_empty(dtype: torch.dtype, gpu: int | None) -> Tensor:
-    # An interrupt in here could leave the modes off, so that those of GPUs are kept as well.
+    # An interrupt in here could leave the modes off, so the caller keeps what is made.
     with plainly():
         return torch.empty(0, dtype=dtype, device="cpu" if gpu is None else gpu)
 

@@ -18,7 +18,7 @@ from mastered import InMemory, build, master_of, started, train
 from ssdtrain import ConfigError, StorageError, TensorStore, load, offload_optimizer, save
 from ssdtrain.optimizer import masters
 from stores import SlowStore
-from test_optimizer_faults import FORK
+from test_optimizer_faults import FORK, on_failing_disks
 from test_undo import ChosenStore
 from trained import WIDTH, everything, plain_step
 
@@ -55,16 +55,7 @@ class Pair:
         support.assert_equal_bits(self.now(), everything(self.plain_module, self.plain))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    "faults",
-    [
-        {"space_error_rate": 0.3},
-        {"io_error_rate": 0.02, "short_rate": 0.3, "late_rate": 0.2},
-        {"capacity_bytes": 600 << 10},
-        {"space_error_rate": 1.0},
-    ],
-    ids=["some space", "errors", "full", "none"],
-)
+@on_failing_disks
 @pytest.mark.parametrize("overlap", ["step", "forward", "backward"])
 def test_a_failed_write_keeps_its_master(
     overlap: str, faults: dict[str, Any], tmp_path: Path

@@ -37,7 +37,7 @@ def steps_on(store: SlowStore, *, look: bool = True) -> tuple[list[Any], Any]:
     return after, optimizer
 
 
-@pytest.mark.parametrize(
+on_failing_disks = pytest.mark.parametrize(
     "faults",
     [
         {"space_error_rate": 0.3},
@@ -47,6 +47,9 @@ def steps_on(store: SlowStore, *, look: bool = True) -> tuple[list[Any], Any]:
     ],
     ids=["some space", "errors", "full", "none"],
 )
+
+
+@on_failing_disks
 def test_a_failed_write_keeps_its_tensor(
     faults: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -417,62 +417,84 @@ const fn index(direction: Direction) -> usize {
 #[cfg(test)]
 mod tests {
     use std::sync::Arc;
-    use std::time::Duration;
+    use std::time::{Duration, Instant};
 
-    use super::Uring;
+    use super::{Worker, build_ring};
     use crate::config::{DirectIo, Tuning};
-    use crate::disk::spill_file::{Quota, SpillFile};
-    use crate::engine::contract::{IoEngine, Setup};
+    use crate::disk::spill_file::{Extent, Quota, SpillFile};
+    use crate::engine::contract::Setup;
     use crate::error::ErrorKind;
     use crate::memory::arena::Arena;
-    use crate::memory::host::{HostSource, HostTarget};
+    use crate::memory::host::HostSource;
     use crate::memory::landing::Landing;
     use crate::queue::{Job, JobMemory, Request};
-    use crate::ticket::ticket;
+    use crate::ticket::{Ticket, ticket};
 
     const BLOCK: usize = 4096;
+    const LEN: usize = 3 * BLOCK;
+    fn setup() -> Setup {
+        let tuning = Tuning { queue_depth: 8, piece_bytes: BLOCK };
+        Setup { write_patience: Duration::ZERO, ..Setup::new(tuning, BLOCK, 1024).unwrap() }
+    }
+
+    fn push(setup: &Setup, extent: &Arc<Extent>, memory: JobMemory) -> Ticket {
+        let (completer, ticket) = ticket();
+        setup.queue.push(&Request::new(Job::new(Arc::clone(extent), memory, completer))).unwrap();
+        ticket
+    }
+
+    fn write(setup: &Setup, extent: &Arc<Extent>, arena: &Arc<Arena>) -> Ticket {
+        let source = HostSource::from(Arc::new(arena.slot(LEN).unwrap()));
+        push(setup, extent, JobMemory::From(source))
+    }
+
+    fn read(setup: &Setup, extent: &Arc<Extent>, arena: &Arc<Arena>) -> Ticket {
+        let target = Landing::from(Arc::new(arena.slot(LEN).unwrap()));
+        push(setup, extent, JobMemory::Into(target))
+    }
 
     #[test]
-    fn a_disk_that_is_always_too_slow_is_given_all_writes_and_reads() {
-        let dir = tempfile::tempdir_in(".").unwrap();
+    fn writes_beyond_the_limit_wait_and_reads_go_past_them() {
+        let (dir, arena) = (tempfile::tempdir_in(".").unwrap(), Arena::new(8 << 20).unwrap());
         let (file, _) = SpillFile::open(dir.path(), DirectIo::Optional, &Quota::new(None)).unwrap();
-        let arena = Arena::new(8 << 20).unwrap();
-        let mut setup =
-            Setup::new(Tuning { queue_depth: 8, piece_bytes: BLOCK }, BLOCK, 1024).unwrap();
-        setup.write_patience = Duration::ZERO;
-        let mut engine = match Uring::start(setup.clone()) {
-            Ok(engine) => engine,
-            Err(error) if error.kind() == ErrorKind::Unsupported => {
-                eprintln!("skipped: {error}");
-                return;
-            }
-            Err(error) => panic!("{error}"),
+        let setup = setup();
+        let ring = match build_ring(setup.depth) {
+            Err(error) if error.kind() == ErrorKind::Unsupported => return eprintln!("skipped"),
+            ring => ring.unwrap(),
         };
-        // More pieces than the limit lets through, several times, and each time the worker sleeps.
-        for round in 0..20_u8 {
-            let mut sent = Vec::new();
-            for number in 0..30_u8 {
-                let extent = Arc::new(file.reserve(3 * BLOCK as u64).unwrap());
-                let slot = Arc::new(arena.slot(3 * BLOCK).unwrap());
-                HostTarget::from(Arc::clone(&slot)).copy_in(0, &[round ^ number; 3 * BLOCK]);
-                let (completer, ticket) = ticket();
-                let memory = JobMemory::From(HostSource::from(slot));
-                let job = Job::new(Arc::clone(&extent), memory, completer);
-                setup.queue.push(&Request::new(job)).unwrap();
-                sent.push((number, extent, ticket));
-            }
-            for (number, extent, written) in sent {
-                written.wait().unwrap();
-                let slot = Arc::new(arena.slot(3 * BLOCK).unwrap());
-                let (completer, read) = ticket();
-                let memory = JobMemory::Into(Landing::from(Arc::clone(&slot)));
-                setup.queue.push(&Request::new(Job::new(extent, memory, completer))).unwrap();
-                read.wait().unwrap();
-                let mut bytes = [0; 3 * BLOCK];
-                HostSource::from(slot).copy_out(0, &mut bytes);
-                assert_eq!(bytes, [round ^ number; 3 * BLOCK]);
-            }
+        let mut worker = Worker::new(setup.clone(), ring);
+        let start = Instant::now();
+        for second in [1, 3] {
+            worker.writes.sent();
+            let sent_at = start + Duration::from_secs(second);
+            worker.writes.ended(sent_at, sent_at + Duration::from_secs(1));
         }
-        engine.close();
+        let extent = Arc::new(file.reserve(LEN as u64).unwrap());
+        let _written = write(&setup, &extent, &arena);
+        worker.send_pieces().unwrap();
+        assert_eq!(worker.in_flight, 2, "of three pieces two are within the limit");
+        let _waiting = write(&setup, &extent, &arena);
+        assert!(setup.queue.may_sleep(worker.writes.may_send()), "nothing can be done for it");
+        let _read = read(&setup, &extent, &arena);
+        assert!(!setup.queue.may_sleep(worker.writes.may_send()), "a read can be sent");
+        worker.send_pieces().unwrap();
+        assert_eq!(worker.in_flight, 5, "all pieces of the read");
+        // All get their turn, although each write takes too long; the worker sleeps in between.
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                for _ in 0..20 {
+                    let all = [(); 30].map(|()| {
+                        let extent = Arc::new(file.reserve(LEN as u64).unwrap());
+                        (write(&setup, &extent, &arena), extent)
+                    });
+                    for (written, extent) in all {
+                        written.wait().unwrap();
+                        read(&setup, &extent, &arena).wait().unwrap();
+                    }
+                }
+                setup.queue.close(1);
+            });
+            worker.serve().unwrap();
+        });
     }
 }
