@@ -28,6 +28,7 @@ __all__ = [
     "Probe",
     "Record",
     "Records",
+    "Reservation",
     "Round",
     "Rounds",
     "Rules",
@@ -52,6 +53,9 @@ class Account:
 
     def hold(self, nbytes: int) -> Holding:
         """Count ``nbytes`` until the holding dies, or until it is freed."""
+
+    def reserve(self, nbytes: int) -> Reservation:
+        """Count ``nbytes`` that somebody may fill, until the reservation dies or is made none."""
 
     def keep(self, tensor: Tensor, nbytes: int, storage_bytes: int, is_from_below: bool) -> Kept:
         """Hold a tensor in memory, and count ``nbytes`` of it.
@@ -111,6 +115,17 @@ class Holding:
 
     def keep(self) -> None:
         """Note that they stay in memory."""
+
+@final
+class Reservation:
+    """Memory that somebody may fill, in an account; not among what ended there."""
+
+    def resize(self, nbytes: int) -> None:
+        """Count so many bytes from now on."""
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes are counted."""
 
 @final
 class Kept:
@@ -700,6 +715,13 @@ class Store:
         ``retain_bytes`` (128 MiB unless given) of the memory of ended reads stays resident for the
         next. ``simulated_disk`` is what ``backend="simulated"`` writes to. Raises ``ConfigError``,
         ``NoSpaceError``, ``UnsupportedError`` or ``StorageError``.
+        """
+
+    def beside(self, *, retain_bytes: int | None = None) -> Store:
+        """Return another store on the same files, queues and quota.
+
+        Its transfers hold memory of their own. What one has written, the other can read; both are
+        closed together, or with the last of them.
         """
 
     def write(self, address: int, nbytes: int, owner: object) -> Stored:

@@ -414,3 +414,67 @@ proptest! {
         prop_assert_eq!(store.stats().unwrap().arena_live_bytes, 0);
     }
 }
+
+const MIB: usize = 1 << 20;
+
+#[test]
+fn one_reads_what_the_other_wrote_into_memory_of_its_own() {
+    let dir = scratch();
+    let store = TensorStore::open(&config(dir.path(), Backend::Psync)).unwrap();
+    let beside = store.beside(0).unwrap();
+    let bytes = pattern(1, MIB);
+    let stored = write(&store, &bytes).unwrap();
+    stored.ticket().wait().unwrap();
+    let pending = beside.read(&stored).unwrap();
+    pending.ticket().wait().unwrap();
+    let restored = pending.restored().unwrap();
+    drop(pending);
+    assert!(restored.to_vec() == bytes[..]);
+    assert_eq!(store.resident_bytes(), 0);
+    assert!(beside.resident_bytes() >= MIB);
+    assert!(beside.owns(restored.address() as usize) && !store.owns(restored.address() as usize));
+    assert_eq!(beside.stats().unwrap().disk_used_bytes, store.stats().unwrap().disk_used_bytes);
+    // The traffic of the disks is told by both, that of stores beside the first also by itself.
+    let known = store.stats().unwrap();
+    assert_eq!((known.beside_written_bytes, known.beside_read_bytes), (0, known.read.bytes));
+    let own = write(&beside, &bytes).unwrap();
+    own.ticket().wait().unwrap();
+    assert!(read_back(&store, &own).unwrap() == bytes[..]);
+    assert_eq!(
+        store.stats().unwrap().beside_written_bytes,
+        store.stats().unwrap().written.bytes / 2
+    );
+    assert_eq!(store.stats().unwrap().beside_read_bytes, known.read.bytes);
+}
+
+#[test]
+fn the_disks_are_there_until_the_last_one_is_gone_or_one_is_closed() {
+    let dir = scratch();
+    let store = TensorStore::open(&config(dir.path(), Backend::Psync)).unwrap();
+    let beside = store.beside(0).unwrap();
+    let bytes = pattern(2, MIB);
+    let stored = write(&store, &bytes).unwrap();
+    drop(store);
+    assert!(read_back(&beside, &stored).unwrap() == bytes[..]);
+    let another = beside.beside(0).unwrap();
+    beside.close();
+    let refused = another.write(lend(&bytes, 0)).map(|_| ()).unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::Closed);
+    assert_eq!(another.beside(0).map(|_| ()).unwrap_err().kind(), ErrorKind::Closed);
+}
+
+#[test]
+fn they_share_one_quota() {
+    let dir = scratch();
+    let mut config = config(dir.path(), Backend::Psync);
+    config.max_disk_bytes = Some(3 * MIB as u64);
+    let store = TensorStore::open(&config).unwrap();
+    let beside = store.beside(0).unwrap();
+    let bytes = pattern(3, 2 * MIB);
+    let stored = write(&store, &bytes).unwrap();
+    let refused = beside.write(lend(&bytes, 0)).map(|_| ()).unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::OverBound);
+    stored.ticket().wait().unwrap();
+    drop(stored);
+    assert!(write(&beside, &bytes).is_ok());
+}

@@ -130,6 +130,13 @@ impl Account {
         Holding { account: self.clone(), nbytes, state }
     }
 
+    /// Counts bytes that somebody may fill, whatever is in them; none of them ends in any way.
+    #[must_use]
+    pub fn reserve(&self, nbytes: u64) -> Reservation {
+        self.books().held_bytes += nbytes;
+        Reservation { account: self.clone(), nbytes: Mutex::new(nbytes) }
+    }
+
     /// Counts bytes of a storage that stays; all its holders count together at most as much as it.
     ///
     /// `identity` is the storage's for as long as one of them lives.
@@ -292,6 +299,35 @@ impl Drop for Holding {
     }
 }
 
+/// Memory that somebody may fill; counted until it is given back or dropped.
+#[derive(Debug)]
+pub struct Reservation {
+    account: Account,
+    nbytes: Mutex<u64>,
+}
+
+impl Reservation {
+    /// Counts so many bytes from now on.
+    pub fn resize(&self, nbytes: u64) {
+        let mut reserved = self.nbytes.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut books = self.account.books();
+        books.held_bytes = books.held_bytes - *reserved + nbytes;
+        *reserved = nbytes;
+    }
+
+    /// How many bytes are counted.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        *self.nbytes.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for Reservation {
+    fn drop(&mut self) {
+        self.resize(0);
+    }
+}
+
 /// The part of one holder in what several hold.
 #[derive(Debug)]
 pub struct SharedHolding {
@@ -354,6 +390,23 @@ mod tests {
         drop(holding);
         assert_eq!(account.ended(Fate::Forwarded), Ended { bytes: 8, count: 1 });
         assert_eq!(account.held_bytes(), 0);
+    }
+
+    #[test]
+    fn what_is_reserved_counts_until_it_is_given_back_and_ends_in_no_way() {
+        let account = Account::new();
+        let one = account.reserve(30);
+        let other = account.reserve(5);
+        one.resize(40);
+        assert_eq!((account.held_bytes(), one.bytes()), (45, 40));
+        one.resize(0);
+        one.resize(0);
+        assert_eq!(account.held_bytes(), 5);
+        drop((one, other));
+        assert_eq!(account.held_bytes(), 0);
+        for fate in [Fate::Kept, Fate::Forwarded, Fate::Offloaded] {
+            assert_eq!(account.ended(fate), Ended::default());
+        }
     }
 
     #[test]

@@ -3,6 +3,10 @@
 use std::path::PathBuf;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
+/// Freed arena memory that stays resident: four times what is read ahead at once, so that a
+/// backward finds its pages resident.
+pub const ARENA_RETAIN_BYTES: usize = 128 << 20;
+
 /// Which engine moves the bytes.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub enum Backend {
@@ -171,8 +175,7 @@ impl StoreConfig {
             // More than the tensors of any step that is worth its writes: a queue that is full
             // keeps tensors in memory, and an entry of it costs 16 bytes.
             queue_capacity: 1 << 14,
-            // Four times what is read ahead at once, so that a backward finds its pages resident.
-            arena_retain_bytes: 128 << 20,
+            arena_retain_bytes: ARENA_RETAIN_BYTES,
         }
     }
     /// The same with `tuning` for every directory.

@@ -4,17 +4,17 @@
 //! is cancelled, one that is under way keeps its extent and its source until the kernel is done.
 
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use crate::config::StoreConfig;
 use crate::cufile::library::Library;
 use crate::device::Device;
+use crate::devices::{Devices, Rates};
 use crate::direction::Direction;
 use crate::disk::spill_file::{Extent, Quota};
 use crate::disk::statistics::Traffic;
-use crate::disk::stripe::{self, Candidate};
+use crate::disk::stripe;
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::arena::{Arena, Slot};
 use crate::memory::host::{HostSource, HostTarget};
@@ -25,15 +25,11 @@ use crate::transfer::{Abandoned, Transfer};
 
 /// An asynchronous store of byte ranges on one or more directories.
 pub struct TensorStore {
-    devices: Vec<Device>,
+    devices: Arc<Devices>,
     arena: Arc<Arena>,
-    /// Of every device: a tensor may lie on all of them.
-    alignment: usize,
-    verify: bool,
     abandoned: Arc<Abandoned>,
-    closed: AtomicBool,
-    process: u32,
-    fallbacks: Vec<String>,
+    /// Whether it lies beside the store that opened the devices.
+    is_beside: bool,
     /// The store for memory of GPUs, once there is one.
     for_gpus: OnceLock<Arc<Self>>,
 }
@@ -74,19 +70,14 @@ pub struct Stats {
     pub disk_used_bytes: u64,
     /// Bytes of the files that have blocks on the disk.
     pub disk_reserved_bytes: u64,
+    /// What stores beside the one that opened the devices gave to be written so far.
+    pub beside_written_bytes: u64,
+    /// What they gave to be read.
+    pub beside_read_bytes: u64,
     /// Bytes of slots in use.
     pub arena_live_bytes: u64,
     /// Engine of each directory.
     pub engines: Vec<(PathBuf, &'static str)>,
-}
-
-/// What the disks did of late, in bytes per second of the time in which they were busy.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Rates {
-    /// Of writes; `None` before enough was written to tell.
-    pub write: Option<f64>,
-    /// Of reads; `None` before enough was read to tell.
-    pub read: Option<f64>,
 }
 
 impl TensorStore {
@@ -107,30 +98,28 @@ impl TensorStore {
             devices.push(device);
         }
         let arena = Arena::new(config.arena_retain_bytes)?;
-        Ok(Self::over(devices, arena, config.verify, fallbacks))
+        Ok(Self::over(Arc::new(Devices::new(devices, config.verify, fallbacks)), arena, false))
     }
 
-    fn over(devices: Vec<Device>, arena: Arc<Arena>, verify: bool, fallbacks: Vec<String>) -> Self {
-        let alignments = devices.iter().map(|device| device.file().alignment());
-        Self {
-            alignment: alignments.max().unwrap_or(1),
-            devices,
-            arena,
-            verify,
-            abandoned: Arc::default(),
-            closed: AtomicBool::new(false),
-            process: std::process::id(),
-            fallbacks,
-            for_gpus: OnceLock::new(),
-        }
+    fn over(devices: Arc<Devices>, arena: Arc<Arena>, is_beside: bool) -> Self {
+        let (abandoned, for_gpus) = (Arc::default(), OnceLock::new());
+        Self { devices, arena, abandoned, is_beside, for_gpus }
+    }
+
+    /// Another store on the same files, queues and quota, whose transfers hold memory of their own.
+    ///
+    /// What one has written the other can read. They are closed together.
+    pub fn beside(&self, arena_retain_bytes: usize) -> Result<Self> {
+        self.devices.refuse_if_down()?;
+        Ok(Self::over(Arc::clone(&self.devices), Arena::new(arena_retain_bytes)?, true))
     }
 
     /// The store beside this one for memory of GPUs, which cuFile moves without the CPU's.
     ///
     /// It has a file of its own in each directory, and the same quota. This one counts its bytes.
     pub fn for_gpus(&self, library: &'static Library) -> Result<Arc<Self>> {
-        self.refuse_if_down()?;
-        if self.verify {
+        self.devices.refuse_if_down()?;
+        if self.verifies() {
             let message = "verify needs the bytes in the CPU's memory; leave out verify, or gds";
             return Err(Error::new(ErrorKind::Config, message));
         }
@@ -139,7 +128,8 @@ impl TensorStore {
         }
         let devices: Result<Vec<_>> =
             self.devices.iter().map(|device| device.open_for_gpus(library)).collect();
-        let store = Self::over(devices?, Arena::new(0)?, false, Vec::new());
+        let devices = Arc::new(Devices::new(devices?, false, Vec::new()));
+        let store = Self::over(devices, Arena::new(0)?, false);
         // Another thread may have been faster.
         Ok(Arc::clone(self.for_gpus.get_or_init(|| Arc::new(store))))
     }
@@ -148,7 +138,7 @@ impl TensorStore {
     /// the directories that are out of use.
     pub fn notes(&self) -> Vec<String> {
         let out_of_use = self.all_devices().filter_map(Device::out_of_use);
-        self.fallbacks.iter().cloned().chain(out_of_use).collect()
+        self.devices.fallbacks().iter().cloned().chain(out_of_use).collect()
     }
 
     /// Queues a write of `source` and returns at once.
@@ -156,7 +146,7 @@ impl TensorStore {
     /// The source needs no alignment: the write is widened to the blocks around it. What is stored
     /// is unspecified if its bytes change before the write has ended.
     pub fn write(&self, source: HostSource) -> Result<Stored> {
-        self.refuse_if_down()?;
+        self.devices.refuse_if_down()?;
         if source.is_empty() {
             return Err(Error::new(
                 ErrorKind::Config,
@@ -164,7 +154,7 @@ impl TensorStore {
             ));
         }
         let len = source.len();
-        let (source, head) = source.widened(self.alignment);
+        let (source, head) = source.widened(self.devices.alignment());
         let version = self.reserve(source.len(), head, len)?;
         let transfer = self.begin_write(&source, len, &version.extents, std::iter::empty())?;
         Ok(Stored::new(transfer, version, len))
@@ -176,12 +166,12 @@ impl TensorStore {
     /// so for a while both take space. If the overwrite fails or is cancelled, the old bytes stay.
     /// There is one overwrite of a tensor at a time: a second one is refused with `Busy`.
     pub fn overwrite(&self, stored: &Stored, source: HostSource) -> Result<Overwrite> {
-        self.refuse_if_down()?;
+        self.devices.refuse_if_down()?;
         self.own_version(stored)?;
         refuse_other_len("an overwrite", source.len(), stored.len())?;
         let replacement = stored.replace()?;
         let len = source.len();
-        let (source, head) = source.widened(self.alignment);
+        let (source, head) = source.widened(self.devices.alignment());
         let version = self.reserve(source.len(), head, len)?;
         let extents = version.extents.clone();
         let is_wanted = replacement.is_wanted();
@@ -194,7 +184,7 @@ impl TensorStore {
     ///
     /// Its write must have ended well: before that the bytes are in memory anyway.
     pub fn read(&self, stored: &Stored) -> Result<Pending> {
-        self.refuse_if_down()?;
+        self.devices.refuse_if_down()?;
         let version = self.own_version(stored)?;
         let slot = Arc::new(self.arena.slot(version.len())?);
         let transfer = self.begin_read(&version, &Landing::from(Arc::clone(&slot)), 0)?;
@@ -208,12 +198,13 @@ impl TensorStore {
     /// disk as the source did, but for the blocks at the ends; else they go through a slot. No byte
     /// around the target changes. What it holds is unspecified until the read has ended well.
     pub fn read_into(&self, stored: &Stored, target: HostTarget) -> Result<PendingInto> {
-        self.refuse_if_down()?;
+        self.devices.refuse_if_down()?;
         let version = self.own_version(stored)?;
         let len = target.len();
         refuse_other_len("a read", len, stored.len())?;
         let Version { head, .. } = *version;
-        let landing = Landing::into_lent(target, head, version.len(), self.alignment, &self.arena)?;
+        let landing =
+            Landing::into_lent(target, head, version.len(), self.devices.alignment(), &self.arena)?;
         self.begin_read(&version, &landing, len).map(PendingInto)
     }
 
@@ -221,9 +212,9 @@ impl TensorStore {
     /// caller's.
     fn reserve(&self, whole_len: usize, head: usize, len: usize) -> Result<Version> {
         let (mut extents, mut start) = (Vec::new(), 0);
-        for (device, part_len) in stripe::shares(whole_len, &self.candidates()?) {
+        for (device, part_len) in stripe::shares(whole_len, &self.devices.candidates()?) {
             let own = |position: usize| position.clamp(start, start + part_len) - start;
-            let own = self.verify.then(|| own(head)..own(head + len));
+            let own = self.verifies().then(|| own(head)..own(head + len));
             extents.push((device, self.devices[device].reserve(part_len, own)?));
             start += part_len;
         }
@@ -245,6 +236,7 @@ impl TensorStore {
             transfer.push(self.devices[*device].write(extent, part, on_success.next())?);
             start += extent.len() as usize;
         }
+        self.note_queued(Direction::Write, start);
         Ok(transfer)
     }
 
@@ -262,7 +254,14 @@ impl TensorStore {
             transfer.push(self.devices[*device].read(extent, part)?);
             start += extent.len() as usize;
         }
+        self.note_queued(Direction::Read, start);
         Ok(transfer)
+    }
+
+    fn note_queued(&self, direction: Direction, bytes: usize) {
+        if self.is_beside {
+            self.devices.note_queued_beside(direction, bytes as u64);
+        }
     }
 
     /// The version of a tensor that is on the disks of this store.
@@ -287,13 +286,13 @@ impl TensorStore {
 
     /// Gives the space beyond what is stored back to the disks; returns how many bytes that was.
     pub fn trim(&self) -> Result<u64> {
-        self.refuse_if_down()?;
+        self.devices.refuse_if_down()?;
         self.all_devices().map(|device| device.file().trim()).sum()
     }
 
     /// Its devices, and those of the store for memory of GPUs.
     fn all_devices(&self) -> impl Iterator<Item = &Device> {
-        let for_gpus = self.for_gpus.get().map_or(&[][..], |store| &store.devices);
+        let for_gpus = self.for_gpus.get().map_or(&[][..], |store| &store.devices[..]);
         self.devices.iter().chain(for_gpus)
     }
 
@@ -301,7 +300,7 @@ impl TensorStore {
     /// memory that was lent to transfers which were abandoned and have not ended.
     pub fn resident_bytes(&self) -> usize {
         // In a forked process a thread that is not there may hold the lock that a look takes.
-        if self.abandoned.lent_bytes() > 0 && !self.is_forked() {
+        if self.abandoned.lent_bytes() > 0 && !self.devices.is_forked() {
             self.abandoned.look();
         }
         self.arena.live_bytes() + self.abandoned.lent_bytes()
@@ -309,7 +308,7 @@ impl TensorStore {
 
     /// Whether writes are summed up when they are queued, and reads compared.
     pub fn verifies(&self) -> bool {
-        self.verify
+        self.devices.verifies()
     }
 
     /// Whether the memory at an address is a slot's of this store.
@@ -320,23 +319,17 @@ impl TensorStore {
     /// Waits at most `limit` until a transfer that was abandoned has ended, and holds no memory any
     /// more: `false` if there is none, `None` if the time is over.
     pub fn wait_for_abandoned(&self, limit: Duration) -> Option<bool> {
-        if self.is_forked() { Some(false) } else { self.abandoned.wait_for_one(limit) }
+        if self.devices.is_forked() { Some(false) } else { self.abandoned.wait_for_one(limit) }
     }
 
-    /// What the disks did of late. Directories work in parallel, so their rates are summed up;
-    /// those that are out of use, or moved too little to tell, add nothing.
+    /// What the disks did of late.
     pub fn rates(&self) -> Result<Rates> {
-        self.refuse_if_forked()?;
-        let sum = |direction| {
-            let in_use = self.devices.iter().filter(|device| device.out_of_use().is_none());
-            in_use.filter_map(|device| device.rate(direction)).reduce(|sum, rate| sum + rate)
-        };
-        Ok(Rates { write: sum(Direction::Write), read: sum(Direction::Read) })
+        self.devices.rates()
     }
 
     /// What the store did so far; `Closed` in a forked process, where the counts stand still.
     pub fn stats(&self) -> Result<Stats> {
-        self.refuse_if_forked()?;
+        self.devices.refuse_if_forked()?;
         let sum = |direction| {
             let traffic = self.devices.iter().map(|device| device.statistics().traffic(direction));
             traffic.fold(Traffic::default(), Traffic::plus)
@@ -349,6 +342,8 @@ impl TensorStore {
                 + self.for_gpus.get().map_or(0, |store| store.abandoned.cancelled_count()),
             disk_used_bytes: self.all_devices().map(|device| device.file().used()).sum(),
             disk_reserved_bytes: self.all_devices().map(|device| device.file().reserved()).sum(),
+            beside_written_bytes: self.devices.queued_beside_bytes(Direction::Write),
+            beside_read_bytes: self.devices.queued_beside_bytes(Direction::Read),
             arena_live_bytes: self.arena.live_bytes() as u64,
             engines: self.devices.iter().map(engine).collect(),
         })
@@ -359,60 +354,13 @@ impl TensorStore {
     /// Slots that are tensors by now stay valid; the blocks on the disk are free.
     pub fn close(&self) {
         // After a fork the threads and rings are the parent's: the child must not wait for them.
-        if self.is_forked() || self.closed.swap(true, Ordering::SeqCst) {
+        if self.devices.is_forked() {
             return;
         }
         if let Some(store) = self.for_gpus.get() {
             store.close();
         }
-        self.devices.iter().for_each(Device::close);
-    }
-
-    fn is_forked(&self) -> bool {
-        self.process != std::process::id()
-    }
-
-    fn refuse_if_forked(&self) -> Result<()> {
-        if self.is_forked() {
-            return Err(Error::new(
-                ErrorKind::Closed,
-                format!(
-                    "this store belongs to process {}; a forked process must open its own",
-                    self.process
-                ),
-            ));
-        }
-        Ok(())
-    }
-
-    fn refuse_if_down(&self) -> Result<()> {
-        self.refuse_if_forked()?;
-        if self.closed.load(Ordering::SeqCst) {
-            return Err(Error::new(ErrorKind::Closed, "the store is closed; open a new one"));
-        }
-        Ok(())
-    }
-
-    /// The devices that may be written to; those without space only if there are no others.
-    fn candidates(&self) -> Result<Vec<Candidate>> {
-        let numbered = || self.devices.iter().enumerate();
-        let in_use: Vec<_> =
-            numbered().filter(|(_, device)| device.out_of_use().is_none()).collect();
-        if in_use.is_empty() {
-            let reasons: Vec<_> =
-                numbered().filter_map(|(_, device)| device.out_of_use()).collect();
-            return Err(Error::new(ErrorKind::Io, reasons.join("; ")));
-        }
-        let candidate = |&(index, device): &(usize, &Device)| device.candidate(index);
-        if let [only] = &in_use[..] {
-            return Ok(vec![candidate(only)]);
-        }
-        let with_space: Vec<_> =
-            in_use.iter().filter(|(_, device)| !device.leaves_out_next()).map(candidate).collect();
-        if with_space.is_empty() {
-            return Ok(in_use.iter().map(candidate).collect());
-        }
-        Ok(with_space)
+        self.devices.close();
     }
 }
 
@@ -429,11 +377,8 @@ fn refuse_other_len(what: &str, len: usize, stored_len: usize) -> Result<()> {
 
 impl Drop for TensorStore {
     fn drop(&mut self) {
-        if self.is_forked() {
-            self.devices.drain(..).for_each(Device::leave_to_parent);
-        } else {
+        if !self.devices.is_forked() {
             drop(self.for_gpus.take()); // Whoever moves memory of a GPU holds it, and it goes last.
-            self.close();
         }
     }
 }

@@ -16,6 +16,9 @@ pub struct Account(pub core::Account);
 #[pyclass(frozen, module = "ssdtrain._core")]
 pub struct Holding(core::Holding);
 
+#[pyclass(frozen, module = "ssdtrain._core")]
+pub struct Reservation(core::Reservation);
+
 #[pymethods]
 impl Account {
     #[new]
@@ -25,6 +28,10 @@ impl Account {
 
     fn hold(&self, nbytes: u64) -> Holding {
         Holding(self.0.hold(nbytes))
+    }
+
+    fn reserve(&self, nbytes: u64) -> Reservation {
+        Reservation(self.0.reserve(nbytes))
     }
 
     fn shared_more_bytes(&self, identity: usize, nbytes: u64, storage_bytes: u64) -> u64 {
@@ -87,6 +94,18 @@ impl Account {
             fates.set_item(name, (ended.bytes, ended.count))?;
         }
         Ok(fates)
+    }
+}
+
+#[pymethods]
+impl Reservation {
+    fn resize(&self, nbytes: u64) {
+        self.0.resize(nbytes);
+    }
+
+    #[getter]
+    fn nbytes(&self) -> u64 {
+        self.0.bytes()
     }
 }
 

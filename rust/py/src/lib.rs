@@ -38,7 +38,7 @@ use pyo3::prelude::*;
 #[pymodule]
 mod _core {
     #[pymodule_export]
-    use super::account::{Account, Holding};
+    use super::account::{Account, Holding, Reservation};
     #[pymodule_export]
     use super::cufile::try_cufile;
     #[pymodule_export]

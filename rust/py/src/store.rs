@@ -86,6 +86,13 @@ impl Store {
         opened.map(|store| Self(Arc::new(store), LetGo)).map_err(|error| to_python(py, &error))
     }
 
+    #[pyo3(signature = (*, retain_bytes=None))]
+    fn beside(&self, py: Python<'_>, retain_bytes: Option<usize>) -> PyResult<Self> {
+        let retain_bytes = retain_bytes.unwrap_or(core::config::ARENA_RETAIN_BYTES);
+        let store = self.0.beside(retain_bytes).map_err(|error| to_python(py, &error))?;
+        Ok(Self(Arc::new(store), LetGo))
+    }
+
     fn write(
         &self,
         py: Python<'_>,
@@ -193,6 +200,8 @@ impl Store {
         dict.set_item("cancelled_count", stats.cancelled_count)?;
         dict.set_item("disk_used_bytes", stats.disk_used_bytes)?;
         dict.set_item("disk_reserved_bytes", stats.disk_reserved_bytes)?;
+        dict.set_item("beside_written_bytes", stats.beside_written_bytes)?;
+        dict.set_item("beside_read_bytes", stats.beside_read_bytes)?;
         dict.set_item("arena_live_bytes", stats.arena_live_bytes)?;
         dict.set_item("engines", stats.engines)?;
         Ok(dict)
