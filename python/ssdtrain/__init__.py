@@ -36,7 +36,7 @@ try:
     from ssdtrain.optimizer.offload import offload_optimizer
     from ssdtrain.optimizer.stats import OptimizerStats
     from ssdtrain.session import Session
-    from ssdtrain.stats import Stats
+    from ssdtrain.stats import ClassStats, Stats
     from ssdtrain.store import PendingRead, StoredTensor, TensorStore
 except (ImportError, OSError, UnsupportedError) as _error:
     # Mostly torch itself. Whoever uses a name is told; but `ssdtrain doctor`, which looks for the
@@ -60,6 +60,7 @@ __all__ = [
     "BudgetError",
     "BusyError",
     "CancelledError",
+    "ClassStats",
     "ClosedError",
     "ConfigError",
     "CorruptError",

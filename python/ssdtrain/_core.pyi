@@ -91,7 +91,11 @@ class Account:
 
     @property
     def held_bytes(self) -> int:
-        """The sum over all that is held."""
+        """The sum over all that is held, or reserved."""
+
+    @property
+    def reserved_bytes(self) -> int:
+        """The part of it that is reserved."""
 
     @property
     def peak_bytes(self) -> int:

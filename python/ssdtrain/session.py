@@ -17,7 +17,8 @@ from ssdtrain.planning.policy import Policy
 from ssdtrain.planning.timeline import save_timeline
 from ssdtrain.planning.trace import Trace, save
 from ssdtrain.session_log import say_begin, say_end
-from ssdtrain.stats import Stats
+from ssdtrain.sharing import Share, Tenants
+from ssdtrain.stats import Stats, with_tenants
 from ssdtrain.transfer.direct import DirectWay
 from ssdtrain.transfer.host import HostTransfer
 from ssdtrain.transfer.staged import gpus_of
@@ -45,6 +46,8 @@ class Session:
             self._hooks: Hooks | None = Hooks(
                 transfer, policy, lock, min_bytes=config.min_bytes, max_resident_bytes=bound
             )
+            self._config = config
+            self._tenants = Tenants()
             self._final: Stats | None = None
             self._final_traces: tuple[Trace, ...] = ()
             self._timeline: Timeline | None = None
@@ -66,9 +69,29 @@ class Session:
         # Another thread may end the block meanwhile.
         hooks = self._hooks
         if hooks is not None:
-            return hooks.stats()
+            return with_tenants(hooks.stats(), self._tenants.figures(), hooks.activations)
         assert self._final is not None
         return self._final
+
+    def share(self, name: str) -> Share:
+        """Return the share of a tenant in the store and the bound; see ``sharing``.
+
+        Raises ``ConfigError`` if the block has ended, or in a process that was forked since.
+        """
+        hooks = self._hooks
+        if hooks is None:
+            raise ConfigError(
+                f"this session has ended, and {name} would need its store: call this inside of the "
+                "block, `with ssdtrain.offload(dir) as session:`"
+            )
+        if hooks.is_forked:
+            raise ConfigError(
+                f"this session belongs to the process that was forked, and {name} would need its "
+                "store: enter a block of its own in this process"
+            )
+        bound = self._config.max_resident_bytes
+        store = hooks.store.beside(retain_bytes=None if bound is None else bound // 8)
+        return Share(store, hooks.budget(name), self._tenants.add)
 
     def __str__(self) -> str:
         """Return the report for a person."""
@@ -139,7 +162,8 @@ class Session:
         hooks = self._hooks
         if hooks is not None:
             hooks.settle()
-            self._final = hooks.stats(None if self._watch is None else self._watch.end())
+            final = hooks.stats(None if self._watch is None else self._watch.end())
+            self._final = with_tenants(final, self._tenants.figures(), hooks.activations)
             self._final_traces = hooks.traces()
             self._hooks = None
             say_end(self._final)

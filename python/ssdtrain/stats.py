@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 
 from ssdtrain.machine.huge_pages import SMALL_PAGES_REMEDY, has_small_pages
@@ -10,11 +10,12 @@ from ssdtrain.machine.process_memory import known_bytes
 from ssdtrain.planning.controller import Verdict
 from ssdtrain.reasons import Reason
 from ssdtrain.residency import Residency
+from ssdtrain.sharing import Figures
 from ssdtrain.sizes import shown_bytes, shown_count
 from ssdtrain.stalls import Stalls
 from ssdtrain.transfer.staged import OnGpus
 
-__all__ = ["Stats", "snapshot"]
+__all__ = ["ClassStats", "Stats", "snapshot", "with_tenants"]
 
 GIB = 1 << 30
 
@@ -50,6 +51,38 @@ OFFLOADED_SHARE_MUCH = 0.9
 """Of what may leave memory: what stays of the rest is needed again too soon on any disk."""
 
 
+ACTIVATIONS = "activations"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassStats(Figures):
+    """What one class of training's memory has of a session. Sizes in bytes, times in seconds."""
+
+    name: str
+    """``"activations"``, ``"optimizer state"``."""
+    hidden_s: float = 0.0
+    """I/O time that nobody waited for, if its share of the drives' time is that of its bytes."""
+
+    def since(self, earlier: ClassStats) -> ClassStats:
+        """Return what was done after ``earlier``; what is resident or on the disk is of now."""
+        return replace(
+            self,
+            bytes_written=self.bytes_written - earlier.bytes_written,
+            bytes_read=self.bytes_read - earlier.bytes_read,
+            stall_s=self.stall_s - earlier.stall_s,
+            hidden_s=self.hidden_s - earlier.hidden_s,
+        )
+
+    def __str__(self) -> str:
+        """Tell the figures to a person."""
+        return (
+            f"{self.name}: {shown_bytes(self.resident_bytes)} in memory and "
+            f"{shown_bytes(self.on_disk_bytes)} on disk now, {shown_bytes(self.bytes_written)} "
+            f"written, {shown_bytes(self.bytes_read)} read, {self.hidden_s:.3f} s hidden, "
+            f"{self.stall_s:.3f} s stalled"
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Stats:
     """A snapshot of a session. Sizes in bytes, times in seconds, since the session began.
@@ -73,7 +106,7 @@ class Stats:
     """Time in which at least one write was in flight."""
     read_busy_s: float
     stall_s: float
-    """Time in which a computing thread waited for I/O: the exposed part."""
+    """Time in which a computing thread waited for activations: the exposed part of their I/O."""
     stall_count: int
     elapsed_s: float
     """Time since the session began, whatever was done in it."""
@@ -84,7 +117,8 @@ class Stats:
     write_refused_count: int
     """Writes that ``max_disk_bytes`` did not allow; their tensors were kept."""
     resident_bytes: int
-    """Saved bytes in memory now: kept, being written, read ahead or handed to a node."""
+    """Saved bytes in memory now: kept, being written, read ahead or handed to a node. Under
+    ``max_resident_bytes`` also what is reserved for updates of an optimizer that shares it."""
     resident_bytes_peak: int
     disk_used_bytes: int
     """Bytes of tensors on the disk now."""
@@ -141,11 +175,19 @@ class Stats:
     """Why little or nothing was offloaded, and what to change; ``None`` if much was."""
     is_surprising: bool = False
     """Whether that is so although something else could have been expected."""
+    classes: tuple[ClassStats, ...] = ()
+    """What activations, and whatever else shares the store, have of all this; empty if they are
+    alone."""
+
+    @property
+    def exposed_s(self) -> float:
+        """Time in which somebody waited for I/O, of whichever class."""
+        return self.stall_s + sum(one.stall_s for one in self.classes if one.name != ACTIVATIONS)
 
     @property
     def hidden_s(self) -> float:
-        """I/O time that no computing thread waited for."""
-        return max(0.0, self.write_busy_s + self.read_busy_s - self.stall_s)
+        """I/O time that nobody waited for."""
+        return max(0.0, self.write_busy_s + self.read_busy_s - self.exposed_s)
 
     @property
     def limit(self) -> str:
@@ -179,17 +221,27 @@ class Stats:
             now = getattr(self, field.name)
             if isinstance(now, int | float) and field.name not in OF_THE_MOMENT:
                 changes[field.name] = now - getattr(earlier, field.name)
-        return replace(self, **changes)
+        before = {one.name: one for one in earlier.classes}
+        classes = [one.since(before.get(one.name, ClassStats(name=""))) for one in self.classes]
+        return replace(self, classes=tuple(classes), **changes)
 
     def as_dict(self) -> dict[str, int | float | str]:
         """Return all of it by name, in a flat form that JSON and every logger take.
 
         Names that contain ``bytes`` are sizes in bytes, those that end in ``_s`` times in seconds;
         what begins with ``is`` or ``has`` is 0 or 1, and ``reason`` is empty if there is none.
+        Each class that shares the store has its own: ``optimizer_state_bytes_written``.
         """
         values: dict[str, int | float | str] = {
-            field.name: getattr(self, field.name) for field in fields(self)
+            field.name: getattr(self, field.name)
+            for field in fields(self)
+            if field.name != "classes"
         }
+        for one in self.classes:
+            prefix = one.name.replace(" ", "_")
+            figures = asdict(one)
+            del figures["name"]
+            values.update({f"{prefix}_{name}": value for name, value in figures.items()})
         values["has_small_pages"] = int(self.has_small_pages)
         values["is_surprising"] = int(self.is_surprising)
         values["is_adapting"] = int(self.is_adapting)
@@ -233,7 +285,7 @@ class Stats:
         moved = ", ".join(
             f"{shown_bytes(size)} {way}{_rate(size, busy)}" for way, size, busy in moves
         )
-        times = f"{self.hidden_s:.3f} s hidden, {self.stall_s:.3f} s exposed"
+        times = f"{self.hidden_s:.3f} s hidden, {self.exposed_s:.3f} s exposed"
         used, reserved = shown_bytes(self.disk_used_bytes), shown_bytes(self.disk_reserved_bytes)
         peak, now = shown_bytes(self.resident_bytes_peak), shown_bytes(self.resident_bytes)
         memory = (
@@ -248,6 +300,9 @@ class Stats:
             f"  drive      {moved}",
             f"  on disk    {used} now, in files of {reserved}",
             f"  I/O time   {times}, {shown_count(self.stall_count, 'stall')}",
+        ]
+        rows += [
+            f"  {'' if number else 'of these':10} {one}" for number, one in enumerate(self.classes)
         ]
         if self.price_pair_count:
             rows.append(f"  price      {self._shown_price()}")
@@ -291,6 +346,24 @@ class Stats:
         rows.append(f"  GPU peak   {peak} in tensors; up to {away} more without offload")
         rows.append(f"  limit      {self.limit}")
         return rows
+
+
+def with_tenants(
+    stats: Stats, tenants: Mapping[str, Figures], activations: Callable[[], Figures]
+) -> Stats:
+    """Return a snapshot with what each class has of it, if activations are not alone."""
+    if not tenants:
+        return stats
+    all_of_them = {ACTIVATIONS: activations(), **tenants}
+    written = sum(one.bytes_written for one in all_of_them.values())
+    read = sum(one.bytes_read for one in all_of_them.values())
+    classes = []
+    for name, one in all_of_them.items():
+        busy_s = stats.write_busy_s * one.bytes_written / max(1, written)
+        busy_s += stats.read_busy_s * one.bytes_read / max(1, read)
+        hidden_s = max(0.0, busy_s - one.stall_s)
+        classes.append(ClassStats(name=name, hidden_s=hidden_s, **asdict(one)))
+    return replace(stats, classes=tuple(classes))
 
 
 def snapshot(

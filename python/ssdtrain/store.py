@@ -56,6 +56,11 @@ class StoredTensor(Generic[T]):
         """Bytes of the tensor's elements, without the widening to the drive's blocks."""
         return self._form.nbytes
 
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of memory that a read of it takes, with the widening to the drive's blocks."""
+        return 0 if self._stored is None else self._stored.slot_bytes
+
     def done(self) -> bool:
         """Whether the write, and an overwrite after it, has ended, well or not."""
         stored, overwrite = self._stored, self._overwrite
@@ -199,6 +204,16 @@ class TensorStore:
                 verify=verify,
             )
         )
+
+    @classmethod
+    def over(cls, store: Store) -> Self:
+        """Return a store of tensors over one of bytes that is open; for users inside of ssdtrain.
+
+        It lives as long as somebody uses either.
+        """
+        made = cls.__new__(cls)
+        made._store = store  # noqa: SLF001 - its constructor
+        return made
 
     def write(self, tensor: T) -> StoredTensor[T]:
         """Begin to write ``tensor`` and return at once.

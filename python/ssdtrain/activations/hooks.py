@@ -20,7 +20,16 @@ from typing import Literal
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from ssdtrain._core import HookPair, Kept, Loading, Offloading, SavedTensor, Tally, Timeline
+from ssdtrain._core import (
+    HookPair,
+    Kept,
+    Loading,
+    Offloading,
+    SavedTensor,
+    Store,
+    Tally,
+    Timeline,
+)
 from ssdtrain.activations.eligibility import RULES
 from ssdtrain.activations.names import describe
 from ssdtrain.activations.prefetch import Prefetcher
@@ -37,6 +46,7 @@ from ssdtrain.planning.recording import trace_of
 from ssdtrain.planning.trace import Trace
 from ssdtrain.reasons import Evidence, reason_of
 from ssdtrain.residency import Residency
+from ssdtrain.sharing import Budget, Figures
 from ssdtrain.sizes import shown_bytes
 from ssdtrain.stalls import Stalls
 from ssdtrain.stats import Stats, snapshot
@@ -100,8 +110,34 @@ class Hooks:
         self._lock = threading.RLock()  # defence: a forked child owns nothing
 
     @property
-    def _is_forked(self) -> bool:
+    def is_forked(self) -> bool:
+        """Whether this process was forked from the one with the disk."""
         return self._writeback.records.is_forked
+
+    @property
+    def store(self) -> Store:
+        """Where the activations go."""
+        return self._transfer.store
+
+    def budget(self, name: str) -> Budget:
+        """Return a part in the bound for something else of training."""
+        return Budget(self._residency, self._lock, name)
+
+    def activations(self) -> Figures:
+        """Return what the activations have now and did, without what tenants did."""
+        account = self._residency.account
+        if self.is_forked:
+            return Figures(resident_bytes=account.held_bytes - account.reserved_bytes)
+        with self._lock:
+            store = self._transfer.stats()
+            alive = self._writeback.records.alive()
+            return Figures(
+                resident_bytes=self._residency.resident_bytes() - account.reserved_bytes,
+                on_disk_bytes=sum(one.nbytes for one in alive if one.source is None),
+                bytes_written=max(0, store["bytes_written"] - store["beside_written_bytes"]),
+                bytes_read=max(0, store["bytes_read"] - store["beside_read_bytes"]),
+                stall_s=self._stalls.total_s,
+            )
 
     def context(self) -> saved_tensors_hooks:
         """Return the context manager that installs the hooks in the calling thread."""
@@ -139,7 +175,7 @@ class Hooks:
         residency = self._residency
         with self._lock:
             # A worker of the parent may have held any lock of the core when this was forked.
-            if self._is_forked:
+            if self.is_forked:
                 resident_bytes, store = residency.account.held_bytes, {}
                 gpus = OnGpus()
             else:
@@ -195,7 +231,7 @@ class Hooks:
             is_one_node=prefetcher.is_one_node,
             last_round=prefetcher.last_round,
             verdict=prefetcher.verdict,
-            rates=None if self._is_forked else self._transfer.rates(),
+            rates=None if self.is_forked else self._transfer.rates(),
             observed=observed,
         )
 
@@ -205,7 +241,7 @@ class Hooks:
         Under a bound, so that the last counts tell what is in memory: what was read ahead for a
         backward that never came is on its way when the block ends.
         """
-        if self._is_forked or not self._residency.is_bounded:
+        if self.is_forked or not self._residency.is_bounded:
             return
         until_s = perf_counter() + SETTLE_S_MAX
         while (left_s := until_s - perf_counter()) > 0:
@@ -214,7 +250,7 @@ class Hooks:
 
     def flush(self, *, wait: bool) -> None:
         """Begin the writes that wait for this thread; with ``wait``, see all under way end."""
-        if self._is_forked:
+        if self.is_forked:
             return
         with self._lock:
             handles = self._writeback.begin_all()

@@ -12,22 +12,21 @@ from __future__ import annotations
 import copy
 import logging
 import weakref
-from collections import defaultdict
 from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from ssdtrain.errors import SsdtrainError, StorageError, UnsupportedError
 from ssdtrain.machine.torch_internals import current_backward
-from ssdtrain.optimizer.chunks import Chunk, Settings, own_step, update
+from ssdtrain.optimizer.chunks import Chunk, Settings
 from ssdtrain.optimizer.in_backward_round import Host, Round, why_not, why_nothing
-from ssdtrain.optimizer.masters import Leaf, drop_stale, wants_master
+from ssdtrain.optimizer.on_copies import update_copies
 from ssdtrain.optimizer.state import Away, ParameterState
 from ssdtrain.optimizer.taken import INSTEAD, Taken, TakenGradient, take
 from ssdtrain.optimizer.updating_thread import Job, UpdatingThread
+from ssdtrain.sharing import Room
 
 __all__ = ["InBackward"]
 
@@ -46,11 +45,6 @@ OTHERS = (
     'another optimizer with overlap="backward" has taken the gradient of a parameter of this one, '
     "and holds its update. No weight was changed. Drop that optimizer and what refers to it, such "
     "as its scheduler, or call its zero_grad() before each backward that is not its own"
-)
-ALIAS = (
-    'the optimizer keeps a view of the weight in its state, and with overlap="backward" an update '
-    'works on a copy of the weight; use overlap="forward" or "step". No weight was changed by this '
-    "step; optimizer.zero_grad() discards it"
 )
 FAILED = (
     "an update in backward failed. Weights and state are those from before this step: call step() "
@@ -71,6 +65,7 @@ class InBackward:
         self._taken: dict[int, Taken] = {}
         self._in_step: list[Taken] = []
         """What `step()` itself gives to the thread, whose gradients stay in place."""
+        self._is_in_step = False
         self._round: Round | None = None
         self._noted: list[Tensor] = []
         """Whose gradient was accumulated last: autograd uses it until the next one comes."""
@@ -143,10 +138,14 @@ class InBackward:
                 else:
                     self._in_step.append(take(param, group))
         left = [one for one in self._taken.values() if one.updated is None]
-        for record in [*left, *self._in_step]:
-            self._wait(host, now, record)
-        self._cut(host, now)
-        self.join()
+        self._is_in_step = True
+        try:
+            for record in [*left, *self._in_step]:
+                self._wait(host, now, record)
+            self._cut(host, now)
+            self.join()
+        finally:
+            self._is_in_step = False
         self._raise()
         return now.settings, chunks
 
@@ -327,21 +326,13 @@ class InBackward:
             return
         states = host._states
         try:
-            self._prefetch(states, records)
-            self._prefetch(states, following)
-            for record in records:
-                state = states.get(record.param)
-                if state is None:
-                    record.is_state_new = True
-                else:
-                    record.before = _entries_of(state)
-                    _bring(state)
-            _run(host, now, records, states)
-            for record in records:
-                state = states.get(record.param)
-                if isinstance(state, ParameterState):
-                    state.send(host._disk)
-            host._disk.make_room()
+            room = self._room_for(host, records)
+            if room is None:
+                return
+            with host._buffers.filled(room):
+                # What is read for the next ones would be in nobody's room.
+                self._prefetch(states, records if room.is_bounded else [*records, *following])
+                self._update_copies(host, now, records, room)
         except BaseException as error:  # noqa: BLE001 - `step()` raises it
             for record in records:
                 _roll_back(host, record)
@@ -355,6 +346,33 @@ class InBackward:
         else:
             for record in records:
                 record.gradient = None
+
+    @staticmethod
+    def _update_copies(host: Host, now: Round, records: list[Taken], room: Room) -> None:
+        states = host._states
+        for record in records:
+            state = states.get(record.param)
+            if state is None:
+                record.is_state_new = True
+            else:
+                record.before = _entries_of(state)
+                _bring(state)
+        update_copies(host, now, records, states)
+        host._buffers.note(room, sum(host._bytes_of(record.param) for record in records))
+        for record in records:
+            state = states.get(record.param)
+            if isinstance(state, ParameterState):
+                state.send(host._disk)
+        host._disk.make_room()
+
+    def _room_for(self, host: Host, records: list[Taken]) -> Room | None:
+        """Return room for an update; without any in backward it is left to ``step()``.
+
+        To wait there could be to wait for the backward, which may come to wait for this.
+        """
+        size = sum(host._bytes_of(record.param) for record in records)
+        buffers = host._buffers
+        return buffers.reserve([size]) if self._is_in_step else buffers.try_to_reserve(size)
 
     @staticmethod
     def _prefetch(states: Any, records: list[Taken]) -> None:
@@ -383,74 +401,6 @@ class InBackward:
             host._undo.forget()
         self._in_step = []
         self._round = None
-
-
-def _run(host: Host, now: Round, records: list[Taken], states: Any) -> None:
-    """Run the optimizer's own step over copies of weights, with the states of the weights."""
-    chunks: dict[int, Chunk] = {}
-    view: defaultdict[Tensor, Any] = defaultdict(ParameterState)
-    updated: list[tuple[Taken, Leaf]] = []
-    for record in records:
-        leaf = _leaf_of(host, record, view)
-        chunks.setdefault(id(record.group), Chunk(record.group, [])).params.append(leaf.tensor)
-        updated.append((record, leaf))
-    vars(now.stand_in)["state"] = view
-    try:
-        _update_all(host, now, chunks)
-    finally:
-        vars(now.stand_in)["state"] = {}
-    if any(one.tensor in view and _has_view_of(view[one.tensor], one.tensor) for _, one in updated):
-        raise UnsupportedError(ALIAS)
-    # What refers to a leaf would keep its master in memory.
-    chunks.clear()
-    for record, leaf in updated:
-        state = view.pop(leaf.tensor, None)
-        record.updated = leaf.rounded()
-        if leaf.master is not None:
-            assert host._masters is not None
-            host._masters.end(leaf, states, state, record.updated, stays=False)
-        elif state is not None:
-            states[record.param] = state
-        else:
-            states.pop(record.param, None)
-
-
-def _leaf_of(host: Host, record: Taken, view: dict[Tensor, Any]) -> Leaf:
-    """Return what is updated in the place of a weight; ``view`` gets its state."""
-    param, state = record.param, host._states.get(record.param)
-    assert record.gradient is not None, "its update was not made yet"
-    if host._masters is not None and wants_master(param):
-        leaf = host._masters.begin(param, state, record.gradient)
-        if leaf.inner is not None:
-            view[leaf.tensor] = leaf.inner
-        return leaf
-    if host._masters is not None:
-        drop_stale(state, param)
-    weight = param.detach().clone()
-    if type(param) is Parameter:
-        weight = Parameter(weight, requires_grad=param.requires_grad)
-    else:
-        weight.requires_grad_(param.requires_grad)
-    vars(weight).update(vars(param))
-    weight.grad = record.gradient
-    if state is not None:
-        view[weight] = state
-    return Leaf(param, weight, None)
-
-
-def _update_all(host: Host, now: Round, chunks: dict[int, Chunk]) -> None:
-    own = own_step(host._own_kind)
-    for chunk in chunks.values():
-        update(now.stand_in, own, chunk, now.settings, {})
-
-
-def _has_view_of(state: dict[Any, Any], weight: Tensor) -> bool:
-    """Whether a tensor of a state lies on the memory of a weight."""
-    address = weight.untyped_storage().data_ptr()
-    return any(
-        type(value) is Tensor and value.untyped_storage().data_ptr() == address
-        for value in dict.values(state)
-    )
 
 
 def _bring(state: ParameterState) -> None:

@@ -18,6 +18,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ssdtrain.machine.torch_internals import mode_count
+from ssdtrain.optimizer.buffers import Buffers
 from ssdtrain.optimizer.chunks import Settings
 from ssdtrain.optimizer.deferred import kept, why_not_of_another_thread
 from ssdtrain.optimizer.masters import Masters
@@ -36,6 +37,7 @@ class Host(Protocol):
 
     _own_kind: type[Optimizer]
     _disk: Disk
+    _buffers: Buffers
     _part_bytes: int
     _masters: Masters | None
     _undo: Undo | None

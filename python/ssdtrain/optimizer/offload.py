@@ -9,6 +9,8 @@ from torch.optim import Optimizer
 
 from ssdtrain.config import Directories, Size
 from ssdtrain.errors import ConfigError
+from ssdtrain.offload import offload
+from ssdtrain.optimizer.buffers import NAME, Buffers, part_of, refuse_small_bound, within
 from ssdtrain.optimizer.masters import refuse_cast_masters, refuse_shared_memory
 from ssdtrain.optimizer.offloaded import Offloaded, Overlap, offloaded_class
 from ssdtrain.optimizer.state import Disk
@@ -19,14 +21,14 @@ from ssdtrain.optimizer.trial import (
     take_over_step,
     tried,
 )
+from ssdtrain.session import Session
+from ssdtrain.sharing import Share
 from ssdtrain.sizes import in_bytes
 from ssdtrain.store import TensorStore
 
 __all__ = ["offload_optimizer"]
 
 BUFFER_BYTES_DEFAULT = 256 << 20
-BUFFER_PARTS = 4
-"""One is updated, one is read, one is written, and one is room for what does not fit evenly."""
 STATE_MIN_BYTES = 64 << 10
 """Smaller tensors of a state (biases, counts of steps) stay in memory."""
 
@@ -35,7 +37,7 @@ AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
 def offload_optimizer(
     optimizer: AnyOptimizer,
-    dir: Directories | TensorStore,  # noqa: A002 - as in ssdtrain.offload
+    dir: Directories | TensorStore | Session,  # noqa: A002 - as in ssdtrain.offload
     *,
     overlap: Overlap = "step",
     buffer_bytes: Size = BUFFER_BYTES_DEFAULT,
@@ -54,7 +56,10 @@ def offload_optimizer(
     Args:
         optimizer: One whose update is per parameter: AdamW, SGD with momentum, Adafactor and the
             like, also of classes that torch does not know. That is tried on small tensors.
-        dir: A local directory, a list of them, or a ``TensorStore``, to be kept open meanwhile.
+        dir: A local directory, a list of them, a ``TensorStore``, to be kept open meanwhile, or
+            the session of a ``with ssdtrain.offload(...)`` block: its files, quota and report, and
+            its ``max_resident_bytes``, which then holds for activations and updates together. The
+            optimizer may be used after the block.
         overlap: When updates are made. ``"step"``: in ``step()``. ``"forward"``: ``step()`` returns
             at once, and they go on beside what comes next, in the order in which the forward needs
             the weights. Whoever uses a weight, the state or the optimizer waits for what they use;
@@ -64,7 +69,8 @@ def offload_optimizer(
             then gets an ``UnsupportedError``. With several micro-batches in a step, say which is
             the last: ``optimizer.set_is_last_backward(False)``, and ``(True)``.
         buffer_bytes: Memory for the state that is read, updated and written at the same time, in
-            bytes or text such as ``"256MiB"``. A single parameter takes what it needs.
+            bytes or text such as ``"256MiB"``. A single parameter takes what it needs. Of the
+            ``max_resident_bytes`` of a session a quarter is taken at most.
         max_disk_bytes: Bound on the bytes reserved on disk; what does not fit stays in memory.
         verify: Checksum each tensor before its write and after its read.
         undo: A step that fails or is interrupted is undone, so that model and optimizer are those
@@ -82,11 +88,14 @@ def offload_optimizer(
 
     Raises:
         ConfigError: No optimizer of torch, one that is offloaded already, or whose ``step`` was
-            replaced; a directory or options that cannot be used.
+            replaced; a directory or options that cannot be used; a session that has ended, or
+            whose ``max_resident_bytes`` is too small for a single parameter.
         UnsupportedError: The optimizer couples its parameters (LBFGS), or they are not on the CPU;
             another ``overlap`` of one whose step draws random numbers or changes its attributes;
             ``"backward"`` or masters of one that keeps lists of its parameters. In backward, in
             ``step`` and for what uses a gradient: too late for ``overlap="backward"``, see there.
+        BudgetError: In ``step``, before anything is changed: other users of the session's
+            ``max_resident_bytes`` leave too little of it.
         StorageError: In ``step``: state could not be read back. With ``undo`` (and with
             ``overlap="backward"``) nothing has changed, and the step can be made again. Without,
             every other parameter was updated; the optimizer refuses further steps until a state is
@@ -115,26 +124,45 @@ def offload_optimizer(
         refuse_lists_of_parameters(optimizer, 'overlap="backward"', 'overlap="forward" or "step"')
     if has_masters:
         refuse_lists_of_parameters(optimizer, "master_dtype", "master_dtype=None")
-    if isinstance(dir, TensorStore) and (max_disk_bytes is not None or verify):
-        raise ConfigError(
-            "max_disk_bytes and verify are options of the store: give them to TensorStore(...)"
-        )
     buffer = in_bytes("buffer_bytes", buffer_bytes)
-    store = (
-        dir
-        if isinstance(dir, TensorStore)
-        else TensorStore(dir, max_disk_bytes=max_disk_bytes, verify=verify)
-    )
-    part_bytes = max(1, buffer // BUFFER_PARTS)
-    disk = Disk(store, in_flight_bytes_max=part_bytes, min_bytes=STATE_MIN_BYTES)
+    store, share = _opened(dir, max_disk_bytes, verify)
+    budget = None if share is None else share.budget
+    refuse_small_bound(optimizer, budget, habits.state_share, has_masters=has_masters)
+    buffer = within(buffer, budget)
+    disk = Disk(store, in_flight_bytes_max=part_of(buffer), min_bytes=STATE_MIN_BYTES)
+    buffers = Buffers(optimizer, disk, budget, buffer)
     take_over_step(optimizer)
     kind: type[Optimizer] = type(optimizer)
     optimizer.__class__ = cast("type[AnyOptimizer]", offloaded_class(kind))  # type: ignore[arg-type]
     offloaded = cast("Offloaded", optimizer)
     offloaded._begin(  # noqa: SLF001 - its constructor
-        kind, disk, part_bytes, overlap, habits, undo=undo, has_masters=has_masters
+        kind, disk, buffers, overlap, habits, undo=undo, has_masters=has_masters
     )
+    if share is not None:
+        share.register(buffers)
     return optimizer
+
+
+def _opened(
+    given: Directories | TensorStore | Session, max_disk_bytes: Size | None, verify: object
+) -> tuple[TensorStore, Share | None]:
+    """Return the store for the state, and what it shares with a session, if one is given."""
+    if isinstance(given, offload):
+        raise ConfigError(
+            "offload_optimizer takes the session, not what makes it: `with ssdtrain.offload(dir) "
+            "as session:` gives one, and a decorator has it as `.session` after the first call"
+        )
+    if isinstance(given, TensorStore | Session):
+        if max_disk_bytes is not None or verify:
+            kind = "TensorStore" if isinstance(given, TensorStore) else "ssdtrain.offload"
+            raise ConfigError(
+                f"max_disk_bytes and verify are options of the store: give them to {kind}(...)"
+            )
+        if isinstance(given, TensorStore):
+            return given, None
+        share = given.share(NAME)
+        return TensorStore.over(share.store), share
+    return TensorStore(given, max_disk_bytes=max_disk_bytes, verify=verify), None  # type: ignore[arg-type]
 
 
 def _has_masters(optimizer: Optimizer, master_dtype: object) -> bool:

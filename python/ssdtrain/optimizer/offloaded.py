@@ -8,8 +8,8 @@ left whose state is empty.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import cache
 from itertools import zip_longest
 from time import perf_counter
@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ssdtrain.errors import ConfigError, SsdtrainError, StorageError, UnsupportedError
+from ssdtrain.optimizer.buffers import Buffers, bytes_of
 from ssdtrain.optimizer.chunks import (
     Chunk,
     Part,
@@ -41,22 +42,15 @@ from ssdtrain.optimizer.deferred import (
 from ssdtrain.optimizer.forward_order import ForwardOrder
 from ssdtrain.optimizer.in_backward import InBackward
 from ssdtrain.optimizer.lost import Lost
-from ssdtrain.optimizer.masters import (
-    WORKING_BYTES,
-    Masters,
-    as_masters,
-    refuse_shared_memory,
-    wants_master,
-)
+from ssdtrain.optimizer.masters import Masters, refuse_shared_memory
 from ssdtrain.optimizer.state import Disk, ParameterState, States
 from ssdtrain.optimizer.stats import OptimizerStats
 from ssdtrain.optimizer.trial import Habits
 from ssdtrain.optimizer.undo import NOT_UNDONE, UNDONE_LATE, Undo, restore, undone_if_it_fails
+from ssdtrain.optimizer.whole_state import WholeState
+from ssdtrain.sharing import Room
 
 __all__ = ["Offloaded", "Overlap", "offloaded_class"]
-
-STATE_PER_PARAM = 2
-"""A guess, until the first step has made the state: Adam has two tensors for each parameter."""
 
 PARTS_MIN = 16
 """So many at least, if parameters are updated beside the forward: the first ones soon."""
@@ -64,15 +58,13 @@ PART_BYTES_MIN = 1 << 20
 Overlap = Literal["step", "backward", "forward"]
 
 
-class Offloaded(Optimizer):
+class Offloaded(WholeState):
     """What an offloaded optimizer has before its own class: the step, and ways to its state."""
 
     _own_kind: type[Optimizer]
-    _disk: Disk
+    _buffers: Buffers
     _part_bytes: int
-    _masters: Masters | None
-    _undo: Undo | None
-    _lost: Lost
+    _state_share: float
     _step_count_done: int
     _step_s: float
     _waited_s: float
@@ -85,7 +77,7 @@ class Offloaded(Optimizer):
         self,
         kind: type[Optimizer],
         disk: Disk,
-        part_bytes: int,
+        buffers: Buffers,
         overlap: Overlap,
         habits: Habits,
         *,
@@ -94,8 +86,10 @@ class Offloaded(Optimizer):
     ) -> None:
         self._own_kind = kind
         self._disk = disk
+        self._buffers = buffers
+        self._state_share = habits.state_share
         self._masters = Masters(disk) if has_masters else None
-        self._part_bytes = part_bytes
+        self._part_bytes = buffers.part_bytes
         # Beside backward what cannot be computed there is undone, as all else is not put in place.
         self._undo = Undo(disk) if undo or overlap == "backward" else None
         self._in_backward = None
@@ -128,11 +122,6 @@ class Offloaded(Optimizer):
         adopted = States()
         adopted.adopt(states)
         vars(self)["state"] = adopted
-
-    @property
-    def _states(self) -> Any:
-        """The state, for those who update it, or have waited."""
-        return vars(self)["state"]
 
     @property
     def param_groups(self) -> Any:
@@ -232,8 +221,12 @@ class Offloaded(Optimizer):
         chunks = chunks_of(self.param_groups, self._bytes_of, self._part_bytes)
         parts = [Part([chunk]) for chunk in chunks]
         settings = Settings()
-        with undone_if_it_fails(self._undo, self._states, self.param_groups):
-            for _ in self._updated(parts, self, settings, options):
+        room = self._buffers.reserve(map(self._size_of, parts))
+        with (
+            self._buffers.filled(room),
+            undone_if_it_fails(self._undo, self._states, self.param_groups),
+        ):
+            for _ in self._updated(parts, self, settings, options, room):
                 pass
         settings.apply()
 
@@ -243,9 +236,13 @@ class Offloaded(Optimizer):
         pairs = [(chunk.group, param) for chunk in chunks for param in chunk.params]
         parts = list(parts_in_order(pairs, self._bytes_of, self._part_bytes))
         parts += [Part([chunk]) for chunk in chunks if not chunk.params]
-        with undone_if_it_fails(self._undo, self._states, self.param_groups):
+        room = self._buffers.reserve(map(self._size_of, parts))
+        with (
+            self._buffers.filled(room),
+            undone_if_it_fails(self._undo, self._states, self.param_groups),
+        ):
             # On another object: a look at the state of this one would discard what has begun.
-            for _ in self._updated(parts, self._stand_in(), settings, options):
+            for _ in self._updated(parts, self._stand_in(), settings, options, room):
                 pass
             interrupt = updates.publish(self)
         updates.watch()
@@ -306,28 +303,34 @@ class Offloaded(Optimizer):
         used = {id(group) for group, _ in pairs}
         empty = [Part([Chunk(group, [])]) for group in groups if id(group) not in used]
         parts = [*parts_in_order(now, self._bytes_of, self._part_bytes), *empty]
-        for _ in self._updated(parts, stand_in, settings, options):
-            pass
+        later = order.sort(later, lambda pair: pair[1])
+        total = sum(self._bytes_of(param) for _, param in later)
+        bytes_max = min(self._part_bytes, max(PART_BYTES_MIN, total // PARTS_MIN))
+        beside = list(parts_in_order(later, self._bytes_of, bytes_max))
+        # Before anything is changed: what goes on beside the forward waits for nobody's memory.
+        room = self._buffers.reserve(map(self._size_of, [*parts, *beside]))
+        with self._buffers.filled(room, goes_on=bool(later)):
+            for _ in self._updated(parts, stand_in, settings, options, room):
+                pass
         if not later:
             settings.apply()
             return
 
         def run(parts: list[Part]) -> Iterator[Part]:
-            yield from self._updated(parts, stand_in, settings, {})
+            with self._buffers.filled(room):
+                yield from self._updated(parts, stand_in, settings, {}, room)
             settings.apply()
             self._states.put_last([param for _, param in pairs if param not in known])
             self._lost.refuse(self._states, groups)
 
-        later = order.sort(later, lambda pair: pair[1])
-        total = sum(self._bytes_of(param) for _, param in later)
-        bytes_max = min(self._part_bytes, max(PART_BYTES_MIN, total // PARTS_MIN))
-        self._updates = Deferred(
-            list(parts_in_order(later, self._bytes_of, bytes_max)),
-            run,
-            order,
-            self._disk.notices,
-        )
-        self._updates.start()
+        self._updates = Deferred(beside, run, order, self._disk.notices)
+        try:
+            self._updates.start()
+        except BaseException:
+            if self._updates.has_ended():
+                # An interrupt, and a step that was not begun.
+                room.end()
+            raise
 
     def _stand_in(self) -> Optimizer:
         """Return an optimizer of the own class for the updates, as this one is now."""
@@ -336,14 +339,25 @@ class Offloaded(Optimizer):
         return stand_in
 
     def _updated(
-        self, parts: list[Part], on: Optimizer, settings: Settings, options: dict[str, Any]
+        self,
+        parts: list[Part],
+        on: Optimizer,
+        settings: Settings,
+        options: dict[str, Any],
+        room: Room,
     ) -> Iterator[Part]:
         """Update one part after the other; give each as soon as its parameters are updated."""
-        own = own_step(self._own_kind)
-        for first in parts[:1]:
-            self._prefetch(first)
+        own, buffers = own_step(self._own_kind), self._buffers
+        size_of = self._size_of if room.is_bounded else _no_matter_what_size
+        is_ahead = False
         for part, following in zip_longest(parts, parts[1:]):
-            if following is not None:
+            size, ahead_bytes = size_of(part), 0
+            buffers.begin(room, size)
+            if not is_ahead:
+                self._prefetch(part)
+            is_ahead = following is not None and buffers.fits(room, size, size_of(following))
+            if following is not None and is_ahead:
+                ahead_bytes = size_of(following)
                 self._prefetch(following)
             found = self._bring(part)
             staying = {id(param) for param in part.params if is_sparse(param.grad)}
@@ -354,61 +368,10 @@ class Offloaded(Optimizer):
                     self._masters.update(
                         on, own, chunk, settings, options, states=self._states, staying=staying
                     )
+            buffers.note(room, size_of(part), ahead_bytes)
             yield part
             # From here on others may change gradients, which this thread must not look at.
             self._send(part, staying)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state as ever; what is on the disk is read into tensors of its own."""
-        states = self.state
-        vars(self)["state"] = {key: _copied(state) for key, state in states.items()}
-        try:
-            return super().state_dict()
-        finally:
-            vars(self)["state"] = states
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state as ever, and let it go to the disk."""
-        self.synchronize()
-        self._give_up()
-        with nullcontext() if self._masters is None else as_masters(self):
-            super().load_state_dict(state_dict)
-        self._note_loaded()
-        self._take_over_state()
-
-    def _note_loaded(self) -> None:
-        """Go on with a state that was replaced in whole."""
-        self._lost.forget()
-        if self._undo is not None:
-            self._undo.forget()
-
-    def _give_state(self, param: Tensor, values: Iterable[tuple[Any, Any]]) -> None:
-        """Give one parameter another state, which goes to the disk."""
-        self.state[param] = state = ParameterState(values)
-        if self._masters is not None:
-            self._masters.adopt(state, param)
-        state.send(self._disk)
-        self._disk.make_room()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Refuse: two optimizers cannot share the state on the disk."""
-        raise TypeError(NO_COPY)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse: a pickle of the optimizer would lack what is on the disk."""
-        raise TypeError(NO_COPY)
-
-    def _take_over_state(self) -> None:
-        self.state = self._states
-        for param, state in self._states.items():
-            if isinstance(state, ParameterState):
-                if self._masters is not None:
-                    self._masters.adopt(state, param)
-                state.send(self._disk)
-                self._disk.make_room()
-
-    def _parameter_states(self) -> list[ParameterState]:
-        return [state for state in self._states.values() if isinstance(state, ParameterState)]
 
     def _states_of(self, part: Part) -> list[ParameterState]:
         """Return the states that an update of this part will ask for."""
@@ -416,12 +379,13 @@ class Offloaded(Optimizer):
         return [state for state in found if isinstance(state, ParameterState)]
 
     def _bytes_of(self, param: Tensor) -> int:
+        has_masters = self._masters is not None
         state = self._states.get(param)
-        has_master = self._masters is not None and wants_master(param)
-        working = WORKING_BYTES * param.numel() if has_master else 0
-        if isinstance(state, ParameterState) and len(state):
-            return working + sum(state.nbytes())
-        return working + STATE_PER_PARAM * (4 * param.numel() if has_master else param.nbytes)
+        return bytes_of(param, state, self._state_share, has_masters=has_masters)
+
+    def _size_of(self, part: Part) -> int:
+        """Return how much memory the update of a part takes."""
+        return sum(self._bytes_of(param) for param in part.params if param.grad is not None)
 
     def _prefetch(self, part: Part) -> None:
         for state in self._states_of(part):
@@ -483,17 +447,11 @@ class Offloaded(Optimizer):
         self._disk.make_room()
 
 
-NO_COPY = (
-    "an optimizer whose state is on the disk cannot be copied or pickled; save it with "
-    "ssdtrain.save(path, model, optimizer), or save optimizer.state_dict()"
-)
+def _no_matter_what_size(_: Part) -> int:
+    return 0
 
 
 @cache
 def offloaded_class(kind: type[Optimizer]) -> type[Optimizer]:
     """Return the class of the offloaded optimizers of this kind."""
     return type(f"Offloaded{kind.__name__}", (Offloaded, kind), {"__doc__": kind.__doc__})
-
-
-def _copied(state: Any) -> Any:
-    return state.copied() if isinstance(state, ParameterState) else state

@@ -57,6 +57,16 @@ class Away:
         self.source: Tensor | None = source
         """The tensor itself, until the disk has its bytes in whole; for good if that failed."""
 
+    @property
+    def brought_bytes(self) -> int:
+        """How much memory it takes once it is back."""
+        return self.nbytes if self.stored is None else max(self.nbytes, self.stored.slot_bytes)
+
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether the bytes are in memory, or on their way there."""
+        return self.source is not None or self._pending is not None
+
     def prefetch(self) -> None:
         """Begin to read, unless the bytes are in memory still or on their way already."""
         if self.source is None and self._pending is None:
@@ -140,7 +150,8 @@ class Disk:
 
     def __init__(self, store: TensorStore, *, in_flight_bytes_max: int, min_bytes: int) -> None:
         self.store = store
-        self._in_flight: deque[Away] = deque()
+        self._in_flight: deque[tuple[Away, int]] = deque()
+        """What is on its way, with the memory that it takes."""
         self._in_flight_bytes = 0
         self._in_flight_bytes_max = in_flight_bytes_max
         self._min_bytes = min_bytes
@@ -229,14 +240,20 @@ class Disk:
                 return None
             away = away or Away(self, stored, source)
             away.stored = stored
-            self._in_flight.append(away)
-            self._in_flight_bytes += away.nbytes
+            nbytes = away.brought_bytes
+            self._in_flight.append((away, nbytes))
+            self._in_flight_bytes += nbytes
             self.written_bytes += away.nbytes
             return away
 
-    def make_room(self) -> None:
-        """Wait until no more is on its way to the disk than the bound."""
-        self._settle(self._in_flight_bytes_max)
+    @property
+    def in_flight_bytes(self) -> int:
+        """What is on its way to the disk, and so in memory."""
+        return self._in_flight_bytes
+
+    def make_room(self, bytes_max: int | None = None) -> None:
+        """Wait until no more is on its way to the disk than the bound, or than is given."""
+        self._settle(self._in_flight_bytes_max if bytes_max is None else max(0, bytes_max))
 
     def flush(self) -> None:
         """Wait until all that is on its way is there."""
@@ -279,11 +296,11 @@ class Disk:
         self.stall_s += perf_counter() - began_s
 
     def _end_oldest(self) -> None:
-        oldest = self._in_flight[0]
+        oldest, nbytes = self._in_flight[0]
         oldest.end_write()
         # An interrupt above leaves it in the queue, and asks again.
         self._in_flight.popleft()
-        self._in_flight_bytes -= oldest.nbytes
+        self._in_flight_bytes -= nbytes
         self._freed_bytes += oldest.nbytes
         if self._freed_bytes >= max(self._in_flight_bytes_max, GIVE_BACK_BYTES_MIN):
             self._freed_bytes = 0
@@ -373,8 +390,9 @@ class ParameterState(dict[Any, Any]):
     def nbytes(self) -> tuple[int, int]:
         """Return the bytes of its tensors: those in memory, and those on the disk only."""
         resident = on_disk = 0
-        for value in super().values():
-            if isinstance(value, Away) and value.source is None:
+        # A copy: another thread may look while one updates.
+        for value in list(super().values()):
+            if isinstance(value, Away) and not value.is_in_memory:
                 on_disk += value.nbytes
             elif isinstance(value, Tensor | Away):
                 resident += value.nbytes

@@ -49,6 +49,8 @@ class Habits:
     draws_random_numbers: bool = False
     changes_groups: bool = False
     changed_attributes: set[str] = field(default_factory=set)
+    state_share: float = 0.0
+    """Bytes of state for each byte of a parameter, or of its master, but for what is factored."""
 
 
 def tried(optimizer: Optimizer, *, has_masters: bool) -> Habits:
@@ -82,7 +84,13 @@ def tried(optimizer: Optimizer, *, has_masters: bool) -> Habits:
             f"{name} cannot be offloaded with master_dtype: its state has a {MASTER!r} of its own, "
             "the name under which the masters are kept; use master_dtype=None"
         )
+    habits.state_share = max(map(_state_share, together[0], together[1]), default=0.0)
     return habits
+
+
+def _state_share(param: Tensor, state: dict[Any, Any]) -> float:
+    alike = [one for one in state.values() if isinstance(one, Tensor) and one.shape == param.shape]
+    return sum(one.nbytes for one in alike) / max(1, param.nbytes)
 
 
 def refuse_habits(name: str, habits: Habits, overlap: str) -> None:

@@ -57,6 +57,11 @@ impl Account {
     }
 
     #[getter]
+    fn reserved_bytes(&self) -> u64 {
+        self.0.reserved_bytes()
+    }
+
+    #[getter]
     fn peak_bytes(&self) -> u64 {
         self.0.peak_bytes()
     }

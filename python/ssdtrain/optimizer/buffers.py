@@ -1,0 +1,173 @@
+"""The memory of updates: how much state an update brings there, and in whose bound it counts.
+
+State that is read, updated and written is in memory because of us. In the store of a session it
+counts there: room for it is reserved before the first part of a step is changed, so that a bound
+which is too small stops a step before it has begun, and never in its middle.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ssdtrain.errors import ConfigError
+from ssdtrain.optimizer.chunks import name_of
+from ssdtrain.optimizer.masters import WORKING_BYTES, wants_master
+from ssdtrain.optimizer.state import Away, Disk, ParameterState
+from ssdtrain.residency import UNLIMITED_BYTES
+from ssdtrain.sharing import Budget, Figures, Room
+from ssdtrain.sizes import shown_bytes
+
+__all__ = ["NAME", "Buffers", "bytes_of", "part_of", "refuse_small_bound", "within"]
+
+NAME = "optimizer state"
+"""What it is called in the report of a session."""
+BUFFER_PARTS = 4
+"""One is updated, one is read, one is written, and one is room for what does not fit evenly."""
+BOUND_PARTS = 4
+"""Of a session's bound the buffer is a fourth part at most: the rest is for activations."""
+MASTER_BYTES = 2
+"""What is stored of each number of a master."""
+WIDENING_BYTES = 64 << 10
+"""More than reads of the state of one parameter are widened by, to whole blocks of the disk."""
+WANTED = "an update of the optimizer, whose state shares this bound,"
+
+
+def bytes_of(param: Tensor, state: Any, state_share: float, *, has_masters: bool) -> int:
+    """Return how much memory an update of a parameter takes besides weight and gradient.
+
+    ``state_share`` says how much state the first step makes for each byte of it.
+    """
+    has_master = has_masters and wants_master(param)
+    working = WORKING_BYTES * param.numel() if has_master else 0
+    if isinstance(state, dict) and len(state):
+        return working + sum(map(_brought_bytes, list(dict.values(state))))
+    stored = MASTER_BYTES * param.numel() if has_master else 0
+    updated = 4 * param.numel() if has_master else param.nbytes
+    return working + stored + math.ceil(state_share * updated)
+
+
+def _brought_bytes(value: Any) -> int:
+    if isinstance(value, Away):
+        return value.brought_bytes
+    return value.nbytes if isinstance(value, Tensor) else 0
+
+
+def within(buffer_bytes: int, budget: Budget | None) -> int:
+    """Return the memory that updates may use if single parameters do not need more."""
+    limit_bytes = None if budget is None else budget.limit_bytes
+    return buffer_bytes if limit_bytes is None else min(buffer_bytes, limit_bytes // BOUND_PARTS)
+
+
+def refuse_small_bound(
+    optimizer: Optimizer, budget: Budget | None, state_share: float, *, has_masters: bool
+) -> None:
+    """Raise ``ConfigError`` if the update of one parameter takes more than the whole bound."""
+    limit_bytes = None if budget is None else budget.limit_bytes
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if limit_bytes is None or not params:
+        return
+
+    def size(param: Tensor) -> int:
+        state = optimizer.state.get(param)
+        return WIDENING_BYTES + bytes_of(param, state, state_share, has_masters=has_masters)
+
+    largest = max(params, key=size)
+    if size(largest) > limit_bytes:
+        raise ConfigError(
+            f"max_resident_bytes={limit_bytes} ({shown_bytes(limit_bytes)}) of this session is too "
+            f"small for an update of {name_of(optimizer.param_groups, largest)}, which brings up "
+            f"to {shown_bytes(size(largest))} of state into memory at once; raise it to at least "
+            f"{size(largest)} and what the activations need meanwhile, or give offload_optimizer a "
+            "directory in the place of the session: then its state does not count there"
+        )
+
+
+def part_of(buffer_bytes: int) -> int:
+    """Return how much of a buffer one part of the parameters may fill."""
+    return max(1, buffer_bytes // BUFFER_PARTS)
+
+
+class Buffers:
+    """The memory of one optimizer's updates, and its figures in the report of a session."""
+
+    name = NAME
+
+    def __init__(
+        self, optimizer: Optimizer, disk: Disk, budget: Budget | None, buffer_bytes: int
+    ) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._disk = disk
+        self._budget = budget
+        self._buffer_bytes = buffer_bytes
+        self.part_bytes = part_of(buffer_bytes)
+        """How much state a part of the parameters has."""
+
+    def figures(self) -> Figures:
+        """Return the figures of now, whatever another thread does meanwhile."""
+        optimizer, disk = self._optimizer(), self._disk
+        states = {} if optimizer is None else vars(optimizer).get("state", {})
+        found = [one for one in list(dict.values(states)) if isinstance(one, ParameterState)]
+        sizes = [one.nbytes() for one in found]
+        return Figures(
+            resident_bytes=sum(resident for resident, _ in sizes),
+            on_disk_bytes=sum(on_disk for _, on_disk in sizes),
+            bytes_written=disk.written_bytes,
+            bytes_read=disk.read_bytes,
+            stall_s=disk.stall_s,
+        )
+
+    def reserve(self, sizes: Iterable[int]) -> Room:
+        """Reserve room for updates of parts of these sizes, one after the other.
+
+        Raises ``BudgetError`` if there is none for the largest.
+        """
+        if self._budget is None or self._budget.limit_bytes is None:
+            return Room(UNLIMITED_BYTES)
+        sizes = list(sizes)
+        least = max(sizes, default=0)
+        most = max(least, min(self._buffer_bytes, sum(sizes)))
+        return self._budget.reserve(least, most, lambda: WANTED)
+
+    @contextmanager
+    def filled(self, room: Room, *, goes_on: bool = False) -> Iterator[None]:
+        """Fill a room in this thread, and give it back at the end.
+
+        If it ``goes_on``, another thread does both once this one is done.
+        """
+        room.fill_here()
+        try:
+            yield
+            if not goes_on and room.is_bounded:
+                self._disk.flush()
+        except BaseException:
+            room.end()
+            raise
+        if goes_on:
+            room.fill_elsewhere()
+        else:
+            room.end()
+
+    def try_to_reserve(self, nbytes: int) -> Room | None:
+        """Reserve room for one part if there is some now."""
+        if self._budget is None:
+            return Room(UNLIMITED_BYTES)
+        return self._budget.try_to_reserve(nbytes)
+
+    def begin(self, room: Room, nbytes: int) -> None:
+        """Wait for writes until a part of this size fits beside the others."""
+        self._disk.make_room(room.nbytes - nbytes)
+
+    def fits(self, room: Room, *sizes: int) -> bool:
+        """Whether parts of these sizes fit beside what is on its way to the disk."""
+        return self._disk.in_flight_bytes + sum(sizes) <= room.nbytes
+
+    def note(self, room: Room, *sizes: int) -> None:
+        """Note what is in memory now: the first step may make more state than expected."""
+        room.note(self._disk.in_flight_bytes + sum(sizes))

@@ -1,0 +1,100 @@
+"""The state of an offloaded optimizer as a whole: its copies, and what takes its place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import nullcontext
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ssdtrain.optimizer.lost import Lost
+from ssdtrain.optimizer.masters import Masters, as_masters
+from ssdtrain.optimizer.state import Disk, ParameterState
+from ssdtrain.optimizer.undo import Undo
+
+__all__ = ["WholeState"]
+
+NO_COPY = (
+    "an optimizer whose state is on the disk cannot be copied or pickled; save it with "
+    "ssdtrain.save(path, model, optimizer), or save optimizer.state_dict()"
+)
+
+
+class WholeState(Optimizer):
+    """An optimizer whose state can be asked for, loaded and saved in whole, wherever it lies."""
+
+    _disk: Disk
+    _masters: Masters | None
+    _undo: Undo | None
+    _lost: Lost
+
+    @property
+    def _states(self) -> Any:
+        """The state, for those who update it, or have waited."""
+        return vars(self)["state"]
+
+    def synchronize(self) -> None:
+        """Wait until all updates are made."""
+        raise NotImplementedError
+
+    def _give_up(self) -> None:
+        """Have weights and state of the last step."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as ever; what is on the disk is read into tensors of its own."""
+        states = self.state
+        vars(self)["state"] = {key: _copied(state) for key, state in states.items()}
+        try:
+            return super().state_dict()
+        finally:
+            vars(self)["state"] = states
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state as ever, and let it go to the disk."""
+        self.synchronize()
+        self._give_up()
+        with nullcontext() if self._masters is None else as_masters(self):
+            super().load_state_dict(state_dict)
+        self._note_loaded()
+        self._take_over_state()
+
+    def _note_loaded(self) -> None:
+        """Go on with a state that was replaced in whole."""
+        self._lost.forget()
+        if self._undo is not None:
+            self._undo.forget()
+
+    def _give_state(self, param: Tensor, values: Iterable[tuple[Any, Any]]) -> None:
+        """Give one parameter another state, which goes to the disk."""
+        self.state[param] = state = ParameterState(values)
+        if self._masters is not None:
+            self._masters.adopt(state, param)
+        state.send(self._disk)
+        self._disk.make_room()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Refuse: two optimizers cannot share the state on the disk."""
+        raise TypeError(NO_COPY)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse: a pickle of the optimizer would lack what is on the disk."""
+        raise TypeError(NO_COPY)
+
+    def _take_over_state(self) -> None:
+        self.state = self._states
+        for param, state in self._states.items():
+            if isinstance(state, ParameterState):
+                if self._masters is not None:
+                    self._masters.adopt(state, param)
+                state.send(self._disk)
+                self._disk.make_room()
+
+    def _parameter_states(self) -> list[ParameterState]:
+        return [state for state in self._states.values() if isinstance(state, ParameterState)]
+
+
+def _copied(state: Any) -> Any:
+    return state.copied() if isinstance(state, ParameterState) else state
