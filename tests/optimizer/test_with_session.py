@@ -6,19 +6,22 @@ import contextlib
 import gc
 import os
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import ssdtrain
 import support
 from children import forked_python
 from ssdtrain import BudgetError, ConfigError, offload_optimizer
 from ssdtrain.optimizer import offloaded, on_copies
+from ssdtrain.optimizer.buffers import Buffers
 from ssdtrain.optimizer.offload import STATE_MIN_BYTES
 from ssdtrain.sharing import Budget
 from support import Rig
@@ -35,8 +38,10 @@ STEPS = 5
 class Training:
     """A model and its optimizer, and the same steps without ssdtrain to compare with."""
 
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
-        self.module = model().to(dtype)
+    def __init__(
+        self, dtype: torch.dtype = torch.float32, build: Callable[[], nn.Module] = model
+    ) -> None:
+        self.module = build().to(dtype)
         self.optimizer: Any = torch.optim.AdamW(self.module.parameters())
         self.dtype = dtype
         self._generator = torch.Generator().manual_seed(1)
@@ -132,13 +137,30 @@ def large_in_memory(optimizer: Any) -> int:
     return sum(apart.values()) + store.resident_bytes()
 
 
+def chain(*widths: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(*one, bias=False) for one in pairwise(widths)))
+
+
+def even() -> nn.Sequential:
+    """Weights with 512 KiB of state each: of two, the second one is not read early."""
+    return chain(WIDTH, 400, WIDTH, 400, WIDTH)
+
+
+def uneven() -> nn.Sequential:
+    """Weights that find no room for their 800 KiB of state before smaller ones are written."""
+    return chain(WIDTH, 110, WIDTH, 640, WIDTH, 110, WIDTH)
+
+
 @pytest.mark.parametrize("overlap", SCHEDULES)
+@pytest.mark.parametrize("build", [model, even, uneven], ids=lambda one: one.__name__)
 def test_what_is_reserved_holds_all_state_that_is_in_memory(
-    overlap: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    build: Any, overlap: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    training, seen = Training(), []
+    training, seen = Training(build=build), []
     with block(tmp_path, max_resident_bytes=BOUND) as session:
         offload_optimizer(training.optimizer, session, overlap=overlap)
+        assert training.optimizer._part_bytes == BOUND // 16
         account = session._hooks._residency.account
 
         def look() -> None:
@@ -148,10 +170,11 @@ def test_what_is_reserved_holds_all_state_that_is_in_memory(
             training.steps()
             training.optimizer.synchronize()
         assert account.reserved_bytes == 0
+        assert large_in_memory(training.optimizer) == 0
     assert seen
     assert max(state for state, _ in seen) > WIDTH * WIDTH * 8
     assert all(state <= reserved for state, reserved in seen), seen
-    assert max(reserved for _, reserved in seen) <= BOUND
+    assert max(reserved for _, reserved in seen) <= BOUND // 3
     assert session.stats.resident_bytes_peak <= BOUND
 
 
@@ -172,11 +195,18 @@ def test_more_state_than_expected_is_told_in_the_first_step(
     training.optimizer = Pairs(training.module.parameters(), lr=1e-3)
     with block(tmp_path, max_resident_bytes=8 * MIB) as session:
         offload_optimizer(training.optimizer, session)
+        account, note = session._hooks._residency.account, Buffers.note
+
+        def noted(*arguments: Any) -> None:
+            note(*arguments)
+            seen.append(account.reserved_bytes)
+
+        monkeypatch.setattr(Buffers, "note", noted)
         training.step()
-        account = session._hooks._residency.account
-        assert account.peak_bytes >= 2 * sum(one.nbytes for one in training.module.parameters())
-        seen.append(account.reserved_bytes)
-    assert seen == [0]
+        assert account.reserved_bytes == 0
+    # Nothing was expected of it, so all parameters are one part.
+    assert seen == [2 * sum(one.nbytes for one in training.module.parameters())]
+    assert session.stats.resident_bytes_peak >= seen[0]
 
 
 @pytest.mark.parametrize("overlap", SCHEDULES)
@@ -258,6 +288,33 @@ def open_files(directory: Path) -> list[str]:
     return [name for name in names if name.startswith(str(directory))]
 
 
+def test_nothing_of_the_activations_lives_on_with_the_optimizer(tmp_path: Path) -> None:
+    """Such as the pinned memory of a GPU, which the session's transfers have."""
+    training = Training()
+    with block(tmp_path, max_resident_bytes=BOUND) as session:
+        offload_optimizer(training.optimizer, session)
+        training.step()
+        transfer = weakref.ref(session._hooks._transfer)
+    gc.collect()
+    assert transfer() is None
+    training.step()
+    training.assert_as_plain(2)
+
+
+@pytest.mark.parametrize("overlap", SCHEDULES)
+def test_two_optimizers_share_one_bound(overlap: Any, tmp_path: Path) -> None:
+    both = Training(), Training()
+    with block(tmp_path, max_resident_bytes=BOUND) as session:
+        for one in both:
+            offload_optimizer(one.optimizer, session, overlap=overlap)
+        for _ in range(STEPS):
+            for one in both:
+                one.step()
+    for one in both:
+        one.assert_as_plain(STEPS)
+    assert 0 < session.stats.resident_bytes_peak <= BOUND
+
+
 def test_a_block_for_each_step(tmp_path: Path) -> None:
     training = Training()
     for number in range(STEPS):
@@ -292,6 +349,12 @@ def test_the_report_has_a_row_for_each_class(tmp_path: Path) -> None:
         first = session.stats
         training.optimizer._disk.flush()
         other.optimizer._disk.flush()
+        flushed = rows(session)["optimizer state"]
+        for state in training.optimizer._parameter_states():
+            state.prefetch()
+        ahead = rows(session)["optimizer state"]
+        assert flushed.on_disk_bytes == 2 * ahead.on_disk_bytes > 0
+        assert ahead.resident_bytes == flushed.resident_bytes + ahead.on_disk_bytes
         training.step()
         stats = session.stats
         assert [one.name for one in stats.classes] == ["activations", "optimizer state"]
@@ -339,13 +402,16 @@ def test_activations_are_told_without_what_others_moved(tmp_path: Path) -> None:
 
 def test_saved_tensors_on_the_disk_are_told_by_activations(tmp_path: Path) -> None:
     training = Training()
-    with block(tmp_path) as session:
+    with block(tmp_path, min_bytes=256 << 10) as session:
         offload_optimizer(training.optimizer, session)
         loss = training.module(torch.randn(BATCH, WIDTH)).square().mean()
+        assert rows(session)["activations"].on_disk_bytes == 0, "too little for a batch of writes"
         session.flush()
+        others = session._hooks._residency.account.reserve(1000)
         activations = rows(session)["activations"]
         assert activations.on_disk_bytes >= 5 * BATCH * WIDTH * 4
-        assert activations.resident_bytes == session.stats.resident_bytes
+        assert activations.resident_bytes == session.stats.resident_bytes - 1000 > 0
+        others.resize(0)
         loss.backward()
         del loss
         assert rows(session)["activations"].on_disk_bytes == 0
@@ -402,6 +468,24 @@ class TestBudget:
         thread.join()
         assert ended == [None]
 
+    def test_room_that_another_thread_fills_is_waited_for(self, tmp_path: Path) -> None:
+        rig = Rig(tmp_path, max_resident_bytes=1000)
+        budget = Budget(rig.residency, rig.lock, "a test")
+        room = budget.reserve(300, 300, lambda: "a test")
+        room.fill_here()
+        room.fill_elsewhere()
+        here = threading.get_ident()
+
+        def fill() -> None:
+            support.wait_until(lambda: "wait_for_room" in support.functions_of(here), "the wait")
+            room.end()
+
+        thread = threading.Thread(target=fill)
+        thread.start()
+        with rig.lock:
+            rig.residency.admit(800, lambda: "this test")
+        thread.join()
+
     def test_nobody_waits_for_oneself(self, tmp_path: Path) -> None:
         rig = Rig(tmp_path, max_resident_bytes=1000)
         budget = Budget(rig.residency, rig.lock, "a test")
@@ -416,6 +500,8 @@ class TestBudget:
     def test_as_much_is_reserved_as_there_is(self, tmp_path: Path) -> None:
         rig = Rig(tmp_path, max_resident_bytes=1000)
         budget = Budget(rig.residency, rig.lock, "a test")
+        assert budget.reserve(100, 900, lambda: "a test").nbytes == 900
+        gc.collect()
         held = rig.residency.account.reserve(400)
         assert budget.reserve(100, 900, lambda: "a test").nbytes == 600
         assert budget.try_to_reserve(601) is None
@@ -478,15 +564,24 @@ def test_a_bound_that_is_too_small_for_a_parameter_is_refused(tmp_path: Path) ->
 
 
 FORKED = """
-import os, sys, torch, ssdtrain
+import os, signal, sys, threading, torch, ssdtrain
+held, leave = threading.Event(), threading.Event()
+def hold(lock):
+    with lock:
+        held.set()
+        leave.wait()
 with ssdtrain.offload(sys.argv[1], direct_io="optional", max_resident_bytes="8MiB") as session:
     weight = torch.randn(200, 200, requires_grad=True)
     optimizer = ssdtrain.offload_optimizer(torch.optim.AdamW([weight]), session)
     weight.sum().backward()
     optimizer.step()
     optimizer._disk.flush()
+    thread = threading.Thread(target=hold, args=(session._hooks._lock,), daemon=True)
+    thread.start()
+    held.wait()
     child = os.fork()
     if not child:
+        signal.alarm(10)
         other = torch.optim.AdamW([torch.randn(200, 200, requires_grad=True)])
         for act in (lambda: ssdtrain.offload_optimizer(other, session), optimizer.step):
             try:
@@ -496,6 +591,8 @@ with ssdtrain.offload(sys.argv[1], direct_io="optional", max_resident_bytes="8Mi
         str(session)
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
+    leave.set()
+    thread.join()
     optimizer.step()
 """
 

@@ -8,6 +8,8 @@ from pathlib import Path
 import torch
 
 from ssdtrain import Stats
+from ssdtrain.sharing import Figures
+from ssdtrain.stats import with_tenants
 from support import Rig, chain
 
 
@@ -76,6 +78,21 @@ def test_the_limit_is_the_busiest_link_that_was_waited_for(tmp_path: Path) -> No
     # By GPUDirect Storage the copies are those on the GPU.
     direct = dataclasses.replace(stats, pinned_bytes=0, from_gpu_s=9.5, stall_s=0.2)
     assert direct.limit == "the disk's writes"
+
+
+def test_each_class_has_its_share_of_the_hidden_time(tmp_path: Path) -> None:
+    known = {"write_busy_s": 8.0, "read_busy_s": 2.0, "stall_s": 1.0}
+    stats = dataclasses.replace(Rig(tmp_path).stats, **known)
+    alone = with_tenants(stats, {}, Figures)
+    assert (alone.classes, alone.exposed_s, alone.hidden_s) == ((), 1.0, 9.0)
+    state = Figures(bytes_written=300, bytes_read=50, stall_s=0.5)
+    saved = Figures(bytes_written=100, bytes_read=150, stall_s=1.0)
+    both = with_tenants(stats, {"optimizer state": state}, lambda: saved)
+    assert (both.exposed_s, both.hidden_s) == (1.5, 8.5)
+    # Three quarters of the writes' time and one of the reads', without what was waited for.
+    assert [one.hidden_s for one in both.classes] == [2.0 + 1.5 - 1.0, 6.0 + 0.5 - 0.5]
+    idle = with_tenants(stats, {"optimizer state": Figures(stall_s=1.0)}, Figures)
+    assert [one.hidden_s for one in idle.classes] == [0.0, 0.0]
 
 
 def test_a_difference_tells_the_second_step_alone(tmp_path: Path) -> None:

@@ -89,7 +89,13 @@ class Hooks:
         self._notices = Notices()
         self._stalls = Stalls()
         self._began_s = perf_counter()
-        self._residency = Residency(max_resident_bytes, transfer.resident_bytes, self._stalls)
+        # Weak: who shares the bound may know it for longer than there are activations.
+        transfer_bytes = weakref.WeakMethod(transfer.resident_bytes)
+        self._residency = Residency(
+            max_resident_bytes,
+            lambda: 0 if (asked := transfer_bytes()) is None else asked(),
+            self._stalls,
+        )
         self._seen = Seen(self._residency.account)
         self._writeback = Writeback(
             transfer, self._residency, policy, self._notices, self._seen, min_bytes=min_bytes
