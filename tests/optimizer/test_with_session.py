@@ -590,9 +590,10 @@ with ssdtrain.offload(sys.argv[1], direct_io="optional", max_resident_bytes="8Mi
                 print(type(error).__name__, str(error)[:45], flush=True)
         str(session)
         os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
+    status = os.waitpid(child, 0)[1]
     leave.set()
     thread.join()
+    assert status == 0
     optimizer.step()
 """
 
