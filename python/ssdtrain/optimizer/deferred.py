@@ -28,12 +28,12 @@ from ssdtrain.optimizer.pending import (
     hold,
     in_update,
     is_pending,
-    look_at,
     release,
     under_way,
     updating,
 )
 from ssdtrain.optimizer.state import STORAGE_USERS_ALONE
+from ssdtrain.watched import look_at
 
 __all__ = [
     "Deferred",

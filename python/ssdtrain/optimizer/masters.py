@@ -25,8 +25,8 @@ from ssdtrain._core import MasterCode
 from ssdtrain.errors import ConfigError, UnsupportedError
 from ssdtrain.machine.torch_internals import copy_each
 from ssdtrain.optimizer.chunks import Chunk, Settings, name_of, update
-from ssdtrain.optimizer.pending import HOLDER
 from ssdtrain.optimizer.state import Away, Disk, ParameterState
+from ssdtrain.watched import HOLDER
 
 __all__ = [
     "MASTER",
