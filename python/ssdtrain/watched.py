@@ -27,19 +27,34 @@ HOLDER = "_ssdtrain_holder"
 NEW_PARAMETER = Parameter.__new__.__code__
 
 METADATA = frozenset(
-    getattr(torch.Tensor, name).__get__
-    for name in (
-        *("shape", "dtype", "device", "layout", "ndim", "nbytes", "itemsize", "requires_grad"),
-        *("is_leaf", "is_cpu", "is_cuda", "is_sparse", "is_meta", "is_quantized", "is_nested"),
-    )
-) | {
-    getattr(torch.Tensor, name)
-    for name in (
-        *("size", "dim", "numel", "nelement", "stride", "element_size", "storage_offset"),
-        *("is_contiguous", "is_floating_point", "is_complex", "is_inference"),
-    )
-}
+    [
+        *(
+            getattr(Tensor, name).__get__
+            for name in (
+                *("shape", "dtype", "device", "layout", "ndim", "nbytes", "itemsize"),
+                *("requires_grad", "is_leaf", "is_cpu", "is_cuda", "is_sparse", "is_meta"),
+                *("is_quantized", "is_nested"),
+            )
+        ),
+        *(
+            getattr(Tensor, name)
+            for name in (
+                *("size", "dim", "numel", "nelement", "stride", "element_size", "storage_offset"),
+                *("is_contiguous", "is_floating_point", "is_complex", "is_inference"),
+                *("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided"),
+            )
+        ),
+        *(
+            getattr(torch, name)
+            for name in (
+                *("is_complex", "is_floating_point", "is_inference", "numel"),
+                *("empty_like", "zeros_like", "ones_like", "full_like"),
+            )
+        ),
+    ]
+)
 """What tells nothing of the bytes, and so needs no wait."""
+
 
 class Watcher(ABC):
     """Who is asked before a tensor is used."""

@@ -91,9 +91,7 @@ def offload_parameters(
     try:
         for name, param in leaving.items():
             weights.add(param, name)
-        weights.make_room()
-        if weights.error is not None:
-            raise weights.error
+        weights.begin()
     except BaseException:
         weights.give_back()
         raise

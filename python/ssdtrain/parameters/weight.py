@@ -35,7 +35,7 @@ WAITING = frozenset(
         *(threading.Condition.wait, threading.Thread.join, queue.Queue.get, queue.Queue.put),
         getattr(threading.Thread, "_wait_for_tstate_lock", threading.Thread.join),
         *(selectors.EpollSelector.select, selectors.PollSelector.select),
-        futures_thread._worker,  # type: ignore[attr-defined]  # noqa: SLF001
+        futures_thread._worker,  # noqa: SLF001 - it has no public name
     )
 )
 """The code of Python's library in which threads wait: from it no function of torch is called. A
@@ -75,7 +75,8 @@ def why_staying(param: Tensor) -> str | None:
 
 def storage_key(tensor: Tensor) -> int:
     """Return what tells the storage of a tensor from all others that are alive."""
-    return tensor.untyped_storage()._cdata  # noqa: SLF001 - its address in C++
+    address: int = tensor.untyped_storage()._cdata  # noqa: SLF001 - its address in C++
+    return address
 
 
 class Weight(Watcher):

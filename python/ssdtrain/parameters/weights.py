@@ -89,7 +89,7 @@ class Weights:
         self._stall_s = 0.0
         self.staying_bytes = 0
         """Bytes of the model's weights that never leave."""
-        self.error: SsdtrainError | None = None
+        self._error: SsdtrainError | None = None
         """Why the disk did not take a weight, the last time."""
         _alive.add(self)
 
@@ -122,13 +122,15 @@ class Weights:
                     _known.pop(id(param), None)
             self._all.clear()
 
-    def make_room(self) -> None:
-        """Let so many leave as the bound wants, and wait for their writes."""
+    def begin(self) -> None:
+        """Let so many leave as the bound wants; raise what the disk refuses."""
         with self._lock:
             self._make_room(0)
             while self._writes:
                 self._end_oldest()
             self._peak_bytes = self._resident_bytes
+        if self._error is not None:
+            raise self._error
         release_free_memory()
 
     def forget(self, weight: Weight) -> None:
@@ -331,36 +333,37 @@ class Weights:
             # An interrupt or a failure left there what nobody knows.
             weight.stored = None
         weight.sum = None
-        assert weight.source is not None
         while True:
             try:
-                if weight.stored is None:
-                    weight.stored = self._store.write(weight.source)
-                else:
-                    self._store.overwrite(weight.stored, weight.source)
-            except BusyError as error:
-                if not self._writes:
-                    self._keep(weight, error)
-                    return
-                self._end_oldest()
-            except NoSpaceError as error:
-                if self._writes:
-                    # One that ends gives the place of its older bytes back.
-                    self._end_oldest()
-                elif weight.stored is not None:
-                    # The bytes are in memory, so the older ones are of no use.
-                    weight.stored = None
-                else:
-                    self._keep(weight, error)
-                    return
+                self._begin_write(weight)
             except SsdtrainError as error:
-                self._keep(weight, error)
-                return
+                if not self._can_try_again(weight, error):
+                    self._keep(weight, error)
+                    return
             else:
                 break
         weight.written_sum = total
         self._writes.append(weight)
         self._written_bytes += weight.nbytes
+
+    def _begin_write(self, weight: Weight) -> None:
+        assert weight.source is not None
+        if weight.stored is None:
+            weight.stored = self._store.write(weight.source)
+        else:
+            self._store.overwrite(weight.stored, weight.source)
+
+    def _can_try_again(self, weight: Weight, error: SsdtrainError) -> bool:
+        """Make what the store lacks, if that can be done."""
+        if isinstance(error, BusyError | NoSpaceError) and self._writes:
+            # One that ends makes room in the queue, and gives the place of its older bytes back.
+            self._end_oldest()
+            return True
+        if isinstance(error, NoSpaceError) and weight.stored is not None:
+            # The bytes are in memory, so the older ones are of no use.
+            weight.stored = None
+            return True
+        return False
 
     def _keep(self, weight: Weight, error: SsdtrainError) -> None:
         """Keep a weight in memory that the disk did not take."""
@@ -372,7 +375,7 @@ class Weights:
             self._note(weight)
         weight.stays = True
         self._failed_count += 1
-        self.error = error
+        self._error = error
         self._notices.say(
             "failed write",
             "weights stay in memory, because the disk did not take them; training goes on: %s",
