@@ -24,7 +24,7 @@ from ssdtrain.watched import HOLDER, Watcher
 if TYPE_CHECKING:
     from ssdtrain.parameters.weights import Weights
 
-__all__ = ["Weight", "storage_key", "why_staying"]
+__all__ = ["MIN_BYTES", "Weight", "storage_key", "why_staying"]
 
 MIN_BYTES = 64 << 10
 """Smaller weights (biases, norms) stay in memory: to bring one costs more than it frees."""
