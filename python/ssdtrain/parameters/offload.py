@@ -159,7 +159,8 @@ def _bound_of(model: nn.Module, leaving: dict[str, Tensor], given: int | None) -
 
 def _owners(model: nn.Module) -> list[Weights]:
     found = [weight for param in model.parameters() if (weight := weight_of(param)) is not None]
-    return list({id(weight.owner): weight.owner for weight in found}.values())
+    owners = {id(weight.owner): weight.owner for weight in found}.values()
+    return [owner for owner in owners if isinstance(owner, Weights)]
 
 
 def _divide(model: nn.Module) -> tuple[dict[str, Tensor], int]:
