@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 
 from ssdtrain._core import Leaving
@@ -87,7 +88,7 @@ def why_staying(param: Tensor) -> str | None:
     if param.is_conj() or param.is_neg() or not is_dense(param):
         return "not dense"
     storage = param.untyped_storage()
-    if storage.nbytes() != param.nbytes or storage.is_shared() or not storage.resizable():
+    if storage.nbytes() != param.nbytes or storage.is_shared():
         return "a part of other memory"
     return None
 
@@ -154,6 +155,8 @@ class Weight(Watcher):
         self.stays = False
         """Whether it stays in memory, because the disk did not take it."""
         self._leaving = LEAVING
+        self._own: StorageWeakRef | None = None
+        """The memory that the bytes were put into last, which keeps its address from others."""
 
     @property
     def param(self) -> Tensor | None:
@@ -189,6 +192,17 @@ class Weight(Watcher):
         """Note that the parameter is gone."""
         self.owner.forget(self)
 
+    def has_own_memory(self) -> bool:
+        """Whether the parameter lies on memory that we gave it, or that torch has allocated.
+
+        Of memory of a file, of numpy or of another library torch cannot tell who else has it.
+        """
+        param = self.param
+        assert param is not None
+        storage = param.untyped_storage()
+        is_ours = self._own is not None and self._own.cdata == storage_key(param)
+        return is_ours or storage.resizable()
+
     def has_changed_form(self) -> bool:
         """Whether somebody gave the parameter other memory: of another shape, type or device."""
         param = self.param
@@ -223,6 +237,7 @@ class Weight(Watcher):
         """Give the parameter its bytes."""
         attach(param, memory)
         self.source = self.pending = None
+        self._own = StorageWeakRef(param.untyped_storage())
         vars(param).pop(HOLDER, None)
 
 

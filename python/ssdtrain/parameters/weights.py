@@ -107,6 +107,10 @@ class Weights:
 
     def add(self, param: Tensor, name: str) -> None:
         """Take a parameter over, whose bytes may leave from now on."""
+        if not param.untyped_storage().resizable():
+            # Memory of a file, of numpy or of another library: others may have it, unseen by torch.
+            with torch.no_grad():
+                param.data = param.detach().clone()
         weight = Weight(self, param, name)
         number = id(param)
 
@@ -159,7 +163,7 @@ class Weights:
                 self._order.note(id(weight))
                 self._bring(weight)
                 self._note(weight)
-            self._read_ahead()
+            self._go_on()
 
     def look(self, weight: Weight) -> None:
         """Bring back what somebody wants to use now."""
@@ -170,7 +174,7 @@ class Weights:
             with self._lock:
                 self._order.note(id(weight))
                 self._bring(weight)
-                self._read_ahead()
+                self._go_on()
         finally:
             weight.users.discard(user)
 
@@ -307,6 +311,13 @@ class Weights:
         self._reads.pop(id(weight), None)
         self._note(weight)
 
+    def _go_on(self) -> None:
+        """Do what is due at each use."""
+        if self._resident_bytes > self.max_resident_bytes:
+            # Much was used at once, or somebody had its memory, which may be over by now.
+            self._make_room(0)
+        self._read_ahead()
+
     def _read_ahead(self) -> None:
         """Begin to read what is expected next, as far as there is room."""
         reading = sum(weight.nbytes for weight in self._reads.values())
@@ -371,6 +382,8 @@ class Weights:
         """Have a weight leave the memory, now or as soon as the disk has it."""
         param = weight.param
         if param is None:
+            return False
+        if not weight.has_own_memory():
             return False
         if weight.has_changed_form():
             if why_staying(param) is not None:
