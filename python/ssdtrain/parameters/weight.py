@@ -237,7 +237,7 @@ class Weight(Watcher):
         """Give the parameter its bytes."""
         attach(param, memory)
         self.source = self.pending = None
-        self._own = StorageWeakRef(param.untyped_storage())
+        self._own = StorageWeakRef(param.untyped_storage())  # type: ignore[no-untyped-call]
         vars(param).pop(HOLDER, None)
 
 
