@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import weakref
@@ -319,43 +320,40 @@ class Weights:
         self._read_ahead()
 
     def _read_ahead(self) -> None:
-        """Begin to read what is expected next, as far as there is room."""
-        reading = sum(weight.nbytes for weight in self._reads.values())
+        """Begin to read what is expected next, as far as there is room.
+
+        Where there is none yet, because what leaves has to be written first, those writes begin for
+        all that is to be read, so that the next uses find room.
+        """
+        if os.getpid() != self._process:
+            return
+        self._end_writes()
+        reading_bytes = sum(weight.nbytes for weight in self._reads.values())
+        waiting_bytes = 0
         for number in self._order.coming(AHEAD_COUNT_MAX):
             weight = self._all.get(number)
             if weight is None or weight.is_in_memory():
                 continue
-            if reading + weight.nbytes > self.max_resident_bytes // AHEAD_SHARE:
+            nbytes = weight.nbytes
+            if reading_bytes + waiting_bytes + nbytes > self.max_resident_bytes // AHEAD_SHARE:
                 return
-            if not self._make_room(weight.nbytes, before=self._order.distance(number)):
+            if not self._let_leave(waiting_bytes + nbytes, before=self._order.distance(number)):
                 return
-            self._begin_read(weight)
-            reading += weight.nbytes
+            if waiting_bytes or self._resident_bytes + nbytes > self.max_resident_bytes:
+                waiting_bytes += nbytes
+            else:
+                self._begin_read(weight)
+                reading_bytes += nbytes
 
-    def _make_room(self, nbytes: int, before: float | None = None) -> bool:
-        """Have others leave until so much fits; return whether it does.
-
-        With ``before`` only what is expected later than that leaves, and no write is waited for.
-        """
+    def _make_room(self, nbytes: int) -> None:
+        """Have others leave until so much fits, and wait for their writes."""
         if os.getpid() != self._process:
-            return True
+            return
         self._end_writes()
-        wanted = self.max_resident_bytes - nbytes
-        if self._resident_bytes > wanted:
-            for weight in self._farthest_first():
-                if self._resident_bytes - self._writing_bytes() <= wanted:
-                    break
-                if before is not None and self._order.distance(id(weight)) <= before:
-                    break
-                if weight.pending is None:
-                    self._leave(weight)
-                else:
-                    self._drop_read(weight)
-        while self._resident_bytes > wanted and self._writes and before is None:
+        self._let_leave(nbytes)
+        while self._resident_bytes + nbytes > self.max_resident_bytes and self._writes:
             self._end_oldest()
-        if self._resident_bytes <= wanted:
-            return True
-        if before is None and nbytes:
+        if self._resident_bytes + nbytes > self.max_resident_bytes and nbytes:
             self._notices.say(
                 "bound",
                 "more than max_resident_bytes=%s of a model's weights are in memory: all others "
@@ -363,6 +361,24 @@ class Weights:
                 "thread is busy, which may be using them",
                 shown_bytes(self.max_resident_bytes),
             )
+
+    def _let_leave(self, nbytes: int, before: float = -math.inf) -> bool:
+        """Have others leave until so much will fit; return whether it will.
+
+        Only what is expected later than ``before`` leaves.
+        """
+        wanted = self.max_resident_bytes - nbytes
+        if self._resident_bytes - self._writing_bytes() <= wanted:
+            return True
+        for weight in self._farthest_first():
+            if self._order.distance(id(weight)) <= before:
+                return False
+            if weight.pending is None:
+                self._leave(weight)
+            else:
+                self._drop_read(weight)
+            if self._resident_bytes - self._writing_bytes() <= wanted:
+                return True
         return False
 
     def _farthest_first(self) -> list[Weight]:
