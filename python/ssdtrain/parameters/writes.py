@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -29,8 +30,9 @@ class Writes:
     ) -> None:
         self._store = store
         self._queue: deque[Weight] = deque()
-        self._ended = ended
-        self._failed = failed
+        # Methods of who has this: without cycles all goes with the last weight.
+        self._ended = weakref.WeakMethod(ended)
+        self._failed = weakref.WeakMethod(failed)
         self.written_bytes = 0
 
     def __bool__(self) -> bool:
@@ -57,7 +59,7 @@ class Writes:
                 self._begin(weight)
             except SsdtrainError as error:
                 if not self._can_try_again(weight, error):
-                    self._failed(weight, error)
+                    self._fail(weight, error)
                     return
             else:
                 break
@@ -100,13 +102,20 @@ class Writes:
                 weight.stored.wait()
         except SsdtrainError as error:
             self._queue.remove(weight)
-            self._failed(weight, error)
+            self._fail(weight, error)
             return
         weight.sum = weight.written_sum
         weight.source = None
         # An interrupt above leaves it in the queue, and asks again.
         self._queue.remove(weight)
-        self._ended(weight)
+        ended = self._ended()
+        if ended is not None:
+            ended(weight)
+
+    def _fail(self, weight: Weight, error: SsdtrainError) -> None:
+        failed = self._failed()
+        if failed is not None:
+            failed(weight, error)
 
     def _begin(self, weight: Weight) -> None:
         assert weight.source is not None
