@@ -28,12 +28,13 @@ from ssdtrain.optimizer.pending import (
     hold,
     in_update,
     is_pending,
-    look_at,
     release,
     under_way,
     updating,
 )
 from ssdtrain.optimizer.state import STORAGE_USERS_ALONE
+from ssdtrain.parameters.weights import weight_of
+from ssdtrain.watched import look_at
 
 __all__ = [
     "Deferred",
@@ -89,6 +90,8 @@ def why_not_later(params: list[Tensor]) -> list[str | None]:
 def _why_not_later(param: Tensor, gradient: Tensor | None) -> str | None:
     if gradient is not None and (reason := _why_not_read_later(param, gradient)):
         return reason
+    if weight_of(param) is not None:
+        return "their bytes are on the disk, or may be (offload_parameters)"
     if type(param) not in (Tensor, Parameter) or param.is_inference():
         return "they are no plain parameters"
     if is_shared(param) or param.untyped_storage().is_shared():

@@ -23,6 +23,7 @@ from ssdtrain.optimizer.deferred import kept, why_not_of_another_thread
 from ssdtrain.optimizer.masters import Masters
 from ssdtrain.optimizer.state import Away, Disk, ParameterState
 from ssdtrain.optimizer.undo import Undo
+from ssdtrain.parameters.weights import weight_of
 
 __all__ = ["Host", "Round", "why_not", "why_nothing"]
 
@@ -62,9 +63,11 @@ class Round:
         self.known = set(host._states)
         self.add_groups(host)
         params = [param for group in host.param_groups for param in group["params"]]
-        on_storage = Counter(param.untyped_storage().data_ptr() for param in params)
+        # Of what may be on the disk the address tells nothing, and none of it is updated here.
+        here = [param for param in params if weight_of(param) is None]
+        on_storage = Counter(param.untyped_storage().data_ptr() for param in here)
         self.apart = {
-            id(param) for param in params if on_storage[param.untyped_storage().data_ptr()] > 1
+            id(param) for param in here if on_storage[param.untyped_storage().data_ptr()] > 1
         }
         total = sum(map(host._bytes_of, params))
         self.bytes_max = min(host._part_bytes, max(PART_BYTES_MIN, total // PARTS_MIN))
@@ -148,6 +151,8 @@ def why_nothing() -> str | None:
 
 def why_not(host: Host, now: Round, param: Tensor) -> str | None:
     """Return why a parameter has to be updated in place in ``step()``, or ``None``."""
+    if weight_of(param) is not None:
+        return "their bytes are on the disk, or may be (offload_parameters)"
     reason = why_not_of_another_thread(param.grad)
     if reason is None and _references(param) > REFERENCES_ALONE:
         return "somebody holds their gradients"

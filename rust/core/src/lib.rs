@@ -48,7 +48,7 @@ pub use config::{Backend, DirectIo, Directory, Faults, PauseSwitch, StoreConfig,
 pub use direction::Direction;
 pub use disk::statistics::Traffic;
 pub use error::{Error, ErrorKind, Result};
-pub use memory::host::{HostSource, HostTarget};
+pub use memory::host::{HostSource, HostTarget, checksum_of};
 pub use store::{Pending, PendingInto, Rates, Restored, Stats, TensorStore};
 pub use stored::{Overwrite, Stored};
 pub use transfer::Transfer;

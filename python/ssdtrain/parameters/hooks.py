@@ -1,0 +1,190 @@
+"""What is done around the forward of a module whose weights may be away, and for its backward.
+
+Hooks of torch for all modules of the process bring a module's own weights, so nothing is added to
+the module, and a copy or a pickle of it has nothing of us. Meanwhile a pair of hooks on saved
+tensors stands on top of those that were on: it packs a weight as its name, so that the graph does
+not hold its bytes, and hands all else on.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.compiler import is_dynamo_compiling
+from torch.nn import Parameter
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+
+from ssdtrain.activations.installed import Pair, install, uninstall
+from ssdtrain.activations.names import describe
+from ssdtrain.activations.saved_tensor import check_version
+from ssdtrain.errors import UnsupportedError
+from ssdtrain.machine.torch_internals import in_transform, top_hooks
+from ssdtrain.optimizer.forward_order import READS_INNER_WEIGHTS
+from ssdtrain.parameters.away import AwayParameter
+from ssdtrain.parameters.weight import Weight
+from ssdtrain.parameters.weights import on_storage_of, weight_of
+
+__all__ = ["watch_modules"]
+
+IN_TRANSFORM = (
+    "{} of {} has weights on the disk (ssdtrain.offload_parameters), which {} cannot wait for; "
+    "do it inside `with ssdtrain.parameters_in_memory(model):`"
+)
+
+
+class SavedWeight:
+    """What a graph holds in the place of a weight, or of a view of it."""
+
+    __slots__ = ("_offset", "_size", "_stride", "_version", "_weight")
+
+    def __init__(self, weight: Weight, param: Tensor, tensor: Tensor) -> None:
+        self._weight = weight
+        self._version = param._version  # noqa: SLF001 - it has no public name
+        self._size, self._stride = tensor.size(), tensor.stride()
+        self._offset = tensor.storage_offset()
+
+    def tensor(self) -> Tensor:
+        """Bring the weight back, and return the view that was saved."""
+        param = self._weight.param
+        assert param is not None, "the graph has the parameter"
+        check_version(
+            param,
+            self._version,
+            lambda: f"the weight {self._weight.name} {describe(param.dtype, self._size)}",
+        )
+        self._weight.look(param)
+        with torch.no_grad():
+            return param.detach().as_strided(self._size, self._stride, self._offset)
+
+
+class WeightPair:
+    """Hooks on saved tensors, above those that are on."""
+
+    def __init__(self, below: tuple[Any, Any]) -> None:
+        self._pack_below, self._unpack_below = below
+
+    def pack(self, tensor: Tensor) -> object:
+        """Pack a weight as its name; have the hooks below pack all else."""
+        if type(tensor) in (Tensor, Parameter, AwayParameter) and not tensor.is_sparse:
+            weight = on_storage_of(tensor)
+            param = None if weight is None else weight.param
+            if weight is not None and param is not None and _is_view(tensor, param):
+                return SavedWeight(weight, param, tensor)
+        return self._pack_below(tensor)
+
+    def unpack(self, packed: object) -> Tensor:
+        """Return what was packed."""
+        if type(packed) is SavedWeight:
+            return packed.tensor()
+        unpacked: Tensor = self._unpack_below(packed)
+        return unpacked
+
+
+def _is_view(tensor: Tensor, param: Tensor) -> bool:
+    return tensor.dtype == param.dtype and not (tensor.is_conj() or tensor.is_neg())
+
+
+class Use:
+    """One forward of a module with weights of its own."""
+
+    __slots__ = ("_pair", "_weights", "frame", "module")
+
+    def __init__(self, module: nn.Module, weights: list[Weight], frame: FrameType) -> None:
+        self.module = module
+        self.frame = frame
+        self._weights = weights
+        self._pair: Pair | None = None
+
+    def begin(self) -> None:
+        """Bring the weights, and put the pair of hooks on."""
+        for owner in {id(weight.owner): weight.owner for weight in self._weights}.values():
+            owner.begin_use([weight for weight in self._weights if weight.owner is owner], self)
+        if torch.is_grad_enabled():
+            pair = WeightPair(top_hooks(True) or self._weights[0].owner.keeping_pair())
+            self._pair = saved_tensors_hooks(pair.pack, pair.unpack)
+            install(self._pair)
+
+    def end(self) -> None:
+        """Take the hooks off, and let the weights go."""
+        if self._pair is not None:
+            uninstall(self._pair)
+            self._pair = None
+        for weight in self._weights:
+            weight.end_use(self)
+
+
+class _Uses(threading.local):
+    def __init__(self) -> None:
+        self.stack: list[Use] = []
+
+
+_uses = _Uses()
+
+
+def _before(module: nn.Module, _: Any) -> None:
+    if is_dynamo_compiling():
+        # The weights of compiled modules stay in memory.
+        return
+    own = module._parameters  # noqa: SLF001 - its own ones only, and fast
+    if isinstance(module, READS_INNER_WEIGHTS):
+        weights = [found for p in module.parameters() if (found := weight_of(p)) is not None]
+    elif own:
+        weights = [
+            found for p in own.values() if p is not None and (found := weight_of(p)) is not None
+        ]
+    else:
+        return
+    if not weights:
+        return
+    if (what := in_transform()) is not None:
+        if all(weight.users for weight in weights):
+            return
+        raise UnsupportedError(IN_TRANSFORM.format("a forward", type(module).__name__, what))
+    stack = _uses.stack
+    if stack:
+        _end_abandoned(stack)
+    # From here on `_after` finds it, also if the weights cannot be brought.
+    use = Use(module, weights, sys._getframe(1))  # noqa: SLF001 - the public way lists them all
+    stack.append(use)
+    use.begin()
+
+
+def _after(module: nn.Module, _: Any, __: Any) -> None:
+    stack = _uses.stack
+    if any(use.module is module for use in stack):
+        # Those above it were abandoned in its forward, which has caught what went wrong there.
+        while (use := stack.pop()).module is not module:
+            use.end()
+        use.end()
+
+
+def _end_abandoned(stack: list[Use]) -> None:
+    """End those whose forward has ended without a word: torch tells of errors, not of Ctrl-C."""
+    running = set[int]()
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - as above
+    while frame is not None:
+        running.add(id(frame))
+        frame = frame.f_back
+    while stack and id(stack[-1].frame) not in running:
+        stack.pop().end()
+
+
+class _Watch:
+    is_on = False
+
+
+def watch_modules() -> None:
+    """Have modules bring their weights from now on, in this process."""
+    if not _Watch.is_on:
+        _Watch.is_on = True
+        register_module_forward_pre_hook(_before)
+        register_module_forward_hook(_after, always_call=True)

@@ -1,0 +1,425 @@
+"""The weights of a model: which are in memory, and what is read and written for it."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterable
+from time import perf_counter
+from typing import Any
+
+from torch import Tensor
+
+from ssdtrain.activations.hooks import Hooks
+from ssdtrain.config import OffloadConfig, StoreConfig
+from ssdtrain.errors import BusyError, NoSpaceError, SsdtrainError
+from ssdtrain.machine.process_memory import release_free_memory
+from ssdtrain.machine.torch_internals import plainly
+from ssdtrain.notices import Notices
+from ssdtrain.parameters.stats import ParameterStats
+from ssdtrain.parameters.use_order import UseOrder
+from ssdtrain.parameters.weight import Weight, storage_key, why_staying
+from ssdtrain.planning.policy import Policy
+from ssdtrain.sizes import shown_bytes
+from ssdtrain.store import TensorStore
+from ssdtrain.transfer.direct import DirectWay
+from ssdtrain.transfer.host import HostTransfer
+
+__all__ = ["Weights", "on_storage_of", "weight_of"]
+
+AHEAD_COUNT_MAX = 64
+"""So many uses ahead are looked at for reads at most."""
+AHEAD_SHARE = 2
+"""Reads that were begun ahead take one part in so many of the bound at most."""
+
+_known: dict[int, tuple[weakref.ref[Tensor], Weight]] = {}
+"""By the number of the parameter: the weights of all models. An entry goes with its parameter."""
+
+
+def weight_of(param: Tensor) -> Weight | None:
+    """Return what is known of a parameter, if it may be away."""
+    entry = _known.get(id(param))
+    return None if entry is None else entry[1]
+
+
+_on_storage: weakref.WeakValueDictionary[int, Weight] = weakref.WeakValueDictionary()
+"""By the address of the storage: the weights of all models."""
+
+
+def on_storage_of(tensor: Tensor) -> Weight | None:
+    """Return the weight on whose storage a tensor lies, whether it has its bytes or not."""
+    key = storage_key(tensor)
+    weight = _on_storage.get(key)
+    if weight is None:
+        return None
+    param = weight.param
+    # Somebody may have given the parameter other memory, and this storage another's address.
+    return weight if param is not None and storage_key(param) == key else None
+
+
+class Keeping(Hooks):
+    """Hooks that keep all that is saved, and say nothing of it."""
+
+    def _note_excluded(self, tensor: Tensor) -> None:
+        pass
+
+
+class Weights:
+    """Keeps the weights of one model under a bound."""
+
+    def __init__(self, store: TensorStore, max_resident_bytes: int) -> None:
+        self._store = store
+        self._bound = max_resident_bytes
+        self._lock = threading.RLock()
+        self._order = UseOrder()
+        self._all: weakref.WeakValueDictionary[int, Weight] = weakref.WeakValueDictionary()
+        """By number, in the order of the model."""
+        self._writes: deque[Weight] = deque()
+        self._reads: dict[int, Weight] = {}
+        """Begun, and not yet used."""
+        self._resident: dict[int, int] = {}
+        """The bytes of each that is in memory, and their sum."""
+        self._resident_bytes = 0
+        self._notices = Notices()
+        self._keeping: Keeping | None = None
+        self._process = os.getpid()
+        self._peak_bytes = self._read_bytes = self._written_bytes = self._failed_count = 0
+        self._stall_s = 0.0
+        self.staying_bytes = 0
+        """Bytes of the model's weights that never leave."""
+        self._error: SsdtrainError | None = None
+        """Why the disk did not take a weight, the last time."""
+        _alive.add(self)
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: the disk is not ours, and the lock may be held for ever."""
+        self._lock = threading.RLock()
+
+    def add(self, param: Tensor, name: str) -> None:
+        """Take a parameter over, whose bytes may leave from now on."""
+        weight = Weight(self, param, name)
+        number = id(param)
+
+        def forget(_: object) -> None:
+            known = _known.pop(number, None)
+            if known is not None:
+                known[1].forget()
+
+        with self._lock:
+            _known[number] = weakref.ref(param, forget), weight
+            self._all[id(weight)] = weight
+            self._note(weight)
+
+    def give_back(self) -> None:
+        """Bring all back, for good, because the call that took them over failed."""
+        with self._lock:
+            for weight in list(self._all.values()):
+                param = weight.param
+                if param is not None:
+                    self._bring(weight)
+                    _known.pop(id(param), None)
+            self._all.clear()
+
+    def begin(self) -> None:
+        """Let so many leave as the bound wants; raise what the disk refuses."""
+        with self._lock:
+            self._make_room(0)
+            while self._writes:
+                self._end_oldest()
+            self._peak_bytes = self._resident_bytes
+        if self._error is not None:
+            raise self._error
+        release_free_memory()
+
+    def forget(self, weight: Weight) -> None:
+        """Forget a weight whose parameter is gone."""
+        with self._lock:
+            self._resident_bytes -= self._resident.pop(id(weight), 0)
+            self._reads.pop(id(weight), None)
+            self._order.forget(id(weight))
+            if weight in self._writes:
+                self._writes.remove(weight)
+
+    def begin_use(self, weights: Iterable[Weight], user: object) -> None:
+        """Have these in memory until ``end_use``."""
+        for weight in weights:
+            weight.users.add(user)
+        with self._lock:
+            for weight in weights:
+                self._order.note(id(weight))
+                self._bring(weight)
+                self._note(weight)
+            self._read_ahead()
+
+    def look(self, weight: Weight) -> None:
+        """Bring back what somebody wants to use now."""
+        with self._lock:
+            self._order.note(id(weight))
+            self._bring(weight)
+            self._read_ahead()
+
+    def keeping_pair(self) -> tuple[Any, Any]:
+        """Return hooks on saved tensors that keep them, as autograd does without any."""
+        with self._lock:
+            if self._keeping is None:
+                directory = StoreConfig(dirs=(".",))
+                config = OffloadConfig(store=directory, gds="disabled")
+                transfer = HostTransfer(self._store._store, None, DirectWay(config))  # noqa: SLF001
+                self._keeping = Keeping(
+                    transfer, Policy(), self._lock, min_bytes=1 << 62, max_resident_bytes=None
+                )
+            pair = self._keeping.context()
+        return pair.pack_hook, pair.unpack_hook
+
+    def stats(self) -> ParameterStats:
+        """Return the figures of this moment."""
+        with self._lock:
+            return ParameterStats(
+                total_bytes=sum(weight.nbytes for weight in self._all.values()),
+                resident_bytes=self._resident_bytes,
+                peak_resident_bytes=self._peak_bytes,
+                on_disk_bytes=sum(
+                    weight.nbytes for weight in self._all.values() if not weight.is_in_memory()
+                ),
+                staying_bytes=self.staying_bytes,
+                read_bytes=self._read_bytes,
+                written_bytes=self._written_bytes,
+                stall_s=self._stall_s,
+                write_failed_count=self._failed_count,
+            )
+
+    # From here on the lock is held.
+
+    def _note(self, weight: Weight) -> None:
+        """Note where a weight is now."""
+        param = weight.param
+        if param is None:
+            return
+        _on_storage[storage_key(weight.husk)] = weight
+        if weight.is_attached():
+            _on_storage[storage_key(param)] = weight
+        nbytes = weight.nbytes if weight.is_in_memory() else 0
+        self._resident_bytes += nbytes - self._resident.pop(id(weight), 0)
+        if nbytes:
+            self._resident[id(weight)] = nbytes
+        self._peak_bytes = max(self._peak_bytes, self._resident_bytes)
+
+    def _bring(self, weight: Weight) -> None:
+        """Give a parameter its bytes."""
+        param = weight.param
+        if param is None or weight.is_attached():
+            return
+        began_s = perf_counter()
+        memory = weight.source
+        if memory is not None:
+            # The disk may be reading this memory, which others change from now on.
+            self._end_write_of(weight)
+        else:
+            memory = self._read(weight)
+        if not weight.is_attached():  # unless it came back because the disk did not take it
+            weight.return_to(param, memory)
+        self._reads.pop(id(weight), None)
+        self._note(weight)
+        self._stall_s += perf_counter() - began_s
+
+    def _read(self, weight: Weight) -> Tensor:
+        if weight.pending is None:
+            self._make_room(weight.nbytes)
+            self._begin_read(weight)
+        assert weight.pending is not None
+        try:
+            with plainly():
+                memory = weight.pending.result()
+        except SsdtrainError as error:
+            # What was begun has failed; who asks again has it read again.
+            weight.pending = None
+            self._note(weight)
+            error.add_note(
+                f"ssdtrain could not bring back the weight {weight.name!r}; it is on the disk "
+                "still, and the next use reads it again"
+            )
+            raise
+        self._read_bytes += weight.nbytes
+        return memory
+
+    def _begin_read(self, weight: Weight) -> None:
+        assert weight.stored is not None, "what is not in memory is on the disk"
+        weight.pending = self._store.read(weight.stored)
+        self._reads[id(weight)] = weight
+        self._note(weight)
+
+    def _read_ahead(self) -> None:
+        """Begin to read what is expected next, as far as there is room."""
+        reading = sum(weight.nbytes for weight in self._reads.values())
+        for number in self._order.coming(AHEAD_COUNT_MAX):
+            weight = self._all.get(number)
+            if weight is None or weight.is_in_memory():
+                continue
+            if reading + weight.nbytes > self._bound // AHEAD_SHARE:
+                return
+            if not self._make_room(weight.nbytes, before=self._order.distance(number)):
+                return
+            self._begin_read(weight)
+            reading += weight.nbytes
+
+    def _make_room(self, nbytes: int, before: float | None = None) -> bool:
+        """Have others leave until so much fits; return whether it does.
+
+        With ``before`` only what is expected later than that leaves, and no write is waited for.
+        """
+        if os.getpid() != self._process:
+            return True
+        self._end_writes()
+        wanted = self._bound - nbytes
+        if self._resident_bytes > wanted:
+            for weight in self._farthest_first():
+                if self._resident_bytes - self._writing_bytes() <= wanted:
+                    break
+                if before is not None and self._order.distance(id(weight)) <= before:
+                    break
+                self._leave(weight)
+        while self._resident_bytes > wanted and self._writes and before is None:
+            self._end_oldest()
+        if self._resident_bytes <= wanted:
+            return True
+        if before is None and nbytes:
+            self._notices.say(
+                "bound",
+                "more than max_resident_bytes=%s of a model's weights are in memory: all others "
+                "are in use, somebody has tensors on their memory (a state_dict, say), or another "
+                "thread is busy, which may be using them",
+                shown_bytes(self._bound),
+            )
+        return False
+
+    def _farthest_first(self) -> list[Weight]:
+        """Return those that may leave, the last one to be needed first."""
+        idle = [
+            weight
+            for weight in self._all.values()
+            if not weight.users and not weight.stays and weight.is_attached()
+        ]
+        # What never was used has one distance, and the end of a model is needed last.
+        idle.reverse()
+        return sorted(idle, key=lambda weight: -self._order.distance(id(weight)))
+
+    def _leave(self, weight: Weight) -> bool:
+        """Have a weight leave the memory, now or as soon as the disk has it."""
+        param = weight.param
+        if param is None:
+            return False
+        if weight.has_changed_form():
+            if why_staying(param) is not None:
+                return False
+            weight.take_form()
+        _on_storage.pop(storage_key(param), None)
+        if not weight.leave():
+            self._note(weight)
+            return False
+        self._note(weight)
+        self._send(weight)
+        self._note(weight)
+        return True
+
+    def _send(self, weight: Weight) -> None:
+        """Have the disk take the bytes of a weight that has left, unless it has them already."""
+        total = weight.checksum()
+        if weight.sum == total:
+            weight.source = None
+            return
+        if weight.sum is None:
+            # An interrupt or a failure left there what nobody knows.
+            weight.stored = None
+        weight.sum = None
+        while True:
+            try:
+                self._begin_write(weight)
+            except SsdtrainError as error:
+                if not self._can_try_again(weight, error):
+                    self._keep(weight, error)
+                    return
+            else:
+                break
+        weight.written_sum = total
+        self._writes.append(weight)
+        self._written_bytes += weight.nbytes
+
+    def _begin_write(self, weight: Weight) -> None:
+        assert weight.source is not None
+        if weight.stored is None:
+            weight.stored = self._store.write(weight.source)
+        else:
+            self._store.overwrite(weight.stored, weight.source)
+
+    def _can_try_again(self, weight: Weight, error: SsdtrainError) -> bool:
+        """Make what the store lacks, if that can be done."""
+        if isinstance(error, BusyError | NoSpaceError) and self._writes:
+            # One that ends makes room in the queue, and gives the place of its older bytes back.
+            self._end_oldest()
+            return True
+        if isinstance(error, NoSpaceError) and weight.stored is not None:
+            # The bytes are in memory, so the older ones are of no use.
+            weight.stored = None
+            return True
+        return False
+
+    def _keep(self, weight: Weight, error: SsdtrainError) -> None:
+        """Keep a weight in memory that the disk did not take."""
+        if weight.sum is None:
+            weight.stored = None
+        param, memory = weight.param, weight.source
+        if param is not None and memory is not None:
+            weight.return_to(param, memory)
+            self._note(weight)
+        weight.stays = True
+        self._failed_count += 1
+        self._error = error
+        self._notices.say(
+            "failed write",
+            "weights stay in memory, because the disk did not take them; training goes on: %s",
+            error,
+        )
+
+    def _end_writes(self) -> None:
+        """Let those go whose writes have ended."""
+        while self._writes:
+            oldest = self._writes[0]
+            if oldest.stored is not None and not oldest.stored.done():
+                return
+            self._end_oldest()
+
+    def _end_oldest(self) -> None:
+        self._end_write_of(self._writes[0])
+
+    def _end_write_of(self, weight: Weight) -> None:
+        """Wait for a write, if there is one."""
+        if weight not in self._writes:
+            return
+        try:
+            if weight.stored is not None:
+                weight.stored.wait()
+        except SsdtrainError as error:
+            self._writes.remove(weight)
+            self._keep(weight, error)
+            return
+        weight.sum = weight.written_sum
+        weight.source = None
+        # An interrupt above leaves it in the queue, and asks again.
+        self._writes.remove(weight)
+        self._note(weight)
+
+    def _writing_bytes(self) -> int:
+        return sum(weight.nbytes for weight in self._writes)
+
+
+_alive: weakref.WeakSet[Weights] = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    for weights in list(_alive):
+        weights.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
