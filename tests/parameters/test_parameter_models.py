@@ -66,7 +66,7 @@ def transformer(*, norm_first: bool = False) -> nn.Module:
             nn.TransformerEncoderLayer(
                 WIDTH, HEADS, 2 * WIDTH, dropout=0.1, batch_first=True, norm_first=norm_first
             )
-            for _ in range(3)
+            for _ in range(4)
         )
     )
 

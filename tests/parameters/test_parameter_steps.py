@@ -256,8 +256,9 @@ STEPS: dict[str, Case] = {
     "several forwards": Case(layers, step=several_forwards),
     "together": Case(layers, step=together),
     "retained": Case(layers, step=retained),
-    "in parts": Case(layers, step=in_parts),
-    "in parts of images": Case(images, of_images, in_parts),
+    # One function gets a list of all weights.
+    "in parts": Case(layers, step=in_parts, keeps_bound=False),
+    "in parts of images": Case(images, of_images, in_parts, keeps_bound=False),
     # A graph that backward makes holds the weights it saves: autograd does not ask hooks there.
     "penalised": Case(smooth, step=penalised, keeps_bound=False),
     "twice": Case(smooth, step=twice, keeps_bound=False),
