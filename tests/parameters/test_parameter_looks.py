@@ -254,21 +254,6 @@ def test_what_needs_no_bytes_brings_none(move: str, tmp_path: Path) -> None:
     assert is_away(weight), "it was brought without need"
 
 
-PAST_PYTHON: dict[str, Callable[[Any], Any]] = {
-    "tensor": torch.tensor,
-    "tensor of a list": lambda weight: torch.tensor([weight[0].tolist()]),
-    "tensor of rows": lambda weight: torch.tensor(next(iter(weight.detach())).tolist()),
-    "a legacy constructor": torch.FloatTensor,
-    "a legacy copy": torch.Tensor,
-    "set_": lambda weight: torch.empty(0).set_(weight.detach()),
-    "a tensor over its storage": lambda weight: torch.empty(0).set_(weight.untyped_storage()),
-    "a Function": Doubled.apply,  # type: ignore[no-untyped-call]
-    "a scripted function": scripted,
-    "its implementation": lambda weight: Tensor._make_subclass(Tensor, weight),
-    "its functorch wrapper": torch.vmap(torch.sin),
-}
-
-
 class Doubled(torch.autograd.Function):
     """What reads its tensors below torch's functions for Python."""
 
@@ -287,6 +272,21 @@ def scripted(weight: Tensor) -> Tensor:
 
 def tripled(x: Tensor) -> Tensor:
     return x * 3
+
+
+PAST_PYTHON: dict[str, Callable[[Any], Any]] = {
+    "tensor": torch.tensor,
+    "tensor of a list": lambda weight: torch.tensor([weight[0].tolist()]),
+    "tensor of rows": lambda weight: torch.tensor(next(iter(weight.detach())).tolist()),
+    "a legacy constructor": torch.FloatTensor,
+    "a legacy copy": torch.Tensor,
+    "set_": lambda weight: torch.empty(0).set_(weight.detach()),
+    "a tensor over its storage": lambda weight: torch.empty(0).set_(weight.untyped_storage()),
+    "a Function": Doubled.apply,  # type: ignore[no-untyped-call]
+    "a scripted function": scripted,
+    "its implementation": lambda weight: Tensor._make_subclass(Tensor, weight),
+    "its functorch wrapper": torch.vmap(torch.sin),
+}
 
 
 # Of scripts and traces torch says that they are deprecated, and whom it says so depends on it.
