@@ -44,13 +44,31 @@ IN_TRANSFORM = (
 )
 
 
+REPLACED = (
+    "the weight {} was given other memory (weight.data = ...) after a forward had used it, and the "
+    "backward of that forward needs what it was, which is gone (ssdtrain.offload_parameters). "
+    "Change it in place, or give it other memory between backward and the next forward"
+)
+
+
 class SavedWeight:
     """What a graph holds in the place of a weight, or of a view of it."""
 
-    __slots__ = ("_offset", "_size", "_stride", "_version", "_weight")
+    __slots__ = (
+        "_is_itself",
+        "_offset",
+        "_size",
+        "_stride",
+        "_times_replaced",
+        "_version",
+        "_weight",
+    )
 
     def __init__(self, weight: Weight, param: Tensor, tensor: Tensor) -> None:
+        weight.note_memory()
         self._weight = weight
+        self._is_itself = tensor is param
+        self._times_replaced = weight.times_replaced
         self._version = param._version  # noqa: SLF001 - it has no public name
         self._size, self._stride = tensor.size(), tensor.stride()
         self._offset = tensor.storage_offset()
@@ -64,9 +82,17 @@ class SavedWeight:
             self._version,
             lambda: f"the weight {self._weight.name} {describe(param.dtype, self._size)}",
         )
-        self._weight.look(param)
+        weight = self._weight
+        weight.look(param)
+        weight.note_memory()
         with torch.no_grad():
-            return param.detach().as_strided(self._size, self._stride, self._offset)
+            saved = param.detach()
+            if self._is_itself:
+                # Autograd too has the parameter as it is now.
+                return saved
+            if weight.times_replaced != self._times_replaced:
+                raise RuntimeError(REPLACED.format(weight.name))
+            return saved.as_strided(self._size, self._stride, self._offset)
 
 
 class WeightPair(saved_tensors_hooks):
@@ -178,9 +204,9 @@ def _after(module: nn.Module, _: Any, __: Any) -> None:
     stack = _uses.stack
     if any(use.module is module for use in stack):
         # Those above it were abandoned in its forward, which has caught what went wrong there.
-        while (use := stack.pop()).module is not module:
-            use.end()
-        use.end()
+        while stack[-1].module is not module:
+            _end_last(stack)
+        _end_last(stack)
 
 
 def _end_abandoned(stack: list[Use]) -> None:
@@ -191,7 +217,13 @@ def _end_abandoned(stack: list[Use]) -> None:
         running.add(id(frame))
         frame = frame.f_back
     while stack and id(stack[-1].frame) not in running:
-        stack.pop().end()
+        _end_last(stack)
+
+
+def _end_last(stack: list[Use]) -> None:
+    stack[-1].end()
+    # Afterwards: who is interrupted above finds it again.
+    stack.pop()
 
 
 class _Watch:

@@ -53,7 +53,8 @@ def offload_parameters(
         max_resident_bytes: Bound on these weights in memory, in bytes or text such as ``"8GiB"``.
             Weights that fit are kept. ``None``: three times those of the module with the most.
             Gradients, activations and the optimizer's state are not among them.
-        max_disk_bytes: Bound on the bytes reserved on disk; what does not fit stays in memory.
+        max_disk_bytes: Bound on the bytes reserved on disk, which has to hold these weights, and
+            one module's more, as the older bytes of a weight stay until the new ones are whole.
         verify: Checksum each weight before its write and after its read.
 
     Returns:
@@ -83,6 +84,7 @@ def offload_parameters(
         if isinstance(dir, TensorStore)
         else TensorStore(dir, max_disk_bytes=max_disk_bytes, verify=verify)
     )
+    watch_modules()
     weights = Weights(store, bound)
     weights.staying_bytes = staying_bytes
     try:
@@ -99,7 +101,6 @@ def offload_parameters(
     except BaseException:
         weights.give_back()
         raise
-    watch_modules()
     return model
 
 

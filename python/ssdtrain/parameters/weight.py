@@ -7,6 +7,7 @@ import queue
 import selectors
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Iterable, Iterator
 from concurrent.futures import thread as futures_thread
@@ -72,6 +73,7 @@ def _leaving() -> Leaving:
         thread=threading.get_ident,
         idle=WAITING,
         known=KNOWN_THREADS,
+        clock_of=time.pthread_getcpuclockid,
         collector=gc,
         alone=alone,
     )
@@ -155,8 +157,12 @@ class Weight(Watcher):
         self.stays = False
         """Whether it stays in memory, because the disk did not take it."""
         self._leaving = LEAVING
-        self._own: StorageWeakRef | None = None
-        """The memory that the bytes were put into last, which keeps its address from others."""
+        self._memory = _identity_of(param)
+        """The memory that the parameter was given last, by us or, as far as we know, by others."""
+        self.times_replaced = 0
+        """How often others gave it memory."""
+        self.has_foreign_memory = False
+        """Whether it lies on such memory, at which nobody has looked yet."""
 
     @property
     def param(self) -> Tensor | None:
@@ -192,29 +198,29 @@ class Weight(Watcher):
         """Note that the parameter is gone."""
         self.owner.forget(self)
 
-    def has_own_memory(self) -> bool:
-        """Whether the parameter lies on memory that we gave it, or that torch has allocated.
+    def note_memory(self) -> None:
+        """Note whether somebody gave the parameter other memory (``param.data = ...``)."""
+        param = self.param
+        if param is None or is_away(param) or self._memory.cdata == storage_key(param):
+            return
+        self._memory = _identity_of(param)
+        self.times_replaced += 1
+        self.has_foreign_memory = True
 
-        Of memory of a file, of numpy or of another library torch cannot tell who else has it.
-        """
+    def may_leave(self) -> bool:
+        """Whether the parameter still is one whose bytes can leave; takes over what it is now."""
         param = self.param
         assert param is not None
-        storage = param.untyped_storage()
-        is_ours = self._own is not None and self._own.cdata == storage_key(param)
-        return is_ours or storage.resizable()
+        self.note_memory()
+        if self.has_foreign_memory:
+            # Of memory of a file, of numpy or of another library torch cannot tell who has it.
+            if why_staying(param) is not None or not param.untyped_storage().resizable():
+                return False
+            self.has_foreign_memory = False
+            self._take_form()
+        return not param.untyped_storage().is_shared()
 
-    def has_changed_form(self) -> bool:
-        """Whether somebody gave the parameter other memory: of another shape, type or device."""
-        param = self.param
-        assert param is not None
-        return (
-            param.shape != self.husk.shape
-            or param.stride() != self.husk.stride()
-            or param.dtype != self.husk.dtype
-            or param.device != self.husk.device
-        )
-
-    def take_form(self) -> None:
+    def _take_form(self) -> None:
         """Forget what the disk has, which is of another form than the parameter is now."""
         param = self.param
         assert param is not None
@@ -237,8 +243,13 @@ class Weight(Watcher):
         """Give the parameter its bytes."""
         attach(param, memory)
         self.source = self.pending = None
-        self._own = StorageWeakRef(param.untyped_storage())  # type: ignore[no-untyped-call]
+        self._memory = _identity_of(param)
         vars(param).pop(HOLDER, None)
+
+
+def _identity_of(param: Tensor) -> StorageWeakRef:
+    """Return what tells the memory of a parameter; its address is nobody else's meanwhile."""
+    return StorageWeakRef(param.untyped_storage())  # type: ignore[no-untyped-call]
 
 
 LEAVING = _leaving()

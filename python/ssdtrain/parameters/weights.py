@@ -23,7 +23,7 @@ from ssdtrain.parameters.keeping import Keeping, keeping_hooks
 from ssdtrain.parameters.stats import ParameterStats
 from ssdtrain.parameters.successor import Successor
 from ssdtrain.parameters.use_order import UseOrder
-from ssdtrain.parameters.weight import Weight, storage_key, why_staying
+from ssdtrain.parameters.weight import Weight, storage_key
 from ssdtrain.parameters.writes import Writes
 from ssdtrain.sizes import shown_bytes
 from ssdtrain.store import TensorStore
@@ -128,12 +128,12 @@ class Weights:
     def give_back(self) -> None:
         """Bring all back, for good, because the call that took them over failed."""
         with self._lock:
+            # None leaves to make room for another.
+            self.max_resident_bytes = sum(weight.nbytes for weight in self._all.values())
             for weight in list(self._all.values()):
-                param = weight.param
-                if param is not None:
-                    self._bring(weight)
-                    _known.pop(id(param), None)
-            self._all.clear()
+                self._bring(weight)
+            for number in [id(weight.param) for weight in self._all.values()]:
+                _known.pop(number, None)
 
     def begin(self) -> None:
         """Let so many leave as the bound wants; raise what the disk refuses."""
@@ -148,7 +148,8 @@ class Weights:
     def forget(self, weight: Weight) -> None:
         """Forget a weight whose parameter is gone."""
         with self._lock:
-            self._resident_bytes -= self._resident.pop(id(weight), 0)
+            self._resident.pop(id(weight), None)
+            self._resident_bytes = sum(self._resident.values())
             self._reads.pop(id(weight), None)
             self._order.forget(id(weight))
             self._writes.forget(weight)
@@ -192,7 +193,8 @@ class Weights:
         with self._lock:
             param = weight.param
             assert param is not None, "its optimizer has it"
-            fits = not weight.has_changed_form()
+            weight.note_memory()
+            fits = not weight.has_foreign_memory
             if fits and not weight.is_attached():
                 # What is being written is out of date.
                 self._writes.forget(weight)
@@ -256,10 +258,11 @@ class Weights:
         if weight.is_attached():
             _on_storage[storage_key(param)] = weight
         nbytes = weight.nbytes if weight.is_in_memory() else 0
-        self._resident_bytes += nbytes - self._resident.pop(id(weight), 0)
-        if nbytes:
+        if self._resident.get(id(weight), 0) != nbytes:
             self._resident[id(weight)] = nbytes
-        self._peak_bytes = max(self._peak_bytes, self._resident_bytes)
+            # Anew: an interrupt between a change of an entry and one of a sum would stay for ever.
+            self._resident_bytes = sum(self._resident.values())
+            self._peak_bytes = max(self._peak_bytes, self._resident_bytes)
 
     def _bring(self, weight: Weight) -> None:
         """Give a parameter its bytes."""
@@ -280,11 +283,11 @@ class Weights:
         self._stall_s += perf_counter() - began_s
 
     def _read(self, weight: Weight) -> Tensor:
-        if weight.pending is None:
-            self._make_room(weight.nbytes)
-            self._begin_read(weight)
-        assert weight.pending is not None
         try:
+            if weight.pending is None:
+                self._make_room(weight.nbytes)
+                self._begin_read(weight)
+            assert weight.pending is not None
             with plainly():
                 memory = weight.pending.result()
         except SsdtrainError as error:
@@ -397,12 +400,8 @@ class Weights:
         param = weight.param
         if param is None:
             return False
-        if not weight.has_own_memory():
+        if not weight.may_leave():
             return False
-        if weight.has_changed_form():
-            if why_staying(param) is not None:
-                return False
-            weight.take_form()
         _on_storage.pop(storage_key(param), None)
         if not weight.leave():
             self._note(weight)

@@ -40,6 +40,7 @@ pub mod staging;
 pub mod store;
 pub mod stored;
 mod sync;
+pub mod threads;
 pub mod ticket;
 pub mod transfer;
 pub mod window;

@@ -24,6 +24,8 @@ pub struct Leaving {
     idle: Py<PyFrozenSet>,
     /// The numbers of threads that say which weights they use.
     known: Py<PySet>,
+    /// Tells the clock of a thread, which says how the kernel knows it.
+    clock_of: Py<PyAny>,
     collector: Py<PyAny>,
     /// What is counted for a weight whose storage nobody else has.
     alone: Users,
@@ -41,7 +43,7 @@ impl Leaving {
     /// `alone` is a weight whose storage nobody else has.
     #[new]
     #[pyo3(signature = (
-        *, plain, away, count_users, current_frames, thread, idle, known, collector, alone
+        *, plain, away, count_users, current_frames, thread, idle, known, clock_of, collector, alone
     ))]
     #[expect(clippy::too_many_arguments, reason = "keywords on the side of Python")]
     fn new(
@@ -52,6 +54,7 @@ impl Leaving {
         thread: Py<PyAny>,
         idle: Py<PyFrozenSet>,
         known: Py<PySet>,
+        clock_of: Py<PyAny>,
         collector: Py<PyAny>,
         alone: &Bound<'_, PyAny>,
     ) -> PyResult<Self> {
@@ -66,6 +69,7 @@ impl Leaving {
             thread,
             idle,
             known,
+            clock_of,
             collector,
             alone: users,
         })
@@ -154,11 +158,21 @@ impl Leaving {
                 continue;
             }
             let code = frame.getattr(intern!(py, "f_code"))?;
-            if !self.idle.bind(py).contains(code)? {
+            if !self.idle.bind(py).contains(code)? && !self.is_waiting(&thread)? {
                 return Ok(true);
             }
         }
         Ok(false)
+    }
+}
+
+impl Leaving {
+    /// Whether the kernel holds a thread in a call in which it cannot be using a weight. When it
+    /// goes on it needs the GIL before it comes to one.
+    fn is_waiting(&self, thread: &Bound<'_, PyAny>) -> PyResult<bool> {
+        let clock: i64 = self.clock_of.bind(thread.py()).call1((thread,))?.extract()?;
+        // The kernel's numbers of such clocks are made of those of threads: clock_getcpuclockid(3).
+        Ok(u32::try_from(!(clock >> 3)).is_ok_and(core::threads::is_waiting))
     }
 }
 
