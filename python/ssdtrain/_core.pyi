@@ -551,8 +551,8 @@ class Leaving:
     ``plain`` is the class of weights, ``away`` that of those that are away. ``current_frames`` and
     ``thread`` are functions of ``sys`` and ``threading``; ``idle`` is the code in which a thread
     waits and calls nothing of torch; ``known`` has the numbers of threads that say which weights
-    they use; ``clock_of`` is a function of ``time``. ``alone`` is a weight whose storage nobody else
-    has.
+    they use; ``clock_of`` is a function of ``time``. ``alone`` is a weight whose storage nobody
+    else has.
     """
 
     def __new__(
