@@ -128,7 +128,9 @@ def test_an_interrupt_while_a_slow_disk_is_waited_for(tmp_path: Path) -> None:
         store.disk.pause()
 
         def press() -> None:
-            wait_until(lambda: {"wait", "result"} & support.functions_of(main), "a wait for the disk")
+            wait_until(
+                lambda: {"wait", "result"} & support.functions_of(main), "a wait for the disk"
+            )
             os.kill(os.getpid(), signal.SIGINT)
 
         presser = threading.Thread(target=press)
