@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -135,36 +136,73 @@ def test_a_bound_on_the_disk(bound_bytes: int, tmp_path: Path) -> None:
     ids=["space", "errors", "slow"],
 )
 def test_failing_disks_never_give_other_bytes(faults: dict[str, Any], tmp_path: Path) -> None:
-    """Each forward and backward is made again until the disk lets it; each time it is right."""
-    failed_count = 0
     for seed in range(8):
-        model, expected = layers(), layers()
         with SlowStore(tmp_path, verify=True, **{**faults, "seed": seed}) as store:
+            model = layers()
             try:
                 offloaded(model, store)
             except StorageError:
                 assert_as_it_was(model)
-                continue
-            for number in range(3):
-                with torch.no_grad():
-                    for one in (model, expected):
-                        one.get_parameter(f"{number}.bias").fill_(number)
-                expected.zero_grad()
-                loss = squared(expected, number)
-                loss.backward()
-                for _ in range(TRIES_MAX):
-                    model.zero_grad()
-                    try:
-                        again = squared(model, number)
-                        again.backward()
-                    except StorageError:
-                        failed_count += 1
-                    else:
-                        break
-                support.assert_equal_bits({"": again}, {"": loss})
-                support.assert_equal_bits(support.gradients(model), support.gradients(expected))
-            support.assert_nothing_is_on()
-    assert failed_count > 0 or "io_error_rate" not in faults
+            else:
+                again_and_again(model)
+
+
+class FailingReads(SlowStore):
+    """A store of which some reads fail, at their beginning or at their end."""
+
+    chance: random.Random | None = None
+    failed_count = 0
+
+    def read(self, stored: Any) -> Any:
+        pending: Any = super().read(stored)
+        if self.chance is None or self.chance.random() < 0.8:
+            return pending
+        if self.chance.random() < 0.3:
+            self._fail()
+        pending.result = self._fail
+        return pending
+
+    def _fail(self) -> Any:
+        self.failed_count += 1
+        raise StorageError("the device failed, says the test")
+
+
+def test_reads_that_fail_at_random(tmp_path: Path) -> None:
+    with FailingReads(tmp_path) as store:
+        model = offloaded(layers(), store)
+        for seed in range(5):
+            store.chance = random.Random(seed)
+            again_and_again(model)
+        assert store.failed_count > 20
+        store.chance = None
+        with ssdtrain.parameters_in_memory(model):
+            for name, param in layers().named_parameters():
+                assert torch.equal(model.get_parameter(name), param) == ("weight" in name)
+        assert ssdtrain.parameter_stats(model).peak_resident_bytes <= 8 * ONE_BYTES
+
+
+def again_and_again(model: nn.Module) -> None:
+    """Make each forward and backward until the disk lets it; each time it is right."""
+    expected = layers()
+    for number in range(3):
+        with torch.no_grad():
+            for one in (model, expected):
+                for place in range(8):
+                    one.get_parameter(f"{place}.bias").fill_(number)
+        expected.zero_grad()
+        loss = squared(expected, number)
+        loss.backward()
+        for _ in range(TRIES_MAX):
+            model.zero_grad()
+            try:
+                again = squared(model, number)
+                again.backward()
+            except StorageError:
+                support.assert_nothing_is_on()
+            else:
+                break
+        support.assert_equal_bits({"": again}, {"": loss})
+        support.assert_equal_bits(support.gradients(model), support.gradients(expected))
 
 
 def test_writes_that_fail_are_said_once_and_training_goes_on(
