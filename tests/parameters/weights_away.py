@@ -22,6 +22,7 @@ import ssdtrain
 import support
 from mastered import InMemory
 from ssdtrain import TensorStore
+from ssdtrain.parameters.away import AwayParameter
 
 STEPS = 5
 WIDTH = 136
@@ -89,7 +90,7 @@ def quarter(module: nn.Module) -> int:
 def is_away(param: Tensor) -> bool:
     """Whether a weight is not in memory; no look that brings it."""
     assert isinstance(param, Parameter)
-    return type(param) is not Parameter
+    return type(param) is AwayParameter
 
 
 def away(module: nn.Module) -> dict[str, Parameter]:
