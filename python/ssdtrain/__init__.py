@@ -35,6 +35,12 @@ try:
     from ssdtrain.offload import active, leave_all, offload
     from ssdtrain.optimizer.offload import offload_optimizer
     from ssdtrain.optimizer.stats import OptimizerStats
+    from ssdtrain.parameters.offload import (
+        offload_parameters,
+        parameter_stats,
+        parameters_in_memory,
+    )
+    from ssdtrain.parameters.stats import ParameterStats
     from ssdtrain.session import Session
     from ssdtrain.stats import ClassStats, Stats
     from ssdtrain.store import PendingRead, StoredTensor, TensorStore
@@ -68,6 +74,7 @@ __all__ = [
     "DiskBoundError",
     "NoSpaceError",
     "OptimizerStats",
+    "ParameterStats",
     "PendingRead",
     "PoisonedError",
     "Session",
@@ -82,5 +89,8 @@ __all__ = [
     "load",
     "offload",
     "offload_optimizer",
+    "offload_parameters",
+    "parameter_stats",
+    "parameters_in_memory",
     "save",
 ]

@@ -564,6 +564,44 @@ class Rounds:
         """Give up what was read ahead."""
 
 @final
+class Leaving:
+    """How weights leave memory, each in one call during which no other thread runs Python.
+
+    ``plain`` is the class of weights, ``away`` that of those that are away. ``current_frames`` and
+    ``thread`` are functions of ``sys`` and ``threading``; ``idle`` is the code in which a thread
+    waits and calls nothing of torch; ``known`` has the numbers of threads that say which weights
+    they use; ``clock_of`` is a function of ``time``. ``alone`` is a weight whose storage nobody
+    else has.
+    """
+
+    def __new__(
+        cls,
+        *,
+        plain: type,
+        away: type,
+        count_users: Callable[[int], int],
+        current_frames: Callable[[], dict[int, Any]],
+        thread: Callable[[], int],
+        idle: frozenset[Any],
+        known: set[int],
+        clock_of: Callable[[int], int],
+        collector: object,
+        alone: Tensor,
+    ) -> Leaving: ...
+    def leave(self, weight: Tensor, keeper: object, husk: Tensor, attribute: str) -> bool:
+        """Take the bytes out of a weight, and give them to ``keeper.source``.
+
+        The weight is then of the class ``away``, lies on the storage of ``husk``, and has
+        ``keeper`` as ``attribute``. Returns ``False``, and changes nothing, if ``keeper.users`` has
+        some, if somebody else has its storage, if another thread may be using it, or if it is not
+        of the class ``plain``.
+        """
+
+    @staticmethod
+    def checksum(address: int, nbytes: int) -> int:
+        """Return the xxh3 checksum of memory that nobody changes; the GIL is released."""
+
+@final
 class MasterCode:
     """What is known of float32 masters that were packed, besides their payload.
 

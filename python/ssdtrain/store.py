@@ -36,7 +36,7 @@ from ssdtrain.geometry import TORCH
 from ssdtrain.machine.torch_internals import is_wrapped
 from ssdtrain.open_store import open_store
 
-__all__ = ["PendingRead", "StoredTensor", "TensorStore"]
+__all__ = ["PendingRead", "StoredTensor", "TensorStore", "is_dense"]
 
 T = TypeVar("T", bound="Tensor | np.ndarray[Any, Any]")
 
@@ -406,7 +406,7 @@ class _Target(Generic[T]):
             raise ConfigError("a conjugated or negated view has no bytes of its own to read into")
         if tensor.requires_grad and torch.is_grad_enabled():
             raise ConfigError("a tensor that requires grad is read into under torch.no_grad()")
-        if not _is_dense(tensor):
+        if not is_dense(tensor):
             raise ConfigError("a tensor with holes cannot be read into; give a dense one")
 
     def note_change(self) -> None:
@@ -423,7 +423,7 @@ def _refuse_other_handle(verb: str, stored: object) -> None:
         )
 
 
-def _is_dense(tensor: Tensor) -> bool:
+def is_dense(tensor: Tensor) -> bool:
     """Whether the elements lie one after the other, in some order of the dimensions."""
     expected = 1
     if not tensor.numel():

@@ -9,19 +9,14 @@ from __future__ import annotations
 
 import gc
 import itertools
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
-from typing import Any, Self
 
 import pytest
 import torch
 
-import ssdtrain
+from moments import AtCall, AtLoop, interrupt
 from support import Rig, sizes, wait_until
-
-PACKAGE = str(Path(ssdtrain.__file__).parent)
 
 
 @pytest.fixture(autouse=True)
@@ -33,75 +28,12 @@ def only_new_garbage() -> Iterator[None]:
     gc.unfreeze()
 
 
-class Signal:
-    """Runs a handler at one of the moments at which Python would, within the package."""
-
-    def __init__(self, number: int, handler: Callable[[], object]) -> None:
-        self._left = number
-        self._handler = handler
-        self.came = False
-
-    def moment(self) -> None:
-        """Count a moment; run the handler if this is the one."""
-        self._left -= 1
-        if self._left < 0 and not self.came:
-            self.came = True
-            self._handler()
-
-
-class AtCall(Signal):
-    """When a function begins, and after a call of a function in C."""
-
-    def __enter__(self) -> Self:
-        sys.setprofile(self._look)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        sys.setprofile(None)
-
-    def _look(self, frame: FrameType, event: str, _argument: Any) -> None:
-        if event in ("call", "c_return") and frame.f_code.co_filename.startswith(PACKAGE):
-            self.moment()
-
-
-class AtLoop(Signal):
-    """When a loop begins anew, which is after the condition of a ``while`` was asked again."""
-
-    def __enter__(self) -> Self:
-        sys.settrace(self._enter)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        sys.settrace(None)
-
-    def _enter(self, frame: FrameType, _event: str, _argument: Any) -> Any:
-        if not frame.f_code.co_filename.startswith(PACKAGE):
-            return None
-        frame.f_trace_opcodes = True
-        before = -1
-
-        def look(frame: FrameType, event: str, _argument: Any) -> Any:
-            nonlocal before
-            if event == "opcode":
-                jumped_back = frame.f_lasti < before
-                before = frame.f_lasti
-                if jumped_back:
-                    self.moment()
-            return look
-
-        return look
-
-
 MOMENTS = [(AtCall, 100), (AtLoop, 10)]
 """With how many of them there are in a step at least."""
 
 
 EVERY = sizes(small=11, whole=1)
 """Of how many moments one is tried."""
-
-
-def interrupt() -> None:
-    raise KeyboardInterrupt
 
 
 def step(rig: Rig) -> torch.Tensor:

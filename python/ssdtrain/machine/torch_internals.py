@@ -22,11 +22,13 @@ __all__ = [
     "as_plain_tensors",
     "compiled_count",
     "copy_each",
+    "count_users",
     "current_backward",
     "current_node",
     "current_stream",
     "dispatch_keys",
     "hooks_allowed",
+    "in_transform",
     "is_below_autograd",
     "is_traced",
     "is_wrapped",
@@ -35,6 +37,7 @@ __all__ = [
     "plainly",
     "pop_hooks",
     "push_hooks",
+    "refuse_access",
     "sequence_number",
     "share_counters",
     "storage_users",
@@ -103,6 +106,17 @@ def hooks_allowed() -> Iterator[None]:
         _disallow(message, False)
 
 
+_transforms: Callable[[], object] = _find("_C._functorch.peek_interpreter_stack")
+_is_tracing: Callable[[], bool] = _find("_C._is_tracing")
+
+
+def in_transform() -> str | None:
+    """Return what computes with tensors of its own kind in this thread, such as ``torch.func``."""
+    if _transforms() is not None:
+        return "torch.func"
+    return "torch.jit.trace" if _is_tracing() else None
+
+
 dispatch_keys: Callable[[Tensor], object] = _find("_C._dispatch_keys")
 """Which parts of torch handle the operations of this tensor, as a set that compares by value."""
 
@@ -130,7 +144,11 @@ def compiled_count() -> int:
     return 0 if compiler is None else int(getattr(compiler, "FRAME_COUNTER", 1))
 
 
-_count_users: Callable[[int], int] = _find("_C._storage_Use_Count")
+count_users: Callable[[int], int] = _find("_C._storage_Use_Count")
+"""How many tensors lie on the storage at an address of C++; see ``users_of``."""
+
+refuse_access: Callable[[int, str], None] = _find("_C._set_storage_data_ptr_access_error_msg")
+"""Makes whoever asks for the bytes of the storage at an address of C++ get an error, in C++ too."""
 
 
 def storage_users(tensor: Tensor) -> int:
@@ -140,7 +158,7 @@ def storage_users(tensor: Tensor) -> int:
 
 def users_of(storage: UntypedStorage) -> int:
     """Return how many tensors lie on this storage; its Python object counts as one of them."""
-    return _count_users(storage._cdata)  # noqa: SLF001 - its address in C++
+    return count_users(storage._cdata)  # noqa: SLF001 - its address in C++
 
 
 current_stream: Callable[[int], int] = getattr(

@@ -28,12 +28,14 @@ from ssdtrain.optimizer.pending import (
     hold,
     in_update,
     is_pending,
-    look_at,
     release,
     under_way,
     updating,
 )
 from ssdtrain.optimizer.state import STORAGE_USERS_ALONE
+from ssdtrain.parameters.weight import known_thread
+from ssdtrain.parameters.weights import weight_of
+from ssdtrain.watched import look_at
 
 __all__ = [
     "Deferred",
@@ -89,6 +91,8 @@ def why_not_later(params: list[Tensor]) -> list[str | None]:
 def _why_not_later(param: Tensor, gradient: Tensor | None) -> str | None:
     if gradient is not None and (reason := _why_not_read_later(param, gradient)):
         return reason
+    if weight_of(param) is not None:
+        return "their bytes are on the disk, or may be (offload_parameters)"
     if type(param) not in (Tensor, Parameter) or param.is_inference():
         return "they are no plain parameters"
     if is_shared(param) or param.untyped_storage().is_shared():
@@ -278,7 +282,7 @@ class Deferred(Updates):
         try:
             if not self._decision.get():
                 return
-            with updating():
+            with known_thread(), updating():
                 self._hold()
                 if torch.get_num_threads() != self._threads:
                     # How sums are cut among threads decides their last bits.

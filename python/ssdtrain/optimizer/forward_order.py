@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from ssdtrain.optimizer.pending import is_pending, look_at, under_way
+from ssdtrain.optimizer.pending import is_pending, under_way
+from ssdtrain.watched import look_at
 
 __all__ = ["ForwardOrder"]
 

@@ -9,7 +9,6 @@ and the older state lies where it was. The copy takes the place of the gradient,
 
 from __future__ import annotations
 
-import copy
 import logging
 import weakref
 from contextlib import suppress
@@ -22,10 +21,17 @@ from ssdtrain.errors import SsdtrainError, StorageError, UnsupportedError
 from ssdtrain.machine.torch_internals import current_backward
 from ssdtrain.optimizer.chunks import Chunk, Settings
 from ssdtrain.optimizer.in_backward_round import Host, Round, why_not, why_nothing
-from ssdtrain.optimizer.on_copies import update_copies
-from ssdtrain.optimizer.state import Away, ParameterState
+from ssdtrain.optimizer.in_backward_update import (
+    let_weight_go,
+    make_updates,
+    put_in_place,
+    roll_back,
+)
+from ssdtrain.optimizer.state import ParameterState
 from ssdtrain.optimizer.taken import INSTEAD, Taken, TakenGradient, take
 from ssdtrain.optimizer.updating_thread import Job, UpdatingThread
+from ssdtrain.parameters.successor import Successor
+from ssdtrain.parameters.weights import weight_of
 from ssdtrain.sharing import Room
 
 __all__ = ["InBackward"]
@@ -46,6 +52,8 @@ OTHERS = (
     "and holds its update. No weight was changed. Drop that optimizer and what refers to it, such "
     "as its scheduler, or call its zero_grad() before each backward that is not its own"
 )
+KEPT_SHARE = 4
+"""Weights that wait for their updates take one part in so many of their bound at most."""
 FAILED = (
     "an update in backward failed. Weights and state are those from before this step: call step() "
     "again once the cause is gone, or optimizer.zero_grad() to discard the step"
@@ -74,6 +82,10 @@ class InBackward:
         self._backward = -1
         """The number of the backward that gradients came from last."""
         self._error: BaseException | None = None
+        self._kept_bytes = 0
+        """Of weights that stay for their updates, since all updates were made."""
+        self._settling: list[Successor] = []
+        """Updated weights that are on their way to the disk."""
 
     def watch(self) -> None:
         """Be told of the gradients of all parameters, also of new and unfrozen ones."""
@@ -183,7 +195,7 @@ class InBackward:
                     record.param.grad = record.gradient
                 self._drop(record)
             else:
-                _roll_back(host, record)
+                roll_back(host, record)
         # Last: after an interrupt the next look goes on with what is left.
         self._round = None
 
@@ -224,14 +236,14 @@ class InBackward:
 
     def _drop_in_step(self, host: Host) -> None:
         for record in self._in_step:
-            _roll_back(host, record)
+            roll_back(host, record)
         self._in_step = []
 
     def _drop(self, record: Taken) -> None:
         """Go on as if a gradient had not been taken, which the user has replaced."""
         if not record.is_published:
             self.join()
-            _roll_back(self._of(), record)
+            roll_back(self._of(), record)
         self._waiting = [one for one in self._waiting if one is not record]
         record.leave()
         self._taken.pop(id(record.param), None)
@@ -264,7 +276,23 @@ class InBackward:
         # finds without its update: both are taken into account there.
         self._taken[id(param)] = record
         record.stand_in(self._drop)
+        self._keep_weight(host, now, record)
         self._wait(host, now, record)
+
+    def _keep_weight(self, host: Host, now: Round, record: Taken) -> None:
+        """Have a weight that may leave stay for its update, which the backward has just used.
+
+        The thread of the updates cannot have others leave: this one may be using them.
+        """
+        weight = weight_of(record.param)
+        if weight is None:
+            return
+        if self._kept_bytes + weight.nbytes > weight.owner.max_resident_bytes // KEPT_SHARE:
+            self._cut(host, now)
+            self.join()
+            self._kept_bytes = 0
+        self._kept_bytes += weight.nbytes
+        weight.begin_use(record.param, record)
 
     def _wait(self, host: Host, now: Round, record: Taken) -> None:
         size = host._bytes_of(record.param)
@@ -328,14 +356,17 @@ class InBackward:
         try:
             room = self._room_for(host, records)
             if room is None:
+                for record in records:
+                    let_weight_go(record)
                 return
             with host._buffers.filled(room):
                 # What is read for the next ones would be in nobody's room.
                 self._prefetch(states, records if room.is_bounded else [*records, *following])
                 self._update_copies(host, now, records, room)
+            self._settle(records)
         except BaseException as error:  # noqa: BLE001 - `step()` raises it
             for record in records:
-                _roll_back(host, record)
+                roll_back(host, record)
             self._error = error
             host._disk.notices.say(
                 "failed update",
@@ -347,17 +378,17 @@ class InBackward:
             for record in records:
                 record.gradient = None
 
+    def _settle(self, records: list[Taken]) -> None:
+        """Wait for the weights of the part before, which the disk has taken beside this one."""
+        updated = [one.updated for one in records if isinstance(one.updated, Successor)]
+        settling, self._settling = self._settling, updated
+        for successor in settling:
+            successor.settle()
+
     @staticmethod
     def _update_copies(host: Host, now: Round, records: list[Taken], room: Room) -> None:
         states = host._states
-        for record in records:
-            state = states.get(record.param)
-            if state is None:
-                record.is_state_new = True
-            else:
-                record.before = _entries_of(state)
-                _bring(state)
-        update_copies(host, now, records, states)
+        make_updates(host, now, records)
         host._buffers.note(room, sum(host._bytes_of(record.param) for record in records))
         for record in records:
             state = states.get(record.param)
@@ -390,7 +421,7 @@ class InBackward:
         with torch.no_grad():
             for record in [*self._taken.values(), *self._in_step]:
                 if record.updated is not None:
-                    record.param.copy_(record.updated)
+                    put_in_place(record)
                     record.is_published = True
                     record.updated = record.before = None
                     record.is_state_new = False
@@ -401,41 +432,6 @@ class InBackward:
             host._undo.forget()
         self._in_step = []
         self._round = None
-
-
-def _bring(state: ParameterState) -> None:
-    try:
-        state.bring()
-    except SsdtrainError:
-        # It may have been asked for before an earlier step() failed: ask the disk as it is now.
-        state.drop_reads()
-        state.bring()
-
-
-def _entries_of(state: ParameterState) -> dict[Any, Any]:
-    """Return what a state has now, to be put back: an update may change all but an ``Away``."""
-    return {
-        key: value.clone()
-        if isinstance(value, Tensor)
-        else value
-        if isinstance(value, Away)
-        else copy.deepcopy(value)
-        for key, value in state.take_entries().items()
-    }
-
-
-def _roll_back(host: Host, record: Taken) -> None:
-    """Give a parameter the state from before its update, if that was not put in place."""
-    states = host._states
-    if record.before is not None:
-        state = states.get(record.param)
-        if not isinstance(state, ParameterState):
-            states[record.param] = state = ParameterState()
-        state.put_entries(record.before)
-    elif record.is_state_new:
-        states.pop(record.param, None)
-    record.before = record.updated = None
-    record.is_state_new = False
 
 
 def _remove_all(watched: dict[Tensor, Any]) -> None:

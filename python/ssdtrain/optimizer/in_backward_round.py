@@ -24,6 +24,7 @@ from ssdtrain.optimizer.deferred import kept, why_not_of_another_thread
 from ssdtrain.optimizer.masters import Masters
 from ssdtrain.optimizer.state import Away, Disk, ParameterState
 from ssdtrain.optimizer.undo import Undo
+from ssdtrain.parameters.weights import weight_of
 
 __all__ = ["Host", "Round", "why_not", "why_nothing"]
 
@@ -64,9 +65,11 @@ class Round:
         self.known = set(host._states)
         self.add_groups(host)
         params = [param for group in host.param_groups for param in group["params"]]
-        on_storage = Counter(param.untyped_storage().data_ptr() for param in params)
+        # Of what may be on the disk the address tells nothing, and none of it is updated here.
+        here = [param for param in params if weight_of(param) is None]
+        on_storage = Counter(param.untyped_storage().data_ptr() for param in here)
         self.apart = {
-            id(param) for param in params if on_storage[param.untyped_storage().data_ptr()] > 1
+            id(param) for param in here if on_storage[param.untyped_storage().data_ptr()] > 1
         }
         total = sum(map(host._bytes_of, params))
         self.bytes_max = min(host._part_bytes, max(PART_BYTES_MIN, total // PARTS_MIN))
@@ -159,10 +162,12 @@ def why_not(host: Host, now: Round, param: Tensor) -> str | None:
 def _why_no_copy(host: Host, now: Round, param: Tensor) -> str | None:
     if not param.requires_grad:
         return "they were frozen in the backward"
-    if type(param) not in (Tensor, Parameter) or param.is_inference():
-        return "they are no plain parameters"
-    if id(param) in now.apart or param.untyped_storage().is_shared():
-        return "they share memory with each other, or with other processes"
+    # Of a weight that may be away all this was asked before.
+    if weight_of(param) is None:
+        if type(param) not in (Tensor, Parameter) or param.is_inference():
+            return "they are no plain parameters"
+        if id(param) in now.apart or param.untyped_storage().is_shared():
+            return "they share memory with each other, or with other processes"
     if torch.empty_like(param, device="meta").stride() != param.stride():
         return "a copy of them has other strides"
     state = host._states.get(param)

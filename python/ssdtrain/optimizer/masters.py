@@ -25,8 +25,9 @@ from ssdtrain._core import MasterCode
 from ssdtrain.errors import ConfigError, UnsupportedError
 from ssdtrain.machine.torch_internals import copy_each
 from ssdtrain.optimizer.chunks import Chunk, Settings, name_of, update
-from ssdtrain.optimizer.pending import HOLDER
 from ssdtrain.optimizer.state import Away, Disk, ParameterState
+from ssdtrain.parameters.weights import weight_of
+from ssdtrain.watched import HOLDER
 
 __all__ = [
     "MASTER",
@@ -356,8 +357,8 @@ def refuse_shared_memory(groups: list[dict[str, Any]]) -> None:
         (param.data_ptr(), param.data_ptr() + param.nbytes)
         for group in groups
         for param in group["params"]
-        # Of one with holes, another may lie in these.
-        if wants_master(param) and param.numel() and _is_dense(param)
+        # Of one with holes, another may lie in these. One that may be away lies alone.
+        if wants_master(param) and param.numel() and _is_dense(param) and weight_of(param) is None
     )
     for (_, end), (begin, _) in pairwise(ranges):
         if begin < end:

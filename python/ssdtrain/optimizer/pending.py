@@ -1,60 +1,35 @@
 """Weights and gradients that an update on another thread still uses: whoever looks, waits.
 
-Meanwhile the class of such a tensor is one of ours, derived from its own, so torch asks us before
-each function that gets it from Python. The tensor stays the same object, and has its own class
-again once its update is done: from then on nothing stands between it and its users.
+They are watched (`watched.py`) until their update is done.
 """
 
 from __future__ import annotations
 
-import copy
-import sys
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge, increment_version
 from torch.nn import Parameter
 
 from ssdtrain.machine.torch_internals import as_plain_tensors
+from ssdtrain.watched import HOLDER, METADATA, Watched, Watcher, look_at
 
 __all__ = [
-    "HOLDER",
     "Holder",
     "Updates",
     "hold",
     "in_update",
     "is_pending",
-    "look_at",
     "release",
     "under_way",
     "updating",
 ]
-
-NEW_PARAMETER = Parameter.__new__.__code__
-HOLDER = "_ssdtrain_holder"
-"""The attribute of a pending tensor that has what it waits for."""
-
-METADATA = frozenset(
-    getattr(torch.Tensor, name).__get__
-    for name in (
-        *("shape", "dtype", "device", "layout", "ndim", "nbytes", "itemsize", "requires_grad"),
-        *("is_leaf", "is_cpu", "is_cuda", "is_sparse", "is_meta", "is_quantized", "is_nested"),
-    )
-) | {
-    getattr(torch.Tensor, name)
-    for name in (
-        *("size", "dim", "numel", "nelement", "stride", "element_size", "storage_offset"),
-        *("is_contiguous", "is_floating_point", "is_complex", "is_inference"),
-    )
-}
-"""What tells nothing of the bytes, and so needs no wait."""
 
 _thread = threading.local()
 _gradient_lock = threading.RLock()
@@ -91,7 +66,7 @@ under_way: weakref.WeakSet[Updates] = weakref.WeakSet()
 """The updates of all optimizers of this process that have not ended, or have an error to raise."""
 
 
-class Holder(ABC):
+class Holder(Watcher):
     """What pending tensors wait for: a part of an update."""
 
     def __init__(self) -> None:
@@ -99,9 +74,12 @@ class Holder(ABC):
         """By the number of the parameter: what the update uses, whatever the user sets by now."""
         self._hooks: dict[int, Any] = {}
 
-    @abstractmethod
-    def look(self, tensor: Tensor) -> None:
-        """Wait until the tensor may be used; raise what went wrong."""
+    def begin_use(self, tensor: Tensor, user: object) -> None:  # noqa: ARG002 - nothing ends it
+        """Wait; an update that has ended does not begin again."""
+        self.look(tensor)
+
+    def end_use(self, user: object) -> None:
+        """Do nothing: who uses an updated tensor is not counted."""
 
     def keep_hook(self, param: Tensor, handle: Any) -> None:
         """Remember what stands before the accumulation of a parameter's gradient."""
@@ -156,62 +134,21 @@ def is_pending(value: object) -> bool:
     return isinstance(value, _Pending)
 
 
-def look_at(tensor: Tensor) -> None:
-    """Wait until a tensor may be used, if it is pending."""
-    holder: Holder | None = vars(tensor).get(HOLDER)
-    if holder is not None:
-        holder.look(tensor)
-
-
-def _found(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Give the pending tensors among arguments, also those in lists and dicts."""
-    for value in values:
-        if isinstance(value, _Pending):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _found(value)
-        elif isinstance(value, dict):
-            yield from _found(value.values())
-
-
-class _Pending(Tensor):
-    """What the classes of pending tensors share. No tensor is ever constructed as one."""
+class _Pending(Watched):
+    """What the classes of pending tensors share."""
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Wait for what a function of torch gets, then call it."""
-        kwargs = kwargs or {}
-        if in_update() or func in METADATA:
-            return as_plain_tensors(func, types, args, kwargs)
-        found = list(_found((args, kwargs)))
-        for tensor in found:
-            look_at(tensor)
-        if not found:
-            # In some container of the function's own, unless its update has ended just now.
-            for updates in list(under_way):
-                updates.settle()
-        result = func(*args, **kwargs)
-        if func is Tensor.detach and sys._getframe(1).f_code is NEW_PARAMETER:  # noqa: SLF001
-            # `nn.Parameter(weight)` has seen our class and wants the weight's own one back.
-            return result.as_subclass(type(args[0]))
-        return result
+    def _is_let_through(cls, func: Any) -> bool:
+        return in_update() or func in METADATA
 
-    # These look at the class before they look at the bytes, or do not ask it at all.
+    @classmethod
+    def _look_everywhere(cls) -> None:
+        for updates in list(under_way):
+            updates.settle()
 
     def as_subclass(self, cls: Any) -> Any:
-        if not in_update():
-            look_at(self)
-        return Tensor.as_subclass(self, cls)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        look_at(self)
-        return copy.deepcopy(self, memo)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        look_at(self)
-        return self.__reduce_ex__(protocol)
+        """Return it as a tensor of another class."""
+        return Tensor.as_subclass(self, cls) if in_update() else super().as_subclass(cls)
 
 
 class PendingGradient(_Pending):

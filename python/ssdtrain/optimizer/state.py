@@ -21,7 +21,9 @@ from ssdtrain.errors import BusyError, ConfigError, NoSpaceError, SsdtrainError
 from ssdtrain.machine.process_memory import release_free_memory
 from ssdtrain.machine.torch_internals import storage_users
 from ssdtrain.notices import Notices
+from ssdtrain.parameters.away import AwayParameter
 from ssdtrain.store import PendingRead, StoredTensor, TensorStore
+from ssdtrain.watched import look_at
 
 __all__ = ["Away", "Disk", "ParameterState", "States"]
 
@@ -31,13 +33,9 @@ STORAGE_USERS_ALONE = 2
 """What `storage_users` says of a tensor that shares its storage with nobody."""
 
 
-def _references_alone() -> int:
-    """Return what Python counts for a value that only its dict has, asked as below."""
-    alone = {0: object()}
-    return sys.getrefcount(dict.__getitem__(alone, 0))
-
-
-REFERENCES_ALONE = _references_alone()
+_ALONE = {0: object()}
+REFERENCES_ALONE = sys.getrefcount(dict.__getitem__(_ALONE, 0))
+"""What Python counts for a value that only its dict has, asked as below."""
 
 
 class Away:
@@ -172,7 +170,7 @@ class Disk:
     def is_large(self, tensor: Tensor) -> bool:
         """Whether a tensor is worth its way to the disk and can be written as it is."""
         return (
-            type(tensor) in (Tensor, Parameter)
+            type(tensor) in (Tensor, Parameter, AwayParameter)
             and tensor.is_cpu
             and tensor.layout is torch.strided
             and tensor.nbytes >= self._min_bytes
@@ -180,6 +178,7 @@ class Disk:
 
     def keep(self, source: Tensor) -> StoredTensor[Tensor]:
         """Begin to write a copy of a tensor, which must not change before its ``wait``."""
+        look_at(source)
         while True:
             try:
                 stored = self.store.write(source)

@@ -13,6 +13,7 @@ mod gpu;
 mod gpu_calls;
 mod hook_pair;
 mod kept;
+mod leaving;
 mod masters;
 mod offloading;
 mod owner;
@@ -49,6 +50,8 @@ mod _core {
     use super::hook_pair::HookPair;
     #[pymodule_export]
     use super::kept::Kept;
+    #[pymodule_export]
+    use super::leaving::Leaving;
     #[pymodule_export]
     use super::masters::MasterCode;
     #[pymodule_export]

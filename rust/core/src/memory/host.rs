@@ -255,6 +255,11 @@ impl Checksum {
     }
 }
 
+/// xxh3 of bytes that come at once.
+pub fn checksum_of(bytes: &[u8]) -> u64 {
+    xxhash_rust::xxh3::xxh3_64(bytes)
+}
+
 fn assert_on_cpu(is_on_gpu: bool) {
     assert!(!is_on_gpu, "the CPU cannot reach a GPU's memory");
 }

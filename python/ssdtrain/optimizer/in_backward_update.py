@@ -1,22 +1,26 @@
-"""Updates of an ``overlap="backward"``: the optimizer's own step over copies of weights."""
+"""What an update in backward does on its thread: it makes what takes the place of weights."""
 # ruff: noqa: SLF001 - what an offloaded optimizer has for its schedules is private
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from typing import Any
 
 from torch import Tensor
 from torch.nn import Parameter
 
-from ssdtrain.errors import UnsupportedError
+from ssdtrain.errors import SsdtrainError, UnsupportedError
 from ssdtrain.optimizer.chunks import Chunk, own_step, update
 from ssdtrain.optimizer.in_backward_round import Host, Round
 from ssdtrain.optimizer.masters import Leaf, drop_stale, wants_master
-from ssdtrain.optimizer.state import ParameterState
+from ssdtrain.optimizer.state import Away, ParameterState
 from ssdtrain.optimizer.taken import Taken
+from ssdtrain.parameters.successor import Successor
+from ssdtrain.parameters.weights import in_use, weight_of
+from ssdtrain.watched import HOLDER
 
-__all__ = ["update_copies"]
+__all__ = ["make_updates", "put_in_place", "roll_back"]
 
 ALIAS = (
     'the optimizer keeps a view of the weight in its state, and with overlap="backward" an update '
@@ -25,7 +29,41 @@ ALIAS = (
 )
 
 
-def update_copies(host: Host, now: Round, records: list[Taken], states: Any) -> None:
+def make_updates(host: Host, now: Round, records: list[Taken]) -> None:
+    """Update copies of some weights, whose states are the new ones from then on."""
+    states = host._states
+    with in_use(record.param for record in records):
+        for record in records:
+            state = states.get(record.param)
+            if state is None:
+                record.is_state_new = True
+            else:
+                record.before = _entries_of(state)
+                _bring(state)
+        _run(host, now, records, states)
+    for record in records:
+        let_weight_go(record)
+
+
+def let_weight_go(record: Taken) -> None:
+    """Let a weight leave that stayed for its update."""
+    weight = weight_of(record.param)
+    if weight is not None:
+        weight.end_use(record)
+
+
+def put_in_place(record: Taken) -> None:
+    """Give a weight its updated bytes."""
+    param, updated = record.param, record.updated
+    weight = weight_of(param)
+    if isinstance(updated, Successor):
+        assert weight is not None, "it had an owner, which only goes with it"
+        weight.owner.succeed(weight, updated)
+    elif updated is not None:
+        param.copy_(updated)
+
+
+def _run(host: Host, now: Round, records: list[Taken], states: Any) -> None:
     """Run the optimizer's own step over copies of weights, with the states of the weights."""
     chunks: dict[int, Chunk] = {}
     view: defaultdict[Tensor, Any] = defaultdict(ParameterState)
@@ -53,6 +91,11 @@ def update_copies(host: Host, now: Round, records: list[Taken], states: Any) -> 
             states[record.param] = state
         else:
             states.pop(record.param, None)
+        weight = weight_of(record.param)
+        if weight is not None and isinstance(record.updated, Tensor):
+            # What refers to the leaf refers to these bytes, which the disk takes now.
+            leaf.let_go()
+            record.updated = weight.owner.precede(record.updated)
 
 
 def _leaf_of(host: Host, record: Taken, view: dict[Tensor, Any]) -> Leaf:
@@ -67,11 +110,11 @@ def _leaf_of(host: Host, record: Taken, view: dict[Tensor, Any]) -> Leaf:
     if host._masters is not None:
         drop_stale(state, param)
     weight = param.detach().clone()
-    if type(param) is Parameter:
+    if isinstance(param, Parameter):
         weight = Parameter(weight, requires_grad=param.requires_grad)
     else:
         weight.requires_grad_(param.requires_grad)
-    vars(weight).update(vars(param))
+    vars(weight).update({name: value for name, value in vars(param).items() if name != HOLDER})
     weight.grad = record.gradient
     if state is not None:
         view[weight] = state
@@ -91,3 +134,39 @@ def _has_view_of(state: dict[Any, Any], weight: Tensor) -> bool:
         type(value) is Tensor and value.untyped_storage().data_ptr() == address
         for value in dict.values(state)
     )
+
+
+def _bring(state: ParameterState) -> None:
+    try:
+        state.bring()
+    except SsdtrainError:
+        # It may have been asked for before an earlier step() failed: ask the disk as it is now.
+        state.drop_reads()
+        state.bring()
+
+
+def _entries_of(state: ParameterState) -> dict[Any, Any]:
+    """Return what a state has now, to be put back: an update may change all but an ``Away``."""
+    return {
+        key: value.clone()
+        if isinstance(value, Tensor)
+        else value
+        if isinstance(value, Away)
+        else copy.deepcopy(value)
+        for key, value in state.take_entries().items()
+    }
+
+
+def roll_back(host: Host, record: Taken) -> None:
+    """Give a parameter the state from before its update, if that was not put in place."""
+    states = host._states
+    if record.before is not None:
+        state = states.get(record.param)
+        if not isinstance(state, ParameterState):
+            states[record.param] = state = ParameterState()
+        state.put_entries(record.before)
+    elif record.is_state_new:
+        states.pop(record.param, None)
+    record.before = record.updated = None
+    record.is_state_new = False
+    let_weight_go(record)

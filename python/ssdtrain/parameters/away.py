@@ -1,0 +1,73 @@
+"""The class that a weight has while its bytes are not in memory."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ssdtrain.errors import UnsupportedError
+from ssdtrain.machine.torch_internals import as_plain_tensors, plainly, refuse_access
+from ssdtrain.watched import METADATA, Watched
+
+__all__ = ["AwayParameter", "attach", "husk_of", "is_away"]
+
+NOT_IN_PYTHON = (
+    "the bytes of this weight are on the disk (ssdtrain.offload_parameters), and what asked for "
+    "them is not one of torch's functions that look for it, or asked past Python: use "
+    "weight.detach() first, or keep the model's weights in memory meanwhile with "
+    "`with ssdtrain.parameters_in_memory(model):`"
+)
+
+WITHOUT_BYTES = (
+    METADATA
+    | {
+        getattr(Tensor, name).__get__
+        for name in ("grad", "grad_fn", "_version", "retains_grad", "_backward_hooks")
+    }
+    | {getattr(Tensor, name).__set__ for name in ("grad", "requires_grad", "_backward_hooks")}
+    | {
+        getattr(Tensor, name)
+        for name in (
+            *("requires_grad_", "register_hook", "register_post_accumulate_grad_hook"),
+            *("retain_grad", "__len__"),
+        )
+    }
+)
+"""What a weight can answer without its bytes."""
+
+
+class AwayParameter(Watched, Parameter):
+    """A parameter whose bytes are on the disk."""
+
+    @classmethod
+    def _is_let_through(cls, func: object) -> bool:
+        return func in WITHOUT_BYTES
+
+    @classmethod
+    def _look_everywhere(cls) -> None:
+        raise UnsupportedError(NOT_IN_PYTHON)
+
+
+def is_away(weight: Tensor) -> bool:
+    """Whether the bytes of a weight are not in memory, or not where it lies."""
+    return type(weight) is AwayParameter
+
+
+def husk_of(weight: Tensor) -> Tensor:
+    """Return a tensor of the same form that has no bytes, and says so to whoever asks for them."""
+    with plainly():
+        husk = torch.empty_strided(
+            weight.shape, weight.stride(), dtype=weight.dtype, device=weight.device
+        )
+        storage = husk.untyped_storage()
+        storage.resize_(0)
+    refuse_access(storage._cdata, NOT_IN_PYTHON)  # noqa: SLF001 - its address in C++
+    return husk
+
+
+def attach(weight: Tensor, memory: Tensor) -> None:
+    """Give a weight that is away its bytes, and let everybody use it again."""
+    # The bytes first: another thread that sees the plain class uses them without asking.
+    as_plain_tensors(Tensor.data.__set__, (), (weight, memory), {})  # type: ignore[attr-defined]
+    weight.__class__ = Parameter

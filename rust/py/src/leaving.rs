@@ -1,0 +1,186 @@
+//! `Leaving`: how a weight leaves memory, in one call during which no other thread runs Python.
+//!
+//! Whoever gets a weight from Python is asked by its class while it is away. But between a look at
+//! the class and the moment in which the bytes are gone another thread could begin to use them.
+//! So all of it happens here: nothing below runs Python code or lets go of the GIL.
+#![expect(unsafe_code, reason = "takes the address of a tensor, and counts references")]
+
+use std::slice;
+
+use pyo3::exceptions::PyValueError;
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyFrozenSet, PySet, PyType};
+use ssdtrain_core as core;
+
+#[pyclass(frozen, module = "ssdtrain._core")]
+pub struct Leaving {
+    plain: Py<PyType>,
+    away: Py<PyType>,
+    count_users: Py<PyAny>,
+    current_frames: Py<PyAny>,
+    thread: Py<PyAny>,
+    /// The code in which a thread waits for others, and calls nothing of torch.
+    idle: Py<PyFrozenSet>,
+    /// The numbers of threads that say which weights they use.
+    known: Py<PySet>,
+    /// Tells the clock of a thread, which says how the kernel knows it.
+    clock_of: Py<PyAny>,
+    collector: Py<PyAny>,
+    /// What is counted for a weight whose storage nobody else has.
+    alone: Users,
+}
+
+/// Who has a storage: tensors, as C++ counts them, and references to its object in Python.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct Users {
+    tensors: usize,
+    references: isize,
+}
+
+#[pymethods]
+impl Leaving {
+    /// `alone` is a weight whose storage nobody else has.
+    #[new]
+    #[pyo3(signature = (
+        *, plain, away, count_users, current_frames, thread, idle, known, clock_of, collector, alone
+    ))]
+    #[expect(clippy::too_many_arguments, reason = "keywords on the side of Python")]
+    fn new(
+        plain: Py<PyType>,
+        away: Py<PyType>,
+        count_users: Py<PyAny>,
+        current_frames: Py<PyAny>,
+        thread: Py<PyAny>,
+        idle: Py<PyFrozenSet>,
+        known: Py<PySet>,
+        clock_of: Py<PyAny>,
+        collector: Py<PyAny>,
+        alone: &Bound<'_, PyAny>,
+    ) -> PyResult<Self> {
+        let memory = alone.getattr(intern!(alone.py(), "data"))?;
+        let users = users_of(count_users.bind(alone.py()), alone)?;
+        drop(memory);
+        Ok(Self {
+            plain,
+            away,
+            count_users,
+            current_frames,
+            thread,
+            idle,
+            known,
+            clock_of,
+            collector,
+            alone: users,
+        })
+    }
+
+    /// Takes the bytes of `weight` out of it and gives them to `keeper.source`, unless somebody
+    /// else has them or may be using them.
+    fn leave(
+        &self,
+        weight: &Bound<'_, PyAny>,
+        keeper: &Bound<'_, PyAny>,
+        husk: &Bound<'_, PyAny>,
+        attribute: &str,
+    ) -> PyResult<bool> {
+        let py = weight.py();
+        if !weight.get_type().is(&self.plain) {
+            return Ok(false);
+        }
+        // What makes objects comes first: a collection of garbage would run finalisers.
+        let memory = weight.getattr(intern!(py, "data"))?;
+        weight.setattr(attribute, keeper)?;
+        let collector = self.collector.bind(py);
+        let is_collecting = collector.call_method0(intern!(py, "isenabled"))?.is_truthy()?;
+        if is_collecting {
+            collector.call_method0(intern!(py, "disable"))?;
+        }
+        let left = self.leave_at_once(weight, keeper, husk, &memory);
+        if is_collecting {
+            collector.call_method0(intern!(py, "enable"))?;
+        }
+        if !matches!(left, Ok(true)) {
+            weight.delattr(attribute)?;
+        }
+        left
+    }
+
+    /// The xxh3 checksum of `nbytes` bytes from `address`, with the GIL released.
+    #[staticmethod]
+    fn checksum(py: Python<'_>, address: usize, nbytes: usize) -> PyResult<u64> {
+        if address == 0 {
+            return Err(PyValueError::new_err("no byte lies at address 0"));
+        }
+        // SAFETY: the caller passes address and size of a tensor that it holds, and which nobody
+        // changes before this returns: it has just left its weight, so nobody else has it.
+        let bytes = unsafe { slice::from_raw_parts(address as *const u8, nbytes) };
+        Ok(py.detach(|| core::checksum_of(bytes)))
+    }
+}
+
+impl Leaving {
+    fn leave_at_once(
+        &self,
+        weight: &Bound<'_, PyAny>,
+        keeper: &Bound<'_, PyAny>,
+        husk: &Bound<'_, PyAny>,
+        memory: &Bound<'_, PyAny>,
+    ) -> PyResult<bool> {
+        let py = weight.py();
+        // defence: no weight leaves beside busy threads
+        if self.is_a_thread_busy(py)? {
+            return Ok(false);
+        }
+        // defence: no weight leaves that is used
+        if keeper.getattr(intern!(py, "users"))?.is_truthy()? {
+            return Ok(false);
+        }
+        // defence: no weight leaves that others have
+        if users_of(self.count_users.bind(py), weight)? != self.alone {
+            return Ok(false);
+        }
+        keeper.setattr(intern!(py, "source"), memory)?;
+        weight.setattr(intern!(py, "data"), husk)?;
+        if let Err(error) = weight.setattr(intern!(py, "__class__"), &self.away) {
+            weight.setattr(intern!(py, "data"), memory)?;
+            return Err(error);
+        }
+        Ok(true)
+    }
+
+    /// Whether another thread runs code that may use a weight: any that is not known to wait.
+    fn is_a_thread_busy(&self, py: Python<'_>) -> PyResult<bool> {
+        let own: u64 = self.thread.bind(py).call0()?.extract()?;
+        let frames = self.current_frames.bind(py).call0()?;
+        for (thread, frame) in frames.cast::<PyDict>()? {
+            if thread.extract::<u64>()? == own || self.known.bind(py).contains(&thread)? {
+                continue;
+            }
+            let code = frame.getattr(intern!(py, "f_code"))?;
+            if !self.idle.bind(py).contains(code)? && !self.is_waiting(&thread)? {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+}
+
+impl Leaving {
+    /// Whether the kernel holds a thread in a call in which it cannot be using a weight. When it
+    /// goes on it needs the GIL before it comes to one.
+    fn is_waiting(&self, thread: &Bound<'_, PyAny>) -> PyResult<bool> {
+        let clock: i64 = self.clock_of.bind(thread.py()).call1((thread,))?.extract()?;
+        // The kernel's numbers of such clocks are made of those of threads: clock_getcpuclockid(3).
+        Ok(u32::try_from(!(clock >> 3)).is_ok_and(core::threads::is_waiting))
+    }
+}
+
+fn users_of(count_users: &Bound<'_, PyAny>, tensor: &Bound<'_, PyAny>) -> PyResult<Users> {
+    let py = tensor.py();
+    let storage = tensor.call_method0(intern!(py, "untyped_storage"))?;
+    let tensors = count_users.call1((storage.getattr(intern!(py, "_cdata"))?,))?.extract()?;
+    // SAFETY: the object is alive, as `storage` is a reference to it, and the GIL is held.
+    let references = unsafe { pyo3::ffi::Py_REFCNT(storage.as_ptr()) };
+    Ok(Users { tensors, references })
+}
