@@ -291,7 +291,8 @@ def test_a_store_that_is_closed(how: str, tmp_path: Path) -> None:
         "backward": loss.backward,
         "look": lambda: [param.sum() for param in model.parameters()],
     }
-    for _ in range(2):
+    # A backward that failed has freed a part of its graph.
+    for _ in range(1 if how == "backward" else 2):
         with pytest.raises(ClosedError) as raised:
             uses[how]()
         assert "weight" in told(raised.value)
@@ -540,5 +541,5 @@ def test_a_model_on_meta_is_not_read(tmp_path: Path) -> None:
     ssdtrain.offload_parameters(model, tmp_path, max_resident_bytes="256KiB")
     torch.manual_seed(0)
     expected = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
-    support.assert_equal_bits(model.state_dict(), expected.state_dict())
     assert ssdtrain.parameter_stats(model).peak_resident_bytes <= 256 << 10
+    support.assert_equal_bits(model.state_dict(), expected.state_dict())

@@ -202,7 +202,9 @@ def _before(module: nn.Module, _: Any) -> None:
 
 def _after(module: nn.Module, _: Any, __: Any) -> None:
     stack = _uses.stack
-    if any(use.module is module for use in stack):
+    # No generator: Python loses an interrupt that comes while it drops one.
+    modules = [use.module for use in stack]
+    if module in modules:
         # Those above it were abandoned in its forward, which has caught what went wrong there.
         while stack[-1].module is not module:
             _end_last(stack)

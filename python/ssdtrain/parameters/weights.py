@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
@@ -129,7 +130,7 @@ class Weights:
         """Bring all back, for good, because the call that took them over failed."""
         with self._lock:
             # None leaves to make room for another.
-            self.max_resident_bytes = sum(weight.nbytes for weight in self._all.values())
+            self.max_resident_bytes = sys.maxsize
             for weight in list(self._all.values()):
                 self._bring(weight)
             for number in [id(weight.param) for weight in self._all.values()]:
