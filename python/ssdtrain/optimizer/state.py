@@ -21,7 +21,9 @@ from ssdtrain.errors import BusyError, ConfigError, NoSpaceError, SsdtrainError
 from ssdtrain.machine.process_memory import release_free_memory
 from ssdtrain.machine.torch_internals import storage_users
 from ssdtrain.notices import Notices
+from ssdtrain.parameters.away import AwayParameter
 from ssdtrain.store import PendingRead, StoredTensor, TensorStore
+from ssdtrain.watched import look_at
 
 __all__ = ["Away", "Disk", "ParameterState", "States"]
 
@@ -161,7 +163,7 @@ class Disk:
     def is_large(self, tensor: Tensor) -> bool:
         """Whether a tensor is worth its way to the disk and can be written as it is."""
         return (
-            type(tensor) in (Tensor, Parameter)
+            type(tensor) in (Tensor, Parameter, AwayParameter)
             and tensor.is_cpu
             and tensor.layout is torch.strided
             and tensor.nbytes >= self._min_bytes
@@ -169,6 +171,7 @@ class Disk:
 
     def keep(self, source: Tensor) -> StoredTensor[Tensor]:
         """Begin to write a copy of a tensor, which must not change before its ``wait``."""
+        look_at(source)
         while True:
             try:
                 stored = self.store.write(source)

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from ssdtrain.errors import ConfigError, UnsupportedError
 from ssdtrain.optimizer.chunks import Chunk, Settings, own_step, update
 from ssdtrain.optimizer.masters import MASTER, wants_master
+from ssdtrain.parameters.away import AwayParameter
 
 __all__ = [
     "Habits",
@@ -260,7 +261,7 @@ def refuse_unfit(optimizer: object) -> None:
                 f"{name}(differentiable=True) cannot be offloaded: autograd would need each state"
             )
         for param in group["params"]:
-            if not param.is_cpu or type(param) not in (Tensor, Parameter):
+            if not param.is_cpu or type(param) not in (Tensor, Parameter, AwayParameter):
                 raise UnsupportedError(
                     f"{name} cannot be offloaded: it has a parameter that is a "
                     f"{type(param).__name__} on {param.device}, and only the state of plain "

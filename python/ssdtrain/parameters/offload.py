@@ -13,9 +13,10 @@ from ssdtrain.config import Directories, Size, optional_bytes
 from ssdtrain.errors import ConfigError
 from ssdtrain.notices import PROCESS
 from ssdtrain.optimizer.forward_order import READS_INNER_WEIGHTS
+from ssdtrain.parameters.birth import born, refuse_unborn
 from ssdtrain.parameters.hooks import watch_modules
 from ssdtrain.parameters.stats import ParameterStats
-from ssdtrain.parameters.weight import why_staying
+from ssdtrain.parameters.weight import MIN_BYTES, why_staying
 from ssdtrain.parameters.weights import Weights, weight_of
 from ssdtrain.sizes import shown_bytes
 from ssdtrain.store import TensorStore
@@ -44,7 +45,10 @@ def offload_parameters(
     only read. The idea is that of ZeRO-Infinity (arXiv 2104.07857) and Fuyou (arXiv 2403.06504).
 
     Args:
-        model: Its plain parameters of 64 KiB and more on the CPU may leave; all others stay.
+        model: Its plain parameters of 64 KiB and more on the CPU may leave; all others stay. Of one
+            that was built on ``torch.device("meta")`` each module gets its weights by its own
+            ``reset_parameters``, and they leave before those of the next one are made: then the
+            parameters are new objects, so make the optimizer afterwards.
         dir: A local directory, a list of them, or a ``TensorStore``, to be kept open meanwhile.
         max_resident_bytes: Bound on these weights in memory, in bytes or text such as ``"8GiB"``.
             Weights that fit are kept. ``None``: three times those of the module with the most.
@@ -58,7 +62,8 @@ def offload_parameters(
 
     Raises:
         ConfigError: No module, no weight that could leave, one that is offloaded already, a bound
-            that is smaller than the weights of one module, or options that cannot be used.
+            that is smaller than the weights of one module, a module without bytes and without
+            ``reset_parameters``, or options that cannot be used.
         NoSpaceError: The disk has no room; the model is as it was.
         StorageError: In a forward, a backward, and whatever else uses a weight: it could not be
             read. It is on the disk still, and the next use reads it again.
@@ -70,17 +75,9 @@ def offload_parameters(
         raise ConfigError(
             "max_disk_bytes and verify are options of the store: give them to TensorStore(...)"
         )
-    bound = optional_bytes("max_resident_bytes", max_resident_bytes)
+    refuse_unborn(model)
     leaving, staying_bytes = _divide(model)
-    name, largest_bytes = _largest_module(model, leaving)
-    if bound is None:
-        bound = LARGEST_TIMES * largest_bytes
-    elif bound < largest_bytes:
-        raise ConfigError(
-            f"max_resident_bytes={shown_bytes(bound)} is less than the "
-            f"{shown_bytes(largest_bytes)} of weights that {name} uses at once; give more, twice "
-            "that if the next module's weights are to be read meanwhile"
-        )
+    bound = _bound_of(model, leaving, optional_bytes("max_resident_bytes", max_resident_bytes))
     store = (
         dir
         if isinstance(dir, TensorStore)
@@ -90,8 +87,15 @@ def offload_parameters(
     weights.staying_bytes = staying_bytes
     try:
         for name, param in leaving.items():
-            weights.add(param, name)
+            if not param.is_meta:
+                weights.add(param, name)
         weights.begin()
+        names = {id(module): name for name, module in model.named_modules()}
+        for module in born(model):
+            for name, param in module.named_parameters(prefix=names[id(module)], recurse=False):
+                if weight_of(param) is None and why_staying(param) is None:
+                    weights.add(param, name)
+            weights.begin()
     except BaseException:
         weights.give_back()
         raise
@@ -139,9 +143,24 @@ def parameters_in_memory(model: nn.Module) -> Iterator[None]:
             weight.end_use(user)
 
 
+def _bound_of(model: nn.Module, leaving: dict[str, Tensor], given: int | None) -> int:
+    """Return the bound, which has to hold the weights of each module."""
+    name, largest_bytes = _largest_module(model, leaving)
+    if given is None:
+        return LARGEST_TIMES * largest_bytes
+    if given < largest_bytes:
+        raise ConfigError(
+            f"max_resident_bytes={shown_bytes(given)} is less than the "
+            f"{shown_bytes(largest_bytes)} of weights that {name} uses at once; give more, twice "
+            "that if the next module's weights are to be read meanwhile"
+        )
+    return given
+
+
 def _owners(model: nn.Module) -> list[Weights]:
     found = [weight for param in model.parameters() if (weight := weight_of(param)) is not None]
-    return list({id(weight.owner): weight.owner for weight in found}.values())
+    owners = {id(weight.owner): weight.owner for weight in found}.values()
+    return [owner for owner in owners if isinstance(owner, Weights)]
 
 
 def _divide(model: nn.Module) -> tuple[dict[str, Tensor], int]:
@@ -157,7 +176,9 @@ def _divide(model: nn.Module) -> tuple[dict[str, Tensor], int]:
     for name, param in model.named_parameters():
         if weight_of(param) is not None:
             raise ConfigError(f"the weight {name!r} of this model is offloaded already")
-        if id(param) in compiled or why_staying(param) is not None:
+        is_small = param.nbytes < MIN_BYTES
+        why = "compiled" if id(param) in compiled else None if param.is_meta else why_staying(param)
+        if is_small or why is not None:
             staying_bytes += param.nbytes
         else:
             leaving[name] = param

@@ -8,8 +8,9 @@ import selectors
 import sys
 import threading
 import weakref
+from collections.abc import Iterable
 from concurrent.futures import thread as futures_thread
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,10 +22,7 @@ from ssdtrain.parameters.away import AwayParameter, attach, husk_of, is_away
 from ssdtrain.store import PendingRead, StoredTensor, is_dense
 from ssdtrain.watched import HOLDER, Watcher
 
-if TYPE_CHECKING:
-    from ssdtrain.parameters.weights import Weights
-
-__all__ = ["Weight", "storage_key", "why_staying"]
+__all__ = ["MIN_BYTES", "Weight", "storage_key", "why_staying"]
 
 MIN_BYTES = 64 << 10
 """Smaller weights (biases, norms) stay in memory: to bring one costs more than it frees."""
@@ -79,15 +77,32 @@ def storage_key(tensor: Tensor) -> int:
     return address
 
 
+class Owner(Protocol):
+    """What a weight asks of all those of its model."""
+
+    def look(self, weight: Weight) -> None:
+        """Bring one back."""
+
+    def begin_use(self, weights: Iterable[Weight], user: object) -> None:
+        """Bring several back, and have them stay."""
+
+    def forget(self, weight: Weight) -> None:
+        """Forget one whose parameter is gone."""
+
+    def keeping_pair(self) -> tuple[Any, Any]:
+        """Return hooks on saved tensors that keep all."""
+        ...
+
+
 class Weight(Watcher):
-    """A parameter, and where its bytes are. All of it is used under the lock of ``Weights``.
+    """A parameter, and where its bytes are. All of it is used under the lock of its owner.
 
     Either the parameter has its own class and its bytes, or it is away. Then ``source`` has the
     bytes as long as they are in memory still; without it ``stored`` has them.
     """
 
-    def __init__(self, weights: Weights, param: Tensor, name: str) -> None:
-        self.owner = weights
+    def __init__(self, owner: Owner, param: Tensor, name: str) -> None:
+        self.owner = owner
         self._param = weakref.ref(param)
         self.name = name
         self.husk = husk_of(param)
