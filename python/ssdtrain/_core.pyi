@@ -550,7 +550,8 @@ class Leaving:
 
     ``plain`` is the class of weights, ``away`` that of those that are away. ``current_frames`` and
     ``thread`` are functions of ``sys`` and ``threading``; ``idle`` is the code in which a thread
-    waits and calls nothing of torch. ``alone`` is a weight whose storage nobody else has.
+    waits and calls nothing of torch; ``known`` has the numbers of threads that say which weights
+    they use. ``alone`` is a weight whose storage nobody else has.
     """
 
     def __new__(
@@ -562,6 +563,7 @@ class Leaving:
         current_frames: Callable[[], dict[int, Any]],
         thread: Callable[[], int],
         idle: frozenset[Any],
+        known: set[int],
         collector: object,
         alone: Tensor,
     ) -> Leaving: ...
@@ -569,8 +571,9 @@ class Leaving:
         """Take the bytes out of a weight, and give them to ``keeper.source``.
 
         The weight is then of the class ``away``, lies on the storage of ``husk``, and has
-        ``keeper`` as ``attribute``. Returns ``False``, and changes nothing, if somebody else has
-        its storage, if another thread may be using it, or if it is not of the class ``plain``.
+        ``keeper`` as ``attribute``. Returns ``False``, and changes nothing, if ``keeper.users`` has
+        some, if somebody else has its storage, if another thread may be using it, or if it is not
+        of the class ``plain``.
         """
 
     @staticmethod

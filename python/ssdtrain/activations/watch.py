@@ -100,7 +100,10 @@ class Watch:
             return
         top = top_hooks(True)
         if top is not None and top[0] is not self._ours:
-            self._others = _name(top[0])
+            name = _name(top[0])
+            # Those around a module whose weights are offloaded hand on what they are given.
+            if not name.startswith("ssdtrain.parameters."):
+                self._others = name
 
 
 def _backwards_between(before: Probe, after: Probe) -> int:

@@ -33,6 +33,7 @@ from ssdtrain.optimizer.pending import (
     updating,
 )
 from ssdtrain.optimizer.state import STORAGE_USERS_ALONE
+from ssdtrain.parameters.weight import known_thread
 from ssdtrain.parameters.weights import weight_of
 from ssdtrain.watched import look_at
 
@@ -281,7 +282,7 @@ class Deferred(Updates):
         try:
             if not self._decision.get():
                 return
-            with updating():
+            with known_thread(), updating():
                 self._hold()
                 if torch.get_num_threads() != self._threads:
                     # How sums are cut among threads decides their last bits.

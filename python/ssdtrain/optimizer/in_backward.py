@@ -9,25 +9,24 @@ and the older state lies where it was. The copy takes the place of the gradient,
 
 from __future__ import annotations
 
-import copy
 import logging
 import weakref
-from collections import defaultdict
 from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from ssdtrain.errors import SsdtrainError, StorageError, UnsupportedError
 from ssdtrain.machine.torch_internals import current_backward
-from ssdtrain.optimizer.chunks import Chunk, Settings, own_step, update
+from ssdtrain.optimizer.chunks import Chunk, Settings
 from ssdtrain.optimizer.in_backward_round import Host, Round, why_not, why_nothing
-from ssdtrain.optimizer.masters import Leaf, drop_stale, wants_master
-from ssdtrain.optimizer.state import Away, ParameterState
+from ssdtrain.optimizer.in_backward_update import make_updates, put_in_place, roll_back
+from ssdtrain.optimizer.state import ParameterState
 from ssdtrain.optimizer.taken import INSTEAD, Taken, TakenGradient, take
 from ssdtrain.optimizer.updating_thread import Job, UpdatingThread
+from ssdtrain.parameters.successor import Successor
+from ssdtrain.parameters.weights import weight_of
 
 __all__ = ["InBackward"]
 
@@ -47,11 +46,8 @@ OTHERS = (
     "and holds its update. No weight was changed. Drop that optimizer and what refers to it, such "
     "as its scheduler, or call its zero_grad() before each backward that is not its own"
 )
-ALIAS = (
-    'the optimizer keeps a view of the weight in its state, and with overlap="backward" an update '
-    'works on a copy of the weight; use overlap="forward" or "step". No weight was changed by this '
-    "step; optimizer.zero_grad() discards it"
-)
+KEPT_SHARE = 4
+"""Weights that wait for their updates take one part in so many of their bound at most."""
 FAILED = (
     "an update in backward failed. Weights and state are those from before this step: call step() "
     "again once the cause is gone, or optimizer.zero_grad() to discard the step"
@@ -79,6 +75,10 @@ class InBackward:
         self._backward = -1
         """The number of the backward that gradients came from last."""
         self._error: BaseException | None = None
+        self._kept_bytes = 0
+        """Of weights that stay for their updates, since all updates were made."""
+        self._settling: list[Successor] = []
+        """Updated weights that are on their way to the disk."""
 
     def watch(self) -> None:
         """Be told of the gradients of all parameters, also of new and unfrozen ones."""
@@ -184,7 +184,7 @@ class InBackward:
                     record.param.grad = record.gradient
                 self._drop(record)
             else:
-                _roll_back(host, record)
+                roll_back(host, record)
         # Last: after an interrupt the next look goes on with what is left.
         self._round = None
 
@@ -225,14 +225,14 @@ class InBackward:
 
     def _drop_in_step(self, host: Host) -> None:
         for record in self._in_step:
-            _roll_back(host, record)
+            roll_back(host, record)
         self._in_step = []
 
     def _drop(self, record: Taken) -> None:
         """Go on as if a gradient had not been taken, which the user has replaced."""
         if not record.is_published:
             self.join()
-            _roll_back(self._of(), record)
+            roll_back(self._of(), record)
         self._waiting = [one for one in self._waiting if one is not record]
         record.leave()
         self._taken.pop(id(record.param), None)
@@ -265,7 +265,23 @@ class InBackward:
         # finds without its update: both are taken into account there.
         self._taken[id(param)] = record
         record.stand_in(self._drop)
+        self._keep_weight(host, now, record)
         self._wait(host, now, record)
+
+    def _keep_weight(self, host: Host, now: Round, record: Taken) -> None:
+        """Have a weight that may leave stay for its update, which the backward has just used.
+
+        The thread of the updates cannot have others leave: this one may be using them.
+        """
+        weight = weight_of(record.param)
+        if weight is None:
+            return
+        if self._kept_bytes + weight.nbytes > weight.owner.max_resident_bytes // KEPT_SHARE:
+            self._cut(host, now)
+            self.join()
+            self._kept_bytes = 0
+        self._kept_bytes += weight.nbytes
+        weight.begin_use(record.param, record)
 
     def _wait(self, host: Host, now: Round, record: Taken) -> None:
         size = host._bytes_of(record.param)
@@ -329,22 +345,16 @@ class InBackward:
         try:
             self._prefetch(states, records)
             self._prefetch(states, following)
-            for record in records:
-                state = states.get(record.param)
-                if state is None:
-                    record.is_state_new = True
-                else:
-                    record.before = _entries_of(state)
-                    _bring(state)
-            _run(host, now, records, states)
+            make_updates(host, now, records)
             for record in records:
                 state = states.get(record.param)
                 if isinstance(state, ParameterState):
                     state.send(host._disk)
             host._disk.make_room()
+            self._settle(records)
         except BaseException as error:  # noqa: BLE001 - `step()` raises it
             for record in records:
-                _roll_back(host, record)
+                roll_back(host, record)
             self._error = error
             host._disk.notices.say(
                 "failed update",
@@ -355,6 +365,13 @@ class InBackward:
         else:
             for record in records:
                 record.gradient = None
+
+    def _settle(self, records: list[Taken]) -> None:
+        """Wait for the weights of the part before, which the disk has taken beside this one."""
+        updated = [one.updated for one in records if isinstance(one.updated, Successor)]
+        settling, self._settling = self._settling, updated
+        for successor in settling:
+            successor.settle()
 
     @staticmethod
     def _prefetch(states: Any, records: list[Taken]) -> None:
@@ -372,7 +389,7 @@ class InBackward:
         with torch.no_grad():
             for record in [*self._taken.values(), *self._in_step]:
                 if record.updated is not None:
-                    record.param.copy_(record.updated)
+                    put_in_place(record)
                     record.is_published = True
                     record.updated = record.before = None
                     record.is_state_new = False
@@ -383,109 +400,6 @@ class InBackward:
             host._undo.forget()
         self._in_step = []
         self._round = None
-
-
-def _run(host: Host, now: Round, records: list[Taken], states: Any) -> None:
-    """Run the optimizer's own step over copies of weights, with the states of the weights."""
-    chunks: dict[int, Chunk] = {}
-    view: defaultdict[Tensor, Any] = defaultdict(ParameterState)
-    updated: list[tuple[Taken, Leaf]] = []
-    for record in records:
-        leaf = _leaf_of(host, record, view)
-        chunks.setdefault(id(record.group), Chunk(record.group, [])).params.append(leaf.tensor)
-        updated.append((record, leaf))
-    vars(now.stand_in)["state"] = view
-    try:
-        _update_all(host, now, chunks)
-    finally:
-        vars(now.stand_in)["state"] = {}
-    if any(one.tensor in view and _has_view_of(view[one.tensor], one.tensor) for _, one in updated):
-        raise UnsupportedError(ALIAS)
-    # What refers to a leaf would keep its master in memory.
-    chunks.clear()
-    for record, leaf in updated:
-        state = view.pop(leaf.tensor, None)
-        record.updated = leaf.rounded()
-        if leaf.master is not None:
-            assert host._masters is not None
-            host._masters.end(leaf, states, state, record.updated, stays=False)
-        elif state is not None:
-            states[record.param] = state
-        else:
-            states.pop(record.param, None)
-
-
-def _leaf_of(host: Host, record: Taken, view: dict[Tensor, Any]) -> Leaf:
-    """Return what is updated in the place of a weight; ``view`` gets its state."""
-    param, state = record.param, host._states.get(record.param)
-    assert record.gradient is not None, "its update was not made yet"
-    if host._masters is not None and wants_master(param):
-        leaf = host._masters.begin(param, state, record.gradient)
-        if leaf.inner is not None:
-            view[leaf.tensor] = leaf.inner
-        return leaf
-    if host._masters is not None:
-        drop_stale(state, param)
-    weight = param.detach().clone()
-    if type(param) is Parameter:
-        weight = Parameter(weight, requires_grad=param.requires_grad)
-    else:
-        weight.requires_grad_(param.requires_grad)
-    vars(weight).update(vars(param))
-    weight.grad = record.gradient
-    if state is not None:
-        view[weight] = state
-    return Leaf(param, weight, None)
-
-
-def _update_all(host: Host, now: Round, chunks: dict[int, Chunk]) -> None:
-    own = own_step(host._own_kind)
-    for chunk in chunks.values():
-        update(now.stand_in, own, chunk, now.settings, {})
-
-
-def _has_view_of(state: dict[Any, Any], weight: Tensor) -> bool:
-    """Whether a tensor of a state lies on the memory of a weight."""
-    address = weight.untyped_storage().data_ptr()
-    return any(
-        type(value) is Tensor and value.untyped_storage().data_ptr() == address
-        for value in dict.values(state)
-    )
-
-
-def _bring(state: ParameterState) -> None:
-    try:
-        state.bring()
-    except SsdtrainError:
-        # It may have been asked for before an earlier step() failed: ask the disk as it is now.
-        state.drop_reads()
-        state.bring()
-
-
-def _entries_of(state: ParameterState) -> dict[Any, Any]:
-    """Return what a state has now, to be put back: an update may change all but an ``Away``."""
-    return {
-        key: value.clone()
-        if isinstance(value, Tensor)
-        else value
-        if isinstance(value, Away)
-        else copy.deepcopy(value)
-        for key, value in state.take_entries().items()
-    }
-
-
-def _roll_back(host: Host, record: Taken) -> None:
-    """Give a parameter the state from before its update, if that was not put in place."""
-    states = host._states
-    if record.before is not None:
-        state = states.get(record.param)
-        if not isinstance(state, ParameterState):
-            states[record.param] = state = ParameterState()
-        state.put_entries(record.before)
-    elif record.is_state_new:
-        states.pop(record.param, None)
-    record.before = record.updated = None
-    record.is_state_new = False
 
 
 def _remove_all(watched: dict[Tensor, Any]) -> None:

@@ -151,8 +151,6 @@ def why_nothing() -> str | None:
 
 def why_not(host: Host, now: Round, param: Tensor) -> str | None:
     """Return why a parameter has to be updated in place in ``step()``, or ``None``."""
-    if weight_of(param) is not None:
-        return "their bytes are on the disk, or may be (offload_parameters)"
     reason = why_not_of_another_thread(param.grad)
     if reason is None and _references(param) > REFERENCES_ALONE:
         return "somebody holds their gradients"
@@ -162,10 +160,12 @@ def why_not(host: Host, now: Round, param: Tensor) -> str | None:
 def _why_no_copy(host: Host, now: Round, param: Tensor) -> str | None:
     if not param.requires_grad:
         return "they were frozen in the backward"
-    if type(param) not in (Tensor, Parameter) or param.is_inference():
-        return "they are no plain parameters"
-    if id(param) in now.apart or param.untyped_storage().is_shared():
-        return "they share memory with each other, or with other processes"
+    # Of a weight that may be away all this was asked before.
+    if weight_of(param) is None:
+        if type(param) not in (Tensor, Parameter) or param.is_inference():
+            return "they are no plain parameters"
+        if id(param) in now.apart or param.untyped_storage().is_shared():
+            return "they share memory with each other, or with other processes"
     if torch.empty_like(param, device="meta").stride() != param.stride():
         return "a copy of them has other strides"
     state = host._states.get(param)

@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from ssdtrain.errors import UnsupportedError
+from ssdtrain.parameters.successor import Successor
+from ssdtrain.parameters.weights import weight_of
 
 __all__ = ["Taken", "TakenGradient", "take"]
 
@@ -67,8 +69,8 @@ class Taken:
     version: int = 0
     address: int = 0
     """Of the bytes of the parameter: whether somebody has changed it since."""
-    updated: Tensor | None = None
-    """The weight after the update, until ``step()`` copies it into the parameter."""
+    updated: Tensor | Successor | None = None
+    """The weight after the update, until ``step()`` puts it into the parameter."""
     before: dict[Any, Any] | None = None
     """The older state, where the update has made a new one."""
     is_state_new: bool = False
@@ -81,7 +83,7 @@ class Taken:
 
     def __post_init__(self) -> None:
         self.version = self.param._version  # noqa: SLF001 - torch has no other name for it
-        self.address = self.param.data_ptr()
+        self.address = _address_of(self.param)
 
     @property
     def is_in_place(self) -> bool:
@@ -97,7 +99,8 @@ class Taken:
     def is_weight_unchanged(self) -> bool:
         """Whether the weight is the one that the update began with."""
         param = self.param
-        return (param._version, param.data_ptr()) == (self.version, self.address)  # noqa: SLF001
+        now = (param._version, _address_of(param))  # noqa: SLF001 - as above
+        return now == (self.version, self.address)
 
     def stand_in(self, when_replaced: Callable[[Taken], None]) -> None:
         """Take the gradient away, and stop what would add to it.
@@ -127,6 +130,11 @@ class Taken:
         if self._hook is not None:
             self._hook.remove()
         self._hook = self._node = None
+
+
+def _address_of(param: Tensor) -> int:
+    """Return the address of the bytes; of what may be away it tells nothing."""
+    return 0 if weight_of(param) is not None else param.data_ptr()
 
 
 def take(param: Tensor, group: dict[str, Any]) -> Taken:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ssdtrain.optimizer.pending import Updates, under_way, updating
+from ssdtrain.parameters.weight import known_thread
 
 __all__ = ["Job", "UpdatingThread"]
 
@@ -81,7 +82,7 @@ class UpdatingThread(Updates):
             self._thread = thread
 
     def _work(self) -> None:
-        with self._turn, updating():
+        with known_thread(), self._turn, updating():
             try:
                 if torch.get_num_threads() != self._threads:
                     # How sums are cut among threads decides their last bits.

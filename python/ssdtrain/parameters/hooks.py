@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 
-from ssdtrain.activations.installed import Pair, install, uninstall
+from ssdtrain.activations.installed import install, uninstall
 from ssdtrain.activations.names import describe
 from ssdtrain.activations.saved_tensor import check_version
 from ssdtrain.errors import UnsupportedError
@@ -34,6 +35,8 @@ from ssdtrain.parameters.weight import Weight
 from ssdtrain.parameters.weights import on_storage_of, weight_of
 
 __all__ = ["watch_modules"]
+
+Hooks = tuple[Callable[[Tensor], object], Callable[[Any], Tensor]]
 
 IN_TRANSFORM = (
     "{} of {} has weights on the disk (ssdtrain.offload_parameters), which {} cannot wait for; "
@@ -66,27 +69,39 @@ class SavedWeight:
             return param.detach().as_strided(self._size, self._stride, self._offset)
 
 
-class WeightPair:
+class WeightPair(saved_tensors_hooks):
     """Hooks on saved tensors, above those that are on."""
 
-    def __init__(self, below: tuple[Any, Any]) -> None:
-        self._pack_below, self._unpack_below = below
+    def __init__(self, below: Hooks | None, keeping: Hooks) -> None:
+        pack_below, unpack_below = keeping if below is None else below
+        self._below: list[Any] = [pack_below]
 
-    def pack(self, tensor: Tensor) -> object:
-        """Pack a weight as its name; have the hooks below pack all else."""
-        if type(tensor) in (Tensor, Parameter, AwayParameter) and not tensor.is_sparse:
-            weight = on_storage_of(tensor)
-            param = None if weight is None else weight.param
-            if weight is not None and param is not None and _is_view(tensor, param):
-                return SavedWeight(weight, param, tensor)
-        return self._pack_below(tensor)
+        def pack(tensor: Tensor) -> object:
+            if type(tensor) in (Tensor, Parameter, AwayParameter) and not tensor.is_sparse:
+                weight = on_storage_of(tensor)
+                param = None if weight is None else weight.param
+                if weight is not None and param is not None and _is_view(tensor, param):
+                    return SavedWeight(weight, param, tensor)
+            return self._below[0](tensor)
 
-    def unpack(self, packed: object) -> Tensor:
-        """Return what was packed."""
-        if type(packed) is SavedWeight:
-            return packed.tensor()
-        unpacked: Tensor = self._unpack_below(packed)
-        return unpacked
+        def unpack(packed: object) -> Tensor:
+            if type(packed) is SavedWeight:
+                return packed.tensor()
+            unpacked: Tensor = unpack_below(packed)
+            return unpacked
+
+        # Selective checkpointing looks for the user's hooks below those that have these marks.
+        marks = vars(pack)
+        marks["_checkpoint_internal"] = True
+        marks["_user_hooks"] = below
+        if below is not None and getattr(below[0], "_checkpoint_internal", False):
+            marks["_user_hooks"] = getattr(below[0], "_user_hooks", None)
+        super().__init__(pack, unpack)
+
+    def let_go(self) -> None:
+        """Hold the hooks below no more than the graph must: they may reach back to it."""
+        self._below.clear()
+        vars(self.pack_hook)["_user_hooks"] = None
 
 
 def _is_view(tensor: Tensor, param: Tensor) -> bool:
@@ -102,21 +117,22 @@ class Use:
         self.module = module
         self.frame = frame
         self._weights = weights
-        self._pair: Pair | None = None
+        self._pair: WeightPair | None = None
 
     def begin(self) -> None:
         """Bring the weights, and put the pair of hooks on."""
         for owner in {id(weight.owner): weight.owner for weight in self._weights}.values():
             owner.begin_use([weight for weight in self._weights if weight.owner is owner], self)
         if torch.is_grad_enabled():
-            pair = WeightPair(top_hooks(True) or self._weights[0].owner.keeping_pair())
-            self._pair = saved_tensors_hooks(pair.pack, pair.unpack)
+            below = top_hooks(True)
+            self._pair = WeightPair(below, below or self._weights[0].owner.keeping_pair())
             install(self._pair)
 
     def end(self) -> None:
         """Take the hooks off, and let the weights go."""
         if self._pair is not None:
             uninstall(self._pair)
+            self._pair.let_go()
             self._pair = None
         for weight in self._weights:
             weight.end_use(self)

@@ -8,36 +8,57 @@ import selectors
 import sys
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import thread as futures_thread
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 
 from ssdtrain._core import Leaving
 from ssdtrain.machine.torch_internals import count_users, plainly
 from ssdtrain.parameters.away import AwayParameter, attach, husk_of, is_away
+from ssdtrain.parameters.successor import Successor
 from ssdtrain.store import PendingRead, StoredTensor, is_dense
 from ssdtrain.watched import HOLDER, Watcher
 
-__all__ = ["MIN_BYTES", "Weight", "storage_key", "why_staying"]
+__all__ = ["MIN_BYTES", "Weight", "known_thread", "storage_key", "why_staying"]
 
 MIN_BYTES = 64 << 10
 """Smaller weights (biases, norms) stay in memory: to bring one costs more than it frees."""
 
-WAITING = frozenset(
-    function.__code__
-    for function in (
-        *(threading.Condition.wait, threading.Thread.join, queue.Queue.get, queue.Queue.put),
-        getattr(threading.Thread, "_wait_for_tstate_lock", threading.Thread.join),
-        *(selectors.EpollSelector.select, selectors.PollSelector.select),
-        futures_thread._worker,  # noqa: SLF001 - it has no public name
-    )
+_WAITS = (
+    *(threading.Condition.wait, threading.Thread.join, queue.Queue.get, queue.Queue.put),
+    *(selectors.EpollSelector.select, selectors.PollSelector.select),
+    futures_thread._worker,  # noqa: SLF001 - it has no public name
+    # Threads that begin and end; not `run`, which calls what the user gave. Names of Python 3.11.
+    getattr(threading.Thread, "_bootstrap", threading.Thread.join),
+    getattr(threading.Thread, "_bootstrap_inner", threading.Thread.join),
+    getattr(threading.Thread, "_delete", threading.Thread.join),
+    getattr(threading.Thread, "_stop", threading.Thread.join),
+    getattr(threading.Thread, "_wait_for_tstate_lock", threading.Thread.join),
 )
+WAITING = frozenset(function.__code__ for function in _WAITS)
 """The code of Python's library in which threads wait: from it no function of torch is called. A
 thread in any other code may be inside of one, with a weight among its arguments."""
+
+
+KNOWN_THREADS = set[int]()
+"""The numbers of threads of ours that use weights only where they say so (`in_use`)."""
+
+
+@contextmanager
+def known_thread() -> Iterator[None]:
+    """Let weights leave beside this thread, which says which ones it uses."""
+    number = threading.get_ident()
+    KNOWN_THREADS.add(number)
+    try:
+        yield
+    finally:
+        KNOWN_THREADS.discard(number)
 
 
 def _leaving() -> Leaving:
@@ -50,6 +71,7 @@ def _leaving() -> Leaving:
         current_frames=sys._current_frames,  # noqa: SLF001 - there is no public name
         thread=threading.get_ident,
         idle=WAITING,
+        known=KNOWN_THREADS,
         collector=gc,
         alone=alone,
     )
@@ -66,7 +88,7 @@ def why_staying(param: Tensor) -> str | None:
     if param.is_conj() or param.is_neg() or not is_dense(param):
         return "not dense"
     storage = param.untyped_storage()
-    if storage.nbytes() != param.nbytes or storage.is_shared() or not storage.resizable():
+    if storage.nbytes() != param.nbytes or storage.is_shared():
         return "a part of other memory"
     return None
 
@@ -80,11 +102,23 @@ def storage_key(tensor: Tensor) -> int:
 class Owner(Protocol):
     """What a weight asks of all those of its model."""
 
+    max_resident_bytes: int
+
     def look(self, weight: Weight) -> None:
         """Bring one back."""
 
     def begin_use(self, weights: Iterable[Weight], user: object) -> None:
         """Bring several back, and have them stay."""
+
+    def bring(self, weight: Weight) -> None:
+        """Bring one back that is in use, and expect no more of it."""
+
+    def precede(self, updated: Tensor) -> Successor:
+        """Begin to write the bytes that a weight is to have."""
+        ...
+
+    def succeed(self, weight: Weight, successor: Successor) -> None:
+        """Put such bytes in the place of those that a weight has."""
 
     def forget(self, weight: Weight) -> None:
         """Forget one whose parameter is gone."""
@@ -121,6 +155,8 @@ class Weight(Watcher):
         self.stays = False
         """Whether it stays in memory, because the disk did not take it."""
         self._leaving = LEAVING
+        self._own: StorageWeakRef | None = None
+        """The memory that the bytes were put into last, which keeps its address from others."""
 
     @property
     def param(self) -> Tensor | None:
@@ -156,6 +192,17 @@ class Weight(Watcher):
         """Note that the parameter is gone."""
         self.owner.forget(self)
 
+    def has_own_memory(self) -> bool:
+        """Whether the parameter lies on memory that we gave it, or that torch has allocated.
+
+        Of memory of a file, of numpy or of another library torch cannot tell who else has it.
+        """
+        param = self.param
+        assert param is not None
+        storage = param.untyped_storage()
+        is_ours = self._own is not None and self._own.cdata == storage_key(param)
+        return is_ours or storage.resizable()
+
     def has_changed_form(self) -> bool:
         """Whether somebody gave the parameter other memory: of another shape, type or device."""
         param = self.param
@@ -190,6 +237,7 @@ class Weight(Watcher):
         """Give the parameter its bytes."""
         attach(param, memory)
         self.source = self.pending = None
+        self._own = StorageWeakRef(param.untyped_storage())  # type: ignore[no-untyped-call]
         vars(param).pop(HOLDER, None)
 
 

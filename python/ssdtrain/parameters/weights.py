@@ -6,28 +6,28 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
-from ssdtrain.activations.hooks import Hooks
-from ssdtrain.config import OffloadConfig, StoreConfig
 from ssdtrain.errors import BusyError, NoSpaceError, SsdtrainError
 from ssdtrain.machine.process_memory import release_free_memory
 from ssdtrain.machine.torch_internals import plainly
 from ssdtrain.notices import Notices
+from ssdtrain.parameters.keeping import Keeping, keeping_hooks
 from ssdtrain.parameters.stats import ParameterStats
+from ssdtrain.parameters.successor import Successor
 from ssdtrain.parameters.use_order import UseOrder
 from ssdtrain.parameters.weight import Weight, storage_key, why_staying
-from ssdtrain.planning.policy import Policy
 from ssdtrain.sizes import shown_bytes
 from ssdtrain.store import TensorStore
-from ssdtrain.transfer.direct import DirectWay
-from ssdtrain.transfer.host import HostTransfer
 
-__all__ = ["Weights", "on_storage_of", "weight_of"]
+__all__ = ["Weights", "in_use", "on_storage_of", "weight_of"]
 
 AHEAD_COUNT_MAX = 64
 """So many uses ahead are looked at for reads at most."""
@@ -59,11 +59,19 @@ def on_storage_of(tensor: Tensor) -> Weight | None:
     return weight if param is not None and storage_key(param) == key else None
 
 
-class Keeping(Hooks):
-    """Hooks that keep all that is saved, and say nothing of it."""
-
-    def _note_excluded(self, tensor: Tensor) -> None:
-        pass
+@contextmanager
+def in_use(params: Iterable[Tensor]) -> Iterator[None]:
+    """Have parameters in memory while a block runs, on a thread that says what it uses."""
+    user = object()
+    found = [weight for param in params if (weight := weight_of(param)) is not None]
+    try:
+        for weight in found:
+            weight.users.add(user)
+            weight.owner.bring(weight)
+        yield
+    finally:
+        for weight in found:
+            weight.end_use(user)
 
 
 class Weights:
@@ -71,7 +79,7 @@ class Weights:
 
     def __init__(self, store: TensorStore, max_resident_bytes: int) -> None:
         self._store = store
-        self._bound = max_resident_bytes
+        self.max_resident_bytes = max_resident_bytes
         self._lock = threading.RLock()
         self._order = UseOrder()
         self._all: weakref.WeakValueDictionary[int, Weight] = weakref.WeakValueDictionary()
@@ -99,6 +107,10 @@ class Weights:
 
     def add(self, param: Tensor, name: str) -> None:
         """Take a parameter over, whose bytes may leave from now on."""
+        if not param.untyped_storage().resizable():
+            # Memory of a file, of numpy or of another library: others may have it, unseen by torch.
+            with torch.no_grad():
+                param.data = param.detach().clone()
         weight = Weight(self, param, name)
         number = id(param)
 
@@ -151,25 +163,69 @@ class Weights:
                 self._order.note(id(weight))
                 self._bring(weight)
                 self._note(weight)
-            self._read_ahead()
+            self._go_on()
 
     def look(self, weight: Weight) -> None:
         """Bring back what somebody wants to use now."""
+        user = object()
+        # Nothing that is read ahead takes its place.
+        weight.users.add(user)
+        try:
+            with self._lock:
+                self._order.note(id(weight))
+                self._bring(weight)
+                self._go_on()
+        finally:
+            weight.users.discard(user)
+
+    def bring(self, weight: Weight) -> None:
+        """Bring back what is in use, outside of the order that is learned."""
         with self._lock:
-            self._order.note(id(weight))
             self._bring(weight)
-            self._read_ahead()
+
+    def precede(self, updated: Tensor) -> Successor:
+        """Begin to write the bytes that a weight is to have, beside those that it has."""
+        self._written_bytes += updated.nbytes
+        return Successor(updated, self._store)
+
+    def succeed(self, weight: Weight, successor: Successor) -> None:
+        """Put such bytes in the place of those that a weight has, as an update in place does."""
+        with self._lock:
+            param = weight.param
+            assert param is not None, "its optimizer has it"
+            fits = not weight.has_changed_form()
+            if fits and not weight.is_attached() and weight in self._writes:
+                # What is being written is out of date.
+                self._writes.remove(weight)
+            if fits and successor.stored is not None and self._is_free(weight):
+                weight.source, weight.pending = successor.source, None
+                weight.stored, weight.sum = successor.stored, successor.sum
+                if weight.source is not None:
+                    weight.sum, weight.written_sum = None, successor.sum
+                    self._writes.append(weight)
+                self._reads.pop(id(weight), None)
+                increment_version(param)
+            else:
+                memory = successor.tensor(self._store)
+                self._bring(weight)
+                with torch.no_grad():
+                    param.copy_(memory)
+            self._note(weight)
+
+    def _is_free(self, weight: Weight) -> bool:
+        """Have a weight without bytes in memory, unless others have them or may be using them."""
+        if not weight.is_attached():
+            return True
+        param = weight.param
+        assert param is not None
+        _on_storage.pop(storage_key(param), None)
+        return weight.leave()
 
     def keeping_pair(self) -> tuple[Any, Any]:
         """Return hooks on saved tensors that keep them, as autograd does without any."""
         with self._lock:
             if self._keeping is None:
-                directory = StoreConfig(dirs=(".",))
-                config = OffloadConfig(store=directory, gds="disabled")
-                transfer = HostTransfer(self._store._store, None, DirectWay(config))  # noqa: SLF001
-                self._keeping = Keeping(
-                    transfer, Policy(), self._lock, min_bytes=1 << 62, max_resident_bytes=None
-                )
+                self._keeping = keeping_hooks(self._store)
             pair = self._keeping.context()
         return pair.pack_hook, pair.unpack_hook
 
@@ -234,8 +290,7 @@ class Weights:
                 memory = weight.pending.result()
         except SsdtrainError as error:
             # What was begun has failed; who asks again has it read again.
-            weight.pending = None
-            self._note(weight)
+            self._drop_read(weight)
             error.add_note(
                 f"ssdtrain could not bring back the weight {weight.name!r}; it is on the disk "
                 "still, and the next use reads it again"
@@ -250,6 +305,19 @@ class Weights:
         self._reads[id(weight)] = weight
         self._note(weight)
 
+    def _drop_read(self, weight: Weight) -> None:
+        """Give up what was read ahead; its memory is free as soon as the disk has done with it."""
+        weight.pending = None
+        self._reads.pop(id(weight), None)
+        self._note(weight)
+
+    def _go_on(self) -> None:
+        """Do what is due at each use."""
+        if self._resident_bytes > self.max_resident_bytes:
+            # Much was used at once, or somebody had its memory, which may be over by now.
+            self._make_room(0)
+        self._read_ahead()
+
     def _read_ahead(self) -> None:
         """Begin to read what is expected next, as far as there is room."""
         reading = sum(weight.nbytes for weight in self._reads.values())
@@ -257,7 +325,7 @@ class Weights:
             weight = self._all.get(number)
             if weight is None or weight.is_in_memory():
                 continue
-            if reading + weight.nbytes > self._bound // AHEAD_SHARE:
+            if reading + weight.nbytes > self.max_resident_bytes // AHEAD_SHARE:
                 return
             if not self._make_room(weight.nbytes, before=self._order.distance(number)):
                 return
@@ -272,14 +340,17 @@ class Weights:
         if os.getpid() != self._process:
             return True
         self._end_writes()
-        wanted = self._bound - nbytes
+        wanted = self.max_resident_bytes - nbytes
         if self._resident_bytes > wanted:
             for weight in self._farthest_first():
                 if self._resident_bytes - self._writing_bytes() <= wanted:
                     break
                 if before is not None and self._order.distance(id(weight)) <= before:
                     break
-                self._leave(weight)
+                if weight.pending is None:
+                    self._leave(weight)
+                else:
+                    self._drop_read(weight)
         while self._resident_bytes > wanted and self._writes and before is None:
             self._end_oldest()
         if self._resident_bytes <= wanted:
@@ -290,7 +361,7 @@ class Weights:
                 "more than max_resident_bytes=%s of a model's weights are in memory: all others "
                 "are in use, somebody has tensors on their memory (a state_dict, say), or another "
                 "thread is busy, which may be using them",
-                shown_bytes(self._bound),
+                shown_bytes(self.max_resident_bytes),
             )
         return False
 
@@ -299,7 +370,9 @@ class Weights:
         idle = [
             weight
             for weight in self._all.values()
-            if not weight.users and not weight.stays and weight.is_attached()
+            if not weight.users
+            and not weight.stays
+            and (weight.is_attached() or weight.pending is not None)
         ]
         # What never was used has one distance, and the end of a model is needed last.
         idle.reverse()
@@ -309,6 +382,8 @@ class Weights:
         """Have a weight leave the memory, now or as soon as the disk has it."""
         param = weight.param
         if param is None:
+            return False
+        if not weight.has_own_memory():
             return False
         if weight.has_changed_form():
             if why_staying(param) is not None:

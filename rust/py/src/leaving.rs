@@ -10,7 +10,7 @@ use std::slice;
 use pyo3::exceptions::PyValueError;
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyFrozenSet, PyType};
+use pyo3::types::{PyDict, PyFrozenSet, PySet, PyType};
 use ssdtrain_core as core;
 
 #[pyclass(frozen, module = "ssdtrain._core")]
@@ -22,6 +22,8 @@ pub struct Leaving {
     thread: Py<PyAny>,
     /// The code in which a thread waits for others, and calls nothing of torch.
     idle: Py<PyFrozenSet>,
+    /// The numbers of threads that say which weights they use.
+    known: Py<PySet>,
     collector: Py<PyAny>,
     /// What is counted for a weight whose storage nobody else has.
     alone: Users,
@@ -39,7 +41,7 @@ impl Leaving {
     /// `alone` is a weight whose storage nobody else has.
     #[new]
     #[pyo3(signature = (
-        *, plain, away, count_users, current_frames, thread, idle, collector, alone
+        *, plain, away, count_users, current_frames, thread, idle, known, collector, alone
     ))]
     #[expect(clippy::too_many_arguments, reason = "keywords on the side of Python")]
     fn new(
@@ -49,11 +51,12 @@ impl Leaving {
         current_frames: Py<PyAny>,
         thread: Py<PyAny>,
         idle: Py<PyFrozenSet>,
+        known: Py<PySet>,
         collector: Py<PyAny>,
         alone: &Bound<'_, PyAny>,
     ) -> PyResult<Self> {
         let memory = alone.getattr(intern!(alone.py(), "data"))?;
-        let known = users_of(count_users.bind(alone.py()), alone)?;
+        let users = users_of(count_users.bind(alone.py()), alone)?;
         drop(memory);
         Ok(Self {
             plain,
@@ -62,8 +65,9 @@ impl Leaving {
             current_frames,
             thread,
             idle,
+            known,
             collector,
-            alone: known,
+            alone: users,
         })
     }
 
@@ -124,6 +128,10 @@ impl Leaving {
         if self.is_a_thread_busy(py)? {
             return Ok(false);
         }
+        // defence: no weight leaves that is used
+        if keeper.getattr(intern!(py, "users"))?.is_truthy()? {
+            return Ok(false);
+        }
         // defence: no weight leaves that others have
         if users_of(self.count_users.bind(py), weight)? != self.alone {
             return Ok(false);
@@ -142,7 +150,7 @@ impl Leaving {
         let own: u64 = self.thread.bind(py).call0()?.extract()?;
         let frames = self.current_frames.bind(py).call0()?;
         for (thread, frame) in frames.cast::<PyDict>()? {
-            if thread.extract::<u64>()? == own {
+            if thread.extract::<u64>()? == own || self.known.bind(py).contains(&thread)? {
                 continue;
             }
             let code = frame.getattr(intern!(py, "f_code"))?;
