@@ -82,7 +82,12 @@ class Trainee:
         """Train one step; forward, backward and optimizer are timed."""
         text = self.batches.at(self.step_count)
         self.step_count += 1
-        before, busy_s, own_s, began_s = self._traffic(), busy_cpu_s(), process_time(), perf_counter()
+        before, busy_s, own_s, began_s = (
+            self._traffic(),
+            busy_cpu_s(),
+            process_time(),
+            perf_counter(),
+        )
         loss = self.trainee.loss(text)
         forward_s = perf_counter() - began_s
         loss.backward()  # type: ignore[no-untyped-call]
@@ -266,6 +271,9 @@ def row_of(name: str, found: dict[str, Any]) -> dict[str, float]:
         "disk_read_s": statistics.median(read_s),
         "disk_write_s": statistics.median(write_s),
         "over_plain": _ratio(took, plain_s),
+        "cpu_over_plain": _ratio(
+            [step["cpu_s"] for step in steps], [step["cpu_s"] for step in plain]
+        ),
         "over_longer": _ratio(took, longer),
         "over_longer_shared": _ratio(took, both),
         "rss_bytes": statistics.median(step["rss_bytes"] for step in steps),
@@ -298,14 +306,17 @@ def report(rows: dict[str, dict[str, Any]], disk: dict[str, float]) -> str:
     """Lay the rows out for a person."""
     lines = [
         f"the disk alone: reads {disk['read'] / MIB:.0f} MiB/s, writes {disk['write'] / MIB:.0f}",
-        "| in memory | step, s | over plain | over the longer of plain and disk | disk each way in "
-        "turn | read, written, MiB | their time alone, s | stall, s | weights at most, MiB | "
-        "RSS before, at most, MiB | other processes' CPU, s |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
+        (
+            "| in memory | step, s | over plain | its CPU time | over the longer of plain and disk "
+            "| disk each way in turn | read, written, MiB | their time alone, s | stall, s | "
+            "weights at most, MiB | RSS before, at most, MiB | other processes' CPU, s |"
+        ),
+        "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for name, row in rows.items():
         lines.append(
-            f"| {name} | {row['step_s']:.3f} | {row['over_plain']:.3f} | {row['over_longer']:.3f} "
+            f"| {name} | {row['step_s']:.3f} | {row['over_plain']:.3f} | "
+            f"{row['cpu_over_plain']:.3f} | {row['over_longer']:.3f} "
             f"| {row['over_longer_shared']:.3f} | {row['read_bytes_per_step'] / MIB:.0f}, "
             f"{row['written_bytes_per_step'] / MIB:.0f} | {row['disk_read_s']:.3f}, "
             f"{row['disk_write_s']:.3f} | {row['stall_s']:.3f} | "
