@@ -279,7 +279,7 @@ def test_a_look_that_is_interrupted_goes_on_with_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module, optimizer = begun(tmp_path)
-    own = in_backward._roll_back
+    own = in_backward.roll_back
     calls = itertools.count()
 
     def interrupted(host: Any, record: Any) -> None:
@@ -288,7 +288,7 @@ def test_a_look_that_is_interrupted_goes_on_with_the_next(
         own(host, record)
 
     optimizer.synchronize()
-    monkeypatch.setattr(in_backward, "_roll_back", interrupted)
+    monkeypatch.setattr(in_backward, "roll_back", interrupted)
     with pytest.raises(KeyboardInterrupt):
         optimizer.state_dict()
     plain, plain_optimizer = begun(None)

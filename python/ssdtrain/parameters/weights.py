@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import weakref
-from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from time import perf_counter
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from ssdtrain.errors import BusyError, NoSpaceError, SsdtrainError
+from ssdtrain.errors import SsdtrainError
 from ssdtrain.machine.process_memory import release_free_memory
 from ssdtrain.machine.torch_internals import plainly
 from ssdtrain.notices import Notices
@@ -24,6 +24,7 @@ from ssdtrain.parameters.stats import ParameterStats
 from ssdtrain.parameters.successor import Successor
 from ssdtrain.parameters.use_order import UseOrder
 from ssdtrain.parameters.weight import Weight, storage_key, why_staying
+from ssdtrain.parameters.writes import Writes
 from ssdtrain.sizes import shown_bytes
 from ssdtrain.store import TensorStore
 
@@ -84,7 +85,7 @@ class Weights:
         self._order = UseOrder()
         self._all: weakref.WeakValueDictionary[int, Weight] = weakref.WeakValueDictionary()
         """By number, in the order of the model."""
-        self._writes: deque[Weight] = deque()
+        self._writes = Writes(store, ended=self._note, failed=self._keep)
         self._reads: dict[int, Weight] = {}
         """Begun, and not yet used."""
         self._resident: dict[int, int] = {}
@@ -93,7 +94,7 @@ class Weights:
         self._notices = Notices()
         self._keeping: Keeping | None = None
         self._process = os.getpid()
-        self._peak_bytes = self._read_bytes = self._written_bytes = self._failed_count = 0
+        self._peak_bytes = self._read_bytes = self._failed_count = 0
         self._stall_s = 0.0
         self.staying_bytes = 0
         """Bytes of the model's weights that never leave."""
@@ -138,8 +139,7 @@ class Weights:
         """Let so many leave as the bound wants; raise what the disk refuses."""
         with self._lock:
             self._make_room(0)
-            while self._writes:
-                self._end_oldest()
+            self._writes.end_all()
             self._peak_bytes = self._resident_bytes
         if self._error is not None:
             raise self._error
@@ -151,8 +151,7 @@ class Weights:
             self._resident_bytes -= self._resident.pop(id(weight), 0)
             self._reads.pop(id(weight), None)
             self._order.forget(id(weight))
-            if weight in self._writes:
-                self._writes.remove(weight)
+            self._writes.forget(weight)
 
     def begin_use(self, weights: Iterable[Weight], user: object) -> None:
         """Have these in memory until ``end_use``."""
@@ -185,7 +184,7 @@ class Weights:
 
     def precede(self, updated: Tensor) -> Successor:
         """Begin to write the bytes that a weight is to have, beside those that it has."""
-        self._written_bytes += updated.nbytes
+        self._writes.written_bytes += updated.nbytes
         return Successor(updated, self._store)
 
     def succeed(self, weight: Weight, successor: Successor) -> None:
@@ -194,15 +193,15 @@ class Weights:
             param = weight.param
             assert param is not None, "its optimizer has it"
             fits = not weight.has_changed_form()
-            if fits and not weight.is_attached() and weight in self._writes:
+            if fits and not weight.is_attached():
                 # What is being written is out of date.
-                self._writes.remove(weight)
+                self._writes.forget(weight)
             if fits and successor.stored is not None and self._is_free(weight):
                 weight.source, weight.pending = successor.source, None
                 weight.stored, weight.sum = successor.stored, successor.sum
                 if weight.source is not None:
-                    weight.sum, weight.written_sum = None, successor.sum
-                    self._writes.append(weight)
+                    weight.sum = None
+                    self._writes.add(weight, successor.sum)
                 self._reads.pop(id(weight), None)
                 increment_version(param)
             else:
@@ -241,7 +240,7 @@ class Weights:
                 ),
                 staying_bytes=self.staying_bytes,
                 read_bytes=self._read_bytes,
-                written_bytes=self._written_bytes,
+                written_bytes=self._writes.written_bytes,
                 stall_s=self._stall_s,
                 write_failed_count=self._failed_count,
             )
@@ -271,7 +270,7 @@ class Weights:
         memory = weight.source
         if memory is not None:
             # The disk may be reading this memory, which others change from now on.
-            self._end_write_of(weight)
+            self._writes.end(weight)
         else:
             memory = self._read(weight)
         if not weight.is_attached():  # unless it came back because the disk did not take it
@@ -319,43 +318,40 @@ class Weights:
         self._read_ahead()
 
     def _read_ahead(self) -> None:
-        """Begin to read what is expected next, as far as there is room."""
-        reading = sum(weight.nbytes for weight in self._reads.values())
+        """Begin to read what is expected next, as far as there is room.
+
+        Where there is none yet, because what leaves has to be written first, those writes begin for
+        all that is to be read, so that the next uses find room.
+        """
+        if os.getpid() != self._process:
+            return
+        self._writes.end_done()
+        reading_bytes = sum(weight.nbytes for weight in self._reads.values())
+        waiting_bytes = 0
         for number in self._order.coming(AHEAD_COUNT_MAX):
             weight = self._all.get(number)
             if weight is None or weight.is_in_memory():
                 continue
-            if reading + weight.nbytes > self.max_resident_bytes // AHEAD_SHARE:
+            nbytes = weight.nbytes
+            if reading_bytes + waiting_bytes + nbytes > self.max_resident_bytes // AHEAD_SHARE:
                 return
-            if not self._make_room(weight.nbytes, before=self._order.distance(number)):
+            if not self._let_leave(waiting_bytes + nbytes, before=self._order.distance(number)):
                 return
-            self._begin_read(weight)
-            reading += weight.nbytes
+            if waiting_bytes or self._resident_bytes + nbytes > self.max_resident_bytes:
+                waiting_bytes += nbytes
+            else:
+                self._begin_read(weight)
+                reading_bytes += nbytes
 
-    def _make_room(self, nbytes: int, before: float | None = None) -> bool:
-        """Have others leave until so much fits; return whether it does.
-
-        With ``before`` only what is expected later than that leaves, and no write is waited for.
-        """
+    def _make_room(self, nbytes: int) -> None:
+        """Have others leave until so much fits, and wait for their writes."""
         if os.getpid() != self._process:
-            return True
-        self._end_writes()
-        wanted = self.max_resident_bytes - nbytes
-        if self._resident_bytes > wanted:
-            for weight in self._farthest_first():
-                if self._resident_bytes - self._writing_bytes() <= wanted:
-                    break
-                if before is not None and self._order.distance(id(weight)) <= before:
-                    break
-                if weight.pending is None:
-                    self._leave(weight)
-                else:
-                    self._drop_read(weight)
-        while self._resident_bytes > wanted and self._writes and before is None:
-            self._end_oldest()
-        if self._resident_bytes <= wanted:
-            return True
-        if before is None and nbytes:
+            return
+        self._writes.end_done()
+        self._let_leave(nbytes)
+        while self._resident_bytes + nbytes > self.max_resident_bytes and self._writes:
+            self._writes.end_oldest()
+        if self._resident_bytes + nbytes > self.max_resident_bytes and nbytes:
             self._notices.say(
                 "bound",
                 "more than max_resident_bytes=%s of a model's weights are in memory: all others "
@@ -363,6 +359,24 @@ class Weights:
                 "thread is busy, which may be using them",
                 shown_bytes(self.max_resident_bytes),
             )
+
+    def _let_leave(self, nbytes: int, before: float = -math.inf) -> bool:
+        """Have others leave until so much will fit; return whether it will.
+
+        Only what is expected later than ``before`` leaves.
+        """
+        wanted = self.max_resident_bytes - nbytes
+        if self._resident_bytes - self._writes.nbytes <= wanted:
+            return True
+        for weight in self._farthest_first():
+            if self._order.distance(id(weight)) <= before:
+                return False
+            if weight.pending is None:
+                self._leave(weight)
+            else:
+                self._drop_read(weight)
+            if self._resident_bytes - self._writes.nbytes <= wanted:
+                return True
         return False
 
     def _farthest_first(self) -> list[Weight]:
@@ -394,51 +408,9 @@ class Weights:
             self._note(weight)
             return False
         self._note(weight)
-        self._send(weight)
+        self._writes.send(weight)
         self._note(weight)
         return True
-
-    def _send(self, weight: Weight) -> None:
-        """Have the disk take the bytes of a weight that has left, unless it has them already."""
-        total = weight.checksum()
-        if weight.sum == total:
-            weight.source = None
-            return
-        if weight.sum is None:
-            # An interrupt or a failure left there what nobody knows.
-            weight.stored = None
-        weight.sum = None
-        while True:
-            try:
-                self._begin_write(weight)
-            except SsdtrainError as error:
-                if not self._can_try_again(weight, error):
-                    self._keep(weight, error)
-                    return
-            else:
-                break
-        weight.written_sum = total
-        self._writes.append(weight)
-        self._written_bytes += weight.nbytes
-
-    def _begin_write(self, weight: Weight) -> None:
-        assert weight.source is not None
-        if weight.stored is None:
-            weight.stored = self._store.write(weight.source)
-        else:
-            self._store.overwrite(weight.stored, weight.source)
-
-    def _can_try_again(self, weight: Weight, error: SsdtrainError) -> bool:
-        """Make what the store lacks, if that can be done."""
-        if isinstance(error, BusyError | NoSpaceError) and self._writes:
-            # One that ends makes room in the queue, and gives the place of its older bytes back.
-            self._end_oldest()
-            return True
-        if isinstance(error, NoSpaceError) and weight.stored is not None:
-            # The bytes are in memory, so the older ones are of no use.
-            weight.stored = None
-            return True
-        return False
 
     def _keep(self, weight: Weight, error: SsdtrainError) -> None:
         """Keep a weight in memory that the disk did not take."""
@@ -456,37 +428,6 @@ class Weights:
             "weights stay in memory, because the disk did not take them; training goes on: %s",
             error,
         )
-
-    def _end_writes(self) -> None:
-        """Let those go whose writes have ended."""
-        while self._writes:
-            oldest = self._writes[0]
-            if oldest.stored is not None and not oldest.stored.done():
-                return
-            self._end_oldest()
-
-    def _end_oldest(self) -> None:
-        self._end_write_of(self._writes[0])
-
-    def _end_write_of(self, weight: Weight) -> None:
-        """Wait for a write, if there is one."""
-        if weight not in self._writes:
-            return
-        try:
-            if weight.stored is not None:
-                weight.stored.wait()
-        except SsdtrainError as error:
-            self._writes.remove(weight)
-            self._keep(weight, error)
-            return
-        weight.sum = weight.written_sum
-        weight.source = None
-        # An interrupt above leaves it in the queue, and asks again.
-        self._writes.remove(weight)
-        self._note(weight)
-
-    def _writing_bytes(self) -> int:
-        return sum(weight.nbytes for weight in self._writes)
 
 
 _alive: weakref.WeakSet[Weights] = weakref.WeakSet()

@@ -1,0 +1,481 @@
+"""Whatever changes a weight, at whatever moment, is kept when it leaves and comes back."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.nn.utils import parametrizations, parametrize, prune, vector_to_parameters
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
+
+import ssdtrain
+import support
+from weights_away import (
+    WIDTH,
+    Training,
+    adamw,
+    is_away,
+    layers,
+    leave,
+    numbered,
+    offloaded,
+    squared,
+)
+
+PLACE = 2
+
+
+def convolutions() -> nn.Module:
+    """Layers whose graphs save the weight itself, where linear ones save a view of it."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Conv1d(80, 80, 3, padding=1) for _ in range(8)))
+
+
+def of_signals(model: nn.Module, number: int) -> Tensor:
+    kind = next(model.parameters()).dtype
+    loss: Tensor = model(numbered(number, 2, 80, 7).to(kind)).float().square().mean()
+    return loss
+
+
+KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, int], Tensor]]] = {
+    "linear": (layers, squared),
+    "convolution": (convolutions, of_signals),
+}
+
+
+# Changes of one weight
+
+
+def by_numpy(weight: Tensor) -> None:
+    weight.detach().numpy()[1::3] *= 0.5
+
+
+def by_index(weight: Tensor) -> None:
+    weight.data[3] = 0.25
+
+
+def by_new_memory(weight: Tensor) -> None:
+    weight.data = weight.data * 0.5
+
+
+def by_other_memory(weight: Tensor) -> None:
+    weight.data = torch.full(weight.shape, 0.01)
+
+
+def by_a_part_of_other_memory(weight: Tensor) -> None:
+    weight.data = torch.full((2, *weight.shape), 0.01)[1]
+
+
+def in_other_order(weight: Tensor) -> None:
+    weight.data = weight.data.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def by_set(weight: Tensor) -> None:
+    weight.data.set_(torch.full(weight.shape, 0.02))  # type: ignore[call-overload]
+
+
+@torch.no_grad()
+def in_place(weight: Tensor) -> None:
+    weight.mul_(0.5)
+
+
+@torch.no_grad()
+def by_initialisation(weight: Tensor) -> None:
+    torch.manual_seed(7)
+    nn.init.normal_(weight, std=0.01)
+
+
+@torch.inference_mode()
+def in_inference(weight: Tensor) -> None:
+    weight.mul_(0.5)
+
+
+def in_foreach(weight: Tensor) -> None:
+    torch._foreach_mul_([weight.data], 0.5)
+
+
+def by_a_held_view(weight: Tensor) -> None:
+    held = weight.detach()[2:5]
+    held.zero_()
+
+
+CHANGES: dict[str, Callable[[Any], None]] = {
+    "mul_ of data": lambda weight: weight.data.mul_(0.5),
+    "copy_ to data": lambda weight: weight.data.copy_(torch.full(weight.shape, 0.01)),
+    "index of data": by_index,
+    "new data": by_new_memory,
+    "other data": by_other_memory,
+    "a part of other data": by_a_part_of_other_memory,
+    "data in other order": in_other_order,
+    "set_": by_set,
+    "in place": in_place,
+    "initialised": by_initialisation,
+    "in inference mode": in_inference,
+    "numpy": by_numpy,
+    "foreach": in_foreach,
+    "held view": by_a_held_view,
+    "nothing": lambda weight: None,
+}
+
+
+# Moments of a step at which a weight is changed. Each is tried with a weight that is away where it
+# can be, and with one that is in memory.
+
+
+def step_with(
+    training: Training, number: int, moment: str, change: Callable[[], None]
+) -> dict[str, Tensor]:
+    """Make a step, with a change at a moment; return what is seen of it."""
+    seen: dict[str, Tensor] = {}
+    layer = training.model.get_submodule("5")
+
+    def now(passed: str) -> None:
+        if passed == moment:
+            change()
+
+    handles = [layer.register_forward_hook(lambda *_: now("in forward"))]
+    if moment == "in backward":
+        handles.append(layer.register_full_backward_hook(lambda *_: change()))
+    now("before")
+    loss = training.loss(number)
+    seen["loss"] = loss.detach().clone()
+    now("between forward and backward")
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        # What autograd refuses of a plain weight it refuses of one on the disk.
+        seen[support.IN_PLACE if support.IN_PLACE in str(error) else str(error)] = torch.zeros(1)
+    for handle in handles:
+        handle.remove()
+    for name, param in training.model.named_parameters():
+        if param.grad is not None:
+            seen[f"gradient of {name}"] = param.grad.clone()
+    now("between backward and step")
+    training.update()
+    now("after")
+    for name, param in training.model.named_parameters():
+        seen[name] = param.detach().clone()
+    return seen
+
+
+MOMENTS = (
+    "before",
+    "in forward",
+    "between forward and backward",
+    "in backward",
+    "between backward and step",
+    "after",
+)
+
+
+def changed(
+    kind: str, moment: str, change: Callable[[Any], None], directory: Path | None, *, at_home: bool
+) -> list[dict[str, Tensor]]:
+    build, loss = KINDS[kind]
+    model = build()
+    optimizer = adamw(model.parameters())
+    if directory is not None:
+        offloaded(model, directory)
+    name = f"{PLACE}.weight"
+
+    def change_it() -> None:
+        weight = model.get_parameter(name)
+        if at_home:
+            weight.detach().sum()
+        change(weight)
+
+    training = Training(model, optimizer, loss)
+    seen = []
+    for number in range(4):
+        act = change_it if number in (1, 2) else support.nothing
+        seen.append(step_with(training, number, moment, act))
+        gc.collect()
+    return seen
+
+
+@pytest.mark.parametrize("at_home", [False, True], ids=["away", "in memory"])
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_changes_at_every_moment(kind: str, moment: str, at_home: bool, tmp_path: Path) -> None:
+    for name, change in CHANGES.items():
+        if moment == "in backward" and name == "in inference mode":
+            continue  # no full hook of a module runs there, plainly either
+        expected = changed(kind, moment, change, None, at_home=at_home)
+        actual = changed(kind, moment, change, tmp_path, at_home=at_home)
+        for number, (one, other) in enumerate(zip(actual, expected, strict=True)):
+            try:
+                support.assert_equal_bits(one, other)
+            except AssertionError as error:
+                error.add_note(f"step {number} with the change: {name}")
+                raise
+
+
+# Changes of a whole model
+
+
+def other_state(model: nn.Module) -> dict[str, Tensor]:
+    torch.manual_seed(9)
+    return {name: torch.randn(one.shape).to(one) for name, one in model.state_dict().items()}
+
+
+def wrong_state(model: nn.Module) -> None:
+    state = {**other_state(model), "2.weight": torch.ones(3, 3), "none": torch.ones(1)}
+    del state["5.weight"]
+    with pytest.raises(RuntimeError, match=r"Missing key.*\n.*Unexpected key.*\n.*size mismatch"):
+        model.load_state_dict(state)
+
+
+def in_half_and_back(model: nn.Module) -> None:
+    model.half()
+    for param in model.parameters():
+        param.detach().sum()
+    model.float()
+
+
+def reset(model: nn.Module) -> None:
+    torch.manual_seed(3)
+    for part in model.children():
+        part.reset_parameters()  # type: ignore[operator]
+
+
+def from_a_vector(model: nn.Module) -> None:
+    count = sum(param.numel() for param in model.parameters())
+    vector_to_parameters(torch.linspace(-0.1, 0.1, count), model.parameters())
+
+
+def from_copied_vectors(model: nn.Module) -> None:
+    from_a_vector(model)
+    for param in model.parameters():
+        param.data = param.data.clone()
+
+
+def swapped(model: Any) -> None:
+    torch.manual_seed(2)
+    model[PLACE].weight = Parameter(torch.randn(WIDTH, WIDTH) / WIDTH)
+
+
+def swapped_by_hand(model: Any) -> None:
+    del model[PLACE].weight
+    model[PLACE].register_parameter("weight", Parameter(torch.ones(WIDTH, WIDTH) / WIDTH))
+
+
+def tied_later(model: Any) -> None:
+    model[PLACE].weight = model[5].weight
+
+
+def exchanged(model: Any) -> None:
+    model[PLACE].weight, model[5].weight = model[5].weight, model[PLACE].weight
+
+
+def layer_replaced(model: Any) -> None:
+    torch.manual_seed(2)
+    model[PLACE] = nn.Linear(WIDTH, WIDTH)
+
+
+def weighted(model: Any) -> None:
+    parametrizations.weight_norm(model[PLACE])
+
+
+def spectral(model: Any) -> None:
+    torch.manual_seed(2)
+    parametrizations.spectral_norm(model[PLACE])
+
+
+class Symmetric(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.triu() + x.triu(1).transpose(-1, -2)
+
+    def right_inverse(self, x: Tensor) -> Tensor:
+        return x.triu()
+
+
+def parametrized(model: Any) -> None:
+    parametrize.register_parametrization(model[PLACE], "weight", Symmetric())
+    with parametrize.cached():
+        model(numbered(1, 2, WIDTH))
+
+
+def parametrized_and_back(model: Any) -> None:
+    parametrized(model)
+    parametrize.remove_parametrizations(model[PLACE], "weight", leave_parametrized=True)
+
+
+def pruned(model: Any) -> None:
+    prune.l1_unstructured(model[PLACE], "weight", 0.3)
+
+
+def pruned_for_good(model: Any) -> None:
+    pruned(model)
+    model(numbered(1, 2, WIDTH))
+    prune.remove(model[PLACE], "weight")
+
+
+def pruned_in_all(model: Any) -> None:
+    prune.global_unstructured(
+        [(part, "weight") for part in model], pruning_method=prune.L1Unstructured, amount=0.2
+    )
+
+
+def quietly_exchanged(model: Any) -> None:
+    """`torch.utils.swap_tensors` exchanges what two objects are."""
+    other = Parameter(torch.full((WIDTH, WIDTH), 0.01))
+    torch.utils.swap_tensors(model[PLACE].weight, other)
+
+
+MODELS: dict[str, Callable[[Any], None]] = {
+    "load": lambda model: model.load_state_dict(other_state(model)),
+    "load a part": lambda model: model.load_state_dict(
+        {"2.weight": torch.ones(WIDTH, WIDTH) / WIDTH}, strict=False
+    ),
+    "load by assignment": lambda model: model.load_state_dict(other_state(model), assign=True),
+    "load its own": lambda model: model.load_state_dict(model.state_dict()),
+    "load its own by assignment": lambda model: model.load_state_dict(
+        model.state_dict(), assign=True
+    ),
+    "load its copy": lambda model: model.load_state_dict(copy.deepcopy(model.state_dict())),
+    "load what is wrong": wrong_state,
+    "bfloat16": lambda model: model.bfloat16(),
+    "float64": lambda model: model.double(),
+    "half and back": in_half_and_back,
+    "reset": reset,
+    "vector": from_a_vector,
+    "vectors, copied": from_copied_vectors,
+    "swapped": swapped,
+    "swapped by hand": swapped_by_hand,
+    "swapped quietly": quietly_exchanged,
+    "tied": tied_later,
+    "exchanged": exchanged,
+    "layer replaced": layer_replaced,
+    "weight norm": weighted,
+    "spectral norm": spectral,
+    "parametrized": parametrized,
+    "parametrized and back": parametrized_and_back,
+    "pruned": pruned,
+    "pruned for good": pruned_for_good,
+    "pruned in all": pruned_in_all,
+    "frozen": lambda model: model[PLACE].requires_grad_(False),
+    "shared memory": lambda model: model.share_memory(),
+    "shared memory of one": lambda model: model[PLACE].weight.share_memory_(),
+}
+
+
+def trained_with(change: Callable[[Any], None], directory: Path | None) -> list[dict[str, Tensor]]:
+    """Train, change the model, make a new optimizer for it, as one has to, and train on."""
+    model = layers()
+    if directory is not None:
+        offloaded(model, directory)
+    seen = []
+    for _ in range(2):
+        training = Training(model, adamw(model.parameters()), squared)
+        for number in range(3):
+            seen.append(step_with(training, number, "", support.nothing))
+            gc.collect()
+        if len(seen) == 3:
+            if directory is not None:
+                leave(model, f"{PLACE}.weight")
+            change(model)
+    return seen
+
+
+@pytest.mark.parametrize("change", MODELS)
+def test_changes_of_models(change: str, tmp_path: Path) -> None:
+    expected = trained_with(MODELS[change], None)
+    for one, other in zip(trained_with(MODELS[change], tmp_path), expected, strict=True):
+        support.assert_equal_bits(one, other)
+
+
+@pytest.mark.parametrize("change", [weighted, spectral, parametrized, pruned, pruned_in_all])
+def test_models_that_were_changed_before(change: Callable[[Any], None], tmp_path: Path) -> None:
+    def trained(directory: Path | None) -> list[dict[str, Tensor]]:
+        model = layers()
+        change(model)
+        if directory is not None:
+            offloaded(model, directory)
+        training = Training(model, adamw(model.parameters()), squared)
+        return [step_with(training, number, "", support.nothing) for number in range(5)]
+
+    for one, other in zip(trained(tmp_path), trained(None), strict=True):
+        support.assert_equal_bits(one, other)
+
+
+@pytest.mark.parametrize("keeps_copies", [False, True])
+def test_shared_memory_stays_shared(keeps_copies: bool, tmp_path: Path) -> None:
+    """Another process may have it from then on, so it cannot leave any more."""
+    model = offloaded(layers(), tmp_path)
+    weight: Any = model.get_parameter("2.weight")
+    weight.share_memory_()
+    held = weight.detach() if keeps_copies else None
+    for number in range(3):
+        squared(model, number)
+    gc.collect()
+    assert weight.is_shared()
+    assert not is_away(weight)
+    assert held is None or held.data_ptr() == weight.data_ptr()
+
+
+# Averages
+
+
+def averaged(kind: str, directory: Path | None) -> list[dict[str, Tensor]]:
+    """Train with an average of the weights beside it; return both, and what they compute."""
+    model = layers()
+    if directory is not None:
+        offloaded(model, directory)
+    way = get_ema_multi_avg_fn(0.9) if kind == "in foreach" else None
+    average: Any = AveragedModel(model, multi_avg_fn=way)
+    training = Training(model, adamw(model.parameters()), squared)
+    seen = []
+    for number in range(4):
+        seen.append(step_with(training, number, "", support.nothing))
+        if kind == "by hand":
+            for one, now in zip(average.parameters(), model.parameters(), strict=True):
+                one.data.lerp_(now.data, 0.1)
+        else:
+            average.update_parameters(model)
+    update_bn([], average)
+    seen.append({"loss": squared(average.module, 1)})
+    seen.append({name: one.clone() for name, one in average.module.state_dict().items()})
+    return [*seen, exchanged_for(model, average)]
+
+
+def exchanged_for(model: nn.Module, average: nn.Module) -> dict[str, Tensor]:
+    """Evaluate with the averages in the place of the weights, and then with these again."""
+    kept = [param.detach().clone() for param in model.parameters()]
+    losses = []
+    for values in ([one.data for one in average.parameters()], kept):
+        for param, one in zip(model.parameters(), values, strict=True):
+            param.data.copy_(one)
+        losses.append(squared(model, 2))
+    return {"with": losses[0], "without": losses[1]}
+
+
+@pytest.mark.parametrize("kind", ["mean", "by hand", "in foreach"])
+def test_averages_of_weights(kind: str, tmp_path: Path) -> None:
+    for one, other in zip(averaged(kind, tmp_path), averaged(kind, None), strict=True):
+        support.assert_equal_bits(one, other)
+
+
+def test_what_is_changed_by_nobody_is_not_written_again(tmp_path: Path) -> None:
+    model = offloaded(layers(), tmp_path)
+    total_bytes = ssdtrain.parameter_stats(model).total_bytes
+    for number in range(4):
+        squared(model, number).backward()
+        model.zero_grad()
+    stats = ssdtrain.parameter_stats(model)
+    assert stats.written_bytes <= total_bytes
+    change = partial(CHANGES["mul_ of data"], model.get_parameter("3.weight"))
+    change()
+    for number in range(4):
+        squared(model, number)
+    after = ssdtrain.parameter_stats(model)
+    assert after.written_bytes - stats.written_bytes <= WIDTH * WIDTH * 4 + (
+        total_bytes - stats.written_bytes
+    ), "only the one that was changed, and what had never left"
