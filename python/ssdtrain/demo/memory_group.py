@@ -57,14 +57,15 @@ class MemoryGroup:
             return None  # Linux before 5.19 with the second version: the report shows "-".
 
     def _limit(self, limit_bytes: int) -> None:
-        # Swap is no help: memory and swap together are limited to the same.
-        first = ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes")
-        for name in first if self._version == 1 else ("memory.max",):
-            if (self._path / name).exists():
-                (self._path / name).write_text(str(limit_bytes))
-        swap = self._path / "memory.swap.max"
-        if swap.exists():
-            swap.write_text("0")
+        is_second = self._version == 2
+        name = "memory.max" if is_second else "memory.limit_in_bytes"
+        (self._path / name).write_text(str(limit_bytes))
+        # Swap is no help: none by the second version, and both together by the first.
+        name, value = (
+            ("memory.swap.max", 0) if is_second else ("memory.memsw.limit_in_bytes", limit_bytes)
+        )
+        if (self._path / name).exists():
+            (self._path / name).write_text(str(value))
 
 
 def _controllers() -> Iterator[tuple[Path, int]]:
