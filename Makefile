@@ -74,6 +74,10 @@ help: ## this list
 demo: need-rust $(DEMO_STAMP) ## train with keep, recompute and offload, and compare; DEMO="--steps 5"
 	$(ENV_PYTHON) -m ssdtrain demo $(DEMO)
 
+.PHONY: demo-whole
+demo-whole: need-rust $(DEMO_STAMP) ## train with AdamW in a sixth of the memory that it needs; DEMO="--memory 512MiB"
+	$(ENV_PYTHON) -m ssdtrain demo --whole $(DEMO)
+
 .PHONY: test
 test: lint ## every kind of test, small: lints, cargo test, pytest on the installed wheel
 	# What the core does with a GPU is tried on the fake one; without it those tests say so.
@@ -193,7 +197,7 @@ defences: $(VENV)/bin/python ## write the table of defences in docs/correctness.
 .PHONY: clean
 clean: ## remove what builds and runs left here; the environment stays
 	rm -rf target dist .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis
-	rm -rf demo.json demo.png gpu-check.json ssdtrain-demo
+	rm -rf demo.json demo.png demo-whole.json demo-whole.png gpu-check.json ssdtrain-demo
 	find python tests benches -name __pycache__ -prune -exec rm -rf {} +
 	rm -f $(VENV)/.ssdtrain-*
 

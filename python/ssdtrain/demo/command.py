@@ -12,16 +12,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ssdtrain.commands.arguments import size
-from ssdtrain.demo import picture, report, summary
+from ssdtrain.demo import picture, report, summary, whole, whole_report
 from ssdtrain.demo.machine import machine_facts
 from ssdtrain.demo.options import DTYPE_NAMES, MODEL_NAMES, MODES, Mode, TrainingOptions
 from ssdtrain.demo.runner import Progress, run_all
 from ssdtrain.errors import SsdtrainError
+from ssdtrain.sizes import shown_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 DEFAULT_DIRECTORY = Path("ssdtrain-demo")
+
+WHOLE_LAYERS = 16
+WHOLE_BATCH = 1
+WHOLE_MEMORY = 640 << 20
+"""What `--whole` trains by default needs six times as much."""
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -55,10 +61,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=defaults.model,
         help="gpt (default) is plain PyTorch; the others are from transformers, untrained",
     )
-    number("--layers", int, defaults.layers, "transformer blocks of each stack")
+    parser.add_argument(
+        "--layers",
+        type=int,
+        metavar="N",
+        help=f"transformer blocks of each stack (default: {defaults.layers}, "
+        f"{WHOLE_LAYERS} with --whole)",
+    )
     number("--hidden", int, defaults.hidden, "width, a multiple of 64")
     number("--sequence", int, defaults.sequence, "bytes of text in one sequence")
-    number("--batch", int, defaults.batch, "sequences in one step")
+    parser.add_argument(
+        "--batch",
+        type=int,
+        metavar="N",
+        help=f"sequences in one step (default: {defaults.batch}, {WHOLE_BATCH} with --whole)",
+    )
     parser.add_argument(
         "--dtype",
         choices=DTYPE_NAMES,
@@ -91,17 +108,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=MODES,
         help="comma-separated, of keep, recompute and offload (default: all three)",
     )
+    _add_whole(parser)
+    _add_files(parser)
+
+
+def _add_files(parser: argparse.ArgumentParser) -> None:
     for name, default, what in (
         ("--json", "demo.json", "file for all figures"),
-        ("--picture", "demo.png", "file for the picture of memory over one step"),
+        ("--picture", "demo.png", "file for the picture of memory over time"),
     ):
         parser.add_argument(
-            name, type=Path, default=Path(default), metavar="PATH", help=f"{what} ({default})"
+            name,
+            type=Path,
+            metavar="PATH",
+            help=f"{what} ({default}, demo-whole.{default[5:]} with --whole)",
         )
+
+
+def _add_whole(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--whole",
+        action="store_true",
+        help="train gpt with AdamW in little memory: weights, state and activations on the disk",
+    )
+    parser.add_argument(
+        "--memory",
+        type=size("memory"),
+        default=WHOLE_MEMORY,
+        metavar="SIZE",
+        help="with --whole, memory for training above what the libraries take "
+        f"(default: {shown_bytes(WHOLE_MEMORY)})",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the demo and return the exit code."""
+    _complete(arguments)
     try:
         options = _options(arguments)
         _check(arguments)
@@ -110,6 +152,9 @@ def run(arguments: argparse.Namespace) -> int:
         return EXIT_USAGE
     try:
         with _directory(arguments) as directory:
+            if arguments.whole:
+                assert directory is not None, "offload is among the modes"
+                return _run_whole(replace(options, directory=str(directory)), arguments)
             return _run_and_tell(options, directory, arguments)
     except KeyboardInterrupt:
         print("ssdtrain demo: interrupted; nothing was written", file=sys.stderr)
@@ -147,6 +192,36 @@ def _run_and_tell(
     return 0 if result.succeeded else EXIT_FAILED
 
 
+def _run_whole(options: TrainingOptions, arguments: argparse.Namespace) -> int:
+    try:
+        result = whole.run_whole(whole.options_of(options, arguments.memory), sys.stderr)
+    except whole.TooLittleMemoryError as error:
+        raise UsageError(str(error)) from error
+    print(f"\n{whole_report.render(result)}\n", flush=True)
+    whole_report.write_json(result, arguments.json)
+    print(f"figures: {arguments.json}")
+    try:
+        whole_report.draw(result, arguments.picture)
+        print(f"picture: {arguments.picture}")
+    except picture.PictureUnavailableError as error:
+        print(error)
+    return 0 if result.succeeded else EXIT_FAILED
+
+
+def _complete(arguments: argparse.Namespace) -> None:
+    """Put in the defaults that depend on --whole."""
+    defaults = TrainingOptions()
+    name = "demo-whole" if arguments.whole else "demo"
+    for option, value in (
+        ("layers", WHOLE_LAYERS if arguments.whole else defaults.layers),
+        ("batch", WHOLE_BATCH if arguments.whole else defaults.batch),
+        ("json", Path(f"{name}.json")),
+        ("picture", Path(f"{name}.png")),
+    ):
+        if getattr(arguments, option) is None:
+            setattr(arguments, option, value)
+
+
 def _options(arguments: argparse.Namespace) -> TrainingOptions:
     return TrainingOptions(
         model=arguments.model,
@@ -176,6 +251,17 @@ def _modes(text: str) -> tuple[Mode, ...]:
 
 def _check(arguments: argparse.Namespace) -> None:
     """Find out now what would otherwise fail after minutes of training."""
+    if arguments.whole and (
+        arguments.model != "gpt"
+        or arguments.dtype != "float32"
+        or arguments.dropout
+        or arguments.modes != MODES
+        or arguments.max_resident_bytes is not None
+    ):
+        raise UsageError(
+            "--whole trains gpt in float32 without dropout, with all on the disk: leave out "
+            "--model, --dtype, --dropout, --modes and --max-resident-bytes"
+        )
     if arguments.repeats < 1:
         raise UsageError(f"--repeats must be at least 1, it is {arguments.repeats}")
     for option, path in (("--json", arguments.json), ("--picture", arguments.picture)):

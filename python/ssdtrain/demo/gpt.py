@@ -60,11 +60,14 @@ class ByteGPT(nn.Module):
         self.norm = nn.LayerNorm(hidden)
         self.head = nn.Linear(hidden, BYTE_VALUES_COUNT, bias=False)
         self.context_function: ContextFunction | None = None
-        self._initialise(layers)
+        self.initialise()
 
-    def _initialise(self, layers: int) -> None:
-        # As GPT-2: small normal weights, smaller where a block adds to the residual stream, so that
-        # the stream's variance does not grow with the depth.
+    def initialise(self) -> None:
+        """Draw weights as GPT-2: small normal ones, smaller where a block adds to the stream.
+
+        So the variance of the residual stream does not grow with the depth.
+        """
+        layers = len(self.blocks)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
                 into_stream = name.endswith(("attention_out.weight", "mlp_out.weight"))

@@ -210,7 +210,7 @@ def _open_session(options: TrainingOptions, stack: ExitStack) -> Any:
     return stack.enter_context(session)
 
 
-def _take_standard_output() -> TextIO:
+def take_standard_output() -> TextIO:
     """Keep standard output for the protocol; whatever else prints there goes to standard error."""
     sys.stdout.flush()
     protocol = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -220,7 +220,7 @@ def _take_standard_output() -> TextIO:
 
 def main(arguments: list[str]) -> int:
     """Run one mode and return the exit code of the process."""
-    protocol = _take_standard_output()
+    protocol = take_standard_output()
 
     def emit(event: str, **fields: Any) -> None:
         print(json.dumps({"event": event, **fields}), file=protocol, flush=True)

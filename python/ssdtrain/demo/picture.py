@@ -1,10 +1,10 @@
-"""The demo's picture: what saved tensors hold in memory over one step, a curve for each mode."""
+"""The demo's pictures: bytes in memory over time, a curve for each run."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -19,12 +19,52 @@ STYLES = {"keep": "--", "recompute": "-.", "offload": "-"}
 """And told apart in print without colours."""
 
 
+class Curve(NamedTuple):
+    """What a run held in memory over time."""
+
+    label: str
+    """With a place for the largest sample, in MiB."""
+    colour: str
+    style: str
+    samples: Sequence[tuple[float, int]]
+    """(seconds, bytes)."""
+
+
 class PictureUnavailableError(Exception):
     """The picture cannot be drawn; the message says what to install."""
 
 
 def draw(runs: Sequence[ModeRun], title: str, path: Path) -> None:
     """Draw the curves of the runs that have one, as a PNG or whatever the path ends in."""
+    curves = [
+        Curve(
+            f"{run.mode} (sampled peak {{:,.0f}} MiB)",
+            COLOURS[run.mode],
+            STYLES[run.mode],
+            run.memory.curve,
+        )
+        for run in runs
+        if run.memory is not None and run.memory.curve
+    ]
+    draw_curves(
+        curves,
+        path,
+        title=title,
+        across="seconds since the step began",
+        up="saved tensors in memory, MiB",
+    )
+
+
+def draw_curves(
+    curves: Sequence[Curve],
+    path: Path,
+    *,
+    title: str,
+    across: str,
+    up: str,
+    limit: tuple[str, int] | None = None,
+) -> None:
+    """Draw curves of bytes over seconds, and a line at a limit of bytes, if there is one."""
     try:
         # By name at run time: an extra, which most users of the library do not have.
         backend: Any = importlib.import_module("matplotlib.backends.backend_agg")
@@ -38,18 +78,17 @@ def draw(runs: Sequence[ModeRun], title: str, path: Path) -> None:
     figure = figures.Figure(figsize=(9, 5), layout="constrained")
     backend.FigureCanvasAgg(figure)
     axes = figure.subplots()
-    for run in runs:
-        if run.memory is None or not run.memory.curve:
-            continue
-        seconds, sizes = zip(*run.memory.curve, strict=True)
+    for curve in curves:
+        seconds, sizes = zip(*curve.samples, strict=True)
         mib = [size / MIB for size in sizes]
-        colour = COLOURS[run.mode]
-        label = f"{run.mode} (sampled peak {max(mib):,.0f} MiB)"
-        axes.plot(seconds, mib, STYLES[run.mode], color=colour, linewidth=2, label=label)
-        axes.fill_between(seconds, mib, color=colour, alpha=0.12, linewidth=0)
+        label = curve.label.format(max(mib))
+        axes.plot(seconds, mib, curve.style, color=curve.colour, linewidth=2, label=label)
+        axes.fill_between(seconds, mib, color=curve.colour, alpha=0.12, linewidth=0)
+    if limit is not None:
+        axes.axhline(limit[1] / MIB, color="#333333", linewidth=1.2, label=limit[0])
     axes.set_title(title, loc="left", fontsize=13)
-    axes.set_xlabel("seconds since the step began", fontsize=12)
-    axes.set_ylabel("saved tensors in memory, MiB", fontsize=12)
+    axes.set_xlabel(across, fontsize=12)
+    axes.set_ylabel(up, fontsize=12)
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
     axes.tick_params(labelsize=11)
@@ -57,5 +96,7 @@ def draw(runs: Sequence[ModeRun], title: str, path: Path) -> None:
     axes.grid(axis="y", color="#dddddd", linewidth=0.8)
     axes.set_axisbelow(True)
     if axes.get_legend_handles_labels()[0]:
-        axes.legend(frameon=False, fontsize=11, loc="upper right")
+        # A run that takes much fills the place where the curves of one step leave room.
+        place = "upper right" if limit is None else "center right"
+        axes.legend(frameon=False, fontsize=11, loc=place)
     figure.savefig(path, dpi=150)

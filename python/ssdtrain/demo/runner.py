@@ -92,7 +92,7 @@ def run_process(mode: Mode, repeat: int, options: TrainingOptions, progress: Pro
             process.kill()
             raise
     if run.failure is None and (process.returncode != 0 or not ended):
-        run.failure = explain_end(process.returncode, run)
+        run.failure = explain_end(process.returncode, len(run.steps))
     return run
 
 
@@ -117,9 +117,9 @@ def _take(event: Mapping[str, Any], run: ModeRun, progress: Progress) -> bool:
     return False
 
 
-def explain_end(return_code: int, run: ModeRun) -> str:
+def explain_end(return_code: int, step_count: int) -> str:
     """Say why a process ended that did not say so itself."""
-    after = f"after {len(run.steps)} finished steps"
+    after = f"after {step_count} finished steps"
     if return_code == -signal.SIGKILL:
         return (
             f"its process was killed ({after}), most likely by the kernel for want of memory "
