@@ -105,7 +105,7 @@ def test_an_interrupt_in_the_call_leaves_a_model_that_works(every: int, tmp_path
             model = layers(COUNT)
             try:
                 with AtCall(number, interrupt) as signalled:
-                    offloaded(model, store, BOUND_BYTES)
+                    ssdtrain.offload_parameters(model, store, max_resident_bytes=BOUND_BYTES)
             except KeyboardInterrupt:
                 assert not away(model), "it is as it was"
                 assert torch.equal(squared(model, 1), expected)
@@ -129,7 +129,7 @@ def test_an_interrupt_while_a_slow_disk_is_waited_for(tmp_path: Path) -> None:
 
         def press() -> None:
             wait_until(
-                lambda: {"wait", "result"} & support.functions_of(main), "a wait for the disk"
+                lambda: bool({"end", "result"} & support.functions_of(main)), "a wait for the disk"
             )
             os.kill(os.getpid(), signal.SIGINT)
 
