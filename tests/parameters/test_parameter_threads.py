@@ -167,6 +167,8 @@ def test_readers_beside_forwards_and_backwards(way: str, steps_count: int, tmp_p
     if way not in ("tensor", "legacy"):
         assert all(found is not None for _, found in readers.seen)
     assert ssdtrain.parameter_stats(model).read_bytes > 0
+    with torch.no_grad():
+        squared(model, 1)
     leave(model, "2.weight")
 
 
