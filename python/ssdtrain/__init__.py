@@ -30,6 +30,7 @@ from ssdtrain.errors import (  # noqa: E402 - the switch for huge pages comes be
 )
 
 try:
+    from ssdtrain.checkpoint import checkpoint, remove_checkpoint
     from ssdtrain.checkpoints.loading import load
     from ssdtrain.checkpoints.saving import save
     from ssdtrain.offload import active, leave_all, offload
@@ -85,6 +86,7 @@ __all__ = [
     "TensorStore",
     "UnsupportedError",
     "active",
+    "checkpoint",
     "leave_all",
     "load",
     "offload",
@@ -92,5 +94,6 @@ __all__ = [
     "offload_parameters",
     "parameter_stats",
     "parameters_in_memory",
+    "remove_checkpoint",
     "save",
 ]

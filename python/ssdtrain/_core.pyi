@@ -194,6 +194,10 @@ class HookPair:
         part of a storage counts as the whole, which is what it keeps in memory.
         """
 
+    @property
+    def hooks(self) -> object:
+        """What ``offloading`` asks about what is rare: the hooks of its session."""
+
     def pack(self, tensor: Tensor) -> object:
         """Take a tensor that a node saves; return what autograd keeps in its place."""
 
@@ -508,7 +512,15 @@ class Records:
 
 @final
 class Round:
-    """What was packed between two backwards, and has ended."""
+    """What is packed between two backwards."""
+
+    @property
+    def is_asked_for(self) -> bool:
+        """Whether its backward has begun."""
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether each of its tensors was asked for, or is dead."""
 
     @property
     def phase(self) -> int:
@@ -559,6 +571,14 @@ class Rounds:
     @property
     def current_count(self) -> int:
         """How many tensors the round has that is packed now."""
+
+    @property
+    def current(self) -> Round | None:
+        """The round that is packed now."""
+
+    @property
+    def now_s(self) -> float:
+        """Seconds on the clock of the rounds, which stands still while threads wait for I/O."""
 
     def give_way(self) -> None:
         """Give up what was read ahead."""

@@ -38,6 +38,7 @@ from ssdtrain.machine.huge_pages import note_small_pages
 from ssdtrain.machine.torch_internals import outside_compiler
 from ssdtrain.notices import PROCESS
 from ssdtrain.planning.policy import Policy
+from ssdtrain.planning.recompute import Choices
 from ssdtrain.session import Session
 from ssdtrain.sizes import in_bytes
 
@@ -147,6 +148,7 @@ class offload:  # noqa: N801 - used like torch.no_grad
 
     def _prepare(self) -> None:
         self._policy = Policy(self._config.slowdown_limit, self._config.max_host_bytes or 0)
+        self._choices = Choices()
         """What was learned outlives a session: the same object may be entered again."""
         self._uses = _Uses()
         self.session: Session | None = None
@@ -178,7 +180,7 @@ class offload:  # noqa: N801 - used like torch.no_grad
         if active() is not None:
             PROCESS.say("blocks in blocks", ENTERED_INSIDE)
         note_small_pages()
-        self.session = session = Session(self._config, self._policy)
+        self.session = session = Session(self._config, self._policy, self._choices)
         try:
             # Last, so that Ctrl-C cannot come between it and the body of `with`.
             _Block(session, self._uses).put_on()
@@ -251,7 +253,7 @@ class offload:  # noqa: N801 - used like torch.no_grad
             with opening:
                 if not opened:
                     note_small_pages()
-                    opened.append(Session(self._config, self._policy))
+                    opened.append(Session(self._config, self._policy, self._choices))
                     self.session = opened[0]
             block = _Block(opened[0], None)
             block.put_on()

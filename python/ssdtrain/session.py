@@ -14,6 +14,7 @@ from ssdtrain.config import OffloadConfig
 from ssdtrain.errors import ConfigError
 from ssdtrain.open_store import open_store
 from ssdtrain.planning.policy import Policy
+from ssdtrain.planning.recompute import Choices
 from ssdtrain.planning.timeline import save_timeline
 from ssdtrain.planning.trace import Trace, save
 from ssdtrain.session_log import say_begin, say_end
@@ -33,7 +34,9 @@ class Session:
     built in the block is gone, so a backward after the block works.
     """
 
-    def __init__(self, config: OffloadConfig, policy: Policy) -> None:
+    def __init__(
+        self, config: OffloadConfig, policy: Policy, choices: Choices | None = None
+    ) -> None:
         prepare_to_drop()
         bound = config.max_resident_bytes
         # The memory of ended reads stays for the next ones; under a bound, an eighth of it at most.
@@ -44,7 +47,12 @@ class Session:
             gpus = gpus_of(store, config.pinned_bytes, config.max_host_bytes or 0, lock, direct)
             transfer = HostTransfer(store, gpus, direct)
             self._hooks: Hooks | None = Hooks(
-                transfer, policy, lock, min_bytes=config.min_bytes, max_resident_bytes=bound
+                transfer,
+                policy,
+                lock,
+                choices=Choices() if choices is None else choices,
+                min_bytes=config.min_bytes,
+                max_resident_bytes=bound,
             )
             self._config = config
             self._tenants = Tenants()

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from ssdtrain.machine.huge_pages import SMALL_PAGES_REMEDY, has_small_pages
 from ssdtrain.machine.process_memory import known_bytes
 from ssdtrain.planning.controller import Verdict
+from ssdtrain.planning.recompute import BlockCounts
 from ssdtrain.reasons import Reason
 from ssdtrain.residency import Residency
 from ssdtrain.sharing import Figures
@@ -41,6 +42,8 @@ OF_THE_MOMENT = frozenset(
         "amount_bytes",
         "planned_bytes",
         "is_adapting",
+        "recompute_expected_s",
+        "recompute_measured_s",
     }
 )
 """Fields that tell a state or a peak: a difference of two of them means nothing."""
@@ -171,6 +174,19 @@ class Stats:
     """What the disk could hide of a step: the most that a usual step may offload."""
     is_adapting: bool = False
     """Whether steps are varied at the moment, so that some of them may keep all in memory."""
+    blocks_called: int = 0
+    """Calls of blocks that ``ssdtrain.checkpoint`` marked, under ``max_resident_bytes``."""
+    blocks_recomputed: int = 0
+    """Those of them that backward computes again."""
+    bytes_not_written: int = 0
+    """What these did not save, and so nobody had to write."""
+    recomputed_s: float = 0.0
+    """Time in which they were computed again."""
+    recompute_expected_s: float = 0.0
+    """How long forward and backward of the last step with such blocks should have taken; 0 before
+    the first choice."""
+    recompute_measured_s: float = 0.0
+    """How long they took, with waits for the disk."""
     reason: str | None = None
     """Why little or nothing was offloaded, and what to change; ``None`` if much was."""
     is_surprising: bool = False
@@ -265,6 +281,16 @@ class Stats:
         )
         return text + ("; still adapting" if self.is_adapting else "")
 
+    def _shown_blocks(self) -> str:
+        text = (
+            f"{self.blocks_recomputed} of {self.blocks_called} computed again in "
+            f"{self.recomputed_s:.3f} s, {shown_bytes(self.bytes_not_written)} not written"
+        )
+        if not self.recompute_expected_s:
+            return text + "; still measuring"
+        expected, measured = self.recompute_expected_s, self.recompute_measured_s
+        return text + f"; a step of {expected:.3f} s was expected, the last took {measured:.3f} s"
+
     def __str__(self) -> str:
         """Lay the figures out for a person."""
         fates = (
@@ -306,6 +332,8 @@ class Stats:
         ]
         if self.price_pair_count:
             rows.append(f"  price      {self._shown_price()}")
+        if self.blocks_called:
+            rows.append(f"  blocks     {self._shown_blocks()}")
         if self.pinned_bytes or self.ring_bytes:
             rows += self._gpu_rows()
         if self.write_failed_count:
@@ -379,6 +407,7 @@ def snapshot(
     bytes_eligible: int,
     reason: Reason | None,
     verdict: Verdict | None,
+    blocks: BlockCounts,
 ) -> Stats:
     """Join the counts of a session with those of its store (``_core.Store.stats``).
 
@@ -417,6 +446,7 @@ def snapshot(
         disk_reserved_bytes=number("disk_reserved_bytes"),
         engines=tuple((str(place), str(name)) for place, name in engines),
         **asdict(on_gpus),
+        **asdict(blocks),
         process_bytes=known_bytes("VmRSS"),
         process_bytes_peak=known_bytes("VmHWM"),
         has_small_pages=has_small_pages(),

@@ -30,6 +30,7 @@ from ssdtrain._core import (
     Tally,
     Timeline,
 )
+from ssdtrain.activations.blocks import Blocks
 from ssdtrain.activations.eligibility import RULES
 from ssdtrain.activations.names import describe
 from ssdtrain.activations.prefetch import Prefetcher
@@ -39,9 +40,10 @@ from ssdtrain.activations.watch import Observed
 from ssdtrain.activations.writeback import Writeback
 from ssdtrain.errors import ClosedError, SsdtrainError
 from ssdtrain.geometry import TORCH
-from ssdtrain.machine.torch_internals import share_counters, untraced
+from ssdtrain.machine.torch_internals import share_counters, top_hooks, untraced
 from ssdtrain.notices import Notices
 from ssdtrain.planning.policy import Policy
+from ssdtrain.planning.recompute import Choices
 from ssdtrain.planning.recording import trace_of
 from ssdtrain.planning.trace import Trace
 from ssdtrain.reasons import Evidence, reason_of
@@ -53,7 +55,7 @@ from ssdtrain.stats import Stats, snapshot
 from ssdtrain.transfer.host import HostTransfer
 from ssdtrain.transfer.staged import OnGpus
 
-__all__ = ["Hooks"]
+__all__ = ["Hooks", "blocks_here"]
 
 SETTLE_S_MAX = 1.0
 """So long the end of a block waits for a disk at most: one that hangs must not hold it up."""
@@ -79,6 +81,7 @@ class Hooks:
         policy: Policy,
         lock: threading.RLock,
         *,
+        choices: Choices,
         min_bytes: int,
         max_resident_bytes: int | None,
     ) -> None:
@@ -108,6 +111,14 @@ class Hooks:
             notices=self._notices,
             look=self._writeback.note_failures_on_gpus,
         )
+        self._blocks = Blocks(
+            self._prefetcher.rounds,
+            transfer,
+            choices,
+            stalls=self._stalls,
+            eligible=self._seen.eligible,
+            limit_bytes=max_resident_bytes,
+        )
         _alive.add(self)
 
     def leave_to_parent(self) -> None:
@@ -119,6 +130,11 @@ class Hooks:
     def is_forked(self) -> bool:
         """Whether this process was forked from the one with the disk."""
         return self._writeback.records.is_forked
+
+    @property
+    def blocks(self) -> Blocks | None:
+        """What calls the blocks of ``ssdtrain.checkpoint``; ``None`` in a forked child."""
+        return None if self.is_forked else self._blocks
 
     @property
     def store(self) -> Store:
@@ -201,6 +217,7 @@ class Hooks:
                 bytes_eligible=self._seen.eligible.nbytes,
                 reason=reason_of(self._evidence(observed)),
                 verdict=self._prefetcher.verdict,
+                blocks=self._blocks.counts,
             )
 
     def traces(self) -> tuple[Trace, ...]:
@@ -349,6 +366,17 @@ class Hooks:
                 "the CPU and of CUDA GPUs",
                 kind,
             )
+
+
+def blocks_here() -> Blocks | None:
+    """Return what calls the blocks of the session that takes what is saved in this thread.
+
+    ``None`` if there is none, or if other hooks lie on top of its own and get all instead.
+    """
+    top = top_hooks(True)
+    pair = None if top is None else getattr(top[0], "__self__", None)
+    hooks = pair.hooks if isinstance(pair, HookPair) else None
+    return hooks.blocks if isinstance(hooks, Hooks) else None
 
 
 @untraced

@@ -9,6 +9,7 @@ from torch import Tensor
 from ssdtrain.activations.hooks import Hooks
 from ssdtrain.config import OffloadConfig, StoreConfig
 from ssdtrain.planning.policy import Policy
+from ssdtrain.planning.recompute import Choices
 from ssdtrain.store import TensorStore
 from ssdtrain.transfer.direct import DirectWay
 from ssdtrain.transfer.host import HostTransfer
@@ -35,4 +36,5 @@ def keeping_hooks(store: TensorStore) -> Keeping:
         threading.RLock(),
         min_bytes=EVERYTHING_IS_SMALL,
         max_resident_bytes=None,
+        choices=Choices(),
     )

@@ -66,6 +66,11 @@ impl HookPair {
         }
     }
 
+    #[getter]
+    fn hooks(&self, py: Python<'_>) -> Py<PyAny> {
+        self.offloading.get().hooks.clone_ref(py)
+    }
+
     fn pack(slf: &Bound<'_, Self>, tensor: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
         let (this, py) = (slf.get(), slf.py());
         let rules = this.rules.get();

@@ -25,7 +25,7 @@ pub struct Offloading {
     rounds: Py<Rounds>,
     min_bytes: u64,
     lock: SessionLock,
-    hooks: Py<PyAny>,
+    pub hooks: Py<PyAny>,
     keeper: Py<PyAny>,
     teacher: Py<PyAny>,
     policy: Py<PyAny>,

@@ -48,7 +48,7 @@ struct Books {
     plans: HashMap<i64, (Py<PyAny>, Arc<Plan>)>,
 }
 
-/// A round that has ended, for who learns from it.
+/// A round, for who learns from it.
 #[pyclass(frozen, module = "ssdtrain._core")]
 pub struct Round(SharedRound);
 
@@ -62,6 +62,17 @@ impl Round {
     #[getter]
     fn signature(&self) -> i64 {
         self.0.lock().signature()
+    }
+
+    /// Whether its backward has begun.
+    #[getter]
+    fn is_asked_for(&self) -> bool {
+        self.0.lock().is_asked_for()
+    }
+
+    #[getter]
+    fn is_finished(&self, py: Python<'_>) -> bool {
+        self.0.lock().is_finished(|one| is_dead(py, one))
     }
 
     #[getter]
@@ -116,6 +127,19 @@ impl Rounds {
     #[getter]
     fn current_count(&self) -> usize {
         self.books().rounds.current().map_or(0, |current| current.lock().len())
+    }
+
+    /// The round that is packed now.
+    #[getter]
+    fn current(&self) -> Option<Round> {
+        self.books().rounds.current().cloned().map(Round)
+    }
+
+    /// Seconds since some moment, on a clock that stands still while threads wait for the disk.
+    #[getter]
+    fn now_s(&self, py: Python<'_>) -> PyResult<f64> {
+        let stalls_s: f64 = self.stalls.bind(py).getattr(intern!(py, "total_s"))?.extract()?;
+        Ok(self.epoch.elapsed().as_secs_f64() - stalls_s)
     }
 
     /// Gives up what was read ahead.
@@ -341,12 +365,6 @@ impl Rounds {
         drop(books);
         drop((forgotten, before));
         Ok(Some(used))
-    }
-
-    /// Seconds since some moment, on a clock that stands still while threads wait for the disk.
-    fn now_s(&self, py: Python<'_>) -> PyResult<f64> {
-        let stalls_s: f64 = self.stalls.bind(py).getattr(intern!(py, "total_s"))?.extract()?;
-        Ok(self.epoch.elapsed().as_secs_f64() - stalls_s)
     }
 
     fn books(&self) -> MutexGuard<'_, Books> {

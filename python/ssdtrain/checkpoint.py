@@ -1,0 +1,131 @@
+"""The public ``checkpoint``: marks a block whose activations are offloaded or computed again.
+
+A module stays the object it was, under a derived class whose ``__call__`` asks the session that is
+on: so names, ``state_dict`` and references to it do not change.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import MethodType
+from typing import Any, TypeVar
+
+from torch import nn
+from torch.compiler import is_compiling
+
+from ssdtrain.activations.hooks import blocks_here
+from ssdtrain.errors import ConfigError
+
+__all__ = ["checkpoint", "remove_checkpoint"]
+
+C = TypeVar("C", bound=Callable[..., Any])
+
+
+def checkpoint(block: C) -> C:
+    """Let the plan say whether what a block saves is offloaded or computed again in backward.
+
+    ``self.blocks = nn.ModuleList(ssdtrain.checkpoint(Block()) for _ in range(12))``, or around a
+    call, ``x = ssdtrain.checkpoint(block)(x)``. A module is marked in place and returned, a
+    function is wrapped. Without a session of ``ssdtrain.offload`` with ``max_resident_bytes`` in
+    this thread a call is the plain one. Under one, calls are plain in the first steps, which are
+    measured; then those blocks are computed again of which that makes the step shorter. Either way
+    the bits are the same.
+
+    Computed again is a block by ``torch.utils.checkpoint`` without reentrance: what it does besides
+    computing (printing, counting) it does twice. One that changes its arguments or its buffers in
+    place is never computed again.
+
+    Raises:
+        ConfigError: ``block`` cannot be called.
+
+    """
+    if isinstance(block, nn.Module):
+        if not isinstance(block, _Checkpointed):
+            _put_under(block, _checkpointed_class(type(block)))  # type: ignore[arg-type]
+        return block
+    if not callable(block):
+        raise ConfigError(f"a block is a module or a function, not {block!r}")
+    wrapped: Any = _CheckpointedFunction(block)
+    return wrapped  # type: ignore[no-any-return]
+
+
+def remove_checkpoint(module: nn.Module) -> None:
+    """Make a module and all in it what they were before ``checkpoint``.
+
+    Raises:
+        ConfigError: Something else has changed the class of a module since.
+
+    """
+    for one in module.modules():
+        if isinstance(one, _Checkpointed):
+            plain = one._plain_class  # noqa: SLF001 - of the class below
+            if type(one) is not _checkpointed_class(plain):  # type: ignore[arg-type]
+                raise ConfigError(
+                    f"{plain.__name__} got another class after ssdtrain.checkpoint, "
+                    f"{type(one).__mro__[0].__name__}; undo that first"
+                )
+            _put_under(one, plain)
+
+
+def _put_under(module: nn.Module, kind: type[nn.Module]) -> None:
+    module.__class__ = kind
+
+
+class _Checkpointed:
+    """What the class of a marked module has besides its own."""
+
+    _plain_class: type[nn.Module]
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        """Call the module, or have the session call it."""
+        plain = super().__call__  # type: ignore[misc]
+        return _call(plain, self, arguments, keywords)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Return how a copy is made: as one of the plain class, which is marked then."""
+        reduced: Any = super().__reduce_ex__(protocol)
+        make, arguments, *rest = reduced
+        plain = tuple(self._plain_class if one is type(self) else one for one in arguments)
+        return (_marked, (make, plain), *rest)
+
+
+def _marked(make: Callable[..., nn.Module], arguments: tuple[Any, ...]) -> nn.Module:
+    return checkpoint(make(*arguments))
+
+
+@functools.cache
+def _checkpointed_class(plain: type[nn.Module]) -> type[nn.Module]:
+    names = {"_plain_class": plain, "__doc__": plain.__doc__, "__module__": plain.__module__}
+    # With the name of the plain one, by which others know a block and by which it is printed.
+    return type(plain.__name__, (_Checkpointed, plain), names)
+
+
+class _CheckpointedFunction:
+    """A function, or anything that can be called, that is marked."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, function)
+        self._function = function
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        """Call the function, or have the session call it."""
+        return _call(self._function, self._function, arguments, keywords)
+
+    def __get__(self, instance: object, _: type | None = None) -> Any:
+        """Return the method of an object, if a method was decorated."""
+        return self if instance is None else MethodType(self, instance)
+
+    def __reduce__(self) -> Any:
+        """Return how a copy is made."""
+        return (checkpoint, (self._function,))
+
+
+def _call(
+    function: Callable[..., Any], block: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]
+) -> Any:
+    # A compiler that traces a whole model decides by itself what backward needs.
+    blocks = None if is_compiling() else blocks_here()
+    if blocks is None:
+        return function(*arguments, **keywords)
+    return blocks.call(function, block, arguments, keywords)

@@ -1,0 +1,492 @@
+"""Blocks of ``ssdtrain.checkpoint``: equal bits either way, and which of them are chosen."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as checkpoint_of_torch
+
+import ssdtrain
+from ssdtrain.planning.policy import Rates
+from ssdtrain.planning.recompute import Choices, Disk, Measured
+from support import Result, assert_equal_bits, batch, gradients
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ROWS, WIDTH = 64, 64
+STEPS = 3
+"""The first is plain: what a block changes in place is looked for there."""
+SLOW, FAST = Rates(1.0, 1.0), Rates(1e18, 1e18)
+
+Step = Callable[[], Result]
+
+
+class Everything(set[int]):
+    def __contains__(self, key: object) -> bool:
+        return True
+
+
+class Again(Choices):
+    """Computes again whatever may be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chosen = Everything()
+
+    def learn(self, kind: int, measured: Measured | None, disk: Disk, stall_s: float) -> float:
+        return 0.0
+
+
+class Nothing(Again):
+    """Offloads everything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chosen = set()
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 96), nn.GELU(), nn.Dropout(0.2)
+        )
+        self.out = nn.Linear(96, WIDTH)
+
+    def forward(
+        self, x: Tensor, scale: Tensor | None = None, *, debug: Tensor | None = None
+    ) -> Any:
+        out = self.out(self.layers(x))
+        out = out if scale is None else out * scale.sin()
+        return x + (out if debug is None else out + debug.cos())
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(WIDTH, 96), nn.GELU(), nn.Linear(96, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layers(x).sin()
+        return out
+
+
+class Pair(nn.Module):
+    """Takes several tensors, also in other things, and returns some in a dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Mlp(), Mlp()
+
+    def forward(
+        self, pair: tuple[Tensor, Tensor], other: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        left, right = pair
+        return self.first(left * other), {"right": self.second(right).tanh()}
+
+
+class Normalised(nn.Module):
+    """Has statistics, which each forward in training moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.line = nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.line(self.norm(x)).relu()
+        return out
+
+
+class InPlace(nn.Module):
+    """Changes what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.line(x.mul_(0.5).exp().mul(1e-3))
+        return out
+
+
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = ssdtrain.checkpoint(Mlp())
+        self.other = ssdtrain.checkpoint(Mlp())
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.other(self.inner(x)) * 2
+        return out
+
+
+class Model(nn.Module):
+    """Runs blocks by ``how``."""
+
+    def __init__(self, kind: type[nn.Module], how: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(ssdtrain.checkpoint(kind()) for _ in range(3))
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = self.how(block, x)
+        return x
+
+
+def one_input(block: nn.Module, x: Tensor) -> Any:
+    return block(x)
+
+
+def by_name(block: nn.Module, x: Tensor) -> Any:
+    return block(x, x * 2, debug=x + 1)
+
+
+def pairs(block: nn.Module, x: Tensor) -> Any:
+    left, rest = block((x, x * 3), other=x + 1)
+    return left + rest["right"]
+
+
+def twice(block: nn.Module, x: Tensor) -> Any:
+    return block(block(x))
+
+
+def in_autocast(block: nn.Module, x: Tensor) -> Any:
+    with torch.autocast("cpu", torch.bfloat16):
+        return block(x).float()
+
+
+def as_function(block: nn.Module, x: Tensor) -> Any:
+    return ssdtrain.checkpoint(ssdtrain.remove_checkpoint(block) or block.forward)(x)
+
+
+def in_torchs_own(block: nn.Module, x: Tensor) -> Any:
+    return checkpoint_of_torch(block, x, use_reentrant=False)
+
+
+def in_torchs_reentrant(block: nn.Module, x: Tensor) -> Any:
+    return checkpoint_of_torch(block, x, use_reentrant=True)
+
+
+def fresh(block: nn.Module, x: Tensor) -> Any:
+    return block(x * 1)
+
+
+def training(model: nn.Module) -> Step:
+    """Return a training step: forward, backward, and an update."""
+    x = batch(rows=ROWS, width=WIDTH).requires_grad_()
+
+    def step() -> Result:
+        model.zero_grad()
+        x.grad = None
+        loss = model(x * 1).square().mean()
+        loss.backward()
+        found = {"loss": loss.detach(), **gradients(model)}
+        with torch.no_grad():
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter.sub_(parameter.grad, alpha=0.1)
+        assert x.grad is not None
+        buffers = {name: one.clone() for name, one in model.named_buffers()}
+        return {**found, "x": x.grad, "random": torch.rand(3), **buffers}
+
+    return step
+
+
+def penalised(model: nn.Module) -> Step:
+    """Return a step with a gradient penalty: a backward through a backward."""
+    x = batch(rows=ROWS, width=WIDTH).requires_grad_()
+
+    def step() -> Result:
+        model.zero_grad()
+        out = model(x * 1).square().mean()
+        (slope,) = torch.autograd.grad(out, x, create_graph=True)
+        (out + slope.square().sum()).backward()
+        return {"slope": slope.detach(), **gradients(model)}
+
+    return step
+
+
+def repeated(model: nn.Module) -> Step:
+    """Return a step whose graph is gone through twice."""
+    x = batch(rows=ROWS, width=WIDTH).requires_grad_()
+
+    def step() -> Result:
+        model.zero_grad()
+        loss = model(x * 1).square().mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return gradients(model)
+
+    return step
+
+
+def results(build: Callable[[], Step]) -> Iterator[Result]:
+    torch.manual_seed(0)
+    step = build()
+    for _ in range(STEPS):
+        yield step()
+
+
+def prove_both(directory: Path, build: Callable[[], Step]) -> ssdtrain.Stats:
+    """Run steps plainly, offloaded and computed again; return the counts of the last."""
+    plain = list(results(build))
+    for choices in (Nothing(), Again()):
+        tool = ssdtrain.offload(directory, min_bytes=1, max_resident_bytes="64MiB")
+        tool._choices = choices
+        with tool as session:
+            for actual, expected in zip(results(build), plain, strict=True):
+                assert_equal_bits(actual, expected)
+        assert session.stats.bytes_eligible > 0
+        if isinstance(choices, Nothing):
+            assert session.stats.blocks_recomputed == 0
+    return session.stats
+
+
+WAYS = {
+    "dropout": (Mlp, one_input),
+    "inputs by name": (Mlp, by_name),
+    "tuples": (Pair, pairs),
+    "one block twice": (Mlp, twice),
+    "autocast": (Mlp, in_autocast),
+    "nested": (Nested, one_input),
+    "function": (Mlp, as_function),
+}
+
+
+@pytest.mark.parametrize("make", [training, penalised, repeated])
+@pytest.mark.parametrize("way", WAYS)
+def test_computed_again_blocks_give_equal_bits(
+    tmp_path: Path, way: str, make: Callable[[nn.Module], Step]
+) -> None:
+    stats = prove_both(tmp_path, lambda: make(Model(*WAYS[way])))
+    calls = 6 if way == "one block twice" else 3
+    assert stats.blocks_called == STEPS * calls
+    # The second call of the first step was preceded by a plain one already.
+    assert stats.blocks_recomputed == (STEPS - 1) * calls + (3 if way == "one block twice" else 0)
+    assert stats.recomputed_s > 0
+
+
+@pytest.mark.parametrize("kind", [Normalised, InPlace])
+def test_what_a_block_changes_it_changes_once(tmp_path: Path, kind: type[nn.Module]) -> None:
+    stats = prove_both(tmp_path, lambda: training(Model(kind, fresh)))
+    assert stats.blocks_called == 3 * STEPS
+    assert stats.blocks_recomputed == 0
+
+
+def test_in_evaluation_statistics_stay_so_the_block_is_computed_again(tmp_path: Path) -> None:
+    stats = prove_both(tmp_path, lambda: training(Model(Normalised, one_input).eval()))
+    assert stats.blocks_recomputed == 3 * (STEPS - 1)
+
+
+@pytest.mark.parametrize("how", [in_torchs_own, in_torchs_reentrant])
+def test_in_checkpoints_of_others_blocks_are_plain(
+    tmp_path: Path, how: Callable[..., Tensor]
+) -> None:
+    assert prove_both(tmp_path, lambda: training(Model(Mlp, how))).blocks_called == 0
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_blocks_are_plain(tmp_path: Path, mode: Callable[[], Any]) -> None:
+    def build() -> Step:
+        model = Model(Mlp, one_input)
+        trained = training(model)
+
+        def step() -> Result:
+            with mode():
+                looked = model(batch(rows=ROWS, width=WIDTH)).clone()
+            return {"looked": looked, **trained()}
+
+        return step
+
+    assert prove_both(tmp_path, build).blocks_called == 3 * STEPS
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("per_block", [False, True])
+def test_compiled_blocks_give_equal_bits(tmp_path: Path, per_block: bool) -> None:
+    """Compiled one by one they are chosen for; in a model that is compiled as a whole, not."""
+
+    def build() -> Step:
+        model = Model(Plain, one_input)
+        for one in model.blocks if per_block else [model]:
+            one.compile(backend="aot_eager", fullgraph=True)
+        return training(model)
+
+    stats = prove_both(tmp_path, build)
+    assert stats.blocks_recomputed == (3 * (STEPS - 1) if per_block else 0)
+
+
+def test_blocks_that_several_threads_call_teach_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Waits(Mlp):
+        """Lets another thread call a block in the middle of its own."""
+
+        def forward(self, x: Tensor, *_: Any, **__: Any) -> Any:
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(called_there, x.detach()).result()
+            return super().forward(x)
+
+    other = ssdtrain.checkpoint(Mlp())
+
+    def called_there(x: Tensor) -> None:
+        with session.context():
+            other(x)
+
+    step = training(Model(Waits, one_input))
+    with ssdtrain.offload(tmp_path, min_bytes=1, **BOUND) as session:
+        assert session._hooks is not None
+        monkeypatch.setattr(session._hooks._transfer, "rates", lambda: SLOW)
+        for _ in range(5):
+            step()
+    assert session.stats.blocks_called == 15, "the inner calls are plain"
+    assert session.stats.blocks_recomputed == 0
+
+
+def test_an_error_in_a_block_leaves_the_next_call_as_it_was(tmp_path: Path) -> None:
+    model = Model(Mlp, one_input)
+    step = training(model)
+    tool = ssdtrain.offload(tmp_path, min_bytes=1, max_resident_bytes="64MiB")
+    tool._choices = Again()
+    with tool as session:
+        step()
+        with pytest.raises(RuntimeError, match="normalized_shape"):
+            model(torch.ones(2, WIDTH + 1, requires_grad=True))
+        step()
+    assert session.stats.blocks_recomputed == 3
+
+
+# What marks a block.
+
+
+def test_a_marked_module_is_the_object_that_it_was() -> None:
+    module = Mlp()
+    keys, text = list(module.state_dict()), repr(module)
+    assert ssdtrain.checkpoint(module) is module
+    assert ssdtrain.checkpoint(module) is module
+    assert isinstance(module, Mlp)
+    assert (list(module.state_dict()), repr(module)) == (keys, text)
+    assert [name for name, _ in module.named_parameters()] == keys
+    ssdtrain.remove_checkpoint(nn.Sequential(module))
+    assert type(module) is Mlp
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, copy.copy, lambda one: pickle.loads(pickle.dumps(one))]
+)
+def test_copies_are_marked_too(copied: Callable[[nn.Module], nn.Module], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(ssdtrain.checkpoint(Mlp()))
+    twin = copied(module)
+    assert type(twin[0]) is type(module[0])  # type: ignore[index]
+    assert_equal_bits(twin.state_dict(), module.state_dict())
+    with ssdtrain.offload(tmp_path, min_bytes=1, max_resident_bytes="64MiB") as session:
+        twin(batch(rows=ROWS, width=WIDTH)).sum().backward()
+    assert session.stats.blocks_called == 1
+
+
+def doubled(x: Tensor) -> Tensor:
+    """Return twice of it."""
+    return x * 2
+
+
+def test_a_marked_function_is_named_and_pickled_as_before() -> None:
+    marked = ssdtrain.checkpoint(doubled)
+    assert (marked.__name__, marked.__doc__) == ("doubled", "Return twice of it.")
+    assert torch.equal(pickle.loads(pickle.dumps(marked))(torch.ones(1)), torch.full((1,), 2.0))
+
+
+def test_a_marked_method_is_one() -> None:
+    class Doubler:
+        @ssdtrain.checkpoint
+        def run(self, x: Tensor) -> Tensor:
+            return doubled(x)
+
+    assert torch.equal(Doubler().run(torch.ones(1)), torch.full((1,), 2.0))
+
+
+def test_what_cannot_be_called_is_refused() -> None:
+    with pytest.raises(ssdtrain.ConfigError, match="a block is a module or a function, not 3"):
+        ssdtrain.checkpoint(3)  # type: ignore[type-var]
+
+
+def test_under_another_wrapper_a_mark_stays() -> None:
+    module = ssdtrain.checkpoint(Mlp())
+    other = type("Wrapped", (type(module),), {})
+    module.__class__ = other
+    with pytest.raises(ssdtrain.ConfigError, match=r"Mlp got another class .*, Wrapped; undo that"):
+        ssdtrain.remove_checkpoint(module)
+    assert type(module) is other
+
+
+# What is chosen.
+
+
+def session_of(
+    directory: Path, rates: list[Rates], monkeypatch: pytest.MonkeyPatch, **options: Any
+) -> tuple[ssdtrain.Session, list[int]]:
+    """Train a step on a disk of each of these rates; return how many blocks each computed again."""
+    step, counts = training(Model(Mlp, one_input)), []
+    with ssdtrain.offload(directory, min_bytes=1, **options) as session:
+        assert session._hooks is not None
+        transfer = session._hooks._transfer
+        for now in rates:
+            monkeypatch.setattr(transfer, "rates", lambda now=now: now)
+            before = session.stats
+            step()
+            counts.append(session.stats.since(before).blocks_recomputed)
+    return session, counts
+
+
+BOUND = {"max_resident_bytes": 4 * ROWS * WIDTH * 4}
+"""Less than what the three blocks save, and more than any node."""
+
+
+def test_on_a_slow_disk_all_blocks_are_computed_again_after_two_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session, counts = session_of(tmp_path, [SLOW] * 5, monkeypatch, **BOUND)
+    assert counts == [0, 0, 3, 3, 3]
+    stats = session.stats
+    freed_bytes = stats.bytes_not_written // stats.blocks_recomputed
+    assert freed_bytes > ROWS * WIDTH * 4
+    assert stats.recompute_expected_s > stats.recompute_measured_s > 0, "one byte a second"
+    line = next(line for line in str(session).splitlines() if line.startswith("  blocks "))
+    assert "9 of 15 computed again in" in line
+    assert "not written; a step of" in line
+
+
+def test_on_a_fast_disk_none_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    session, counts = session_of(tmp_path, [FAST] * 5, monkeypatch, **BOUND)
+    assert counts == [0] * 5
+    assert session.stats.blocks_called == 15
+    assert session.stats.bytes_not_written == 0
+
+
+def test_without_a_bound_none_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    session, counts = session_of(tmp_path, [SLOW] * 5, monkeypatch)
+    assert counts == [0] * 5
+    assert session.stats.blocks_called == 0
+    assert "computed again" not in str(session)
+
+
+def test_where_all_fits_under_the_bound_none_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, counts = session_of(tmp_path, [SLOW] * 5, monkeypatch, max_resident_bytes="64MiB")
+    assert counts == [0] * 5
+
+
+def test_the_choice_follows_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = [FAST] * 4 + [SLOW] * 3 + [FAST] * 3
+    _, counts = session_of(tmp_path, rates, monkeypatch, **BOUND)
+    assert counts == [0, 0, 0, 0, 3, 3, 3, 0, 0, 0]
