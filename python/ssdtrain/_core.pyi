@@ -17,6 +17,7 @@ __all__ = [
     "Holding",
     "HookPair",
     "Kept",
+    "Leaving",
     "Loading",
     "MasterCode",
     "Offloading",
