@@ -174,6 +174,14 @@ def test_waits_that_nobody_expected_are_answered_twice_at_most() -> None:
     assert len(sets[0]) < len(sets[1]) < len(sets[2])
 
 
+def test_single_waits_change_nothing_however_many() -> None:
+    choices = chosen_on(SLOW, ONE)
+    before = set(choices.chosen)
+    for _ in range(10 * SURPRISES_MAX):
+        assert learned(choices, None, SLOW, stall_s=1.0) == before
+        assert learned(choices, None, SLOW, stall_s=0.0) == before
+
+
 def test_waits_that_were_expected_change_nothing() -> None:
     # To compute its one block again costs a second, the wait less; with the next share, more.
     one = measured([Block(0, 1.0, 1000 * MIB, 0)])

@@ -6,7 +6,7 @@ theirs. Of nested blocks the outermost is chosen for.
 [Note: what may be computed again] A block that changes its arguments, its parameters or its buffers
 (the running statistics of a batch normalisation) would change them twice. So each object is called
 plainly first, in training and in evaluation, and is never computed again if a version counter moved
-meanwhile.
+meanwhile, or, as kernels change statistics without one, a byte of a buffer.
 """
 
 from __future__ import annotations
@@ -58,6 +58,8 @@ class _Call:
 
     key: int
     thread: int
+    is_tried: bool
+    """Whether the object was called plainly before."""
     is_recomputed: bool
     began_s: float
     eligible_bytes: int
@@ -113,16 +115,20 @@ class Blocks:
         call = self._begin(owner, tensors)
         if call is None:
             return function(*arguments, **keywords)
-        before = _versions(owner, tensors)
         try:
+            before = _versions(owner, tensors)
+            buffers = [] if call.is_tried else _buffers(owner)
+            copies = [one.clone() for one in buffers]
             if call.is_recomputed:
                 result = self._checkpointed(function, arguments, keywords)
             else:
                 result = function(*arguments, **keywords)
+            is_unchanged = _versions(owner, tensors) == before
+            is_unchanged &= all(map(torch.equal, buffers, copies))
         except BaseException:
             self._call = None
             raise
-        self._end(call, owner, tensors, is_unchanged=_versions(owner, tensors) == before)
+        self._end(call, owner, tensors, is_unchanged=is_unchanged)
         return result
 
     def _begin(self, owner: Any, tensors: list[Tensor]) -> _Call | None:
@@ -143,11 +149,14 @@ class Blocks:
                 return None
             here = self._open()
             here.key = hash((here.key, *((tuple(one.shape), one.dtype) for one in tensors)))
+            known = _tried(self._tried, owner)
+            is_training = _is_training(owner)
             is_chosen = here.key in self._choices.chosen
             self._call = _Call(
                 here.key,
                 threading.get_ident(),
-                is_chosen and _tried(self._tried, owner).get(_is_training(owner), False),
+                is_training in known,
+                is_chosen and known.get(is_training, False),
                 self._rounds.now_s,
                 self._eligible.nbytes,
             )
@@ -267,6 +276,10 @@ def _versions(owner: Any, tensors: list[Tensor]) -> list[int]:
     if isinstance(owner, nn.Module):
         own = chain(owner.parameters(), owner.buffers())
     return [one._version for one in chain(tensors, own) if not one.is_inference()]  # noqa: SLF001
+
+
+def _buffers(owner: Any) -> list[Tensor]:
+    return list(owner.buffers()) if isinstance(owner, nn.Module) else []
 
 
 def _bytes_of(tensors: list[Tensor]) -> int:
