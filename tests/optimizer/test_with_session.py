@@ -20,7 +20,7 @@ import ssdtrain
 import support
 from children import forked_python
 from ssdtrain import BudgetError, ConfigError, offload_optimizer
-from ssdtrain.optimizer import offloaded, on_copies
+from ssdtrain.optimizer import in_backward_update, offloaded
 from ssdtrain.optimizer.buffers import Buffers
 from ssdtrain.optimizer.offload import STATE_MIN_BYTES
 from ssdtrain.sharing import Budget
@@ -105,7 +105,7 @@ def test_equal_bits(kind: str, overlap: Any, bound: int | None, tmp_path: Path) 
 def watched_updates(monkeypatch: pytest.MonkeyPatch, look: Any) -> Iterator[None]:
     """Call ``look`` before and after each update of a part, in whichever thread it is made."""
     with monkeypatch.context() as patch:
-        for module in (offloaded, on_copies):
+        for module in (offloaded, in_backward_update):
             update = module.update
 
             def watched(*arguments: Any, update: Any = update) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -37,6 +39,10 @@ WITHOUT_BYTES = (
 """What a weight can answer without its bytes."""
 
 
+CALLS_MAX = 8
+"""More functions of torch that ask within each other are one that asks for ever."""
+
+
 class AwayParameter(Watched, Parameter):
     """A parameter whose bytes are on the disk."""
 
@@ -46,7 +52,15 @@ class AwayParameter(Watched, Parameter):
 
     @classmethod
     def _look_everywhere(cls) -> None:
-        raise UnsupportedError(NOT_IN_PYTHON)
+        # Mostly another thread has brought it since torch looked at the class. If it has not, the
+        # function of torch comes here again and again, with it in a container of its own.
+        code = Watched.__torch_function__.__code__
+        calls, frame = 0, sys._getframe(1)  # noqa: SLF001 - the public way lists them all
+        while (caller := frame.f_back) is not None:
+            calls += frame.f_code is code
+            frame = caller
+        if calls > CALLS_MAX:
+            raise UnsupportedError(NOT_IN_PYTHON)
 
 
 def is_away(weight: Tensor) -> bool:
