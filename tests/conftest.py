@@ -70,6 +70,17 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     terminalreporter.line(f"{seconds.total():7.1f} s  all {len(seconds)} files")
 
 
+@pytest.fixture(autouse=True)
+def _nothing_compiled() -> Iterator[None]:
+    """Have torch forget what a test compiled: updates beside the forward ask for it (Deferred)."""
+    yield
+    compiler = sys.modules.get("torch._dynamo.convert_frame")
+    if compiler is not None and compiler.FRAME_COUNTER > 0:
+        import torch  # noqa: PLC0415 - as below
+
+        torch._dynamo.reset()
+
+
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """Tensors as small as those of tests gain nothing from threads, and lose on a busy machine."""
