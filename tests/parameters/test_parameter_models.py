@@ -328,7 +328,7 @@ def unseen_step(training: Training, number: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["mlp", "tied", "shared"])
-def test_updates_in_backward_are_made_in_step(name: str, tmp_path: Path) -> None:
+def test_updates_in_backward(name: str, tmp_path: Path) -> None:
     case = Case(CASES[name].build, CASES[name].loss, unseen_step)
     prove(case, tmp_path, Way(optimizer="backward"))
 

@@ -100,7 +100,10 @@ class WeightPair(saved_tensors_hooks):
 
     def __init__(self, below: Hooks | None, keeping: Hooks) -> None:
         pack_below, unpack_below = keeping if below is None else below
-        self._below: list[Any] = [pack_below]
+        # Not found through `self`, which has the hooks: a graph without such a cycle is freed as
+        # soon as nobody has it, also the part of it that the hooks of a checkpoint lead to.
+        packs_below: list[Any] = [pack_below]
+        self._below = packs_below
 
         def pack(tensor: Tensor) -> object:
             if type(tensor) in (Tensor, Parameter, AwayParameter) and not tensor.is_sparse:
@@ -108,7 +111,7 @@ class WeightPair(saved_tensors_hooks):
                 param = None if weight is None else weight.param
                 if weight is not None and param is not None and _is_view(tensor, param):
                     return SavedWeight(weight, param, tensor)
-            return self._below[0](tensor)
+            return packs_below[0](tensor)
 
         def unpack(packed: object) -> Tensor:
             if type(packed) is SavedWeight:
