@@ -412,6 +412,7 @@ def test_models_that_were_changed_before(change: Callable[[Any], None], tmp_path
         support.assert_equal_bits(one, other)
 
 
+@pytest.mark.defends("shared weights stay")
 @pytest.mark.parametrize("keeps_copies", [False, True])
 def test_shared_memory_stays_shared(keeps_copies: bool, tmp_path: Path) -> None:
     """Another process may have it from then on, so it cannot leave any more."""

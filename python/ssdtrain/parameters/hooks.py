@@ -77,7 +77,7 @@ class SavedWeight:
         """Bring the weight back, and return the view that was saved."""
         param = self._weight.param
         assert param is not None, "the graph has the parameter"
-        check_version(
+        check_version(  # defence: version of a saved weight
             param,
             self._version,
             lambda: f"the weight {self._weight.name} {describe(param.dtype, self._size)}",
@@ -90,6 +90,7 @@ class SavedWeight:
             if self._is_itself:
                 # Autograd too has the parameter as it is now.
                 return saved
+            # defence: other memory of a saved weight
             if weight.times_replaced != self._times_replaced:
                 raise RuntimeError(REPLACED.format(weight.name))
             return saved.as_strided(self._size, self._stride, self._offset)
