@@ -19,18 +19,3 @@ def _one_thread() -> Iterator[None]:
     yield
     gc.unfreeze()
     torch.set_num_threads(threads)
-
-
-NOT_MENDED = {
-    "test_models[gradient in forward": "weights of a graph made in forward stay until a later use",
-    "test_updates_in_backward_are_made_in_step[shared]": "its updates leave no weight on the disk",
-    "test_evaluation_in_between[checkpoint, not reentrant]": "an extent outlives the model",
-}
-"""Known defects of memory and space, none of bits; the tests say when one is gone."""
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        for name, reason in NOT_MENDED.items():
-            if item.name.startswith(name):
-                item.add_marker(pytest.mark.xfail(reason=reason, raises=AssertionError))

@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 import ssdtrain
 import support
@@ -90,6 +92,41 @@ def raw(held: Any) -> bytes:
     if isinstance(held, Tensor):
         return support.bits(held)
     return bytes(held) if isinstance(held, torch.UntypedStorage) else np.asarray(held).tobytes()
+
+
+class Packed:
+    """What a user's hooks put into a graph."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+@pytest.mark.parametrize("goes_back", [False, True])
+def test_a_graph_that_is_dropped_is_freed_at_once(goes_back: bool, tmp_path: Path) -> None:
+    """Also one with parts to compute again: a collection of garbage sees no cycle through it."""
+    model = offloaded(layers(), tmp_path)
+    packed: list[weakref.ref[Packed]] = []
+
+    def pack(tensor: Tensor) -> Packed:
+        one = Packed(tensor)
+        packed.append(weakref.ref(one))
+        return one
+
+    gc.collect()
+    gc.disable()
+    try:
+        with saved_tensors_hooks(pack, lambda one: one.tensor):
+            x = numbered(1, 2, WIDTH).requires_grad_()
+            y = x
+            for layer in model.children():
+                y = checkpoint(layer, y, use_reentrant=False)
+        assert any(one() is not None for one in packed)
+        if goes_back:
+            y.sum().backward()
+        del y
+        assert not any(one() is not None for one in packed)
+    finally:
+        gc.enable()
 
 
 def test_a_state_dict_over_steps_is_live(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ssdtrain
 from weights_away import (
+    EACH_WAY,
     STEPS,
     WAYS,
     WIDTH,
@@ -302,7 +303,7 @@ CASES: dict[str, Case] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", EACH_WAY)
 @pytest.mark.parametrize("name", CASES)
 def test_models(name: str, way: str, tmp_path: Path) -> None:
     with warnings.catch_warnings():
@@ -328,7 +329,7 @@ def unseen_step(training: Training, number: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["mlp", "tied", "shared"])
-def test_updates_in_backward_are_made_in_step(name: str, tmp_path: Path) -> None:
+def test_updates_in_backward(name: str, tmp_path: Path) -> None:
     case = Case(CASES[name].build, CASES[name].loss, unseen_step)
     prove(case, tmp_path, Way(optimizer="backward"))
 

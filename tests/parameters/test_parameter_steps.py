@@ -16,6 +16,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 import ssdtrain
 from ssdtrain import TensorStore
 from weights_away import (
+    EACH_WAY,
     WAYS,
     WIDTH,
     Case,
@@ -273,14 +274,14 @@ STEPS: dict[str, Case] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", EACH_WAY)
 @pytest.mark.parametrize("name", STEPS)
 def test_steps(name: str, way: str, tmp_path: Path) -> None:
     prove(STEPS[name], tmp_path, WAYS[way])
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", EACH_WAY)
 def test_a_graph_of_the_backward(way: str, tmp_path: Path) -> None:
     prove(Case(smooth, step=graph_of_backward, keeps_bound=False), tmp_path, WAYS[way])
 
@@ -304,7 +305,7 @@ def scaled(training: Training, number: int) -> None:
 
 
 @pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", EACH_WAY)
 def test_a_scaler_that_leaves_steps_out(way: str, fused: bool, tmp_path: Path) -> None:
     make = partial(torch.optim.AdamW, lr=1e-2, fused=fused)
     # A fused update takes all weights at once.

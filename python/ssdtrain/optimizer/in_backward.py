@@ -232,6 +232,7 @@ class InBackward:
         self._error = None
         self._noted.clear()
         self._waiting, self._waiting_bytes = [], 0
+        self._settling = []
         self._drop_in_step(host)
 
     def _drop_in_step(self, host: Host) -> None:
@@ -276,23 +277,18 @@ class InBackward:
         # finds without its update: both are taken into account there.
         self._taken[id(param)] = record
         record.stand_in(self._drop)
-        self._keep_weight(host, now, record)
-        self._wait(host, now, record)
-
-    def _keep_weight(self, host: Host, now: Round, record: Taken) -> None:
-        """Have a weight that may leave stay for its update, which the backward has just used.
-
-        The thread of the updates cannot have others leave: this one may be using them.
-        """
         weight = weight_of(record.param)
-        if weight is None:
-            return
-        if self._kept_bytes + weight.nbytes > weight.owner.max_resident_bytes // KEPT_SHARE:
-            self._cut(host, now)
-            self.join()
-            self._kept_bytes = 0
-        self._kept_bytes += weight.nbytes
-        weight.begin_use(record.param, record)
+        if weight is not None:
+            # The thread of the updates cannot have others leave, as this one may be using them: so
+            # what the backward has just used stays for its update.
+            weight.begin_use(record.param, record)
+        self._wait(host, now, record)
+        if weight is not None:
+            self._kept_bytes += weight.nbytes
+            if self._kept_bytes > weight.owner.max_resident_bytes // KEPT_SHARE:
+                self._cut(host, now)
+                self.join()
+                self._kept_bytes = 0
 
     def _wait(self, host: Host, now: Round, record: Taken) -> None:
         size = host._bytes_of(record.param)
@@ -430,6 +426,8 @@ class InBackward:
         if host._undo is not None:
             # From here on an interrupt of the other thread must not undo a part of the step.
             host._undo.forget()
+        # What has these has their bytes, which leave with their weights.
+        self._settling = []
         self._in_step = []
         self._round = None
 

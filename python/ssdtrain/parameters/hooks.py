@@ -77,7 +77,7 @@ class SavedWeight:
         """Bring the weight back, and return the view that was saved."""
         param = self._weight.param
         assert param is not None, "the graph has the parameter"
-        check_version(
+        check_version(  # defence: version of a saved weight
             param,
             self._version,
             lambda: f"the weight {self._weight.name} {describe(param.dtype, self._size)}",
@@ -90,6 +90,7 @@ class SavedWeight:
             if self._is_itself:
                 # Autograd too has the parameter as it is now.
                 return saved
+            # defence: other memory of a saved weight
             if weight.times_replaced != self._times_replaced:
                 raise RuntimeError(REPLACED.format(weight.name))
             return saved.as_strided(self._size, self._stride, self._offset)
@@ -100,7 +101,10 @@ class WeightPair(saved_tensors_hooks):
 
     def __init__(self, below: Hooks | None, keeping: Hooks) -> None:
         pack_below, unpack_below = keeping if below is None else below
-        self._below: list[Any] = [pack_below]
+        # Not found through `self`, which has the hooks: a graph without such a cycle is freed as
+        # soon as nobody has it, also the part of it that the hooks of a checkpoint lead to.
+        packs_below: list[Any] = [pack_below]
+        self._below = packs_below
 
         def pack(tensor: Tensor) -> object:
             if type(tensor) in (Tensor, Parameter, AwayParameter) and not tensor.is_sparse:
@@ -108,7 +112,7 @@ class WeightPair(saved_tensors_hooks):
                 param = None if weight is None else weight.param
                 if weight is not None and param is not None and _is_view(tensor, param):
                     return SavedWeight(weight, param, tensor)
-            return self._below[0](tensor)
+            return packs_below[0](tensor)
 
         def unpack(packed: object) -> Tensor:
             if type(packed) is SavedWeight:

@@ -216,10 +216,12 @@ class Weight(Watcher):
         self.note_memory()
         if self.has_foreign_memory:
             # Of memory of a file, of numpy or of another library torch cannot tell who has it.
+            # defence: weights on memory of others stay
             if why_staying(param) is not None or not param.untyped_storage().resizable():
                 return False
             self.has_foreign_memory = False
             self._take_form()
+        # defence: shared weights stay
         return not param.untyped_storage().is_shared()
 
     def _take_form(self) -> None:

@@ -47,7 +47,7 @@ class Writes:
     def send(self, weight: Weight) -> None:
         """Have the disk take the bytes of a weight that has left, unless it has them already."""
         total = weight.checksum()
-        if weight.sum == total:
+        if weight.sum == total:  # defence: a changed weight is written again
             weight.source = None
             return
         if weight.sum is None:

@@ -109,15 +109,15 @@ impl Leaving {
         memory: &Bound<'_, PyAny>,
     ) -> PyResult<bool> {
         let py = weight.py();
-        // No weight leaves beside busy threads
+        // defence: no weight leaves beside busy threads
         if self.is_a_thread_busy(py)? {
             return Ok(false);
         }
-        // No weight leaves that is used
+        // defence: no weight leaves that is used
         if keeper.getattr(intern!(py, "users"))?.is_truthy()? {
             return Ok(false);
         }
-        // No weight leaves that others have
+        // defence: no weight leaves that others have
         if users_of(self.given.count_users.bind(py), weight)? != self.alone {
             return Ok(false);
         }
