@@ -12,15 +12,9 @@ hidden states' bytes, at no more than 1.02 times the time, with every loss and g
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import subprocess
 import sys
-import tempfile
 from contextlib import ExitStack
-from dataclasses import asdict
-from datetime import UTC, datetime
-from pathlib import Path
 from time import perf_counter, process_time
 from typing import Any
 
@@ -31,9 +25,10 @@ from torch.utils.checkpoint import checkpoint
 
 import ssdtrain
 from ssdtrain.demo.counting import SavedStorageCounter
-from ssdtrain.demo.machine import busy_cpu_s, machine_facts
+from ssdtrain.demo.machine import busy_cpu_s
 from ssdtrain.demo.modes import gradients_digest
 from ssdtrain.machine.process_memory import reset_high_water_mark, status_bytes
+from turns import Child, answer, parser_of, started, write_record
 
 MIB = 1 << 20
 HEAD_WIDTH = 64
@@ -126,39 +121,7 @@ def run_child(mode: str, options: argparse.Namespace) -> None:
     """Train what standard input asks for, a line for each step; answer each with a line."""
     with ExitStack() as stack:
         trainee = Trainee(mode, options, stack)
-        for line in sys.stdin:
-            found = trainee.measured_step() if line.strip() == "measure" else trainee.step()
-            print(json.dumps(found), flush=True)
-
-
-class Child:
-    """A mode's process, seen from the parent."""
-
-    def __init__(self, mode: str, arguments: list[str]) -> None:
-        self.mode = mode
-        command = [sys.executable, __file__, *arguments, "--child", mode]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-
-    def ask(self, what: str) -> dict[str, Any]:
-        """Have it train a step."""
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None
-        assert stdout is not None
-        stdin.write(what + "\n")
-        stdin.flush()
-        line = stdout.readline()
-        if not line:
-            raise RuntimeError(f"the process of {self.mode!r} ended; its last words are above")
-        found: dict[str, Any] = json.loads(line)
-        return found
-
-    def end(self) -> None:
-        """Close its input, at which it ends."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
+        answer(lambda line: trainee.measured_step() if line == "measure" else trainee.step())
 
 
 def compare(children: list[Child], pair_count: int) -> dict[str, Any]:
@@ -170,12 +133,12 @@ def compare(children: list[Child], pair_count: int) -> dict[str, Any]:
     for number in range(pair_count):
         # Each goes first in every second pair.
         order = children if number % 2 == 0 else children[::-1]
-        found = {child.mode: child.ask("step") for child in order}
+        found = {child.name: child.ask("step") for child in order}
         steps += found.values()
         pairs.append([found[mode] for mode in MODES])
         told = [f"{one['seconds']:.2f} s ({one['cpu_s']:.2f} s CPU)" for one in pairs[-1]]
         print(f"pair {number + 1}: {', '.join(told)}", flush=True)
-    memory = {child.mode: child.ask("measure") for child in children}
+    memory = {child.name: child.ask("measure") for child in children}
     steps += memory.values()
     return {
         "pairs": pairs,
@@ -232,19 +195,12 @@ def report(found: dict[str, Any], options: argparse.Namespace) -> str:
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     """Read the options, and refuse what no model can be built from."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument(
-        "--dir", type=Path, help="a directory on a local file system (default: a new one here)"
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--sequence", type=int, default=16384, help="a multiple of --window")
     parser.add_argument("--hidden", type=int, default=256, help="a multiple of 64")
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--window", type=int, default=128)
     parser.add_argument("--pairs", type=int, default=9, help="timed steps of each")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--json", type=Path, help="write the figures here too")
     parser.add_argument("--child", choices=MODES, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.sequence % options.window or options.hidden % HEAD_WIDTH or options.pairs < 1:
@@ -258,30 +214,13 @@ def main(arguments: list[str]) -> int:
     if options.child is not None:
         run_child(options.child, options)
         return 0
-    with (
-        tempfile.TemporaryDirectory(dir=options.dir or Path.cwd()) as directory,
-        ExitStack() as stack,
-    ):
-        children = []
-        for mode in MODES:
-            child = Child(mode, [*arguments, "--dir", directory])
-            stack.callback(child.end)
-            children.append(child)
+    ways = [(mode, mode) for mode in MODES]
+    with started(ways, __file__, arguments, options.dir) as (children, _):
         found = compare(children, options.pairs)
     print(report(found, options))
-    if options.json is not None:
-        asked = {name: getattr(options, name) for name in ASKED}
-        pairs = found.pop("pairs")
-        medians = {key: medians_of(pairs, key) for key in ("seconds", "cpu_s")}
-        record = {
-            "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-            "machine": asdict(machine_facts(options.dir)) | {"directory": None},
-            **asked,
-            "pair_count": len(pairs),
-            **medians,
-            **found,
-        }
-        options.json.write_text(json.dumps(record, indent=1) + "\n")
+    pairs = found.pop("pairs")
+    medians = {key: medians_of(pairs, key) for key in ("seconds", "cpu_s")}
+    write_record(options, ASKED, {"pair_count": len(pairs), **medians, **found})
     return 0 if found["bit_equal"] else 1
 
 

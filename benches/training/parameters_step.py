@@ -17,14 +17,9 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import statistics
-import subprocess
 import sys
-import tempfile
 from contextlib import ExitStack
-from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 from time import perf_counter, process_time
 from typing import Any
@@ -32,11 +27,12 @@ from typing import Any
 import torch
 
 import ssdtrain
-from ssdtrain.demo.machine import busy_cpu_s, machine_facts
+from ssdtrain.demo.machine import busy_cpu_s
 from ssdtrain.demo.models import build_trainee
 from ssdtrain.demo.options import TrainingOptions
 from ssdtrain.demo.text import ByteBatches, standard_library_text
 from ssdtrain.machine.process_memory import RESET_HIGH_WATER_MARK
+from turns import Child, answer, parser_of, started, write_record
 
 MIB = 1 << 20
 GOAL = 1.15
@@ -170,53 +166,24 @@ class Disk:
 def run_child(share: float, given: argparse.Namespace) -> None:
     """Train what standard input asks for, a line for each step; answer each with a line."""
     trainee = Trainee(share, given)
-    for line in sys.stdin:
-        found = trainee.step() if line.strip() == "step" else trainee.last_words()
-        print(json.dumps(found), flush=True)
+    answer(lambda line: trainee.step() if line == "step" else trainee.last_words())
 
 
-class Child:
-    """A way's process, seen from the parent."""
+def step_of(child: Child) -> dict[str, Any]:
+    """Have a process train a step; add the memory that it had before it and at most in it."""
+    proc = Path("/proc") / str(child.pid)
+    before = status_bytes_of(proc, "VmRSS")
+    (proc / "clear_refs").write_text(RESET_HIGH_WATER_MARK)
+    found = child.ask("step")
+    return {**found, "rss_bytes": before, "rss_bytes_peak": status_bytes_of(proc, "VmHWM")}
 
-    def __init__(self, share: float, arguments: list[str]) -> None:
-        self.name = name_of(share)
-        command = [sys.executable, __file__, *arguments, "--child", str(share)]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        self._proc = Path("/proc") / str(self._process.pid)
 
-    def step(self) -> dict[str, Any]:
-        """Have it train a step; add the memory that it had before it and at most in it."""
-        before = self._status_bytes("VmRSS")
-        (self._proc / "clear_refs").write_text(RESET_HIGH_WATER_MARK)
-        found = self.ask("step")
-        return {**found, "rss_bytes": before, "rss_bytes_peak": self._status_bytes("VmHWM")}
-
-    def ask(self, what: str) -> dict[str, Any]:
-        """Have it answer a line."""
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None
-        assert stdout is not None
-        stdin.write(what + "\n")
-        stdin.flush()
-        line = stdout.readline()
-        if not line:
-            raise RuntimeError(f"the process of {self.name!r} ended; its last words are above")
-        found: dict[str, Any] = json.loads(line)
-        return found
-
-    def end(self) -> None:
-        """Close its input, at which it ends."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
-
-    def _status_bytes(self, field: str) -> int:
-        for line in (self._proc / "status").read_text().splitlines():
-            if line.startswith(f"{field}:"):
-                return int(line.split()[1]) << 10
-        raise RuntimeError(f"{self._proc / 'status'} has no line {field}")
+def status_bytes_of(proc: Path, field: str) -> int:
+    """Return what the kernel tells of the memory of a process."""
+    for line in (proc / "status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) << 10
+    raise RuntimeError(f"{proc / 'status'} has no line {field}")
 
 
 def name_of(share: float) -> str:
@@ -227,12 +194,12 @@ def name_of(share: float) -> str:
 def compare(children: list[Child], disk: Disk, round_count: int) -> dict[str, Any]:
     """Train in turns; return the rounds and what each process says at its end."""
     losses: list[set[str]] = [
-        {child.step()["loss"] for child in children} for _ in range(WARM_UP_COUNT)
+        {step_of(child)["loss"] for child in children} for _ in range(WARM_UP_COUNT)
     ]
     rounds: list[dict[str, Any]] = []
     for number in range(round_count):
         first = number % len(children)
-        steps = {child.name: child.step() for child in children[first:] + children[:first]}
+        steps = {child.name: step_of(child) for child in children[first:] + children[:first]}
         rounds.append({"disk": disk.rates(), "steps": steps})
         losses.append({step["loss"] for step in steps.values()})
         told = (f"{child.name} {steps[child.name]['seconds']:.2f} s" for child in children)
@@ -331,12 +298,7 @@ def report(rows: dict[str, dict[str, Any]], disk: dict[str, float]) -> str:
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     """Read the options."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument(
-        "--dir", type=Path, help="a directory on a local file system (default: a new one here)"
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd")
     parser.add_argument("--fused", action="store_true", help="AdamW's fused code")
     parser.add_argument("--buffer-bytes", default="64MiB", help="of ssdtrain.offload_optimizer")
@@ -346,8 +308,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--shares", default="0.5,0.25", help="of the weights, as bounds")
     parser.add_argument("--rounds", type=int, default=9, help="timed steps of each way")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--json", type=Path, help="write the figures here too")
     parser.add_argument("--child", type=float, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     given.shares = [float(share) for share in given.shares.split(",")]
@@ -362,16 +322,12 @@ def main(arguments: list[str]) -> int:
     if given.child is not None:
         run_child(given.child, given)
         return 0
+    ways = [(name_of(share), str(share)) for share in (PLAIN, *given.shares)]
     with (
-        tempfile.TemporaryDirectory(dir=given.dir or Path.cwd()) as directory,
+        started(ways, __file__, arguments, given.dir) as (children, directory),
         ExitStack() as stack,
     ):
-        children = []
-        for share in (PLAIN, *given.shares):
-            child = Child(share, [*arguments, "--dir", directory])
-            stack.callback(child.end)
-            children.append(child)
-        found = compare(children, Disk(Path(directory), stack), given.rounds)
+        found = compare(children, Disk(directory, stack), given.rounds)
     rows = {child.name: row_of(child.name, found) for child in children}
     refuse_nothing(rows, found)
     disk = {
@@ -379,15 +335,7 @@ def main(arguments: list[str]) -> int:
         for way in ("read", "write")
     }
     print(report(rows, disk))
-    if given.json is not None:
-        record = {
-            "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-            "machine": asdict(machine_facts(given.dir)) | {"directory": None},
-            **{name: getattr(given, name) for name in ASKED},
-            "disk_bytes_per_s": disk,
-            "rows": rows,
-        }
-        given.json.write_text(json.dumps(record, indent=1) + "\n")
+    write_record(given, ASKED, {"disk_bytes_per_s": disk, "rows": rows})
     return 0
 
 

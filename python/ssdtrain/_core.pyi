@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any, Final, final
+from typing import Any, Final, TypedDict, final
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -584,31 +584,34 @@ class Rounds:
     def give_way(self) -> None:
         """Give up what was read ahead."""
 
+class _Given(TypedDict):
+    """What ``Leaving`` is given of Python and of torch."""
+
+    plain: type
+    """The class of weights."""
+    away: type
+    """The class of those that are away."""
+    count_users: Callable[[int], int]
+    current_frames: Callable[[], dict[int, Any]]
+    """A function of ``sys``."""
+    thread: Callable[[], int]
+    """A function of ``threading``."""
+    idle: frozenset[Any]
+    """The code in which a thread waits and calls nothing of torch."""
+    known: set[int]
+    """The numbers of threads that say which weights they use."""
+    clock_of: Callable[[int], int]
+    """A function of ``time``."""
+    collector: object
+
 @final
 class Leaving:
     """How weights leave memory, each in one call during which no other thread runs Python.
 
-    ``plain`` is the class of weights, ``away`` that of those that are away. ``current_frames`` and
-    ``thread`` are functions of ``sys`` and ``threading``; ``idle`` is the code in which a thread
-    waits and calls nothing of torch; ``known`` has the numbers of threads that say which weights
-    they use; ``clock_of`` is a function of ``time``. ``alone`` is a weight whose storage nobody
-    else has.
+    ``alone`` is a weight whose storage nobody else has.
     """
 
-    def __new__(
-        cls,
-        *,
-        plain: type,
-        away: type,
-        count_users: Callable[[int], int],
-        current_frames: Callable[[], dict[int, Any]],
-        thread: Callable[[], int],
-        idle: frozenset[Any],
-        known: set[int],
-        clock_of: Callable[[int], int],
-        collector: object,
-        alone: Tensor,
-    ) -> Leaving: ...
+    def __new__(cls, given: _Given, alone: Tensor) -> Leaving: ...
     def leave(self, weight: Tensor, keeper: object, husk: Tensor, attribute: str) -> bool:
         """Take the bytes out of a weight, and give them to ``keeper.source``.
 

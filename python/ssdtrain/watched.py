@@ -10,8 +10,8 @@ from __future__ import annotations
 import copy
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -93,15 +93,14 @@ def _found(values: Iterable[Any]) -> Iterator[Tensor]:
 class Watched(Tensor):
     """What the classes of watched tensors share. No tensor is ever constructed as one."""
 
+    # Each class has its own; the metaclass of tensors knows no abstract methods.
+    _look_everywhere: ClassVar[Callable[[], None]]
+    """Has all looked at that a function of torch may have found in a container of its own."""
+
     @classmethod
     def _is_let_through(cls, func: Any) -> bool:
         """Whether a function needs no look."""
         return func in METADATA
-
-    @classmethod
-    def _look_everywhere(cls) -> None:
-        """Have all looked at that a function of torch may have found in a container of its own."""
-        raise NotImplementedError
 
     @classmethod
     def __torch_function__(

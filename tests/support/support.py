@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import inspect
+import io
 import os
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from children import forked_python
+from ssdtrain.__main__ import main
 from ssdtrain._core import SavedTensor, SimulatedDisk
 from ssdtrain.activations.failed_backward import drop_failed_backwards
 from ssdtrain.activations.hooks import Hooks
@@ -44,6 +46,7 @@ MODES = ("disk", "flight", "kept")
 Mode = Literal["disk", "flight", "kept"]
 
 IN_PLACE = "one of the variables needed for gradient computation has been modified by an inplace"
+EXIT_USAGE = 2
 POLLS_MAX = 10_000
 POLL_S = 0.001
 
@@ -342,6 +345,22 @@ def python(program: str, *arguments: str, **options: Any) -> subprocess.Complete
         timeout=120,
         **options,
     )
+
+
+def refusal(arguments: list[str], place: Path) -> str:
+    """Give the command line wrong arguments in an empty folder; return what it says.
+
+    It must end with the exit code of wrong usage, and leave no file.
+    """
+    said = io.StringIO()
+    with contextlib.chdir(place), contextlib.redirect_stderr(said):
+        try:
+            code: object = main(arguments)
+        except SystemExit as end:  # as argparse ends
+            code = end.code
+    assert code == EXIT_USAGE, said.getvalue()
+    assert list(place.iterdir()) == []
+    return said.getvalue()
 
 
 def say(*words: object) -> None:

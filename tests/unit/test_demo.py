@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ssdtrain.__main__ import main
-from ssdtrain.demo import command, machine, modes, report, runner, summary, text
+import support
+from ssdtrain.demo import machine, modes, report, runner, summary, text
 from ssdtrain.demo.counting import Sampler, SavedStorageCounter, is_weight
 from ssdtrain.demo.options import MemoryRecord, Mode, ModeRun, StepKind, StepRecord, TrainingOptions
 from ssdtrain.machine import process_memory
@@ -426,17 +426,6 @@ def test_the_demo_from_end_to_end_leaves_nothing_behind(tmp_path: Path) -> None:
     ],
 )
 def test_a_bad_argument_is_refused_at_once_with_a_way_out(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
-    message: str,
+    tmp_path: Path, arguments: list[str], message: str
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    try:
-        code: object = main(["demo", *arguments])
-    except SystemExit as end:  # as argparse ends
-        code = end.code
-    assert code == command.EXIT_USAGE
-    assert message in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
+    assert message in support.refusal(["demo", *arguments], tmp_path)

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 
+import support
 from checkout import BENCHES
-from ssdtrain.__main__ import main
-from ssdtrain.demo import command, memory_group, whole, whole_plan, whole_process, whole_report
+from ssdtrain.demo import memory_group, whole, whole_plan, whole_process, whole_report
 from ssdtrain.demo.gpt import ByteGPT
 from ssdtrain.demo.machine import machine_facts
 from ssdtrain.demo.options import TrainingOptions
@@ -285,21 +285,14 @@ def test_bits_are_compared_with_the_model_that_fits_if_there_is_no_other() -> No
     ],
 )
 def test_what_cannot_be_is_refused_with_a_way_out(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
-    message: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
 ) -> None:
     def run(mode: WholeMode, options: WholeOptions, group: object, told: object) -> WholeRun:
         assert mode == "fits", "no other may begin"
         return run_of("fits", options.training.layers)
 
     monkeypatch.setattr(whole, "_run", run)
-    monkeypatch.chdir(tmp_path)
-    assert main(["demo", "--whole", *arguments]) == command.EXIT_USAGE
-    assert message in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
+    assert message in support.refusal(["demo", "--whole", *arguments], tmp_path)
 
 
 @pytest.mark.parametrize("is_free", [True, False])

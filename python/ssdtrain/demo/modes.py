@@ -1,26 +1,22 @@
 """One process of the demo: trains the model under one mode and tells its parent, a line at a time.
 
-Run by the demo as `python -m ssdtrain.demo.modes MODE MEASURED OPTIONS`. Every line on its standard
-output is one JSON object with a key `event`.
+Run by the demo as `python -m ssdtrain.demo.modes MODE MEASURED OPTIONS`.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ssdtrain.demo.child import Emit, Traffic, exit_code_of, step_figures, take_standard_output
 from ssdtrain.demo.counting import Sampler, SavedStorageCounter
-from ssdtrain.demo.machine import busy_cpu_s
 from ssdtrain.demo.models import build_trainee
 from ssdtrain.demo.options import (
     MODES,
@@ -31,26 +27,15 @@ from ssdtrain.demo.options import (
     TrainingOptions,
 )
 from ssdtrain.demo.text import ByteBatches, load_text
-from ssdtrain.errors import SsdtrainError
 from ssdtrain.machine.process_memory import MemoryUnknownError, reset_high_water_mark, status_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from contextlib import AbstractContextManager
 
     from torch import nn
 
 LEARNING_RATE = 1e-3
 """Small enough for a loss that falls from the first step on, without a schedule."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Traffic:
-    """What offload has done so far; all zero in the other modes."""
-
-    bytes_written: int = 0
-    bytes_read: int = 0
-    stall_s: float = 0.0
 
 
 class ModeProcess:
@@ -79,22 +64,16 @@ class ModeProcess:
         """Train one step; only forward, backward and optimizer are timed."""
         text = self._batches.at(self._step_count)
         self._step_count += 1
-        before, cpu_before = self._traffic(), _foreign_cpu_s()
-        start = time.perf_counter()
-        loss = self._train(text)
-        seconds = time.perf_counter() - start
-        after, cpu_after = self._traffic(), _foreign_cpu_s()
-        foreign = None if cpu_before is None or cpu_after is None else cpu_after - cpu_before
+        found = step_figures(lambda: self._train(text), self._traffic)
         return StepRecord(
             kind=kind,
-            seconds=seconds,
-            loss=loss.hex(),
+            seconds=found.seconds,
+            loss=found.loss.hex(),
             gradients_digest=gradients_digest(self.parameters),
-            bytes_written=after.bytes_written - before.bytes_written,
-            bytes_read=after.bytes_read - before.bytes_read,
-            stall_s=after.stall_s - before.stall_s,
-            # The kernel counts in ticks of 10 ms, so a little less than nothing is possible.
-            foreign_cpu_s=None if foreign is None else max(0.0, foreign),
+            bytes_written=found.traffic.written_bytes,
+            bytes_read=found.traffic.read_bytes,
+            stall_s=found.traffic.stall_s,
+            foreign_cpu_s=found.foreign_cpu_s,
         )
 
     def measured_step(self) -> tuple[StepRecord, list[tuple[float, int]]]:
@@ -134,8 +113,8 @@ class ModeProcess:
             return Traffic()
         stats = self.session.stats
         return Traffic(
-            bytes_written=stats.bytes_written,
-            bytes_read=stats.bytes_read,
+            read_bytes=stats.bytes_read,
+            written_bytes=stats.bytes_written,
             stall_s=stats.stall_s,
         )
 
@@ -158,9 +137,7 @@ def _digest(gradient: torch.Tensor | None) -> bytes:
     return hashlib.sha256(raw.numpy().data).digest()
 
 
-def run_mode(
-    mode: Mode, options: TrainingOptions, *, measured: bool, emit: Callable[..., None]
-) -> None:
+def run_mode(mode: Mode, options: TrainingOptions, *, measured: bool, emit: Emit) -> None:
     """Train under one mode: a warm-up step, the timed steps, and perhaps a measured one."""
     with ExitStack() as stack:
         process = ModeProcess(mode, options, stack)
@@ -195,11 +172,6 @@ def run_mode(
         emit("end", summary="" if process.session is None else str(process.session))
 
 
-def _foreign_cpu_s() -> float | None:
-    busy = busy_cpu_s()
-    return None if busy is None else busy - time.process_time()
-
-
 def _open_session(options: TrainingOptions, stack: ExitStack) -> Any:
     # Imported here: keep and recompute have no use for it.
     import ssdtrain  # noqa: PLC0415
@@ -210,38 +182,17 @@ def _open_session(options: TrainingOptions, stack: ExitStack) -> Any:
     return stack.enter_context(session)
 
 
-def take_standard_output() -> TextIO:
-    """Keep standard output for the protocol; whatever else prints there goes to standard error."""
-    sys.stdout.flush()
-    protocol = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    return protocol
-
-
 def main(arguments: list[str]) -> int:
     """Run one mode and return the exit code of the process."""
-    protocol = take_standard_output()
-
-    def emit(event: str, **fields: Any) -> None:
-        print(json.dumps({"event": event, **fields}), file=protocol, flush=True)
-
+    emit = take_standard_output()
     name, measured, options = arguments
     (mode,) = (mode for mode in MODES if mode == name)
-    try:
-        run_mode(
-            mode,
-            TrainingOptions.from_json(options),
-            measured=measured == "measured",
-            emit=emit,
-        )
-    except (ImportError, OSError, SsdtrainError, ValueError) as error:
-        # What a user can mend: the message says how, a traceback would bury it.
-        emit("failure", message=f"{type(error).__name__}: {error}")
-        return 1
-    except Exception as error:
-        emit("failure", message=f"{type(error).__name__}: {error} (traceback above)")
-        raise
-    return 0
+
+    def run() -> None:
+        given = TrainingOptions.from_json(options)
+        run_mode(mode, given, measured=measured == "measured", emit=emit)
+
+    return exit_code_of(run, emit)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO
 
 from ssdtrain.demo.options import MemoryRecord, Mode, ModeRun, StepRecord, TrainingOptions
@@ -68,29 +69,37 @@ def run_all(
     return runs
 
 
-def run_process(mode: Mode, repeat: int, options: TrainingOptions, progress: Progress) -> ModeRun:
-    """Run one mode in a fresh process and wait for its end."""
-    # One measured step tells the peak and the curve; those of the later repeats would be the same.
-    measured = "measured" if repeat == 1 else "unmeasured"
-    command = [sys.executable, "-m", "ssdtrain.demo.modes", mode, measured, options.to_json()]
-    run = ModeRun(mode=mode, repeat=repeat)
-    ended = False
+@contextmanager
+def started(
+    module: str, *words: str, stdin: int = subprocess.DEVNULL
+) -> Iterator[subprocess.Popen[str]]:
+    """Run a module in a fresh process, which tells on its standard output, and wait for its end."""
     with subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
+        [sys.executable, "-m", module, *words],
+        stdin=stdin,
         stdout=subprocess.PIPE,
         text=True,
         encoding="utf-8",
         env={**os.environ, **SHARED_ENVIRONMENT},
     ) as process:
         try:
-            assert process.stdout is not None
-            for line in process.stdout:
-                ended = _take(json.loads(line), run, progress) or ended
+            yield process
         except BaseException:
             # Ctrl-C, or a closed terminal: a process of gigabytes must not go on alone.
             process.kill()
             raise
+
+
+def run_process(mode: Mode, repeat: int, options: TrainingOptions, progress: Progress) -> ModeRun:
+    """Run one mode in a fresh process and wait for its end."""
+    # One measured step tells the peak and the curve; those of the later repeats would be the same.
+    measured = "measured" if repeat == 1 else "unmeasured"
+    run = ModeRun(mode=mode, repeat=repeat)
+    ended = False
+    with started("ssdtrain.demo.modes", mode, measured, options.to_json()) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            ended = _take(json.loads(line), run, progress) or ended
     if run.failure is None and (process.returncode != 0 or not ended):
         run.failure = explain_end(process.returncode, len(run.steps))
     return run

@@ -8,9 +8,7 @@ the same training plainly, outside of it, to compare the bits and the time.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -21,7 +19,7 @@ from ssdtrain.demo.counting import Sampler
 from ssdtrain.demo.machine import machine_facts
 from ssdtrain.demo.memory_group import MemoryGroup, NoGroupError
 from ssdtrain.demo.options import TrainingOptions
-from ssdtrain.demo.runner import SHARED_ENVIRONMENT, explain_end
+from ssdtrain.demo.runner import explain_end, started
 from ssdtrain.demo.whole_options import (
     MemoryClass,
     WholeEnd,
@@ -113,21 +111,9 @@ def _run(
 ) -> WholeRun:
     """Run one mode in a fresh process and wait for its end."""
     run = WholeRun(mode=mode, layers=options.training.layers)
-    command = [sys.executable, "-m", "ssdtrain.demo.whole_process", mode, options.to_json()]
-    with subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        encoding="utf-8",
-        env={**os.environ, **SHARED_ENVIRONMENT},
-    ) as process:
-        try:
-            _follow(process, run, group, told)
-        except BaseException:
-            # Ctrl-C, or a closed terminal: a process of gigabytes must not go on alone.
-            process.kill()
-            raise
+    words = (mode, options.to_json())
+    with started("ssdtrain.demo.whole_process", *words, stdin=subprocess.PIPE) as process:
+        _follow(process, run, group, told)
     if run.failure is None and (process.returncode != 0 or run.end is None):
         run.failure = explain_end(process.returncode, len(run.steps))
     if group is not None:

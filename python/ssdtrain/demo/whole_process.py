@@ -2,28 +2,27 @@
 
 Run by the demo as `python -m ssdtrain.demo.whole_process MODE OPTIONS`. It says when it is ready,
 waits for a line on its standard input (meanwhile it may be put into a group with less memory), and
-trains. Every line on its standard output is one JSON object with a key `event`.
+trains.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import sys
 import time
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import ssdtrain
+from ssdtrain.demo.child import Emit, Traffic, exit_code_of, step_figures, take_standard_output
 from ssdtrain.demo.counting import SavedStorageCounter
 from ssdtrain.demo.gpt import ByteGPT, ByteGPTTrainee
-from ssdtrain.demo.machine import busy_cpu_s
-from ssdtrain.demo.modes import take_standard_output
 from ssdtrain.demo.text import ByteBatches, load_text
 from ssdtrain.demo.whole_options import (
     STATE_BYTES_PER_PARAMETER,
@@ -32,11 +31,7 @@ from ssdtrain.demo.whole_options import (
     WholeOptions,
     WholeStep,
 )
-from ssdtrain.errors import SsdtrainError
 from ssdtrain.machine.process_memory import status_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 LEARNING_RATE = 2e-5
 """Small enough for a loss that falls from the first step on, without a schedule."""
@@ -45,15 +40,6 @@ RAW_PIECE_COUNT = 16
 """What is written and read to know the disk's rates."""
 RAW_ROUNDS = 3
 """The best one counts: the first also makes the file and the memory."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Traffic:
-    """What went to the disk and came from it so far; all zero in a plain run."""
-
-    read_bytes: int = 0
-    written_bytes: int = 0
-    stall_s: float = 0.0
 
 
 class Plain:
@@ -209,7 +195,7 @@ class Whole(Plain):
             parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
 
 
-def run_mode(mode: str, options: WholeOptions, emit: Callable[..., None]) -> None:
+def run_mode(mode: str, options: WholeOptions, emit: Emit) -> None:
     """Train under one mode: a warm-up step and the timed ones."""
     training = options.training
     with ExitStack() as stack:
@@ -224,20 +210,16 @@ def run_mode(mode: str, options: WholeOptions, emit: Callable[..., None]) -> Non
         )
         for number in range(training.steps + 1):
             text = batches.at(number)
-            before, busy_s = process.traffic(), busy_cpu_s()
-            own_s, began_s = time.process_time(), time.perf_counter()
-            loss = process.step(text) if number else process.warm_up(text)
-            seconds, own_s = time.perf_counter() - began_s, time.process_time() - own_s
-            after, now_s = process.traffic(), busy_cpu_s()
-            foreign = None if busy_s is None or now_s is None else now_s - busy_s - own_s
+            train = process.step if number else process.warm_up
+            found = step_figures(partial(train, text), process.traffic)
             step = WholeStep(
                 kind="timed" if number else "warm-up",
-                seconds=seconds,
-                loss=loss.hex(),
-                read_bytes=after.read_bytes - before.read_bytes,
-                written_bytes=after.written_bytes - before.written_bytes,
-                stall_s=after.stall_s - before.stall_s,
-                foreign_cpu_s=foreign,
+                seconds=found.seconds,
+                loss=found.loss.hex(),
+                read_bytes=found.traffic.read_bytes,
+                written_bytes=found.traffic.written_bytes,
+                stall_s=found.traffic.stall_s,
+                foreign_cpu_s=found.foreign_cpu_s,
             )
             emit("step", **asdict(step))
         memory = process.memory()
@@ -286,25 +268,12 @@ def disk_rates(directory: str | None) -> tuple[float, float]:
 
 def main(arguments: list[str]) -> int:
     """Run one mode and return the exit code of the process."""
-    protocol = take_standard_output()
-
-    def emit(event: str, **fields: Any) -> None:
-        print(json.dumps({"event": event, **fields}), file=protocol, flush=True)
-
+    emit = take_standard_output()
     mode, given = arguments
     options = WholeOptions.from_json(given)
     emit("ready", libraries_bytes=status_bytes("VmRSS"))
     sys.stdin.readline()
-    try:
-        run_mode(mode, options, emit)
-    except (OSError, SsdtrainError, ValueError) as error:
-        # What a user can mend: the message says how, a traceback would bury it.
-        emit("failure", message=f"{type(error).__name__}: {error}")
-        return 1
-    except Exception as error:
-        emit("failure", message=f"{type(error).__name__}: {error} (traceback above)")
-        raise
-    return 0
+    return exit_code_of(lambda: run_mode(mode, options, emit), emit)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ from ssdtrain.optimizer.forward_order import ForwardOrder
 from ssdtrain.optimizer.in_backward import InBackward
 from ssdtrain.optimizer.lost import Lost
 from ssdtrain.optimizer.masters import Masters, refuse_shared_memory
-from ssdtrain.optimizer.state import Disk, ParameterState, States
+from ssdtrain.optimizer.state import Disk, ParameterState
 from ssdtrain.optimizer.stats import OptimizerStats
 from ssdtrain.optimizer.trial import Habits
 from ssdtrain.optimizer.undo import NOT_UNDONE, UNDONE_LATE, Undo, restore, undone_if_it_fails
@@ -67,10 +67,7 @@ class Offloaded(WholeState):
     _state_share: float
     _step_count_done: int
     _step_s: float
-    _waited_s: float
     _order: ForwardOrder | None
-    _updates: Deferred | None
-    _in_backward: InBackward | None
     _changes_groups: bool
 
     def _begin(
@@ -109,21 +106,6 @@ class Offloaded(WholeState):
         self._patch_step_function()
 
     @property
-    def state(self) -> Any:
-        """The state of each parameter, after the last step and all its updates."""
-        self.synchronize()
-        self._give_up()
-        return self._states
-
-    @state.setter
-    def state(self, states: Any) -> None:
-        self.synchronize()
-        self._give_up()
-        adopted = States()
-        adopted.adopt(states)
-        vars(self)["state"] = adopted
-
-    @property
     def param_groups(self) -> Any:
         """The groups of parameters, with the options that the next step will use."""
         if self._changes_groups:
@@ -133,30 +115,6 @@ class Offloaded(WholeState):
     @param_groups.setter
     def param_groups(self, groups: Any) -> None:
         vars(self)["param_groups"] = groups
-
-    def synchronize(self) -> None:
-        """Wait until all updates are made; raise what went wrong with them.
-
-        With ``overlap="forward"`` every use of a weight or of its gradient through torch waits for
-        them by itself. This is for what torch does not see: code in C++ that gets a weight of a
-        module other than the one called, ``torch.func``, ``torch.tensor(weight)`` and the like.
-        With ``overlap="backward"`` it waits for those that have begun; ``step`` puts them in place.
-
-        Raises:
-            StorageError: State could not be read back; see ``step``.
-
-        """
-        if self._in_backward is not None:
-            self._in_backward.join()
-        updates = self._updates
-        if updates is None:
-            return
-        try:
-            updates.settle()
-        finally:
-            if updates.has_ended():
-                self._waited_s += updates.waited_s
-                self._updates = None
 
     @property
     def lost_parameters(self) -> list[Tensor]:
@@ -279,11 +237,6 @@ class Offloaded(WholeState):
                 raise
         if self._in_backward is not None:
             self._in_backward.watch()
-
-    def _give_up(self) -> None:
-        """Have weights and state of the last step, whatever has begun since in backward."""
-        if self._in_backward is not None:
-            self._in_backward.give_up()
 
     def _step_beside(self, order: ForwardOrder, options: dict[str, Any]) -> None:
         """Update what others may look at past us, and begin the updates of all else."""

@@ -9,9 +9,11 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ssdtrain.optimizer.deferred import Deferred
+from ssdtrain.optimizer.in_backward import InBackward
 from ssdtrain.optimizer.lost import Lost
 from ssdtrain.optimizer.masters import Masters, as_masters
-from ssdtrain.optimizer.state import Disk, ParameterState
+from ssdtrain.optimizer.state import Disk, ParameterState, States
 from ssdtrain.optimizer.undo import Undo
 
 __all__ = ["WholeState"]
@@ -29,19 +31,58 @@ class WholeState(Optimizer):
     _masters: Masters | None
     _undo: Undo | None
     _lost: Lost
+    _updates: Deferred | None
+    _in_backward: InBackward | None
+    _waited_s: float
 
     @property
     def _states(self) -> Any:
         """The state, for those who update it, or have waited."""
         return vars(self)["state"]
 
+    @property
+    def state(self) -> Any:
+        """The state of each parameter, after the last step and all its updates."""
+        self.synchronize()
+        self._give_up()
+        return self._states
+
+    @state.setter
+    def state(self, states: Any) -> None:
+        self.synchronize()
+        self._give_up()
+        adopted = States()
+        adopted.adopt(states)
+        vars(self)["state"] = adopted
+
     def synchronize(self) -> None:
-        """Wait until all updates are made."""
-        raise NotImplementedError
+        """Wait until all updates are made; raise what went wrong with them.
+
+        With ``overlap="forward"`` every use of a weight or of its gradient through torch waits for
+        them by itself. This is for what torch does not see: code in C++ that gets a weight of a
+        module other than the one called, ``torch.func``, ``torch.tensor(weight)`` and the like.
+        With ``overlap="backward"`` it waits for those that have begun; ``step`` puts them in place.
+
+        Raises:
+            StorageError: State could not be read back; see ``step``.
+
+        """
+        if self._in_backward is not None:
+            self._in_backward.join()
+        updates = self._updates
+        if updates is None:
+            return
+        try:
+            updates.settle()
+        finally:
+            if updates.has_ended():
+                self._waited_s += updates.waited_s
+                self._updates = None
 
     def _give_up(self) -> None:
-        """Have weights and state of the last step."""
-        raise NotImplementedError
+        """Have weights and state of the last step, whatever has begun since in backward."""
+        if self._in_backward is not None:
+            self._in_backward.give_up()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as ever; what is on the disk is read into tensors of its own."""

@@ -66,16 +66,18 @@ def _leaving() -> Leaving:
     with plainly():
         alone = Parameter(torch.zeros(1))
     return Leaving(
-        plain=Parameter,
-        away=AwayParameter,
-        count_users=count_users,
-        current_frames=sys._current_frames,  # noqa: SLF001 - there is no public name
-        thread=threading.get_ident,
-        idle=WAITING,
-        known=KNOWN_THREADS,
-        clock_of=time.pthread_getcpuclockid,
-        collector=gc,
-        alone=alone,
+        {
+            "plain": Parameter,
+            "away": AwayParameter,
+            "count_users": count_users,
+            "current_frames": sys._current_frames,  # noqa: SLF001 - there is no public name
+            "thread": threading.get_ident,
+            "idle": WAITING,
+            "known": KNOWN_THREADS,
+            "clock_of": time.pthread_getcpuclockid,
+            "collector": gc,
+        },
+        alone,
     )
 
 

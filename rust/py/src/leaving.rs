@@ -15,6 +15,15 @@ use ssdtrain_core as core;
 
 #[pyclass(frozen, module = "ssdtrain._core")]
 pub struct Leaving {
+    given: Given,
+    /// What is counted for a weight whose storage nobody else has.
+    alone: Users,
+}
+
+/// What Python gives, each by its name in a dict.
+#[derive(FromPyObject)]
+#[pyo3(from_item_all)]
+struct Given {
     plain: Py<PyType>,
     away: Py<PyType>,
     count_users: Py<PyAny>,
@@ -27,8 +36,6 @@ pub struct Leaving {
     /// Tells the clock of a thread, which says how the kernel knows it.
     clock_of: Py<PyAny>,
     collector: Py<PyAny>,
-    /// What is counted for a weight whose storage nobody else has.
-    alone: Users,
 }
 
 /// Who has a storage: tensors, as C++ counts them, and references to its object in Python.
@@ -42,37 +49,11 @@ struct Users {
 impl Leaving {
     /// `alone` is a weight whose storage nobody else has.
     #[new]
-    #[pyo3(signature = (
-        *, plain, away, count_users, current_frames, thread, idle, known, clock_of, collector, alone
-    ))]
-    #[expect(clippy::too_many_arguments, reason = "keywords on the side of Python")]
-    fn new(
-        plain: Py<PyType>,
-        away: Py<PyType>,
-        count_users: Py<PyAny>,
-        current_frames: Py<PyAny>,
-        thread: Py<PyAny>,
-        idle: Py<PyFrozenSet>,
-        known: Py<PySet>,
-        clock_of: Py<PyAny>,
-        collector: Py<PyAny>,
-        alone: &Bound<'_, PyAny>,
-    ) -> PyResult<Self> {
+    fn new(given: Given, alone: &Bound<'_, PyAny>) -> PyResult<Self> {
         let memory = alone.getattr(intern!(alone.py(), "data"))?;
-        let users = users_of(count_users.bind(alone.py()), alone)?;
+        let users = users_of(given.count_users.bind(alone.py()), alone)?;
         drop(memory);
-        Ok(Self {
-            plain,
-            away,
-            count_users,
-            current_frames,
-            thread,
-            idle,
-            known,
-            clock_of,
-            collector,
-            alone: users,
-        })
+        Ok(Self { given, alone: users })
     }
 
     /// Takes the bytes of `weight` out of it and gives them to `keeper.source`, unless somebody
@@ -85,13 +66,13 @@ impl Leaving {
         attribute: &str,
     ) -> PyResult<bool> {
         let py = weight.py();
-        if !weight.get_type().is(&self.plain) {
+        if !weight.get_type().is(&self.given.plain) {
             return Ok(false);
         }
         // What makes objects comes first: a collection of garbage would run finalisers.
         let memory = weight.getattr(intern!(py, "data"))?;
         weight.setattr(attribute, keeper)?;
-        let collector = self.collector.bind(py);
+        let collector = self.given.collector.bind(py);
         let is_collecting = collector.call_method0(intern!(py, "isenabled"))?.is_truthy()?;
         if is_collecting {
             collector.call_method0(intern!(py, "disable"))?;
@@ -137,12 +118,12 @@ impl Leaving {
             return Ok(false);
         }
         // defence: no weight leaves that others have
-        if users_of(self.count_users.bind(py), weight)? != self.alone {
+        if users_of(self.given.count_users.bind(py), weight)? != self.alone {
             return Ok(false);
         }
         keeper.setattr(intern!(py, "source"), memory)?;
         weight.setattr(intern!(py, "data"), husk)?;
-        if let Err(error) = weight.setattr(intern!(py, "__class__"), &self.away) {
+        if let Err(error) = weight.setattr(intern!(py, "__class__"), &self.given.away) {
             weight.setattr(intern!(py, "data"), memory)?;
             return Err(error);
         }
@@ -151,14 +132,14 @@ impl Leaving {
 
     /// Whether another thread runs code that may use a weight: any that is not known to wait.
     fn is_a_thread_busy(&self, py: Python<'_>) -> PyResult<bool> {
-        let own: u64 = self.thread.bind(py).call0()?.extract()?;
-        let frames = self.current_frames.bind(py).call0()?;
+        let own: u64 = self.given.thread.bind(py).call0()?.extract()?;
+        let frames = self.given.current_frames.bind(py).call0()?;
         for (thread, frame) in frames.cast::<PyDict>()? {
-            if thread.extract::<u64>()? == own || self.known.bind(py).contains(&thread)? {
+            if thread.extract::<u64>()? == own || self.given.known.bind(py).contains(&thread)? {
                 continue;
             }
             let code = frame.getattr(intern!(py, "f_code"))?;
-            if !self.idle.bind(py).contains(code)? && !self.is_waiting(&thread)? {
+            if !self.given.idle.bind(py).contains(code)? && !self.is_waiting(&thread)? {
                 return Ok(true);
             }
         }
@@ -170,7 +151,7 @@ impl Leaving {
     /// Whether the kernel holds a thread in a call in which it cannot be using a weight. When it
     /// goes on it needs the GIL before it comes to one.
     fn is_waiting(&self, thread: &Bound<'_, PyAny>) -> PyResult<bool> {
-        let clock: i64 = self.clock_of.bind(thread.py()).call1((thread,))?.extract()?;
+        let clock: i64 = self.given.clock_of.bind(thread.py()).call1((thread,))?.extract()?;
         // The kernel's numbers of such clocks are made of those of threads: clock_getcpuclockid(3).
         Ok(u32::try_from(!(clock >> 3)).is_ok_and(core::threads::is_waiting))
     }

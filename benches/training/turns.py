@@ -1,0 +1,105 @@
+"""Fresh processes of one benchmark that take turns, so that all of them see the same machine.
+
+The parent writes a line to a process for what it wants, and gets a line of JSON for it. A process
+is the benchmark itself, called with `--child WAY` and a directory that all of them share.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ssdtrain.demo.machine import machine_facts
+
+
+def parser_of(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser with the options that all benchmarks of this kind have."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument(
+        "--dir", type=Path, help="a directory on a local file system (default: a new one here)"
+    )
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--json", type=Path, help="write the figures here too")
+    return parser
+
+
+class Child:
+    """A way's process, seen from the parent."""
+
+    def __init__(self, name: str, arguments: list[str]) -> None:
+        self.name = name
+        self._process = subprocess.Popen(
+            [sys.executable, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.pid = self._process.pid
+
+    def ask(self, what: str) -> dict[str, Any]:
+        """Have it answer a line."""
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        stdin.write(what + "\n")
+        stdin.flush()
+        line = stdout.readline()
+        if not line:
+            raise RuntimeError(f"the process of {self.name!r} ended; its last words are above")
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def end(self) -> None:
+        """Close its input, at which it ends."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+@contextmanager
+def started(
+    ways: Iterable[tuple[str, str]], script: str, arguments: list[str], place: Path | None
+) -> Iterator[tuple[list[Child], Path]]:
+    """Start a process for each way, given by its name and by what follows `--child`.
+
+    Gives the directory that they write to as well, a new one in `place`, or here.
+    """
+    with (
+        tempfile.TemporaryDirectory(dir=place or Path.cwd()) as directory,
+        ExitStack() as stack,
+    ):
+        children = []
+        for name, way in ways:
+            child = Child(name, [script, *arguments, "--dir", directory, "--child", way])
+            stack.callback(child.end)
+            children.append(child)
+        yield children, Path(directory)
+
+
+def answer(answer_to: Callable[[str], dict[str, Any]]) -> None:
+    """Answer each line of standard input, on the side of a child, until there are no more."""
+    for line in sys.stdin:
+        print(json.dumps(answer_to(line.strip())), flush=True)
+
+
+def write_record(options: argparse.Namespace, asked: Iterable[str], found: dict[str, Any]) -> None:
+    """Write what was found to the file of `--json`, with the date, the machine and the options."""
+    if options.json is None:
+        return
+    record = {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "machine": asdict(machine_facts(options.dir)) | {"directory": None},
+        **{name: getattr(options, name) for name in asked},
+        **found,
+    }
+    options.json.write_text(json.dumps(record, indent=1) + "\n")
