@@ -107,7 +107,7 @@ class Room:
 
     @property
     def is_standing(self) -> bool:
-        """Whether it is given back when something dies, for which nobody waits."""
+        """Whether it is given back when its holder dies, for which nobody waits."""
         return self._standing is not None
 
     def fill_here(self) -> None:

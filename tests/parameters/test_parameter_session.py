@@ -17,6 +17,7 @@ import ssdtrain
 import support
 from children import forked_python
 from ssdtrain import BudgetError, ConfigError, NoSpaceError
+from ssdtrain.activations import blocks
 from ssdtrain.parameters.weights import weight_of
 from ssdtrain.sharing import Budget
 from support import Rig
@@ -161,9 +162,9 @@ def test_the_report_has_a_row_for_weights(tmp_path: Path) -> None:
         owner: Any = weight_of(next(one.model.parameters())).owner  # type: ignore[union-attr]
         with owner._lock:
             reports: list[str] = []
-            thread = threading.Thread(target=lambda: reports.append(str(session)))
+            thread = threading.Thread(target=lambda: reports.append(str(session)), daemon=True)
             thread.start()
-            thread.join()
+            thread.join(60)
         assert "weights: " in reports[0]
         # Nothing of activations is left, and of the rest no more than was reserved for it.
         assert rows(session)["activations"].resident_bytes == 0
@@ -289,13 +290,13 @@ class TestBound:
         assert not away(model)
 
     def test_what_other_weights_have_is_said(self, tmp_path: Path) -> None:
-        with block(tmp_path, max_resident_bytes="200KiB") as session:
+        with block(tmp_path, max_resident_bytes="300KiB") as session:
             first = layers()
-            ssdtrain.offload_parameters(first, session, max_resident_bytes="150KiB")
-            with pytest.raises(ConfigError, match=r"200 KiB of this session, of which 150 "):
+            ssdtrain.offload_parameters(first, session, max_resident_bytes="250KiB")
+            with pytest.raises(ConfigError, match=r"300 KiB of this session, of which 250 "):
                 ssdtrain.offload_parameters(layers(), session)
             optimizer = adamw(first.parameters())
-            with pytest.raises(ConfigError, match=r"of which 150 KiB are for weights, is too"):
+            with pytest.raises(ConfigError, match=r"of which 250 KiB are for weights, is too"):
                 ssdtrain.offload_optimizer(optimizer, session)
             assert type(optimizer) is torch.optim.AdamW
 
@@ -305,6 +306,22 @@ class TestBound:
             ssdtrain.offload_optimizer(training.optimizer, session)
             left_bytes = 4 * MIB - quarter(training.model)
             assert training.optimizer._part_bytes == left_bytes // 16
+
+    def test_the_choice_of_blocks_reckons_with_what_is_left(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        limits: list[int] = []
+        told = blocks.disk_of
+
+        def noted(rates: Any, limit_bytes: int) -> Any:
+            limits.append(limit_bytes)
+            return told(rates, limit_bytes)
+
+        monkeypatch.setattr(blocks, "disk_of", noted)
+        with block(tmp_path, max_resident_bytes=BOUND) as session:
+            training = begun(session, loss=chosen)
+            training.run(step, 2)
+            assert set(limits) == {BOUND - quarter(training.model)}
 
     def test_what_is_in_memory_now_may_leave_too_little(self, tmp_path: Path) -> None:
         model = layers()
@@ -361,7 +378,9 @@ def test_a_full_quota_keeps_what_does_not_fit_in_memory(tmp_path: Path) -> None:
         assert_as_plain(training)
         stats = training.optimizer.offload_stats
         assert session.stats.write_refused_count + stats.write_failed_count > 0
-        assert rows(session)["weights"].bytes_read > 0
+        weights = rows(session)["weights"]
+        assert weights.bytes_read > 0
+        assert session.stats.disk_used_bytes >= weights.on_disk_bytes > 0
 
 
 def test_a_call_that_fails_leaves_nothing(tmp_path: Path) -> None:
