@@ -7,6 +7,7 @@ part of the session's bound, and a row in the session's report.
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import weakref
@@ -160,7 +161,7 @@ class Budget:
 
     @property
     def left_bytes(self) -> int | None:
-        """What others have not set aside of it."""
+        """What others have not set aside of it, of whom some may be dead."""
         return self._residency.left_bytes()
 
     def reserve(self, least_bytes: int, most_bytes: int, wanted: Callable[[], str]) -> Room:
@@ -239,7 +240,10 @@ class Budget:
         return True
 
     def give_way(self) -> None:
-        """Do nothing: what is reserved is needed; see ``residency.User``."""
+        """Let go of what was set aside for the dead; what else is reserved is needed."""
+        if any(room.is_open and room.is_standing for room in list(self._rooms)):
+            # Who was dropped may be in a cycle, and wait for Python's collector.
+            gc.collect()
 
     def held(self) -> list[Held]:
         """Return what cannot leave memory before this thread goes on."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TypeVar
@@ -164,9 +165,13 @@ def _bound_of(
             f"{shown_bytes(largest_bytes)} of weights that {name} uses at once; give more, twice "
             "that if the next module's weights are to be read meanwhile"
         )
-    left_bytes = None if budget is None else budget.left_bytes
-    if budget is None or left_bytes is None:
+    if budget is None or budget.limit_bytes is None:
         return LARGEST_TIMES * largest_bytes if given is None else given
+    if budget.left_bytes != budget.limit_bytes:
+        # A model that was dropped may be in a cycle, and wait for Python's collector.
+        gc.collect()
+    left_bytes = budget.left_bytes
+    assert left_bytes is not None
     wanted_bytes = max(largest_bytes, left_bytes // BOUND_PARTS) if given is None else given
     # What is reserved for more than there is would be lost to all others.
     bound = min(wanted_bytes, sum(param.nbytes for param in leaving.values()))
