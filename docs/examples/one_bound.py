@@ -1,9 +1,9 @@
-"""Activations and the optimizer's state on the same disks, under one bound on memory.
+"""Weights, activations and the optimizer's state on the same disks, under one bound on memory.
 
     python docs/examples/one_bound.py DIRECTORY
 
-Without ssdtrain this step keeps 24 MiB of activations and 8 MiB of state in memory. Here both go
-through 8 MiB, and the report tells what each of them has of it.
+Without ssdtrain this step keeps 24 MiB of activations, 8 MiB of state and 4 MiB of weights in
+memory. Here all of them go through 8 MiB, and the report tells what each of them has of it.
 """
 
 import sys
@@ -20,6 +20,7 @@ if len(sys.argv) != 2:
 model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS)))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 with ssdtrain.offload(sys.argv[1], max_resident_bytes="8MiB") as session:
+    ssdtrain.offload_parameters(model, session, max_resident_bytes="1MiB")
     ssdtrain.offload_optimizer(optimizer, session)
     for step in range(3):
         x = torch.randn(1536, WIDTH)

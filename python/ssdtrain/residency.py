@@ -51,6 +51,8 @@ class Residency:
         """The bound (``max_resident_bytes``), or ``None``."""
         self.is_bounded = limit_bytes is not None
         self.account = Account()
+        self.standing = Account()
+        """What is reserved for as long as somebody lives. It is in the first account, too."""
         self.let_small_in()
         self._transfer_bytes = transfer_bytes
         """Asks for what transfers hold in memory beyond the holdings."""
@@ -75,6 +77,12 @@ class Residency:
             return UNLIMITED_BYTES
         self.account.limit_small(0)
         return max(0, self.limit_bytes - self.resident_bytes())
+
+    def left_bytes(self) -> int | None:
+        """Return what of the bound comes to be free now and then, if there is a bound."""
+        if self.limit_bytes is None:
+            return None
+        return max(0, self.limit_bytes - self.standing.reserved_bytes)
 
     def let_small_in(self) -> None:
         """Let the compiled part keep what is small while there is room, without the lock.

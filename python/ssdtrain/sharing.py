@@ -7,6 +7,7 @@ part of the session's bound, and a row in the session's report.
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import weakref
@@ -82,11 +83,16 @@ class Room:
     """Memory that a tenant may fill until ``end``; without a bound it is as much as it likes."""
 
     def __init__(
-        self, nbytes: int, reservation: Reservation | None = None, budget: Budget | None = None
+        self,
+        nbytes: int,
+        reservation: Reservation | None = None,
+        budget: Budget | None = None,
+        standing: Reservation | None = None,
     ) -> None:
         self.nbytes = nbytes
         self._reservation = reservation
         self._budget = budget
+        self._standing = standing
         self.thread: int | None = None
         """Who fills it, and must not wait for it."""
 
@@ -99,6 +105,11 @@ class Room:
     def is_open(self) -> bool:
         """Whether it is reserved still."""
         return self._reservation is not None and self._reservation.nbytes > 0
+
+    @property
+    def is_standing(self) -> bool:
+        """Whether it is given back when its holder dies, for which nobody waits."""
+        return self._standing is not None
 
     def fill_here(self) -> None:
         """Fill it from now on in this thread."""
@@ -118,6 +129,8 @@ class Room:
     def end(self) -> None:
         """Give it back; what was in it has left memory. Idempotent."""
         if self._reservation is not None and self._budget is not None:
+            if self._standing is not None:
+                self._standing.resize(0)
             self._reservation.resize(0)
             self._budget.note_end()
 
@@ -134,6 +147,7 @@ class Budget:
         self._changed = threading.Condition(lock)
         self._process = os.getpid()
         self._name = name
+        self._advice = ""
         self._rooms: weakref.WeakSet[Room] = weakref.WeakSet()
         """Weak, so that room which nobody can give back any more ends with who had it."""
         self.failure: str | None = None
@@ -144,6 +158,11 @@ class Budget:
     def limit_bytes(self) -> int | None:
         """The bound of the session, if it has one."""
         return self._residency.limit_bytes
+
+    @property
+    def left_bytes(self) -> int | None:
+        """What others have not set aside of it, of whom some may be dead."""
+        return self._residency.left_bytes()
 
     def reserve(self, least_bytes: int, most_bytes: int, wanted: Callable[[], str]) -> Room:
         """Reserve what there is, at most ``most_bytes``; wait for ``least_bytes`` of it.
@@ -170,12 +189,26 @@ class Budget:
                 return None
             return self._reserved(nbytes)
 
+    def set_aside(self, nbytes: int, wanted: Callable[[], str], advice: str) -> Room:
+        """Reserve so much for as long as the room lives; ``advice`` says what makes it smaller.
+
+        Raises:
+            BudgetError: As ``reserve``.
+
+        """
+        if self._is_unbounded():
+            return Room(UNLIMITED_BYTES)
+        with self._changed:
+            self._residency.admit(nbytes, wanted)
+            self._advice = advice
+            return self._reserved(nbytes, self._residency.standing.reserve(nbytes))
+
     def _is_unbounded(self) -> bool:
         # In a forked process the lock may be held for ever, by a thread that is not there.
         return self.limit_bytes is None or self._process != os.getpid()
 
-    def _reserved(self, nbytes: int) -> Room:
-        room = Room(nbytes, self._residency.account.reserve(nbytes), self)
+    def _reserved(self, nbytes: int, standing: Reservation | None = None) -> Room:
+        room = Room(nbytes, self._residency.account.reserve(nbytes), self, standing)
         self._rooms.add(room)
         self._residency.note_peak()
         return room
@@ -197,7 +230,9 @@ class Budget:
 
     def wait_for_room(self) -> bool:
         """Wait until room is given back, without the lock; ``False`` if none will be."""
-        taken = [weakref.ref(room) for room in list(self._rooms) if room.is_open]
+        taken = [
+            weakref.ref(room) for room in list(self._rooms) if room.is_open and not room.is_standing
+        ]
         if not taken or self._is_of_this_thread():
             return False
         while all(map(_is_open, taken)):
@@ -205,12 +240,15 @@ class Budget:
         return True
 
     def give_way(self) -> None:
-        """Do nothing: what is reserved is needed; see ``residency.User``."""
+        """Let go of what was set aside for the dead; what else is reserved is needed."""
+        if any(room.is_open and room.is_standing for room in list(self._rooms)):
+            # Who was dropped may be in a cycle, and wait for Python's collector.
+            gc.collect()
 
     def held(self) -> list[Held]:
         """Return what cannot leave memory before this thread goes on."""
         nbytes = sum(room.nbytes for room in list(self._rooms) if room.is_open)
-        return [Held(nbytes, f"is reserved for {self._name}", "")]
+        return [Held(nbytes, f"is reserved for {self._name}", self._advice)]
 
     def _is_of_this_thread(self) -> bool:
         here = threading.get_ident()

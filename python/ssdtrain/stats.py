@@ -62,7 +62,7 @@ class ClassStats(Figures):
     """What one class of training's memory has of a session. Sizes in bytes, times in seconds."""
 
     name: str
-    """``"activations"``, ``"optimizer state"``."""
+    """``"activations"``, ``"optimizer state"``, ``"weights"``."""
     hidden_s: float = 0.0
     """I/O time that nobody waited for, if its share of the drives' time is that of its bytes."""
 

@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint as computed_again
 from ssdtrain._core import Round, Rounds, Tally
 from ssdtrain.machine.torch_internals import current_backward
 from ssdtrain.planning.recompute import Block, BlockCounts, Choices, Measured, disk_of
+from ssdtrain.residency import Residency
 from ssdtrain.stalls import Stalls
 from ssdtrain.transfer.host import HostTransfer
 
@@ -75,7 +76,7 @@ class Blocks:
         choices: Which blocks are computed again.
         stalls: The waits of the session.
         eligible: What was saved so far and may leave memory.
-        limit_bytes: The bound; without one nothing waits for the disk, and all calls are plain.
+        residency: Has the bound; without one nothing waits for the disk, and all calls are plain.
 
     """
 
@@ -87,14 +88,14 @@ class Blocks:
         *,
         stalls: Stalls,
         eligible: Tally,
-        limit_bytes: int | None,
+        residency: Residency,
     ) -> None:
         self._rounds = rounds
         self._stalls = stalls
         self._eligible = eligible
         self._transfer = transfer
         self._choices = choices
-        self._limit_bytes = limit_bytes
+        self._residency = residency
         self._round: _Round | None = None
         self._call: _Call | None = None
         self._tried: Tried = weakref.WeakKeyDictionary()
@@ -134,7 +135,7 @@ class Blocks:
     def _begin(self, owner: Any, tensors: list[Tensor]) -> _Call | None:
         """Return what is noted of this call, or ``None`` if nothing is: then it is plain."""
         if (
-            self._limit_bytes is None
+            not self._residency.is_bounded
             or not torch.is_grad_enabled()
             or current_backward() != -1
             # How long a GPU computes, the moments of calls do not tell.
@@ -247,9 +248,10 @@ class Blocks:
             other_bytes = max(0, sum(nbytes for _, nbytes, _, _, _ in items) - in_blocks)
             blocks = tuple(ended.calls)
             measured = Measured(blocks, other_bytes, turned_s - began_s, ended_s - turned_s)
-        assert self._limit_bytes is not None, "without a bound nothing is noted"
+        left_bytes = self._residency.left_bytes()
+        assert left_bytes is not None, "without a bound nothing is noted"
         stall_s = self._stalls.total_s - ended.stalls_s
-        disk = disk_of(self._transfer.rates(), self._limit_bytes)
+        disk = disk_of(self._transfer.rates(), left_bytes)
         expected_s = self._choices.learn(ended.key, measured, disk, stall_s)
         self.counts = replace(
             self.counts,

@@ -117,7 +117,7 @@ class Hooks:
             choices,
             stalls=self._stalls,
             eligible=self._seen.eligible,
-            limit_bytes=max_resident_bytes,
+            residency=self._residency,
         )
         _alive.add(self)
 

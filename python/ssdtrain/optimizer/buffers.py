@@ -61,31 +61,37 @@ def _brought_bytes(value: Any) -> int:
 
 def within(buffer_bytes: int, budget: Budget | None) -> int:
     """Return the memory that updates may use if single parameters do not need more."""
-    limit_bytes = None if budget is None else budget.limit_bytes
-    return buffer_bytes if limit_bytes is None else min(buffer_bytes, limit_bytes // BOUND_PARTS)
+    left_bytes = None if budget is None else budget.left_bytes
+    return buffer_bytes if left_bytes is None else min(buffer_bytes, left_bytes // BOUND_PARTS)
 
 
 def refuse_small_bound(
     optimizer: Optimizer, budget: Budget | None, state_share: float, *, has_masters: bool
 ) -> None:
-    """Raise ``ConfigError`` if the update of one parameter takes more than the whole bound."""
+    """Raise ``ConfigError`` if the update of one parameter takes more than the bound leaves."""
     limit_bytes = None if budget is None else budget.limit_bytes
+    left_bytes = None if budget is None else budget.left_bytes
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    if limit_bytes is None or not params:
+    if limit_bytes is None or left_bytes is None or not params:
         return
+    standing_bytes = limit_bytes - left_bytes
 
     def size(param: Tensor) -> int:
         state = optimizer.state.get(param)
         return WIDENING_BYTES + bytes_of(param, state, state_share, has_masters=has_masters)
 
     largest = max(params, key=size)
-    if size(largest) > limit_bytes:
+    if size(largest) > left_bytes:
+        aside = (
+            f", of which {shown_bytes(standing_bytes)} are for weights," if standing_bytes else ""
+        )
         raise ConfigError(
-            f"max_resident_bytes={limit_bytes} ({shown_bytes(limit_bytes)}) of this session is too "
-            f"small for an update of {name_of(optimizer.param_groups, largest)}, which brings up "
-            f"to {shown_bytes(size(largest))} of state into memory at once; raise it to at least "
-            f"{size(largest)} and what the activations need meanwhile, or give offload_optimizer a "
-            "directory in the place of the session: then its state does not count there"
+            f"max_resident_bytes={limit_bytes} ({shown_bytes(limit_bytes)}) of this session{aside} "
+            f"is too small for an update of {name_of(optimizer.param_groups, largest)}, which "
+            f"brings up to {shown_bytes(size(largest))} of state into memory at once; raise it to "
+            f"at least {standing_bytes + size(largest)} and what the activations need meanwhile, "
+            "or give offload_optimizer a directory in the place of the session: then its state "
+            "does not count there"
         )
 
 

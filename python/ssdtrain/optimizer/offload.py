@@ -7,9 +7,8 @@ from typing import TypeVar, cast
 import torch
 from torch.optim import Optimizer
 
-from ssdtrain.config import Directories, Size
+from ssdtrain.config import Size
 from ssdtrain.errors import ConfigError
-from ssdtrain.offload import offload
 from ssdtrain.optimizer.buffers import NAME, Buffers, part_of, refuse_small_bound, within
 from ssdtrain.optimizer.masters import refuse_cast_masters, refuse_shared_memory
 from ssdtrain.optimizer.offloaded import Offloaded, Overlap, offloaded_class
@@ -21,10 +20,8 @@ from ssdtrain.optimizer.trial import (
     take_over_step,
     tried,
 )
-from ssdtrain.session import Session
-from ssdtrain.sharing import Share
+from ssdtrain.place import Place, opened
 from ssdtrain.sizes import in_bytes
-from ssdtrain.store import TensorStore
 
 __all__ = ["offload_optimizer"]
 
@@ -37,7 +34,7 @@ AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
 def offload_optimizer(
     optimizer: AnyOptimizer,
-    dir: Directories | TensorStore | Session,  # noqa: A002 - as in ssdtrain.offload
+    dir: Place,  # noqa: A002 - as in ssdtrain.offload
     *,
     overlap: Overlap = "step",
     buffer_bytes: Size = BUFFER_BYTES_DEFAULT,
@@ -125,7 +122,7 @@ def offload_optimizer(
     if has_masters:
         refuse_lists_of_parameters(optimizer, "master_dtype", "master_dtype=None")
     buffer = in_bytes("buffer_bytes", buffer_bytes)
-    store, share = _opened(dir, max_disk_bytes, verify)
+    store, share = opened(dir, max_disk_bytes, verify, caller="offload_optimizer", name=NAME)
     budget = None if share is None else share.budget
     refuse_small_bound(optimizer, budget, habits.state_share, has_masters=has_masters)
     buffer = within(buffer, budget)
@@ -141,28 +138,6 @@ def offload_optimizer(
     if share is not None:
         share.register(buffers)
     return optimizer
-
-
-def _opened(
-    given: Directories | TensorStore | Session, max_disk_bytes: Size | None, verify: object
-) -> tuple[TensorStore, Share | None]:
-    """Return the store for the state, and what it shares with a session, if one is given."""
-    if isinstance(given, offload):
-        raise ConfigError(
-            "offload_optimizer takes the session, not what makes it: `with ssdtrain.offload(dir) "
-            "as session:` gives one, and a decorator has it as `.session` after the first call"
-        )
-    if isinstance(given, TensorStore | Session):
-        if max_disk_bytes is not None or verify:
-            kind = "TensorStore" if isinstance(given, TensorStore) else "ssdtrain.offload"
-            raise ConfigError(
-                f"max_disk_bytes and verify are options of the store: give them to {kind}(...)"
-            )
-        if isinstance(given, TensorStore):
-            return given, None
-        share = given.share(NAME)
-        return TensorStore.over(share.store), share
-    return TensorStore(given, max_disk_bytes=max_disk_bytes, verify=verify), None  # type: ignore[arg-type]
 
 
 def _has_masters(optimizer: Optimizer, master_dtype: object) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TypeVar
@@ -9,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from ssdtrain.config import Directories, Size, optional_bytes
+from ssdtrain.config import Size, optional_bytes
 from ssdtrain.errors import ConfigError
 from ssdtrain.notices import PROCESS
 from ssdtrain.optimizer.forward_order import READS_INNER_WEIGHTS
@@ -17,21 +18,26 @@ from ssdtrain.parameters.birth import born, refuse_unborn
 from ssdtrain.parameters.hooks import watch_modules
 from ssdtrain.parameters.stats import ParameterStats
 from ssdtrain.parameters.weight import MIN_BYTES, why_staying
-from ssdtrain.parameters.weights import Weights, weight_of
+from ssdtrain.parameters.weights import NAME, Weights, weight_of
+from ssdtrain.place import Place, opened
+from ssdtrain.sharing import Budget
 from ssdtrain.sizes import shown_bytes
-from ssdtrain.store import TensorStore
 
 __all__ = ["offload_parameters", "parameter_stats", "parameters_in_memory"]
 
 LARGEST_TIMES = 3
 """One module is in use, the next one is read, and the last one is written."""
+BOUND_PARTS = 2
+"""Of a session's bound, weights of which nothing is said get one part of so many."""
+WANTED = "offload_parameters, whose weights share this bound,"
+ADVICE = "give offload_parameters a smaller max_resident_bytes"
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 
 def offload_parameters(
     model: AnyModule,
-    dir: Directories | TensorStore,  # noqa: A002 - as in ssdtrain.offload
+    dir: Place,  # noqa: A002 - as in ssdtrain.offload
     *,
     max_resident_bytes: Size | None = None,
     max_disk_bytes: Size | None = None,
@@ -49,10 +55,14 @@ def offload_parameters(
             that was built on ``torch.device("meta")`` each module gets its weights by its own
             ``reset_parameters``, and they leave before those of the next one are made: then the
             parameters are new objects, so make the optimizer afterwards.
-        dir: A local directory, a list of them, or a ``TensorStore``, to be kept open meanwhile.
+        dir: A local directory, a list of them, a ``TensorStore``, to be kept open meanwhile, or the
+            session of a ``with ssdtrain.offload(...)`` block: its files, quota and report, and its
+            ``max_resident_bytes``, in which the bound on these weights is reserved. The model may
+            be used after the block.
         max_resident_bytes: Bound on these weights in memory, in bytes or text such as ``"8GiB"``.
-            Weights that fit are kept. ``None``: three times those of the module with the most.
-            Gradients, activations and the optimizer's state are not among them.
+            Weights that fit are kept. ``None``: three times those of the module with the most; in a
+            session with a bound, half of what other models' weights leave of it, and one module's
+            at least. Gradients, activations and the optimizer's state are not among them.
         max_disk_bytes: Bound on the bytes reserved on disk, which has to hold these weights, and
             one module's more, as the older bytes of a weight stay until the new ones are whole.
         verify: Checksum each weight before its write and after its read.
@@ -63,8 +73,11 @@ def offload_parameters(
 
     Raises:
         ConfigError: No module, no weight that could leave, one that is offloaded already, a bound
-            that is smaller than the weights of one module, a module without bytes and without
-            ``reset_parameters``, or options that cannot be used.
+            that is smaller than the weights of one module or larger than a session has left, a
+            module without bytes and without ``reset_parameters``, a session that has ended, or
+            options that cannot be used.
+        BudgetError: What else is in memory leaves too little of the session's bound just now; the
+            model is as it was.
         NoSpaceError: The disk has no room; the model is as it was.
         StorageError: In a forward, a backward, and whatever else uses a weight: it could not be
             read. It is on the disk still, and the next use reads it again.
@@ -72,20 +85,15 @@ def offload_parameters(
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"offload_parameters takes a torch.nn.Module, not {type(model)!r}")
-    if isinstance(dir, TensorStore) and (max_disk_bytes is not None or verify):
-        raise ConfigError(
-            "max_disk_bytes and verify are options of the store: give them to TensorStore(...)"
-        )
+    given = optional_bytes("max_resident_bytes", max_resident_bytes)
     refuse_unborn(model)
     leaving, staying_bytes = _divide(model)
-    bound = _bound_of(model, leaving, optional_bytes("max_resident_bytes", max_resident_bytes))
-    store = (
-        dir
-        if isinstance(dir, TensorStore)
-        else TensorStore(dir, max_disk_bytes=max_disk_bytes, verify=verify)
-    )
+    store, share = opened(dir, max_disk_bytes, verify, caller="offload_parameters", name=NAME)
+    budget = None if share is None else share.budget
+    bound = _bound_of(model, leaving, given, budget)
+    room = None if budget is None else budget.set_aside(bound, lambda: WANTED, ADVICE)
     watch_modules()
-    weights = Weights(store, bound)
+    weights = Weights(store, bound, room)
     weights.staying_bytes = staying_bytes
     try:
         for name, param in leaving.items():
@@ -101,6 +109,8 @@ def offload_parameters(
     except BaseException:
         weights.give_back()
         raise
+    if share is not None:
+        share.register(weights)
     return model
 
 
@@ -144,18 +154,46 @@ def parameters_in_memory(model: nn.Module) -> Iterator[None]:
             weight.end_use(user)
 
 
-def _bound_of(model: nn.Module, leaving: dict[str, Tensor], given: int | None) -> int:
+def _bound_of(
+    model: nn.Module, leaving: dict[str, Tensor], given: int | None, budget: Budget | None
+) -> int:
     """Return the bound, which has to hold the weights of each module."""
     name, largest_bytes = _largest_module(model, leaving)
-    if given is None:
-        return LARGEST_TIMES * largest_bytes
-    if given < largest_bytes:
+    if given is not None and given < largest_bytes:
         raise ConfigError(
             f"max_resident_bytes={shown_bytes(given)} is less than the "
             f"{shown_bytes(largest_bytes)} of weights that {name} uses at once; give more, twice "
             "that if the next module's weights are to be read meanwhile"
         )
-    return given
+    if budget is None or budget.limit_bytes is None:
+        return LARGEST_TIMES * largest_bytes if given is None else given
+    if budget.left_bytes != budget.limit_bytes:
+        # A model that was dropped may be in a cycle, and wait for Python's collector.
+        gc.collect()
+    left_bytes = budget.left_bytes
+    assert left_bytes is not None
+    wanted_bytes = max(largest_bytes, left_bytes // BOUND_PARTS) if given is None else given
+    # What is reserved for more than there is would be lost to all others.
+    bound = min(wanted_bytes, sum(param.nbytes for param in leaving.values()))
+    if bound > left_bytes:
+        raise ConfigError(_too_large(budget, bound, f"{name} alone uses", largest_bytes))
+    return bound
+
+
+def _too_large(budget: Budget, bound: int, least: str, least_bytes: int) -> str:
+    limit_bytes, left_bytes = budget.limit_bytes, budget.left_bytes
+    assert limit_bytes is not None
+    assert left_bytes is not None
+    others = ""
+    if left_bytes < limit_bytes:
+        others = f", of which {shown_bytes(limit_bytes - left_bytes)} are for other weights,"
+    return (
+        f"max_resident_bytes={shown_bytes(limit_bytes)} of this session{others} does not hold "
+        f"{shown_bytes(bound)} of weights; {least} {shown_bytes(least_bytes)} of them at once. "
+        "Raise that of the session, which is for activations and updates, too, give less of it to "
+        "the weights (offload_parameters(max_resident_bytes=...)), or give offload_parameters a "
+        "directory in the place of the session: then they do not count there"
+    )
 
 
 def _owners(model: nn.Module) -> list[Weights]:

@@ -26,10 +26,14 @@ from ssdtrain.parameters.successor import Successor
 from ssdtrain.parameters.use_order import UseOrder
 from ssdtrain.parameters.weight import Weight, storage_key
 from ssdtrain.parameters.writes import Writes
+from ssdtrain.sharing import Figures, Room
 from ssdtrain.sizes import shown_bytes
 from ssdtrain.store import TensorStore
 
-__all__ = ["Weights", "in_use", "on_storage_of", "weight_of"]
+__all__ = ["NAME", "Weights", "in_use", "on_storage_of", "weight_of"]
+
+NAME = "weights"
+"""What they are called in the report of a session."""
 
 AHEAD_COUNT_MAX = 64
 """So many uses ahead are looked at for reads at most."""
@@ -79,8 +83,14 @@ def in_use(params: Iterable[Tensor]) -> Iterator[None]:
 class Weights:
     """Keeps the weights of one model under a bound."""
 
-    def __init__(self, store: TensorStore, max_resident_bytes: int) -> None:
+    name = NAME
+
+    def __init__(
+        self, store: TensorStore, max_resident_bytes: int, room: Room | None = None
+    ) -> None:
         self._store = store
+        self._room = room
+        """As much of a session's bound, as long as there is a weight."""
         self.max_resident_bytes = max_resident_bytes
         self._lock = threading.RLock()
         self._order = UseOrder()
@@ -135,6 +145,9 @@ class Weights:
                 self._bring(weight)
             for number in [id(weight.param) for weight in self._all.values()]:
                 _known.pop(number, None)
+        if self._room is not None:
+            # The traceback of what went wrong may keep all of this.
+            self._room.end()
 
     def begin(self) -> None:
         """Let so many leave as the bound wants; raise what the disk refuses."""
@@ -247,6 +260,18 @@ class Weights:
                 stall_s=self._stall_s,
                 write_failed_count=self._failed_count,
             )
+
+    def figures(self) -> Figures:
+        """Return what a session reports, without the lock, which may be held during a wait."""
+        found = [weight for one in self._all.valuerefs() if (weight := one()) is not None]
+        resident_bytes = sum(self._resident.get(id(weight), 0) for weight in found)
+        return Figures(
+            resident_bytes=resident_bytes,
+            on_disk_bytes=sum(weight.nbytes for weight in found) - resident_bytes,
+            bytes_written=self._writes.written_bytes,
+            bytes_read=self._read_bytes,
+            stall_s=self._stall_s,
+        )
 
     # From here on the lock is held.
 
