@@ -596,7 +596,7 @@ class _Given(TypedDict):
     """A function of ``sys``."""
     thread: Callable[[], int]
     """A function of ``threading``."""
-    idle: frozenset[Any]
+    idle: set[Any]
     """The code in which a thread waits and calls nothing of torch."""
     known: set[int]
     """The numbers of threads that say which weights they use."""

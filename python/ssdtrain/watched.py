@@ -19,7 +19,7 @@ from torch.nn import Parameter
 
 from ssdtrain.machine.torch_internals import as_plain_tensors
 
-__all__ = ["HOLDER", "METADATA", "Watched", "Watcher", "look_at"]
+__all__ = ["HOLDER", "METADATA", "User", "Watched", "Watcher", "look_at"]
 
 HOLDER = "_ssdtrain_holder"
 """The attribute of a watched tensor that has what is asked."""
@@ -54,6 +54,12 @@ METADATA = frozenset(
     ]
 )
 """What tells nothing of the bytes, and so needs no wait."""
+
+
+class User:
+    """One use of the bytes of tensors; it has ended at the latest when nobody has this object."""
+
+    __slots__ = ("__weakref__",)
 
 
 class Watcher(ABC):
@@ -112,7 +118,7 @@ class Watched(Tensor):
             return as_plain_tensors(func, types, args, kwargs)
         found = list(_found((args, kwargs)))
         in_use: list[Watcher] = []
-        user = object()
+        user = User()
         try:
             for tensor in found:
                 watcher: Watcher | None = vars(tensor).get(HOLDER)

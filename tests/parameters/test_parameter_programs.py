@@ -195,7 +195,7 @@ def test_programs(program: list[Op], bound: int, offloads: bool) -> None:
 
 
 @pytest.mark.long
-@settings(max_examples=2000)
+@settings(max_examples=800)
 @given(programs, some.integers(1, 4), some.booleans())
 def test_many_programs(program: list[Op], bound: int, offloads: bool) -> None:
     prove(program, bound, offloads)

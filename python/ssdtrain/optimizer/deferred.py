@@ -33,7 +33,7 @@ from ssdtrain.optimizer.pending import (
     updating,
 )
 from ssdtrain.optimizer.state import STORAGE_USERS_ALONE
-from ssdtrain.parameters.weight import known_thread
+from ssdtrain.parameters.threads import KnownThread
 from ssdtrain.parameters.weights import weight_of
 from ssdtrain.watched import look_at
 
@@ -197,7 +197,7 @@ class Deferred(Updates):
         self._done = threading.Event()
         """Set last. A thread's own word is not enough: before Python 3.13 a ``join`` that is
         interrupted takes it for ended."""
-        self._thread = threading.Thread(target=self._work, name="ssdtrain-update")
+        self._thread = KnownThread(self._work, "ssdtrain-update")
         self.waited_s = 0.0
         """How long others waited for updates."""
 
@@ -282,7 +282,7 @@ class Deferred(Updates):
         try:
             if not self._decision.get():
                 return
-            with known_thread(), updating():
+            with updating():
                 self._hold()
                 if torch.get_num_threads() != self._threads:
                     # How sums are cut among threads decides their last bits.

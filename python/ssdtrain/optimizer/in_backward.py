@@ -169,7 +169,7 @@ class InBackward:
         assert self._round is not None, "finish() comes before"
         interrupt: BaseException | None = None
         try:
-            self._thread.put(Job([], lambda _: self._publish(host)))
+            self._thread.add(Job([], lambda _: self._publish(host)))
             self.join()
         except BaseException as error:  # noqa: BLE001 - it is raised when all is whole
             interrupt = error
@@ -300,9 +300,8 @@ class InBackward:
     def _cut(self, host: Host, now: Round) -> None:
         records, self._waiting, self._waiting_bytes = self._waiting, [], 0
         if records:
-            self._thread.put(
-                Job(records, lambda following: self._update(host, now, records, following))
-            )
+            begin = self._thread.add if self._is_in_step else self._thread.put
+            begin(Job(records, lambda following: self._update(host, now, records, following)))
 
     def _refuse_changes(self, host: Host, options: dict[str, Any]) -> None:
         """Raise if what the updates used is not what ``step()`` would use."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ssdtrain.optimizer.pending import Updates, under_way, updating
-from ssdtrain.parameters.weight import known_thread
+from ssdtrain.parameters.threads import KnownThread, uses_no_weight
 
 __all__ = ["Job", "UpdatingThread"]
 
@@ -36,11 +36,18 @@ class UpdatingThread(Updates):
         self._is_working = False
         self._threads = torch.get_num_threads()
 
-    def put(self, job: Job) -> None:
-        """Have a job done after those that are there."""
+    def add(self, job: Job) -> None:
+        """Have a job done by ``join``, after those that are there.
+
+        Until then this thread goes on alone, and later it waits: beside it weights leave.
+        """
         with self._lock:
             self._threads = torch.get_num_threads()
             self._jobs.append(job)
+
+    def put(self, job: Job) -> None:
+        """Have a job done after those that are there, beginning now."""
+        self.add(job)
         self._work_on()
 
     def clear(self) -> None:
@@ -48,6 +55,7 @@ class UpdatingThread(Updates):
         with self._lock:
             self._jobs.clear()
 
+    @uses_no_weight
     def join(self) -> None:
         """Wait until all jobs are done, and nothing of the thread is left."""
         while True:
@@ -65,12 +73,13 @@ class UpdatingThread(Updates):
         """Wait likewise; what went wrong is raised by the optimizer's ``step``."""
         self.join()
 
+    @uses_no_weight
     def _work_on(self) -> None:
         """Start a thread if there are jobs and none works."""
         with self._lock:
             if not self._jobs or self._is_working:
                 return
-            thread = threading.Thread(target=self._work, name="ssdtrain-update")
+            thread = KnownThread(self._work, "ssdtrain-update")
             under_way.add(self)
             self._is_working = True
             try:
@@ -82,7 +91,7 @@ class UpdatingThread(Updates):
             self._thread = thread
 
     def _work(self) -> None:
-        with known_thread(), self._turn, updating():
+        with self._turn, updating():
             try:
                 if torch.get_num_threads() != self._threads:
                     # How sums are cut among threads decides their last bits.

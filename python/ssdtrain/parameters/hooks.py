@@ -141,7 +141,7 @@ def _is_view(tensor: Tensor, param: Tensor) -> bool:
 class Use:
     """One forward of a module with weights of its own."""
 
-    __slots__ = ("_pair", "_weights", "frame", "module")
+    __slots__ = ("__weakref__", "_pair", "_weights", "frame", "module")
 
     def __init__(self, module: nn.Module, weights: list[Weight], frame: FrameType) -> None:
         self.module = module

@@ -22,6 +22,7 @@ from ssdtrain.parameters.weights import NAME, Weights, weight_of
 from ssdtrain.place import Place, opened
 from ssdtrain.sharing import Budget
 from ssdtrain.sizes import shown_bytes
+from ssdtrain.watched import User
 
 __all__ = ["offload_parameters", "parameter_stats", "parameters_in_memory"]
 
@@ -141,7 +142,7 @@ def parameters_in_memory(model: nn.Module) -> Iterator[None]:
         StorageError: A weight could not be read.
 
     """
-    user = object()
+    user = User()
     found = [weight for param in model.parameters() if (weight := weight_of(param)) is not None]
     try:
         for weight in found:

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import gc
-import queue
-import selectors
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator
-from concurrent.futures import thread as futures_thread
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
@@ -23,43 +19,14 @@ from ssdtrain._core import Leaving
 from ssdtrain.machine.torch_internals import count_users, plainly
 from ssdtrain.parameters.away import AwayParameter, attach, husk_of, is_away
 from ssdtrain.parameters.successor import Successor
+from ssdtrain.parameters.threads import KNOWN_THREADS, WAITING
 from ssdtrain.store import PendingRead, StoredTensor, is_dense
 from ssdtrain.watched import HOLDER, Watcher
 
-__all__ = ["MIN_BYTES", "Weight", "known_thread", "storage_key", "why_staying"]
+__all__ = ["MIN_BYTES", "Weight", "storage_key", "why_staying"]
 
 MIN_BYTES = 64 << 10
 """Smaller weights (biases, norms) stay in memory: to bring one costs more than it frees."""
-
-_WAITS = (
-    *(threading.Condition.wait, threading.Thread.join, queue.Queue.get, queue.Queue.put),
-    *(selectors.EpollSelector.select, selectors.PollSelector.select),
-    futures_thread._worker,  # noqa: SLF001 - it has no public name
-    # Threads that begin and end; not `run`, which calls what the user gave. Names of Python 3.11.
-    getattr(threading.Thread, "_bootstrap", threading.Thread.join),
-    getattr(threading.Thread, "_bootstrap_inner", threading.Thread.join),
-    getattr(threading.Thread, "_delete", threading.Thread.join),
-    getattr(threading.Thread, "_stop", threading.Thread.join),
-    getattr(threading.Thread, "_wait_for_tstate_lock", threading.Thread.join),
-)
-WAITING = frozenset(function.__code__ for function in _WAITS)
-"""The code of Python's library in which threads wait: from it no function of torch is called. A
-thread in any other code may be inside of one, with a weight among its arguments."""
-
-
-KNOWN_THREADS = set[int]()
-"""The numbers of threads of ours that use weights only where they say so (`in_use`)."""
-
-
-@contextmanager
-def known_thread() -> Iterator[None]:
-    """Let weights leave beside this thread, which says which ones it uses."""
-    number = threading.get_ident()
-    KNOWN_THREADS.add(number)
-    try:
-        yield
-    finally:
-        KNOWN_THREADS.discard(number)
 
 
 def _leaving() -> Leaving:
@@ -154,8 +121,9 @@ class Weight(Watcher):
         """That of what is being written."""
         self.pending: PendingRead[Tensor] | None = None
         """A read that has begun."""
-        self.users = set[object]()
-        """Who needs it in memory: modules in their forward, functions, and blocks of the user."""
+        self.users = set[weakref.ref[object]]()
+        """Who needs it in memory: modules in their forward, functions, and blocks of the user. An
+        interrupt may keep one from saying that it has ended, but not from going."""
         self.stays = False
         """Whether it stays in memory, because the disk did not take it."""
         self._leaving = LEAVING
@@ -189,12 +157,16 @@ class Weight(Watcher):
 
     def begin_use(self, tensor: Tensor, user: object) -> None:  # noqa: ARG002 - there is only one
         """Bring the bytes back, and have them stay until ``end_use``."""
-        self.users.add(user)
+        self.note_user(user)
         self.owner.look(self)
+
+    def note_user(self, user: object) -> None:
+        """Have the bytes stay until ``end_use``, or until nobody has the user any more."""
+        self.users.add(weakref.ref(user, self.users.discard))
 
     def end_use(self, user: object) -> None:
         """Let the bytes go again, unless others use them."""
-        self.users.discard(user)
+        self.users.discard(weakref.ref(user))
 
     def forget(self) -> None:
         """Note that the parameter is gone."""
@@ -245,9 +217,10 @@ class Weight(Watcher):
 
     def return_to(self, param: Tensor, memory: Tensor) -> None:
         """Give the parameter its bytes."""
+        # First: memory that an interrupt left unknown would be taken for that of others.
+        self._memory = _identity_of(memory)
         attach(param, memory)
         self.source = self.pending = None
-        self._memory = _identity_of(param)
         vars(param).pop(HOLDER, None)
 
 

@@ -29,6 +29,7 @@ from ssdtrain.parameters.writes import Writes
 from ssdtrain.sharing import Figures, Room
 from ssdtrain.sizes import shown_bytes
 from ssdtrain.store import TensorStore
+from ssdtrain.watched import User
 
 __all__ = ["NAME", "Weights", "in_use", "on_storage_of", "weight_of"]
 
@@ -68,11 +69,11 @@ def on_storage_of(tensor: Tensor) -> Weight | None:
 @contextmanager
 def in_use(params: Iterable[Tensor]) -> Iterator[None]:
     """Have parameters in memory while a block runs, on a thread that says what it uses."""
-    user = object()
+    user = User()
     found = [weight for param in params if (weight := weight_of(param)) is not None]
     try:
         for weight in found:
-            weight.users.add(user)
+            weight.note_user(user)
             weight.owner.bring(weight)
         yield
     finally:
@@ -132,8 +133,9 @@ class Weights:
                 known[1].forget()
 
         with self._lock:
-            _known[number] = weakref.ref(param, forget), weight
+            # First: who is interrupted in between gives back what is in here.
             self._all[id(weight)] = weight
+            _known[number] = weakref.ref(param, forget), weight
             self._note(weight)
 
     def give_back(self) -> None:
@@ -171,7 +173,7 @@ class Weights:
     def begin_use(self, weights: Iterable[Weight], user: object) -> None:
         """Have these in memory until ``end_use``."""
         for weight in weights:
-            weight.users.add(user)
+            weight.note_user(user)
         with self._lock:
             for weight in weights:
                 self._order.note(id(weight))
@@ -181,16 +183,16 @@ class Weights:
 
     def look(self, weight: Weight) -> None:
         """Bring back what somebody wants to use now."""
-        user = object()
+        user = User()
         # Nothing that is read ahead takes its place.
-        weight.users.add(user)
+        weight.note_user(user)
         try:
             with self._lock:
                 self._order.note(id(weight))
                 self._bring(weight)
                 self._go_on()
         finally:
-            weight.users.discard(user)
+            weight.end_use(user)
 
     def bring(self, weight: Weight) -> None:
         """Bring back what is in use, outside of the order that is learned."""
@@ -415,7 +417,7 @@ class Weights:
             for weight in self._all.values()
             if not weight.users
             and not weight.stays
-            and (weight.is_attached() or weight.pending is not None)
+            and (weight.is_attached() or weight.pending is not None or self._writes.lack(weight))
         ]
         # What never was used has one distance, and the end of a model is needed last.
         idle.reverse()
@@ -426,12 +428,13 @@ class Weights:
         param = weight.param
         if param is None:
             return False
-        if not weight.may_leave():
-            return False
-        _on_storage.pop(storage_key(param), None)
-        if not weight.leave():
-            self._note(weight)
-            return False
+        if not self._writes.lack(weight):
+            if not weight.may_leave():
+                return False
+            _on_storage.pop(storage_key(param), None)
+            if not weight.leave():
+                self._note(weight)
+                return False
         self._note(weight)
         self._writes.send(weight)
         self._note(weight)

@@ -53,7 +53,7 @@ class Writes:
         if weight.sum is None:
             # An interrupt or a failure left there what nobody knows.
             weight.stored = None
-        weight.sum = None
+        weight.sum = weight.written_sum = None
         while True:
             try:
                 self._begin(weight)
@@ -65,6 +65,10 @@ class Writes:
                 break
         self.written_bytes += weight.nbytes
         self.add(weight, total)
+
+    def lack(self, weight: Weight) -> bool:
+        """Whether a weight has left and is not here, because of an interrupt in between."""
+        return weight.source is not None and weight not in self._queue
 
     def add(self, weight: Weight, total: int) -> None:
         """Wait later for a write that has begun, of bytes with this checksum."""
@@ -96,6 +100,9 @@ class Writes:
     def end(self, weight: Weight) -> None:
         """Wait for the write of one, if there is one."""
         if weight not in self._queue:
+            if weight.sum is None:
+                # What an interrupt has left there may be half a write, which holds the memory.
+                weight.stored = None
             return
         try:
             if weight.stored is not None:

@@ -10,7 +10,7 @@ use std::slice;
 use pyo3::exceptions::PyValueError;
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyFrozenSet, PySet, PyType};
+use pyo3::types::{PyDict, PySet, PyType};
 use ssdtrain_core as core;
 
 #[pyclass(frozen, module = "ssdtrain._core")]
@@ -30,7 +30,7 @@ struct Given {
     current_frames: Py<PyAny>,
     thread: Py<PyAny>,
     /// The code in which a thread waits for others, and calls nothing of torch.
-    idle: Py<PyFrozenSet>,
+    idle: Py<PySet>,
     /// The numbers of threads that say which weights they use.
     known: Py<PySet>,
     /// Tells the clock of a thread, which says how the kernel knows it.

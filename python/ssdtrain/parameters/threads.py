@@ -1,0 +1,75 @@
+"""Beside which threads a weight may leave: those of which is known that none is using it."""
+
+from __future__ import annotations
+
+import queue
+import selectors
+import threading
+from collections.abc import Callable
+from concurrent.futures import thread as futures_thread
+from types import CodeType
+from typing import TypeVar
+
+__all__ = ["KNOWN_THREADS", "WAITING", "KnownThread", "uses_no_weight"]
+
+F = TypeVar("F", bound=Callable[..., object])
+
+KNOWN_THREADS = set[int]()
+"""The numbers of our own threads, which use weights only where they say so (`in_use`)."""
+
+WAITING = set[CodeType]()
+"""The code in which threads wait, begin and end: from it no function of torch is called. A thread
+in any other code may be inside of one, with a weight among its arguments."""
+
+
+def uses_no_weight(function: F) -> F:
+    """Let weights leave beside a thread that is in this function, and in none that it calls."""
+    WAITING.add(function.__code__)
+    return function
+
+
+class KnownThread(threading.Thread):
+    """A thread of ours, beside which weights leave from its start to its end."""
+
+    def __init__(self, work: Callable[[], None], name: str) -> None:
+        """Make a thread that will do ``work``, which is written in Python."""
+        super().__init__(name=name)
+        self._work: Callable[[], None] | None = work
+
+    @uses_no_weight
+    def run(self) -> None:
+        """Do the work."""
+        number = threading.get_ident()
+        KNOWN_THREADS.add(number)
+        try:
+            work, self._work = self._work, None
+            assert work is not None, "a thread runs once"
+            work()
+        finally:
+            # The next thread may have the same number.
+            KNOWN_THREADS.discard(number)
+
+
+for _waits in (
+    *(threading.Condition.wait, threading.Event.wait, threading.Thread.join),
+    *(queue.Queue.get, queue.Queue.put),
+    *(selectors.EpollSelector.select, selectors.PollSelector.select),
+    futures_thread._worker,  # noqa: SLF001 - it has no public name
+):
+    uses_no_weight(_waits)
+
+# How threads begin and end; not `run`, which calls what the user gave.
+for _begins in (
+    *(threading.Thread.start, threading.Event.set),
+    *(threading.Condition.notify_all, threading.Condition.notify),
+    *(threading.Condition.__enter__, threading.Condition.__exit__),
+):
+    uses_no_weight(_begins)
+
+# The same in private functions, which differ from one Python to the next.
+for _name in (
+    *("_bootstrap", "_bootstrap_inner", "_set_ident", "_set_tstate_lock", "_set_native_id"),
+    *("_delete", "_stop", "_wait_for_tstate_lock"),
+):
+    if _private := getattr(threading.Thread, _name, None):
+        uses_no_weight(_private)
