@@ -33,11 +33,13 @@ def checkpoint(block: C) -> C:
     the bits are the same.
 
     Computed again is a block by ``torch.utils.checkpoint`` without reentrance: what it does besides
-    computing (printing, counting) it does twice. One that changes its arguments or its buffers in
-    place is never computed again.
+    computing (printing) it does twice. One that changes its arguments, its buffers or attributes in
+    its first call, or draws from another generator than torch's own, is never computed again.
 
     Raises:
         ConfigError: ``block`` cannot be called.
+        UnsupportedError: In backward: since the forward of a block that is computed again its
+            weights, its buffers or its mode have changed, or that forward itself changed some.
 
     """
     if isinstance(block, nn.Module):
