@@ -88,8 +88,10 @@ class _Checkpointed:
         """Return how a copy is made: as one of the plain class, which is marked then."""
         reduced: Any = super().__reduce_ex__(protocol)
         make, arguments, *rest = reduced
-        plain = tuple(self._plain_class if one is type(self) else one for one in arguments)
-        return (_marked, (make, plain), *rest)
+        make, *plain = (
+            self._plain_class if one is type(self) else one for one in (make, *arguments)
+        )
+        return (_marked, (make, tuple(plain)), *rest)
 
 
 def _marked(make: Callable[..., nn.Module], arguments: tuple[Any, ...]) -> nn.Module:

@@ -250,6 +250,25 @@ def test_copies_are_marked_too(copied: Callable[[nn.Module], nn.Module], tmp_pat
     assert session.stats.blocks_called == 1
 
 
+class Reduced(Plain):
+    """Says itself how a copy is made: by its class."""
+
+    def __reduce__(self) -> Any:
+        return (type(self), (), self.__getstate__())
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, copy.copy, lambda one: pickle.loads(pickle.dumps(one))]
+)
+def test_copies_of_what_says_how_it_is_copied(
+    copied: Callable[[nn.Module], nn.Module],
+) -> None:
+    module = ssdtrain.checkpoint(Reduced())
+    twin = copied(module)
+    assert type(twin) is type(module)
+    assert_equal_bits(twin.state_dict(), module.state_dict())
+
+
 def doubled(x: Tensor) -> Tensor:
     """Return twice of it."""
     return x * 2
