@@ -30,6 +30,7 @@ from recomputed import (
     prove_both,
     training,
 )
+from ssdtrain.activations.reach import Reach
 from support import Result, batch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -188,6 +189,48 @@ def test_what_torch_does_not_draw_is_drawn_once(tmp_path: Path, kind: str) -> No
         return training(Model(lambda: Drawing(kind), fresh))
 
     assert prove_both(tmp_path, build).blocks_recomputed == 0
+
+
+def test_a_flag_by_which_a_block_changes_things_makes_another_mode(tmp_path: Path) -> None:
+    class Flagged(Normalised):
+        def forward(self, x: Tensor, moves: bool = False) -> Tensor:
+            norm = self.norm
+            return super().forward(x) if moves else self.apart(x * norm.weight + norm.bias)
+
+    def build() -> Step:
+        flags = iter([False] * 3 + [True] * 6)
+        return training(Model(Flagged, lambda block, x: block(x, moves=next(flags))))
+
+    assert prove_both(tmp_path, build).blocks_recomputed == 0
+
+
+def test_a_mark_may_be_taken_off_before_backward(tmp_path: Path) -> None:
+    def build() -> Step:
+        model = Model(Mlp, one_input)
+        forward = model.forward
+
+        def unmarked(x: Tensor) -> Tensor:
+            for block in model.blocks:
+                ssdtrain.checkpoint(block)
+            out = forward(x)
+            ssdtrain.remove_checkpoint(model)
+            return out
+
+        model.forward = unmarked  # type: ignore[method-assign]
+        return training(model)
+
+    assert prove_both(tmp_path, build).blocks_recomputed == 3 * (STEPS - 1)
+
+
+def test_a_closure_over_much_data_is_not_gone_through() -> None:
+    class Unread(list[int]):
+        def __iter__(self) -> Any:
+            raise AssertionError("it has data, and no modules")
+
+    data, block = Unread(range(1000)), Normalised()
+    reach = Reach(lambda x: block(x) + len(data), [])
+    assert reach.owner is block
+    assert len(reach.buffers()) == 3
 
 
 def test_methods_of_one_module_are_known_apart(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import pickle
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from inspect import isfunction, ismethod, ismodule
 from typing import Any, NamedTuple
@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from torch import Generator, Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_leaves
 
 from ssdtrain.errors import UnsupportedError
 
@@ -30,6 +29,9 @@ __all__ = ["Reach", "Used", "Versions", "are_same"]
 
 Versions = list[tuple[Tensor, int | None]]
 Drawn = Generator | random.Random | np.random.Generator | np.random.RandomState
+
+UNPACKED_MAX = 256
+"""Things in a container that is looked into."""
 
 CHANGED = (
     "the block {}, which is computed again in backward (ssdtrain.checkpoint), {}: no gradient was "
@@ -48,7 +50,7 @@ class Used(NamedTuple):
 class Reach:
     """What a call of ``block`` with these ``leaves`` of its arguments can reach."""
 
-    def __init__(self, block: Callable[..., Any], leaves: Iterable[Any]) -> None:
+    def __init__(self, block: Callable[..., Any], leaves: Sequence[Any]) -> None:
         self._block = block
         self.given = [one for one in leaves if isinstance(one, Tensor)]
         """The tensors among the arguments."""
@@ -63,9 +65,11 @@ class Reach:
         )
         self.owner: Any = own_modules[0] if own_modules else block
         """By whom the block is known."""
-        code = getattr(getattr(block, "__func__", block), "__code__", type(block))
+        code = getattr(getattr(block, "__func__", block), "__code__", None)
         apart = tuple(id(one) for one in own_modules[1:])
-        self.mode = (code, apart, *((type(one), one.training) for one in self._modules))
+        flags = tuple(one for one in leaves if one is None or isinstance(one, bool | str))
+        modes = ((type(one).__name__, one.training) for one in self._modules)
+        self.mode = (code, apart, flags, *modes)
         """In which way it is called, as far as that shows."""
 
     def used(self) -> Used:
@@ -173,14 +177,14 @@ def _held_by(block: Any) -> Iterator[Any]:
         yield from _attributes_of(block.__self__)
         yield from _held_by(block.__func__)
     elif isinstance(block, partial):
-        yield from tree_leaves((block.args, block.keywords))
+        yield from _unpacked([*block.args, *block.keywords.values()])
         yield from _held_by(block.func)
     elif isfunction(block):
         names = [name for name in block.__code__.co_names if name in block.__globals__]
         found = [block.__globals__[name] for name in names]
         yield from (one for one in found if isinstance(one, nn.Module))
         for cell in block.__closure__ or ():
-            yield from tree_leaves(_contents(cell))
+            yield from _unpacked(_contents(cell))
     elif not isinstance(block, nn.Module):
         yield from _attributes_of(block)
 
@@ -196,7 +200,17 @@ def _contents(cell: Any) -> list[Any]:
 def _attributes_of(one: object) -> list[Any]:
     """Return what an object of the user's has as attributes, containers unpacked."""
     is_plain = isinstance(one, nn.Module | type) or isfunction(one) or ismodule(one)
-    return [] if is_plain else tree_leaves(list(getattr(one, "__dict__", {}).values()))
+    return [] if is_plain else list(_unpacked(getattr(one, "__dict__", {}).values()))
+
+
+def _unpacked(values: Iterable[Any], depth: int = 2) -> Iterator[Any]:
+    """Give values, those that are containers unpacked; large ones hold data and no modules."""
+    for one in values:
+        is_small = isinstance(one, list | tuple | dict) and len(one) <= UNPACKED_MAX
+        if depth and is_small:
+            yield from _unpacked(one.values() if isinstance(one, dict) else one, depth - 1)
+        else:
+            yield one
 
 
 def _state_of(drawn: Any) -> object:
