@@ -28,6 +28,7 @@ from recomputed import (
     prove_both,
     training,
 )
+from ssdtrain.activations.blocks import Blocks
 from ssdtrain.planning.policy import Rates
 from support import Result, assert_equal_bits, batch, gradients
 
@@ -217,6 +218,30 @@ def test_an_error_in_a_block_leaves_the_next_call_as_it_was(tmp_path: Path) -> N
         step()
         with pytest.raises(RuntimeError, match="normalized_shape"):
             model(torch.ones(2, WIDTH + 1, requires_grad=True))
+        step()
+    assert session.stats.blocks_recomputed == 3
+
+
+@pytest.mark.parametrize("where", ["_begin", "_end"])
+def test_an_interrupt_beside_a_block_leaves_the_next_call_as_it_was(
+    tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = training(Model(Mlp, one_input))
+    tool = ssdtrain.offload(tmp_path, min_bytes=1, max_resident_bytes="64MiB")
+    tool._choices = Again()
+    with tool as session:
+        step()
+        real = getattr(Blocks, where)
+
+        def interrupted(*arguments: Any, **keywords: Any) -> None:
+            if where == "_begin":
+                real(*arguments, **keywords)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Blocks, where, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                step()
         step()
     assert session.stats.blocks_recomputed == 3
 

@@ -132,10 +132,10 @@ class Blocks:
         ):
             return function(*arguments, **keywords)
         reach = Reach(block, tree_leaves((arguments, keywords)))
-        call = self._begin(reach)
-        if call is None:
-            return function(*arguments, **keywords)
         try:
+            call = self._begin(reach)
+            if call is None:
+                return function(*arguments, **keywords)
             is_unchanged = reach.watched() if call.is_tried else reach.closely()
             if call.is_recomputed:
                 again = _Again(self, function, block, arguments, keywords)
@@ -144,10 +144,13 @@ class Blocks:
             else:
                 result = function(*arguments, **keywords)
                 has_stayed = is_unchanged()
+            self._end(call, reach, is_unchanged=has_stayed)
         except BaseException:
-            self._call = None
+            # Ctrl-C may come anywhere; at the beginning no call of this thread was under way.
+            with self._lock:
+                if self._call is not None and self._call.thread == threading.get_ident():
+                    self._call = None
             raise
-        self._end(call, reach, is_unchanged=has_stayed)
         return result
 
     def _is_in_call(self) -> bool:
