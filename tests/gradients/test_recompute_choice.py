@@ -29,6 +29,7 @@ from recomputed import (
     training,
 )
 from ssdtrain.activations.blocks import Blocks
+from ssdtrain.machine.torch_internals import top_hooks
 from ssdtrain.planning.policy import Rates
 from support import Result, assert_equal_bits, batch, gradients
 
@@ -244,6 +245,31 @@ def test_an_interrupt_beside_a_block_leaves_the_next_call_as_it_was(
                 step()
         step()
     assert session.stats.blocks_recomputed == 3
+
+
+@pytest.mark.parametrize("where", ["__enter__", "__exit__"])
+def test_an_interrupt_within_torchs_checkpoint_leaves_no_hooks_on(
+    tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, hooks = training(Model(Mlp, one_input)), torch.utils.checkpoint._checkpoint_hook
+    tool = ssdtrain.offload(tmp_path, min_bytes=1, max_resident_bytes="64MiB")
+    tool._choices = Again()
+    with tool as session:
+        step()
+        real = getattr(hooks, where)
+
+        def interrupted(*arguments: Any) -> None:
+            if where == "__enter__":
+                real(*arguments)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(hooks, where, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                step()
+        step()
+    assert session.stats.blocks_recomputed == 3
+    assert top_hooks(True) is None
 
 
 # What marks a block.

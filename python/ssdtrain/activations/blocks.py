@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint as computed_again
 from ssdtrain._core import Round, Rounds, Tally
 from ssdtrain.activations.reach import Reach, Used, Versions, are_same
 from ssdtrain.errors import UnsupportedError
-from ssdtrain.machine.torch_internals import current_backward
+from ssdtrain.machine.torch_internals import current_backward, pop_hooks, top_hooks
 from ssdtrain.planning.recompute import Block, BlockCounts, Choices, Measured, disk_of
 from ssdtrain.stalls import Stalls
 from ssdtrain.transfer.host import HostTransfer
@@ -29,6 +29,7 @@ __all__ = ["Blocks"]
 
 CALLS_MAX = 4096
 """Calls of one round; more are many forwards of which nothing was offloaded."""
+CODE_OF_TORCH = torch.utils.checkpoint.__file__
 MODES_MAX = 64
 """Ways of calling one block that are remembered: a function made anew for each call is as many."""
 CHANGES = (
@@ -297,7 +298,12 @@ class _Again:
     def call(self) -> Any:
         """Run it for the first time."""
         leaves, self._form = tree_flatten(self._given)
-        return computed_again(self._run, *leaves, use_reentrant=False, preserve_rng_state=True)
+        ours = top_hooks(True)
+        try:
+            return computed_again(self._run, *leaves, use_reentrant=False, preserve_rng_state=True)
+        except BaseException as error:
+            _take_off_torchs(error, ours)
+            raise
 
     def _run(self, *leaves: Any) -> Any:
         if self._given is not None:
@@ -313,6 +319,21 @@ class _Again:
             return self._function(*arguments, **keywords)
         finally:
             self._blocks.note_again(self._blocks.now_s - began_s)
+
+
+def _take_off_torchs(error: BaseException, ours: Any) -> None:
+    """Take hooks off that torch's checkpoint has left on, which Ctrl-C in the midst of it does.
+
+    All that is saved afterwards would go to a call that has failed.
+    """
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == CODE_OF_TORCH:
+            # It has a generator that takes its hooks off when it ends: now, and not at any time.
+            trace.tb_frame.clear()
+        trace = trace.tb_next
+    while (top := top_hooks(True)) is not None and top != ours:
+        pop_hooks()
 
 
 def _bytes_of(tensors: list[Tensor]) -> int:
