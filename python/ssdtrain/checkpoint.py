@@ -33,11 +33,13 @@ def checkpoint(block: C) -> C:
     the bits are the same.
 
     Computed again is a block by ``torch.utils.checkpoint`` without reentrance: what it does besides
-    computing (printing, counting) it does twice. One that changes its arguments or its buffers in
-    place is never computed again.
+    computing (printing) it does twice. One that changes its arguments, its buffers or attributes in
+    its first call, or draws from another generator than torch's own, is never computed again.
 
     Raises:
         ConfigError: ``block`` cannot be called.
+        UnsupportedError: In backward: since the forward of a block that is computed again its
+            weights, its buffers or its mode have changed, or that forward itself changed some.
 
     """
     if isinstance(block, nn.Module):
@@ -86,8 +88,10 @@ class _Checkpointed:
         """Return how a copy is made: as one of the plain class, which is marked then."""
         reduced: Any = super().__reduce_ex__(protocol)
         make, arguments, *rest = reduced
-        plain = tuple(self._plain_class if one is type(self) else one for one in arguments)
-        return (_marked, (make, plain), *rest)
+        make, *plain = (
+            self._plain_class if one is type(self) else one for one in (make, *arguments)
+        )
+        return (_marked, (make, tuple(plain)), *rest)
 
 
 def _marked(make: Callable[..., nn.Module], arguments: tuple[Any, ...]) -> nn.Module:

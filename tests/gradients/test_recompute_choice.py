@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,72 +12,30 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.utils.checkpoint import checkpoint as checkpoint_of_torch
 
 import ssdtrain
+from recomputed import (
+    ROWS,
+    STEPS,
+    WIDTH,
+    Again,
+    Mlp,
+    Model,
+    Plain,
+    Step,
+    one_input,
+    prove_both,
+    training,
+)
+from ssdtrain.activations.blocks import Blocks
+from ssdtrain.machine.torch_internals import top_hooks
 from ssdtrain.planning.policy import Rates
-from ssdtrain.planning.recompute import Choices, Disk, Measured
 from support import Result, assert_equal_bits, batch, gradients
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-ROWS, WIDTH = 64, 64
-STEPS = 3
-"""The first is plain: what a block changes in place is looked for there."""
 SLOW, FAST = Rates(1.0, 1.0), Rates(1e18, 1e18)
-
-Step = Callable[[], Result]
-
-
-class Everything(set[int]):
-    def __contains__(self, key: object) -> bool:
-        return True
-
-
-class Again(Choices):
-    """Computes again whatever may be."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.chosen = Everything()
-
-    def learn(self, kind: int, measured: Measured | None, disk: Disk, stall_s: float) -> float:
-        return 0.0
-
-
-class Nothing(Again):
-    """Offloads everything."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.chosen = set()
-
-
-class Mlp(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 96), nn.GELU(), nn.Dropout(0.2)
-        )
-        self.out = nn.Linear(96, WIDTH)
-
-    def forward(
-        self, x: Tensor, scale: Tensor | None = None, *, debug: Tensor | None = None
-    ) -> Any:
-        out = self.out(self.layers(x))
-        out = out if scale is None else out * scale.sin()
-        return x + (out if debug is None else out + debug.cos())
-
-
-class Plain(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(WIDTH, 96), nn.GELU(), nn.Linear(96, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.layers(x).sin()
-        return out
 
 
 class Pair(nn.Module):
@@ -94,41 +52,6 @@ class Pair(nn.Module):
         return self.first(left * other), {"right": self.second(right).tanh()}
 
 
-class Normalised(nn.Module):
-    """Has statistics, which each forward in training moves."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.line = nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.line(self.norm(x)).relu()
-        return out
-
-
-class WithoutCounter(Normalised):
-    """Its kernel moves the statistics, and no version counter."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        norm = self.norm
-        statistics = (norm.running_mean, norm.running_var, norm.weight, norm.bias)
-        normalised = functional.batch_norm(x, *statistics, training=self.training)
-        out: Tensor = self.line(normalised).relu()
-        return out
-
-
-class InPlace(nn.Module):
-    """Changes what it is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.line = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.line(x.mul_(0.5).exp().mul(1e-3))
-        return out
-
-
 class Nested(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -138,24 +61,6 @@ class Nested(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.other(self.inner(x)) * 2
         return out
-
-
-class Model(nn.Module):
-    """Runs blocks by ``how``."""
-
-    def __init__(self, kind: type[nn.Module], how: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(ssdtrain.checkpoint(kind()) for _ in range(3))
-        self.how = how
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = self.how(block, x)
-        return x
-
-
-def one_input(block: nn.Module, x: Tensor) -> Any:
-    return block(x)
 
 
 def by_name(block: nn.Module, x: Tensor) -> Any:
@@ -188,31 +93,6 @@ def in_torchs_reentrant(block: nn.Module, x: Tensor) -> Any:
     return checkpoint_of_torch(block, x, use_reentrant=True)
 
 
-def fresh(block: nn.Module, x: Tensor) -> Any:
-    return block(x * 1)
-
-
-def training(model: nn.Module) -> Step:
-    """Return a training step: forward, backward, and an update."""
-    x = batch(rows=ROWS, width=WIDTH).requires_grad_()
-
-    def step() -> Result:
-        model.zero_grad()
-        x.grad = None
-        loss = model(x * 1).square().mean()
-        loss.backward()
-        found = {"loss": loss.detach(), **gradients(model)}
-        with torch.no_grad():
-            for parameter in model.parameters():
-                assert parameter.grad is not None
-                parameter.sub_(parameter.grad, alpha=0.1)
-        assert x.grad is not None
-        buffers = {name: one.clone() for name, one in model.named_buffers()}
-        return {**found, "x": x.grad, "random": torch.rand(3), **buffers}
-
-    return step
-
-
 def penalised(model: nn.Module) -> Step:
     """Return a step with a gradient penalty: a backward through a backward."""
     x = batch(rows=ROWS, width=WIDTH).requires_grad_()
@@ -241,28 +121,6 @@ def repeated(model: nn.Module) -> Step:
     return step
 
 
-def results(build: Callable[[], Step]) -> Iterator[Result]:
-    torch.manual_seed(0)
-    step = build()
-    for _ in range(STEPS):
-        yield step()
-
-
-def prove_both(directory: Path, build: Callable[[], Step]) -> ssdtrain.Stats:
-    """Run steps plainly, offloaded and computed again; return the counts of the last."""
-    plain = list(results(build))
-    for choices in (Nothing(), Again()):
-        tool = ssdtrain.offload(directory, min_bytes=1, max_resident_bytes="64MiB")
-        tool._choices = choices
-        with tool as session:
-            for actual, expected in zip(results(build), plain, strict=True):
-                assert_equal_bits(actual, expected)
-        assert session.stats.bytes_eligible > 0
-        if isinstance(choices, Nothing):
-            assert session.stats.blocks_recomputed == 0
-    return session.stats
-
-
 WAYS = {
     "dropout": (Mlp, one_input),
     "inputs by name": (Mlp, by_name),
@@ -285,32 +143,6 @@ def test_computed_again_blocks_give_equal_bits(
     # The second call of the first step was preceded by a plain one already.
     assert stats.blocks_recomputed == (STEPS - 1) * calls + (3 if way == "one block twice" else 0)
     assert stats.recomputed_s > 0
-
-
-@pytest.mark.parametrize("kind", [Normalised, WithoutCounter, InPlace])
-def test_what_a_block_changes_it_changes_once(tmp_path: Path, kind: type[nn.Module]) -> None:
-    stats = prove_both(tmp_path, lambda: training(Model(kind, fresh)))
-    assert stats.blocks_called == 3 * STEPS
-    assert stats.blocks_recomputed == 0
-
-
-def test_in_evaluation_statistics_stay_so_the_block_is_computed_again(tmp_path: Path) -> None:
-    stats = prove_both(tmp_path, lambda: training(Model(Normalised, one_input).eval()))
-    assert stats.blocks_recomputed == 3 * (STEPS - 1)
-
-
-def test_what_is_known_in_evaluation_does_not_count_in_training(tmp_path: Path) -> None:
-    def build() -> Step:
-        model = Model(Normalised, one_input)
-        trained, modes = training(model), iter([False, True, True])
-
-        def step() -> Result:
-            model.train(next(modes))
-            return trained()
-
-        return step
-
-    assert prove_both(tmp_path, build).blocks_recomputed == 0
 
 
 @pytest.mark.parametrize("how", [in_torchs_own, in_torchs_reentrant])
@@ -391,6 +223,55 @@ def test_an_error_in_a_block_leaves_the_next_call_as_it_was(tmp_path: Path) -> N
     assert session.stats.blocks_recomputed == 3
 
 
+@pytest.mark.parametrize("where", ["_begin", "_end"])
+def test_an_interrupt_beside_a_block_leaves_the_next_call_as_it_was(
+    tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = training(Model(Mlp, one_input))
+    tool = ssdtrain.offload(tmp_path, min_bytes=1, max_resident_bytes="64MiB")
+    tool._choices = Again()
+    with tool as session:
+        step()
+        real = getattr(Blocks, where)
+
+        def interrupted(*arguments: Any, **keywords: Any) -> None:
+            if where == "_begin":
+                real(*arguments, **keywords)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Blocks, where, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                step()
+        step()
+    assert session.stats.blocks_recomputed == 3
+
+
+@pytest.mark.parametrize("where", ["__enter__", "__exit__"])
+def test_an_interrupt_within_torchs_checkpoint_leaves_no_hooks_on(
+    tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, hooks = training(Model(Mlp, one_input)), torch.utils.checkpoint._checkpoint_hook
+    tool = ssdtrain.offload(tmp_path, min_bytes=1, max_resident_bytes="64MiB")
+    tool._choices = Again()
+    with tool as session:
+        step()
+        real = getattr(hooks, where)
+
+        def interrupted(*arguments: Any) -> None:
+            if where == "__enter__":
+                real(*arguments)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(hooks, where, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                step()
+        step()
+    assert session.stats.blocks_recomputed == 3
+    assert top_hooks(True) is None
+
+
 # What marks a block.
 
 
@@ -418,6 +299,25 @@ def test_copies_are_marked_too(copied: Callable[[nn.Module], nn.Module], tmp_pat
     with ssdtrain.offload(tmp_path, min_bytes=1, max_resident_bytes="64MiB") as session:
         twin(batch(rows=ROWS, width=WIDTH)).sum().backward()
     assert session.stats.blocks_called == 1
+
+
+class Reduced(Plain):
+    """Says itself how a copy is made: by its class."""
+
+    def __reduce__(self) -> Any:
+        return (type(self), (), self.__getstate__())
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, copy.copy, lambda one: pickle.loads(pickle.dumps(one))]
+)
+def test_copies_of_what_says_how_it_is_copied(
+    copied: Callable[[nn.Module], nn.Module],
+) -> None:
+    module = ssdtrain.checkpoint(Reduced())
+    twin = copied(module)
+    assert type(twin) is type(module)
+    assert_equal_bits(twin.state_dict(), module.state_dict())
 
 
 def doubled(x: Tensor) -> Tensor:

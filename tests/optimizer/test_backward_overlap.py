@@ -150,6 +150,29 @@ def test_a_look_at_the_state_shows_that_of_the_last_step(tmp_path: Path) -> None
     assert_goes_on(module, optimizer)
 
 
+@pytest.mark.parametrize("makes_step", [False, True])
+def test_what_a_state_dict_refers_to_changes_in_the_step(makes_step: bool, tmp_path: Path) -> None:
+    module = model()
+    optimizer = adamw(module)
+    offload_optimizer(optimizer, tmp_path, overlap="backward", buffer_bytes="64KiB")
+    plain_step(module, optimizer, batch(0))
+    saved: Any = optimizer.state_dict()
+    before = copy.deepcopy(saved)
+    backward(module)
+    optimizer._in_backward.join()  # type: ignore[attr-defined]
+    assert taken_count(module) > 3
+    for number, state in before["state"].items():
+        support.assert_equal_bits(saved["state"][number], state)
+    if makes_step:
+        # As plainly, those of small parameters, which stay in memory, are the ones that are used.
+        optimizer.step()
+        assert {float(state["step"]) for state in saved["state"].values()} == {2}
+        return
+    optimizer.load_state_dict(saved)
+    assert_as_after_the_last_step(module, optimizer)
+    assert_goes_on(module, optimizer)
+
+
 def test_gradients_are_gone_after_the_step(tmp_path: Path) -> None:
     module, optimizer = begun(tmp_path)
     optimizer.step()

@@ -1,30 +1,26 @@
 """Calls the blocks of `ssdtrain.checkpoint`, plainly or so that backward computes them again.
 
 A block is known by its place in the round and the shapes that it gets, as saved tensors are by
-theirs. Of nested blocks the outermost is chosen for.
-
-[Note: what may be computed again] A block that changes its arguments, its parameters or its buffers
-(the running statistics of a batch normalisation) would change them twice. So each object is called
-plainly first, in training and in evaluation, and is never computed again if a version counter moved
-meanwhile, or, as kernels change statistics without one, a byte of a buffer.
+theirs. Of nested blocks the outermost is chosen for. What may be computed again, see `reach.py`.
 """
 
 from __future__ import annotations
 
-import inspect
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint as computed_again
 
 from ssdtrain._core import Round, Rounds, Tally
-from ssdtrain.machine.torch_internals import current_backward
+from ssdtrain.activations.reach import Reach, Used, Versions, are_same
+from ssdtrain.errors import UnsupportedError
+from ssdtrain.machine.torch_internals import current_backward, pop_hooks, top_hooks
 from ssdtrain.planning.recompute import Block, BlockCounts, Choices, Measured, disk_of
 from ssdtrain.residency import Residency
 from ssdtrain.stalls import Stalls
@@ -32,9 +28,28 @@ from ssdtrain.transfer.host import HostTransfer
 
 __all__ = ["Blocks"]
 
-Tried = weakref.WeakKeyDictionary[Any, dict[bool, bool]]
 CALLS_MAX = 4096
 """Calls of one round; more are many forwards of which nothing was offloaded."""
+CODE_OF_TORCH = torch.utils.checkpoint.__file__
+MODES_MAX = 64
+"""Ways of calling one block that are remembered: a function made anew for each call is as many."""
+CHANGES = (
+    "a block that is computed again in backward (ssdtrain.checkpoint) changed a tensor in place or "
+    "replaced a buffer in its forward, and would do so twice; in its first call it did not. Take "
+    "the mark off with ssdtrain.remove_checkpoint"
+)
+
+
+@dataclass
+class _Tried:
+    """What is known of a block in one mode."""
+
+    is_repeatable: bool = True
+    buffers: Versions = field(default_factory=list)
+    """As its last call left them."""
+
+
+Modes = dict[tuple[object, ...], _Tried]
 
 
 @dataclass
@@ -98,8 +113,8 @@ class Blocks:
         self._residency = residency
         self._round: _Round | None = None
         self._call: _Call | None = None
-        self._tried: Tried = weakref.WeakKeyDictionary()
-        """By object and whether it is training: whether it may be computed again."""
+        self._tried: weakref.WeakKeyDictionary[Any, Modes] = weakref.WeakKeyDictionary()
+        """By object and mode."""
         self._lock = threading.RLock()
         self.counts = BlockCounts()
 
@@ -111,53 +126,64 @@ class Blocks:
         keywords: dict[str, Any],
     ) -> Any:
         """Call ``function`` for ``block``, in the way that was chosen."""
-        tensors = [one for one in (*arguments, *keywords.values()) if isinstance(one, Tensor)]
-        owner = block.__self__ if inspect.ismethod(block) else block
-        call = self._begin(owner, tensors)
-        if call is None:
-            return function(*arguments, **keywords)
-        try:
-            before = _versions(owner, tensors)
-            buffers = [] if call.is_tried else _buffers(owner)
-            copies = [one.clone() for one in buffers]
-            if call.is_recomputed:
-                result = self._checkpointed(function, arguments, keywords)
-            else:
-                result = function(*arguments, **keywords)
-            is_unchanged = _versions(owner, tensors) == before
-            is_unchanged &= all(map(torch.equal, buffers, copies))
-        except BaseException:
-            self._call = None
-            raise
-        self._end(call, owner, tensors, is_unchanged=is_unchanged)
-        return result
-
-    def _begin(self, owner: Any, tensors: list[Tensor]) -> _Call | None:
-        """Return what is noted of this call, or ``None`` if nothing is: then it is plain."""
         if (
             not self._residency.is_bounded
             or not torch.is_grad_enabled()
             or current_backward() != -1
-            # How long a GPU computes, the moments of calls do not tell.
-            or any(one.device.type != "cpu" for one in tensors)
+            or self._is_in_call()
         ):
+            return function(*arguments, **keywords)
+        reach = Reach(block, tree_leaves((arguments, keywords)))
+        try:
+            call = self._begin(reach)
+            if call is None:
+                return function(*arguments, **keywords)
+            is_unchanged = reach.watched() if call.is_tried else reach.closely()
+            if call.is_recomputed:
+                again = _Again(self, function, block, arguments, keywords)
+                result, has_stayed = again.call(), is_unchanged()
+                again.used = reach.used() if has_stayed else None
+            else:
+                result = function(*arguments, **keywords)
+                has_stayed = is_unchanged()
+            self._end(call, reach, is_unchanged=has_stayed)
+        except BaseException:
+            # Ctrl-C may come anywhere; at the beginning no call of this thread was under way.
+            with self._lock:
+                if self._call is not None and self._call.thread == threading.get_ident():
+                    self._call = None
+            raise
+        return result
+
+    def _is_in_call(self) -> bool:
+        """Whether a call is under way; one of another thread is noted."""
+        with self._lock:
+            call = self._call
+            if call is None:
+                return False
+            if self._round is not None and call.thread != threading.get_ident():
+                self._round.is_mixed = True
+            return True
+
+    def _begin(self, reach: Reach) -> _Call | None:
+        """Return what is noted of this call, or ``None`` if nothing is: then it is plain."""
+        # How long a GPU computes, the moments of calls do not tell.
+        if any(one.device.type != "cpu" for one in reach.given):
             return None
         with self._lock:
-            if self._call is not None:
-                # It may be inside of that one.
-                if self._round is not None and self._call.thread != threading.get_ident():
-                    self._round.is_mixed = True
+            if self._is_in_call():
                 return None
             here = self._open()
-            here.key = hash((here.key, *((tuple(one.shape), one.dtype) for one in tensors)))
-            known = _tried(self._tried, owner)
-            is_training = _is_training(owner)
+            here.key = hash((here.key, *((tuple(one.shape), one.dtype) for one in reach.given)))
+            tried = self._modes_of(reach).get(reach.mode)
+            if tried is not None and not are_same(tried.buffers, reach.buffers()):
+                tried.is_repeatable = False
             is_chosen = here.key in self._choices.chosen
             self._call = _Call(
                 here.key,
                 threading.get_ident(),
-                is_training in known,
-                is_chosen and known.get(is_training, False),
+                tried is not None,
+                is_chosen and tried is not None and tried.is_repeatable,
                 self._rounds.now_s,
                 self._eligible.nbytes,
             )
@@ -174,23 +200,26 @@ class Blocks:
         assert self._round is not None
         return self._round
 
-    def _end(self, call: _Call, owner: Any, tensors: list[Tensor], *, is_unchanged: bool) -> None:
+    def _end(self, call: _Call, reach: Reach, *, is_unchanged: bool) -> None:
         with self._lock:
             self._call = None
             here, saved = self._round, self._rounds.current
             assert here is not None, "a call is in a round"
             if saved is not None and not saved.is_asked_for:
                 here.saved = saved
-            found = _tried(self._tried, owner)
-            is_training = _is_training(owner)
-            found[is_training] = found.get(is_training, True) and is_unchanged
+            modes = self._modes_of(reach)
+            if len(modes) >= MODES_MAX:
+                modes.clear()
+            tried = modes.setdefault(reach.mode, _Tried())
+            tried.is_repeatable &= is_unchanged
+            tried.buffers = reach.buffers()
             here.calls.append(
                 Block(
                     call.key,
                     self._rounds.now_s - call.began_s,
                     self._eligible.nbytes - call.eligible_bytes,
-                    _bytes_of(tensors),
-                    found[is_training],
+                    _bytes_of(reach.given),
+                    tried.is_repeatable,
                 )
             )
             here.has_recomputed |= call.is_recomputed
@@ -202,36 +231,20 @@ class Blocks:
                 bytes_not_written=self.counts.bytes_not_written + freed_bytes,
             )
 
-    def _checkpointed(
-        self,
-        function: Callable[..., Any],
-        arguments: tuple[Any, ...],
-        keywords: dict[str, Any],
-    ) -> Any:
-        """Call it so that its inputs are saved, and the rest is computed again."""
-        names = tuple(keywords)
-        has_run = False
+    def _modes_of(self, reach: Reach) -> Modes:
+        """Return what is known of a block; of one without weak references nothing stays known."""
+        try:
+            return self._tried.setdefault(reach.owner, {})
+        except TypeError:
+            return {}
 
-        # All are given by place: what is given by name would stay in memory, and a name could be
-        # one of torch's own.
-        def run(*values: Any) -> Any:
-            nonlocal has_run
-            by_place = len(values) - len(names)
-            given = dict(zip(names, values[by_place:], strict=True))
-            if not has_run:
-                has_run = True
-                return function(*values[:by_place], **given)
-            began_s = self._rounds.now_s
-            try:
-                # torch raises an exception where nothing more is needed.
-                return function(*values[:by_place], **given)
-            finally:
-                self._note_again(self._rounds.now_s - began_s)
+    @property
+    def now_s(self) -> float:
+        """The time."""
+        return self._rounds.now_s
 
-        values = (*arguments, *keywords.values())
-        return computed_again(run, *values, use_reentrant=False, preserve_rng_state=True)
-
-    def _note_again(self, seconds: float) -> None:
+    def note_again(self, seconds: float) -> None:
+        """Note how long something was computed again."""
         with self._lock:
             self.counts = replace(self.counts, recomputed_s=self.counts.recomputed_s + seconds)
 
@@ -260,28 +273,69 @@ class Blocks:
         )
 
 
-def _tried(table: Tried, owner: Any) -> dict[bool, bool]:
-    """Return what is known of an object; of one without weak references nothing stays known."""
-    try:
-        return table.setdefault(owner, {})
-    except TypeError:
-        return {}
+class _Again:
+    """A call whose tensors are saved, also those in containers; backward computes the rest again.
+
+    All are given by place to torch: what is given by name would stay in memory, and a name could be
+    one of its own.
+    """
+
+    def __init__(
+        self,
+        blocks: Blocks,
+        function: Callable[..., Any],
+        block: Any,
+        arguments: tuple[Any, ...],
+        keywords: dict[str, Any],
+    ) -> None:
+        self._blocks = blocks
+        self._function = function
+        self._block = block
+        self._given: tuple[tuple[Any, ...], dict[str, Any]] | None = (arguments, keywords)
+        """As they are for the first run, which may put something into containers of the caller."""
+        self._form: Any = None
+        self.used: Used | None = None
+        """Of the first run; ``None`` if it changed something."""
+
+    def call(self) -> Any:
+        """Run it for the first time."""
+        leaves, self._form = tree_flatten(self._given)
+        ours = top_hooks(True)
+        try:
+            return computed_again(self._run, *leaves, use_reentrant=False, preserve_rng_state=True)
+        except BaseException as error:
+            _take_off_torchs(error, ours)
+            raise
+
+    def _run(self, *leaves: Any) -> Any:
+        if self._given is not None:
+            (arguments, keywords), self._given = self._given, None
+            return self._function(*arguments, **keywords)
+        if self.used is None:
+            raise UnsupportedError(CHANGES)
+        Reach(self._block, leaves).refuse_changed(self.used)
+        arguments, keywords = tree_unflatten(leaves, self._form)
+        began_s = self._blocks.now_s
+        try:
+            # torch raises an exception where nothing more is needed.
+            return self._function(*arguments, **keywords)
+        finally:
+            self._blocks.note_again(self._blocks.now_s - began_s)
 
 
-def _is_training(owner: Any) -> bool:
-    return isinstance(owner, nn.Module) and owner.training
+def _take_off_torchs(error: BaseException, ours: Any) -> None:
+    """Take hooks off that torch's checkpoint has left on, which Ctrl-C in the midst of it does.
 
-
-def _versions(owner: Any, tensors: list[Tensor]) -> list[int]:
-    """Return how often each tensor was changed that a call could change in place."""
-    own: Iterator[Tensor] = iter(())
-    if isinstance(owner, nn.Module):
-        own = chain(owner.parameters(), owner.buffers())
-    return [one._version for one in chain(tensors, own) if not one.is_inference()]  # noqa: SLF001
-
-
-def _buffers(owner: Any) -> list[Tensor]:
-    return list(owner.buffers()) if isinstance(owner, nn.Module) else []
+    All that is saved afterwards would go to a call that has failed.
+    """
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == CODE_OF_TORCH:
+            # It has a generator that takes its hooks off when it ends: now, and not at any time.
+            trace.tb_frame.clear()
+        trace = trace.tb_next
+    while (top := top_hooks(True)) is not None and top != ours:
+        pop_hooks()
 
 
 def _bytes_of(tensors: list[Tensor]) -> int:

@@ -416,7 +416,7 @@ class InBackward:
         with torch.no_grad():
             for record in [*self._taken.values(), *self._in_step]:
                 if record.updated is not None:
-                    put_in_place(record)
+                    put_in_place(host, record)
                     record.is_published = True
                     record.updated = record.before = None
                     record.is_state_new = False

@@ -38,7 +38,7 @@ def make_updates(host: Host, now: Round, records: list[Taken]) -> None:
             if state is None:
                 record.is_state_new = True
             else:
-                record.before = _entries_of(state)
+                record.before = _set_aside(state)
                 _bring(state)
         _run(host, now, records, states)
     for record in records:
@@ -52,8 +52,8 @@ def let_weight_go(record: Taken) -> None:
         weight.end_use(record)
 
 
-def put_in_place(record: Taken) -> None:
-    """Give a weight its updated bytes."""
+def put_in_place(host: Host, record: Taken) -> None:
+    """Give a weight its updated bytes, and the tensors of its state, which others may have."""
     param, updated = record.param, record.updated
     weight = weight_of(param)
     if isinstance(updated, Successor):
@@ -61,6 +61,12 @@ def put_in_place(record: Taken) -> None:
         weight.owner.succeed(weight, updated)
     elif updated is not None:
         param.copy_(updated)
+    state = host._states.get(param)
+    for key, older in (record.before or {}).items():
+        newer = dict.get(state, key) if isinstance(state, ParameterState) else None
+        if isinstance(older, Tensor) and isinstance(newer, Tensor) and _are_alike(older, newer):
+            older.copy_(newer)
+            state[key] = older
 
 
 def _run(host: Host, now: Round, records: list[Taken], states: Any) -> None:
@@ -145,16 +151,26 @@ def _bring(state: ParameterState) -> None:
         state.bring()
 
 
-def _entries_of(state: ParameterState) -> dict[Any, Any]:
-    """Return what a state has now, to be put back: an update may change all but an ``Away``."""
-    return {
-        key: value.clone()
-        if isinstance(value, Tensor)
-        else value
-        if isinstance(value, Away)
-        else copy.deepcopy(value)
-        for key, value in state.take_entries().items()
-    }
+def _set_aside(state: ParameterState) -> dict[Any, Any]:
+    """Return what a state has now, to be put back: an update may change all but an ``Away``.
+
+    It changes copies of tensors: before ``step()`` nothing changes that a ``state_dict`` refers to.
+    """
+    before = {}
+    for key, value in state.take_entries().items():
+        before[key] = value if isinstance(value, Tensor | Away) else copy.deepcopy(value)
+        if isinstance(value, Tensor):
+            state[key] = value.clone()
+    return before
+
+
+def _are_alike(older: Tensor, newer: Tensor) -> bool:
+    return (
+        older is not newer
+        and (older.shape, older.dtype) == (newer.shape, newer.dtype)
+        and older.layout is newer.layout
+        and older.device == newer.device
+    )
 
 
 def roll_back(host: Host, record: Taken) -> None:

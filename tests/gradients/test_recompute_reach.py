@@ -1,0 +1,401 @@
+"""What a block changes besides what it returns happens once, and what it used is there still."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import ssdtrain
+from recomputed import (
+    ROWS,
+    STEPS,
+    WIDTH,
+    Again,
+    Mlp,
+    Model,
+    Normalised,
+    Plain,
+    Step,
+    fresh,
+    one_input,
+    prove_both,
+    training,
+)
+from ssdtrain.activations.reach import Reach
+from support import Result, batch
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class WithoutCounter(Normalised):
+    """Its kernel moves the statistics, and no version counter."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        norm = self.norm
+        statistics = (norm.running_mean, norm.running_var, norm.weight, norm.bias)
+        normalised = functional.batch_norm(x, *statistics, training=self.training)
+        out: Tensor = self.line(normalised).relu()
+        return out
+
+
+class InPlace(nn.Module):
+    """Changes what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.line(x.mul_(0.5).exp().mul(1e-3))
+        return out
+
+
+class InContainer(Plain):
+    """Changes what is in a container that it is given."""
+
+    def forward(self, x: list[Tensor]) -> Tensor:
+        out: Tensor = self.layers(x[0].mul_(0.5)).sin()
+        return out
+
+
+class Replacing(Plain):
+    """Puts another buffer in the place of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = self.mean * 0.9 + x.detach().mean(0)
+        return super().forward(x + self.mean)
+
+
+class Counting(Plain):
+    """Depends on how often it was called."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x / self.calls)
+
+
+class Drawing(Plain):
+    """Draws from generators that are not torch's own."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.generator = torch.Generator().manual_seed(0)
+        self.of_python, self.of_numpy = random.Random(0), np.random.default_rng(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        draw: dict[str, Callable[[], Any]] = {
+            "python": random.random,
+            "python's own": self.of_python.random,
+            "numpy": np.random.random,
+            "numpy's own": self.of_numpy.random,
+            "generator": lambda: torch.rand(WIDTH, generator=self.generator),
+        }
+        return super().forward(x * draw[self.kind]())
+
+
+class InMethod(Normalised):
+    """Has its statistics moved by a method that is marked, and was a function when it was."""
+
+    @ssdtrain.checkpoint
+    def normalised(self, x: Tensor) -> Tensor:
+        return Normalised.forward(self, x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.normalised(x)
+        return out
+
+
+class Called:
+    """Calls a module that it has, without being one."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.modules = [module]
+
+    def __call__(self, x: Tensor) -> Any:
+        return self.modules[0](x)
+
+
+def in_list(block: nn.Module, x: Tensor) -> Any:
+    return block([x * 1])
+
+
+def marked_once(block: nn.Module, function: Callable[..., Tensor]) -> Any:
+    return vars(block).setdefault("marked", ssdtrain.checkpoint(function))
+
+
+def in_closure(block: nn.Module, x: Tensor) -> Any:
+    return marked_once(block, lambda one: block(one).relu())(x)
+
+
+def in_partial(block: nn.Module, x: Tensor) -> Any:
+    return marked_once(block, functools.partial(nn.Module.__call__, block))(x)
+
+
+def in_object(block: nn.Module, x: Tensor) -> Any:
+    return marked_once(block, Called(block))(x)
+
+
+def in_two_methods(block: nn.Module, x: Tensor) -> Any:
+    assert isinstance(block, Normalised)
+    return ssdtrain.checkpoint(block.forward)(ssdtrain.checkpoint(block.apart)(x))
+
+
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        *((kind, fresh) for kind in (Normalised, WithoutCounter, InPlace, Replacing, Counting)),
+        (InMethod, lambda block, x: ssdtrain.remove_checkpoint(block) or block(x)),
+        (InContainer, in_list),
+        *((kind, in_closure) for kind in (Normalised, WithoutCounter)),
+        (Normalised, in_partial),
+        (Normalised, in_object),
+    ],
+)
+def test_what_a_block_changes_it_changes_once(
+    tmp_path: Path, kind: type[nn.Module], how: Callable[..., Tensor]
+) -> None:
+    def build() -> Step:
+        model = Model(kind, how)
+        if how not in (fresh, in_list):
+            ssdtrain.remove_checkpoint(model)
+        return training(model)
+
+    stats = prove_both(tmp_path, build)
+    assert stats.blocks_called == 3 * STEPS
+    assert stats.blocks_recomputed == 0
+
+
+@pytest.mark.parametrize("kind", ["python", "python's own", "numpy", "numpy's own", "generator"])
+def test_what_torch_does_not_draw_is_drawn_once(tmp_path: Path, kind: str) -> None:
+    def build() -> Step:
+        random.seed(0)
+        np.random.seed(0)  # noqa: NPY002 - what older code draws from
+        return training(Model(lambda: Drawing(kind), fresh))
+
+    assert prove_both(tmp_path, build).blocks_recomputed == 0
+
+
+def test_a_flag_by_which_a_block_changes_things_makes_another_mode(tmp_path: Path) -> None:
+    class Flagged(Normalised):
+        def forward(self, x: Tensor, moves: bool = False) -> Tensor:
+            norm = self.norm
+            return super().forward(x) if moves else self.apart(x * norm.weight + norm.bias)
+
+    def build() -> Step:
+        flags = iter([False] * 3 + [True] * 6)
+        return training(Model(Flagged, lambda block, x: block(x, moves=next(flags))))
+
+    assert prove_both(tmp_path, build).blocks_recomputed == 0
+
+
+def test_a_mark_may_be_taken_off_before_backward(tmp_path: Path) -> None:
+    def build() -> Step:
+        model = Model(Mlp, one_input)
+        forward = model.forward
+
+        def unmarked(x: Tensor) -> Tensor:
+            for block in model.blocks:
+                ssdtrain.checkpoint(block)
+            out = forward(x)
+            ssdtrain.remove_checkpoint(model)
+            return out
+
+        model.forward = unmarked  # type: ignore[method-assign]
+        return training(model)
+
+    assert prove_both(tmp_path, build).blocks_recomputed == 3 * (STEPS - 1)
+
+
+def test_a_closure_over_much_data_is_not_gone_through() -> None:
+    class Unread(list[int]):
+        def __iter__(self) -> Any:
+            raise AssertionError("it has data, and no modules")
+
+    data, block = Unread(range(1000)), Normalised()
+    reach = Reach(lambda x: block(x) + len(data), [])
+    assert reach.owner is block
+    assert len(reach.buffers()) == 3
+
+
+def test_methods_of_one_module_are_known_apart(tmp_path: Path) -> None:
+    def build() -> Step:
+        model = Model(Normalised, in_two_methods)
+        ssdtrain.remove_checkpoint(model)
+        return training(model)
+
+    stats = prove_both(tmp_path, build)
+    assert stats.blocks_called == 6 * STEPS
+    # What only the other one changes may be needed again once it has changed.
+    assert stats.blocks_recomputed == 0
+
+
+def test_a_module_within_that_is_put_into_training_is_tried_again(tmp_path: Path) -> None:
+    def build() -> Step:
+        model, modes = Model(Normalised, fresh), iter([False, True, True])
+        trained = training(model)
+
+        def step() -> Result:
+            is_training = next(modes)
+            for block in model.blocks:
+                block.norm.train(is_training)
+            return trained()
+
+        return step
+
+    assert prove_both(tmp_path, build).blocks_recomputed == 0
+
+
+@pytest.mark.parametrize(
+    "buffer",
+    [
+        torch.eye(3).to_sparse(),
+        torch.empty(3, device="meta"),
+        torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged),
+    ],
+    ids=["sparse", "meta", "nested"],
+)
+def test_buffers_that_cannot_be_compared_do_no_harm(tmp_path: Path, buffer: Tensor) -> None:
+    def build() -> Step:
+        model = Model(Plain, fresh)
+        for block in model.blocks:
+            block.register_buffer("odd", buffer)
+        step = training(model)
+        return lambda: {name: one for name, one in step().items() if "odd" not in name}
+
+    assert prove_both(tmp_path, build).blocks_recomputed == 3 * (STEPS - 1)
+
+
+def test_modules_that_get_their_weights_in_the_first_call(tmp_path: Path) -> None:
+    class Lazy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.line = nn.LazyLinear(WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.line(x).tanh()
+            return out
+
+    assert prove_both(tmp_path, lambda: training(Model(Lazy, fresh))).blocks_recomputed == 3
+
+
+def test_in_evaluation_statistics_stay_so_the_block_is_computed_again(tmp_path: Path) -> None:
+    stats = prove_both(tmp_path, lambda: training(Model(Normalised, one_input).eval()))
+    assert stats.blocks_recomputed == 3 * (STEPS - 1)
+
+
+def test_what_is_known_in_evaluation_does_not_count_in_training(tmp_path: Path) -> None:
+    def build() -> Step:
+        model = Model(Normalised, one_input)
+        trained, modes = training(model), iter([False, True, True])
+
+        def step() -> Result:
+            model.train(next(modes))
+            return trained()
+
+        return step
+
+    assert prove_both(tmp_path, build).blocks_recomputed == 0
+
+
+# What must stay until backward.
+
+
+def change_weights(model: Model) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.01)
+
+
+def replace_weights(model: Model) -> None:
+    for block in model.blocks:
+        block.out.weight = nn.Parameter(block.out.weight.detach() * 2)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (
+            change_weights,
+            "Mlp, .* changed or replaced a weight or a buffer since then: no gradient",
+        ),
+        (replace_weights, "Mlp, .* changed or replaced a weight"),
+        (nn.Module.eval, "Mlp, .* was put into another mode .* Change the mode after backward"),
+    ],
+)
+def test_what_changed_since_a_forward_is_an_error_in_its_backward(
+    tmp_path: Path, change: Callable[[Model], Any], what: str
+) -> None:
+    model = Model(Mlp, one_input)
+    step, x = training(model), batch(rows=ROWS, width=WIDTH)
+    tool = ssdtrain.offload(tmp_path, min_bytes=1, max_resident_bytes="64MiB")
+    tool._choices = Again()
+    with tool as session:
+        step()
+        model.zero_grad()
+        loss = model(x).square().mean()
+        change(model)
+        with pytest.raises(ssdtrain.UnsupportedError, match=what):
+            loss.backward()
+        assert all(one.grad is None for one in model.blocks[0].parameters())
+        model.train()
+        step()
+    assert session.stats.blocks_recomputed >= 5
+
+
+def test_a_block_that_begins_to_change_things_late_is_an_error(tmp_path: Path) -> None:
+    class Late(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(()))
+            self.is_counting = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.is_counting:
+                self.count.add_(1)
+            return super().forward(x)
+
+    model = Model(Late, one_input)
+    step = training(model)
+    tool = ssdtrain.offload(tmp_path, min_bytes=1, max_resident_bytes="64MiB")
+    tool._choices = Again()
+    with tool:
+        step()
+        for block in model.blocks:
+            block.is_counting = True
+        with pytest.raises(ssdtrain.UnsupportedError, match="in its first call it did not"):
+            step()
+        assert [float(block.count) for block in model.blocks] == [1, 1, 1]
+        step()
+        assert [float(block.count) for block in model.blocks] == [2, 2, 2]
+
+
+def test_what_is_in_containers_is_that_of_the_call(tmp_path: Path) -> None:
+    def replaced(block: nn.Module, x: Tensor) -> Any:
+        given, seen = [x * 1], list[Tensor]()
+        out = block(given, seen)
+        given[0] = x * 7
+        return out + seen[0]
+
+    class Listed(Plain):
+        def forward(self, x: list[Tensor], seen: list[Tensor]) -> Tensor:  # type: ignore[override]
+            seen.append(x[0])
+            return super().forward(x[0])
+
+    stats = prove_both(tmp_path, lambda: training(Model(Listed, replaced)))
+    assert stats.blocks_recomputed == 3 * (STEPS - 1)
