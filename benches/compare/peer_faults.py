@@ -411,7 +411,8 @@ def small_disk(place: Path) -> Iterator[Path | None]:
     try:
         yield mounted
     finally:
-        subprocess.run(["umount", mounted], check=True)
+        # The kernel lets go of the files of a ring some time after its process has ended.
+        subprocess.run(["umount", "--lazy", mounted], check=True)
 
 
 def table(options: argparse.Namespace, place: Path) -> str:
