@@ -21,11 +21,14 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from dataclasses import asdict
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from peer_faults import _last_words, small_disk
+from ssdtrain.demo.machine import machine_facts
 
 PROGRAM = Path(__file__).with_name("training_ways.py")
 WAYS = {
@@ -187,7 +190,7 @@ def show(found: dict[str, Any]) -> None:
     """Print the table in Markdown."""
     print("| | step / plain | peak, MiB | on disk, MiB | last loss | left by SIGKILL | full disk |")
     print("|---|---|--:|--:|--:|--:|---|")
-    for name, one in found.items():
+    for name, one in ((name, found[name]) for name in WAYS if name in found):
         if "error" in one:
             print(f"| {WAYS[name]} | does not run: {one['error']} | | | | | |")
             continue
@@ -235,13 +238,22 @@ def main() -> int:
             if one.get("disk_bytes"):
                 one["full_disk"] = on_a_full_disk(name, place, options, one["losses"])
     show(found)
-    told = {"versions": versions(options.peers_python), "ways": found}
+    asked = {name: getattr(options, name.replace("-", "_")) for name in numbers}
+    machine = asdict(machine_facts(options.dir)) | {"directory": None}
+    told = {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "machine": machine,
+        "versions": versions(options.peers_python),
+        **asked,
+        "ways": {name: found[name] for name in WAYS if name in found},
+    }
     print(", ".join(f"{name} {version}" for name, version in told["versions"].items()))
     if options.json is not None:
         options.json.write_text(json.dumps(told, indent=1) + "\n")
     ours = [one for name, one in found.items() if name.startswith("ssdtrain")]
     is_equal = all(one.get("losses") == found["plain"]["losses"] for one in ours)
-    print(f"losses of ssdtrain bit-identical to plain: {'yes' if is_equal else 'NO'}")
+    if ours:
+        print(f"losses of ssdtrain bit-identical to plain: {'yes' if is_equal else 'NO'}")
     return 0 if is_equal else 1
 
 

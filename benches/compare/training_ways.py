@@ -143,6 +143,7 @@ class DeepSpeed(Way):
         deepspeed.init_distributed("gloo")
         module = model(self.options)
         largest = max(param.numel() for param in module.parameters())
+        total = sum(param.numel() for param in module.parameters())
         disk = {"device": "nvme", "nvme_path": str(directory), "pin_memory": False}
         config = {
             "train_micro_batch_size_per_gpu": self.options["tokens"],
@@ -153,7 +154,9 @@ class DeepSpeed(Way):
                 "offload_optimizer": disk
                 | {"pipeline_read": True, "pipeline_write": True, "buffer_count": 16},
                 "offload_param": disk
-                | {"buffer_count": 12, "buffer_size": largest, "max_in_cpu": 0},
+                | {"buffer_count": 24, "buffer_size": largest, "max_in_cpu": 0},
+                "stage3_max_live_parameters": total // 4,
+                "stage3_prefetch_bucket_size": 2 * largest,
                 "sub_group_size": 4 * largest,
             },
             "aio": {"block_size": MIB, "queue_depth": 16, "overlap_events": True},
