@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import ssdtrain
+import support
 from ssdtrain import TensorStore
 from weights_away import (
     EACH_WAY,
@@ -24,6 +25,7 @@ from weights_away import (
     Training,
     Way,
     adamw,
+    away,
     layers,
     numbered,
     offloaded,
@@ -31,6 +33,7 @@ from weights_away import (
     prove,
     quarter,
     squared,
+    started,
     unique,
 )
 
@@ -459,3 +462,59 @@ def test_figures_from_the_first_moment(tmp_path: Path) -> None:
         inside = ssdtrain.parameter_stats(model)
         assert inside.resident_bytes == total_bytes
     assert replace(stats) == stats
+
+
+@pytest.mark.parametrize("schedule", [None, "step", "forward", "backward"])
+def test_a_checkpoint_of_weights_that_are_away(schedule: str | None, tmp_path: Path) -> None:
+    """Saved and loaded by streaming, under the bound, into a model whose weights are away, too."""
+    case = Case(layers, step=unlooked_step)
+    way = Way(optimizer=schedule)
+    expected = started(case, None, Way())[0]
+    expected.run(case.step, 4)
+    saving, _ = started(case, tmp_path, way)
+    saving.run(case.step, 2)
+    assert away(saving.model)
+    ssdtrain.save(tmp_path / "checkpoint", saving.model, saving.optimizer)
+    loading, _ = started(case, tmp_path, way)
+    with torch.no_grad():
+        for param in loading.model.parameters():
+            param.zero_()
+    ssdtrain.load(tmp_path / "checkpoint", loading.model, loading.optimizer)
+    bound = quarter(loading.model)
+    assert ssdtrain.parameter_stats(loading.model).resident_bytes <= bound
+    loading.seen = saving.seen
+    for number in range(2, 4):
+        loading.seen.append({})
+        torch.manual_seed(number)
+        case.step(loading, number)
+        loading.note_weights()
+        loading.note("random state", torch.get_rng_state())
+    for one, other in zip(loading.seen, expected.seen, strict=True):
+        support.assert_equal_bits(one, other)
+
+
+def unlooked_step(training: Training, number: int) -> None:
+    """Train without a look at gradients, which updates in backward take."""
+    loss = training.loss(number)
+    training.note("loss", loss)
+    loss.backward()
+    training.update()
+
+
+def test_updates_beside_a_forward_end_before_weights_leave(tmp_path: Path) -> None:
+    """Until then they are of another class, which does not leave."""
+    expected, model = layers(), layers()
+    plain, optimizer = adamw(expected.parameters()), adamw(model.parameters())
+    ssdtrain.offload_optimizer(optimizer, tmp_path, overlap="forward", buffer_bytes="512KiB")
+    for one, its in ((expected, plain), (model, optimizer)):
+        squared(one, 1).backward()
+        its.step()
+    offloaded(model, tmp_path)
+    assert ssdtrain.parameter_stats(model).total_bytes == sum(
+        param.nbytes for param in unique(expected).values()
+    )
+    assert away(model)
+    support.assert_equal_bits(
+        {name: one.detach().clone() for name, one in model.named_parameters()},
+        dict(expected.named_parameters()),
+    )

@@ -20,6 +20,7 @@ from ssdtrain.optimizer.chunks import name_of
 from ssdtrain.optimizer.deferred import settle_param
 from ssdtrain.optimizer.exchange import own_kind
 from ssdtrain.optimizer.state import Away
+from ssdtrain.parameters.away import is_away
 
 __all__ = [
     "EXTRA_STATE",
@@ -92,7 +93,7 @@ def weights_of(model: nn.Module) -> Weights:
 def refuse_odd(name: str, tensor: Tensor) -> None:
     """Raise `UnsupportedError` for a tensor that has no bytes, or more than its bytes."""
     why = ""
-    if type(tensor) not in (Tensor, Parameter):
+    if type(tensor) not in (Tensor, Parameter) and not is_away(tensor):
         why = f"it is a {type(tensor).__module__}.{type(tensor).__name__}"
     elif tensor.is_meta:
         why = (
