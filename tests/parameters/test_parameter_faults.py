@@ -460,6 +460,11 @@ BAD: dict[str, tuple[Callable[[Path], Any], type[SsdtrainError], str]] = {
         ConfigError,
         "no weight of this ReLU",
     ),
+    "figures of no model": (
+        lambda place: ssdtrain.parameter_stats(3),  # type: ignore[arg-type]
+        ConfigError,
+        "parameter_stats takes a torch.nn.Module",
+    ),
     "figures of a plain model": (
         lambda place: ssdtrain.parameter_stats(layers()),
         ConfigError,

@@ -269,6 +269,12 @@ def refuse_unfit(optimizer: object) -> None:
                 f"{name}(differentiable=True) cannot be offloaded: autograd would need each state"
             )
         for param in group["params"]:
+            if param.is_meta:
+                raise UnsupportedError(
+                    f"{name} cannot be offloaded: it has a parameter without bytes, on the meta "
+                    "device. Make the optimizer after ssdtrain.offload_parameters(model, dir) or "
+                    "model.to_empty(device='cpu'), which give the model its parameters"
+                )
             if not param.is_cpu or type(param) not in (Tensor, Parameter, AwayParameter):
                 raise UnsupportedError(
                     f"{name} cannot be offloaded: it has a parameter that is a "

@@ -88,9 +88,9 @@ def offload_parameters(
         raise ConfigError(f"offload_parameters takes a torch.nn.Module, not {type(model)!r}")
     given = optional_bytes("max_resident_bytes", max_resident_bytes)
     refuse_unborn(model)
-    for param in model.parameters():
+    for one in model.parameters():
         # One that an update beside the forward still changes is of another class until then.
-        look_at(param)
+        look_at(one)
     leaving, staying_bytes = _divide(model)
     store, share = opened(dir, max_disk_bytes, verify, caller="offload_parameters", name=NAME)
     budget = None if share is None else share.budget
@@ -125,6 +125,8 @@ def parameter_stats(model: nn.Module) -> ParameterStats:
         ConfigError: They are not.
 
     """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"parameter_stats takes a torch.nn.Module, not {type(model)!r}")
     owners = _owners(model)
     if len(owners) != 1:
         raise ConfigError(
