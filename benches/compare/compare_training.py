@@ -27,7 +27,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from peer_faults import _last_words, small_disk
+from peer_faults import last_words, small_disk
 from ssdtrain.demo.machine import machine_facts
 
 PROGRAM = Path(__file__).with_name("training_ways.py")
@@ -105,7 +105,7 @@ class Process:
     def _ended(self) -> str:
         code = self._process.wait(END_LIMIT_S)
         self._words.seek(0)
-        words = _last_words(self._words.read())
+        words = last_words(self._words.read())
         self._words.close()
         return f"killed by {signal.Signals(-code).name}: {words}" if code < 0 else words
 

@@ -371,7 +371,7 @@ def run(python: str, library: str, fault: Fault, place: Path) -> dict[str, Any]:
     told = _told(done.stdout, folder)
     if done.returncode == 0 and told:
         return told
-    words = _last_words(done.stderr)
+    words = last_words(done.stderr)
     if done.returncode < 0:
         name = signal.Signals(-done.returncode).name
         return told | {"died": f"process killed by {name}: {words}"}
@@ -384,7 +384,7 @@ def _told(out: str, folder: str) -> dict[str, Any]:
     return dict(json.loads(lines[-1].replace(folder, "DIR"))) if lines else {}
 
 
-def _last_words(text: str) -> str:
+def last_words(text: str) -> str:
     """Return the last line without the folders of this machine; of an assertion, what it says."""
     line = (text.strip() or "no word").splitlines()[-1].replace("|", "/")
     line = re.sub(r"\S*/", "", line)

@@ -73,6 +73,21 @@ class Way(ABC):
         """Make a step; return its loss."""
 
 
+class Ordinary(Way):
+    """One whose step is that of any loop."""
+
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+
+    def step(self, number: int) -> float:
+        """Make a step; return its loss."""
+        loss = loss_of(self.module, self.options, number)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.item()
+
+
 class InMemory(Way):
     """Plain PyTorch, with the masters in a list."""
 
@@ -97,8 +112,10 @@ class InMemory(Way):
         return loss.item()
 
 
-class OnDisk(Way):
+class OnDisk(Ordinary):
     """Weights, masters and state by ssdtrain, a quarter of the weights in memory."""
+
+    overlap = "step"
 
     def begin(self, directory: Path) -> None:
         """Make model and optimizer."""
@@ -112,16 +129,6 @@ class OnDisk(Way):
         ssdtrain.offload_optimizer(
             self.optimizer, directory, master_dtype=torch.float32, overlap=self.overlap
         )
-
-    overlap = "step"
-
-    def step(self, number: int) -> float:
-        """Make a step; return its loss."""
-        loss = loss_of(self.module, self.options, number)
-        loss.backward()  # type: ignore[no-untyped-call]
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss.item()
 
 
 class OnDiskInBackward(OnDisk):
@@ -173,7 +180,7 @@ class DeepSpeed(Way):
         return loss.item()
 
 
-class Sharded(Way):
+class Sharded(Ordinary):
     """FSDP2 with `CPUOffloadPolicy`, in one process."""
 
     def begin(self, directory: Path) -> None:  # noqa: ARG002 - it writes nothing
@@ -192,14 +199,6 @@ class Sharded(Way):
             fsdp.fully_shard(block, **policy)
         fsdp.fully_shard(self.module, **policy)
         self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=RATE)
-
-    def step(self, number: int) -> float:
-        """Make a step; return its loss."""
-        loss = loss_of(self.module, self.options, number)
-        loss.backward()  # type: ignore[no-untyped-call]
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss.item()
 
 
 class OffloadedOptimizer(InMemory):

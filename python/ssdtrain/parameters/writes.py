@@ -53,7 +53,7 @@ class Writes:
         if weight.sum is None:
             # An interrupt or a failure left there what nobody knows.
             weight.stored = None
-        weight.sum = weight.written_sum = None
+        weight.sum = None
         while True:
             try:
                 self._begin(weight)
@@ -100,7 +100,7 @@ class Writes:
     def end(self, weight: Weight) -> None:
         """Wait for the write of one, if there is one."""
         if weight not in self._queue:
-            if weight.sum is None:
+            if weight.source is not None and weight.sum is None:
                 # What an interrupt has left there may be half a write, which holds the memory.
                 weight.stored = None
             return
