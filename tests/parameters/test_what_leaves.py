@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 import support
+from ssdtrain.away.tensors import in_use
+from ssdtrain.away.threads import KNOWN_THREADS
 from ssdtrain.optimizer.updating_thread import Job, UpdatingThread
-from ssdtrain.parameters.threads import KNOWN_THREADS
 from ssdtrain.parameters.weight import Weight
-from ssdtrain.parameters.weights import in_use, weight_of
+from ssdtrain.parameters.weights import weight_of
 from weights_away import away, is_away, layers, leave, offloaded, squared, unique
 
 NAME = "2.weight"

@@ -23,7 +23,7 @@ import ssdtrain
 import support
 from mastered import InMemory
 from ssdtrain import TensorStore
-from ssdtrain.parameters.away import AwayParameter
+from ssdtrain.away.classes import AwayParameter
 
 STEPS = 5
 WIDTH = 136

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from ssdtrain.away.classes import is_away
 from ssdtrain.checkpoints.shards import Form, Item, form_of
 from ssdtrain.checkpoints.values import encode
 from ssdtrain.errors import ConfigError, CorruptError, UnsupportedError
@@ -20,7 +21,6 @@ from ssdtrain.optimizer.chunks import name_of
 from ssdtrain.optimizer.deferred import settle_param
 from ssdtrain.optimizer.exchange import own_kind
 from ssdtrain.optimizer.state import Away
-from ssdtrain.parameters.away import is_away
 
 __all__ = [
     "EXTRA_STATE",

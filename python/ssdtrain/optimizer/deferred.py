@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from ssdtrain.away.threads import KnownThread
 from ssdtrain.errors import StorageError
 from ssdtrain.machine.torch_internals import compiled_count, mode_count, storage_users
 from ssdtrain.notices import Notices
@@ -33,7 +34,6 @@ from ssdtrain.optimizer.pending import (
     updating,
 )
 from ssdtrain.optimizer.state import STORAGE_USERS_ALONE
-from ssdtrain.parameters.threads import KnownThread
 from ssdtrain.parameters.weights import weight_of
 from ssdtrain.watched import look_at
 

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Parameter
 
+from ssdtrain.away.tensors import in_use
 from ssdtrain.errors import SsdtrainError, UnsupportedError
 from ssdtrain.optimizer.chunks import Chunk, own_step, update
 from ssdtrain.optimizer.in_backward_round import Host, Round
@@ -17,7 +18,7 @@ from ssdtrain.optimizer.masters import Leaf, drop_stale, wants_master
 from ssdtrain.optimizer.state import Away, ParameterState
 from ssdtrain.optimizer.taken import Taken
 from ssdtrain.parameters.successor import Successor
-from ssdtrain.parameters.weights import in_use, weight_of
+from ssdtrain.parameters.weights import weight_of
 from ssdtrain.watched import HOLDER
 
 __all__ = ["make_updates", "put_in_place", "roll_back"]

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from ssdtrain.away.classes import AwayParameter
 from ssdtrain.errors import BusyError, ConfigError, NoSpaceError, SsdtrainError
 from ssdtrain.machine.process_memory import release_free_memory
 from ssdtrain.machine.torch_internals import storage_users
 from ssdtrain.notices import Notices
-from ssdtrain.parameters.away import AwayParameter
 from ssdtrain.store import PendingRead, StoredTensor, TensorStore
 from ssdtrain.watched import look_at
 

@@ -20,10 +20,10 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from ssdtrain.away.classes import AwayParameter
 from ssdtrain.errors import ConfigError, UnsupportedError
 from ssdtrain.optimizer.chunks import Chunk, Settings, own_step, update
 from ssdtrain.optimizer.masters import MASTER, wants_master
-from ssdtrain.parameters.away import AwayParameter
 
 __all__ = [
     "Habits",

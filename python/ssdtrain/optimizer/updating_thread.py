@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from ssdtrain.away.threads import KnownThread, uses_no_tensor
 from ssdtrain.optimizer.pending import Updates, under_way, updating
-from ssdtrain.parameters.threads import KnownThread, uses_no_weight
 
 __all__ = ["Job", "UpdatingThread"]
 
@@ -55,7 +55,7 @@ class UpdatingThread(Updates):
         with self._lock:
             self._jobs.clear()
 
-    @uses_no_weight
+    @uses_no_tensor
     def join(self) -> None:
         """Wait until all jobs are done, and nothing of the thread is left."""
         while True:
@@ -73,7 +73,7 @@ class UpdatingThread(Updates):
         """Wait likewise; what went wrong is raised by the optimizer's ``step``."""
         self.join()
 
-    @uses_no_weight
+    @uses_no_tensor
     def _work_on(self) -> None:
         """Start a thread if there are jobs and none works."""
         with self._lock:

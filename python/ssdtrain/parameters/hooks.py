@@ -27,10 +27,10 @@ from torch.nn.modules.module import (
 from ssdtrain.activations.installed import install, uninstall
 from ssdtrain.activations.names import describe
 from ssdtrain.activations.saved_tensor import check_version
+from ssdtrain.away.classes import AwayParameter
 from ssdtrain.errors import UnsupportedError
 from ssdtrain.machine.torch_internals import in_transform, top_hooks
 from ssdtrain.optimizer.forward_order import READS_INNER_WEIGHTS
-from ssdtrain.parameters.away import AwayParameter
 from ssdtrain.parameters.weight import Weight
 from ssdtrain.parameters.weights import on_storage_of, weight_of
 
@@ -75,7 +75,7 @@ class SavedWeight:
 
     def tensor(self) -> Tensor:
         """Bring the weight back, and return the view that was saved."""
-        param = self._weight.param
+        param = self._weight.tensor
         assert param is not None, "the graph has the parameter"
         check_version(  # defence: version of a saved weight
             param,
@@ -109,7 +109,7 @@ class WeightPair(saved_tensors_hooks):
         def pack(tensor: Tensor) -> object:
             if type(tensor) in (Tensor, Parameter, AwayParameter) and not tensor.is_sparse:
                 weight = on_storage_of(tensor)
-                param = None if weight is None else weight.param
+                param = None if weight is None else weight.tensor
                 if weight is not None and param is not None and _is_view(tensor, param):
                     return SavedWeight(weight, param, tensor)
             return packs_below[0](tensor)

@@ -9,7 +9,9 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import Parameter
 
+from ssdtrain.away.tensor import MIN_BYTES, why_staying
 from ssdtrain.config import Size, optional_bytes
 from ssdtrain.errors import ConfigError
 from ssdtrain.notices import PROCESS
@@ -17,7 +19,6 @@ from ssdtrain.optimizer.forward_order import READS_INNER_WEIGHTS
 from ssdtrain.parameters.birth import born, refuse_unborn
 from ssdtrain.parameters.hooks import watch_modules
 from ssdtrain.parameters.stats import ParameterStats
-from ssdtrain.parameters.weight import MIN_BYTES, why_staying
 from ssdtrain.parameters.weights import NAME, Weights, weight_of
 from ssdtrain.place import Place, opened
 from ssdtrain.sharing import Budget
@@ -107,7 +108,7 @@ def offload_parameters(
         names = {id(module): name for name, module in model.named_modules()}
         for module in born(model):
             for name, param in module.named_parameters(prefix=names[id(module)], recurse=False):
-                if weight_of(param) is None and why_staying(param) is None:
+                if weight_of(param) is None and why_staying(param, Parameter) is None:
                     weights.add(param, name)
             weights.begin()
     except BaseException:
@@ -151,7 +152,7 @@ def parameters_in_memory(model: nn.Module) -> Iterator[None]:
     found = [weight for param in model.parameters() if (weight := weight_of(param)) is not None]
     try:
         for weight in found:
-            param = weight.param
+            param = weight.tensor
             assert param is not None, "the model has it"
             weight.begin_use(param, user)
         yield
@@ -222,7 +223,13 @@ def _divide(model: nn.Module) -> tuple[dict[str, Tensor], int]:
         if weight_of(param) is not None:
             raise ConfigError(f"the weight {name!r} of this model is offloaded already")
         is_small = param.nbytes < MIN_BYTES
-        why = "compiled" if id(param) in compiled else None if param.is_meta else why_staying(param)
+        why = (
+            "compiled"
+            if id(param) in compiled
+            else None
+            if param.is_meta
+            else why_staying(param, Parameter)
+        )
         if is_small or why is not None:
             staying_bytes += param.nbytes
         else:

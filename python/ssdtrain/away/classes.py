@@ -1,8 +1,9 @@
-"""The class that a weight has while its bytes are not in memory."""
+"""The classes that tensors have while their bytes are not in memory."""
 
 from __future__ import annotations
 
 import sys
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -12,14 +13,7 @@ from ssdtrain.errors import UnsupportedError
 from ssdtrain.machine.torch_internals import as_plain_tensors, plainly, refuse_access
 from ssdtrain.watched import METADATA, Watched
 
-__all__ = ["AwayParameter", "attach", "husk_of", "is_away"]
-
-NOT_IN_PYTHON = (
-    "the bytes of this weight are on the disk (ssdtrain.offload_parameters), and what asked for "
-    "them is not one of torch's functions that look for it, or asked past Python: use "
-    "weight.detach() first, or keep the model's weights in memory meanwhile with "
-    "`with ssdtrain.parameters_in_memory(model):`"
-)
+__all__ = ["AwayParameter", "AwayTensor", "attach", "husk_of", "is_away"]
 
 WITHOUT_BYTES = (
     METADATA
@@ -36,15 +30,19 @@ WITHOUT_BYTES = (
         )
     }
 )
-"""What a weight can answer without its bytes."""
-
+"""What a tensor can answer without its bytes."""
 
 CALLS_MAX = 8
 """More functions of torch that ask within each other are one that asks for ever."""
 
 
-class AwayParameter(Watched, Parameter):
-    """A parameter whose bytes are on the disk."""
+class AwayTensor(Watched):
+    """A tensor whose bytes are on the disk."""
+
+    plain: ClassVar[type[Tensor]]
+    """The class that it has with its bytes."""
+    not_in_python: ClassVar[str]
+    """What is said to who asks for the bytes past Python."""
 
     @classmethod
     def _is_let_through(cls, func: object) -> bool:
@@ -60,28 +58,40 @@ class AwayParameter(Watched, Parameter):
             calls += frame.f_code is code
             frame = caller
         if calls > CALLS_MAX:
-            raise UnsupportedError(NOT_IN_PYTHON)
+            raise UnsupportedError(cls.not_in_python)
 
 
-def is_away(weight: Tensor) -> bool:
-    """Whether the bytes of a weight are not in memory, or not where it lies."""
-    return type(weight) is AwayParameter
+class AwayParameter(AwayTensor, Parameter):
+    """A parameter whose bytes are on the disk."""
+
+    plain = Parameter
+    not_in_python = (
+        "the bytes of this weight are on the disk (ssdtrain.offload_parameters), and what asked "
+        "for them is not one of torch's functions that look for it, or asked past Python: use "
+        "weight.detach() first, or keep the model's weights in memory meanwhile with "
+        "`with ssdtrain.parameters_in_memory(model):`"
+    )
 
 
-def husk_of(weight: Tensor) -> Tensor:
+def is_away(tensor: Tensor) -> bool:
+    """Whether the bytes of a tensor are not in memory, or not where it lies."""
+    return isinstance(tensor, AwayTensor)
+
+
+def husk_of(tensor: Tensor, kind: type[AwayTensor]) -> Tensor:
     """Return a tensor of the same form that has no bytes, and says so to whoever asks for them."""
     with plainly():
         husk = torch.empty_strided(
-            weight.shape, weight.stride(), dtype=weight.dtype, device=weight.device
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
         )
         storage = husk.untyped_storage()
         storage.resize_(0)
-    refuse_access(storage._cdata, NOT_IN_PYTHON)  # noqa: SLF001 - its address in C++
+    refuse_access(storage._cdata, kind.not_in_python)  # noqa: SLF001 - its address in C++
     return husk
 
 
-def attach(weight: Tensor, memory: Tensor) -> None:
-    """Give a weight that is away its bytes, and let everybody use it again."""
+def attach(tensor: Tensor, memory: Tensor, kind: type[AwayTensor]) -> None:
+    """Give a tensor that is away its bytes, and let everybody use it again."""
     # The bytes first: another thread that sees the plain class uses them without asking.
-    as_plain_tensors(Tensor.data.__set__, (), (weight, memory), {})  # type: ignore[attr-defined]
-    weight.__class__ = Parameter
+    as_plain_tensors(Tensor.data.__set__, (), (tensor, memory), {})  # type: ignore[attr-defined]
+    tensor.__class__ = kind.plain

@@ -1,4 +1,4 @@
-"""Beside which threads a weight may leave: those of which is known that none is using it."""
+"""Beside which threads a tensor may leave: those of which is known that none is using it."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from concurrent.futures import thread as futures_thread
 from types import CodeType
 from typing import TypeVar
 
-__all__ = ["KNOWN_THREADS", "WAITING", "KnownThread", "uses_no_weight"]
+__all__ = ["KNOWN_THREADS", "WAITING", "KnownThread", "uses_no_tensor"]
 
 F = TypeVar("F", bound=Callable[..., object])
 
 KNOWN_THREADS = set[int]()
-"""The numbers of our own threads, which use weights only where they say so (`in_use`)."""
+"""The numbers of our own threads, which use such tensors only where they say so (`in_use`)."""
 
 WAITING = set[CodeType]()
 """The code in which threads wait, begin and end: from it no function of torch is called. A thread
-in any other code may be inside of one, with a weight among its arguments."""
+in any other code may be inside of one, with such a tensor among its arguments."""
 
 
-def uses_no_weight(function: F) -> F:
-    """Let weights leave beside a thread that is in this function, and in none that it calls."""
+def uses_no_tensor(function: F) -> F:
+    """Let tensors leave beside a thread that is in this function, and in none that it calls."""
     WAITING.add(function.__code__)
     return function
 
 
 class KnownThread(threading.Thread):
-    """A thread of ours, beside which weights leave from its start to its end."""
+    """A thread of ours, beside which tensors leave from its start to its end."""
 
     def __init__(self, work: Callable[[], None], name: str) -> None:
         """Make a thread that will do ``work``, which is written in Python."""
         super().__init__(name=name)
         self._work: Callable[[], None] | None = work
 
-    @uses_no_weight
+    @uses_no_tensor
     def run(self) -> None:
         """Do the work."""
         number = threading.get_ident()
@@ -56,7 +56,7 @@ for _waits in (
     *(selectors.EpollSelector.select, selectors.PollSelector.select),
     futures_thread._worker,  # noqa: SLF001 - it has no public name
 ):
-    uses_no_weight(_waits)
+    uses_no_tensor(_waits)
 
 # How threads begin and end; not `run`, which calls what the user gave.
 for _begins in (
@@ -64,7 +64,7 @@ for _begins in (
     *(threading.Condition.notify_all, threading.Condition.notify),
     *(threading.Condition.__enter__, threading.Condition.__exit__),
 ):
-    uses_no_weight(_begins)
+    uses_no_tensor(_begins)
 
 # The same in private functions, which differ from one Python to the next.
 for _name in (
@@ -72,4 +72,4 @@ for _name in (
     *("_delete", "_stop", "_wait_for_tstate_lock"),
 ):
     if _private := getattr(threading.Thread, _name, None):
-        uses_no_weight(_private)
+        uses_no_tensor(_private)

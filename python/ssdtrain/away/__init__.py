@@ -1,0 +1,1 @@
+"""Tensors that stay the same objects while their bytes are on SSDs."""

@@ -1,0 +1,361 @@
+"""Tensors under one bound: which are in memory, and what is read and written for it."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from time import perf_counter
+from typing import ClassVar
+
+from torch import Tensor
+
+from ssdtrain.away.tensor import OffloadedTensor
+from ssdtrain.away.use_order import UseOrder
+from ssdtrain.away.writes import Writes
+from ssdtrain.errors import SsdtrainError
+from ssdtrain.machine.torch_internals import plainly
+from ssdtrain.notices import Notices
+from ssdtrain.sharing import Figures, Room
+from ssdtrain.sizes import shown_bytes
+from ssdtrain.store import TensorStore
+from ssdtrain.watched import User
+
+__all__ = ["OffloadedTensors", "in_use", "known_of"]
+
+AHEAD_COUNT_MAX = 64
+"""So many uses ahead are looked at for reads at most."""
+AHEAD_SHARE = 2
+"""Reads that were begun ahead take one part in so many of the bound at most."""
+
+_known: dict[int, tuple[weakref.ref[Tensor], OffloadedTensor]] = {}
+"""By the number of the tensor: those of all owners. An entry goes with its tensor."""
+
+
+def known_of(tensor: Tensor) -> OffloadedTensor | None:
+    """Return what is known of a tensor, if it may be away."""
+    entry = _known.get(id(tensor))
+    return None if entry is None else entry[1]
+
+
+@contextmanager
+def in_use(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Have tensors in memory while a block runs, on a thread that says what it uses."""
+    user = User()
+    found = [one for tensor in tensors if (one := known_of(tensor)) is not None]
+    try:
+        for one in found:
+            one.note_user(user)
+            one.owner.bring(one)
+        yield
+    finally:
+        for one in found:
+            one.end_use(user)
+
+
+class OffloadedTensors:
+    """Keeps tensors under a bound."""
+
+    name: ClassVar[str]
+    """What they are called in the report of a session."""
+    too_many: ClassVar[str]
+    """What is said where they cannot be kept under the bound; it has a place for the bound."""
+
+    def __init__(
+        self, store: TensorStore, max_resident_bytes: int, room: Room | None = None
+    ) -> None:
+        self._store = store
+        self._room = room
+        """As much of a session's bound, as long as there is such a tensor."""
+        self.max_resident_bytes = max_resident_bytes
+        self._lock = threading.RLock()
+        self._order = UseOrder()
+        self._all: weakref.WeakValueDictionary[int, OffloadedTensor] = weakref.WeakValueDictionary()
+        """By number, in the order in which they came."""
+        self._at: weakref.WeakValueDictionary[int, OffloadedTensor] = weakref.WeakValueDictionary()
+        """The newest of each place in the order of uses."""
+        self._writes = Writes(store, ended=self._note, failed=self._keep)
+        self._reads: dict[int, OffloadedTensor] = {}
+        """Begun, and not yet used."""
+        self._resident: dict[int, int] = {}
+        """The bytes of each that is in memory, and their sum."""
+        self._resident_bytes = 0
+        self._notices = Notices()
+        self._process = os.getpid()
+        self._peak_bytes = self._read_bytes = self._failed_count = 0
+        self._stall_s = 0.0
+        self._error: SsdtrainError | None = None
+        """Why the disk did not take one, the last time."""
+        _alive.add(self)
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: the disk is not ours, and the lock may be held for ever."""
+        self._lock = threading.RLock()
+
+    def take(self, one: OffloadedTensor) -> None:
+        """Take a tensor over, whose bytes may leave from now on."""
+        tensor = one.tensor
+        assert tensor is not None, "the caller has it"
+        number = id(tensor)
+
+        def forget(_: object) -> None:
+            known = _known.pop(number, None)
+            if known is not None:
+                known[1].forget()
+
+        with self._lock:
+            # First: who is interrupted in between gives back what is in here.
+            self._all[id(one)] = self._at[one.place] = one
+            _known[number] = weakref.ref(tensor, forget), one
+            self._note(one)
+
+    def give_back(self) -> None:
+        """Bring all back, for good, because the call that took them over failed."""
+        with self._lock:
+            # None leaves to make room for another.
+            self.max_resident_bytes = sys.maxsize
+            for one in list(self._all.values()):
+                self._bring(one)
+            for number in [id(one.tensor) for one in self._all.values()]:
+                _known.pop(number, None)
+        if self._room is not None:
+            # The traceback of what went wrong may keep all of this.
+            self._room.end()
+
+    def forget(self, one: OffloadedTensor) -> None:
+        """Forget one whose tensor is gone."""
+        with self._lock:
+            self._resident.pop(id(one), None)
+            self._resident_bytes = sum(self._resident.values())
+            self._reads.pop(id(one), None)
+            self._writes.forget(one)
+
+    def begin_use(self, some: Iterable[OffloadedTensor], user: object) -> None:
+        """Have these in memory until ``end_use``."""
+        for one in some:
+            one.note_user(user)
+        with self._lock:
+            for one in some:
+                self._order.note(one.place)
+                self._bring(one)
+                self._note(one)
+            self._go_on()
+
+    def look(self, one: OffloadedTensor) -> None:
+        """Bring back what somebody wants to use now."""
+        user = User()
+        # Nothing that is read ahead takes its place.
+        one.note_user(user)
+        try:
+            with self._lock:
+                self._order.note(one.place)
+                self._bring(one)
+                self._go_on()
+        finally:
+            one.end_use(user)
+
+    def bring(self, one: OffloadedTensor) -> None:
+        """Bring back what is in use, outside of the order that is learned."""
+        with self._lock:
+            self._bring(one)
+
+    def figures(self) -> Figures:
+        """Return what a session reports, without the lock, which may be held during a wait."""
+        found = [one for reference in self._all.valuerefs() if (one := reference()) is not None]
+        resident_bytes = sum(self._resident.get(id(one), 0) for one in found)
+        return Figures(
+            resident_bytes=resident_bytes,
+            on_disk_bytes=sum(one.nbytes for one in found) - resident_bytes,
+            bytes_written=self._writes.written_bytes,
+            bytes_read=self._read_bytes,
+            stall_s=self._stall_s,
+        )
+
+    # From here on the lock is held.
+
+    def _note(self, one: OffloadedTensor) -> None:
+        """Note where a tensor is now."""
+        if one.tensor is None:
+            return
+        nbytes = one.nbytes if one.is_in_memory() else 0
+        if self._resident.get(id(one), 0) != nbytes:
+            self._resident[id(one)] = nbytes
+            # Anew: an interrupt between a change of an entry and one of a sum would stay for ever.
+            self._resident_bytes = sum(self._resident.values())
+            self._peak_bytes = max(self._peak_bytes, self._resident_bytes)
+
+    def _bring(self, one: OffloadedTensor) -> None:
+        """Give a tensor its bytes."""
+        tensor = one.tensor
+        if tensor is None or one.is_attached():
+            return
+        began_s = perf_counter()
+        memory = one.source
+        if memory is not None:
+            # The disk may be reading this memory, which others change from now on.
+            self._writes.end(one)
+        else:
+            memory = self._read(one)
+        if not one.is_attached():  # unless it came back because the disk did not take it
+            one.return_to(tensor, memory)
+        self._reads.pop(id(one), None)
+        self._note(one)
+        self._stall_s += perf_counter() - began_s
+
+    def _read(self, one: OffloadedTensor) -> Tensor:
+        try:
+            if one.pending is None:
+                self._make_room(one.nbytes)
+                self._begin_read(one)
+            assert one.pending is not None
+            with plainly():
+                memory = one.pending.result()
+        except SsdtrainError as error:
+            # What was begun has failed; who asks again has it read again.
+            self._drop_read(one)
+            error.add_note(
+                f"ssdtrain could not bring back the {one.noun} {one.name!r}; it is on the disk "
+                "still, and the next use reads it again"
+            )
+            raise
+        self._read_bytes += one.nbytes
+        return memory
+
+    def _begin_read(self, one: OffloadedTensor) -> None:
+        assert one.stored is not None, "what is not in memory is on the disk"
+        one.pending = self._store.read(one.stored)
+        self._reads[id(one)] = one
+        self._note(one)
+
+    def _drop_read(self, one: OffloadedTensor) -> None:
+        """Give up what was read ahead; its memory is free as soon as the disk has done with it."""
+        one.pending = None
+        self._reads.pop(id(one), None)
+        self._note(one)
+
+    def _go_on(self) -> None:
+        """Do what is due at each use."""
+        if self._resident_bytes > self.max_resident_bytes:
+            # Much was used at once, or somebody had its memory, which may be over by now.
+            self._make_room(0)
+        self._read_ahead()
+
+    def _read_ahead(self) -> None:
+        """Begin to read what is expected next, as far as there is room.
+
+        Where there is none yet, because what leaves has to be written first, those writes begin for
+        all that is to be read, so that the next uses find room.
+        """
+        if os.getpid() != self._process:
+            return
+        self._writes.end_done()
+        reading_bytes = sum(one.nbytes for one in self._reads.values())
+        waiting_bytes = 0
+        for place in self._order.coming(AHEAD_COUNT_MAX):
+            one = self._at.get(place)
+            if one is None or one.is_in_memory():
+                continue
+            nbytes = one.nbytes
+            if reading_bytes + waiting_bytes + nbytes > self.max_resident_bytes // AHEAD_SHARE:
+                return
+            if not self._let_leave(waiting_bytes + nbytes, before=self._order.distance(place)):
+                return
+            if waiting_bytes or self._resident_bytes + nbytes > self.max_resident_bytes:
+                waiting_bytes += nbytes
+            else:
+                self._begin_read(one)
+                reading_bytes += nbytes
+
+    def _make_room(self, nbytes: int) -> None:
+        """Have others leave until so much fits, and wait for their writes."""
+        if os.getpid() != self._process:
+            return
+        self._writes.end_done()
+        self._let_leave(nbytes)
+        while self._resident_bytes + nbytes > self.max_resident_bytes and self._writes:
+            self._writes.end_oldest()
+        if self._resident_bytes + nbytes > self.max_resident_bytes and nbytes:
+            self._notices.say("bound", self.too_many, shown_bytes(self.max_resident_bytes))
+
+    def _let_leave(self, nbytes: int, before: float = -math.inf) -> bool:
+        """Have others leave until so much will fit; return whether it will.
+
+        Only what is expected later than ``before`` leaves.
+        """
+        wanted = self.max_resident_bytes - nbytes
+        if self._resident_bytes - self._writes.nbytes <= wanted:
+            return True
+        for one in self._farthest_first():
+            if self._order.distance(one.place) <= before:
+                return False
+            if one.pending is None:
+                self._leave(one)
+            else:
+                self._drop_read(one)
+            if self._resident_bytes - self._writes.nbytes <= wanted:
+                return True
+        return False
+
+    def _farthest_first(self) -> list[OffloadedTensor]:
+        """Return those that may leave, the last one to be needed first."""
+        idle = [
+            one
+            for one in self._all.values()
+            if not one.users
+            and not one.stays
+            and (one.is_attached() or one.pending is not None or self._writes.lack(one))
+        ]
+        # What never was used has one distance, and the end of a model is needed last.
+        idle.reverse()
+        return sorted(idle, key=lambda one: -self._order.distance(one.place))
+
+    def _leave(self, one: OffloadedTensor) -> bool:
+        """Have a tensor leave the memory, now or as soon as the disk has it."""
+        if one.tensor is None:
+            return False
+        if not self._writes.lack(one):
+            if not one.may_leave():
+                return False
+            if not self._empty(one):
+                self._note(one)
+                return False
+        self._note(one)
+        self._writes.send(one)
+        self._note(one)
+        return True
+
+    def _empty(self, one: OffloadedTensor) -> bool:
+        """Take the bytes out of a tensor, unless others have or may be using them."""
+        return one.leave()
+
+    def _keep(self, one: OffloadedTensor, error: SsdtrainError) -> None:
+        """Keep a tensor in memory that the disk did not take."""
+        if one.sum is None:
+            one.stored = None
+        tensor, memory = one.tensor, one.source
+        if tensor is not None and memory is not None:
+            one.return_to(tensor, memory)
+            self._note(one)
+        one.stays = True
+        self._failed_count += 1
+        self._error = error
+        self._notices.say(
+            "failed write",
+            f"{one.noun}s stay in memory, because the disk did not take them; training goes on: %s",
+            error,
+        )
+
+
+_alive: weakref.WeakSet[OffloadedTensors] = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    for tensors in list(_alive):
+        tensors.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
