@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from ssdtrain.errors import UnsupportedError
 from ssdtrain.machine.torch_internals import as_plain_tensors, plainly, refuse_access
 from ssdtrain.watched import METADATA, Watched
 
-__all__ = ["AwayParameter", "AwayTensor", "attach", "husk_of", "is_away"]
+__all__ = ["AwayGradient", "AwayParameter", "AwayTensor", "attach", "husk_of", "is_away"]
 
 WITHOUT_BYTES = (
     METADATA
@@ -31,6 +31,15 @@ WITHOUT_BYTES = (
     }
 )
 """What a tensor can answer without its bytes."""
+
+ONE_BY_ONE = {
+    getattr(torch, name)
+    for name in (
+        *("_foreach_norm", "_foreach_mul_", "_foreach_zero_"),
+        "_amp_foreach_non_finite_check_and_unscale_",
+    )
+}
+"""Functions of a list of tensors that do the same to each of them, also in the CPU's kernels."""
 
 CALLS_MAX = 8
 """More functions of torch that ask within each other are one that asks for ever."""
@@ -71,6 +80,29 @@ class AwayParameter(AwayTensor, Parameter):
         "weight.detach() first, or keep the model's weights in memory meanwhile with "
         "`with ssdtrain.parameters_in_memory(model):`"
     )
+
+
+class AwayGradient(AwayTensor):
+    """A gradient whose bytes are on the disk."""
+
+    plain = Tensor
+    not_in_python = (
+        "the bytes of this gradient are on the disk (max_gradient_bytes of "
+        "ssdtrain.offload_optimizer), and what asked for them is not one of torch's functions that "
+        "look for it, or asked past Python: give it gradient.clone(), or leave max_gradient_bytes "
+        "out"
+    )
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Look at gradients as at all that may be away; at those of a long list one by one."""
+        if func not in ONE_BY_ONE:
+            return super().__torch_function__(func, types, args, kwargs)
+        # What unscales and clips has all gradients in a list: together they exceed the bound.
+        results = [func([one], *args[1:], **(kwargs or {})) for one in args[0]]
+        return tuple(one for found in results for one in found or ()) or None
 
 
 def is_away(tensor: Tensor) -> bool:

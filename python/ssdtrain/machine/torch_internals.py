@@ -37,12 +37,14 @@ __all__ = [
     "plainly",
     "pop_hooks",
     "push_hooks",
+    "queue_callback",
     "refuse_access",
     "sequence_number",
     "share_counters",
     "storage_users",
     "top_hooks",
     "tracer",
+    "trains_with_others",
     "untraced",
     "users_of",
 ]
@@ -149,6 +151,22 @@ count_users: Callable[[int], int] = _find("_C._storage_Use_Count")
 
 refuse_access: Callable[[int, str], None] = _find("_C._set_storage_data_ptr_access_error_msg")
 """Makes whoever asks for the bytes of the storage at an address of C++ get an error, in C++ too."""
+
+
+queue_callback: Callable[[Callable[[], None]], None] = _find(
+    "autograd.Variable._execution_engine.queue_callback"
+)
+"""Has a function called at the end of the backward that runs in this thread."""
+
+
+def trains_with_others() -> bool:
+    """Whether this process exchanges gradients with others."""
+    distributed = torch.distributed
+    return (
+        distributed.is_available()
+        and distributed.is_initialized()
+        and distributed.get_world_size() > 1
+    )
 
 
 def storage_users(tensor: Tensor) -> int:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from ssdtrain.machine.torch_internals import mode_count
+from ssdtrain.machine.torch_internals import mode_count, trains_with_others
 from ssdtrain.optimizer.buffers import Buffers
 from ssdtrain.optimizer.chunks import Settings
 from ssdtrain.optimizer.deferred import kept, why_not_of_another_thread
@@ -141,12 +141,7 @@ def why_nothing() -> str | None:
     """Return why no update can be made on another thread now, or ``None``."""
     if torch.is_autocast_enabled("cpu") or torch.is_inference_mode_enabled() or mode_count():
         return "autocast, inference mode or a mode of torch is on"
-    distributed = torch.distributed
-    if (
-        distributed.is_available()
-        and distributed.is_initialized()
-        and distributed.get_world_size() > 1
-    ):
+    if trains_with_others():
         return "gradients are not complete before processes have exchanged them"
     return None
 

@@ -17,6 +17,14 @@ LOST = (
     "the state of some parameters could not be read back in a step; all others were updated, these "
     "have the weights from before it:"
 )
+LOST_GRADIENTS = (
+    "the gradients of some parameters could not be read back in a step; all others were updated, "
+    "these have weights and state from before it:"
+)
+WHAT_NEXT_WITHOUT = (
+    "The gradients are on the disk still. Load the last checkpoint, or go on: then these "
+    "parameters miss one update. offload_optimizer(undo=True) undoes such a step"
+)
 WHAT_NEXT = (
     "Load the last checkpoint into model and optimizer (ssdtrain.load, load_state_dict), or give "
     "the state of each of optimizer.lost_parameters up with optimizer.state.pop(parameter)"
@@ -28,10 +36,16 @@ class Lost:
 
     def __init__(self) -> None:
         self._errors: dict[Tensor, SsdtrainError] = {}
+        self._without: dict[Tensor, SsdtrainError] = {}
+        """Of parameters without their gradient, what is to be raised at the end of the step."""
 
     def note(self, param: Tensor, error: SsdtrainError) -> None:
         """Note that the state of a parameter could not be read, and why."""
         self._errors[param] = error
+
+    def note_gradient(self, param: Tensor, error: SsdtrainError) -> None:
+        """Note that the gradient of a parameter could not be read, and why."""
+        self._without[param] = error
 
     def forget(self) -> None:
         """Note that all have a state again."""
@@ -43,6 +57,11 @@ class Lost:
 
     def refuse(self, states: Mapping[Tensor, Any], groups: list[dict[str, Any]]) -> None:
         """Raise ``StorageError`` if there are some."""
+        without, self._without = self._without, {}
+        if without:
+            cause = next(iter(without.values()))
+            names = names_of(groups, list(without))
+            raise StorageError(f"{LOST_GRADIENTS} {names}. {WHAT_NEXT_WITHOUT}: {cause}") from cause
         lost = self.params(states)
         if lost:
             cause = self._errors[lost[0]]

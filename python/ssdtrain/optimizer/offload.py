@@ -7,9 +7,10 @@ from typing import TypeVar, cast
 import torch
 from torch.optim import Optimizer
 
-from ssdtrain.config import Size
+from ssdtrain.config import Size, optional_bytes
 from ssdtrain.errors import ConfigError
 from ssdtrain.optimizer.buffers import NAME, Buffers, part_of, refuse_small_bound, within
+from ssdtrain.optimizer.gradients import gradients_of
 from ssdtrain.optimizer.masters import refuse_cast_masters, refuse_shared_memory
 from ssdtrain.optimizer.offloaded import Offloaded, Overlap, offloaded_class
 from ssdtrain.optimizer.state import Disk
@@ -42,6 +43,7 @@ def offload_optimizer(
     verify: bool = False,
     undo: bool = False,
     master_dtype: torch.dtype | None = None,
+    max_gradient_bytes: Size | None = None,
 ) -> AnyOptimizer:
     """Keep the state of an optimizer on SSDs, and return the same optimizer.
 
@@ -79,6 +81,10 @@ def offload_optimizer(
             parameter is the master, rounded. Of a bfloat16 one's master two bytes are stored for
             each number. Parameters of other dtypes have none. A parameter that other code changes
             is its own master from then on.
+        max_gradient_bytes: Bound on the gradients in memory, in bytes or text such as ``"8GiB"``.
+            Where they alone exceed it, they leave memory between the micro-batches of a step, and
+            come back when autograd adds to them and for their update. Needs ``overlap="step"``.
+            ``None``: they stay in memory.
 
     Returns:
         The same optimizer, now also with ``offload_stats``, ``synchronize()``, ``lost_parameters``.
@@ -104,15 +110,8 @@ def offload_optimizer(
     if isinstance(optimizer, Offloaded):
         name = type(optimizer).__name__
         raise ConfigError(f"this {name} is offloaded already; use it as it is")
-    if overlap not in ("step", "backward", "forward"):
-        raise ConfigError(f'overlap is "step", "backward" or "forward", not {overlap!r}')
-    if not isinstance(undo, bool):
-        raise ConfigError(f"undo must be True or False, not {undo!r}")
-    if undo and overlap == "forward":
-        raise ConfigError(
-            'undo=True needs overlap="step": beside a forward, weights that were updated are used '
-            "before the step has ended"
-        )
+    gradient_bytes = optional_bytes("max_gradient_bytes", max_gradient_bytes)
+    _refuse_what_does_not_go_together(overlap, undo, gradient_bytes)
     has_masters = _has_masters(optimizer, master_dtype)
     habits = tried(optimizer, has_masters=has_masters)
     if overlap != "step":
@@ -128,16 +127,47 @@ def offload_optimizer(
     buffer = within(buffer, budget)
     disk = Disk(store, in_flight_bytes_max=part_of(buffer), min_bytes=STATE_MIN_BYTES)
     buffers = Buffers(optimizer, disk, budget, buffer)
+    gradients = None
+    if gradient_bytes is not None:
+        gradients = gradients_of(optimizer, store, budget, gradient_bytes)
     take_over_step(optimizer)
     kind: type[Optimizer] = type(optimizer)
     optimizer.__class__ = cast("type[AnyOptimizer]", offloaded_class(kind))  # type: ignore[arg-type]
     offloaded = cast("Offloaded", optimizer)
     offloaded._begin(  # noqa: SLF001 - its constructor
-        kind, disk, buffers, overlap, habits, undo=undo, has_masters=has_masters
+        kind,
+        disk,
+        buffers,
+        overlap,
+        habits,
+        undo=undo,
+        has_masters=has_masters,
+        gradients=gradients,
     )
     if share is not None:
         share.register(buffers)
+        if gradients is not None:
+            share.register(gradients)
     return optimizer
+
+
+def _refuse_what_does_not_go_together(
+    overlap: object, undo: object, gradient_bytes: int | None
+) -> None:
+    if overlap not in ("step", "backward", "forward"):
+        raise ConfigError(f'overlap is "step", "backward" or "forward", not {overlap!r}')
+    if not isinstance(undo, bool):
+        raise ConfigError(f"undo must be True or False, not {undo!r}")
+    if undo and overlap == "forward":
+        raise ConfigError(
+            'undo=True needs overlap="step": beside a forward, weights that were updated are used '
+            "before the step has ended"
+        )
+    if gradient_bytes is not None and overlap != "step":
+        raise ConfigError(
+            f'max_gradient_bytes needs overlap="step": with "{overlap}" updates take gradients on '
+            "another thread"
+        )
 
 
 def _has_masters(optimizer: Optimizer, master_dtype: object) -> bool:

@@ -40,6 +40,7 @@ from ssdtrain.optimizer.deferred import (
     why_not_later,
 )
 from ssdtrain.optimizer.forward_order import ForwardOrder
+from ssdtrain.optimizer.gradients import Gradients
 from ssdtrain.optimizer.in_backward import InBackward
 from ssdtrain.optimizer.lost import Lost
 from ssdtrain.optimizer.masters import Masters, refuse_shared_memory
@@ -48,7 +49,8 @@ from ssdtrain.optimizer.stats import OptimizerStats
 from ssdtrain.optimizer.trial import Habits
 from ssdtrain.optimizer.undo import NOT_UNDONE, UNDONE_LATE, Undo, restore, undone_if_it_fails
 from ssdtrain.optimizer.whole_state import WholeState
-from ssdtrain.sharing import Room
+from ssdtrain.sharing import Figures, Room
+from ssdtrain.watched import User
 
 __all__ = ["Offloaded", "Overlap", "offloaded_class"]
 
@@ -63,6 +65,7 @@ class Offloaded(WholeState):
 
     _own_kind: type[Optimizer]
     _buffers: Buffers
+    _gradients: Gradients | None
     _part_bytes: int
     _state_share: float
     _step_count_done: int
@@ -80,10 +83,12 @@ class Offloaded(WholeState):
         *,
         undo: bool,
         has_masters: bool,
+        gradients: Gradients | None,
     ) -> None:
         self._own_kind = kind
         self._disk = disk
         self._buffers = buffers
+        self._gradients = gradients
         self._state_share = habits.state_share
         self._masters = Masters(disk) if has_masters else None
         self._part_bytes = buffers.part_bytes
@@ -99,6 +104,8 @@ class Offloaded(WholeState):
         if self._order is not None:
             self._order.begin_round()
         self._take_over_state()
+        if gradients is not None:
+            gradients.watch()
         if overlap == "backward":
             self._in_backward = InBackward(self)
             self._in_backward.watch()
@@ -131,7 +138,8 @@ class Offloaded(WholeState):
         """What was done so far, and where the state is now."""
         self.synchronize()
         sizes = [state.nbytes() for state in self._parameter_states()]
-        disk = self._disk
+        disk, gradients = self._disk, self._gradients
+        of_gradients = Figures() if gradients is None else gradients.figures()
         return OptimizerStats(
             on_disk_bytes=sum(on_disk for _, on_disk in sizes),
             resident_bytes=sum(resident for resident, _ in sizes),
@@ -141,7 +149,12 @@ class Offloaded(WholeState):
             step_s=self._step_s,
             stall_s=disk.stall_s,
             waited_s=self._waited_s,
-            write_failed_count=disk.failed_count,
+            write_failed_count=disk.failed_count + (gradients.failed_count if gradients else 0),
+            gradient_on_disk_bytes=of_gradients.on_disk_bytes,
+            gradient_peak_bytes=gradients.peak_bytes if gradients else 0,
+            gradient_written_bytes=of_gradients.bytes_written,
+            gradient_read_bytes=of_gradients.bytes_read,
+            gradient_stall_s=of_gradients.stall_s,
         )
 
     def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
@@ -177,6 +190,9 @@ class Offloaded(WholeState):
 
     def _step_now(self, options: dict[str, Any]) -> None:
         chunks = chunks_of(self.param_groups, self._bytes_of, self._part_bytes)
+        if self._gradients is not None:
+            self._gradients.watch()
+            chunks = chunks_of(self.param_groups, self._bytes_with_gradient, self._part_bytes)
         parts = [Part([chunk]) for chunk in chunks]
         settings = Settings()
         room = self._buffers.reserve(map(self._size_of, parts))
@@ -237,6 +253,8 @@ class Offloaded(WholeState):
                 raise
         if self._in_backward is not None:
             self._in_backward.watch()
+        if self._gradients is not None:
+            self._gradients.watch()
 
     def _step_beside(self, order: ForwardOrder, options: dict[str, Any]) -> None:
         """Update what others may look at past us, and begin the updates of all else."""
@@ -312,7 +330,8 @@ class Offloaded(WholeState):
             if following is not None and is_ahead:
                 ahead_bytes = size_of(following)
                 self._prefetch(following)
-            found = self._bring(part)
+            user = User()
+            found = self._bring(part, user)
             staying = {id(param) for param in part.params if is_sparse(param.grad)}
             for chunk in found.chunks:
                 if self._masters is None:
@@ -321,6 +340,7 @@ class Offloaded(WholeState):
                     self._masters.update(
                         on, own, chunk, settings, options, states=self._states, staying=staying
                     )
+            del user  # gradients may leave
             buffers.note(room, size_of(part), ahead_bytes)
             yield part
             # From here on others may change gradients, which this thread must not look at.
@@ -336,6 +356,13 @@ class Offloaded(WholeState):
         state = self._states.get(param)
         return bytes_of(param, state, self._state_share, has_masters=has_masters)
 
+    def _bytes_with_gradient(self, param: Tensor) -> int:
+        """As ``_bytes_of``, or more, so that the gradients of a part keep under their bound."""
+        assert self._gradients is not None
+        return max(
+            self._bytes_of(param), param.nbytes * self._part_bytes // self._gradients.part_bytes
+        )
+
     def _size_of(self, part: Part) -> int:
         """Return how much memory the update of a part takes."""
         return sum(self._bytes_of(param) for param in part.params if param.grad is not None)
@@ -348,13 +375,16 @@ class Offloaded(WholeState):
         if self._undo is not None:
             self._undo.expect(part)
 
-    def _bring(self, part: Part) -> Part:
-        """Have the state of a part in memory; return what of the part can be updated."""
+    def _bring(self, part: Part, user: User) -> Part:
+        """Have state and gradients of a part in memory; return what of the part can be updated.
+
+        The gradients stay as long as there is the user.
+        """
         if self._undo is not None:
             self._undo.remember(part, self._states)
         chunks = []
         for chunk in part.chunks:
-            readable = [param for param in chunk.params if self._is_brought(param)]
+            readable = [param for param in chunk.params if self._is_brought(param, user)]
             # A group without parameters is stepped as ever; one of which all is lost is not.
             if readable or not chunk.params:
                 chunks.append(Chunk(chunk.group, readable))
@@ -362,7 +392,15 @@ class Offloaded(WholeState):
             self._undo.note_begun(part)
         return Part(chunks)
 
-    def _is_brought(self, param: Tensor) -> bool:
+    def _is_brought(self, param: Tensor, user: User) -> bool:
+        if self._gradients is not None and param.grad is not None:
+            try:
+                self._gradients.bring_for(user, param.grad)
+            except SsdtrainError as error:
+                if self._undo is not None and self._undo.is_kept:
+                    raise
+                self._lost.note_gradient(param, error)
+                return False
         state = self._states.get(param)
         if param.grad is None or not isinstance(state, ParameterState):
             return True

@@ -27,3 +27,11 @@ class OptimizerStats:
     """Time in which the training waited for updates outside of ``step`` (``overlap="forward"``)."""
     write_failed_count: int
     """Tensors that stayed in memory for a while because the disk did not take them."""
+    gradient_on_disk_bytes: int = 0
+    """Gradients that are on the disk only (``max_gradient_bytes``)."""
+    gradient_peak_bytes: int = 0
+    """The most of them that was in memory at once, of those of 64 KiB and more."""
+    gradient_written_bytes: int = 0
+    gradient_read_bytes: int = 0
+    gradient_stall_s: float = 0.0
+    """Time in which backwards and updates waited for gradients."""

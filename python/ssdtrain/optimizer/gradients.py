@@ -1,0 +1,210 @@
+"""Gradients that are on the disk between the micro-batches of a step.
+
+A gradient is made by the first micro-batch, and each later one adds to it: it lies idle from one
+backward's node to the same node of the next backward. Where all gradients together exceed a bound,
+those that are needed last leave memory meanwhile. What autograd adds, and to what, stays the same,
+so the sums have the bits of the plain run.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ssdtrain.away.classes import AwayGradient
+from ssdtrain.away.tensor import MIN_BYTES, OffloadedTensor, why_staying
+from ssdtrain.away.tensors import OffloadedTensors, known_of
+from ssdtrain.errors import ConfigError
+from ssdtrain.machine.torch_internals import current_backward, queue_callback, trains_with_others
+from ssdtrain.optimizer.chunks import name_of
+from ssdtrain.sharing import Budget, Room
+from ssdtrain.sizes import shown_bytes
+from ssdtrain.store import TensorStore
+from ssdtrain.watched import User
+
+__all__ = ["NAME", "Gradients", "gradients_of"]
+
+NAME = "gradients"
+"""What they are called in the report of a session."""
+PARTS = 2
+"""Gradients of one part of the parameters are used, and those of the next one are read."""
+WANTED = "offload_optimizer, whose gradients share this bound,"
+ADVICE = "give offload_optimizer a smaller max_gradient_bytes"
+
+
+class Gradient(OffloadedTensor):
+    """A gradient whose bytes may be in memory, on the disk, or on their way."""
+
+    kind = AwayGradient
+    noun = "gradient"
+
+
+class Gradients(OffloadedTensors):
+    """Keeps the gradients of one optimizer's parameters under a bound."""
+
+    name = NAME
+    too_many = (
+        "more than max_gradient_bytes=%s of gradients are in memory: all others are in use, "
+        "somebody has tensors on their memory, or another thread is busy, which may be using them"
+    )
+
+    def __init__(
+        self, optimizer: Optimizer, store: TensorStore, max_bytes: int, room: Room | None
+    ) -> None:
+        super().__init__(store, max_bytes, room)
+        self._optimizer = weakref.ref(optimizer)
+        self._watched: dict[int, tuple[weakref.ref[Tensor], list[Any]]] = {}
+        # Not with the optimizer: gradients that are away have this, and backward may go on.
+        weakref.finalize(self, _remove_all, self._watched).atexit = False
+        self._adding: dict[int, User] = {}
+        """To whose gradients autograd is adding now."""
+        self._backward = -1
+        """The number of the backward at whose end something is to be done."""
+        self.part_bytes = max_bytes // PARTS
+        """So many gradients at most are used in one part of an update."""
+
+    def watch(self) -> None:
+        """Be told of the gradients of all parameters, also of new and unfrozen ones."""
+        optimizer = self._optimizer()
+        assert optimizer is not None, "it is the one who calls"
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                there = self._watched.get(id(param))
+                if param.requires_grad and param.is_leaf and (not there or there[0]() is not param):
+                    handles = [
+                        param.register_hook(_before(weakref.ref(self), weakref.ref(param))),
+                        param.register_post_accumulate_grad_hook(_after(weakref.ref(self))),
+                    ]
+                    self._watched[id(param)] = weakref.ref(param), handles
+
+    def begin_adding(self, param: Tensor) -> None:
+        """Have the gradient of a parameter in memory, to which autograd is about to add."""
+        if param.grad is not None:
+            # Of one that never adds, because nothing is to be accumulated, the next is the end.
+            self._adding[id(param)] = user = User()
+            self.bring_for(user, param.grad)
+        else:
+            with self._lock:
+                self._make_room(param.nbytes)
+
+    def end_adding(self, param: Tensor) -> None:
+        """Let gradients leave, now that one more has its sum."""
+        self._adding.pop(id(param), None)
+        gradient = param.grad
+        if gradient is None or not self._may_leave(gradient):
+            return
+        one = known_of(gradient)
+        if one is None:
+            optimizer = self._optimizer()
+            groups = [] if optimizer is None else vars(optimizer)["param_groups"]
+            one = Gradient(self, gradient, name_of(groups, param), id(param))
+            self.take(one)
+        with self._lock:
+            self._order.note(one.place)
+            self._note(one)
+            self._go_on()
+        if self._backward != current_backward():
+            self._backward = current_backward()
+            queue_callback(self._end_backward)
+
+    def bring_for(self, user: User, gradient: Tensor) -> None:
+        """Have a gradient in memory as long as there is this user."""
+        one = known_of(gradient)
+        if one is not None:
+            one.owner.begin_use([one], user)
+
+    def _may_leave(self, gradient: Tensor) -> bool:
+        if trains_with_others():
+            self._notices.say(
+                "processes",
+                "gradients stay in memory beyond max_gradient_bytes: they are exchanged with other "
+                "processes past Python",
+            )
+            return False
+        if known_of(gradient) is not None:
+            return True
+        return (
+            why_staying(gradient, Tensor) is None
+            and not gradient.requires_grad
+            and gradient.untyped_storage().resizable()
+        )
+
+    def _end_backward(self) -> None:
+        """Let the last ones leave, which autograd has used until now."""
+        self._adding.clear()
+        with self._lock:
+            self._make_room(0)
+
+    @property
+    def failed_count(self) -> int:
+        """How often the disk did not take one."""
+        return self._failed_count
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that was in memory at once, of those that may leave it."""
+        return self._peak_bytes
+
+
+def _before(
+    gradients: weakref.ref[Gradients], there: weakref.ref[Tensor]
+) -> Callable[[Tensor], None]:
+    def before(_: Tensor) -> None:
+        owner, param = gradients(), there()
+        if owner is not None and param is not None:
+            owner.begin_adding(param)
+
+    return before
+
+
+def _after(gradients: weakref.ref[Gradients]) -> Callable[[Tensor], None]:
+    def after(param: Tensor) -> None:
+        owner = gradients()
+        if owner is not None:
+            owner.end_adding(param)
+
+    return after
+
+
+def _remove_all(watched: dict[int, tuple[weakref.ref[Tensor], list[Any]]]) -> None:
+    for _, handles in watched.values():
+        for handle in handles:
+            handle.remove()
+
+
+def gradients_of(
+    optimizer: Optimizer, store: TensorStore, budget: Budget | None, max_bytes: int
+) -> Gradients:
+    """Return what keeps the gradients of an optimizer under a bound.
+
+    Raises:
+        ConfigError: The bound does not hold the largest gradient.
+        BudgetError: A session has no such room.
+
+    """
+    groups = optimizer.param_groups
+    params = [param for group in groups for param in group["params"]]
+    largest = max(params, key=lambda param: param.nbytes, default=torch.empty(0))
+    if max_bytes < max(largest.nbytes, MIN_BYTES):
+        raise ConfigError(
+            f"max_gradient_bytes={shown_bytes(max_bytes)} does not hold the gradient of "
+            f"{name_of(groups, largest)}, of {shown_bytes(largest.nbytes)}; give more, twice that "
+            "if the next one is to be read meanwhile"
+        )
+    room = None
+    if budget is not None and budget.limit_bytes is not None:
+        left_bytes = budget.left_bytes
+        assert left_bytes is not None
+        if max_bytes > left_bytes:
+            raise ConfigError(
+                f"max_gradient_bytes={shown_bytes(max_bytes)} is more than the session's "
+                f"max_resident_bytes={shown_bytes(budget.limit_bytes)} leaves "
+                f"({shown_bytes(left_bytes)}); raise that of the session, or give less here"
+            )
+        room = budget.set_aside(max_bytes, lambda: WANTED, ADVICE)
+    return Gradients(optimizer, store, max_bytes, room)
