@@ -25,7 +25,7 @@ from mastered import InMemory, inner_of
 from ssdtrain import offload_optimizer
 from trained import everything
 
-WIDTH = 136
+WIDTH = 184
 OPTIMIZERS: list[tuple[Any, dict[str, Any]]] = [
     (torch.optim.AdamW, {}),
     (torch.optim.AdamW, {"foreach": True}),
@@ -40,6 +40,8 @@ OPTIMIZERS: list[tuple[Any, dict[str, Any]]] = [
 class Program:
     overlap: Literal["step", "forward", "backward"]
     masters: bool
+    bounded: bool
+    """Gradients leave memory between micro-batches."""
     optimizer: int
     groups: int
     frozen: bool
@@ -70,6 +72,7 @@ programs = some.builds(
     Program,
     overlap=some.sampled_from(["step", "forward", "backward"]),
     masters=some.booleans(),
+    bounded=some.booleans(),
     optimizer=some.integers(0, len(OPTIMIZERS) - 1),
     groups=some.integers(1, 2),
     frozen=some.booleans(),
@@ -134,11 +137,13 @@ def started(program: Program, directory: Path | None) -> tuple[Model, Any]:
         overlap=program.overlap,
         buffer_bytes="512KiB",
         master_dtype=torch.float32 if program.masters else None,
+        max_gradient_bytes=2 * module.norm.weight.itemsize * WIDTH**2 if program.bounded else None,
     )
 
 
 def possible(program: Program) -> Program:
     """Return the program without what the updates in backward refuse."""
+    program = replace(program, bounded=program.bounded and program.overlap == "step")
     if program.overlap != "backward":
         return replace(program, steps=[replace(one, skipped=False) for one in program.steps])
     steps = [

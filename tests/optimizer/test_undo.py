@@ -15,38 +15,12 @@ from torch.optim import Optimizer
 
 import support
 from ssdtrain import ConfigError, StorageError, offload_optimizer
-from ssdtrain.store import PendingRead, StoredTensor
-from stores import SlowStore
+from stores import ChosenStore, SlowStore
 from trained import WIDTH, everything, model, plain_step, prove, train
 
 
 def adamw(module: nn.Module) -> Optimizer:
     return torch.optim.AdamW(module.parameters())
-
-
-class Refused:
-    """What a read gives that the disk does not answer."""
-
-    def result(self) -> Tensor:
-        raise StorageError("the test failed this read")
-
-
-class ChosenStore(SlowStore):
-    """A store of whose reads some fail, by their numbers."""
-
-    failing = range(0)
-    reads_count = 0
-
-    def read(self, stored: StoredTensor[Tensor]) -> PendingRead[Tensor]:  # type: ignore[override]
-        self.reads_count += 1
-        if self.reads_count in self.failing:
-            return Refused()  # type: ignore[return-value]
-        return super().read(stored)
-
-    def fail_after(self, count: int, fails_count: int = 1) -> None:
-        """Fail some reads after so many that go well."""
-        first = self.reads_count + count + 1
-        self.failing = range(first, first + fails_count)
 
 
 class Rounding(torch.optim.SGD):

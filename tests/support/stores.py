@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ssdtrain import TensorStore, _core
+from ssdtrain import StorageError, TensorStore, _core
+from ssdtrain.store import PendingRead, StoredTensor
 
 
 class SlowStore(TensorStore):
@@ -26,6 +27,31 @@ class SlowStore(TensorStore):
             verify=verify,
             simulated_disk=self.disk,
         )
+
+
+class Refused:
+    """What a read gives that the disk does not answer."""
+
+    def result(self) -> Tensor:
+        raise StorageError("the test failed this read")
+
+
+class ChosenStore(SlowStore):
+    """A store of whose reads some fail, by their numbers."""
+
+    failing = range(0)
+    reads_count = 0
+
+    def read(self, stored: StoredTensor[Tensor]) -> PendingRead[Tensor]:  # type: ignore[override]
+        self.reads_count += 1
+        if self.reads_count in self.failing:
+            return Refused()  # type: ignore[return-value]
+        return super().read(stored)
+
+    def fail_after(self, count: int, fails_count: int = 1) -> None:
+        """Fail some reads after so many that go well."""
+        first = self.reads_count + count + 1
+        self.failing = range(first, first + fails_count)
 
 
 def bits(array: Any) -> bytes:

@@ -129,6 +129,10 @@ class OffloadedTensors:
     def forget(self, one: OffloadedTensor) -> None:
         """Forget one whose tensor is gone."""
         with self._lock:
+            # An error that was kept may have it for longer.
+            self._all.pop(id(one), None)
+            if self._at.get(one.place) is one:
+                del self._at[one.place]
             self._resident.pop(id(one), None)
             self._resident_bytes = sum(self._resident.values())
             self._reads.pop(id(one), None)

@@ -32,6 +32,7 @@ __all__ = [
     "is_below_autograd",
     "is_traced",
     "is_wrapped",
+    "memory_bytes",
     "mode_count",
     "outside_compiler",
     "plainly",
@@ -167,6 +168,13 @@ def trains_with_others() -> bool:
         and distributed.is_initialized()
         and distributed.get_world_size() > 1
     )
+
+
+def memory_bytes(tensor: Tensor) -> int:
+    """Return how many bytes a tensor's elements take; of a sparse one ``nbytes`` does not tell."""
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices().nbytes + tensor._values().nbytes  # noqa: SLF001 - not coalesced
+    return tensor.nbytes
 
 
 def storage_users(tensor: Tensor) -> int:

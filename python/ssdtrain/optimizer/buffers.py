@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -56,7 +57,9 @@ def bytes_of(param: Tensor, state: Any, state_share: float, *, has_masters: bool
 def _brought_bytes(value: Any) -> int:
     if isinstance(value, Away):
         return value.brought_bytes
-    return value.nbytes if isinstance(value, Tensor) else 0
+    # What is sparse stays in memory.
+    is_brought = isinstance(value, Tensor) and value.layout is torch.strided
+    return value.nbytes if is_brought else 0
 
 
 def within(buffer_bytes: int, budget: Budget | None) -> int:

@@ -20,7 +20,7 @@ from torch.nn import Parameter
 from ssdtrain.away.classes import AwayParameter
 from ssdtrain.errors import BusyError, ConfigError, NoSpaceError, SsdtrainError
 from ssdtrain.machine.process_memory import release_free_memory
-from ssdtrain.machine.torch_internals import storage_users
+from ssdtrain.machine.torch_internals import memory_bytes, storage_users
 from ssdtrain.notices import Notices
 from ssdtrain.store import PendingRead, StoredTensor, TensorStore
 from ssdtrain.watched import look_at
@@ -394,7 +394,7 @@ class ParameterState(dict[Any, Any]):
             if isinstance(value, Away) and not value.is_in_memory:
                 on_disk += value.nbytes
             elif isinstance(value, Tensor | Away):
-                resident += value.nbytes
+                resident += value.nbytes if isinstance(value, Away) else memory_bytes(value)
         return resident, on_disk
 
     def copied(self) -> dict[Any, Any]:
