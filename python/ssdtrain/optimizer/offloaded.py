@@ -196,12 +196,17 @@ class Offloaded(WholeState):
         parts = [Part([chunk]) for chunk in chunks]
         settings = Settings()
         room = self._buffers.reserve(map(self._size_of, parts))
-        with (
-            self._buffers.filled(room),
-            undone_if_it_fails(self._undo, self._states, self.param_groups),
-        ):
-            for _ in self._updated(parts, self, settings, options, room):
-                pass
+        groups = self.param_groups
+        try:
+            with (
+                self._buffers.filled(room),
+                undone_if_it_fails(self._undo, self._states, groups),
+            ):
+                for _ in self._updated(parts, self, settings, options, room):
+                    pass
+        finally:
+            # Each update does so; an interrupt may come just before it does.
+            self.param_groups = groups
         settings.apply()
 
     def _step_after(self, updates: InBackward, options: dict[str, Any]) -> None:
