@@ -237,12 +237,12 @@ def row_of(name: str, found: dict[str, Any]) -> dict[str, float]:
         "stall_s": statistics.median(totals["stall"]),
         "disk_read_s": statistics.median(read_s),
         "disk_write_s": statistics.median(write_s),
-        "over_plain": _ratio(took, plain_s),
-        "cpu_over_plain": _ratio(
+        "over_plain": ratio(took, plain_s),
+        "cpu_over_plain": ratio(
             [step["cpu_s"] for step in steps], [step["cpu_s"] for step in plain]
         ),
-        "over_longer": _ratio(took, longer),
-        "over_longer_shared": _ratio(took, both),
+        "over_longer": ratio(took, longer),
+        "over_longer_shared": ratio(took, both),
         "rss_bytes": statistics.median(step["rss_bytes"] for step in steps),
         "rss_bytes_peak": statistics.median(step["rss_bytes_peak"] for step in steps),
         **found["ends"][name],
@@ -265,7 +265,8 @@ def refuse_nothing(rows: dict[str, dict[str, Any]], found: dict[str, Any]) -> No
             raise AssertionError(f"{name}: the disk refused weights, which stayed in memory")
 
 
-def _ratio(those: list[float], others: list[float]) -> float:
+def ratio(those: list[float], others: list[float]) -> float:
+    """Return the median of the ratios, pair by pair."""
     return statistics.median(map(float.__truediv__, those, others))
 
 

@@ -84,6 +84,27 @@ def test_replicated(tmp_path: Path) -> None:
     run_ranks(replicated, tmp_path / "run", tmp_path)
 
 
+def bounded(rank: int, directory: Path) -> None:
+    """Gradients that DDP exchanges past Python stay, whatever their bound."""
+    messages: list[str] = []
+    log = logging.getLogger("ssdtrain")
+    log.addFilter(lambda record: bool(messages.append(record.getMessage())))
+    found = []
+    for is_offloaded in (False, True):
+        module = DistributedDataParallel(model())
+        optimizer: Any = torch.optim.AdamW(module.parameters(), lr=1e-2)
+        if is_offloaded:
+            offload_optimizer(optimizer, directory, max_gradient_bytes=WIDTH * WIDTH * 4)
+        found.append(train(module, optimizer, rank, clips=True))
+    support.assert_equal_bits(found[1], found[0])
+    assert optimizer.offload_stats.gradient_peak_bytes == 0
+    assert sum("gradients stay in memory beyond" in one for one in messages) == 1
+
+
+def test_bounded_gradients(tmp_path: Path) -> None:
+    run_ranks(bounded, tmp_path / "run", tmp_path)
+
+
 def clipped_too(rank: int, directory: Path) -> None:
     """In several processes nothing is taken in backward, so a clip comes in time there too."""
     found = []
