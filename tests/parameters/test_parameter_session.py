@@ -20,6 +20,7 @@ from ssdtrain import BudgetError, ConfigError, NoSpaceError
 from ssdtrain.activations import blocks
 from ssdtrain.parameters.weights import weight_of
 from ssdtrain.sharing import Budget
+from ssdtrain.sizes import shown_bytes
 from support import Rig
 from weights_away import (
     WIDTH,
@@ -363,8 +364,13 @@ class TestBound:
         model = layers()
         with block(tmp_path, max_resident_bytes="620KiB") as session:
             ssdtrain.offload_parameters(model, session, max_resident_bytes="578KiB")
-            with pytest.raises(BudgetError, match="give offload_parameters a smaller max_resident"):
+            small = torch.ones(2000, requires_grad=True).exp()
+            with pytest.raises(
+                BudgetError, match="give offload_parameters a smaller max_resident"
+            ) as info:
                 plainly(model, 1)
+            # What is reserved is not shared out to what stays in memory as well.
+            assert f"{shown_bytes(small.nbytes)} in tensors below min_bytes" in str(info.value)
         support.assert_equal_bits(dict(model.named_parameters()), dict(layers().named_parameters()))
 
 

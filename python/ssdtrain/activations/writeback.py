@@ -200,7 +200,9 @@ class Writeback:
         """Return what cannot leave memory, and why."""
         alive = self.records.alive()
         unwritten = [one.nbytes for one in alive if one.source is not None and not one.is_lent]
-        kept_bytes = self._residency.account.held_bytes - sum(unwritten)
+        account = self._residency.account
+        # What is reserved is told by those who reserved it.
+        kept_bytes = account.held_bytes - account.reserved_bytes - sum(unwritten)
         return [
             *kept_parts(self._seen, kept_bytes, self._min_bytes),
             Held(
