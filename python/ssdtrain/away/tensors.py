@@ -18,6 +18,7 @@ from ssdtrain.away.tensor import OffloadedTensor
 from ssdtrain.away.use_order import UseOrder
 from ssdtrain.away.writes import Writes
 from ssdtrain.errors import SsdtrainError
+from ssdtrain.machine.process_memory import FreedMemory
 from ssdtrain.machine.torch_internals import plainly
 from ssdtrain.notices import Notices
 from ssdtrain.sharing import Figures, Room
@@ -29,6 +30,8 @@ __all__ = ["OffloadedTensors", "in_use", "known_of"]
 
 AHEAD_COUNT_MAX = 64
 """So many uses ahead are looked at for reads at most."""
+FREED_SHARE = 4
+"""The C library holds freed memory of one part in so many of the bound at most."""
 AHEAD_SHARE = 2
 """Reads that were begun ahead take one part in so many of the bound at most."""
 
@@ -78,7 +81,8 @@ class OffloadedTensors:
         """By number, in the order in which they came."""
         self._at: weakref.WeakValueDictionary[int, OffloadedTensor] = weakref.WeakValueDictionary()
         """The newest of each place in the order of uses."""
-        self._writes = Writes(store, ended=self._note, failed=self._keep)
+        freed = FreedMemory(max_resident_bytes // FREED_SHARE)
+        self._writes = Writes(store, freed, ended=self._note, failed=self._keep)
         self._reads: dict[int, OffloadedTensor] = {}
         """Begun, and not yet used."""
         self._resident: dict[int, int] = {}
@@ -227,6 +231,7 @@ class OffloadedTensors:
             )
             raise
         self._read_bytes += one.nbytes
+        self._writes.freed.note_read(one.nbytes)
         return memory
 
     def _begin_read(self, one: OffloadedTensor) -> None:

@@ -9,6 +9,7 @@ from contextlib import suppress
 
 from ssdtrain.away.tensor import OffloadedTensor
 from ssdtrain.errors import BusyError, NoSpaceError, SsdtrainError
+from ssdtrain.machine.process_memory import FreedMemory
 from ssdtrain.store import TensorStore
 
 __all__ = ["Writes"]
@@ -24,6 +25,7 @@ class Writes:
     def __init__(
         self,
         store: TensorStore,
+        freed: FreedMemory,
         *,
         ended: Callable[[OffloadedTensor], None],
         failed: Callable[[OffloadedTensor, SsdtrainError], None],
@@ -33,6 +35,7 @@ class Writes:
         # Methods of who has this: without cycles all goes with the last of them.
         self._ended = weakref.WeakMethod(ended)
         self._failed = weakref.WeakMethod(failed)
+        self.freed = freed
         self.written_bytes = 0
 
     def __bool__(self) -> bool:
@@ -113,6 +116,7 @@ class Writes:
             return
         one.sum = one.written_sum
         one.source = None
+        self.freed.note_freed(one.nbytes)
         # An interrupt above leaves it in the queue, and asks again.
         self._queue.remove(one)
         ended = self._ended()

@@ -11,6 +11,8 @@ MEMORY_INFORMATION = Path("/proc/meminfo")
 OWN_GROUPS = Path("/proc/self/cgroup")
 GROUPS = Path("/sys/fs/cgroup")
 
+GIVE_BACK_BYTES_MIN = 8 << 20
+"""Free memory goes back to the system after at least so many bytes: it costs a walk over it all."""
 RESET_HIGH_WATER_MARK = "5"
 """What proc(5) says to write into `clear_refs` so that `VmHWM` starts again from `VmRSS`."""
 
@@ -105,3 +107,27 @@ def release_free_memory() -> None:
     """
     if _trim is not None:
         _trim(0)
+
+
+class FreedMemory:
+    """Gives memory of tensors that went to the disk back to the system, now and then.
+
+    Counted is what writes free, less what reads bring: what was made anew, such as the state of a
+    first step. The C library keeps such blocks, and small objects that come to lie in them keep the
+    next tensors out, so the process would grow by all of them. What is read lies elsewhere.
+    """
+
+    def __init__(self, give_back_bytes: int = GIVE_BACK_BYTES_MIN) -> None:
+        self._give_back_bytes = max(give_back_bytes, GIVE_BACK_BYTES_MIN)
+        self._nbytes = 0
+
+    def note_read(self, nbytes: int) -> None:
+        """Note what a read has brought."""
+        self._nbytes = max(0, self._nbytes - nbytes)
+
+    def note_freed(self, nbytes: int) -> None:
+        """Note what a write has freed; give it back if it is enough."""
+        self._nbytes += nbytes
+        if self._nbytes >= self._give_back_bytes:
+            self._nbytes = 0
+            release_free_memory()

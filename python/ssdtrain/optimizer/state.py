@@ -19,7 +19,7 @@ from torch.nn import Parameter
 
 from ssdtrain.away.classes import AwayParameter
 from ssdtrain.errors import BusyError, ConfigError, NoSpaceError, SsdtrainError
-from ssdtrain.machine.process_memory import release_free_memory
+from ssdtrain.machine.process_memory import FreedMemory
 from ssdtrain.machine.torch_internals import memory_bytes, storage_users
 from ssdtrain.notices import Notices
 from ssdtrain.store import PendingRead, StoredTensor, TensorStore
@@ -27,8 +27,6 @@ from ssdtrain.watched import look_at
 
 __all__ = ["Away", "Disk", "ParameterState", "States"]
 
-GIVE_BACK_BYTES_MIN = 8 << 20
-"""Free memory goes back to the system after at least so many bytes: it costs a walk over it all."""
 STORAGE_USERS_ALONE = 2
 """What `storage_users` says of a tensor that shares its storage with nobody."""
 
@@ -153,10 +151,7 @@ class Disk:
         self._in_flight_bytes = 0
         self._in_flight_bytes_max = in_flight_bytes_max
         self._min_bytes = min_bytes
-        self._freed_bytes = 0
-        """Freed by writes, less what reads brought: what was made anew, in the first step or by
-        loading. glibc keeps such blocks, and small objects that come to lie in them keep the next
-        tensors out, so the process would grow by all of the state. What is read lies elsewhere."""
+        self._freed = FreedMemory(in_flight_bytes_max)
         self.notices = Notices()
         self.read_bytes = 0
         self.written_bytes = 0
@@ -261,7 +256,7 @@ class Disk:
     def note_read(self, nbytes: int) -> None:
         """Count what was read back for an update."""
         self.read_bytes += nbytes
-        self._freed_bytes = max(0, self._freed_bytes - nbytes)
+        self._freed.note_read(nbytes)
 
     def note_failure(self, error: SsdtrainError) -> None:
         """Count a tensor that stays in memory because the disk did not take it; say it once."""
@@ -300,10 +295,7 @@ class Disk:
         # An interrupt above leaves it in the queue, and asks again.
         self._in_flight.popleft()
         self._in_flight_bytes -= nbytes
-        self._freed_bytes += oldest.nbytes
-        if self._freed_bytes >= max(self._in_flight_bytes_max, GIVE_BACK_BYTES_MIN):
-            self._freed_bytes = 0
-            release_free_memory()
+        self._freed.note_freed(oldest.nbytes)
 
 
 class ParameterState(dict[Any, Any]):
