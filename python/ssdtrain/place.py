@@ -30,6 +30,11 @@ def opened(
             f"{caller} takes the session, not what makes it: `with ssdtrain.offload(dir) as "
             "session:` gives one, and a decorator has it as `.session` after the first call"
         )
+    if place is None:
+        raise ConfigError(
+            f"{caller} takes a directory, a TensorStore or a session, not None; the `.session` of "
+            "a decorator is None before the first call of what it decorates"
+        )
     if isinstance(place, TensorStore | Session):
         if max_disk_bytes is not None or verify:
             kind = "TensorStore" if isinstance(place, TensorStore) else "ssdtrain.offload"

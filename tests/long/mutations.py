@@ -95,8 +95,9 @@ INSTEAD = {
     "no weight leaves that others have": "if false {",
     "version of a saved weight": "(lambda *_: None)(",
     "other memory of a saved weight": "if False:",
-    "a changed weight is written again": "if weight.sum is not None:",
+    "a changed weight is written again": "if one.sum is not None:",
     "weights on memory of others stay": "if False:",
+    "gradients on memory of others stay": "return True",
     "shared weights stay": "return True",
 }
 """What stands in the place of a marked line where to remove it would break the code around it."""

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -69,6 +70,10 @@ def large(module: nn.Module) -> dict[str, Any]:
         for name, param in module.named_parameters()
         if param.grad is not None and param.nbytes >= MIN_BYTES
     }
+
+
+def large_names(module: nn.Module) -> list[str]:
+    return [name for name, param in module.named_parameters() if param.nbytes >= MIN_BYTES]
 
 
 def resident_bytes(module: nn.Module) -> int:
@@ -453,6 +458,21 @@ def test_with_weights_and_activations_on_the_disk(tmp_path: Path) -> None:
         assert session.stats.resident_bytes_peak <= 8 << 20
 
 
+def test_two_optimizers_of_the_same_parameters(tmp_path: Path) -> None:
+    plain, ours = layers(), layers()
+    first, second = sgd(plain), adamw(plain)
+    one, other = bounded(sgd(ours), tmp_path), bounded(adamw(ours), tmp_path)
+    for _ in range(3):
+        for module, optimizers in ((plain, (first, second)), (ours, (one, other))):
+            backwards(module)
+            for optimizer in optimizers:
+                optimizer.step()
+            optimizers[0].zero_grad()
+        support.assert_equal_bits(everything(ours, other), everything(plain, second))
+    peaks = [optimizer.offload_stats.gradient_peak_bytes for optimizer in (one, other)]
+    assert sorted(peaks) == [0, BOUND]
+
+
 def test_masters(tmp_path: Path) -> None:
     def trained(**options: Any) -> list[dict[str, Tensor]]:
         torch.manual_seed(0)
@@ -620,6 +640,21 @@ def test_an_interrupt_at_any_moment(every: int, tmp_path: Path) -> None:
         support.wait_until(lambda: store.stats()["disk_used_bytes"] == 0, "the disk is empty")
     assert number > 400
     support.assert_equal_bits(found, expected)
+
+
+@pytest.mark.defends("gradients on memory of others stay")
+def test_a_gradient_on_memory_of_numpy_stays_there(tmp_path: Path) -> None:
+    module = layers()
+    optimizer = bounded(sgd(module), tmp_path, max_gradient_bytes=ONE)
+    given = {name: np.zeros((WIDTH, WIDTH), np.float32) for name in large_names(module)}
+    for name, array in given.items():
+        module.get_parameter(name).grad = torch.from_numpy(array)
+    backwards(module)
+    for name, one in large(module).items():
+        assert not is_away(one)
+        assert torch.equal(torch.from_numpy(given[name]), one)
+        assert given[name].any(), "it is live"
+    optimizer.step()
 
 
 def test_a_session_that_has_no_room(tmp_path: Path) -> None:

@@ -538,6 +538,9 @@ def test_a_session_that_has_ended_is_refused(tmp_path: Path) -> None:
     assert type(training.optimizer) is torch.optim.AdamW
     with pytest.raises(ConfigError, match="takes the session, not what makes it"):
         offload_optimizer(training.optimizer, block(tmp_path))  # type: ignore[arg-type]
+    decorator = block(tmp_path)
+    with pytest.raises(ConfigError, match="None before the first call of what it decorates"):
+        offload_optimizer(training.optimizer, decorator.session)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("options", [{"verify": True}, {"max_disk_bytes": "1GiB"}])

@@ -105,7 +105,7 @@ class OffloadedTensor(Watcher):
     def __init__(self, owner: Owner, tensor: Tensor, name: str, place: int) -> None:
         self.owner = owner
         self._tensor = weakref.ref(tensor)
-        self.name = name
+        self._name = name
         self.place = place
         """What it is in the order of uses: the same number in each step."""
         self.husk = husk_of(tensor, self.kind)
@@ -131,6 +131,11 @@ class OffloadedTensor(Watcher):
         """How often others gave it memory."""
         self.has_foreign_memory = False
         """Whether it lies on such memory, at which nobody has looked yet."""
+
+    @property
+    def name(self) -> str:
+        """What messages call this one."""
+        return self._name
 
     @property
     def tensor(self) -> Tensor | None:

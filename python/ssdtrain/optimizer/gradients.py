@@ -43,6 +43,20 @@ class Gradient(OffloadedTensor):
     kind = AwayGradient
     noun = "gradient"
 
+    def __init__(self, owner: Gradients, gradient: Tensor, param: Tensor) -> None:
+        # The place of its parameter: the gradient of the next step is another object.
+        super().__init__(owner, gradient, "", id(param))
+        self._optimizer = owner.optimizer
+        self._param = weakref.ref(param)
+
+    @property
+    def name(self) -> str:
+        """What messages call this one."""
+        optimizer, param = self._optimizer(), self._param()
+        if optimizer is None or param is None:
+            return f"of shape {tuple(self.husk.shape)}"
+        return name_of(vars(optimizer)["param_groups"], param)
+
 
 class Gradients(OffloadedTensors):
     """Keeps the gradients of one optimizer's parameters under a bound."""
@@ -57,7 +71,7 @@ class Gradients(OffloadedTensors):
         self, optimizer: Optimizer, store: TensorStore, max_bytes: int, room: Room | None
     ) -> None:
         super().__init__(store, max_bytes, room)
-        self._optimizer = weakref.ref(optimizer)
+        self.optimizer = weakref.ref(optimizer)
         self._watched: dict[int, tuple[weakref.ref[Tensor], list[Any]]] = {}
         # Not with the optimizer: gradients that are away have this, and backward may go on.
         weakref.finalize(self, _remove_all, self._watched).atexit = False
@@ -70,7 +84,7 @@ class Gradients(OffloadedTensors):
 
     def watch(self) -> None:
         """Be told of the gradients of all parameters, also of new and unfrozen ones."""
-        optimizer = self._optimizer()
+        optimizer = self.optimizer()
         assert optimizer is not None, "it is the one who calls"
         for group in optimizer.param_groups:
             for param in group["params"]:
@@ -88,7 +102,7 @@ class Gradients(OffloadedTensors):
             # Of one that never adds, because nothing is to be accumulated, the next is the end.
             self._adding[id(param)] = user = User()
             self.bring_for(user, param.grad)
-        else:
+        elif param.nbytes >= MIN_BYTES:
             with self._lock:
                 self._make_room(param.nbytes)
 
@@ -100,10 +114,11 @@ class Gradients(OffloadedTensors):
             return
         one = known_of(gradient)
         if one is None:
-            optimizer = self._optimizer()
-            groups = [] if optimizer is None else vars(optimizer)["param_groups"]
-            one = Gradient(self, gradient, name_of(groups, param), id(param))
+            one = Gradient(self, gradient, param)
             self.take(one)
+        if one.owner is not self:
+            # Another optimizer has this parameter, too.
+            return
         with self._lock:
             self._order.note(one.place)
             self._note(one)
@@ -128,11 +143,11 @@ class Gradients(OffloadedTensors):
             return False
         if known_of(gradient) is not None:
             return True
-        return (
-            why_staying(gradient, Tensor) is None
-            and not gradient.requires_grad
-            and gradient.untyped_storage().resizable()
-        )
+        if gradient.requires_grad or why_staying(gradient, Tensor) is not None:
+            return False
+        # Of memory of numpy or of another library torch cannot tell who has it.
+        # defence: gradients on memory of others stay
+        return gradient.untyped_storage().resizable()
 
     def _end_backward(self) -> None:
         """Let the last ones leave, which autograd has used until now."""
