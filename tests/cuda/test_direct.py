@@ -20,6 +20,7 @@ from fake_device import FakeDevice
 from offloading import chain, gpus_of, made, offloaded, settle, use_memory
 from on_fake import on_fake_device
 from ssdtrain.machine import cufile
+from support import shared_out
 from test_training import CASES, LAG_US, train
 
 ON_DEVICE = "copies on the device"
@@ -45,13 +46,7 @@ def step(leaf: torch.Tensor, session: ssdtrain.Session) -> torch.Tensor:
     return leaf.grad.cpu()
 
 
-QUICK = ("transformer", "two streams")
-"""The other cases are tried by the long tests."""
-
-
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[] if case in QUICK else pytest.mark.long) for case in CASES]
-)
+@pytest.mark.parametrize("case", shared_out(CASES, quick=["two streams"]))
 @on_fake_device(devices=2, cufile="fake")
 def test_every_case_gives_the_bits_of_a_plain_run(fake: FakeDevice, case: str) -> None:
     plain = train(case)

@@ -182,6 +182,7 @@ def test_whether_cufile_works_is_told(
     assert (figures["nvidia_fs"], "counts nothing here" in done.stdout) == (None, True)
 
 
+@pytest.mark.long
 def test_a_step_of_training_is_compared(tmp_path: Path) -> None:
     told = tmp_path / "told.json"
     words = ("--tiny", "--dir", tmp_path, "--json", told)

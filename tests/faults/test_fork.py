@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from children import forked_python
+from support import shared_out
 
 STORM = """
 import os, random, signal, sys, threading, warnings
@@ -65,7 +66,7 @@ print("children that hung or failed:", hung)
 """
 
 
-@pytest.mark.parametrize("backend", ["psync", "io_uring"])
+@pytest.mark.parametrize("backend", shared_out(["psync", "io_uring"], quick=["io_uring"]))
 def test_children_forked_while_workers_are_busy(backend: str, tmp_path: Path) -> None:
     done = forked_python(STORM, str(tmp_path), backend, "60")
     assert (done.stdout, done.returncode) == ("children that hung or failed: 0\n", 0), done.stderr

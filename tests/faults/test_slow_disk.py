@@ -242,6 +242,7 @@ def test_a_slow_disk_gets_less_and_the_rest_is_kept(slow_group: Path, tmp_path: 
     assert slow["losses"][: len(fast["losses"])] == fast["losses"]
 
 
+@pytest.mark.long
 def test_a_bound_holds_on_a_slow_disk(slow_group: Path, tmp_path: Path) -> None:
     told = run(slow_group, tmp_path, steps=2, share=1 / 3)
     show("slow disk, bounded", told)

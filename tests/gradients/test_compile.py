@@ -245,9 +245,8 @@ def test_a_block_inside_a_compiled_function_gives_equal_bits(tmp_path: Path) -> 
 # Compiled autograd: the backward is traced too, with the unpacks between its parts
 
 
-@pytest.mark.parametrize(
-    "way", ["eager forward", pytest.param("compiled forward", marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("way", ["eager forward", "compiled forward"])
 def test_compiled_autograd_gives_equal_bits(way: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     # Few saved tensors: the compiler stops at each unpack, and compiles what follows anew.

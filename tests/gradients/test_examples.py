@@ -11,12 +11,16 @@ from typing import Any
 import pytest
 
 from checkout import ROOT
+from support import shared_out
 
 RESUME = ROOT / "docs" / "examples" / "resume.py"
 EXAMPLES = sorted({*RESUME.parent.glob("*.py")} - {RESUME})
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda one: one.stem)
+QUICK = [RESUME.with_stem(stem) for stem in ("one_bound", "check_gradients")]
+
+
+@pytest.mark.parametrize("example", shared_out(EXAMPLES, quick=QUICK))
 def test_an_example_ends_well_and_offloads(example: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, example, tmp_path], capture_output=True, text=True, check=False

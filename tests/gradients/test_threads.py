@@ -35,6 +35,7 @@ from support import (
     mlp,
     nothing_leaks,
     say,
+    shared_out,
     wait_until,
 )
 
@@ -402,7 +403,7 @@ COPIES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("way", COPIES)
+@pytest.mark.parametrize("way", shared_out(COPIES, quick=["a view", "numpy"]))
 def test_what_backward_got_outlives_its_graph_its_block_and_its_store(
     way: str, tmp_path: Path
 ) -> None:

@@ -26,7 +26,7 @@ sys.exit(pytest.main(["-q", "--noconftest", "-p", "no:cacheprovider", *sys.argv[
     "trainer",
     [
         "transformers",
-        "lightning",
+        pytest.param("lightning", marks=pytest.mark.long),
         pytest.param(
             "trl",
             marks=pytest.mark.skipif(find_spec("trl") is None, reason="trl is not installed"),

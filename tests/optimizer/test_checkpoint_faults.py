@@ -68,15 +68,11 @@ ERRORS: dict[str, tuple[BaseException, type[BaseException]]] = {
 
 
 QUICK = (("space", True, True), ("error", True, False), ("interrupt", False, True))
-"""The others are tried by the long tests."""
 
 
 @pytest.mark.parametrize(
     ("how", "has_older", "unnamed"),
-    [
-        pytest.param(*one, marks=[] if one in QUICK else pytest.mark.long)
-        for one in product(ERRORS, (True, False), (True, False))
-    ],
+    support.shared_out([*product(ERRORS, (True, False), (True, False))], quick=QUICK),
 )
 def test_a_save_that_fails_anywhere_leaves_the_older_checkpoint(
     how: str, has_older: bool, unnamed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -290,7 +286,7 @@ print("killed", len(found))
 """
 
 
-@pytest.mark.parametrize("has_older", [True, False])
+@pytest.mark.parametrize("has_older", support.shared_out([True, False], quick=[True]))
 @pytest.mark.parametrize("every", sizes(small=6, whole=1))
 def test_a_save_that_is_killed_anywhere(has_older: bool, every: int, tmp_path: Path) -> None:
     arguments = (str(Path(__file__).parent), str(tmp_path), str(has_older), str(every))
@@ -409,9 +405,10 @@ def resident_bytes(process: int, name: str) -> int:
     raise AssertionError(name)
 
 
-@pytest.mark.parametrize("whole", sizes(small=64, whole=512))
-def test_no_step_and_no_save_and_no_load_holds_the_whole(whole: int, tmp_path: Path) -> None:
+@pytest.mark.long
+def test_no_step_and_no_save_and_no_load_holds_the_whole(tmp_path: Path) -> None:
     """The peak is seen from outside, by what the kernel counts for the child."""
+    whole = 512
     state_bytes = whole * 2 * 512 * 512 * 4
     grew = {}
     with subprocess.Popen(

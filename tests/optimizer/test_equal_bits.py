@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 
 from ssdtrain import offload_optimizer
+from support import shared_out
 from trained import WIDTH, Step, plain_step, prove, train
 
 OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
@@ -31,13 +32,13 @@ OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "rprop": (torch.optim.Rprop, {}),
     "asgd": (torch.optim.ASGD, {}),
 }
-QUICK = ("adamw", "adamw-fused", "adamw-foreach", "sgd-momentum", "rmsprop")
+QUICK = ("adamw", "adamw-fused", "sgd-momentum")
 """The others are tried by the long tests."""
 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(one, marks=[] if one in QUICK else pytest.mark.long) for one in OPTIMIZERS],
+    shared_out(OPTIMIZERS, quick=QUICK),
 )
 def test_optimizers_of_torch(name: str, tmp_path: Path) -> None:
     kind, options = OPTIMIZERS[name]

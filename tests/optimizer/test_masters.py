@@ -45,13 +45,11 @@ MAKES: dict[str, MakeOf] = {
     "nadam": torch.optim.NAdam,
     "radam": torch.optim.RAdam,
 }
-QUICK = ("adamw", "adamw-fused", "sgd", "sgd-momentum", "adafactor")
+QUICK = ("adamw-fused", "sgd-momentum", "adafactor")
 """The others are tried by the long tests."""
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(one, marks=[] if one in QUICK else pytest.mark.long) for one in MAKES]
-)
+@pytest.mark.parametrize("name", support.shared_out(MAKES, quick=QUICK))
 def test_optimizers_of_torch(name: str, tmp_path: Path) -> None:
     def prepare(_module: nn.Module, _optimizer: Any) -> Step:
         def step(module: nn.Module, optimizer: Any, x: Tensor) -> Tensor:

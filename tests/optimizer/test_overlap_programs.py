@@ -234,7 +234,7 @@ def prove(program: Program) -> None:
             support.assert_equal_bits(actual, expected)
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(programs)
 def test_programs(program: Program) -> None:
     prove(program)

@@ -128,7 +128,10 @@ CASES = {
 
 
 @pytest.mark.parametrize("way", EACH_WAY)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    support.shared_out(CASES, quick=["llama, not reentrant", "gpt2", "t5", "llama, adapted"]),
+)
 def test_families(name: str, way: str, tmp_path: Path) -> None:
     prove(CASES[name], tmp_path, WAYS[way])
 
@@ -147,7 +150,9 @@ def generated(training: Training, number: int) -> None:
 
 
 @pytest.mark.parametrize("way", ["alone", "everything"])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "llama, adapted"])
+@pytest.mark.parametrize(
+    "name", support.shared_out(["llama", "gpt2", "llama, adapted"], quick=["gpt2"])
+)
 def test_generation_in_between(name: str, way: str, tmp_path: Path) -> None:
     prove(Case(CASES[name].build, of_tokens, generated), tmp_path, WAYS[way])
 

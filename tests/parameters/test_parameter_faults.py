@@ -397,6 +397,7 @@ def test_a_forked_child_is_refused_and_the_parent_goes_on(tmp_path: Path) -> Non
     assert (done.returncode, done.stdout) == (0, "parent goes on\n"), done.stderr
 
 
+@pytest.mark.long
 def test_workers_of_data_loaders(tmp_path: Path) -> None:
     done = forked_python(LOADERS, str(tmp_path))
     assert (done.returncode, done.stdout) == (0, "all batches came\n"), done.stderr

@@ -17,6 +17,7 @@ from torch.utils import checkpoint as checkpoints
 from torch.utils.checkpoint import checkpoint
 
 import ssdtrain
+import support
 from weights_away import (
     EACH_WAY,
     STEPS,
@@ -373,20 +374,15 @@ def evaluated_step(training: Training, number: int) -> None:
     training.update()
 
 
+EVALUATED = (
+    *("mlp", "transformer", "attention", "tied", "recurrent", "convolution", "autocast"),
+    *("checkpoint, reentrant", "checkpoint, not reentrant", "bfloat16"),
+)
+
+
 @pytest.mark.parametrize(
     "name",
-    [
-        "mlp",
-        "transformer",
-        "attention",
-        "tied",
-        "recurrent",
-        "convolution",
-        "autocast",
-        "checkpoint, reentrant",
-        "checkpoint, not reentrant",
-        "bfloat16",
-    ],
+    support.shared_out(EVALUATED, quick=["transformer", "tied", "checkpoint, not reentrant"]),
 )
 def test_evaluation_in_between(name: str, tmp_path: Path) -> None:
     case = CASES[name]

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
@@ -219,10 +218,7 @@ WAYS = {
     "optimizer": Way(optimizer="step"),
     "everything": Way(activations=True, optimizer="step"),
 }
-EACH_WAY = [
-    pytest.param(name, marks=[] if name in ("alone", "everything") else pytest.mark.long)
-    for name in WAYS
-]
+EACH_WAY = support.shared_out(WAYS, quick=("alone", "everything"))
 """By name: with nothing else and with all else in every run of the tests, the rest in long ones."""
 
 

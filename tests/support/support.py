@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -187,6 +187,20 @@ def sizes(*, small: object, whole: object) -> list[ParameterSet]:
         pytest.param(small, id="small"),
         pytest.param(whole, id="whole", marks=pytest.mark.long),
     ]
+
+
+def shared_out(cases: Collection[Any], *, quick: Sequence[Any]) -> list[ParameterSet]:
+    """Return the cases of a test: the quick ones in ``make test``, all others in the long one."""
+    assert set(quick) <= set(cases), "a name that is mistyped would be tried nowhere"
+    return [
+        pytest.param(*(one if isinstance(one, tuple) else (one,)), id=_id_of(one), marks=marks)
+        for one in cases
+        for marks in [() if one in quick else pytest.mark.long]
+    ]
+
+
+def _id_of(case: object) -> str | None:
+    return case.stem if isinstance(case, Path) else None
 
 
 def pause() -> None:

@@ -342,6 +342,7 @@ def test_a_broken_torch(tmp_path: Path, error: str) -> None:
         assert "`ssdtrain doctor DIR` says what next" in last
 
 
+@pytest.mark.long
 def test_several_directories_are_looked_at(tmp_path: Path) -> None:
     other, missing = tmp_path / "other", tmp_path / "missing"
     other.mkdir()

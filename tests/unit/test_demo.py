@@ -395,6 +395,7 @@ def demo(place: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.long
 def test_the_demo_from_end_to_end_leaves_nothing_behind(tmp_path: Path) -> None:
     # Large enough for tensors that are worth a write.
     larger = ["--layers", "4", "--hidden", "512", "--sequence", "256"]

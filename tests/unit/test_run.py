@@ -15,6 +15,7 @@ import pytest
 
 from children import forked_python
 from ssdtrain.__main__ import main
+from support import shared_out
 
 MAIN = "import sys\nfrom ssdtrain.__main__ import main\nsys.exit(main(sys.argv[1:]))"
 TRAIN = """
@@ -137,7 +138,10 @@ ENDINGS = {
 }
 
 
-@pytest.mark.parametrize("name", ENDINGS)
+QUICK = ("end", "exit 3", "error", "ctrl-c", "error in a thread", "forked")
+
+
+@pytest.mark.parametrize("name", shared_out(ENDINGS, quick=QUICK))
 def test_a_program_ends_as_without(name: str, tmp_path: Path) -> None:
     expected = plain(tmp_path, "script.py", program=ENDINGS[name])
     done = run(tmp_path, "--report", "report.json", "script.py")
@@ -187,9 +191,7 @@ def test_threads_are_in_the_block(tmp_path: Path) -> None:
     assert saved_count(report(tmp_path)) >= 3 * 8
 
 
-@pytest.mark.parametrize(
-    "way", ["fork", "spawn", pytest.param("forkserver", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("way", shared_out(["fork", "spawn", "forkserver"], quick=["fork"]))
 def test_child_processes_have_a_block_and_a_report_of_their_own(way: str, tmp_path: Path) -> None:
     program = (
         f"{TRAIN}\nimport multiprocessing, os, sys, threading\n"
