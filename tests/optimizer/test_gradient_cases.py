@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo import compiled_autograd
 from torch.nn.parallel import DistributedDataParallel
 
 import support
@@ -94,6 +95,12 @@ def of_another_form(module: nn.Module) -> list[Any]:
     return [*sums, *shapes, *gradients]
 
 
+def under_the_compiler(module: nn.Module) -> list[Any]:
+    with compiled_autograd._enable(torch.compile(backend="eager")):
+        backwards(module, 2, 3)
+    return [one.clone() for one in large(module)]
+
+
 def by_numbers(module: nn.Module) -> list[Any]:
     torch._foreach_mul_(large(module), [0.5] * LAYERS)
     return [one.clone() for one in large(module)]
@@ -108,12 +115,12 @@ def norms_by_name(module: nn.Module) -> list[Any]:
     return list(torch._foreach_norm(self=large(module), ord=2))
 
 
-@pytest.mark.filterwarnings("ignore:grad and param do not obey")
+@pytest.mark.filterwarnings("ignore:grad and param do not obey", "ignore:The .grad attribute")
 @pytest.mark.parametrize(
     "use",
     [
         *(seen_by_dlpack, seen_by_dlpack_alone, saved_by_a_graph, turned, of_another_form),
-        *(by_numbers, by_masks, norms_by_name),
+        *(by_numbers, by_masks, norms_by_name, under_the_compiler),
     ],
 )
 def test_who_uses_gradients_sees_those_of_the_plain_run(

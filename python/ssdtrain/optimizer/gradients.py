@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from ssdtrain.errors import ConfigError
 from ssdtrain.machine.torch_internals import (
     current_backward,
     holders_of,
+    outside_compiler,
     queue_callback,
     trains_with_others,
 )
@@ -193,7 +195,8 @@ def _before(
     def before(_: Tensor) -> None:
         owner, param = gradients(), there()
         if owner is not None and param is not None:
-            owner.begin_adding(param)
+            # Compiled autograd looks into the hooks of parameters.
+            outside_compiler(partial(owner.begin_adding, param))
 
     return before
 
@@ -202,7 +205,7 @@ def _after(gradients: weakref.ref[Gradients]) -> Callable[[Tensor], None]:
     def after(param: Tensor) -> None:
         owner = gradients()
         if owner is not None:
-            owner.end_adding(param)
+            outside_compiler(partial(owner.end_adding, param))
 
     return after
 
