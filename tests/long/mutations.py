@@ -98,6 +98,8 @@ INSTEAD = {
     "a changed weight is written again": "if one.sum is not None:",
     "weights on memory of others stay": "if False:",
     "gradients on memory of others stay": "return True",
+    "gradients stay that a graph or another library has": "return super().leave()",
+    "frozen weights stay that another library has": "if False:",
     "shared weights stay": "return True",
 }
 """What stands in the place of a marked line where to remove it would break the code around it."""

@@ -21,6 +21,17 @@ from torch.utils.checkpoint import checkpoint
 
 import ssdtrain
 import support
+from gradients_away import (
+    BOUND,
+    LAYERS,
+    ONE,
+    WIDTH,
+    bounded,
+    large,
+    layers,
+    numbered,
+    resident_bytes,
+)
 from moments import AtCall, interrupt
 from ssdtrain import ConfigError, StorageError, offload_optimizer
 from ssdtrain.away.classes import AwayGradient, is_away
@@ -28,26 +39,8 @@ from ssdtrain.away.tensor import MIN_BYTES
 from stores import ChosenStore, SlowStore
 from trained import everything
 
-WIDTH = 136
-LAYERS = 8
-ONE = WIDTH * WIDTH * 4
-BOUND = 3 * ONE
 MICRO_BATCHES = 3
 STEPS = 4
-
-
-def layers(count: int = LAYERS) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(count)))
-
-
-def numbered(number: int) -> Tensor:
-    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(number))
-
-
-def bounded(optimizer: Any, place: Any, **options: Any) -> Any:
-    options = {"max_gradient_bytes": BOUND, "buffer_bytes": "512KiB", **options}
-    return offload_optimizer(optimizer, place, **options)
 
 
 def adamw(module: nn.Module) -> Any:
@@ -63,21 +56,8 @@ def backwards(module: nn.Module, count: int = MICRO_BATCHES) -> None:
         backward(module, number)
 
 
-def large(module: nn.Module) -> dict[str, Any]:
-    """Return the gradients that may leave, by the names of their parameters, without a look."""
-    return {
-        name: param.grad
-        for name, param in module.named_parameters()
-        if param.grad is not None and param.nbytes >= MIN_BYTES
-    }
-
-
 def large_names(module: nn.Module) -> list[str]:
     return [name for name, param in module.named_parameters() if param.nbytes >= MIN_BYTES]
-
-
-def resident_bytes(module: nn.Module) -> int:
-    return sum(one.nbytes for one in large(module).values() if not is_away(one))
 
 
 def an_away_one(module: nn.Module) -> Any:
@@ -556,7 +536,8 @@ def test_a_gradient_that_cannot_be_read_in_a_step(undo: bool, tmp_path: Path) ->
     sgd(plain).step()
     updated = everything(plain, sgd(plain))
     with ChosenStore(tmp_path) as store:
-        for reads_count in itertools.count():
+        failed_count = 0
+        for reads_count in range(10):
             ours = layers()
             optimizer = bounded(sgd(ours), store, undo=undo)
             backwards(ours)
@@ -566,8 +547,11 @@ def test_a_gradient_that_cannot_be_read_in_a_step(undo: bool, tmp_path: Path) ->
             except StorageError as error:
                 said = str(error)
             else:
-                break
-            store.fail_after(0, 0)
+                # One that was read ahead and not used, or one after the last.
+                continue
+            finally:
+                store.fail_after(0, 0)
+            failed_count += 1
             assert "the test failed this read" in said
             now = everything(ours, optimizer)
             left = [name for name in now if not torch.equal(now[name], updated[name])]
@@ -582,8 +566,7 @@ def test_a_gradient_that_cannot_be_read_in_a_step(undo: bool, tmp_path: Path) ->
                 assert torch.equal(now[left[0]], before[left[0]])
             # What was said is over: the next step is like any other.
             optimizer.step()
-    # What was read ahead at the end of the backward is not read again.
-    assert reads_count >= 3
+    assert failed_count >= 2
 
 
 def test_a_gradient_that_cannot_be_read_in_a_backward(tmp_path: Path) -> None:

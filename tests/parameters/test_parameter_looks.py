@@ -511,3 +511,19 @@ def test_transforms_are_refused(transform: str, tmp_path: Path) -> None:
     with ssdtrain.parameters_in_memory(model):
         assert transforms[transform]() is not None
     assert torch.equal(squared(model, 1), squared(layers(), 1)), "and the model goes on"
+
+
+@pytest.mark.defends("frozen weights stay that another library has")
+def test_a_frozen_weight_that_another_library_has_stays(tmp_path: Path) -> None:
+    model = layers().requires_grad_(False)
+    offloaded(model, tmp_path)
+    weights = [weight for weight in model.parameters() if weight.ndim == 2]
+    seen = [(np.from_dlpack(weight), weight.clone()) for weight in weights]
+    for number in range(2):
+        squared(model, number)
+    assert not away(model)
+    for array, expected in seen:
+        assert torch.equal(torch.tensor(array), expected)
+    del array, seen
+    squared(model, 1)
+    assert away(model)

@@ -98,7 +98,10 @@ class AwayGradient(AwayTensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Look at gradients as at all that may be away; at those of a long list one by one."""
-        if func not in ONE_BY_ONE or len(args[0]) == 1:
+        others = (*args[1:], *(kwargs or {}).values())
+        # Of several lists each tensor of one belongs to one of the other.
+        is_one_list = args and not any(isinstance(one, list | tuple) for one in others)
+        if func not in ONE_BY_ONE or not is_one_list or len(args[0]) == 1:
             return super().__torch_function__(func, types, args, kwargs)
         # What unscales and clips has all gradients in a list: together they exceed the bound.
         results = [func([one], *args[1:], **(kwargs or {})) for one in args[0]]

@@ -86,6 +86,9 @@ class Owner(Protocol):
     def bring(self, one: OffloadedTensor) -> None:
         """Bring one back that is in use, and expect no more of it."""
 
+    def note_use(self, one: OffloadedTensor) -> None:
+        """Note that one, which is in memory, was used."""
+
     def forget(self, one: OffloadedTensor) -> None:
         """Forget one whose tensor is gone."""
 
@@ -188,16 +191,28 @@ class OffloadedTensor(Watcher):
         tensor = self.tensor
         assert tensor is not None
         self.note_memory()
-        if self.has_foreign_memory:
-            # Of memory of a file, of numpy or of another library torch cannot tell who has it.
+        if self.has_foreign_memory or not self._has_form_of(tensor):
             why = why_staying(tensor, self.kind.plain)
+            # Of memory of a file, of numpy or of another library torch cannot tell who has it.
+            is_whose = self.has_foreign_memory and not tensor.untyped_storage().resizable()
             # defence: weights on memory of others stay
-            if why is not None or not tensor.untyped_storage().resizable():
+            if why is not None or is_whose:
                 return False
             self.has_foreign_memory = False
             self._take_form()
         # defence: shared weights stay
         return not tensor.untyped_storage().is_shared()
+
+    def _has_form_of(self, tensor: Tensor) -> bool:
+        """Whether a tensor still lies on its memory as it did (``tensor.t_()``)."""
+        form = self.husk
+        return (
+            tensor.shape == form.shape
+            and tensor.stride() == form.stride()
+            and tensor.dtype is form.dtype
+            and not tensor.is_conj()
+            and not tensor.is_neg()
+        )
 
     def _take_form(self) -> None:
         """Forget what the disk has, which is of another form than the tensor is now."""

@@ -171,6 +171,13 @@ class OffloadedTensors:
         with self._lock:
             self._bring(one)
 
+    def note_use(self, one: OffloadedTensor) -> None:
+        """Note that one, which is in memory, was used."""
+        with self._lock:
+            self._order.note(one.place)
+            self._note(one)
+            self._go_on()
+
     def figures(self) -> Figures:
         """Return what a session reports, without the lock, which may be held during a wait."""
         found = [one for reference in self._all.valuerefs() if (one := reference()) is not None]

@@ -27,6 +27,7 @@ __all__ = [
     "current_node",
     "current_stream",
     "dispatch_keys",
+    "holders_of",
     "hooks_allowed",
     "in_transform",
     "is_below_autograd",
@@ -150,6 +151,10 @@ def compiled_count() -> int:
 count_users: Callable[[int], int] = _find("_C._storage_Use_Count")
 """How many tensors lie on the storage at an address of C++; see ``users_of``."""
 
+holders_of: Callable[[Tensor], int] = _find("Tensor._use_count")
+"""How often C++ has a tensor: once for its object in Python, and for each graph that has saved it,
+each library that it was given to (DLPack) and each parameter whose gradient it is."""
+
 refuse_access: Callable[[int, str], None] = _find("_C._set_storage_data_ptr_access_error_msg")
 """Makes whoever asks for the bytes of the storage at an address of C++ get an error, in C++ too."""
 
@@ -161,13 +166,11 @@ queue_callback: Callable[[Callable[[], None]], None] = _find(
 
 
 def trains_with_others() -> bool:
-    """Whether this process exchanges gradients with others."""
-    distributed = torch.distributed
-    return (
-        distributed.is_available()
-        and distributed.is_initialized()
-        and distributed.get_world_size() > 1
-    )
+    """Whether this process exchanges gradients with others.
+
+    DDP does so past Python, also where there is one process alone.
+    """
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def memory_bytes(tensor: Tensor) -> int:

@@ -10,17 +10,26 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ssdtrain.away.classes import AwayGradient
 from ssdtrain.away.tensor import MIN_BYTES, OffloadedTensor, why_staying
 from ssdtrain.away.tensors import OffloadedTensors, known_of
 from ssdtrain.errors import ConfigError
-from ssdtrain.machine.torch_internals import current_backward, queue_callback, trains_with_others
+from ssdtrain.machine.torch_internals import (
+    current_backward,
+    holders_of,
+    outside_compiler,
+    plainly,
+    queue_callback,
+    trains_with_others,
+)
 from ssdtrain.optimizer.chunks import name_of
 from ssdtrain.sharing import Budget, Room
 from ssdtrain.sizes import shown_bytes
@@ -47,15 +56,52 @@ class Gradient(OffloadedTensor):
         # The place of its parameter: the gradient of the next step is another object.
         super().__init__(owner, gradient, "", id(param))
         self._optimizer = owner.optimizer
-        self._param = weakref.ref(param)
+        self.param = weakref.ref(param)
+        """Whose gradient it was at the end of the last addition."""
 
     @property
     def name(self) -> str:
         """What messages call this one."""
-        optimizer, param = self._optimizer(), self._param()
+        optimizer, param = self._optimizer(), self.param()
         if optimizer is None or param is None:
             return f"of shape {tuple(self.husk.shape)}"
         return name_of(vars(optimizer)["param_groups"], param)
+
+    def leave(self) -> bool:
+        """Take the bytes out of the gradient, unless others have or may be using them."""
+        tensor, param = self.tensor, self.param()
+        assert tensor is not None
+        alone_count, of_a_parameter_count = holders_alone()
+        known_count = alone_count
+        if param is not None and param.grad is tensor:
+            known_count = of_a_parameter_count
+        # defence: gradients stay that a graph or another library has
+        return holders_of(tensor) <= known_count and super().leave()
+
+
+@cache
+def holders_alone() -> tuple[int, int]:
+    """Return what ``holders_of`` tells of a tensor, and of the gradient of one parameter."""
+    with plainly():
+        param, gradient = Parameter(torch.zeros(1)), torch.zeros(1)
+        alone_count = holders_of(gradient)
+        param.grad = gradient
+        return alone_count, holders_of(gradient)
+
+
+class Adding:
+    """To whose gradient a backward is adding now; it goes with the backward, also if that fails."""
+
+    def __init__(self, owner: Gradients) -> None:
+        self._owner = weakref.ref(owner)
+        self.user: User | None = None
+
+    def end(self) -> None:
+        """Let the last ones leave, which autograd has used until now."""
+        self.user = None
+        owner = self._owner()
+        if owner is not None:
+            owner.end_backward()
 
 
 class Gradients(OffloadedTensors):
@@ -75,10 +121,8 @@ class Gradients(OffloadedTensors):
         self._watched: dict[int, tuple[weakref.ref[Tensor], list[Any]]] = {}
         # Not with the optimizer: gradients that are away have this, and backward may go on.
         weakref.finalize(self, _remove_all, self._watched).atexit = False
-        self._adding: dict[int, User] = {}
-        """To whose gradients autograd is adding now."""
-        self._backward = -1
-        """The number of the backward at whose end something is to be done."""
+        self._adding: weakref.WeakValueDictionary[int, Adding] = weakref.WeakValueDictionary()
+        """By the number of the backward."""
         self.part_bytes = max_bytes // PARTS
         """So many gradients at most are used in one part of an update."""
 
@@ -98,9 +142,15 @@ class Gradients(OffloadedTensors):
 
     def begin_adding(self, param: Tensor) -> None:
         """Have the gradient of a parameter in memory, to which autograd is about to add."""
+        number = current_backward()
+        adding = self._adding.get(number)
+        if adding is None:
+            self._adding[number] = adding = Adding(self)
+            queue_callback(adding.end)
+        # Of one that never adds, because nothing is to be accumulated, the next is the end.
+        adding.user = None
         if param.grad is not None:
-            # Of one that never adds, because nothing is to be accumulated, the next is the end.
-            self._adding[id(param)] = user = User()
+            adding.user = user = User()
             self.bring_for(user, param.grad)
         elif param.nbytes >= MIN_BYTES:
             with self._lock:
@@ -108,24 +158,21 @@ class Gradients(OffloadedTensors):
 
     def end_adding(self, param: Tensor) -> None:
         """Let gradients leave, now that one more has its sum."""
-        self._adding.pop(id(param), None)
+        adding = self._adding.get(current_backward())
+        if adding is not None:
+            adding.user = None
         gradient = param.grad
         if gradient is None or not self._may_leave(gradient):
             return
-        one = known_of(gradient)
-        if one is None:
-            one = Gradient(self, gradient, param)
-            self.take(one)
-        if one.owner is not self:
-            # Another optimizer has this parameter, too.
-            return
-        with self._lock:
-            self._order.note(one.place)
-            self._note(one)
-            self._go_on()
-        if self._backward != current_backward():
-            self._backward = current_backward()
-            queue_callback(self._end_backward)
+        with self._lock:  # two backwards may end here with the same gradient
+            one = known_of(gradient)
+            if one is None:
+                one = Gradient(self, gradient, param)
+                self.take(one)
+        if isinstance(one, Gradient):
+            one.param = weakref.ref(param)
+        # That may be another optimizer, which has these parameters too.
+        one.owner.note_use(one)
 
     def bring_for(self, user: User, gradient: Tensor) -> None:
         """Have a gradient in memory as long as there is this user."""
@@ -149,9 +196,8 @@ class Gradients(OffloadedTensors):
         # defence: gradients on memory of others stay
         return gradient.untyped_storage().resizable()
 
-    def _end_backward(self) -> None:
-        """Let the last ones leave, which autograd has used until now."""
-        self._adding.clear()
+    def end_backward(self) -> None:
+        """Let the last ones leave, which a backward has used until now."""
         with self._lock:
             self._make_room(0)
 
@@ -172,7 +218,8 @@ def _before(
     def before(_: Tensor) -> None:
         owner, param = gradients(), there()
         if owner is not None and param is not None:
-            owner.begin_adding(param)
+            # Compiled autograd looks into the hooks of parameters.
+            outside_compiler(partial(owner.begin_adding, param))
 
     return before
 
@@ -181,7 +228,7 @@ def _after(gradients: weakref.ref[Gradients]) -> Callable[[Tensor], None]:
     def after(param: Tensor) -> None:
         owner = gradients()
         if owner is not None:
-            owner.end_adding(param)
+            outside_compiler(partial(owner.end_adding, param))
 
     return after
 

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from ssdtrain.away.classes import AwayParameter
 from ssdtrain.away.tensor import OffloadedTensor, Owner
+from ssdtrain.machine.torch_internals import holders_of
 from ssdtrain.parameters.successor import Successor
 
 __all__ = ["Weight"]
+
+HOLDERS_ALONE = holders_of(torch.zeros(1))
+"""Of a tensor that nobody has but Python."""
 
 
 class WeightOwner(Owner, Protocol):
@@ -37,3 +42,13 @@ class Weight(OffloadedTensor):
 
     def __init__(self, owner: WeightOwner, param: Tensor, name: str) -> None:
         super().__init__(owner, param, name, id(self))
+
+    def leave(self) -> bool:
+        """Take the bytes out of the weight, unless others have or may be using them."""
+        tensor = self.tensor
+        assert tensor is not None
+        # A weight that trains is given to other libraries (DLPack) as a view only.
+        # defence: frozen weights stay that another library has
+        if not tensor.requires_grad and holders_of(tensor) > HOLDERS_ALONE:
+            return False
+        return super().leave()

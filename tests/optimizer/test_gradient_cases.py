@@ -1,0 +1,209 @@
+"""Gradients on the disk that more than the optimizer and autograd have to do with."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._dynamo import compiled_autograd
+from torch.nn.parallel import DistributedDataParallel
+
+import support
+from gradients_away import BOUND, LAYERS, WIDTH, bounded, large, layers, numbered, resident_bytes
+from ssdtrain import offload_optimizer
+from ssdtrain.away.classes import is_away
+
+
+def loss_of(module: nn.Module, number: int) -> Any:
+    return module(numbered(number)).square().mean()
+
+
+def backwards(module: nn.Module, *numbers: int) -> None:
+    for number in numbers:
+        loss_of(module, number).backward()
+
+
+def sgd(module: nn.Module, place: Any) -> Any:
+    return bounded(torch.optim.SGD(module.parameters(), lr=0.1), place)
+
+
+def of(module: nn.Module) -> list[Any]:
+    return [*large(module).values()]
+
+
+def seen_by_dlpack(module: nn.Module) -> list[Any]:
+    """Another library has the memory, of which torch counts no user."""
+    arrays = [np.from_dlpack(one) for one in of(module)]
+    backwards(module, 2)
+    assert all(one is not None for one in [torch.full((WIDTH, WIDTH), 7.0) for _ in range(30)])
+    return [torch.tensor(one) for one in arrays]
+
+
+def seen_by_dlpack_alone(module: nn.Module) -> list[Any]:
+    arrays = [np.from_dlpack(one) for one in of(module)]
+    module.zero_grad()
+    backwards(module, 2, 3)
+    assert all(one is not None for one in [torch.full((WIDTH, WIDTH), 7.0) for _ in range(30)])
+    return [torch.tensor(one) for one in arrays]
+
+
+def saved_by_a_graph(module: nn.Module) -> list[Any]:
+    factors = [torch.ones(WIDTH, WIDTH, requires_grad=True) for _ in of(module)]
+    found = [one * factor for one, factor in zip(of(module), factors, strict=True)]
+    torch.autograd.backward([one.sum() for one in found])
+    return [factor.grad for factor in factors]
+
+
+def turned(module: nn.Module) -> list[Any]:
+    for one in of(module):
+        one.t_()
+    backwards(module, 2, 3)
+    return [one.clone() for one in of(module)]
+
+
+def of_another_form(module: nn.Module) -> list[Any]:
+    gradients = of(module)
+    for one in gradients:
+        one.data = one.data.view(-1)
+    sums = [one.sum() for one in [*gradients, *gradients]]
+    shapes = [torch.tensor(one.shape) for one in gradients]
+    module.zero_grad()
+    return [*sums, *shapes, *gradients]
+
+
+def under_the_compiler(module: nn.Module) -> list[Any]:
+    with compiled_autograd._enable(torch.compile(backend="eager")):
+        backwards(module, 2, 3)
+    return [one.clone() for one in of(module)]
+
+
+def by_numbers(module: nn.Module) -> list[Any]:
+    torch._foreach_mul_(of(module), [0.5] * LAYERS)
+    return [one.clone() for one in of(module)]
+
+
+def by_masks(module: nn.Module) -> list[Any]:
+    torch._foreach_mul_(of(module), [torch.eye(WIDTH)] * LAYERS)
+    return [one.clone() for one in of(module)]
+
+
+def norms_by_name(module: nn.Module) -> list[Any]:
+    return list(torch._foreach_norm(self=of(module), ord=2))
+
+
+@pytest.mark.filterwarnings("ignore:grad and param do not obey", "ignore:The .grad attribute")
+# Of hooks that other tests of this process have set.
+@pytest.mark.filterwarnings("ignore:Using .torch.compile.module.. when there are global hooks")
+@pytest.mark.parametrize(
+    "use",
+    [
+        *(seen_by_dlpack, seen_by_dlpack_alone, saved_by_a_graph, turned, of_another_form),
+        *(by_numbers, by_masks, norms_by_name, under_the_compiler),
+    ],
+)
+def test_who_uses_gradients_sees_those_of_the_plain_run(
+    use: Callable[[nn.Module], list[Tensor]], tmp_path: Path
+) -> None:
+    plain, ours = layers(), layers()
+    _optimizer = sgd(ours, tmp_path)
+    backwards(plain, 0, 1)
+    backwards(ours, 0, 1)
+    expected, found = use(plain), use(ours)
+    for one, other in zip(found, expected, strict=True):
+        assert one.stride() == other.stride()
+        support.assert_equal_bits({"": one}, {"": other})
+    backwards(plain, 4)
+    backwards(ours, 4)
+    support.assert_equal_bits(support.gradients(ours), support.gradients(plain))
+
+
+@pytest.mark.defends("gradients stay that a graph or another library has")
+def test_a_gradient_that_another_library_has_stays(tmp_path: Path) -> None:
+    module = layers()
+    _optimizer = sgd(module, tmp_path)
+    backwards(module, 0, 1)
+    arrays = [np.from_dlpack(one) for one in of(module)]
+    backwards(module, 2)
+    assert not any(is_away(one) for one in of(module))
+    for array, one in zip(arrays, of(module), strict=True):
+        assert torch.equal(torch.tensor(array), one)
+    del arrays, array
+    backwards(module, 3)
+    assert resident_bytes(module) <= BOUND
+
+
+def test_the_bound_holds_when_a_graph_is_asked_for_gradients(tmp_path: Path) -> None:
+    module = layers()
+    optimizer = sgd(module, tmp_path)
+    backwards(module, 0, 1)
+    torch.autograd.grad(loss_of(module, 2), list(module.parameters()))
+    assert resident_bytes(module) <= BOUND
+    assert optimizer.offload_stats.gradient_peak_bytes <= BOUND
+
+
+def test_a_backward_that_fails_keeps_no_gradient_in_memory(tmp_path: Path) -> None:
+    def fail(_: Tensor) -> None:
+        raise ZeroDivisionError
+
+    module: Any = layers()
+    optimizer = sgd(module, tmp_path)
+    backwards(module, 0, 1)
+    for layer in module:
+        handle = layer[0].weight.register_hook(fail)
+        with pytest.raises(ZeroDivisionError):
+            backwards(module, 2)
+        handle.remove()
+    for one in of(module):
+        one.sum()
+        assert resident_bytes(module) <= BOUND
+    assert optimizer.offload_stats.gradient_peak_bytes <= BOUND
+
+
+def test_two_optimizers_count_each_gradient_once(tmp_path: Path) -> None:
+    plain, ours = layers(), layers()
+    both = [sgd(ours, tmp_path), sgd(ours, tmp_path)]
+    for _ in range(5):
+        backwards(plain, 0, 1)
+        backwards(ours, 0, 1)
+        assert resident_bytes(ours) <= BOUND
+        support.assert_equal_bits(support.gradients(ours), support.gradients(plain))
+        plain.zero_grad()
+        ours.zero_grad()
+    gc.collect()
+    for optimizer in both:
+        assert optimizer._gradients.figures().resident_bytes == 0
+        assert optimizer.offload_stats.gradient_on_disk_bytes == 0
+        assert optimizer.offload_stats.gradient_peak_bytes <= BOUND
+
+
+@pytest.fixture
+def a_process_alone() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("a_process_alone")
+@pytest.mark.parametrize("overlap", ["step", "backward"])
+def test_a_process_alone_that_exchanges_gradients(overlap: Any, tmp_path: Path) -> None:
+    def trained(*, offloaded: bool) -> dict[str, Tensor]:
+        module = layers()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        if offloaded:
+            options: Any = {"max_gradient_bytes": BOUND} if overlap == "step" else {}
+            offload_optimizer(optimizer, tmp_path, overlap=overlap, **options)
+        replica = DistributedDataParallel(module)
+        for number in range(3):
+            backwards(replica, number)
+            optimizer.step()
+            optimizer.zero_grad()
+        return dict(module.named_parameters())
+
+    support.assert_equal_bits(trained(offloaded=True), trained(offloaded=False))
