@@ -25,14 +25,12 @@ from typing import Any
 import torch
 
 import ssdtrain
-from parameters_step import MIB, PLAIN, Disk, ratio, step_of
+from parameters_step import MIB, PLAIN, Disk, compare, ratio
 from ssdtrain.demo.models import build_trainee
 from ssdtrain.demo.options import TrainingOptions
 from ssdtrain.demo.text import ByteBatches, standard_library_text
-from turns import Child, answer, parser_of, started, write_record
+from turns import answer, parser_of, started, write_record
 
-WARM_UP_COUNT = 2
-"""Steps before the timed ones: they teach the order, and settle the memory."""
 ASKED = ("layers", "hidden", "sequence", "micro_batches", "threads", "rounds")
 
 
@@ -100,23 +98,6 @@ class Trainee:
             "written_bytes": stats.gradient_written_bytes,
             "stall_s": stats.gradient_stall_s,
         }
-
-
-def compare(children: list[Child], disk: Disk, round_count: int) -> dict[str, Any]:
-    """Train in turns; return the rounds and what each process says at its end."""
-    losses = [{step_of(child)["loss"] for child in children} for _ in range(WARM_UP_COUNT)]
-    rounds: list[dict[str, Any]] = []
-    for number in range(round_count):
-        first = number % len(children)
-        steps = {child.name: step_of(child) for child in children[first:] + children[:first]}
-        rounds.append({"disk": disk.rates(), "steps": steps})
-        losses.append({step["loss"] for step in steps.values()})
-        told = (f"{child.name} {steps[child.name]['seconds']:.2f} s" for child in children)
-        print(f"round {number + 1}: {', '.join(told)}", flush=True)
-    ends = {child.name: child.ask("end") for child in children}
-    if any(len(one) != 1 for one in losses) or len({end["weights"] for end in ends.values()}) != 1:
-        raise AssertionError("losses or weights differ from those of the plain run")
-    return {"rounds": rounds, "ends": ends}
 
 
 def row_of(name: str, found: dict[str, Any]) -> dict[str, float]:
@@ -191,6 +172,8 @@ def main(arguments: list[str]) -> int:
     ):
         found = compare(children, Disk(directory, stack), given.rounds)
     rows = {child.name: row_of(child.name, found) for child in children}
+    if not found["losses_equal"] or len({row["weights"] for row in rows.values()}) != 1:
+        raise AssertionError("losses or weights differ from those of the plain run")
     print(report(rows))
     write_record(given, ASKED, {"rows": rows})
     return 0

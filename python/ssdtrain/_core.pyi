@@ -606,7 +606,7 @@ class _Given(TypedDict):
 
 @final
 class Leaving:
-    """How weights leave memory, each in one call during which no other thread runs Python.
+    """How weights and gradients leave memory, each in one call without other threads of Python.
 
     ``alone`` is a weight whose storage nobody else has.
     """

@@ -16,9 +16,20 @@ from torch._dynamo import compiled_autograd
 from torch.nn.parallel import DistributedDataParallel
 
 import support
-from gradients_away import BOUND, LAYERS, WIDTH, bounded, large, layers, numbered, resident_bytes
+from gradients_away import (
+    BOUND,
+    LAYERS,
+    ONE,
+    WIDTH,
+    bounded,
+    large,
+    layers,
+    numbered,
+    resident_bytes,
+)
 from ssdtrain import offload_optimizer
 from ssdtrain.away.classes import is_away
+from stores import ChosenStore
 
 
 def loss_of(module: nn.Module, number: int) -> Any:
@@ -207,3 +218,45 @@ def test_a_process_alone_that_exchanges_gradients(overlap: Any, tmp_path: Path) 
         return dict(module.named_parameters())
 
     support.assert_equal_bits(trained(offloaded=True), trained(offloaded=False))
+
+
+def test_a_bound_is_for_what_trains(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    module = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH), layers(2))
+    module[0].requires_grad_(False)
+    module[1].requires_grad_(False)
+    adam = torch.optim.Adam(module.parameters())
+    optimizer = bounded(adam, tmp_path, max_gradient_bytes=ONE)
+    module[1].requires_grad_(True)
+    optimizer.step()
+    backwards(module, 0, 1, 2)
+    assert not is_away(module[1].weight.grad)
+    assert "does not hold the gradients of some parameters" in caplog.text
+    assert optimizer.offload_stats.gradient_peak_bytes <= ONE
+
+
+def test_what_a_failed_step_left_out_is_not_told_later(tmp_path: Path) -> None:
+    with ChosenStore(tmp_path) as store:
+        module = nn.Sequential(layers(), nn.Linear(WIDTH, 4))
+        optimizer = bounded(Failing(module.parameters(), lr=0.1), store)
+        backwards(module, 0, 1, 2)
+        for _ in range(LAYERS):
+            store.fail_after(0)
+            optimizer.fails = True
+            with pytest.raises(ZeroDivisionError):
+                optimizer.step()
+            store.fail_after(0, 0)
+            optimizer.fails = False
+            optimizer.step()
+
+
+class Failing(torch.optim.SGD):
+    """Fails at the last part of its step."""
+
+    fails = False
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        if self.fails and self.param_groups[0]["params"][-1].shape == (4,):
+            raise ZeroDivisionError
+        return result

@@ -100,6 +100,7 @@ def assert_as_plain(
     optimizer = bounded(make(ours), directory)
     for one, other in zip(steps(ours, optimizer, between), expected, strict=True):
         support.assert_equal_bits(one, other)
+    assert optimizer.offload_stats.gradient_read_bytes > 0
     return optimizer
 
 
@@ -287,10 +288,11 @@ def of_some(module: nn.Module) -> None:
 
 
 def held(module: nn.Module) -> None:
-    """Others have a gradient for a while, and what they have is not changed."""
+    """Others have views of gradients for a while, which see what is added to these."""
     views = {name: one.view(-1) for name, one in large(module).items()}
     backward(module, 9)
     for name, one in large(module).items():
+        assert not is_away(one)
         assert torch.equal(views[name], one.view(-1))
 
 
@@ -657,6 +659,7 @@ def test_a_session_that_has_no_room(tmp_path: Path) -> None:
     ("options", "said"),
     [
         ({"max_gradient_bytes": ONE - 1}, r"does not hold the gradient of .*params\[0\]"),
+        ({"max_gradient_bytes": "32KiB"}, "smaller gradients stay in memory anyway"),
         ({"overlap": "forward"}, 'needs overlap="step"'),
         ({"overlap": "backward"}, 'needs overlap="step"'),
         ({"max_gradient_bytes": "much"}, "max_gradient_bytes"),

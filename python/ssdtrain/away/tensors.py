@@ -122,9 +122,9 @@ class OffloadedTensors:
         with self._lock:
             # None leaves to make room for another.
             self.max_resident_bytes = sys.maxsize
-            for one in list(self._all.values()):
+            for one in self._alive():
                 self._bring(one)
-            for number in [id(one.tensor) for one in self._all.values()]:
+            for number in [id(one.tensor) for one in self._alive()]:
                 _known.pop(number, None)
         if self._room is not None:
             # The traceback of what went wrong may keep all of this.
@@ -180,7 +180,7 @@ class OffloadedTensors:
 
     def figures(self) -> Figures:
         """Return what a session reports, without the lock, which may be held during a wait."""
-        found = [one for reference in self._all.valuerefs() if (one := reference()) is not None]
+        found = self._alive()
         resident_bytes = sum(self._resident.get(id(one), 0) for one in found)
         return Figures(
             resident_bytes=resident_bytes,
@@ -189,6 +189,10 @@ class OffloadedTensors:
             bytes_read=self._read_bytes,
             stall_s=self._stall_s,
         )
+
+    def _alive(self) -> list[OffloadedTensor]:
+        """Return all; a collection of garbage may end some while somebody goes through them."""
+        return [one for reference in self._all.valuerefs() if (one := reference()) is not None]
 
     # From here on the lock is held.
 
@@ -269,7 +273,7 @@ class OffloadedTensors:
         if os.getpid() != self._process:
             return
         self._writes.end_done()
-        reading_bytes = sum(one.nbytes for one in self._reads.values())
+        reading_bytes = sum(one.nbytes for one in list(self._reads.values()))
         waiting_bytes = 0
         for place in self._order.coming(AHEAD_COUNT_MAX):
             one = self._at.get(place)
@@ -320,7 +324,7 @@ class OffloadedTensors:
         """Return those that may leave, the last one to be needed first."""
         idle = [
             one
-            for one in self._all.values()
+            for one in self._alive()
             if not one.users
             and not one.stays
             and (one.is_attached() or one.pending is not None or self._writes.lack(one))

@@ -45,7 +45,7 @@ class Writes:
     @property
     def nbytes(self) -> int:
         """Bytes that are free as soon as these writes have ended."""
-        return sum(one.nbytes for one in self._queue)
+        return sum(one.nbytes for one in list(self._queue))
 
     def send(self, one: OffloadedTensor) -> None:
         """Have the disk take the bytes of one that has left, unless it has them already."""
@@ -111,14 +111,14 @@ class Writes:
             if one.stored is not None:
                 one.stored.wait()
         except SsdtrainError as error:
-            self._queue.remove(one)
+            self.forget(one)
             self._fail(one, error)
             return
         one.sum = one.written_sum
         one.source = None
         self.freed.note_freed(one.nbytes)
         # An interrupt above leaves it in the queue, and asks again.
-        self._queue.remove(one)
+        self.forget(one)
         ended = self._ended()
         if ended is not None:
             ended(one)

@@ -130,18 +130,33 @@ class Gradients(OffloadedTensors):
         """Be told of the gradients of all parameters, also of new and unfrozen ones."""
         optimizer = self.optimizer()
         assert optimizer is not None, "it is the one who calls"
+        for number in [one for one, (there, _) in self._watched.items() if there() is None]:
+            del self._watched[number]
+            self._order.forget(number)
         for group in optimizer.param_groups:
             for param in group["params"]:
-                there = self._watched.get(id(param))
-                if param.requires_grad and param.is_leaf and (not there or there[0]() is not param):
-                    handles = [
-                        param.register_hook(_before(weakref.ref(self), weakref.ref(param))),
-                        param.register_post_accumulate_grad_hook(_after(weakref.ref(self))),
-                    ]
-                    self._watched[id(param)] = weakref.ref(param), handles
+                if param.requires_grad and param.is_leaf and id(param) not in self._watched:
+                    self._watch(param)
+
+    def _watch(self, param: Any) -> None:
+        if param.nbytes > self.max_resident_bytes:
+            self._notices.say(
+                "too large",
+                "max_gradient_bytes=%s does not hold the gradients of some parameters, which were "
+                "added or unfrozen later; they stay in memory",
+                shown_bytes(self.max_resident_bytes),
+            )
+            return
+        handles = [
+            param.register_hook(_before(weakref.ref(self), weakref.ref(param))),
+            param.register_post_accumulate_grad_hook(_after(weakref.ref(self))),
+        ]
+        self._watched[id(param)] = weakref.ref(param), handles
 
     def begin_adding(self, param: Tensor) -> None:
         """Have the gradient of a parameter in memory, to which autograd is about to add."""
+        if trains_with_others():
+            return
         number = current_backward()
         adding = self._adding.get(number)
         if adding is None:
@@ -250,9 +265,14 @@ def gradients_of(
 
     """
     groups = optimizer.param_groups
-    params = [param for group in groups for param in group["params"]]
+    params = [param for group in groups for param in group["params"] if param.requires_grad]
     largest = max(params, key=lambda param: param.nbytes, default=torch.empty(0))
-    if max_bytes < max(largest.nbytes, MIN_BYTES):
+    if max_bytes < MIN_BYTES:
+        raise ConfigError(
+            f"max_gradient_bytes={shown_bytes(max_bytes)} is less than {shown_bytes(MIN_BYTES)}; "
+            "smaller gradients stay in memory anyway"
+        )
+    if max_bytes < largest.nbytes:
         raise ConfigError(
             f"max_gradient_bytes={shown_bytes(max_bytes)} does not hold the gradient of "
             f"{name_of(groups, largest)}, of {shown_bytes(largest.nbytes)}; give more, twice that "

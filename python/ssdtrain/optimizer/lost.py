@@ -47,9 +47,14 @@ class Lost:
         """Note that the gradient of a parameter could not be read, and why."""
         self._without[param] = error
 
+    def forget_gradients(self) -> None:
+        """Say nothing of gradients: the step has failed in another way."""
+        self._without.clear()
+
     def forget(self) -> None:
         """Note that all have a state again."""
         self._errors.clear()
+        self._without.clear()
 
     def params(self, states: Mapping[Tensor, Any]) -> list[Tensor]:
         """Return the parameters whose state is lost and was not given up."""

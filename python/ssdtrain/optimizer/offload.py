@@ -134,16 +134,21 @@ def offload_optimizer(
     kind: type[Optimizer] = type(optimizer)
     optimizer.__class__ = cast("type[AnyOptimizer]", offloaded_class(kind))  # type: ignore[arg-type]
     offloaded = cast("Offloaded", optimizer)
-    offloaded._begin(  # noqa: SLF001 - its constructor
-        kind,
-        disk,
-        buffers,
-        overlap,
-        habits,
-        undo=undo,
-        has_masters=has_masters,
-        gradients=gradients,
-    )
+    try:
+        offloaded._begin(  # noqa: SLF001 - its constructor
+            kind,
+            disk,
+            buffers,
+            overlap,
+            habits,
+            undo=undo,
+            has_masters=has_masters,
+            gradients=gradients,
+        )
+    except BaseException:
+        if gradients is not None:
+            gradients.give_back()
+        raise
     if share is not None:
         share.register(buffers)
         if gradients is not None:

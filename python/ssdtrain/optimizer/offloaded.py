@@ -204,6 +204,9 @@ class Offloaded(WholeState):
             ):
                 for _ in self._updated(parts, self, settings, options, room):
                     pass
+        except BaseException:
+            self._lost.forget_gradients()
+            raise
         finally:
             # Each update does so; an interrupt may come just before it does.
             self.param_groups = groups

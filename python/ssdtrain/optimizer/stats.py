@@ -28,10 +28,12 @@ class OptimizerStats:
     write_failed_count: int
     """Tensors that stayed in memory for a while because the disk did not take them."""
     gradient_on_disk_bytes: int = 0
-    """Gradients that are on the disk only (``max_gradient_bytes``)."""
+    """Gradients that are on the disk only; all of these are 0 without ``max_gradient_bytes``."""
     gradient_peak_bytes: int = 0
-    """The most of them that was in memory at once, of those of 64 KiB and more."""
+    """The most of gradients that was in memory at once, of those of 64 KiB and more."""
     gradient_written_bytes: int = 0
+    """Gradients that went to the disk, each time that one did."""
     gradient_read_bytes: int = 0
+    """Gradients that came back."""
     gradient_stall_s: float = 0.0
     """Time in which backwards and updates waited for gradients."""

@@ -134,12 +134,10 @@ class Weights(OffloadedTensors):
         """Return the figures of this moment."""
         with self._lock:
             return ParameterStats(
-                total_bytes=sum(one.nbytes for one in self._all.values()),
+                total_bytes=sum(one.nbytes for one in self._alive()),
                 resident_bytes=self._resident_bytes,
                 peak_resident_bytes=self._peak_bytes,
-                on_disk_bytes=sum(
-                    one.nbytes for one in self._all.values() if not one.is_in_memory()
-                ),
+                on_disk_bytes=sum(one.nbytes for one in self._alive() if not one.is_in_memory()),
                 staying_bytes=self.staying_bytes,
                 read_bytes=self._read_bytes,
                 written_bytes=self._writes.written_bytes,

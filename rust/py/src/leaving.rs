@@ -1,4 +1,6 @@
-//! `Leaving`: how a weight leaves memory, in one call during which no other thread runs Python.
+//! `Leaving`: how a tensor leaves memory, in one call during which no other thread runs Python.
+//!
+//! What leaves is a weight or a gradient; here it is called a weight in any case.
 //!
 //! Whoever gets a weight from Python is asked by its class while it is away. But between a look at
 //! the class and the moment in which the bytes are gone another thread could begin to use them.
