@@ -32,6 +32,7 @@ def test_an_example_ends_well_and_offloads(example: Path, tmp_path: Path) -> Non
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.long
 def test_an_example_that_is_killed_goes_on_with_the_same_losses(tmp_path: Path) -> None:
     places = [tmp_path / "whole", tmp_path / "killed"]
     for place in places:

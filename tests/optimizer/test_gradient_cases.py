@@ -116,7 +116,8 @@ def norms_by_name(module: nn.Module) -> list[Any]:
     "use",
     [
         *(seen_by_dlpack, seen_by_dlpack_alone, saved_by_a_graph, turned, of_another_form),
-        *(by_numbers, by_masks, norms_by_name, under_the_compiler),
+        *(by_numbers, by_masks, norms_by_name),
+        pytest.param(under_the_compiler, marks=pytest.mark.long),
     ],
 )
 def test_who_uses_gradients_sees_those_of_the_plain_run(
