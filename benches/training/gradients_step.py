@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 import ssdtrain
-from parameters_step import MIB, PLAIN, Disk, compare, ratio
+from parameters_step import MIB, PLAIN, Disk, compare, parse_bounds, ratio
 from ssdtrain.demo.models import build_trainee
 from ssdtrain.demo.options import TrainingOptions
 from ssdtrain.demo.text import ByteBatches, standard_library_text
@@ -144,18 +144,8 @@ def report(rows: dict[str, dict[str, Any]]) -> str:
 def parse(arguments: list[str]) -> argparse.Namespace:
     """Read the options."""
     parser = parser_of(__doc__)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--hidden", type=int, default=1024, help="a multiple of 64")
-    parser.add_argument("--sequence", type=int, default=256)
     parser.add_argument("--micro-batches", type=int, default=4)
-    parser.add_argument("--shares", default="0.5,0.25", help="of the gradients, as bounds")
-    parser.add_argument("--rounds", type=int, default=7, help="timed steps of each way")
-    parser.add_argument("--child", type=float, help=argparse.SUPPRESS)
-    given = parser.parse_args(arguments)
-    given.shares = [float(share) for share in given.shares.split(",")]
-    if given.rounds < 1 or not all(0 < share < 1 for share in given.shares):
-        parser.error("--rounds must be at least 1, and each of --shares between 0 and 1")
-    return given
+    return parse_bounds(parser, arguments, "gradients", round_count=7)
 
 
 def main(arguments: list[str]) -> int:

@@ -303,12 +303,19 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd")
     parser.add_argument("--fused", action="store_true", help="AdamW's fused code")
     parser.add_argument("--buffer-bytes", default="64MiB", help="of ssdtrain.offload_optimizer")
+    parser.add_argument("--batch", type=int, default=1)
+    return parse_bounds(parser, arguments, "weights", round_count=9)
+
+
+def parse_bounds(
+    parser: argparse.ArgumentParser, arguments: list[str], what: str, *, round_count: int
+) -> argparse.Namespace:
+    """Add the options of a model of which a part may be in memory, and read all."""
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=1024, help="a multiple of 64")
     parser.add_argument("--sequence", type=int, default=256)
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--shares", default="0.5,0.25", help="of the weights, as bounds")
-    parser.add_argument("--rounds", type=int, default=9, help="timed steps of each way")
+    parser.add_argument("--shares", default="0.5,0.25", help=f"of the {what}, as bounds")
+    parser.add_argument("--rounds", type=int, default=round_count, help="timed steps of each way")
     parser.add_argument("--child", type=float, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     given.shares = [float(share) for share in given.shares.split(",")]

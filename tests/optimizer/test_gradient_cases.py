@@ -156,6 +156,7 @@ def test_the_bound_holds_when_a_graph_is_asked_for_gradients(tmp_path: Path) -> 
     optimizer = sgd(module, tmp_path)
     backwards(module, 0, 1)
     torch.autograd.grad(loss_of(module, 2), list(module.parameters()))
+    assert not any(one.users for one in optimizer._gradients._alive()), "that backward has ended"
     assert resident_bytes(module) <= BOUND
     assert optimizer.offload_stats.gradient_peak_bytes <= BOUND
 
@@ -200,6 +201,21 @@ def a_process_alone() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+def test_processes_that_meet_between_micro_batches(tmp_path: Path) -> None:
+    """What is away by then comes back when autograd adds to it."""
+    plain, ours = layers(), layers()
+    optimizer = sgd(ours, tmp_path)
+    backwards(plain, 0, 1)
+    backwards(ours, 0)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        backwards(ours, 1)
+        assert optimizer.offload_stats.gradient_read_bytes > 0
+        support.assert_equal_bits(support.gradients(ours), support.gradients(plain))
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("a_process_alone")

@@ -416,6 +416,8 @@ def test_hooks_of_the_user_see_sums(tmp_path: Path) -> None:
             param.register_hook(lambda gradient: gradient * 2)
             param.register_post_accumulate_grad_hook(halve)
         steps(module, optimizer)
+        if directory is not None:
+            assert optimizer.offload_stats.gradient_read_bytes > 0
         return found
 
     for one, other in zip(seen(tmp_path), seen(None), strict=True):

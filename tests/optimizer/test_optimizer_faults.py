@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 import support
 from children import forked_python
 from ssdtrain import CorruptError, StorageError, offload_optimizer
+from ssdtrain.optimizer.offloaded import Offloaded
 from stores import SlowStore
 from trained import STEPS, WIDTH, everything, model, plain_step, train
 
@@ -135,6 +136,30 @@ def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
     ):
         steps_on(store, look=False)
     assert isinstance(raised.value.__cause__, CorruptError)
+
+
+def test_an_interrupt_where_an_update_ends_loses_no_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = model()
+    optimizer: Any = offload_optimizer(adamw(module), tmp_path, buffer_bytes="1MiB")
+    whole = optimizer.param_groups
+    module(torch.randn(8, WIDTH)).square().mean().backward()
+    settings: list[Any] = []
+
+    def put(self: Any, groups: Any) -> None:
+        settings.append(groups)
+        if len(settings) == 2:
+            raise KeyboardInterrupt
+        vars(self)["param_groups"] = groups
+
+    own = Offloaded.param_groups
+    with monkeypatch.context() as patch:
+        patch.setattr(Offloaded, "param_groups", own.setter(put))  # type: ignore[attr-defined]
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+    assert settings[1] is whole, "it was to be put back"
+    assert optimizer.param_groups is whole
 
 
 def test_an_interrupt_while_a_slow_disk_holds_the_step(tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ class FreedMemory:
     next tensors out, so the process would grow by all of them. What is read lies elsewhere.
     """
 
-    def __init__(self, give_back_bytes: int = GIVE_BACK_BYTES_MIN) -> None:
+    def __init__(self, give_back_bytes: int) -> None:
         self._give_back_bytes = max(give_back_bytes, GIVE_BACK_BYTES_MIN)
         self._nbytes = 0
 

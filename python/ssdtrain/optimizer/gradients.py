@@ -155,8 +155,6 @@ class Gradients(OffloadedTensors):
 
     def begin_adding(self, param: Tensor) -> None:
         """Have the gradient of a parameter in memory, to which autograd is about to add."""
-        if trains_with_others():
-            return
         number = current_backward()
         adding = self._adding.get(number)
         if adding is None:
@@ -167,7 +165,7 @@ class Gradients(OffloadedTensors):
         if param.grad is not None:
             adding.user = user = User()
             self.bring_for(user, param.grad)
-        elif param.nbytes >= MIN_BYTES:
+        elif param.nbytes >= MIN_BYTES and not trains_with_others():
             with self._lock:
                 self._make_room(param.nbytes)
 

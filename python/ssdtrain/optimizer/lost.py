@@ -1,4 +1,4 @@
-"""Parameters whose state could not be read back, and what is said of them."""
+"""Parameters whose state or gradient could not be read back, and what is said of them."""
 
 from __future__ import annotations
 
