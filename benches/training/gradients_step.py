@@ -9,7 +9,8 @@ against the longer of both. Memory is what the kernel tells of a process from ou
 in which nothing went to the disk, a bound was exceeded or a bit differs fails.
 
     python benches/training/gradients_step.py [--dir DIR] [--layers N] [--hidden N] [--sequence N]
-        [--micro-batches N] [--shares 0.5,0.25] [--rounds N] [--json FILE]
+        [--micro-batches N] [--overlap step|backward] [--shares 0.5,0.25] [--rounds N]
+        [--json FILE]
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from ssdtrain.demo.options import TrainingOptions
 from ssdtrain.demo.text import ByteBatches, standard_library_text
 from turns import answer, parser_of, started, write_record
 
-ASKED = ("layers", "hidden", "sequence", "micro_batches", "threads", "rounds")
+ASKED = ("layers", "hidden", "sequence", "micro_batches", "overlap", "threads", "rounds")
 
 
 class Trainee:
@@ -53,13 +54,19 @@ class Trainee:
         self.bound_bytes = int(share * self.gradient_bytes)
         self.optimizer: Any = torch.optim.SGD(self.parameters, lr=1e-3)
         if not self.is_plain:
-            bound = self.bound_bytes
-            ssdtrain.offload_optimizer(self.optimizer, given.dir, max_gradient_bytes=bound)
+            ssdtrain.offload_optimizer(
+                self.optimizer,
+                given.dir,
+                overlap=given.overlap,
+                max_gradient_bytes=self.bound_bytes,
+            )
 
     def step(self) -> dict[str, Any]:
         """Train one step."""
         before, began_s = self._traffic(), perf_counter()
-        for _ in range(self.micro_batches):
+        for number in range(self.micro_batches):
+            if not self.is_plain:
+                self.optimizer.set_is_last_backward(number == self.micro_batches - 1)
             loss = self.trainee.loss(self.batches.at(self.batch_count)) / self.micro_batches
             loss.backward()  # type: ignore[no-untyped-call]
             self.batch_count += 1
@@ -145,6 +152,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     """Read the options."""
     parser = parser_of(__doc__)
     parser.add_argument("--micro-batches", type=int, default=4)
+    parser.add_argument("--overlap", choices=("step", "backward"), default="step")
     return parse_bounds(parser, arguments, "gradients", round_count=7)
 
 

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
 
+import support
 from ssdtrain import offload_optimizer
 from ssdtrain.away.classes import is_away
 from ssdtrain.away.tensor import MIN_BYTES
+from trained import everything
 
 WIDTH = 136
 LAYERS = 8
 ONE = WIDTH * WIDTH * 4
 BOUND = 3 * ONE
+MICRO_BATCHES = 3
+STEPS = 4
 
 
 def layers(count: int = LAYERS) -> nn.Sequential:
@@ -42,3 +48,48 @@ def large(module: nn.Module) -> dict[str, Any]:
 
 def resident_bytes(module: nn.Module) -> int:
     return sum(one.nbytes for one in large(module).values() if not is_away(one))
+
+
+def an_away_one(module: nn.Module) -> Any:
+    """Return a gradient that is on the disk."""
+    return next(one for one in large(module).values() if is_away(one))
+
+
+def adamw(module: nn.Module) -> Any:
+    return torch.optim.AdamW(module.parameters(), lr=1e-2)
+
+
+def sgd(module: nn.Module, rate: float = 0.1) -> Any:
+    return torch.optim.SGD(module.parameters(), lr=rate)
+
+
+def backward(module: nn.Module, number: int) -> None:
+    module(numbered(number)).square().mean().backward()
+
+
+def backwards(module: nn.Module, count: int = MICRO_BATCHES) -> None:
+    for number in range(count):
+        backward(module, number)
+
+
+def nothing(_: nn.Module) -> None:
+    pass
+
+
+def clipped(module: nn.Module) -> None:
+    clip_grad_norm_(module.parameters(), 0.01)
+
+
+def steps(
+    module: nn.Module, optimizer: Any, between: Callable[[nn.Module], object] = nothing
+) -> list[dict[str, Tensor]]:
+    """Train, and return all there is after each step, its gradients too."""
+    seen = []
+    for step in range(STEPS):
+        for number in range(MICRO_BATCHES):
+            backward(module, MICRO_BATCHES * step + number)
+        between(module)
+        optimizer.step()
+        seen.append(support.gradients(module) | everything(module, optimizer))
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+    return seen

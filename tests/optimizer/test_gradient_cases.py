@@ -27,7 +27,6 @@ from gradients_away import (
     numbered,
     resident_bytes,
 )
-from ssdtrain import offload_optimizer
 from ssdtrain.away.classes import is_away
 from stores import ChosenStore
 
@@ -41,8 +40,8 @@ def backwards(module: nn.Module, *numbers: int) -> None:
         loss_of(module, number).backward()
 
 
-def sgd(module: nn.Module, place: Any) -> Any:
-    return bounded(torch.optim.SGD(module.parameters(), lr=0.1), place)
+def sgd(module: nn.Module, place: Any, **options: Any) -> Any:
+    return bounded(torch.optim.SGD(module.parameters(), lr=0.1), place, **options)
 
 
 def of(module: nn.Module) -> list[Any]:
@@ -225,8 +224,7 @@ def test_a_process_alone_that_exchanges_gradients(overlap: Any, tmp_path: Path) 
         module = layers()
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         if offloaded:
-            options: Any = {"max_gradient_bytes": BOUND} if overlap == "step" else {}
-            offload_optimizer(optimizer, tmp_path, overlap=overlap, **options)
+            bounded(optimizer, tmp_path, overlap=overlap)
         replica = DistributedDataParallel(module)
         for number in range(3):
             backwards(replica, number)

@@ -24,13 +24,23 @@ import support
 from gradients_away import (
     BOUND,
     LAYERS,
+    MICRO_BATCHES,
     ONE,
+    STEPS,
     WIDTH,
+    adamw,
+    an_away_one,
+    backward,
+    backwards,
     bounded,
+    clipped,
     large,
     layers,
+    nothing,
     numbered,
     resident_bytes,
+    sgd,
+    steps,
 )
 from moments import AtCall, interrupt
 from ssdtrain import ConfigError, StorageError, offload_optimizer
@@ -39,53 +49,9 @@ from ssdtrain.away.tensor import MIN_BYTES
 from stores import ChosenStore, SlowStore
 from trained import everything
 
-MICRO_BATCHES = 3
-STEPS = 4
-
-
-def adamw(module: nn.Module) -> Any:
-    return torch.optim.AdamW(module.parameters(), lr=1e-2)
-
-
-def backward(module: nn.Module, number: int) -> None:
-    module(numbered(number)).square().mean().backward()
-
-
-def backwards(module: nn.Module, count: int = MICRO_BATCHES) -> None:
-    for number in range(count):
-        backward(module, number)
-
 
 def large_names(module: nn.Module) -> list[str]:
     return [name for name, param in module.named_parameters() if param.nbytes >= MIN_BYTES]
-
-
-def an_away_one(module: nn.Module) -> Any:
-    """Return a gradient that is on the disk."""
-    return next(one for one in large(module).values() if is_away(one))
-
-
-def nothing(_: nn.Module) -> None:
-    pass
-
-
-def clipped(module: nn.Module) -> None:
-    clip_grad_norm_(module.parameters(), 0.01)
-
-
-def steps(
-    module: nn.Module, optimizer: Any, between: Callable[[nn.Module], object] = nothing
-) -> list[dict[str, Tensor]]:
-    """Train, and return all there is after each step, its gradients too."""
-    seen = []
-    for step in range(STEPS):
-        for number in range(MICRO_BATCHES):
-            backward(module, MICRO_BATCHES * step + number)
-        between(module)
-        optimizer.step()
-        seen.append(support.gradients(module) | everything(module, optimizer))
-        optimizer.zero_grad(set_to_none=step % 2 == 0)
-    return seen
 
 
 def assert_as_plain(
@@ -530,10 +496,6 @@ def test_a_disk_that_takes_no_gradient(faults: dict[str, Any], tmp_path: Path) -
         assert optimizer.offload_stats.write_failed_count > 0
 
 
-def sgd(module: nn.Module, rate: float = 0.1) -> Any:
-    return torch.optim.SGD(module.parameters(), lr=rate)
-
-
 @pytest.mark.parametrize("undo", [False, True])
 def test_a_gradient_that_cannot_be_read_in_a_step(undo: bool, tmp_path: Path) -> None:
     plain = layers()
@@ -665,8 +627,8 @@ def test_a_session_that_has_no_room(tmp_path: Path) -> None:
     [
         ({"max_gradient_bytes": ONE - 1}, r"does not hold the gradient of .*params\[0\]"),
         ({"max_gradient_bytes": "32KiB"}, "smaller gradients stay in memory anyway"),
-        ({"overlap": "forward"}, 'needs overlap="step"'),
-        ({"overlap": "backward"}, 'needs overlap="step"'),
+        ({"overlap": "forward"}, 'needs overlap="step" or "backward"'),
+        ({"overlap": "backward", "max_gradient_bytes": 2 * ONE - 1}, "still in use when the next"),
         ({"max_gradient_bytes": "much"}, "max_gradient_bytes"),
         ({"max_gradient_bytes": 0}, "max_gradient_bytes"),
     ],

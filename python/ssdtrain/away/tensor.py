@@ -77,6 +77,10 @@ class Owner(Protocol):
 
     max_resident_bytes: int
 
+    @property
+    def kept_bytes_max(self) -> int:
+        """So many bytes may wait in memory for updates in backward."""
+
     def look(self, one: OffloadedTensor) -> None:
         """Bring one back."""
 

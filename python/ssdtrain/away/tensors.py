@@ -34,6 +34,8 @@ FREED_SHARE = 4
 """The C library holds freed memory of one part in so many of the bound at most."""
 AHEAD_SHARE = 2
 """Reads that were begun ahead take one part in so many of the bound at most."""
+KEPT_SHARE = 4
+"""What stays for updates in backward takes one part in so many of the bound at most."""
 
 _known: dict[int, tuple[weakref.ref[Tensor], OffloadedTensor]] = {}
 """By the number of the tensor: those of all owners. An entry goes with its tensor."""
@@ -95,6 +97,11 @@ class OffloadedTensors:
         self._error: SsdtrainError | None = None
         """Why the disk did not take one, the last time."""
         _alive.add(self)
+
+    @property
+    def kept_bytes_max(self) -> int:
+        """So many bytes may wait in memory for updates in backward."""
+        return self.max_resident_bytes // KEPT_SHARE
 
     def leave_to_parent(self) -> None:
         """In a forked child: the disk is not ours, and the lock may be held for ever."""

@@ -114,10 +114,19 @@ class Gradients(OffloadedTensors):
     )
 
     def __init__(
-        self, optimizer: Optimizer, store: TensorStore, max_bytes: int, room: Room | None
+        self,
+        optimizer: Optimizer,
+        store: TensorStore,
+        max_bytes: int,
+        room: Room | None,
+        *,
+        in_backward: bool,
     ) -> None:
         super().__init__(store, max_bytes, room)
         self.optimizer = weakref.ref(optimizer)
+        self._in_backward = in_backward
+        """Whether updates in backward are told first when an addition ends, and tell us then."""
+        self._largest_bytes = 0
         self._watched: dict[int, tuple[weakref.ref[Tensor], list[Any]]] = {}
         # Not with the optimizer: gradients that are away have this, and backward may go on.
         weakref.finalize(self, _remove_all, self._watched).atexit = False
@@ -125,6 +134,15 @@ class Gradients(OffloadedTensors):
         """By the number of the backward."""
         self.part_bytes = max_bytes // PARTS
         """So many gradients at most are used in one part of an update."""
+
+    @property
+    def kept_bytes_max(self) -> int:
+        """So many bytes may wait in memory for updates in backward.
+
+        Beside them are the one that backward used last and the one that it uses now.
+        """
+        left_bytes = self.max_resident_bytes - 2 * self._largest_bytes
+        return max(0, min(super().kept_bytes_max, left_bytes))
 
     def watch(self) -> None:
         """Be told of the gradients of all parameters, also of new and unfrozen ones."""
@@ -139,7 +157,7 @@ class Gradients(OffloadedTensors):
                     self._watch(param)
 
     def _watch(self, param: Any) -> None:
-        if param.nbytes > self.max_resident_bytes:
+        if param.nbytes * least_count(in_backward=self._in_backward) > self.max_resident_bytes:
             self._notices.say(
                 "too large",
                 "max_gradient_bytes=%s does not hold the gradients of some parameters, which were "
@@ -147,10 +165,10 @@ class Gradients(OffloadedTensors):
                 shown_bytes(self.max_resident_bytes),
             )
             return
-        handles = [
-            param.register_hook(_before(weakref.ref(self), weakref.ref(param))),
-            param.register_post_accumulate_grad_hook(_after(weakref.ref(self))),
-        ]
+        self._largest_bytes = max(self._largest_bytes, param.nbytes)
+        handles = [param.register_hook(_before(weakref.ref(self), weakref.ref(param)))]
+        if not self._in_backward:
+            handles.append(param.register_post_accumulate_grad_hook(_after(weakref.ref(self))))
         self._watched[id(param)] = weakref.ref(param), handles
 
     def begin_adding(self, param: Tensor) -> None:
@@ -162,26 +180,34 @@ class Gradients(OffloadedTensors):
             queue_callback(adding.end)
         # Of one that never adds, because nothing is to be accumulated, the next is the end.
         adding.user = None
-        if param.grad is not None:
+        gradient = param.grad
+        if gradient is not None and known_of(gradient) is not None:
             adding.user = user = User()
-            self.bring_for(user, param.grad)
-        elif param.nbytes >= MIN_BYTES and not trains_with_others():
+            self.bring_for(user, gradient)
+        else:
+            self.expect(param)
+
+    def expect(self, param: Tensor) -> None:
+        """Have room for a gradient that is about to be made, or to be taken over."""
+        if param.nbytes >= MIN_BYTES and not trains_with_others():
             with self._lock:
                 self._make_room(param.nbytes)
 
-    def end_adding(self, param: Tensor) -> None:
-        """Let gradients leave, now that one more has its sum."""
+    def end_adding(self, param: Tensor, user: User | None = None) -> None:
+        """Let gradients leave, now that one more has its sum; not this one, if it has a user."""
         adding = self._adding.get(current_backward())
         if adding is not None:
             adding.user = None
         gradient = param.grad
-        if gradient is None or not self._may_leave(gradient):
+        if gradient is None or id(param) not in self._watched or not self._may_leave(gradient):
             return
         with self._lock:  # two backwards may end here with the same gradient
             one = known_of(gradient)
             if one is None:
                 one = Gradient(self, gradient, param)
                 self.take(one)
+        if user is not None:
+            one.note_user(user)
         if isinstance(one, Gradient):
             one.param = weakref.ref(param)
         # That may be another optimizer, which has these parameters too.
@@ -252,8 +278,21 @@ def _remove_all(watched: dict[int, tuple[weakref.ref[Tensor], list[Any]]]) -> No
             handle.remove()
 
 
+def least_count(*, in_backward: bool) -> int:
+    """Return how many of the largest gradient a bound has to hold.
+
+    Where updates are made in backward, the last one is still in use when the next one comes.
+    """
+    return 2 if in_backward else 1
+
+
 def gradients_of(
-    optimizer: Optimizer, store: TensorStore, budget: Budget | None, max_bytes: int
+    optimizer: Optimizer,
+    store: TensorStore,
+    budget: Budget | None,
+    max_bytes: int,
+    *,
+    in_backward: bool,
 ) -> Gradients:
     """Return what keeps the gradients of an optimizer under a bound.
 
@@ -270,11 +309,16 @@ def gradients_of(
             f"max_gradient_bytes={shown_bytes(max_bytes)} is less than {shown_bytes(MIN_BYTES)}; "
             "smaller gradients stay in memory anyway"
         )
-    if max_bytes < largest.nbytes:
+    count = least_count(in_backward=in_backward)
+    if max_bytes < count * largest.nbytes:
         raise ConfigError(
             f"max_gradient_bytes={shown_bytes(max_bytes)} does not hold the gradient of "
-            f"{name_of(groups, largest)}, of {shown_bytes(largest.nbytes)}; give more, twice that "
-            "if the next one is to be read meanwhile"
+            f"{name_of(groups, largest)}, of {shown_bytes(largest.nbytes)}"
+            + (
+                ', twice: with overlap="backward" the last one is still in use when the next comes'
+                if in_backward
+                else "; give more, twice that if the next one is to be read meanwhile"
+            )
         )
     room = None
     if budget is not None and budget.limit_bytes is not None:
@@ -287,4 +331,4 @@ def gradients_of(
                 f"({shown_bytes(left_bytes)}); raise that of the session, or give less here"
             )
         room = budget.set_aside(max_bytes, lambda: WANTED, ADVICE)
-    return Gradients(optimizer, store, max_bytes, room)
+    return Gradients(optimizer, store, max_bytes, room, in_backward=in_backward)

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections import Counter
 from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ssdtrain.away.tensors import known_of
 from ssdtrain.errors import SsdtrainError, StorageError, UnsupportedError
 from ssdtrain.machine.torch_internals import current_backward
 from ssdtrain.optimizer.chunks import Chunk, Settings
@@ -33,6 +35,7 @@ from ssdtrain.optimizer.updating_thread import Job, UpdatingThread
 from ssdtrain.parameters.successor import Successor
 from ssdtrain.parameters.weights import weight_of
 from ssdtrain.sharing import Room
+from ssdtrain.watched import User
 
 __all__ = ["InBackward"]
 
@@ -52,8 +55,6 @@ OTHERS = (
     "and holds its update. No weight was changed. Drop that optimizer and what refers to it, such "
     "as its scheduler, or call its zero_grad() before each backward that is not its own"
 )
-KEPT_SHARE = 4
-"""Weights that wait for their updates take one part in so many of their bound at most."""
 FAILED = (
     "an update in backward failed. Weights and state are those from before this step: call step() "
     "again once the cause is gone, or optimizer.zero_grad() to discard the step"
@@ -75,15 +76,17 @@ class InBackward:
         """What `step()` itself gives to the thread, whose gradients stay in place."""
         self._is_in_step = False
         self._round: Round | None = None
-        self._noted: list[Tensor] = []
-        """Whose gradient was accumulated last: autograd uses it until the next one comes."""
+        self._noted: list[tuple[Tensor, User]] = []
+        """Whose gradient was accumulated last: autograd uses it until the next one comes. The
+        gradient stays in memory as long as there is the user."""
         self._waiting: list[Taken] = []
         self._waiting_bytes = 0
         self._backward = -1
         """The number of the backward that gradients came from last."""
         self._error: BaseException | None = None
-        self._kept_bytes = 0
-        """Of weights that stay for their updates, since all updates were made."""
+        self._kept_bytes = Counter[int]()
+        """Of weights and gradients that stay for their updates, since all updates were made, by
+        the number of their owner."""
         self._settling: list[Successor] = []
         """Updated weights that are on their way to the disk."""
 
@@ -103,19 +106,22 @@ class InBackward:
 
     def note(self, host: Host, param: Tensor) -> None:
         """Take the gradients that are complete, but this one: autograd still uses it."""
+        reason = why_nothing() if self.is_last else None
+        user = User() if self.is_last and reason is None else None
+        if host._gradients is not None:
+            host._gradients.end_adding(param, user)
         if not self.is_last:
             self._noted.clear()
-            return
-        reason = why_nothing()
         if reason is not None:
             self._say(host, reason)
+        if user is None:
             return
         if self._backward != current_backward():
             self._backward = current_backward()
             self._drop_replaced()
-        noted, self._noted = self._noted, [param]
-        for one in noted:
-            self._take(host, one)
+        noted, self._noted = self._noted, [(param, user)]
+        for one, its_user in noted:
+            self._take(host, one, its_user)
 
     def join(self) -> None:
         """Wait for the updates that have begun."""
@@ -207,10 +213,20 @@ class InBackward:
         self._stop(host)
         for record in list(self._taken.values()):
             if record.is_in_place:
-                param = record.param
-                param.grad = None if set_to_none else torch.zeros_like(param).detach()
+                self._zero(host, record.param, set_to_none=set_to_none)
             self._drop(record)
         self._round = None
+
+    @staticmethod
+    def _zero(host: Host, param: Tensor, *, set_to_none: bool) -> None:
+        if set_to_none:
+            param.grad = None
+            return
+        if host._gradients is not None:
+            host._gradients.expect(param)
+        param.grad = torch.zeros_like(param).detach()
+        if host._gradients is not None:
+            host._gradients.end_adding(param)
 
     def _of(self) -> Host:
         host = self._host()
@@ -262,7 +278,7 @@ class InBackward:
             self._round = self._error = None
             self._waiting_bytes = 0
 
-    def _take(self, host: Host, param: Tensor) -> None:
+    def _take(self, host: Host, param: Tensor, user: User) -> None:
         if self._round is None:
             self.join()
             self._round = Round(host)
@@ -272,7 +288,7 @@ class InBackward:
             return
         if self._why_not(host, now, param, None):
             return
-        record = take(param, group)
+        record = take(param, group, user)
         # An interrupt from here on leaves a record whose gradient is in place, or one that step()
         # finds without its update: both are taken into account there.
         self._taken[id(param)] = record
@@ -283,15 +299,24 @@ class InBackward:
             # what the backward has just used stays for its update.
             weight.begin_use(record.param, record)
         self._wait(host, now, record)
-        if weight is not None:
-            self._kept_bytes += weight.nbytes
-            if self._kept_bytes > weight.owner.max_resident_bytes // KEPT_SHARE:
-                self._cut(host, now)
-                self.join()
-                self._kept_bytes = 0
+        if self._keeps_much(record):
+            self._cut(host, now)
+            self.join()
+            self._kept_bytes.clear()
+
+    def _keeps_much(self, record: Taken) -> bool:
+        """Whether what stays for updates takes more of a bound than it may, with this one."""
+        assert record.gradient is not None, "it was taken just now"
+        keeps_much = False
+        for one in (known_of(record.param), known_of(record.gradient)):
+            if one is not None:
+                number = id(one.owner)
+                self._kept_bytes[number] += one.nbytes
+                keeps_much |= self._kept_bytes[number] > one.owner.kept_bytes_max
+        return keeps_much
 
     def _wait(self, host: Host, now: Round, record: Taken) -> None:
-        size = host._bytes_of(record.param)
+        size = host._bytes_with_gradient(record.param)
         if self._waiting and self._waiting_bytes + size > now.bytes_max:
             self._cut(host, now)
         self._waiting.append(record)
@@ -371,7 +396,7 @@ class InBackward:
             )
         else:
             for record in records:
-                record.gradient = None
+                record.let_gradient_go()
 
     def _settle(self, records: list[Taken]) -> None:
         """Wait for the weights of the part before, which the disk has taken beside this one."""

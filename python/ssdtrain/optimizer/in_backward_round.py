@@ -17,10 +17,12 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from ssdtrain.away.classes import AwayGradient
 from ssdtrain.machine.torch_internals import mode_count, trains_with_others
 from ssdtrain.optimizer.buffers import Buffers
 from ssdtrain.optimizer.chunks import Settings
 from ssdtrain.optimizer.deferred import kept, why_not_of_another_thread
+from ssdtrain.optimizer.gradients import Gradients
 from ssdtrain.optimizer.masters import Masters
 from ssdtrain.optimizer.state import Away, Disk, ParameterState
 from ssdtrain.optimizer.undo import Undo
@@ -41,6 +43,7 @@ class Host(Protocol):
     _buffers: Buffers
     _part_bytes: int
     _masters: Masters | None
+    _gradients: Gradients | None
     _undo: Undo | None
 
     @property
@@ -51,6 +54,7 @@ class Host(Protocol):
 
     def _stand_in(self) -> Optimizer: ...
     def _bytes_of(self, param: Tensor) -> int: ...
+    def _bytes_with_gradient(self, param: Tensor) -> int: ...
 
 
 class Round:
@@ -148,7 +152,9 @@ def why_nothing() -> str | None:
 
 def why_not(host: Host, now: Round, param: Tensor) -> str | None:
     """Return why a parameter has to be updated in place in ``step()``, or ``None``."""
-    reason = why_not_of_another_thread(param.grad)
+    # One that is away had memory of its own, and is brought for its update.
+    is_apart = isinstance(param.grad, AwayGradient)
+    reason = None if is_apart else why_not_of_another_thread(param.grad)
     if reason is None and _references(param) > REFERENCES_ALONE:
         return "somebody holds their gradients"
     return reason or _why_no_copy(host, now, param)

@@ -33,7 +33,9 @@ ALIAS = (
 def make_updates(host: Host, now: Round, records: list[Taken]) -> None:
     """Update copies of some weights, whose states are the new ones from then on."""
     states = host._states
-    with in_use(record.param for record in records):
+    gradients = [record.gradient for record in records if record.gradient is not None]
+    with in_use([*(record.param for record in records), *gradients]):
+        del gradients
         for record in records:
             state = states.get(record.param)
             if state is None:

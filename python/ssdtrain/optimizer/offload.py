@@ -83,7 +83,8 @@ def offload_optimizer(
             is its own master from then on.
         max_gradient_bytes: Bound on the gradients in memory, in bytes or text such as ``"8GiB"``.
             Where they alone exceed it, they leave memory between the micro-batches of a step, and
-            come back when autograd adds to them and for their update. Needs ``overlap="step"``.
+            come back when autograd adds to them and for their update. With ``"backward"`` the last
+            micro-batch has them updated and freed, and no more leaves. Not with ``"forward"``.
             ``None``: they stay in memory.
 
     Returns:
@@ -129,7 +130,9 @@ def offload_optimizer(
     buffers = Buffers(optimizer, disk, budget, buffer)
     gradients = None
     if gradient_bytes is not None:
-        gradients = gradients_of(optimizer, store, budget, gradient_bytes)
+        gradients = gradients_of(
+            optimizer, store, budget, gradient_bytes, in_backward=overlap == "backward"
+        )
     take_over_step(optimizer)
     kind: type[Optimizer] = type(optimizer)
     optimizer.__class__ = cast("type[AnyOptimizer]", offloaded_class(kind))  # type: ignore[arg-type]
@@ -168,10 +171,10 @@ def _refuse_what_does_not_go_together(
             'undo=True needs overlap="step": beside a forward, weights that were updated are used '
             "before the step has ended"
         )
-    if gradient_bytes is not None and overlap != "step":
+    if gradient_bytes is not None and overlap == "forward":
         raise ConfigError(
-            f'max_gradient_bytes needs overlap="step": with "{overlap}" updates take gradients on '
-            "another thread"
+            'max_gradient_bytes needs overlap="step" or "backward": beside a forward, updates take '
+            "gradients that the user may look at"
         )
 
 

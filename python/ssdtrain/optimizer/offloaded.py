@@ -189,10 +189,9 @@ class Offloaded(WholeState):
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # noqa: SLF001
 
     def _step_now(self, options: dict[str, Any]) -> None:
-        chunks = chunks_of(self.param_groups, self._bytes_of, self._part_bytes)
         if self._gradients is not None:
             self._gradients.watch()
-            chunks = chunks_of(self.param_groups, self._bytes_with_gradient, self._part_bytes)
+        chunks = chunks_of(self.param_groups, self._bytes_with_gradient, self._part_bytes)
         parts = [Part([chunk]) for chunk in chunks]
         settings = Settings()
         room = self._buffers.reserve(map(self._size_of, parts))
@@ -214,9 +213,11 @@ class Offloaded(WholeState):
 
     def _step_after(self, updates: InBackward, options: dict[str, Any]) -> None:
         """Make the updates that backward has left, and put all of them in place."""
+        if self._gradients is not None:
+            self._gradients.watch()
         settings, chunks = updates.finish(self, options)
         pairs = [(chunk.group, param) for chunk in chunks for param in chunk.params]
-        parts = list(parts_in_order(pairs, self._bytes_of, self._part_bytes))
+        parts = list(parts_in_order(pairs, self._bytes_with_gradient, self._part_bytes))
         parts += [Part([chunk]) for chunk in chunks if not chunk.params]
         room = self._buffers.reserve(map(self._size_of, parts))
         with (
@@ -366,10 +367,10 @@ class Offloaded(WholeState):
 
     def _bytes_with_gradient(self, param: Tensor) -> int:
         """As ``_bytes_of``, or more, so that the gradients of a part keep under their bound."""
-        assert self._gradients is not None
-        return max(
-            self._bytes_of(param), param.nbytes * self._part_bytes // self._gradients.part_bytes
-        )
+        nbytes = self._bytes_of(param)
+        if self._gradients is None:
+            return nbytes
+        return max(nbytes, param.nbytes * self._part_bytes // self._gradients.part_bytes)
 
     def _size_of(self, part: Part) -> int:
         """Return how much memory the update of a part takes."""

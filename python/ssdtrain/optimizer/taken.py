@@ -18,6 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 from ssdtrain.errors import UnsupportedError
 from ssdtrain.parameters.successor import Successor
 from ssdtrain.parameters.weights import weight_of
+from ssdtrain.watched import User
 
 __all__ = ["Taken", "TakenGradient", "take"]
 
@@ -64,6 +65,8 @@ class Taken:
     group: dict[str, Any]
     gradient: Tensor | None
     """Until its update is made."""
+    gradient_user: User | None = None
+    """Keeps the gradient in memory as long."""
     stands_in: TakenGradient | None = None
     """What is in ``param.grad`` meanwhile, and until somebody sets it to something else."""
     version: int = 0
@@ -84,6 +87,10 @@ class Taken:
     def __post_init__(self) -> None:
         self.version = self.param._version  # noqa: SLF001 - torch has no other name for it
         self.address = _address_of(self.param)
+
+    def let_gradient_go(self) -> None:
+        """Note that the update is made."""
+        self.gradient = self.gradient_user = None
 
     @property
     def is_in_place(self) -> bool:
@@ -137,6 +144,6 @@ def _address_of(param: Tensor) -> int:
     return 0 if weight_of(param) is not None else param.data_ptr()
 
 
-def take(param: Tensor, group: dict[str, Any]) -> Taken:
+def take(param: Tensor, group: dict[str, Any], user: User | None = None) -> Taken:
     """Return a record for a parameter with its gradient, which stays where it is."""
-    return Taken(param, group, param.grad)
+    return Taken(param, group, param.grad, user)
