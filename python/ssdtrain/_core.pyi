@@ -42,6 +42,7 @@ __all__ = [
     "Tally",
     "Timeline",
     "Torch",
+    "run_if_free",
     "try_cufile",
 ]
 
@@ -1106,6 +1107,12 @@ class Probe:
         All requests are given to a fresh engine at once. ``direction`` is ``"write"`` or
         ``"read"``, ``backend`` ``"io_uring"`` or ``"psync"``.
         """
+
+def run_if_free(lock: threading.RLock, function: Callable[[], object]) -> bool:
+    """Call a function under a lock, unless another thread has it; return whether it was called.
+
+    An interrupt comes before or after, and never leaves the lock taken.
+    """
 
 def try_cufile(
     library: str | None, directory: str, gpu: int, allows_compat: bool

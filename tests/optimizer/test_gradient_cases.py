@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch._dynamo import compiled_autograd
 from torch.nn.parallel import DistributedDataParallel
 
+import ssdtrain
 import support
 from gradients_away import (
     BOUND,
@@ -176,6 +178,27 @@ def test_a_backward_that_fails_keeps_no_gradient_in_memory(tmp_path: Path) -> No
         one.sum()
         assert resident_bytes(module) <= BOUND
     assert optimizer.offload_stats.gradient_peak_bytes <= BOUND
+
+
+def test_who_drops_a_gradient_waits_for_nobody(tmp_path: Path) -> None:
+    module = layers()
+    with ssdtrain.TensorStore(tmp_path) as store:
+        optimizer = sgd(module, store)
+        backwards(module, 0, 1)
+        # As a thread that waits for a read, and might wait for a lock that the dropping one has.
+        dropping = threading.Thread(target=optimizer.zero_grad)
+        with optimizer._gradients._lock:
+            dropping.start()
+            dropping.join(60)
+            assert not dropping.is_alive()
+        backwards(module, 2)
+        assert resident_bytes(module) <= BOUND
+        figures = optimizer._gradients.figures()
+        assert figures.resident_bytes + figures.on_disk_bytes == LAYERS * ONE, "of the new ones"
+        # With the lock free it is done at once.
+        optimizer.zero_grad()
+        assert not optimizer._gradients._gone
+        support.wait_until(lambda: store.stats()["disk_used_bytes"] == 0, "the disk is empty")
 
 
 def test_two_optimizers_count_each_gradient_once(tmp_path: Path) -> None:

@@ -7,13 +7,15 @@ import os
 import sys
 import threading
 import weakref
+from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from time import perf_counter
 from typing import ClassVar
 
 from torch import Tensor
 
+from ssdtrain._core import run_if_free
 from ssdtrain.away.tensor import OffloadedTensor
 from ssdtrain.away.use_order import UseOrder
 from ssdtrain.away.writes import Writes
@@ -94,6 +96,8 @@ class OffloadedTensors:
         self._process = os.getpid()
         self._peak_bytes = self._read_bytes = self._failed_count = 0
         self._stall_s = 0.0
+        self._gone = deque[OffloadedTensor]()
+        """Those whose tensor is gone, until somebody with the lock takes them out of the books."""
         self._error: SsdtrainError | None = None
         """Why the disk did not take one, the last time."""
         _alive.add(self)
@@ -119,6 +123,7 @@ class OffloadedTensors:
                 known[1].forget()
 
         with self._lock:
+            self._forget_gone()
             # First: who is interrupted in between gives back what is in here.
             self._all[id(one)] = self._at[one.place] = one
             _known[number] = weakref.ref(tensor, forget), one
@@ -138,16 +143,13 @@ class OffloadedTensors:
             self._room.end()
 
     def forget(self, one: OffloadedTensor) -> None:
-        """Forget one whose tensor is gone."""
-        with self._lock:
-            # An error that was kept may have it for longer.
-            self._all.pop(id(one), None)
-            if self._at.get(one.place) is one:
-                del self._at[one.place]
-            self._resident.pop(id(one), None)
-            self._resident_bytes = sum(self._resident.values())
-            self._reads.pop(id(one), None)
-            self._writes.forget(one)
+        """Forget one whose tensor is gone.
+
+        A tensor may go while its thread holds any lock, so this waits for none: where another
+        thread has ours, it or the next one does the rest.
+        """
+        self._gone.append(one)
+        run_if_free(self._lock, self._forget_gone)
 
     def begin_use(self, some: Iterable[OffloadedTensor], user: object) -> None:
         """Have these in memory until ``end_use``."""
@@ -202,6 +204,26 @@ class OffloadedTensors:
         return [one for reference in self._all.valuerefs() if (one := reference()) is not None]
 
     # From here on the lock is held.
+
+    def _forget_gone(self) -> None:
+        while self._gone:
+            one = self._gone[0]
+            self._forget(one)
+            # After that: an interrupt has it done again. It may be gone by now, as a collection of
+            # garbage comes here as well.
+            with suppress(ValueError):
+                self._gone.remove(one)
+
+    def _forget(self, one: OffloadedTensor) -> None:
+        """Take one out of the books; nothing if it was done before."""
+        # An error that was kept may have it for longer.
+        self._all.pop(id(one), None)
+        if self._at.get(one.place) is one:
+            del self._at[one.place]
+        self._resident.pop(id(one), None)
+        self._resident_bytes = sum(self._resident.values())
+        self._reads.pop(id(one), None)
+        self._writes.forget(one)
 
     def _note(self, one: OffloadedTensor) -> None:
         """Note where a tensor is now."""
@@ -266,6 +288,7 @@ class OffloadedTensors:
 
     def _go_on(self) -> None:
         """Do what is due at each use."""
+        self._forget_gone()
         if self._resident_bytes > self.max_resident_bytes:
             # Much was used at once, or somebody had its memory, which may be over by now.
             self._make_room(0)
@@ -301,6 +324,7 @@ class OffloadedTensors:
         """Have others leave until so much fits, and wait for their writes."""
         if os.getpid() != self._process:
             return
+        self._forget_gone()
         self._writes.end_done()
         self._let_leave(nbytes)
         while self._resident_bytes + nbytes > self.max_resident_bytes and self._writes:

@@ -82,12 +82,6 @@ class Weights(OffloadedTensors):
             raise self._error
         release_free_memory()
 
-    def forget(self, one: OffloadedTensor) -> None:
-        """Forget one whose parameter is gone, and expect it no more."""
-        super().forget(one)
-        with self._lock:
-            self._order.forget(one.place)
-
     def precede(self, updated: Tensor) -> Successor:
         """Begin to write the bytes that a weight is to have, beside those that it has."""
         self._writes.written_bytes += updated.nbytes
@@ -133,6 +127,7 @@ class Weights(OffloadedTensors):
     def stats(self) -> ParameterStats:
         """Return the figures of this moment."""
         with self._lock:
+            self._forget_gone()
             return ParameterStats(
                 total_bytes=sum(one.nbytes for one in self._alive()),
                 resident_bytes=self._resident_bytes,
@@ -146,6 +141,10 @@ class Weights(OffloadedTensors):
             )
 
     # From here on the lock is held.
+
+    def _forget(self, one: OffloadedTensor) -> None:
+        super()._forget(one)
+        self._order.forget(one.place)
 
     def _note(self, one: OffloadedTensor) -> None:
         param = one.tensor

@@ -67,6 +67,8 @@ mod _core {
     #[pymodule_export]
     use super::saved_tensor::{Record, SavedTensor};
     #[pymodule_export]
+    use super::session_lock::run_if_free;
+    #[pymodule_export]
     use super::simulated::SimulatedDisk;
     #[pymodule_export]
     use super::store::{Overwrite, Pending, PendingInto, Slot, Store, Stored};

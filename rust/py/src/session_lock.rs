@@ -50,6 +50,21 @@ impl SessionLock {
     }
 }
 
+/// Calls a function under a `threading.RLock` and returns `true`, unless another thread has it.
+///
+/// In Python an interrupt may come between a lock that was taken and the block that lets it go.
+#[pyfunction]
+pub fn run_if_free(lock: &Bound<'_, PyAny>, function: &Bound<'_, PyAny>) -> PyResult<bool> {
+    let py = lock.py();
+    let release = lock.getattr(intern!(py, "release"))?;
+    if !lock.call_method1(intern!(py, "acquire"), (false,))?.is_truthy()? {
+        return Ok(false);
+    }
+    let _locked = Locked(&release);
+    function.call0()?;
+    Ok(true)
+}
+
 /// Holds the lock of a session, and lets it go also where something panics.
 struct Locked<'a, 'py>(&'a Bound<'py, PyAny>);
 
