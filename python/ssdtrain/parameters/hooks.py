@@ -34,7 +34,7 @@ from ssdtrain.optimizer.forward_order import READS_INNER_WEIGHTS
 from ssdtrain.parameters.weight import Weight
 from ssdtrain.parameters.weights import on_storage_of, weight_of
 
-__all__ = ["watch_modules"]
+__all__ = ["begin_forward", "end_forward", "uses_inner_weights", "watch_modules", "weights_in"]
 
 Hooks = tuple[Callable[[Tensor], object], Callable[[Any], Tensor]]
 
@@ -176,21 +176,40 @@ class _Uses(threading.local):
 _uses = _Uses()
 
 
+def uses_inner_weights(module: nn.Module) -> bool:
+    """Whether a module uses the weights of the modules in it past their forwards.
+
+    So does what ``torch.compile(module)`` returns.
+    """
+    inner = module._modules  # noqa: SLF001 - its own ones only, and fast
+    return isinstance(module, READS_INNER_WEIGHTS) or "_orig_mod" in inner
+
+
+def weights_in(module: nn.Module) -> list[Weight]:
+    """Return the weights of a module and of all modules in it that may be away."""
+    return [found for p in module.parameters() if (found := weight_of(p)) is not None]
+
+
 def _before(module: nn.Module, _: Any) -> None:
     if is_dynamo_compiling():
-        # The weights of compiled modules stay in memory.
+        # What calls the code that is compiled now brings all weights in it.
         return
-    own = module._parameters  # noqa: SLF001 - its own ones only, and fast
-    if isinstance(module, READS_INNER_WEIGHTS):
-        weights = [found for p in module.parameters() if (found := weight_of(p)) is not None]
+    own = module._parameters  # noqa: SLF001 - as above
+    if uses_inner_weights(module):
+        weights = weights_in(module)
     elif own:
         weights = [
             found for p in own.values() if p is not None and (found := weight_of(p)) is not None
         ]
     else:
         return
-    if not weights:
-        return
+    if weights:
+        frame = sys._getframe(1)  # noqa: SLF001 - the public way lists them all
+        begin_forward(module, weights, frame)
+
+
+def begin_forward(module: nn.Module, weights: list[Weight], frame: FrameType) -> None:
+    """Have the weights of a module in memory until the end of its forward, which a frame runs."""
     if (what := in_transform()) is not None:
         if all(weight.users for weight in weights):
             return
@@ -198,13 +217,19 @@ def _before(module: nn.Module, _: Any) -> None:
     stack = _uses.stack
     if stack:
         _end_abandoned(stack)
-    # From here on `_after` finds it, also if the weights cannot be brought.
-    use = Use(module, weights, sys._getframe(1))  # noqa: SLF001 - the public way lists them all
+    # From here on `end_forward` finds it, also if the weights cannot be brought.
+    use = Use(module, weights, frame)
     stack.append(use)
     use.begin()
 
 
 def _after(module: nn.Module, _: Any, __: Any) -> None:
+    if not is_dynamo_compiling():
+        end_forward(module)
+
+
+def end_forward(module: nn.Module) -> None:
+    """Let the weights of a module's last forward go, if it used some."""
     stack = _uses.stack
     # No generator: Python loses an interrupt that comes while it drops one.
     modules = [use.module for use in stack]

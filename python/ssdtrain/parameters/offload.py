@@ -15,9 +15,9 @@ from ssdtrain.away.tensor import MIN_BYTES, why_staying
 from ssdtrain.config import Size, optional_bytes
 from ssdtrain.errors import ConfigError
 from ssdtrain.notices import PROCESS
-from ssdtrain.optimizer.forward_order import READS_INNER_WEIGHTS
 from ssdtrain.parameters.birth import born, refuse_unborn
-from ssdtrain.parameters.hooks import watch_modules
+from ssdtrain.parameters.compiled import bring_before_compiled, is_compiled
+from ssdtrain.parameters.hooks import uses_inner_weights, watch_modules
 from ssdtrain.parameters.stats import ParameterStats
 from ssdtrain.parameters.weights import NAME, Weights, weight_of
 from ssdtrain.place import Place, opened
@@ -116,6 +116,7 @@ def offload_parameters(
         raise
     if share is not None:
         share.register(weights)
+    bring_before_compiled(model)
     return model
 
 
@@ -211,10 +212,10 @@ def _owners(model: nn.Module) -> list[Weights]:
 
 def _divide(model: nn.Module) -> tuple[dict[str, Tensor], int]:
     """Return the parameters that may leave, by name, and the bytes of those that stay."""
-    compiled = {
+    scripted = {
         id(param)
         for module in model.modules()
-        if _is_out_of_sight(module)
+        if isinstance(module, torch.jit.ScriptModule)
         for param in module.parameters()
     }
     leaving: dict[str, Tensor] = {}
@@ -224,8 +225,8 @@ def _divide(model: nn.Module) -> tuple[dict[str, Tensor], int]:
             raise ConfigError(f"the weight {name!r} of this model is offloaded already")
         is_small = param.nbytes < MIN_BYTES
         why = (
-            "compiled"
-            if id(param) in compiled
+            "scripted"
+            if id(param) in scripted
             else None
             if param.is_meta
             else why_staying(param, Parameter)
@@ -234,11 +235,10 @@ def _divide(model: nn.Module) -> tuple[dict[str, Tensor], int]:
             staying_bytes += param.nbytes
         else:
             leaving[name] = param
-    if compiled:
+    if scripted:
         PROCESS.say(
-            "compiled weights",
-            "the weights of modules that are compiled or scripted stay in memory: their code uses "
-            "them past Python",
+            "scripted weights",
+            "the weights of scripted modules stay in memory: their code uses them past Python",
         )
     if not leaving:
         raise ConfigError(
@@ -248,21 +248,17 @@ def _divide(model: nn.Module) -> tuple[dict[str, Tensor], int]:
     return leaving, staying_bytes
 
 
-def _is_out_of_sight(module: nn.Module) -> bool:
-    if isinstance(module, torch.jit.ScriptModule) or hasattr(module, "_orig_mod"):
-        return True
-    return getattr(module, "_compiled_call_impl", None) is not None
-
-
 def _largest_module(model: nn.Module, leaving: dict[str, Tensor]) -> tuple[str, int]:
     """Return the module that uses the most at once, and how many bytes these are."""
     wanted = {id(param) for param in leaving.values()}
 
     def nbytes(module: nn.Module) -> int:
-        inner = isinstance(module, READS_INNER_WEIGHTS)
+        inner = uses_inner_weights(module) or is_compiled(module)
         params = {id(param): param for param in module.parameters(recurse=inner)}
         return sum(param.nbytes for number, param in params.items() if number in wanted)
 
     name, module = max(model.named_modules(), key=lambda pair: nbytes(pair[1]))
     shown = f"{name} ({type(module).__name__})" if name else f"the {type(module).__name__} itself"
+    if is_compiled(module) or uses_inner_weights(module):
+        shown += " with all modules in it"
     return shown, nbytes(module)
