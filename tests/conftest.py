@@ -67,6 +67,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    """Have it look at everything once more: libraries tell of what is left at the end."""
+    gc.unfreeze()
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say what takes the time, so that it does not grow unseen."""
     seconds: Counter[str] = Counter()
