@@ -287,7 +287,7 @@ print("killed", len(found))
 
 
 @pytest.mark.parametrize("has_older", support.shared_out([True, False], quick=[True]))
-@pytest.mark.parametrize("every", sizes(small=6, whole=1))
+@pytest.mark.parametrize("every", sizes(small=11, whole=1))
 def test_a_save_that_is_killed_anywhere(has_older: bool, every: int, tmp_path: Path) -> None:
     arguments = (str(Path(__file__).parent), str(tmp_path), str(has_older), str(every))
     done = forked_python(KILLS, *arguments)
