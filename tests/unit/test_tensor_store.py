@@ -206,7 +206,7 @@ def test_a_big_tensor(store: TensorStore) -> None:
 
 
 def test_many_in_flight(store: TensorStore) -> None:
-    sources = [random_tensor(torch.uint8, 1 + 997 * (index % 400)) for index in range(2000)]
+    sources = [random_tensor(torch.uint8, 1 + 997 * (index % 400)) for index in range(1200)]
     stored = [store.write(source) for source in sources]
     pending = [store.read(one) for one in stored]
     for one, source in zip(pending, sources, strict=True):
