@@ -44,7 +44,7 @@ pytestmark = [
     # Of `torch.tensor(weight)`, which is tried on purpose.
     pytest.mark.filterwarnings("ignore:To copy construct from a tensor:UserWarning"),
 ]
-STEPS = sizes(small=20, whole=400)
+STEPS = sizes(small=20, whole=150)
 
 
 @pytest.fixture(autouse=True)
