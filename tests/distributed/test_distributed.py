@@ -271,9 +271,7 @@ def test_two_processes_get_equal_gradients(way: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.defends("weights without history")
-@pytest.mark.parametrize(
-    "name", shared_out(SHARDED, quick=["bf16", "frozen with adapters in bf16"])
-)
+@pytest.mark.parametrize("name", shared_out(SHARDED, quick=["bf16", "selective checkpoints"]))
 def test_weights_in_shards_are_not_written_and_get_equal_gradients(
     name: str, tmp_path: Path
 ) -> None:

@@ -27,7 +27,7 @@ def test_killed_training_leaves_nothing(kills: int) -> None:
 
 @pytest.mark.long
 def test_training_over_failing_disks_for_a_while() -> None:
-    said = run("soak.py", "--minutes", "2", "--seed", "3")
+    said = run("soak.py", "--minutes", "1", "--seed", "3")
     counts = dict(re.findall(r"  (.*): (\d+)", said))
     assert int(counts["steps equal bit for bit"]) > 0
     assert int(counts["failed writes"]) > 0

@@ -217,9 +217,9 @@ DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.co
 def test_random_graphs_give_equal_bits_and_equal_refusals(
     programs_max: int | None, tmp_path: Path
 ) -> None:
-    """In the long run 700 programs, or as many as the profile says, see conftest.py."""
+    """In the long run 400 programs, or as many as the profile says, see conftest.py."""
 
-    programs_max = programs_max or max(700, settings().max_examples)
+    programs_max = programs_max or max(400, settings().max_examples)
     played_count = 0
 
     @settings(

@@ -601,7 +601,7 @@ def test_a_gradient_that_cannot_be_read_in_a_backward(tmp_path: Path) -> None:
             support.assert_equal_bits(support.gradients(ours), both)
 
 
-@pytest.mark.parametrize("every", support.sizes(small=397, whole=29))
+@pytest.mark.parametrize("every", support.sizes(small=597, whole=59))
 def test_an_interrupt_at_any_moment(every: int, tmp_path: Path) -> None:
     def once(module: nn.Module, optimizer: Any) -> dict[str, Tensor]:
         optimizer.zero_grad()
