@@ -270,6 +270,7 @@ def test_two_processes_get_equal_gradients(way: str, tmp_path: Path) -> None:
     run_ranks(prove_way, tmp_path / "run", tmp_path, way)
 
 
+# Selective checkpoints are what fails without the defence.
 @pytest.mark.defends("weights without history")
 @pytest.mark.parametrize("name", shared_out(SHARDED, quick=["bf16", "selective checkpoints"]))
 def test_weights_in_shards_are_not_written_and_get_equal_gradients(
