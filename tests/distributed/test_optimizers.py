@@ -166,6 +166,7 @@ class Loop:
             param.grad = None
 
 
+@pytest.mark.long
 def test_replicated_masters(tmp_path: Path) -> None:
     run_ranks(with_masters, tmp_path / "run", tmp_path)
 

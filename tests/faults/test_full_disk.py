@@ -199,6 +199,7 @@ def with_a_quota(place: str) -> None:
             say(error.errno == errno.EDQUOT, error)
 
 
+@pytest.mark.long
 def test_a_disk_quota_is_a_full_disk(tmp_path: Path) -> None:
     warning, at_the_end, counts, refusal = in_child(with_a_quota, tmp_path)
     assert warning.startswith("WARNING keeping tensors in memory: cannot reserve ")

@@ -66,7 +66,7 @@ ERRORS: dict[str, tuple[BaseException, type[BaseException]]] = {
 }
 
 
-QUICK = (("space", True, True), ("error", True, False), ("interrupt", False, True))
+QUICK = (("error", True, False), ("interrupt", False, True))
 
 
 @pytest.mark.parametrize(

@@ -211,7 +211,6 @@ def changed(
         quick=[
             ("linear", "in forward", False),
             ("linear", "between backward and step", False),
-            ("convolution", "before", False),
             ("convolution", "in backward", False),
         ],
     ),
@@ -395,7 +394,7 @@ def trained_with(change: Callable[[Any], None], directory: Path | None) -> list[
     return seen
 
 
-@pytest.mark.parametrize("change", MODELS)
+@pytest.mark.parametrize("change", support.shared_out(MODELS, quick=list(MODELS)[::2]))
 def test_changes_of_models(change: str, tmp_path: Path) -> None:
     expected = trained_with(MODELS[change], None)
     for one, other in zip(trained_with(MODELS[change], tmp_path), expected, strict=True):

@@ -341,6 +341,7 @@ def test_the_installed_command_runs_a_script_with_huge_pages_whatever_it_imports
     assert "pages" not in done.stderr
 
 
+@pytest.mark.long
 def test_ctrl_c_from_outside_ends_it_by_the_signal(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(
         "import signal\nprint('ready', flush=True)\nsignal.pause()\n"

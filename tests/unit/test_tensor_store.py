@@ -22,7 +22,7 @@ from children import forked_python
 from ssdtrain import ConfigError, CorruptError, NoSpaceError, StorageError, TensorStore
 from ssdtrain.errors import BusyError, ClosedError, SsdtrainError
 from stores import SlowStore, assert_same
-from support import wait_until
+from support import shared_out, wait_until
 
 TORCH_DTYPES = [
     torch.bool,
@@ -182,7 +182,7 @@ def numpy_views(draw: st.DrawFn) -> np.ndarray[Any, Any]:
     return array.transpose(draw(st.permutations(range(array.ndim))))
 
 
-@pytest.mark.parametrize("verify", [False, True])
+@pytest.mark.parametrize("verify", shared_out([False, True], quick=[True]))
 def test_any_view_comes_back(tmp_path: Path, verify: bool) -> None:
     with TensorStore(tmp_path, verify=verify) as store:
 
