@@ -241,7 +241,7 @@ def test_programs(program: Program) -> None:
 
 
 @pytest.mark.long
-@settings(max_examples=400)
+@settings(max_examples=600)
 @given(programs)
 def test_many_programs(program: Program) -> None:
     prove(program)
