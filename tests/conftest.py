@@ -1,6 +1,7 @@
 """What every test shares."""
 
 import fcntl
+import gc
 import os
 import signal
 import sys
@@ -37,7 +38,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ["XDG_CACHE_HOME"] = str(SCRATCH / "cache-of-tests")
 
 # `pytest -m long --hypothesis-profile=long` looks for longer, and somewhere else each time.
-settings.register_profile("gate", max_examples=700, deadline=None, derandomize=True)
+settings.register_profile("gate", max_examples=100, deadline=None, derandomize=True)
 settings.register_profile("long", max_examples=50_000, deadline=None, print_blob=True)
 settings.load_profile("gate")
 
@@ -55,6 +56,20 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[object]:
         fcntl.flock(room, wanted)
         fcntl.flock(door, fcntl.LOCK_UN)
         return (yield)
+
+
+def pytest_collection_finish() -> None:
+    """Have the collector of garbage leave out what was imported, which stays until the end.
+
+    It is half a million objects, and a hundred tests collect several times.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Have it look at everything once more: libraries tell of what is left at the end."""
+    gc.unfreeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

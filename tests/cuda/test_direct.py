@@ -68,6 +68,7 @@ def test_every_case_gives_the_bits_of_a_plain_run(fake: FakeDevice, case: str) -
     assert direct.calls("cuFileWrite") > 0
 
 
+@pytest.mark.long
 @on_fake_device(cufile="real")
 def test_nvidias_own_library_gives_the_bits_of_a_plain_run(fake: FakeDevice) -> None:
     if cufile.find_library() is None:
@@ -99,6 +100,7 @@ def test_nvidias_own_library_gives_the_bits_of_a_plain_run(fake: FakeDevice) -> 
     assert set(os.listdir()) == before, "cuFile wrote its log here"
 
 
+@pytest.mark.long
 @on_fake_device(cufile="real")
 def test_nvidias_own_library_does_not_count_as_direct_here(fake: FakeDevice) -> None:
     if cufile.find_library() is None:
@@ -240,6 +242,7 @@ def forget() -> None:
     cufile.try_out.cache_clear()
 
 
+@pytest.mark.long
 @on_fake_device(cufile="fake")
 def test_a_library_that_does_not_answer_is_ended(fake: FakeDevice) -> None:
     leaf = made(0)

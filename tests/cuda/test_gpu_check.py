@@ -53,6 +53,7 @@ def run(*words: str | Path, environment: dict[str, str]) -> subprocess.Completed
     )
 
 
+@pytest.mark.long
 def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
     told = tmp_path / "told.json"
     hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
@@ -159,7 +160,7 @@ def test_what_has_no_time_is_said_and_fails(
 @pytest.mark.parametrize(
     ("kind", "changes", "answer"),
     [
-        ("fake", {}, "native"),
+        pytest.param("fake", {}, "native", marks=pytest.mark.long),
         pytest.param("fake", REFUSED, "absent", marks=pytest.mark.long),
         pytest.param("real", {}, "compatibility", marks=pytest.mark.long),
     ],

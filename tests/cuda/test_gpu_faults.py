@@ -15,6 +15,7 @@ from checkout import ROOT
 from fake_device import FakeDevice
 from offloading import chain, made, offloaded, settle
 from on_fake import on_fake_device
+from support import shared_out
 
 LAUNCH_FAILED = 719
 COUNT = 8
@@ -44,7 +45,7 @@ def plain_gradient() -> Tensor:
     return leaf.grad.cpu()
 
 
-@pytest.mark.parametrize("symbol", symbols())
+@pytest.mark.parametrize("symbol", shared_out(symbols(), quick=symbols()[::3]))
 @on_fake_device()
 def test_a_function_of_the_driver_fails(fake: FakeDevice, symbol: str) -> None:
     plain = plain_gradient()

@@ -14,13 +14,14 @@ from offloading import chain, check, made, offloaded
 from on_devices import Device, on_each_device
 from on_fake import SkippedError
 from ssdtrain.activations.hooks import Hooks
+from support import shared_out
 from test_training import CASES, LAG_US, train
 
 SMALL_RING, LARGE_RING = 256 << 10, 64 << 20
 """One that is full most of the time, and hides missing waits; and one that never is."""
-TRIALS = int(os.environ.get("SSDTRAIN_TRIALS", "40"))
+TRIALS = int(os.environ.get("SSDTRAIN_TRIALS", "20"))
 """As many as fit into `make test-long`, half of them with lags; more of them by hand."""
-TRIALS_OF_A_CHILD = 40
+TRIALS_OF_A_CHILD = 20
 
 
 def same_as_plain(device: Device, case: str, trials: Iterable[int]) -> None:
@@ -41,7 +42,9 @@ def same_as_plain(device: Device, case: str, trials: Iterable[int]) -> None:
         assert stats.bytes_offloaded + stats.bytes_forwarded > 0
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", shared_out(CASES, quick=["mlp", "two streams", "two devices", "reentrant checkpoint"])
+)
 @on_each_device(devices=2)
 def test_every_case_gives_the_bits_of_a_plain_run(device: Device, case: str) -> None:
     same_as_plain(device, case, range(4))

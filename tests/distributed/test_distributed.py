@@ -36,6 +36,7 @@ from support import (
     batch,
     prove,
     prove_refused,
+    shared_out,
     wait_until,
     watch_records,
 )
@@ -269,8 +270,9 @@ def test_two_processes_get_equal_gradients(way: str, tmp_path: Path) -> None:
     run_ranks(prove_way, tmp_path / "run", tmp_path, way)
 
 
+# Selective checkpoints are what fails without the defence.
 @pytest.mark.defends("weights without history")
-@pytest.mark.parametrize("name", SHARDED)
+@pytest.mark.parametrize("name", shared_out(SHARDED, quick=["bf16", "selective checkpoints"]))
 def test_weights_in_shards_are_not_written_and_get_equal_gradients(
     name: str, tmp_path: Path
 ) -> None:
@@ -310,7 +312,7 @@ def spilled(process: int | str, directory: Path) -> list[os.stat_result]:
     return found
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", shared_out(WAYS, quick=["shards"]))
 def test_when_one_process_is_killed_the_other_ends_and_nothing_is_left(
     way: str, tmp_path: Path
 ) -> None:

@@ -117,6 +117,7 @@ def clipped_too(rank: int, directory: Path) -> None:
     support.assert_equal_bits(found[1], found[0])
 
 
+@pytest.mark.long
 def test_clipped_with_updates_meant_for_backward(tmp_path: Path) -> None:
     run_ranks(clipped_too, tmp_path / "run", tmp_path)
 
@@ -165,6 +166,7 @@ class Loop:
             param.grad = None
 
 
+@pytest.mark.long
 def test_replicated_masters(tmp_path: Path) -> None:
     run_ranks(with_masters, tmp_path / "run", tmp_path)
 
@@ -186,5 +188,6 @@ def sharded(rank: int, directory: Path) -> None:
     assert stats.on_disk_bytes + stats.resident_bytes < 2 * 4 * 2 * WIDTH * WIDTH, "not of all"
 
 
+@pytest.mark.long
 def test_sharded_state(tmp_path: Path) -> None:
     run_ranks(sharded, tmp_path / "run", tmp_path)

@@ -13,10 +13,11 @@ from torch.utils.checkpoint import checkpoint
 
 from fake_device import FakeDevice
 from on_fake import on_fake_device
+from support import shared_out
 
 LAG_US = 100
 STEPS = 2
-RUNS, RUNS_OF_CHILD = 50, 25
+RUNS, RUNS_OF_CHILD = 25, 25
 
 
 class Block(nn.Module):
@@ -181,7 +182,9 @@ def late_runs(fake: FakeDevice, case: str, seeds: Iterable[int]) -> None:
         assert fake.races() == [], seed
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", shared_out(CASES, quick=["transformer", "views", "two streams", "two devices"])
+)
 @on_fake_device(devices=2)
 def test_same_bits_however_late(fake: FakeDevice, case: str) -> None:
     late_runs(fake, case, [1])

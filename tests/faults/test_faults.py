@@ -16,7 +16,7 @@ import torch
 from disks import MIB, make_image, needs_root
 from seccomp import refuse
 from ssdtrain import CorruptError, StorageError, TensorStore, _core
-from support import NO_SECCOMP, Rig, chain, in_child, say
+from support import NO_SECCOMP, Rig, chain, in_child, say, shared_out
 
 BACKENDS = pytest.mark.parametrize("backend", ["auto", "psync"])
 
@@ -159,7 +159,7 @@ def with_unending_retries(place: str, number: str) -> None:
             say(error)
 
 
-@pytest.mark.parametrize("number", [errno.EAGAIN, errno.EINTR])
+@pytest.mark.parametrize("number", shared_out([errno.EAGAIN, errno.EINTR], quick=[errno.EAGAIN]))
 def test_a_disk_that_never_answers_is_given_up(tmp_path: Path, number: int) -> None:
     (said,) = in_child(with_unending_retries, tmp_path, number)
     assert re.search(r"read of \d+ bytes at file offset \d+ made no progress", said)

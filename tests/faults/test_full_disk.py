@@ -20,7 +20,7 @@ import ssdtrain
 from disks import MIB, fill, free_bytes, needs_root
 from seccomp import refuse
 from ssdtrain import NoSpaceError, TensorStore
-from support import NO_SECCOMP, Flush, Rig, in_child, nothing, say
+from support import NO_SECCOMP, Flush, Rig, in_child, nothing, say, shared_out
 
 BACKENDS = pytest.mark.parametrize("backend", ["auto", "psync"])
 LAYERS = 8
@@ -67,7 +67,7 @@ def warnings_of(records: list[logging.LogRecord]) -> list[str]:
 
 
 @needs_root
-@BACKENDS
+@pytest.mark.parametrize("backend", shared_out(["auto", "psync"], quick=["auto"]))
 def test_training_over_a_disk_that_fills_and_empties(
     small_disk: Path, caplog: pytest.LogCaptureFixture, backend: str
 ) -> None:
@@ -113,6 +113,7 @@ def test_training_over_a_disk_that_fills_and_empties(
     rig.session.close()
 
 
+@pytest.mark.long
 @needs_root
 def test_training_while_another_thread_fills_and_empties_the_disk(small_disk: Path) -> None:
     steps, stop = Steps(), threading.Event()
@@ -198,6 +199,7 @@ def with_a_quota(place: str) -> None:
             say(error.errno == errno.EDQUOT, error)
 
 
+@pytest.mark.long
 def test_a_disk_quota_is_a_full_disk(tmp_path: Path) -> None:
     warning, at_the_end, counts, refusal = in_child(with_a_quota, tmp_path)
     assert warning.startswith("WARNING keeping tensors in memory: cannot reserve ")
@@ -216,7 +218,7 @@ def with_a_file_size_limit(place: str, action: str) -> None:
     train_within(place)
 
 
-@pytest.mark.parametrize("action", ["SIG_IGN", "SIG_DFL"])
+@pytest.mark.parametrize("action", shared_out(["SIG_IGN", "SIG_DFL"], quick=["SIG_DFL"]))
 def test_a_file_size_limit_is_a_full_disk_and_no_death(tmp_path: Path, action: str) -> None:
     warning, counts = in_child(with_a_file_size_limit, tmp_path, action)
     assert warning.startswith("WARNING keeping tensors in memory: cannot reserve ")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ import ssdtrain
 from disks import MIB, NOBODY, needs_root
 from seccomp import refuse
 from ssdtrain import SsdtrainError, TensorStore
-from support import NO_SECCOMP, in_child, say
+from support import NO_SECCOMP, in_child, say, shared_out
 
 RINGS = ("io_uring_setup", "io_uring_enter", "io_uring_register")
 THREADS_INSTEAD = (
@@ -63,16 +64,23 @@ def without_rings(place: str, number: str, calls: str) -> None:
     use(place)
 
 
-@pytest.mark.parametrize(
-    ("number", "reason"),
-    [
-        (errno.EPERM, "(forbidden by seccomp or sysctl kernel.io_uring_disabled): Operation not"),
-        (errno.ENOSYS, "(this kernel has none): Function not implemented"),
-    ],
-)
+REASONS = {
+    errno.EPERM: "(forbidden by seccomp or sysctl kernel.io_uring_disabled): Operation not",
+    errno.ENOSYS: "(this kernel has none): Function not implemented",
+}
 # A filter may let rings be made and not let them be entered.
-@pytest.mark.parametrize("calls", [RINGS, ("io_uring_enter",)])
-def test_rings_refused(tmp_path: Path, number: int, reason: str, calls: tuple[str, ...]) -> None:
+ENTERED = ("io_uring_enter",)
+
+
+@pytest.mark.parametrize(
+    ("number", "calls"),
+    shared_out(
+        list(product(REASONS, [RINGS, ENTERED])),
+        quick=[(errno.EPERM, RINGS), (errno.ENOSYS, ENTERED)],
+    ),
+)
+def test_rings_refused(tmp_path: Path, number: int, calls: tuple[str, ...]) -> None:
+    reason = REASONS[number]
     said, result = in_child(without_rings, tmp_path, number, ",".join(calls))
     assert said.startswith(f"{THREADS_INSTEAD} {reason}")
     assert result == "worked with psync"
@@ -124,6 +132,7 @@ def with_sixteen_files(place: str) -> None:
     use(place)
 
 
+@pytest.mark.long
 def test_sixteen_open_files(tmp_path: Path) -> None:
     assert in_child(with_sixteen_files, tmp_path)[-1] == f"worked with {engine_here(tmp_path)}"
 
@@ -154,6 +163,7 @@ def with_little_address_space(place: str, spare: str) -> None:
     use(place)
 
 
+@pytest.mark.long
 def test_a_limit_on_addresses(tmp_path: Path) -> None:
     # A machine's worth of addresses is asked for first, less is made do with.
     result = in_child(with_little_address_space, tmp_path, 512 * MIB)[-1]

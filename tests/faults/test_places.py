@@ -276,6 +276,7 @@ def test_no_permission_to_write(tmp_path: Path) -> None:
     assert as_nobody(place, ".") == [words, words]
 
 
+@pytest.mark.long
 def test_no_permission_to_look(tmp_path: Path) -> None:
     closed = tmp_path / "closed"
     (closed / "place").mkdir(parents=True)
@@ -349,6 +350,7 @@ def gradients(model: torch.nn.Module) -> list[torch.Tensor]:
     return [one.grad.clone() for one in model.parameters() if one.grad is not None]
 
 
+@pytest.mark.long
 @needs_root
 def test_training_goes_on_when_the_disk_fills_up(
     small_disk: Path, caplog: pytest.LogCaptureFixture
@@ -425,6 +427,7 @@ def test_rings_forbidden_falls_back_and_says_why_once(tmp_path: Path) -> None:
     assert without_rings(WITH_AUTO, *places) == [SAID_ONCE, "['psync', 'psync']"]
 
 
+@pytest.mark.long
 def test_rings_forbidden_is_said_once_for_a_loop_of_contexts(tmp_path: Path) -> None:
     assert without_rings(WITH_LOOP, tmp_path) == [SAID_ONCE, "['psync']"]
 

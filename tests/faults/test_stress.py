@@ -19,7 +19,7 @@ def run(script: str, *options: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("kills", sizes(small=3, whole=40))
+@pytest.mark.parametrize("kills", sizes(small=2, whole=25))
 def test_killed_training_leaves_nothing(kills: int) -> None:
     said = run("stress_kill.py", "--kills", str(kills), "--seed", "3")
     assert re.fullmatch(rf"{kills} kills, [1-9]\d* of them .*; left: 0 names, 0 bytes\n", said)
@@ -27,7 +27,7 @@ def test_killed_training_leaves_nothing(kills: int) -> None:
 
 @pytest.mark.long
 def test_training_over_failing_disks_for_a_while() -> None:
-    said = run("soak.py", "--minutes", "3", "--seed", "3")
+    said = run("soak.py", "--minutes", "1", "--seed", "3")
     counts = dict(re.findall(r"  (.*): (\d+)", said))
     assert int(counts["steps equal bit for bit"]) > 0
     assert int(counts["failed writes"]) > 0

@@ -26,6 +26,7 @@ from support import (
     chain,
     functions_of,
     nothing,
+    shared_out,
     wait_until,
 )
 
@@ -56,7 +57,9 @@ def forward_big(x: Tensor, scales: Tensor) -> Tensor:
     return y.sum()
 
 
-@pytest.mark.parametrize("backend", ["psync", "io_uring", "simulated"])
+@pytest.mark.parametrize(
+    "backend", shared_out(["psync", "io_uring", "simulated"], quick=["io_uring"])
+)
 def test_a_budget_of_a_third_of_what_is_kept_holds(backend: str, tmp_path: Path) -> None:
     expected = big_step(None)
     kept = Rig(tmp_path, min_bytes=1 << 40)
@@ -85,7 +88,7 @@ def test_a_budget_holds_when_backward_goes_in_an_order_that_was_not_foreseen(
     rig = Rig(tmp_path, min_bytes=4096, max_resident_bytes=6_500_000)
     shuffle = random.Random(0)
     with rig.context():
-        for _ in range(30):
+        for _ in range(15):
             losses = [(x * n).tanh().sum() for n in range(8)]
             shuffle.shuffle(losses)
             while losses:
@@ -93,7 +96,7 @@ def test_a_budget_holds_when_backward_goes_in_an_order_that_was_not_foreseen(
     assert x.grad is not None
     actual, x.grad = x.grad, None
     shuffle = random.Random(0)
-    for _ in range(30):
+    for _ in range(15):
         order = list(range(8))
         shuffle.shuffle(order)
         while order:

@@ -231,6 +231,7 @@ def words(count: int) -> list[dict[str, Tensor]]:
     return [{"input_ids": row, "labels": row} for row in rows]
 
 
+@pytest.mark.long
 def test_the_trainer_that_looks_for_a_batch_size_finds_one(tmp_path: Path) -> None:
     torch.manual_seed(0)
     sizes = {"n_layer": 1, "n_embd": 32, "n_head": 2, "vocab_size": 64, "n_positions": 32}

@@ -31,6 +31,7 @@ from support import (
     nothing,
     prove,
     prove_refused,
+    shared_out,
 )
 
 # The compiler warns of its own doings.
@@ -204,7 +205,9 @@ def deep(way: str) -> nn.Sequential:
     return model
 
 
-@pytest.mark.parametrize("way", ["whole", "by block", "eager"])
+@pytest.mark.parametrize(
+    "way", shared_out(["whole", "by block", "eager"], quick=["whole", "eager"])
+)
 def test_a_graph_that_saves_all_at_once_is_warned_of_once(
     way: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -289,6 +292,7 @@ class Watch:
         return count
 
 
+@pytest.mark.long
 @needs_compiler
 def test_what_a_compiled_backward_overwrites_is_seen_by_nobody_else(tmp_path: Path) -> None:
     """In each place the bytes may be: on the disk and checked, in a write that hangs, in memory."""

@@ -17,7 +17,7 @@ RESUME = ROOT / "docs" / "examples" / "resume.py"
 EXAMPLES = sorted({*RESUME.parent.glob("*.py")} - {RESUME})
 
 
-QUICK = [RESUME.with_stem(stem) for stem in ("one_bound", "check_gradients")]
+QUICK = [RESUME.with_stem(stem) for stem in ("one_bound",)]
 
 
 @pytest.mark.parametrize("example", shared_out(EXAMPLES, quick=QUICK))

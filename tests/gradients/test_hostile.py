@@ -242,6 +242,7 @@ def export_and_train(place: str) -> None:
     assert torch.equal(found, expected)
 
 
+@pytest.mark.long
 def test_an_export_inside_the_block_spoils_no_later_step(tmp_path: Path) -> None:
     in_child(export_and_train, tmp_path)
 

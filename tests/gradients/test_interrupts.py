@@ -32,7 +32,7 @@ MOMENTS = [(AtCall, 100), (AtLoop, 10)]
 """With how many of them there are in a step at least."""
 
 
-EVERY = sizes(small=11, whole=1)
+EVERY = sizes(small=23, whole=1)
 """Of how many moments one is tried."""
 
 

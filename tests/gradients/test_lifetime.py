@@ -528,7 +528,13 @@ def resident_kib() -> int:
     raise AssertionError("no VmRSS")
 
 
-@pytest.mark.parametrize("policy", [None, Policy], ids=["all written", "as learned"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        pytest.param(None, id="all written"),
+        pytest.param(Policy, id="as learned", marks=pytest.mark.long),
+    ],
+)
 def test_200_steps_leave_memory_files_threads_and_extents_flat(
     policy: Callable[[], Policy] | None, tmp_path: Path
 ) -> None:

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from support import (
     mlp,
     nothing,
     prove,
+    shared_out,
 )
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -421,8 +423,13 @@ def llama() -> nn.Module:
     return transformers.LlamaForCausalLM(config)
 
 
-@pytest.mark.parametrize("half", [False, True], ids=["fp32", "bf16 autocast"])
-@pytest.mark.parametrize("make", [gpt2, bert, t5, llama], ids=lambda make: make.__name__)
+FAMILIES = list(product([gpt2, bert, t5, llama], [False, True]))
+
+
+@pytest.mark.parametrize(
+    ("make", "half"),
+    shared_out(FAMILIES, quick=[(gpt2, False), (bert, True), (t5, True), (llama, False)]),
+)
 def test_models_of_transformers_train_with_equal_bits(
     make: Callable[[], nn.Module], half: bool, tmp_path: Path
 ) -> None:

@@ -70,7 +70,7 @@ def step(info: ModuleInfo, sample: ModuleInput, dtype: torch.dtype, flush: Flush
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("is_flushed", [True, False], ids=["before backward", "at once"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("every", sizes(small=11, whole=1))
+@pytest.mark.parametrize("every", sizes(small=23, whole=1))
 def test_every_module_trains_with_equal_bits(
     every: int, dtype: torch.dtype, is_flushed: bool, tmp_path: Path
 ) -> None:

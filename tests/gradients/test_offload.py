@@ -278,6 +278,7 @@ def test_a_step_that_saves_nothing_is_left_alone(tmp_path: Path) -> None:
     assert stats.tensors_kept == 0
 
 
+@pytest.mark.long
 def test_one_huge_tensor_comes_back(tmp_path: Path) -> None:
     nbytes = 600 << 20
     rig = Rig(tmp_path)

@@ -358,7 +358,9 @@ ends_in_the_middle(*sys.argv[2:])
 MOMENTS = ("a write is under way", "a thread waits", "a thread trains", "ctrl-c")
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize(
+    "moment", shared_out(MOMENTS, quick=["a write is under way", "a thread waits"])
+)
 def test_the_interpreter_may_end_in_the_middle_of_a_step(moment: str, tmp_path: Path) -> None:
     done = forked_python(ENDS, str(Path(__file__).parent), str(tmp_path), moment)
     if moment == "ctrl-c":

@@ -25,7 +25,7 @@ sys.exit(pytest.main(["-q", "--noconftest", "-p", "no:cacheprovider", *sys.argv[
 @pytest.mark.parametrize(
     "trainer",
     [
-        "transformers",
+        pytest.param("transformers", marks=pytest.mark.long),
         pytest.param("lightning", marks=pytest.mark.long),
         pytest.param(
             "trl",
@@ -40,3 +40,14 @@ def test_trainers(trainer: str, tmp_path: Path) -> None:
         PROGRAM, str(file), f"--basetemp={tmp_path / 'tests'}", f"--rootdir={ROOT}", cwd=ROOT
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_callback_of_transformers_changes_no_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of them in this process, which has imported that library for other tests already."""
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    import with_transformers  # noqa: PLC0415 - as above
+
+    (tmp_path / "spill").mkdir()
+    with_transformers.test_not_one_bit_differs(tmp_path, {})

@@ -20,7 +20,7 @@ KINDS = (torch.bfloat16, torch.float16)
 WAYS: list[dict[str, Any]] = [
     {"overlap": "step"},
     {"overlap": "forward"},
-    {"overlap": "forward", "looks_every": 5},
+    {"overlap": "forward", "looks_every": 3},
     {"overlap": "backward"},
 ]
 

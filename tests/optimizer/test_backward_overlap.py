@@ -382,7 +382,9 @@ def tied() -> nn.Module:
     return module
 
 
-@pytest.mark.parametrize("recomputed", ["not", "blocks", "session"])
+@pytest.mark.parametrize(
+    "recomputed", support.shared_out(["not", "blocks", "session"], quick=["session"])
+)
 def test_tied_frozen_and_recomputed_weights(recomputed: str, tmp_path: Path) -> None:
     def step(module: Any, optimizer: Optimizer, x: Tensor) -> None:
         def forward(x: Tensor) -> Tensor:

@@ -25,7 +25,6 @@ from disks import fill, needs_root
 from ssdtrain import BusyError, NoSpaceError, StorageError, load, save
 from ssdtrain.checkpoints import folder as folder_module
 from ssdtrain.checkpoints import loading
-from support import sizes
 from test_checkpoints import Run, assert_whole, files_of
 from test_undo import ChosenStore
 
@@ -67,7 +66,7 @@ ERRORS: dict[str, tuple[BaseException, type[BaseException]]] = {
 }
 
 
-QUICK = (("space", True, True), ("error", True, False), ("interrupt", False, True))
+QUICK = (("error", True, False), ("interrupt", False, True))
 
 
 @pytest.mark.parametrize(
@@ -286,8 +285,10 @@ print("killed", len(found))
 """
 
 
-@pytest.mark.parametrize("has_older", support.shared_out([True, False], quick=[True]))
-@pytest.mark.parametrize("every", sizes(small=6, whole=1))
+@pytest.mark.parametrize(
+    ("has_older", "every"),
+    support.shared_out([(True, 11), (True, 1), (False, 1)], quick=[(True, 11)]),
+)
 def test_a_save_that_is_killed_anywhere(has_older: bool, every: int, tmp_path: Path) -> None:
     arguments = (str(Path(__file__).parent), str(tmp_path), str(has_older), str(every))
     done = forked_python(KILLS, *arguments)
@@ -319,7 +320,7 @@ for number in range(begin, last):
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_training_that_is_killed_at_random_resumes(tmp_path: Path) -> None:
-    kills, steps = 10, 400
+    kills, steps = 6, 250
     chance = random.Random(1)
     arguments = [str(Path(__file__).parent), str(tmp_path), str(steps)]
     killed = 0

@@ -101,7 +101,7 @@ def with_scheduler(make: Any, _module: nn.Module, optimizer: Optimizer) -> Step:
     return step
 
 
-@pytest.mark.parametrize("name", ["step", "cycle", "cosine"])
+@pytest.mark.parametrize("name", shared_out(["step", "cycle", "cosine"], quick=["cycle"]))
 def test_groups_and_schedulers(name: str, tmp_path: Path) -> None:
     make = {
         "step": lambda one: lr_scheduler.StepLR(one, 3, 0.5),
@@ -170,7 +170,7 @@ def scaled(_module: nn.Module, _optimizer: Optimizer) -> Step:
     return step
 
 
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("fused", shared_out([False, True], quick=[True]))
 def test_a_scaler_that_skips_steps(fused: bool, tmp_path: Path) -> None:
     prove(
         lambda module: torch.optim.AdamW(module.parameters(), fused=fused),

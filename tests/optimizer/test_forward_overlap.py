@@ -689,6 +689,7 @@ print("parent goes on")
 """
 
 
+@pytest.mark.long
 def test_a_fork_waits_for_the_updates(tmp_path: Path) -> None:
     done = forked_python(FORK, str(tmp_path))
     assert (done.returncode, done.stdout) == (0, "parent goes on\n"), done.stderr

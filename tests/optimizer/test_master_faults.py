@@ -410,6 +410,7 @@ def test_a_checkpoint_of_a_plain_optimizer_is_made_float32(tmp_path: Path) -> No
     support.assert_equal_bits(everything(other, optimizer), everything(module, reference))  # type: ignore[arg-type]
 
 
+@pytest.mark.long
 def test_a_forked_child_is_refused_and_the_parent_goes_on(tmp_path: Path) -> None:
     text = FORK.replace("sys.argv[1])", "sys.argv[1], master_dtype=torch.float32)")
     text = text.replace("(300, 300)", "(300, 300).bfloat16()")

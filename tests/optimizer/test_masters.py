@@ -167,7 +167,7 @@ def scaled(_module: nn.Module, optimizer: Any) -> Step:
     return step
 
 
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("fused", support.shared_out([False, True], quick=[False]))
 def test_a_scaler_that_skips_steps(fused: bool, tmp_path: Path) -> None:
     def make(params: Any) -> Optimizer:
         return torch.optim.AdamW(params, fused=fused)
@@ -213,7 +213,9 @@ def halved() -> nn.Module:
     return model().half()
 
 
-@pytest.mark.parametrize("make_model", [tied, mixed, transposed, halved])
+@pytest.mark.parametrize(
+    "make_model", support.shared_out([tied, mixed, transposed, halved], quick=[mixed, transposed])
+)
 def test_models(make_model: Callable[[], nn.Module], tmp_path: Path) -> None:
     prove(adamw, tmp_path, build=make_model, steps=8)
 
@@ -298,7 +300,7 @@ CHANGES: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("how", CHANGES)
+@pytest.mark.parametrize("how", support.shared_out(CHANGES, quick=["two", "swap"]))
 def test_a_weight_that_others_change_is_its_own_master(
     how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from children import forked_python
 from ssdtrain.notices import Notices
 from ssdtrain.optimizer.chunks import Chunk, Part
 from ssdtrain.optimizer.deferred import Deferred
@@ -36,10 +35,8 @@ atexit.register(last_step)
 
 
 def test_a_step_at_the_end_of_the_interpreter(tmp_path: Path) -> None:
-    ended = subprocess.run(
-        [sys.executable, "-P", "-c", PROGRAM, tmp_path], capture_output=True, check=False
-    )
-    assert (ended.returncode, ended.stderr) == (0, b"")
+    ended = forked_python(PROGRAM, str(tmp_path))
+    assert (ended.returncode, ended.stderr) == (0, "")
     assert not list(tmp_path.iterdir())
 
 

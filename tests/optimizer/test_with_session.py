@@ -8,7 +8,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -79,9 +79,20 @@ def rows(session: ssdtrain.Session) -> dict[str, Any]:
     return {one.name: one for one in session.stats.classes}
 
 
-@pytest.mark.parametrize("bound", [None, 8 * MIB, BOUND], ids=["none", "wide", "tight"])
-@pytest.mark.parametrize("overlap", SCHEDULES)
-@pytest.mark.parametrize("kind", ["plain", "masters", "undo"])
+KINDS = list(product(["plain", "masters", "undo"], SCHEDULES, [None, 8 * MIB, BOUND]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "overlap", "bound"),
+    support.shared_out(
+        KINDS,
+        quick=[
+            *(one for one in KINDS if one[2] == BOUND),
+            ("plain", "forward", None),
+            ("masters", "backward", 8 * MIB),
+        ],
+    ),
+)
 def test_equal_bits(kind: str, overlap: Any, bound: int | None, tmp_path: Path) -> None:
     if kind == "undo" and overlap == "forward":
         pytest.skip("there is no undo beside a forward")
@@ -601,6 +612,7 @@ with ssdtrain.offload(sys.argv[1], direct_io="optional", max_resident_bytes="8Mi
 """
 
 
+@pytest.mark.long
 def test_a_forked_process_is_refused(tmp_path: Path) -> None:
     done = forked_python(FORKED, str(tmp_path))
     assert done.returncode == 0, done.stderr

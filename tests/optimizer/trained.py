@@ -14,7 +14,7 @@ import support
 from ssdtrain import offload_optimizer
 from ssdtrain.optimizer import state as state_module
 
-STEPS = 20
+STEPS = 10
 WIDTH = 160
 Make = Callable[[nn.Module], Optimizer]
 Step = Callable[[nn.Module, Optimizer, Tensor], None]
@@ -106,7 +106,7 @@ def prove(
     plain, _ = train(make, None, prepare, **options)
     ways: list[dict[str, Any]] = [{"overlap": "step"}]
     if not options.get("undo"):
-        ways += [{"overlap": "forward"}, {"overlap": "forward", "looks_every": 5}]
+        ways += [{"overlap": "forward"}, {"overlap": "forward", "looks_every": 3}]
     if in_backward:
         ways += [{"overlap": "backward"}]
     for way in ways:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -204,14 +205,16 @@ def changed(
 
 
 @pytest.mark.parametrize(
-    "at_home",
-    [
-        pytest.param(False, id="away"),
-        pytest.param(True, id="in memory", marks=pytest.mark.long),
-    ],
+    ("kind", "moment", "at_home"),
+    support.shared_out(
+        list(itertools.product(KINDS, MOMENTS, [False, True])),
+        quick=[
+            ("linear", "in forward", False),
+            ("linear", "between backward and step", False),
+            ("convolution", "in backward", False),
+        ],
+    ),
 )
-@pytest.mark.parametrize("moment", MOMENTS)
-@pytest.mark.parametrize("kind", KINDS)
 def test_changes_at_every_moment(kind: str, moment: str, at_home: bool, tmp_path: Path) -> None:
     different, refused = {}, set()
     for name, change in CHANGES.items():
@@ -391,7 +394,7 @@ def trained_with(change: Callable[[Any], None], directory: Path | None) -> list[
     return seen
 
 
-@pytest.mark.parametrize("change", MODELS)
+@pytest.mark.parametrize("change", support.shared_out(MODELS, quick=list(MODELS)[::2]))
 def test_changes_of_models(change: str, tmp_path: Path) -> None:
     expected = trained_with(MODELS[change], None)
     for one, other in zip(trained_with(MODELS[change], tmp_path), expected, strict=True):

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 import ssdtrain
 import support
 from weights_away import (
-    EACH_WAY,
     WAYS,
     Case,
     Training,
     adamw,
     away,
+    each_way,
     numbered,
     offloaded,
     plain_step,
@@ -127,10 +127,11 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("way", EACH_WAY)
+COMMON = ("llama, not reentrant", "gpt2", "llama, adapted")
+
+
 @pytest.mark.parametrize(
-    "name",
-    support.shared_out(CASES, quick=["llama, not reentrant", "gpt2", "t5", "llama, adapted"]),
+    ("name", "way"), each_way(CASES, alone=["gpt2"], rare=CASES.keys() - set(COMMON))
 )
 def test_families(name: str, way: str, tmp_path: Path) -> None:
     prove(CASES[name], tmp_path, WAYS[way])
@@ -149,7 +150,7 @@ def generated(training: Training, number: int) -> None:
     training.update()
 
 
-@pytest.mark.parametrize("way", ["alone", "everything"])
+@pytest.mark.parametrize("way", support.shared_out(["alone", "everything"], quick=["everything"]))
 @pytest.mark.parametrize(
     "name", support.shared_out(["llama", "gpt2", "llama, adapted"], quick=["gpt2"])
 )
@@ -178,7 +179,10 @@ def test_adapters_on_a_base_that_is_away_already(tmp_path: Path) -> None:
         support.assert_equal_bits(one, other)
 
 
-@pytest.mark.parametrize("way", ["merge", "unload", "disable", "save", "two"])
+@pytest.mark.parametrize(
+    "way",
+    support.shared_out(["merge", "unload", "disable", "save", "two"], quick=["merge", "disable"]),
+)
 def test_what_adapters_do_to_the_base(way: str, tmp_path: Path) -> None:
     def run(directory: Path | None) -> list[Tensor]:
         model: Any = adapted(llama)

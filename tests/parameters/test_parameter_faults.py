@@ -409,7 +409,7 @@ def test_the_end_of_the_interpreter(tmp_path: Path) -> None:
         "import atexit, builtins\nbuiltins.kept = model\n"
         "atexit.register(lambda: print(torch.equal(model(x), expected)))\n"
     )
-    done = support.python(program, str(tmp_path))
+    done = forked_python(program, str(tmp_path))
     assert (done.returncode, done.stdout, done.stderr) == (0, "True\n", "")
 
 

@@ -36,7 +36,7 @@ COUNT = 5
 BOUND_BYTES = 2 * WIDTH * WIDTH * 4
 MOMENTS = [(AtCall, 400), (AtLoop, 20)]
 """With how many of them there are in a step at least."""
-EVERY = sizes(small=37, whole=1)
+EVERY = sizes(small=101, whole=3)
 """Of how many moments one is tried."""
 
 

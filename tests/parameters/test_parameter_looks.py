@@ -379,7 +379,7 @@ def replaced(model: nn.Module) -> dict[str, Tensor]:
     return {"2.weight": torch.ones(WIDTH, WIDTH), "3.bias": torch.ones(WIDTH)}
 
 
-@pytest.mark.parametrize("kind", ["away", "trained"])
+@pytest.mark.parametrize("kind", support.shared_out(["away", "trained"], quick=["trained"]))
 @pytest.mark.parametrize("look", MODELS)
 def test_models(look: str, kind: str, tmp_path: Path) -> None:
     def looked_at(directory: Path | None) -> dict[str, Tensor]:

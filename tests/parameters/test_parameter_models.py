@@ -19,7 +19,6 @@ from torch.utils.checkpoint import checkpoint
 import ssdtrain
 import support
 from weights_away import (
-    EACH_WAY,
     STEPS,
     WAYS,
     WIDTH,
@@ -27,6 +26,7 @@ from weights_away import (
     Training,
     Way,
     adamw,
+    each_way,
     layers,
     numbered,
     offloaded,
@@ -304,8 +304,17 @@ CASES: dict[str, Case] = {
 }
 
 
-@pytest.mark.parametrize("way", EACH_WAY)
-@pytest.mark.parametrize("name", CASES)
+RARE = {
+    "convolution, channels last",
+    "transformer, norm first",
+    "autocast of the tied",
+    "checkpoint, selective through hooks",
+} & CASES.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "way"), each_way(CASES, alone=["mlp", "attention", "shared", "autocast"], rare=RARE)
+)
 def test_models(name: str, way: str, tmp_path: Path) -> None:
     with warnings.catch_warnings():
         if name == "checkpoint, selective" and WAYS[way].activations:
@@ -382,7 +391,7 @@ EVALUATED = (
 
 @pytest.mark.parametrize(
     "name",
-    support.shared_out(EVALUATED, quick=["transformer", "tied", "checkpoint, not reentrant"]),
+    support.shared_out(EVALUATED, quick=["tied", "checkpoint, not reentrant"]),
 )
 def test_evaluation_in_between(name: str, tmp_path: Path) -> None:
     case = CASES[name]

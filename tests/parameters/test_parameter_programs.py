@@ -188,14 +188,14 @@ def prove(program: list[Op], bound: int, offloads: bool) -> None:
         support.assert_equal_bits({str(number): one}, {str(number): other})
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(programs, some.integers(1, 4), some.booleans())
 def test_programs(program: list[Op], bound: int, offloads: bool) -> None:
     prove(program, bound, offloads)
 
 
 @pytest.mark.long
-@settings(max_examples=800)
+@settings(max_examples=500)
 @given(programs, some.integers(1, 4), some.booleans())
 def test_many_programs(program: list[Op], bound: int, offloads: bool) -> None:
     prove(program, bound, offloads)

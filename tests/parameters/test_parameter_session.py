@@ -116,11 +116,23 @@ def assert_as_plain(training: Training, loss: Any = plainly) -> None:
         support.assert_equal_bits(one, other)
 
 
-@pytest.mark.parametrize("overlap", SCHEDULES)
 @pytest.mark.parametrize(
-    ("loss", "bound"),
-    [(plainly, None), *((one, BOUND) for one in LOSSES)],
-    ids=["unbounded", *(one.__name__ for one in LOSSES)],
+    ("loss", "bound", "overlap"),
+    support.shared_out(
+        [
+            (loss, bound, overlap)
+            for loss, bound in [(plainly, None), *((one, BOUND) for one in LOSSES)]
+            for overlap in SCHEDULES
+        ],
+        quick=[
+            (plainly, None, "none"),
+            (plainly, BOUND, "step"),
+            *((plainly, BOUND, overlap) for overlap in ("forward", "backward")),
+            (recomputed, BOUND, "forward"),
+            (reentrant, BOUND, "step"),
+            (chosen, BOUND, "backward"),
+        ],
+    ),
 )
 def test_equal_bits(overlap: str, loss: Any, bound: int | None, tmp_path: Path) -> None:
     with block(tmp_path, max_resident_bytes=bound) as session:

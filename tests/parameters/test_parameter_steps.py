@@ -17,7 +17,6 @@ import ssdtrain
 import support
 from ssdtrain import TensorStore
 from weights_away import (
-    EACH_WAY,
     WAYS,
     WIDTH,
     Case,
@@ -26,6 +25,7 @@ from weights_away import (
     Way,
     adamw,
     away,
+    each_way,
     layers,
     numbered,
     offloaded,
@@ -277,14 +277,20 @@ STEPS: dict[str, Case] = {
 }
 
 
-@pytest.mark.parametrize("way", EACH_WAY)
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize(
+    ("name", "way"),
+    each_way(
+        STEPS,
+        alone=["clipped", "retained", "closure", "in hooks"],
+        rare=["in parts of images", "twice through images"],
+    ),
+)
 def test_steps(name: str, way: str, tmp_path: Path) -> None:
     prove(STEPS[name], tmp_path, WAYS[way])
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
-@pytest.mark.parametrize("way", EACH_WAY)
+@pytest.mark.parametrize("way", support.shared_out(WAYS, quick=["everything"]))
 def test_a_graph_of_the_backward(way: str, tmp_path: Path) -> None:
     prove(Case(smooth, step=graph_of_backward, keeps_bound=False), tmp_path, WAYS[way])
 
@@ -307,8 +313,7 @@ def scaled(training: Training, number: int) -> None:
     training.optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("way", EACH_WAY)
+@pytest.mark.parametrize(("fused", "way"), each_way([False, True], alone=[True], rare=[True]))
 def test_a_scaler_that_leaves_steps_out(way: str, fused: bool, tmp_path: Path) -> None:
     make = partial(torch.optim.AdamW, lr=1e-2, fused=fused)
     # A fused update takes all weights at once.
@@ -327,8 +332,9 @@ MAKES: dict[str, tuple[Callable[[Any], Any], bool]] = {
 }
 
 
-@pytest.mark.parametrize("way", ["alone", "everything"])
-@pytest.mark.parametrize("name", MAKES)
+@pytest.mark.parametrize(
+    ("name", "way"), each_way(MAKES, alone=["momentum", "fused", "lion"], rare=["sgd"])
+)
 def test_optimizers(name: str, way: str, tmp_path: Path) -> None:
     make, one_at_a_time = MAKES[name]
     keeps_bound = one_at_a_time or WAYS[way].optimizer is not None

@@ -44,7 +44,7 @@ pytestmark = [
     # Of `torch.tensor(weight)`, which is tried on purpose.
     pytest.mark.filterwarnings("ignore:To copy construct from a tensor:UserWarning"),
 ]
-STEPS = sizes(small=20, whole=400)
+STEPS = sizes(small=20, whole=150)
 
 
 @pytest.fixture(autouse=True)
@@ -139,7 +139,9 @@ def asked_in_every_layer(model: Any, readers: Readers) -> None:
 
 
 @pytest.mark.parametrize("steps_count", STEPS)
-@pytest.mark.parametrize("way", READS)
+@pytest.mark.parametrize(
+    "way", support.shared_out(READS, quick=["product", "numpy", "list", "tensor"])
+)
 def test_readers_beside_forwards_and_backwards(way: str, steps_count: int, tmp_path: Path) -> None:
     """The weights do not change, so there is one right answer for each."""
     model, expected = offloaded(layers(), tmp_path), layers()

@@ -7,13 +7,14 @@ about a quarter of its weights.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from _pytest.mark import ParameterSet
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -218,8 +219,19 @@ WAYS = {
     "optimizer": Way(optimizer="step"),
     "everything": Way(activations=True, optimizer="step"),
 }
-EACH_WAY = support.shared_out(WAYS, quick=("alone", "everything"))
-"""By name: with nothing else and with all else in every run of the tests, the rest in long ones."""
+
+
+def each_way(
+    cases: Collection[Any], *, alone: Collection[Any], rare: Collection[Any] = ()
+) -> list[ParameterSet]:
+    """Return each case in each way.
+
+    `make test` tries all but the rare ones with everything else offloaded too, and some alone.
+    """
+    assert set(rare) | set(alone) <= set(cases)
+    quick = [(one, "everything") for one in cases if one not in rare]
+    quick += [(one, "alone") for one in cases if one in alone]
+    return support.shared_out([(one, way) for one in cases for way in WAYS], quick=quick)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import gc
 import json
 import os
 import signal
@@ -98,6 +99,8 @@ def begin() -> None:
     """Serve until the tests end; in a child, run its program as ``__main__``."""
     import ssdtrain  # noqa: F401, PLC0415 - this is what children need not do
 
+    # What was imported stays until the end: no collection of a child looks at it.
+    gc.freeze()
     program = serve(socket.socket(fileno=int(sys.argv[1])))
     if program is not None:
         main = sys.modules["__main__"].__dict__

@@ -511,11 +511,11 @@ def sizes(root: Path) -> Iterator[str]:
         for number, line in enumerate(other_lines, 1):
             if len(line) > COLUMNS_MAX:
                 yield f"{name}:{number}: {len(line)} columns, {COLUMNS_MAX} at most; wrap it"
-        if path.suffix in {".cpp", ".h"}:
+        if path.suffix in {".cpp", ".h"} or not product:
             continue
         functions = rust_functions(rust_code(text)) if path.suffix == ".rs" else _functions(text)
         for function, number, count in functions:
-            if product and count > FUNCTION_LINES_MAX:
+            if count > FUNCTION_LINES_MAX:
                 yield (
                     f"{name}:{number}: `{function}` has {count} lines, {FUNCTION_LINES_MAX} at"
                     " most; give a part of it a name"
@@ -591,7 +591,10 @@ def sleeps(root: Path) -> Iterator[str]:
     """No test sleeps: it waits for what it needs, or it is wrong on a slow machine."""
     wait = "wait for the event itself (a ticket, a gate, a condition, a child's output)"
     for path in files(root, TEST_FOLDERS, ".py"):
-        tree = ast.parse(path.read_text())
+        text = path.read_text()
+        if "sleep" not in text:
+            continue
+        tree = ast.parse(text)
         lines = {line for line, name in python_names(tree) if name == "time.sleep"}
         # Programs for child processes stand in strings.
         lines |= {
@@ -602,7 +605,10 @@ def sleeps(root: Path) -> Iterator[str]:
         for line in sorted(lines):
             yield f"{shown(root, path)}:{line}: a test sleeps; {wait}"
     for path in files(root, PRODUCT_FOLDERS + TEST_FOLDERS, ".rs"):
-        name, code = shown(root, path), rust_code(path.read_text())
+        text = path.read_text()
+        if "sleep" not in text:
+            continue
+        name, code = shown(root, path), rust_code(text)
         spans = [
             (found.start(), block_end(code, found.end() - 1))
             for found in _TEST_MODULE.finditer(code)

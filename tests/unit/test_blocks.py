@@ -27,7 +27,7 @@ import ssdtrain
 from ssdtrain import ConfigError
 from ssdtrain.machine.torch_internals import top_hooks
 from ssdtrain.notices import PROCESS
-from support import assert_nothing_is_on, bits, nothing_leaks
+from support import assert_nothing_is_on, bits, nothing_leaks, sizes
 
 PACKAGE = Path(ssdtrain.__file__).parent
 
@@ -367,11 +367,12 @@ class Interrupts:
                 raise KeyboardInterrupt
 
 
-def test_ctrl_c_at_any_moment_leaves_what_leave_all_mends(place: Path) -> None:
+@pytest.mark.parametrize("every", sizes(small=4, whole=1))
+def test_ctrl_c_at_any_moment_leaves_what_leave_all_mends(every: int, place: Path) -> None:
     """While a block is entered or left: its hooks are off then, or ``leave_all`` takes them off."""
     tool = block(place)
     stayed_on = []
-    for number in itertools.count(1):
+    for number in itertools.count(1, every):
         interrupts = Interrupts(number)
         sys.setprofile(interrupts)
         try:
@@ -389,4 +390,5 @@ def test_ctrl_c_at_any_moment_leaves_what_leave_all_mends(place: Path) -> None:
             break
     assert number > 50, "the calls of the package were not seen"
     # Before its first line nothing can be done about it.
-    assert stayed_on == ["__exit__"]
+    assert set(stayed_on) <= {"__exit__"}
+    assert len(stayed_on) == 1 or every > 1

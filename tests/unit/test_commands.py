@@ -18,7 +18,7 @@ import pytest
 from children import forked_python
 from disks import MIB, NOBODY, fill, needs_root
 from seccomp import FORBID_RINGS
-from support import python, wait_until
+from support import python, shared_out, wait_until
 
 NAMES = [
     "kernel",
@@ -57,6 +57,8 @@ if os.geteuid() == 0:
     os.setuid(int(sys.argv[2]))
 sys.exit(main(sys.argv[3:]))
 """
+
+NO_LIBRARY = "OSError('libtorch.so: no')"
 
 Done = subprocess.CompletedProcess[str]
 
@@ -141,8 +143,8 @@ def test_a_command_says_how_it_is_used(name: str) -> None:
     "words",
     [
         ["nope"],
-        ["doctor", ""],
         ["bench", "/tmp", "--seconds", "nan"],
+        pytest.param(["doctor", ""], marks=pytest.mark.long),
         pytest.param(["doctor"], marks=pytest.mark.long),
         pytest.param(["doctor", "/tmp", "--nope"], marks=pytest.mark.long),
         pytest.param(["bench"], marks=pytest.mark.long),
@@ -157,6 +159,7 @@ def test_wrong_words(words: list[str]) -> None:
     assert not done.stdout
 
 
+@pytest.mark.long
 def test_an_option_as_python_writes_it() -> None:
     done = ssdtrain("run", "--dir", "/tmp", "--max_host_bytes", "1GiB", "train.py")
     assert done.returncode == 2
@@ -205,6 +208,7 @@ def test_a_missing_directory(tmp_path: Path) -> None:
     assert person.stdout.endswith(f"Offload does not work in {place}: mend directory.\n")
 
 
+@pytest.mark.long
 def test_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("kept")
     done = ssdtrain("doctor", tmp_path / "file", "--json")
@@ -236,6 +240,7 @@ def test_memory_is_no_disk() -> None:
     assert checks["write_and_read"]["state"] == "SKIP"
 
 
+@pytest.mark.long
 @needs_root
 def test_no_permission_to_write(tmp_path: Path) -> None:
     place = tmp_path / "place"
@@ -255,6 +260,7 @@ def test_a_user_who_may_write(tmp_path: Path) -> None:
     assert checks_of(done)["write_and_read"]["state"] == "OK"
 
 
+@pytest.mark.long
 @needs_root
 def test_a_read_only_mount(tmp_path: Path, mounted: Any) -> None:
     (tmp_path / "source").mkdir()
@@ -265,6 +271,7 @@ def test_a_read_only_mount(tmp_path: Path, mounted: Any) -> None:
     assert_fails(done, "directory", "mounted read-only", f"sudo mount -o remount,rw {place}")
 
 
+@pytest.mark.long
 @needs_root
 def test_a_full_disk(small_disk: Path) -> None:
     fill(small_disk, leave=32 * MIB)
@@ -309,6 +316,7 @@ def test_huge_pages_that_were_switched_off(tmp_path: Path) -> None:
     assert checks["torch_huge_pages"]["remedy"] == "unset THP_MEM_ALLOC_ENABLE"
 
 
+@pytest.mark.long
 def test_rings_forbidden(tmp_path: Path) -> None:
     done = forked_python(FORBID_RINGS + MAIN, "doctor", str(tmp_path))
     if done.stdout == "no seccomp\n":
@@ -323,7 +331,9 @@ def test_rings_forbidden(tmp_path: Path) -> None:
     assert "OK    write_and_read" in done.stdout
 
 
-@pytest.mark.parametrize("error", ["OSError('libtorch.so: no')", "ImportError('no torch')"])
+@pytest.mark.parametrize(
+    "error", shared_out([NO_LIBRARY, "ImportError('no torch')"], quick=[NO_LIBRARY])
+)
 def test_a_broken_torch(tmp_path: Path, error: str) -> None:
     fake = tmp_path / "fake" / "torch"
     fake.mkdir(parents=True)

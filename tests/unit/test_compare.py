@@ -101,6 +101,7 @@ def test_without_fio_it_says_how_to_install_it(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long
 def test_too_little_room_is_told_before_anything_is_written(tmp_path: Path) -> None:
     done = compare("--gib", str(1 << 20), "--dir", str(tmp_path))
     assert done.returncode == 2
@@ -108,6 +109,7 @@ def test_too_little_room_is_told_before_anything_is_written(tmp_path: Path) -> N
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long
 def test_a_peer_that_is_missing_or_dies_is_a_reason(load: Any, tmp_path: Path) -> None:
     peers = load("compare_peers")
     with pytest.raises(peers.PeerError, match="--peers-python"):

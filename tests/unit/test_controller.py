@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import product
 
 import pytest
 
@@ -21,6 +22,7 @@ from ssdtrain.planning.controller import (
     fit,
     is_reference,
 )
+from support import shared_out
 
 PLAN = 1 << 30
 LIMIT = 0.02
@@ -83,8 +85,13 @@ def test_a_price_without_noise_is_found_exactly() -> None:
     assert price.error * PLAN == pytest.approx(0, abs=1e-9)
 
 
-@pytest.mark.parametrize("full", [0.0, 0.01, 0.03, 0.12, 1.0])
-@pytest.mark.parametrize("noise", [0.005, 0.02, 0.05])
+NOISES = list(product([0.0, 0.01, 0.03, 0.12, 1.0], [0.005, 0.02, 0.05]))
+
+
+@pytest.mark.parametrize(
+    ("full", "noise"),
+    shared_out(NOISES, quick=[(0.0, 0.005), (0.01, 0.02), (0.03, 0.02), (0.12, 0.05), (1.0, 0.02)]),
+)
 def test_steps_are_within_the_limit_after_adapting(full: float, noise: float) -> None:
     costs = []
     for seed in range(6):

@@ -10,7 +10,8 @@ import defences
 from mutations import INSTEAD, mutated
 from test_reliability import NAMED, has_test
 
-NAMES = sorted({one.defence for one in defences.marks()})
+MARKS = defences.marks()
+NAMES = sorted({one.defence for one in MARKS})
 
 
 def test_every_named_test_exists() -> None:
@@ -33,7 +34,7 @@ def test_the_table_of_defences_is_up_to_date() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_without_a_defence_the_package_still_compiles(name: str) -> None:
     """In Python; what is compiled is built without its line by ``make mutations``."""
-    for file in {one.file for one in defences.marks() if one.defence == name}:
+    for file in {one.file for one in MARKS if one.defence == name}:
         lines = file.read_text().splitlines()
         without = mutated(lines, name)
         assert without != lines

@@ -65,6 +65,7 @@ def test_tensors_lie_on_pages_of_their_own() -> None:
     assert int(run(ADDRESS).stdout) == 0
 
 
+@pytest.mark.long
 def test_the_users_choice_of_pages_stands() -> None:
     assert int(run(ADDRESS, THP_MEM_ALLOC_ENABLE="0").stdout) != 0
 
@@ -79,6 +80,7 @@ def test_an_import_that_came_too_late_is_said_once_and_in_the_report(tmp_path: P
     assert f"  pages      small, because ssdtrain was imported too late; {remedy}" in done.stdout
 
 
+@pytest.mark.long
 def test_where_logging_is_set_up_a_line_names_the_package_once(tmp_path: Path) -> None:
     done = run(f"import logging\nlogging.basicConfig()\n{TOO_LATE}", str(tmp_path))
     assert done.stderr.startswith("WARNING:ssdtrain:tensors are not on huge pages")

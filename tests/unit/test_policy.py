@@ -10,6 +10,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from ssdtrain.planning import policy as policy_module
 from ssdtrain.planning.policy import (
     CAUTION_MAX,
     CAUTION_MIN,
@@ -536,12 +537,15 @@ def test_a_futile_key_stays_kept() -> None:
     assert 1 not in policy.keep
 
 
-def test_knowledge_is_bounded() -> None:
+def test_knowledge_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert KNOWLEDGE_MAX < 1 << 20, "a bound that no process would reach"
+    bound = 1000
+    monkeypatch.setattr(policy_module, "KNOWLEDGE_MAX", bound)
     policy = Policy()
-    idle = [Item(key, 1, 0.0, 10.0) for key in range(KNOWLEDGE_MAX // 2)]
+    idle = [Item(key, 1, 0.0, 10.0) for key in range(bound // 2)]
     for turn in range(4):
         items = [Item(turn * len(idle) + one.key, 1, 0.0, 10.0) for one in idle]
         policy.learn(turn, items, STEADY, 0.0)
-        assert len(policy._planned) <= KNOWLEDGE_MAX + len(idle)
+        assert len(policy._planned) <= bound + len(idle)
     assert not policy.knows(0)
     assert policy.knows(3 * len(idle))

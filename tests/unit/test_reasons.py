@@ -30,7 +30,7 @@ from ssdtrain.planning.controller import Price, Verdict
 from ssdtrain.planning.policy import Copies, Rates
 from ssdtrain.reasons import Evidence, reason_of
 from ssdtrain.session_log import log
-from support import chain
+from support import chain, shared_out
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -168,7 +168,9 @@ CASES: dict[str, tuple[Callable[[], None], int, str]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", shared_out(CASES, quick=[one for one in CASES if one != "child processes"])
+)
 def test_the_cause_is_named_when_the_block_ends(
     case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

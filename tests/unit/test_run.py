@@ -78,7 +78,7 @@ print(type(pickle.loads(pickle.dumps(Own()))) is Own, sys.stdin.read(), sys.stdo
 """
 
 
-@pytest.mark.parametrize("safe", ["", "-P"])
+@pytest.mark.parametrize("safe", shared_out(["", "-P"], quick=["-P"]))
 def test_a_script_sees_what_it_sees_without(tmp_path: Path, safe: str) -> None:
     arguments = ["script.py", "--dir", "x", "--max", "3", "-m", "-h", "--version", "--", "-x"]
     (tmp_path / "script.py").write_text(LOOK)
@@ -94,6 +94,7 @@ def test_a_script_sees_what_it_sees_without(tmp_path: Path, safe: str) -> None:
     assert "typed" in outputs[0]
 
 
+@pytest.mark.long
 def test_a_module_sees_what_it_sees_without(tmp_path: Path) -> None:
     package = tmp_path / "tool"
     package.mkdir()
@@ -138,7 +139,7 @@ ENDINGS = {
 }
 
 
-QUICK = ("end", "exit 3", "error", "ctrl-c", "error in a thread", "forked")
+QUICK = ("exit 3", "error", "ctrl-c", "error in a thread")
 
 
 @pytest.mark.parametrize("name", shared_out(ENDINGS, quick=QUICK))
@@ -156,7 +157,8 @@ def test_a_program_ends_as_without(name: str, tmp_path: Path) -> None:
 
 def test_what_the_script_trains_is_offloaded_and_equal(tmp_path: Path) -> None:
     program = f"{TRAIN}\nprint(train())"
-    expected = plain(tmp_path, "script.py", program=program)
+    (tmp_path / "script.py").write_text(program)
+    expected = forked_python(program, cwd=tmp_path)
     done = run(tmp_path, *SMALL, "--report", "report.json", "script.py")
     assert done.stdout == expected.stdout
     figures = report(tmp_path)
@@ -171,6 +173,7 @@ def test_what_the_script_trains_is_offloaded_and_equal(tmp_path: Path) -> None:
     assert sorted(one.name for one in tmp_path.iterdir()) == ["report.json", "script.py"]
 
 
+@pytest.mark.long
 def test_threads_have_the_names_that_they_have_without(tmp_path: Path) -> None:
     program = "import threading\nprint(threading.Thread().name)\n"
     expected = plain(tmp_path, "script.py", program=program)
@@ -236,6 +239,7 @@ def test_each_rank_has_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert report(tmp_path, "report.rank3.json")["rank"] == 3
 
 
+@pytest.mark.long
 def test_what_is_no_number_is_no_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "first/of many")
     done = run(tmp_path, "--report", "report.json", "script.py", program="pass")
@@ -337,6 +341,7 @@ def test_the_installed_command_runs_a_script_with_huge_pages_whatever_it_imports
     assert "pages" not in done.stderr
 
 
+@pytest.mark.long
 def test_ctrl_c_from_outside_ends_it_by_the_signal(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(
         "import signal\nprint('ready', flush=True)\nsignal.pause()\n"

@@ -22,7 +22,7 @@ from children import forked_python
 from ssdtrain import ConfigError, CorruptError, NoSpaceError, StorageError, TensorStore
 from ssdtrain.errors import BusyError, ClosedError, SsdtrainError
 from stores import SlowStore, assert_same
-from support import wait_until
+from support import shared_out, wait_until
 
 TORCH_DTYPES = [
     torch.bool,
@@ -182,7 +182,7 @@ def numpy_views(draw: st.DrawFn) -> np.ndarray[Any, Any]:
     return array.transpose(draw(st.permutations(range(array.ndim))))
 
 
-@pytest.mark.parametrize("verify", [False, True])
+@pytest.mark.parametrize("verify", shared_out([False, True], quick=[True]))
 def test_any_view_comes_back(tmp_path: Path, verify: bool) -> None:
     with TensorStore(tmp_path, verify=verify) as store:
 
@@ -206,7 +206,7 @@ def test_a_big_tensor(store: TensorStore) -> None:
 
 
 def test_many_in_flight(store: TensorStore) -> None:
-    sources = [random_tensor(torch.uint8, 1 + 997 * (index % 400)) for index in range(2000)]
+    sources = [random_tensor(torch.uint8, 1 + 997 * (index % 400)) for index in range(1200)]
     stored = [store.write(source) for source in sources]
     pending = [store.read(one) for one in stored]
     for one, source in zip(pending, sources, strict=True):

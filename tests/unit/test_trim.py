@@ -67,7 +67,7 @@ def test_trimming_while_threads_write_and_read(tmp_path: Path, backend: Any) -> 
         def work(seed: int) -> None:
             try:
                 generator = torch.Generator().manual_seed(seed)
-                for _ in range(60):
+                for _ in range(25):
                     sizes = torch.randint(1, MIB, (4,), generator=generator).tolist()
                     sources = [torch.randn(size, generator=generator) for size in sizes]
                     stored = [store.write(one) for one in sources]

@@ -172,6 +172,7 @@ def test_pip_gets_its_own_settings_and_nothing_else() -> None:
     assert not any(map(fresh_install.PIP_NEEDS.fullmatch, held))
 
 
+@pytest.mark.long
 def test_nothing_is_proved_where_rust_is_found(only_path: Path, tmp_path: Path) -> None:
     cargo = program(only_path / "cargo", "exit 1")
     done = subprocess.run(
