@@ -19,9 +19,9 @@ from test_training import CASES, LAG_US, train
 
 SMALL_RING, LARGE_RING = 256 << 10, 64 << 20
 """One that is full most of the time, and hides missing waits; and one that never is."""
-TRIALS = int(os.environ.get("SSDTRAIN_TRIALS", "20"))
+TRIALS = int(os.environ.get("SSDTRAIN_TRIALS", "40"))
 """As many as fit into `make test-long`, half of them with lags; more of them by hand."""
-TRIALS_OF_A_CHILD = 20
+TRIALS_OF_A_CHILD = 40
 
 
 def same_as_plain(device: Device, case: str, trials: Iterable[int]) -> None:

@@ -17,7 +17,7 @@ from fake_device import FakeDevice
 from on_fake import on_fake_device
 from support import sizes
 
-pytestmark = pytest.mark.parametrize("count", sizes(small=3, whole=40))
+pytestmark = pytest.mark.parametrize("count", sizes(small=3, whole=100))
 
 BYTES = 1 << 16
 OPTIONS = {"dtype": torch.uint8, "device": "cuda"}

@@ -17,7 +17,7 @@ from support import shared_out
 
 LAG_US = 100
 STEPS = 2
-RUNS, RUNS_OF_CHILD = 25, 25
+RUNS, RUNS_OF_CHILD = 50, 25
 
 
 class Block(nn.Module):

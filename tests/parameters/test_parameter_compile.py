@@ -107,8 +107,8 @@ def offloaded(model: Any, place: Any, blocks: int = 2) -> Any:
     return ssdtrain.offload_parameters(model, place, max_resident_bytes=blocks * BLOCK_BYTES)
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("compiled", [in_place, in_wrappers])
+@pytest.mark.parametrize("checkpointed", support.shared_out([True, False], quick=[True]))
+@pytest.mark.parametrize("compiled", support.shared_out([in_place, in_wrappers], quick=[in_place]))
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_compiled_blocks(
     backend: str, compiled: Callable[..., Any], checkpointed: bool, tmp_path: Path
@@ -127,7 +127,7 @@ def test_compiled_blocks(
     assert away(model)
 
 
-@pytest.mark.parametrize("overlap", ["step", "backward"])
+@pytest.mark.parametrize("overlap", support.shared_out(["step", "backward"], quick=["backward"]))
 def test_with_state_and_activations_on_the_disk(overlap: Any, tmp_path: Path) -> None:
     expected = trained(in_place(Model(), "aot_eager"))
     with ssdtrain.offload(
@@ -155,6 +155,7 @@ def test_with_state_and_activations_on_the_disk(overlap: Any, tmp_path: Path) ->
     assert ssdtrain.parameter_stats(model).peak_resident_bytes <= 2 * BLOCK_BYTES
 
 
+@pytest.mark.long
 def test_frozen_blocks_are_written_once(tmp_path: Path) -> None:
     def frozen() -> Any:
         model = in_place(Model(), "aot_eager")
@@ -189,6 +190,7 @@ def test_a_model_that_is_compiled_as_a_whole_is_in_memory_as_a_whole(tmp_path: P
     as_plain(trained(model), trained(expected))
 
 
+@pytest.mark.long
 def test_a_copy_is_not_compiled_and_works(tmp_path: Path) -> None:
     model = offloaded(in_place(Model(), "aot_eager"), tmp_path)
     other = copy.deepcopy(model)
@@ -199,7 +201,9 @@ def test_a_copy_is_not_compiled_and_works(tmp_path: Path) -> None:
     assert torch.equal(other(x), model(x))
 
 
-@pytest.mark.parametrize("compiled", [in_place, in_wrappers])
+@pytest.mark.parametrize(
+    "compiled", support.shared_out([in_place, in_wrappers], quick=[in_wrappers])
+)
 def test_blocks_that_are_compiled_later(compiled: Callable[..., Any], tmp_path: Path) -> None:
     expected = trained(compiled(Model(), "aot_eager"))
     model = offloaded(Model(), tmp_path)

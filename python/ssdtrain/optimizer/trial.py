@@ -195,13 +195,20 @@ def _surroundings(optimizer: Optimizer) -> tuple[Any, Any, dict[str, Any]]:
         for name, value in vars(optimizer).items()
         if name not in ("state", "param_groups")
     }
-    legacy = np.random.get_state()  # noqa: NPY002 - somebody else may use it
-    numbers = [torch.random.get_rng_state(), random.getstate(), str(legacy)]
+    legacy: Any = np.random.get_state(legacy=False)  # noqa: NPY002 - somebody else may use it
+    numbers = [torch.random.get_rng_state(), random.getstate(), _without_arrays(legacy)]
     return (
         numbers,
         [{k: _cloned(v) for k, v in group.items()} for group in _options_of(optimizer)],
         attributes,
     )
+
+
+def _without_arrays(value: Any) -> Any:
+    """Return a state of numpy's generator with bytes in the place of arrays, to be compared."""
+    if isinstance(value, dict):
+        return {name: _without_arrays(one) for name, one in value.items()}
+    return value.tobytes() if isinstance(value, np.ndarray) else value
 
 
 def _cloned(value: Any) -> Any:
