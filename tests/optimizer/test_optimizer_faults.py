@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._C._dynamo import eval_frame
 from torch.optim import Optimizer
 
 import support
@@ -94,6 +95,15 @@ def test_a_tight_bound_on_the_disk_holds_as_much_in_every_step(
         assert stats.on_disk_bytes == on_disk_mib << 20
         assert (stats.write_failed_count == 0) == (on_disk_mib == 4)
     support.assert_equal_bits(everything(ours, offloaded), everything(plain, optimizer))
+
+
+def test_a_tight_bound_on_the_disk_beside_compiled_code(tmp_path: Path) -> None:
+    """Where the compiler looks at each frame, Python keeps a call's arguments until it ends."""
+    before = eval_frame.set_eval_frame(False)
+    try:
+        test_a_tight_bound_on_the_disk_holds_as_much_in_every_step("3200KiB", 3, "step", tmp_path)
+    finally:
+        eval_frame.set_eval_frame(before)
 
 
 def test_a_device_that_is_gone_ends_in_an_error_that_says_what_is_whole(tmp_path: Path) -> None:

@@ -198,13 +198,20 @@ class Disk:
         )
 
     def send(
-        self, source: Tensor, stored: StoredTensor[Tensor] | None, away: Away | None = None
+        self,
+        source: Tensor,
+        older: dict[Any, StoredTensor[Tensor]],
+        key: Any,
+        away: Away | None = None,
     ) -> Away | None:
         """Begin to write a tensor, over its older bytes; ``None`` if it has to stay.
 
         ``away`` stands for it already, if it is given. The older bytes stay on the disk until the
         new ones are there in whole.
         """
+        # Not as an argument, which the caller may hold, too: their space is free as soon as nobody
+        # has them.
+        stored = older.pop(key, None)
         while True:
             try:
                 if stored is None:
@@ -332,14 +339,13 @@ class ParameterState(dict[Any, Any]):
             if isinstance(entry, Away):
                 payload = entry.unsent()
                 if payload is not None:
-                    disk.send(payload, self._stored.pop(key, None), entry)
+                    disk.send(payload, self._stored, key, entry)
                     if entry.stored is not None:
                         self._stored[key] = entry.stored
                 continue
             del entry
             if self.may_leave(key, disk):
-                # Not kept here meanwhile: their space is free as soon as nobody has them.
-                away = disk.send(super().__getitem__(key), self._stored.pop(key, None))
+                away = disk.send(super().__getitem__(key), self._stored, key)
                 if away is not None and away.stored is not None:
                     self._stored[key] = away.stored
                     super().__setitem__(key, away)
