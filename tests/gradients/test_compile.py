@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import shutil
 from collections.abc import Iterator
@@ -362,3 +363,19 @@ def test_a_second_handle_on_what_a_graph_saved_gives_equal_bits(tmp_path: Path) 
         return {"loss": loss.detach(), "x": x.grad, **gradients(model)}
 
     prove(step, tmp_path)
+
+
+def test_an_optimizer_that_is_gone_breaks_no_graph(tmp_path: Path) -> None:
+    """Its hook on modules is there until the next forward that is not compiled."""
+    module = nn.Linear(WIDTH, WIDTH)
+    optimizer = torch.optim.AdamW(module.parameters())
+    ssdtrain.offload_optimizer(optimizer, tmp_path, overlap="forward")
+    x = torch.ones(ROWS, WIDTH)
+    module(x).sum().backward()
+    optimizer.step()
+    optimizer.synchronize()
+    del optimizer
+    gc.collect()
+    expected = nn.functional.linear(x, module.weight, module.bias)
+    module.compile(backend="eager", fullgraph=True)
+    assert torch.equal(module(x), expected)

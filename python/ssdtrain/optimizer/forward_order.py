@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ssdtrain.optimizer.pending import is_pending, under_way
@@ -86,7 +87,9 @@ class ForwardOrder:
 
         def before(module: nn.Module, _: Any) -> None:
             alive = order()
-            if alive is None or not alive.before_forward(module):
+            is_over = alive is None or not alive.before_forward(module)
+            # The compiler cannot take a hook away; the next forward that it does not see does.
+            if is_over and not is_dynamo_compiling():
                 handle.remove()
 
         handle = register_module_forward_pre_hook(before)
