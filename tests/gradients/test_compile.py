@@ -365,8 +365,34 @@ def test_a_second_handle_on_what_a_graph_saved_gives_equal_bits(tmp_path: Path) 
     prove(step, tmp_path)
 
 
+@pytest.mark.parametrize("overlap", ["forward", "backward"])
+def test_an_offloaded_optimizer_has_nothing_compiled_again(overlap: Any, tmp_path: Path) -> None:
+    def trained(*, offloaded: bool) -> tuple[list[Tensor], int]:
+        torch._dynamo.reset()
+        counters.clear()
+        torch.manual_seed(0)
+        module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(10)))
+        for layer in module:
+            layer.compile(backend="aot_eager", fullgraph=True)
+        optimizer = torch.optim.AdamW(module.parameters())
+        if offloaded:
+            ssdtrain.offload_optimizer(optimizer, tmp_path, overlap=overlap)
+        for _ in range(4):
+            module(torch.ones(ROWS, WIDTH)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [one.detach().clone() for one in module.parameters()], counters["stats"][
+            "unique_graphs"
+        ]
+
+    weights, count = trained(offloaded=True)
+    expected, expected_count = trained(offloaded=False)
+    assert count == expected_count
+    for one, other in zip(weights, expected, strict=True):
+        assert torch.equal(one, other)
+
+
 def test_an_optimizer_that_is_gone_breaks_no_graph(tmp_path: Path) -> None:
-    """Its hook on modules is there until the next forward that is not compiled."""
     module = nn.Linear(WIDTH, WIDTH)
     optimizer = torch.optim.AdamW(module.parameters())
     ssdtrain.offload_optimizer(optimizer, tmp_path, overlap="forward")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -37,10 +37,12 @@ class ForwardOrder:
         self._places: dict[int, int] = {}
         self._noted: dict[int, None] = {}
         self._is_learned = False
-        self._is_watching = False
+        # As long as this lives: compiled code is compiled anew when hooks of modules come and go.
+        handle = register_module_forward_pre_hook(_before(weakref.ref(self)))
+        weakref.finalize(self, handle.remove).atexit = False
 
     def begin_round(self) -> None:
-        """Take over what was learned since the last step; from now on modules wait."""
+        """Take over what was learned since the last step."""
         unknown = [number for number in self._noted if number not in self._places]
         if not self._is_learned:
             if self._noted:
@@ -53,7 +55,6 @@ class ForwardOrder:
             # No module has it as its own: it comes where it is asked for in the next round.
             self._is_learned = False
         self._noted = {}
-        self._watch()
 
     def sort(self, params: Iterable[Any], of: Any) -> list[Any]:
         """Return things by the places of the parameters that ``of`` gives for them."""
@@ -64,8 +65,10 @@ class ForwardOrder:
         """Remember that a parameter was asked for."""
         self._noted.setdefault(id(param))
 
-    def before_forward(self, module: nn.Module) -> bool:
-        """Wait for what a module is about to use; return whether to be called again."""
+    def before_forward(self, module: nn.Module) -> None:
+        """Wait for what a module is about to use."""
+        if self._is_learned and not under_way:
+            return
         for param in module._parameters.values():  # noqa: SLF001 - its own ones only, and fast
             if param is None:
                 continue
@@ -77,20 +80,15 @@ class ForwardOrder:
             for param in module.parameters():
                 if is_pending(param):
                     look_at(param)
-        self._is_watching = not self._is_learned or bool(under_way)
-        return self._is_watching
 
-    def _watch(self) -> None:
-        if self._is_watching:
+
+def _before(order: weakref.ref[ForwardOrder]) -> Callable[[nn.Module, Any], None]:
+    def before(module: nn.Module, _: Any) -> None:
+        if is_dynamo_compiling():
+            # Updates are made in `step()` from now on: compiled code does not wait (Deferred).
             return
-        order = weakref.ref(self)
+        alive = order()
+        if alive is not None:
+            alive.before_forward(module)
 
-        def before(module: nn.Module, _: Any) -> None:
-            alive = order()
-            is_over = alive is None or not alive.before_forward(module)
-            # The compiler cannot take a hook away; the next forward that it does not see does.
-            if is_over and not is_dynamo_compiling():
-                handle.remove()
-
-        handle = register_module_forward_pre_hook(before)
-        self._is_watching = True
+    return before

@@ -52,8 +52,8 @@ class Weights(OffloadedTensors):
     name = NAME
     too_many = (
         "more than max_resident_bytes=%s of a model's weights are in memory: all others are in "
-        "use, somebody has tensors on their memory (a state_dict, say), or another thread is busy, "
-        "which may be using them"
+        "use (of a module that is compiled all are at once), somebody has tensors on their memory "
+        "(a state_dict, say), or another thread is busy, which may be using them"
     )
 
     def __init__(
