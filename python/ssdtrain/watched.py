@@ -33,7 +33,7 @@ METADATA = frozenset(
             for name in (
                 *("shape", "dtype", "device", "layout", "ndim", "nbytes", "itemsize"),
                 *("requires_grad", "is_leaf", "is_cpu", "is_cuda", "is_sparse", "is_meta"),
-                *("is_quantized", "is_nested"),
+                *("is_quantized", "is_nested", "is_mkldnn"),
             )
         ),
         *(
@@ -42,6 +42,7 @@ METADATA = frozenset(
                 *("size", "dim", "numel", "nelement", "stride", "element_size", "storage_offset"),
                 *("is_contiguous", "is_floating_point", "is_complex", "is_inference"),
                 *("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided"),
+                *("_is_view", "is_conj", "is_neg"),
             )
         ),
         *(

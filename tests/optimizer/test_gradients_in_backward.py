@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +28,7 @@ from gradients_away import (
     clipped,
     large,
     layers,
+    numbered,
     sgd,
 )
 from moments import AtCall, interrupt
@@ -289,3 +291,48 @@ def test_gradients_outlive_their_optimizer(tmp_path: Path) -> None:
     backward(plain, 1)
     backward(ours, 1)
     support.assert_equal_bits(support.gradients(ours), support.gradients(plain))
+
+
+def test_a_backward_on_a_thread_of_its_own(tmp_path: Path) -> None:
+    """Torch gives a thread its count of threads when that is asked for the first time."""
+
+    def trained(place: Path | None) -> dict[str, Tensor]:
+        module = layers(6)
+        optimizer = sgd(module)
+        if place is not None:
+            in_backward(optimizer, place, max_gradient_bytes=2 * ONE)
+        for number in range(2):
+            loss = module(numbered(number)).square().mean()
+            thread = threading.Thread(target=loss.backward)
+            thread.start()
+            thread.join()
+            optimizer.step()
+            optimizer.zero_grad()
+        return everything(module, optimizer)
+
+    support.assert_equal_bits(trained(tmp_path), trained(None))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_code_is_compiled_while_gradients_are_taken_and_away(tmp_path: Path) -> None:
+    def trained(place: Path | None) -> dict[str, Tensor]:
+        torch._dynamo.reset()
+        module = layers()
+        for layer in module:
+            layer.compile(backend="aot_eager")
+        optimizer = sgd(module)
+        if place is not None:
+            in_backward(optimizer, place)
+        for step in range(2):
+            for part in range(3):
+                if place is not None:
+                    optimizer.set_is_last_backward(part == 2)
+                # A new length each time.
+                module(torch.ones(3 * step + part + 1, 136)).square().mean().backward()
+            module(torch.ones(20 + step, 136))
+            optimizer.step()
+            optimizer.zero_grad()
+        return everything(module, optimizer)
+
+    with torch._dynamo.config.patch(automatic_dynamic_shapes=False, recompile_limit=64):
+        support.assert_equal_bits(trained(tmp_path), trained(None))

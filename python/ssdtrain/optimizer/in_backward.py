@@ -133,6 +133,7 @@ class InBackward:
         Nothing is changed before ``publish``. What raises may be tried again.
         """
         self.join()
+        self._thread.note_threads()
         self._noted.clear()
         self._waiting, self._waiting_bytes = [], 0
         self._drop_in_step(host)

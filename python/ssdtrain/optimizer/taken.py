@@ -9,16 +9,17 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from ssdtrain.errors import UnsupportedError
+from ssdtrain.machine.torch_internals import as_plain_tensors
 from ssdtrain.parameters.successor import Successor
 from ssdtrain.parameters.weights import weight_of
-from ssdtrain.watched import User
+from ssdtrain.watched import METADATA, User
 
 __all__ = ["Taken", "TakenGradient", "take"]
 
@@ -46,14 +47,23 @@ FREED = (
 )
 
 
+DESCRIBED = METADATA | {
+    getattr(Tensor, name).__get__
+    for name in ("_version", "_base", "grad", "grad_fn", "retains_grad", "_backward_hooks")
+}
+DESCRIBED |= {Tensor.untyped_storage}
+
+
 class TakenGradient(Tensor):
     """Stands in ``param.grad`` for a gradient that an update has taken."""
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> NoReturn:
-        """Refuse every look."""
+    ) -> Any:
+        """Refuse every look at the bytes; the compiler describes also the gradients of weights."""
+        if func in DESCRIBED:
+            return as_plain_tensors(func, types, args, kwargs or {})
         raise UnsupportedError(LOOKED)
 
 

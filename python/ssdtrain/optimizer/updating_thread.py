@@ -34,6 +34,13 @@ class UpdatingThread(Updates):
         """Held by the thread that works: an interrupted start may leave one more."""
         self._thread: threading.Thread | None = None
         self._is_working = False
+        self.note_threads()
+
+    def note_threads(self) -> None:
+        """Take the calling thread's count of threads, which decides how sums are cut.
+
+        Not asked in a backward: torch gives a thread its count when it is asked for the first time.
+        """
         self._threads = torch.get_num_threads()
 
     def add(self, job: Job) -> None:
@@ -42,7 +49,6 @@ class UpdatingThread(Updates):
         Until then this thread goes on alone, and later it waits: beside it weights leave.
         """
         with self._lock:
-            self._threads = torch.get_num_threads()
             self._jobs.append(job)
 
     def put(self, job: Job) -> None:
