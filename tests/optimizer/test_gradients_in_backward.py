@@ -21,6 +21,7 @@ from gradients_away import (
     LAYERS,
     ONE,
     STEPS,
+    WIDTH,
     adamw,
     an_away_one,
     backward,
@@ -28,7 +29,6 @@ from gradients_away import (
     clipped,
     large,
     layers,
-    numbered,
     sgd,
 )
 from moments import AtCall, interrupt
@@ -302,7 +302,8 @@ def test_a_backward_on_a_thread_of_its_own(tmp_path: Path) -> None:
         if place is not None:
             in_backward(optimizer, place, max_gradient_bytes=2 * ONE)
         for number in range(2):
-            loss = module(numbered(number)).square().mean()
+            x = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(number))
+            loss = module(x).square().mean()
             thread = threading.Thread(target=loss.backward)
             thread.start()
             thread.join()
@@ -328,8 +329,8 @@ def test_code_is_compiled_while_gradients_are_taken_and_away(tmp_path: Path) -> 
                 if place is not None:
                     optimizer.set_is_last_backward(part == 2)
                 # A new length each time.
-                module(torch.ones(3 * step + part + 1, 136)).square().mean().backward()
-            module(torch.ones(20 + step, 136))
+                module(torch.ones(3 * step + part + 1, WIDTH)).square().mean().backward()
+            module(torch.ones(20 + step, WIDTH))
             optimizer.step()
             optimizer.zero_grad()
         return everything(module, optimizer)
