@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -37,9 +37,7 @@ class ForwardOrder:
         self._places: dict[int, int] = {}
         self._noted: dict[int, None] = {}
         self._is_learned = False
-        # As long as this lives: compiled code is compiled anew when hooks of modules come and go.
-        handle = register_module_forward_pre_hook(_before(weakref.ref(self)))
-        weakref.finalize(self, handle.remove).atexit = False
+        _watch(weakref.ref(self))
 
     def begin_round(self) -> None:
         """Take over what was learned since the last step."""
@@ -82,13 +80,21 @@ class ForwardOrder:
                     look_at(param)
 
 
-def _before(order: weakref.ref[ForwardOrder]) -> Callable[[nn.Module, Any], None]:
+def _watch(order: weakref.ref[ForwardOrder]) -> None:
+    """Have modules wait as long as the order lives.
+
+    Compiled code is compiled anew when hooks of modules come and go, so this one stays. A module
+    takes it away again, and no finalizer: that may run while torch goes through the hooks.
+    """
+
     def before(module: nn.Module, _: Any) -> None:
         if is_dynamo_compiling():
             # Updates are made in `step()` from now on: compiled code does not wait (Deferred).
             return
         alive = order()
-        if alive is not None:
+        if alive is None:
+            handle.remove()
+        else:
             alive.before_forward(module)
 
-    return before
+    handle = register_module_forward_pre_hook(before)

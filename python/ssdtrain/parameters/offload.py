@@ -101,6 +101,7 @@ def offload_parameters(
     weights = Weights(store, bound, room)
     weights.staying_bytes = staying_bytes
     try:
+        bring_before_compiled(model)
         for name, param in leaving.items():
             if not param.is_meta:
                 weights.add(param, name)
@@ -116,7 +117,6 @@ def offload_parameters(
         raise
     if share is not None:
         share.register(weights)
-    bring_before_compiled(model)
     return model
 
 
