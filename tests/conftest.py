@@ -18,6 +18,9 @@ __all__ = ["mounted", "small_disk"]
 
 SLOWEST_FILES_COUNT = 12
 
+BEFORE = pytest.StashKey[tuple[int, int]]()
+"""How many tests had failed, and how many threads stores had, when a test began."""
+
 
 if "PYTEST_DEBUG_TEMPROOT" not in os.environ:
     os.environ["PYTEST_DEBUG_TEMPROOT"] = str(SCRATCH)
@@ -55,7 +58,29 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[object]:
         fcntl.flock(door, fcntl.LOCK_EX)
         fcntl.flock(room, wanted)
         fcntl.flock(door, fcntl.LOCK_UN)
+        item.stash[BEFORE] = item.session.testsfailed, store_thread_count()
         return (yield)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    """Say which test leaves a store alive: one that comes later would fail for it.
+
+    What a test had in its hands that failed stays alive until pytest has told of it.
+    """
+    yield
+    failed_before, threads_before = item.stash[BEFORE]
+    if store_thread_count() > threads_before and failed_before == item.session.testsfailed:
+        gc.collect()
+        sys.modules["support"].wait_until(
+            lambda: store_thread_count() <= threads_before, "the end of the store's threads"
+        )
+
+
+def store_thread_count() -> int:
+    """Count the threads of stores; whoever has one has imported what the tests share."""
+    support = sys.modules.get("support")
+    return len(support.store_threads()) if support is not None else 0
 
 
 def pytest_collection_finish() -> None:

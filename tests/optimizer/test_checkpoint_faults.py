@@ -9,7 +9,7 @@ import random
 import subprocess
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
@@ -32,37 +32,53 @@ CALLS = ("write", "fsync", "mkdir", "link", "replace", "rename", "open")
 """What a save asks of the kernel to change something; a fault comes before one of these."""
 
 
+Error = Callable[[], BaseException]
+"""Makes an error anew each time: one that was raised holds what it went through."""
+
+
 class Faults:
     """Raises, or does, something before one of the calls that change the disk."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, at: int, error: BaseException) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch, at: int, error: Error) -> None:
         self.count = 0
         self.has_come = False
         for name in CALLS:
             patch.setattr(folder_module.os, name, self._with_fault(getattr(os, name), at, error))
 
-    def _with_fault(self, call: Any, at: int, error: BaseException) -> Any:
+    def _with_fault(self, call: Any, at: int, error: Error) -> Any:
         def called(*arguments: Any, **named: Any) -> Any:
             self.count += 1
             if self.count == at:
                 self.has_come = True
-                raise error
+                raise error()
             return call(*arguments, **named)
 
         return called
 
 
 @contextmanager
-def faults(at: int, error: BaseException) -> Iterator[Faults]:
+def faults(at: int, error: Error) -> Iterator[Faults]:
     with pytest.MonkeyPatch.context() as patch:
         yield Faults(patch, at, error)
 
 
-ERRORS: dict[str, tuple[BaseException, type[BaseException]]] = {
-    "space": (OSError(errno.ENOSPC, "No space left on device"), NoSpaceError),
-    "quota": (OSError(errno.EDQUOT, "Disk quota exceeded"), NoSpaceError),
-    "error": (OSError(errno.EIO, "Input/output error"), StorageError),
-    "interrupt": (KeyboardInterrupt(), KeyboardInterrupt),
+def no_space() -> OSError:
+    return OSError(errno.ENOSPC, "No space left on device")
+
+
+def over_quota() -> OSError:
+    return OSError(errno.EDQUOT, "Disk quota exceeded")
+
+
+def no_disk() -> OSError:
+    return OSError(errno.EIO, "Input/output error")
+
+
+ERRORS: dict[str, tuple[Error, type[BaseException]]] = {
+    "space": (no_space, NoSpaceError),
+    "quota": (over_quota, NoSpaceError),
+    "error": (no_disk, StorageError),
+    "interrupt": (KeyboardInterrupt, KeyboardInterrupt),
 }
 
 
@@ -113,7 +129,7 @@ def test_a_save_that_fails_anywhere_leaves_the_older_checkpoint(
         assert files_of(tmp_path) == ({"saved"} if has_older else set())
         if how != "interrupt":
             assert "saving into" in str(failed)
-            assert failed.errno == error.errno  # type: ignore[attr-defined]
+            assert failed.errno == error().errno  # type: ignore[attr-defined]
     assert at > 15, "so many calls at least change something"
     save(folder, run.module, run.optimizer)
     assert_whole(folder)
@@ -469,7 +485,7 @@ def test_nothing_is_left_open(tmp_path: Path) -> None:
     before = support.open_files()
     save(tmp_path / "saved", run.module, run.optimizer)
     load(tmp_path / "saved", run.module, run.optimizer)
-    with pytest.raises(StorageError), faults(4, OSError(errno.EIO, "Input/output error")):
+    with pytest.raises(StorageError), faults(4, no_disk):
         save(tmp_path / "saved", run.module, run.optimizer)
     assert support.open_files() == before
 
