@@ -3,10 +3,11 @@ r"""What the hooks cost per saved tensor of a GPU, with the fake CUDA device in 
 As ``hook_overhead.py`` measures it: microseconds of each pack and unpack where autograd makes them,
 the interpreter's lock held, over trivial hooks; medians over all calls. The fake device
 (``tests/fake_device``) runs PyTorch's own allocator and streams, so all but the driver is as on a
-GPU. What the hooks spend in the driver is told apart: how often they call it per saved tensor (but
-for the thread that follows the copies), and how long they are in it, which the fake measures in
-rounds of their own. A real driver takes other times. Waits for the device in which the lock was
-held are counted too: there must be none.
+GPU. Told apart, from rounds of their own: for how long the hooks are without the lock (0 if Python
+is no library of its own, and so cannot be watched); how often they call the driver per saved tensor
+(but for the thread that follows the copies); and how long they are in it, mostly without the lock
+as well, which is the fake's own time. A real driver takes other times. Waits for the device in
+which the lock was held are counted too: there must be none.
 
     PYTHONPATH=tests/support:tests/fake_device python benches/training/gpu_hook_overhead.py \
         [--dir DIR] [--rounds N] [--json FILE]
@@ -54,6 +55,19 @@ OF_THE_WORKER = ("cuEventQuery", "cuEventElapsedTime", "cuThreadExchangeStreamCa
 
 
 @dataclass(frozen=True)
+class WithoutLock:
+    """Microseconds in which the hooks of one saved tensor do not have the interpreter's lock."""
+
+    pack_us: float
+    unpack_us: float
+
+    @property
+    def both_us(self) -> float:
+        """Pack and unpack together."""
+        return self.pack_us + self.unpack_us
+
+
+@dataclass(frozen=True)
 class InDriver:
     """What the hooks of one saved tensor do in the driver; the times are medians."""
 
@@ -77,8 +91,8 @@ def chain(elements: int) -> Tensor:
 
 def measure(
     fake: fake_device.FakeDevice, kind: str, elements: int, directory: str, rounds: int
-) -> tuple[Row, InDriver]:
-    """Measure one kind; return its figures, and which part of them is the driver's."""
+) -> tuple[Row, WithoutLock, InDriver]:
+    """Measure one kind; return its figures, and what of them is without the lock, and in CUDA."""
     store = StoreConfig(dirs=(directory,), direct_io="optional")
     config = OffloadConfig(store=store, min_bytes=MIN_BYTES, pinned_bytes=PINNED_BYTES)
     session = ssdtrain.Session(config, KeepNothing())
@@ -99,20 +113,34 @@ def measure(
                 timed.unpack_ns.clear()
                 warm_stall_s = session.stats.stall_s
     stall_us = (session.stats.stall_s - warm_stall_s) * 1e6
-    # Not with the others: to look at the clock takes time as well.
-    in_driver = Timed(hooks.pack_hook, hooks.unpack_hook, 4 * elements, fake.ns_in_calls)
-    fake.time_calls(is_on=True)
-    for _ in range(rounds):
-        in_driver.run(lambda: settled(session, elements))
-        torch.cuda.synchronize()
-    fake.time_calls(is_on=False)
+    without_lock, in_driver = measure_apart(fake, session, elements, rounds)
     written, waits = session.stats.bytes_written, fake.waits_with_gil()
     session.close()
     assert (written > 0) == (elements == LARGE_ELEMENTS), f"{kind}: wrote {written}"
     assert not waits, f"the device was waited for with the interpreter's lock: {waits}"
     row = row_of(kind, trivial, ours, stall_us)
     calls = statistics.median(counts[3::2]) - statistics.median(counts[2::2])
-    return row, InDriver(calls, median_us(in_driver.pack_ns), median_us(in_driver.unpack_ns))
+    without = WithoutLock(median_us(without_lock.pack_ns), median_us(without_lock.unpack_ns))
+    in_both = InDriver(calls, median_us(in_driver.pack_ns), median_us(in_driver.unpack_ns))
+    return row, without, in_both
+
+
+def measure_apart(
+    fake: fake_device.FakeDevice, session: ssdtrain.Session, elements: int, rounds: int
+) -> tuple[Timed, Timed]:
+    """Measure by other clocks, which take time as well: without the lock, and in the driver."""
+    hooks: Any = session.context()
+    clocks = fake.ns_without_lock, fake.ns_in_calls
+    without_lock, in_driver = (
+        Timed(hooks.pack_hook, hooks.unpack_hook, 4 * elements, clock) for clock in clocks
+    )
+    fake.time_calls(is_on=True)
+    for _ in range(rounds):
+        for timed in (without_lock, in_driver):
+            timed.run(lambda: settled(session, elements))
+            torch.cuda.synchronize()
+    fake.time_calls(is_on=False)
+    return without_lock, in_driver
 
 
 def settled(session: ssdtrain.Session, elements: int) -> Tensor:
@@ -150,16 +178,22 @@ def main(arguments: list[str]) -> int:
         kinds = (("below min_bytes", SMALL_ELEMENTS), ("offloaded", LARGE_ELEMENTS))
         measured = [measure(fake, *kind, directory, options.rounds) for kind in kinds]
     print(f"microseconds per call, medians; torch {torch.__version__}, {options.rounds} rounds\n")
-    print(table([row for row, _ in measured]))
-    for row, driver in measured:
+    print(table([row for row, _, _ in measured]))
+    for row, without_lock, driver in measured:
         print(
+            f"{row.kind}: of {row.over_us:.1f} us {without_lock.both_us:.1f} us are without the "
+            f"interpreter's lock (pack {without_lock.pack_us:.1f}, unpack "
+            f"{without_lock.unpack_us:.1f})\n"
             f"{row.kind}: of {row.over_us:.1f} us {driver.both_us:.1f} us are the fake driver's "
             f"own (pack {driver.pack_us:.1f}, unpack {driver.unpack_us:.1f}); in both together it "
             f"is called {driver.calls:.1f} times"
         )
     if options.json is not None:
         machine = asdict(machine_facts(options.dir)) | {"directory": None}
-        rows = [asdict(row) | {"in_driver": asdict(driver)} for row, driver in measured]
+        rows = [
+            asdict(row) | {"with_lock": holding and asdict(holding), "in_driver": asdict(driver)}
+            for row, holding, driver in measured
+        ]
         record = {
             "date": datetime.now(UTC).strftime("%Y-%m-%d"),
             "machine": machine,

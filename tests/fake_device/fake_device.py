@@ -97,6 +97,9 @@ class FakeDevice:
         for name in ("take_races", "calls", "refused", "waits_with_gil"):
             getattr(driver, f"fake_{name}").restype = ctypes.c_void_p
         driver.fake_ns_in_calls.restype = ctypes.c_long
+        # Called with the interpreter's lock: else each look would count itself.
+        prototype = ctypes.PYFUNCTYPE(ctypes.c_long)
+        self._ns_without_lock = prototype(("fake_ns_without_lock", driver))
 
     # What was seen
 
@@ -116,10 +119,10 @@ class FakeDevice:
         """Functions that had to wait for a device, and in which the caller held Python's lock."""
         return self._counts("waits_with_gil")
 
-    # What the fake itself takes
+    # What calls take
 
     def time_calls(self, *, is_on: bool) -> None:
-        """Measure from now on how long threads are in functions of CUDA, or no longer."""
+        """Measure from now on what the next two tell, or no longer."""
         self._driver.fake_time_calls(int(is_on))
 
     def ns_in_calls(self) -> int:
@@ -129,6 +132,13 @@ class FakeDevice:
         for the races, the threads that it wakes. What they do on streams is not in it.
         """
         return int(self._driver.fake_ns_in_calls())
+
+    def ns_without_lock(self) -> int:
+        """How long this thread had given up Python's lock while that was measured, in nanoseconds.
+
+        Always 0 where Python is no library of its own (``ldd`` of it names no ``libpython``).
+        """
+        return int(self._ns_without_lock())
 
     # How late things happen
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sysconfig
 from time import perf_counter_ns
 
 import pytest
@@ -97,3 +98,26 @@ def test_time_in_functions_of_cuda(fake: FakeDevice) -> None:
     assert 0 < counted_ns < took_ns
     stream.query()
     assert fake.ns_in_calls() == before_ns + counted_ns
+
+
+@pytest.mark.skipif(
+    not sysconfig.get_config_var("Py_ENABLE_SHARED"), reason="this Python is no library of its own"
+)
+@on_fake_device()
+def test_time_without_the_interpreters_lock(fake: FakeDevice) -> None:
+    tensor = torch.zeros(BYTES, dtype=torch.uint8, device="cuda")
+    tensor.sum().item()
+    assert fake.ns_without_lock() == 0
+    fake.time_calls(is_on=True)
+    began_ns = perf_counter_ns()
+    # Torch waits for the device without the lock, and a sum of Python's own gives it up to nobody.
+    tensor.sum().item()
+    took_ns = perf_counter_ns() - began_ns
+    without_ns = fake.ns_without_lock()
+    assert 0 < without_ns < took_ns
+    sum(range(1000))
+    assert fake.ns_without_lock() == without_ns
+    fake.time_calls(is_on=False)
+    without_ns = fake.ns_without_lock()
+    tensor.sum().item()
+    assert fake.ns_without_lock() == without_ns

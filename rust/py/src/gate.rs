@@ -73,9 +73,15 @@ impl Gates {
 
     /// That of this thread, if it has one.
     pub fn here(&self, py: Python<'_>) -> PyResult<Option<Arc<ThreadGate>>> {
-        let Some(own) = self.threads.bind(py).getattr_opt(intern!(py, "gate"))? else {
+        let (threads, name) = (self.threads.bind(py), intern!(py, "gate"));
+        let Some(own) = threads.getattr_opt(name)? else {
+            // A thread that runs backwards alone looks often: not to find it costs an exception.
+            threads.setattr(name, py.None())?;
             return Ok(None);
         };
+        if own.is_none() {
+            return Ok(None);
+        }
         Ok(Some(Arc::clone(&own.cast::<OwnGate>()?.get().0)))
     }
 

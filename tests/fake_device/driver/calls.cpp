@@ -85,11 +85,6 @@ Symbol &symbol_of(Site &site) {
   return found;
 }
 
-int64_t now_ns() {
-  using namespace std::chrono;
-  return duration_cast<nanoseconds>(steady_clock::now().time_since_epoch()).count();
-}
-
 // What the clock tells of nothing: the time between two looks at it, one right after the other.
 int64_t look_twice_ns() {
   int64_t least = INT64_MAX;
@@ -233,6 +228,11 @@ void note_wait() {
   if (!holds_gil || !is_running || !is_running() || !holds_gil()) return;
   Lock lock(mutex);
   waits[symbol_of_thread]++;
+}
+
+int64_t now_ns() {
+  using namespace std::chrono;
+  return duration_cast<nanoseconds>(steady_clock::now().time_since_epoch()).count();
 }
 
 constinit std::atomic<bool> are_calls_timed{false};

@@ -57,10 +57,16 @@ const char *error_text(int code);
 // has the interpreter's lock, because then every other Python thread waits too.
 void note_wait();
 
-// Counts from now on how long each thread is in functions of CUDA.
+// Counts from now on how long each thread is in functions of CUDA, and without the interpreter's
+// lock.
 void time_calls(bool is_on);
 // How long this thread was in them while that was on, without what they do later on a stream.
 int64_t ns_in_calls();
+
+// How long this thread had given the lock up while that was on; see `interpreter.cpp`.
+int64_t ns_without_lock();
+
+int64_t now_ns();
 
 extern constinit std::atomic<bool> are_calls_timed;
 

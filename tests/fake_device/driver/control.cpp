@@ -77,6 +77,7 @@ void fake_fail(const char *symbol, int code, long after, int is_every_call, int 
 void fake_recover(void) { recover(); }
 void fake_time_calls(int is_on) { time_calls(is_on != 0); }
 long fake_ns_in_calls(void) { return long(ns_in_calls()); }
+long fake_ns_without_lock(void) { return long(ns_without_lock()); }
 char *fake_take_races(void) {
   std::string text;
   for (const std::string &race : take_races()) text += race + "\n";

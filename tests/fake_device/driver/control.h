@@ -31,6 +31,7 @@ void fake_fail(const char *symbol, int code, long after, int is_every_call, int 
 void fake_recover(void);
 void fake_time_calls(int is_on);
 long fake_ns_in_calls(void);
+long fake_ns_without_lock(void);
 char *fake_take_races(void);
 char *fake_calls(void);
 char *fake_refused(void);
