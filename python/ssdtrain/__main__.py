@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import select
 import sys
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Protocol
@@ -63,6 +65,9 @@ def _run() -> Command:
     return run
 
 
+EXIT_UNREAD = 128 + 13
+"""As of a program that SIGPIPE ends."""
+
 COMMANDS: dict[str, tuple[Callable[[], Command], str]] = {
     "bench": (_bench, "find the setting that suits a drive best, and keep it for the store"),
     "demo": (
@@ -108,7 +113,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0
     load, _ = COMMANDS[chosen.command]
-    return load().run(chosen)
+    if chosen.command == "run":
+        return load().run(chosen)
+    try:
+        code = load().run(chosen)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if not _has_reader_left():
+            raise
+        # Python writes what is left at its end, which would fail once more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_UNREAD
+    return code
+
+
+def _has_reader_left() -> bool:
+    """Whether nobody reads the output any more, as after `| head`."""
+    poll = select.poll()
+    poll.register(sys.stdout, 0)  # errors are told in any case
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 if __name__ == "__main__":

@@ -325,7 +325,7 @@ class Stats:
             f"  process    {memory}",
             f"  drive      {moved}",
             f"  on disk    {used} now, in files of {reserved}",
-            f"  I/O time   {times}, {shown_count(self.stall_count, 'stall')}",
+            f"  I/O time   {times}, {self._shown_stalls()}",
         ]
         rows += [
             f"  {'' if number else 'of these':10} {one}" for number, one in enumerate(self.classes)
@@ -349,6 +349,11 @@ class Stats:
         if self.reason is not None:
             rows.append(f"  because    {self.reason}")
         return "\n".join(rows)
+
+    def _shown_stalls(self) -> str:
+        stalls = shown_count(self.stall_count, "stall")
+        # The time is of all classes; only those of activations are counted.
+        return f"{stalls} of activations" if len(self.classes) > 1 else stalls
 
     def _gpu_rows(self) -> list[str]:
         rows = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import re
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -387,6 +388,7 @@ def test_the_report_has_a_row_for_each_class(tmp_path: Path) -> None:
         text = str(session)
         assert "\n  of these   activations: " in text
         assert "\n             optimizer state: " in text
+        assert re.search(r"I/O time .* stalls? of activations\n", text)
         del other
         gc.collect()
         assert session.stats.classes[1].bytes_written == told[0].written_bytes

@@ -175,6 +175,21 @@ def test_the_version_is_told() -> None:
 # The doctor
 
 
+def test_a_reader_that_leaves(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "wb") as nowhere:
+        done = subprocess.run(
+            [sys.executable, "-m", "ssdtrain", "doctor", tmp_path],
+            stdout=nowhere,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+            timeout=120,
+        )
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
+
+
 def test_a_good_directory(tmp_path: Path) -> None:
     done = ssdtrain("doctor", tmp_path, "--json")
     checks = checks_of(done)

@@ -203,7 +203,10 @@ def test_the_command_answers_for_a_recorded_step(
     assert main([*words, "--html", str(picture), "--save-plan", str(plan)]) == 0
     told = capsys.readouterr().out
     assert "offload" in told
-    assert "drive life" in told
+    columns, _, meanings = told.partition("above bound\n")
+    for column in ("step", "stall", "again", "written", "drive life"):
+        assert column in columns
+        assert column in meanings, "what a column means is said below"
     assert "<polyline" in picture.read_text()
     assert "http" not in picture.read_text()
     assert json.loads(plan.read_text())["format"] == "ssdtrain-plan-1"

@@ -8,6 +8,8 @@ from pathlib import Path
 import torch
 
 from ssdtrain import Stats
+from ssdtrain.optimizer.stats import OptimizerStats
+from ssdtrain.parameters.stats import ParameterStats
 from ssdtrain.sharing import Figures
 from ssdtrain.stats import with_tenants
 from support import Rig, chain
@@ -106,3 +108,46 @@ def test_a_difference_tells_the_second_step_alone(tmp_path: Path) -> None:
     assert done.resident_bytes_peak == second.resident_bytes_peak > 0
     assert done.disk_reserved_bytes == second.disk_reserved_bytes
     assert done.engines == second.engines
+
+
+def test_an_optimizer_prints_one_line() -> None:
+    stats = OptimizerStats(
+        on_disk_bytes=3 << 20,
+        resident_bytes=1 << 20,
+        written_bytes=5 << 20,
+        read_bytes=6 << 20,
+        step_count=1,
+        step_s=0.25,
+        stall_s=0.125,
+        waited_s=0.0,
+        write_failed_count=0,
+    )
+    assert str(stats) == (
+        "state: 1 MiB in memory and 3 MiB on disk, 5 MiB written, 6 MiB read; "
+        "1 step in 0.250 s, 0.125 s stalled"
+    )
+    more = dataclasses.replace(
+        stats, waited_s=0.5, gradient_peak_bytes=2 << 20, write_failed_count=2
+    )
+    assert str(more) == (
+        f"{stats}, 0.500 s waited outside of step(); gradients: 0 bytes on disk, at most 2 MiB in "
+        "memory, 0 bytes written, 0 bytes read, 0.000 s stalled; 2 writes failed"
+    )
+
+
+def test_weights_print_one_line() -> None:
+    stats = ParameterStats(
+        total_bytes=4 << 20,
+        resident_bytes=1 << 20,
+        peak_resident_bytes=2 << 20,
+        on_disk_bytes=3 << 20,
+        staying_bytes=1 << 10,
+        read_bytes=6 << 20,
+        written_bytes=5 << 20,
+        stall_s=0.5,
+        write_failed_count=1,
+    )
+    assert str(stats) == (
+        "of 4 MiB of weights 1 MiB in memory (at most 2 MiB) and 3 MiB on disk, 1 KiB more never "
+        "leave; 5 MiB written, 6 MiB read, 0.500 s stalled, 1 write failed"
+    )

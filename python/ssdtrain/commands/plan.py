@@ -231,6 +231,15 @@ def _rules(words: Sequence[str], option: str) -> dict[str, str]:
     return found
 
 
+COLUMNS = (
+    "step: how long it takes; of that, stall waits for drives or copies, and again computes again.",
+    "written: to the drives, in one step. drive life: until as much is written as the drives are",
+    "rated for, with one step after the other. above bound: how much longer the step is than the",
+    "shortest that any plan could reach with this memory.",
+)
+"""What the columns mean."""
+
+
 def _rows(
     trace: Trace, device: Device, arguments: argparse.Namespace
 ) -> tuple[list[Row], list[Step]]:
@@ -366,6 +375,7 @@ def _text(
     lines.append("")
     lines += [f"{row.name}: {row.problem}" for row in rows if row.problem]
     lines += [f"{row.name}: {row.meaning}" for row in rows]
+    lines += ["", *COLUMNS]
     if arguments.trace is None:
         lines.append(
             f"Predicted: kernels take what {arguments.compute_share:g} of the GPU's peak and "

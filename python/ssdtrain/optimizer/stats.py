@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ssdtrain.sizes import shown_bytes, shown_count
+
 __all__ = ["OptimizerStats"]
 
 
@@ -37,3 +39,26 @@ class OptimizerStats:
     """Gradients that came back."""
     gradient_stall_s: float = 0.0
     """Time in which backwards and updates waited for gradients."""
+
+    def __str__(self) -> str:
+        """Tell the figures to a person, in one line."""
+        text = (
+            f"state: {shown_bytes(self.resident_bytes)} in memory and "
+            f"{shown_bytes(self.on_disk_bytes)} on disk, {shown_bytes(self.written_bytes)} "
+            f"written, {shown_bytes(self.read_bytes)} read; "
+            f"{shown_count(self.step_count, 'step')} in {self.step_s:.3f} s, "
+            f"{self.stall_s:.3f} s stalled"
+        )
+        if self.waited_s:
+            text += f", {self.waited_s:.3f} s waited outside of step()"
+        if self.gradient_written_bytes or self.gradient_peak_bytes:
+            text += (
+                f"; gradients: {shown_bytes(self.gradient_on_disk_bytes)} on disk, at most "
+                f"{shown_bytes(self.gradient_peak_bytes)} in memory, "
+                f"{shown_bytes(self.gradient_written_bytes)} written, "
+                f"{shown_bytes(self.gradient_read_bytes)} read, "
+                f"{self.gradient_stall_s:.3f} s stalled"
+            )
+        if self.write_failed_count:
+            text += f"; {shown_count(self.write_failed_count, 'write')} failed"
+        return text

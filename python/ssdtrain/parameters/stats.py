@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ssdtrain.sizes import shown_bytes, shown_count
+
 __all__ = ["ParameterStats"]
 
 
@@ -27,3 +29,16 @@ class ParameterStats:
     """Time in which computing waited for a weight."""
     write_failed_count: int
     """Writes that failed, whose weights stayed in memory."""
+
+    def __str__(self) -> str:
+        """Tell the figures to a person, in one line."""
+        text = (
+            f"of {shown_bytes(self.total_bytes)} of weights {shown_bytes(self.resident_bytes)} in "
+            f"memory (at most {shown_bytes(self.peak_resident_bytes)}) and "
+            f"{shown_bytes(self.on_disk_bytes)} on disk, {shown_bytes(self.staying_bytes)} more "
+            f"never leave; {shown_bytes(self.written_bytes)} written, "
+            f"{shown_bytes(self.read_bytes)} read, {self.stall_s:.3f} s stalled"
+        )
+        if self.write_failed_count:
+            text += f", {shown_count(self.write_failed_count, 'write')} failed"
+        return text
