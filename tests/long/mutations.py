@@ -99,6 +99,7 @@ INSTEAD = {
     "weights on memory of others stay": "if False:",
     "gradients on memory of others stay": "return True",
     "gradients stay that a graph or another library has": "return super().leave()",
+    "a backward waits for updates whose gradients are under the bound": "pass",
     "frozen weights stay that another library has": "if False:",
     "shared weights stay": "return True",
 }

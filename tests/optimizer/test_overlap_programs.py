@@ -143,7 +143,6 @@ def started(program: Program, directory: Path | None) -> tuple[Model, Any]:
 
 def possible(program: Program) -> Program:
     """Return the program without what the updates in backward refuse."""
-    program = replace(program, bounded=program.bounded and program.overlap != "forward")
     if program.overlap != "backward":
         return replace(program, steps=[replace(one, skipped=False) for one in program.steps])
     steps = [

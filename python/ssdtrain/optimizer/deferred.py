@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from ssdtrain.away.classes import is_away
 from ssdtrain.away.threads import KnownThread
 from ssdtrain.errors import StorageError
 from ssdtrain.machine.torch_internals import compiled_count, mode_count, storage_users
@@ -112,6 +113,8 @@ def _why_not_read_later(param: Tensor, gradient: Tensor) -> str | None:
 
 def why_not_of_another_thread(gradient: Tensor | None) -> str | None:
     """Return why no other thread may use a gradient as its own, or ``None``."""
+    if gradient is not None and is_away(gradient):
+        return "their gradients are on the disk (max_gradient_bytes)"
     if type(gradient) is not Tensor or gradient.layout is not torch.strided:
         return "their gradients are no plain dense tensors"
     if gradient.requires_grad:

@@ -84,8 +84,9 @@ def offload_optimizer(
         max_gradient_bytes: Bound on the gradients in memory, in bytes or text such as ``"8GiB"``.
             Where they alone exceed it, they leave memory between the micro-batches of a step, and
             come back when autograd adds to them and for their update. With ``"backward"`` the last
-            micro-batch has them updated and freed, and no more leaves. Not with ``"forward"``.
-            ``None``: they stay in memory.
+            micro-batch has them updated and freed, and no more leaves. With ``"forward"`` those
+            that are on the disk are updated in ``step()``, those in memory beside the forward, and
+            the next backward waits for them. ``None``: they stay in memory.
 
     Returns:
         The same optimizer, now also with ``offload_stats``, ``synchronize()``, ``lost_parameters``.
@@ -112,7 +113,7 @@ def offload_optimizer(
         name = type(optimizer).__name__
         raise ConfigError(f"this {name} is offloaded already; use it as it is")
     gradient_bytes = optional_bytes("max_gradient_bytes", max_gradient_bytes)
-    _refuse_what_does_not_go_together(overlap, undo, gradient_bytes)
+    _refuse_what_does_not_go_together(overlap, undo)
     has_masters = _has_masters(optimizer, master_dtype)
     habits = tried(optimizer, has_masters=has_masters)
     if overlap != "step":
@@ -159,9 +160,7 @@ def offload_optimizer(
     return optimizer
 
 
-def _refuse_what_does_not_go_together(
-    overlap: object, undo: object, gradient_bytes: int | None
-) -> None:
+def _refuse_what_does_not_go_together(overlap: object, undo: object) -> None:
     if overlap not in ("step", "backward", "forward"):
         raise ConfigError(f'overlap is "step", "backward" or "forward", not {overlap!r}')
     if not isinstance(undo, bool):
@@ -170,11 +169,6 @@ def _refuse_what_does_not_go_together(
         raise ConfigError(
             'undo=True needs overlap="step": beside a forward, weights that were updated are used '
             "before the step has ended"
-        )
-    if gradient_bytes is not None and overlap == "forward":
-        raise ConfigError(
-            'max_gradient_bytes needs overlap="step" or "backward": beside a forward, updates take '
-            "gradients that the user may look at"
         )
 
 

@@ -8,6 +8,7 @@ left whose state is empty.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cache
@@ -44,6 +45,7 @@ from ssdtrain.optimizer.gradients import Gradients
 from ssdtrain.optimizer.in_backward import InBackward
 from ssdtrain.optimizer.lost import Lost
 from ssdtrain.optimizer.masters import Masters, refuse_shared_memory
+from ssdtrain.optimizer.pending import in_update
 from ssdtrain.optimizer.state import Disk, ParameterState
 from ssdtrain.optimizer.stats import OptimizerStats
 from ssdtrain.optimizer.trial import Habits
@@ -106,6 +108,8 @@ class Offloaded(WholeState):
         self._take_over_state()
         if gradients is not None:
             gradients.watch()
+            if overlap == "forward":
+                gradients.end_updates = weakref.WeakMethod(self._end_updates)
         if overlap == "backward":
             self._in_backward = InBackward(self)
             self._in_backward.watch()
@@ -279,24 +283,34 @@ class Offloaded(WholeState):
         say_why_now(reasons, self._disk.notices)
         now = [pair for pair, reason in zip(pairs, reasons, strict=True) if reason]
         later = [pair for pair, reason in zip(pairs, reasons, strict=True) if not reason]
+        later = order.sort(later, lambda pair: pair[1])
+        user = User()
+        if self._gradients is not None:
+            self._gradients.watch()
+            held = self._gradients.hold_back(user, [param for _, param in later])
+            now += [pair for pair in later if id(pair[1]) not in held]
+            later = [pair for pair in later if id(pair[1]) in held]
         settings, known = Settings(), set(self._states)
         used = {id(group) for group, _ in pairs}
         empty = [Part([Chunk(group, [])]) for group in groups if id(group) not in used]
-        parts = [*parts_in_order(now, self._bytes_of, self._part_bytes), *empty]
-        later = order.sort(later, lambda pair: pair[1])
+        parts = [*parts_in_order(now, self._bytes_with_gradient, self._part_bytes), *empty]
         total = sum(self._bytes_of(param) for _, param in later)
         bytes_max = min(self._part_bytes, max(PART_BYTES_MIN, total // PARTS_MIN))
         beside = list(parts_in_order(later, self._bytes_of, bytes_max))
         # Before anything is changed: what goes on beside the forward waits for nobody's memory.
         room = self._buffers.reserve(map(self._size_of, [*parts, *beside]))
-        with self._buffers.filled(room, goes_on=bool(later)):
-            for _ in self._updated(parts, stand_in, settings, options, room):
-                pass
+        try:
+            with self._buffers.filled(room, goes_on=bool(later)):
+                for _ in self._updated(parts, stand_in, settings, options, room):
+                    pass
+        except BaseException:
+            self._lost.forget_gradients()
+            raise
         if not later:
             settings.apply()
             return
 
-        def run(parts: list[Part]) -> Iterator[Part]:
+        def run(parts: list[Part], _holding: User = user) -> Iterator[Part]:
             with self._buffers.filled(room):
                 yield from self._updated(parts, stand_in, settings, {}, room)
             settings.apply()
@@ -311,6 +325,12 @@ class Offloaded(WholeState):
                 # An interrupt, and a step that was not begun.
                 room.end()
             raise
+
+    def _end_updates(self) -> None:
+        """Wait for updates beside the forward; what went wrong is raised where somebody asks."""
+        updates = self._updates
+        if updates is not None and not in_update():
+            updates.join()
 
     def _stand_in(self) -> Optimizer:
         """Return an optimizer of the own class for the updates, as this one is now."""
@@ -402,7 +422,8 @@ class Offloaded(WholeState):
         return Part(chunks)
 
     def _is_brought(self, param: Tensor, user: User) -> bool:
-        if self._gradients is not None and param.grad is not None:
+        # Those of an update beside the forward are in memory, and stay there until it has ended.
+        if self._gradients is not None and param.grad is not None and not in_update():
             try:
                 self._gradients.bring_for(user, param.grad)
             except SsdtrainError as error:
