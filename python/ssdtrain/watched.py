@@ -105,8 +105,8 @@ class Watched(Tensor):
     """Has all looked at that a function of torch may have found in a container of its own."""
 
     @classmethod
-    def _is_let_through(cls, func: Any) -> bool:
-        """Whether a function needs no look."""
+    def _is_let_through(cls, func: Any, types: Iterable[type]) -> bool:  # noqa: ARG003 - see others
+        """Whether a function that gets such tensors of these classes needs no look."""
         return func in METADATA
 
     @classmethod
@@ -115,7 +115,7 @@ class Watched(Tensor):
     ) -> Any:
         """Look at what a function of torch gets, then call it."""
         kwargs = kwargs or {}
-        if cls._is_let_through(func):
+        if cls._is_let_through(func, types):
             return as_plain_tensors(func, types, args, kwargs)
         found = list(_found((args, kwargs)))
         in_use: list[Watcher] = []

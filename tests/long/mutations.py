@@ -100,6 +100,7 @@ INSTEAD = {
     "gradients on memory of others stay": "return True",
     "gradients stay that a graph or another library has": "return super().leave()",
     "a backward waits for updates whose gradients are under the bound": "pass",
+    "gradients that another optimizer bounds are used at once": "if False:",
     "frozen weights stay that another library has": "if False:",
     "shared weights stay": "return True",
 }

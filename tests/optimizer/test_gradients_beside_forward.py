@@ -143,7 +143,7 @@ def test_the_next_backward_waits_for_updates(
     own = Deferred.join
 
     def join(self: Deferred) -> None:
-        assert any(map(is_pending, module[0].parameters()))
+        assert gate.is_set() or any(map(is_pending, module[0].parameters()))
         gate.set()
         own(self)
 
@@ -167,6 +167,100 @@ def test_the_next_backward_waits_for_updates(
         results.append(everything(module, optimizer))
     support.assert_equal_bits(results[1], results[0])
     assert optimizer.offload_stats.gradient_peak_bytes <= 4 * ONE
+
+
+@pytest.mark.parametrize("bound", [4, 5, 6])
+@pytest.mark.parametrize("count", [1, 2])
+def test_gradients_that_cannot_leave_take_the_room_of_updates_that_go_on(
+    count: int, bound: int, tmp_path: Path
+) -> None:
+    module = layers()
+    optimizer = beside(sgd(module), tmp_path, max_gradient_bytes=bound * ONE)
+    backward(module, 0)
+    here = [one for one in large(module).values() if not is_away(one)]
+    views = [one[0] for one in here[:count]]
+    optimizer.step()
+    optimizer.synchronize()
+    assert optimizer.offload_stats.gradient_peak_bytes <= bound * ONE
+    del views
+
+
+@pytest.mark.defends("gradients that another optimizer bounds are used at once")
+@pytest.mark.parametrize("second", [BOUND, None], ids=["bound", "no bound"])
+@pytest.mark.parametrize("first", ["step", "forward"])
+def test_another_optimizer_bounds_the_gradients(
+    first: Any, second: int | None, tmp_path: Path
+) -> None:
+    plain, ours = layers(), layers()
+    plainly = [sgd(plain), sgd(plain)]
+    bounding = bounded(sgd(ours), tmp_path, overlap=first)
+    other = beside(sgd(ours), tmp_path, max_gradient_bytes=second)
+    for number in range(2):
+        backwards(plain)
+        backwards(ours)
+        for optimizer in (*plainly, bounding, other):
+            optimizer.step()
+        other.synchronize()
+        support.assert_equal_bits(support.gradients(ours), support.gradients(plain))
+        support.assert_equal_bits(dict(ours.state_dict()), dict(plain.state_dict()))
+        if number == 0:
+            plain.zero_grad()
+            ours.zero_grad()
+    assert bounding.offload_stats.gradient_peak_bytes <= BOUND
+
+
+class Keeping(torch.optim.Optimizer):
+    """An optimizer that uses the gradient of the step before, too, and keeps it as it is."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for param in self.param_groups[0]["params"]:
+            if param.grad is not None:
+                param.add_(param.grad, alpha=-0.1)
+                if "before" in self.state[param]:
+                    param.add_(self.state[param]["before"], alpha=-0.01)
+                self.state[param]["before"] = param.grad
+
+
+class Replacing(torch.optim.SGD):
+    """An optimizer that gives parameters other gradients."""
+
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        for param in self.param_groups[0]["params"]:
+            param.grad = None if param.dim() == 1 else param.grad * 0.25
+        return result
+
+
+@pytest.mark.parametrize("bound", [3, LAYERS])
+def test_an_optimizer_that_keeps_gradients(bound: int, tmp_path: Path) -> None:
+    plain, ours = layers(), layers()
+    expected = steps(plain, Keeping(plain.parameters()))
+    optimizer = beside(Keeping(ours.parameters()), tmp_path, max_gradient_bytes=bound * ONE)
+    for one, other in zip(steps(ours, optimizer), expected, strict=True):
+        support.assert_equal_bits(one, other)
+
+
+@pytest.mark.parametrize("bound", [LAYERS * ONE, None])
+def test_an_optimizer_that_replaces_gradients(bound: int | None, tmp_path: Path) -> None:
+    plain, ours = layers(), layers()
+    plainly = Replacing(plain.parameters(), lr=0.1)
+    optimizer = beside(Replacing(ours.parameters(), lr=0.1), tmp_path, max_gradient_bytes=bound)
+    found = []
+    for module, one in ((plain, plainly), (ours, optimizer)):
+        backwards(module)
+        before = [param.grad for param in module.parameters()]
+        one.step()
+        getattr(one, "synchronize", bool)()
+        # Those of before are nobody's any more, and whole.
+        found.append({str(n): one.clone() for n, one in enumerate(before)})
+        assert all(type(one) is Tensor for one in before)
+        found[-1].update(support.gradients(module))
+        found[-1].update(module.state_dict())
+    support.assert_equal_bits(found[1], found[0])
 
 
 def test_a_gradient_that_cannot_be_read_is_told(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -54,7 +55,7 @@ class AwayTensor(Watched):
     """What is said to who asks for the bytes past Python."""
 
     @classmethod
-    def _is_let_through(cls, func: object) -> bool:
+    def _is_let_through(cls, func: object, types: Iterable[type]) -> bool:  # noqa: ARG003
         return func in WITHOUT_BYTES
 
     @classmethod

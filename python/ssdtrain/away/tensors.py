@@ -339,6 +339,8 @@ class OffloadedTensors:
         Only what is expected later than ``before`` leaves.
         """
         wanted = self.max_resident_bytes - nbytes
+        if os.getpid() != self._process:
+            return False
         if self._resident_bytes - self._writes.nbytes <= wanted:
             return True
         for one in self._farthest_first():

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ssdtrain.away.classes import is_away
+from ssdtrain.away.tensors import known_of
 from ssdtrain.away.threads import KnownThread
 from ssdtrain.errors import StorageError
 from ssdtrain.machine.torch_internals import compiled_count, mode_count, storage_users
@@ -74,24 +75,29 @@ def why_none_later(options: dict[str, Any]) -> str | None:
     return None
 
 
-def why_not_later(params: list[Tensor]) -> list[str | None]:
+def why_not_later(params: list[Tensor], bounded_by: object) -> list[str | None]:
     """Return for each parameter why it has to be updated at once, or ``None``.
 
-    Only what is used through its own object can be waited for.
+    Only what is used through its own object can be waited for, and only gradients that are under no
+    bound, or under that of ``bounded_by``, stay in memory for an update.
     """
     gradients = [param.grad for param in params]
     times_used = Counter(map(id, gradients))
     return [
         "several parameters have the same gradient"
         if gradient is not None and times_used[id(gradient)] > 1
-        else _why_not_later(param, gradient)
+        else _why_not_later(param, gradient, bounded_by)
         for param, gradient in zip(params, gradients, strict=True)
     ]
 
 
-def _why_not_later(param: Tensor, gradient: Tensor | None) -> str | None:
+def _why_not_later(param: Tensor, gradient: Tensor | None, bounded_by: object) -> str | None:
     if gradient is not None and (reason := _why_not_read_later(param, gradient)):
         return reason
+    known = None if gradient is None else known_of(gradient)
+    # defence: gradients that another optimizer bounds are used at once
+    if known is not None and known.owner is not bounded_by:
+        return "another optimizer bounds their gradients (max_gradient_bytes)"
     if weight_of(param) is not None:
         return "their bytes are on the disk, or may be (offload_parameters)"
     if type(param) not in (Tensor, Parameter) or param.is_inference():

@@ -177,11 +177,11 @@ class Gradients(OffloadedTensors):
         """Have the gradient of a parameter in memory, to which autograd is about to add."""
         number = current_backward()
         adding = self._adding.get(number)
+        end_updates = self.end_updates()
+        if end_updates is not None:
+            # defence: a backward waits for updates whose gradients are under the bound
+            end_updates()
         if adding is None:
-            end_updates = self.end_updates()
-            if end_updates is not None:
-                # defence: a backward waits for updates whose gradients are under the bound
-                end_updates()
             self._adding[number] = adding = Adding(self)
             queue_callback(adding.end)
         # Of one that never adds, because nothing is to be accumulated, the next is the end.
@@ -232,19 +232,25 @@ class Gradients(OffloadedTensors):
         memory, and of these the last ones where room is needed for gradients on the disk.
         """
         with self._lock:
-            left_bytes = self.max_resident_bytes
-            if not all(one.is_attached() for one in self._alive()):
-                left_bytes -= max(self.part_bytes, self._largest_bytes)
-            later = set()
+            are_all_here = all(one.is_attached() for one in self._alive())
+            room_bytes = 0 if are_all_here else max(self.part_bytes, self._largest_bytes)
+            left_bytes = self.max_resident_bytes - room_bytes
+            later, held = set(), []
             for param in reversed(params):
                 one = None if param.grad is None else known_of(param.grad)
                 if one is not None:
                     if not one.is_attached() or one.nbytes > left_bytes:
                         continue
                     left_bytes -= one.nbytes
+                    held.append((param, one))
                     # defence: gradients of updates beside the forward stay
                     one.note_user(user)
                 later.add(id(param))
+            # Of the others some may be unable to leave, as somebody has their memory.
+            while held and not self._let_leave(room_bytes):
+                param, one = held.pop()
+                one.end_use(user)
+                later.discard(id(param))
             return later
 
     def _may_leave(self, gradient: Tensor) -> bool:

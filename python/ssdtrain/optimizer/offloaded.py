@@ -279,7 +279,8 @@ class Offloaded(WholeState):
         stand_in = self._stand_in()
         pairs = [(group, param) for group in groups for param in group["params"]]
         reason = why_none_later(options)
-        reasons = [reason or one for one in why_not_later([param for _, param in pairs])]
+        params = [param for _, param in pairs]
+        reasons = [reason or one for one in why_not_later(params, self._gradients)]
         say_why_now(reasons, self._disk.notices)
         now = [pair for pair, reason in zip(pairs, reasons, strict=True) if reason]
         later = [pair for pair, reason in zip(pairs, reasons, strict=True) if not reason]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
@@ -72,11 +72,14 @@ class Holder(Watcher):
     def __init__(self) -> None:
         self.gradients: dict[int, Tensor | None] = {}
         """By the number of the parameter: what the update uses, whatever the user sets by now."""
+        self.pending_gradients: dict[int, Tensor] = {}
+        """What it has begun with."""
         self._hooks: dict[int, Any] = {}
 
     def begin_use(self, tensor: Tensor, user: object) -> None:  # noqa: ARG002 - nothing ends it
         """Wait; an update that has ended does not begin again."""
-        self.look(tensor)
+        if not in_update():
+            self.look(tensor)
 
     def end_use(self, user: object) -> None:
         """Do nothing: who uses an updated tensor is not counted."""
@@ -105,6 +108,7 @@ def hold(param: Tensor, holder: Holder) -> None:
     # What such a graph has saved of the weight is out of date, as after a step that has ended.
     increment_version(param)
     if gradient is not None:
+        holder.pending_gradients[id(param)] = gradient
         vars(gradient)[HOLDER] = holder
         _become(gradient, PendingGradient)
     vars(param)[HOLDER] = holder
@@ -117,8 +121,9 @@ def release(param: Tensor) -> None:
     if holder is None:
         return
     holder.drop_hook(param)
-    gradient = holder.gradients.pop(id(param), None)
-    if isinstance(gradient, PendingGradient):
+    holder.gradients.pop(id(param), None)
+    gradient = holder.pending_gradients.pop(id(param), None)
+    if gradient is not None:
         _become(gradient, Tensor)
         del vars(gradient)[HOLDER]
     _become(param, PLAIN_OF[type(param)])
@@ -138,8 +143,11 @@ class _Pending(Watched):
     """What the classes of pending tensors share."""
 
     @classmethod
-    def _is_let_through(cls, func: Any) -> bool:
-        return in_update() or func in METADATA
+    def _is_let_through(cls, func: Any, types: Iterable[type]) -> bool:
+        if func in METADATA:
+            return True
+        # An update may have kept the gradient of an earlier step, which is away by now.
+        return in_update() and all(issubclass(one, _Pending) for one in types)
 
     @classmethod
     def _look_everywhere(cls) -> None:
