@@ -191,8 +191,8 @@ def main(arguments: list[str]) -> int:
     if options.json is not None:
         machine = asdict(machine_facts(options.dir)) | {"directory": None}
         rows = [
-            asdict(row) | {"with_lock": holding and asdict(holding), "in_driver": asdict(driver)}
-            for row, holding, driver in measured
+            asdict(row) | {"without_lock": asdict(without_lock), "in_driver": asdict(driver)}
+            for row, without_lock, driver in measured
         ]
         record = {
             "date": datetime.now(UTC).strftime("%Y-%m-%d"),
