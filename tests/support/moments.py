@@ -33,7 +33,10 @@ class AtCall(Signal):
     """When a function begins, and after a call of a function in C."""
 
     def __enter__(self) -> Self:
-        sys.setprofile(self._look)
+        # Python calls a function that it holds no more, if that raises in a callback of a weak
+        # reference, which may run before the call of it; so this holds it.
+        self._held = self._look
+        sys.setprofile(self._held)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -48,7 +51,8 @@ class AtLoop(Signal):
     """When a loop begins anew, which is after the condition of a ``while`` was asked again."""
 
     def __enter__(self) -> Self:
-        sys.settrace(self._enter)
+        self._held = self._enter
+        sys.settrace(self._held)
         return self
 
     def __exit__(self, *_: object) -> None:
