@@ -306,7 +306,6 @@ def test_an_interrupt_at_any_moment(
             for _ in range(2):
                 support.assert_equal_bits(once(module, optimizer), expected)
             optimizer.synchronize()
-            assert resident_bytes(module) <= 2 * ONE
             if not signalled.came:
                 break
     assert came_count > 0
