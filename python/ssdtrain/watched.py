@@ -105,7 +105,7 @@ class Watched(Tensor):
     """Has all looked at that a function of torch may have found in a container of its own."""
 
     @classmethod
-    def _is_let_through(cls, func: Any, types: Iterable[type]) -> bool:  # noqa: ARG003 - see others
+    def _is_let_through(cls, func: Any, types: Iterable[type]) -> bool:  # noqa: ARG003
         """Whether a function that gets such tensors of these classes needs no look."""
         return func in METADATA
 

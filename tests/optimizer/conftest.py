@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -14,3 +15,12 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def _unheard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have nobody keep an interrupt that comes while Python tells of a gradient that is gone.
+
+    Python ignores it there, and pytest would keep it, with all that its traceback has seen.
+    """
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -245,14 +244,9 @@ def test_a_gradient_that_cannot_be_read(tmp_path: Path) -> None:
     assert min(failed.values()) >= 2
 
 
+@pytest.mark.usefixtures("_unheard")
 @pytest.mark.parametrize("every", support.sizes(small=593, whole=41))
-def test_an_interrupt_at_any_moment(
-    every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Python ignores one that comes while it tells of a gradient that is gone, and pytest would keep
-    # what it has seen.
-    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
-
+def test_an_interrupt_at_any_moment(every: int, tmp_path: Path) -> None:
     def once(module: nn.Module, optimizer: Any) -> dict[str, Tensor]:
         optimizer.zero_grad()
         backwards(module, optimizer, 2)

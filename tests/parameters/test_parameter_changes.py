@@ -489,3 +489,17 @@ def test_what_is_changed_by_nobody_is_not_written_again(tmp_path: Path) -> None:
     assert after.written_bytes - stats.written_bytes <= WIDTH * WIDTH * 4 + (
         total_bytes - stats.written_bytes
     ), "only the one that was changed, and what had never left"
+
+
+def test_a_model_whose_parameters_were_replaced_is_offloaded_again(tmp_path: Path) -> None:
+    model, plain = offloaded(layers(), tmp_path), layers()
+    values = {name: one + 1 for name, one in plain.state_dict().items()}
+    for one in (model, plain):
+        one.load_state_dict({name: value.clone() for name, value in values.items()}, assign=True)
+    with pytest.raises(ssdtrain.ConfigError, match="parameters were replaced since"):
+        ssdtrain.parameter_stats(model)
+    offloaded(model, tmp_path)
+    for one in (model, plain):
+        squared(one, 0).backward()
+    assert ssdtrain.parameter_stats(model).on_disk_bytes > 0
+    support.assert_equal_bits(support.gradients(model), support.gradients(plain))

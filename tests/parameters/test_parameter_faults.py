@@ -469,7 +469,14 @@ BAD: dict[str, tuple[Callable[[Path], Any], type[SsdtrainError], str]] = {
     "figures of a plain model": (
         lambda place: ssdtrain.parameter_stats(layers()),
         ConfigError,
-        r"this Sequential was not given to ssdtrain\.offload_parameters",
+        r"no weight of this Sequential is one that ssdtrain\.offload_parameters has taken",
+    ),
+    "figures of two models in one": (
+        lambda place: ssdtrain.parameter_stats(
+            nn.Sequential(*(ssdtrain.offload_parameters(layers(), place) for _ in range(2)))
+        ),
+        ConfigError,
+        r"this Sequential was not given to ssdtrain\.offload_parameters as a whole",
     ),
 }
 

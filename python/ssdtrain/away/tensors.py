@@ -46,7 +46,15 @@ _known: dict[int, tuple[weakref.ref[Tensor], OffloadedTensor]] = {}
 def known_of(tensor: Tensor) -> OffloadedTensor | None:
     """Return what is known of a tensor, if it may be away."""
     entry = _known.get(id(tensor))
-    return None if entry is None else entry[1]
+    if entry is None:
+        return None
+    there, one = entry
+    if there() is tensor:
+        return one
+    # Of a tensor that is gone: an interrupt kept it from being forgotten.
+    _known.pop(id(tensor), None)
+    one.forget()
+    return None
 
 
 @contextmanager
@@ -122,6 +130,8 @@ class OffloadedTensors:
             if known is not None:
                 known[1].forget()
 
+        before = known_of(tensor)
+        assert before is None, "it would have two owners"
         with self._lock:
             self._forget_gone()
             # First: who is interrupted in between gives back what is in here.

@@ -130,10 +130,16 @@ def parameter_stats(model: nn.Module) -> ParameterStats:
     if not isinstance(model, nn.Module):
         raise ConfigError(f"parameter_stats takes a torch.nn.Module, not {type(model)!r}")
     owners = _owners(model)
-    if len(owners) != 1:
+    if not owners:
+        raise ConfigError(
+            f"no weight of this {type(model).__name__} is one that ssdtrain.offload_parameters has "
+            "taken; call it, also again if the parameters were replaced since, as "
+            "load_state_dict(assign=True) does"
+        )
+    if len(owners) > 1:
         raise ConfigError(
             f"this {type(model).__name__} was not given to ssdtrain.offload_parameters as a whole; "
-            "ask for the module that was"
+            "ask for the modules that were"
         )
     return owners[0].stats()
 
