@@ -1,21 +1,21 @@
 """Whether offloading ever makes a step longer than it may: on the disk, and on slower ones.
 
 For each model, dtype and share of the disk's rate one process trains by turns without ssdtrain and
-with it in four ways: `all` writes whatever it is given, `cut` offloads what hides behind computing
-(the cut of SSDTrain, `slowdown_max=None`), `ours` as much of it as `slowdown_max` allows, and
-`teraio` what algorithm 1 of TERAIO (arXiv 2506.06472) chooses for the peak of `ours`. A turn is
-two steps of each, in an order that rotates, on the same batch; the second one counts, as the first
-meets the memory and the disk as another way has left them. The ratio of a way is the median over
-the turns of its time over that of the plain step in that turn, with the middle half of the ratios.
-So what else the machine does meets all alike. The first turns, in which sessions adapt, are left
-out. The peak is the median over the turns of the most saved bytes in memory, over what a plain step
-has.
+in some other ways: `again` is without it once more, which tells the noise, `all` writes whatever it
+is given, `cut` offloads what hides behind computing (the cut of SSDTrain, `slowdown_max=None`),
+`ours` as much of it as `slowdown_max` allows, and `teraio` what algorithm 1 of TERAIO (arXiv
+2506.06472) chooses for the peak of `ours`. A turn is two steps of each, in an order that rotates,
+on the same batch; the second one counts, as the first meets the memory and the disk as another way
+has left them. The ratio of a way is the median over the turns of its time over that of the plain
+step in that turn, with the middle half of the ratios. So what else the machine does meets all
+alike. The first turns, in which sessions adapt, are left out. The peak is the median over the turns
+of the most saved bytes in memory, over what a plain step has.
 
 A slower disk is a control group (blkio) that bounds reads and writes; only root may make one, and
 without it the disk is measured as it is.
 
     python benches/training/never_worse.py [--models gpt2 bert] [--dtypes float32 bfloat16]
-        [--shares 1 0.5 0.2 0.1 0.033] [--turns N] [--dir DIR] [--json FILE]
+        [--shares 1 0.5 0.2 0.1 0.033] [--ways again ours] [--turns N] [--dir DIR] [--json FILE]
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ ADAPTING_TURNS = 30
 """Three steps for plans, and as many as a campaign has at most, and some more."""
 TERAIO_TURN = ADAPTING_TURNS - 5
 """When TERAIO's choice is made: `ours` has found its peak, and some turns are left to settle."""
-WAYS = ("all", "cut", "ours", "teraio")
+WAYS = ("again", "all", "cut", "ours", "teraio")
 LATENCY_S = 100e-6
 BLKIO = Path("/sys/fs/cgroup/blkio")
 GIB = 1 << 30
@@ -123,14 +123,19 @@ class Way:
 class Plain:
     """Steps without a session."""
 
-    def __init__(self) -> None:
+    def __init__(self, peak_bytes: int = 0) -> None:
         self.seconds: list[float] = []
+        self.peaks: list[int] = []
+        self.written: list[int] = []
+        self._peak_bytes = peak_bytes
 
     def take(self, step: Callable[[], None]) -> None:
         """Take a step, and note its time."""
         began_s = perf_counter()
         step()
         self.seconds.append(perf_counter() - began_s)
+        self.peaks.append(self._peak_bytes)
+        self.written.append(0)
 
 
 def newest(way: Way) -> Recording:
@@ -215,45 +220,58 @@ def prepared(options: TrainingOptions) -> Callable[[int], Callable[[], None]]:
     return step_of
 
 
-def train(options: TrainingOptions, rate: float, turns: int, slowdown_max: float) -> dict[str, Any]:
+def ways_of(
+    names: list[str], directory: str, slowdown_max: float, kept_bytes: int
+) -> dict[str, Way | Plain]:
+    """Return the ways that are compared with plain steps."""
+    made: dict[str, Callable[[], Way | Plain]] = {
+        "again": lambda: Plain(kept_bytes),
+        "all": lambda: Way(directory, KeepNothing()),
+        "cut": lambda: Way(directory, Policy()),
+        "ours": lambda: Way(directory, Policy(slowdown_max)),
+        "teraio": lambda: Way(directory, Given()),
+    }
+    return {name: made[name]() for name in names}
+
+
+def train(
+    options: TrainingOptions, rate: float, turns: int, slowdown_max: float, names: list[str]
+) -> dict[str, Any]:
     """Take the turns; return the figures of each way."""
     assert options.directory is not None
     directory = options.directory
     step_of = prepared(options)
-    teraio = Given()
-    ways = {
-        "all": Way(directory, KeepNothing()),
-        "cut": Way(directory, Policy()),
-        "ours": Way(directory, Policy(slowdown_max)),
-        "teraio": Way(directory, teraio),
-    }
     counted, plain = Way(directory, KeepAll()), Plain()
+    counted.take(step_of(0))
+    kept_bytes = counted.peaks[0]
+    ways = ways_of(names, directory, slowdown_max, kept_bytes)
     takers = [plain.take, *(way.take for way in ways.values())]
     for turn in range(ADAPTING_TURNS + turns):
         step = step_of(turn)
-        if turn == 0:
-            counted.take(step)
-        if turn == TERAIO_TURN:
-            ours_bytes = statistics.median(ways["ours"].peaks[-20:])
-            share = min(ours_bytes / counted.peaks[0], 1.0)
-            teraio.offload(chosen_by_teraio(newest(ways["cut"]), rate, share))
+        if turn == TERAIO_TURN and "teraio" in ways:
+            share = min(statistics.median(ways["ours"].peaks[-20:]) / kept_bytes, 1.0)
+            cut, teraio = ways["cut"], ways["teraio"]
+            assert isinstance(cut, Way)
+            assert isinstance(teraio, Way)
+            assert isinstance(teraio.policy, Given)
+            teraio.policy.offload(chosen_by_teraio(newest(cut), rate, share))
         first = turn % len(takers)
         for taker in takers[first:] + takers[:first]:
             taker(step)
             taker(step)
-    kept_bytes = counted.peaks[0]
     plain_s = counting(plain.seconds, turns)
     told = {name: _figures(way, plain_s, kept_bytes) for name, way in ways.items()}
-    stats = ways["ours"].session.stats
-    return {
-        "plain_s": statistics.median(plain_s),
-        "plain_peak_bytes": kept_bytes,
-        "ways": told,
-        "price_s_per_gib": stats.price_s_per_gib,
-        "price_error_s_per_gib": stats.price_error_s_per_gib,
-        "slowdown_expected": stats.slowdown_expected,
-        "slowdown_error": stats.slowdown_error,
-    }
+    row = {"plain_s": statistics.median(plain_s), "plain_peak_bytes": kept_bytes, "ways": told}
+    ours = ways.get("ours")
+    if isinstance(ours, Way):
+        stats = ours.session.stats
+        row |= {
+            "price_s_per_gib": stats.price_s_per_gib,
+            "price_error_s_per_gib": stats.price_error_s_per_gib,
+            "slowdown_expected": stats.slowdown_expected,
+            "slowdown_error": stats.slowdown_error,
+        }
+    return row
 
 
 def counting(values: list[Any], turns: int) -> list[Any]:
@@ -261,7 +279,7 @@ def counting(values: list[Any], turns: int) -> list[Any]:
     return values[-2 * turns :][1::2]
 
 
-def _figures(way: Way, plain_s: list[float], kept_bytes: int) -> dict[str, float]:
+def _figures(way: Way | Plain, plain_s: list[float], kept_bytes: int) -> dict[str, float]:
     turns = len(plain_s)
     seconds, peaks = counting(way.seconds, turns), counting(way.peaks, turns)
     ratios = sorted(one / plain for one, plain in zip(seconds, plain_s, strict=True))
@@ -281,7 +299,7 @@ def run_child(words: list[str]) -> int:
     options = TrainingOptions.from_json(given["options"])
     assert options.directory is not None
     with throttled(options.directory, given["rate"] if given["is_slowed"] else None):
-        told = train(options, given["rate"], given["turns"], given["slowdown_max"])
+        told = train(options, given["rate"], given["turns"], given["slowdown_max"], given["ways"])
     print(json.dumps(told))
     return 0
 
@@ -296,6 +314,7 @@ def measure(
         "is_slowed": is_slowed,
         "turns": arguments.turns,
         "slowdown_max": arguments.slowdown_max,
+        "ways": arguments.ways,
     }
     command = [sys.executable, "-P", __file__, "--child", json.dumps(given)]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
@@ -324,7 +343,9 @@ def show(row: dict[str, Any]) -> None:
         f"{one['ratio']:.3f} ({one['ratio_low']:.3f}-{one['ratio_high']:.3f}) {one['peak']:.2f}"
         for one in row["ways"].values()
     ]
-    price = f"{row['price_s_per_gib']:.3f} ± {row['price_error_s_per_gib']:.3f}"
+    price = ""
+    if "ours" in row["ways"]:
+        price = f"{row['price_s_per_gib']:.3f} ± {row['price_error_s_per_gib']:.3f}"
     name = f"{row['model']} {row['dtype']} 1/{1 / row['share']:.0f}"
     print(f"{name:<20} {row['plain_s']:6.3f}  " + "  ".join(cells) + f"  {price}", flush=True)
 
@@ -336,6 +357,7 @@ def main(words: list[str]) -> int:
     parser.add_argument("--models", nargs="+", default=["gpt2", "bert"])
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--shares", nargs="+", type=float, default=[1, 1 / 2, 1 / 5, 0.1, 1 / 30])
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--turns", type=int, default=60)
     parser.add_argument("--slowdown-max", type=float, default=0.02)
     for name, value in (("layers", 4), ("hidden", 512), ("sequence", 256), ("batch", 4)):
@@ -344,13 +366,15 @@ def main(words: list[str]) -> int:
     parser.add_argument("--json", type=Path, default=None)
     arguments = parser.parse_args(words)
     if arguments.turns <= len(WAYS):
-        parser.error("--turns must be at least 5: the order of the ways rotates over five")
+        parser.error("--turns must be at least 6: the order of the ways rotates over six")
+    if "teraio" in arguments.ways and not {"cut", "ours"} <= set(arguments.ways):
+        parser.error("--ways teraio needs cut and ours, whose rounds and peak it is given")
     with tempfile.TemporaryDirectory(dir=arguments.dir or Path.home()) as directory:
         rate = disk_rate(directory)
         can_throttle = os.geteuid() == 0 and BLKIO.is_dir()
         shares = arguments.shares if can_throttle else [1.0]
         print(f"disk: {rate / GIB:.2f} GiB/s" + ("" if can_throttle else "; cannot be throttled"))
-        heads = "  ".join(f"{f'{name}: ratio (half) peak':<30}" for name in WAYS)
+        heads = "  ".join(f"{f'{name}: ratio (half) peak':<30}" for name in arguments.ways)
         print(f"{'':<20} {'plain':>6}  {heads}  price, s per GiB")
         rows = []
         for model in arguments.models:
