@@ -12,6 +12,8 @@ from ssdtrain.errors import SsdtrainError
 __all__ = [
     "Account",
     "Geometry",
+    "GpuClock",
+    "GpuMoment",
     "Gpus",
     "Handle",
     "Holding",
@@ -545,6 +547,18 @@ class Round:
         """Bytes that were given to the disk, of which some may have stayed in memory."""
 
     @property
+    def is_skimmed(self) -> bool:
+        """Whether most of its tensors were not followed: nothing is learned from it."""
+
+    @property
+    def skimmed_bytes(self) -> int:
+        """The bytes of the tensors that were not followed."""
+
+    @property
+    def hooks_s(self) -> float:
+        """The time of the calls of the hooks, without the waits for the disk."""
+
+    @property
     def span_s(self) -> tuple[float, float]:
         """When the first tensor was packed, and when one was asked for last; without stalls."""
 
@@ -688,6 +702,43 @@ class Offloading:
 
     def unpack(self, packed: object) -> Tensor:
         """Give a node its saved tensor back."""
+
+@final
+class GpuClock:
+    """Marks moments of the GPUs of a session."""
+
+    def __new__(cls, gpus: Gpus) -> GpuClock:
+        """Mark nothing yet."""
+
+    def mark(self, gpu: int) -> GpuMoment | None:
+        """Mark where the current stream of a GPU is; ``None`` while a CUDA graph is captured.
+
+        Raises:
+            CudaError: The driver refused.
+
+        """
+
+@final
+class GpuMoment:
+    """The moment at which a stream comes to where it was filled up to."""
+
+    @property
+    def gpu(self) -> int:
+        """The GPU's number."""
+
+    def is_reached(self) -> bool:
+        """Whether the GPU has come to it.
+
+        Raises:
+            CudaError: The GPU failed before.
+
+        """
+
+    def seconds_since(self, before: GpuMoment) -> float | None:
+        """Return the seconds from another moment of the same GPU, both of which were reached.
+
+        ``None`` if the driver does not tell.
+        """
 
 @final
 class Gpus:

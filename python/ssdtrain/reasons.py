@@ -235,12 +235,12 @@ def _planned(known: Evidence) -> str:
 
 def _priced(known: Evidence) -> str:
     text = "offloading more would have made steps longer than slowdown_max allows"
-    price = None if known.verdict is None else known.verdict.price
-    if price is None:
+    verdict = known.verdict
+    if verdict is None or verdict.price is None:
         return f"{text}, or the steps that were to tell the price were the last ones"
     return (
-        f"{text}: each GiB costs {price.s_per_byte * (1 << 30):.3f} s of a step here; a larger "
-        "slowdown_max, or a bound by max_resident_bytes, takes more of them to the disk"
+        f"{text}: {verdict.shown_cost()}; a larger slowdown_max, or a bound by max_resident_bytes, "
+        "takes more of it to the disk"
     )
 
 

@@ -28,6 +28,7 @@ from ssdtrain.activations.hooks import Hooks
 from ssdtrain.config import OffloadConfig, StoreConfig
 from ssdtrain.machine.torch_internals import top_hooks
 from ssdtrain.offload import active
+from ssdtrain.planning.controller import Controller
 from ssdtrain.planning.policy import Policy
 from ssdtrain.session import Session
 from ssdtrain.stats import Stats
@@ -41,9 +42,10 @@ Step = Callable[[Flush], Result]
 and out of memory, so that backward must read.
 """
 
-MODES = ("disk", "flight", "kept")
-"""Where the bytes are when backward asks: on the disk, in a write that hangs, or kept as small."""
-Mode = Literal["disk", "flight", "kept"]
+MODES = ("disk", "flight", "kept", "skimmed")
+"""Where the bytes are when backward asks: on the disk, in a write that hangs, kept as small, or
+kept because nothing of the round goes to the disk, so that only its first tensor is followed."""
+Mode = Literal["disk", "flight", "kept", "skimmed"]
 
 IN_PLACE = "one of the variables needed for gradient computation has been modified by an inplace"
 EXIT_USAGE = 2
@@ -60,6 +62,26 @@ class KeepNothing(Policy):
 
     def note_futile(self, key: int) -> None:
         """Write it again all the same."""
+
+
+class KeepsAll(Controller):
+    """To which nothing is worth its price, from the first step on."""
+
+    def __init__(self) -> None:
+        super().__init__(0.02)
+
+    def allowance(self, *arguments: Any) -> int:
+        return 0
+
+    def skims(self, opening: int) -> Literal["plan", "price"] | None:
+        return "price"
+
+
+def skimming() -> Policy:
+    """Return a policy under which each round is only skimmed."""
+    policy = Policy()
+    policy.controller = KeepsAll()
+    return policy
 
 
 class Rig:
@@ -101,6 +123,8 @@ class Rig:
             return cls(directory, verify=True)
         if mode == "flight":
             return cls(directory, backend="simulated", faults={"seed": 1, "paused": True})
+        if mode == "skimmed":
+            return cls(directory, policy=skimming())
         return cls(directory, min_bytes=1 << 40)
 
     @property

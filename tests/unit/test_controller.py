@@ -15,13 +15,14 @@ import pytest
 from ssdtrain.planning.controller import (
     CAMPAIGN_COUNT,
     CAMPAIGN_COUNT_MAX,
+    NEIGHBOUR_COUNT,
+    PROBE_INTERVAL_OFF,
     SETTLED_COUNT,
     Controller,
-    Pair,
     Step,
-    fit,
     is_reference,
 )
+from ssdtrain.planning.price import Pair, fit
 from support import shared_out
 
 PLAN = 1 << 30
@@ -41,10 +42,13 @@ class Machine:
     base_s: float = 1.0
     limit: float = LIMIT
     spare_bytes: int = 1 << 50
+    hooks: float = 0.0
+    """By what share the hooks make a step longer whose tensors are followed."""
     controller: Controller = field(init=False)
     costs: list[float] = field(default_factory=list)
     """By what share each step was longer than without offloading, noise apart."""
     amounts: list[int] = field(default_factory=list)
+    followed: list[bool] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.controller = Controller(self.limit)
@@ -55,12 +59,19 @@ class Machine:
             planned = int(PLAN * size)
             allowed = self.controller.allowance(kind, lambda: self.spare_bytes)
             amount = planned if allowed is None else min(allowed, planned)
-            cost = self.full * amount / planned
+            if amount == 0 and self.controller.skims(kind):
+                self.costs.append(0.0)
+                self.amounts.append(0)
+                self.followed.append(False)
+                self.controller.pass_by(kind, planned)
+                continue
+            cost = self.hooks + self.full * amount / planned
             seconds = self.base_s * size * (1 + self._random.gauss(0, self.noise) + cost)
             if self._random.random() < self.outlier_share:
                 seconds *= 2
             self.costs.append(cost)
             self.amounts.append(amount)
+            self.followed.append(True)
             self.controller.note(
                 Step(
                     kind=kind,
@@ -69,6 +80,7 @@ class Machine:
                     saved_bytes=planned,
                     offered_bytes=amount,
                     planned_bytes=planned,
+                    hooks_s=self.hooks * self.base_s * size,
                 )
             )
 
@@ -204,6 +216,69 @@ def test_what_can_never_help_is_off_and_hardly_tried() -> None:
     assert machine.controller.verdict.is_off
     assert sum(amount > 0 for amount in machine.amounts[ADAPTED:]) <= 6
     assert machine.mean_cost(since=ADAPTED) <= LIMIT
+
+
+def test_steps_of_which_nothing_goes_are_followed_only_around_a_probe() -> None:
+    machine = Machine(full=3.0)
+    machine.run(ADAPTED)
+    assert all(machine.followed), "they tell the price"
+    machine.run(4 * PROBE_INTERVAL_OFF)
+    later = machine.followed[ADAPTED:]
+    assert sum(later) <= 4 * (NEIGHBOUR_COUNT + 1) + 1
+    for number in range(ADAPTED, len(machine.amounts)):
+        if machine.amounts[number]:
+            assert all(machine.followed[number - NEIGHBOUR_COUNT : number + 1])
+    assert sum(amount > 0 for amount in machine.amounts[ADAPTED:]) >= 3
+    # A price that falls is noticed all the same.
+    machine.full = 0.001
+    machine.run(12 * PROBE_INTERVAL_OFF)
+    assert machine.amounts[-1] == PLAN
+    assert all(machine.followed[-20:])
+
+
+def test_hooks_that_take_what_is_allowed_leave_nothing_for_bytes() -> None:
+    machine = Machine(full=0.0, hooks=LIMIT, noise=0.01)
+    machine.run(400)
+    verdict = machine.controller.verdict
+    assert verdict.is_off
+    assert verdict.slowdown == 0
+    assert verdict.hooks_s == pytest.approx(LIMIT)
+    assert "takes 20.0 ms of it" in verdict.shown_cost()
+    adapted = SETTLED_COUNT + CAMPAIGN_COUNT_MAX
+    assert max(machine.amounts[adapted:]) == 0
+    assert machine.mean_cost(since=adapted) <= LIMIT / 8
+    # They take less once something else on the machine has ended.
+    machine.hooks = LIMIT / 20
+    machine.run(6 * PROBE_INTERVAL_OFF)
+    assert machine.amounts[-1] == PLAN
+
+
+def test_hooks_leave_so_much_less_for_bytes() -> None:
+    machine = Machine(full=0.05, hooks=LIMIT / 2)
+    machine.run(ADAPTED + 40)
+    assert LIMIT * 0.75 <= machine.costs[-1] <= LIMIT
+    assert machine.controller.verdict.slowdown == pytest.approx(machine.costs[-1], rel=0.05)
+
+
+def test_a_step_that_grew_unseen_is_followed_the_next_time() -> None:
+    machine = Machine(full=3.0)
+    machine.run(ADAPTED + 10)
+    assert not machine.followed[-1]
+    machine.spare_bytes = 2 * PLAN
+    machine.run(2, size=4.0)
+    assert machine.followed[-2:] == [False, True]
+    machine.run(1, size=4.0)
+    assert machine.amounts[-1] >= PLAN, "memory that runs short wins"
+
+
+def test_a_step_whose_plan_keeps_all_is_not_followed_either() -> None:
+    controller = Controller(LIMIT)
+    step = Step(kind=1, opening=7, seconds=1.0, saved_bytes=PLAN, offered_bytes=0, planned_bytes=0)
+    for _ in range(ADAPTED):
+        assert controller.skims(7) is None
+        controller.note(step)
+    assert controller.skims(7) == "plan"
+    assert controller.skims(8) is None, "nothing is known of such a step"
 
 
 def test_no_step_keeps_more_than_there_is_room_for() -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
 
 import defences
+from checkout import ROOT
 from mutations import INSTEAD, mutated
 from test_reliability import NAMED, has_test
 
 MARKS = defences.marks()
 NAMES = sorted({one.defence for one in MARKS})
+EDITION = tomllib.loads((ROOT / "Cargo.toml").read_text())["workspace"]["package"]["edition"]
 
 
 def test_every_named_test_exists() -> None:
@@ -32,14 +36,20 @@ def test_the_table_of_defences_is_up_to_date() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_without_a_defence_the_package_still_compiles(name: str) -> None:
-    """In Python; what is compiled is built without its line by ``make mutations``."""
+def test_without_a_defence_the_package_can_still_be_read(name: str) -> None:
+    """By Python, or by Rust's formatter; ``make mutations`` builds what is compiled."""
     for file in {one.file for one in MARKS if one.defence == name}:
         lines = file.read_text().splitlines()
         without = mutated(lines, name)
         assert without != lines
         if file.suffix == ".py":
             compile("\n".join(without), file.name, "exec")
+            continue
+        command = ["rustfmt", "--edition", EDITION, "--emit", "stdout"]
+        read = subprocess.run(
+            command, input="\n".join(without), capture_output=True, text=True, check=False
+        )
+        assert read.returncode == 0, read.stderr
 
 
 def test_a_mark_speaks_of_its_line_or_of_the_next(tmp_path: Path) -> None:

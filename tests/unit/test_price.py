@@ -12,7 +12,13 @@ from torch import nn
 
 import ssdtrain
 from ssdtrain.machine import process_memory
-from ssdtrain.planning.controller import CAMPAIGN_COUNT, SETTLED_COUNT, is_reference
+from ssdtrain.planning.controller import (
+    CAMPAIGN_COUNT,
+    CAMPAIGN_COUNT_MAX,
+    PROBE_INTERVAL_OFF,
+    SETTLED_COUNT,
+    is_reference,
+)
 from ssdtrain.planning.policy import Item, Plan, Policy, Rates
 from support import Rig
 
@@ -75,6 +81,21 @@ def test_without_a_limit_every_step_offloads_alike(
     assert len(set(amounts[1:])) == 1
     assert amounts[1] > 0
     assert rig.stats.price_pair_count == 0
+
+
+def test_steps_too_short_for_hooks_are_left_alone(tmp_path: Path) -> None:
+    # Hooks take some microseconds, and these steps hardly more for each tensor.
+    rig = Rig(tmp_path, policy=PlansAll(1e-6))
+    amounts = offloaded(rig, SETTLED_COUNT + CAMPAIGN_COUNT_MAX + PROBE_INTERVAL_OFF)
+    assert max(amounts[-PROBE_INTERVAL_OFF:]) == 0
+    eligible = rig.stats.bytes_eligible
+    assert eligible % len(amounts) == 0, "those that nobody followed are counted as well"
+    text = str(rig.session)
+    assert "to follow what a step saves takes" in text
+    assert "a larger slowdown_max" in text
+    current = rig.prefetcher.rounds.current
+    assert current is not None
+    assert current.is_skimmed
 
 
 @pytest.mark.parametrize("given", [0, -0.1, float("nan"), float("inf"), "2 %", True])

@@ -26,8 +26,9 @@ import ssdtrain
 from disks import MIB
 from ssdtrain._core import Account
 from ssdtrain.activations.seen import Seen
-from ssdtrain.planning.controller import Price, Verdict
+from ssdtrain.planning.controller import Verdict
 from ssdtrain.planning.policy import Copies, Rates
+from ssdtrain.planning.price import Price
 from ssdtrain.reasons import Evidence, reason_of
 from ssdtrain.session_log import log
 from support import chain, shared_out
@@ -342,6 +343,7 @@ def test_the_price_of_a_byte_is_a_reason() -> None:
         slowdown_error=0.0,
         amount_bytes=0,
         planned_bytes=100 * MIB,
+        hooks_s=0.0031,
         is_adapting=False,
     )
     unknown = reason_of(evidence(seen=priced()))
@@ -349,7 +351,8 @@ def test_the_price_of_a_byte_is_a_reason() -> None:
     assert unknown is not None
     assert known is not None
     assert "longer than slowdown_max allows" in unknown.text
-    assert "each GiB costs 0.250 s of a step" in known.text
+    assert "follow what a step saves takes 3.1 ms of it" in known.text
+    assert "each GiB that moves 0.250 s" in known.text
 
 
 def test_too_small_for_any_disk_is_said_so() -> None:

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Literal
 
 import torch
 
 from ssdtrain._core import Round, Rounds, SavedTensor
+from ssdtrain.activations.gpu_steps import GpuSteps
 from ssdtrain.activations.names import needing
 from ssdtrain.errors import SsdtrainError
 from ssdtrain.machine.process_memory import available_bytes
@@ -81,6 +85,7 @@ class Prefetcher:
         self.recorded: dict[int, Recording] = {}
         """By signature, the last round that was learned from; the newest one last."""
         self._controller = policy.controller if residency.limit_bytes is None else None
+        self._gpu_steps = GpuSteps(transfer.gpus)
         self._ended_s = float("-inf")
         """When the last round ended that was learned from, on the clock of the rounds."""
         residency.add_user(self)
@@ -92,6 +97,10 @@ class Prefetcher:
         self._look()
         rates = self._transfer.rates()
         for one in finished:
+            if one.is_skimmed:
+                if self._controller is not None:
+                    self._controller.pass_by(one.opening, one.skimmed_bytes)
+                continue
             items = [Item(*item) for item in one.learned_items()]
             if items and one.phase == FORWARD:
                 whole_s = max(item.needed_s for item in items) - items[0].packed_s
@@ -119,11 +128,24 @@ class Prefetcher:
                 self._notices.say("max_host_bytes", "no tensor stays in pinned memory: %s", error)
                 return
 
-    def allowance(self, opening: int) -> int | None:
-        """Return how many bytes the round that begins now may give to the disk; ``None``: all."""
+    def allowance(
+        self, opening: int, began_s: float, gpu: int | None
+    ) -> tuple[int | None, Literal["plan", "price"] | None]:
+        """Return how many bytes the round that begins now may give to the disk; ``None``: all.
+
+        And why it is only skimmed, if it is. ``gpu`` is that of its first tensor.
+        """
         if self._controller is None:
-            return None
-        return self._controller.allowance(opening, _spare_bytes)
+            return None, None
+        self._gpu_steps.begin(began_s, gpu)
+        for step in self._gpu_steps.take():
+            self._note(step)
+        nbytes = self._controller.allowance(opening, partial(_spare_bytes, gpu))
+        cause = None if nbytes else self._controller.skims(opening)
+        if cause == "plan" and not self._policy.is_boldest:
+            # Rounds that are followed let the next plans have more.
+            cause = None
+        return nbytes, cause
 
     @property
     def verdict(self) -> Verdict | None:
@@ -135,30 +157,39 @@ class Prefetcher:
         began_s, ended_s = finished.span_s
         overlaps = began_s < self._ended_s
         self._ended_s = max(self._ended_s, ended_s)
-        # What other rounds did meanwhile, as in a pipeline, is no price of this one's bytes. And
-        # how long a GPU computes, the moments of the hooks do not tell.
-        gpus = self._transfer.gpus
-        uses_gpus = gpus is not None and gpus.copied_bytes()[0] > 0
-        if self._controller is None or overlaps or uses_gpus:
+        # What other rounds did meanwhile, as in a pipeline, is no price of this one's bytes.
+        if self._controller is None or overlaps:
             return
         plan = self._policy.plans.get(finished.signature)
-        self._controller.note(
-            Step(
-                kind=finished.signature,
-                opening=finished.opening,
-                seconds=ended_s - began_s + finished.stall_s,
-                saved_bytes=sum(item.nbytes for item in items),
-                offered_bytes=finished.offered_bytes,
-                planned_bytes=0 if plan is None else plan.written_bytes,
-            )
+        planned_bytes = 0
+        if plan is not None:
+            planned_bytes = plan.written_bytes + sum(plan.pinned_bytes.values())
+        step = Step(
+            kind=finished.signature,
+            opening=finished.opening,
+            seconds=ended_s - began_s + finished.stall_s,
+            saved_bytes=sum(item.nbytes for item in items),
+            offered_bytes=finished.offered_bytes,
+            planned_bytes=planned_bytes,
+            hooks_s=finished.hooks_s,
         )
+        if any(item.gpu is not None for item in items):
+            # A GPU computes on while the hooks run.
+            self._gpu_steps.note(replace(step, hooks_s=0.0), began_s)
+        else:
+            self._note(step)
+
+    def _note(self, step: Step) -> None:
+        """Let the controller learn from a step, and say what comes of it."""
+        assert self._controller is not None
+        self._controller.note(step)
         verdict = self._controller.verdict
-        if verdict.is_off and not verdict.is_adapting and verdict.price is not None:
+        if verdict.is_off and not verdict.is_adapting:
             self._notices.say(
                 "price",
-                "offloading stays off for now: each GiB makes a step %.3f s longer, and "
-                "slowdown_max=%s leaves room for hardly any; a larger slowdown_max allows more",
-                verdict.price.s_per_byte * (1 << 30),
+                "offloading stays off for now: %s, and slowdown_max=%s leaves room for hardly any; "
+                "a larger slowdown_max allows more",
+                verdict.shown_cost(),
                 self._controller.slowdown_max,
                 level=logging.INFO,
             )
@@ -203,6 +234,11 @@ class Prefetcher:
         return []
 
 
-def _spare_bytes() -> int:
+def _spare_bytes(gpu: int | None) -> int:
     """Return the memory that there is for what a step saves; the rest is for what it computes."""
-    return available_bytes() * 3 // 4
+    if gpu is None:
+        return available_bytes() * 3 // 4
+    free_bytes, _ = torch.cuda.mem_get_info(gpu)
+    # What torch has of the GPU and does not use is free as well.
+    cached_bytes = torch.cuda.memory_reserved(gpu) - torch.cuda.memory_allocated(gpu)
+    return (free_bytes + cached_bytes) * 3 // 4

@@ -1,10 +1,12 @@
 """How much of a plan is worth its price: learned from steps that differ in what they offload.
 
 Bytes that move cost time although nothing waits for them: hooks, copies and the disk's threads take
-processors and memory from the computing. A step takes ``base + price * bytes``. In the first steps
-the amount is varied, and steps that followed each other are compared, so that a machine that drifts
-meets both. From then on the amount is the largest one that keeps a step within ``slowdown_max`` of
-its base, and now and then a step offloads more, to go on learning: that never raises the peak.
+processors and memory from the computing. A step takes ``base + hooks + price * bytes``: what the
+hooks take that follow all tensors, whatever goes, a clock tells. In the first steps the amount is
+varied, and steps that followed each other are compared, so that a machine that drifts meets both.
+From then on the amount is the largest one that keeps a step within ``slowdown_max`` of its base,
+and now and then a step offloads more, to go on learning: that never raises the peak. Where nothing
+is worth its price, most steps are not even followed.
 
 Pure: numbers go in, numbers come out; there is no clock, and no chance.
 """
@@ -14,11 +16,13 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import combinations_with_replacement
+from typing import Literal
 
-__all__ = ["Controller", "Pair", "Price", "Step", "Verdict", "fit"]
+from ssdtrain.planning.price import DEVIATION, Pair, Price, fit
+
+__all__ = ["Controller", "Step", "Verdict"]
 
 SETTLED_COUNT = 3
 """Steps of a kind that pass before it is varied: its plan is made anew after each of them."""
@@ -46,14 +50,8 @@ CAMPAIGN_SHARE_MIN = 1 / 8
 """The same for the first steps, where little is known of the price."""
 PAIRS_MAX = 48
 """Pairs that are remembered. A price changes with what else the machine does."""
-PAIRS_MIN = 3
-"""Fewer pairs say nothing of their own error."""
-DEVIATION = 1.4826
-"""From the median deviation to the standard deviation, of normal noise."""
 MEDIAN = 1.2533
 """The standard error of a median is larger than that of a mean by this factor."""
-SHARED = 1.7
-"""The error is so much larger than that of as many pairs that share no step."""
 NEIGHBOUR_COUNT = 4
 """A step is compared with so many of its kind before it: then some of them stand at the same place
 of whatever rhythm the training has (micro-batches, of which one makes the gradients)."""
@@ -96,28 +94,8 @@ class Step:
     """Given to the disk."""
     planned_bytes: int
     """What the plan for the next round of this kind would give to it."""
-
-
-@dataclass(frozen=True)
-class Pair:
-    """Two steps that followed each other: by how much they differ."""
-
-    nbytes: float
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Price:
-    """What a byte costs, in seconds, with its standard error."""
-
-    s_per_byte: float
-    error: float
-    pair_count: int
-
-    @property
-    def upper(self) -> float:
-        """The price that decides: where little is known, little is risked."""
-        return self.s_per_byte + self.error
+    hooks_s: float = 0.0
+    """What the calls of the hooks took, waits for the disk aside."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +109,8 @@ class Verdict:
     slowdown_error: float
     amount_bytes: int
     planned_bytes: int
+    hooks_s: float
+    """What the hooks take of a step that offloads nothing, where its tensors are followed."""
     is_adapting: bool
     """Whether steps are varied at the moment, so that the peak may be that of keeping all."""
 
@@ -139,35 +119,13 @@ class Verdict:
         """Whether nothing is offloaded, because nothing is worth its price."""
         return self.price is not None and self.amount_bytes == 0 and self.planned_bytes > 0
 
-
-def fit(pairs: Iterable[Pair]) -> Price | None:
-    """Fit the slope of seconds over bytes, so that no few steps decide it.
-
-    It is the median of the slopes of all pairs of pairs, weighted by their bytes (Hodges and
-    Lehmann, 1963): a step that took twice as long moves it hardly, and steps that take long and
-    short by turns do not pull it to either. ``None`` without enough pairs.
-    """
-    used = [pair if pair.nbytes > 0 else Pair(-pair.nbytes, -pair.seconds) for pair in pairs]
-    used = [pair for pair in used if pair.nbytes > 0]
-    if len(used) < PAIRS_MIN:
-        return None
-    joined = (
-        (one.nbytes + other.nbytes, one.seconds + other.seconds)
-        for one, other in combinations_with_replacement(used, 2)
-    )
-    slopes = sorted((seconds / nbytes, nbytes) for nbytes, seconds in joined)
-    half = sum(weight for _, weight in slopes) / 2
-    passed, slope = 0.0, slopes[-1][0]
-    for one_slope, weight in slopes:
-        passed += weight
-        if passed >= half:
-            slope = one_slope
-            break
-    deviation = statistics.median(abs(pair.seconds - slope * pair.nbytes) for pair in used)
-    # A fitted slope comes close to few pairs by itself.
-    few = len(used) / (len(used) - 2)
-    spread = math.sqrt(sum(pair.nbytes**2 for pair in used))
-    return Price(slope, SHARED * DEVIATION * few * deviation / spread, len(used))
+    def shown_cost(self) -> str:
+        """Say what a step costs that offloads, where that is known."""
+        s_per_byte = 0.0 if self.price is None else max(self.price.s_per_byte, 0.0)
+        return (
+            f"to follow what a step saves takes {self.hooks_s * 1e3:.1f} ms of it here, and each "
+            f"GiB that moves {s_per_byte * (1 << 30):.3f} s"
+        )
 
 
 def is_reference(turn: int) -> bool:
@@ -188,6 +146,8 @@ class _Kind:
         self.steps: deque[Step] = deque(maxlen=STEPS_MAX)
         self.amount_bytes: int | None = None
         """``None``: the whole plan."""
+        self.hook_times_s: deque[float] = deque(maxlen=STEPS_MAX)
+        """Of steps that offloaded nothing."""
         self.first_s: list[float] = []
         self.last_s: deque[float] = deque(maxlen=WATCH_COUNT)
 
@@ -197,11 +157,17 @@ class _Kind:
         amount_bytes, planned_bytes = self.amount_bytes, self.planned_bytes
         return planned_bytes if amount_bytes is None else min(amount_bytes, planned_bytes)
 
+    @property
+    def hooks_s(self) -> float:
+        """What a step takes to follow its tensors, also if nothing is offloaded."""
+        return statistics.median(self.hook_times_s) if self.hook_times_s else 0.0
+
     def base_s(self, price: Price) -> float:
         """Return what a step takes without offloading."""
-        return statistics.median(
+        followed_s = statistics.median(
             step.seconds - price.s_per_byte * step.offered_bytes for step in self.steps
         )
+        return max(followed_s - self.hooks_s, 1e-9)
 
     def forget_times(self) -> None:
         """Compare the next steps with themselves alone."""
@@ -260,11 +226,36 @@ class Controller:
             return wanted_bytes
         return max(wanted_bytes, min(saved_bytes - spare_bytes(), kind.planned_bytes))
 
+    def skims(self, opening: int) -> Literal["plan", "price"] | None:
+        """Return why the step that begins now need not be followed; ``None``: it is.
+
+        Nothing of it would be offloaded, by the plan or by the price. The steps before a probe are
+        followed, because it is compared with them.
+        """
+        kind = self._kinds.get(self._opened.get(opening, 0))
+        if kind is None or kind.count <= SETTLED_COUNT or kind.usual_bytes:
+            return None
+        turn = self._turn % PROBE_INTERVAL_OFF
+        if self._is_in_campaign() or not 0 < turn < PROBE_INTERVAL_OFF - NEIGHBOUR_COUNT:
+            return None
+        return "price" if kind.planned_bytes else "plan"
+
+    def pass_by(self, opening: int, saved_bytes: int) -> None:
+        """Count a step that was not followed; if it saved much more, the next one is."""
+        self._turn += 1
+        kind = self._kinds.get(self._opened.get(opening, 0))
+        if kind is not None and saved_bytes > SIMILAR_BYTES * kind.steps[-1].saved_bytes:
+            del self._opened[opening]
+        if self._last is not None:
+            self._begin_again_if_changed(self._last)
+
     def note(self, step: Step) -> None:
         """Learn from a step that has ended."""
         kind = self._kind_of(step)
         self._compare(step, kind)
         kind.count += 1
+        if not step.offered_bytes:
+            kind.hook_times_s.append(step.hooks_s)
         kind.planned_bytes = step.planned_bytes
         kind.steps.append(step)
         self._steps.append(step)
@@ -285,9 +276,9 @@ class Controller:
         price, kind = self._price, self._last
         slowdown, error = 0.0, 0.0
         amount_bytes = 0 if kind is None else kind.usual_bytes
-        if price is not None and kind is not None:
-            base_s = max(kind.base_s(price), 1e-9)
-            slowdown = price.s_per_byte * amount_bytes / base_s
+        if price is not None and kind is not None and amount_bytes:
+            base_s = kind.base_s(price)
+            slowdown = (kind.hooks_s + price.s_per_byte * amount_bytes) / base_s
             error = price.error * amount_bytes / base_s
         return Verdict(
             price=price,
@@ -295,6 +286,7 @@ class Controller:
             slowdown_error=error,
             amount_bytes=amount_bytes,
             planned_bytes=0 if kind is None else kind.planned_bytes,
+            hooks_s=0.0 if kind is None else kind.hooks_s,
             is_adapting=self._is_in_campaign(),
         )
 
@@ -346,7 +338,7 @@ class Controller:
 
     def _is_probe(self, kind: _Kind) -> bool:
         amount_bytes, price = kind.usual_bytes, self._price
-        if price is None or amount_bytes >= kind.planned_bytes:
+        if price is None or amount_bytes >= kind.planned_bytes or self._left_s(kind, price) <= 0:
             return False
         if amount_bytes == 0:
             return self._turn % PROBE_INTERVAL_OFF == 0
@@ -355,10 +347,16 @@ class Controller:
 
     def _worth_bytes(self, kind: _Kind, s_per_byte: float) -> float:
         """Return what may be offloaded at this price."""
-        if self._price is None or s_per_byte <= 0:
+        if self._price is None:
             return math.inf
-        base_s = max(kind.base_s(self._price), 0.0)
-        return TARGET_SHARE * self.slowdown_max * base_s / s_per_byte
+        left_s = self._left_s(kind, self._price)
+        if left_s <= 0:
+            return 0.0
+        return math.inf if s_per_byte <= 0 else left_s / s_per_byte
+
+    def _left_s(self, kind: _Kind, price: Price) -> float:
+        """Return what a step may take for bytes, after what its hooks take."""
+        return TARGET_SHARE * self.slowdown_max * kind.base_s(price) - kind.hooks_s
 
     def _decide(self, kind: _Kind) -> None:
         """Choose what usual steps of a kind offload; changes only if it differs by much."""
@@ -409,7 +407,7 @@ class Controller:
         price = self._price
         if price is None or 2 * kind.usual_bytes <= kind.planned_bytes:
             return False
-        error = price.error * kind.planned_bytes / max(kind.base_s(price), 1e-9)
+        error = price.error * kind.planned_bytes / kind.base_s(price)
         return error > ERROR_SHARE_MAX * self.slowdown_max
 
     def _is_off_unsurely(self, kind: _Kind) -> bool:
@@ -436,8 +434,13 @@ class Controller:
             kind.first_s.append(step.seconds)
         else:
             kind.last_s.append(step.seconds)
+        self._begin_again_if_changed(kind)
+
+    def _begin_again_if_changed(self, kind: _Kind) -> None:
         if self._turn < self._campaign_count + self._calm_count:
             return
+        if self._price is not None and self._left_s(kind, self._price) <= 0:
+            return  # Whatever the price is now.
         if kind.is_slower(self.slowdown_max) or self._is_off_unsurely(kind):
             self._share_before = self._share()
             self._turn, self._campaign_count = 0, CAMPAIGN_COUNT

@@ -238,6 +238,11 @@ class Policy:
         self._basis: dict[int, tuple[int, Rates, float]] = {}
         """How often a signature was planned, and with which rates and caution last."""
 
+    @property
+    def is_boldest(self) -> bool:
+        """Whether plans count with as much of the rates as they ever do."""
+        return self._caution >= CAUTION_MAX
+
     def knows(self, key: int) -> bool:
         """Whether a plan was made with this key in it."""
         return key in self._planned

@@ -119,6 +119,14 @@ pub struct Round<E> {
     /// What may still be given to the disk, and what was.
     allowance_bytes: u64,
     offered_bytes: u64,
+    /// Seconds that its tensors spent in the hooks.
+    hooks_s: f64,
+    /// Whether it need not see what comes after its first tensor.
+    is_skimmed: bool,
+    /// Of the tensors that are not.
+    skimmed_bytes: u64,
+    /// Whether it goes on no more.
+    is_closed: bool,
     /// At this many entries, look whether the older are dead.
     look_at: usize,
 }
@@ -158,6 +166,10 @@ impl<E> Round<E> {
             opening: 0,
             allowance_bytes: u64::MAX,
             offered_bytes: 0,
+            hooks_s: 0.0,
+            is_skimmed: false,
+            skimmed_bytes: 0,
+            is_closed: false,
             look_at: DEAD_ROUND_COUNT,
         }
     }
@@ -322,6 +334,48 @@ impl<E> Round<E> {
         }
         self.offered_bytes += nbytes;
         true
+    }
+
+    /// Gives nothing to the disk, and need not see what comes after the first tensor: nothing is
+    /// learned from this round.
+    pub fn skim(&mut self) {
+        self.allowance_bytes = 0;
+        self.is_skimmed = true;
+    }
+
+    /// Whether it need not see what comes after its first tensor.
+    pub fn is_skimmed(&self) -> bool {
+        self.is_skimmed
+    }
+
+    /// Counts a tensor that is not followed.
+    pub fn note_skimmed(&mut self, nbytes: u64) {
+        self.skimmed_bytes += nbytes;
+    }
+
+    /// The bytes of the tensors that were not followed.
+    pub fn skimmed_bytes(&self) -> u64 {
+        self.skimmed_bytes
+    }
+
+    /// Says whether what is packed next begins another round.
+    pub fn set_closed(&mut self, is_closed: bool) {
+        self.is_closed = is_closed;
+    }
+
+    /// Whether what is packed next begins another round.
+    pub fn is_closed(&self) -> bool {
+        self.is_closed
+    }
+
+    /// Counts the time of a call of a hook.
+    pub fn note_hook(&mut self, seconds: f64) {
+        self.hooks_s += seconds;
+    }
+
+    /// The time of the calls of the hooks, without the waits for the disk.
+    pub fn hooks_s(&self) -> f64 {
+        self.hooks_s
     }
 
     /// Bytes that were given to the disk, of which some may have stayed in memory all the same.

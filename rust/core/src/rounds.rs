@@ -93,7 +93,7 @@ impl<E> Rounds<E> {
     ) -> Opened<E> {
         if let Some(current) = &self.current {
             let mut round = current.lock();
-            let is_open = goes_on || !round.is_asked_for();
+            let is_open = !round.is_closed() && (goes_on || !round.is_asked_for());
             if round.phase() == phase && is_open && !round.is_dead(is_dead) {
                 let round = current.clone();
                 return Opened { round, finished: Vec::new(), forgotten: Vec::new() };

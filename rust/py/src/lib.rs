@@ -11,6 +11,7 @@ mod gate;
 mod geometry;
 mod gpu;
 mod gpu_calls;
+mod gpu_clock;
 mod hook_pair;
 mod kept;
 mod leaving;
@@ -24,6 +25,7 @@ mod rules;
 mod saved_tensor;
 mod session_lock;
 mod simulated;
+mod skim;
 mod staged;
 mod store;
 mod tally;
@@ -46,6 +48,8 @@ mod _core {
     use super::geometry::Geometry;
     #[pymodule_export]
     use super::gpu::Gpus;
+    #[pymodule_export]
+    use super::gpu_clock::{GpuClock, GpuMoment};
     #[pymodule_export]
     use super::hook_pair::HookPair;
     #[pymodule_export]

@@ -1,5 +1,7 @@
 //! Pack and unpack of tensors whose bytes may leave memory.
 
+use std::time::Instant;
+
 use pyo3::intern;
 use pyo3::prelude::*;
 
@@ -9,6 +11,7 @@ use crate::kept::version_of;
 use crate::rounds::Rounds;
 use crate::saved_tensor::{Part, Record, SavedTensor, SharedRound};
 use crate::session_lock::SessionLock;
+use crate::skim::Cause;
 use crate::tally::Tally;
 use crate::torch::Torch;
 use crate::transfer::Loading;
@@ -87,7 +90,7 @@ impl Offloading {
     }
 
     pub fn pack(&self, tensor: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
-        let py = tensor.py();
+        let (py, began) = (tensor.py(), Instant::now());
         if self.records.get().is_forked() {
             return Ok(self
                 .hooks
@@ -112,11 +115,12 @@ impl Offloading {
         }
         let saved =
             self.lock.locked(py, || self.offload(tensor, &storage, layout, start, nbytes))?;
+        saved.get().note_hook(began);
         Ok(saved.into_any().unbind())
     }
 
     pub fn unpack(&self, packed: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
-        let (py, hooks) = (packed.py(), self.hooks.bind(packed.py()));
+        let (py, hooks, began) = (packed.py(), self.hooks.bind(packed.py()), Instant::now());
         let Ok(saved) = packed.cast::<SavedTensor>() else {
             // What has changed since comes here, or is asked for from inside an operation.
             return Ok(hooks.call_method1(intern!(py, "unpack_kept"), (packed,))?.unbind());
@@ -134,14 +138,38 @@ impl Offloading {
                 Some(original) => original,
                 None => this.on_memory(self.torch.get(), &storage)?,
             },
-            // defence: no lock while waiting for a read
-            Found::Read(loading) => self.read(saved, &loading)?,
+            Found::Read(loading) => {
+                this.note_hook(began);
+                // defence: no lock while waiting for a read
+                return self.read(saved, &loading).map(Bound::unbind);
+            }
         };
+        this.note_hook(began);
         Ok(tensor.unbind())
     }
 }
 
 impl Offloading {
+    /// Why a tensor that is packed now stays in memory, and is followed by nobody.
+    pub fn skims(&self, py: Python<'_>) -> Option<Cause> {
+        self.rounds.get().skims(py)
+    }
+
+    /// Counts a tensor that stays for this cause, of which so much is in memory for nobody else;
+    /// `false`: it is to be followed all the same.
+    #[must_use]
+    pub fn passes_by(&self, identity: usize, nbytes: u64, cause: Cause) -> bool {
+        let passes = self.rounds.get().passes_by(identity, nbytes);
+        if passes && nbytes > 0 {
+            self.eligible.get().add(nbytes);
+            match cause {
+                Cause::Plan => self.planned.get().add(nbytes),
+                Cause::Price => self.priced.get().add(nbytes),
+            }
+        }
+        passes
+    }
+
     /// As what a part of a large storage stays in memory; `None` if it may leave it.
     fn kept_as(
         &self,

@@ -21,6 +21,7 @@ use crate::account::Account;
 use crate::error::SsdtrainError;
 use crate::gpu::Gpus;
 use crate::saved_tensor::{SavedReference, SavedTensor, SharedRound};
+use crate::skim::{Cause, Skim};
 use crate::store::Store;
 use crate::timeline::Moment;
 use crate::transfer::{Handle, Loading};
@@ -37,6 +38,8 @@ pub struct Rounds {
     stalls: Py<PyAny>,
     epoch: Instant,
     books: Mutex<Books>,
+    /// The round of which only the first tensor is followed, if there is one.
+    skim: Skim,
 }
 
 #[derive(Default)]
@@ -90,6 +93,23 @@ impl Round {
         self.0.lock().offered_bytes()
     }
 
+    /// Whether it need not see what came after its first tensor.
+    #[getter]
+    fn is_skimmed(&self) -> bool {
+        self.0.lock().is_skimmed()
+    }
+
+    /// The bytes of the tensors that were not followed.
+    #[getter]
+    fn skimmed_bytes(&self) -> u64 {
+        self.0.lock().skimmed_bytes()
+    }
+
+    #[getter]
+    fn hooks_s(&self) -> f64 {
+        self.0.lock().hooks_s()
+    }
+
     #[getter]
     fn span_s(&self) -> (f64, f64) {
         self.0.lock().span_s()
@@ -119,8 +139,17 @@ impl Rounds {
         policy: Py<PyAny>,
         stalls: Py<PyAny>,
     ) -> Self {
-        let (account, books) = (account.0.clone(), Mutex::default());
-        Self { store, gpus, account, limit_bytes, policy, stalls, epoch: Instant::now(), books }
+        Self {
+            store,
+            gpus,
+            account: account.0.clone(),
+            limit_bytes,
+            policy,
+            stalls,
+            epoch: Instant::now(),
+            books: Mutex::default(),
+            skim: Skim::default(),
+        }
     }
 
     /// How many tensors the round has that is packed now.
@@ -177,6 +206,17 @@ impl Rounds {
         next_key(round.lock().signature(), nbytes)
     }
 
+    /// Why a tensor that is packed now stays in memory, and need not be followed; `None`: it is.
+    pub fn skims(&self, py: Python<'_>) -> Option<Cause> {
+        self.skim.go_on(py)
+    }
+
+    /// Counts a tensor that is not followed; `false`: it is to be followed all the same.
+    #[must_use]
+    pub fn passes_by(&self, identity: usize, nbytes: u64) -> bool {
+        self.skim.passes_by(identity, nbytes)
+    }
+
     /// Gives a packed tensor its place in a round.
     pub fn enter(
         &self,
@@ -195,10 +235,18 @@ impl Rounds {
             let phase = round.lock().phase();
             let opening = round.lock().opening();
             if phase == FORWARD && self.limit_bytes.is_none() {
-                let allowance = teacher.call_method1(intern!(py, "allowance"), (opening,))?;
-                if let Some(allowance_bytes) = allowance.extract()? {
-                    round.lock().allow(allowance_bytes);
+                // If a signal interrupts this, the next pack begins a round that asks again.
+                round.lock().set_closed(true);
+                let arguments = (opening, now_s, this.layout.gpu);
+                let allowance = teacher.call_method1(intern!(py, "allowance"), arguments)?;
+                let (allowed, cause): (Option<u64>, Option<String>) = allowance.extract()?;
+                if let Some(cause) = cause {
+                    self.skim.begin(saved, round, Cause::of(&cause)?)?;
                 }
+                if let Some(allowed_bytes) = allowed {
+                    round.lock().allow(allowed_bytes);
+                }
+                round.lock().set_closed(false);
             }
         }
         Ok(())
@@ -209,10 +257,13 @@ impl Rounds {
         let (py, this) = (saved.py(), saved.get());
         let Some((round, ordinal)) = this.place() else { return Ok(false) };
         let (now_s, key) = (self.now_s(py)?, this.record.get().key);
-        let (is_first, is_predicted) = {
+        let (is_first, is_predicted, is_skimmed) = {
             let round = round.lock();
-            (!round.is_asked_for(), round.is_predicted())
+            (!round.is_asked_for(), round.is_predicted(), round.is_skimmed())
         };
+        if is_skimmed {
+            self.skim.end(); // defence: a skimmed round ends with its backward
+        }
         if is_first || !is_predicted {
             self.predict(py, round)?;
         }

@@ -6,6 +6,7 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::Instant;
 
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -388,6 +389,13 @@ impl SavedTensor {
     /// Gives it its place, once.
     pub fn take_place(&self, round: SharedRound, ordinal: usize) {
         self.place.get_or_init(|| (round, ordinal));
+    }
+
+    /// Counts the time of a hook since it began, for its round.
+    pub fn note_hook(&self, began: Instant) {
+        if let Some((round, _)) = self.place() {
+            round.lock().note_hook(began.elapsed().as_secs_f64());
+        }
     }
 
     /// Its round and its ordinal there.

@@ -1,0 +1,191 @@
+"""Rounds of which nothing goes to the disk: only the first tensor of each is followed."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from support import KeepNothing, KeepsAll, Rig, skimming
+
+LAYERS = 6
+PASSED_MAX = 16_384
+"""So many tensors of a round are not followed at most."""
+
+
+class Follows(KeepsAll):
+    """Keeps all as well, and has each round followed."""
+
+    def skims(self, opening: int) -> None:
+        return None
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(LAYERS)))
+
+
+def step(rig: Rig, model: nn.Module, x: Tensor) -> list[Tensor]:
+    with rig.context():
+        loss = model(x).square().sum()
+        return list(torch.autograd.grad(loss, list(model.parameters())))
+
+
+def test_the_figures_are_those_of_followed_rounds(tmp_path: Path) -> None:
+    model, x = layers(), torch.randn(32, 64)
+    expected = list(torch.autograd.grad(model(x).square().sum(), list(model.parameters())))
+    told = []
+    for controller in (Follows(), KeepsAll()):
+        policy = KeepNothing()
+        policy.controller = controller
+        rig = Rig(tmp_path, policy=policy)
+        for _ in range(3):
+            assert all(map(torch.equal, step(rig, model, x), expected))
+        stats, seen = rig.stats, rig._hooks._seen
+        told.append((
+            stats.bytes_eligible, stats.resident_bytes_peak, stats.bytes_kept, stats.tensors_kept,
+            stats.bytes_written, seen.priced.nbytes, seen.planned.nbytes, seen.count(),
+        ))  # fmt: skip
+        assert "slowdown_max" in str(rig.session)
+        rig.assert_empty()
+    assert told[0] == told[1]
+    assert told[0][0] > 0
+
+
+def test_one_tensor_of_a_round_is_followed_until_its_backward(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, policy=skimming())
+    model, x = layers(), torch.randn(32, 64)
+    for _ in range(3):
+        with rig.context():
+            loss = model(x).square().sum()
+            assert rig.prefetcher.rounds.current_count == 1
+            loss.backward()
+    current = rig.prefetcher.rounds.current
+    assert current is not None
+    assert current.is_skimmed
+    assert not rig.prefetcher.recorded, "nothing is learned from it"
+
+
+@pytest.mark.defends("a skimmed round ends with its backward")
+def test_a_graph_that_is_retained_does_not_go_on_with_it(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, policy=skimming())
+    x = torch.randn(64, requires_grad=True)
+    with rig.context():
+        retained = x.sin().cos().sum()
+        retained.backward(retain_graph=True)
+        assert len(rig.records.alive()) == 1
+        loss = x.sin().cos().exp().sum()
+        assert len(rig.records.alive()) == 2, "the next round has a first tensor of its own"
+        (loss + retained).backward()
+
+
+def test_a_forward_without_backward_ends_it(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, policy=skimming())
+    model, x = layers(), torch.randn(32, 64)
+    with rig.context():
+        for _ in range(2):
+            target = model(x).detach()
+            assert rig.prefetcher.rounds.current_count == 1
+            loss = (model(x) - target).square().sum()
+            assert len(rig.records.alive()) == 1, "the next round is skimmed as well"
+            loss.backward()
+    gc.collect()
+    assert not rig.records.alive()
+
+
+def test_a_graph_that_lives_on_does_not_end_the_following_for_good(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, policy=skimming())
+    x = torch.randn(8, requires_grad=True)
+    with rig.context():
+        held = [(x * 1.0).sin() for _ in range(PASSED_MAX + 1)]
+        assert len(rig.records.alive()) == 1
+        held += [(x * 1.0).sin() for _ in range(3)]
+    assert len(rig.records.alive()) == 2, "another round has begun"
+    plain = [(x * 1.0).sin() for _ in held]
+    actual, expected = (torch.autograd.grad(torch.stack(one).sum(), x) for one in (held, plain))
+    assert torch.equal(*actual, *expected)
+
+
+SAVES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "the first one twice": lambda x, w: x @ ((h := w * 2).sin() + h.cos()),
+    "the first one in a view": lambda x, w: x @ ((h := w * 2).sin() + h.t().cos()),
+    "slices": lambda x, w: sum(one.cos() for one in (x @ w).sin().chunk(4, dim=1)),  # type: ignore[return-value, arg-type, misc]
+    "memory of others": lambda x, w: ((x @ w).sin() - FOREIGN).square() * FOREIGN,
+    "a part of something large": lambda x, w: (x @ w).sin() * LARGE[70:102],
+    "made anew": lambda x, w: (x @ w).sin() * torch.rand(32, 1),
+}
+FOREIGN = torch.from_numpy(np.random.default_rng(0).random((32, 64), dtype=np.float32))
+LARGE = torch.randn(5000, 64)
+
+
+@pytest.mark.parametrize("name", SAVES)
+def test_the_bytes_are_those_of_followed_rounds(name: str, tmp_path: Path) -> None:
+    w = torch.randn(64, 64, requires_grad=True)
+    told = []
+    for controller in (Follows(), KeepsAll()):
+        policy = KeepNothing()
+        policy.controller = controller
+        rig = Rig(tmp_path, min_bytes=1024, policy=policy)
+        x = torch.randn(32, 64)
+        for _ in range(3):
+            with rig.context():
+                SAVES[name](x, w).sum().backward()
+        stats = rig.stats
+        told.append((stats.bytes_eligible, stats.bytes_kept, stats.resident_bytes_peak))
+    assert told[0] == told[1]
+    assert told[0][0] > 0
+
+
+def test_after_an_interrupt_as_a_round_begins_the_next_one_asks_again(tmp_path: Path) -> None:
+    class Interrupted(KeepsAll):
+        asked_count = 0
+
+        def allowance(self, *arguments: Any) -> int:
+            self.asked_count += 1
+            if self.asked_count == 1:
+                raise InterruptedError
+            return super().allowance(*arguments)
+
+    policy = KeepNothing()
+    policy.controller = controller = Interrupted()
+    rig = Rig(tmp_path, policy=policy)
+    model, x = layers(), torch.randn(32, 64)
+    with rig.context():
+        with pytest.raises(InterruptedError):
+            model(x)
+        loss = model(x).square().sum()
+        assert controller.asked_count == 2
+        rig.flush()
+        loss.backward()
+    assert rig.stats.bytes_written == 0
+
+
+def test_of_something_large_a_view_counts_with_its_own_part(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, policy=skimming())
+    large, x = torch.randn(100_000), torch.randn(1000, requires_grad=True)
+    with rig.context():
+        loss = (x.sin().cos() * large[5000:6000]).sum()
+        assert rig.stats.resident_bytes < 20_000
+        loss.backward()
+    rig.assert_empty()
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_what_is_changed_in_place_is_refused(is_first: bool, tmp_path: Path) -> None:
+    rig = Rig(tmp_path, policy=skimming())
+    x = torch.randn(1000, requires_grad=True)
+    with rig.context():
+        first = x * 2
+        saved = first.sin().cos() if is_first else first.sin()
+        changed = first if is_first else saved
+        loss = saved.exp().sum() if is_first else saved.cos().sum()
+        with torch.no_grad():
+            changed.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
