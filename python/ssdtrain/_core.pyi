@@ -12,13 +12,12 @@ from ssdtrain.errors import SsdtrainError
 __all__ = [
     "Account",
     "Geometry",
-    "GpuClock",
-    "GpuMoment",
     "Gpus",
     "Handle",
     "Holding",
     "HookPair",
     "Kept",
+    "Learned",
     "Leaving",
     "Loading",
     "MasterCode",
@@ -569,6 +568,38 @@ class Round:
         """Return bytes and tensors of the node that saved most, and the bytes of all nodes."""
 
 @final
+class Learned:
+    """What an ended round teaches.
+
+    Times are in seconds, on the clock of the GPU that it was on, or on that of the hooks; both
+    stand still in waits for the disk.
+    """
+
+    @property
+    def items(self) -> list[tuple[int, int, float, float, int | None]]:
+        """Of each storage that was needed: the fields of ``planning.policy.Item``."""
+
+    @property
+    def began_s(self) -> float:
+        """When the first tensor was packed."""
+
+    @property
+    def ended_s(self) -> float:
+        """When one was needed last."""
+
+    @property
+    def stall_s(self) -> float:
+        """The waits for its tensors: of its GPU, or else of threads."""
+
+    @property
+    def step_s(self) -> float | None:
+        """What the whole step took, with the waits; ``None`` if nothing tells."""
+
+    @property
+    def is_of_gpu(self) -> bool:
+        """Whether the times are those of a GPU."""
+
+@final
 class Rounds:
     """The rounds of one session, the order of return, and what is read ahead."""
 
@@ -595,6 +626,17 @@ class Rounds:
     @property
     def now_s(self) -> float:
         """Seconds on the clock of the rounds, which stands still while threads wait for I/O."""
+
+    def is_awaited(self, ended: Round) -> bool:
+        """Whether an ended round cannot be learned from yet: a GPU has not come to its end.
+
+        Raises:
+            CudaError: The GPU failed before.
+
+        """
+
+    def learned(self, ended: Round) -> Learned:
+        """Return what an ended round teaches, which is not awaited; ask once."""
 
     def give_way(self) -> None:
         """Give up what was read ahead."""
@@ -702,43 +744,6 @@ class Offloading:
 
     def unpack(self, packed: object) -> Tensor:
         """Give a node its saved tensor back."""
-
-@final
-class GpuClock:
-    """Marks moments of the GPUs of a session."""
-
-    def __new__(cls, gpus: Gpus) -> GpuClock:
-        """Mark nothing yet."""
-
-    def mark(self, gpu: int) -> GpuMoment | None:
-        """Mark where the current stream of a GPU is; ``None`` while a CUDA graph is captured.
-
-        Raises:
-            CudaError: The driver refused.
-
-        """
-
-@final
-class GpuMoment:
-    """The moment at which a stream comes to where it was filled up to."""
-
-    @property
-    def gpu(self) -> int:
-        """The GPU's number."""
-
-    def is_reached(self) -> bool:
-        """Whether the GPU has come to it.
-
-        Raises:
-            CudaError: The GPU failed before.
-
-        """
-
-    def seconds_since(self, before: GpuMoment) -> float | None:
-        """Return the seconds from another moment of the same GPU, both of which were reached.
-
-        ``None`` if the driver does not tell.
-        """
 
 @final
 class Gpus:

@@ -158,6 +158,9 @@ class Stats:
     """Its peak since the process began (``VmHWM``)."""
     has_small_pages: bool
     """Whether torch's tensors are not on huge pages, because ssdtrain was imported too late."""
+    gpu_stall_s: float = 0.0
+    """Time in which GPUs waited for tensors that came back, by their own clocks, in the steps whose
+    ends they have come to. Threads may have waited meanwhile, which is in ``stall_s``."""
     price_s_per_gib: float = 0.0
     """By how much each GiB that is offloaded makes a step longer, by steps that were compared."""
     price_error_s_per_gib: float = 0.0
@@ -209,11 +212,12 @@ class Stats:
     def limit(self) -> str:
         """What keeps more from leaving memory, or the step from being faster.
 
-        ``"compute"`` if nearly all that may leave memory did and hardly a thread waited for I/O.
+        ``"compute"`` if nearly all that may leave memory did and hardly a thread or GPU waited.
         Else the link that was busy for longest: ``"the disk's writes"``, ``"the disk's reads"``,
         ``"the PCIe copies to the host"`` or ``"the PCIe copies to the GPU"``.
         """
-        has_waited = self.stall_s > STALL_SHARE_LITTLE * self.elapsed_s
+        stall_s = max(self.stall_s, self.gpu_stall_s)
+        has_waited = stall_s > STALL_SHARE_LITTLE * self.elapsed_s
         if not has_waited and self.bytes_offloaded >= OFFLOADED_SHARE_MUCH * self.bytes_eligible:
             return "compute"
         busy_s = {
@@ -375,6 +379,7 @@ class Stats:
                 f"{shown_bytes(self.direct_written_bytes)} written, "
                 f"{shown_bytes(self.direct_read_bytes)} read"
             )
+        rows.append(f"  GPU stalls {self.gpu_stall_s:.3f} s of waits for tensors on their way back")
         peak, away = shown_bytes(self.device_bytes_peak), shown_bytes(self.away_bytes_peak)
         rows.append(f"  GPU peak   {peak} in tensors; up to {away} more without offload")
         rows.append(f"  limit      {self.limit}")
@@ -408,6 +413,7 @@ def snapshot(
     write_refused_count: int,
     store: Mapping[str, object],
     on_gpus: OnGpus,
+    gpu_stall_s: float,
     elapsed_s: float,
     bytes_eligible: int,
     reason: Reason | None,
@@ -451,6 +457,7 @@ def snapshot(
         disk_reserved_bytes=number("disk_reserved_bytes"),
         engines=tuple((str(place), str(name)) for place, name in engines),
         **asdict(on_gpus),
+        gpu_stall_s=gpu_stall_s,
         **asdict(blocks),
         process_bytes=known_bytes("VmRSS"),
         process_bytes_peak=known_bytes("VmHWM"),

@@ -73,12 +73,13 @@ def test_what_stays_is_not_written_and_the_rest_goes_to_the_disk(device: Device,
         assert session.stats.since(before).staying_bytes == staying_bytes
         saved.sum().backward()
         torch.cuda.synchronize()
+        del saved
+        # Until the thread of the GPU has let go of its last node. What stayed gives its place to
+        # the next.
+        settle(session)
         stats = session.stats.since(before)
         assert stats.bytes_written == COUNT * leaf.nbytes - staying_bytes
         assert stats.bytes_offloaded == COUNT * leaf.nbytes
-        del saved
-        # What stayed gives its place to the next.
-        settle(session)
         _held = chain(leaf, room)
         settle(session, room_bytes)
         assert session.stats.since(before).staying_bytes == staying_bytes + room_bytes

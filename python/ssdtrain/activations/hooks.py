@@ -213,6 +213,7 @@ class Hooks:
                 write_refused_count=self._writeback.refused_count,
                 store=store,
                 on_gpus=gpus,
+                gpu_stall_s=self._prefetcher.gpu_stall_s,
                 elapsed_s=perf_counter() - self._began_s,
                 bytes_eligible=self._seen.eligible.nbytes,
                 reason=reason_of(self._evidence(observed)),
@@ -223,6 +224,8 @@ class Hooks:
     def traces(self) -> tuple[Trace, ...]:
         """Return the last round of each kind as a trace, the newest one last."""
         with self._lock:
+            if not self.is_forked:
+                self._prefetcher.learn_from_ended()
             recorded = list(self._prefetcher.recorded.values())
         return tuple(
             trace_of(

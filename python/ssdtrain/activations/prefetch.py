@@ -6,21 +6,20 @@ What each tensor goes through is in the compiled part (`_core.Rounds`), which as
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Literal
 
 import torch
 
-from ssdtrain._core import Round, Rounds, SavedTensor
-from ssdtrain.activations.gpu_steps import GpuSteps
+from ssdtrain._core import Learned, Round, Rounds, SavedTensor
 from ssdtrain.activations.names import needing
 from ssdtrain.errors import SsdtrainError
 from ssdtrain.machine.process_memory import available_bytes
 from ssdtrain.notices import Notices, log
 from ssdtrain.planning.controller import Step, Verdict
-from ssdtrain.planning.policy import Item, Policy
+from ssdtrain.planning.policy import Item, Policy, Rates
 from ssdtrain.planning.recording import Recording
 from ssdtrain.residency import Residency
 from ssdtrain.shortage import Held
@@ -34,6 +33,8 @@ FORWARD = -1
 """The phase of a round that a forward packed."""
 RECORDED_MAX = 16
 """Kinds of rounds of which the last one can be saved as a trace."""
+AWAITED_MAX = 16
+"""Ended rounds to whose ends a GPU has not come; of older ones nothing is learned."""
 ONE_NODE_SHARE_MIN = 0.9
 ONE_NODE_TENSORS_MIN = 4
 """A node that saves so much of a round, and so many tensors, is a graph compiled as a whole."""
@@ -85,7 +86,10 @@ class Prefetcher:
         self.recorded: dict[int, Recording] = {}
         """By signature, the last round that was learned from; the newest one last."""
         self._controller = policy.controller if residency.limit_bytes is None else None
-        self._gpu_steps = GpuSteps(transfer.gpus)
+        self._ended: deque[Round] = deque(maxlen=AWAITED_MAX)
+        """Rounds that have ended and were not learned from, the oldest one first."""
+        self.gpu_stall_s = 0.0
+        """How long GPUs waited for loads, in the rounds that were learned from."""
         self._ended_s = float("-inf")
         """When the last round ended that was learned from, on the clock of the rounds."""
         residency.add_user(self)
@@ -95,27 +99,44 @@ class Prefetcher:
     def learn(self, finished: list[Round]) -> None:
         """Let the policy plan with the rounds that have ended."""
         self._look()
+        self._ended.extend(finished)
+        self.learn_from_ended()
+
+    def learn_from_ended(self) -> None:
+        """Learn from the rounds in their order, as far as GPUs have come to their ends."""
         rates = self._transfer.rates()
-        for one in finished:
-            if one.is_skimmed:
-                if self._controller is not None:
-                    self._controller.pass_by(one.opening, one.skimmed_bytes)
-                continue
-            items = [Item(*item) for item in one.learned_items()]
-            if items and one.phase == FORWARD:
-                whole_s = max(item.needed_s for item in items) - items[0].packed_s
-                self.last_round = sum(item.nbytes for item in items), whole_s
-                if one.signature not in self._policy.plans:
-                    self._warn_of_one_node(one)
-                # Of the whole time of the round, with its stalls.
-                stall_share = one.stall_s / max(whole_s + one.stall_s, 1e-9)
-                self._policy.learn(one.signature, items, rates, stall_share)
-                self._pin(one.signature)
-                self.recorded.pop(one.signature, None)
-                self.recorded[one.signature] = Recording(items, *one.span_s)
-                if len(self.recorded) > RECORDED_MAX:
-                    del self.recorded[next(iter(self.recorded))]
-                self._note_step(one, items)
+        while self._ended:
+            # Taken out first: a handler of a signal may come here as well.
+            first = self._ended.popleft()
+            if self.rounds.is_awaited(first):
+                self._ended.appendleft(first)
+                return
+            self._learn_from(first, rates)
+
+    def _learn_from(self, one: Round, rates: Rates) -> None:
+        learned = self.rounds.learned(one)
+        if one.is_skimmed:
+            if self._controller is not None:
+                self._controller.pass_by(one.opening, one.skimmed_bytes)
+            return
+        items = [Item(*item) for item in learned.items]
+        if not items or one.phase != FORWARD:
+            return
+        if learned.is_of_gpu:
+            self.gpu_stall_s += learned.stall_s
+        whole_s = max(item.needed_s for item in items) - items[0].packed_s
+        self.last_round = sum(item.nbytes for item in items), whole_s
+        if one.signature not in self._policy.plans:
+            self._warn_of_one_node(one)
+        # Of the whole time of the round, with its stalls.
+        stall_share = learned.stall_s / max(whole_s + learned.stall_s, 1e-9)
+        self._policy.learn(one.signature, items, rates, stall_share)
+        self._pin(one.signature)
+        self.recorded.pop(one.signature, None)
+        self.recorded[one.signature] = Recording(items, learned.began_s, learned.ended_s)
+        if len(self.recorded) > RECORDED_MAX:
+            del self.recorded[next(iter(self.recorded))]
+        self._note_step(one, items, learned)
 
     def _pin(self, signature: int) -> None:
         """Pin the memory in which tensors of GPUs stay by plan."""
@@ -129,7 +150,7 @@ class Prefetcher:
                 return
 
     def allowance(
-        self, opening: int, began_s: float, gpu: int | None
+        self, opening: int, gpu: int | None
     ) -> tuple[int | None, Literal["plan", "price"] | None]:
         """Return how many bytes the round that begins now may give to the disk; ``None``: all.
 
@@ -137,9 +158,6 @@ class Prefetcher:
         """
         if self._controller is None:
             return None, None
-        self._gpu_steps.begin(began_s, gpu)
-        for step in self._gpu_steps.take():
-            self._note(step)
         nbytes = self._controller.allowance(opening, partial(_spare_bytes, gpu))
         cause = None if nbytes else self._controller.skims(opening)
         if cause == "plan" and not self._policy.is_boldest:
@@ -152,13 +170,13 @@ class Prefetcher:
         """What is known of the price of a byte; ``None`` where it plays no part."""
         return None if self._controller is None else self._controller.verdict
 
-    def _note_step(self, finished: Round, items: list[Item]) -> None:
+    def _note_step(self, finished: Round, items: list[Item], learned: Learned) -> None:
         """Let the controller compare a round with those before it."""
         began_s, ended_s = finished.span_s
         overlaps = began_s < self._ended_s
         self._ended_s = max(self._ended_s, ended_s)
         # What other rounds did meanwhile, as in a pipeline, is no price of this one's bytes.
-        if self._controller is None or overlaps:
+        if self._controller is None or overlaps or learned.step_s is None:
             return
         plan = self._policy.plans.get(finished.signature)
         planned_bytes = 0
@@ -167,17 +185,14 @@ class Prefetcher:
         step = Step(
             kind=finished.signature,
             opening=finished.opening,
-            seconds=ended_s - began_s + finished.stall_s,
+            seconds=learned.step_s,
             saved_bytes=sum(item.nbytes for item in items),
             offered_bytes=finished.offered_bytes,
             planned_bytes=planned_bytes,
-            hooks_s=finished.hooks_s,
-        )
-        if any(item.gpu is not None for item in items):
             # A GPU computes on while the hooks run.
-            self._gpu_steps.note(replace(step, hooks_s=0.0), began_s)
-        else:
-            self._note(step)
+            hooks_s=0.0 if learned.is_of_gpu else finished.hooks_s,
+        )
+        self._note(step)
 
     def _note(self, step: Step) -> None:
         """Let the controller learn from a step, and say what comes of it."""

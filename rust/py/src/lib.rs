@@ -20,6 +20,7 @@ mod offloading;
 mod owner;
 mod plan;
 mod probe;
+mod round;
 mod rounds;
 mod rules;
 mod saved_tensor;
@@ -49,8 +50,6 @@ mod _core {
     #[pymodule_export]
     use super::gpu::Gpus;
     #[pymodule_export]
-    use super::gpu_clock::{GpuClock, GpuMoment};
-    #[pymodule_export]
     use super::hook_pair::HookPair;
     #[pymodule_export]
     use super::kept::Kept;
@@ -65,7 +64,9 @@ mod _core {
     #[pymodule_export]
     use super::probe::Probe;
     #[pymodule_export]
-    use super::rounds::{Round, Rounds};
+    use super::round::{Learned, Round};
+    #[pymodule_export]
+    use super::rounds::Rounds;
     #[pymodule_export]
     use super::rules::Rules;
     #[pymodule_export]

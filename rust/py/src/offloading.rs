@@ -241,7 +241,7 @@ impl Offloading {
             self.new_record(tensor, storage, version, &part)?
         };
         let saved = SavedTensor::new(torch, tensor, layout, &record, sequence)?;
-        rounds.enter(&saved, &round, is_new, self.teacher.bind(py))?;
+        rounds.enter(&saved, &round, is_new, stream, self.teacher.bind(py))?;
         if is_new {
             self.write(&record, &round, backward)?;
         }
@@ -321,11 +321,11 @@ impl Offloading {
         let (rounds, keeper, teacher) =
             (self.rounds.get(), self.keeper.bind(py), self.teacher.bind(py));
         // A stream that uses the tensor is known before its memory is let go.
-        self.stream(py, &saved.get().layout)?;
+        let stream = self.stream(py, &saved.get().layout)?;
         records.open_gate(keeper, None)?;
         let storage = records.in_memory(saved.get().record.bind(py), keeper)?;
         records.reap(keeper)?;
-        if rounds.note_unpack(saved)? {
+        if rounds.note_unpack(saved, stream)? {
             records.cancel_queued(py)?;
         }
         let found = if let Some(storage) = storage {
@@ -349,6 +349,9 @@ impl Offloading {
             self.hooks.bind(py).call_method1(intern!(py, "wait_for"), (saved, loading))?;
         }
         let tensor = loading.get().restore(py, self.torch.get(), &saved.get().layout)?;
+        if let Some(loaded) = loading.get().loaded() {
+            self.rounds.get().note_load(saved.get(), loaded);
+        }
         saved.get().counted(&tensor)
     }
 }

@@ -13,14 +13,18 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyWeakrefMethods, PyWeakrefReference};
 use ssdtrain_core as core;
-use ssdtrain_core::round::{Entry, FORWARD, Item, Plan, next_key};
+use ssdtrain_core::cuda::stream::Event;
+use ssdtrain_core::round::{Entry, FORWARD, Plan, next_key};
 use ssdtrain_core::rounds::{ORDERS_MAX, Of};
 use ssdtrain_core::window::{Look, Walk};
 
 use crate::account::Account;
 use crate::error::SsdtrainError;
 use crate::gpu::Gpus;
-use crate::saved_tensor::{SavedReference, SavedTensor, SharedRound};
+use crate::gpu_calls::GpuStream;
+use crate::gpu_clock::{GpuClock, What};
+use crate::round::{Learned, Round};
+use crate::saved_tensor::{SavedReference, SavedTensor, SharedRound, is_dead};
 use crate::skim::{Cause, Skim};
 use crate::store::Store;
 use crate::timeline::Moment;
@@ -40,6 +44,7 @@ pub struct Rounds {
     books: Mutex<Books>,
     /// The round of which only the first tensor is followed, if there is one.
     skim: Skim,
+    clock: GpuClock,
 }
 
 #[derive(Default)]
@@ -49,82 +54,6 @@ struct Books {
     short: Option<SharedRound>,
     /// By signature, the plan that was looked at last, as Python has it and as it is used.
     plans: HashMap<i64, (Py<PyAny>, Arc<Plan>)>,
-}
-
-/// A round, for who learns from it.
-#[pyclass(frozen, module = "ssdtrain._core")]
-pub struct Round(SharedRound);
-
-#[pymethods]
-impl Round {
-    #[getter]
-    fn phase(&self) -> i64 {
-        self.0.lock().phase()
-    }
-
-    #[getter]
-    fn signature(&self) -> i64 {
-        self.0.lock().signature()
-    }
-
-    /// Whether its backward has begun.
-    #[getter]
-    fn is_asked_for(&self) -> bool {
-        self.0.lock().is_asked_for()
-    }
-
-    #[getter]
-    fn is_finished(&self, py: Python<'_>) -> bool {
-        self.0.lock().is_finished(|one| is_dead(py, one))
-    }
-
-    #[getter]
-    fn stall_s(&self) -> f64 {
-        self.0.lock().stall_s()
-    }
-
-    #[getter]
-    fn opening(&self) -> i64 {
-        self.0.lock().opening()
-    }
-
-    #[getter]
-    fn offered_bytes(&self) -> u64 {
-        self.0.lock().offered_bytes()
-    }
-
-    /// Whether it need not see what came after its first tensor.
-    #[getter]
-    fn is_skimmed(&self) -> bool {
-        self.0.lock().is_skimmed()
-    }
-
-    /// The bytes of the tensors that were not followed.
-    #[getter]
-    fn skimmed_bytes(&self) -> u64 {
-        self.0.lock().skimmed_bytes()
-    }
-
-    #[getter]
-    fn hooks_s(&self) -> f64 {
-        self.0.lock().hooks_s()
-    }
-
-    #[getter]
-    fn span_s(&self) -> (f64, f64) {
-        self.0.lock().span_s()
-    }
-
-    fn learned_items(&self) -> Vec<(i64, u64, f64, f64, Option<usize>)> {
-        let items = self.0.lock().learned_items();
-        let fields = |one: &Item| (one.key, one.nbytes, one.packed_s, one.needed_s, one.gpu);
-        items.iter().map(fields).collect()
-    }
-
-    fn heaviest_node(&self) -> (u64, u64, u64) {
-        let heaviest = self.0.lock().heaviest_node();
-        (heaviest.nbytes, heaviest.tensor_count, heaviest.all_bytes)
-    }
 }
 
 #[pymethods]
@@ -149,6 +78,7 @@ impl Rounds {
             epoch: Instant::now(),
             books: Mutex::default(),
             skim: Skim::default(),
+            clock: GpuClock::default(),
         }
     }
 
@@ -169,6 +99,20 @@ impl Rounds {
     fn now_s(&self, py: Python<'_>) -> PyResult<f64> {
         let stalls_s: f64 = self.stalls.bind(py).getattr(intern!(py, "total_s"))?.extract()?;
         Ok(self.epoch.elapsed().as_secs_f64() - stalls_s)
+    }
+
+    /// Whether an ended round cannot be learned from yet, as a GPU has not come to its end.
+    fn is_awaited(&self, py: Python<'_>, ended: &Round) -> PyResult<bool> {
+        self.clock.is_awaited(py, &ended.0)
+    }
+
+    /// What an ended round teaches, which is not awaited.
+    fn learned(&self, ended: &Round) -> Learned {
+        let items = ended.0.lock().learned_items();
+        match self.clock.take(&ended.0, &items) {
+            Some(times) => Learned::of_gpu(&times),
+            None => Learned::of_hooks(ended, &items),
+        }
     }
 
     /// Gives up what was read ahead.
@@ -223,6 +167,7 @@ impl Rounds {
         saved: &Bound<'_, SavedTensor>,
         round: &SharedRound,
         is_new: bool,
+        stream: Option<GpuStream>,
         teacher: &Bound<'_, PyAny>,
     ) -> PyResult<()> {
         let (py, this) = (saved.py(), saved.get());
@@ -231,32 +176,60 @@ impl Rounds {
         let of = Entry { sequence: this.sequence, nbytes, gpu: this.layout.gpu, is_new };
         let ordinal = round.lock().add(reference, of, now_s);
         this.take_place(round.clone(), ordinal);
-        if ordinal == 0 {
-            let phase = round.lock().phase();
-            let opening = round.lock().opening();
-            if phase == FORWARD && self.limit_bytes.is_none() {
-                // If a signal interrupts this, the next pack begins a round that asks again.
-                round.lock().set_closed(true);
-                let arguments = (opening, now_s, this.layout.gpu);
-                let allowance = teacher.call_method1(intern!(py, "allowance"), arguments)?;
-                let (allowed, cause): (Option<u64>, Option<String>) = allowance.extract()?;
-                if let Some(cause) = cause {
-                    self.skim.begin(saved, round, Cause::of(&cause)?)?;
-                }
-                if let Some(allowed_bytes) = allowed {
-                    round.lock().allow(allowed_bytes);
-                }
-                round.lock().set_closed(false);
-            }
+        if ordinal == 0 && round.lock().phase() == FORWARD {
+            self.begin(saved, round, stream, teacher)?;
+        }
+        if is_new {
+            self.clock.note(py, round, What::Packed, this.record.get().name(), stream)?;
         }
         Ok(())
     }
 
+    /// Begins a round of a forward with its first tensor, and asks how much it may give to the
+    /// disk.
+    fn begin(
+        &self,
+        first: &Bound<'_, SavedTensor>,
+        round: &SharedRound,
+        stream: Option<GpuStream>,
+        teacher: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        let py = first.py();
+        // If a signal interrupts this, or it fails, the next pack begins a round that asks again.
+        round.lock().set_closed(true);
+        self.clock.begin(py, round, stream)?;
+        if self.limit_bytes.is_none() {
+            let arguments = (round.lock().opening(), first.get().layout.gpu);
+            let allowance = teacher.call_method1(intern!(py, "allowance"), arguments)?;
+            let (allowed, cause): (Option<u64>, Option<String>) = allowance.extract()?;
+            if let Some(cause) = cause {
+                self.skim.begin(first, round, Cause::of(&cause)?)?;
+            }
+            if let Some(allowed_bytes) = allowed {
+                round.lock().allow(allowed_bytes);
+            }
+        }
+        round.lock().set_closed(false);
+        Ok(())
+    }
+
+    /// Notes that what was asked for is there once an event of its GPU is reached.
+    pub fn note_load(&self, saved: &SavedTensor, loaded: Arc<Event>) {
+        if let Some((round, _)) = saved.place() {
+            self.clock.note_load(round, saved.record.get().key, loaded);
+        }
+    }
+
     /// Notes that a tensor is asked for; `true` if it is the first of an unknown round.
-    pub fn note_unpack(&self, saved: &Bound<'_, SavedTensor>) -> PyResult<bool> {
+    pub fn note_unpack(
+        &self,
+        saved: &Bound<'_, SavedTensor>,
+        stream: Option<GpuStream>,
+    ) -> PyResult<bool> {
         let (py, this) = (saved.py(), saved.get());
         let Some((round, ordinal)) = this.place() else { return Ok(false) };
         let (now_s, key) = (self.now_s(py)?, this.record.get().key);
+        self.clock.note(py, round, What::Needed, this.record.get().name(), stream)?;
         let (is_first, is_predicted, is_skimmed) = {
             let round = round.lock();
             (!round.is_asked_for(), round.is_predicted(), round.is_skimmed())
@@ -437,10 +410,6 @@ fn give_up(py: Python<'_>, given_up: &[Of<SavedReference>]) {
 fn saved_of<'py>(py: Python<'py>, reference: &SavedReference) -> Option<Bound<'py, SavedTensor>> {
     let saved = reference.bind(py).upgrade()?;
     Some(saved.cast_into().expect("rounds have references to saved tensors alone"))
-}
-
-fn is_dead(py: Python<'_>, reference: &SavedReference) -> bool {
-    reference.bind(py).upgrade().is_none()
 }
 
 /// How a tensor stands that could be read ahead.

@@ -77,6 +77,11 @@ pub struct Part {
 }
 
 impl Record {
+    /// The policy's name for it, and its size.
+    pub fn name(&self) -> (i64, u64) {
+        (self.key, self.nbytes)
+    }
+
     pub fn new<'py>(
         tensor: &Bound<'py, PyAny>,
         storage: &Bound<'py, PyAny>,
@@ -459,4 +464,9 @@ impl SavedTensor {
             round.lock().note_stall(stall_s);
         }
     }
+}
+
+/// Whether nobody has a saved tensor any more.
+pub fn is_dead(py: Python<'_>, reference: &SavedReference) -> bool {
+    reference.bind(py).upgrade().is_none()
 }

@@ -11,6 +11,7 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyWeakrefMethods, PyWeakrefReference};
 use ssdtrain_core as core;
+use ssdtrain_core::cuda::stream::Event;
 use ssdtrain_core::staging::Tier;
 
 use crate::error::to_python;
@@ -288,6 +289,14 @@ impl Loading {
                 Ok(tensor)
             }
             LoadState::Pending(_) | LoadState::Failed(_) => unreachable!("it was waited for"),
+        }
+    }
+
+    /// Of a GPU's memory, when the bytes are there, if a copy is on its way.
+    pub fn loaded(&self) -> Option<Arc<Event>> {
+        match self.state() {
+            LoadState::Gpu(load) => load.loading.loaded(),
+            LoadState::Here(_) | LoadState::Failed(_) | LoadState::Pending(_) => None,
         }
     }
 

@@ -353,19 +353,25 @@ impl Event {
         self.since(self.begun.as_ref()?)
     }
 
-    /// The same from another event, of the same pool.
-    pub fn since(&self, begun: &Event) -> Option<Duration> {
+    /// The same from another event; `None` also if that came later.
+    pub fn since(&self, before: &Event) -> Option<Duration> {
+        Duration::try_from_secs_f64(self.seconds_since(before)?).ok()
+    }
+
+    /// The seconds from another event of the same GPU, below 0 if that came later. Both know their
+    /// times, and have been reached. `None` if the driver does not tell.
+    pub fn seconds_since(&self, before: &Event) -> Option<f64> {
         let told = self.pool.gpu.within(|driver| {
             let mut milliseconds = 0.0;
             let took = &raw mut milliseconds;
             // SAFETY: both events are alive; `milliseconds` outlives the call.
             let answer = ask(driver, || unsafe {
-                (driver.functions.cuEventElapsedTime)(took, begun.raw.0, self.raw.0)
+                (driver.functions.cuEventElapsedTime)(took, before.raw.0, self.raw.0)
             })?;
             driver.check("cuEventElapsedTime", answer)?;
             Ok(f64::from(milliseconds))
         });
-        Duration::try_from_secs_f64(told.ok()? / 1e3).ok()
+        Some(told.ok()? / 1e3)
     }
 }
 

@@ -65,6 +65,14 @@ impl Loading {
         self.is_enqueued() || self.shared.wait_for(limit, |_turn| self.is_enqueued())
     }
 
+    /// When the bytes are there, if their copy is on its way.
+    pub fn loaded(&self) -> Option<Arc<Event>> {
+        match &*self.upload.progress() {
+            Progress::Enqueued(loaded) => Some(Arc::clone(loaded)),
+            Progress::Coming | Progress::Failed(_) => None,
+        }
+    }
+
     /// Why the bytes will never come, if they will not.
     pub fn failure(&self) -> Option<Error> {
         match &*self.upload.progress() {

@@ -1,0 +1,309 @@
+"""What a round does on a GPU is learned by the GPU's clock, which Python runs ahead of."""
+
+from __future__ import annotations
+
+import threading
+from time import perf_counter
+from typing import Any
+
+import pytest
+import torch
+
+import ssdtrain
+from fake_device import FakeDevice
+from offloading import ELEMENTS, Everything, chain, check, made, offloaded, settle
+from on_fake import on_fake_device
+from ssdtrain.activations.prefetch import _spare_bytes as spare_bytes
+from ssdtrain.errors import CudaError
+from ssdtrain.planning.controller import SETTLED_COUNT, Controller, Step
+from ssdtrain.planning.policy import Item, Plan, Policy
+from test_captures import captured, on_a_stream
+
+COUNT = 6
+HELD_S = 0.05
+HELD_BYTES = 64 << 20
+LARGE_ELEMENTS = 2 << 20
+"""8 MiB in float32: each of them has moments of its own."""
+LARGE_COUNT = 4
+PINNED_BYTES = 256 << 20
+KERNEL_US_MAX = 40_000
+
+
+class Noted(Controller):
+    """Remembers the steps that it is told of; offloads all."""
+
+    def __init__(self) -> None:
+        super().__init__(0.02)
+        self.steps: list[Step] = []
+
+    def note(self, step: Step) -> None:
+        self.steps.append(step)
+
+    def allowance(self, *arguments: Any) -> None:
+        return None
+
+
+def controlled(controller: Controller) -> Everything:
+    policy = Everything()
+    policy.controller = controller
+    return policy
+
+
+@on_fake_device()
+def test_a_step_lasts_until_the_gpu_has_come_to_its_end(fake: FakeDevice) -> None:
+    leaf, noted = made(0), Noted()
+    with offloaded(controlled(noted), pinned_bytes=64 << 20) as session:
+        saved = chain(leaf, COUNT)
+        settle(session)
+        fake.hold("kernels")
+        began_s = perf_counter()
+        saved.sum().backward()
+        del saved
+        # Python has gone through it, and through the next ones.
+        for _ in range(3):
+            chain(leaf, 1).sum().backward()
+        assert not noted.steps, "its end has not come"
+        wait_while_held()
+        held_s = perf_counter() - began_s
+        fake.release()
+        torch.cuda.synchronize()
+        chain(leaf, 1)
+        step = noted.steps[0]
+        assert step.seconds >= held_s - 1e-3
+        assert step.saved_bytes == step.offered_bytes == COUNT * leaf.nbytes
+        assert step.hooks_s == 0
+
+
+def wait_while_held() -> None:
+    threading.Event().wait(HELD_S)
+
+
+def learned_items(session: ssdtrain.Session) -> list[Item]:
+    """Return what the last round taught, in the order in which it was needed."""
+    (recorded,) = session._hooks._prefetcher.recorded.values()
+    return sorted(recorded.items, key=lambda item: item.needed_s)
+
+
+@on_fake_device()
+def test_a_tensor_lies_idle_until_the_gpu_needs_it(fake: FakeDevice) -> None:
+    leaf = made(0, LARGE_ELEMENTS)
+    with offloaded(pinned_bytes=PINNED_BYTES) as session:
+        saved = chain(leaf, LARGE_COUNT)
+        settle(session)
+        fake.hold("kernels")
+        # Python is through the backward long before the GPU is.
+        saved.sum().backward()
+        del saved
+        chain(leaf, 1)
+        assert not session.traces
+        wait_while_held()
+        fake.release()
+        torch.cuda.synchronize()
+        assert len(session.traces) == 1
+        items = learned_items(session)
+        assert [item.key for item in items[::-1]] == [
+            item.key for item in sorted(items, key=lambda item: item.packed_s)
+        ]
+        assert len({item.packed_s for item in items}) == LARGE_COUNT, "each has its own moments"
+        assert len({item.needed_s for item in items}) == LARGE_COUNT
+        assert items[0].needed_s - max(item.packed_s for item in items) >= HELD_S - 1e-3
+        check(leaf, LARGE_COUNT)
+    assert not fake.races()
+
+
+@on_fake_device()
+def test_a_gpu_that_waits_for_a_load_is_seen(fake: FakeDevice) -> None:
+    leaf = made(0, LARGE_ELEMENTS)
+    with offloaded(pinned_bytes=PINNED_BYTES) as session:
+        saved = chain(leaf, LARGE_COUNT)
+        settle(session)
+        fake.hold("copies to the device")
+        saved.sum().backward()
+        del saved
+        began_s = perf_counter()
+        wait_while_held()
+        fake.release()
+        torch.cuda.synchronize()
+        took_s = perf_counter() - began_s
+        chain(leaf, 1)
+        torch.cuda.synchronize()
+        assert session.traces
+        stats, items = session.stats, learned_items(session)
+        assert stats.gpu_stall_s >= HELD_S - 1e-3
+        assert stats.limit != "compute"
+        assert f"GPU stalls {stats.gpu_stall_s:.3f} s" in str(session)
+        # What it waited for is no time of the step: the disk could not be given it.
+        assert items[-1].needed_s - items[0].needed_s <= took_s - HELD_S / 2
+        check(leaf, LARGE_COUNT)
+    assert not fake.races()
+
+
+@on_fake_device()
+def test_a_plan_reckons_with_the_time_of_the_gpu(fake: FakeDevice) -> None:
+    """By the moments of Python, nothing would lie idle for as long as its way takes."""
+    leaf, policy = made(0, LARGE_ELEMENTS), Policy()
+    with offloaded(policy, pinned_bytes=PINNED_BYTES):
+        fake.lag(KERNEL_US_MAX, "kernels")
+        for _ in range(3):
+            leaf.grad = None
+            chain(leaf, LARGE_COUNT).sum().backward()
+        torch.cuda.synchronize()
+        chain(leaf, LARGE_COUNT)
+    (made_plan,) = policy.plans.values()
+    assert made_plan.written_bytes > 0
+    check(leaf, LARGE_COUNT)
+
+
+@on_fake_device()
+def test_small_tensors_share_their_moments(fake: FakeDevice) -> None:
+    leaf = made(0)
+    with offloaded(pinned_bytes=PINNED_BYTES) as session:
+        chain(leaf, COUNT).sum().backward()
+        torch.cuda.synchronize()
+        chain(leaf, 1)
+        torch.cuda.synchronize()
+        assert session.traces
+        items = learned_items(session)
+        assert len(items) == COUNT
+        assert len({item.packed_s for item in items}) == 1
+        assert len({item.needed_s for item in items}) == 1
+
+
+@on_fake_device()
+def test_tensors_of_the_cpu_have_moments_of_those_of_the_gpu(fake: FakeDevice) -> None:
+    """Their backward runs in another thread, which may be the first one to need a tensor."""
+    leaf, noted = made(0, LARGE_ELEMENTS), Noted()
+    on_cpu = torch.randn(ELEMENTS, requires_grad=True)
+    with offloaded(controlled(noted), pinned_bytes=PINNED_BYTES) as session:
+        for _ in range(2):
+            total = chain(leaf, 2).sum() + chain(on_cpu, 1).sum().cuda()
+            total.backward()
+            torch.cuda.synchronize()
+        chain(leaf, 1)
+        torch.cuda.synchronize()
+        assert session.traces
+        assert len(noted.steps) >= 1
+        items = learned_items(session)
+        assert {item.gpu for item in items} == {None, 0}
+        of_cpu = [item for item in items if item.gpu is None]
+        of_gpu = [item for item in items if item.gpu == 0]
+        for moments_of in (lambda item: item.packed_s, lambda item: item.needed_s):
+            assert set(map(moments_of, of_cpu)) <= set(map(moments_of, of_gpu))
+
+
+@on_fake_device(devices=2)
+def test_a_round_on_two_gpus_is_learned_by_the_moments_of_the_hooks(fake: FakeDevice) -> None:
+    noted = Noted()
+    leaves = [torch.randn(ELEMENTS, device=f"cuda:{gpu}", requires_grad=True) for gpu in (0, 1)]
+    with offloaded(controlled(noted), pinned_bytes=64 << 20) as session:
+        for _ in range(2):
+            first, second = (chain(leaf, 1).sum() for leaf in leaves)
+            (first + second.to("cuda:0")).backward()
+            torch.cuda.synchronize(0)
+            torch.cuda.synchronize(1)
+        chain(leaves[0], 1)
+        (recorded,) = session._hooks._prefetcher.recorded.values()
+        assert {item.gpu for item in recorded.items} == {0, 1}
+        assert recorded.began_s > 0, "it is a moment of the session, and not of a GPU"
+    assert not noted.steps
+
+
+@on_fake_device()
+def test_the_price_of_a_byte_is_learned(fake: FakeDevice) -> None:
+    class PlansAll(Everything):
+        def learn(self, signature: int, items: Any, *arguments: Any) -> None:
+            self.plans[signature] = Plan(written_bytes=sum(item.nbytes for item in items))
+
+    policy = PlansAll()
+    policy.controller = Controller(0.02)
+    leaf = made(0)
+    with offloaded(policy) as session:
+        for _ in range(SETTLED_COUNT + 8):
+            leaf.grad = None
+            saved = chain(leaf, COUNT)
+            settle(session)
+            saved.sum().backward()
+            del saved
+            torch.cuda.synchronize()
+        assert session.stats.price_pair_count > 0
+        assert not fake.races()
+
+
+@on_fake_device(devices=2)
+def test_rounds_on_two_gpus_in_turns_have_the_clock_of_each(fake: FakeDevice) -> None:
+    noted = Noted()
+    leaves = [
+        torch.randn(1 << (13 + gpu), device=f"cuda:{gpu}", requires_grad=True) for gpu in (0, 1)
+    ]
+    with offloaded(controlled(noted)):
+        for leaf in (*leaves, *leaves):
+            chain(leaf, COUNT).sum().backward()
+            torch.cuda.synchronize(0)
+            torch.cuda.synchronize(1)
+        chain(leaves[1], 1)
+    assert [step.saved_bytes for step in noted.steps] == [
+        COUNT * leaf.nbytes for leaf in (*leaves, *leaves)
+    ]
+
+
+@on_fake_device()
+def test_a_graph_that_is_captured_is_not_broken_and_is_no_step(fake: FakeDevice) -> None:
+    leaf, noted = made(0), Noted()
+    with offloaded(controlled(noted), pinned_bytes=64 << 20) as session, on_a_stream():
+        for _ in range(2):
+            saved = chain(leaf, COUNT)
+            settle(session)
+            saved.sum().backward()
+            del saved
+        torch.cuda.synchronize()
+        result = torch.zeros_like(leaf, requires_grad=False)
+        with captured() as graph:
+            result.copy_(chain(leaf, 1).detach())
+        assert len(noted.steps) == 2
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(result, chain(leaf, 1).detach())
+        for step_count in (2, 3):
+            chain(leaf, 1).sum().backward()
+            torch.cuda.synchronize()
+            chain(leaf, 1)
+            assert len(noted.steps) == step_count, "the first one began in the graph"
+    assert not fake.races()
+
+
+@on_fake_device()
+def test_a_driver_that_refuses_is_named_and_the_next_step_works(fake: FakeDevice) -> None:
+    leaf, noted = made(0), Noted()
+    with offloaded(controlled(noted), pinned_bytes=64 << 20) as session:
+        for _ in range(2):
+            chain(leaf, COUNT).sum().backward()
+            torch.cuda.synchronize()
+        for symbol in ("cuStreamIsCapturing", "cuEventRecord"):
+            fake.fail(symbol)
+            with pytest.raises(CudaError, match=symbol):
+                chain(leaf, COUNT)
+            leaf.grad = None
+            saved = chain(leaf, COUNT)
+            settle(session)
+            saved.sum().backward()
+            del saved
+            check(leaf, COUNT)
+        fake.fail("cuEventElapsedTime", nth=None)
+        known_count = len(noted.steps)
+        for _ in range(3):
+            chain(leaf, COUNT).sum().backward()
+            torch.cuda.synchronize()
+        assert len(noted.steps) == known_count, "a step without a time tells nothing"
+        fake.recover()
+    assert not fake.races()
+
+
+@on_fake_device()
+def test_memory_that_torch_has_cached_is_spare(fake: FakeDevice) -> None:
+    made(0)
+    before = spare_bytes(0)
+    held = torch.empty(HELD_BYTES, dtype=torch.uint8, device="cuda")
+    assert spare_bytes(0) == before - HELD_BYTES * 3 // 4
+    del held
+    assert torch.cuda.memory_reserved() >= HELD_BYTES
+    assert spare_bytes(0) == before
