@@ -782,6 +782,13 @@ class Gpus:
     def ring_bytes(self) -> tuple[int, int]:
         """Return the bytes of GPUs' memory for GPUDirect Storage, and how many are in use."""
 
+    def full_ring(self) -> tuple[float, float, int]:
+        """Return what it cost that all memory of a ring was in use.
+
+        Seconds of waits because a GPU was behind, and because the disk was; and how many tensors
+        stayed on their GPU because of either.
+        """
+
     def staying_bytes(self) -> int:
         """Return the bytes copied from GPUs that were to stay in pinned memory."""
 

@@ -141,6 +141,13 @@ class Stats:
     """Time of the GPUs' links with these copies, without what the copies waited for."""
     to_gpu_s: float
     """The same of the copies back."""
+    full_gpu_wait_s: float
+    """Time in which threads waited for a GPU that they were ahead of, because the memory that its
+    tensors go through was full: a wait that costs nothing."""
+    full_disk_wait_s: float
+    """The same for the disk: only under ``max_resident_bytes``."""
+    full_stayed_count: int
+    """Tensors that stayed on their GPU because that memory was full."""
     away_bytes_peak: int
     """Most saved bytes that had no memory on their GPU at once. The sum over GPUs, as below."""
     device_bytes_peak: int
@@ -201,7 +208,8 @@ class Stats:
     @property
     def exposed_s(self) -> float:
         """Time in which somebody waited for I/O, of whichever class."""
-        return self.stall_s + sum(one.stall_s for one in self.classes if one.name != ACTIVATIONS)
+        others_s = sum(one.stall_s for one in self.classes if one.name != ACTIVATIONS)
+        return self.stall_s + self.full_disk_wait_s + others_s
 
     @property
     def hidden_s(self) -> float:
@@ -216,7 +224,7 @@ class Stats:
         Else the link that was busy for longest: ``"the disk's writes"``, ``"the disk's reads"``,
         ``"the PCIe copies to the host"`` or ``"the PCIe copies to the GPU"``.
         """
-        stall_s = max(self.stall_s, self.gpu_stall_s)
+        stall_s = max(self.stall_s + self.full_disk_wait_s, self.gpu_stall_s)
         has_waited = stall_s > STALL_SHARE_LITTLE * self.elapsed_s
         if not has_waited and self.bytes_offloaded >= OFFLOADED_SHARE_MUCH * self.bytes_eligible:
             return "compute"
@@ -378,6 +386,12 @@ class Stats:
                 f"{shown_bytes(self.ring_bytes)} of its memory; nvidia-fs counted "
                 f"{shown_bytes(self.direct_written_bytes)} written, "
                 f"{shown_bytes(self.direct_read_bytes)} read"
+            )
+        if self.full_gpu_wait_s or self.full_disk_wait_s or self.full_stayed_count:
+            stayed = shown_count(self.full_stayed_count, "tensor")
+            rows.append(
+                f"  GPU full   {self.full_gpu_wait_s:.3f} s of waits for the GPU, ahead of which "
+                f"nothing is lost, {self.full_disk_wait_s:.3f} s for the disk; {stayed} stayed"
             )
         rows.append(f"  GPU stalls {self.gpu_stall_s:.3f} s of waits for tensors on their way back")
         peak, away = shown_bytes(self.device_bytes_peak), shown_bytes(self.away_bytes_peak)

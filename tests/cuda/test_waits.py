@@ -58,7 +58,44 @@ def test_other_threads_run_their_hooks_while_one_waits_for_the_gpu(fake: FakeDev
         assert saving.is_alive()
         fake.release()
         saving.join()
+        stats = session.stats
+        assert stats.full_gpu_wait_s > 0
+        assert stats.full_stayed_count == 0
+        assert f"{stats.full_gpu_wait_s:.3f} s of waits for the GPU" in str(stats)
     assert not fake.waits_with_gil()
+
+
+@pytest.mark.parametrize("is_bounded", [False, True])
+@on_fake_device()
+def test_a_disk_that_is_behind_is_waited_for_only_under_a_bound(
+    fake: FakeDevice, is_bounded: bool
+) -> None:
+    faulthandler.dump_traceback_later(PATIENCE_S, exit=True)
+    leaf = made(0)
+    with offloaded(max_resident_bytes=64 << 20 if is_bounded else None) as session:
+
+        def save() -> None:
+            with session.context():
+                chain(leaf, SLOTS)
+                # All copies end, and their slots wait for the disk.
+                torch.cuda.synchronize()
+                chain(leaf, SLOTS).sum().backward()
+
+        fake.hold("disk")
+        saving = threading.Thread(target=save)
+        saving.start()
+        if is_bounded:
+            until_waiting(session, saving)
+        else:
+            saving.join()
+            assert session.stats.full_stayed_count > 0
+        fake.release()
+        saving.join()
+        stats = session.stats
+        assert bool(stats.full_disk_wait_s) == is_bounded
+        assert bool(stats.full_stayed_count) != is_bounded
+        assert stats.exposed_s >= stats.full_disk_wait_s
+    check(leaf, SLOTS)
 
 
 @pytest.mark.defends("who needs room waits with who waits for a GPU")

@@ -35,6 +35,9 @@ class OnGpus:
     to_gpu_bytes: int = 0
     from_gpu_s: float = 0.0
     to_gpu_s: float = 0.0
+    full_gpu_wait_s: float = 0.0
+    full_disk_wait_s: float = 0.0
+    full_stayed_count: int = 0
     away_bytes_peak: int = 0
     device_bytes_peak: int = 0
     ring_bytes: int = 0
@@ -49,6 +52,7 @@ def on_gpus(gpus: Gpus | None, direct: DirectWay) -> OnGpus:
     from_gpu_bytes, to_gpu_bytes = gpus.copied_bytes()
     from_gpu_s, to_gpu_s = gpus.copy_seconds()
     direct_written_bytes, direct_read_bytes = direct.direct_bytes()
+    full_gpu_wait_s, full_disk_wait_s, full_stayed_count = gpus.full_ring()
     peaks = gpus.away_bytes_peaks()
     return OnGpus(
         pinned_bytes=gpus.pinned_bytes()[0],
@@ -57,6 +61,9 @@ def on_gpus(gpus: Gpus | None, direct: DirectWay) -> OnGpus:
         to_gpu_bytes=to_gpu_bytes,
         from_gpu_s=from_gpu_s,
         to_gpu_s=to_gpu_s,
+        full_gpu_wait_s=full_gpu_wait_s,
+        full_disk_wait_s=full_disk_wait_s,
+        full_stayed_count=full_stayed_count,
         away_bytes_peak=sum(nbytes for _, nbytes in peaks),
         device_bytes_peak=sum(torch.cuda.max_memory_allocated(gpu) for gpu, _ in peaks),
         ring_bytes=gpus.ring_bytes()[0],

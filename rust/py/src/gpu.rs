@@ -5,6 +5,7 @@ use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::Duration;
 
 use pyo3::prelude::*;
 use pyo3::types::PyWeakrefReference;
@@ -12,7 +13,7 @@ use ssdtrain_core as core;
 use ssdtrain_core::cuda::gpu::Gpu;
 use ssdtrain_core::cuda::stream::{Event, UserStream};
 use ssdtrain_core::cufile::library::Library;
-use ssdtrain_core::staging::{PinnedBytes, Staging};
+use ssdtrain_core::staging::{Full, PinnedBytes, Staging};
 
 use crate::error::to_python;
 use crate::gpu_calls::{GpuStream, SeenStreams, TorchCalls};
@@ -83,9 +84,21 @@ struct Books {
     released_bytes: u64,
     /// The most of these that had no memory on the GPU by a load either.
     away_bytes_peak: u64,
+    full: FullRing,
     /// Dead once nobody has the memory of a load any more; by a number of their own.
     loads: HashMap<u64, Py<PyWeakrefReference>>,
     load_count: u64,
+}
+
+/// What it cost that the ring was full.
+#[derive(Clone, Copy, Default)]
+struct FullRing {
+    /// Waits for a GPU that was behind: the program would only have run further ahead of it.
+    gpu_wait: Duration,
+    /// Waits for the disk, which there are only under a bound.
+    disk_wait: Duration,
+    /// Tensors that stayed on the GPU.
+    stayed_count: u64,
 }
 
 /// Called by the interpreter when the storage of a load dies.
@@ -185,6 +198,17 @@ impl Gpus {
         let counts = ways.iter().map(|(_, way)| way.staging.counts());
         let sum = counts.fold((0, 0), |sum, one| (sum.0 + one.down_ns, sum.1 + one.up_ns));
         (sum.0 as f64 / 1e9, sum.1 as f64 / 1e9)
+    }
+
+    /// Seconds for which threads waited because all memory of a ring was in use, as the GPU was
+    /// behind, and as the disk was; and tensors that stayed on their GPU because of either.
+    fn full_ring(&self) -> (f64, f64, u64) {
+        let ways = self.ways();
+        let all = ways.iter().map(|(_, way)| way.books().full);
+        all.fold((0.0, 0.0, 0), |sum, one| {
+            let (gpu_s, disk_s) = (one.gpu_wait.as_secs_f64(), one.disk_wait.as_secs_f64());
+            (sum.0 + gpu_s, sum.1 + disk_s, sum.2 + one.stayed_count)
+        })
     }
 
     /// Bytes copied from GPUs that were to stay in pinned memory.
@@ -375,6 +399,20 @@ impl GpuWay {
     /// Whether a thread has waited in vain, and nothing has ended since.
     pub fn is_given_up(&self, turn: u64) -> bool {
         self.given_up_at.load(Ordering::Relaxed) == turn + 1
+    }
+
+    /// Counts a wait for room in the ring, by its cause.
+    pub fn count_wait(&self, full: Full, waited: Duration) {
+        let mut books = self.books();
+        match full {
+            Full::DiskBehind => books.full.disk_wait += waited,
+            Full::GpuBehind | Full::Pinned | Full::TooLong => books.full.gpu_wait += waited,
+        }
+    }
+
+    /// Counts a tensor that stays on the GPU because the ring is full.
+    pub fn count_stayed(&self) {
+        self.books().full.stayed_count += 1;
     }
 
     /// Counts a save; returns how much has been saved with it.

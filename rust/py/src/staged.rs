@@ -83,6 +83,7 @@ impl GpuBytes {
                 Full::GpuBehind => {}
                 Full::DiskBehind if waits_for_disk => {}
                 Full::DiskBehind => {
+                    way.count_stayed();
                     let message = "the disk is behind, and all pinned memory waits for it";
                     return Ok(Err(Error::new(ErrorKind::Busy, message)));
                 }
@@ -98,10 +99,13 @@ impl GpuBytes {
             }
             if !waits_for_disk && (way.is_given_up(turn) || began.elapsed() > PATIENCE) {
                 way.give_up_waiting(turn);
+                way.count_stayed();
                 let message = "the GPU is behind, and may wait for what this program does next";
                 return Ok(Err(Error::new(ErrorKind::Busy, message)));
             }
+            let waits_since = Instant::now();
             way.wait_for_room(py, turn)?;
+            way.count_wait(full, waits_since.elapsed());
         }
     }
 
