@@ -551,7 +551,7 @@ class Round:
 
     @property
     def skimmed_bytes(self) -> int:
-        """The bytes of the tensors that were not followed."""
+        """What a skimmed round saved, followed or not."""
 
     @property
     def hooks_s(self) -> float:

@@ -62,8 +62,9 @@ def test_a_source_is_let_go_after_the_capture(fake: FakeDevice) -> None:
         saved = chain(leaf, 8)
         session.flush(wait=False)
         result = torch.ones_like(leaf, requires_grad=False)
-        before = torch.cuda.memory_allocated()
         with captured() as graph:
+            # A graph of torch 2.11 has memory of its own from here on.
+            before = torch.cuda.memory_allocated()
             result.add_(1)
             run_a_hook()
             session.flush(wait=False)

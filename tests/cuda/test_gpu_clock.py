@@ -15,8 +15,9 @@ from offloading import ELEMENTS, Everything, chain, check, made, offloaded, sett
 from on_fake import on_fake_device
 from ssdtrain.activations.prefetch import _spare_bytes as spare_bytes
 from ssdtrain.errors import CudaError
-from ssdtrain.planning.controller import SETTLED_COUNT, Controller, Step
+from ssdtrain.planning.controller import SETTLED_COUNT, Controller
 from ssdtrain.planning.policy import Item, Plan, Policy
+from ssdtrain.planning.steps import Step
 from test_captures import captured, on_a_stream
 
 COUNT = 6

@@ -16,6 +16,7 @@ from fake_device import FakeDevice
 from offloading import chain, check, let_backward_go, made, offloaded, refuse, settle, use_memory
 from on_devices import Device, on_each_device
 from on_fake import on_fake_device
+from ssdtrain.transfer.staged import _stream
 
 TO_HOST, TO_DEVICE, DISK = "copies to the host", "copies to the device", "disk"
 LARGE_RING = 16 << 20
@@ -314,3 +315,11 @@ def test_a_target_is_used_by_a_second_stream(fake: FakeDevice) -> None:
         fake.release()
         torch.cuda.synchronize()
         assert session.stats.bytes_read >= leaf.nbytes
+
+
+@on_each_device()
+def test_the_default_stream_is_known_by_its_handle(device: Device) -> None:
+    """Else its memory would be allocated for, and counted as used by, a stream that nobody uses."""
+    assert _stream(0, 0) == torch.cuda.default_stream(0)
+    other = torch.cuda.Stream()
+    assert _stream(0, other.cuda_stream).cuda_stream == other.cuda_stream

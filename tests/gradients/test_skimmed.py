@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from ssdtrain.planning.steps import Step
 from support import KeepNothing, KeepsAll, Rig, skimming
 
 LAYERS = 6
@@ -119,7 +121,17 @@ SAVES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "memory of others": lambda x, w: ((x @ w).sin() - FOREIGN).square() * FOREIGN,
     "a part of something large": lambda x, w: (x @ w).sin() * LARGE[70:102],
     "made anew": lambda x, w: (x @ w).sin() * torch.rand(32, 1),
+    "gates of a cell, which count apart": lambda x, w: CELL(x @ w)[0],
+    "a cast weight": lambda x, w: x @ (HALF.float() * w.sin()),
+    "a copy of a weight": lambda x, w: x @ (FULL.t().contiguous() * w.sin()),
+    "a lazy conjugate": lambda x, w: (torch.complex(x @ w, x).conj() * x).abs(),
+    "what backward computes again": lambda x, w: checkpoint(
+        lambda y: (y @ w).sin().cos(), x @ w, use_reentrant=True
+    ),
 }
+CELL = nn.LSTMCell(64, 64)
+HALF = nn.Parameter(torch.randn(64, 64, dtype=torch.bfloat16))
+FULL = nn.Parameter(torch.randn(64, 64))
 FOREIGN = torch.from_numpy(np.random.default_rng(0).random((32, 64), dtype=np.float32))
 LARGE = torch.randn(5000, 64)
 
@@ -136,10 +148,74 @@ def test_the_bytes_are_those_of_followed_rounds(name: str, tmp_path: Path) -> No
         for _ in range(3):
             with rig.context():
                 SAVES[name](x, w).sum().backward()
-        stats = rig.stats
-        told.append((stats.bytes_eligible, stats.bytes_kept, stats.resident_bytes_peak))
+        stats, seen = rig.stats, rig._hooks._seen
+        told.append((
+            stats.bytes_eligible, stats.bytes_kept, stats.resident_bytes_peak, seen.priced.nbytes,
+            seen.unusual.nbytes, seen.apart.nbytes,
+        ))  # fmt: skip
     assert told[0] == told[1]
     assert told[0][0] > 0
+
+
+def test_what_a_skimmed_round_saved_is_counted_as_of_a_followed_one(tmp_path: Path) -> None:
+    class Told(KeepsAll):
+        def __init__(self) -> None:
+            super().__init__()
+            self.saved: list[int] = []
+
+        def pass_by(self, opening: int, saved_bytes: int) -> None:
+            self.saved.append(saved_bytes)
+
+        def note(self, step: Step) -> None:
+            self.saved.append(step.saved_bytes)
+
+    class Followed(Told):
+        def skims(self, opening: int) -> None:
+            return None
+
+    x = torch.randn(32, 64)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(), nn.GELU(), nn.Linear(64, 64))
+    skimmed, followed = Told(), Followed()
+    for controller in (skimmed, followed):
+        policy = KeepNothing()
+        policy.controller = controller
+        rig = Rig(tmp_path, min_bytes=1024, policy=policy)
+        for _ in range(3):
+            step(rig, model, x)
+    assert skimmed.saved == followed.saved
+    assert len(skimmed.saved) == 2
+    assert skimmed.saved[0] > 3 * x.nbytes
+
+
+def test_a_backward_gives_nothing_to_the_disk_while_nothing_is_worth_it(tmp_path: Path) -> None:
+    def penalty(rig: Rig, x: Tensor) -> None:
+        with rig.context():
+            (slope,) = torch.autograd.grad(x.sin().exp().sum(), x, create_graph=True)
+            rig.flush()
+            slope.square().sum().backward()
+
+    x = torch.randn(4096, requires_grad=True)
+    written = []
+    for policy in (KeepNothing(), skimming()):
+        assert policy.controller is None or policy.controller.verdict.is_off
+        rig = Rig(tmp_path, policy=policy)
+        penalty(rig, x)
+        written.append(rig.stats.bytes_written)
+    assert written[0] > 0
+    assert written[1] == 0
+
+
+def test_a_backward_of_an_older_graph_ends_nothing_of_a_newer_one(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, policy=skimming())
+    x = torch.randn(64, requires_grad=True)
+    with rig.context():
+        older = x.sin().cos().sum()
+        older.backward(retain_graph=True)
+        y = x.sin()
+        older.backward(retain_graph=True)
+        loss = y.cos().exp().sum()
+        assert len(rig.records.alive()) == 2, "the newer one is one round"
+        (loss + older).backward()
 
 
 def test_after_an_interrupt_as_a_round_begins_the_next_one_asks_again(tmp_path: Path) -> None:

@@ -52,6 +52,8 @@ class AtLoop(Signal):
 
     def __enter__(self) -> Self:
         self._held = self._enter
+        # Python 3.12 tells of operations only if some frame asks for them when this is called.
+        sys._getframe().f_trace_opcodes = True
         sys.settrace(self._held)
         return self
 

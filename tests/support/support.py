@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,8 +29,9 @@ from ssdtrain.activations.hooks import Hooks
 from ssdtrain.config import OffloadConfig, StoreConfig
 from ssdtrain.machine.torch_internals import top_hooks
 from ssdtrain.offload import active
-from ssdtrain.planning.controller import Controller
+from ssdtrain.planning.controller import Controller, Verdict
 from ssdtrain.planning.policy import Policy
+from ssdtrain.planning.price import Price
 from ssdtrain.session import Session
 from ssdtrain.stats import Stats
 
@@ -69,6 +71,9 @@ class KeepsAll(Controller):
 
     def __init__(self) -> None:
         super().__init__(0.02)
+
+    def _verdict(self) -> Verdict:
+        return replace(super()._verdict(), price=Price(1.0, 0.0, 1), planned_bytes=1)
 
     def allowance(self, *arguments: Any) -> int:
         return 0

@@ -18,9 +18,10 @@ from ssdtrain.activations.names import needing
 from ssdtrain.errors import SsdtrainError
 from ssdtrain.machine.process_memory import available_bytes
 from ssdtrain.notices import Notices, log
-from ssdtrain.planning.controller import Step, Verdict
+from ssdtrain.planning.controller import Verdict
 from ssdtrain.planning.policy import Item, Policy, Rates
 from ssdtrain.planning.recording import Recording
+from ssdtrain.planning.steps import Step
 from ssdtrain.residency import Residency
 from ssdtrain.shortage import Held
 from ssdtrain.sizes import shown_bytes
@@ -164,6 +165,11 @@ class Prefetcher:
             # Rounds that are followed let the next plans have more.
             cause = None
         return nbytes, cause
+
+    @property
+    def is_off(self) -> bool:
+        """Whether nothing is worth its price now, so that a backward gives nothing to the disk."""
+        return self._controller is not None and self._controller.verdict.is_off
 
     @property
     def verdict(self) -> Verdict | None:

@@ -14,15 +14,16 @@ Pure: numbers go in, numbers come out; there is no clock, and no chance.
 from __future__ import annotations
 
 import math
-import statistics
+import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from ssdtrain.planning.price import DEVIATION, Pair, Price, fit
+from ssdtrain.planning.price import Pair, Price, fit
+from ssdtrain.planning.steps import STEPS_MAX, WATCH_COUNT, Kind, Step
 
-__all__ = ["Controller", "Step", "Verdict"]
+__all__ = ["Controller", "Verdict"]
 
 SETTLED_COUNT = 3
 """Steps of a kind that pass before it is varied: its plan is made anew after each of them."""
@@ -50,22 +51,11 @@ CAMPAIGN_SHARE_MIN = 1 / 8
 """The same for the first steps, where little is known of the price."""
 PAIRS_MAX = 48
 """Pairs that are remembered. A price changes with what else the machine does."""
-MEDIAN = 1.2533
-"""The standard error of a median is larger than that of a mean by this factor."""
 NEIGHBOUR_COUNT = 4
 """A step is compared with so many of its kind before it: then some of them stand at the same place
 of whatever rhythm the training has (micro-batches, of which one makes the gradients)."""
-STEPS_MAX = 16
-"""Steps that are remembered; those of one kind are no neighbours if more lie between them."""
 SIMILAR_BYTES = 1.25
 """Steps of different kinds may be compared, by time per saved byte, if they save about as much."""
-WATCH_COUNT = 8
-"""An alarm looks at the median of so many last steps."""
-WATCH_REFERENCE_COUNT = 16
-"""It compares them with so many of the first ones of the same amount."""
-ALARM_ERRORS = 5.0
-"""Steps are longer than they were if by more than so many standard errors, and by more than
-``slowdown_max``."""
 CALM_COUNT = 64
 """Steps between two campaigns at least; twice as many after each that has changed nothing."""
 CALM_COUNT_MAX = 1024
@@ -77,25 +67,6 @@ KINDS_MAX = 64
 """Kinds of steps that are remembered, more than any training has."""
 HYSTERESIS = 1.15
 """An amount changes if by more than this factor: each change moves tensors to and fro."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Step:
-    """One round that has ended: forward and backward of one batch or micro-batch."""
-
-    kind: int
-    """Rounds of one kind compute the same."""
-    opening: int
-    """All that is known of a round when it begins."""
-    seconds: float
-    """From the first pack to the last unpack, with all waits."""
-    saved_bytes: int
-    offered_bytes: int
-    """Given to the disk."""
-    planned_bytes: int
-    """What the plan for the next round of this kind would give to it."""
-    hooks_s: float = 0.0
-    """What the calls of the hooks took, waits for the disk aside."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,56 +108,6 @@ def is_reference(turn: int) -> bool:
     return turn.bit_count() % 2 == 1
 
 
-class _Kind:
-    """What is known of one kind of step."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.planned_bytes = 0
-        self.steps: deque[Step] = deque(maxlen=STEPS_MAX)
-        self.amount_bytes: int | None = None
-        """``None``: the whole plan."""
-        self.hook_times_s: deque[float] = deque(maxlen=STEPS_MAX)
-        """Of steps that offloaded nothing."""
-        self.first_s: list[float] = []
-        self.last_s: deque[float] = deque(maxlen=WATCH_COUNT)
-
-    @property
-    def usual_bytes(self) -> int:
-        """What a usual step offloads."""
-        amount_bytes, planned_bytes = self.amount_bytes, self.planned_bytes
-        return planned_bytes if amount_bytes is None else min(amount_bytes, planned_bytes)
-
-    @property
-    def hooks_s(self) -> float:
-        """What a step takes to follow its tensors, also if nothing is offloaded."""
-        return statistics.median(self.hook_times_s) if self.hook_times_s else 0.0
-
-    def base_s(self, price: Price) -> float:
-        """Return what a step takes without offloading."""
-        followed_s = statistics.median(
-            step.seconds - price.s_per_byte * step.offered_bytes for step in self.steps
-        )
-        return max(followed_s - self.hooks_s, 1e-9)
-
-    def forget_times(self) -> None:
-        """Compare the next steps with themselves alone."""
-        self.first_s.clear()
-        self.last_s.clear()
-
-    def is_slower(self, slowdown_max: float) -> bool:
-        """Whether the last steps took longer than those of the same amount before them."""
-        if len(self.first_s) < WATCH_REFERENCE_COUNT or len(self.last_s) < WATCH_COUNT:
-            return False
-        usual_s = statistics.median(self.first_s)
-        deviation = statistics.median(abs(one - usual_s) for one in self.first_s)
-        share = math.sqrt(1 / WATCH_COUNT + 1 / WATCH_REFERENCE_COUNT)
-        error = MEDIAN * DEVIATION * deviation * share
-        return statistics.median(self.last_s) > usual_s + max(
-            slowdown_max * usual_s, ALARM_ERRORS * error
-        )
-
-
 class Controller:
     """Chooses for each step how many bytes of its plan are offloaded.
 
@@ -195,7 +116,9 @@ class Controller:
 
     def __init__(self, slowdown_max: float) -> None:
         self.slowdown_max = slowdown_max
-        self._kinds: dict[int, _Kind] = {}
+        self._lock = threading.RLock()
+        """Sessions of several threads may learn together; a handler of a signal may train."""
+        self._kinds: dict[int, Kind] = {}
         self._opened: dict[int, int] = {}
         """By opening, the kind of the last step that began so."""
         self._steps: deque[Step] = deque(maxlen=STEPS_MAX)
@@ -207,7 +130,11 @@ class Controller:
         self._calm_count = CALM_COUNT
         self._share_before = 1.0
         """Of the plan, what was offloaded when the last campaign began."""
-        self._last: _Kind | None = None
+        self._last: Kind | None = None
+        self._count = 0
+        """Steps that were learned from."""
+        self.verdict = self._verdict()
+        """What is known and done at the moment."""
 
     def allowance(self, opening: int, spare_bytes: Callable[[], int]) -> int | None:
         """Return how many bytes the step that begins now may offload; ``None`` for no bound.
@@ -215,11 +142,17 @@ class Controller:
         ``spare_bytes`` tells how much memory there is for what a step saves: memory that runs out
         wins over the price, and is asked about only by steps that save much.
         """
-        kind = self._kinds.get(self._opened.get(opening, 0))
-        if kind is None:
-            return self._unknown()
-        if kind.count < SETTLED_COUNT:
-            return None
+        with self._lock:
+            kind = self._kinds.get(self._opened.get(opening, 0))
+            if kind is not None and kind.count >= SETTLED_COUNT:
+                return self._allowed(kind, spare_bytes)
+            # Of a kind that was never seen, or hardly ever: as of the last one.
+            if self._last is None or self._count < SETTLED_COUNT:
+                return None
+            allowed_bytes = self._allowed(self._last, spare_bytes)
+            return None if allowed_bytes >= self._last.planned_bytes else allowed_bytes
+
+    def _allowed(self, kind: Kind, spare_bytes: Callable[[], int]) -> int:
         wanted_bytes = self._wanted_bytes(kind)
         saved_bytes = kind.steps[-1].saved_bytes
         if saved_bytes < SAVED_BYTES_MUCH:
@@ -232,28 +165,46 @@ class Controller:
         Nothing of it would be offloaded, by the plan or by the price. The steps before a probe are
         followed, because it is compared with them.
         """
-        kind = self._kinds.get(self._opened.get(opening, 0))
-        if kind is None or kind.count <= SETTLED_COUNT or kind.usual_bytes:
-            return None
-        turn = self._turn % PROBE_INTERVAL_OFF
-        if self._is_in_campaign() or not 0 < turn < PROBE_INTERVAL_OFF - NEIGHBOUR_COUNT:
-            return None
-        return "price" if kind.planned_bytes else "plan"
+        with self._lock:
+            kind = self._kinds.get(self._opened.get(opening, 0))
+            if kind is None or kind.count <= SETTLED_COUNT or kind.usual_bytes:
+                return None
+            if self._is_in_campaign():
+                return None
+            if self._is_due(kind, PROBE_INTERVAL_OFF - NEIGHBOUR_COUNT):
+                return None
+            return "price" if kind.planned_bytes else "plan"
 
     def pass_by(self, opening: int, saved_bytes: int) -> None:
-        """Count a step that was not followed; if it saved much more, the next one is."""
-        self._turn += 1
-        kind = self._kinds.get(self._opened.get(opening, 0))
-        if kind is not None and saved_bytes > SIMILAR_BYTES * kind.steps[-1].saved_bytes:
-            del self._opened[opening]
-        if self._last is not None:
-            self._begin_again_if_changed(self._last)
+        """Count a step that was not followed; if it saved much more, the next one is.
+
+        What such a step counts may differ from what one counts that is followed, so it is compared
+        with the first of its like.
+        """
+        with self._lock:
+            self._turn += 1
+            kind = self._kinds.get(self._opened.get(opening, 0))
+            if kind is not None:
+                if kind.skimmed_bytes is None:
+                    kind.skimmed_bytes = saved_bytes
+                elif saved_bytes > SIMILAR_BYTES * kind.skimmed_bytes:
+                    del self._opened[opening]
+            if self._last is not None:
+                self._begin_again_if_changed(self._last)
+            self.verdict = self._verdict()
 
     def note(self, step: Step) -> None:
         """Learn from a step that has ended."""
+        with self._lock:
+            self._note(step)
+            self.verdict = self._verdict()
+
+    def _note(self, step: Step) -> None:
         kind = self._kind_of(step)
         self._compare(step, kind)
+        self._count += 1
         kind.count += 1
+        kind.skimmed_bytes = None
         if not step.offered_bytes:
             kind.hook_times_s.append(step.hooks_s)
         kind.planned_bytes = step.planned_bytes
@@ -261,18 +212,22 @@ class Controller:
         self._steps.append(step)
         self._last = kind
         self._decide(kind)
-        if kind.count <= SETTLED_COUNT:
+        # Where no probe can be, to have followed a step told what the hooks take now.
+        if kind.is_probing or (
+            self._is_due(kind, PROBE_INTERVAL_OFF) and not self._can_probe(kind)
+        ):
+            kind.is_probing, kind.probed_turn = False, self._turn
+        if self._count <= SETTLED_COUNT:
             return
         was_in_campaign = self._is_in_campaign()
         is_usual = not was_in_campaign and step.offered_bytes <= kind.usual_bytes
         self._turn += 1
         if was_in_campaign and not self._is_in_campaign():
             self._end_campaign(kind)
-        self._watch(step, kind, is_usual)
+        if kind.count > SETTLED_COUNT:
+            self._watch(step, kind, is_usual)
 
-    @property
-    def verdict(self) -> Verdict:
-        """What is known and done at the moment."""
+    def _verdict(self) -> Verdict:
         price, kind = self._price, self._last
         slowdown, error = 0.0, 0.0
         amount_bytes = 0 if kind is None else kind.usual_bytes
@@ -290,16 +245,22 @@ class Controller:
             is_adapting=self._is_in_campaign(),
         )
 
-    def _kind_of(self, step: Step) -> _Kind:
+    def _kind_of(self, step: Step) -> Kind:
         if step.kind not in self._kinds and len(self._kinds) >= KINDS_MAX:
             oldest = next(iter(self._kinds))
             del self._kinds[oldest]
         if len(self._opened) >= 2 * KINDS_MAX:
             self._opened.clear()
         self._opened[step.opening] = step.kind
-        return self._kinds.setdefault(step.kind, _Kind())
+        kind = self._kinds.get(step.kind)
+        if kind is None:
+            kind = self._kinds[step.kind] = Kind()
+            if self._last is not None:
+                # Where shapes never come back, one takes the place of the other.
+                kind.probed_turn, kind.is_probing = self._last.probed_turn, self._last.is_probing
+        return kind
 
-    def _neighbours(self, step: Step, kind: _Kind) -> list[Step]:
+    def _neighbours(self, step: Step, kind: Kind) -> list[Step]:
         """Return the steps that this one is compared with."""
         same = [one for one in self._steps if one.kind == step.kind]
         if same or kind.count or not self._steps or not step.saved_bytes:
@@ -309,7 +270,7 @@ class Controller:
         is_similar = 1 / SIMILAR_BYTES < last.saved_bytes / step.saved_bytes < SIMILAR_BYTES
         return [last] if is_similar else []
 
-    def _compare(self, step: Step, kind: _Kind) -> None:
+    def _compare(self, step: Step, kind: Kind) -> None:
         pairs = []
         for one in self._neighbours(step, kind):
             scale = step.saved_bytes / one.saved_bytes if one.saved_bytes else 1.0
@@ -323,29 +284,46 @@ class Controller:
         # After an alarm, the old price is the best guess until there is a new one.
         self._price = fit(self._pairs) or self._price
 
-    def _wanted_bytes(self, kind: _Kind) -> int:
+    def _wanted_bytes(self, kind: Kind) -> int:
         """Return what the step offloads that begins now, if there is memory for the rest."""
         if self._is_in_campaign():
             if is_reference(self._turn):
                 return 0
             return self._probe_bytes(kind, CAMPAIGN_SHARE_MIN)
         if self._is_probe(kind):
+            # Due until a step of its kind has ended: this one may be no step at all.
+            kind.is_probing = True
             return self._probe_bytes(kind, PROBE_SHARE_MIN)
         return kind.usual_bytes
 
     def _is_in_campaign(self) -> bool:
         return self._turn < self._campaign_count
 
-    def _is_probe(self, kind: _Kind) -> bool:
+    def _is_probe(self, kind: Kind) -> bool:
         amount_bytes, price = kind.usual_bytes, self._price
-        if price is None or amount_bytes >= kind.planned_bytes or self._left_s(kind, price) <= 0:
+        if price is None or not self._can_probe(kind):
             return False
         if amount_bytes == 0:
-            return self._turn % PROBE_INTERVAL_OFF == 0
+            return self._is_due(kind, PROBE_INTERVAL_OFF)
         is_unsure = price.error > abs(price.s_per_byte)
-        return self._turn % (PROBE_INTERVAL_UNSURE if is_unsure else PROBE_INTERVAL) == 0
+        return self._is_due(kind, PROBE_INTERVAL_UNSURE if is_unsure else PROBE_INTERVAL)
 
-    def _worth_bytes(self, kind: _Kind, s_per_byte: float) -> float:
+    def _can_probe(self, kind: Kind) -> bool:
+        """Whether a step of this kind may offload more than usual ones do."""
+        price = self._price
+        if price is None or kind.usual_bytes >= kind.planned_bytes:
+            return False
+        return self._left_s(kind, price) > 0
+
+    def _is_due(self, kind: Kind, interval: int) -> bool:
+        """Whether no step of this kind was a probe in so many steps of whatever kind.
+
+        To ask for every eighth step instead would ask the same kind each time where kinds take
+        turns, and the other ones never.
+        """
+        return self._turn - kind.probed_turn >= interval
+
+    def _worth_bytes(self, kind: Kind, s_per_byte: float) -> float:
         """Return what may be offloaded at this price."""
         if self._price is None:
             return math.inf
@@ -354,11 +332,11 @@ class Controller:
             return 0.0
         return math.inf if s_per_byte <= 0 else left_s / s_per_byte
 
-    def _left_s(self, kind: _Kind, price: Price) -> float:
+    def _left_s(self, kind: Kind, price: Price) -> float:
         """Return what a step may take for bytes, after what its hooks take."""
         return TARGET_SHARE * self.slowdown_max * kind.base_s(price) - kind.hooks_s
 
-    def _decide(self, kind: _Kind) -> None:
+    def _decide(self, kind: Kind) -> None:
         """Choose what usual steps of a kind offload; changes only if it differs by much."""
         planned_bytes, price = kind.planned_bytes, self._price
         if price is None:
@@ -376,7 +354,7 @@ class Controller:
         if before is None or not before / HYSTERESIS <= worth_bytes <= before * HYSTERESIS:
             kind.amount_bytes = int(worth_bytes)
 
-    def _probe_bytes(self, kind: _Kind, share_min: float) -> int:
+    def _probe_bytes(self, kind: Kind, share_min: float) -> int:
         planned_bytes, price = kind.planned_bytes, self._price
         if price is None:
             return planned_bytes
@@ -384,15 +362,7 @@ class Controller:
         least = max(share_min * planned_bytes, kind.usual_bytes)
         return int(min(planned_bytes, max(worth_bytes, least)))
 
-    def _unknown(self) -> int | None:
-        """Bound a step of a kind that was never seen as the last one was."""
-        kind = self._last
-        if kind is None or self._price is None:
-            return None
-        amount_bytes = kind.usual_bytes
-        return None if amount_bytes >= kind.planned_bytes else amount_bytes
-
-    def _end_campaign(self, kind: _Kind) -> None:
+    def _end_campaign(self, kind: Kind) -> None:
         if self._campaign_count < CAMPAIGN_COUNT_MAX and self._is_undecided(kind):
             self._campaign_count += CAMPAIGN_EXTENSION
             return
@@ -403,14 +373,14 @@ class Controller:
         for one in self._kinds.values():
             one.forget_times()
 
-    def _is_undecided(self, kind: _Kind) -> bool:
+    def _is_undecided(self, kind: Kind) -> bool:
         price = self._price
         if price is None or 2 * kind.usual_bytes <= kind.planned_bytes:
             return False
         error = price.error * kind.planned_bytes / kind.base_s(price)
         return error > ERROR_SHARE_MAX * self.slowdown_max
 
-    def _is_off_unsurely(self, kind: _Kind) -> bool:
+    def _is_off_unsurely(self, kind: Kind) -> bool:
         """Whether nothing is offloaded by a price that a noisy time may have told.
 
         Then to try again raises no peak.
@@ -426,17 +396,14 @@ class Controller:
             return 1.0
         return kind.usual_bytes / kind.planned_bytes
 
-    def _watch(self, step: Step, kind: _Kind, is_usual: bool) -> None:
+    def _watch(self, step: Step, kind: Kind, is_usual: bool) -> None:
         """Begin a new campaign if usual steps have become longer: the price may be another."""
         if not is_usual:
             return
-        if len(kind.first_s) < WATCH_REFERENCE_COUNT:
-            kind.first_s.append(step.seconds)
-        else:
-            kind.last_s.append(step.seconds)
+        kind.watch(step.seconds)
         self._begin_again_if_changed(kind)
 
-    def _begin_again_if_changed(self, kind: _Kind) -> None:
+    def _begin_again_if_changed(self, kind: Kind) -> None:
         if self._turn < self._campaign_count + self._calm_count:
             return
         if self._price is not None and self._left_s(kind, self._price) <= 0:
@@ -447,5 +414,6 @@ class Controller:
             self._pairs.clear()
             for one in self._kinds.values():
                 one.forget_times()
+                one.probed_turn = 0
                 # What was before the alarm tells no longer what a step takes.
                 one.steps = deque(list(one.steps)[-WATCH_COUNT:], maxlen=one.steps.maxlen)

@@ -230,8 +230,9 @@ class Policy:
         self.pinned: set[int] = set()
         """Keys of those that stay in pinned memory. Looked at in every pack of what is on a GPU."""
         self._host_bytes = host_bytes
-        self._learning = threading.Lock()
-        """Several sessions of one `offload` object learn together, each under its own lock."""
+        self._learning = threading.RLock()
+        """Several sessions of one `offload` object learn together, each under its own lock; a
+        handler of a signal may train."""
         self._planned: set[int] = set()
         self._futile: set[int] = set()
         self._caution = CAUTION_START

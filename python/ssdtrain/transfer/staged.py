@@ -123,6 +123,9 @@ def _device(gpu: int) -> torch.device:
 
 @cache
 def _stream(gpu: int, handle: int) -> torch.cuda.Stream:
+    if handle == 0:
+        # For this number, ExternalStream of torch 2.11 is a stream of its own.
+        return torch.cuda.default_stream(gpu)
     return torch.cuda.ExternalStream(handle, device=gpu)  # type: ignore[no-untyped-call]
 
 

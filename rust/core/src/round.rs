@@ -123,7 +123,7 @@ pub struct Round<E> {
     hooks_s: f64,
     /// Whether it need not see what comes after its first tensor.
     is_skimmed: bool,
-    /// Of the tensors that are not.
+    /// What it saved then, followed or not.
     skimmed_bytes: u64,
     /// Whether it goes on no more.
     is_closed: bool,
@@ -217,6 +217,9 @@ impl<E> Round<E> {
             (self.began_s, self.ended_s, self.opening) = (now_s, now_s, self.signature);
         }
         let packed = NewRecord { key: self.signature, nbytes, packed_s: now_s, gpu };
+        if self.is_skimmed && is_new {
+            self.skimmed_bytes += nbytes;
+        }
         self.packed.push(is_new.then_some(packed));
         self.sequences.push(sequence);
         self.is_needed.push(false);
@@ -341,6 +344,7 @@ impl<E> Round<E> {
     pub fn skim(&mut self) {
         self.allowance_bytes = 0;
         self.is_skimmed = true;
+        self.skimmed_bytes = self.packed.iter().flatten().map(|one| one.nbytes).sum();
     }
 
     /// Whether it need not see what comes after its first tensor.
@@ -353,7 +357,7 @@ impl<E> Round<E> {
         self.skimmed_bytes += nbytes;
     }
 
-    /// The bytes of the tensors that were not followed.
+    /// What a skimmed round saved, followed or not.
     pub fn skimmed_bytes(&self) -> u64 {
         self.skimmed_bytes
     }

@@ -15,7 +15,6 @@ use crate::gpu::Gpus;
 use crate::kept::{Kept, is_true};
 use crate::offloading::Offloading;
 use crate::rules::{Glance, Rules, Verdict};
-use crate::skim::Cause;
 use crate::store::Store;
 
 /// The hooks of one session for one thread's block; autograd holds it as long as a graph needs it.
@@ -75,18 +74,18 @@ impl HookPair {
     fn pack(slf: &Bound<'_, Self>, tensor: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
         let (this, py) = (slf.get(), slf.py());
         let rules = this.rules.get();
-        let (glance, cause) = this.glance(tensor)?;
+        let glance = rules.glance(tensor, this.small_bytes, this.is_bounded)?;
         // A weight that is a leaf is held as it is, wherever this is called from.
         let is_own = matches!(glance, Some(Glance::Weight { is_leaf: true }));
         if !is_own && rules.is_below_autograd(py)? {
             return this.in_python(py, &this.pack_below, &[slf.as_any(), tensor]);
         }
-        this.pack_seen(tensor, glance, cause, false)
+        this.pack_seen(tensor, glance, false)
     }
 
     fn pack_here(&self, tensor: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
-        let (glance, cause) = self.glance(tensor)?;
-        self.pack_seen(tensor, glance, cause, true)
+        let glance = self.rules.get().glance(tensor, self.small_bytes, self.is_bounded)?;
+        self.pack_seen(tensor, glance, true)
     }
 
     fn unpack(&self, packed: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
@@ -105,20 +104,10 @@ impl HookPair {
 }
 
 impl HookPair {
-    /// What a look at a tensor tells, and why it stays in memory if its round is only skimmed: then
-    /// every tensor is as good as a small one.
-    fn glance(&self, tensor: &Bound<'_, PyAny>) -> PyResult<(Option<Glance>, Option<Cause>)> {
-        let cause = self.offloading.get().skims(tensor.py());
-        let small_bytes = if cause.is_some() { u64::MAX } else { self.small_bytes };
-        let glance = self.rules.get().glance(tensor, small_bytes, self.is_bounded)?;
-        Ok((glance, cause))
-    }
-
     fn pack_seen(
         &self,
         tensor: &Bound<'_, PyAny>,
         glance: Option<Glance>,
-        cause: Option<Cause>,
         is_from_below: bool,
     ) -> PyResult<Py<PyAny>> {
         let (rules, py) = (self.rules.get(), tensor.py());
@@ -127,24 +116,18 @@ impl HookPair {
                 self.account.note_weight();
                 return Ok(Kept::hold(tensor, is_leaf, is_from_below, None)?.into_any());
             }
-            Some(Glance::Small { is_leaf, identity, nbytes }) if nbytes < self.small_bytes => {
-                let transfer_bytes = self.transfer_bytes(py);
+            Some(Glance::Small { is_leaf, identity, nbytes }) => {
+                let on_gpus = self.gpus.as_ref().map_or(0, |gpus| gpus.get().loaded_bytes());
+                let transfer_bytes = self.store.get().transfer_bytes(py) + on_gpus;
                 // No code runs in between, so that both are of one moment.
                 let Some(holding) = self.account.hold_small(identity, nbytes, transfer_bytes)
                 else {
-                    return self.pack_other(tensor);
+                    return self.pack_other(tensor, is_from_below);
                 };
                 let kept = Kept::hold(tensor, is_leaf, is_from_below, Some(holding))?;
                 return Ok(kept.into_any());
             }
-            Some(Glance::Small { is_leaf: false, identity, nbytes }) => {
-                if let Some(holding) = self.hold_skimmed(tensor, identity, nbytes, cause)? {
-                    let kept = Kept::hold(tensor, false, is_from_below, Some(holding))?;
-                    return Ok(kept.into_any());
-                }
-            }
-            // What no operation made may be somebody else's memory, or a part of much more.
-            Some(Glance::Small { .. }) | None => {}
+            None => {}
         }
         match rules.judge(tensor)? {
             Verdict::Unusual => self.in_python(py, &self.pack_unusual, &[tensor]),
@@ -153,45 +136,17 @@ impl HookPair {
                 let is_leaf = is_true(tensor, intern!(py, "is_leaf"))?;
                 Ok(Kept::hold(tensor, is_leaf, is_from_below, None)?.into_any())
             }
-            Verdict::Plain => self.pack_other(tensor),
+            Verdict::Plain => self.pack_other(tensor, is_from_below),
         }
-    }
-
-    /// Counts a tensor of a round that is only skimmed, of a large storage its own part; `None` if
-    /// it is to be followed.
-    fn hold_skimmed(
-        &self,
-        tensor: &Bound<'_, PyAny>,
-        identity: usize,
-        storage_bytes: u64,
-        cause: Option<Cause>,
-    ) -> PyResult<Option<core::SharedHolding>> {
-        let (py, offloading) = (tensor.py(), self.offloading.get());
-        let Some(cause) = cause else { return Ok(None) };
-        let nbytes: u64 = tensor.getattr(intern!(py, "nbytes"))?.extract()?;
-        let nbytes = nbytes.min(storage_bytes);
-        let more_bytes = self.account.shared_more_bytes(identity, nbytes, storage_bytes);
-        if nbytes < self.small_bytes || !offloading.passes_by(identity, more_bytes, cause) {
-            return Ok(None);
-        }
-        let holding = self.account.hold_shared(identity, nbytes, storage_bytes);
-        self.account.note_peak(self.transfer_bytes(py));
-        Ok(Some(holding))
-    }
-
-    /// The bytes that transfers hold beside the account.
-    fn transfer_bytes(&self, py: Python<'_>) -> u64 {
-        let on_gpus = self.gpus.as_ref().map_or(0, |gpus| gpus.get().loaded_bytes());
-        self.store.get().transfer_bytes(py) + on_gpus
     }
 
     /// Packs what may leave memory, out of the compiler's sight if it looks into this thread.
-    fn pack_other(&self, tensor: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
+    fn pack_other(&self, tensor: &Bound<'_, PyAny>, is_from_below: bool) -> PyResult<Py<PyAny>> {
         let py = tensor.py();
         if self.is_traced(py)? {
             return self.out_of_sight(&self.method(py, intern!(py, "pack"))?, &[tensor]);
         }
-        self.offloading.get().pack(tensor)
+        self.offloading.get().pack_plain(tensor, !is_from_below)
     }
 
     /// Calls a function in Python, out of the compiler's sight in the same way.

@@ -4,10 +4,11 @@ use std::time::Instant;
 
 use pyo3::intern;
 use pyo3::prelude::*;
+use ssdtrain_core::round::FORWARD;
 
 use crate::geometry::{Layout, is_memory_of_others, shares_no_counter};
 use crate::gpu_calls::GpuStream;
-use crate::kept::version_of;
+use crate::kept::{self, is_true, version_of};
 use crate::rounds::Rounds;
 use crate::saved_tensor::{Part, Record, SavedTensor, SharedRound};
 use crate::session_lock::SessionLock;
@@ -89,7 +90,44 @@ impl Offloading {
         })
     }
 
-    pub fn pack(&self, tensor: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
+    fn pack(&self, tensor: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
+        self.pack_plain(tensor, false)
+    }
+
+    pub fn unpack(&self, packed: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
+        let (py, hooks, began) = (packed.py(), self.hooks.bind(packed.py()), Instant::now());
+        let Ok(saved) = packed.cast::<SavedTensor>() else {
+            // What has changed since comes here, or is asked for from inside an operation.
+            return Ok(hooks.call_method1(intern!(py, "unpack_kept"), (packed,))?.unbind());
+        };
+        let this = saved.get();
+        if !this.is_unchanged(py)? {
+            // defence: version at unpack
+            hooks.call_method1(intern!(py, "refuse_changed"), (saved,))?;
+        }
+        if self.records.get().is_forked() {
+            return Ok(hooks.call_method1(intern!(py, "from_memory"), (saved,))?.unbind());
+        }
+        let tensor = match self.lock.locked(py, || self.find(saved))? {
+            Found::InMemory(storage) => match this.original(self.torch.get(), &storage)? {
+                Some(original) => original,
+                None => this.on_memory(self.torch.get(), &storage)?,
+            },
+            Found::Read(loading) => {
+                this.note_hook(began.elapsed());
+                // defence: no lock while waiting for a read
+                return self.read(saved, &loading).map(Bound::unbind);
+            }
+        };
+        this.note_hook(began.elapsed());
+        Ok(tensor.unbind())
+    }
+}
+
+impl Offloading {
+    /// Packs a tensor that is none of the kinds that always stay. `may_pass_by` says that it may be
+    /// kept as small ones are, if its round is only skimmed.
+    pub fn pack_plain(&self, tensor: &Bound<'_, PyAny>, may_pass_by: bool) -> PyResult<Py<PyAny>> {
         let (py, began) = (tensor.py(), Instant::now());
         if self.records.get().is_forked() {
             return Ok(self
@@ -113,61 +151,49 @@ impl Offloading {
                 return Ok(packed);
             }
         }
+        if may_pass_by && let Some(kept) = self.pass_by(tensor, &storage, nbytes, storage_bytes)? {
+            return Ok(kept.into_any());
+        }
+        let taught_before = self.rounds.get().taught();
         let saved =
             self.lock.locked(py, || self.offload(tensor, &storage, layout, start, nbytes))?;
-        saved.get().note_hook(began);
+        let taught = self.rounds.get().taught().saturating_sub(taught_before);
+        saved.get().note_hook(began.elapsed().saturating_sub(taught));
         Ok(saved.into_any().unbind())
     }
 
-    pub fn unpack(&self, packed: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
-        let (py, hooks, began) = (packed.py(), self.hooks.bind(packed.py()), Instant::now());
-        let Ok(saved) = packed.cast::<SavedTensor>() else {
-            // What has changed since comes here, or is asked for from inside an operation.
-            return Ok(hooks.call_method1(intern!(py, "unpack_kept"), (packed,))?.unbind());
-        };
-        let this = saved.get();
-        if !this.is_unchanged(py)? {
-            // defence: version at unpack
-            hooks.call_method1(intern!(py, "refuse_changed"), (saved,))?;
+    /// Keeps a tensor of a round that is only skimmed, and counts it as if it were followed; `None`
+    /// if it is to be followed.
+    fn pass_by(
+        &self,
+        tensor: &Bound<'_, PyAny>,
+        storage: &Bound<'_, PyAny>,
+        nbytes: u64,
+        storage_bytes: u64,
+    ) -> PyResult<Option<Py<kept::Kept>>> {
+        let (py, records) = (tensor.py(), self.records.get());
+        let Some(cause) = self.rounds.get().skims(py) else { return Ok(None) };
+        let identity: usize = storage.call_method0(intern!(py, "data_ptr"))?.extract()?;
+        // What a backward computes again was counted in forward.
+        let is_forward = self.torch.get().current_backward(py)? == FORWARD;
+        let more_bytes = records.account().shared_more_bytes(identity, nbytes, storage_bytes);
+        let skimmed_bytes = if is_forward { more_bytes } else { 0 };
+        if !self.rounds.get().passes_by(identity, skimmed_bytes) {
+            return Ok(None);
         }
-        if self.records.get().is_forked() {
-            return Ok(hooks.call_method1(intern!(py, "from_memory"), (saved,))?.unbind());
+        if more_bytes > 0 {
+            self.eligible.get().add(more_bytes);
         }
-        let tensor = match self.lock.locked(py, || self.find(saved))? {
-            Found::InMemory(storage) => match this.original(self.torch.get(), &storage)? {
-                Some(original) => original,
-                None => this.on_memory(self.torch.get(), &storage)?,
-            },
-            Found::Read(loading) => {
-                this.note_hook(began);
-                // defence: no lock while waiting for a read
-                return self.read(saved, &loading).map(Bound::unbind);
-            }
-        };
-        this.note_hook(began);
-        Ok(tensor.unbind())
-    }
-}
-
-impl Offloading {
-    /// Why a tensor that is packed now stays in memory, and is followed by nobody.
-    pub fn skims(&self, py: Python<'_>) -> Option<Cause> {
-        self.rounds.get().skims(py)
-    }
-
-    /// Counts a tensor that stays for this cause, of which so much is in memory for nobody else;
-    /// `false`: it is to be followed all the same.
-    #[must_use]
-    pub fn passes_by(&self, identity: usize, nbytes: u64, cause: Cause) -> bool {
-        let passes = self.rounds.get().passes_by(identity, nbytes);
-        if passes && nbytes > 0 {
-            self.eligible.get().add(nbytes);
+        if skimmed_bytes > 0 {
             match cause {
-                Cause::Plan => self.planned.get().add(nbytes),
-                Cause::Price => self.priced.get().add(nbytes),
+                Cause::Plan => self.planned.get().add(skimmed_bytes),
+                Cause::Price => self.priced.get().add(skimmed_bytes),
             }
         }
-        passes
+        let is_leaf = is_true(tensor, intern!(py, "is_leaf"))?;
+        let holding = records.account().hold_shared(identity, nbytes, storage_bytes);
+        records.account().note_peak(records.transfer_bytes(py));
+        kept::Kept::hold(tensor, is_leaf, false, Some(holding)).map(Some)
     }
 
     /// As what a part of a large storage stays in memory; `None` if it may leave it.

@@ -72,7 +72,7 @@ impl Round {
         self.0.lock().is_skimmed()
     }
 
-    /// The bytes of the tensors that were not followed.
+    /// What a skimmed round saved, followed or not.
     #[getter]
     fn skimmed_bytes(&self) -> u64 {
         self.0.lock().skimmed_bytes()

@@ -5,8 +5,9 @@
 //! `writeback.rs` says, the books first.
 
 use std::collections::HashMap;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::intern;
@@ -45,6 +46,8 @@ pub struct Rounds {
     /// The round of which only the first tensor is followed, if there is one.
     skim: Skim,
     clock: GpuClock,
+    /// How long was learned from rounds, in nanoseconds.
+    taught_ns: AtomicU64,
 }
 
 #[derive(Default)]
@@ -79,6 +82,7 @@ impl Rounds {
             books: Mutex::default(),
             skim: Skim::default(),
             clock: GpuClock::default(),
+            taught_ns: AtomicU64::new(0),
         }
     }
 
@@ -140,9 +144,20 @@ impl Rounds {
         if !opened.finished.is_empty() {
             let rounds = opened.finished.into_iter().map(|one| Py::new(py, Round(one)));
             let rounds = rounds.collect::<PyResult<Vec<_>>>()?;
+            let began = Instant::now();
             teacher.call_method1(intern!(py, "learn"), (rounds,))?;
+            self.count_taught(began);
         }
         Ok(opened.round)
+    }
+
+    /// How long was learned from rounds so far, in the hooks of whatever tensors.
+    pub fn taught(&self) -> Duration {
+        Duration::from_nanos(self.taught_ns.load(Ordering::Relaxed))
+    }
+
+    fn count_taught(&self, began: Instant) {
+        self.taught_ns.fetch_add(began.elapsed().as_nanos() as u64, Ordering::Relaxed);
     }
 
     /// The name that a new record of `nbytes` gets in a round.
@@ -176,8 +191,17 @@ impl Rounds {
         let of = Entry { sequence: this.sequence, nbytes, gpu: this.layout.gpu, is_new };
         let ordinal = round.lock().add(reference, of, now_s);
         this.take_place(round.clone(), ordinal);
-        if ordinal == 0 && round.lock().phase() == FORWARD {
-            self.begin(saved, round, stream, teacher)?;
+        if ordinal == 0 {
+            let began = Instant::now();
+            if round.lock().phase() == FORWARD {
+                self.begin(saved, round, stream, teacher)?;
+            } else if self.limit_bytes.is_none()
+                && teacher.getattr(intern!(py, "is_off"))?.is_truthy()?
+            {
+                // What a backward packs has no price of its own.
+                round.lock().allow(0);
+            }
+            self.count_taught(began);
         }
         if is_new {
             self.clock.note(py, round, What::Packed, this.record.get().name(), stream)?;
@@ -235,7 +259,7 @@ impl Rounds {
             (!round.is_asked_for(), round.is_predicted(), round.is_skimmed())
         };
         if is_skimmed {
-            self.skim.end(); // defence: a skimmed round ends with its backward
+            self.skim.end_of(round); // defence: a skimmed round ends with its backward
         }
         if is_first || !is_predicted {
             self.predict(py, round)?;

@@ -6,7 +6,7 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
-use std::time::Instant;
+use std::time::Duration;
 
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -396,10 +396,10 @@ impl SavedTensor {
         self.place.get_or_init(|| (round, ordinal));
     }
 
-    /// Counts the time of a hook since it began, for its round.
-    pub fn note_hook(&self, began: Instant) {
+    /// Counts the time of a hook for its round.
+    pub fn note_hook(&self, took: Duration) {
         if let Some((round, _)) = self.place() {
-            round.lock().note_hook(began.elapsed().as_secs_f64());
+            round.lock().note_hook(took.as_secs_f64());
         }
     }
 

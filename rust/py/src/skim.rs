@@ -3,7 +3,7 @@
 //! To follow a tensor takes some microseconds, and several times as many where computing has just
 //! filled the processor's caches. So where it is known beforehand that all of a round stays in
 //! memory, only its first tensor is followed, which is mostly the last one that its backward asks
-//! for, and what no operation made (a batch, a mask). All others are kept as small ones are.
+//! for. All others are kept as small ones are.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -106,8 +106,16 @@ impl Skim {
         goes_on
     }
 
+    /// Ends with a round, because its backward has come; one that ended before ends nothing.
+    pub fn end_of(&self, round: &SharedRound) {
+        let is_its_own = self.of().as_ref().is_some_and(|one| one.round.is(round));
+        if is_its_own {
+            self.end();
+        }
+    }
+
     /// Ends, because its backward has come, or never will. What is packed next begins a new round.
-    pub fn end(&self) {
+    fn end(&self) {
         self.is_on.store(false, Ordering::Relaxed);
         let before = self.of().take();
         if let Some(one) = &before {
