@@ -60,9 +60,9 @@ class ByteGPT(nn.Module):
         self.norm = nn.LayerNorm(hidden)
         self.head = nn.Linear(hidden, BYTE_VALUES_COUNT, bias=False)
         self.context_function: ContextFunction | None = None
-        self.initialise()
+        self.reset_parameters()
 
-    def initialise(self) -> None:
+    def reset_parameters(self) -> None:
         """Draw weights as GPT-2: small normal ones, smaller where a block adds to the stream.
 
         So the variance of the residual stream does not grow with the depth.

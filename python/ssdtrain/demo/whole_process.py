@@ -53,7 +53,7 @@ class Plain:
         self.model = self.trainee.module
         # The same numbers in all modes, however the model was built.
         torch.manual_seed(options.training.seed)
-        self.model.initialise()
+        self.model.reset_parameters()
         self.parameters = list(self.model.parameters())
         self.optimizer: Any = torch.optim.AdamW(self.parameters, lr=LEARNING_RATE, fused=True)
         self.activation_bytes = 0

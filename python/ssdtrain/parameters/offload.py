@@ -15,7 +15,7 @@ from ssdtrain.away.tensor import MIN_BYTES, why_staying
 from ssdtrain.config import Size, optional_bytes
 from ssdtrain.errors import ConfigError
 from ssdtrain.notices import PROCESS
-from ssdtrain.parameters.birth import born, refuse_unborn
+from ssdtrain.parameters.birth import Birth, birth_of
 from ssdtrain.parameters.compiled import bring_before_compiled, is_compiled
 from ssdtrain.parameters.hooks import uses_inner_weights, watch_modules
 from ssdtrain.parameters.stats import ParameterStats
@@ -55,8 +55,9 @@ def offload_parameters(
     Args:
         model: Its plain parameters of 64 KiB and more on the CPU may leave; all others stay. Of one
             that was built on ``torch.device("meta")`` each module gets its weights by its own
-            ``reset_parameters``, and they leave before those of the next one are made: then the
-            parameters are new objects, so make the optimizer afterwards.
+            ``reset_parameters``, and they leave before those of the next one are made; models of
+            Transformers initialize theirs as in their constructor. Then the parameters are new
+            objects, so make the optimizer afterwards.
         dir: A local directory, a list of them, a ``TensorStore``, to be kept open meanwhile, or the
             session of a ``with ssdtrain.offload(...)`` block: its files, quota and report, and its
             ``max_resident_bytes``, in which the bound on these weights is reserved. The model may
@@ -76,8 +77,8 @@ def offload_parameters(
     Raises:
         ConfigError: No module, no weight that could leave, one that is offloaded already, a bound
             that is smaller than the weights of one module or larger than a session has left, a
-            module without bytes and without ``reset_parameters``, a session that has ended, or
-            options that cannot be used.
+            module without bytes that nothing gives first values, or those of its constructor, a
+            session that has ended, or options that cannot be used.
         BudgetError: What else is in memory leaves too little of the session's bound just now; the
             model is as it was.
         NoSpaceError: The disk has no room; the model is as it was.
@@ -88,7 +89,7 @@ def offload_parameters(
     if not isinstance(model, nn.Module):
         raise ConfigError(f"offload_parameters takes a torch.nn.Module, not {type(model)!r}")
     given = optional_bytes("max_resident_bytes", max_resident_bytes)
-    refuse_unborn(model)
+    birth = birth_of(model)
     for one in model.parameters():
         # One that an update beside the forward still changes is of another class until then.
         look_at(one)
@@ -106,12 +107,8 @@ def offload_parameters(
             if not param.is_meta:
                 weights.add(param, name)
         weights.begin()
-        names = {id(module): name for name, module in model.named_modules()}
-        for module in born(model):
-            for name, param in module.named_parameters(prefix=names[id(module)], recurse=False):
-                if weight_of(param) is None and why_staying(param, Parameter) is None:
-                    weights.add(param, name)
-            weights.begin()
+        if birth is not None:
+            _take_born(birth, weights)
     except BaseException:
         weights.give_back()
         raise
@@ -166,6 +163,20 @@ def parameters_in_memory(model: nn.Module) -> Iterator[None]:
     finally:
         for weight in found:
             weight.end_use(user)
+
+
+def _take_born(birth: Birth, weights: Weights) -> None:
+    """Take the weights of a model that has none over, module by module, as they get bytes."""
+    try:
+        for name, module in birth.modules():
+            for key, param in module.named_parameters(prefix=name, recurse=False):
+                if weight_of(param) is None and why_staying(param, Parameter) is None:
+                    weights.add(param, key)
+            weights.begin()
+    except BaseException:
+        # Before others come back: what is new need not.
+        birth.undo()
+        raise
 
 
 def _bound_of(
