@@ -76,10 +76,13 @@ def test_a_disk_that_is_behind_is_waited_for_only_under_a_bound(
 
         def save() -> None:
             with session.context():
-                chain(leaf, SLOTS)
+                _held = chain(leaf, SLOTS)
+                session.flush(wait=False)
                 # All copies end, and their slots wait for the disk.
                 torch.cuda.synchronize()
-                chain(leaf, SLOTS).sum().backward()
+                saved = chain(leaf, SLOTS)
+                session.flush(wait=False)
+                saved.sum().backward()
 
         fake.hold("disk")
         saving = threading.Thread(target=save)

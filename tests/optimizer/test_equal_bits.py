@@ -83,6 +83,46 @@ def test_a_class_of_the_user_with_a_count_in_its_group(tmp_path: Path) -> None:
     assert optimizer.param_groups[0]["counted"] == 3, "once for each step, not for each part"
 
 
+class Accumulated(Optimizer):
+    """Makes its state when it is constructed, and asks for it in its step, as torch's Adagrad did.
+
+    Torch 2.11 has that one so.
+    """
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param]["sum"] = torch.full_like(param, 0.1)
+                self.state[param]["count"] = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                state["count"] += 1
+                state["sum"].addcmul_(param.grad, param.grad)
+                param.addcdiv_(param.grad, state["sum"].sqrt(), value=-group["lr"])
+        return loss
+
+
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_a_class_whose_state_is_there_from_the_start(is_trained: bool, tmp_path: Path) -> None:
+    def make(module: nn.Module) -> Optimizer:
+        optimizer = Accumulated(module.parameters())
+        if is_trained:
+            module(torch.ones(2, WIDTH)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return optimizer
+
+    prove(make, tmp_path)
+
+
 def groups_of(module: nn.Module) -> Optimizer:
     weights = [param for param in module.parameters() if param.dim() > 1]
     others = [param for param in module.parameters() if param.dim() == 1]

@@ -37,6 +37,24 @@ class KnownThread(threading.Thread):
         self._work: Callable[[], None] | None = work
 
     @uses_no_tensor
+    def begins(self) -> bool:
+        """Start; ``False`` if no thread can, so that the caller has to do the work.
+
+        From Python 3.12 on none can while the interpreter ends, as in a function of ``atexit``.
+        """
+        try:
+            self.start()
+        except RuntimeError:
+            return False
+        return True
+
+    @uses_no_tensor
+    def end(self) -> None:
+        """Wait for its end, if it was started."""
+        if self.ident is not None:
+            self.join()
+
+    @uses_no_tensor
     def run(self) -> None:
         """Do the work."""
         number = threading.get_ident()

@@ -217,9 +217,11 @@ class Deferred(Updates):
         """
         under_way.add(self)
         try:
-            self._thread.start()
+            begins = self._thread.begins()
             self._is_begun = True
             self._decision.put(True)
+            if not begins:
+                self._work()
             self._held.wait()
         except BaseException:
             # The first decision counts, so this one does only if the step has not begun.
@@ -241,7 +243,7 @@ class Deferred(Updates):
             began_s = perf_counter()
             if self._is_begun:
                 self._done.wait()
-                self._thread.join()
+                self._thread.end()
             self.waited_s += perf_counter() - began_s
 
     def settle(self) -> None:

@@ -54,6 +54,16 @@ class Habits:
     """Bytes of state for each byte of a parameter, or of its master, but for what is factored."""
 
 
+@dataclass(frozen=True)
+class Trial:
+    """What is tried: copies of an optimizer."""
+
+    optimizer: Optimizer
+    has_masters: bool
+    has_state: bool
+    """Whether they begin with state for each parameter, cut to its size, as this one has some."""
+
+
 def tried(optimizer: Optimizer, *, has_masters: bool) -> Habits:
     """Try steps; raise ``UnsupportedError`` for an optimizer whose update is not per parameter.
 
@@ -64,10 +74,11 @@ def tried(optimizer: Optimizer, *, has_masters: bool) -> Habits:
     try:
         # A seed of its own: optimizers that round at random must draw the same numbers twice.
         with torch.random.fork_rng(devices=[]):
-            sparse = _wants_sparse(optimizer, has_masters)
-            together = _trained(optimizer, has_masters, at_once=True, sparse=sparse)
+            trial = Trial(optimizer, has_masters, _needs_state(optimizer, has_masters))
+            sparse = _wants_sparse(trial)
+            together = _trained(trial, at_once=True, sparse=sparse)
             habits = Habits()
-            apart = _trained(optimizer, has_masters, at_once=False, sparse=sparse, habits=habits)
+            apart = _trained(trial, at_once=False, sparse=sparse, habits=habits)
     except Exception as error:
         raise UnsupportedError(
             f"{name} cannot be offloaded: its step was tried on small tensors first, without a "
@@ -133,10 +144,23 @@ def _has_one_of(params: set[int], value: Any, depth: int) -> bool:
     return False
 
 
-def _wants_sparse(optimizer: Optimizer, has_masters: bool) -> bool:
+def _needs_state(optimizer: Optimizer, has_masters: bool) -> bool:
+    """Return whether its step looks for state that its constructor makes, as Adagrad's may."""
+    if not optimizer.state:
+        return False
+    try:
+        _trained(Trial(optimizer, has_masters, has_state=False), at_once=True, sparse=False)
+    except LookupError:
+        return True
+    except Exception:  # noqa: BLE001 - the next try meets it again, and tells
+        return False
+    return False
+
+
+def _wants_sparse(trial: Trial) -> bool:
     """Return whether its step takes sparse gradients only."""
     try:
-        _trained(optimizer, has_masters, at_once=True, sparse=False)
+        _trained(trial, at_once=True, sparse=False)
     except RuntimeError as error:
         if "sparse" in str(error).lower():
             return True
@@ -145,21 +169,28 @@ def _wants_sparse(optimizer: Optimizer, has_masters: bool) -> bool:
 
 
 def _trained(
-    optimizer: Optimizer,
-    has_masters: bool,
+    trial: Trial,
     *,
     at_once: bool,
     sparse: bool,
     habits: Habits | None = None,
 ) -> list[Any]:
     """Return all that a copy of the optimizer ends with after some steps on small parameters."""
+    optimizer, has_masters = trial.optimizer, trial.has_masters
     torch.manual_seed(SEED)
     small = {
         id(param): _small(param, torch.float32 if has_masters and wants_master(param) else None)
         for group in optimizer.param_groups
         for param in group["params"]
     }
-    copied: Optimizer = copy.deepcopy(optimizer, {**small, id(optimizer.state): defaultdict(dict)})
+    state = defaultdict[Any, Any](dict)
+    if trial.has_state:
+        for param, known in list(optimizer.state.items()):
+            if id(param) in small:
+                state[small[id(param)]] = {
+                    name: _cut(value, param, small[id(param)]) for name, value in known.items()
+                }
+    copied: Optimizer = copy.deepcopy(optimizer, {**small, id(optimizer.state): state})
     for group in copied.param_groups:
         group["params"] = _few(group["params"])
     step = own_step(type(copied))
@@ -234,6 +265,13 @@ def _small(param: Tensor, dtype: torch.dtype | None) -> Tensor:
     with torch.no_grad():
         made = torch.randn(size, dtype=torch.float32).to(dtype or param.dtype)
     return made.requires_grad_(param.requires_grad)
+
+
+def _cut(value: Any, param: Tensor, small: Tensor) -> Any:
+    """Return a copy of a value of a parameter's state that fits a small one in its place."""
+    if isinstance(value, Tensor) and value.shape == param.shape:
+        return value.detach()[tuple(map(slice, small.shape))].clone()
+    return copy.deepcopy(value)
 
 
 def _few(params: list[Tensor]) -> list[Tensor]:

@@ -32,7 +32,7 @@ class UpdatingThread(Updates):
         self._lock = threading.RLock()  # a handler of a signal may come in between
         self._turn = threading.RLock()
         """Held by the thread that works: an interrupted start may leave one more."""
-        self._thread: threading.Thread | None = None
+        self._thread: KnownThread | None = None
         self._is_working = False
         self.note_threads()
 
@@ -68,7 +68,7 @@ class UpdatingThread(Updates):
             self._work_on()
             thread = self._thread
             if thread is not None:
-                thread.join()
+                thread.end()
             # Before Python 3.13 an interrupted join() takes a thread that goes on for one that has
             # ended, and an interrupted start() leaves one that nobody knows.
             with self._turn, self._lock:
@@ -90,11 +90,13 @@ class UpdatingThread(Updates):
             self._is_working = True
             try:
                 # Started by the thread of the backward: it inherits how that one rounds.
-                thread.start()
+                begins = thread.begins()
             except BaseException:
                 self._is_working = False
                 raise
             self._thread = thread
+        if not begins:
+            self._work()
 
     def _work(self) -> None:
         with self._turn, updating():
