@@ -130,7 +130,10 @@ class Session:
         A step is seen to have ended when the next one begins.
         """
         hooks = self._hooks
-        return self._final_traces if hooks is None else hooks.traces()
+        if hooks is None:
+            return self._final_traces
+        hooks.learn_from_ended()
+        return hooks.traces()
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
         """Write the newest trace as JSON; raises ``ConfigError`` if no step has ended yet."""
@@ -172,6 +175,8 @@ class Session:
             hooks.settle()
             final = hooks.stats(None if self._watch is None else self._watch.end())
             self._final = with_tenants(final, self._tenants.figures(), hooks.activations)
+            # Without those that a GPU has not come to: it may have failed, and nothing may keep the
+            # store from being let go.
             self._final_traces = hooks.traces()
             self._hooks = None
             say_end(self._final)

@@ -221,11 +221,15 @@ class Hooks:
                 blocks=self._blocks.counts,
             )
 
-    def traces(self) -> tuple[Trace, ...]:
-        """Return the last round of each kind as a trace, the newest one last."""
-        with self._lock:
-            if not self.is_forked:
+    def learn_from_ended(self) -> None:
+        """Learn from rounds whose ends a GPU has come to by now."""
+        if not self.is_forked:
+            with self._lock:
                 self._prefetcher.learn_from_ended()
+
+    def traces(self) -> tuple[Trace, ...]:
+        """Return the last round of each kind that was learned from as a trace, the newest last."""
+        with self._lock:
             recorded = list(self._prefetcher.recorded.values())
         return tuple(
             trace_of(

@@ -34,8 +34,8 @@ FORWARD = -1
 """The phase of a round that a forward packed."""
 RECORDED_MAX = 16
 """Kinds of rounds of which the last one can be saved as a trace."""
-AWAITED_MAX = 16
-"""Ended rounds to whose ends a GPU has not come; of older ones nothing is learned."""
+AWAITED_MAX = 256
+"""Ended rounds to whose ends a GPU has not come; of further ones nothing is learned."""
 ONE_NODE_SHARE_MIN = 0.9
 ONE_NODE_TENSORS_MIN = 4
 """A node that saves so much of a round, and so many tensors, is a graph compiled as a whole."""
@@ -87,7 +87,7 @@ class Prefetcher:
         self.recorded: dict[int, Recording] = {}
         """By signature, the last round that was learned from; the newest one last."""
         self._controller = policy.controller if residency.limit_bytes is None else None
-        self._ended: deque[Round] = deque(maxlen=AWAITED_MAX)
+        self._ended: deque[Round] = deque()
         """Rounds that have ended and were not learned from, the oldest one first."""
         self.gpu_stall_s = 0.0
         """How long GPUs waited for loads, in the rounds that were learned from."""
@@ -100,7 +100,9 @@ class Prefetcher:
     def learn(self, finished: list[Round]) -> None:
         """Let the policy plan with the rounds that have ended."""
         self._look()
-        self._ended.extend(finished)
+        # What a backward packed, as in reentrant checkpoints, teaches nothing.
+        forwards = [one for one in finished if one.phase == FORWARD]
+        self._ended.extend(forwards[: AWAITED_MAX - len(self._ended)])
         self.learn_from_ended()
 
     def learn_from_ended(self) -> None:
@@ -121,7 +123,7 @@ class Prefetcher:
                 self._controller.pass_by(one.opening, one.skimmed_bytes)
             return
         items = [Item(*item) for item in learned.items]
-        if not items or one.phase != FORWARD:
+        if not items:
             return
         if learned.is_of_gpu:
             self.gpu_stall_s += learned.stall_s

@@ -127,6 +127,8 @@ pub struct Round<E> {
     skimmed_bytes: u64,
     /// Whether it goes on no more.
     is_closed: bool,
+    /// Whether nothing tells when its tensors were packed and needed.
+    is_untimed: bool,
     /// At this many entries, look whether the older are dead.
     look_at: usize,
 }
@@ -170,6 +172,7 @@ impl<E> Round<E> {
             is_skimmed: false,
             skimmed_bytes: 0,
             is_closed: false,
+            is_untimed: false,
             look_at: DEAD_ROUND_COUNT,
         }
     }
@@ -312,8 +315,11 @@ impl<E> Round<E> {
         Heaviest { nbytes, tensor_count, all_bytes }
     }
 
-    /// What the plans learn from.
+    /// What the plans learn from; nothing if nothing tells of times.
     pub fn learned_items(&self) -> Vec<Item> {
+        if self.is_untimed {
+            return Vec::new();
+        }
         let item = |&NewRecord { key, nbytes, packed_s, gpu }: &NewRecord| {
             let needed_s = *self.record_needed_s.get(&key)?;
             Some(Item { key, nbytes, packed_s, needed_s, gpu })
@@ -360,6 +366,11 @@ impl<E> Round<E> {
     /// What a skimmed round saved, followed or not.
     pub fn skimmed_bytes(&self) -> u64 {
         self.skimmed_bytes
+    }
+
+    /// Says that nothing tells when its tensors were packed and needed.
+    pub fn set_untimed(&mut self) {
+        self.is_untimed = true;
     }
 
     /// Says whether what is packed next begins another round.

@@ -4,9 +4,11 @@
 //! GPU came to it. A round that begins on a GPU has events there: where it begins, and where its
 //! tensors are packed and needed. It is learned from once the GPU has come to all of them. A round
 //! with tensors of several GPUs, whose clocks differ, is learned from by the moments of the hooks,
-//! as is one that began in a CUDA graph that is being captured.
+//! as is one that began in a CUDA graph that is being captured. Where Python is so far ahead that
+//! too many rounds have events already, the next ones get none, and teach nothing.
 
 use std::collections::{HashMap, VecDeque};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use pyo3::prelude::*;
@@ -22,33 +24,41 @@ use crate::saved_tensor::SharedRound;
 /// So much is packed, or needed, from one event to the next: a driver has better to do than to tell
 /// small tensors apart, which are packed within a moment.
 const MARK_BYTES: u64 = 8 << 20;
-/// Rounds with events; of older ones nobody learned, as they have no end.
+/// Rounds with events at once.
 const MARKED_MAX: usize = 16;
+/// A round that has events for longer than so many others took to begin never ends: somebody holds
+/// its graph.
+const AGE_MAX: u64 = 256;
 
 /// The clocks of the GPUs of one session.
 #[derive(Default)]
 pub struct GpuClock {
     pools: Mutex<Vec<(usize, Arc<EventPool>)>>,
     marked: Mutex<VecDeque<Marked>>,
+    /// Rounds that began on a GPU.
+    begun_count: AtomicU64,
 }
 
 /// A round with events.
 struct Marked {
     round: SharedRound,
+    /// How many rounds had begun with it.
+    number: u64,
     gpu: usize,
     begun: Arc<Event>,
     packed: Marks,
     needed: Marks,
     /// Of what was loaded: when it was needed, and when it was there.
     loads: Vec<(Arc<Event>, Arc<Event>)>,
+    /// What is needed now, if it got an event for that, until its load is known.
+    needed_now: Option<(i64, Arc<Event>)>,
     has_other_gpus: bool,
 }
 
 /// When the storages of a round were packed, or needed.
 #[derive(Default)]
 struct Marks {
-    /// Each with the storage for which it was recorded, if it was for one.
-    events: Vec<(Option<i64>, Arc<Event>)>,
+    events: Vec<Arc<Event>>,
     /// By the key of a storage, the place of its event.
     places: HashMap<i64, usize>,
     /// What came since the last event.
@@ -59,7 +69,10 @@ struct Marks {
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum What {
     Packed,
-    Needed,
+    Needed {
+        /// Whether the GPU may have to wait for it, which an event of its own tells.
+        waits: bool,
+    },
 }
 
 /// What a round did by the clock of its GPU, in seconds since it began.
@@ -80,13 +93,25 @@ impl GpuClock {
         stream: Option<GpuStream>,
     ) -> PyResult<()> {
         let Some(stream) = stream else { return Ok(()) };
+        let number = self.begun_count.fetch_add(1, Ordering::Relaxed);
+        let is_full = {
+            let mut marked = self.marked();
+            let is_old = |one: &Marked| one.number + AGE_MAX < number;
+            let count = marked.iter().take_while(|one| is_old(one)).count();
+            let old: Vec<_> = marked.drain(..count).collect();
+            let is_full = marked.len() >= MARKED_MAX;
+            drop(marked);
+            for one in &old {
+                one.round.lock().set_untimed();
+            }
+            is_full
+        };
+        if is_full {
+            round.lock().set_untimed();
+            return Ok(());
+        }
         let Some(begun) = self.record(py, stream)? else { return Ok(()) };
-        let mut marked = self.marked();
-        let surplus = (marked.len() + 1).saturating_sub(MARKED_MAX);
-        let old: Vec<_> = marked.drain(..surplus).collect();
-        marked.push_back(Marked::new(round.clone(), stream.gpu, begun));
-        drop(marked);
-        drop(old);
+        self.marked().push_back(Marked::new(round.clone(), number, stream.gpu, begun));
         Ok(())
     }
 
@@ -103,8 +128,11 @@ impl GpuClock {
             let mut marked = self.marked();
             let Some(one) = find(&mut marked, round) else { return Ok(()) };
             one.has_other_gpus |= stream.is_some_and(|stream| stream.gpu != one.gpu);
-            let is_due = !one.has_other_gpus && one.marks(what).is_due(key, nbytes);
-            is_due && stream.is_some()
+            let is_wanted = match what {
+                What::Needed { waits: true } => true,
+                What::Packed | What::Needed { waits: false } => one.marks(what).is_due(key, nbytes),
+            };
+            is_wanted && !one.has_other_gpus && stream.is_some()
         };
         // Without the lock of the interpreter: a stream that is full has the program wait.
         let event = match stream {
@@ -112,17 +140,22 @@ impl GpuClock {
             _ => None,
         };
         if let Some(one) = find(&mut self.marked(), round) {
+            if what != What::Packed {
+                one.needed_now = event.clone().map(|event| (key, event));
+            }
             one.marks(what).enter(key, nbytes, event);
         }
         Ok(())
     }
 
-    /// Notes that what was needed is there once an event is reached.
+    /// Notes that what is needed now is there once an event is reached.
     pub fn note_load(&self, round: &SharedRound, key: i64, loaded: Arc<Event>) {
         let mut marked = self.marked();
         let Some(one) = find(&mut marked, round) else { return };
-        // From an event of another storage on, other work was done as well.
-        if let Some(needed) = one.needed.own(key).cloned() {
+        // From an event of another need on, other work was done as well.
+        if let Some((of, needed)) = one.needed_now.take()
+            && of == key
+        {
             one.loads.push((needed, loaded));
         }
     }
@@ -178,14 +211,16 @@ impl GpuClock {
 }
 
 impl Marked {
-    fn new(round: SharedRound, gpu: usize, begun: Arc<Event>) -> Self {
+    fn new(round: SharedRound, number: u64, gpu: usize, begun: Arc<Event>) -> Self {
         Self {
             round,
+            number,
             gpu,
-            packed: Marks { events: vec![(None, Arc::clone(&begun))], ..Marks::default() },
+            packed: Marks { events: vec![Arc::clone(&begun)], ..Marks::default() },
             begun,
             needed: Marks::default(),
             loads: Vec::new(),
+            needed_now: None,
             has_other_gpus: false,
         }
     }
@@ -193,12 +228,12 @@ impl Marked {
     fn marks(&mut self, what: What) -> &mut Marks {
         match what {
             What::Packed => &mut self.packed,
-            What::Needed => &mut self.needed,
+            What::Needed { .. } => &mut self.needed,
         }
     }
 
     fn events(&self) -> impl Iterator<Item = &Arc<Event>> {
-        let marks = self.needed.events.iter().chain(&self.packed.events).map(|(_, event)| event);
+        let marks = self.needed.events.iter().chain(&self.packed.events);
         self.loads.iter().map(|(_, loaded)| loaded).chain(marks)
     }
 
@@ -207,28 +242,29 @@ impl Marked {
             return None;
         }
         let since_begun = |event: &Event| event.seconds_since(&self.begun);
-        let mut stalls = Vec::new();
+        let mut waits = Vec::new();
         for (needed, loaded) in &self.loads {
-            let needed_s = since_begun(needed)?;
-            stalls.push((needed_s, (since_begun(loaded)? - needed_s).max(0.0)));
+            waits.push((since_begun(needed)?, since_begun(loaded)?));
         }
+        let stalls = Stalls::of(waits);
         let times_of = |marks: &Marks| -> Option<Vec<f64>> {
-            marks.events.iter().map(|(_, event)| since_begun(event)).collect()
+            marks.events.iter().map(|event| since_begun(event)).collect()
         };
         let packed_s = times_of(&self.packed)?;
         let mut needed_s = times_of(&self.needed)?;
         for moment_s in &mut needed_s {
-            *moment_s = without(&stalls, *moment_s);
+            *moment_s -= stalls.before(*moment_s);
         }
         let timed = |item: &Item| {
             let packed_s = *packed_s.get(*self.packed.places.get(&item.key)?)?;
             let needed_s = *needed_s.get(*self.needed.places.get(&item.key)?)?;
-            Some(Item { packed_s, needed_s, ..*item })
+            // A stall of another stream may lie between them.
+            Some(Item { packed_s, needed_s: needed_s.max(packed_s), ..*item })
         };
         Some(GpuTimes {
             items: items.iter().map(timed).collect::<Option<_>>()?,
             ended_s: needed_s.iter().fold(0.0, |last, moment_s| moment_s.max(last)),
-            stall_s: stalls.iter().map(|(_, stall_s)| stall_s).sum(),
+            stall_s: stalls.before(f64::INFINITY),
         })
     }
 }
@@ -246,22 +282,35 @@ impl Marks {
         self.nbytes += nbytes;
         if let Some(event) = event {
             self.nbytes = 0;
-            self.events.push((Some(key), event));
+            self.events.push(event);
         }
         self.places.entry(key).or_insert(self.events.len().saturating_sub(1));
     }
-
-    /// The event that was recorded for a storage, if one was.
-    fn own(&self, key: i64) -> Option<&Arc<Event>> {
-        let (of, event) = self.events.get(*self.places.get(&key)?)?;
-        (*of == Some(key)).then_some(event)
-    }
 }
 
-/// A moment without the stalls before it: when it would have been, had nothing been waited for.
-fn without(stalls: &[(f64, f64)], moment_s: f64) -> f64 {
-    let before = stalls.iter().filter(|(needed_s, _)| *needed_s < moment_s);
-    moment_s - before.map(|(_, stall_s)| stall_s).sum::<f64>()
+/// When a GPU waited, on whichever stream: spans that do not overlap, in their order.
+struct Stalls(Vec<(f64, f64)>);
+
+impl Stalls {
+    /// Joins waits, each from the moment when something was needed to that when it was there.
+    fn of(mut waits: Vec<(f64, f64)>) -> Self {
+        waits.retain(|(needed_s, loaded_s)| needed_s < loaded_s);
+        waits.sort_by(|one, other| one.0.total_cmp(&other.0));
+        let mut joined: Vec<(f64, f64)> = Vec::new();
+        for (begun_s, ended_s) in waits {
+            match joined.last_mut() {
+                Some(last) if begun_s <= last.1 => last.1 = last.1.max(ended_s),
+                _ => joined.push((begun_s, ended_s)),
+            }
+        }
+        Self(joined)
+    }
+
+    /// How long it had waited at a moment.
+    fn before(&self, moment_s: f64) -> f64 {
+        let spans = self.0.iter().take_while(|(begun_s, _)| *begun_s < moment_s);
+        spans.map(|(begun_s, ended_s)| ended_s.min(moment_s) - begun_s).sum()
+    }
 }
 
 fn find<'a>(marked: &'a mut VecDeque<Marked>, round: &SharedRound) -> Option<&'a mut Marked> {

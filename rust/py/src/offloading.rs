@@ -351,7 +351,7 @@ impl Offloading {
         records.open_gate(keeper, None)?;
         let storage = records.in_memory(saved.get().record.bind(py), keeper)?;
         records.reap(keeper)?;
-        if rounds.note_unpack(saved, stream)? {
+        if rounds.note_unpack(saved, stream, storage.is_none())? {
             records.cancel_queued(py)?;
         }
         let found = if let Some(storage) = storage {

@@ -244,16 +244,19 @@ impl Rounds {
         }
     }
 
-    /// Notes that a tensor is asked for; `true` if it is the first of an unknown round.
+    /// Notes that a tensor is asked for, which is in memory or `is_away`; `true` if it is the first
+    /// of an unknown round.
     pub fn note_unpack(
         &self,
         saved: &Bound<'_, SavedTensor>,
         stream: Option<GpuStream>,
+        is_away: bool,
     ) -> PyResult<bool> {
         let (py, this) = (saved.py(), saved.get());
         let Some((round, ordinal)) = this.place() else { return Ok(false) };
         let (now_s, key) = (self.now_s(py)?, this.record.get().key);
-        self.clock.note(py, round, What::Needed, this.record.get().name(), stream)?;
+        let what = What::Needed { waits: is_away && !this.is_loaded_ahead() };
+        self.clock.note(py, round, what, this.record.get().name(), stream)?;
         let (is_first, is_predicted, is_skimmed) = {
             let round = round.lock();
             (!round.is_asked_for(), round.is_predicted(), round.is_skimmed())

@@ -413,6 +413,13 @@ impl SavedTensor {
         std::mem::replace(&mut *self.ahead(), ahead)
     }
 
+    /// Whether it was read ahead to its GPU, and is there.
+    pub fn is_loaded_ahead(&self) -> bool {
+        let ahead = self.ahead();
+        let loaded = ahead.as_ref().and_then(|loading| loading.get().loaded());
+        loaded.is_some_and(|event| event.is_known_reached())
+    }
+
     fn ahead(&self) -> MutexGuard<'_, Option<Py<Loading>>> {
         self.ahead.lock().unwrap_or_else(PoisonError::into_inner)
     }
