@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 import support
 from children import forked_python
-from ssdtrain import CorruptError, StorageError, offload_optimizer
+from ssdtrain import ConfigError, CorruptError, StorageError, offload_optimizer
 from ssdtrain.optimizer.offloaded import Offloaded
 from stores import SlowStore
 from trained import STEPS, WIDTH, everything, model, plain_step, train
@@ -229,3 +229,28 @@ print("parent goes on")
 def test_a_forked_child_is_refused_and_the_parent_goes_on(tmp_path: Path) -> None:
     done = forked_python(FORK, str(tmp_path))
     assert (done.returncode, done.stdout) == (0, "parent goes on\n"), done.stderr
+
+
+class Wrapping(Optimizer):
+    """Stands before another optimizer, as that of Accelerate."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.optimizer.state
+
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]
+        return self.optimizer.param_groups
+
+
+def test_an_optimizer_that_wraps_another_is_refused_and_left_alone(tmp_path: Path) -> None:
+    module = model()
+    wrapping = Wrapping(torch.optim.AdamW(module.parameters()))
+    with pytest.raises(ConfigError, match="it stands before another optimizer"):
+        offload_optimizer(wrapping, tmp_path)
+    assert type(wrapping) is Wrapping
+    offload_optimizer(wrapping.optimizer, tmp_path)
+    assert isinstance(wrapping.optimizer, Offloaded)

@@ -395,3 +395,20 @@ def test_a_constructor_that_draws_is_told_of(tmp_path: Path, caplog: Any) -> Non
         born(model, tmp_path, quarter(model))
     assert "Drawing draws its weights in its constructor" in caplog.text
     assert not model.drawing.weight.any()
+
+
+def test_an_optimizer_that_was_made_before_is_refused(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.known_to_itself = optimizer  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match="an optimizer \\(AdamW\\) has parameters of this model"):
+        ssdtrain.offload_parameters(model, tmp_path, max_resident_bytes="300KiB")
+    assert all(param.is_meta for param in model.parameters())
+    del optimizer
+    ssdtrain.offload_parameters(model, tmp_path, max_resident_bytes="300KiB")
+    optimizer = torch.optim.AdamW(model.parameters())
+    before = model[0].weight.detach().clone()
+    model(torch.randn(8, 256)).square().mean().backward()
+    optimizer.step()
+    assert not torch.equal(model[0].weight, before)

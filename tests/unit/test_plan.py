@@ -217,6 +217,9 @@ def test_the_command_answers_for_a_recorded_step(
     assert ways["offload"]["written_bytes"] >= 300 << 20
     assert ways["offload"]["step_seconds"] == pytest.approx(20.0, rel=0.02)
     assert ways["host"]["problem"]
+    assert "recompute" in ways
+    assert "does not tell how long" in ways["recompute"]["problem"]
+    assert "the drives are those named above" in told
 
 
 def test_the_command_answers_for_a_file_of_the_user(

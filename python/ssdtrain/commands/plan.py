@@ -250,9 +250,9 @@ def _rows(
     }
     activations: dict[Any, Place] = only(("activation",), "ssd")
     ways: list[tuple[str, str, Any, bool]] = [
-        ("offload", "activations to the drives: what ssdtrain does", activations, False),
+        ("offload", "activations to the drives: what ssdtrain does on a GPU", activations, False),
         ("host", "activations to the host's memory", only(("activation",), "host"), False),
-        ("all tensors", "also weights, gradients and optimizer state", None, False),
+        ("all tensors", "also weights, gradients and optimizer state, or to the host", None, False),
         ("best of all", "drives, host, and recomputing what costs least for its bytes", None, True),
     ]
     plain = Step(trace)
@@ -271,7 +271,7 @@ def _rows(
             "recompute",
             "all saved tensors are computed again",
             device,
-            lambda: plain.judged(device, "recompute", unlimited),
+            lambda: _recomputed(plain, device, unlimited),
         ),
     ]
     steps = [plain]
@@ -286,6 +286,12 @@ def _rows(
 
         rows.append(_row(step, name, meaning, device, solve))
     return rows, steps
+
+
+def _recomputed(step: Step, device: Device, unlimited: int) -> StepPlan:
+    if all(one.recompute_seconds is None for one in step.trace.tensors):
+        raise ConfigError("the trace does not tell how long it takes to compute a tensor again")
+    return step.judged(device, "recompute", unlimited)
 
 
 def _row(step: Step, name: str, meaning: str, device: Device, solve: Any) -> Row:
@@ -376,11 +382,13 @@ def _text(
     lines += [f"{row.name}: {row.problem}" for row in rows if row.problem]
     lines += [f"{row.name}: {row.meaning}" for row in rows]
     lines += ["", *COLUMNS]
-    if arguments.trace is None:
-        lines.append(
-            f"Predicted: kernels take what {arguments.compute_share:g} of the GPU's peak and "
-            f"{arguments.memory_share:g} of its bandwidth allow. No figure here was measured."
-        )
+    lines.append(
+        f"Predicted: kernels take what {arguments.compute_share:g} of the GPU's peak and "
+        f"{arguments.memory_share:g} of its bandwidth allow. No figure here was measured."
+        if arguments.trace is None
+        else "Predicted: kernels take as long as when the trace was recorded; the memory, the link "
+        "and the drives are those named above, not of the machine that recorded it."
+    )
     return "\n".join(lines)
 
 

@@ -42,8 +42,10 @@ AGAIN = (
     "this step again"
 )
 FREED = (
-    "a backward would add to a gradient that was freed by its update: call optimizer.zero_grad() "
-    'between steps; to keep gradients over a step(), use overlap="forward" or "step"'
+    "a backward would add to a gradient that was freed by its update: call zero_grad() of the "
+    "optimizer that updates this parameter between its step() and this backward. If a backward for "
+    "another optimizer comes here (two models that train each other), call it right after the "
+    'step(); to keep gradients over a step(), use overlap="forward" or "step"'
 )
 
 
@@ -135,7 +137,10 @@ class Taken:
                 return
             if alive.is_in_place:
                 alive.is_refused = True
-                raise UnsupportedError(FREED if alive.is_published else AGAIN)
+                raise UnsupportedError(
+                    f"of a parameter of shape {tuple(alive.param.shape)}: "
+                    f"{FREED if alive.is_published else AGAIN}"
+                )
             when_replaced(alive)
 
         self._node = get_gradient_edge(param).node

@@ -308,6 +308,12 @@ def refuse_unfit(optimizer: object) -> None:
             "offload_optimizer(torch.optim.AdamW(model.parameters()), dir)"
         )
     name = type(optimizer).__name__
+    if not {"state", "param_groups"} <= vars(optimizer).keys():
+        raise ConfigError(
+            f"this {name} has no state of its own: it stands before another optimizer, as what "
+            "Accelerate's prepare() returns. Give that one to offload_optimizer (it is mostly its "
+            "attribute `optimizer`), or call offload_optimizer before prepare()"
+        )
     for group in optimizer.param_groups:
         if group.get("differentiable"):
             raise UnsupportedError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.optim import Optimizer
 
 from ssdtrain.errors import ConfigError
 from ssdtrain.notices import PROCESS
@@ -42,12 +44,14 @@ def birth_of(model: nn.Module) -> Birth | None:
     """Return what gives a model its weights, or ``None`` if all of it has bytes.
 
     Raises:
-        ConfigError: A module without bytes that nothing can give first values.
+        ConfigError: A module without bytes that nothing can give first values, or an optimizer that
+            was made for them.
 
     """
     if not [module for module in model.modules() if _without_bytes(module)]:
         return None
     _refuse_unborn(model)
+    _refuse_optimizers(model)
     return Birth(model)
 
 
@@ -76,6 +80,33 @@ def _refuse_unborn(model: nn.Module) -> None:
                 "and are no parameters or buffers, which could be given some; make them with "
                 'device="cpu", or build this module with torch.device("cpu")'
             )
+
+
+def _refuse_optimizers(model: nn.Module) -> None:
+    """Refuse a model whose parameters an optimizer has: it would update the old ones for ever."""
+    ours = {id(param) for param in model.parameters() if param.is_meta}
+    if _optimizer_of(ours) is None:
+        return
+    # One that nobody has any more, but for itself.
+    gc.collect()
+    optimizer = _optimizer_of(ours)
+    if optimizer is not None:
+        raise ConfigError(
+            f"an optimizer ({type(optimizer).__name__}) has parameters of this model, which was "
+            "built on the meta device: they get bytes as new objects here, and the optimizer would "
+            "go on with the old ones and train nothing; make it after this call"
+        )
+
+
+def _optimizer_of(params: set[int]) -> Optimizer | None:
+    for one in gc.get_objects():
+        # Not isinstance: proxies would be asked for their class.
+        if issubclass(type(one), Optimizer) and "param_groups" in vars(one):
+            groups = one.param_groups
+            if not params.isdisjoint(id(param) for group in groups for param in group["params"]):
+                found: Optimizer = one
+                return found
+    return None
 
 
 def _is_lone(value: object) -> bool:

@@ -34,7 +34,7 @@ class ParameterStats:
         """Tell the figures to a person, in one line."""
         text = (
             f"of {shown_bytes(self.total_bytes)} of weights {shown_bytes(self.resident_bytes)} in "
-            f"memory (at most {shown_bytes(self.peak_resident_bytes)}) and "
+            f"memory (peak {shown_bytes(self.peak_resident_bytes)}) and "
             f"{shown_bytes(self.on_disk_bytes)} on disk, {shown_bytes(self.staying_bytes)} more "
             f"never leave; {shown_bytes(self.written_bytes)} written, "
             f"{shown_bytes(self.read_bytes)} read, {self.stall_s:.3f} s stalled"
