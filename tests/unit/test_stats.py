@@ -148,6 +148,6 @@ def test_weights_print_one_line() -> None:
         write_failed_count=1,
     )
     assert str(stats) == (
-        "of 4 MiB of weights 1 MiB in memory (at most 2 MiB) and 3 MiB on disk, 1 KiB more never "
+        "of 4 MiB of weights 1 MiB in memory (peak 2 MiB) and 3 MiB on disk, 1 KiB more never "
         "leave; 5 MiB written, 6 MiB read, 0.500 s stalled, 1 write failed"
     )
