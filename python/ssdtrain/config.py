@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -111,10 +110,10 @@ class OffloadConfig:
         if given is None:
             return
         is_number = isinstance(given, int | float) and not isinstance(given, bool)
-        if not is_number or not 0 < given < math.inf:
+        if not is_number or not 0 < given <= 1:
             raise ConfigError(
-                f"slowdown_max must be a share above 0, such as 0.02 for 2 %, or None for no "
-                f"limit, not {given!r}"
+                f"slowdown_max must be a share above 0 and at most 1, such as 0.02 for 2 %, or "
+                f"None for no limit, not {given!r}"
             )
 
     @property

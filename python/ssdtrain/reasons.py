@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ssdtrain._core import Tally
 from ssdtrain.activations.seen import Seen
-from ssdtrain.activations.watch import Observed
+from ssdtrain.activations.watch import INNER_BLOCK, Observed
 from ssdtrain.planning.controller import Verdict
 from ssdtrain.planning.policy import Rates
 from ssdtrain.sizes import shown_bytes, shown_count
@@ -115,6 +115,13 @@ def _why_nothing_came(observed: Observed) -> Reason:
         )
     whose = observed.others
     nodes = shown_count(observed.node_count, "node")
+    if whose == INNER_BLOCK:
+        return Reason(
+            f"the thread made {nodes} in the block, and an inner `with ssdtrain.offload` block "
+            "took what they saved, as the innermost one does; one block is enough (`ssdtrain run` "
+            "and the callbacks of trainers are one)",
+            is_warning=True,
+        )
     if whose is None and observed.node_count < NODES_MIN:
         return Reason(
             f"the thread made {nodes} in the block, and ssdtrain was given "

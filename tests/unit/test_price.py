@@ -98,7 +98,7 @@ def test_steps_too_short_for_hooks_are_left_alone(tmp_path: Path) -> None:
     assert current.is_skimmed
 
 
-@pytest.mark.parametrize("given", [0, -0.1, float("nan"), float("inf"), "2 %", True])
+@pytest.mark.parametrize("given", [0, -0.1, 2, float("nan"), float("inf"), "2 %", True])
 def test_what_is_no_share_is_refused(given: Any, tmp_path: Path) -> None:
     with pytest.raises(ssdtrain.ConfigError, match="slowdown_max must be a share above 0"):
         ssdtrain.offload(tmp_path, slowdown_max=given)

@@ -364,3 +364,12 @@ def test_too_small_for_any_disk_is_said_so() -> None:
     assert not reason.is_warning, "nobody is warned of a model that takes no memory"
     assert "too small for a disk" in reason.text
     assert reason_of(evidence(seen=seen, offloaded_bytes=50 * MIB)) is None
+
+
+def test_an_inner_block_of_ours_is_named(tmp_path: Path) -> None:
+    with ssdtrain.offload(tmp_path) as outer:
+        with ssdtrain.offload(tmp_path):
+            loss = chain(leaf(), 6).sum()
+            gc.collect()
+        loss.backward()
+    assert "an inner `with ssdtrain.offload` block took" in str(outer.stats.reason)

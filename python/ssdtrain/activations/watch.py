@@ -15,10 +15,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ssdtrain._core import HookPair
 from ssdtrain.activations.failed_backward import Probe, probe_backward
 from ssdtrain.machine.torch_internals import sequence_number, top_hooks
 
-__all__ = ["Observed", "Watch"]
+__all__ = ["INNER_BLOCK", "Observed", "Watch"]
+
+INNER_BLOCK = "an inner block of ssdtrain"
+"""Whose hooks they are, if they are our own."""
 
 
 class Forks:
@@ -101,6 +105,8 @@ class Watch:
         top = top_hooks(True)
         if top is not None and top[0] is not self._ours:
             name = _name(top[0])
+            if isinstance(getattr(top[0], "__self__", None), HookPair):
+                name = INNER_BLOCK
             # Those around a module whose weights are offloaded hand on what they are given.
             if not name.startswith("ssdtrain.parameters."):
                 self._others = name

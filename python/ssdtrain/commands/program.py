@@ -61,7 +61,10 @@ def find_script(path: str, arguments: list[str]) -> Program:
         with io.open_code(file) as opened:
             text = opened.read()
     except OSError as error:
-        raise ProgramError(f"cannot open the script {path!r}: {error.strerror}") from error
+        remedy = ""
+        if os.path.basename(path).startswith("python"):
+            remedy = "; name the script alone, without the interpreter before it"
+        raise ProgramError(f"cannot open the script {path!r}: {error.strerror}{remedy}") from error
     names = {
         "__file__": file,
         "__loader__": importlib.machinery.SourceFileLoader("__main__", file),

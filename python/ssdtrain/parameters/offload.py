@@ -239,7 +239,10 @@ def _divide(model: nn.Module) -> tuple[dict[str, Tensor], int]:
     staying_bytes = 0
     for name, param in model.named_parameters():
         if weight_of(param) is not None:
-            raise ConfigError(f"the weight {name!r} of this model is offloaded already")
+            raise ConfigError(
+                f"the weight {name!r} of this model is offloaded already: one call is enough, and "
+                "other options need a model that is built anew"
+            )
         is_small = param.nbytes < MIN_BYTES
         why = (
             "scripted"
