@@ -8,7 +8,7 @@ import logging
 import pickle
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -77,7 +77,12 @@ def model_of() -> GPT2LMHeadModel:
 
 
 def trainer_of(
-    place: Path, *callbacks: TrainerCallback, kind: type[Trainer] = Trainer, **options: Any
+    place: Path,
+    *callbacks: TrainerCallback,
+    kind: type[Trainer] = Trainer,
+    model: GPT2LMHeadModel | None = None,
+    optimizers: Any = (None, None),
+    **options: Any,
 ) -> Trainer:
     arguments: dict[str, Any] = {
         "max_steps": STEPS,
@@ -87,7 +92,7 @@ def trainer_of(
         **options,
     }
     return kind(
-        model_of(),
+        model_of() if model is None else model,
         TrainingArguments(
             output_dir=str(place / "out"),
             report_to=[],
@@ -99,7 +104,35 @@ def trainer_of(
         train_dataset=DATA,
         eval_dataset=DATA[:4],
         callbacks=list(callbacks),
+        optimizers=optimizers,
     )
+
+
+@pytest.mark.parametrize("overlap", ["step", "forward"])
+def test_weights_and_optimizer_on_the_disk(
+    place: Path, overlap: Literal["step", "forward"]
+) -> None:
+    """Given to the trainer as its model, and as its optimizer."""
+    config = GPT2Config(**(MODEL.to_dict() | {"n_embd": 128}))
+    outcomes = []
+    for is_offloaded in (False, True):
+        torch.manual_seed(0)
+        model = GPT2LMHeadModel(config)
+        write_after_forward(model)
+        if is_offloaded:
+            ssdtrain.offload_parameters(model, place / "spill", max_resident_bytes="1MiB")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        if is_offloaded:
+            ssdtrain.offload_optimizer(
+                optimizer, place / "spill", overlap=overlap, buffer_bytes="256KiB"
+            )
+        callbacks = [offloads(place)] if is_offloaded else []
+        trainer = trainer_of(place, *callbacks, model=model, optimizers=(optimizer, None))
+        trainer.train()
+        if is_offloaded:
+            assert ssdtrain.parameter_stats(model).on_disk_bytes > 0
+        outcomes.append({name: one.clone() for name, one in outcome(trainer).items()})
+    assert_equal_bits(*outcomes)
 
 
 def outcome(trainer: Trainer) -> dict[str, Tensor]:
