@@ -37,7 +37,7 @@ def same_as_plain(device: Device, case: str, trials: Iterable[int]) -> None:
         device.lag(0)
         assert all(map(torch.equal, plain, seen)), f"trial {trial}"
         assert device.races() == [], f"trial {trial}"
-        assert not device.waits_with_gil()
+        assert not device.waits_with_gil(), f"trial {trial}: {device.waits_with_gil()}"
         stats = session.stats
         assert stats.bytes_offloaded + stats.bytes_forwarded > 0
 

@@ -103,7 +103,7 @@ pub struct CopyRates {
 
 /// The way between one GPU and the store.
 #[derive(Debug)]
-pub struct Staging(Arc<Shared>);
+pub struct Staging(Option<Arc<Shared>>);
 
 impl Staging {
     /// Pins the memory and starts the worker; call it where nothing waits for the GPU.
@@ -111,7 +111,7 @@ impl Staging {
         let pool = |nbytes| PinnedPool::new(gpu, nbytes);
         let shared = Arc::new(Shared::open(gpu, store, pinned, pool)?);
         worker::start(&shared)?;
-        Ok(Self(shared))
+        Ok(Self(Some(shared)))
     }
 
     /// The same past the CPU's memory (GPUDirect Storage): the slots lie on the GPU, and `store` is
@@ -125,7 +125,7 @@ impl Staging {
         let pool = |nbytes| PinnedPool::on_gpu(gpu, library, nbytes);
         let shared = Arc::new(Shared::open(gpu, store, ring, pool)?);
         worker::start(&shared)?;
-        Ok(Self(shared))
+        Ok(Self(Some(shared)))
     }
 
     /// Begins the copy of what `stream` has computed, and its way to the disk.
@@ -133,11 +133,11 @@ impl Staging {
     /// The source may be given to others once a stream of its allocator has waited for
     /// [`Staged::release`].
     pub fn save(&self, source: DeviceRange, stream: UserStream, tier: Tier) -> Result<Saved> {
-        self.0.gpu.within(|_| self.begin_save(source, stream, tier))
+        self.shared().gpu.within(|_| self.begin_save(source, stream, tier))
     }
 
     fn begin_save(&self, source: DeviceRange, stream: UserStream, tier: Tier) -> Result<Saved> {
-        let shared = &self.0;
+        let shared = self.shared();
         if is_capturing(&shared.gpu, stream)? {
             return Ok(Saved::Capturing);
         }
@@ -176,8 +176,8 @@ impl Staging {
     /// Makes what is put on `stream` from now on wait for the end of a copy; `false` if a CUDA
     /// graph is being made of it, of which the wait would become a part.
     pub fn order(&self, after: &Event, stream: UserStream) -> Result<bool> {
-        self.0.gpu.within(|_| {
-            if is_capturing(&self.0.gpu, stream)? {
+        self.shared().gpu.within(|_| {
+            if is_capturing(&self.shared().gpu, stream)? {
                 return Ok(false); // defence: nothing is let go into a graph
             }
             after.wait_on(stream)?; // defence: a source is let go after its copy
@@ -185,10 +185,14 @@ impl Staging {
         })
     }
 
+    fn shared(&self) -> &Arc<Shared> {
+        self.0.as_ref().expect("it is there until this is dropped")
+    }
+
     fn why_full(&self) -> Full {
-        if self.0.writing_count.load(Ordering::Relaxed) > 0 {
+        if self.shared().writing_count.load(Ordering::Relaxed) > 0 {
             Full::DiskBehind
-        } else if self.0.copying_count.load(Ordering::Relaxed) > 0 {
+        } else if self.shared().copying_count.load(Ordering::Relaxed) > 0 {
             Full::GpuBehind
         } else {
             Full::Pinned
@@ -198,12 +202,12 @@ impl Staging {
     /// Waits at most `limit` until something has ended since `turn`, which [`turn`](Self::turn)
     /// told before the room was found too small; `false` if the time is over.
     pub fn wait_for_turn(&self, turn: u64, limit: Duration) -> bool {
-        self.0.wait_for(limit, |now| now != turn)
+        self.shared().wait_for(limit, |now| now != turn)
     }
 
     /// How often something has ended.
     pub fn turn(&self) -> u64 {
-        *self.0.turn()
+        *self.shared().turn()
     }
 
     /// Begins to bring back what was saved, into memory that was allocated for `stream`.
@@ -224,25 +228,25 @@ impl Staging {
             );
             return Err(Error::new(ErrorKind::Config, message));
         }
-        self.0.gpu.within(|_| Loading::begin(&self.0, staged, target, stream))
+        self.shared().gpu.within(|_| Loading::begin(self.shared(), staged, target, stream))
     }
 
     /// Whether this process was forked from the one that opened it.
     pub fn is_forked(&self) -> bool {
-        self.0.gpu.is_forked()
+        self.shared().gpu.is_forked()
     }
 
     /// What was done so far.
     pub fn counts(&self) -> Counts {
         let count = |of: &AtomicU64| of.load(Ordering::Relaxed);
-        let refusals = self.0.refusals();
+        let refusals = self.shared().refusals();
         Counts {
-            down_bytes: count(&self.0.down_bytes),
-            up_bytes: count(&self.0.up_bytes),
-            down_ns: self.0.down.copy_ns(),
-            up_ns: self.0.up.copy_ns(),
-            staying_bytes: count(&self.0.staying_bytes),
-            from_slot_count: count(&self.0.from_slot_count),
+            down_bytes: count(&self.shared().down_bytes),
+            up_bytes: count(&self.shared().up_bytes),
+            down_ns: self.shared().down.copy_ns(),
+            up_ns: self.shared().up.copy_ns(),
+            staying_bytes: count(&self.shared().staying_bytes),
+            from_slot_count: count(&self.shared().from_slot_count),
             write_failed_count: refusals.failed_count,
             write_refused_count: refusals.refused_count,
         }
@@ -250,46 +254,46 @@ impl Staging {
 
     /// What the copies did of late.
     pub fn rates(&self) -> CopyRates {
-        CopyRates { down: self.0.down.rate(), up: self.0.up.rate() }
+        CopyRates { down: self.shared().down.rate(), up: self.shared().up.rate() }
     }
 
     /// Why bytes stayed in their slots that were to be written, since this was called last: of
     /// those beyond `max_disk_bytes`, and of all others, the last error and how many there were.
     pub fn take_refusals(&self) -> Vec<(Error, u64)> {
-        self.0.refusals().take()
+        self.shared().refusals().take()
     }
 
     /// Why the last save was not written that stayed in its slot.
     pub fn last_refusal(&self) -> Option<Error> {
-        self.0.refusals().last()
+        self.shared().refusals().last()
     }
 
     /// Bytes of pinned memory, and how many of them are in slots.
     pub fn pinned_bytes(&self) -> (usize, usize) {
-        let pools = [&self.0.down.pool, &self.0.up.pool];
+        let pools = [&self.shared().down.pool, &self.shared().up.pool];
         let sizes = pools.iter().map(|pool| (pool.len(), pool.live_bytes()));
         sizes.fold(self.tier_bytes(), |sum, one| (sum.0 + one.0, sum.1 + one.1))
     }
 
     /// Bytes of the pinned memory in which tensors stay, and how many of them are in slots.
     pub fn tier_bytes(&self) -> (usize, usize) {
-        self.0.tier.bytes()
+        self.shared().tier.bytes()
     }
 
     /// Pins one more block for tensors that stay there; call it between steps.
     pub fn grow_tier(&self, nbytes: usize) -> Result<()> {
-        self.0.tier.grow(&self.0.gpu, nbytes)
+        self.shared().tier.grow(&self.shared().gpu, nbytes)
     }
 
     /// Refuses new work and waits until nothing is under way: the copies have ended, what was to
     /// be written is written, and loads that had not come from the disk have failed with `Closed`.
     pub fn close(&self, limit: Duration) -> bool {
-        self.0.mailbox.close();
+        self.shared().mailbox.close();
         let end = Instant::now() + limit;
         loop {
             // Before the look: the worker takes its last turn after it has left.
             let turn = self.turn();
-            if self.0.mailbox.is_left() {
+            if self.shared().mailbox.is_left() {
                 return true;
             }
             let left = end.saturating_duration_since(Instant::now());
@@ -303,7 +307,11 @@ impl Staging {
 
 impl Drop for Staging {
     fn drop(&mut self) {
-        // A finalizer posts and returns: the worker ends by itself, and with it go the rings.
-        self.0.mailbox.close();
+        // A finalizer posts and returns: the worker ends by itself, and with it go the rings. To
+        // give them back waits for the GPU, so the worker has to be the last one that has them.
+        let Some(shared) = self.0.take() else { return };
+        let mailbox = Arc::clone(&shared.mailbox);
+        drop(shared);
+        mailbox.close();
     }
 }

@@ -81,7 +81,7 @@ pub struct Shared {
     pub down: Lane,
     pub up: Lane,
     pub tier: PinnedTier,
-    pub mailbox: Mailbox,
+    pub mailbox: Arc<Mailbox>,
     /// Saves whose copy has not been seen to end, and those whose write has not.
     pub copying_count: AtomicUsize,
     pub writing_count: AtomicUsize,
@@ -124,7 +124,7 @@ impl Shared {
             down: lane(pinned.down)?,
             up: lane(pinned.up)?,
             tier: PinnedTier::default(),
-            mailbox: Mailbox::default(),
+            mailbox: Arc::default(),
             copying_count: AtomicUsize::new(0),
             writing_count: AtomicUsize::new(0),
             turn: Mutex::new(0),
