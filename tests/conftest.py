@@ -7,6 +7,7 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from itertools import count
 
 import pytest
 from hypothesis import settings
@@ -17,6 +18,8 @@ from disks import mounted, small_disk
 __all__ = ["mounted", "small_disk"]
 
 SLOWEST_FILES_COUNT = 12
+POLLS_PER_COLLECTION = 100
+"""A collection of garbage takes longer than many looks at the threads."""
 
 BEFORE = pytest.StashKey[tuple[int, int]]()
 """How many tests had failed, and how many threads stores had, when a test began."""
@@ -71,10 +74,15 @@ def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
     yield
     failed_before, threads_before = item.stash[BEFORE]
     if store_thread_count() > threads_before and failed_before == item.session.testsfailed:
-        gc.collect()
-        sys.modules["support"].wait_until(
-            lambda: store_thread_count() <= threads_before, "the end of the store's threads"
-        )
+        polls = count()
+
+        def have_ended() -> bool:
+            # What a thread still uses at one look is garbage only at a later one.
+            if next(polls) % POLLS_PER_COLLECTION == 0:
+                gc.collect()
+            return store_thread_count() <= threads_before
+
+        sys.modules["support"].wait_until(have_ended, "the end of the store's threads")
 
 
 def store_thread_count() -> int:
