@@ -25,7 +25,7 @@ from mastered import (
     train,
 )
 from ssdtrain import ConfigError, UnsupportedError, offload_optimizer
-from ssdtrain.optimizer.state import Away
+from ssdtrain.optimizer.disk import Away
 from trained import WIDTH, everything, model, plain_step
 
 

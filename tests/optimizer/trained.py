@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 import support
 from ssdtrain import offload_optimizer
-from ssdtrain.optimizer import state as state_module
+from ssdtrain.optimizer.disk import Away
 
 STEPS = 10
 WIDTH = 160
@@ -124,7 +124,5 @@ def away(optimizer: Optimizer) -> int:
     """Return how many tensors of the state are not in memory, without a look that brings them."""
     optimizer._disk.flush()  # type: ignore[attr-defined]
     return sum(
-        type(value) is state_module.Away
-        for state in optimizer.state.values()
-        for value in dict.values(state)
+        type(value) is Away for state in optimizer.state.values() for value in dict.values(state)
     )

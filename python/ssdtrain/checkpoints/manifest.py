@@ -17,10 +17,11 @@ from ssdtrain.away.classes import is_away
 from ssdtrain.checkpoints.shards import Form, Item, form_of
 from ssdtrain.checkpoints.values import encode
 from ssdtrain.errors import ConfigError, CorruptError, UnsupportedError
+from ssdtrain.machine.torch_internals import is_in_shards
 from ssdtrain.optimizer.chunks import name_of
 from ssdtrain.optimizer.deferred import settle_param
+from ssdtrain.optimizer.disk import Away
 from ssdtrain.optimizer.exchange import own_kind
-from ssdtrain.optimizer.state import Away
 
 __all__ = [
     "EXTRA_STATE",
@@ -95,6 +96,11 @@ def refuse_odd(name: str, tensor: Tensor) -> None:
     why = ""
     if type(tensor) not in (Tensor, Parameter) and not is_away(tensor):
         why = f"it is a {type(tensor).__module__}.{type(tensor).__name__}"
+        if is_in_shards(tensor):
+            why += (
+                ", of which each process has a shard; save and load it with "
+                "torch.distributed.checkpoint"
+            )
     elif tensor.is_meta:
         why = (
             "it is on the meta device and has no bytes; model.to_empty(device='cpu') gives it some"

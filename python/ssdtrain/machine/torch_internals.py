@@ -29,13 +29,16 @@ __all__ = [
     "dispatch_keys",
     "holders_of",
     "hooks_allowed",
+    "in_shards",
     "in_transform",
     "is_below_autograd",
+    "is_in_shards",
     "is_traced",
     "is_wrapped",
     "memory_bytes",
     "mode_count",
     "outside_compiler",
+    "own_shard",
     "plainly",
     "pop_hooks",
     "push_hooks",
@@ -173,8 +176,35 @@ def trains_with_others() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
+def is_in_shards(value: object) -> bool:
+    """Whether a value is a tensor of which several processes have a shard each (DTensor)."""
+    # To import it takes a second: who has such a tensor has done so.
+    # Who has such a tensor has imported it; nobody else shall have to.
+    module = sys.modules.get("torch.distributed.tensor")
+    return type(value) is getattr(module, "DTensor", None)
+
+
+def own_shard(tensor: Any) -> Any:
+    """Return the shard of a tensor that this process has; any other tensor is returned itself."""
+    # Not `to_local`, which is for autograd and returns a view.
+    return tensor._local_tensor if is_in_shards(tensor) else tensor  # noqa: SLF001
+
+
+def in_shards(shard: Tensor, spec: Any) -> Tensor:
+    """Return a tensor of which this process has that shard; ``spec`` is that of one like it.
+
+    Public functions put a view between the tensor and its shard, which would hold its memory.
+    """
+    made: Tensor = sys.modules["torch.distributed.tensor"].DTensor(shard, spec, requires_grad=False)
+    return made
+
+
 def memory_bytes(tensor: Tensor) -> int:
-    """Return how many bytes a tensor's elements take; of a sparse one ``nbytes`` does not tell."""
+    """Return how many bytes of this process a tensor's elements take.
+
+    Neither of a sparse one nor of one in shards does ``nbytes`` tell.
+    """
+    tensor = own_shard(tensor)
     if tensor.layout is torch.sparse_coo:
         return tensor._indices().nbytes + tensor._values().nbytes  # noqa: SLF001 - not coalesced
     return tensor.nbytes

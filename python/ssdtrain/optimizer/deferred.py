@@ -24,6 +24,7 @@ from ssdtrain.errors import StorageError
 from ssdtrain.machine.torch_internals import compiled_count, mode_count, storage_users
 from ssdtrain.notices import Notices
 from ssdtrain.optimizer.chunks import Part
+from ssdtrain.optimizer.disk import STORAGE_USERS_ALONE
 from ssdtrain.optimizer.forward_order import ForwardOrder
 from ssdtrain.optimizer.pending import (
     Holder,
@@ -35,7 +36,6 @@ from ssdtrain.optimizer.pending import (
     under_way,
     updating,
 )
-from ssdtrain.optimizer.state import STORAGE_USERS_ALONE
 from ssdtrain.parameters.weights import weight_of
 from ssdtrain.watched import look_at
 

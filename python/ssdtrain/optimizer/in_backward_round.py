@@ -22,9 +22,10 @@ from ssdtrain.machine.torch_internals import mode_count, trains_with_others
 from ssdtrain.optimizer.buffers import Buffers
 from ssdtrain.optimizer.chunks import Settings
 from ssdtrain.optimizer.deferred import kept, why_not_of_another_thread
+from ssdtrain.optimizer.disk import Away, Disk
 from ssdtrain.optimizer.gradients import Gradients
 from ssdtrain.optimizer.masters import Masters
-from ssdtrain.optimizer.state import Away, Disk, ParameterState
+from ssdtrain.optimizer.state import ParameterState
 from ssdtrain.optimizer.undo import Undo
 from ssdtrain.parameters.weights import weight_of
 

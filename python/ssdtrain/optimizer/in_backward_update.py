@@ -13,9 +13,10 @@ from torch.nn import Parameter
 from ssdtrain.away.tensors import in_use
 from ssdtrain.errors import SsdtrainError, UnsupportedError
 from ssdtrain.optimizer.chunks import Chunk, own_step, update
+from ssdtrain.optimizer.disk import Away
 from ssdtrain.optimizer.in_backward_round import Host, Round
 from ssdtrain.optimizer.masters import Leaf, drop_stale, wants_master
-from ssdtrain.optimizer.state import Away, ParameterState
+from ssdtrain.optimizer.state import ParameterState
 from ssdtrain.optimizer.taken import Taken
 from ssdtrain.parameters.successor import Successor
 from ssdtrain.parameters.weights import weight_of

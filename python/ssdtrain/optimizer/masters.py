@@ -25,7 +25,8 @@ from ssdtrain._core import MasterCode
 from ssdtrain.errors import ConfigError, UnsupportedError
 from ssdtrain.machine.torch_internals import copy_each
 from ssdtrain.optimizer.chunks import Chunk, Settings, name_of, update
-from ssdtrain.optimizer.state import Away, Disk, ParameterState
+from ssdtrain.optimizer.disk import Away, Disk
+from ssdtrain.optimizer.state import ParameterState
 from ssdtrain.parameters.weights import weight_of
 from ssdtrain.watched import HOLDER
 

@@ -10,10 +10,11 @@ from torch.optim import Optimizer
 from ssdtrain.config import Size, optional_bytes
 from ssdtrain.errors import ConfigError
 from ssdtrain.optimizer.buffers import NAME, Buffers, part_of, refuse_small_bound, within
+from ssdtrain.optimizer.disk import Disk
 from ssdtrain.optimizer.gradients import gradients_of
 from ssdtrain.optimizer.masters import refuse_cast_masters, refuse_shared_memory
 from ssdtrain.optimizer.offloaded import Offloaded, Overlap, offloaded_class
-from ssdtrain.optimizer.state import Disk
+from ssdtrain.optimizer.sharded import refuse_options
 from ssdtrain.optimizer.trial import (
     refuse_habits,
     refuse_lists_of_parameters,
@@ -97,8 +98,9 @@ def offload_optimizer(
             whose ``max_resident_bytes`` is too small for a single parameter.
         UnsupportedError: The optimizer couples its parameters (LBFGS), or they are not on the CPU;
             another ``overlap`` of one whose step draws random numbers or changes its attributes;
-            ``"backward"`` or masters of one that keeps lists of its parameters. In backward, in
-            ``step`` and for what uses a gradient: too late for ``overlap="backward"``, see there.
+            ``"backward"`` or masters of one that keeps lists of its parameters; parameters in
+            shards (DTensor) with more than ``"step"`` and ``undo``. In backward, in ``step`` and
+            for what uses a gradient: too late for ``overlap="backward"``, see there.
         BudgetError: In ``step``, before anything is changed: other users of the session's
             ``max_resident_bytes`` leave too little of it.
         StorageError: In ``step``: state could not be read back. With ``undo`` (and with
@@ -115,6 +117,12 @@ def offload_optimizer(
     gradient_bytes = optional_bytes("max_gradient_bytes", max_gradient_bytes)
     _refuse_what_does_not_go_together(overlap, undo)
     has_masters = _has_masters(optimizer, master_dtype)
+    refuse_options(
+        optimizer,
+        overlap=overlap,
+        has_masters=has_masters,
+        has_gradient_bound=gradient_bytes is not None,
+    )
     habits = tried(optimizer, has_masters=has_masters)
     if overlap != "step":
         refuse_habits(type(optimizer).__name__, habits, overlap)

@@ -40,13 +40,15 @@ from ssdtrain.optimizer.deferred import (
     why_none_later,
     why_not_later,
 )
+from ssdtrain.optimizer.disk import Disk
 from ssdtrain.optimizer.forward_order import ForwardOrder
 from ssdtrain.optimizer.gradients import Gradients
 from ssdtrain.optimizer.in_backward import InBackward
 from ssdtrain.optimizer.lost import Lost
 from ssdtrain.optimizer.masters import Masters, refuse_shared_memory
 from ssdtrain.optimizer.pending import in_update
-from ssdtrain.optimizer.state import Disk, ParameterState
+from ssdtrain.optimizer.sharded import refuse_options
+from ssdtrain.optimizer.state import ParameterState
 from ssdtrain.optimizer.stats import OptimizerStats
 from ssdtrain.optimizer.trial import Habits
 from ssdtrain.optimizer.undo import NOT_UNDONE, UNDONE_LATE, Undo, restore, undone_if_it_fails
@@ -66,6 +68,7 @@ class Offloaded(WholeState):
     """What an offloaded optimizer has before its own class: the step, and ways to its state."""
 
     _own_kind: type[Optimizer]
+    _overlap: Overlap
     _buffers: Buffers
     _gradients: Gradients | None
     _part_bytes: int
@@ -88,6 +91,7 @@ class Offloaded(WholeState):
         gradients: Gradients | None,
     ) -> None:
         self._own_kind = kind
+        self._overlap = overlap
         self._disk = disk
         self._buffers = buffers
         self._gradients = gradients
@@ -258,12 +262,18 @@ class Offloaded(WholeState):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group as ever."""
         super().add_param_group(param_group)
-        if self._masters is not None:
-            try:
+        try:
+            if self._masters is not None:
                 refuse_shared_memory(self.param_groups)
-            except UnsupportedError:
-                self.param_groups.pop()
-                raise
+            refuse_options(
+                self,
+                overlap=self._overlap,
+                has_masters=self._masters is not None,
+                has_gradient_bound=self._gradients is not None,
+            )
+        except UnsupportedError:
+            self.param_groups.pop()
+            raise
         if self._in_backward is not None:
             self._in_backward.watch()
         if self._gradients is not None:

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from ssdtrain.away.classes import AwayParameter
 from ssdtrain.errors import ConfigError, UnsupportedError
+from ssdtrain.machine.torch_internals import is_in_shards, own_shard
 from ssdtrain.optimizer.chunks import Chunk, Settings, own_step, update
 from ssdtrain.optimizer.masters import MASTER, wants_master
 
@@ -269,6 +270,9 @@ def _small(param: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 def _cut(value: Any, param: Tensor, small: Tensor) -> Any:
     """Return a copy of a value of a parameter's state that fits a small one in its place."""
+    if is_in_shards(value):
+        # Another process may have the beginning of it; what counts is that there is some.
+        return torch.zeros_like(small, dtype=value.dtype)
     if isinstance(value, Tensor) and value.shape == param.shape:
         return value.detach()[tuple(map(slice, small.shape))].clone()
     return copy.deepcopy(value)
@@ -326,11 +330,13 @@ def refuse_unfit(optimizer: object) -> None:
                     "device. Make the optimizer after ssdtrain.offload_parameters(model, dir) or "
                     "model.to_empty(device='cpu'), which give the model its parameters"
                 )
-            if not param.is_cpu or type(param) not in (Tensor, Parameter, AwayParameter):
+            own = own_shard(param)
+            if not own.is_cpu or type(own) not in (Tensor, Parameter, AwayParameter):
                 raise UnsupportedError(
                     f"{name} cannot be offloaded: it has a parameter that is a "
                     f"{type(param).__name__} on {param.device}, and only the state of plain "
-                    "tensors on the CPU can be offloaded so far; leave this optimizer as it is"
+                    "tensors on the CPU, whole or in shards, can be offloaded so far; leave this "
+                    "optimizer as it is"
                 )
 
 

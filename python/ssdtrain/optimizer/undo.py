@@ -19,9 +19,11 @@ import torch
 from torch import Tensor
 
 from ssdtrain.errors import SsdtrainError, StorageError
+from ssdtrain.machine.torch_internals import own_shard
 from ssdtrain.optimizer.chunks import Part
+from ssdtrain.optimizer.disk import Away, Disk
 from ssdtrain.optimizer.lost import names_of
-from ssdtrain.optimizer.state import Away, Disk, ParameterState
+from ssdtrain.optimizer.state import ParameterState
 from ssdtrain.store import StoredTensor
 
 __all__ = ["NOT_UNDONE", "UNDONE_LATE", "Undo", "restore", "undone_if_it_fails"]
@@ -49,10 +51,11 @@ class Kept:
         self._copy: Tensor | None = None
         self._stored: StoredTensor[Tensor] | None = None
         self._disk = disk
+        self._own = own_shard(tensor)
         if disk.is_large(tensor):
-            self._stored = disk.keep(tensor)
+            self._stored = disk.keep(self._own)
         else:
-            self._copy = tensor.detach().clone()
+            self._copy = self._own.detach().clone()
 
     def wait(self) -> None:
         """Wait until the tensor may be changed."""
@@ -66,7 +69,7 @@ class Kept:
             assert self._stored is not None, "it is in one of two places"
             old = self._disk.store.read(self._stored).result()
         with torch.no_grad():
-            self._tensor.copy_(old)
+            self._own.copy_(old)
         return self._tensor
 
 

@@ -10,10 +10,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ssdtrain.optimizer.deferred import Deferred
+from ssdtrain.optimizer.disk import Disk
 from ssdtrain.optimizer.in_backward import InBackward
 from ssdtrain.optimizer.lost import Lost
 from ssdtrain.optimizer.masters import Masters, as_masters
-from ssdtrain.optimizer.state import Disk, ParameterState, States
+from ssdtrain.optimizer.state import ParameterState, States
 from ssdtrain.optimizer.undo import Undo
 
 __all__ = ["WholeState"]

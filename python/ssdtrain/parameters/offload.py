@@ -13,7 +13,8 @@ from torch.nn import Parameter
 
 from ssdtrain.away.tensor import MIN_BYTES, why_staying
 from ssdtrain.config import Size, optional_bytes
-from ssdtrain.errors import ConfigError
+from ssdtrain.errors import ConfigError, UnsupportedError
+from ssdtrain.machine.torch_internals import is_in_shards
 from ssdtrain.notices import PROCESS
 from ssdtrain.parameters.birth import Birth, birth_of
 from ssdtrain.parameters.compiled import bring_before_compiled, is_compiled
@@ -79,6 +80,7 @@ def offload_parameters(
             that is smaller than the weights of one module or larger than a session has left, a
             module without bytes that nothing gives first values, or those of its constructor, a
             session that has ended, or options that cannot be used.
+        UnsupportedError: All weights are in shards (DTensor), as FSDP2 makes them.
         BudgetError: What else is in memory leaves too little of the session's bound just now; the
             model is as it was.
         NoSpaceError: The disk has no room; the model is as it was.
@@ -261,6 +263,13 @@ def _divide(model: nn.Module) -> tuple[dict[str, Tensor], int]:
             "the weights of scripted modules stay in memory: their code uses them past Python",
         )
     if not leaving:
+        if any(map(is_in_shards, model.parameters())):
+            raise UnsupportedError(
+                f"the weights of this {type(model).__name__} are in shards (DTensor), which stay "
+                "where they are: fully_shard brings and releases them itself. What can go to the "
+                "disk is their optimizer's state (ssdtrain.offload_optimizer) and the activations "
+                "(ssdtrain.offload)"
+            )
         raise ConfigError(
             f"no weight of this {type(model).__name__} can leave memory: only plain dense "
             "parameters of 64 KiB and more on the CPU can, whose memory is theirs alone"

@@ -1,0 +1,243 @@
+"""Offloaded optimizers of parameters in shards (FSDP2, DTensor): the bits of plain ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+import ssdtrain
+import support
+from ranks import RANKS, run_ranks, stop_server
+from ssdtrain import StorageError, UnsupportedError, offload_optimizer
+from stores import ChosenStore
+
+STEPS = 4
+WIDTH = 193
+"""Odd, so that the shards of two processes are of different sizes."""
+BUFFER = "256KiB"
+
+Make = Callable[[Any], torch.optim.Optimizer]
+MAKES: dict[str, Make] = {
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-2),
+    "AdamW amsgrad": lambda params: torch.optim.AdamW(params, lr=1e-2, amsgrad=True),
+    "AdamW foreach": lambda params: torch.optim.AdamW(params, lr=1e-2, foreach=True),
+    "SGD momentum": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9, nesterov=True),
+    "Adagrad": lambda params: torch.optim.Adagrad(params, lr=1e-2),
+    "RMSprop": lambda params: torch.optim.RMSprop(params, lr=1e-2, momentum=0.5),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server() -> Iterator[None]:
+    yield
+    stop_server()
+
+
+def sharded_model(mesh: DeviceMesh) -> nn.Sequential:
+    torch.manual_seed(0)
+    # The head has one row: the second process has nothing of it.
+    parts = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+    module = nn.Sequential(*parts, nn.Linear(WIDTH, 1))
+    for part in (*module, module):
+        fully_shard(part, mesh=mesh)
+    return module
+
+
+def train(module: nn.Module, optimizer: Any, rank: int, steps: range) -> None:
+    for step in steps:
+        generator = torch.Generator().manual_seed(step * RANKS + rank)
+        module(torch.randn(8, WIDTH, generator=generator)).square().mean().backward()
+        nn.utils.clip_grad_norm_(module.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def own(value: Any) -> Tensor:
+    part = value.to_local() if isinstance(value, DTensor) else torch.as_tensor(value)
+    return part.detach().clone()
+
+
+def everything(module: nn.Module, optimizer: Any) -> dict[str, Tensor]:
+    """What this process has of weights and state."""
+    found = {name: own(param) for name, param in module.named_parameters()}
+    for number, state in optimizer.state_dict()["state"].items():
+        found |= {f"{number} {name}": own(value) for name, value in state.items()}
+    return found
+
+
+def assert_trains_alike(
+    make_model: Callable[[], nn.Module],
+    make: Make,
+    rank: int,
+    directory: Path,
+    **options: Any,
+) -> Any:
+    found = []
+    for is_offloaded in (False, True):
+        module = make_model()
+        optimizer: Any = make(module.parameters())
+        if is_offloaded:
+            offload_optimizer(optimizer, directory, buffer_bytes=BUFFER, **options)
+        train(module, optimizer, rank, range(STEPS))
+        found.append(everything(module, optimizer))
+    support.assert_equal_bits(found[1], found[0])
+    return optimizer
+
+
+def in_shards(rank: int, directory: Path, names: list[str]) -> None:
+    mesh = init_device_mesh("cpu", (RANKS,))
+    for name in names:
+        for undo in (False, True):
+            optimizer = assert_trains_alike(
+                lambda: sharded_model(mesh), MAKES[name], rank, directory, undo=undo
+            )
+            stats = optimizer.offload_stats
+            assert stats.on_disk_bytes > 0, name
+            assert stats.read_bytes > 0, name
+            whole_bytes = 4 * sum(param.numel() for param in optimizer.param_groups[0]["params"])
+            state_bytes = stats.on_disk_bytes + stats.resident_bytes
+            # Half of two or three tensors for each parameter, and a step's count.
+            assert state_bytes < 3 * whole_bytes * 0.6, "only of its own shards"
+
+
+def test_state_in_shards(tmp_path: Path) -> None:
+    run_ranks(in_shards, tmp_path / "run", tmp_path, ["AdamW"])
+
+
+@pytest.mark.long
+def test_state_of_other_optimizers_in_shards(tmp_path: Path) -> None:
+    run_ranks(in_shards, tmp_path / "run", tmp_path, [name for name in MAKES if name != "AdamW"])
+
+
+def split_by_columns(rank: int, directory: Path) -> None:
+    mesh = init_device_mesh("cpu", (RANKS,))
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(WIDTH, 192), nn.GELU(), nn.Linear(192, WIDTH))
+        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        return parallelize_module(module, mesh, plan)
+
+    # Every process sees the same rows: the weights are what is split.
+    optimizer = assert_trains_alike(make, MAKES["AdamW"], 0, directory)
+    assert optimizer.offload_stats.read_bytes > 0
+
+
+@pytest.mark.long
+def test_state_of_tensor_parallel_layers(tmp_path: Path) -> None:
+    run_ranks(split_by_columns, tmp_path / "run", tmp_path)
+
+
+def resumed(rank: int, directory: Path) -> None:
+    """A checkpoint of torch's own format is written and read by all processes together."""
+    mesh = init_device_mesh("cpu", (RANKS,))
+    found = []
+    for is_offloaded in (False, True):
+        first = sharded_model(mesh)
+        optimizer: Any = MAKES["AdamW"](first.parameters())
+        if is_offloaded:
+            offload_optimizer(optimizer, directory, buffer_bytes=BUFFER)
+        train(first, optimizer, rank, range(2))
+        saved = {"model": first.state_dict(), "state": get_optimizer_state_dict(first, optimizer)}
+        dcp.save(saved, checkpoint_id=directory / f"saved {is_offloaded}")
+        train(first, optimizer, rank, range(2, 4))
+        found.append(everything(first, optimizer))
+    module = sharded_model(mesh)
+    optimizer = MAKES["AdamW"](module.parameters())
+    offload_optimizer(optimizer, directory, buffer_bytes=BUFFER)
+    train(module, optimizer, rank, range(7, 8))
+    into = {"model": module.state_dict(), "state": get_optimizer_state_dict(module, optimizer)}
+    dcp.load(into, checkpoint_id=directory / "saved True")
+    module.load_state_dict(into["model"])
+    set_optimizer_state_dict(module, optimizer, into["state"])
+    train(module, optimizer, rank, range(2, 4))
+    found.append(everything(module, optimizer))
+    for one in found[1:]:
+        support.assert_equal_bits(one, found[0])
+
+
+def test_a_checkpoint_of_all_processes(tmp_path: Path) -> None:
+    run_ranks(resumed, tmp_path / "run", tmp_path)
+
+
+def failing(rank: int, directory: Path) -> None:
+    """A shard that cannot be read in one process: its step is undone, and made again."""
+    mesh = init_device_mesh("cpu", (RANKS,))
+    plain = sharded_model(mesh)
+    train(plain, MAKES["AdamW"](plain.parameters()), rank, range(STEPS))
+    module = sharded_model(mesh)
+    with ChosenStore(directory) as store:
+        optimizer: Any = MAKES["AdamW"](module.parameters())
+        offload_optimizer(optimizer, store, buffer_bytes=BUFFER, undo=True)
+        train(module, optimizer, rank, range(STEPS - 1))
+        before = everything(module, optimizer)
+        optimizer._disk.flush()
+        if rank == 1:
+            store.fail_after(2)
+        own_step, said = optimizer.step, []
+
+        def step() -> None:
+            try:
+                own_step()
+            except StorageError as error:
+                said.append(str(error))
+                store.fail_after(0, 0)
+                support.assert_equal_bits(everything(module, optimizer), before)
+                own_step()
+
+        optimizer.step = step
+        train(module, optimizer, rank, range(STEPS - 1, STEPS))
+        assert len(said) == rank
+        assert all("the step was undone" in one for one in said)
+        support.assert_equal_bits(
+            {name: own(param) for name, param in module.named_parameters()},
+            {name: own(param) for name, param in plain.named_parameters()},
+        )
+
+
+def test_a_shard_that_cannot_be_read(tmp_path: Path) -> None:
+    run_ranks(failing, tmp_path / "run", tmp_path)
+
+
+def refused(rank: int, directory: Path) -> None:
+    module = sharded_model(init_device_mesh("cpu", (RANKS,)))
+    refusals: dict[str, dict[str, Any]] = {
+        "overlap='forward'": {"overlap": "forward"},
+        "overlap='backward'": {"overlap": "backward"},
+        "max_gradient_bytes": {"max_gradient_bytes": "1MiB"},
+    }
+    for named, options in refusals.items():
+        optimizer = MAKES["AdamW"](module.parameters())
+        with pytest.raises(UnsupportedError, match=f"in shards .*{named}"):
+            offload_optimizer(optimizer, directory, **options)
+    whole = nn.Linear(WIDTH, WIDTH)
+    optimizer = offload_optimizer(MAKES["AdamW"](whole.parameters()), directory, overlap="forward")
+    with pytest.raises(UnsupportedError, match="in shards"):
+        optimizer.add_param_group({"params": list(module.parameters())})
+    assert len(optimizer.param_groups) == 1
+    with pytest.raises(UnsupportedError, match=r"DTensor.*torch\.distributed\.checkpoint"):
+        ssdtrain.save(directory / "saved", module)
+    with pytest.raises(UnsupportedError, match=r"fully_shard brings and releases them"):
+        ssdtrain.offload_parameters(module, directory)
+
+
+def test_what_shards_cannot_have(tmp_path: Path) -> None:
+    run_ranks(refused, tmp_path / "run", tmp_path)
