@@ -32,6 +32,9 @@ def checkpoint(block: C) -> C:
     measured; then those blocks are computed again of which that makes the step shorter. Either way
     the bits are the same.
 
+    In several processes (``torch.distributed``) all blocks are offloaded: each process would choose
+    for itself, and what a block communicates would come in another order in each.
+
     Computed again is a block by ``torch.utils.checkpoint`` without reentrance: what it does besides
     computing (printing) it does twice. One that changes its arguments, its buffers or attributes in
     its first call, or draws from another generator than torch's own, is never computed again.

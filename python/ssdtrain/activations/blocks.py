@@ -6,6 +6,7 @@ theirs. Of nested blocks the outermost is chosen for. What may be computed again
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from collections.abc import Callable
@@ -14,13 +15,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint as computed_again
 
 from ssdtrain._core import Round, Rounds, Tally
 from ssdtrain.activations.reach import Reach, Used, Versions, are_same
 from ssdtrain.errors import UnsupportedError
-from ssdtrain.machine.torch_internals import current_backward, pop_hooks, top_hooks
+from ssdtrain.machine.torch_internals import (
+    current_backward,
+    memory_bytes,
+    pop_hooks,
+    top_hooks,
+    trains_with_others,
+)
+from ssdtrain.notices import PROCESS
 from ssdtrain.planning.recompute import Block, BlockCounts, Choices, Measured, disk_of
 from ssdtrain.residency import Residency
 from ssdtrain.stalls import Stalls
@@ -131,6 +140,7 @@ class Blocks:
             or not torch.is_grad_enabled()
             or current_backward() != -1
             or self._is_in_call()
+            or _is_one_of_several()  # defence: blocks in several processes
         ):
             return function(*arguments, **keywords)
         reach = Reach(block, tree_leaves((arguments, keywords)))
@@ -273,6 +283,24 @@ class Blocks:
         )
 
 
+def _is_one_of_several() -> bool:
+    """Whether this is one of several processes that train together; that is said once.
+
+    What a block computes again it may communicate again, and each process would choose for itself:
+    the others would wait for ever, or take its tensors for what they wait for.
+    """
+    if not trains_with_others() or torch.distributed.get_world_size() == 1:
+        return False
+    PROCESS.say(
+        "blocks in several processes",
+        "blocks marked by ssdtrain.checkpoint are offloaded, and none is computed again, because "
+        "each of several processes would choose for itself, and blocks may communicate; to have "
+        "them computed again everywhere, use torch.utils.checkpoint",
+        level=logging.INFO,
+    )
+    return True
+
+
 class _Again:
     """A call whose tensors are saved, also those in containers; backward computes the rest again.
 
@@ -340,5 +368,10 @@ def _take_off_torchs(error: BaseException, ours: Any) -> None:
 
 def _bytes_of(tensors: list[Tensor]) -> int:
     """Return the bytes of what a call was given, each storage once."""
-    storages = {one.untyped_storage().data_ptr(): one.nbytes for one in tensors}
-    return sum(storages.values())
+    return sum({_memory_of(one): memory_bytes(one) for one in tensors}.values())
+
+
+def _memory_of(tensor: Tensor) -> int:
+    """Return what tells the memory of a tensor from that of others."""
+    is_plain = type(tensor) in (Tensor, Parameter) and tensor.layout is torch.strided
+    return tensor.untyped_storage().data_ptr() if is_plain else id(tensor)
