@@ -63,6 +63,17 @@ class Nested(nn.Module):
         return out
 
 
+class Neighbours(nn.Module):
+    """A layer over a graph, whose edges are a sparse matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        return torch.sparse.mm(edges, self.line(x)).sin()
+
+
 def by_name(block: nn.Module, x: Tensor) -> Any:
     return block(x, x * 2, debug=x + 1)
 
@@ -74,6 +85,10 @@ def pairs(block: nn.Module, x: Tensor) -> Any:
 
 def twice(block: nn.Module, x: Tensor) -> Any:
     return block(block(x))
+
+
+def with_neighbours(block: nn.Module, x: Tensor) -> Any:
+    return block(x, torch.eye(ROWS).to_sparse())
 
 
 def in_autocast(block: nn.Module, x: Tensor) -> Any:
@@ -126,6 +141,7 @@ WAYS = {
     "inputs by name": (Mlp, by_name),
     "tuples": (Pair, pairs),
     "one block twice": (Mlp, twice),
+    "a sparse argument": (Neighbours, with_neighbours),
     "autocast": (Mlp, in_autocast),
     "nested": (Nested, one_input),
     "function": (Mlp, as_function),
