@@ -229,13 +229,14 @@ def test_a_model_that_was_moved_to_meta(tmp_path: Path) -> None:
     support.assert_equal_bits(all_tensors(model), all_tensors(expected))
 
 
-def test_a_birth_that_fails_leaves_the_model_as_it_was(tmp_path: Path) -> None:
+def test_a_birth_that_fails_leaves_the_model_as_it_was(tmp_path: Path, caplog: Any) -> None:
     build = partial(built, "llama, tied")
     expected, random_state = plain(build)
     model = on_meta(build)
     before = dict(model.named_parameters(remove_duplicate=False))
     with pytest.raises(NoSpaceError):
         born(model, tmp_path, quarter(expected), max_disk_bytes="300KiB")
+    assert "training goes on" not in caplog.text
     after = dict(model.named_parameters(remove_duplicate=False))
     assert all(after[name] is param and param.is_meta for name, param in before.items())
     assert all(buffer.is_meta for buffer in model.buffers())

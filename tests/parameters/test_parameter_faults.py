@@ -70,14 +70,17 @@ def assert_as_it_was(model: nn.Module) -> None:
 # Full disks
 
 
-def test_a_full_disk_in_the_call(tmp_path: Path) -> None:
+def test_a_full_disk_in_the_call(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = layers()
     with (
         SlowStore(tmp_path, capacity_bytes=4 * ONE_BYTES) as store,
+        caplog.at_level(logging.WARNING),
         pytest.raises(NoSpaceError),
     ):
         offloaded(model, store)
     assert_as_it_was(model)
+    # The error says it all: that training goes on would be wrong.
+    assert not [one.message for one in caplog.records if one.name == "ssdtrain"]
     # And it can be offloaded elsewhere.
     offloaded(model, tmp_path)
     assert away(model)

@@ -108,6 +108,9 @@ class OffloadedTensors:
         """Those whose tensor is gone, until somebody with the lock takes them out of the books."""
         self._error: SsdtrainError | None = None
         """Why the disk did not take one, the last time."""
+        self.is_failure_raised = False
+        """Whether a write that fails now is raised by the call that takes these over, and so need
+        not be said."""
         _alive.add(self)
 
     @property
@@ -409,6 +412,8 @@ class OffloadedTensors:
         one.stays = True
         self._failed_count += 1
         self._error = error
+        if self.is_failure_raised:
+            return
         self._notices.say(
             "failed write",
             f"{one.noun}s stay in memory, because the disk did not take them; training goes on: %s",

@@ -111,6 +111,8 @@ def offload_parameters(
         weights.begin()
         if birth is not None:
             _take_born(birth, weights)
+        # From here on nobody else would tell of a write that fails.
+        weights.is_failure_raised = False
     except BaseException:
         weights.give_back()
         raise

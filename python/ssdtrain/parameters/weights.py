@@ -60,6 +60,7 @@ class Weights(OffloadedTensors):
         self, store: TensorStore, max_resident_bytes: int, room: Room | None = None
     ) -> None:
         super().__init__(store, max_resident_bytes, room)
+        self.is_failure_raised = True
         self._keeping: Keeping | None = None
         self.staying_bytes = 0
         """Bytes of the model's weights that never leave."""
