@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -154,6 +155,61 @@ def test_more_than_the_bound_is_said_once(tmp_path: Path, caplog: pytest.LogCapt
     said = [record for record in caplog.records if "max_resident_bytes" in record.message]
     assert len(said) == 1
     assert len(state) == 16
+    assert "others have tensors" in said[0].message
+    assert "in use" not in said[0].message
+    assert "thread" not in said[0].message
+
+
+def use_together(model: nn.Module) -> None:
+    """Give all weights to one function."""
+    torch.cat(list(unique(model).values()))
+
+
+def hold_memory(model: nn.Module) -> None:
+    """Have the memory of all weights, and no tensor on it."""
+    memory = [param.untyped_storage() for param in model.parameters()]
+    for param in model.parameters():
+        param.sum()
+    assert memory
+
+
+def compute_beside(model: nn.Module) -> None:
+    """Use all weights while another thread computes."""
+    begun, ended = threading.Event(), threading.Event()
+
+    def compute() -> None:
+        begun.set()
+        while not ended.is_set():
+            pass
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    try:
+        begun.wait()
+        for number in range(2):
+            squared(model, number)
+    finally:
+        ended.set()
+        thread.join()
+
+
+CAUSES = {
+    use_together: "in use at once",
+    hold_memory: "others have tensors",
+    compute_beside: "another thread",
+}
+
+
+@pytest.mark.parametrize("act", CAUSES, ids=lambda act: act.__name__)
+def test_the_cause_of_more_than_the_bound_is_said(
+    act: Callable[[nn.Module], None], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = offloaded(layers(), tmp_path)
+    with caplog.at_level(logging.WARNING):
+        act(model)
+    said = [one.message for one in caplog.records if "max_resident_bytes" in one.message]
+    assert len(said) == 1
+    assert [text for text in CAUSES.values() if text in said[0]] == [CAUSES[act]]
 
 
 @pytest.mark.parametrize("what", ["model", "copy", "graph", "optimizer", "iterator", "error"])

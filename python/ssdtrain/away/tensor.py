@@ -18,7 +18,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ssdtrain._core import Leaving
 from ssdtrain.away.classes import AwayTensor, attach, husk_of, is_away
 from ssdtrain.away.threads import KNOWN_THREADS, WAITING
-from ssdtrain.machine.torch_internals import count_users, plainly
+from ssdtrain.machine.torch_internals import (
+    STORAGE_USERS_ALONE,
+    count_users,
+    plainly,
+    storage_users,
+)
 from ssdtrain.store import PendingRead, StoredTensor, is_dense
 from ssdtrain.watched import HOLDER, Watcher
 
@@ -26,6 +31,17 @@ __all__ = ["MIN_BYTES", "OffloadedTensor", "Owner", "storage_key", "why_staying"
 
 MIN_BYTES = 64 << 10
 """Smaller tensors (biases, norms) stay in memory: to bring one costs more than it frees."""
+
+IN_USE = "{} in use at once"
+HELD = (
+    "{} on whose memory others have tensors or arrays (a state_dict() that is held, a view), and "
+    "which cannot leave before these are gone"
+)
+BESIDE_A_THREAD = "{} that another thread, which is busy, may be using"
+
+_ALONE = torch.zeros(1)
+STORAGE_REFERENCES_ALONE = sys.getrefcount(_ALONE.untyped_storage())
+"""What Python counts for the storage of a tensor that nobody has but who asks."""
 
 
 @cache
@@ -231,6 +247,23 @@ class OffloadedTensor(Watcher):
         tensor = self.tensor
         assert tensor is not None
         return self._leaving.leave(tensor, self, self.husk, HOLDER)
+
+    def why_in_memory(self) -> str:
+        """Return why a tensor could not leave when it was asked to; it has a place for a size."""
+        if self.users:
+            return IN_USE
+        # Nothing else forbids it.
+        return HELD if self.is_held() else BESIDE_A_THREAD
+
+    def is_held(self) -> bool:
+        """Whether others have the memory of this tensor, which has its bytes."""
+        tensor = self.tensor
+        assert tensor is not None
+        return (
+            not self.may_leave()
+            or storage_users(tensor) != STORAGE_USERS_ALONE
+            or sys.getrefcount(tensor.untyped_storage()) != STORAGE_REFERENCES_ALONE
+        )
 
     def checksum(self) -> int:
         """Return that of the bytes, which have left the tensor and are in memory still."""

@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from time import perf_counter
@@ -78,7 +78,8 @@ class OffloadedTensors:
     name: ClassVar[str]
     """What they are called in the report of a session."""
     too_many: ClassVar[str]
-    """What is said where they cannot be kept under the bound; it has a place for the bound."""
+    """What is said where they cannot be kept under the bound, before the causes; it has a place
+    for the bound."""
 
     def __init__(
         self, store: TensorStore, max_resident_bytes: int, room: Room | None = None
@@ -100,6 +101,8 @@ class OffloadedTensors:
         self._resident: dict[int, int] = {}
         """The bytes of each that is in memory, and their sum."""
         self._resident_bytes = 0
+        self._is_over = False
+        """Whether a read did not fit under the bound, and nothing has fitted since."""
         self._notices = Notices()
         self._process = os.getpid()
         self._peak_bytes = self._read_bytes = self._failed_count = 0
@@ -343,8 +346,26 @@ class OffloadedTensors:
         self._let_leave(nbytes)
         while self._resident_bytes + nbytes > self.max_resident_bytes and self._writes:
             self._writes.end_oldest()
-        if self._resident_bytes + nbytes > self.max_resident_bytes and nbytes:
-            self._notices.say("bound", self.too_many, shown_bytes(self.max_resident_bytes))
+        if self._resident_bytes + nbytes <= self.max_resident_bytes:
+            self._is_over = False
+        elif nbytes and not self._is_over:
+            # To look for causes takes a moment: not at each of the reads that follow.
+            self._is_over = True
+            self._say_why_over()
+
+    def _say_why_over(self) -> None:
+        """Say why more than the bound is in memory, for each main cause once."""
+        causes = Counter[str]()
+        for one in self._alive():
+            # Of those that the disk did not take it was said.
+            if one.is_attached() and not one.stays:
+                causes[one.why_in_memory()] += one.nbytes
+        if causes:
+            told = [cause.format(shown_bytes(nbytes)) for cause, nbytes in causes.most_common()]
+            bound = shown_bytes(self.max_resident_bytes)
+            self._notices.say(
+                causes.most_common(1)[0][0], f"{self.too_many}: %s", bound, "; ".join(told)
+            )
 
     def _let_leave(self, nbytes: int, before: float = -math.inf) -> bool:
         """Have others leave until so much will fit; return whether it will.

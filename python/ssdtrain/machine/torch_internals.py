@@ -19,6 +19,7 @@ from torch.compiler import is_dynamo_compiling
 from ssdtrain.errors import UnsupportedError
 
 __all__ = [
+    "STORAGE_USERS_ALONE",
     "as_plain_tensors",
     "compiled_count",
     "copy_each",
@@ -208,6 +209,10 @@ def memory_bytes(tensor: Tensor) -> int:
     if tensor.layout is torch.sparse_coo:
         return tensor._indices().nbytes + tensor._values().nbytes  # noqa: SLF001 - not coalesced
     return tensor.nbytes
+
+
+STORAGE_USERS_ALONE = 2
+"""What `storage_users` says of a tensor that shares its storage with nobody."""
 
 
 def storage_users(tensor: Tensor) -> int:

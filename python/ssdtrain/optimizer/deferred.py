@@ -21,10 +21,14 @@ from ssdtrain.away.classes import is_away
 from ssdtrain.away.tensors import known_of
 from ssdtrain.away.threads import KnownThread
 from ssdtrain.errors import StorageError
-from ssdtrain.machine.torch_internals import compiled_count, mode_count, storage_users
+from ssdtrain.machine.torch_internals import (
+    STORAGE_USERS_ALONE,
+    compiled_count,
+    mode_count,
+    storage_users,
+)
 from ssdtrain.notices import Notices
 from ssdtrain.optimizer.chunks import Part
-from ssdtrain.optimizer.disk import STORAGE_USERS_ALONE
 from ssdtrain.optimizer.forward_order import ForwardOrder
 from ssdtrain.optimizer.pending import (
     Holder,

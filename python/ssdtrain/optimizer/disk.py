@@ -14,15 +14,12 @@ from torch.nn import Parameter
 from ssdtrain.away.classes import AwayParameter
 from ssdtrain.errors import BusyError, ConfigError, NoSpaceError, SsdtrainError
 from ssdtrain.machine.process_memory import FreedMemory
-from ssdtrain.machine.torch_internals import own_shard, storage_users
+from ssdtrain.machine.torch_internals import STORAGE_USERS_ALONE, own_shard, storage_users
 from ssdtrain.notices import Notices
 from ssdtrain.store import PendingRead, StoredTensor, TensorStore
 from ssdtrain.watched import look_at
 
-__all__ = ["STORAGE_USERS_ALONE", "Away", "Disk"]
-
-STORAGE_USERS_ALONE = 2
-"""What `storage_users` says of a tensor that shares its storage with nobody."""
+__all__ = ["Away", "Disk"]
 
 
 class Away:

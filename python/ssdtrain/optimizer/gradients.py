@@ -69,14 +69,22 @@ class Gradient(OffloadedTensor):
 
     def leave(self) -> bool:
         """Take the bytes out of the gradient, unless others have or may be using them."""
+        # defence: gradients stay that a graph or another library has
+        return not self._is_given() and super().leave()
+
+    def is_held(self) -> bool:
+        """Whether others have the memory of this gradient, which has its bytes."""
+        return self._is_given() or super().is_held()
+
+    def _is_given(self) -> bool:
+        """Whether a graph or another library has the gradient."""
         tensor, param = self.tensor, self.param()
         assert tensor is not None
         alone_count, of_a_parameter_count = holders_alone()
         known_count = alone_count
         if param is not None and param.grad is tensor:
             known_count = of_a_parameter_count
-        # defence: gradients stay that a graph or another library has
-        return holders_of(tensor) <= known_count and super().leave()
+        return holders_of(tensor) > known_count
 
 
 @cache
@@ -108,10 +116,7 @@ class Gradients(OffloadedTensors):
     """Keeps the gradients of one optimizer's parameters under a bound."""
 
     name = NAME
-    too_many = (
-        "more than max_gradient_bytes=%s of gradients are in memory: all others are in use, "
-        "somebody has tensors on their memory, or another thread is busy, which may be using them"
-    )
+    too_many = "more than max_gradient_bytes=%s of gradients are in memory"
 
     def __init__(
         self,

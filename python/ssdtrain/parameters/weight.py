@@ -52,3 +52,10 @@ class Weight(OffloadedTensor):
         if not tensor.requires_grad and holders_of(tensor) > HOLDERS_ALONE:
             return False
         return super().leave()
+
+    def is_held(self) -> bool:
+        """Whether others have the memory of this weight, which has its bytes."""
+        tensor = self.tensor
+        assert tensor is not None
+        is_given = not tensor.requires_grad and holders_of(tensor) > HOLDERS_ALONE
+        return is_given or super().is_held()

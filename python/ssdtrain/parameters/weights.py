@@ -50,11 +50,7 @@ class Weights(OffloadedTensors):
     """Keeps the weights of one model under a bound."""
 
     name = NAME
-    too_many = (
-        "more than max_resident_bytes=%s of a model's weights are in memory: all others are in "
-        "use (of a module that is compiled all are at once), somebody has tensors on their memory "
-        "(a state_dict, say), or another thread is busy, which may be using them"
-    )
+    too_many = "more than max_resident_bytes=%s of a model's weights are in memory"
 
     def __init__(
         self, store: TensorStore, max_resident_bytes: int, room: Room | None = None
