@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -248,6 +249,113 @@ def test_weights_alone(tmp_path: Path) -> None:
         load(tmp_path / "saved", other.module, other.optimizer)
 
 
+class TwoRun(Run):
+    """A model with an optimizer for its first layer, and another for the rest."""
+
+    def __init__(self, directory: Path | None = None) -> None:
+        super().__init__(directory, lambda module: adamw(module[0]))  # type: ignore[index]
+        self.second = momentum(self.module[1:])  # type: ignore[index]
+        if directory is not None:
+            offload_optimizer(self.second, directory, buffer_bytes="1MiB")
+
+    @property
+    def both(self) -> list[Optimizer]:
+        return [self.optimizer, self.second]
+
+    def steps(self, numbers: range) -> None:
+        for number in numbers:
+            torch.manual_seed(number)
+            self.module(torch.randn(8, WIDTH)).square().mean().backward()
+            for one in self.both:
+                one.step()
+                one.zero_grad()
+
+    def now(self) -> dict[str, Any]:
+        first, second = (everything(self.module, one) for one in self.both)
+        return first | {f"second {name}": value for name, value in second.items()}
+
+
+@pytest.mark.parametrize("sequence", [list, tuple])
+def test_several_optimizers(sequence: Callable[[Any], Any], tmp_path: Path) -> None:
+    first = TwoRun(tmp_path)
+    first.steps(range(2))
+    save(tmp_path / "saved", first.module, sequence(first.both), extra=2, shard_bytes="300KB")
+    assert_whole(tmp_path / "saved")
+    first.steps(range(2, 4))
+    for directory in (tmp_path, None):
+        second = TwoRun(directory)
+        second.steps(range(5, 6))
+        assert load(tmp_path / "saved", second.module, sequence(second.both)) == 2
+        second.steps(range(2, 4))
+        support.assert_equal_bits(second.now(), first.now())
+    load(tmp_path / "saved", second.module)
+    before = second.now()
+    for given, message in [
+        (second.optimizer, "has the state of 2 optimizers, and 1 were given.*in the order"),
+        (second.both[::-1], "optimizer 0 of the list: .*adamw.AdamW, and the optimizer here"),
+        ([second.optimizer, None], "Optimizer, or a list of them, not <class 'NoneType'>"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            load(tmp_path / "saved", second.module, given)
+    support.assert_equal_bits(second.now(), before)
+
+
+def test_a_list_of_one_optimizer_or_none_is_as_it(tmp_path: Path) -> None:
+    run, other = Run(), Run()
+    run.steps(range(2))
+    save(tmp_path / "saved", run.module, [run.optimizer])
+    load(tmp_path / "saved", other.module, other.optimizer)
+    support.assert_equal_bits(other.now(), run.now())
+    save(tmp_path / "saved", run.module, [])
+    with pytest.raises(ConfigError, match="saved without an optimizer"):
+        load(tmp_path / "saved", other.module, other.optimizer)
+
+
+def test_two_optimizers_of_the_same_parameters(tmp_path: Path) -> None:
+    run, other = Run(), Run()
+    pairs = [[one.optimizer, momentum(one.module)] for one in (run, other)]
+    for optimizer in pairs[0]:
+        plain_step(run.module, optimizer, torch.randn(8, WIDTH))
+    save(tmp_path / "saved", run.module, pairs[0])
+    load(tmp_path / "saved", other.module, pairs[1])
+    for mine, theirs in zip(*pairs, strict=True):
+        support.assert_equal_bits(everything(other.module, theirs), everything(run.module, mine))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.float32(0.1),
+        np.float64(-0.0),
+        np.float16("nan"),
+        np.int64(-(1 << 62)),
+        np.bool_(True),
+        np.complex64(1 + 2j),
+        np.datetime64("2026-11-24T10:00"),
+        np.arange(6, dtype=">i2").reshape(2, 3),
+        np.asfortranarray(np.random.default_rng(0).random((3, 4))),
+        np.zeros((0, 3), dtype=np.uint8),
+        np.array(2.5),
+    ],
+    ids=lambda value: f"{type(value).__name__} of {value.dtype}",
+)
+def test_numbers_and_arrays_of_numpy_in_extra(value: Any, tmp_path: Path) -> None:
+    save(tmp_path / "saved", model(), extra={"it": value})
+    found = load(tmp_path / "saved", model())["it"]
+    assert type(found) is type(value)
+    assert (found.dtype.str, found.shape) == (value.dtype.str, value.shape)
+    assert found.tobytes() == value.tobytes()
+    if isinstance(found, np.ndarray):
+        assert found.flags.writeable
+
+
+def test_the_state_of_numpys_random_numbers_in_extra(tmp_path: Path) -> None:
+    save(tmp_path / "saved", model(), extra={np.int64(3): np.random.get_state()})  # noqa: NPY002
+    expected = np.random.random(4)  # noqa: NPY002
+    np.random.set_state(load(tmp_path / "saved", model())[3])  # noqa: NPY002
+    assert np.array_equal(np.random.random(4), expected)  # noqa: NPY002
+
+
 def renamed() -> nn.Module:
     return nn.Sequential(OrderedDict(zip("abcde", model(), strict=True)))
 
@@ -383,6 +491,10 @@ def with_sparse_buffer() -> nn.Module:
     return module
 
 
+def constant_rate(optimizer: Optimizer) -> lr_scheduler.LambdaLR:
+    return lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+
+
 def test_what_cannot_be_saved_is_refused_by_name(tmp_path: Path) -> None:
     run = Run()
     hooked = model()
@@ -413,6 +525,21 @@ def test_what_cannot_be_saved_is_refused_by_name(tmp_path: Path) -> None:
             UnsupportedError,
             r"extra\['f'\]\[0\] is a builtins.function",
             lambda: save(tmp_path / "a", run.module, extra={"f": [lambda: 1]}),
+        ),
+        (
+            UnsupportedError,
+            "extra is a numpy.ndarray, which .* small tensors and arrays of numbers",
+            lambda: save(tmp_path / "a", run.module, extra=np.array([object()])),
+        ),
+        (
+            UnsupportedError,
+            "extra is an array of .* bytes.*make it a buffer",
+            lambda: save(tmp_path / "a", run.module, extra=np.zeros(1 << 20)),
+        ),
+        (
+            UnsupportedError,
+            r"LambdaLR, which .*; give its state_dict\(\)",
+            lambda: save(tmp_path / "a", run.module, extra=constant_rate(run.optimizer)),
         ),
         (
             UnsupportedError,

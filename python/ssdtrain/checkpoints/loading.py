@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ from ssdtrain.checkpoints.manifest import (
     Weights,
     form_in,
     kind_name,
+    optimizers_in,
+    optimizers_of,
     param_labels,
     unpacked,
     weights_of,
@@ -27,6 +29,7 @@ from ssdtrain.checkpoints.values import decode
 from ssdtrain.errors import ConfigError, CorruptError, UnsupportedError
 from ssdtrain.optimizer.exchange import give_state, has_masters, note_loaded
 from ssdtrain.optimizer.masters import MASTER
+from ssdtrain.sizes import shown_count
 
 __all__ = ["load"]
 
@@ -38,11 +41,11 @@ TRIES = 5
 def load(
     path: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
     *,
     check_first: bool = True,
 ) -> Any:
-    """Load a checkpoint of ``ssdtrain.save`` into a model, and its optimizer, as a stream.
+    """Load a checkpoint of ``ssdtrain.save`` into a model, and its optimizers, as a stream.
 
     Weights are read into the memory of the model's own tensors. The state of an offloaded optimizer
     goes to its disk, one parameter after the other. Before anything is changed, names, shapes,
@@ -52,7 +55,8 @@ def load(
         path: The folder that was given to ``save``.
         model: One like the one that was saved.
         optimizer: One of the same class over the same parameters in the same groups; it gets their
-            options too, such as rates. ``None`` loads the weights alone.
+            options too, such as rates. Where several were saved, a list of as many in the same
+            order. ``None`` loads the weights alone.
         check_first: Read the whole checkpoint once, to find damage before anything is changed.
             Without, it is found while loading, and what was loaded before it stays.
 
@@ -70,18 +74,19 @@ def load(
         found = weights_of(model)
         _compare_model(content["model"], found)
         values = {name: decode(one) for name, one in content["model"]["values"].items()}
-        if optimizer is not None:
-            _compare_optimizer(content["optimizer"], optimizer, found)
-            options = [decode(group["options"]) for group in content["optimizer"]["groups"]]
+        optimizers = optimizers_of(optimizer)
+        parts = optimizers_in(content["optimizer"]) if optimizers else []
+        _compare_optimizers(parts, optimizers, found)
+        options = [[decode(group["options"]) for group in part["groups"]] for part in parts]
         extra = decode(content["extra"])
         if check_first:
-            _check(content, files, with_state=optimizer is not None)
+            _check(content, files, parts)
         for name, tensor in found.tensors.items():
             record = content["model"]["tensors"][name]
             fill(files[record["file"]], record, tensor.detach(), name)
         _set_values(model, values)
-        if optimizer is not None:
-            _load_optimizer(content["optimizer"], options, optimizer, files)
+        for part, given, one in zip(parts, options, optimizers, strict=True):
+            _load_optimizer(part, given, one, files)
         remove_strays(folder, set(content["files"]))
     return extra
 
@@ -184,14 +189,31 @@ def _shown(names: set[str]) -> str:
     return (", ".join(listed[:NAMES_MAX]) or "nothing") + more
 
 
-def _compare_optimizer(saved: Any, optimizer: Optimizer, found: Weights) -> None:
-    if not isinstance(optimizer, Optimizer):
-        raise ConfigError(f"a checkpoint takes a torch.optim.Optimizer, not {type(optimizer)!r}")
-    if saved is None:
+def _compare_optimizers(
+    parts: list[dict[str, Any]], optimizers: list[Optimizer], found: Weights
+) -> None:
+    if optimizers and not parts:
         raise ConfigError(
             "this checkpoint was saved without an optimizer; load it without one, or one that has "
             "it: ssdtrain.save(path, model, optimizer)"
         )
+    if len(parts) != len(optimizers):
+        there = shown_count(len(parts), "optimizer")
+        raise ConfigError(
+            f"this checkpoint has the state of {there}, and {len(optimizers)} were given here; "
+            "give as many, in the order in which they were saved: "
+            "ssdtrain.load(path, model, [first, second])"
+        )
+    for number, (part, optimizer) in enumerate(zip(parts, optimizers, strict=True)):
+        try:
+            _compare_optimizer(part, optimizer, found)
+        except ConfigError as error:
+            if len(parts) == 1:
+                raise
+            raise ConfigError(f"optimizer {number} of the list: {error}") from error
+
+
+def _compare_optimizer(saved: dict[str, Any], optimizer: Optimizer, found: Weights) -> None:
     if saved["class"] != kind_name(optimizer):
         raise ConfigError(
             f"this checkpoint has the state of a {saved['class']}, and the optimizer here is a "
@@ -222,10 +244,12 @@ def _compare_optimizer(saved: Any, optimizer: Optimizer, found: Weights) -> None
             _refuse_other_form(labels[param], record, param)
 
 
-def _check(content: dict[str, Any], files: dict[str, int], *, with_state: bool) -> None:
+def _check(
+    content: dict[str, Any], files: dict[str, int], optimizers: list[dict[str, Any]]
+) -> None:
     """Read all that is going to be loaded, and raise if a byte is not the one that was written."""
     records = list(content["model"]["tensors"].items())
-    for group in content["optimizer"]["groups"] if with_state else ():
+    for group in (group for one in optimizers for group in one["groups"]):
         for param in group["params"]:
             state = param["state"] or {}
             records += [

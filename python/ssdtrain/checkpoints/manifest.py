@@ -28,7 +28,9 @@ __all__ = [
     "Weights",
     "form_in",
     "kind_name",
-    "optimizer_items",
+    "optimizers_in",
+    "optimizers_of",
+    "optimizers_part",
     "packed",
     "param_labels",
     "unpacked",
@@ -158,8 +160,48 @@ def kind_name(optimizer: Optimizer) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def optimizer_items(optimizer: Optimizer, found: Weights) -> tuple[list[Item], dict[str, Any]]:
-    """Return the tensors of the state to be written and the manifest's part about the optimizer."""
+def optimizers_of(given: object) -> list[Optimizer]:
+    """Return the optimizers that a user gave: none, one, or several in a list.
+
+    Raises `ConfigError` for anything else.
+    """
+    if given is None:
+        return []
+    optimizers = []
+    for one in given if isinstance(given, list | tuple) else [given]:
+        if not isinstance(one, Optimizer):
+            raise ConfigError(
+                f"a checkpoint takes a torch.optim.Optimizer, or a list of them, not {type(one)!r}"
+            )
+        optimizers.append(one)
+    return optimizers
+
+
+def optimizers_part(optimizers: list[Optimizer], found: Weights) -> tuple[list[Item], Any]:
+    """Return the tensors of all states to be written, and the manifest's part about optimizers."""
+    items: list[Item] = []
+    parts = []
+    for number, optimizer in enumerate(optimizers):
+        # Two of them may have the same parameter, and a file has each label once.
+        suffix = f"@{number}" if number else ""
+        own, part = _optimizer_items(optimizer, found, suffix)
+        items += own
+        parts.append(part)
+    if len(parts) > 1:
+        return items, parts
+    return items, parts[0] if parts else None
+
+
+def optimizers_in(part: Any) -> list[dict[str, Any]]:
+    """Return the manifest's parts about each optimizer."""
+    if part is None:
+        return []
+    return part if isinstance(part, list) else [part]
+
+
+def _optimizer_items(
+    optimizer: Optimizer, found: Weights, suffix: str
+) -> tuple[list[Item], dict[str, Any]]:
     labels = param_labels(optimizer, found)
     if any(key not in labels for key in optimizer.state):
         raise UnsupportedError(
@@ -173,7 +215,7 @@ def optimizer_items(optimizer: Optimizer, found: Weights) -> tuple[list[Item], d
             {
                 "name": labels[param],
                 **_form_record(form_of(param)),
-                "state": _state_record(optimizer, param, labels[param], items),
+                "state": _state_record(optimizer, param, labels[param] + suffix, items),
             }
             for param in group["params"]
         ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ from torch.optim import Optimizer
 
 from ssdtrain.checkpoints.folder import NewFiles, told
 from ssdtrain.checkpoints.manifest import (
-    Weights,
-    optimizer_items,
+    optimizers_of,
+    optimizers_part,
     packed,
     weight_items,
     weights_of,
@@ -21,7 +22,7 @@ from ssdtrain.checkpoints.manifest import (
 from ssdtrain.checkpoints.shards import Item, shards_of, write_shard
 from ssdtrain.checkpoints.values import encode
 from ssdtrain.config import Size
-from ssdtrain.errors import ConfigError, NoSpaceError
+from ssdtrain.errors import NoSpaceError
 from ssdtrain.optimizer.exchange import refuse_half_done
 from ssdtrain.sizes import in_bytes, shown_bytes
 
@@ -33,12 +34,12 @@ SHARD_BYTES_DEFAULT = 4 << 30
 def save(
     path: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
     *,
     extra: Any = None,
     shard_bytes: Size = SHARD_BYTES_DEFAULT,
 ) -> None:
-    """Save a model, and its optimizer, into a folder, as a stream.
+    """Save a model, and its optimizer or optimizers, into a folder, as a stream.
 
     One tensor after the other is written, and what an offloaded optimizer has on the disk is read
     for it: at most two tensors are in memory besides what was there. The new checkpoint takes the
@@ -48,9 +49,11 @@ def save(
     Args:
         path: The folder of the checkpoint, which is made; its parent must exist.
         model: Its parameters and buffers are saved as `state_dict` names them, tied ones once.
-        optimizer: Any optimizer whose state is tensors and plain values, offloaded or not.
+        optimizer: Any optimizer whose state is tensors and plain values, offloaded or not; or a
+            list of several, such as one for the embeddings and one for the rest.
         extra: Plain data of yours, such as a count of steps, ``scheduler.state_dict()`` or
-            ``torch.get_rng_state()``: what JSON has, tuples, sets, other keys, small tensors.
+            ``torch.get_rng_state()``: what JSON has, tuples, sets, other keys, small tensors,
+            numbers and small arrays of numpy.
         shard_bytes: About the largest size of a file; a larger tensor makes one alone.
 
     Raises:
@@ -65,7 +68,10 @@ def save(
     limit = in_bytes("shard_bytes", shard_bytes)
     found = weights_of(model)
     weights, model_part = weight_items(found)
-    state, optimizer_part = _described(optimizer, found)
+    optimizers = optimizers_of(optimizer)
+    for one in optimizers:
+        refuse_half_done(one)
+    state, optimizer_part = optimizers_part(optimizers, found)
     content = {
         "torch": str(torch.__version__),
         "model": model_part,
@@ -80,15 +86,6 @@ def save(
                 file, name = new.create(kind, number)
                 files[name] = write_shard(file, name, shard)
         new.commit(packed({"files": files, **content}))
-
-
-def _described(optimizer: Optimizer | None, found: Weights) -> tuple[list[Item], Any]:
-    if optimizer is None:
-        return [], None
-    if not isinstance(optimizer, Optimizer):
-        raise ConfigError(f"a checkpoint takes a torch.optim.Optimizer, not {type(optimizer)!r}")
-    refuse_half_done(optimizer)
-    return optimizer_items(optimizer, found)
 
 
 def _refuse_full(folder: Path, items: list[Item]) -> None:

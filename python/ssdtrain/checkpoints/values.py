@@ -11,6 +11,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,7 +20,9 @@ from ssdtrain.errors import CorruptError, UnsupportedError
 __all__ = ["decode", "encode"]
 
 TENSOR_BYTES_MAX = 1 << 20
-"""Larger tensors belong into the model or the optimizer."""
+"""Larger tensors and arrays belong into the model or the optimizer."""
+ARRAY_KINDS = "biufcmM"
+"""Dtypes of numpy that their text tells in whole: numbers, truth values, dates and durations."""
 MAPS: dict[type, str] = {dict: "$dict", OrderedDict: "$ordered", Counter: "$counter"}
 
 
@@ -41,9 +44,13 @@ def encode(value: Any, where: str) -> Any:
         return {"$dtype": str(value).removeprefix("torch.")}
     if isinstance(value, Tensor):
         return _encode_tensor(value, where)
+    if (kind is np.ndarray or isinstance(value, np.generic)) and value.dtype.kind in ARRAY_KINDS:
+        return _encode_array(value, where)
+    remedy = "; give its state_dict()" if hasattr(value, "state_dict") else ""
     raise UnsupportedError(
         f"{where} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot keep: it "
-        "keeps None, bool, int, float, str, small tensors; lists, tuples, sets and dicts of them"
+        "keeps None, bool, int, float, str, numbers of numpy, small tensors and arrays of numbers; "
+        f"lists, tuples, sets and dicts of them{remedy}"
     )
 
 
@@ -76,6 +83,19 @@ def _encode_tensor(value: Tensor, where: str) -> Any:
     return {"$tensor": {"dtype": dtype, "shape": list(value.shape), "data": data.hex()}}
 
 
+def _encode_array(value: Any, where: str) -> Any:
+    """Describe an array or a single number of numpy; its dtype's text tells the order of bytes."""
+    if value.nbytes > TENSOR_BYTES_MAX:
+        raise UnsupportedError(
+            f"{where} is an array of {value.nbytes} bytes: the manifest keeps small ones, of at "
+            f"most {TENSOR_BYTES_MAX}; make it a buffer of the model (torch.from_numpy)"
+        )
+    form = {"dtype": value.dtype.str, "data": value.tobytes().hex()}
+    if isinstance(value, np.generic):
+        return {"$number": form}
+    return {"$array": {**form, "shape": list(value.shape)}}
+
+
 def decode(value: Any) -> Any:
     """Return the value that `encode` was given."""
     if isinstance(value, list):
@@ -105,6 +125,16 @@ def _decode_dtype(name: str) -> torch.dtype:
     return found
 
 
+def _decode_number(form: Any) -> Any:
+    return np.frombuffer(bytes.fromhex(form["data"]), dtype=form["dtype"])[0]
+
+
+def _decode_array(form: Any) -> Any:
+    # A copy: what lies on bytes could not be changed.
+    flat = np.frombuffer(bytes.fromhex(form["data"]), dtype=form["dtype"])
+    return flat.reshape(form["shape"]).copy()
+
+
 def _decode_counter(pairs: Any) -> Counter[Any]:
     counter: Counter[Any] = Counter()
     for key, one in pairs:
@@ -121,4 +151,6 @@ DECODERS: dict[str, Callable[[Any], Any]] = {
     "$counter": _decode_counter,
     "$dtype": _decode_dtype,
     "$tensor": _decode_tensor,
+    "$number": _decode_number,
+    "$array": _decode_array,
 }
