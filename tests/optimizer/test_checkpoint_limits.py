@@ -13,9 +13,18 @@ import torch
 from torch import Tensor, nn
 
 import support
-from ssdtrain import BusyError, ConfigError, CorruptError, UnsupportedError, load, save
+from ssdtrain import (
+    BusyError,
+    ConfigError,
+    CorruptError,
+    UnsupportedError,
+    load,
+    offload_parameters,
+    save,
+)
 from ssdtrain.checkpoints.folder import NewFiles
 from ssdtrain.checkpoints.manifest import packed
+from trained import model
 
 MANIFEST = "manifest.json"
 
@@ -95,6 +104,18 @@ def test_what_could_not_be_given_back_is_not_saved(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="extra is no plain dense tensor"):
         save(tmp_path / "saved", made(0), extra=torch.zeros(2, device="meta"))
     assert os.listdir(tmp_path) == []
+
+
+def test_a_model_on_meta_is_told_what_gives_it_bytes(tmp_path: Path) -> None:
+    whole = model()
+    save(tmp_path / "saved", whole)
+    with torch.device("meta"):
+        without = model()
+    with pytest.raises(UnsupportedError, match=r"0\.weight .*meta.*offload_parameters.*to_empty"):
+        load(tmp_path / "saved", without)
+    offload_parameters(without, tmp_path)
+    load(tmp_path / "saved", without)
+    support.assert_equal_bits(without.state_dict(), whole.state_dict())
 
 
 def test_two_saves_that_begin_before_the_folder_exists(tmp_path: Path) -> None:

@@ -105,7 +105,9 @@ def refuse_odd(name: str, tensor: Tensor) -> None:
             )
     elif tensor.is_meta:
         why = (
-            "it is on the meta device and has no bytes; model.to_empty(device='cpu') gives it some"
+            "it is on the meta device and has no bytes; ssdtrain.offload_parameters(model, dir) "
+            "gives the model its weights, on the disk (make the optimizer afterwards), or "
+            "model.to_empty(device='cpu') gives it memory for all of them"
         )
     elif tensor.layout is not torch.strided:
         why = f"its layout is {tensor.layout}; .to_dense() makes it dense"
