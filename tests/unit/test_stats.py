@@ -4,10 +4,11 @@ import dataclasses
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from ssdtrain import Stats
+from ssdtrain import Stats, offload_optimizer
 from ssdtrain.optimizer.stats import OptimizerStats
 from ssdtrain.parameters.stats import ParameterStats
 from ssdtrain.sharing import Figures
@@ -133,6 +134,28 @@ def test_an_optimizer_prints_one_line() -> None:
         f"{stats}, 0.500 s waited outside of step(); gradients: 0 bytes on disk, at most 2 MiB in "
         "memory, 0 bytes written, 0 bytes read, 0.000 s stalled; 2 writes failed"
     )
+
+
+def test_an_optimizer_says_why_nothing_is_on_the_disk(tmp_path: Path) -> None:
+    told = {}
+    for width in (64, 256):
+        model = torch.nn.Linear(width, width)
+        optimizer: Any = torch.optim.AdamW(model.parameters())
+        offload_optimizer(optimizer, tmp_path)
+        model(torch.zeros(1, width)).sum().backward()
+        assert optimizer.offload_stats.reason is None, "there is no state yet"
+        optimizer.step()
+        told[width] = str(optimizer.offload_stats)
+    assert "are tensors of less than 64 KiB, which stay in memory" in told[64]
+    assert "the buffer for writes, a quarter of buffer_bytes, is 64 MiB and holds" in told[256]
+    assert "a smaller buffer_bytes frees memory" in told[256]
+    model = torch.nn.Linear(256, 256)
+    optimizer = torch.optim.AdamW(model.parameters())
+    offload_optimizer(optimizer, tmp_path, buffer_bytes="64KiB")
+    model(torch.zeros(1, 256)).sum().backward()
+    optimizer.step()
+    assert optimizer.offload_stats.on_disk_bytes
+    assert "on disk only" not in str(optimizer.offload_stats)
 
 
 def test_weights_print_one_line() -> None:

@@ -135,8 +135,8 @@ class Disk:
         self._in_flight: deque[tuple[Away, int]] = deque()
         """What is on its way, with the memory that it takes."""
         self._in_flight_bytes = 0
-        self._in_flight_bytes_max = in_flight_bytes_max
-        self._min_bytes = min_bytes
+        self.in_flight_bytes_max = in_flight_bytes_max
+        self.min_bytes = min_bytes
         self._freed = FreedMemory(in_flight_bytes_max)
         self.notices = Notices()
         self.read_bytes = 0
@@ -155,7 +155,7 @@ class Disk:
             type(tensor) in (Tensor, Parameter, AwayParameter)
             and tensor.is_cpu
             and tensor.layout is torch.strided
-            and tensor.nbytes >= self._min_bytes
+            and tensor.nbytes >= self.min_bytes
         )
 
     def keep(self, source: Tensor) -> StoredTensor[Tensor]:
@@ -180,7 +180,7 @@ class Disk:
             and value.is_cpu
             and value.layout is torch.strided
             and not value.requires_grad
-            and value.nbytes >= self._min_bytes
+            and value.nbytes >= self.min_bytes
             # A view of the parameter, say: on its return it would be one no more.
             and storage_users(value) == STORAGE_USERS_ALONE
         )
@@ -242,7 +242,7 @@ class Disk:
 
     def make_room(self, bytes_max: int | None = None) -> None:
         """Wait until no more is on its way to the disk than the bound, or than is given."""
-        self._settle(self._in_flight_bytes_max if bytes_max is None else max(0, bytes_max))
+        self._settle(self.in_flight_bytes_max if bytes_max is None else max(0, bytes_max))
 
     def flush(self) -> None:
         """Wait until all that is on its way is there."""

@@ -145,7 +145,8 @@ class Offloaded(WholeState):
     def offload_stats(self) -> OptimizerStats:
         """What was done so far, and where the state is now."""
         self.synchronize()
-        sizes = [state.nbytes() for state in self._parameter_states()]
+        states = self._parameter_states()
+        sizes = [state.nbytes() for state in states]
         disk, gradients = self._disk, self._gradients
         of_gradients = Figures() if gradients is None else gradients.figures()
         return OptimizerStats(
@@ -163,6 +164,9 @@ class Offloaded(WholeState):
             gradient_written_bytes=of_gradients.bytes_written,
             gradient_read_bytes=of_gradients.bytes_read,
             gradient_stall_s=of_gradients.stall_s,
+            small_bytes=sum(state.small_bytes(disk) for state in states),
+            being_written_bytes=disk.in_flight_bytes,
+            write_buffer_bytes=disk.in_flight_bytes_max,
         )
 
     def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:

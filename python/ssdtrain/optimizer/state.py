@@ -119,6 +119,11 @@ class ParameterState(dict[Any, Any]):
                 resident += value.nbytes if isinstance(value, Away) else memory_bytes(value)
         return resident, on_disk
 
+    def small_bytes(self, disk: Disk) -> int:
+        """Return the bytes of its tensors that are too small for the disk."""
+        tensors = [value for value in list(super().values()) if isinstance(value, Tensor)]
+        return sum(one.nbytes for one in tensors if one.nbytes < disk.min_bytes)
+
     def copied(self) -> dict[Any, Any]:
         """Return a plain dict: tensors that are on the disk are copied, and stay there."""
         return {

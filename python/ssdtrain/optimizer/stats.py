@@ -39,6 +39,31 @@ class OptimizerStats:
     """Gradients that came back."""
     gradient_stall_s: float = 0.0
     """Time in which backwards and updates waited for gradients."""
+    small_bytes: int = 0
+    """State in tensors of less than 64 KiB, which stay in memory."""
+    being_written_bytes: int = 0
+    """State that is in memory as long as the buffer for writes is not needed for more."""
+    write_buffer_bytes: int = 0
+    """The size of that buffer: a quarter of ``buffer_bytes``."""
+
+    @property
+    def reason(self) -> str | None:
+        """Why no state is on the disk only; ``None`` if some is, or nothing tells."""
+        if self.on_disk_bytes or not self.resident_bytes:
+            return None
+        if 2 * self.small_bytes > self.resident_bytes:
+            return (
+                f"{shown_bytes(self.small_bytes)} of it are tensors of less than 64 KiB, which "
+                "stay in memory"
+            )
+        if 2 * self.being_written_bytes > self.resident_bytes:
+            return (
+                f"the buffer for writes, a quarter of buffer_bytes, is "
+                f"{shown_bytes(self.write_buffer_bytes)} and holds "
+                f"{shown_bytes(self.being_written_bytes)} of it; a smaller buffer_bytes frees "
+                "memory"
+            )
+        return None
 
     def __str__(self) -> str:
         """Tell the figures to a person, in one line."""
@@ -61,4 +86,6 @@ class OptimizerStats:
             )
         if self.write_failed_count:
             text += f"; {shown_count(self.write_failed_count, 'write')} failed"
+        if self.reason is not None:
+            text += f"; no state is on disk only: {self.reason}"
         return text
