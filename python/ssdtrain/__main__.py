@@ -103,11 +103,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             load().add_arguments(own)
     chosen, unknown = parser.parse_known_args(words)
     if unknown:
-        # Python's options have underscores, those of a command line hyphens.
-        option = unknown[0].partition("=")[0]
-        is_python = option.startswith("--") and "_" in option
-        hint = f"; it is written {option.replace('_', '-')} here" if is_python else ""
         asked = commands.choices.get(chosen.command, parser)
+        hint = _hint(unknown[0].partition("=")[0], asked, chosen.command)
         asked.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     if chosen.command is None:
         parser.print_help()
@@ -125,6 +122,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_UNREAD
     return code
+
+
+def _hint(option: str, asked: argparse.ArgumentParser, command: str) -> str:
+    """Return what to do about an option that a command does not know."""
+    # Python's options have underscores, those of a command line hyphens.
+    ours = option.replace("_", "-")
+    if ours != option and ours in asked._option_string_actions:  # noqa: SLF001 - no public name
+        return f"; it is written {ours} here"
+    if command != "run":
+        return ""
+    return (
+        "; options of your script come after its name: ssdtrain run --dir DIR [options] SCRIPT "
+        f"{option} ..."
+    )
 
 
 def _has_reader_left() -> bool:
