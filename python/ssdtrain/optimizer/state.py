@@ -122,7 +122,8 @@ class ParameterState(dict[Any, Any]):
     def small_bytes(self, disk: Disk) -> int:
         """Return the bytes of its tensors that are too small for the disk."""
         tensors = [value for value in list(super().values()) if isinstance(value, Tensor)]
-        return sum(one.nbytes for one in tensors if one.nbytes < disk.min_bytes)
+        sizes = map(memory_bytes, tensors)
+        return sum(nbytes for nbytes in sizes if nbytes < disk.min_bytes)
 
     def copied(self) -> dict[Any, Any]:
         """Return a plain dict: tensors that are on the disk are copied, and stay there."""
