@@ -1,6 +1,7 @@
 """Steps derived from shapes, and `ssdtrain plan`, which says what fits and what it costs."""
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from checkout import ROOT
 from ssdtrain.__main__ import main
 from ssdtrain.errors import ConfigError
 from ssdtrain.planning import derive as deriving
@@ -220,6 +222,17 @@ def test_the_command_answers_for_a_recorded_step(
     assert "recompute" in ways
     assert "does not tell how long" in ways["recompute"]["problem"]
     assert "the drives are those named above" in told
+
+
+@pytest.mark.long
+def test_what_the_readme_says_of_its_example(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    (line,) = re.findall("^ssdtrain (plan .*)$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert main([*line.split(), "--json"]) == 0
+    ways = json.loads(capsys.readouterr().out)["ways"]
+    assert not ways["keep"]["fits"]
+    assert ways["offload"]["fits"]
+    assert ways["offload"]["step_seconds"] < ways["recompute"]["step_seconds"]
 
 
 def test_the_command_answers_for_a_file_of_the_user(
