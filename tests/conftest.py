@@ -24,6 +24,10 @@ POLLS_PER_COLLECTION = 100
 BEFORE = pytest.StashKey[tuple[int, int]]()
 """How many tests had failed, and how many threads stores had, when a test began."""
 
+LEFT_OUT = pytest.StashKey[int]()
+"""How many modules had been imported when the collector of garbage was last told of them."""
+NEW_MODULES_COUNT = 20
+
 
 if "PYTEST_DEBUG_TEMPROOT" not in os.environ:
     os.environ["PYTEST_DEBUG_TEMPROOT"] = str(SCRATCH)
@@ -61,6 +65,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[object]:
         fcntl.flock(door, fcntl.LOCK_EX)
         fcntl.flock(room, wanted)
         fcntl.flock(door, fcntl.LOCK_UN)
+        leave_out_what_was_imported(item.config)
         item.stash[BEFORE] = item.session.testsfailed, store_thread_count()
         return (yield)
 
@@ -91,13 +96,21 @@ def store_thread_count() -> int:
     return len(support.store_threads()) if support is not None else 0
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
+    leave_out_what_was_imported(session.config)
+
+
+def leave_out_what_was_imported(config: pytest.Config) -> None:
     """Have the collector of garbage leave out what was imported, which stays until the end.
 
-    It is half a million objects, and a hundred tests collect several times.
+    It is half a million objects, and every other test collects. Between two tests nothing else is
+    there; what tests import themselves, torch's compiler before all, is left out before the next.
     """
-    gc.collect()
-    gc.freeze()
+    count = len(sys.modules)
+    if count >= config.stash.get(LEFT_OUT, 0) + NEW_MODULES_COUNT:
+        config.stash[LEFT_OUT] = count
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_unconfigure() -> None:

@@ -7,9 +7,7 @@ inside the package are interrupted one by one.
 
 from __future__ import annotations
 
-import gc
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,16 +15,6 @@ import torch
 
 from moments import AtCall, AtLoop, interrupt
 from support import Rig, sizes, wait_until
-
-
-@pytest.fixture(autouse=True)
-def only_new_garbage() -> Iterator[None]:
-    """Spare thousands of collections the objects of the tests before."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
 
 MOMENTS = [(AtCall, 100), (AtLoop, 10)]
 """With how many of them there are in a step at least."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 
 import pytest
@@ -13,9 +12,5 @@ import torch
 def _one_thread() -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    # Spares the collections in the tests all that was imported.
-    gc.collect()
-    gc.freeze()
     yield
-    gc.unfreeze()
     torch.set_num_threads(threads)

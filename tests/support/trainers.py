@@ -1,6 +1,5 @@
 """What the tests with other people's trainers share: a plugin of pytest for those files."""
 
-import gc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,17 +11,10 @@ from support import assert_nothing_is_on, nothing_leaks
 
 @pytest.fixture(scope="module", autouse=True)
 def _quick() -> Iterator[None]:
-    """Spend no time on what small models do not need.
-
-    Trainers collect garbage in each training, also in all that was imported; and threads that have
-    to be woken for each small operation take longer than one alone.
-    """
+    """Threads that have to be woken for each small operation take longer than one alone."""
     threads_count = torch.get_num_threads()
     torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()
     yield
-    gc.unfreeze()
     torch.set_num_threads(threads_count)
 
 
