@@ -80,6 +80,7 @@ def replicated(rank: int, directory: Path) -> None:
     assert any(said in one for one in messages)
 
 
+@pytest.mark.long
 def test_replicated(tmp_path: Path) -> None:
     run_ranks(replicated, tmp_path / "run", tmp_path)
 

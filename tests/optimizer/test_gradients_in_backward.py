@@ -329,6 +329,7 @@ def test_a_backward_on_a_thread_of_its_own(tmp_path: Path, monkeypatch: pytest.M
     assert passed == [True] * 4
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 def test_code_is_compiled_while_gradients_are_taken_and_away(tmp_path: Path) -> None:
     def trained(place: Path | None) -> dict[str, Tensor]:

@@ -179,6 +179,7 @@ def test_a_block_that_fails_keeps_no_weight_in_memory(tmp_path: Path) -> None:
     assert ssdtrain.parameter_stats(model).peak_resident_bytes <= 2 * BLOCK_BYTES
 
 
+@pytest.mark.long
 def test_a_model_that_is_compiled_as_a_whole_is_in_memory_as_a_whole(tmp_path: Path) -> None:
     model = in_place(Model(), "aot_eager")
     model.compile(backend="aot_eager")

@@ -125,7 +125,7 @@ def assert_fails(done: Done, name: str, finding: str, remedy: str) -> None:
 # The command line
 
 
-@pytest.mark.parametrize("command", [installed_command, ssdtrain])
+@pytest.mark.parametrize("command", shared_out([installed_command, ssdtrain], quick=[ssdtrain]))
 def test_the_commands_are_listed(command: Callable[..., Done]) -> None:
     done = command()
     assert done.returncode == 0
@@ -175,6 +175,7 @@ def test_the_version_is_told() -> None:
 # The doctor
 
 
+@pytest.mark.long
 def test_a_reader_that_leaves(tmp_path: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)

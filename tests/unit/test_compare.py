@@ -93,6 +93,7 @@ def test_fio_chooses_the_best_setting_of_each_direction(
     assert sum(one["chosen"] for one in yardstick.calibration) == 2
 
 
+@pytest.mark.long
 def test_without_fio_it_says_how_to_install_it(tmp_path: Path) -> None:
     done = compare("--quick", "--dir", str(tmp_path), env=os.environ | {"PATH": str(tmp_path)})
     assert done.returncode == 2, done.stderr

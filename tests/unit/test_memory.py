@@ -70,6 +70,7 @@ def test_the_users_choice_of_pages_stands() -> None:
     assert int(run(ADDRESS, THP_MEM_ALLOC_ENABLE="0").stdout) != 0
 
 
+@pytest.mark.long
 def test_an_import_that_came_too_late_is_said_once_and_in_the_report(tmp_path: Path) -> None:
     done = run(TOO_LATE, str(tmp_path))
     # Nobody has set logging up, so the line names the package itself.
@@ -86,6 +87,7 @@ def test_where_logging_is_set_up_a_line_names_the_package_once(tmp_path: Path) -
     assert done.stderr.startswith("WARNING:ssdtrain:tensors are not on huge pages")
 
 
+@pytest.mark.long
 def test_memory_between_blocks_in_use_goes_back_to_the_system() -> None:
     kept, given = map(int, run(HOLES).stdout.split())
     assert kept < 20, "glibc gave it back by itself: nothing was tried"

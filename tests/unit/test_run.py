@@ -329,6 +329,7 @@ def test_a_launcher_is_told_the_other_way_round(tmp_path: Path) -> None:
     assert "put it the other way round: torchrun OPTIONS --no-python ssdtrain run" in done.stderr
 
 
+@pytest.mark.long
 def test_the_installed_command_runs_a_script_with_huge_pages_whatever_it_imports_first(
     tmp_path: Path,
 ) -> None:
