@@ -534,10 +534,6 @@ class Round:
         """What rounds of the same kind have in common."""
 
     @property
-    def stall_s(self) -> float:
-        """The waits for its tensors."""
-
-    @property
     def opening(self) -> int:
         """The name of its first tensor: all that is known of a round when it begins."""
 

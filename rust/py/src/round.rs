@@ -52,11 +52,6 @@ impl Round {
     }
 
     #[getter]
-    fn stall_s(&self) -> f64 {
-        self.0.lock().stall_s()
-    }
-
-    #[getter]
     fn opening(&self) -> i64 {
         self.0.lock().opening()
     }
