@@ -217,6 +217,37 @@ def test_a_shard_that_cannot_be_read(tmp_path: Path) -> None:
     run_ranks(failing, tmp_path / "run", tmp_path)
 
 
+def held(rank: int, directory: Path) -> None:
+    """Who holds a shard sees it change in updates, and changes it for them, as in plain ones."""
+    mesh = init_device_mesh("cpu", (RANKS,))
+    found = []
+    for is_offloaded in (False, True):
+        module = sharded_model(mesh)
+        optimizer: Any = MAKES["AdamW"](module.parameters())
+        if is_offloaded:
+            offload_optimizer(optimizer, directory, buffer_bytes=BUFFER)
+        train(module, optimizer, rank, range(2))
+        with torch.no_grad():
+            shards = [
+                state["exp_avg"].to_local()
+                for state in (optimizer.state[param] for param in module.parameters())
+            ]
+        train(module, optimizer, rank, range(2, 3))
+        seen = {f"seen {number}": shard.clone() for number, shard in enumerate(shards)}
+        for shard in shards:
+            shard.mul_(0.5)
+        train(module, optimizer, rank, range(3, 4))
+        del shards
+        train(module, optimizer, rank, range(4, 6))
+        found.append({**everything(module, optimizer), **seen})
+    support.assert_equal_bits(found[1], found[0])
+    assert optimizer.offload_stats.read_bytes > 0
+
+
+def test_a_shard_that_somebody_holds(tmp_path: Path) -> None:
+    run_ranks(held, tmp_path / "run", tmp_path)
+
+
 def refused(rank: int, directory: Path) -> None:
     module = sharded_model(init_device_mesh("cpu", (RANKS,)))
     refusals: dict[str, dict[str, Any]] = {

@@ -106,7 +106,10 @@ class ParameterState(dict[Any, Any]):
 
     def _is_held_alone(self, key: Any) -> bool:
         """Whether nobody else has this very object, who could look at it while it is away."""
-        return sys.getrefcount(super().__getitem__(key)) <= REFERENCES_ALONE
+        if sys.getrefcount(super().__getitem__(key)) > REFERENCES_ALONE:
+            return False
+        # Of a tensor in shards somebody may have the shard alone (`to_local`).
+        return sys.getrefcount(own_shard(super().__getitem__(key))) <= REFERENCES_ALONE
 
     def nbytes(self) -> tuple[int, int]:
         """Return the bytes of its tensors: those in memory, and those on the disk only."""
