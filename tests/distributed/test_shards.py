@@ -248,6 +248,25 @@ def test_a_shard_that_somebody_holds(tmp_path: Path) -> None:
     run_ranks(held, tmp_path / "run", tmp_path)
 
 
+class Scaled(torch.optim.Optimizer):
+    """Scales each update by the norm of the whole weight, as LAMB does."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                state.setdefault("mean", torch.zeros_like(param)).lerp_(param.grad, 0.1)
+                norm = param.norm()
+                whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
+                param.add_(state["mean"], alpha=-group["lr"] * float(whole))
+
+
 def refused(rank: int, directory: Path) -> None:
     module = sharded_model(init_device_mesh("cpu", (RANKS,)))
     refusals: dict[str, dict[str, Any]] = {
@@ -259,6 +278,16 @@ def refused(rank: int, directory: Path) -> None:
         optimizer = MAKES["AdamW"](module.parameters())
         with pytest.raises(UnsupportedError, match=f"in shards .*{named}"):
             offload_optimizer(optimizer, directory, **options)
+    # One process that cannot read its state would put the other out of step.
+    with pytest.raises(UnsupportedError, match="its update communicates between processes"):
+        offload_optimizer(Scaled(module.parameters()), directory)
+    offload_optimizer(Scaled(nn.Linear(WIDTH, WIDTH).parameters()), directory)
+    late = MAKES["AdamW"](nn.Linear(WIDTH, WIDTH).parameters())
+    offload_optimizer(late, directory)
+    with pytest.raises(UnsupportedError, match="give it some before offload_optimizer"):
+        late.add_param_group({"params": list(module.parameters())})
+    early = MAKES["AdamW"](list(module.parameters())[:1])
+    offload_optimizer(early, directory).add_param_group({"params": list(module.parameters())[1:]})
     whole = nn.Linear(WIDTH, WIDTH)
     optimizer = offload_optimizer(MAKES["AdamW"](whole.parameters()), directory, overlap="forward")
     with pytest.raises(UnsupportedError, match="in shards"):

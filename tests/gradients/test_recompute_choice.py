@@ -161,6 +161,21 @@ def test_computed_again_blocks_give_equal_bits(
     assert stats.recomputed_s > 0
 
 
+class Padded(nn.Module):
+    def forward(self, x: Tensor, rows: Tensor) -> Tensor:
+        return (x * rows.to_padded_tensor(0.0)[0]).sin()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_block_that_is_given_nested_tensors_is_plain(tmp_path: Path) -> None:
+    def with_rows(block: nn.Module, x: Tensor) -> Any:
+        rows = torch.nested.nested_tensor([torch.ones(ROWS, WIDTH)], layout=torch.strided)
+        return block(x, rows)
+
+    stats = prove_both(tmp_path, lambda: training(Model(Padded, with_rows)))
+    assert stats.blocks_recomputed == 0
+
+
 @pytest.mark.parametrize("how", [in_torchs_own, in_torchs_reentrant])
 def test_in_checkpoints_of_others_blocks_are_plain(
     tmp_path: Path, how: Callable[..., Tensor]

@@ -156,6 +156,15 @@ def test_an_optimizer_says_why_nothing_is_on_the_disk(tmp_path: Path) -> None:
     optimizer.step()
     assert optimizer.offload_stats.on_disk_bytes
     assert "on disk only" not in str(optimizer.offload_stats)
+    # What somebody holds is not written, and what was written before is no part of it.
+    held = [value for state in optimizer.state.values() for value in state.values()]
+    model(torch.zeros(1, 256)).sum().backward()
+    optimizer.step()
+    assert optimizer.offload_stats.being_written_bytes == 0
+    assert "somebody has looked at it since the last step, or holds it" in str(
+        optimizer.offload_stats
+    )
+    del held
 
 
 def test_weights_print_one_line() -> None:

@@ -178,7 +178,8 @@ class Blocks:
     def _begin(self, reach: Reach) -> _Call | None:
         """Return what is noted of this call, or ``None`` if nothing is: then it is plain."""
         # How long a GPU computes, the moments of calls do not tell.
-        if any(one.device.type != "cpu" for one in reach.given):
+        # Nested tensors do not tell their shapes.
+        if any(one.device.type != "cpu" or one.is_nested for one in reach.given):
             return None
         with self._lock:
             if self._is_in_call():

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from importlib import import_module
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -21,6 +22,7 @@ from ssdtrain.errors import UnsupportedError
 __all__ = [
     "STORAGE_USERS_ALONE",
     "as_plain_tensors",
+    "communications",
     "compiled_count",
     "copy_each",
     "count_users",
@@ -36,6 +38,7 @@ __all__ = [
     "is_in_shards",
     "is_traced",
     "is_wrapped",
+    "like_shards",
     "memory_bytes",
     "mode_count",
     "outside_compiler",
@@ -198,6 +201,22 @@ def in_shards(shard: Tensor, spec: Any) -> Tensor:
     """
     made: Tensor = sys.modules["torch.distributed.tensor"].DTensor(shard, spec, requires_grad=False)
     return made
+
+
+def like_shards(shard: Tensor, whole: Any) -> Tensor:
+    """Return a tensor of which each process has such a shard, cut as ``whole`` is."""
+    kind = sys.modules["torch.distributed.tensor"].DTensor
+    with torch.no_grad():
+        made: Tensor = kind.from_local(shard, whole.device_mesh, whole.placements, run_check=False)
+    return made
+
+
+def communications(function: Callable[[], object]) -> int:
+    """Call a function, and return how often it communicates with other processes."""
+    debug = import_module("torch.distributed.tensor.debug")
+    with debug.CommDebugMode() as counted:
+        function()
+    return int(counted.get_total_counts())
 
 
 def memory_bytes(tensor: Tensor) -> int:

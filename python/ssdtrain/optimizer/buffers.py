@@ -18,11 +18,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ssdtrain.errors import ConfigError
-from ssdtrain.machine.torch_internals import is_in_shards
+from ssdtrain.machine.torch_internals import memory_bytes, own_shard
 from ssdtrain.optimizer.chunks import name_of
 from ssdtrain.optimizer.disk import Away, Disk
 from ssdtrain.optimizer.masters import WORKING_BYTES, wants_master
-from ssdtrain.optimizer.sharded import largest_shard_bytes
 from ssdtrain.optimizer.state import ParameterState
 from ssdtrain.residency import UNLIMITED_BYTES
 from ssdtrain.sharing import Budget, Figures, Room
@@ -50,8 +49,7 @@ def bytes_of(param: Tensor, state: Any, state_share: float, *, has_masters: bool
     """
     has_master = has_masters and wants_master(param)
     working = WORKING_BYTES * param.numel() if has_master else 0
-    if is_in_shards(param):
-        return math.ceil(state_share * largest_shard_bytes(param))
+    param = own_shard(param)
     if isinstance(state, dict) and len(state):
         return working + sum(map(_brought_bytes, list(dict.values(state))))
     stored = MASTER_BYTES * param.numel() if has_master else 0
@@ -64,7 +62,7 @@ def _brought_bytes(value: Any) -> int:
         return value.brought_bytes
     # What is sparse stays in memory.
     is_brought = isinstance(value, Tensor) and value.layout is torch.strided
-    return value.nbytes if is_brought else 0
+    return memory_bytes(value) if is_brought else 0
 
 
 def within(buffer_bytes: int, budget: Budget | None) -> int:

@@ -236,6 +236,14 @@ class Disk:
             return away
 
     @property
+    def being_written_bytes(self) -> int:
+        """What is in memory because its write has not ended, or nobody has looked since."""
+        entries = (one for one, _ in list(self._in_flight))
+        return sum(
+            one.nbytes for one in entries if one.source is not None and one.stored is not None
+        )
+
+    @property
     def in_flight_bytes(self) -> int:
         """What is on its way to the disk, and so in memory."""
         return self._in_flight_bytes

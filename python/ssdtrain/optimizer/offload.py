@@ -99,7 +99,8 @@ def offload_optimizer(
         UnsupportedError: The optimizer couples its parameters (LBFGS), or they are not on the CPU;
             another ``overlap`` of one whose step draws random numbers or changes its attributes;
             ``"backward"`` or masters of one that keeps lists of its parameters; parameters in
-            shards (DTensor) with more than ``"step"`` and ``undo``. In backward, in ``step`` and
+            shards (DTensor) with more than ``"step"`` and ``undo``, or with an update that
+            communicates, which is tried: call this in all processes. In backward, in ``step`` and
             for what uses a gradient: too late for ``overlap="backward"``, see there.
         BudgetError: In ``step``, before anything is changed: other users of the session's
             ``max_resident_bytes`` leave too little of it.

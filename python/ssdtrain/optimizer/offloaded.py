@@ -47,7 +47,7 @@ from ssdtrain.optimizer.in_backward import InBackward
 from ssdtrain.optimizer.lost import Lost
 from ssdtrain.optimizer.masters import Masters, refuse_shared_memory
 from ssdtrain.optimizer.pending import in_update
-from ssdtrain.optimizer.sharded import refuse_options
+from ssdtrain.optimizer.sharded import has_shards, refuse_options
 from ssdtrain.optimizer.state import ParameterState
 from ssdtrain.optimizer.stats import OptimizerStats
 from ssdtrain.optimizer.trial import Habits
@@ -69,6 +69,7 @@ class Offloaded(WholeState):
 
     _own_kind: type[Optimizer]
     _overlap: Overlap
+    _has_shards: bool
     _buffers: Buffers
     _gradients: Gradients | None
     _part_bytes: int
@@ -106,6 +107,7 @@ class Offloaded(WholeState):
         self._step_s = self._waited_s = 0.0
         self._updates = None
         self._changes_groups = overlap == "forward" and habits.changes_groups
+        self._has_shards = has_shards(self)
         self._order = ForwardOrder() if overlap == "forward" else None
         if self._order is not None:
             self._order.begin_round()
@@ -165,7 +167,7 @@ class Offloaded(WholeState):
             gradient_read_bytes=of_gradients.bytes_read,
             gradient_stall_s=of_gradients.stall_s,
             small_bytes=sum(state.small_bytes(disk) for state in states),
-            being_written_bytes=disk.in_flight_bytes,
+            being_written_bytes=disk.being_written_bytes,
             write_buffer_bytes=disk.in_flight_bytes_max,
         )
 
@@ -274,6 +276,7 @@ class Offloaded(WholeState):
                 overlap=self._overlap,
                 has_masters=self._masters is not None,
                 has_gradient_bound=self._gradients is not None,
+                was_tried=self._has_shards,
             )
         except UnsupportedError:
             self.param_groups.pop()

@@ -6,7 +6,6 @@ into a tensor like the one that the optimizer made, so the optimizer's own code 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +16,7 @@ from ssdtrain.errors import UnsupportedError
 from ssdtrain.machine.torch_internals import in_shards, is_in_shards, own_shard
 from ssdtrain.optimizer.disk import Away, Disk
 
-__all__ = ["ShardAway", "largest_shard_bytes", "refuse_options"]
+__all__ = ["ShardAway", "has_shards", "refuse_options"]
 
 
 class ShardAway(Away):
@@ -48,24 +47,30 @@ class ShardAway(Away):
         return in_shards(super().copy(), self._spec)
 
 
-def largest_shard_bytes(tensor: Any) -> int:
-    """Return how large the largest shard of a tensor is, whichever this process has.
-
-    So all processes cut their parameters into the same parts: the updates of some optimizers
-    communicate, and have to do it in the same order everywhere.
-    """
-    pairs = enumerate(tensor.placements)
-    counts = [tensor.device_mesh.size(dim) for dim, placement in pairs if placement.is_shard()]
-    return math.ceil(int(tensor.nbytes) / int(math.prod(counts)))
+def has_shards(optimizer: Optimizer) -> bool:
+    """Whether some parameters of an optimizer are in shards."""
+    return any(is_in_shards(param) for group in optimizer.param_groups for param in group["params"])
 
 
 def refuse_options(
-    optimizer: Optimizer, *, overlap: str, has_masters: bool, has_gradient_bound: bool
+    optimizer: Optimizer,
+    *,
+    overlap: str,
+    has_masters: bool,
+    has_gradient_bound: bool,
+    was_tried: bool = True,
 ) -> None:
-    """Raise ``UnsupportedError`` for options that parameters in shards cannot have."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    if not any(map(is_in_shards, params)):
+    """Raise ``UnsupportedError`` for options that parameters in shards cannot have.
+
+    ``was_tried`` says whether there were some when the optimizer's step was tried, if it was.
+    """
+    if not has_shards(optimizer):
         return
+    if not was_tried:
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} was offloaded without parameters in shards (DTensor), and "
+            "whether its update communicates was not tried; give it some before offload_optimizer"
+        )
     refused = {
         f"overlap={overlap!r}": overlap != "step",
         "master_dtype": has_masters,

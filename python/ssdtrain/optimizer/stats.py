@@ -42,7 +42,7 @@ class OptimizerStats:
     small_bytes: int = 0
     """State in tensors of less than 64 KiB, which stay in memory."""
     being_written_bytes: int = 0
-    """State that is in memory as long as the buffer for writes is not needed for more."""
+    """State on its way to the disk: in memory as long as the buffer for writes has room for it."""
     write_buffer_bytes: int = 0
     """The size of that buffer: a quarter of ``buffer_bytes``."""
 
@@ -62,6 +62,13 @@ class OptimizerStats:
                 f"{shown_bytes(self.write_buffer_bytes)} and holds "
                 f"{shown_bytes(self.being_written_bytes)} of it; a smaller buffer_bytes frees "
                 "memory"
+            )
+        if self.write_failed_count:
+            return "the disk did not take it, for which the log has the cause"
+        if self.step_count:
+            return (
+                "somebody has looked at it since the last step, or holds it or a view of it, or it "
+                "is of another kind than plain dense tensors of the CPU"
             )
         return None
 

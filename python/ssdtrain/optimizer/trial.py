@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import random
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -22,9 +22,15 @@ from torch.optim import Optimizer
 
 from ssdtrain.away.classes import AwayParameter
 from ssdtrain.errors import ConfigError, UnsupportedError
-from ssdtrain.machine.torch_internals import is_in_shards, own_shard
+from ssdtrain.machine.torch_internals import (
+    communications,
+    is_in_shards,
+    like_shards,
+    own_shard,
+)
 from ssdtrain.optimizer.chunks import Chunk, Settings, own_step, update
 from ssdtrain.optimizer.masters import MASTER, wants_master
+from ssdtrain.optimizer.sharded import has_shards
 
 __all__ = [
     "Habits",
@@ -63,6 +69,8 @@ class Trial:
     has_masters: bool
     has_state: bool
     """Whether they begin with state for each parameter, cut to its size, as this one has some."""
+    in_shards: bool = False
+    """Whether small parameters are in shards where those of the optimizer are."""
 
 
 def tried(optimizer: Optimizer, *, has_masters: bool) -> Habits:
@@ -80,6 +88,10 @@ def tried(optimizer: Optimizer, *, has_masters: bool) -> Habits:
             together = _trained(trial, at_once=True, sparse=sparse)
             habits = Habits()
             apart = _trained(trial, at_once=False, sparse=sparse, habits=habits)
+            if has_shards(optimizer):
+                _refuse_communication(trial)
+    except UnsupportedError:
+        raise
     except Exception as error:
         raise UnsupportedError(
             f"{name} cannot be offloaded: its step was tried on small tensors first, without a "
@@ -99,6 +111,23 @@ def tried(optimizer: Optimizer, *, has_masters: bool) -> Habits:
         )
     habits.state_share = max(map(_state_share, together[0], together[1]), default=0.0)
     return habits
+
+
+def _refuse_communication(trial: Trial) -> None:
+    """Refuse a step that communicates for parameters in shards.
+
+    Where state cannot be read, an update is left out or undone in one process alone, and what the
+    others wait for would be another parameter's.
+    """
+    of_shards = replace(trial, in_shards=True)
+    count = communications(lambda: _trained(of_shards, at_once=True, sparse=False))
+    if count:
+        raise UnsupportedError(
+            f"{type(trial.optimizer).__name__} cannot be offloaded with parameters in shards "
+            f"(DTensor): its update communicates between processes ({count} times in {STEPS} small "
+            "steps), and a process that could not read its state would put the others out of step; "
+            "use an optimizer that updates each shard by itself, such as AdamW"
+        )
 
 
 def _state_share(param: Tensor, state: dict[Any, Any]) -> float:
@@ -177,27 +206,12 @@ def _trained(
     habits: Habits | None = None,
 ) -> list[Any]:
     """Return all that a copy of the optimizer ends with after some steps on small parameters."""
-    optimizer, has_masters = trial.optimizer, trial.has_masters
     torch.manual_seed(SEED)
-    small = {
-        id(param): _small(param, torch.float32 if has_masters and wants_master(param) else None)
-        for group in optimizer.param_groups
-        for param in group["params"]
-    }
-    state = defaultdict[Any, Any](dict)
-    if trial.has_state:
-        for param, known in list(optimizer.state.items()):
-            if id(param) in small:
-                state[small[id(param)]] = {
-                    name: _cut(value, param, small[id(param)]) for name, value in known.items()
-                }
-    copied: Optimizer = copy.deepcopy(optimizer, {**small, id(optimizer.state): state})
-    for group in copied.param_groups:
-        group["params"] = _few(group["params"])
+    copied = _small_copy(trial)
     step = own_step(type(copied))
     for number in range(STEPS):
         for param in _params_of(copied):
-            grad = torch.randn_like(param)
+            grad = _gradient(param)
             param.grad = grad.to_sparse() if sparse else grad
         before = _surroundings(copied)
         settings = Settings()
@@ -211,6 +225,23 @@ def _trained(
             _note(habits, before, _surroundings(copied))
     params = _params_of(copied)
     return [params, [dict(copied.state[param]) for param in params], _options_of(copied)]
+
+
+def _small_copy(trial: Trial) -> Optimizer:
+    """Return a copy of the optimizer, of a few small parameters."""
+    optimizer = trial.optimizer
+    small = {id(param): _small(param, trial) for param in _params_of(optimizer)}
+    state = defaultdict[Any, Any](dict)
+    if trial.has_state:
+        for param, known in list(optimizer.state.items()):
+            if id(param) in small:
+                state[small[id(param)]] = {
+                    name: _cut(value, param, small[id(param)]) for name, value in known.items()
+                }
+    copied: Optimizer = copy.deepcopy(optimizer, {**small, id(optimizer.state): state})
+    for group in copied.param_groups:
+        group["params"] = _few(group["params"])
+    return copied
 
 
 def _options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -261,11 +292,19 @@ def _params_of(optimizer: Optimizer) -> list[Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
-def _small(param: Tensor, dtype: torch.dtype | None) -> Tensor:
+def _small(param: Tensor, trial: Trial) -> Tensor:
     size = [min(n, LENGTH_MAX) for n in param.shape]
+    dtype = torch.float32 if trial.has_masters and wants_master(param) else param.dtype
     with torch.no_grad():
-        made = torch.randn(size, dtype=torch.float32).to(dtype or param.dtype)
+        made = torch.randn(size, dtype=torch.float32).to(dtype)
+        if trial.in_shards and is_in_shards(param):
+            made = like_shards(made, param)
     return made.requires_grad_(param.requires_grad)
+
+
+def _gradient(param: Tensor) -> Tensor:
+    made = torch.randn_like(own_shard(param))
+    return like_shards(made, param) if is_in_shards(param) else made
 
 
 def _cut(value: Any, param: Tensor, small: Tensor) -> Any:
