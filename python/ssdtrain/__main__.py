@@ -6,6 +6,7 @@ import argparse
 import os
 import select
 import sys
+from difflib import get_close_matches
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Protocol
 
@@ -65,6 +66,8 @@ def _run() -> Command:
     return run
 
 
+ALIKE_MIN = 0.8
+"""How alike an option and one of ours are, of 1, so that it is taken for a slip in that."""
 EXIT_UNREAD = 128 + 13
 """As of a program that SIGPIPE ends."""
 
@@ -128,8 +131,10 @@ def _hint(option: str, asked: argparse.ArgumentParser, command: str) -> str:
     """Return what to do about an option that a command does not know."""
     # Python's options have underscores, those of a command line hyphens.
     ours = option.replace("_", "-")
-    if ours != option and ours in asked._option_string_actions:  # noqa: SLF001 - no public name
-        return f"; it is written {ours} here"
+    known = asked._option_string_actions  # noqa: SLF001 - no public name
+    alike = [ours] if ours in known else get_close_matches(ours, known, n=1, cutoff=ALIKE_MIN)
+    if alike:
+        return f"; it is written {alike[0]} here"
     if command != "run":
         return ""
     return (

@@ -288,6 +288,10 @@ def test_each_rank_that_torchrun_starts_has_a_block_and_a_report(
             r"arguments: --num_epochs; options of your script come after its name: .* --num_epochs",
         ),
         (["--dir", ".", "--min_bytes", "3", "script.py"], "it is written --min-bytes here"),
+        (
+            ["--dir", ".", "--max-residnt-bytes", "1GiB", "script.py"],
+            "it is written --max-resident-bytes here",
+        ),
         (["--dir", "none", "script.py"], "does not exist"),
         (["--dir", ".", "--min-bytes", "8G", "script.py"], "or text such as '8GiB'"),
         (["--dir", ".", "--report", ".", "script.py"], "is a directory; name a file in it"),
