@@ -528,7 +528,7 @@ def test_what_cannot_be_saved_is_refused_by_name(tmp_path: Path) -> None:
         ),
         (
             UnsupportedError,
-            "extra is a numpy.ndarray, which .* small tensors and arrays of numbers",
+            "extra is a numpy.ndarray of dtype .*, which .* small tensors and arrays of numbers",
             lambda: save(tmp_path / "a", run.module, extra=np.array([object()])),
         ),
         (

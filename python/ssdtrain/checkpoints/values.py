@@ -47,10 +47,11 @@ def encode(value: Any, where: str) -> Any:
     if (kind is np.ndarray or isinstance(value, np.generic)) and value.dtype.kind in ARRAY_KINDS:
         return _encode_array(value, where)
     remedy = "; give its state_dict()" if hasattr(value, "state_dict") else ""
+    of_what = f" of dtype {value.dtype}" if kind is np.ndarray else ""
     raise UnsupportedError(
-        f"{where} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot keep: it "
-        "keeps None, bool, int, float, str, numbers of numpy, small tensors and arrays of numbers; "
-        f"lists, tuples, sets and dicts of them{remedy}"
+        f"{where} is a {kind.__module__}.{kind.__qualname__}{of_what}, which a checkpoint cannot "
+        "keep: it keeps None, bool, int, float, str, numbers of numpy, small tensors and arrays of "
+        f"numbers; lists, tuples, sets and dicts of them{remedy}"
     )
 
 
