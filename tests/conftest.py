@@ -103,8 +103,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def leave_out_what_was_imported(config: pytest.Config) -> None:
     """Have the collector of garbage leave out what was imported, which stays until the end.
 
-    It is half a million objects, and every other test collects. Between two tests nothing else is
-    there; what tests import themselves, torch's compiler before all, is left out before the next.
+    It is half a million objects, and every other test collects. What tests
+    import themselves, torch's compiler before all, is left out before the next one; so is what a
+    fixture of a module has just then, which is no garbage as long as that goes on.
     """
     count = len(sys.modules)
     if count >= config.stash.get(LEFT_OUT, 0) + NEW_MODULES_COUNT:

@@ -27,6 +27,7 @@ import ssdtrain
 import support
 from ranks import RANKS, run_ranks, stop_server
 from ssdtrain import StorageError, UnsupportedError, offload_optimizer
+from ssdtrain.optimizer.sharded import ShardAway
 from stores import ChosenStore
 
 STEPS = 4
@@ -61,6 +62,15 @@ def sharded_model(mesh: DeviceMesh) -> nn.Sequential:
     return module
 
 
+def begun(mesh: DeviceMesh, directory: Path | None) -> tuple[nn.Sequential, Any]:
+    """A model in shards and its optimizer, offloaded if there is a directory."""
+    module = sharded_model(mesh)
+    optimizer = MAKES["AdamW"](module.parameters())
+    if directory is not None:
+        offload_optimizer(optimizer, directory, buffer_bytes=BUFFER)
+    return module, optimizer
+
+
 def train(module: nn.Module, optimizer: Any, rank: int, steps: range) -> None:
     for step in steps:
         generator = torch.Generator().manual_seed(step * RANKS + rank)
@@ -76,11 +86,13 @@ def own(value: Any) -> Tensor:
 
 
 def everything(module: nn.Module, optimizer: Any) -> dict[str, Tensor]:
-    """What this process has of weights and state."""
-    found = {name: own(param) for name, param in module.named_parameters()}
+    """What this process has of weights and state, and what of it is in shards."""
+    values: dict[str, Any] = dict(module.named_parameters())
     for number, state in optimizer.state_dict()["state"].items():
-        found |= {f"{number} {name}": own(value) for name, value in state.items()}
-    return found
+        values |= {f"{number} {name}": value for name, value in state.items()}
+    found = {name: own(value) for name, value in values.items()}
+    are_in_shards = [isinstance(value, DTensor) for value in values.values()]
+    return {**found, "are in shards": torch.tensor(are_in_shards)}
 
 
 def assert_trains_alike(
@@ -105,9 +117,10 @@ def assert_trains_alike(
 def in_shards(rank: int, directory: Path, names: list[str]) -> None:
     mesh = init_device_mesh("cpu", (RANKS,))
     for name in names:
-        for undo in (False, True):
+        # A quarter of the state finds room: the rest stays in memory, in shards all the same.
+        for options in ({}, {"undo": True}, {"undo": True, "max_disk_bytes": "160KiB"}):
             optimizer = assert_trains_alike(
-                lambda: sharded_model(mesh), MAKES[name], rank, directory, undo=undo
+                lambda: sharded_model(mesh), MAKES[name], rank, directory, **options
             )
             stats = optimizer.offload_stats
             assert stats.on_disk_bytes > 0, name
@@ -151,18 +164,13 @@ def resumed(rank: int, directory: Path) -> None:
     mesh = init_device_mesh("cpu", (RANKS,))
     found = []
     for is_offloaded in (False, True):
-        first = sharded_model(mesh)
-        optimizer: Any = MAKES["AdamW"](first.parameters())
-        if is_offloaded:
-            offload_optimizer(optimizer, directory, buffer_bytes=BUFFER)
+        first, optimizer = begun(mesh, directory if is_offloaded else None)
         train(first, optimizer, rank, range(2))
         saved = {"model": first.state_dict(), "state": get_optimizer_state_dict(first, optimizer)}
         dcp.save(saved, checkpoint_id=directory / f"saved {is_offloaded}")
         train(first, optimizer, rank, range(2, 4))
         found.append(everything(first, optimizer))
-    module = sharded_model(mesh)
-    optimizer = MAKES["AdamW"](module.parameters())
-    offload_optimizer(optimizer, directory, buffer_bytes=BUFFER)
+    module, optimizer = begun(mesh, directory)
     train(module, optimizer, rank, range(7, 8))
     into = {"model": module.state_dict(), "state": get_optimizer_state_dict(module, optimizer)}
     dcp.load(into, checkpoint_id=directory / "saved True")
@@ -207,6 +215,9 @@ def failing(rank: int, directory: Path) -> None:
         train(module, optimizer, rank, range(STEPS - 1, STEPS))
         assert len(said) == rank
         assert all("the step was undone" in one for one in said)
+        # What stays in memory because its write has failed is in shards still.
+        entry = ShardAway(optimizer._disk, next(module.parameters()).detach())
+        assert isinstance(entry.settled(), DTensor)
         support.assert_equal_bits(
             {name: own(param) for name, param in module.named_parameters()},
             {name: own(param) for name, param in plain.named_parameters()},
@@ -222,10 +233,7 @@ def held(rank: int, directory: Path) -> None:
     mesh = init_device_mesh("cpu", (RANKS,))
     found = []
     for is_offloaded in (False, True):
-        module = sharded_model(mesh)
-        optimizer: Any = MAKES["AdamW"](module.parameters())
-        if is_offloaded:
-            offload_optimizer(optimizer, directory, buffer_bytes=BUFFER)
+        module, optimizer = begun(mesh, directory if is_offloaded else None)
         train(module, optimizer, rank, range(2))
         with torch.no_grad():
             shards = [

@@ -18,12 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ssdtrain._core import Leaving
 from ssdtrain.away.classes import AwayTensor, attach, husk_of, is_away
 from ssdtrain.away.threads import KNOWN_THREADS, WAITING
-from ssdtrain.machine.torch_internals import (
-    STORAGE_USERS_ALONE,
-    count_users,
-    plainly,
-    storage_users,
-)
+from ssdtrain.machine.torch_internals import count_users, is_shared, plainly
 from ssdtrain.store import PendingRead, StoredTensor, is_dense
 from ssdtrain.watched import HOLDER, Watcher
 
@@ -38,10 +33,6 @@ HELD = (
     "which cannot leave before these are gone"
 )
 BESIDE_A_THREAD = "{} that another thread, which is busy, may be using"
-
-_ALONE = torch.zeros(1)
-STORAGE_REFERENCES_ALONE = sys.getrefcount(_ALONE.untyped_storage())
-"""What Python counts for the storage of a tensor that nobody has but who asks."""
 
 
 @cache
@@ -259,11 +250,7 @@ class OffloadedTensor(Watcher):
         """Whether others have the memory of this tensor, which has its bytes."""
         tensor = self.tensor
         assert tensor is not None
-        return (
-            not self.may_leave()
-            or storage_users(tensor) != STORAGE_USERS_ALONE
-            or sys.getrefcount(tensor.untyped_storage()) != STORAGE_REFERENCES_ALONE
-        )
+        return not self.may_leave() or is_shared(tensor)
 
     def checksum(self) -> int:
         """Return that of the bytes, which have left the tensor and are in memory still."""

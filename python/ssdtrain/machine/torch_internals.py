@@ -36,6 +36,7 @@ __all__ = [
     "in_transform",
     "is_below_autograd",
     "is_in_shards",
+    "is_shared",
     "is_traced",
     "is_wrapped",
     "like_shards",
@@ -242,6 +243,19 @@ def storage_users(tensor: Tensor) -> int:
 def users_of(storage: UntypedStorage) -> int:
     """Return how many tensors lie on this storage; its Python object counts as one of them."""
     return count_users(storage._cdata)  # noqa: SLF001 - its address in C++
+
+
+_alone = torch.zeros(1)
+STORAGE_REFERENCES_ALONE = max(sys.getrefcount(_alone.untyped_storage()) for _ in range(2))
+"""So many references has a storage of which nobody holds the Python object."""
+
+
+def is_shared(tensor: Tensor) -> bool:
+    """Whether others have the memory of a tensor: another tensor, or the storage as such."""
+    return (
+        storage_users(tensor) != STORAGE_USERS_ALONE
+        or sys.getrefcount(tensor.untyped_storage()) > STORAGE_REFERENCES_ALONE
+    )
 
 
 current_stream: Callable[[int], int] = getattr(

@@ -9,7 +9,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
-from sys import getrefcount
 from time import perf_counter
 from typing import Any
 
@@ -22,10 +21,9 @@ from ssdtrain.away.tensors import known_of
 from ssdtrain.away.threads import KnownThread
 from ssdtrain.errors import StorageError
 from ssdtrain.machine.torch_internals import (
-    STORAGE_USERS_ALONE,
     compiled_count,
+    is_shared,
     mode_count,
-    storage_users,
 )
 from ssdtrain.notices import Notices
 from ssdtrain.optimizer.chunks import Part
@@ -53,10 +51,6 @@ __all__ = [
     "why_not_later",
     "why_not_of_another_thread",
 ]
-
-_alone = torch.zeros(1)
-STORAGE_REFERENCES_ALONE = max(getrefcount(_alone.untyped_storage()) for _ in range(2))
-"""So many references has a storage of which nobody holds the Python object."""
 
 AFTERWARDS = (
     "raised by an update of the last optimizer.step(), which goes on beside the next forward "
@@ -132,14 +126,6 @@ def why_not_of_another_thread(gradient: Tensor | None) -> str | None:
     if is_shared(gradient):
         return "their gradients share memory with other tensors"
     return None
-
-
-def is_shared(tensor: Tensor) -> bool:
-    """Whether others have the memory of a tensor: another tensor, or the storage as such."""
-    return (
-        storage_users(tensor) != STORAGE_USERS_ALONE
-        or getrefcount(tensor.untyped_storage()) > STORAGE_REFERENCES_ALONE
-    )
 
 
 def say_why_now(reasons: list[str | None], notices: Notices) -> None:

@@ -6,7 +6,6 @@ into a tensor like the one that the optimizer made, so the optimizer's own code 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -36,11 +35,6 @@ class ShardAway(Away):
     def tensor(self) -> Tensor:
         """Wait for the shard, and return the tensor of which it is one."""
         return in_shards(super().tensor(), self._spec)
-
-    def begin_look(self) -> Callable[[], Tensor]:
-        """Begin to bring the shard into memory, and return what waits for it."""
-        shard = super().begin_look()
-        return lambda: in_shards(shard(), self._spec)
 
     def copy(self) -> Tensor:
         """Return a tensor of its own with a copy of the shard, which stays where it is."""
