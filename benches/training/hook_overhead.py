@@ -8,9 +8,10 @@ disk are taken off: they are the session's stalls). Operations run in one thread
 that a core is left for the I/O worker: where all cores compute, the worker that a call wakes may
 interrupt it, and the submission of the request counts as the call's (--threads shows it).
 
-The last row has nothing between the calls, so that caches stay warm: 200 tensors of 64 KiB are
-packed, wait until they are on the disk, and are unpacked and dropped. Its figures are of the
-fastest round, and its unpack is with the drop.
+The last row has next to nothing between the calls, so that caches stay warm: 200 tensors of 64 KiB
+are packed, each for a node of its own, wait until they are on the disk, and are unpacked and
+dropped. Its figures are the means of the fastest round, with all that a call does for several, and
+its unpack is with the drop.
 
     python benches/training/hook_overhead.py [--dir DIR] [--rounds N] [--threads N] [--json FILE]
 """
@@ -23,6 +24,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -224,42 +226,66 @@ def row_of(kind: str, trivial: Timed, ours: Timed, stall_us: float) -> Row:
 
 
 def measure_tight(directory: str, rounds: int) -> Row:
-    """Measure packs, and unpacks with drops, with nothing between them."""
+    """Measure packs, and unpacks with drops, with next to nothing between them."""
     store = StoreConfig(dirs=(directory,), direct_io="optional")
     config = OffloadConfig(store=store, min_bytes=4 * TIGHT_ELEMENTS)
-    session = ssdtrain.Session(config, KeepNothing())
+    with closing(ssdtrain.Session(config, KeepNothing())) as session:
+        return tight_row(session, rounds)
+
+
+def tight_row(session: ssdtrain.Session, rounds: int, device: str = "cpu") -> Row:
+    """Measure them in a session."""
     hooks: Any = session.context()
     pairs = ((trivial_pack, trivial_unpack), (hooks.pack_hook, hooks.unpack_hook))
     fastest = [[float("inf"), float("inf")] for _ in pairs]
     for _ in range(rounds + 1):
         for best, (pack, unpack) in zip(fastest, pairs, strict=True):
-            for place, one_us in enumerate(tight_us(session, pack, unpack)):
+            for place, one_us in enumerate(tight_us(session, pack, unpack, device)):
                 best[place] = min(best[place], one_us)
-    written = session.stats.bytes_written
-    session.close()
-    assert written > 0, "nothing was written"
+    assert session.stats.bytes_written > 0, "nothing was written"
     (trivial_pack_us, trivial_unpack_us), (pack_us, unpack_us) = fastest
     over_us = pack_us + unpack_us - trivial_pack_us - trivial_unpack_us
     return Row(TIGHT, trivial_pack_us, pack_us, trivial_unpack_us, unpack_us, over_us)
 
 
 def tight_us(
-    session: ssdtrain.Session, pack: Callable[[Tensor], object], unpack: Callable[[Any], Tensor]
+    session: ssdtrain.Session,
+    pack: Callable[[Tensor], object],
+    unpack: Callable[[Any], Tensor],
+    device: str = "cpu",
+    now_ns: Callable[[], int] = perf_counter_ns,
 ) -> tuple[float, float]:
     """Return the time per pack, and per unpack with its drop, less the waits for the disk."""
-    node = torch.zeros(8, requires_grad=True).sum()
-    results = [node * torch.ones(TIGHT_ELEMENTS) for _ in range(OPERATION_COUNT)]
-    begin = perf_counter_ns()
-    packed = [pack(one) for one in results]
-    packed_ns = perf_counter_ns() - begin
+    node = torch.zeros(8, requires_grad=True, device=device).sum()
+    results = [node * torch.ones(TIGHT_ELEMENTS, device=device) for _ in range(OPERATION_COUNT)]
+    settle(device)
+    packed, packed_ns, unpacked_ns = [], 0, 0
+    scalar = torch.zeros((), requires_grad=True)
+    for one in results:
+        # Its node is passed when the next tensor is packed, which may begin to write it.
+        scalar.neg()
+        begin = now_ns()
+        packed.append(pack(one))
+        packed_ns += now_ns() - begin
+    del one
     results.clear()
+    settle(device)
     session.flush()
     stall_s = session.stats.stall_s
-    begin = perf_counter_ns()
     while packed:
+        begin = now_ns()
         unpack(packed.pop())
-    unpacked_ns = perf_counter_ns() - begin - (session.stats.stall_s - stall_s) * 1e9
-    return packed_ns / OPERATION_COUNT / 1000, unpacked_ns / OPERATION_COUNT / 1000
+        unpacked_ns += now_ns() - begin
+    settle(device)
+    stalled_ns = (session.stats.stall_s - stall_s) * 1e9
+    per_call = 1 / OPERATION_COUNT / 1000
+    return packed_ns * per_call, (unpacked_ns - stalled_ns) * per_call
+
+
+def settle(device: str) -> None:
+    """Wait for what a GPU computes."""
+    if device != "cpu":
+        torch.cuda.synchronize(device)
 
 
 def table(rows: list[Row]) -> str:

@@ -1,7 +1,7 @@
 """The compiled part of ssdtrain: bytes by address and length; tensors stay in Python."""
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypedDict, final
 
 import torch
@@ -43,6 +43,7 @@ __all__ = [
     "Tally",
     "Timeline",
     "Torch",
+    "hidden",
     "run_if_free",
     "try_cufile",
 ]
@@ -286,7 +287,7 @@ class Geometry:
         """Its dtype."""
 
     @property
-    def size(self) -> torch.Size:
+    def size(self) -> tuple[int, ...]:
         """Its size."""
 
     @property
@@ -359,7 +360,7 @@ class Record:
 
     @property
     def source(self) -> Tensor | None:
-        """The tensor itself, for as long as its bytes may be needed from memory."""
+        """A tensor with its bytes, for as long as they may be needed from memory."""
 
     @property
     def handle(self) -> Handle | None:
@@ -410,14 +411,14 @@ class SavedTensor:
 
     @property
     def counter(self) -> Tensor:
-        """A tensor without bytes that shares the version counter of the saved one."""
+        """A tensor that shares the version counter of the saved one."""
 
     @property
     def dtype(self) -> torch.dtype:
         """Of the saved tensor."""
 
     @property
-    def size(self) -> torch.Size:
+    def size(self) -> tuple[int, ...]:
         """Of the saved tensor."""
 
     @property
@@ -439,6 +440,7 @@ class Records:
 
     def __new__(
         cls,
+        torch: Torch,
         store: Store,
         gpus: Gpus | None,
         account: Account,
@@ -1166,6 +1168,26 @@ class Probe:
         All requests are given to a fresh engine at once. ``direction`` is ``"write"`` or
         ``"read"``, ``backend`` ``"io_uring"`` or ``"psync"``.
         """
+
+def hidden(
+    items: Sequence[tuple[int, int, float, float, int | None]],
+    *,
+    write: float,
+    read: float,
+    copies: Sequence[tuple[int, float, float]],
+    host_bytes: int,
+    page_bytes: int,
+    margin_s: float,
+    round_trip_factor: float,
+) -> tuple[dict[int, float], set[int]]:
+    """Choose what leaves memory of a round, as ``planning.policy.plan`` says.
+
+    ``items`` have the fields of ``planning.policy.Item``; ``copies`` are those of each GPU, from it
+    and to it. Rates are in bytes per second.
+
+    Returns the latest start of each way back by the key of its item, and the keys of those that
+    stay in pinned memory.
+    """
 
 def run_if_free(lock: threading.RLock, function: Callable[[], object]) -> bool:
     """Call a function under a lock, unless another thread has it; return whether it was called.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -39,7 +38,7 @@ class Slow(Policy):
         """Stretch the times of a step, so that the plan depends on none that was measured."""
         end_s = 2.0 * len(items)
         stretched = [
-            replace(item, packed_s=1.0 * place, needed_s=end_s - place)
+            item._replace(packed_s=1.0 * place, needed_s=end_s - place)
             for place, item in enumerate(items)
         ]
         super().learn(signature, stretched, *others)

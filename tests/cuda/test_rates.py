@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -47,7 +46,7 @@ def test_slow_copies_are_measured_and_keep_tensors_on_the_gpu(fake: FakeDevice) 
         for key, item in enumerate(items)
     ]
     end_s = step[-1].packed_s
-    step = [replace(item, needed_s=item.needed_s - 10.0 + end_s + 0.02) for item in step]
+    step = [item._replace(needed_s=item.needed_s - 10.0 + end_s + 0.02) for item in step]
     by_the_disk = plan(step, Rates(FAST, FAST))
     assert by_the_disk.written_bytes == COUNT * leaf.nbytes
     for direction in ("down", "up"):

@@ -229,7 +229,7 @@ def test_sixty_thousand_items_are_planned() -> None:
 
 def on_gpus(items: Sequence[Item], *gpus: int) -> list[Item]:
     """Return the same items, dealt out to GPUs."""
-    return [replace(item, gpu=gpus[place % len(gpus)]) for place, item in enumerate(items)]
+    return [item._replace(gpu=gpus[place % len(gpus)]) for place, item in enumerate(items)]
 
 
 @given(traces(), RATES)
@@ -264,7 +264,7 @@ def test_copies_and_reads_meet_the_deadlines_of_their_links(
     for item in taken:
         assert item.gpu is not None
         copied_s[item.gpu] = max(copied_s[item.gpu], item.packed_s) + (
-            item.nbytes / rates.of(item).down
+            item.nbytes / rates.copies[item.gpu].down
         )
         disk_s = max(disk_s, copied_s[item.gpu]) + item.nbytes / rates.write
     read_s = disk_s
@@ -273,7 +273,8 @@ def test_copies_and_reads_meet_the_deadlines_of_their_links(
         assert item.gpu is not None
         assert made.start_by_s[item.key] >= read_s - EPSILON_S, "the disk does one after the other"
         read_s = made.start_by_s[item.key] + item.nbytes / rates.read
-        copied_s[item.gpu] = max(copied_s[item.gpu], read_s) + item.nbytes / rates.of(item).up
+        up = rates.copies[item.gpu].up
+        copied_s[item.gpu] = max(copied_s[item.gpu], read_s) + item.nbytes / up
         assert copied_s[item.gpu] <= item.needed_s - MARGIN_S + EPSILON_S
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ LIBRARIES = tuple(
 """Folders of torch and of this package: who called them is the line that a user knows."""
 
 
-def describe(dtype: torch.dtype, size: torch.Size) -> str:
+def describe(dtype: torch.dtype, size: Sequence[int]) -> str:
     """Return a tensor's type and shape."""
     return f"[{str(dtype).removeprefix('torch.')} {list(size)}]"
 
@@ -41,7 +42,7 @@ def saving(tensor: Tensor, sequence: int) -> str:
     return f"the operation {where}, which saves the result {what} of {made.name()},"
 
 
-def needing(dtype: torch.dtype, size: torch.Size) -> str:
+def needing(dtype: torch.dtype, size: Sequence[int]) -> str:
     """Return who needs a saved tensor back."""
     node = current_node()
     who = node.name() if node is not None else f"the program {_line_of_caller()}"

@@ -122,13 +122,14 @@ class Prefetcher:
             if self._controller is not None:
                 self._controller.pass_by(one.opening, one.skimmed_bytes)
             return
-        items = [Item(*item) for item in learned.items]
+        items = list(map(Item._make, learned.items))
         if not items:
             return
         if learned.is_of_gpu:
             self.gpu_stall_s += learned.stall_s
         whole_s = max(item.needed_s for item in items) - items[0].packed_s
-        self.last_round = sum(item.nbytes for item in items), whole_s
+        saved_bytes = sum(item.nbytes for item in items)
+        self.last_round = saved_bytes, whole_s
         if one.signature not in self._policy.plans:
             self._warn_of_one_node(one)
         # Of the whole time of the round, with its stalls.
@@ -139,7 +140,7 @@ class Prefetcher:
         self.recorded[one.signature] = Recording(items, learned.began_s, learned.ended_s)
         if len(self.recorded) > RECORDED_MAX:
             del self.recorded[next(iter(self.recorded))]
-        self._note_step(one, items, learned)
+        self._note_step(one, saved_bytes, learned)
 
     def _pin(self, signature: int) -> None:
         """Pin the memory in which tensors of GPUs stay by plan."""
@@ -178,7 +179,7 @@ class Prefetcher:
         """What is known of the price of a byte; ``None`` where it plays no part."""
         return None if self._controller is None else self._controller.verdict
 
-    def _note_step(self, finished: Round, items: list[Item], learned: Learned) -> None:
+    def _note_step(self, finished: Round, saved_bytes: int, learned: Learned) -> None:
         """Let the controller compare a round with those before it."""
         began_s, ended_s = finished.span_s
         overlaps = began_s < self._ended_s
@@ -194,7 +195,7 @@ class Prefetcher:
             kind=finished.signature,
             opening=finished.opening,
             seconds=learned.step_s,
-            saved_bytes=sum(item.nbytes for item in items),
+            saved_bytes=saved_bytes,
             offered_bytes=finished.offered_bytes,
             planned_bytes=planned_bytes,
             # A GPU computes on while the hooks run.

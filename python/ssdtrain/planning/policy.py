@@ -20,7 +20,9 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import NamedTuple
 
+from ssdtrain._core import hidden
 from ssdtrain.planning.controller import Controller
 
 __all__ = ["PAGE_BYTES", "Copies", "Item", "Plan", "Policy", "Rates", "plan"]
@@ -56,8 +58,7 @@ KNOWLEDGE_MAX = 100_000
 """Keys remembered before everything is learned anew: bounds memory when shapes never repeat."""
 
 
-@dataclass(frozen=True)
-class Item:
+class Item(NamedTuple):
     """One storage of a round: bytes, and when it was packed and first needed, in seconds."""
 
     key: int
@@ -92,10 +93,6 @@ class Rates:
     write: float
     read: float
     copies: Mapping[int, Copies] = field(default_factory=dict)
-
-    def of(self, item: Item) -> Copies:
-        """Return the rates of the copies that an item needs."""
-        return NO_COPIES if item.gpu is None else self.copies.get(item.gpu, NO_COPIES)
 
     def are_bound_by_copies(self) -> bool:
         """Whether what is on some GPU is copied, in either direction, slower than the disk goes."""
@@ -133,84 +130,32 @@ def plan(items: Sequence[Item], rates: Rates, host_bytes: int = 0) -> Plan:
     whose copies go there. An item that is needed again before it could be copied or written, and
     brought back, is left out beforehand.
     """
-    near = [item for item in items if _lies_idle(item, rates, goes_to_disk=False)]
-    too_soon_for_disk = {
-        item.key for item in near if not _lies_idle(item, rates, goes_to_disk=True)
-    }
-
-    def divided(count: int) -> tuple[list[Item], frozenset[int]]:
-        """Return which of so many items leave, and which of these stay in pinned memory."""
-        pinned = set[int]()
-        left_bytes = host_bytes
-        for item in reversed(near[:count]):
-            if item.gpu in rates.copies and _pages(item) <= left_bytes:
-                left_bytes -= _pages(item)
-                pinned.add(item.key)
-        left_out = too_soon_for_disk - pinned
-        return [item for item in near[:count] if item.key not in left_out], frozenset(pinned)
-
-    low, high = 0, len(near)
-    while low < high:
-        middle = (low + high + 1) // 2
-        if _starts(*divided(middle), rates) is not None:
-            low = middle
-        else:
-            high = middle - 1
-    leaving, pinned = divided(low)
-    starts = _starts(leaving, pinned, rates)
-    assert starts is not None, "nothing at all always hides"
+    starts, pinned = hidden(
+        items,
+        write=rates.write,
+        read=rates.read,
+        copies=[(gpu, one.down, one.up) for gpu, one in rates.copies.items()],
+        host_bytes=host_bytes,
+        page_bytes=PAGE_BYTES,
+        margin_s=MARGIN_S,
+        round_trip_factor=ROUND_TRIP_FACTOR,
+    )
     keep = frozenset(item.key for item in items if item.key not in starts)
     needed_s = {item.key: item.needed_s for item in items}
     gaps = [after - before for before, after in pairwise(sorted(needed_s.values()))]
     pinned_bytes: dict[int, int] = {}
-    for item in leaving:
+    written_bytes = 0
+    for item in items:
         if item.key in pinned:
             assert item.gpu is not None
-            pinned_bytes[item.gpu] = pinned_bytes.get(item.gpu, 0) + _pages(item)
-    written_bytes = sum(item.nbytes for item in leaving if item.key not in pinned)
+            pages = -(-item.nbytes // PAGE_BYTES)
+            pinned_bytes[item.gpu] = pinned_bytes.get(item.gpu, 0) + pages * PAGE_BYTES
+        elif item.key in starts:
+            written_bytes += item.nbytes
     longest_gap_s = max(gaps, default=0.0)
-    return Plan(keep, starts, needed_s, written_bytes, longest_gap_s, pinned, pinned_bytes)
-
-
-def _pages(item: Item) -> int:
-    return -(-item.nbytes // PAGE_BYTES) * PAGE_BYTES
-
-
-def _lies_idle(item: Item, rates: Rates, *, goes_to_disk: bool) -> bool:
-    """Whether a way out and back leaves enough of the time until an item is needed again."""
-    copies = rates.of(item)
-    links = [copies.down, copies.up]
-    if goes_to_disk or item.gpu not in rates.copies:
-        links += [rates.write, rates.read]
-    round_trip = sum(item.nbytes / link for link in links)
-    return item.needed_s - item.packed_s > ROUND_TRIP_FACTOR * round_trip + MARGIN_S
-
-
-def _starts(items: Sequence[Item], pinned: frozenset[int], rates: Rates) -> dict[int, float] | None:
-    """Return the latest start of each way back, or ``None`` if the traffic does not fit."""
-    away_s: dict[int, float] = {}
-    copied: dict[int | None, float] = {}
-    end = 0.0
-    for item in items:
-        # Of a GPU whose link is behind, the disk gets a tensor when that has copied it.
-        begin = max(copied.get(item.gpu, 0.0), item.packed_s)
-        copied[item.gpu] = begin + item.nbytes / rates.of(item).down
-        if item.key not in pinned:
-            end = max(end, copied[item.gpu]) + item.nbytes / rates.write
-        away_s[item.key] = copied[item.gpu] if item.key in pinned else end
-    starts: dict[int, float] = {}
-    uploads: dict[int | None, float] = {}
-    start = math.inf
-    for item in sorted(items, key=lambda item: item.needed_s, reverse=True):
-        upload = min(uploads.get(item.gpu, math.inf), item.needed_s - MARGIN_S)
-        uploads[item.gpu] = upload - item.nbytes / rates.of(item).up
-        if item.key not in pinned:
-            start = min(start, uploads[item.gpu]) - item.nbytes / rates.read
-        starts[item.key] = uploads[item.gpu] if item.key in pinned else start
-        if starts[item.key] < away_s[item.key]:
-            return None
-    # The disk reads and writes by turns: the first read begins when the last write has ended.
-    return starts if start >= end else None
+    return Plan(
+        keep, starts, needed_s, written_bytes, longest_gap_s, frozenset(pinned), pinned_bytes
+    )
 
 
 class Policy:

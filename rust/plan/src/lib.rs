@@ -12,6 +12,7 @@ pub mod channels;
 pub mod excess;
 pub mod given;
 pub mod greedy;
+pub mod hidden;
 pub mod ledger;
 pub mod lookahead;
 pub mod machine;

@@ -13,8 +13,9 @@ const PART_ALIGNMENT_BYTES: u64 = 16;
 /// Dtype, size, strides and offset of a tensor; strides too, because kernels choose by them.
 pub struct Layout {
     pub dtype: Py<PyAny>,
-    pub size: Py<PyAny>,
-    pub stride: Py<PyTuple>,
+    /// Length and stride of each dimension, the stride in items. No tuples: the collector of
+    /// garbage would look at them again and again.
+    dimensions: Box<[(i64, i64)]>,
     item_bytes: u64,
     /// Bytes from the start of the storage.
     pub offset: u64,
@@ -28,8 +29,7 @@ impl Layout {
         let item_bytes = item_bytes(tensor)?;
         Ok(Self {
             dtype: tensor.getattr(intern!(py, "dtype"))?.unbind(),
-            size: tensor.getattr(intern!(py, "shape"))?.unbind(),
-            stride: stride(tensor)?.unbind(),
+            dimensions: dimensions(tensor)?,
             item_bytes,
             offset: storage_offset(tensor)? * item_bytes, // defence: storage offset
             gpu: gpu_of(tensor)?,
@@ -48,7 +48,7 @@ impl Layout {
             return Ok((0, 0));
         }
         let is_contiguous = tensor.call_method0(intern!(py, "is_contiguous"))?.is_truthy()?;
-        let span = if is_contiguous { nbytes } else { self.span_bytes(py)? };
+        let span = if is_contiguous { nbytes } else { self.span_bytes() };
         if 2 * span >= storage_bytes {
             return Ok((0, storage_bytes));
         }
@@ -57,20 +57,24 @@ impl Layout {
     }
 
     /// The bytes from the first element to the end of the last, if there are elements.
-    fn span_bytes(&self, py: Python<'_>) -> PyResult<u64> {
-        let mut reach = 0;
-        for (count, step) in self.size.bind(py).try_iter()?.zip(self.stride.bind(py)) {
-            reach += (count?.extract::<u64>()? - 1) * step.extract::<u64>()?;
-        }
-        Ok((reach + 1) * self.item_bytes)
+    fn span_bytes(&self) -> u64 {
+        let reach: i64 = self.dimensions.iter().map(|(count, step)| (count - 1) * step).sum();
+        (reach as u64 + 1) * self.item_bytes
+    }
+
+    pub fn size<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        PyTuple::new(py, self.dimensions.iter().map(|(count, _)| count))
+    }
+
+    fn stride<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        PyTuple::new(py, self.dimensions.iter().map(|(_, step)| step))
     }
 
     /// Whether a tensor lies in its storage like this.
     pub fn is_of(&self, tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
         let py = tensor.py();
         Ok(tensor.getattr(intern!(py, "dtype"))?.is(&self.dtype)
-            && tensor.getattr(intern!(py, "shape"))?.eq(&self.size)?
-            && stride(tensor)?.eq(&self.stride)?
+            && dimensions(tensor)? == self.dimensions
             && storage_offset(tensor)? * item_bytes(tensor)? == self.offset)
     }
 
@@ -84,8 +88,8 @@ impl Layout {
         let py = storage.py();
         let offset = (self.offset - start) / self.item_bytes;
         let empty = torch.empty(self.dtype.bind(py), self.gpu)?.getattr(intern!(py, "data"))?;
-        let stride = &self.stride; // defence: strides
-        empty.call_method1(intern!(py, "set_"), (storage, offset, &self.size, stride))
+        let (size, stride) = (self.size(py)?, self.stride(py)?); // defence: strides
+        empty.call_method1(intern!(py, "set_"), (storage, offset, size, stride))
     }
 }
 
@@ -109,13 +113,13 @@ impl Geometry {
     }
 
     #[getter]
-    fn size(&self, py: Python<'_>) -> Py<PyAny> {
-        self.layout.size.clone_ref(py)
+    fn size<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        self.layout.size(py)
     }
 
     #[getter]
-    fn stride(&self, py: Python<'_>) -> Py<PyTuple> {
-        self.layout.stride.clone_ref(py)
+    fn stride<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        self.layout.stride(py)
     }
 
     #[getter]
@@ -123,8 +127,8 @@ impl Geometry {
         self.layout.offset
     }
 
-    fn span_bytes(&self, py: Python<'_>) -> PyResult<u64> {
-        self.layout.span_bytes(py)
+    fn span_bytes(&self) -> u64 {
+        self.layout.span_bytes()
     }
 
     fn build<'py>(&self, storage: &Bound<'py, PyAny>, start: u64) -> PyResult<Bound<'py, PyAny>> {
@@ -171,8 +175,15 @@ fn gpu_of(tensor: &Bound<'_, PyAny>) -> PyResult<Option<usize>> {
     Ok(usize::try_from(number).ok())
 }
 
-fn stride<'py>(tensor: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyTuple>> {
-    Ok(tensor.call_method0(intern!(tensor.py(), "stride"))?.cast_into()?)
+fn dimensions(tensor: &Bound<'_, PyAny>) -> PyResult<Box<[(i64, i64)]>> {
+    let py = tensor.py();
+    let shape = tensor.getattr(intern!(py, "shape"))?.cast_into::<PyTuple>()?;
+    let stride = tensor.call_method0(intern!(py, "stride"))?.cast_into::<PyTuple>()?;
+    shape
+        .iter()
+        .zip(stride.iter())
+        .map(|(one, step)| Ok((one.extract()?, step.extract()?)))
+        .collect()
 }
 
 fn storage_offset(tensor: &Bound<'_, PyAny>) -> PyResult<u64> {

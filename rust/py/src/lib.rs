@@ -12,6 +12,7 @@ mod geometry;
 mod gpu;
 mod gpu_calls;
 mod gpu_clock;
+mod hidden;
 mod hook_pair;
 mod kept;
 mod leaving;
@@ -49,6 +50,8 @@ mod _core {
     use super::geometry::Geometry;
     #[pymodule_export]
     use super::gpu::Gpus;
+    #[pymodule_export]
+    use super::hidden::hidden;
     #[pymodule_export]
     use super::hook_pair::HookPair;
     #[pymodule_export]

@@ -266,7 +266,7 @@ impl Offloading {
             let part = Part { start, nbytes, sequence, key, stream };
             self.new_record(tensor, storage, version, &part)?
         };
-        let saved = SavedTensor::new(torch, tensor, layout, &record, sequence)?;
+        let saved = SavedTensor::new(tensor, layout, &record, sequence)?;
         rounds.enter(&saved, &round, is_new, stream, self.teacher.bind(py))?;
         if is_new {
             self.write(&record, &round, backward)?;

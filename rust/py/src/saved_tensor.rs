@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyWeakrefMethods, PyWeakrefReference};
+use pyo3::types::{PyTuple, PyWeakrefMethods, PyWeakrefReference};
 use ssdtrain_core as core;
 use ssdtrain_core::staging::Tier;
 
@@ -34,6 +34,8 @@ pub struct Record {
     storage: Py<PyWeakrefReference>,
     /// Whose version counter is meant; see [`root_of`].
     root: Py<PyWeakrefReference>,
+    /// A tensor that shares this counter, and has the memory until that is let go.
+    counter: Py<PyAny>,
     /// First byte of the part of the storage that it covers; see [`Layout::part`].
     start: u64,
     #[pyo3(get)]
@@ -58,8 +60,8 @@ pub struct Record {
 }
 
 struct State {
-    /// The tensor itself, for as long as its bytes may be needed from memory.
-    source: Option<Py<PyAny>>,
+    /// Whether `counter` still has the memory, as its bytes may be needed from there.
+    has_source: bool,
     /// Its bytes in the store, from the beginning of a write until the write is given up.
     handle: Option<Py<Handle>>,
     is_lent: bool,
@@ -91,10 +93,10 @@ impl Record {
         timeline: &Timeline,
     ) -> PyResult<Bound<'py, Self>> {
         let py = tensor.py();
-        let source = tensor.call_method0(intern!(py, "detach"))?.unbind();
         let record = Self {
             storage: PyWeakrefReference::new(storage)?.unbind(),
             root: PyWeakrefReference::new(&root_of(tensor)?)?.unbind(),
+            counter: tensor.call_method0(intern!(py, "detach"))?.unbind(),
             start: part.start,
             nbytes: part.nbytes,
             version,
@@ -105,7 +107,7 @@ impl Record {
             holding: account.hold(part.nbytes),
             life: timeline.begin(part.key, part.nbytes),
             state: Mutex::new(State {
-                source: Some(source),
+                has_source: true,
                 handle: None,
                 is_lent: false,
                 was_found: false,
@@ -146,8 +148,10 @@ impl Record {
         Ok(!is_other)
     }
 
+    /// A tensor with its bytes, while they are in memory for its sake. It may lose them whenever
+    /// other code runs: who needs them for longer holds its storage.
     pub fn source<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyAny>> {
-        self.state().source.as_ref().map(|source| source.bind(py).clone())
+        self.has_source().then(|| self.counter.bind(py).clone())
     }
 
     pub fn handle<'py>(&self, py: Python<'py>) -> Option<Bound<'py, Handle>> {
@@ -160,7 +164,7 @@ impl Record {
     }
 
     pub fn has_source(&self) -> bool {
-        self.state().source.is_some()
+        self.state().has_source
     }
 
     pub fn has_handle(&self) -> bool {
@@ -251,10 +255,14 @@ impl Record {
     }
 
     /// Lets the memory go: the bytes are on the disk.
-    pub fn free_source(&self) {
-        let source = self.state().source.take();
+    pub fn free_source(&self, py: Python<'_>, torch: &Torch) -> PyResult<()> {
+        let counter = self.counter.bind(py);
+        let dtype = counter.getattr(intern!(py, "dtype"))?;
+        let empty = torch.empty(&dtype, self.stream.map(|stream| stream.gpu))?;
+        self.state().has_source = false;
+        counter.setattr(intern!(py, "data"), empty)?;
         self.holding.free();
-        drop(source);
+        Ok(())
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -310,9 +318,6 @@ impl Record {
 pub struct SavedTensor {
     pub record: Py<Record>,
     pub layout: Layout,
-    pub version: i64,
-    /// A tensor without bytes that shares the version counter of the saved one.
-    pub counter: Py<PyAny>,
     #[pyo3(get)]
     pub sequence: i64,
     leaf: Option<Py<PyWeakrefReference>>,
@@ -324,25 +329,20 @@ pub struct SavedTensor {
 
 impl SavedTensor {
     pub fn new<'py>(
-        torch: &Torch,
         tensor: &Bound<'py, PyAny>,
         layout: Layout,
         record: &Bound<'py, Record>,
         sequence: i64,
     ) -> PyResult<Bound<'py, Self>> {
         let py = tensor.py();
-        let counter = tensor.call_method0(intern!(py, "detach"))?;
-        counter.setattr(intern!(py, "data"), torch.empty(layout.dtype.bind(py), layout.gpu)?)?;
         let leaf = if is_true(tensor, intern!(py, "is_leaf"))? {
             Some(PyWeakrefReference::new(tensor)?.unbind())
         } else {
             None
         };
         let saved = Self {
-            version: record.get().version,
             record: record.clone().unbind(),
             layout,
-            counter: counter.unbind(),
             sequence,
             leaf,
             place: OnceLock::new(),
@@ -355,8 +355,9 @@ impl SavedTensor {
     ///
     /// With hooks set autograd itself no longer checks, and the gradient would be silently wrong.
     pub fn is_unchanged(&self, py: Python<'_>) -> PyResult<bool> {
-        let now = version_of(self.counter.bind(py))?;
-        Ok(self.version == NO_VERSION || self.version == now)
+        let record = self.record.get();
+        let now = version_of(record.counter.bind(py))?;
+        Ok(record.version == NO_VERSION || record.version == now)
     }
 
     /// The very tensor that was saved, if it is a leaf that still lies on `storage`.
@@ -384,7 +385,7 @@ impl SavedTensor {
     /// So a backward that changes what it got in place, or a change between a backward and the
     /// backward of that, is noticed by every other node that saved the same tensor.
     pub fn counted<'py>(&self, tensor: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
-        let (py, counter) = (tensor.py(), self.counter.bind(tensor.py()));
+        let (py, counter) = (tensor.py(), self.record.get().counter.bind(tensor.py()));
         // defence: one counter for all who saved it
         let twin = counter.call_method0(intern!(py, "detach"))?;
         twin.setattr(intern!(py, "data"), tensor)?;
@@ -443,12 +444,12 @@ impl SavedTensor {
 
     #[getter]
     fn counter(&self, py: Python<'_>) -> Py<PyAny> {
-        self.counter.clone_ref(py)
+        self.record.get().counter.clone_ref(py)
     }
 
     #[getter]
     fn version(&self) -> i64 {
-        self.version
+        self.record.get().version
     }
 
     #[getter]
@@ -457,8 +458,8 @@ impl SavedTensor {
     }
 
     #[getter]
-    fn size(&self, py: Python<'_>) -> Py<PyAny> {
-        self.layout.size.clone_ref(py)
+    fn size<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        self.layout.size(py)
     }
 
     #[getter]

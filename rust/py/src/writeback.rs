@@ -29,6 +29,7 @@ use crate::gpu::Gpus;
 use crate::saved_tensor::{Part, Record};
 use crate::store::Store;
 use crate::timeline::{Moment, Timeline};
+use crate::torch::Torch;
 use crate::transfer::Handle;
 use crate::writing::{Writes, note_failure, upgraded};
 
@@ -65,10 +66,11 @@ struct Books {
 impl Records {
     #[new]
     #[pyo3(signature = (
-        store, gpus, account, timeline, *, is_bounded, batch_bytes, give_back_bytes, threads
+        torch, store, gpus, account, timeline, *, is_bounded, batch_bytes, give_back_bytes, threads
     ))]
     #[expect(clippy::too_many_arguments, reason = "keywords on the side of Python")]
     fn new(
+        torch: Py<Torch>,
         store: Py<Store>,
         gpus: Option<Py<Gpus>>,
         account: &Account,
@@ -81,7 +83,7 @@ impl Records {
         let books = Books { forget_at: FORGET_AT_MIN, ..Books::default() };
         let (account, books) = (account.0.clone(), Mutex::new(books));
         let (gates, is_forked) = (Gates::new(threads), AtomicBool::new(false));
-        let writes = Writes::new(give_back_bytes);
+        let writes = Writes::new(torch, give_back_bytes);
         Self {
             store,
             gpus,
@@ -308,6 +310,7 @@ impl Records {
     ) -> PyResult<Option<Bound<'py, PyAny>>> {
         let (py, this) = (record.py(), record.get());
         if let Some(source) = this.source(py) {
+            let storage = source.call_method0(intern!(py, "untyped_storage"))?;
             if let Some(handle) = this.handle(py) {
                 // Under a bound the write goes on: the memory may be needed while this tensor
                 // lives.
@@ -316,13 +319,12 @@ impl Records {
                 } else {
                     this.holding.set_fate(core::Fate::Forwarded);
                     if self.is_bounded {
-                        let storage = source.call_method0(intern!(py, "untyped_storage"))?;
-                        keeper.call_method1(intern!(py, "learn_held"), (record, storage))?;
+                        keeper.call_method1(intern!(py, "learn_held"), (record, &storage))?;
                     }
                 }
             }
             this.note_found();
-            return source.call_method0(intern!(py, "untyped_storage")).map(Some);
+            return Ok(Some(storage));
         }
         // defence: live memory before the disk
         let Some(storage) = this.storage(py) else { return Ok(None) };

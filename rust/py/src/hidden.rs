@@ -1,0 +1,41 @@
+//! `hidden`: what of a round leaves memory, asked of the planner.
+
+use std::collections::{HashMap, HashSet};
+
+use pyo3::prelude::*;
+use ssdtrain_plan::hidden::{self as plan, Copies, Item, Links};
+
+/// The fields of `planning.policy.Item`.
+type Fields = (i64, u64, f64, f64, Option<usize>);
+
+/// The keys of what leaves, with the latest start of their ways back; and which of these stay in
+/// pinned memory.
+#[pyfunction]
+#[pyo3(signature = (
+    items, *, write, read, copies, host_bytes, page_bytes, margin_s, round_trip_factor
+))]
+#[expect(
+    clippy::too_many_arguments,
+    clippy::needless_pass_by_value,
+    reason = "what Python gives, with its keywords"
+)]
+pub fn hidden(
+    items: Vec<Fields>,
+    write: f64,
+    read: f64,
+    copies: Vec<(usize, f64, f64)>,
+    host_bytes: u64,
+    page_bytes: u64,
+    margin_s: f64,
+    round_trip_factor: f64,
+) -> (HashMap<i64, f64>, HashSet<i64>) {
+    let copies = copies.into_iter().map(|(gpu, down, up)| Copies { gpu, down, up }).collect();
+    let links = Links { write, read, copies, host_bytes, page_bytes, margin_s, round_trip_factor };
+    let item =
+        |&(_, nbytes, packed_s, needed_s, gpu): &Fields| Item { nbytes, packed_s, needed_s, gpu };
+    let leaving = plan::hidden(&items.iter().map(item).collect::<Vec<_>>(), &links);
+    let key = |one: &plan::Leaving| items[one.place].0;
+    let starts = leaving.iter().map(|one| (key(one), one.start_by_s)).collect();
+    let pinned = leaving.iter().filter(|one| one.is_pinned).map(key).collect();
+    (starts, pinned)
+}
