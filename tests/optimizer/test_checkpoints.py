@@ -322,6 +322,30 @@ def test_two_optimizers_of_the_same_parameters(tmp_path: Path) -> None:
         support.assert_equal_bits(everything(other.module, theirs), everything(run.module, mine))
 
 
+def test_names_that_a_file_would_have_twice(tmp_path: Path) -> None:
+    module = nn.Module()
+    names = ["w", "w@1", "w/exp_avg", "w/exp_avg@1", "__metadata__"]
+    for number, name in enumerate(names):
+        module.register_parameter(name, nn.Parameter(torch.full((4,), float(number))))
+    pair = [adamw(module), torch.optim.AdamW(module.parameters(), lr=0.1)]
+    for param in module.parameters():
+        param.grad = torch.ones(4)
+    for optimizer in pair:
+        optimizer.step()
+    before = everything(module, pair[0]), everything(module, pair[1])
+    save(tmp_path / "saved", module, pair)
+    count = 0
+    for file in (tmp_path / "saved").glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            count += len(opened.keys())
+    assert count == len(names) * (1 + 2 * 3)
+    for optimizer in pair:
+        optimizer.step()
+    load(tmp_path / "saved", module, pair)
+    support.assert_equal_bits(everything(module, pair[0]), before[0])
+    support.assert_equal_bits(everything(module, pair[1]), before[1])
+
+
 @pytest.mark.parametrize(
     "value",
     [

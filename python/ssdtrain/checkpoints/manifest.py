@@ -183,10 +183,8 @@ def optimizers_part(optimizers: list[Optimizer], found: Weights) -> tuple[list[I
     """Return the tensors of all states to be written, and the manifest's part about optimizers."""
     items: list[Item] = []
     parts = []
-    for number, optimizer in enumerate(optimizers):
-        # Two of them may have the same parameter, and a file has each label once.
-        suffix = f"@{number}" if number else ""
-        own, part = _optimizer_items(optimizer, found, suffix)
+    for optimizer in optimizers:
+        own, part = _optimizer_items(optimizer, found)
         items += own
         parts.append(part)
     if len(parts) > 1:
@@ -201,9 +199,7 @@ def optimizers_in(part: Any) -> list[dict[str, Any]]:
     return part if isinstance(part, list) else [part]
 
 
-def _optimizer_items(
-    optimizer: Optimizer, found: Weights, suffix: str
-) -> tuple[list[Item], dict[str, Any]]:
+def _optimizer_items(optimizer: Optimizer, found: Weights) -> tuple[list[Item], dict[str, Any]]:
     labels = param_labels(optimizer, found)
     if any(key not in labels for key in optimizer.state):
         raise UnsupportedError(
@@ -217,7 +213,7 @@ def _optimizer_items(
             {
                 "name": labels[param],
                 **_form_record(form_of(param)),
-                "state": _state_record(optimizer, param, labels[param] + suffix, items),
+                "state": _state_record(optimizer, param, labels[param], items),
             }
             for param in group["params"]
         ]

@@ -171,7 +171,7 @@ def _header(items: list[Item]) -> bytes:
     offset = 0
     for item in items:
         known = DTYPES.get(getattr(torch, item.form.dtype))
-        entries[item.label] = {
+        entries[_unused(item.label, entries)] = {
             "dtype": known or "U8",
             "shape": list(item.form.shape) if known else [item.nbytes],
             "data_offsets": [offset, offset + item.nbytes],
@@ -180,6 +180,18 @@ def _header(items: list[Item]) -> bytes:
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
+
+
+def _unused(label: str, entries: dict[str, Any]) -> str:
+    """Return a name that no entry of a header has, nor the format for itself.
+
+    Two optimizers may have the same parameter, and names of parameters may be anything.
+    """
+    name, number = label, 0
+    while name in entries or name == "__metadata__":
+        number += 1
+        name = f"{label}@{number}"
+    return name
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
