@@ -234,8 +234,9 @@ def test_a_birth_that_fails_leaves_the_model_as_it_was(tmp_path: Path, caplog: A
     expected, random_state = plain(build)
     model = on_meta(build)
     before = dict(model.named_parameters(remove_duplicate=False))
-    with pytest.raises(NoSpaceError):
+    with pytest.raises(NoSpaceError) as caught:
         born(model, tmp_path, quarter(expected), max_disk_bytes="300KiB")
+    assert "the disk has to hold" in caught.value.__notes__[-1]
     assert "training goes on" not in caplog.text
     after = dict(model.named_parameters(remove_duplicate=False))
     assert all(after[name] is param and param.is_meta for name, param in before.items())

@@ -118,8 +118,9 @@ def test_a_bound_on_the_disk(bound_bytes: int, tmp_path: Path) -> None:
     model = layers()
     try:
         offloaded(model, tmp_path, max_disk_bytes=bound_bytes)
-    except NoSpaceError:
+    except NoSpaceError as error:
         assert bound_bytes < 6 * ONE_BYTES
+        assert "the disk has to hold" in error.__notes__[-1]
         assert_as_it_was(model)
     seen = trained(model)
     for one, other in zip(seen, trained(layers()), strict=True):

@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 from ssdtrain.away.tensor import MIN_BYTES, why_staying
 from ssdtrain.config import Size, optional_bytes
-from ssdtrain.errors import ConfigError, UnsupportedError
+from ssdtrain.errors import ConfigError, NoSpaceError, UnsupportedError
 from ssdtrain.machine.torch_internals import is_in_shards
 from ssdtrain.notices import PROCESS
 from ssdtrain.parameters.birth import Birth, birth_of
@@ -113,8 +113,13 @@ def offload_parameters(
             _take_born(birth, weights)
         # From here on nobody else would tell of a write that fails.
         weights.is_failure_raised = False
-    except BaseException:
+    except BaseException as error:
         weights.give_back()
+        if isinstance(error, NoSpaceError):
+            all_bytes = sum(param.nbytes for param in leaving.values())
+            error.add_note(
+                f"the disk has to hold {shown_bytes(all_bytes)} of weights, and one module's more"
+            )
         raise
     if share is not None:
         share.register(weights)
