@@ -9,8 +9,9 @@ held against the longer of both. The goal is 1.15 times that. Memory is what the
 process from outside of it. A run in which nothing went to the disk, a bound was exceeded or a bit
 differs fails.
 
-    python benches/training/parameters_step.py [--dir DIR] [--optimizer sgd|adamw] [--layers N]
-        [--hidden N] [--sequence N] [--batch N] [--shares 0.5,0.25] [--rounds N] [--json FILE]
+    python benches/training/parameters_step.py [--dir DIR] [--optimizer sgd|adamw] [--overlap HOW]
+        [--layers N] [--hidden N] [--sequence N] [--batch N] [--shares 0.5,0.25] [--rounds N]
+        [--json FILE]
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 from time import perf_counter, process_time
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -32,6 +33,7 @@ from ssdtrain.demo.models import build_trainee
 from ssdtrain.demo.options import TrainingOptions
 from ssdtrain.demo.text import ByteBatches, standard_library_text
 from ssdtrain.machine.process_memory import RESET_HIGH_WATER_MARK
+from ssdtrain.optimizer.offloaded import Overlap
 from turns import Child, answer, parser_of, started, write_record
 
 MIB = 1 << 20
@@ -40,7 +42,7 @@ PLAIN = 1.0
 """The share of the weights in memory in the process that does without ssdtrain."""
 WARM_UP_COUNT = 3
 """Steps before the timed ones: they make the state, teach the order, and settle the memory."""
-ASKED = ("optimizer", "layers", "hidden", "sequence", "batch", "threads", "rounds")
+ASKED = ("optimizer", "overlap", "layers", "hidden", "sequence", "batch", "threads", "rounds")
 OPTIMIZERS = ("sgd", "adamw")
 RAW_BYTES = 256 << 20
 """How much is written and read in each round to know the disk's rates."""
@@ -70,9 +72,12 @@ class Trainee:
         self.optimizer: Any = torch.optim.SGD(self.parameters, lr=1e-3)
         if given.optimizer == "adamw":
             self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-4, fused=given.fused)
-            if not self.is_plain:
-                buffer = given.buffer_bytes
-                ssdtrain.offload_optimizer(self.optimizer, given.dir, buffer_bytes=buffer)
+        overlap = given.overlap or ("step" if given.optimizer == "adamw" else None)
+        if overlap is not None and not self.is_plain:
+            buffer = given.buffer_bytes
+            ssdtrain.offload_optimizer(
+                self.optimizer, given.dir, buffer_bytes=buffer, overlap=overlap
+            )
 
     def step(self) -> dict[str, Any]:
         """Train one step; forward, backward and optimizer are timed."""
@@ -301,6 +306,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     """Read the options."""
     parser = parser_of(__doc__)
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd")
+    parser.add_argument(
+        "--overlap",
+        choices=get_args(Overlap),
+        help="of ssdtrain.offload_optimizer, also for sgd, which has no state (default: step for "
+        "adamw; sgd is left as it is)",
+    )
     parser.add_argument("--fused", action="store_true", help="AdamW's fused code")
     parser.add_argument("--buffer-bytes", default="64MiB", help="of ssdtrain.offload_optimizer")
     parser.add_argument("--batch", type=int, default=1)
