@@ -31,6 +31,8 @@ from gpu_found import Found, run_step, step_parser
 from gpu_llama import Llama
 from gpu_modes import HOST_MODES, Mode, free_host_bytes, modes
 
+EXIT_NO_GPU = 3
+
 WARM_UP_COUNT = 2
 """Rounds before the timed ones: in them allocators fill up, and offload learns order and rates."""
 HOST_SHARE_MAX = 0.4
@@ -189,7 +191,9 @@ def main(arguments: list[str]) -> int:
     if options.rounds < 1 or options.hidden % 256:
         parser.error("--rounds must be at least 1, --hidden a multiple of 256")
     if not torch.cuda.is_available():
-        parser.error("there is no GPU that PyTorch can use; `ssdtrain doctor` says more")
+        message = "there is no GPU that PyTorch can use; `ssdtrain doctor DIR` says more"
+        print(message, file=sys.stderr)
+        return EXIT_NO_GPU
     return run_step(compare, options)
 
 

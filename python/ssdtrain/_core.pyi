@@ -360,7 +360,7 @@ class Record:
 
     @property
     def source(self) -> Tensor | None:
-        """A tensor with its bytes, for as long as they may be needed from memory."""
+        """The tensor itself, for as long as its bytes may be needed from memory."""
 
     @property
     def handle(self) -> Handle | None:
@@ -411,7 +411,7 @@ class SavedTensor:
 
     @property
     def counter(self) -> Tensor:
-        """A tensor that shares the version counter of the saved one."""
+        """A tensor without bytes that shares the version counter of the saved one."""
 
     @property
     def dtype(self) -> torch.dtype:

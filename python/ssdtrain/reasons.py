@@ -9,7 +9,7 @@ from ssdtrain._core import Tally
 from ssdtrain.activations.seen import Seen
 from ssdtrain.activations.watch import INNER_BLOCK, Observed
 from ssdtrain.planning.controller import Verdict
-from ssdtrain.planning.policy import Rates
+from ssdtrain.planning.policy import RATE_GUESS, Rates
 from ssdtrain.sizes import shown_bytes, shown_count
 
 __all__ = ["Evidence", "Reason", "reason_of"]
@@ -263,10 +263,10 @@ def _figures(known: Evidence) -> str:
     if known.rates is None or known.last_round is None:
         return ""
     nbytes, seconds = known.last_round
-    text = (
-        f": a step saves {shown_bytes(nbytes)} in {seconds:.3f} s, and the disk writes "
-        f"{shown_bytes(known.rates.write)} and reads {shown_bytes(known.rates.read)} a second"
-    )
+    rates = f"writes {shown_bytes(known.rates.write)} and reads {shown_bytes(known.rates.read)}"
+    if known.rates.write == known.rates.read == RATE_GUESS:
+        rates = f"has not told yet what it does, and is taken to do {shown_bytes(RATE_GUESS)}"
+    text = f": a step saves {shown_bytes(nbytes)} in {seconds:.3f} s, and the disk {rates} a second"
     for gpu, copies in known.rates.copies.items():
         ways = (("from it", copies.down), ("to it", copies.up))
         told = [f"{shown_bytes(rate)} {way}" for way, rate in ways if math.isfinite(rate)]

@@ -8,7 +8,10 @@ inside the package are interrupted one by one.
 from __future__ import annotations
 
 import itertools
+import signal
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 
 import pytest
 import torch
@@ -51,12 +54,12 @@ def test_an_interrupt_at_any_moment_leaves_the_counts_right(
         rig = Rig(tmp_path, min_bytes=4096, max_resident_bytes=bound_bytes)
         with rig.context():
             try:
-                with at(number, interrupt) as signal:
+                with at(number, interrupt) as came:
                     found = step(rig)
             except KeyboardInterrupt:
                 found = None
             # Lost would be: it came, and the step went on to its end.
-            assert signal.came == (found is None), f"the interrupt at moment {number} was lost"
+            assert came.came == (found is None), f"the interrupt at moment {number} was lost"
             for again in (step(rig), step(rig), step(rig)):
                 expected = again if expected is None else expected
                 assert torch.equal(again, expected)
@@ -84,7 +87,7 @@ def test_a_signal_handler_may_ask_for_the_counts(
     before = rig.stats
     saved_count = before.tensors_kept + before.tensors_forwarded + before.tensors_offloaded
     for number in itertools.count(step=every):
-        with rig.context(), at(number, lambda: rig.stats) as signal:
+        with rig.context(), at(number, lambda: rig.stats) as came:
             found = step(rig)
         assert torch.equal(found, expected)
         # A write that was given up on its way holds its source until it has ended.
@@ -94,7 +97,56 @@ def test_a_signal_handler_may_ask_for_the_counts(
         assert counted == (number // every + 2) * saved_count, (
             f"miscounted after a signal at {number}"
         )
-        if not signal.came:
+        if not came.came:
             break
     assert number > least_count
+    rig.assert_empty()
+
+
+def flush(rig: Rig) -> None:
+    """End all writes, the one that is waited for as well."""
+    rig.flush()
+
+
+@pytest.mark.parametrize("do", [flush, step])
+def test_a_signal_handler_that_ends_the_write_that_is_waited_for(
+    do: Callable[[Rig], object], tmp_path: Path
+) -> None:
+    """The hook that waits finds all of it done, and must not take its bytes for lost."""
+
+    def handle(_number: int, frame: FrameType | None) -> None:
+        assert frame is not None
+        # Before the program waits for the disk, which stands still, nothing is to be seen.
+        if frame.f_code.co_name == "wait_for_transfer":
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            rig.disk.resume()
+            with torch.enable_grad():
+                do(rig)
+            came.append(frame)
+
+    def train() -> torch.Tensor:
+        x = torch.linspace(-1, 1, 20_000, requires_grad=True)
+        y = x
+        for _ in range(12):
+            y = torch.sin(y * 1.01)
+        y.sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    plain, came = train(), list[FrameType]()
+    faults = {"seed": 1, "paused": True}
+    rig = Rig(
+        tmp_path, backend="simulated", faults=faults, min_bytes=4096, max_resident_bytes=320_000
+    )
+    before = signal.signal(signal.SIGALRM, handle)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.02, 0.02)
+        with rig.context():
+            found = train()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        rig.disk.resume()
+    assert len(came) == 1
+    assert torch.equal(found, plain)
     rig.assert_empty()

@@ -188,6 +188,35 @@ def test_graphs_dropped_by_other_threads_leave_nothing(mode: Mode, tmp_path: Pat
     rig.assert_empty()
 
 
+def test_what_torch_reads_without_the_interpreters_lock_is_never_changed(tmp_path: Path) -> None:
+    """To detach lets other threads run, and one of them may let the memory go."""
+    rig = Rig(tmp_path)
+    hooks: Any = rig.context()
+    tensor = leaf() * 2
+    packed = hooks.pack_hook(tensor)
+    counter = packed.counter
+    assert counter.numel() == 0
+    assert packed.record.source.untyped_storage() is tensor.untyped_storage()
+    rig.flush()
+    assert packed.record.source is None
+    assert packed.counter is counter
+    tensor.detach().add_(1)
+    assert counter._version == tensor._version
+    del packed
+
+
+def test_nothing_is_needed_before_it_was_saved(tmp_path: Path) -> None:
+    """The clock of the rounds goes back where several threads wait for the disk at once."""
+    rig = Rig(tmp_path)
+    with rig.context():
+        loss = (leaf() * 2).sin().sum()
+        rig.stalls.note(100.0)
+        loss.backward()
+        (leaf() * 2).sin().sum().backward()
+    assert rig.session.traces
+    rig.session.close()
+
+
 def build(rig: Rig, x: Tensor, built: list[Tensor]) -> None:
     with rig.context():
         built.append(chain(x).sum())

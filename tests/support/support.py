@@ -115,7 +115,7 @@ class Rig:
         self.session = Session(config, policy if policy is not None else KeepNothing())
         hooks = self.session._hooks
         assert hooks is not None
-        self._hooks = hooks
+        self._hooks, self.stalls = hooks, hooks._stalls
         self._writes_end_at_once = False
         self.transfer, self.residency = hooks._transfer, hooks._residency
         self.prefetcher, self.writeback = hooks._prefetcher, hooks._writeback

@@ -169,8 +169,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _trace(arguments: argparse.Namespace) -> Trace:
-    if (arguments.model is None) == (arguments.trace is None):
+    if arguments.model is None and arguments.trace is None:
         raise ConfigError("name a model, as in `ssdtrain plan llama-3-8b`, or give --trace FILE")
+    if arguments.model is not None and arguments.trace is not None:
+        raise ConfigError(
+            f"{arguments.model} and --trace {arguments.trace} are two steps; give one of them"
+        )
     for name in ("batch", "accumulate", "drives"):
         if getattr(arguments, name) < 1:
             raise ConfigError(f"--{name} must be 1 or more, not {getattr(arguments, name)}")
@@ -250,7 +254,12 @@ def _rows(
     }
     activations: dict[Any, Place] = only(("activation",), "ssd")
     ways: list[tuple[str, str, Any, bool]] = [
-        ("offload", "activations to the drives: what ssdtrain does on a GPU", activations, False),
+        (
+            "offload",
+            "activations to the drives: what ssdtrain does on a GPU, under a bound",
+            activations,
+            False,
+        ),
         ("host", "activations to the host's memory", only(("activation",), "host"), False),
         ("all tensors", "also weights, gradients and optimizer state, or to the host", None, False),
         ("best of all", "drives, host, and recomputing what costs least for its bytes", None, True),

@@ -25,10 +25,13 @@ from typing import NamedTuple
 from ssdtrain._core import hidden
 from ssdtrain.planning.controller import Controller
 
-__all__ = ["PAGE_BYTES", "Copies", "Item", "Plan", "Policy", "Rates", "plan"]
+__all__ = ["PAGE_BYTES", "RATE_GUESS", "Copies", "Item", "Plan", "Policy", "Rates", "plan"]
 
 PAGE_BYTES = 4096
 """Pinned memory is given out in whole pages of this size."""
+RATE_GUESS = 1e9
+"""Bytes per second of a disk that has not moved enough to tell: that of a slow NVMe drive, so that
+the first plan is a careful one."""
 MARGIN_S = 0.005
 """Latency of a request and of the hooks that begin it; a read that waits behind pieces which are in
 flight takes some milliseconds more than it would alone."""

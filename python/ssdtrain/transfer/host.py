@@ -8,15 +8,11 @@ from __future__ import annotations
 
 from ssdtrain._core import Gpus, Store
 from ssdtrain.errors import SsdtrainError
-from ssdtrain.planning.policy import Rates
+from ssdtrain.planning.policy import RATE_GUESS, Rates
 from ssdtrain.transfer.direct import DirectWay
 from ssdtrain.transfer.staged import OnGpus, copy_rates, on_gpus
 
 __all__ = ["HostTransfer"]
-
-RATE_GUESS = 1e9
-"""Bytes per second of a disk that has not moved enough to tell: that of a slow NVMe drive, so that
-the first plan is a careful one."""
 
 
 class HostTransfer:

@@ -93,7 +93,8 @@ impl fmt::Display for Error {
 impl std::error::Error for Error {}
 
 /// A size as messages write it: `"71.2 MiB"`; as `ssdtrain.sizes.shown_bytes` does in Python.
-pub(crate) fn shown_bytes(bytes: u64) -> String {
+#[must_use]
+pub fn shown_bytes(bytes: u64) -> String {
     if bytes < 1 << 10 {
         return if bytes == 1 { "1 byte".into() } else { format!("{bytes} bytes") };
     }

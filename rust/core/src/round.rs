@@ -321,7 +321,8 @@ impl<E> Round<E> {
             return Vec::new();
         }
         let item = |&NewRecord { key, nbytes, packed_s, gpu }: &NewRecord| {
-            let needed_s = *self.record_needed_s.get(&key)?;
+            // Where several threads wait at once, the clock that stands still meanwhile goes back.
+            let needed_s = self.record_needed_s.get(&key)?.max(packed_s);
             Some(Item { key, nbytes, packed_s, needed_s, gpu })
         };
         self.packed.iter().flatten().filter_map(item).collect()

@@ -34,7 +34,8 @@ pub struct Record {
     storage: Py<PyWeakrefReference>,
     /// Whose version counter is meant; see [`root_of`].
     root: Py<PyWeakrefReference>,
-    /// A tensor that shares this counter, and has the memory until that is let go.
+    /// A tensor without bytes that shares this counter. Nothing ever changes it, as torch reads it
+    /// without the interpreter's lock.
     counter: Py<PyAny>,
     /// First byte of the part of the storage that it covers; see [`Layout::part`].
     start: u64,
@@ -60,8 +61,8 @@ pub struct Record {
 }
 
 struct State {
-    /// Whether `counter` still has the memory, as its bytes may be needed from there.
-    has_source: bool,
+    /// The tensor itself, for as long as its bytes may be needed from memory.
+    source: Option<Py<PyAny>>,
     /// Its bytes in the store, from the beginning of a write until the write is given up.
     handle: Option<Py<Handle>>,
     is_lent: bool,
@@ -85,6 +86,7 @@ impl Record {
     }
 
     pub fn new<'py>(
+        torch: &Torch,
         tensor: &Bound<'py, PyAny>,
         storage: &Bound<'py, PyAny>,
         version: i64,
@@ -93,10 +95,15 @@ impl Record {
         timeline: &Timeline,
     ) -> PyResult<Bound<'py, Self>> {
         let py = tensor.py();
+        let source = tensor.call_method0(intern!(py, "detach"))?;
+        let counter = tensor.call_method0(intern!(py, "detach"))?;
+        let dtype = tensor.getattr(intern!(py, "dtype"))?;
+        let empty = torch.empty(&dtype, part.stream.map(|stream| stream.gpu))?;
+        counter.setattr(intern!(py, "data"), empty)?;
         let record = Self {
             storage: PyWeakrefReference::new(storage)?.unbind(),
             root: PyWeakrefReference::new(&root_of(tensor)?)?.unbind(),
-            counter: tensor.call_method0(intern!(py, "detach"))?.unbind(),
+            counter: counter.unbind(),
             start: part.start,
             nbytes: part.nbytes,
             version,
@@ -107,7 +114,7 @@ impl Record {
             holding: account.hold(part.nbytes),
             life: timeline.begin(part.key, part.nbytes),
             state: Mutex::new(State {
-                has_source: true,
+                source: Some(source.unbind()),
                 handle: None,
                 is_lent: false,
                 was_found: false,
@@ -148,10 +155,8 @@ impl Record {
         Ok(!is_other)
     }
 
-    /// A tensor with its bytes, while they are in memory for its sake. It may lose them whenever
-    /// other code runs: who needs them for longer holds its storage.
     pub fn source<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyAny>> {
-        self.has_source().then(|| self.counter.bind(py).clone())
+        self.state().source.as_ref().map(|source| source.bind(py).clone())
     }
 
     pub fn handle<'py>(&self, py: Python<'py>) -> Option<Bound<'py, Handle>> {
@@ -164,7 +169,7 @@ impl Record {
     }
 
     pub fn has_source(&self) -> bool {
-        self.state().has_source
+        self.state().source.is_some()
     }
 
     pub fn has_handle(&self) -> bool {
@@ -255,14 +260,10 @@ impl Record {
     }
 
     /// Lets the memory go: the bytes are on the disk.
-    pub fn free_source(&self, py: Python<'_>, torch: &Torch) -> PyResult<()> {
-        let counter = self.counter.bind(py);
-        let dtype = counter.getattr(intern!(py, "dtype"))?;
-        let empty = torch.empty(&dtype, self.stream.map(|stream| stream.gpu))?;
-        self.state().has_source = false;
-        counter.setattr(intern!(py, "data"), empty)?;
+    pub fn free_source(&self) {
+        let source = self.state().source.take();
         self.holding.free();
-        Ok(())
+        drop(source);
     }
 
     fn state(&self) -> MutexGuard<'_, State> {

@@ -16,6 +16,7 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use ssdtrain_core as core;
 use ssdtrain_core::cuda::stream::DeviceRange;
+use ssdtrain_core::error::shown_bytes;
 use ssdtrain_core::staging::{Full, Loading, Saved, Staged, Tier};
 use ssdtrain_core::{Error, ErrorKind};
 
@@ -95,7 +96,7 @@ impl GpuBytes {
                         Err(refusal.map_or_else(|| stays(full), |one| one.with_note(&note))),
                     );
                 }
-                Full::TooLong => return Ok(Err(stays("it is larger than the pinned memory"))),
+                Full::TooLong => return Ok(Err(too_long(nbytes, way.staging.longest_bytes()))),
             }
             if !waits_for_disk && (way.is_given_up(turn) || began.elapsed() > PATIENCE) {
                 way.give_up_waiting(turn);
@@ -261,6 +262,14 @@ impl Drop for GpuLoad {
         // defence: a target that is given up
         let _ended = Python::try_attach(|py| self.way.let_go(py, departure));
     }
+}
+
+fn too_long(nbytes: u64, longest_bytes: usize) -> Error {
+    let (nbytes, longest) = (shown_bytes(nbytes), shown_bytes(longest_bytes as u64));
+    stays(&format!(
+        "it has {nbytes}, and at most {longest} of one tensor go to the disk here, a quarter of \
+         pinned_bytes, which may be raised"
+    ))
 }
 
 fn stays(why: &str) -> Error {

@@ -42,6 +42,7 @@ const RESERVE_BATCH_BYTES: u64 = 8 << 20;
 /// The records of one session, and what becomes of them.
 #[pyclass(frozen, module = "ssdtrain._core")]
 pub struct Records {
+    torch: Py<Torch>,
     store: Py<Store>,
     gpus: Option<Py<Gpus>>,
     account: core::Account,
@@ -83,8 +84,9 @@ impl Records {
         let books = Books { forget_at: FORGET_AT_MIN, ..Books::default() };
         let (account, books) = (account.0.clone(), Mutex::new(books));
         let (gates, is_forked) = (Gates::new(threads), AtomicBool::new(false));
-        let writes = Writes::new(torch, give_back_bytes);
+        let writes = Writes::new(give_back_bytes);
         Self {
+            torch,
             store,
             gpus,
             account,
@@ -293,8 +295,15 @@ impl Records {
         part: &Part,
     ) -> PyResult<Bound<'py, Record>> {
         let py = tensor.py();
-        let record =
-            Record::new(tensor, storage, version, part, &self.account, self.timeline.get())?;
+        let record = Record::new(
+            self.torch.get(),
+            tensor,
+            storage,
+            version,
+            part,
+            &self.account,
+            self.timeline.get(),
+        )?;
         let reference = PyWeakrefReference::new(&record)?.unbind();
         // The identity is one only while the storage lives, which the look-up checks.
         let before = self.books().remember(py, identity(storage), reference);

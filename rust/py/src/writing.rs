@@ -12,7 +12,6 @@ use crate::error::to_python;
 use crate::gate::RecordReference;
 use crate::saved_tensor::Record;
 use crate::timeline::Moment;
-use crate::torch::Torch;
 use crate::transfer::Handle;
 
 /// Writes that a hook frees at most: bounds the work of one call.
@@ -21,7 +20,6 @@ const REAP_MAX: usize = 64;
 ///
 /// Locked as [Note: no calls] in `writeback.rs` says.
 pub struct Writes {
-    torch: Py<Torch>,
     /// Once writes have freed so much, free memory goes back to the system.
     give_back_bytes: u64,
     list: Mutex<List>,
@@ -37,8 +35,8 @@ struct List {
 }
 
 impl Writes {
-    pub fn new(torch: Py<Torch>, give_back_bytes: u64) -> Self {
-        Self { torch, give_back_bytes, list: Mutex::default() }
+    pub fn new(give_back_bytes: u64) -> Self {
+        Self { give_back_bytes, list: Mutex::default() }
     }
 
     pub fn add(&self, record: &Bound<'_, Record>) -> PyResult<()> {
@@ -144,7 +142,7 @@ impl Writes {
         match handle.get().ended(py)? {
             Ok(false) => return Ok(false),
             Ok(true) if this.is_unchanged(source, handle.get())? => {
-                this.free_source(py, self.torch.get())?;
+                this.free_source();
                 this.life.note(Moment::Freed);
                 if self.is_time_to_give_back(this.nbytes) {
                     keeper.call_method0(intern!(py, "give_memory_back"))?;

@@ -141,8 +141,7 @@ impl Staging {
         if is_capturing(&shared.gpu, stream)? {
             return Ok(Saved::Capturing);
         }
-        let longest = shared.down.pool.slot_bytes_max().min(shared.up.pool.slot_bytes_max());
-        if tier == Tier::Disk && source.len() > longest {
+        if tier == Tier::Disk && source.len() > self.longest_bytes() {
             return Ok(Saved::Full(Full::TooLong));
         }
         shared.mailbox.refuse_if_closed()?;
@@ -266,6 +265,12 @@ impl Staging {
     /// Why the last save was not written that stayed in its slot.
     pub fn last_refusal(&self) -> Option<Error> {
         self.shared().refusals().last()
+    }
+
+    /// The longest memory that can be saved to the disk, and brought back.
+    pub fn longest_bytes(&self) -> usize {
+        let shared = self.shared();
+        shared.down.pool.slot_bytes_max().min(shared.up.pool.slot_bytes_max())
     }
 
     /// Bytes of pinned memory, and how many of them are in slots.
