@@ -58,7 +58,7 @@ INSTEAD = {
     "shared counters below autograd": "if True:",
     "storage offset": "offset: 0,",
     "strides": (
-        'let stride = empty.call_method1("new_empty", (&self.size,))?.call_method0("stride")?;'
+        'let stride = empty.call_method1("new_empty", (&size,))?.call_method0("stride")?;'
     ),
     "the gate": "records.begin_write(record, self.keeper.bind(py))?;",
     "version at pack": "|| false;",

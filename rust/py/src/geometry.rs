@@ -88,7 +88,8 @@ impl Layout {
         let py = storage.py();
         let offset = (self.offset - start) / self.item_bytes;
         let empty = torch.empty(self.dtype.bind(py), self.gpu)?.getattr(intern!(py, "data"))?;
-        let (size, stride) = (self.size(py)?, self.stride(py)?); // defence: strides
+        let size = self.size(py)?;
+        let stride = self.stride(py)?; // defence: strides
         empty.call_method1(intern!(py, "set_"), (storage, offset, size, stride))
     }
 }
