@@ -440,7 +440,6 @@ class Records:
 
     def __new__(
         cls,
-        torch: Torch,
         store: Store,
         gpus: Gpus | None,
         account: Account,
@@ -1179,14 +1178,14 @@ def hidden(
     page_bytes: int,
     margin_s: float,
     round_trip_factor: float,
-) -> tuple[dict[int, float], set[int]]:
+) -> tuple[dict[int, float], dict[int, int]]:
     """Choose what leaves memory of a round, as ``planning.policy.plan`` says.
 
     ``items`` have the fields of ``planning.policy.Item``; ``copies`` are those of each GPU, from it
     and to it. Rates are in bytes per second.
 
-    Returns the latest start of each way back by the key of its item, and the keys of those that
-    stay in pinned memory.
+    Returns the latest start of each way back by the key of its item, and of those that stay in
+    pinned memory the bytes that they take there.
     """
 
 def run_if_free(lock: threading.RLock, function: Callable[[], object]) -> bool:

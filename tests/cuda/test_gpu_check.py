@@ -64,6 +64,9 @@ def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
     document = json.loads(told.read_text())
     assert document["has_gpu"] is False
     assert document["why"] in done.stdout
+    step = run(BENCHES / "gpu_step.py", "--dir", tmp_path, environment=hidden)
+    assert step.returncode == 3, step.stderr
+    assert step.stderr == "there is no GPU that PyTorch can use; `ssdtrain doctor DIR` says more\n"
     assert [path.name for path in tmp_path.iterdir()] == ["told.json"]
 
 

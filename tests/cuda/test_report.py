@@ -6,7 +6,7 @@ import re
 
 import torch
 
-from offloading import chain, made, offloaded, settle
+from offloading import chain, check, made, offloaded, settle
 from on_devices import Device, on_each_device
 from ssdtrain.commands.gpu import gpu_checks, gpu_facts
 
@@ -44,6 +44,16 @@ def test_the_report_tells_of_the_gpu(device: Device) -> None:
         r"  limit      (compute|the (disk|PCIe).*)"
     )
     assert re.search(rows, str(session)), str(session)
+
+
+@on_each_device()
+def test_a_tensor_that_is_longer_than_its_way_is_told_with_both_sizes(device: Device) -> None:
+    leaf = made(0)
+    with offloaded(pinned_bytes=128 << 10) as session:
+        chain(leaf, 8).sum().backward()
+    check(leaf, 8)
+    said = "it has 64 KiB, and at most 32 KiB of one tensor go to the disk here, a quarter of"
+    assert said in str(session), str(session)
 
 
 @on_each_device()

@@ -54,12 +54,12 @@ def test_an_interrupt_at_any_moment_leaves_the_counts_right(
         rig = Rig(tmp_path, min_bytes=4096, max_resident_bytes=bound_bytes)
         with rig.context():
             try:
-                with at(number, interrupt) as came:
+                with at(number, interrupt) as moment:
                     found = step(rig)
             except KeyboardInterrupt:
                 found = None
             # Lost would be: it came, and the step went on to its end.
-            assert came.came == (found is None), f"the interrupt at moment {number} was lost"
+            assert moment.came == (found is None), f"the interrupt at moment {number} was lost"
             for again in (step(rig), step(rig), step(rig)):
                 expected = again if expected is None else expected
                 assert torch.equal(again, expected)
@@ -87,7 +87,7 @@ def test_a_signal_handler_may_ask_for_the_counts(
     before = rig.stats
     saved_count = before.tensors_kept + before.tensors_forwarded + before.tensors_offloaded
     for number in itertools.count(step=every):
-        with rig.context(), at(number, lambda: rig.stats) as came:
+        with rig.context(), at(number, lambda: rig.stats) as moment:
             found = step(rig)
         assert torch.equal(found, expected)
         # A write that was given up on its way holds its source until it has ended.
@@ -97,18 +97,13 @@ def test_a_signal_handler_may_ask_for_the_counts(
         assert counted == (number // every + 2) * saved_count, (
             f"miscounted after a signal at {number}"
         )
-        if not came.came:
+        if not moment.came:
             break
     assert number > least_count
     rig.assert_empty()
 
 
-def flush(rig: Rig) -> None:
-    """End all writes, the one that is waited for as well."""
-    rig.flush()
-
-
-@pytest.mark.parametrize("do", [flush, step])
+@pytest.mark.parametrize("do", [Rig.flush, step])
 def test_a_signal_handler_that_ends_the_write_that_is_waited_for(
     do: Callable[[Rig], object], tmp_path: Path
 ) -> None:

@@ -122,6 +122,7 @@ def test_a_bound_on_the_disk(bound_bytes: int, tmp_path: Path) -> None:
     except NoSpaceError as error:
         told = error.__notes__[-1]
         assert_as_it_was(model)
+    assert told is not None or bound_bytes > 1
     assert told is None or bound_bytes < 6 * ONE_BYTES
     assert told is None or "the disk has to hold" in told
     seen = trained(model)

@@ -262,6 +262,7 @@ def test_the_command_answers_for_a_file_of_the_user(
         (("gpt2", "--batch", "0"), "--batch must be 1 or more"),
         (("nowhere.py:build",), "nowhere.py is no Python file"),
         (("--trace", "nowhere.json"), "nowhere.json: there is no trace"),
+        (("gpt2", "--trace", "a.json"), "gpt2 and --trace a.json are two steps; give one of them"),
     ],
 )
 def test_what_is_wrong_is_said(

@@ -27,7 +27,7 @@ from disks import MIB
 from ssdtrain._core import Account
 from ssdtrain.activations.seen import Seen
 from ssdtrain.planning.controller import Verdict
-from ssdtrain.planning.policy import Copies, Rates
+from ssdtrain.planning.policy import RATE_GUESS, Copies, Rates
 from ssdtrain.planning.price import Price
 from ssdtrain.reasons import Evidence, reason_of
 from ssdtrain.session_log import log
@@ -334,6 +334,16 @@ def test_a_plan_is_named_with_the_figures_it_was_made_of(
     assert reason is not None
     assert reason.is_warning
     assert re.search(expected, reason.text), reason.text
+
+
+def test_a_guess_is_not_told_as_what_the_disk_does() -> None:
+    for rates, expected in [
+        (Rates(RATE_GUESS, RATE_GUESS), "has not told yet what it does, and is taken to do"),
+        (Rates(2 * RATE_GUESS, RATE_GUESS), "the disk writes"),
+    ]:
+        reason = reason_of(evidence(seen=planned(10), rates=rates, last_round=(100 * MIB, 1.0)))
+        assert reason is not None
+        assert expected in reason.text, reason.text
 
 
 def test_the_price_of_a_byte_is_a_reason() -> None:

@@ -17,7 +17,6 @@ from ssdtrain.activations.lender import Lender
 from ssdtrain.activations.names import saving
 from ssdtrain.activations.seen import Seen, kept_parts
 from ssdtrain.errors import DiskBoundError, SsdtrainError
-from ssdtrain.geometry import TORCH
 from ssdtrain.machine.process_memory import release_free_memory
 from ssdtrain.machine.torch_internals import sequence_number
 from ssdtrain.notices import Notices
@@ -62,7 +61,6 @@ class Writeback:
         self.timeline = Timeline()
         """When each tensor was where, once somebody asks."""
         self.records = Records(
-            TORCH,
             transfer.store,
             transfer.gpus,
             residency.account,

@@ -151,8 +151,7 @@ def plan(items: Sequence[Item], rates: Rates, host_bytes: int = 0) -> Plan:
     for item in items:
         if item.key in pinned:
             assert item.gpu is not None
-            pages = -(-item.nbytes // PAGE_BYTES)
-            pinned_bytes[item.gpu] = pinned_bytes.get(item.gpu, 0) + pages * PAGE_BYTES
+            pinned_bytes[item.gpu] = pinned_bytes.get(item.gpu, 0) + pinned[item.key]
         elif item.key in starts:
             written_bytes += item.nbytes
     longest_gap_s = max(gaps, default=0.0)

@@ -92,7 +92,8 @@ impl Links {
         self.of(item).map_or((f64::INFINITY, f64::INFINITY), |one| (one.down, one.up))
     }
 
-    fn pages(&self, item: &Item) -> u64 {
+    /// The bytes that an item takes in the memory of the CPU.
+    pub fn pages(&self, item: &Item) -> u64 {
         item.nbytes.div_ceil(self.page_bytes) * self.page_bytes
     }
 

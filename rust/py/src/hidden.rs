@@ -1,6 +1,6 @@
 //! `hidden`: what of a round leaves memory, asked of the planner.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 
 use pyo3::prelude::*;
 use ssdtrain_plan::hidden::{self as plan, Copies, Item, Links};
@@ -8,8 +8,8 @@ use ssdtrain_plan::hidden::{self as plan, Copies, Item, Links};
 /// The fields of `planning.policy.Item`.
 type Fields = (i64, u64, f64, f64, Option<usize>);
 
-/// The keys of what leaves, with the latest start of their ways back; and which of these stay in
-/// pinned memory.
+/// The keys of what leaves, with the latest start of their ways back; and of those that stay in
+/// pinned memory, with the bytes that they take there.
 #[pyfunction]
 #[pyo3(signature = (
     items, *, write, read, copies, host_bytes, page_bytes, margin_s, round_trip_factor
@@ -28,14 +28,16 @@ pub fn hidden(
     page_bytes: u64,
     margin_s: f64,
     round_trip_factor: f64,
-) -> (HashMap<i64, f64>, HashSet<i64>) {
+) -> (HashMap<i64, f64>, HashMap<i64, u64>) {
     let copies = copies.into_iter().map(|(gpu, down, up)| Copies { gpu, down, up }).collect();
     let links = Links { write, read, copies, host_bytes, page_bytes, margin_s, round_trip_factor };
     let item =
         |&(_, nbytes, packed_s, needed_s, gpu): &Fields| Item { nbytes, packed_s, needed_s, gpu };
-    let leaving = plan::hidden(&items.iter().map(item).collect::<Vec<_>>(), &links);
+    let own: Vec<_> = items.iter().map(item).collect();
+    let leaving = plan::hidden(&own, &links);
     let key = |one: &plan::Leaving| items[one.place].0;
     let starts = leaving.iter().map(|one| (key(one), one.start_by_s)).collect();
-    let pinned = leaving.iter().filter(|one| one.is_pinned).map(key).collect();
+    let pinned = leaving.iter().filter(|one| one.is_pinned);
+    let pinned = pinned.map(|one| (key(one), links.pages(&own[one.place]))).collect();
     (starts, pinned)
 }

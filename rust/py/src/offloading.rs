@@ -263,7 +263,7 @@ impl Offloading {
             record
         } else {
             let key = Rounds::next_key(&round, nbytes);
-            let part = Part { start, nbytes, sequence, key, stream };
+            let part = Part { layout: &layout, start, nbytes, sequence, key, stream };
             self.new_record(tensor, storage, version, &part)?
         };
         let saved = SavedTensor::new(tensor, layout, &record, sequence)?;
@@ -280,16 +280,16 @@ impl Offloading {
         tensor: &Bound<'py, PyAny>,
         storage: &Bound<'py, PyAny>,
         version: i64,
-        part: &Part,
+        part: &Part<'_>,
     ) -> PyResult<Bound<'py, Record>> {
         let (py, records, keeper) =
             (tensor.py(), self.records.get(), self.keeper.bind(tensor.py()));
         if !records.is_bounded() {
-            return records.make(tensor, storage, version, part);
+            return records.make(self.torch.get(), tensor, storage, version, part);
         }
         let arguments = (tensor, storage, part.nbytes, part.sequence);
         let may_be_lent = keeper.call_method1(intern!(py, "make_room"), arguments)?.is_truthy()?;
-        let record = records.make(tensor, storage, version, part)?;
+        let record = records.make(self.torch.get(), tensor, storage, version, part)?;
         keeper.call_method1(intern!(py, "enter"), (&record, storage, may_be_lent))?;
         Ok(record)
     }

@@ -70,7 +70,8 @@ struct State {
 }
 
 /// What a new record is made of, beside its tensor.
-pub struct Part {
+pub struct Part<'a> {
+    pub layout: &'a Layout,
     pub start: u64,
     pub nbytes: u64,
     pub sequence: i64,
@@ -90,15 +91,14 @@ impl Record {
         tensor: &Bound<'py, PyAny>,
         storage: &Bound<'py, PyAny>,
         version: i64,
-        part: &Part,
+        part: &Part<'_>,
         account: &core::Account,
         timeline: &Timeline,
     ) -> PyResult<Bound<'py, Self>> {
         let py = tensor.py();
         let source = tensor.call_method0(intern!(py, "detach"))?;
         let counter = tensor.call_method0(intern!(py, "detach"))?;
-        let dtype = tensor.getattr(intern!(py, "dtype"))?;
-        let empty = torch.empty(&dtype, part.stream.map(|stream| stream.gpu))?;
+        let empty = torch.empty(part.layout.dtype.bind(py), part.layout.gpu)?;
         counter.setattr(intern!(py, "data"), empty)?;
         let record = Self {
             storage: PyWeakrefReference::new(storage)?.unbind(),

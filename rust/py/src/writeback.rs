@@ -42,7 +42,6 @@ const RESERVE_BATCH_BYTES: u64 = 8 << 20;
 /// The records of one session, and what becomes of them.
 #[pyclass(frozen, module = "ssdtrain._core")]
 pub struct Records {
-    torch: Py<Torch>,
     store: Py<Store>,
     gpus: Option<Py<Gpus>>,
     account: core::Account,
@@ -67,11 +66,10 @@ struct Books {
 impl Records {
     #[new]
     #[pyo3(signature = (
-        torch, store, gpus, account, timeline, *, is_bounded, batch_bytes, give_back_bytes, threads
+        store, gpus, account, timeline, *, is_bounded, batch_bytes, give_back_bytes, threads
     ))]
     #[expect(clippy::too_many_arguments, reason = "keywords on the side of Python")]
     fn new(
-        torch: Py<Torch>,
         store: Py<Store>,
         gpus: Option<Py<Gpus>>,
         account: &Account,
@@ -86,7 +84,6 @@ impl Records {
         let (gates, is_forked) = (Gates::new(threads), AtomicBool::new(false));
         let writes = Writes::new(give_back_bytes);
         Self {
-            torch,
             store,
             gpus,
             account,
@@ -289,21 +286,15 @@ impl Records {
     /// Makes a record, which is found by its storage from now on.
     pub fn make<'py>(
         &self,
+        torch: &Torch,
         tensor: &Bound<'py, PyAny>,
         storage: &Bound<'py, PyAny>,
         version: i64,
-        part: &Part,
+        part: &Part<'_>,
     ) -> PyResult<Bound<'py, Record>> {
         let py = tensor.py();
-        let record = Record::new(
-            self.torch.get(),
-            tensor,
-            storage,
-            version,
-            part,
-            &self.account,
-            self.timeline.get(),
-        )?;
+        let record =
+            Record::new(torch, tensor, storage, version, part, &self.account, self.timeline.get())?;
         let reference = PyWeakrefReference::new(&record)?.unbind();
         // The identity is one only while the storage lives, which the look-up checks.
         let before = self.books().remember(py, identity(storage), reference);
