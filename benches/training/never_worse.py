@@ -7,7 +7,7 @@ is given, `cut` offloads what hides behind computing (the cut of SSDTrain, `slow
 2506.06472) chooses for the peak of `ours`. A turn is two steps of each, in an order that rotates,
 on the same batch; the second one counts, as the first meets the memory and the disk as another way
 has left them. The ratio of a way is the median over the turns of its time over that of the plain
-step in that turn, with the middle half of the ratios. So what else the machine does meets all
+step in that turn, with the standard error of this median. So what else the machine does meets all
 alike. The first turns, in which sessions adapt, are left out. The peak is the median over the turns
 of the most saved bytes in memory, over what a plain step has.
 
@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -52,6 +53,9 @@ ADAPTING_TURNS = 30
 TERAIO_TURN = ADAPTING_TURNS - 5
 """When TERAIO's choice is made: `ours` has found its peak, and some turns are left to settle."""
 WAYS = ("again", "all", "cut", "ours", "teraio")
+MEDIAN_ERROR = math.sqrt(math.pi / 2) / 1.349
+"""So many times the width of the middle half, over the root of how many values there are, is the
+standard error of a median of normal values."""
 LATENCY_S = 100e-6
 BLKIO = Path("/sys/fs/cgroup/blkio")
 GIB = 1 << 30
@@ -283,10 +287,12 @@ def _figures(way: Way | Plain, plain_s: list[float], kept_bytes: int) -> dict[st
     turns = len(plain_s)
     seconds, peaks = counting(way.seconds, turns), counting(way.peaks, turns)
     ratios = sorted(one / plain for one, plain in zip(seconds, plain_s, strict=True))
+    low, high = ratios[turns // 4], ratios[-1 - turns // 4]
     return {
         "ratio": statistics.median(ratios),
-        "ratio_low": ratios[turns // 4],
-        "ratio_high": ratios[-1 - turns // 4],
+        "ratio_error": MEDIAN_ERROR * (high - low) / math.sqrt(turns),
+        "ratio_low": low,
+        "ratio_high": high,
         "peak": statistics.median(peaks) / kept_bytes,
         "peak_high": max(peaks) / kept_bytes,
         "written_bytes": statistics.median(counting(way.written, turns)),
@@ -340,7 +346,7 @@ def keep_figures(  # noqa: PLR0917 - a file has all of it
 def show(row: dict[str, Any]) -> None:
     """Print one row."""
     cells = [
-        f"{one['ratio']:.3f} ({one['ratio_low']:.3f}-{one['ratio_high']:.3f}) {one['peak']:.2f}"
+        f"{one['ratio']:.3f} ± {one['ratio_error']:.3f} {one['peak']:.2f}"
         for one in row["ways"].values()
     ]
     price = ""
@@ -374,7 +380,7 @@ def main(words: list[str]) -> int:
         can_throttle = os.geteuid() == 0 and BLKIO.is_dir()
         shares = arguments.shares if can_throttle else [1.0]
         print(f"disk: {rate / GIB:.2f} GiB/s" + ("" if can_throttle else "; cannot be throttled"))
-        heads = "  ".join(f"{f'{name}: ratio (half) peak':<30}" for name in arguments.ways)
+        heads = "  ".join(f"{f'{name}, peak':<18}" for name in arguments.ways)
         print(f"{'':<20} {'plain':>6}  {heads}  price, s per GiB")
         rows = []
         for model in arguments.models:

@@ -122,6 +122,13 @@ SAVES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "a part of something large": lambda x, w: (x @ w).sin() * LARGE[70:102],
     "made anew": lambda x, w: (x @ w).sin() * torch.rand(32, 1),
     "gates of a cell, which count apart": lambda x, w: CELL(x @ w)[0],
+    "a mask without history": lambda x, w: (x @ w).sin() * (torch.rand(32, 64) > 0.5).float(),
+    "a large mask of another type": lambda x, w: (x @ w).masked_fill(torch.ones(32, 64) > 0, 2.0),
+    "one row of many, expanded": lambda x, w: (x @ w).sin() * ROWS[:1].expand(32, 64),
+    "windows that overlap": lambda x, w: (x @ w).sin() * ROWS.flatten().unfold(0, 64, 1)[:32],
+    "columns": lambda x, w: (x @ w).sin() * torch.rand(32, 128)[:, ::2],
+    "zeros without memory": lambda x, w: (x @ w).sin() * torch._efficientzerotensor((32, 64)),
+    "a negative view": lambda x, w: (torch.complex(x @ w, x).conj().imag * x).sin(),
     "a cast weight": lambda x, w: x @ (HALF.float() * w.sin()),
     "a copy of a weight": lambda x, w: x @ (FULL.t().contiguous() * w.sin()),
     "a lazy conjugate": lambda x, w: (torch.complex(x @ w, x).conj() * x).abs(),
@@ -134,6 +141,7 @@ HALF = nn.Parameter(torch.randn(64, 64, dtype=torch.bfloat16))
 FULL = nn.Parameter(torch.randn(64, 64))
 FOREIGN = torch.from_numpy(np.random.default_rng(0).random((32, 64), dtype=np.float32))
 LARGE = torch.randn(5000, 64)
+ROWS = torch.randn(32, 64)
 
 
 @pytest.mark.parametrize("name", SAVES)

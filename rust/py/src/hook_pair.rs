@@ -127,7 +127,13 @@ impl HookPair {
                 let kept = Kept::hold(tensor, is_leaf, is_from_below, Some(holding))?;
                 return Ok(kept.into_any());
             }
-            None => {}
+            // In a round that is only skimmed, to judge it would cost more than all else.
+            Some(Glance::Large) if !is_from_below => {
+                if let Some(kept) = self.offloading.get().pass_by_at_a_glance(rules, tensor)? {
+                    return Ok(kept.into_any());
+                }
+            }
+            Some(Glance::Large) | None => {}
         }
         match rules.judge(tensor)? {
             Verdict::Unusual => self.in_python(py, &self.pack_unusual, &[tensor]),

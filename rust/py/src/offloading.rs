@@ -10,6 +10,7 @@ use crate::geometry::{Layout, is_memory_of_others, shares_no_counter};
 use crate::gpu_calls::GpuStream;
 use crate::kept::{self, is_true, version_of};
 use crate::rounds::Rounds;
+use crate::rules::Rules;
 use crate::saved_tensor::{Part, Record, SavedTensor, SharedRound};
 use crate::session_lock::SessionLock;
 use crate::skim::Cause;
@@ -151,8 +152,11 @@ impl Offloading {
                 return Ok(packed);
             }
         }
-        if may_pass_by && let Some(kept) = self.pass_by(tensor, &storage, nbytes, storage_bytes)? {
-            return Ok(kept.into_any());
+        if may_pass_by && let Some(cause) = self.rounds.get().skims(py) {
+            let identity = storage.call_method0(intern!(py, "data_ptr"))?.extract()?;
+            if let Some(kept) = self.pass_by(tensor, identity, nbytes, storage_bytes, cause)? {
+                return Ok(kept.into_any());
+            }
         }
         let taught_before = self.rounds.get().taught();
         let saved =
@@ -167,13 +171,12 @@ impl Offloading {
     fn pass_by(
         &self,
         tensor: &Bound<'_, PyAny>,
-        storage: &Bound<'_, PyAny>,
+        identity: usize,
         nbytes: u64,
         storage_bytes: u64,
+        cause: Cause,
     ) -> PyResult<Option<Py<kept::Kept>>> {
         let (py, records) = (tensor.py(), self.records.get());
-        let Some(cause) = self.rounds.get().skims(py) else { return Ok(None) };
-        let identity: usize = storage.call_method0(intern!(py, "data_ptr"))?.extract()?;
         // What a backward computes again was counted in forward.
         let is_forward = self.torch.get().current_backward(py)? == FORWARD;
         let more_bytes = records.account().shared_more_bytes(identity, nbytes, storage_bytes);
@@ -194,6 +197,42 @@ impl Offloading {
         let holding = records.account().hold_shared(identity, nbytes, storage_bytes);
         records.account().note_peak(records.transfer_bytes(py));
         kept::Kept::hold(tensor, is_leaf, false, Some(holding)).map(Some)
+    }
+
+    /// The same for a large tensor that nobody has judged, at the least cost. `None`: it has to be
+    /// judged.
+    pub fn pass_by_at_a_glance(
+        &self,
+        rules: &Rules,
+        tensor: &Bound<'_, PyAny>,
+    ) -> PyResult<Option<Py<kept::Kept>>> {
+        let py = tensor.py();
+        if self.records.get().is_forked() {
+            return Ok(None);
+        }
+        let Some(cause) = self.rounds.get().skims(py) else { return Ok(None) };
+        // Tensors without memory of their own (of zeros, of function transforms) raise.
+        let Ok(storage) = tensor.call_method0(intern!(py, "untyped_storage")) else {
+            return Ok(None);
+        };
+        let Ok(identity) = storage.call_method0(intern!(py, "data_ptr")) else {
+            return Ok(None);
+        };
+        if !rules.is_plain_at_a_glance(tensor)? {
+            return Ok(None);
+        }
+        let storage_bytes: u64 = storage.call_method0(intern!(py, "nbytes"))?.extract()?;
+        let mut nbytes: u64 = tensor.getattr(intern!(py, "nbytes"))?.extract()?;
+        // What says how a tensor lies in its storage costs more than all else here.
+        let is_whole = nbytes == storage_bytes
+            && tensor.call_method0(intern!(py, "is_contiguous"))?.is_truthy()?;
+        if !is_whole {
+            (_, nbytes) = Layout::of(tensor)?.part(tensor, storage_bytes)?;
+        }
+        if self.kept_as(tensor, &storage, nbytes, storage_bytes)?.is_some() {
+            return Ok(None);
+        }
+        self.pass_by(tensor, identity.extract()?, nbytes, storage_bytes, cause)
     }
 
     /// As what a part of a large storage stays in memory; `None` if it may leave it.

@@ -50,6 +50,8 @@ pub enum Glance {
     Weight { is_leaf: bool },
     /// It is too small to be worth a write; its storage is at that address.
     Small { is_leaf: bool, identity: usize, nbytes: u64 },
+    /// It is on the CPU or a GPU and large.
+    Large,
 }
 
 #[pymethods]
@@ -96,7 +98,7 @@ impl Rules {
         self.is_below_autograd.bind(py).call0()?.is_truthy()
     }
 
-    /// Tells weights and small tensors at the least cost. `None`: ask [`judge`](Self::judge).
+    /// Tells weights and small tensors at the least cost. Of others ask [`judge`](Self::judge).
     ///
     /// It makes hardly an object that torch has not made already: the node and the storage of a
     /// tensor cost more to wrap than all that is done here. So the nodes behind a tensor are looked
@@ -130,7 +132,7 @@ impl Rules {
             let Ok(nbytes) = tensor.getattr(intern!(py, "nbytes")) else { return Ok(None) };
             let nbytes = nbytes.extract()?;
             if nbytes >= small_bytes {
-                return Ok(None);
+                return Ok(Some(Glance::Large));
             }
             let Ok(address) = tensor.call_method0(intern!(py, "data_ptr")) else {
                 return Ok(None);
@@ -146,7 +148,7 @@ impl Rules {
             storage
         };
         if nbytes >= small_bytes {
-            return Ok(None);
+            return Ok(Some(Glance::Large));
         }
         if !is_leaf && !tensor.getattr(intern!(py, "dtype"))?.is(&self.float32) {
             let node = tensor.getattr(intern!(py, "grad_fn"))?;
@@ -178,18 +180,34 @@ impl Rules {
         if !keys.eq(plain_keys)? {
             return Ok(Verdict::Unusual); // defence: what a plain tensor is
         }
-        let node = tensor.getattr(intern!(py, "grad_fn"))?;
         let base = tensor.getattr(intern!(py, "_base"))?;
         // defence: provenance: the base of a view
         if !base.is_none() && self.is_weight_itself(&base)? {
             return Ok(Verdict::Weight);
         }
-        let is_weight = if node.is_none() {
-            self.is_used_by_others(tensor)?
-        } else {
-            self.is_made_of_weight(tensor, node)?
-        };
+        let is_weight = self.is_weight_by_history(tensor)?;
         Ok(if is_weight { Verdict::Weight } else { Verdict::Plain })
+    }
+
+    /// Whether [`judge`](Self::judge) takes a large tensor that lies in ordinary memory for a plain
+    /// one, at the least cost. `false`: ask it.
+    ///
+    /// Of the kinds that the dispatch keys tell, quantised tensors and lazy conjugates are not of
+    /// floating point, and the others have no such memory or are never given to the hooks.
+    pub fn is_plain_at_a_glance(&self, tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
+        let py = tensor.py();
+        let is_managed = tensor.call_method0(intern!(py, "is_floating_point"))?.is_truthy()?
+            && !is_true(tensor, intern!(py, "is_nested"))?;
+        Ok(is_managed && !self.is_weight_by_history(tensor)?)
+    }
+
+    fn is_weight_by_history(&self, tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
+        let node = tensor.getattr(intern!(tensor.py(), "grad_fn"))?;
+        if node.is_none() {
+            self.is_used_by_others(tensor)
+        } else {
+            self.is_made_of_weight(tensor, node)
+        }
     }
 
     /// The keys of a plain tensor of a GPU, of which `tensor` is some tensor.
