@@ -133,7 +133,9 @@ def _hint(option: str, asked: argparse.ArgumentParser, command: str) -> str:
     ours = option.replace("_", "-")
     known = asked._option_string_actions  # noqa: SLF001 - no public name
     alike = [ours] if ours in known else get_close_matches(ours, known, n=1, cutoff=ALIKE_MIN)
-    if alike:
+    # Options are not taken in part, as a script may have others that begin alike.
+    alike = alike or [one for one in known if one.startswith(f"{ours}-")]
+    if len(alike) == 1:
         return f"; it is written {alike[0]} here"
     if command != "run":
         return ""

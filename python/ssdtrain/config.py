@@ -106,15 +106,8 @@ class OffloadConfig:
                 f"{words} are more than the {shown_bytes(memory_bytes)} of this machine, and "
                 f"pinned memory cannot be swapped; give less"
             )
-        given = self.slowdown_max
-        if given is None:
-            return
-        is_number = isinstance(given, int | float) and not isinstance(given, bool)
-        if not is_number or not 0 < given <= 1:
-            raise ConfigError(
-                f"slowdown_max must be a share above 0 and at most 1, such as 0.02 for 2 %, or "
-                f"None for no limit, not {given!r}"
-            )
+        if self.slowdown_max is not None:
+            check_share("slowdown_max", self.slowdown_max, " or None for no limit,")
 
     @property
     def slowdown_limit(self) -> float | None:
@@ -135,6 +128,15 @@ class OffloadConfig:
                 f"{name}={value!r}" for name, value in options.items() if value != defaults[name]
             ]
         return ", ".join(words)
+
+
+def check_share(name: str, given: object, otherwise: str = "") -> None:
+    """Raise ``ConfigError`` for what is no share of a whole."""
+    if isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given <= 1:
+        raise ConfigError(
+            f"{name} must be a share above 0 and at most 1, such as 0.02 for 2 %,{otherwise} "
+            f"not {given!r}"
+        )
 
 
 def directories(given: Directories) -> tuple[str, ...]:

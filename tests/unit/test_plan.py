@@ -224,6 +224,26 @@ def test_the_command_answers_for_a_recorded_step(
     assert "the drives are those named above" in told
 
 
+def test_a_step_that_fits_in_no_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "step.json"
+    traces.save(there_and_back(), path)
+    words = ["plan", "--trace", str(path), "--host-memory", "1"]
+    assert main([*words, "--memory", "90MiB"]) == 1
+    told = capsys.readouterr().out
+    assert "offload: the step does not fit: kernel 0 needs " in told
+    assert re.search(r"needs \d+(\.\d)? MiB more than there is room for", told)
+    assert main([*words, "--memory", "90MiB", "--json"]) == 1
+    ways = json.loads(capsys.readouterr().out)["ways"]
+    assert not any(way["fits"] for way in ways.values())
+
+
+def test_memory_that_tensors_fill_which_no_kernel_uses() -> None:
+    weights = TracedTensor(3 << 20, kind="weight", lives_across_steps=True)
+    step = Step(Trace("a step", (Kernel(1.0, ()),), (weights,)))
+    with pytest.raises(ConfigError, match="the device has 2 MiB, and 3 MiB of tensors stay there"):
+        step.least_step(device(2))
+
+
 @pytest.mark.long
 def test_what_the_readme_says_of_its_example(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")

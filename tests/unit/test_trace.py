@@ -32,6 +32,9 @@ def test_a_trace_comes_back_from_its_file(tmp_path: Path) -> None:
     trace.save(STEP, path)
     assert trace.load(path) == STEP
     assert list(tmp_path.iterdir()) == [path]
+    plain = tmp_path / "plain.json"
+    plain.write_text("")
+    assert path.stat().st_mode == plain.stat().st_mode, "whoever reads other files reads it"
 
 
 def test_the_example_of_the_documentation_is_a_trace(tmp_path: Path) -> None:

@@ -6,11 +6,11 @@ import argparse
 import math
 from collections.abc import Callable
 
-from ssdtrain.config import directories
+from ssdtrain.config import check_share, directories
 from ssdtrain.errors import ConfigError
 from ssdtrain.sizes import in_bytes
 
-__all__ = ["directory", "positive", "size"]
+__all__ = ["directory", "positive", "share", "size"]
 
 
 def size(name: str) -> Callable[[str], int]:
@@ -21,6 +21,23 @@ def size(name: str) -> Callable[[str], int]:
             return in_bytes(name, text)
         except ConfigError as error:
             raise argparse.ArgumentTypeError(str(error)) from error
+
+    return parse
+
+
+def share(name: str) -> Callable[[str], float]:
+    """Return what parses a share of a whole, such as ``0.02``, for the option ``name``."""
+
+    def parse(text: str) -> float:
+        try:
+            value: float | str = float(text)
+        except ValueError:
+            value = text
+        try:
+            check_share(name, value)
+        except ConfigError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+        return float(value)
 
     return parse
 

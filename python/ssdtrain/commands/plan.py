@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ssdtrain._core import StepPlan
-from ssdtrain.commands.arguments import positive, size
+from ssdtrain.commands.arguments import positive, share, size
 from ssdtrain.commands.lifespan import shown_days
 from ssdtrain.errors import ConfigError, SsdtrainError
 from ssdtrain.machine import tuning
@@ -26,6 +26,7 @@ from ssdtrain.sizes import in_bytes, shown_bytes
 
 __all__ = ["add_arguments", "run"]
 
+EXIT_DOES_NOT_FIT = 1
 EXIT_MISUSED = 2
 OPTIMIZERS = {
     "adamw": (2, None, False),
@@ -50,7 +51,10 @@ class Row:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `plan`."""
-    parser.epilog = "Example: ssdtrain plan llama-3-8b --gpu h100 --drive 990-pro-2tb --drives 4"
+    parser.epilog = (
+        "Example: ssdtrain plan llama-3-8b --gpu h100 --drive 990-pro-2tb --drives 4. "
+        "Exit code: 0 if the step fits in some way, 1 if it fits in none, 2 for a wrong option."
+    )
     parser.add_argument(
         "model",
         nargs="?",
@@ -73,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     asked = parser.add_argument_group("what is asked for")
     asked.add_argument(
         "--slowdown-max",
-        type=float,
+        type=share("--slowdown-max"),
         default=0.02,
         metavar="SHARE",
         help="how much longer the step may become to save memory: 0.02 is 2 %% (0.02)",
@@ -165,7 +169,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(_document(trace, device, rows, rated_bytes), indent=1))
     else:
         print(report)
-    return 0
+    return 0 if any(row.fits for row in rows) else EXIT_DOES_NOT_FIT
 
 
 def _trace(arguments: argparse.Namespace) -> Trace:

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
-from ssdtrain.commands.arguments import directory, positive, size
+from ssdtrain.commands.arguments import directory, share, size
 from ssdtrain.commands.program import Program, ProgramError, find_module, find_script, run_program
 from ssdtrain.commands.reach import reach_from
 from ssdtrain.config import Backend, DirectIo, Gds
@@ -77,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(option, type=size(name), metavar="SIZE", help=what)
     parser.add_argument(
         "--slowdown-max",
-        type=positive,
+        type=share("--slowdown-max"),
         metavar="SHARE",
         help="share of a step's time that offloading may cost, such as 0.02 (default: no limit)",
     )

@@ -13,6 +13,7 @@ from typing import Any, Final, Literal, get_args
 from ssdtrain._core import PlanMachine, Planner, StepPlan
 from ssdtrain.errors import ConfigError
 from ssdtrain.planning.trace import CLASSES, TensorClass, Trace
+from ssdtrain.sizes import shown_bytes
 
 __all__ = ["PLACES", "Device", "Move", "Place", "Step", "only", "plan_document"]
 
@@ -167,7 +168,10 @@ class Step:
     def _machine(self, device: Device, memory_bytes: int | None = None) -> PlanMachine:
         asked = device.memory_bytes if memory_bytes is None else memory_bytes
         if asked <= self._idle_bytes:
-            raise ConfigError(f"{self._idle_bytes} bytes that no kernel uses fill the memory")
+            raise ConfigError(
+                f"the step does not fit: the device has {shown_bytes(asked)}, and "
+                f"{shown_bytes(self._idle_bytes)} of tensors stay there that no kernel uses"
+            )
         return device.machine(asked - self._idle_bytes)
 
     def judged(self, device: Device, whose: str, memory_bytes: int | None = None) -> StepPlan:

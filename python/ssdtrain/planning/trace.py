@@ -10,7 +10,7 @@ import errno
 import json
 import math
 import os
-import tempfile
+import secrets
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, cast, get_args
@@ -202,9 +202,11 @@ def save(trace: Trace, path: str | os.PathLike[str]) -> None:
     if not target.parent.is_dir():
         why = "a trace goes into a folder that exists; make it first"
         raise FileNotFoundError(errno.ENOENT, why, str(target.parent))
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{target.name}-", dir=target.parent)
+    # Not by `tempfile`, whose files nobody else may read.
+    temporary = target.with_name(f".{target.name}-{secrets.token_hex(8)}")
+    file = temporary.open("x", encoding="utf-8")
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        with file:
             json.dump(trace.as_document(), file, separators=(",", ":"))
             file.write("\n")
         os.replace(temporary, target)

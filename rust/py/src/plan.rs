@@ -2,6 +2,7 @@
 
 use pyo3::exceptions::{PyIndexError, PyValueError};
 use pyo3::prelude::*;
+use ssdtrain_core::error::shown_bytes;
 use ssdtrain_plan::baselines::{ssdtrain_cut, teraio};
 use ssdtrain_plan::bound::least_step_seconds;
 use ssdtrain_plan::greedy::Budget;
@@ -160,7 +161,11 @@ impl StepPlan {
 pub struct Planner(Trace);
 
 fn refused(stuck: Stuck) -> PyErr {
-    ConfigError::new_err(format!("the step does not fit: {stuck}"))
+    let (kernel, need) = (stuck.kernel, shown_bytes(stuck.need_bytes));
+    ConfigError::new_err(format!(
+        "the step does not fit: kernel {kernel} needs {need} more than there is room for; the \
+         device needs more memory, or more of the step has to be allowed to leave it"
+    ))
 }
 
 impl Planner {
