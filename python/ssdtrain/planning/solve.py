@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import accumulate
 from typing import Any, Final, Literal, get_args
 
 from ssdtrain._core import PlanMachine, Planner, StepPlan
@@ -126,6 +127,7 @@ class Step:
                     one.recompute_seconds,
                 )
             )
+        self._may_leave = [row[3] or row[4] for row in rows]
         self._budgets = [(limit, self._members(name)) for name, limit in (budgets or {}).items()]
         kernels = self.trace.kernels
         self.planner = Planner(
@@ -188,13 +190,17 @@ class Step:
         self, device: Device, *, may_recompute: bool = False, drafts: int = DRAFTS
     ) -> StepPlan:
         """Return the plan with the shortest step found. Raises ``ConfigError`` if none fits."""
-        return self.planner.least_step(
-            self._machine(device),
-            budgets=self._budgets,
-            drafts=drafts,
-            tries=self._tries,
-            may_recompute=may_recompute,
-        )
+        try:
+            return self.planner.least_step(
+                self._machine(device),
+                budgets=self._budgets,
+                drafts=drafts,
+                tries=self._tries,
+                may_recompute=may_recompute,
+            )
+        except ConfigError:
+            self._check_room(device, may_recompute=may_recompute)
+            raise
 
     def least_peak(self, device: Device, slowdown_max: float) -> StepPlan:
         """Return the plan with the least peak found at a step that is at most so much longer."""
@@ -205,6 +211,37 @@ class Step:
             tries=0,
             slowdown_max=slowdown_max,
         )
+
+    def _check_room(self, device: Device, *, may_recompute: bool) -> None:
+        """Raise ``ConfigError`` where what may not leave and what one kernel uses do not fit."""
+        tensors, kernels = self.trace.tensors, self.trace.kernels
+        leaves = [
+            may_leave or (may_recompute and one.recompute_seconds is not None)
+            for one, may_leave in zip(tensors, self._may_leave, strict=True)
+        ]
+        uses: dict[int, list[int]] = {}
+        for place, kernel in enumerate(kernels):
+            for number in kernel.uses:
+                uses.setdefault(number, []).append(place)
+        changes = [0] * (len(kernels) + 1)
+        for number, places in uses.items():
+            one = tensors[number]
+            stretches = [(place, place) for place in places]
+            if not leaves[number]:
+                always = (0, len(kernels) - 1)
+                stretches = [always if one.lives_across_steps else (places[0], places[-1])]
+            for first, last in stretches:
+                changes[first] += one.nbytes
+                changes[last + 1] -= one.nbytes
+        needs = [self._idle_bytes + nbytes for nbytes in accumulate(changes[:-1])]
+        most = max(needs)
+        if most > device.memory_bytes:
+            place = needs.index(most)
+            name = f" ({kernels[place].name})" if kernels[place].name else ""
+            raise ConfigError(
+                f"the step does not fit {shown_bytes(device.memory_bytes)}: what may not leave, "
+                f"and what kernel {place}{name} uses, are {shown_bytes(most)}"
+            )
 
     def peak_bytes(self, plan: StepPlan) -> int:
         """Return the peak of a plan with what no kernel uses."""

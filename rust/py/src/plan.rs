@@ -163,8 +163,7 @@ pub struct Planner(Trace);
 fn refused(stuck: Stuck) -> PyErr {
     let (kernel, need) = (stuck.kernel, shown_bytes(stuck.need_bytes));
     ConfigError::new_err(format!(
-        "the step does not fit: kernel {kernel} needs {need} more than there is room for; the \
-         device needs more memory, or more of the step has to be allowed to leave it"
+        "the step does not fit: kernel {kernel} needs {need} more than there is room for"
     ))
 }
 
