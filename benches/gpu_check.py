@@ -98,9 +98,18 @@ def main(arguments: list[str]) -> int:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--dir", type=Path, required=True, help="a directory on the drive to use")
-    parser.add_argument("--json", type=Path, default=Path("gpu-check.json"), help="write it here")
-    parser.add_argument("--seconds", type=float, default=SECONDS_MAX, help="for the whole run")
-    parser.add_argument("--only", nargs="+", metavar="STEP", help="the steps with these names")
+    parser.add_argument(
+        "--json", type=Path, default=Path("gpu-check.json"), help="write it there (%(default)s)"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=SECONDS_MAX, help="for the whole run (%(default)s)"
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        metavar="STEP",
+        help="steps by name; a wrong name lists them",
+    )
     parser.add_argument("--tiny", action="store_true", help="sizes of a test, not of a GPU")
     parser.add_argument("--python", type=shlex.split, default=[], help="what starts Python")
     options = parser.parse_args(arguments)

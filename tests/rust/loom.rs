@@ -14,6 +14,7 @@ use ssdtrain_core::queue::{Job, JobMemory, Request, SubmitQueue};
 use ssdtrain_core::ticket::{Ticket, ticket};
 use ssdtrain_core::{DirectIo, Error, ErrorKind, Result};
 
+#[expect(dead_code, reason = "what the models do not lend, other tests do")]
 mod memory;
 use memory::{Memory, lend_with};
 
