@@ -105,10 +105,7 @@ def main(arguments: list[str]) -> int:
         "--seconds", type=float, default=SECONDS_MAX, help="for the whole run (%(default)s)"
     )
     parser.add_argument(
-        "--only",
-        nargs="+",
-        metavar="STEP",
-        help="steps by name; a wrong name lists them",
+        "--only", nargs="+", metavar="STEP", help="steps by name; a wrong name lists them"
     )
     parser.add_argument("--tiny", action="store_true", help="sizes of a test, not of a GPU")
     parser.add_argument("--python", type=shlex.split, default=[], help="what starts Python")

@@ -128,10 +128,13 @@ SAVES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "windows that overlap": lambda x, w: (x @ w).sin() * ROWS.flatten().unfold(0, 64, 1)[:32],
     "columns": lambda x, w: (x @ w).sin() * torch.rand(32, 128)[:, ::2],
     "zeros without memory": lambda x, w: (x @ w).sin() * torch._efficientzerotensor((32, 64)),
-    "a negative view": lambda x, w: (torch.complex(x @ w, x).conj().imag * x).sin(),
+    "a negative view": lambda x, w: torch.complex(x @ w, x @ w).conj().imag * (x @ w).sin(),
+    "a nested tensor": lambda x, w: torch.nested.to_padded_tensor(
+        torch.nested.as_nested_tensor([(x @ w)[:16], (x @ w)[16:]]).relu(), 0.0
+    ),
     "a cast weight": lambda x, w: x @ (HALF.float() * w.sin()),
     "a copy of a weight": lambda x, w: x @ (FULL.t().contiguous() * w.sin()),
-    "a lazy conjugate": lambda x, w: (torch.complex(x @ w, x).conj() * x).abs(),
+    "a lazy conjugate": lambda x, w: (torch.complex(x @ w, x @ w).conj() * (x @ w)).abs(),
     "what backward computes again": lambda x, w: checkpoint(
         lambda y: (y @ w).sin().cos(), x @ w, use_reentrant=True
     ),
@@ -144,6 +147,7 @@ LARGE = torch.randn(5000, 64)
 ROWS = torch.randn(32, 64)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.parametrize("name", SAVES)
 def test_the_bytes_are_those_of_followed_rounds(name: str, tmp_path: Path) -> None:
     w = torch.randn(64, 64, requires_grad=True)

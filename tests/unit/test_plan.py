@@ -237,6 +237,17 @@ def test_a_step_that_fits_in_no_way(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert not any(way["fits"] for way in ways.values())
 
 
+def test_the_slow_down_that_is_allowed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "step.json"
+    traces.save(there_and_back(), path)
+    for share in ("0", "1.5"):
+        assert main(["plan", "--trace", str(path), "--slowdown-max", share]) == 0
+    for share in ("-0.1", "nan", "2%"):
+        with pytest.raises(SystemExit):
+            main(["plan", "--trace", str(path), f"--slowdown-max={share}"])
+        assert f"'{share}' is not a number of 0 or more" in capsys.readouterr().err
+
+
 def test_memory_that_tensors_fill_which_no_kernel_uses() -> None:
     weights = TracedTensor(3 << 20, kind="weight", lives_across_steps=True)
     step = Step(Trace("a step", (Kernel(1.0, ()),), (weights,)))

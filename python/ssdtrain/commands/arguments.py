@@ -10,7 +10,7 @@ from ssdtrain.config import check_share, directories
 from ssdtrain.errors import ConfigError
 from ssdtrain.sizes import in_bytes
 
-__all__ = ["directory", "positive", "share", "size"]
+__all__ = ["directory", "not_negative", "positive", "share", "size"]
 
 
 def size(name: str) -> Callable[[str], int]:
@@ -52,10 +52,23 @@ def directory(text: str) -> str:
 
 def positive(text: str) -> float:
     """Parse a finite number above 0."""
+    value = _finite(text)
+    if value is None or value <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
+
+
+def not_negative(text: str) -> float:
+    """Parse a finite number of 0 or more."""
+    value = _finite(text)
+    if value is None or value < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 0 or more")
+    return value
+
+
+def _finite(text: str) -> float | None:
     try:
         value = float(text)
     except ValueError:
-        value = 0.0
-    if not (math.isfinite(value) and value > 0):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return value
+        return None
+    return value if math.isfinite(value) else None

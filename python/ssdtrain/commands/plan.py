@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ssdtrain._core import StepPlan
-from ssdtrain.commands.arguments import positive, share, size
+from ssdtrain.commands.arguments import not_negative, positive, size
 from ssdtrain.commands.lifespan import shown_days
 from ssdtrain.errors import ConfigError, SsdtrainError
 from ssdtrain.machine import tuning
@@ -77,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     asked = parser.add_argument_group("what is asked for")
     asked.add_argument(
         "--slowdown-max",
-        type=share("--slowdown-max"),
+        type=not_negative,
         default=0.02,
         metavar="SHARE",
         help="how much longer the step may become to save memory: 0.02 is 2 %% (0.02)",

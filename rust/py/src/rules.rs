@@ -192,12 +192,13 @@ impl Rules {
     /// Whether [`judge`](Self::judge) takes a large tensor that lies in ordinary memory for a plain
     /// one, at the least cost. `false`: ask it.
     ///
-    /// Of the kinds that the dispatch keys tell, quantised tensors and lazy conjugates are not of
-    /// floating point, and the others have no such memory or are never given to the hooks.
+    /// Of the other kinds that the dispatch keys tell, quantised tensors and lazy conjugates are not
+    /// of floating point, and the rest has no such memory or is never given to the hooks.
     pub fn is_plain_at_a_glance(&self, tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
         let py = tensor.py();
         let is_managed = tensor.call_method0(intern!(py, "is_floating_point"))?.is_truthy()?
-            && !is_true(tensor, intern!(py, "is_nested"))?;
+            && !is_true(tensor, intern!(py, "is_nested"))?
+            && !tensor.call_method0(intern!(py, "is_neg"))?.is_truthy()?;
         Ok(is_managed && !self.is_weight_by_history(tensor)?)
     }
 
