@@ -192,8 +192,8 @@ impl Rules {
     /// Whether [`judge`](Self::judge) takes a large tensor that lies in ordinary memory for a plain
     /// one, at the least cost. `false`: ask it.
     ///
-    /// Of the other kinds that the dispatch keys tell, quantised tensors and lazy conjugates are not
-    /// of floating point, and the rest has no such memory or is never given to the hooks.
+    /// Of the other kinds that the dispatch keys tell, quantised tensors and lazy conjugates are
+    /// not of floating point, and the rest has no such memory or is never given to the hooks.
     pub fn is_plain_at_a_glance(&self, tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
         let py = tensor.py();
         let is_managed = tensor.call_method0(intern!(py, "is_floating_point"))?.is_truthy()?
