@@ -8,8 +8,9 @@ rounds of the hooks that keep everything are the trace, each event at its median
 moment, and what the other two do becomes the moves of a plan: writes when the batch of the tensor
 is given to the disk, reads in the order of the needs. The simulator (`rust/plan`) plays them with
 the rates that the disk had in that process before the first step, alone and with both directions at
-once, and with the bytes that the session's engine has in flight. The price of a byte comes from the
-steps with the whole rate of the disk, and is used for all rates of that model.
+once, while all processors computed, and with the bytes that the session's engine has in flight. The
+price of a byte comes from the steps with the whole rate of the disk, and is used for all rates of
+that model.
 
 The table has the time of a step, over the plain one of that turn, as it was and as it is predicted;
 the bytes written in a step; and the most saved bytes in memory, in units of the largest tensor
@@ -31,9 +32,11 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from threading import Event, Thread
 from time import perf_counter
 from typing import Any
 
@@ -72,6 +75,7 @@ WRITE_PATIENCE_S = 0.1
 """How long a piece of a write is in flight at most (rust/core/src/engine/contract.rs)."""
 RATE_BYTES = 64 << 20
 """Moved in each direction to know the rates of the disk of one row."""
+RATE_ROUNDS = 5
 
 
 class Held(Policy):
@@ -108,6 +112,25 @@ class Disk:
         return min(self.queue_depth * piece_bytes, in_time)
 
 
+@contextmanager
+def computing() -> Iterator[None]:
+    """Have all processors compute meanwhile, as they do in a step; the disk gets less of them."""
+    factor = torch.full((1024, 1024), 1e-3)
+    is_over = Event()
+
+    def multiply() -> None:
+        while not is_over.is_set():
+            torch.mm(factor, factor)
+
+    thread = Thread(target=multiply)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
 def disk_of(directory: str) -> Disk:
     """Measure a disk, each direction alone and both at once."""
     tensor = torch.ones(RATE_BYTES, dtype=torch.uint8)
@@ -115,7 +138,7 @@ def disk_of(directory: str) -> Disk:
     with ssdtrain.TensorStore(directory) as store:
         stored = store.write(tensor)
         stored.wait()
-        for _ in range(3):
+        for _ in range(RATE_ROUNDS):
             began_s = perf_counter()
             other = store.write(tensor)
             other.wait()
@@ -267,7 +290,8 @@ def train(given: dict[str, Any]) -> dict[str, Any]:
     """Take the turns; return what each way took, and what is predicted of it."""
     options = TrainingOptions.from_json(given["options"])
     assert options.directory is not None
-    disk = disk_of(options.directory)
+    with computing():
+        disk = disk_of(options.directory)
     cut = Held()
     ways = {
         "keep": Way(options.directory, KeepAll()),

@@ -46,18 +46,27 @@ class Child:
         )
         self.pid = self._process.pid
 
-    def ask(self, what: str) -> dict[str, Any]:
-        """Have it answer a line."""
-        stdin, stdout = self._process.stdin, self._process.stdout
+    def tell(self, what: str) -> None:
+        """Give it a line, whose answer `hear` waits for."""
+        stdin = self._process.stdin
         assert stdin is not None
-        assert stdout is not None
         stdin.write(what + "\n")
         stdin.flush()
+
+    def hear(self) -> dict[str, Any]:
+        """Wait for its answer."""
+        stdout = self._process.stdout
+        assert stdout is not None
         line = stdout.readline()
         if not line:
             raise RuntimeError(f"the process of {self.name!r} ended; its last words are above")
         found: dict[str, Any] = json.loads(line)
         return found
+
+    def ask(self, what: str) -> dict[str, Any]:
+        """Have it answer a line."""
+        self.tell(what)
+        return self.hear()
 
     def end(self) -> None:
         """Close its input, at which it ends."""

@@ -282,7 +282,11 @@ def test_each_rank_that_torchrun_starts_has_a_block_and_a_report(
         (["--dir", ".", "-m", "email"], "it has no module email.__main__"),
         (["--dir", ".", "-m"], "-m needs the name of a module"),
         (["--dir", "."], "name the script to run"),
-        (["script.py"], "the following arguments are required: --dir"),
+        (["script.py"], "arguments are required: --dir, before the script's name"),
+        (
+            ["--lr", "3", "--dir", ".", "script.py"],
+            "arguments: --lr; options of your script come after its name",
+        ),
         (
             ["--dir", ".", "--num_epochs", "3", "script.py"],
             r"arguments: --num_epochs; options of your script come after its name: .* --num_epochs",

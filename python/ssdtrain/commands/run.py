@@ -65,9 +65,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     # The program may have an option that begins like one of ours.
     parser.allow_abbrev = False
     parser.add_argument(
+        # Not required here, so that an option before it that is none of ours is told first.
         "--dir",
         action="append",
-        required=True,
         type=directory,
         metavar="DIR",
         help="directory on the SSD to offload to; several times for several drives",
@@ -124,6 +124,12 @@ class Formatter(argparse.HelpFormatter):
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the program; it ends as it would without us."""
+    if arguments.dir is None:
+        print(
+            "ssdtrain run: the following arguments are required: --dir, before the script's name",
+            file=sys.stderr,
+        )
+        return EXIT_USAGE
     names = [*SIZES, "slowdown_max", "backend", "direct_io", "gds", "verify"]
     given = {name: getattr(arguments, name) for name in names}
     options = {name: value for name, value in given.items() if value is not None}
