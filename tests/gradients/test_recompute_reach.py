@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ from recomputed import (
     training,
 )
 from ssdtrain.activations.reach import Reach
+from ssdtrain.errors import UnsupportedError
 from support import Result, batch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -359,14 +361,15 @@ def test_what_changed_since_a_forward_is_an_error_in_its_backward(
 
 
 def test_a_block_that_begins_to_change_things_late_is_an_error(tmp_path: Path) -> None:
+    begun: list[bool] = []  # what the forward of a class holds is not looked at
+
     class Late(Plain):
         def __init__(self) -> None:
             super().__init__()
             self.register_buffer("count", torch.zeros(()))
-            self.is_counting = False
 
         def forward(self, x: Tensor) -> Tensor:
-            if self.is_counting:
+            if begun:
                 self.count.add_(1)
             return super().forward(x)
 
@@ -376,8 +379,7 @@ def test_a_block_that_begins_to_change_things_late_is_an_error(tmp_path: Path) -
     tool._choices = Again()
     with tool:
         step()
-        for block in model.blocks:
-            block.is_counting = True
+        begun.append(True)
         with pytest.raises(ssdtrain.UnsupportedError, match="in its first call it did not"):
             step()
         assert [float(block.count) for block in model.blocks] == [1, 1, 1]
@@ -399,3 +401,101 @@ def test_what_is_in_containers_is_that_of_the_call(tmp_path: Path) -> None:
 
     stats = prove_both(tmp_path, lambda: training(Model(Listed, replaced)))
     assert stats.blocks_recomputed == 3 * (STEPS - 1)
+
+
+class Reads(Plain):
+    """Reads what its caller sets, in its attributes, in an object, in a list, in an array."""
+
+    factor = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mask = torch.ones(WIDTH)
+        self.memory = SimpleNamespace(shift=torch.zeros(WIDTH))
+        self.names = {"shift": torch.zeros(WIDTH)}
+        self.others = [nn.Linear(WIDTH, WIDTH, bias=False)]
+        self.array = np.zeros(3)
+        self.seen: set[int] = set()
+        self.drop = nn.Dropout(0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            other: Tensor = self.others[0].weight.mean(0)
+        shift = self.memory.shift + self.names["shift"] + other + float(self.array.sum())
+        factor = self.factor * SCALE[0] * (2.0 if self.seen else 1.0)
+        out: Tensor = super().forward(self.drop(x) * self.mask * factor + shift)
+        return out
+
+
+SCALE = (1.0,)
+
+
+def replace_memory(block: Reads) -> None:
+    block.memory.shift = torch.ones(WIDTH)
+
+
+def change_weight_elsewhere(block: Reads) -> None:
+    with torch.no_grad():
+        block.others[0].weight.add_(1.0)
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "a number": lambda block: setattr(block, "factor", 3.0),
+    "another mask": lambda block: setattr(block, "mask", torch.zeros(WIDTH)),
+    "a mask in place": lambda block: block.mask.zero_(),
+    "an attribute of an object": replace_memory,
+    "a tensor in a dict": lambda block: block.names.update(shift=torch.ones(WIDTH)),
+    "a module in a list": change_weight_elsewhere,
+    "an array": lambda block: block.array.fill(1.0),
+    "a set": lambda block: block.seen.add(1),
+    "a module's option": lambda block: setattr(block.drop, "p", 0.5),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+class TestWhatABlockReads:
+    @pytest.fixture
+    def session(self, tmp_path: Path) -> Iterator[ssdtrain.Session]:
+        tool = ssdtrain.offload(tmp_path, min_bytes=1, max_resident_bytes="64MiB")
+        tool._choices = Again()
+        with tool as session:
+            yield session
+
+    def test_changed_after_the_forward_is_refused(
+        self, change: Callable[[Any], object], session: ssdtrain.Session
+    ) -> None:
+        block, x = ssdtrain.checkpoint(Reads()), batch(width=WIDTH)
+        block(x * 1).sum().backward()
+        loss = block(x * 1).sum()
+        change(block)
+        with pytest.raises(UnsupportedError, match="changed since its forward"):
+            loss.backward()
+        assert session.stats.blocks_recomputed == 1
+
+    def test_changed_between_two_calls_is_never_computed_again(
+        self, change: Callable[[Any], object], session: ssdtrain.Session
+    ) -> None:
+        block, x = ssdtrain.checkpoint(Reads()), batch(width=WIDTH)
+        for _ in range(2):
+            block(x * 1).sum().backward()
+        change(block)
+        for _ in range(2):
+            block(x * 1).sum().backward()
+        assert session.stats.blocks_recomputed == 1
+
+
+def test_a_name_of_a_closure_that_goes_on_is_not_computed_again() -> None:
+    block = Plain()
+    factor = 1.0
+
+    def scaled(x: Tensor) -> Tensor:
+        out: Tensor = block(x) * factor
+        return out
+
+    before = Reach(scaled, []).standing()
+    used = Reach(scaled, []).used()
+    assert Reach(scaled, []).standing() == before
+    factor = 2.0
+    assert Reach(scaled, []).standing() != before
+    with pytest.raises(UnsupportedError, match="what a closure holds"):
+        Reach(scaled, []).refuse_changed(used)

@@ -138,6 +138,75 @@ def device(mib: int, rate: float = 100 << 20) -> Device:
     )
 
 
+class Twice(Stack):
+    """Goes through its layers twice."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in (*self.layers, *self.layers):
+            x = layer(x)
+        return self.head(x).sum()  # type: ignore[no-any-return]
+
+
+class Between(Stack):
+    """Computes between two layers."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return self.head(x).sum()  # type: ignore[no-any-return]
+
+
+class Numbered(Stack):
+    """Takes its layers by their numbers, the last one first."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for number in reversed(range(11)):
+            x = self.layers[number](x)
+        return self.head(x).sum()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kind", [Twice, Between, Numbered])
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_model_that_uses_its_layers_otherwise_is_run_in_whole(
+    kind: type[Stack], is_new: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with torch.device("meta"):
+        kept = kind(11, 64)
+
+    def build() -> Built:
+        model = kind(11, 64) if is_new else kept
+        return model, lambda: model(torch.zeros(32, 64))
+
+    found = derive("stack", build, ROOFLINE, ADAMW)
+    kept.zero_grad()
+    monkeypatch.setattr(deriving, "LAYERS_RUN", 100)
+    whole = derive("stack", build, ROOFLINE, ADAMW)
+    assert found == whole
+
+
+def test_a_budget_that_no_plan_keeps_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, trace = tmp_path / "trace.json", there_and_back()
+    idle = TracedTensor(nbytes=3 << 20, kind="weight", lives_across_steps=True)
+    traces.save(replace(trace, tensors=(*trace.tensors, idle)), path)
+    words = ["plan", "--trace", str(path), "--memory", "8GiB", "--json"]
+    assert main([*words, "--budget", "weight=1MiB"]) == 1
+    ways = json.loads(capsys.readouterr().out)["ways"]
+    for way in ways.values():
+        assert not way["fits"]
+        if "peak_bytes" in way:
+            assert way["class_peak_bytes"]["weight"] >= 3 << 20
+            assert "weight takes" in way["problem"]
+    assert main([*words, "--budget", "weight=8GiB"]) == 0
+    ways = json.loads(capsys.readouterr().out)["ways"]
+    assert ways["keep"]["fits"]
+    assert "problem" not in ways["keep"]
+
+
 def test_places_and_budgets_are_kept() -> None:
     plan = Step(there_and_back(), parts={"layers.[0-4]": "keep"}).least_step(device(700))
     assert plan.moves

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint as computed_again
 
 from ssdtrain._core import Round, Rounds, Tally
-from ssdtrain.activations.reach import Reach, Used, Versions, are_same
+from ssdtrain.activations.reach import Reach, Used
 from ssdtrain.errors import UnsupportedError
 from ssdtrain.machine.torch_internals import (
     current_backward,
@@ -43,9 +43,9 @@ CODE_OF_TORCH = torch.utils.checkpoint.__file__
 MODES_MAX = 64
 """Ways of calling one block that are remembered: a function made anew for each call is as many."""
 CHANGES = (
-    "a block that is computed again in backward (ssdtrain.checkpoint) changed a tensor in place or "
-    "replaced a buffer in its forward, and would do so twice; in its first call it did not. Take "
-    "the mark off with ssdtrain.remove_checkpoint"
+    "a block that is computed again in backward (ssdtrain.checkpoint) changed something that it "
+    "has or reads (a tensor, a buffer, an attribute) in its forward, and would do so twice; in its "
+    "first call it did not. Take the mark off with ssdtrain.remove_checkpoint"
 )
 
 
@@ -54,8 +54,8 @@ class _Tried:
     """What is known of a block in one mode."""
 
     is_repeatable: bool = True
-    buffers: Versions = field(default_factory=list)
-    """As its last call left them."""
+    standing: list[object] = field(default_factory=list)
+    """What it reads, as its last call left it."""
 
 
 Modes = dict[tuple[object, ...], _Tried]
@@ -187,7 +187,7 @@ class Blocks:
             here = self._open()
             here.key = hash((here.key, *((tuple(one.shape), one.dtype) for one in reach.given)))
             tried = self._modes_of(reach).get(reach.mode)
-            if tried is not None and not are_same(tried.buffers, reach.buffers()):
+            if tried is not None and tried.standing != reach.standing():
                 tried.is_repeatable = False
             is_chosen = here.key in self._choices.chosen
             self._call = _Call(
@@ -223,7 +223,7 @@ class Blocks:
                 modes.clear()
             tried = modes.setdefault(reach.mode, _Tried())
             tried.is_repeatable &= is_unchanged
-            tried.buffers = reach.buffers()
+            tried.standing = reach.standing()
             here.calls.append(
                 Block(
                     call.key,

@@ -7,6 +7,9 @@ its modules are in training or in evaluation, and is never computed again if any
 moved meanwhile, or if between two of its calls something else changed its buffers. Kernels change
 statistics without a version counter, so bytes of buffers are compared, too. Seen is what modules
 have, and what methods and closures have in their hands.
+
+What a call reads may also be changed by its caller, between forward and backward: an attribute, a
+name of a closure or of the file. So all of it is compared before something is computed again.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from inspect import isfunction, ismethod, ismodule
+from types import CodeType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,13 +29,21 @@ from torch.nn.parameter import is_lazy
 
 from ssdtrain.errors import UnsupportedError
 
-__all__ = ["Reach", "Used", "Versions", "are_same"]
+__all__ = ["Reach", "Used"]
 
 Versions = list[tuple[Tensor, int | None]]
 Drawn = Generator | random.Random | np.random.Generator | np.random.RandomState
 
 UNPACKED_MAX = 256
 """Things in a container that is looked into."""
+ARRAY_BYTES_MAX = 1 << 20
+"""Of an array of numpy whose bytes are compared."""
+Plain = int | float | complex | str | bytes | bool | None
+"""What is compared by its value: an equal number may be another object."""
+Mark = tuple[object, object]
+"""Something that a call can read, and what tells whether it has changed."""
+TENSORS_OF_MODULES = frozenset({"_parameters", "_buffers", "_modules"})
+"""Attributes of modules that are compared as weights, buffers and modules."""
 
 CHANGED = (
     "the block {}, which is computed again in backward (ssdtrain.checkpoint), {}: no gradient was "
@@ -45,6 +57,8 @@ class Used(NamedTuple):
     mode: tuple[object, ...]
     tensors: Versions
     """Weights and buffers, with their versions."""
+    values: list[Mark]
+    """All else that it could read."""
 
 
 class Reach:
@@ -74,7 +88,7 @@ class Reach:
 
     def used(self) -> Used:
         """Return what a call that has just been made used."""
-        return Used(self.mode, _with_versions(self._own_tensors()))
+        return Used(self.mode, _with_versions(self._own_tensors()), list(self._values()))
 
     def refuse_changed(self, used: Used) -> None:
         """Raise unless what a forward used is there still."""
@@ -82,9 +96,24 @@ class Reach:
         if used.mode != self.mode:
             what = "was put into another mode (train(), eval()) since its forward"
             raise UnsupportedError(CHANGED.format(name, what, "Change the mode after backward"))
-        if not are_same(used.tensors, _with_versions(self._own_tensors())):
+        if not _are_same(used.tensors, _with_versions(self._own_tensors())):
             what = "or its forward has changed or replaced a weight or a buffer since then"
             raise UnsupportedError(CHANGED.format(name, what, "Change weights after backward"))
+        if not _are_equal(used.values, list(self._values())):
+            what = (
+                "reads something that has changed since its forward (an attribute, what a closure "
+                "holds, a global name)"
+            )
+            raise UnsupportedError(CHANGED.format(name, what, "Change it after backward"))
+
+    def standing(self) -> list[object]:
+        """Return what tells between two calls whether something else changed what a call reads.
+
+        Arguments, and things that a closure holds, may be others in each call.
+        """
+        modules = (mark for module in self._modules for mark in _of_module(module))
+        held = (mark for mark in self._held() if mark[0] is None)
+        return [(id(one), sign) for one, sign in (*self.buffers(), *modules, *held)]
 
     def buffers(self) -> Versions:
         """Return the buffers, with their versions."""
@@ -95,29 +124,23 @@ class Reach:
         )
 
     def watched(self) -> Callable[[], bool]:
-        """Return what tells whether no tensor was changed in place or replaced since now."""
-        before = self._versions()
-        return lambda: are_same(before, self._versions())
+        """Return what tells whether nothing was changed in place or replaced since now."""
+        before, values = self._versions(), list(self._values())
+        return lambda: (
+            _are_same(before, self._versions()) and _are_equal(values, list(self._values()))
+        )
 
     def closely(self) -> Callable[[], bool]:
         """Return what tells whether all that the call can reach is as it is now."""
         compared = [one for one, _ in self.buffers() if _has_bytes(one)]
         with torch.no_grad():
             copies = [one.clone() for one in compared]
-        has_same_tensors, drawn = self.watched(), self._random_states()
-        attributes = list(self._attributes())
-
-        def is_unchanged() -> bool:
-            now = list(self._attributes())
-            return (
-                len(now) == len(attributes)
-                and all(one is other for one, other in zip(now, attributes, strict=True))
-                and has_same_tensors()
-                and self._random_states() == drawn
-                and all(map(torch.equal, compared, copies))
-            )
-
-        return is_unchanged
+        is_watched_same, drawn = self.watched(), self._random_states()
+        return lambda: (
+            is_watched_same()
+            and self._random_states() == drawn
+            and all(map(torch.equal, compared, copies))
+        )
 
     def _versions(self) -> Versions:
         return _with_versions((*self.given, *self._own_tensors()))
@@ -134,6 +157,27 @@ class Reach:
         yield from (one for root in self._roots for one in _attributes_of(root))
         yield from _held_by(self._block)
 
+    def _values(self) -> Iterator[Mark]:
+        """Give what a call can read besides weights, buffers and its own arguments."""
+        for module in self._modules:
+            yield from _of_module(module)
+        yield from _marks(self._roots, {id(one) for one in self._modules})
+        yield from self._held()
+
+    def _held(self) -> Iterator[Mark]:
+        """Give what a method or a closure holds, and the global values that the code names."""
+        yield from _marks(_held_by(self._block), {id(one) for one in self._modules})
+        for code, names in self._codes():
+            yield from _of_globals(code, names)
+
+    def _codes(self) -> Iterator[tuple[CodeType, dict[str, Any]]]:
+        """Give the code that runs, with its global names, as far as it is the user's."""
+        functions = [getattr(self._block, "__func__", self._block)]
+        functions += {type(one): type(one).forward for one in self._modules}.values()
+        for one in functions:
+            if isfunction(one) and not one.__module__.startswith("torch."):
+                yield one.__code__, one.__globals__
+
     def _random_states(self) -> list[object]:
         reached = (*self._attributes(), *self._roots)
         own = {id(one): one for one in reached if isinstance(one, Drawn)}
@@ -149,12 +193,57 @@ def _with_versions(tensors: Iterable[Tensor]) -> Versions:
     return [(one, _version(one)) for one in tensors]
 
 
-def are_same(before: Versions, now: Versions) -> bool:
+def _are_same(before: Versions, now: Versions) -> bool:
     """Whether no tensor was changed in place or has another one in its place."""
     return len(now) == len(before) and all(
         one is other and version == other_version
         for (one, version), (other, other_version) in zip(now, before, strict=True)
     )
+
+
+def _are_equal(before: list[Mark], now: list[Mark]) -> bool:
+    return len(now) == len(before) and all(
+        one is other and (sign is other_sign or sign == other_sign)
+        for (one, sign), (other, other_sign) in zip(now, before, strict=True)
+    )
+
+
+def _of_module(module: nn.Module) -> Iterator[Mark]:
+    """Give what a module has as attributes; of its class what is compared by its value."""
+    own = (value for name, value in vars(module).items() if name not in TENSORS_OF_MODULES)
+    yield from _marks(own, {id(module)})
+    for kind in type(module).__mro__:
+        if kind.__module__.startswith("torch.") or kind is object:
+            continue
+        named = [one for name, one in list(vars(kind).items()) if not name.startswith("__")]
+        yield from _marks((one for one in named if isinstance(one, Plain | Tensor)), set())
+
+
+def _of_globals(code: CodeType, names: dict[str, Any]) -> Iterator[Mark]:
+    found = (names[name] for name in code.co_names if name in names)
+    yield from _marks((one for one in found if isinstance(one, Plain | Tensor)), set())
+
+
+def _marks(values: Iterable[object], known: set[int], depth: int = 1) -> Iterator[Mark]:
+    """Give what tells whether values change; objects of the user's are looked into."""
+    for one in _unpacked(values):
+        if isinstance(one, Plain):
+            yield None, (type(one), one)
+        elif isinstance(one, Tensor):
+            yield one, _version(one)
+        elif isinstance(one, nn.Module):
+            yield one, None
+            if id(one) not in known:
+                yield from _with_versions((*one.parameters(), *one.buffers()))
+        elif isinstance(one, np.ndarray):
+            is_small = one.nbytes <= ARRAY_BYTES_MAX and not one.dtype.hasobject
+            yield one, one.tobytes() if is_small else None
+        elif isinstance(one, set | frozenset):
+            yield one, frozenset(map(id, one))
+        else:
+            yield one, None
+            if depth:
+                yield from _marks(_attributes_of(one), known, depth - 1)
 
 
 def _version(tensor: Tensor) -> int | None:

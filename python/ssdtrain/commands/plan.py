@@ -166,7 +166,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"ssdtrain plan: {error}", file=sys.stderr)
         return EXIT_MISUSED
     if arguments.json:
-        print(json.dumps(_document(trace, device, rows, rated_bytes), indent=1))
+        print(json.dumps(_document(steps[0], device, rows, rated_bytes), indent=1))
     else:
         print(report)
     return 0 if any(row.fits for row in rows) else EXIT_DOES_NOT_FIT
@@ -268,7 +268,7 @@ def _rows(
         ("all tensors", "also weights, gradients and optimizer state, or to the host", None, False),
         ("best of all", "drives, host, and recomputing what costs least for its bytes", None, True),
     ]
-    plain = Step(trace)
+    plain = Step(trace, budgets=budgets)
     most = max(plain.live_bytes())
     unlimited = most + (1 << 30)
     rows = [
@@ -312,8 +312,9 @@ def _row(step: Step, name: str, meaning: str, device: Device, solve: Any) -> Row
         plan = solve()
     except ConfigError as error:
         return Row(name, meaning, None, fits=False, plan=None, problem=str(error))
-    peak = step.peak_bytes(plan)
-    return Row(name, meaning, peak, fits=peak <= device.memory_bytes, plan=plan)
+    peak, exceeded = step.peak_bytes(plan), step.exceeded(plan)
+    fits = peak <= device.memory_bytes and not exceeded
+    return Row(name, meaning, peak, fits=fits, plan=plan, problem="; ".join(exceeded))
 
 
 def _lines(step: Step, rows: list[Row]) -> list[Line]:
@@ -335,15 +336,19 @@ def _life_days(plan: StepPlan, rated_bytes: float) -> float | None:
     return Wear(rated_bytes=rated_bytes, written_bytes_per_s=rate).rated_days()
 
 
-def _document(trace: Trace, device: Device, rows: list[Row], rated_bytes: float) -> dict[str, Any]:
+def _document(step: Step, device: Device, rows: list[Row], rated_bytes: float) -> dict[str, Any]:
+    trace = step.trace
+
     def told(row: Row) -> dict[str, Any]:
         plan = row.plan
+        problem = {"problem": row.problem} if row.problem else {}
         if plan is None:
-            return {"fits": False, "problem": row.problem}
+            return {"fits": False, **problem}
         return {
             "fits": row.fits,
+            **problem,
             "peak_bytes": row.peak_bytes,
-            "class_peak_bytes": dict(zip(CLASSES, plan.class_peak_bytes, strict=True)),
+            "class_peak_bytes": step.class_peak_bytes(plan),
             "host_peak_bytes": plan.host_peak_bytes,
             "step_seconds": plan.step_s,
             "stall_seconds": plan.stall_s,

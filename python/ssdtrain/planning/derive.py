@@ -3,7 +3,8 @@
 Every operation of forward and backward goes by with its shapes: which storages it reads and writes
 says what lives how long, the counters of `torch.utils.flop_counter` say what it computes, and a
 roofline says how long that takes. Nothing is known of any architecture. Where layers repeat, a few
-are run and one of those is repeated, if three in a row did exactly the same.
+are run and one of those is repeated, if three in a row did exactly the same. A model that does not
+run them in their order, each once and nothing in between, is run in whole.
 """
 
 from __future__ import annotations
@@ -117,6 +118,10 @@ class _Recorder(TorchDispatchMode):
     part: str = ""
     segment: tuple[str, int] = NONE
     phase: str = FORWARD
+    layers_run: list[int] = field(default_factory=list)
+    """The layers of the list that is repeated, as forward ran them."""
+    operations_after: int = 0
+    """How many operations there were when the last of them ended."""
     _numbers: dict[int, int] = field(default_factory=dict)
     _held: list[torch.UntypedStorage] = field(default_factory=list)
 
@@ -196,9 +201,28 @@ def derive(
     It is called where tensors are made on `meta`. The loss is computed and differentiated once for
     each of the ``accumulate`` micro-batches of a step. Raises ``ConfigError``.
     """
+    try:
+        return _derived(name, build, roofline, optimizer, accumulate, is_shortened=True)
+    except _NotShortenedError:
+        return _derived(name, build, roofline, optimizer, accumulate, is_shortened=False)
+
+
+class _NotShortenedError(Exception):
+    """The model does not run with fewer layers, or would do something else."""
+
+
+def _derived(
+    name: str,
+    build: Callable[[], tuple[nn.Module, Callable[[], torch.Tensor]]],
+    roofline: Roofline,
+    optimizer: Optimizer,
+    accumulate: int,
+    *,
+    is_shortened: bool,
+) -> Trace:
     with torch.device("meta"):
         model, loss_of = build()
-    cut = _cut_layers(model)
+    cut = _cut_layers(model) if is_shortened else None
     recorder = _Recorder(roofline)
     parameters = dict(model.named_parameters())
     for where, one in parameters.items():
@@ -209,10 +233,19 @@ def derive(
         number = recorder.number(buffer)
         recorder.storages[number].kind = "weight"
         recorder.storages[number].part = where
-    with torch.device("meta"), _Attention(), recorder, _parts(model, cut, recorder):
-        loss = loss_of()
-        recorder.phase = BACKWARD
-        loss.backward()  # type: ignore[no-untyped-call]
+    try:
+        with torch.device("meta"), _Attention(), recorder, _parts(model, cut, recorder):
+            loss = loss_of()
+            if cut is not None:
+                cut.check(recorder.layers_run)
+            recorder.phase = BACKWARD
+            loss.backward()  # type: ignore[no-untyped-call]
+    except Exception as error:
+        if cut is None:
+            raise
+        # A model may take its layers by their numbers, or join all that they return.
+        cut.undo(model)
+        raise _NotShortenedError from error
     updates = []
     for where, one in parameters.items():
         if one.grad is None:
@@ -223,7 +256,11 @@ def derive(
         updates.append((recorder.number(one), gradient, optimizer.bytes_of(one)))
     operations, storages = recorder.operations, recorder.storages
     if cut is not None and cut.left_out:
-        operations, updates = repeated(operations, storages, updates, LAYERS_RUN, cut.left_out)
+        try:
+            operations, updates = repeated(operations, storages, updates, LAYERS_RUN, cut.left_out)
+        except ConfigError as error:
+            cut.undo(model)
+            raise _NotShortenedError from error
     return _trace(
         name,
         roofline=roofline,
@@ -239,7 +276,22 @@ class _Cut:
     """A list of layers of which some are run."""
 
     layers: nn.ModuleList
-    left_out: int
+    removed: list[nn.Module]
+
+    @property
+    def left_out(self) -> int:
+        """How many are not run."""
+        return len(self.removed)
+
+    def check(self, layers_run: list[int]) -> None:
+        """Raise unless the layers have run in their order, each once."""
+        if layers_run != list(range(len(self.layers))):
+            raise _NotShortenedError
+
+    def undo(self, model: nn.Module) -> None:
+        """Make the model whole again, which need not be a new one the next time."""
+        self.layers.extend(self.removed)
+        model.zero_grad(set_to_none=True)
 
 
 def _cut_layers(model: nn.Module) -> _Cut | None:
@@ -253,9 +305,9 @@ def _cut_layers(model: nn.Module) -> _Cut | None:
     longest = max(equal, key=len, default=None)
     if longest is None or len(longest) <= LAYERS_RUN:
         return None
-    left_out = len(longest) - LAYERS_RUN
+    removed = list(longest)[LAYERS_RUN:]
     del longest[LAYERS_RUN:]
-    return _Cut(longest, left_out)
+    return _Cut(longest, removed)
 
 
 @contextmanager
@@ -284,6 +336,10 @@ def _leave(recorder: _Recorder, outside: str, *_: object) -> None:
 
 
 def _begin(recorder: _Recorder, place: int, _: object, args: Any, kwargs: Any) -> None:
+    if recorder.phase == FORWARD:
+        if recorder.layers_run and len(recorder.operations) != recorder.operations_after:
+            raise _NotShortenedError
+        recorder.layers_run.append(place)
     recorder.segment = (FORWARD, place)
     if place == 0:
         _mark(recorder, NONE, (args, kwargs))
@@ -291,6 +347,7 @@ def _begin(recorder: _Recorder, place: int, _: object, args: Any, kwargs: Any) -
 
 def _end(recorder: _Recorder, place: int, _module: object, _args: object, out: Any) -> None:
     recorder.segment = NONE
+    recorder.operations_after = len(recorder.operations)
     _mark(recorder, (BACKWARD, place), out)
 
 

@@ -103,11 +103,18 @@ class Step:
         self.trace, _ = trace.on_storages()
         self._check(parts or {}, budgets or {})
         used = {number for kernel in self.trace.kernels for number in kernel.uses}
-        self._idle_bytes = sum(
-            one.nbytes
+        idle = [
+            one
             for number, one in enumerate(self.trace.tensors)
             if one.lives_across_steps and number not in used
-        )
+        ]
+        self._idle_of_class = {
+            kind: sum(one.nbytes for one in idle if one.kind == kind) for kind in CLASSES
+        }
+        self._idle_bytes = sum(self._idle_of_class.values())
+        self._class_budgets = {
+            kind: budgets[kind] for kind in CLASSES if budgets is not None and kind in budgets
+        }
         rows = []
         for one in self.trace.tensors:
             place = (classes or {}).get(one.kind, "any")
@@ -247,6 +254,21 @@ class Step:
         """Return the peak of a plan with what no kernel uses."""
         return plan.peak_bytes + self._idle_bytes
 
+    def class_peak_bytes(self, plan: StepPlan) -> dict[TensorClass, int]:
+        """Return the peak of each class under a plan, with what no kernel uses."""
+        peaks = zip(CLASSES, plan.class_peak_bytes, strict=True)
+        return {kind: nbytes + self._idle_of_class[kind] for kind, nbytes in peaks}
+
+    def exceeded(self, plan: StepPlan) -> list[str]:
+        """Return the budgets of classes that a plan does not keep, each as a sentence's part."""
+        peaks = self.class_peak_bytes(plan)
+        return [
+            f"{kind} takes {shown_bytes(peaks[kind])} at its peak, and its budget is "
+            f"{shown_bytes(limit)}"
+            for kind, limit in self._class_budgets.items()
+            if peaks[kind] > limit
+        ]
+
 
 def plan_document(step: Step, device: Device, plan: StepPlan) -> dict[str, Any]:
     """Return a plan as its JSON file says it; `docs/planning.md` describes the format."""
@@ -268,7 +290,7 @@ def plan_document(step: Step, device: Device, plan: StepPlan) -> dict[str, Any]:
         "recompute_seconds": plan.recompute_s,
         "peak_bytes": step.peak_bytes(plan),
         "host_peak_bytes": plan.host_peak_bytes,
-        "class_peak_bytes": dict(zip(CLASSES, plan.class_peak_bytes, strict=True)),
+        "class_peak_bytes": step.class_peak_bytes(plan),
         "written_bytes": plan.moved_bytes[0],
         "read_bytes": plan.moved_bytes[2],
         "to_host_bytes": plan.moved_bytes[1],

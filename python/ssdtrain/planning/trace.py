@@ -178,7 +178,7 @@ class Trace:
             )
         except ConfigError:
             raise
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ConfigError(
                 f"{source} has something that is no trace: {error!r}; record it again"
             ) from error
@@ -191,7 +191,7 @@ def load(path: str | os.PathLike[str]) -> Trace:
         raise FileNotFoundError(errno.ENOENT, why, os.fspath(path))
     try:
         document = json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{os.fspath(path)} is not JSON: {error}") from error
     return Trace.of_document(document, os.fspath(path))
 
