@@ -432,8 +432,9 @@ class OffloadedTensors:
             self._note(one)
         one.stays = True
         self._failed_count += 1
-        self._error = error
         if self.is_failure_raised:
+            # Only for a moment: an error has the frames, and so the tensors, of all who called.
+            self._error = error
             return
         self._notices.say(
             "failed write",

@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from ssdtrain.away.classes import AwayParameter
 from ssdtrain.errors import BusyError, ConfigError, NoSpaceError, SsdtrainError
 from ssdtrain.machine.process_memory import FreedMemory
-from ssdtrain.machine.torch_internals import STORAGE_USERS_ALONE, own_shard, storage_users
+from ssdtrain.machine.torch_internals import STORAGE_USERS_ALONE, own_shard, plainly, storage_users
 from ssdtrain.notices import Notices
 from ssdtrain.store import PendingRead, StoredTensor, TensorStore
 from ssdtrain.watched import look_at
@@ -122,7 +122,8 @@ class Away:
     def copy(self) -> Tensor:
         """Return a tensor of its own with these bytes, which stay where they are."""
         if self.source is not None:
-            return self.source.clone()
+            with plainly():
+                return self.source.clone()
         assert self.stored is not None
         return self._disk.store.read(self.stored).result()
 

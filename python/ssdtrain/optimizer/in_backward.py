@@ -99,10 +99,12 @@ class InBackward:
             if host is not None:
                 host._in_backward.note(host, param)
 
-        for group in self._of().param_groups:
-            for param in group["params"]:
-                if param.requires_grad and param.is_leaf and param not in self._watched:
-                    self._watched[param] = param.register_post_accumulate_grad_hook(complete)
+        params = {one: None for group in self._of().param_groups for one in group["params"]}
+        for gone in self._watched.keys() - params.keys():
+            self._watched.pop(gone).remove()
+        for param in params:
+            if param.requires_grad and param.is_leaf and param not in self._watched:
+                self._watched[param] = param.register_post_accumulate_grad_hook(complete)
 
     def note(self, host: Host, param: Tensor) -> None:
         """Take the gradients that are complete, but this one: autograd still uses it."""

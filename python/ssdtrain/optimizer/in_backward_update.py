@@ -139,6 +139,9 @@ def _update_all(host: Host, now: Round, chunks: dict[int, Chunk]) -> None:
 
 def _has_view_of(state: dict[Any, Any], weight: Tensor) -> bool:
     """Whether a tensor of a state lies on the memory of a weight."""
+    if weight.untyped_storage().nbytes() == 0:
+        # Memory of no bytes has no address of its own.
+        return False
     address = weight.untyped_storage().data_ptr()
     return any(
         type(value) is Tensor and value.untyped_storage().data_ptr() == address

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from ssdtrain._core import MasterCode
 from ssdtrain.errors import ConfigError, UnsupportedError
-from ssdtrain.machine.torch_internals import copy_each
+from ssdtrain.machine.torch_internals import copy_each, plainly
 from ssdtrain.optimizer.chunks import Chunk, Settings, name_of, update
 from ssdtrain.optimizer.disk import Away, Disk
 from ssdtrain.optimizer.state import ParameterState
@@ -94,9 +94,10 @@ class MasterAway(Away):
 
     def _unpacked(self, payload: Tensor) -> Tensor:
         weight = self._weight.detach()
-        master = torch.empty_strided(
-            self._form.shape, self._form.stride(), dtype=torch.float32, device="cpu"
-        )
+        with plainly():
+            master = torch.empty_strided(
+                self._form.shape, self._form.stride(), dtype=torch.float32, device="cpu"
+            )
         if _lie_alike(master, weight) and self._code.unpack(
             weight.data_ptr(), payload.data_ptr(), master.data_ptr()
         ):
@@ -375,7 +376,8 @@ def _form_of(tensor: Tensor) -> Tensor:
 
 
 def _begun_anew(weight: Tensor) -> Tensor:
-    return weight.to(torch.float32, copy=True)
+    with plainly():
+        return weight.to(torch.float32, copy=True)
 
 
 def _lie_alike(master: Tensor, weight: Tensor) -> bool:

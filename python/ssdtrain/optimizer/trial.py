@@ -31,6 +31,7 @@ from ssdtrain.machine.torch_internals import (
 from ssdtrain.optimizer.chunks import Chunk, Settings, own_step, update
 from ssdtrain.optimizer.masters import MASTER, wants_master
 from ssdtrain.optimizer.sharded import has_shards
+from ssdtrain.watched import look_at
 
 __all__ = [
     "Habits",
@@ -369,6 +370,8 @@ def refuse_unfit(optimizer: object) -> None:
                     "device. Make the optimizer after ssdtrain.offload_parameters(model, dir) or "
                     "model.to_empty(device='cpu'), which give the model its parameters"
                 )
+            # Another optimizer may have an update of it under way beside the forward.
+            look_at(param)
             own = own_shard(param)
             if not own.is_cpu or type(own) not in (Tensor, Parameter, AwayParameter):
                 raise UnsupportedError(

@@ -75,8 +75,9 @@ class Weights(OffloadedTensors):
             self._make_room(0)
             self._writes.end_all()
             self._peak_bytes = self._resident_bytes
-        if self._error is not None:
-            raise self._error
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
         release_free_memory()
 
     def precede(self, updated: Tensor) -> Successor:
