@@ -28,6 +28,8 @@ __all__ = ["add_arguments", "run"]
 
 EXIT_DOES_NOT_FIT = 1
 EXIT_MISUSED = 2
+COUNT_MAX = 1_000_000_000
+"""Of sequences, tokens, micro-batches and drives: products of more are beyond 64 bits."""
 OPTIMIZERS = {
     "adamw": (2, None, False),
     "adamw-master": (2, 4, True),
@@ -179,9 +181,10 @@ def _trace(arguments: argparse.Namespace) -> Trace:
         raise ConfigError(
             f"{arguments.model} and --trace {arguments.trace} are two steps; give one of them"
         )
-    for name in ("batch", "accumulate", "drives"):
-        if getattr(arguments, name) < 1:
-            raise ConfigError(f"--{name} must be 1 or more, not {getattr(arguments, name)}")
+    for name in ("batch", "sequence", "accumulate", "drives"):
+        given = getattr(arguments, name)
+        if given is not None and not 1 <= given <= COUNT_MAX:
+            raise ConfigError(f"--{name} must be 1 or more, and at most {COUNT_MAX:,}, not {given}")
     if arguments.trace is not None:
         return traces.load(arguments.trace)
     # torch's parts and transformers are not needed for a recorded trace.
