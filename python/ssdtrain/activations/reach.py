@@ -38,8 +38,10 @@ UNPACKED_MAX = 256
 """Things in a container that is looked into."""
 ARRAY_BYTES_MAX = 1 << 20
 """Of an array of numpy whose bytes are compared."""
-Plain = int | float | complex | str | bytes | bool | None
+PLAIN = (int, float, complex, str, bytes, type(None))
 """What is compared by its value: an equal number may be another object."""
+NAMED = (*PLAIN, Tensor)
+"""What is looked at of classes and of global names."""
 Mark = tuple[object, object]
 """Something that a call can read, and what tells whether it has changed."""
 TENSORS_OF_MODULES = frozenset({"_parameters", "_buffers", "_modules"})
@@ -216,18 +218,18 @@ def _of_module(module: nn.Module) -> Iterator[Mark]:
         if kind.__module__.startswith("torch.") or kind is object:
             continue
         named = [one for name, one in list(vars(kind).items()) if not name.startswith("__")]
-        yield from _marks((one for one in named if isinstance(one, Plain | Tensor)), set())
+        yield from _marks((one for one in named if isinstance(one, NAMED)), set())
 
 
 def _of_globals(code: CodeType, names: dict[str, Any]) -> Iterator[Mark]:
     found = (names[name] for name in code.co_names if name in names)
-    yield from _marks((one for one in found if isinstance(one, Plain | Tensor)), set())
+    yield from _marks((one for one in found if isinstance(one, NAMED)), set())
 
 
 def _marks(values: Iterable[object], known: set[int], depth: int = 1) -> Iterator[Mark]:
     """Give what tells whether values change; objects of the user's are looked into."""
     for one in _unpacked(values):
-        if isinstance(one, Plain):
+        if isinstance(one, PLAIN):
             yield None, (type(one), one)
         elif isinstance(one, Tensor):
             yield one, _version(one)
