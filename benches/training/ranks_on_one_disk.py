@@ -45,21 +45,17 @@ WARMING_TURNS = 2
 WORK = ("state", "activations")
 
 
-def state(directory: Path) -> Callable[[], None]:
+def state(directory: Path) -> Callable[[], object]:
     """Return a step of an optimizer whose state is on the disk."""
     weights = [Parameter(torch.randn(WIDTH, WIDTH)) for _ in range(WEIGHTS)]
     for weight in weights:
         weight.grad = torch.randn_like(weight)
     optimizer = torch.optim.AdamW(weights, fused=True)
     ssdtrain.offload_optimizer(optimizer, directory, buffer_bytes="128MiB")
-
-    def step() -> None:
-        optimizer.step()
-
-    return step
+    return optimizer.step
 
 
-def activations(directory: Path) -> Callable[[], None]:
+def activations(directory: Path) -> Callable[[], object]:
     """Return a forward and backward that save much more than may stay in memory."""
     first = torch.randn(WIDTH, WIDTH, requires_grad=True)
 

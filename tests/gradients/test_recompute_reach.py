@@ -422,12 +422,12 @@ class Reads(Plain):
         with torch.no_grad():
             other: Tensor = self.others[0].weight.mean(0)
         shift = self.memory.shift + self.names["shift"] + other + float(self.array.sum())
-        factor = self.factor * SCALE[0] * (2.0 if self.seen else 1.0)
+        factor = self.factor * SCALE * (2.0 if self.seen else 1.0)
         out: Tensor = super().forward(self.drop(x) * self.mask * factor + shift)
         return out
 
 
-SCALE = (1.0,)
+SCALE = 1.0
 
 
 def replace_memory(block: Reads) -> None:
@@ -448,6 +448,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "a module in a list": change_weight_elsewhere,
     "an array": lambda block: block.array.fill(1.0),
     "a set": lambda block: block.seen.add(1),
+    "a global number": lambda _: globals().update(SCALE=3.0),
     "a module's option": lambda block: setattr(block.drop, "p", 0.5),
 }
 
@@ -455,7 +456,10 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
 class TestWhatABlockReads:
     @pytest.fixture
-    def session(self, tmp_path: Path) -> Iterator[ssdtrain.Session]:
+    def session(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> Iterator[ssdtrain.Session]:
+        monkeypatch.setitem(globals(), "SCALE", SCALE)  # put back at the end
         tool = ssdtrain.offload(tmp_path, min_bytes=1, max_resident_bytes="64MiB")
         tool._choices = Again()
         with tool as session:

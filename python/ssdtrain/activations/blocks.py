@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint as computed_again
 
 from ssdtrain._core import Round, Rounds, Tally
-from ssdtrain.activations.reach import Reach, Used
+from ssdtrain.activations.reach import Reach, Used, Versions, are_same
 from ssdtrain.errors import UnsupportedError
 from ssdtrain.machine.torch_internals import (
     current_backward,
@@ -54,8 +54,10 @@ class _Tried:
     """What is known of a block in one mode."""
 
     is_repeatable: bool = True
+    buffers: Versions = field(default_factory=list)
+    """As its last call left them."""
     standing: list[object] = field(default_factory=list)
-    """What it reads, as its last call left it."""
+    """What else it reads, as its last call left it."""
 
 
 Modes = dict[tuple[object, ...], _Tried]
@@ -187,8 +189,9 @@ class Blocks:
             here = self._open()
             here.key = hash((here.key, *((tuple(one.shape), one.dtype) for one in reach.given)))
             tried = self._modes_of(reach).get(reach.mode)
-            if tried is not None and tried.standing != reach.standing():
-                tried.is_repeatable = False
+            if tried is not None:
+                tried.is_repeatable &= are_same(tried.buffers, reach.buffers())
+                tried.is_repeatable &= tried.standing == reach.standing()
             is_chosen = here.key in self._choices.chosen
             self._call = _Call(
                 here.key,
@@ -223,6 +226,7 @@ class Blocks:
                 modes.clear()
             tried = modes.setdefault(reach.mode, _Tried())
             tried.is_repeatable &= is_unchanged
+            tried.buffers = reach.buffers()
             tried.standing = reach.standing()
             here.calls.append(
                 Block(

@@ -29,7 +29,7 @@ from torch.nn.parameter import is_lazy
 
 from ssdtrain.errors import UnsupportedError
 
-__all__ = ["Reach", "Used"]
+__all__ = ["Reach", "Used", "Versions", "are_same"]
 
 Versions = list[tuple[Tensor, int | None]]
 Drawn = Generator | random.Random | np.random.Generator | np.random.RandomState
@@ -98,10 +98,10 @@ class Reach:
         if used.mode != self.mode:
             what = "was put into another mode (train(), eval()) since its forward"
             raise UnsupportedError(CHANGED.format(name, what, "Change the mode after backward"))
-        if not _are_same(used.tensors, _with_versions(self._own_tensors())):
+        if not are_same(used.tensors, _with_versions(self._own_tensors())):
             what = "or its forward has changed or replaced a weight or a buffer since then"
             raise UnsupportedError(CHANGED.format(name, what, "Change weights after backward"))
-        if not _are_equal(used.values, list(self._values())):
+        if not are_same(used.values, list(self._values())):
             what = (
                 "reads something that has changed since its forward (an attribute, what a closure "
                 "holds, a global name)"
@@ -111,11 +111,12 @@ class Reach:
     def standing(self) -> list[object]:
         """Return what tells between two calls whether something else changed what a call reads.
 
+        Buffers are compared apart. No object is held here, as one may hold the block again.
         Arguments, and things that a closure holds, may be others in each call.
         """
         modules = (mark for module in self._modules for mark in _of_module(module))
         held = (mark for mark in self._held() if mark[0] is None)
-        return [(id(one), sign) for one, sign in (*self.buffers(), *modules, *held)]
+        return [(id(one), sign) for one, sign in (*modules, *held)]
 
     def buffers(self) -> Versions:
         """Return the buffers, with their versions."""
@@ -128,9 +129,7 @@ class Reach:
     def watched(self) -> Callable[[], bool]:
         """Return what tells whether nothing was changed in place or replaced since now."""
         before, values = self._versions(), list(self._values())
-        return lambda: (
-            _are_same(before, self._versions()) and _are_equal(values, list(self._values()))
-        )
+        return lambda: are_same(before, self._versions()) and are_same(values, list(self._values()))
 
     def closely(self) -> Callable[[], bool]:
         """Return what tells whether all that the call can reach is as it is now."""
@@ -195,15 +194,8 @@ def _with_versions(tensors: Iterable[Tensor]) -> Versions:
     return [(one, _version(one)) for one in tensors]
 
 
-def _are_same(before: Versions, now: Versions) -> bool:
-    """Whether no tensor was changed in place or has another one in its place."""
-    return len(now) == len(before) and all(
-        one is other and version == other_version
-        for (one, version), (other, other_version) in zip(now, before, strict=True)
-    )
-
-
-def _are_equal(before: list[Mark], now: list[Mark]) -> bool:
+def are_same(before: Sequence[Mark], now: Sequence[Mark]) -> bool:
+    """Whether nothing was changed in place or has another thing in its place."""
     return len(now) == len(before) and all(
         one is other and (sign is other_sign or sign == other_sign)
         for (one, sign), (other, other_sign) in zip(now, before, strict=True)
