@@ -79,6 +79,12 @@ def test_what_is_no_step_is_refused(change: dict[str, object], said: str) -> Non
     ("text", "said"),
     [
         ("not json", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        (
+            '{"format": "ssdtrain-trace-1", "tensors": [{"bytes": 1e999}], '
+            '"kernels": [{"seconds": 1, "uses": [0]}]}',
+            "is no trace",
+        ),
         ("[]", "is not a trace of the format"),
         ('{"format": "ssdtrain-trace-2"}', "is not a trace of the format"),
         ('{"format": "ssdtrain-trace-1", "kernels": []}', "tensors"),
