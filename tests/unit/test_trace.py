@@ -81,8 +81,7 @@ def test_what_is_no_step_is_refused(change: dict[str, object], said: str) -> Non
         ("not json", "is not JSON"),
         ("[" * 100_000, "is not JSON"),
         (
-            '{"format": "ssdtrain-trace-1", "tensors": [{"bytes": 1e999}], '
-            '"kernels": [{"seconds": 1, "uses": [0]}]}',
+            '{"format": "ssdtrain-trace-1", "tensors": [{"bytes": 1e999}], "kernels": [{}]}',
             "is no trace",
         ),
         ("[]", "is not a trace of the format"),
