@@ -232,7 +232,7 @@ def test_a_closure_over_much_data_is_not_gone_through() -> None:
     data, block = Unread(range(1000)), Normalised()
     reach = Reach(lambda x: block(x) + len(data), [])
     assert reach.owner is block
-    assert len(reach.buffers()) == 3
+    assert len(reach.snapshot().buffers) == 3
 
 
 def test_methods_of_one_module_are_known_apart(tmp_path: Path) -> None:
@@ -496,10 +496,11 @@ def test_a_name_of_a_closure_that_goes_on_is_not_computed_again() -> None:
         out: Tensor = block(x) * factor
         return out
 
-    before = Reach(scaled, []).standing()
-    used = Reach(scaled, []).used()
-    assert Reach(scaled, []).standing() == before
+    before = Reach(scaled, []).snapshot().standing()
+    reach = Reach(scaled, [])
+    used = reach.used(reach.snapshot())
+    assert Reach(scaled, []).snapshot().standing() == before
     factor = 2.0
-    assert Reach(scaled, []).standing() != before
+    assert Reach(scaled, []).snapshot().standing() != before
     with pytest.raises(UnsupportedError, match="what a closure holds"):
         Reach(scaled, []).refuse_changed(used)

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint as computed_again
 
 from ssdtrain._core import Round, Rounds, Tally
-from ssdtrain.activations.reach import Reach, Used, Versions, are_same
+from ssdtrain.activations.reach import Reach, Snapshot, Used, Versions, are_same
 from ssdtrain.errors import UnsupportedError
 from ssdtrain.machine.torch_internals import (
     current_backward,
@@ -83,6 +83,7 @@ class _Round:
 class _Call:
     """A call under way."""
 
+    before: Snapshot
     key: int
     thread: int
     is_tried: bool
@@ -150,15 +151,20 @@ class Blocks:
             call = self._begin(reach)
             if call is None:
                 return function(*arguments, **keywords)
-            is_unchanged = reach.watched() if call.is_tried else reach.closely()
+            have_bytes_stayed = None if call.is_tried else reach.closely()
+            again = None
             if call.is_recomputed:
                 again = _Again(self, function, block, arguments, keywords)
-                result, has_stayed = again.call(), is_unchanged()
-                again.used = reach.used() if has_stayed else None
+                result = again.call()
             else:
                 result = function(*arguments, **keywords)
-                has_stayed = is_unchanged()
-            self._end(call, reach, is_unchanged=has_stayed)
+            now = reach.snapshot()
+            is_unchanged = now.is_as(call.before) and (
+                have_bytes_stayed is None or have_bytes_stayed()
+            )
+            if again is not None and is_unchanged:
+                again.used = reach.used(now)
+            self._end(call, reach, now, is_unchanged=is_unchanged)
         except BaseException:
             # Ctrl-C may come anywhere; at the beginning no call of this thread was under way.
             with self._lock:
@@ -188,12 +194,14 @@ class Blocks:
                 return None
             here = self._open()
             here.key = hash((here.key, *((tuple(one.shape), one.dtype) for one in reach.given)))
+            before = reach.snapshot()
             tried = self._modes_of(reach).get(reach.mode)
             if tried is not None:
-                tried.is_repeatable &= are_same(tried.buffers, reach.buffers())
-                tried.is_repeatable &= tried.standing == reach.standing()
+                tried.is_repeatable &= are_same(tried.buffers, before.buffers)
+                tried.is_repeatable &= tried.standing == before.standing()
             is_chosen = here.key in self._choices.chosen
             self._call = _Call(
+                before,
                 here.key,
                 threading.get_ident(),
                 tried is not None,
@@ -214,7 +222,7 @@ class Blocks:
         assert self._round is not None
         return self._round
 
-    def _end(self, call: _Call, reach: Reach, *, is_unchanged: bool) -> None:
+    def _end(self, call: _Call, reach: Reach, now: Snapshot, *, is_unchanged: bool) -> None:
         with self._lock:
             self._call = None
             here, saved = self._round, self._rounds.current
@@ -226,8 +234,8 @@ class Blocks:
                 modes.clear()
             tried = modes.setdefault(reach.mode, _Tried())
             tried.is_repeatable &= is_unchanged
-            tried.buffers = reach.buffers()
-            tried.standing = reach.standing()
+            tried.buffers = now.buffers
+            tried.standing = now.standing()
             here.calls.append(
                 Block(
                     call.key,

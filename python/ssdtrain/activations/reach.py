@@ -32,14 +32,21 @@ from ssdtrain.errors import UnsupportedError
 __all__ = ["Reach", "Used", "Versions", "are_same"]
 
 Versions = list[tuple[Tensor, int | None]]
+Codes = list[tuple[CodeType, dict[str, Any]]]
+"""Code, each with its global names."""
 Drawn = Generator | random.Random | np.random.Generator | np.random.RandomState
 
+CONTAINERS = (list, tuple, dict)
 UNPACKED_MAX = 256
 """Things in a container that is looked into."""
+UNPACKED_DEPTH = 2
+"""Containers in containers that are looked into."""
 ARRAY_BYTES_MAX = 1 << 20
 """Of an array of numpy whose bytes are compared."""
 PLAIN = (int, float, complex, str, bytes, type(None))
 """What is compared by its value: an equal number may be another object."""
+PLAIN_TYPES = frozenset((*PLAIN, bool))
+"""Types of most of what a module has; quicker to ask than ``isinstance``."""
 NAMED = (*PLAIN, Tensor)
 """What is looked at of classes and of global names."""
 Mark = tuple[object, object]
@@ -63,6 +70,39 @@ class Used(NamedTuple):
     """All else that it could read."""
 
 
+class Snapshot(NamedTuple):
+    """What a call can reach, at one moment."""
+
+    given: Versions
+    """The tensors among its arguments."""
+    weights: Versions
+    """Those of its modules, and the tensors that the block itself holds."""
+    buffers: Versions
+    of_modules: list[Mark]
+    """What its modules have as attributes."""
+    held: list[Mark]
+    """What a method or a closure holds, and the global values that the code names."""
+    others: list[Mark]
+    """Arguments that are no tensors."""
+
+    def is_as(self, before: Snapshot) -> bool:
+        """Whether nothing was changed in place or replaced since ``before``."""
+        return are_same(before._all(), self._all())
+
+    def _all(self) -> list[Mark]:
+        tensors = (*self.given, *self.weights, *self.buffers)
+        return [*tensors, *self.of_modules, *self.held, *self.others]
+
+    def standing(self) -> list[object]:
+        """Return what tells between two calls whether something else changed what a call reads.
+
+        Buffers are compared apart. No object is held here, as one may hold the block again.
+        Arguments, and things that a closure holds, may be others in each call.
+        """
+        held = (mark for mark in self.held if mark[0] is None)
+        return [(id(one), sign) for one, sign in (*self.of_modules, *held)]
+
+
 class Reach:
     """What a call of ``block`` with these ``leaves`` of its arguments can reach."""
 
@@ -81,6 +121,7 @@ class Reach:
         )
         self.owner: Any = own_modules[0] if own_modules else block
         """By whom the block is known."""
+        self._codes = _codes_of(block, [type(one) for one in self._modules])
         code = getattr(getattr(block, "__func__", block), "__code__", None)
         apart = tuple(id(one) for one in own_modules[1:])
         flags = tuple(one for one in leaves if one is None or isinstance(one, bool | str))
@@ -88,9 +129,23 @@ class Reach:
         self.mode = (code, apart, flags, *modes)
         """In which way it is called, as far as that shows."""
 
-    def used(self) -> Used:
-        """Return what a call that has just been made used."""
-        return Used(self.mode, _with_versions(self._own_tensors()), list(self._values()))
+    def snapshot(self) -> Snapshot:
+        """Return what the call can reach as it is now."""
+        look = _Look(self._modules)
+        parameters = (one for module in self._modules for one in _of(module._parameters))  # noqa: SLF001 - faster than to look for doubles
+        return Snapshot(
+            _with_versions(self.given),
+            _with_versions((*self._captured, *parameters)),
+            _with_versions(self._buffers()),
+            look.at_modules(),
+            look.at_held(self._block, self._codes),
+            look.at(self._roots),
+        )
+
+    def used(self, now: Snapshot) -> Used:
+        """Return what a call that has just been made used; arguments are not held."""
+        values = [*now.of_modules, *now.held, *now.others]
+        return Used(self.mode, [*now.weights, *now.buffers], values)
 
     def refuse_changed(self, used: Used) -> None:
         """Raise unless what a forward used is there still."""
@@ -98,86 +153,34 @@ class Reach:
         if used.mode != self.mode:
             what = "was put into another mode (train(), eval()) since its forward"
             raise UnsupportedError(CHANGED.format(name, what, "Change the mode after backward"))
-        if not are_same(used.tensors, _with_versions(self._own_tensors())):
+        now = self.used(self.snapshot())
+        if not are_same(used.tensors, now.tensors):
             what = "or its forward has changed or replaced a weight or a buffer since then"
             raise UnsupportedError(CHANGED.format(name, what, "Change weights after backward"))
-        if not are_same(used.values, list(self._values())):
+        if not are_same(used.values, now.values):
             what = (
                 "reads something that has changed since its forward (an attribute, what a closure "
                 "holds, a global name)"
             )
             raise UnsupportedError(CHANGED.format(name, what, "Change it after backward"))
 
-    def standing(self) -> list[object]:
-        """Return what tells between two calls whether something else changed what a call reads.
-
-        Buffers are compared apart. No object is held here, as one may hold the block again.
-        Arguments, and things that a closure holds, may be others in each call.
-        """
-        modules = (mark for module in self._modules for mark in _of_module(module))
-        held = (mark for mark in self._held() if mark[0] is None)
-        return [(id(one), sign) for one, sign in (*modules, *held)]
-
-    def buffers(self) -> Versions:
-        """Return the buffers, with their versions."""
-        return _with_versions(
-            one
-            for module in self._modules
-            for one in _of(module._buffers)  # noqa: SLF001
-        )
-
-    def watched(self) -> Callable[[], bool]:
-        """Return what tells whether nothing was changed in place or replaced since now."""
-        before, values = self._versions(), list(self._values())
-        return lambda: are_same(before, self._versions()) and are_same(values, list(self._values()))
-
     def closely(self) -> Callable[[], bool]:
-        """Return what tells whether all that the call can reach is as it is now."""
-        compared = [one for one, _ in self.buffers() if _has_bytes(one)]
+        """Return what tells whether bytes of buffers, and generators, are as they are now."""
+        compared = [one for one in self._buffers() if _has_bytes(one)]
         with torch.no_grad():
             copies = [one.clone() for one in compared]
-        is_watched_same, drawn = self.watched(), self._random_states()
-        return lambda: (
-            is_watched_same()
-            and self._random_states() == drawn
-            and all(map(torch.equal, compared, copies))
-        )
+        drawn = self._random_states()
+        return lambda: self._random_states() == drawn and all(map(torch.equal, compared, copies))
 
-    def _versions(self) -> Versions:
-        return _with_versions((*self.given, *self._own_tensors()))
-
-    def _own_tensors(self) -> Iterator[Tensor]:
-        yield from self._captured
+    def _buffers(self) -> Iterator[Tensor]:
         for module in self._modules:
-            yield from _of(module._parameters)  # noqa: SLF001 - faster than to look for doubles
-            yield from _of(module._buffers)  # noqa: SLF001
+            yield from _of(module._buffers)  # noqa: SLF001 - faster than to look for doubles
 
     def _attributes(self) -> Iterator[object]:
         for module in self._modules:
             yield from vars(module).values()
         yield from (one for root in self._roots for one in _attributes_of(root))
         yield from _held_by(self._block)
-
-    def _values(self) -> Iterator[Mark]:
-        """Give what a call can read besides weights, buffers and its own arguments."""
-        for module in self._modules:
-            yield from _of_module(module)
-        yield from _marks(self._roots, {id(one) for one in self._modules})
-        yield from self._held()
-
-    def _held(self) -> Iterator[Mark]:
-        """Give what a method or a closure holds, and the global values that the code names."""
-        yield from _marks(_held_by(self._block), {id(one) for one in self._modules})
-        for code, names in self._codes():
-            yield from _of_globals(code, names)
-
-    def _codes(self) -> Iterator[tuple[CodeType, dict[str, Any]]]:
-        """Give the code that runs, with its global names, as far as it is the user's."""
-        functions = [getattr(self._block, "__func__", self._block)]
-        functions += {type(one): type(one).forward for one in self._modules}.values()
-        for one in functions:
-            if isfunction(one) and not one.__module__.startswith("torch."):
-                yield one.__code__, one.__globals__
 
     def _random_states(self) -> list[object]:
         reached = (*self._attributes(), *self._roots)
@@ -202,42 +205,75 @@ def are_same(before: Sequence[Mark], now: Sequence[Mark]) -> bool:
     )
 
 
-def _of_module(module: nn.Module) -> Iterator[Mark]:
-    """Give what a module has as attributes; of its class what is compared by its value."""
-    own = (value for name, value in vars(module).items() if name not in TENSORS_OF_MODULES)
-    yield from _marks(own, {id(module)})
-    for kind in type(module).__mro__:
-        if kind.__module__.startswith("torch.") or kind is object:
-            continue
-        named = [one for name, one in list(vars(kind).items()) if not name.startswith("__")]
-        yield from _marks((one for one in named if isinstance(one, NAMED)), set())
+class _Look:
+    """One look at what can be read; what is met twice is looked into once."""
 
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = modules
+        self._met = {id(one) for one in modules}
+        """Modules whose tensors are compared apart, and objects that were looked into."""
+        self._marks: list[Mark] = []
 
-def _of_globals(code: CodeType, names: dict[str, Any]) -> Iterator[Mark]:
-    found = (names[name] for name in code.co_names if name in names)
-    yield from _marks((one for one in found if isinstance(one, NAMED)), set())
+    def at_modules(self) -> list[Mark]:
+        """Tell of what modules have as attributes, and what of their classes has a value."""
+        for module in self._modules:
+            own = vars(module)
+            self._add(own[name] for name in own if name not in TENSORS_OF_MODULES)
+        kinds = {kind: None for one in self._modules for kind in type(one).__mro__}
+        for kind in kinds:
+            if not _is_of_torch(kind) and kind is not object:
+                named = [one for name, one in list(vars(kind).items()) if not name.startswith("__")]
+                self._add(one for one in named if isinstance(one, NAMED))
+        return self._taken()
 
+    def at_held(self, block: Any, codes: Codes) -> list[Mark]:
+        """Tell of what a method or a closure holds, and the global values that code names."""
+        self._add(_held_by(block))
+        for code, names in codes:
+            found = (names[name] for name in code.co_names if name in names)
+            self._add(one for one in found if isinstance(one, NAMED))
+        return self._taken()
 
-def _marks(values: Iterable[object], known: set[int], depth: int = 1) -> Iterator[Mark]:
-    """Give what tells whether values change; objects of the user's are looked into."""
-    for one in _unpacked(values):
-        if isinstance(one, PLAIN):
-            yield None, (type(one), one)
-        elif isinstance(one, Tensor):
-            yield one, _version(one)
-        elif isinstance(one, nn.Module):
-            yield one, None
-            if id(one) not in known:
-                yield from _with_versions((*one.parameters(), *one.buffers()))
-        elif isinstance(one, np.ndarray):
-            is_small = one.nbytes <= ARRAY_BYTES_MAX and not one.dtype.hasobject
-            yield one, one.tobytes() if is_small else None
-        elif isinstance(one, set | frozenset):
-            yield one, frozenset(map(id, one))
-        else:
-            yield one, None
-            if depth:
-                yield from _marks(_attributes_of(one), known, depth - 1)
+    def at(self, values: Iterable[object]) -> list[Mark]:
+        """Tell of ``values``."""
+        self._add(values)
+        return self._taken()
+
+    def _taken(self) -> list[Mark]:
+        marks, self._marks = self._marks, []
+        return marks
+
+    def _add(self, values: Iterable[Any], depth: int = 1, unpacked: int = UNPACKED_DEPTH) -> None:
+        """Add what tells whether values change; objects of the user's are looked into."""
+        add = self._marks.append
+        for one in values:
+            kind = type(one)
+            if kind in PLAIN_TYPES:
+                add((None, (kind, one)))
+            elif unpacked and isinstance(one, CONTAINERS) and len(one) <= UNPACKED_MAX:
+                if one:
+                    self._add(one.values() if isinstance(one, dict) else one, depth, unpacked - 1)
+            elif isinstance(one, Tensor):
+                add((one, _version(one)))
+            elif isinstance(one, PLAIN):
+                add((None, (kind, one)))
+            elif isinstance(one, np.ndarray):
+                is_small = one.nbytes <= ARRAY_BYTES_MAX and not one.dtype.hasobject
+                add((one, one.tobytes() if is_small else None))
+            elif isinstance(one, (set, frozenset)):
+                add((one, frozenset(map(id, one))))
+            else:
+                add((one, None))
+                if id(one) not in self._met:
+                    self._look_into(one, depth)
+
+    def _look_into(self, one: object, depth: int) -> None:
+        if isinstance(one, nn.Module):
+            self._met.add(id(one))
+            self._marks += _with_versions((*one.parameters(), *one.buffers()))
+        elif depth:
+            self._met.add(id(one))
+            self._add(_attributes_of(one), depth - 1)
 
 
 def _version(tensor: Tensor) -> int | None:
@@ -286,14 +322,25 @@ def _attributes_of(one: object) -> list[Any]:
     return [] if is_plain else list(_unpacked(getattr(one, "__dict__", {}).values()))
 
 
-def _unpacked(values: Iterable[Any], depth: int = 2) -> Iterator[Any]:
+def _unpacked(values: Iterable[Any], depth: int = UNPACKED_DEPTH) -> Iterator[Any]:
     """Give values, those that are containers unpacked; large ones hold data and no modules."""
     for one in values:
-        is_small = isinstance(one, list | tuple | dict) and len(one) <= UNPACKED_MAX
+        is_small = isinstance(one, CONTAINERS) and len(one) <= UNPACKED_MAX
         if depth and is_small:
             yield from _unpacked(one.values() if isinstance(one, dict) else one, depth - 1)
         else:
             yield one
+
+
+def _codes_of(block: Any, kinds: Iterable[type]) -> Codes:
+    """Return the code that runs, with its global names, as far as it is the user's."""
+    functions = [getattr(block, "__func__", block), *(kind.forward for kind in kinds)]  # type: ignore[attr-defined]
+    own = dict.fromkeys(one for one in functions if isfunction(one))
+    return [(one.__code__, one.__globals__) for one in own if not _is_of_torch(one)]
+
+
+def _is_of_torch(one: Any) -> bool:
+    return bool(one.__module__.startswith("torch."))
 
 
 def _state_of(drawn: Any) -> object:
