@@ -153,9 +153,19 @@ def check(data: Path) -> int:
     return wrong
 
 
+def read(path: Path) -> Any:
+    """Read a plan's file."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SystemExit(f"g10: {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise SystemExit(f"g10: {path} is not JSON: {error}") from error
+
+
 def replay(data: Path, plans: Sequence[Path], seed: int) -> None:
     """Print the score of each plan."""
-    text = "".join(request(str(path), json.loads(path.read_text())) for path in plans)
+    text = "".join(request(str(path), read(path)) for path in plans)
     for name, found in run("replay", str(data / "graphs"), str(seed), text=text):
         print(f"{Path(name).stem:40} {found}", flush=True)
 
@@ -254,6 +264,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
             one.add_argument("--seed", type=int, default=0, help="noise; 0, the default, is none")
     options = parser.parse_args(arguments)
+    if not (options.data / "graphs").is_dir():
+        parser.error(f"--data {options.data} has no folder graphs/")
+    if options.verb == "plan" and min(options.threads, options.tries) < 1:
+        parser.error("--threads and --tries must be 1 or more")
     if options.verb == "check":
         return int(check(options.data) > 0)
     if options.verb == "plan":

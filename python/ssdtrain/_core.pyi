@@ -1122,6 +1122,14 @@ class Planner:
         The machine's memory does not count. ``slowdown_max`` is a share of ``ideal_s``.
         """
 
+    def peaks_of(
+        self, machine: PlanMachine, plan: StepPlan, groups: list[tuple[int, list[int]]]
+    ) -> list[int]:
+        """Return the most bytes of each group of tensors that a plan has in memory at once.
+
+        Groups are given as budgets are; ``machine`` has to be the one of the plan.
+        """
+
     def judged(self, machine: PlanMachine, whose: str) -> StepPlan:
         """Judge ``"keep"``, ``"recompute"`` (all that can be), ``"ssdtrain"`` or ``"teraio"``.
 

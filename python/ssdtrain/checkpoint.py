@@ -40,7 +40,7 @@ def checkpoint(block: C) -> C:
     its first call, or draws from another generator than torch's own, is never computed again.
 
     Raises:
-        ConfigError: ``block`` cannot be called.
+        ConfigError: ``block`` cannot be called, or is a class.
         UnsupportedError: In backward: since the forward of a block that is computed again its
             weights, its buffers or its mode have changed, or that forward itself changed some.
 
@@ -49,6 +49,11 @@ def checkpoint(block: C) -> C:
         if not isinstance(block, _Checkpointed):
             _put_under(block, _checkpointed_class(type(block)))  # type: ignore[arg-type]
         return block
+    if isinstance(block, type):
+        raise ConfigError(
+            f"a block is a module or a function, not a class; mark an object of it, as in "
+            f"ssdtrain.checkpoint({block.__name__}(...))"
+        )
     if not callable(block):
         raise ConfigError(f"a block is a module or a function, not {block!r}")
     wrapped: Any = _CheckpointedFunction(block)
@@ -81,6 +86,9 @@ class _Checkpointed:
     """What the class of a marked module has besides its own."""
 
     _plain_class: type[nn.Module]
+
+    def __init_subclass__(cls, **_: Any) -> None:
+        """Do nothing: the user's class was derived when he wrote it, perhaps with keywords."""
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """Call the module, or have the session call it."""

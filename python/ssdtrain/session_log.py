@@ -23,7 +23,7 @@ def say_begin(config: OffloadConfig, engines: Sequence[tuple[str, str]]) -> None
         f"at most {shown_bytes(bound)} of all stay in memory" if bound else "no bound is set",
     )
     if config.slowdown_max is not None and config.slowdown_limit is None:
-        log.info("slowdown_max has no effect beside max_resident_bytes: that bound holds anyway")
+        log.warning("slowdown_max has no effect beside max_resident_bytes, which holds anyway")
 
 
 def say_end(stats: Stats) -> None:

@@ -248,7 +248,8 @@ def test_hooks_that_take_what_is_allowed_leave_nothing_for_bytes() -> None:
     assert verdict.is_off
     assert verdict.slowdown == 0
     assert verdict.hooks_s == pytest.approx(LIMIT)
-    assert "takes 20.0 ms of it" in verdict.shown_cost()
+    assert verdict.allowed_s == pytest.approx(LIMIT, rel=0.02)
+    assert "ms longer; to follow what it saves takes 20.0 ms," in verdict.shown_cost()
     adapted = SETTLED_COUNT + CAMPAIGN_COUNT_MAX
     assert max(machine.amounts[adapted:]) == 0
     assert machine.mean_cost(since=adapted) <= LIMIT / 8
@@ -306,6 +307,17 @@ def test_a_rhythm_of_the_training_is_not_taken_for_a_price(period: int) -> None:
     price = machine.controller.verdict.price
     assert price is not None
     assert abs(price.s_per_byte * PLAN) < 0.05
+
+
+@pytest.mark.parametrize("period", [2, 3, 4, 8])
+def test_probes_fall_on_all_micro_batches(period: int) -> None:
+    """With an interval of 8 a training of two offloaded half as much again as it was allowed."""
+    for phase in range(period):
+        machine = Machine(full=0.5, noise=0.02, limit=0.1, seed=phase)
+        for number in range(600):
+            machine.base_s = 1.15 if number % period == phase else 1.0
+            machine.run(1)
+        assert 0.05 < machine.mean_cost(since=100) < 0.1
 
 
 def test_two_kinds_of_steps_share_a_price_and_have_their_own_amounts() -> None:

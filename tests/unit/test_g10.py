@@ -112,6 +112,20 @@ def test_what_is_no_plan_is_refused(
     assert words in done.stderr
 
 
+def test_what_is_not_there_is_named(tiny: Path) -> None:
+    (tiny / "broken.json").write_text("{")
+    for words, said in (
+        (("replay", "--data", tiny / "nowhere", "x.json"), "nowhere has no folder graphs/"),
+        (("replay", "--data", tiny, tiny / "x.json"), "x.json: No such file or directory"),
+        (("replay", "--data", tiny, tiny / "broken.json"), "broken.json is not JSON"),
+        (("plan", "--data", tiny, "--out", tiny, "--threads", "0"), "must be 1 or more"),
+    ):
+        done = g10(*words)
+        assert done.returncode != 0
+        assert said in done.stderr
+        assert "Traceback" not in done.stderr
+
+
 @pytest.fixture(scope="session")
 def data() -> Path:
     """G10's traces, which are not part of this tree."""

@@ -72,6 +72,8 @@ def test_what_is_written_can_be_said_in_three_ways(capsys: pytest.CaptureFixture
 
 
 def test_the_report_tells_all_three_lives(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["lifespan", "--paper", "--retention-gain", "43", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["relaxed_days"] == pytest.approx(2.7 * 365 / 2, 0.01)
     assert main(["lifespan", "--paper"]) == 0
     told = capsys.readouterr().out
     for words in ("4.6 days", "11.5 days", "2.70 years", "x 2.5", "x 86", "12.1 GB/s"):
@@ -88,9 +90,16 @@ def test_the_report_tells_all_three_lives(capsys: pytest.CaptureFixture[str]) ->
         (("--tbw", "5", "--drives", "0", "--write-rate", "1GB"), "--drives must be 1 or more"),
         (("--tbw", "5", "--batch", "2"), "--sequence, --hidden, --layers is missing"),
         (("--tbw", "5", "--bytes-per-step", "1GB"), "how long a step takes"),
+        (("--tbw", "5", "--batch", "1" * 400), "--batch must be 1 or more, and at most"),
+        (("--tbw", "1e296", "--write-rate", "1", "--retention-gain", "9e9"), "would live for ever"),
+        (
+            ("--tbw", "5", "--write-rate", "1GB", "--step-time", "2", "--layers", "3"),
+            "--write-rate says already what --step-time, --layers would say",
+        ),
+        (("--paper", "--tbw", "5"), "--paper says already what --tbw would say"),
     ],
 )
-def test_what_is_missing_is_named(
+def test_what_is_missing_or_too_much_is_named(
     words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # The drive is looked up last, so give what is written.

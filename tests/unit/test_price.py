@@ -91,7 +91,7 @@ def test_steps_too_short_for_hooks_are_left_alone(tmp_path: Path) -> None:
     eligible = rig.stats.bytes_eligible
     assert eligible % len(amounts) == 0, "those that nobody followed are counted as well"
     text = str(rig.session)
-    assert "to follow what a step saves takes" in text
+    assert "ms longer; to follow what it saves takes" in text
     assert "a larger slowdown_max" in text
     current = rig.prefetcher.rounds.current
     assert current is not None

@@ -353,6 +353,7 @@ def test_the_price_of_a_byte_is_a_reason() -> None:
         slowdown_error=0.0,
         amount_bytes=0,
         planned_bytes=100 * MIB,
+        allowed_s=0.004,
         hooks_s=0.0031,
         is_adapting=False,
     )
@@ -361,7 +362,7 @@ def test_the_price_of_a_byte_is_a_reason() -> None:
     assert unknown is not None
     assert known is not None
     assert "longer than slowdown_max allows" in unknown.text
-    assert "follow what a step saves takes 3.1 ms of it" in known.text
+    assert "may become 4.0 ms longer; to follow what it saves takes 3.1 ms" in known.text
     assert "each GiB that moves 0.250 s" in known.text
 
 

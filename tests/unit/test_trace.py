@@ -75,19 +75,26 @@ def test_what_is_no_step_is_refused(change: dict[str, object], said: str) -> Non
         replace(STEP, **change)  # type: ignore[arg-type]
 
 
+def of_tensors(rows: str) -> str:
+    head = '{"format": "ssdtrain-trace-1", "kernels": [{"seconds": 1, "uses": []}], "tensors": ['
+    return f"{head}{rows}]}}"
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
         ("not json", "is not JSON"),
         ("[" * 100_000, "is not JSON"),
-        (
-            '{"format": "ssdtrain-trace-1", "tensors": [{"bytes": 1e999}], "kernels": [{}]}',
-            "is no trace",
-        ),
+        (of_tensors('{"bytes": 1e999}'), "is no trace"),
         ("[]", "is not a trace of the format"),
         ('{"format": "ssdtrain-trace-2"}', "is not a trace of the format"),
         ('{"format": "ssdtrain-trace-1", "kernels": []}', "tensors"),
         ('{"format": "ssdtrain-trace-1", "tensors": [], "kernels": [7]}', "is no trace"),
+        (of_tensors('{"bytes": 1, "fixed": "false"}'), "has fixed 'false', which is true or false"),
+        (
+            of_tensors('{"bytes": 9223372036854775807}, {"bytes": 1}'),
+            "its tensors have 9,223,372,036,854,775,808 bytes, and at most",
+        ),
     ],
 )
 def test_what_is_no_trace_is_refused(tmp_path: Path, text: str, said: str) -> None:

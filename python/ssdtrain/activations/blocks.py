@@ -146,7 +146,11 @@ class Blocks:
             or _is_one_of_several()  # defence: blocks in several processes
         ):
             return function(*arguments, **keywords)
-        reach = Reach(block, tree_leaves((arguments, keywords)))
+        try:
+            reach = Reach(block, tree_leaves((arguments, keywords)))
+        except RecursionError:
+            # A container that contains itself has no leaves, and torch's checkpoint takes none.
+            return function(*arguments, **keywords)
         try:
             call = self._begin(reach)
             if call is None:

@@ -211,8 +211,8 @@ class Prefetcher:
         if verdict.is_off and not verdict.is_adapting:
             self._notices.say(
                 "price",
-                "offloading stays off for now: %s, and slowdown_max=%s leaves room for hardly any; "
-                "a larger slowdown_max allows more",
+                "offloading stays off for now: %s; slowdown_max=%s leaves room for hardly any, and "
+                "a larger one for more",
                 verdict.shown_cost(),
                 self._controller.slowdown_max,
                 level=logging.INFO,

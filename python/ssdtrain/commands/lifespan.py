@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from typing import Any
 
@@ -17,6 +18,10 @@ __all__ = ["add_arguments", "run", "shown_days"]
 
 EXIT_MISUSED = 2
 SIZES = ("batch", "sequence", "hidden", "layers")
+OF_A_TRANSFORMER = (*SIZES, "tensor_parallel", "teraflops")
+DESCRIBED = ("drive", "tbw", "drives", "write_rate", "bytes_per_step", "step_time")
+"""Options that say what `--paper` says as well, besides those of a transformer."""
+COUNT_MAX = 1_000_000_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     drives = parser.add_argument_group("the drives")
     drives.add_argument("--drive", metavar="NAME", help=f"one of {', '.join(DRIVES)}")
     drives.add_argument("--tbw", type=positive, metavar="TB", help="rated TBW of a drive instead")
-    drives.add_argument("--drives", type=int, default=1, metavar="N", help="how many (1)")
+    drives.add_argument("--drives", type=int, metavar="N", help="how many (1)")
     written = parser.add_argument_group("what is written")
     written.add_argument("--write-rate", type=size("--write-rate"), help="bytes per second: 2GB")
     written.add_argument("--bytes-per-step", type=size("--bytes-per-step"), help="such as 40GB")
@@ -43,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         written.add_argument(f"--{name}", type=int, metavar="N", help=words)
     written.add_argument(
-        "--tensor-parallel", type=int, default=1, metavar="N", help="GPUs that share a layer (1)"
+        "--tensor-parallel", type=int, metavar="N", help="GPUs that share a layer (1)"
     )
     written.add_argument(
         "--teraflops", type=positive, help="10^12 operations per second that the GPU attains"
@@ -76,7 +81,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return the exit code."""
     try:
-        wear = PAPER if arguments.paper else _wear(arguments)
+        _check(arguments)
+        wear = _wear(arguments)
         document = _document(wear, arguments.years)
     except ConfigError as error:
         print(f"ssdtrain lifespan: {error}", file=sys.stderr)
@@ -85,22 +91,53 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _check(arguments: argparse.Namespace) -> None:
+    """Raise ``ConfigError`` for options of which one would be ignored, and for huge numbers."""
+    values = vars(arguments)
+    given = {one for one in values if values[one] is not None and values[one] is not False}
+    for name in (*SIZES, "drives", "tensor_parallel"):
+        if name in given and not 1 <= getattr(arguments, name) <= COUNT_MAX:
+            raise ConfigError(f"{_option(name)} must be 1 or more, and at most {COUNT_MAX:,}")
+    rules = (
+        ("paper", (*DESCRIBED, *OF_A_TRANSFORMER)),
+        ("write_rate", ("bytes_per_step", "step_time", *OF_A_TRANSFORMER)),
+        ("bytes_per_step", OF_A_TRANSFORMER),
+        ("step_time", ("teraflops",)),
+    )
+    for name, others in rules:
+        ignored = [_option(one) for one in others if one in given and name in given]
+        if ignored:
+            raise ConfigError(
+                f"{_option(name)} says already what {', '.join(ignored)} would say; give one of "
+                "the two"
+            )
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
 def _wear(arguments: argparse.Namespace) -> Wear:
-    if (arguments.drive is None) == (arguments.tbw is None):
-        raise ConfigError("name the drive with --drive NAME, or its rating with --tbw TB")
-    if arguments.drives < 1:
-        raise ConfigError(f"--drives must be 1 or more, not {arguments.drives}")
-    if arguments.drive is not None:
-        rated_bytes = named(DRIVES, arguments.drive, "drive").rated_bytes
-    else:
-        rated_bytes = arguments.tbw * 1e12
+    rated_bytes, written_bytes_per_s = PAPER.rated_bytes, PAPER.written_bytes_per_s
+    if not arguments.paper:
+        rated_bytes, written_bytes_per_s = _rated_bytes(arguments), _written_bytes_per_s(arguments)
     return Wear(
-        rated_bytes=rated_bytes * arguments.drives,
-        written_bytes_per_s=_written_bytes_per_s(arguments),
+        rated_bytes=rated_bytes,
+        written_bytes_per_s=written_bytes_per_s,
         rated_amplification=arguments.rated_amplification,
         own_amplification=arguments.own_amplification,
         retention_gain=arguments.retention_gain,
     )
+
+
+def _rated_bytes(arguments: argparse.Namespace) -> float:
+    if (arguments.drive is None) == (arguments.tbw is None):
+        raise ConfigError("name the drive with --drive NAME, or its rating with --tbw TB")
+    if arguments.drive is not None:
+        rated_bytes = named(DRIVES, arguments.drive, "drive").rated_bytes
+    else:
+        rated_bytes = arguments.tbw * 1e12
+    return float(rated_bytes * (arguments.drives or 1))
 
 
 def _written_bytes_per_s(arguments: argparse.Namespace) -> float:
@@ -112,7 +149,7 @@ def _written_bytes_per_s(arguments: argparse.Namespace) -> float:
         step_s = arguments.step_time
         step_bytes = float(arguments.bytes_per_step)
     elif not missing:
-        model = Transformer(**sizes, tensor_parallel=arguments.tensor_parallel)
+        model = Transformer(**sizes, tensor_parallel=arguments.tensor_parallel or 1)
         step_bytes, step_s = model.activation_bytes(), arguments.step_time
         if step_s is None and arguments.teraflops is not None:
             step_s = model.step_flops() / (arguments.teraflops * 1e12)
@@ -129,6 +166,8 @@ def _written_bytes_per_s(arguments: argparse.Namespace) -> float:
 
 
 def _document(wear: Wear, years: float) -> dict[str, Any]:
+    if not math.isfinite(wear.relaxed_days()):
+        raise ConfigError("with these figures drives would live for ever; give likelier ones")
     return {
         "format": 1,
         "rated_bytes": wear.rated_bytes,

@@ -78,8 +78,8 @@ class OptimizerStats:
             f"state: {shown_bytes(self.resident_bytes)} in memory and "
             f"{shown_bytes(self.on_disk_bytes)} on disk, {shown_bytes(self.written_bytes)} "
             f"written, {shown_bytes(self.read_bytes)} read; "
-            f"{shown_count(self.step_count, 'step')} in {self.step_s:.3f} s, "
-            f"{self.stall_s:.3f} s stalled"
+            f"{shown_count(self.step_count, 'step')} in {self.step_s:.3f} s; "
+            f"updates waited {self.stall_s:.3f} s for the disk"
         )
         if self.waited_s:
             text += f", {self.waited_s:.3f} s waited outside of step()"

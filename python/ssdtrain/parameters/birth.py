@@ -68,16 +68,16 @@ def _refuse_unborn(model: nn.Module) -> None:
         without = [key for key, tensor in own if tensor is not None and tensor.is_meta]
         if without and reset_of(module) is None and id(module) not in initialized:
             raise ConfigError(
-                f"{', '.join(without)} of {shown} "
-                "have no bytes, as it was built on the meta device, and it has no method "
+                f"no bytes yet: {', '.join(without)} of {shown}, which was built on the meta "
+                "device and has no method "
                 "reset_parameters() that gives them first values; write one, or build this module "
                 'with torch.device("cpu")'
             )
         lone = [key for key, one in vars(module).items() if _is_lone(one)]
         if lone:
             raise ConfigError(
-                f"{', '.join(lone)} of {shown} have no bytes, as it was built on the meta device, "
-                "and are no parameters or buffers, which could be given some; make them with "
+                f"no bytes yet: {', '.join(lone)} of {shown}, which was built on the meta device; "
+                "what is neither parameter nor buffer is given none; make it with "
                 'device="cpu", or build this module with torch.device("cpu")'
             )
 

@@ -37,11 +37,13 @@ ERROR_SHARE_MAX = 0.25
 """Of ``slowdown_max``: the error of what the whole plan costs, at which it is known well enough."""
 TARGET_SHARE = 0.8
 """Of ``slowdown_max``, what the amount is chosen for: the rest pays for what is learned."""
-PROBE_INTERVAL = 8
-"""After the campaign, every so many steps one offloads more."""
-PROBE_INTERVAL_UNSURE = 4
+PROBE_INTERVAL = 7
+"""After the campaign, every so many steps one offloads more. Like the next two, it has no factor in
+common with usual numbers of micro-batches: else probes would always fall on the same of them, which
+may be quicker or slower than the others, and that would be taken for a part of the price."""
+PROBE_INTERVAL_UNSURE = 5
 """While the price is smaller than its error: then a probe costs little and tells much."""
-PROBE_INTERVAL_OFF = 64
+PROBE_INTERVAL_OFF = 61
 """While nothing is offloaded, because nothing would be worth its price."""
 PROBE_FACTOR = 2.0
 """So much more is offloaded in a probe: what it costs is known within this factor."""
@@ -80,6 +82,8 @@ class Verdict:
     slowdown_error: float
     amount_bytes: int
     planned_bytes: int
+    allowed_s: float
+    """What ``slowdown_max`` allows of the time of such a step."""
     hooks_s: float
     """What the hooks take of a step that offloads nothing, where its tensors are followed."""
     is_adapting: bool
@@ -94,8 +98,9 @@ class Verdict:
         """Say what a step costs that offloads, where that is known."""
         s_per_byte = 0.0 if self.price is None else max(self.price.s_per_byte, 0.0)
         return (
-            f"to follow what a step saves takes {self.hooks_s * 1e3:.1f} ms of it here, and each "
-            f"GiB that moves {s_per_byte * (1 << 30):.3f} s"
+            f"a step may become {self.allowed_s * 1e3:.1f} ms longer; to follow what it saves "
+            f"takes {self.hooks_s * 1e3:.1f} ms, and each GiB that moves "
+            f"{s_per_byte * (1 << 30):.3f} s"
         )
 
 
@@ -229,10 +234,12 @@ class Controller:
 
     def _verdict(self) -> Verdict:
         price, kind = self._price, self._last
-        slowdown, error = 0.0, 0.0
+        slowdown, error, allowed_s = 0.0, 0.0, 0.0
         amount_bytes = 0 if kind is None else kind.usual_bytes
-        if price is not None and kind is not None and amount_bytes:
+        if price is not None and kind is not None:
             base_s = kind.base_s(price)
+            allowed_s = self.slowdown_max * base_s
+        if price is not None and kind is not None and amount_bytes:
             slowdown = (kind.hooks_s + price.s_per_byte * amount_bytes) / base_s
             error = price.error * amount_bytes / base_s
         return Verdict(
@@ -241,6 +248,7 @@ class Controller:
             slowdown_error=error,
             amount_bytes=amount_bytes,
             planned_bytes=0 if kind is None else kind.planned_bytes,
+            allowed_s=allowed_s,
             hooks_s=0.0 if kind is None else kind.hooks_s,
             is_adapting=self._is_in_campaign(),
         )
@@ -318,7 +326,7 @@ class Controller:
     def _is_due(self, kind: Kind, interval: int) -> bool:
         """Whether no step of this kind was a probe in so many steps of whatever kind.
 
-        To ask for every eighth step instead would ask the same kind each time where kinds take
+        To ask for every seventh step instead would ask the same kind each time where kinds take
         turns, and the other ones never.
         """
         return self._turn - kind.probed_turn >= interval

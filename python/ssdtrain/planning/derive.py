@@ -13,7 +13,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from ssdtrain.errors import ConfigError
+from ssdtrain.planning.models import raised
 from ssdtrain.planning.repeat import BACKWARD, FORWARD, NONE, Operation, Storage, repeated
 from ssdtrain.planning.trace import Kernel, Phase, Trace, TracedTensor
 
@@ -35,6 +36,9 @@ VALUE = "_local_scalar_dense"
 """What ``Tensor.item()`` calls."""
 LAYERS_RUN = 5
 """Of repeated layers: the second to the fourth have neighbours like their own on both sides."""
+
+KERNELS_MAX = 1_000_000
+"""Of a step with all of its micro-batches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,13 +240,14 @@ def _derived(
     try:
         with torch.device("meta"), _Attention(), recorder, _parts(model, cut, recorder):
             loss = loss_of()
+            _check_loss(loss)
             if cut is not None:
                 cut.check(recorder.layers_run)
             recorder.phase = BACKWARD
             loss.backward()  # type: ignore[no-untyped-call]
     except Exception as error:
         if cut is None:
-            raise
+            _refuse(error)
         # A model may take its layers by their numbers, or join all that they return.
         cut.undo(model)
         raise _NotShortenedError from error
@@ -269,6 +274,26 @@ def _derived(
         updates=updates,
         accumulate=accumulate,
     )
+
+
+def _check_loss(loss: object) -> None:
+    if not (isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad):
+        shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else ""
+        raise ConfigError(
+            f"the loss is a {type(loss).__name__}{shape}, not one number that depends on the "
+            "weights; return it from the function that computes the loss"
+        )
+
+
+def _refuse(error: Exception) -> NoReturn:
+    """Raise ``ConfigError`` for a model that does not run on tensors without values."""
+    if isinstance(error, ConfigError):
+        raise error
+    raise ConfigError(
+        f"the model does not run on tensors that have shapes but no values (device 'meta'), as a "
+        f"plan needs it: {raised(error)}. If it needs values, give a step that ssdtrain recorded "
+        "instead (--trace FILE)"
+    ) from error
 
 
 @dataclass
@@ -372,6 +397,11 @@ def _trace(
     updates: list[tuple[int, int, int]],
     accumulate: int,
 ) -> Trace:
+    if accumulate * len(operations) > KERNELS_MAX:
+        raise ConfigError(
+            f"{accumulate:,} micro-batches of {len(operations):,} kernels each are more than can "
+            f"be planned ({KERNELS_MAX:,} kernels); all are alike, so plan a step of fewer"
+        )
     again = _recompute_seconds(operations, storages)
     kinds = [one.kind for one in storages]
     saved = again.keys()

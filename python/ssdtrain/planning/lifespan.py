@@ -35,7 +35,7 @@ def _check_positive(one: object) -> None:
     for field in fields(one):  # type: ignore[arg-type]
         value = getattr(one, field.name)
         if not (math.isfinite(value) and value > 0):
-            raise ConfigError(f"{field.name} must be above 0, not {value!r}")
+            raise ConfigError(f"{field.name} must be a finite number above 0, not {value!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +72,7 @@ class Wear:
     def budget_bytes_per_day(self, years: float) -> float:
         """Return what may be written each day so that the rating lasts for some years."""
         if not (math.isfinite(years) and years > 0):
-            raise ConfigError(f"years must be above 0, not {years!r}")
+            raise ConfigError(f"years must be a finite number above 0, not {years!r}")
         return self.rated_bytes / (years * DAYS_PER_YEAR)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -17,7 +18,7 @@ from torch import nn
 
 from ssdtrain.errors import ConfigError, UnsupportedError
 
-__all__ = ["DTYPES", "MODELS", "Build", "builder"]
+__all__ = ["DTYPES", "MODELS", "Build", "builder", "raised"]
 
 Build = Callable[[], tuple[nn.Module, Callable[[], torch.Tensor]]]
 """Makes a model, and what computes its loss on one micro-batch."""
@@ -85,6 +86,13 @@ MODELS: Final[Mapping[str, tuple[str, dict[str, Any]]]] = {
 }
 """For each name the class of its configuration and the numbers that differ from its defaults."""
 
+FOREIGN: Final = (
+    "<",
+    str(Path(torch.__file__).parent),
+    str(Path(__file__).parent.parent),
+    str(Path(traceback.__file__).parent / "importlib"),
+)
+"""Where files begin whose lines do not help the user."""
 HEADS: Final = {
     "LlamaConfig": "LlamaForCausalLM",
     "GPT2Config": "GPT2LMHeadModel",
@@ -99,6 +107,10 @@ def builder(name: str, batch: int, sequence: int, dtype: torch.dtype) -> Build:
     computes its loss. Raises ``ConfigError`` for names that lead nowhere.
     """
     file, colon, function = name.rpartition(":")
+    if not colon and name.endswith(".py"):
+        raise ConfigError(
+            f"which function of {name} makes the model? Name it too, as in {name}:build"
+        )
     if colon:
         own = _function(file, function)
         try:
@@ -110,10 +122,20 @@ def builder(name: str, batch: int, sequence: int, dtype: torch.dtype) -> Build:
             ) from error
 
         def build() -> tuple[nn.Module, Callable[[], torch.Tensor]]:
-            made = own(batch=batch, sequence=sequence, dtype=dtype)
-            if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
-                raise ConfigError(f"{name} returned {made!r}, not a model and its loss function")
-            return made
+            try:
+                made = own(batch=batch, sequence=sequence, dtype=dtype)
+            except (Exception, SystemExit) as error:
+                raise ConfigError(f"{name} raised {raised(error)}") from error
+            is_pair = isinstance(made, tuple) and len(made) == 2
+            if not (is_pair and isinstance(made[0], nn.Module) and callable(made[1])):
+                parts = made if isinstance(made, tuple) else (made,)
+                kinds = ", ".join(type(one).__name__ for one in parts) or "nothing"
+                raise ConfigError(
+                    f"{name} returned {kinds}, not a model and a function without arguments that "
+                    "computes its loss: return model, lambda: ..."
+                )
+            model, loss = made
+            return model, loss
 
         return build
     known = MODELS.get(name.lower().replace("_", "-"))
@@ -159,8 +181,23 @@ def _function(file: str, function: str) -> Callable[..., Any]:
         raise ConfigError(f"{file} is no Python file; give FILE.py:FUNCTION")
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(path.stem, module)
-    spec.loader.exec_module(module)
+    # As `python FILE.py` does, also for what the function imports later.
+    sys.path.insert(0, str(path.parent.resolve()))
+    try:
+        spec.loader.exec_module(module)
+    # A file that calls sys.exit does not mean to end the command that looks into it.
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{file} raised {raised(error)}") from error
     found = getattr(module, function, None)
     if not callable(found):
         raise ConfigError(f"{file} has no function {function!r}")
     return found  # type: ignore[no-any-return]
+
+
+def raised(error: BaseException) -> str:
+    """Return an exception as messages tell it: its kind, its first line, and the user's line."""
+    first = next(iter(str(error).strip().splitlines()), "")
+    told = f"{type(error).__name__}: {first}" if first else type(error).__name__
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [one for one in frames if not one.filename.startswith(FOREIGN)]
+    return f"{told} ({own[-1].filename}, line {own[-1].lineno})" if own else told

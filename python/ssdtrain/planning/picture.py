@@ -31,7 +31,8 @@ class Line:
 
 def page(title: str, lines: Sequence[Line], limit_bytes: int, report: str) -> str:
     """Return an HTML page with the lines, the memory there is, and the report below."""
-    last_s = max(line.end_s for line in lines)
+    # A step of kernels that take no time is a point, and nothing is divided by 0.
+    last_s = max(line.end_s for line in lines) or 1.0
     most = max(limit_bytes, *(nbytes for line in lines for _, nbytes in line.points)) * 1.05
 
     def place(seconds: float, nbytes: float) -> str:

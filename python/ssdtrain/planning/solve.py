@@ -13,7 +13,7 @@ from typing import Any, Final, Literal, get_args
 
 from ssdtrain._core import PlanMachine, Planner, StepPlan
 from ssdtrain.errors import ConfigError
-from ssdtrain.planning.trace import CLASSES, TensorClass, Trace
+from ssdtrain.planning.trace import CLASSES, TensorClass, Trace, TracedTensor
 from ssdtrain.sizes import shown_bytes
 
 __all__ = ["PLACES", "Device", "Move", "Place", "Step", "only", "plan_document"]
@@ -32,6 +32,9 @@ TRIES_KERNELS: Final = 1500
 TRIES: Final = 6
 DRAFTS: Final = 4
 """First plans that are made, each from how the best one so far went."""
+
+HALVINGS: Final = 8
+"""Of the range of memories in which the largest is looked for that keeps all budgets."""
 
 Move = tuple[int, str, int, float]
 """A tensor, ``ssd``, ``host`` or ``fetch``, the kernel at whose end it is asked for, and its
@@ -112,9 +115,11 @@ class Step:
             kind: sum(one.nbytes for one in idle if one.kind == kind) for kind in CLASSES
         }
         self._idle_bytes = sum(self._idle_of_class.values())
-        self._class_budgets = {
-            kind: budgets[kind] for kind in CLASSES if budgets is not None and kind in budgets
+        self._idle_of_budget = {
+            name: sum(one.nbytes for one in idle if self._is_member(one, name))
+            for name in budgets or {}
         }
+        self._budget_names = list(budgets or {})
         rows = []
         for one in self.trace.tensors:
             place = (classes or {}).get(one.kind, "any")
@@ -151,8 +156,8 @@ class Step:
         for name, limit in budgets.items():
             if limit < 0 or not self._members(name):
                 raise ConfigError(
-                    f"the budget {name!r} is of no class and no part of the model"
-                    f"{self._some_parts()}"
+                    f"the budget {name!r} is of no class of this step ({', '.join(CLASSES)}) and "
+                    f"of no part of the model{self._some_parts()}"
                 )
 
     def _some_parts(self) -> str:
@@ -161,10 +166,12 @@ class Step:
 
     def _members(self, name: str) -> list[int]:
         return [
-            number
-            for number, one in enumerate(self.trace.tensors)
-            if name == one.kind or (name not in CLASSES and fnmatchcase(one.part, name))
+            number for number, one in enumerate(self.trace.tensors) if self._is_member(one, name)
         ]
+
+    @staticmethod
+    def _is_member(one: TracedTensor, name: str) -> bool:
+        return name == one.kind or (name not in CLASSES and fnmatchcase(one.part, name))
 
     def ideal_seconds(self) -> float:
         """Return the time of a step that never waits."""
@@ -196,18 +203,41 @@ class Step:
     def least_step(
         self, device: Device, *, may_recompute: bool = False, drafts: int = DRAFTS
     ) -> StepPlan:
-        """Return the plan with the shortest step found. Raises ``ConfigError`` if none fits."""
-        try:
+        """Return the plan with the shortest step found. Raises ``ConfigError`` if none fits.
+
+        A budget that no plan was found for is exceeded; `exceeded` tells of it.
+        """
+
+        def found(memory_bytes: int) -> StepPlan:
             return self.planner.least_step(
-                self._machine(device),
+                self._machine(device, memory_bytes),
                 budgets=self._budgets,
                 drafts=drafts,
                 tries=self._tries,
                 may_recompute=may_recompute,
             )
+
+        try:
+            best = found(device.memory_bytes)
         except ConfigError:
             self._check_room(device, may_recompute=may_recompute)
             raise
+        # Kernels wait where the device's memory is full, and nobody waits for a budget. So where
+        # one is exceeded, a smaller memory has to make them wait.
+        low, high = self._idle_bytes, self.peak_bytes(best)
+        is_within = not self.exceeded(device, best)
+        for _ in range(0 if is_within else HALVINGS):
+            middle = (low + high) // 2
+            try:
+                plan = found(middle)
+            except ConfigError:
+                low = middle
+                continue
+            if self.exceeded(device, plan):
+                high = middle
+            else:
+                low, best = middle, plan
+        return best
 
     def least_peak(self, device: Device, slowdown_max: float) -> StepPlan:
         """Return the plan with the least peak found at a step that is at most so much longer."""
@@ -259,14 +289,15 @@ class Step:
         peaks = zip(CLASSES, plan.class_peak_bytes, strict=True)
         return {kind: nbytes + self._idle_of_class[kind] for kind, nbytes in peaks}
 
-    def exceeded(self, plan: StepPlan) -> list[str]:
-        """Return the budgets of classes that a plan does not keep, each as a sentence's part."""
-        peaks = self.class_peak_bytes(plan)
+    def exceeded(self, device: Device, plan: StepPlan) -> list[str]:
+        """Return the budgets that a plan does not keep, each as a sentence's part."""
+        machine = device.machine(plan.device_bytes)
+        peaks = self.planner.peaks_of(machine, plan, self._budgets)
         return [
-            f"{kind} takes {shown_bytes(peaks[kind])} at its peak, and its budget is "
-            f"{shown_bytes(limit)}"
-            for kind, limit in self._class_budgets.items()
-            if peaks[kind] > limit
+            f"{name} takes {shown_bytes(peak + self._idle_of_budget[name])} at its peak, and its "
+            f"budget is {shown_bytes(limit)}"
+            for name, (limit, _), peak in zip(self._budget_names, self._budgets, peaks, strict=True)
+            if peak + self._idle_of_budget[name] > limit
         ]
 
 

@@ -93,7 +93,7 @@ def save_timeline(
         document = _read(beside)
     else:
         document["baseTimeNanoseconds"] = min((life[2][0] for life in lives), default=0)
-    events = events_of(lives, int(document.get("baseTimeNanoseconds", 0)))
+    events = events_of(lives, document.get("baseTimeNanoseconds", 0))
     document["traceEvents"] = [*document["traceEvents"], *events]
     Path(path).write_text(json.dumps(document, separators=(",", ":")), encoding="utf-8")
 
@@ -101,11 +101,17 @@ def save_timeline(
 def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         document = json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{os.fspath(path)} is not JSON: {error}") from error
     if not isinstance(document, dict) or not isinstance(document.get("traceEvents"), list):
         raise ConfigError(
             f"{os.fspath(path)} is no Chrome trace, as torch.profiler's export_chrome_trace "
             "writes: it has no list traceEvents"
+        )
+    base_ns = document.get("baseTimeNanoseconds", 0)
+    if not isinstance(base_ns, int):
+        raise ConfigError(
+            f"{os.fspath(path)} is no Chrome trace, as torch.profiler's export_chrome_trace "
+            f"writes: its baseTimeNanoseconds is {base_ns!r}, not a whole number"
         )
     return document

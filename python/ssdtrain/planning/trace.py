@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, cast, get_args
 
 from ssdtrain.errors import ConfigError
+from ssdtrain.sizes import SIZE_MAX
 
 __all__ = ["CLASSES", "Kernel", "Phase", "TensorClass", "Trace", "TracedTensor", "load", "save"]
 
@@ -88,6 +89,9 @@ class Trace:
             self._check_kernel(place, kernel)
         for place, one in enumerate(self.tensors):
             self._check_tensor(place, one)
+        total = sum(one.nbytes for one in self.tensors)
+        if total > SIZE_MAX:
+            self._refuse(f"its tensors have {total:,} bytes, and at most {SIZE_MAX:,} are counted")
         firsts = [phase.first_kernel for phase in self.phases]
         if firsts != sorted(set(firsts)) or not all(0 <= one < len(self.kernels) for one in firsts):
             self._refuse(f"its phases begin at the kernels {firsts}, which is no order of them")
@@ -167,14 +171,14 @@ class Trace:
             )
         try:
             return cls(
-                name=str(document.get("name", "")),
+                name=_text(document, "name"),
                 kernels=tuple(_kernel(row) for row in document["kernels"]),
                 tensors=tuple(_tensor(row) for row in document["tensors"]),
                 phases=tuple(
-                    Phase(str(row["name"]), int(row["first_kernel"]))
+                    Phase(_text(row, "name"), int(row["first_kernel"]))
                     for row in document.get("phases", ())
                 ),
-                origin=str(document.get("origin", "")),
+                origin=_text(document, "origin"),
             )
         except ConfigError:
             raise
@@ -199,6 +203,8 @@ def load(path: str | os.PathLike[str]) -> Trace:
 def save(trace: Trace, path: str | os.PathLike[str]) -> None:
     """Write a trace; readers see the old file or the new one, never a part. Raises ``OSError``."""
     target = Path(path)
+    if target.is_dir():
+        raise IsADirectoryError(errno.EISDIR, "is a folder; name a file in it", str(target))
     if not target.parent.is_dir():
         why = "a trace goes into a folder that exists; make it first"
         raise FileNotFoundError(errno.ENOENT, why, str(target.parent))
@@ -247,7 +253,7 @@ def _kernel(row: dict[str, Any]) -> Kernel:
     return Kernel(
         seconds=float(row["seconds"]),
         uses=tuple(int(tensor) for tensor in row["uses"]),
-        name=str(row.get("name", "")),
+        name=_text(row, "name"),
         flops=float(row.get("flops", 0.0)),
     )
 
@@ -268,15 +274,27 @@ def _tensor_row(one: TracedTensor) -> dict[str, Any]:
     }
 
 
+def _text(row: dict[str, Any], name: str) -> str:
+    """Return a text as it can be written again: JSON may have halves of characters."""
+    return str(row.get(name, "")).encode(errors="backslashreplace").decode()
+
+
+def _flag(row: dict[str, Any], name: str) -> bool:
+    value = row.get(name, False)
+    if not isinstance(value, bool):
+        raise ConfigError(f"a tensor of the trace has {name} {value!r}, which is true or false")
+    return value
+
+
 def _tensor(row: dict[str, Any]) -> TracedTensor:
     storage, again = row.get("storage"), row.get("recompute_seconds")
     return TracedTensor(
         nbytes=int(row["bytes"]),
         kind=cast("TensorClass", row.get("class", "activation")),
-        name=str(row.get("name", "")),
-        part=str(row.get("part", "")),
+        name=_text(row, "name"),
+        part=_text(row, "part"),
         storage=None if storage is None else int(storage),
-        lives_across_steps=bool(row.get("across_steps", False)),
-        is_fixed=bool(row.get("fixed", False)),
+        lives_across_steps=_flag(row, "across_steps"),
+        is_fixed=_flag(row, "fixed"),
         recompute_seconds=None if again is None else float(again),
     )

@@ -10,10 +10,10 @@ use crate::greedy::{Budget, Manner, draft};
 use crate::machine::Machine;
 use crate::moves::Plan;
 use crate::planner;
-use crate::recompute::{candidates, with_recomputed};
+use crate::recompute::{Candidate, candidates, with_recomputed};
 use crate::simulator;
 use crate::timeline::{LastStep, Stuck};
-use crate::trace::Trace;
+use crate::trace::{Class, Tensor, Trace};
 
 /// Steps that the judge plays; the last one is told.
 const STEPS: usize = 3;
@@ -54,6 +54,8 @@ pub struct Judged {
     pub plan: Plan,
     /// Tensors that are computed again.
     pub recomputed: Vec<u32>,
+    /// By how much budgets besides the device's memory are exceeded, by what was booked.
+    pub left_bytes: u64,
     /// How long the step takes.
     pub step_s: f64,
     /// How long it takes its kernels to wait, of that.
@@ -83,6 +85,7 @@ pub fn judge(trace: &Trace, machine: &Machine, plan: Plan) -> Result<Judged, Stu
     let before = resident.partition_point(|one| one.0 <= start).saturating_sub(1);
     Ok(Judged {
         recomputed: Vec::new(),
+        left_bytes: 0,
         step_s: timeline.steady_seconds(),
         stall_s: stalls.iter().map(|one| one.seconds).sum(),
         recompute_s: 0.0,
@@ -94,55 +97,97 @@ pub fn judge(trace: &Trace, machine: &Machine, plan: Plan) -> Result<Judged, Stu
     })
 }
 
-/// Every budget of a request, the device's memory first.
-fn all_budgets(request: &Request, tensor_count: usize) -> Vec<Budget> {
+/// The most bytes of some tensors that are in the device's memory at once in a plan's last step.
+///
+/// # Panics
+/// If the plan is for another step, or there are not as many counts as tensors.
+pub fn peak_of(
+    trace: &Trace,
+    machine: &Machine,
+    judged: &Judged,
+    counts: &[bool],
+) -> Result<u64, Stuck> {
+    let known = candidates(trace);
+    let again: Vec<Candidate> = judged
+        .recomputed
+        .iter()
+        .filter_map(|&tensor| known.iter().find(|one| one.tensor == tensor).copied())
+        .collect();
+    let changed = with_recomputed(trace, &again);
+    let counted = counts.iter().copied().chain(again.iter().map(|one| counts[one.tensor as usize]));
+    // The simulator counts by class, and treats all classes alike.
+    let marked = changed.tensors().iter().zip(counted).map(|(&one, is_counted)| Tensor {
+        class: if is_counted { Class::Activation } else { Class::Workspace },
+        ..one
+    });
+    let marked = Trace::new(changed.kernels().to_vec(), marked.collect()).expect("as it was");
+    let same = judge(&marked, machine, judged.plan.clone())?;
+    Ok(same.most.class_peak_bytes[Class::Activation as usize])
+}
+
+/// Every budget of a request, the device's memory first. What is computed again has its second
+/// lives behind the other tensors, and they count as the first ones do.
+fn all_budgets(request: &Request, recomputed: &[Candidate]) -> Vec<Budget> {
+    let tensor_count = request.trace.tensors().len() + recomputed.len();
     let device = Budget { bytes: request.machine.device_bytes, counts: vec![true; tensor_count] };
-    // What begins its second life behind the others counts as they do.
     let more = request.budgets.iter().map(|one| {
-        let mut counts = one.counts.clone();
-        counts.resize(tensor_count, false);
+        let again = recomputed.iter().map(|candidate| one.counts[candidate.tensor as usize]);
+        let counts = one.counts.iter().copied().chain(again).collect();
         Budget { bytes: one.bytes, counts }
     });
     std::iter::once(device).chain(more).collect()
 }
 
-/// The best draft. If the step may come without waits, kernels are taken to need what they compute.
-/// Otherwise, and in the next drafts, they are taken to need what they took under the best plan so
-/// far, or without a plan: waits are where bytes have to move, and there a draft has time to move
-/// them.
-fn drafted(request: &Request, trace: &Trace) -> Result<Judged, Stuck> {
+/// The best draft of a step in which some tensors are computed again. If the step may come without
+/// waits, kernels are taken to need what they compute. Otherwise, and in the next drafts, they are
+/// taken to need what they took under the best plan so far, or without a plan: waits are where
+/// bytes have to move, and there a draft has time to move them.
+fn drafted(request: &Request, recomputed: &[Candidate]) -> Result<Judged, Stuck> {
     let machine = request.machine;
-    let budgets = all_budgets(request, trace.tensors().len());
+    let changed;
+    let trace = if recomputed.is_empty() {
+        request.trace
+    } else {
+        changed = with_recomputed(request.trace, recomputed);
+        &changed
+    };
+    let budgets = all_budgets(request, recomputed);
     let undisturbed: Vec<f64> = trace.kernels().iter().map(|one| one.seconds).collect();
     let manners: &[bool] = if machine.host_bytes > 0 { &[false, true] } else { &[false] };
     let must_wait = least_step_seconds(trace, machine) > trace.ideal_seconds() * (1.0 + NOTABLE);
-    let left = if request.budgets.is_empty() { 0 } else { u64::MAX };
-    let mut best = (left, judge(trace, machine, Plan::none(trace))?);
+    let mut best = judge(trace, machine, Plan::none(trace))?;
+    best.left_bytes = if request.budgets.is_empty() { 0 } else { u64::MAX };
     for &host_first in manners {
         let mut failed = 0;
         for attempt in 0..request.drafts.max(1) {
             let is_first = attempt == 0 && !must_wait;
-            let seconds = if is_first { &undisturbed } else { &best.1.taken };
+            let seconds = if is_first { &undisturbed } else { &best.taken };
             let made = draft(trace, machine, &budgets, Manner { seconds, host_first });
-            let found = judge(trace, machine, made.plan)?;
+            let mut found = judge(trace, machine, made.plan)?;
             let waits = found.stall_s > NOTABLE * found.step_s;
             // A budget that no simulator holds has to be covered by what was booked.
-            let left = if request.budgets.is_empty() { 0 } else { made.left_bytes };
-            let is_better = left < best.0 || (left == best.0 && is_better(&found, &best.1));
-            failed = if is_better { 0 } else { failed + 1 };
-            if is_better {
-                best = (left, found);
+            found.left_bytes = if request.budgets.is_empty() { 0 } else { made.left_bytes };
+            let is_done = !waits && found.left_bytes == 0;
+            if is_better(&found, &best) {
+                (best, failed) = (found, 0);
+            } else {
+                failed += 1;
             }
-            if (!waits && left == 0) || failed > 1 {
+            if is_done || failed > 1 {
                 break;
             }
         }
     }
-    Ok(best.1)
+    best.recomputed = recomputed.iter().map(|one| one.tensor).collect();
+    best.recompute_s = trace.ideal_seconds() - request.trace.ideal_seconds();
+    Ok(best)
 }
 
-/// Shorter; among equals the one that writes less to the drives.
+/// Nearer to the budgets, or shorter; among equals the one that writes less to the drives.
 fn is_better(one: &Judged, other: &Judged) -> bool {
+    if one.left_bytes != other.left_bytes {
+        return one.left_bytes < other.left_bytes;
+    }
     if (one.step_s / other.step_s - 1.0).abs() < NOTABLE {
         return one.moved_bytes[0] < other.moved_bytes[0];
     }
@@ -151,7 +196,7 @@ fn is_better(one: &Judged, other: &Judged) -> bool {
 
 /// The shortest step that is found within the machine's memory and the budgets.
 pub fn least_step(request: &Request) -> Result<Judged, Stuck> {
-    let mut best = drafted(request, request.trace)?;
+    let mut best = drafted(request, &[])?;
     let ideal = request.trace.ideal_seconds();
     if request.tries > 0 && request.budgets.is_empty() && best.step_s > ideal * (1.0 + NOTABLE) {
         let found = planner::search(request.trace, request.machine, request.tries)?;
@@ -160,23 +205,20 @@ pub fn least_step(request: &Request) -> Result<Judged, Stuck> {
             best = found;
         }
     }
-    if request.may_recompute && best.step_s > ideal * (1.0 + NOTABLE) {
+    if request.may_recompute && (best.left_bytes > 0 || best.step_s > ideal * (1.0 + NOTABLE)) {
         return with_advice(request, best);
     }
     Ok(best)
 }
 
-/// Look for the share of what can be computed again, the cheapest first, with the shortest step:
-/// what moves costs nothing as long as it hides, so the step falls with the share and then rises.
+/// Look for the share of what can be computed again, the cheapest first, with the shortest step of
+/// those that keep the budgets: what moves costs nothing as long as it hides, so the step falls
+/// with the share and then rises.
 fn with_advice(request: &Request, without: Judged) -> Result<Judged, Stuck> {
     let candidates = candidates(request.trace);
     let tried = |share: f64| -> Result<Judged, Stuck> {
         let chosen = &candidates[..(share * candidates.len() as f64).ceil() as usize];
-        let trace = with_recomputed(request.trace, chosen);
-        let mut found = drafted(&Request { drafts: ADVICE_DRAFTS, ..request.clone() }, &trace)?;
-        found.recomputed = chosen.iter().map(|one| one.tensor).collect();
-        found.recompute_s = trace.ideal_seconds() - request.trace.ideal_seconds();
-        Ok(found)
+        drafted(&Request { drafts: ADVICE_DRAFTS, ..request.clone() }, chosen)
     };
     let mut best = (0.0, without);
     if candidates.is_empty() {
@@ -184,7 +226,9 @@ fn with_advice(request: &Request, without: Judged) -> Result<Judged, Stuck> {
     }
     let consider = |best: &mut (f64, Judged), share: f64| -> Result<(), Stuck> {
         let found = tried(share)?;
-        if found.step_s < best.1.step_s * (1.0 - NOTABLE) {
+        let (left, known) = (found.left_bytes, best.1.left_bytes);
+        let is_shorter = found.step_s < best.1.step_s * (1.0 - NOTABLE);
+        if left < known || (left == known && is_shorter) {
             *best = (share, found);
         }
         Ok(())

@@ -268,6 +268,20 @@ impl Planner {
         found.map_err(refused)
     }
 
+    /// The most bytes of each of these groups of tensors that a plan for this step, on this
+    /// machine, has in memory at once.
+    fn peaks_of(
+        &self,
+        py: Python<'_>,
+        machine: &PlanMachine,
+        plan: &StepPlan,
+        groups: Vec<(u64, Vec<u32>)>,
+    ) -> PyResult<Vec<u64>> {
+        let (groups, machine) = (self.budgets(groups)?, &machine.0);
+        let peak = |one: &Budget| objective::peak_of(&self.0, machine, &plan.judged, &one.counts);
+        py.detach(|| groups.iter().map(peak).collect::<Result<_, _>>()).map_err(refused)
+    }
+
     /// Judge a plan that somebody else would make: `keep`, `ssdtrain`, `teraio` or `recompute`.
     fn judged(&self, py: Python<'_>, machine: &PlanMachine, whose: &str) -> PyResult<StepPlan> {
         let machine = &machine.0;
@@ -281,6 +295,7 @@ impl Planner {
                     let chosen = candidates(trace);
                     let again = with_recomputed(trace, &chosen);
                     let mut judged = objective::judge(&again, machine, Plan::none(&again))?;
+                    judged.recomputed = chosen.iter().map(|one| one.tensor).collect();
                     judged.recompute_s = again.ideal_seconds() - trace.ideal_seconds();
                     return Ok(Some(judged));
                 }

@@ -1,0 +1,160 @@
+"""What `ssdtrain plan` prints: the table of ways, its JSON, and the lines of its picture. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from ssdtrain._core import StepPlan
+from ssdtrain.commands.lifespan import shown_days
+from ssdtrain.planning.lifespan import Wear
+from ssdtrain.planning.picture import Line
+from ssdtrain.planning.solve import Device, Step
+from ssdtrain.planning.trace import CLASSES, Trace
+from ssdtrain.sizes import shown_bytes
+
+__all__ = ["Row", "document", "lines", "text"]
+
+PLANNED_ONLY = ("all tensors", "best of all")
+"""Ways that tell what would be possible: nothing runs such a plan on a GPU."""
+COLUMNS = (
+    "step: how long it takes; of that, stall waits for drives or copies, and again computes again.",
+    "written: to the drives, in one step. drive life: until as much is written as the drives are",
+    "rated for, with one step after the other. above bound: how much longer the step is than the",
+    "shortest that any plan could reach with this memory.",
+)
+"""What the columns mean."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way of running the step."""
+
+    name: str
+    meaning: str
+    peak_bytes: int | None
+    fits: bool
+    plan: StepPlan | None
+    problem: str = ""
+
+    @property
+    def is_run(self) -> bool:
+        """Whether ssdtrain or PyTorch runs a step on a GPU in this way today."""
+        return self.name not in PLANNED_ONLY
+
+
+def lines(step: Step, rows: list[Row]) -> list[Line]:
+    """Return the memory of the step over its time, as it is and in the ways that change it most."""
+    ends = list(accumulate(one.seconds for one in step.trace.kernels))
+    starts = [0.0, *ends[:-1]]
+    drawn = [Line("keep", list(zip(starts, step.live_bytes(), strict=True)), ends[-1])]
+    for row in rows:
+        if row.plan is not None and row.name in {"recompute", "offload", "all tensors"}:
+            idle = step.peak_bytes(row.plan) - row.plan.peak_bytes
+            points = [(seconds, nbytes + idle) for seconds, nbytes in row.plan.resident]
+            drawn.append(Line(row.name, points, row.plan.step_s))
+    return drawn
+
+
+def _life_days(plan: StepPlan, rated_bytes: float) -> float | None:
+    if not plan.moved_bytes[0]:
+        return None
+    rate = plan.moved_bytes[0] / plan.step_s
+    return Wear(rated_bytes=rated_bytes, written_bytes_per_s=rate).rated_days()
+
+
+def document(step: Step, device: Device, rows: list[Row], rated_bytes: float) -> dict[str, Any]:
+    """Return the report as JSON has it."""
+    trace = step.trace
+
+    def told(row: Row) -> dict[str, Any]:
+        plan = row.plan
+        problem = {"problem": row.problem} if row.problem else {}
+        if plan is None:
+            return {"fits": False, **problem}
+        return {
+            "fits": row.fits,
+            **problem,
+            "peak_bytes": row.peak_bytes,
+            "class_peak_bytes": step.class_peak_bytes(plan),
+            "host_peak_bytes": plan.host_peak_bytes,
+            "step_seconds": plan.step_s,
+            "stall_seconds": plan.stall_s,
+            "recompute_seconds": plan.recompute_s,
+            "bound_seconds": plan.bound_s,
+            "written_bytes": plan.moved_bytes[0],
+            "to_host_bytes": plan.moved_bytes[1],
+            "drive_life_days": _life_days(plan, rated_bytes),
+        }
+
+    return {
+        "format": 1,
+        "step": trace.name,
+        "kernels": len(trace.kernels),
+        "memory_bytes": device.memory_bytes,
+        "ways": {row.name: told(row) for row in rows},
+    }
+
+
+def text(
+    trace: Trace,
+    device: Device,
+    rows: list[Row],
+    rated_bytes: float,
+    origin: Sequence[str],
+) -> str:
+    """Return the report; ``origin`` says at its end where the figures come from."""
+    totals = {
+        kind: sum(one.nbytes for one in trace.tensors if one.kind == kind) for kind in CLASSES
+    }
+    kinds = ", ".join(
+        f"{kind.replace('_', ' ')} {shown_bytes(total)}"
+        for kind, total in totals.items()
+        if total and kind != "workspace"
+    )
+    write, read = device.write_bytes_per_s / 1e9, device.read_bytes_per_s / 1e9
+    memory, host = shown_bytes(device.memory_bytes), shown_bytes(device.host_bytes)
+    heads = ("fits", "peak", "step", "stall", "again", "written", "drive life", "above bound")
+    widths = (4, 10, 9, 9, 9, 10, 11, 12)
+    titles = " ".join(f"{head:>{width}}" for head, width in zip(heads, widths, strict=True))
+    shown = [
+        trace.name,
+        f"in one step: {kinds}; {len(trace.kernels):,} kernels",
+        f"memory {memory}, drives write {write:.3g} and read {read:.3g} GB/s, host lends {host}",
+        "",
+        f"{'':12} {titles}",
+    ]
+    shown += [_line(row, rated_bytes) for row in rows]
+    shown.append("")
+    shown += [f"{row.name}: {row.problem}" for row in rows if row.problem]
+    shown += [f"{row.name}: {row.meaning}" for row in rows]
+    only_planned = " and ".join(f"{name!r}" for name in PLANNED_ONLY)
+    shown.append(f"ssdtrain does not run {only_planned} on a GPU: they tell what is possible.")
+    if any(row.fits for row in rows) and not any(row.fits and row.is_run for row in rows):
+        shown.append("So this step fits in no way that can be run today.")
+    shown += ["", *COLUMNS]
+    return "\n".join([*shown, *origin])
+
+
+def _line(row: Row, rated_bytes: float) -> str:
+    plan = row.plan
+    if plan is None or row.peak_bytes is None:
+        return f"{row.name:12} {'no':>4}"
+    days = _life_days(plan, rated_bytes)
+    life = "-" if days is None else shown_days(days)
+    is_comparable = row.fits and not plan.recompute_s
+    above = f"{max(0.0, plan.step_s / plan.bound_s - 1):.1%}" if is_comparable else "-"
+    return (
+        f"{row.name:12} {'yes' if row.fits else 'no':>4} {shown_bytes(row.peak_bytes):>10} "
+        f"{_shown_s(plan.step_s):>9} {_shown_s(plan.stall_s):>9} {_shown_s(plan.recompute_s):>9} "
+        f"{shown_bytes(plan.moved_bytes[0]) if plan.moved_bytes[0] else '-':>10} {life:>11} "
+        f"{above:>12}"
+    )
+
+
+def _shown_s(seconds: float) -> str:
+    if seconds <= 0:
+        return "-"
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

@@ -1,0 +1,97 @@
+"""What `ssdtrain plan` says of models of the user that do something else than it needs."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from ssdtrain.__main__ import main
+from ssdtrain.planning import derive as deriving
+
+HEAD = "import sys, torch\ndef build(batch, sequence, dtype):\n"
+MODEL = "    model = torch.nn.Linear(sequence, 4, dtype=dtype)\n"
+DATA = "torch.zeros(batch, sequence, dtype=dtype)"
+GOOD = f"{HEAD}{MODEL}    return model, lambda: model({DATA}).sum()\n"
+
+
+@pytest.fixture
+def as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget what the command has put on the path and imported."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "modules", {**sys.modules})
+
+
+def told(file: Path, text: str, *words: str) -> int:
+    file.write_text(text)
+    return main(["plan", f"{file}:build", "--sequence", "64", *words])
+
+
+@pytest.mark.usefixtures("as_it_was")
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("def build(:\n", "mine.py raised SyntaxError: invalid syntax"),
+        ("import sys\nsys.exit(3)\n", "mine.py raised SystemExit: 3 ("),
+        ("import nowhere_at_all\n", "raised ModuleNotFoundError: No module named 'nowhere_at_all'"),
+        (HEAD + "    return [][sequence]\n", "IndexError: list index out of range"),
+        (HEAD + MODEL + "    return model\n", "build returned Linear, not a model and a function"),
+        (HEAD + "    return None\n", "build returned NoneType, not a model and a function"),
+        (HEAD + MODEL + "    return model, 7\n", "build returned Linear, int, not a model and a"),
+        (HEAD + MODEL + "    return model, lambda: 7\n", "the loss is a int, not one number"),
+        (
+            HEAD + MODEL + f"    return model, lambda: model({DATA})\n",
+            "the loss is a Tensor of shape (1, 4), not one number",
+        ),
+        (
+            HEAD + MODEL + f"    return model, lambda: model({DATA}).detach().sum()\n",
+            "the loss is a Tensor of shape (), not one number that depends on the weights",
+        ),
+        (
+            HEAD + MODEL + f"    x = {DATA}\n    return model, lambda: model(x[x > 0]).sum()\n",
+            "no values (device 'meta'), as a plan needs it: NotImplementedError",
+        ),
+        (
+            HEAD + MODEL + f"    return model, lambda: model({DATA}).sum() / {DATA}.numpy().size\n",
+            "give a step that ssdtrain recorded instead (--trace FILE)",
+        ),
+    ],
+)
+def test_a_file_that_makes_no_model_is_told_with_its_line(
+    text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "mine.py"
+    assert told(file, text) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert "mine.py" in error or "returned" in error or "the loss" in error
+    assert "Traceback" not in error
+
+
+@pytest.mark.usefixtures("as_it_was")
+def test_a_file_may_import_its_neighbour_and_print(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "neighbour_of_mine.py").write_text(GOOD)
+    text = "print('hello')\nfrom neighbour_of_mine import build\n"
+    assert told(tmp_path / "mine.py", text, "--json") == 0
+    output = capsys.readouterr()
+    assert json.loads(output.out)["ways"]["keep"]["fits"]
+    assert "hello" in output.err
+
+
+def test_which_function_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "mine.py"]) == 2
+    assert "which function of mine.py makes the model? Name it" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("as_it_was")
+def test_more_micro_batches_than_can_be_planned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deriving, "KERNELS_MAX", 50)
+    file = tmp_path / "mine.py"
+    assert told(file, GOOD, "--accumulate", "2") == 0
+    capsys.readouterr()
+    assert told(file, GOOD, "--accumulate", "1000000000") == 2
+    assert "1,000,000,000 micro-batches of" in capsys.readouterr().err
