@@ -488,6 +488,56 @@ class TestWhatABlockReads:
         assert session.stats.blocks_recomputed == 1
 
 
+step = 0
+"""Another thing than the layer of this name below."""
+FACTOR = 1.0
+
+
+class Named(Plain):
+    """Has a layer with the name of something global, and reads a global number in a method."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step = nn.Linear(16, 16)
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return sum(x * FACTOR for _ in range(1))  # type: ignore[return-value]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scaled(self.step(x))
+
+
+def test_a_global_name_is_not_that_of_an_attribute(monkeypatch: pytest.MonkeyPatch) -> None:
+    block = Named()
+    before = Reach(block, []).snapshot()
+    monkeypatch.setitem(globals(), "step", 1)
+    assert Reach(block, []).snapshot().is_as(before)
+    monkeypatch.setitem(globals(), "FACTOR", 2.0)
+    assert not Reach(block, []).snapshot().is_as(before)
+
+
+def test_code_that_was_made_at_run_time_has_no_module() -> None:
+    traced = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(16, 16), nn.Tanh()))
+    reach = Reach(traced, [])
+    assert reach.snapshot().is_as(reach.snapshot())
+    names: dict[str, object] = {"line": nn.Linear(16, 16)}
+    exec("def made(x): return line(x)", names)
+    assert Reach(names["made"], []).owner is names["line"]  # type: ignore[arg-type]
+
+
+def test_statistics_that_are_no_buffers_are_compared_by_their_bytes() -> None:
+    mean, variance = torch.zeros(16), torch.ones(16)
+
+    def normed(x: Tensor) -> Tensor:
+        return nn.functional.batch_norm(x, mean, variance, training=True)
+
+    reach = Reach(normed, [])
+    have_stayed = reach.closely(reach.snapshot())
+    assert have_stayed()
+    normed(torch.randn(8, 16) + 3)
+    assert not have_stayed()
+
+
 def test_a_name_of_a_closure_that_goes_on_is_not_computed_again() -> None:
     block = Plain()
     factor = 1.0

@@ -155,7 +155,7 @@ class Blocks:
             call = self._begin(reach)
             if call is None:
                 return function(*arguments, **keywords)
-            have_bytes_stayed = None if call.is_tried else reach.closely()
+            have_bytes_stayed = None if call.is_tried else reach.closely(call.before)
             again = None
             if call.is_recomputed:
                 again = _Again(self, function, block, arguments, keywords)

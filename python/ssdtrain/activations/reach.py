@@ -14,9 +14,11 @@ name of a closure or of the file. So all of it is compared before something is c
 
 from __future__ import annotations
 
+import functools
 import pickle
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dis import get_instructions
 from functools import partial
 from inspect import isfunction, ismethod, ismodule
 from types import CodeType
@@ -36,6 +38,9 @@ Codes = list[tuple[CodeType, dict[str, Any]]]
 """Code, each with its global names."""
 Drawn = Generator | random.Random | np.random.Generator | np.random.RandomState
 
+CODES_MAX = 4096
+"""Functions whose names are remembered."""
+READS_OF_NAMES = frozenset({"LOAD_GLOBAL", "LOAD_NAME"})
 CONTAINERS = (list, tuple, dict)
 UNPACKED_MAX = 256
 """Things in a container that is looked into."""
@@ -164,9 +169,14 @@ class Reach:
             )
             raise UnsupportedError(CHANGED.format(name, what, "Change it after backward"))
 
-    def closely(self) -> Callable[[], bool]:
-        """Return what tells whether bytes of buffers, and generators, are as they are now."""
-        compared = [one for one in self._buffers() if _has_bytes(one)]
+    def closely(self, now: Snapshot) -> Callable[[], bool]:
+        """Return what tells whether bytes of buffers, and generators, are as they are now.
+
+        A tensor that a module or a closure has as it likes may be a buffer as well.
+        """
+        held = (one for one, _ in (*now.buffers, *now.of_modules, *now.held))
+        tensors = (one for one in held if isinstance(one, Tensor) and _has_bytes(one))
+        compared = list({id(one): one for one in tensors}.values())
         with torch.no_grad():
             copies = [one.clone() for one in compared]
         drawn = self._random_states()
@@ -230,7 +240,7 @@ class _Look:
         """Tell of what a method or a closure holds, and the global values that code names."""
         self._add(_held_by(block))
         for code, names in codes:
-            found = (names[name] for name in code.co_names if name in names)
+            found = (names[name] for name in _global_names(code) if name in names)
             self._add(one for one in found if isinstance(one, NAMED))
         return self._taken()
 
@@ -299,7 +309,7 @@ def _held_by(block: Any) -> Iterator[Any]:
         yield from _unpacked([*block.args, *block.keywords.values()])
         yield from _held_by(block.func)
     elif isfunction(block):
-        names = [name for name in block.__code__.co_names if name in block.__globals__]
+        names = [name for name in _global_names(block.__code__) if name in block.__globals__]
         found = [block.__globals__[name] for name in names]
         yield from (one for one in found if isinstance(one, nn.Module))
         for cell in block.__closure__ or ():
@@ -333,14 +343,28 @@ def _unpacked(values: Iterable[Any], depth: int = UNPACKED_DEPTH) -> Iterator[An
 
 
 def _codes_of(block: Any, kinds: Iterable[type]) -> Codes:
-    """Return the code that runs, with its global names, as far as it is the user's."""
-    functions = [getattr(block, "__func__", block), *(kind.forward for kind in kinds)]  # type: ignore[attr-defined]
-    own = dict.fromkeys(one for one in functions if isfunction(one))
-    return [(one.__code__, one.__globals__) for one in own if not _is_of_torch(one)]
+    """Return the code that may run, with its global names, as far as it is the user's."""
+    own = [one for kind in kinds for one in kind.__mro__ if not _is_of_torch(one)]
+    methods = (one for kind in dict.fromkeys(own) for one in vars(kind).values())
+    functions = [getattr(block, "__func__", block), *methods]
+    found = dict.fromkeys(one for one in functions if isfunction(one))
+    return [(one.__code__, one.__globals__) for one in found if not _is_of_torch(one)]
 
 
 def _is_of_torch(one: Any) -> bool:
-    return bool(one.__module__.startswith("torch."))
+    # Code that was made at run time, as torch.fx does, may have no module.
+    return str(one.__module__).startswith("torch.")
+
+
+@functools.lru_cache(maxsize=CODES_MAX)
+def _global_names(code: CodeType) -> tuple[str, ...]:
+    """Return the names that code reads as global ones, in comprehensions and lambdas as well.
+
+    ``co_names`` has those of attributes, too, and another thing may have the same global name.
+    """
+    own = (one.argval for one in get_instructions(code) if one.opname in READS_OF_NAMES)
+    inner = (one for one in code.co_consts if isinstance(one, CodeType))
+    return tuple(dict.fromkeys((*own, *(name for one in inner for name in _global_names(one)))))
 
 
 def _state_of(drawn: Any) -> object:
