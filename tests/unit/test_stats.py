@@ -125,7 +125,7 @@ def test_an_optimizer_prints_one_line() -> None:
     )
     assert str(stats) == (
         "state: 1 MiB in memory and 3 MiB on disk, 5 MiB written, 6 MiB read; "
-        "1 step in 0.250 s, 0.125 s stalled"
+        "1 step in 0.250 s; updates waited 0.125 s for the disk"
     )
     more = dataclasses.replace(
         stats, waited_s=0.5, gradient_peak_bytes=2 << 20, write_failed_count=2

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -226,6 +227,11 @@ def _derived(
 ) -> Trace:
     with torch.device("meta"):
         model, loss_of = build()
+    if lazy := [name for name, one in model.named_parameters() if is_lazy(one)]:
+        raise ConfigError(
+            f"{', '.join(lazy[:3])} of the model get their shapes from the first batch; give layers "
+            "with shapes, or run the model once on device 'meta' before it is returned"
+        )
     cut = _cut_layers(model) if is_shortened else None
     recorder = _Recorder(roofline)
     parameters = dict(model.named_parameters())
