@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,12 @@ GOOD = f"{HEAD}{MODEL}    return model, lambda: model({DATA}).sum()\n"
 
 
 @pytest.fixture
-def as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Forget what the command has put on the path and imported."""
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(sys, "modules", {**sys.modules})
+    yield
+    for name in ("mine", "neighbour_of_mine"):
+        sys.modules.pop(name, None)
 
 
 def told(file: Path, text: str, *words: str) -> int:

@@ -227,11 +227,7 @@ def _derived(
 ) -> Trace:
     with torch.device("meta"):
         model, loss_of = build()
-    if lazy := [name for name, one in model.named_parameters() if is_lazy(one)]:
-        raise ConfigError(
-            f"{', '.join(lazy[:3])} of the model get their shapes from the first batch; give layers "
-            "with shapes, or run the model once on device 'meta' before it is returned"
-        )
+    _refuse_lazy(model)
     cut = _cut_layers(model) if is_shortened else None
     recorder = _Recorder(roofline)
     parameters = dict(model.named_parameters())
@@ -280,6 +276,15 @@ def _derived(
         updates=updates,
         accumulate=accumulate,
     )
+
+
+def _refuse_lazy(model: nn.Module) -> None:
+    lazy = [name for name, one in model.named_parameters() if is_lazy(one)]
+    if lazy:
+        raise ConfigError(
+            f"{', '.join(lazy[:3])} of the model get their shapes from the first batch; give the "
+            "layers shapes, or run the model once on device 'meta' before it is returned"
+        )
 
 
 def _check_loss(loss: object) -> None:
