@@ -3,7 +3,7 @@
     python docs/examples/larger_than_memory.py DIRECTORY
 
 Without ssdtrain this step keeps 24 MiB of weights, as many of gradients, 48 MiB of state and
-37 MiB of activations. Here the model is built without memory, and all of them go through 24 MiB.
+25 MiB of activations. Here the model is built without memory, and all of them go through 16 MiB.
 Each step takes four micro-batches, clips, and has a schedule. The checkpoint is written and read
 part by part: kill the run and start it again, and it goes on with the same bits. To begin anew,
 remove DIRECTORY/checkpoint.
