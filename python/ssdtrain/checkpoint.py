@@ -42,7 +42,8 @@ def checkpoint(block: C) -> C:
     Raises:
         ConfigError: ``block`` cannot be called, or is a class.
         UnsupportedError: In backward: since the forward of a block that is computed again its
-            weights, its buffers or its mode have changed, or that forward itself changed some.
+            weights, its buffers, its mode or what else it reads have changed, or that forward
+            itself changed some.
 
     """
     if isinstance(block, nn.Module):

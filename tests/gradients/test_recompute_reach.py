@@ -91,14 +91,21 @@ class Counting(Plain):
         return super().forward(x / self.calls)
 
 
+GENERATOR = torch.Generator()
+
+
 class Drawing(Plain):
     """Draws from generators that are not torch's own."""
+
+    shared = torch.Generator()
 
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind = kind
         self.generator = torch.Generator().manual_seed(0)
         self.of_python, self.of_numpy = random.Random(0), np.random.default_rng(0)
+        self.listed = [torch.Generator().manual_seed(0)]
+        self.boxed = SimpleNamespace(generator=np.random.default_rng(0))
 
     def forward(self, x: Tensor) -> Tensor:
         draw: dict[str, Callable[[], Any]] = {
@@ -107,6 +114,10 @@ class Drawing(Plain):
             "numpy": np.random.random,
             "numpy's own": self.of_numpy.random,
             "generator": lambda: torch.rand(WIDTH, generator=self.generator),
+            "in a list": lambda: torch.rand(WIDTH, generator=self.listed[0]),
+            "of the class": lambda: torch.rand(WIDTH, generator=self.shared),
+            "of the file": lambda: torch.rand(WIDTH, generator=GENERATOR),
+            "in an object": self.boxed.generator.random,
         }
         return super().forward(x * draw[self.kind]())
 
@@ -183,11 +194,17 @@ def test_what_a_block_changes_it_changes_once(
     assert stats.blocks_recomputed == 0
 
 
-@pytest.mark.parametrize("kind", ["python", "python's own", "numpy", "numpy's own", "generator"])
+OF_TORCH = ("generator", "in a list", "of the class", "of the file")
+OF_OTHERS = ("python", "python's own", "numpy", "numpy's own", "in an object")
+
+
+@pytest.mark.parametrize("kind", [*OF_TORCH, *OF_OTHERS])
 def test_what_torch_does_not_draw_is_drawn_once(tmp_path: Path, kind: str) -> None:
     def build() -> Step:
         random.seed(0)
         np.random.seed(0)  # noqa: NPY002 - what older code draws from
+        GENERATOR.manual_seed(0)
+        Drawing.shared.manual_seed(0)
         return training(Model(lambda: Drawing(kind), fresh))
 
     assert prove_both(tmp_path, build).blocks_recomputed == 0
@@ -523,6 +540,67 @@ def test_code_that_was_made_at_run_time_has_no_module() -> None:
     names: dict[str, object] = {"line": nn.Linear(16, 16)}
     exec("def made(x): return line(x)", names)
     assert Reach(names["made"], []).owner is names["line"]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("value", "change"),
+    [
+        ({"a": 1}, lambda one: one.update(b=one.pop("a"))),
+        # The second number gets the address of the first one.
+        ({float("1.5")}, lambda one: (one.clear(), one.add(float("2.5")))),
+    ],
+    ids=["key of a dict", "number in a set"],
+)
+def test_what_a_container_has_is_compared(value: Any, change: Callable[[Any], object]) -> None:
+    block = Plain()
+    block.value = value
+    before = Reach(block, []).snapshot()
+    assert Reach(block, []).snapshot().is_as(before)
+    change(value)
+    assert not Reach(block, []).snapshot().is_as(before)
+
+
+class WithKeyword(Plain):
+    """A class that takes a keyword when one is derived from it, and notes those that are."""
+
+    derived: list[type] = []  # noqa: RUF012 - of all that derive
+
+    def __init_subclass__(cls, *, noted: bool, **others: Any) -> None:
+        super().__init_subclass__(**others)
+        cls.derived.append(cls)
+
+
+def test_classes_are_marked_only_by_their_objects() -> None:
+    assert type(ssdtrain.checkpoint(WithKeyword())).__name__ == "WithKeyword"
+    assert not WithKeyword.derived
+    with pytest.raises(ssdtrain.ConfigError, match=r"ssdtrain.checkpoint\(Plain\(\.\.\.\)\)"):
+        ssdtrain.checkpoint(Plain)
+
+
+def test_an_argument_that_contains_itself_is_passed_on(tmp_path: Path) -> None:
+    block = Plain()
+    endless: list[Any] = []
+    endless.append(endless)
+
+    @ssdtrain.checkpoint
+    def called(x: Tensor, given: list[Any]) -> Tensor:
+        assert given[0] is given
+        out: Tensor = block(x)
+        return out
+
+    x = torch.randn(ROWS, WIDTH)
+    with ssdtrain.offload(tmp_path, min_bytes=1, max_resident_bytes="1MiB"):
+        assert torch.equal(called(x, endless), block(x))
+
+
+def test_a_scripted_module_may_be_marked(tmp_path: Path) -> None:
+    with pytest.warns(FutureWarning, match="deprecated"):
+        scripted = torch.jit.script(nn.Linear(WIDTH, WIDTH))
+    x = torch.randn(ROWS, WIDTH)
+    expected = scripted(x)
+    called = ssdtrain.checkpoint(scripted)
+    with ssdtrain.offload(tmp_path, min_bytes=1, max_resident_bytes="1MiB"):
+        assert torch.equal(called(x), expected)
 
 
 def test_statistics_that_are_no_buffers_are_compared_by_their_bytes() -> None:

@@ -83,6 +83,15 @@ def test_without_a_limit_every_step_offloads_alike(
     assert rig.stats.price_pair_count == 0
 
 
+def test_a_bound_beside_which_slowdown_max_does_nothing_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with ssdtrain.offload(tmp_path, max_resident_bytes="1GiB", slowdown_max=0.02):
+        pass
+    (told,) = (one for one in caplog.records if "slowdown_max has no effect" in one.message)
+    assert told.levelname == "WARNING"
+
+
 def test_steps_too_short_for_hooks_are_left_alone(tmp_path: Path) -> None:
     # Hooks take some microseconds, and these steps hardly more for each tensor.
     rig = Rig(tmp_path, policy=PlansAll(1e-6))

@@ -86,6 +86,12 @@ def of_tensors(rows: str) -> str:
         ("not json", "is not JSON"),
         ("[" * 100_000, "is not JSON"),
         (of_tensors('{"bytes": 1e999}'), "is no trace"),
+        (of_tensors('{"bytes": 100.9}'), "100.9 is no whole number"),
+        (of_tensors('{"bytes": 1}').replace("[]", "[0.7]", 1), "0.7 is no whole number"),
+        (
+            of_tensors(", ".join(['{"bytes": 1, "recompute_seconds": 1e308}'] * 3)),
+            "take for ever together",
+        ),
         ("[]", "is not a trace of the format"),
         ('{"format": "ssdtrain-trace-2"}', "is not a trace of the format"),
         ('{"format": "ssdtrain-trace-1", "kernels": []}', "tensors"),

@@ -5,8 +5,8 @@ running statistics of a batch normalisation), its attributes, or draws from a ge
 torch's own, would do so twice. So each block is called plainly first, once for each way in which
 its modules are in training or in evaluation, and is never computed again if anything of that
 moved meanwhile, or if between two of its calls something else changed its buffers. Kernels change
-statistics without a version counter, so bytes of buffers are compared, too. Seen is what modules
-have, and what methods and closures have in their hands.
+statistics without a version counter, so bytes of buffers and of other tensors that are no weights
+are compared, too. Seen is what modules have, and what methods and closures have in their hands.
 
 What a call reads may also be changed by its caller, between forward and backward: an attribute, a
 name of a closure or of the file. So all of it is compared before something is computed again.
@@ -14,12 +14,11 @@ name of a closure or of the file. So all of it is compared before something is c
 
 from __future__ import annotations
 
-import functools
 import pickle
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dis import get_instructions
-from functools import partial
+from functools import lru_cache, partial
 from inspect import isfunction, ismethod, ismodule
 from types import CodeType
 from typing import Any, NamedTuple
@@ -36,7 +35,8 @@ __all__ = ["Reach", "Used", "Versions", "are_same"]
 Versions = list[tuple[Tensor, int | None]]
 Codes = list[tuple[CodeType, dict[str, Any]]]
 """Code, each with its global names."""
-Drawn = Generator | random.Random | np.random.Generator | np.random.RandomState
+DRAWN = (Generator, random.Random, np.random.Generator, np.random.RandomState)
+"""What random numbers are drawn from."""
 
 CODES_MAX = 4096
 """Functions whose names are remembered."""
@@ -52,7 +52,7 @@ PLAIN = (int, float, complex, str, bytes, type(None))
 """What is compared by its value: an equal number may be another object."""
 PLAIN_TYPES = frozenset((*PLAIN, bool))
 """Types of most of what a module has; quicker to ask than ``isinstance``."""
-NAMED = (*PLAIN, Tensor)
+NAMED = (*PLAIN, *DRAWN, Tensor)
 """What is looked at of classes and of global names."""
 Mark = tuple[object, object]
 """Something that a call can read, and what tells whether it has changed."""
@@ -174,29 +174,22 @@ class Reach:
 
         A tensor that a module or a closure has as it likes may be a buffer as well.
         """
-        held = (one for one, _ in (*now.buffers, *now.of_modules, *now.held))
-        tensors = (one for one in held if isinstance(one, Tensor) and _has_bytes(one))
+        reached = [one for one, _ in (*now.buffers, *now.of_modules, *now.held, *now.others)]
+        tensors = (one for one in reached if isinstance(one, Tensor) and _has_bytes(one))
         compared = list({id(one): one for one in tensors}.values())
+        own = {id(one): one for one in reached if isinstance(one, DRAWN)}
+        # The two that functions of these libraries draw from come first.
+        generators = (np.random.mtrand._rand, random, *own.values())  # noqa: SLF001
         with torch.no_grad():
             copies = [one.clone() for one in compared]
-        drawn = self._random_states()
-        return lambda: self._random_states() == drawn and all(map(torch.equal, compared, copies))
+        drawn = [*map(_state_of, generators)]
+        return lambda: (
+            [*map(_state_of, generators)] == drawn and all(map(torch.equal, compared, copies))
+        )
 
     def _buffers(self) -> Iterator[Tensor]:
         for module in self._modules:
             yield from _of(module._buffers)  # noqa: SLF001 - faster than to look for doubles
-
-    def _attributes(self) -> Iterator[object]:
-        for module in self._modules:
-            yield from vars(module).values()
-        yield from (one for root in self._roots for one in _attributes_of(root))
-        yield from _held_by(self._block)
-
-    def _random_states(self) -> list[object]:
-        reached = (*self._attributes(), *self._roots)
-        own = {id(one): one for one in reached if isinstance(one, Drawn)}
-        global_ones = (np.random.mtrand._rand, random)  # noqa: SLF001 - what its functions draw from
-        return [_state_of(one) for one in (*global_ones, *own.values())]
 
 
 def _of(found: Mapping[str, Tensor | None]) -> Iterator[Tensor]:
@@ -262,7 +255,9 @@ class _Look:
                 add((None, (kind, one)))
             elif unpacked and isinstance(one, CONTAINERS) and len(one) <= UNPACKED_MAX:
                 if one:
-                    self._add(one.values() if isinstance(one, dict) else one, depth, unpacked - 1)
+                    self._add(
+                        (*one, *one.values()) if isinstance(one, dict) else one, depth, unpacked - 1
+                    )
             elif isinstance(one, Tensor):
                 add((one, _version(one)))
             elif isinstance(one, PLAIN):
@@ -271,7 +266,8 @@ class _Look:
                 is_small = one.nbytes <= ARRAY_BYTES_MAX and not one.dtype.hasobject
                 add((one, one.tobytes() if is_small else None))
             elif isinstance(one, (set, frozenset)):
-                add((one, frozenset(map(id, one))))
+                # By value what has one: another thing may get the address of one that is gone.
+                add((one, frozenset(it if type(it) in PLAIN_TYPES else (id(it),) for it in one)))
             else:
                 add((one, None))
                 if id(one) not in self._met:
@@ -356,7 +352,7 @@ def _is_of_torch(one: Any) -> bool:
     return str(one.__module__).startswith("torch.")
 
 
-@functools.lru_cache(maxsize=CODES_MAX)
+@lru_cache(maxsize=CODES_MAX)
 def _global_names(code: CodeType) -> tuple[str, ...]:
     """Return the names that code reads as global ones, in comprehensions and lambdas as well.
 

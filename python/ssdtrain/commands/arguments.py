@@ -10,7 +10,23 @@ from ssdtrain.config import check_share, directories
 from ssdtrain.errors import ConfigError
 from ssdtrain.sizes import in_bytes
 
-__all__ = ["directory", "not_negative", "positive", "share", "size"]
+__all__ = ["check_count", "directory", "not_negative", "option", "positive", "share", "size"]
+
+COUNT_MAX = 1_000_000_000
+"""Of sequences, layers, drives and the like: products of more are beyond 64 bits."""
+
+
+def option(name: str) -> str:
+    """Return how the command line calls an option of this name."""
+    return "--" + name.replace("_", "-")
+
+
+def check_count(name: str, count: int | None) -> None:
+    """Raise ``ConfigError`` for a count, if it was given, that nothing can be computed with."""
+    if count is not None and not 1 <= count <= COUNT_MAX:
+        raise ConfigError(
+            f"{option(name)} must be 1 or more, and at most {COUNT_MAX:,}, not {count}"
+        )
 
 
 def size(name: str) -> Callable[[str], int]:

@@ -8,7 +8,7 @@ import math
 import sys
 from typing import Any
 
-from ssdtrain.commands.arguments import positive, size
+from ssdtrain.commands.arguments import check_count, option, positive, size
 from ssdtrain.errors import ConfigError
 from ssdtrain.planning.lifespan import PAPER, Transformer, Wear
 from ssdtrain.planning.profiles import DRIVES, named
@@ -21,7 +21,6 @@ SIZES = ("batch", "sequence", "hidden", "layers")
 OF_A_TRANSFORMER = (*SIZES, "tensor_parallel", "teraflops")
 DESCRIBED = ("drive", "tbw", "drives", "write_rate", "bytes_per_step", "step_time")
 """Options that say what `--paper` says as well, besides those of a transformer."""
-COUNT_MAX = 1_000_000_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -96,8 +95,7 @@ def _check(arguments: argparse.Namespace) -> None:
     values = vars(arguments)
     given = {one for one in values if values[one] is not None and values[one] is not False}
     for name in (*SIZES, "drives", "tensor_parallel"):
-        if name in given and not 1 <= getattr(arguments, name) <= COUNT_MAX:
-            raise ConfigError(f"{_option(name)} must be 1 or more, and at most {COUNT_MAX:,}")
+        check_count(name, getattr(arguments, name))
     rules = (
         ("paper", (*DESCRIBED, *OF_A_TRANSFORMER)),
         ("write_rate", ("bytes_per_step", "step_time", *OF_A_TRANSFORMER)),
@@ -105,16 +103,12 @@ def _check(arguments: argparse.Namespace) -> None:
         ("step_time", ("teraflops",)),
     )
     for name, others in rules:
-        ignored = [_option(one) for one in others if one in given and name in given]
+        ignored = [option(one) for one in others if one in given and name in given]
         if ignored:
             raise ConfigError(
-                f"{_option(name)} says already what {', '.join(ignored)} would say; give one of "
+                f"{option(name)} says already what {', '.join(ignored)} would say; give one of "
                 "the two"
             )
-
-
-def _option(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def _wear(arguments: argparse.Namespace) -> Wear:

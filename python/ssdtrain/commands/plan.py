@@ -13,7 +13,7 @@ from typing import Any
 
 from ssdtrain._core import StepPlan
 from ssdtrain.commands import plan_report
-from ssdtrain.commands.arguments import not_negative, positive, size
+from ssdtrain.commands.arguments import check_count, not_negative, option, positive, size
 from ssdtrain.commands.plan_report import Row
 from ssdtrain.errors import ConfigError, SsdtrainError
 from ssdtrain.machine import tuning
@@ -28,8 +28,6 @@ __all__ = ["add_arguments", "run"]
 
 EXIT_DOES_NOT_FIT = 1
 EXIT_MISUSED = 2
-COUNT_MAX = 1_000_000_000
-"""Of sequences, tokens, micro-batches and drives: products of more are beyond 64 bits."""
 OF_A_MODEL = {
     "batch": 1,
     "sequence": None,
@@ -144,7 +142,7 @@ def _add_machine(machine: argparse._ArgumentGroup) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return the exit code."""
     try:
-        _check(arguments)
+        _complete(arguments)
         device, rated_bytes = _device(arguments)
         # What code of the user prints is no part of the answer, which may be JSON.
         with redirect_stdout(sys.stderr):
@@ -176,8 +174,11 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if any(row.fits and row.is_run for row in rows) else EXIT_DOES_NOT_FIT
 
 
-def _check(arguments: argparse.Namespace) -> None:
-    """Raise ``ConfigError`` for options that make no sense, alone or together."""
+def _complete(arguments: argparse.Namespace) -> None:
+    """Give a model's options that were left out what is usual.
+
+    Raises ``ConfigError`` for options that make no sense, alone or together.
+    """
     if arguments.model is None and arguments.trace is None:
         raise ConfigError("name a model, as in `ssdtrain plan llama-3-8b`, or give --trace FILE")
     if arguments.model is not None and arguments.trace is not None:
@@ -185,17 +186,14 @@ def _check(arguments: argparse.Namespace) -> None:
             f"{arguments.model} and --trace {arguments.trace} are two steps; give one of them"
         )
     for name in ("batch", "sequence", "accumulate", "drives"):
-        given = getattr(arguments, name)
-        if given is not None and not 1 <= given <= COUNT_MAX:
-            raise ConfigError(f"--{name} must be 1 or more, and at most {COUNT_MAX:,}, not {given}")
+        check_count(name, getattr(arguments, name))
     for name, usual in OF_A_MODEL.items():
         if getattr(arguments, name) is None:
             setattr(arguments, name, usual)
         elif arguments.trace is not None:
-            option = name.replace("_", "-")
             raise ConfigError(
-                f"--{option} says how a model is run, and the step in {arguments.trace} was run "
-                f"already: leave --{option} out, or name a model instead of --trace"
+                f"{option(name)} says how a model is run, and the step in {arguments.trace} was "
+                f"run already: leave {option(name)} out, or name a model instead of --trace"
             )
 
 

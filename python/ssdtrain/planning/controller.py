@@ -38,11 +38,9 @@ ERROR_SHARE_MAX = 0.25
 TARGET_SHARE = 0.8
 """Of ``slowdown_max``, what the amount is chosen for: the rest pays for what is learned."""
 PROBE_INTERVAL = 7
-"""After the campaign, every so many steps one offloads more. Like the next two, it has no factor in
+"""After the campaign, every so many steps one offloads more. Like the next one, it has no factor in
 common with usual numbers of micro-batches: else probes would always fall on the same of them, which
 may be quicker or slower than the others, and that would be taken for a part of the price."""
-PROBE_INTERVAL_UNSURE = 5
-"""While the price is smaller than its error: then a probe costs little and tells much."""
 PROBE_INTERVAL_OFF = 61
 """While nothing is offloaded, because nothing would be worth its price."""
 PROBE_FACTOR = 2.0
@@ -313,8 +311,7 @@ class Controller:
             return False
         if amount_bytes == 0:
             return self._is_due(kind, PROBE_INTERVAL_OFF)
-        is_unsure = price.error > abs(price.s_per_byte)
-        return self._is_due(kind, PROBE_INTERVAL_UNSURE if is_unsure else PROBE_INTERVAL)
+        return self._is_due(kind, PROBE_INTERVAL)
 
     def _can_probe(self, kind: Kind) -> bool:
         """Whether a step of this kind may offload more than usual ones do."""

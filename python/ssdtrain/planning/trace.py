@@ -89,6 +89,9 @@ class Trace:
             self._check_kernel(place, kernel)
         for place, one in enumerate(self.tensors):
             self._check_tensor(place, one)
+        seconds = sum(one.seconds for one in self.kernels)
+        if not math.isfinite(seconds + sum(one.recompute_seconds or 0.0 for one in self.tensors)):
+            self._refuse("its kernels, and what can be computed again, take for ever together")
         total = sum(one.nbytes for one in self.tensors)
         if total > SIZE_MAX:
             self._refuse(f"its tensors have {total:,} bytes, and at most {SIZE_MAX:,} are counted")
@@ -175,7 +178,7 @@ class Trace:
                 kernels=tuple(_kernel(row) for row in document["kernels"]),
                 tensors=tuple(_tensor(row) for row in document["tensors"]),
                 phases=tuple(
-                    Phase(_text(row, "name"), int(row["first_kernel"]))
+                    Phase(_text(row, "name"), _whole(row["first_kernel"]))
                     for row in document.get("phases", ())
                 ),
                 origin=_text(document, "origin"),
@@ -252,7 +255,7 @@ def _kernel_row(one: Kernel) -> dict[str, Any]:
 def _kernel(row: dict[str, Any]) -> Kernel:
     return Kernel(
         seconds=float(row["seconds"]),
-        uses=tuple(int(tensor) for tensor in row["uses"]),
+        uses=tuple(_whole(tensor) for tensor in row["uses"]),
         name=_text(row, "name"),
         flops=float(row.get("flops", 0.0)),
     )
@@ -279,21 +282,27 @@ def _text(row: dict[str, Any], name: str) -> str:
     return str(row.get(name, "")).encode(errors="backslashreplace").decode()
 
 
+def _whole(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{value!r} is no whole number")
+    return value
+
+
 def _flag(row: dict[str, Any], name: str) -> bool:
     value = row.get(name, False)
     if not isinstance(value, bool):
-        raise ConfigError(f"a tensor of the trace has {name} {value!r}, which is true or false")
+        raise TypeError(f"a tensor has {name} {value!r}, which is true or false")
     return value
 
 
 def _tensor(row: dict[str, Any]) -> TracedTensor:
     storage, again = row.get("storage"), row.get("recompute_seconds")
     return TracedTensor(
-        nbytes=int(row["bytes"]),
+        nbytes=_whole(row["bytes"]),
         kind=cast("TensorClass", row.get("class", "activation")),
         name=_text(row, "name"),
         part=_text(row, "part"),
-        storage=None if storage is None else int(storage),
+        storage=None if storage is None else _whole(storage),
         lives_across_steps=_flag(row, "across_steps"),
         is_fixed=_flag(row, "fixed"),
         recompute_seconds=None if again is None else float(again),

@@ -14,6 +14,7 @@ use crate::recompute::{Candidate, candidates, with_recomputed};
 use crate::simulator;
 use crate::timeline::{LastStep, Stuck};
 use crate::trace::{Class, Tensor, Trace};
+use std::collections::HashSet;
 
 /// Steps that the judge plays; the last one is told.
 const STEPS: usize = 3;
@@ -107,12 +108,10 @@ pub fn peak_of(
     judged: &Judged,
     counts: &[bool],
 ) -> Result<u64, Stuck> {
-    let known = candidates(trace);
-    let again: Vec<Candidate> = judged
-        .recomputed
-        .iter()
-        .filter_map(|&tensor| known.iter().find(|one| one.tensor == tensor).copied())
-        .collect();
+    let chosen: HashSet<u32> = judged.recomputed.iter().copied().collect();
+    // The cheapest are chosen first, so they have the order that they had then.
+    let again: Vec<Candidate> =
+        candidates(trace).into_iter().filter(|one| chosen.contains(&one.tensor)).collect();
     let changed = with_recomputed(trace, &again);
     let counted = counts.iter().copied().chain(again.iter().map(|one| counts[one.tensor as usize]));
     // The simulator counts by class, and treats all classes alike.
