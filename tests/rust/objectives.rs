@@ -5,7 +5,7 @@ use ssdtrain_plan::baselines::{ssdtrain_cut, teraio};
 use ssdtrain_plan::greedy::{Budget, Manner, draft};
 use ssdtrain_plan::machine::{Machine, Rates, SizeShares, Tier};
 use ssdtrain_plan::moves::{Action, Move, Plan};
-use ssdtrain_plan::objective::{Request, judge, least_peak, least_peak_bytes, least_step};
+use ssdtrain_plan::objective::{Request, judge, least_peak, least_peak_bytes, least_step, peak_of};
 use ssdtrain_plan::recompute::{candidates, with_recomputed};
 use ssdtrain_plan::trace::{Class, Kernel, Places, Tensor, Trace};
 
@@ -161,6 +161,44 @@ fn computing_again_is_advised_only_where_the_drives_are_too_slow() {
         assert_eq!(!found.recomputed.is_empty(), is_advised, "at {rate} bytes a second");
         assert!(found.step_s <= 21.1, "a step takes {} s", found.step_s);
     }
+}
+
+/// Forward makes two activations, one after the other, and the last kernel takes both. They cannot
+/// leave, and to compute one again takes a second.
+fn both_at_the_end() -> Trace {
+    let uses = [vec![0], vec![], vec![1], vec![], vec![0, 1]];
+    let kernels = uses.map(|uses| Kernel { seconds: 1.0, uses }).to_vec();
+    let tensor = Tensor { places: Places::NONE, recompute_s: Some(1.0), ..activation(100) };
+    Trace::new(kernels, vec![tensor; 2]).expect("it is a trace")
+}
+
+#[test]
+fn what_is_computed_again_counts_in_budgets() {
+    let (trace, machine) = (both_at_the_end(), drives(1000, 100.0));
+    for (bytes, kept) in [(200, true), (150, false)] {
+        let budgets = [Budget { bytes, counts: vec![true; 2] }];
+        let request = Request { may_recompute: true, ..asked(&trace, &machine, &budgets) };
+        let found = least_step(&request).expect("it fits");
+        assert_eq!(found.left_bytes == 0, kept, "{} bytes are left", found.left_bytes);
+        assert_eq!(peak_of(&trace, &machine, &found, &[true, true]).expect("it fits"), 200);
+    }
+}
+
+#[test]
+fn a_budget_is_kept_by_computing_again_though_the_step_is_longer() {
+    let kernels = vec![vec![0], vec![], vec![1], vec![], vec![1], vec![], vec![0]];
+    let kernels = kernels.into_iter().map(|uses| Kernel { seconds: 1.0, uses }).collect();
+    let tensor = Tensor { places: Places::NONE, recompute_s: Some(1.0), ..activation(100) };
+    let trace = Trace::new(kernels, vec![tensor; 2]).expect("it is a trace");
+    let machine = drives(1000, 100.0);
+    let budgets = [Budget { bytes: 150, counts: vec![true; 2] }];
+    let kept = least_step(&asked(&trace, &machine, &budgets)).expect("it fits");
+    assert_eq!((kept.left_bytes, kept.step_s), (50, 7.0));
+    let request = Request { may_recompute: true, ..asked(&trace, &machine, &budgets) };
+    let found = least_step(&request).expect("it fits");
+    assert_eq!(found.left_bytes, 0);
+    assert!(found.recomputed.contains(&0) && found.step_s > 7.0, "a step takes {}", found.step_s);
+    assert_eq!(peak_of(&trace, &machine, &found, &[true, true]).expect("it fits"), 100);
 }
 
 #[test]
