@@ -87,6 +87,22 @@ def test_what_stays_is_not_written_and_the_rest_goes_to_the_disk(device: Device,
 
 
 @on_fake_device()
+def test_a_flush_frees_what_it_waited_for(fake: FakeDevice) -> None:
+    leaf = made(0)
+    room_bytes = COUNT * leaf.nbytes
+    with offloaded(all_pinned(), pinned_bytes=RING, max_host_bytes=room_bytes) as session:
+        open_way(session)
+        gpus_of(session).pin_for_tier(0, room_bytes)
+        for _ in range(50):
+            saved = chain(leaf, COUNT)
+            # The worker has often not seen yet that the last copies have ended.
+            torch.cuda.synchronize()
+            session.flush()
+            assert session.stats.resident_bytes == 0
+            del saved
+
+
+@on_fake_device()
 def test_a_late_copy_is_waited_for_in_pinned_memory_too(fake: FakeDevice) -> None:
     for seed in range(5):
         leaf = made(0)

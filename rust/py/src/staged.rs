@@ -112,7 +112,14 @@ impl GpuBytes {
 
     /// Whether the source may be let go without a long wait on the GPU: a capture may hold it.
     pub fn is_done(&self) -> bool {
-        self.way.is_past_window(self.saved_bytes) || self.staged.is_seen_copied()
+        self.way.is_past_window(self.saved_bytes)
+            || self.staged.is_seen_copied()
+            || self.is_released()
+    }
+
+    /// Whether the source was let go: somebody waited for it before the worker saw its copy end.
+    fn is_released(&self) -> bool {
+        self.source.lock().unwrap_or_else(PoisonError::into_inner).is_none()
     }
 
     /// Lets the source go, in the order of the streams; `false` if it has to wait for the end of a
