@@ -43,6 +43,7 @@ __all__ = [
     "Tally",
     "Timeline",
     "Torch",
+    "checksum",
     "hidden",
     "run_if_free",
     "try_cufile",
@@ -675,10 +676,6 @@ class Leaving:
         of the class ``plain``.
         """
 
-    @staticmethod
-    def checksum(address: int, nbytes: int) -> int:
-        """Return the xxh3 checksum of memory that nobody changes; the GIL is released."""
-
 @final
 class MasterCode:
     """What is known of float32 masters that were packed, besides their payload.
@@ -1175,6 +1172,12 @@ class Probe:
         All requests are given to a fresh engine at once. ``direction`` is ``"write"`` or
         ``"read"``, ``backend`` ``"io_uring"`` or ``"psync"``.
         """
+
+def checksum(address: int, item_bytes: int, sizes: Sequence[int], strides: Sequence[int]) -> int:
+    """Return the xxh3 checksum of a strided tensor's elements, in the order of their addresses.
+
+    Nobody may change them meanwhile. The GIL is released for a MiB and more.
+    """
 
 def hidden(
     items: Sequence[tuple[int, int, float, float, int | None]],

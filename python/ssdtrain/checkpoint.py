@@ -41,9 +41,9 @@ def checkpoint(block: C) -> C:
 
     Raises:
         ConfigError: ``block`` cannot be called, or is a class.
-        UnsupportedError: In backward: since the forward of a block that is computed again its
-            weights, its buffers, its mode or what else it reads have changed, or that forward
-            itself changed some.
+        UnsupportedError: In backward: a block does not save the same bytes when it is computed
+            again, as something that it reads has changed since its forward; or its mode has; or
+            it changed something itself.
 
     """
     if isinstance(block, nn.Module):

@@ -7,7 +7,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ssdtrain._core import Torch
+from ssdtrain._core import Torch, checksum
 from ssdtrain.machine.torch_internals import (
     current_backward,
     current_node,
@@ -16,7 +16,7 @@ from ssdtrain.machine.torch_internals import (
     sequence_number,
 )
 
-__all__ = ["TORCH"]
+__all__ = ["TORCH", "checksum_of"]
 
 UNUSUAL_DTYPES: Final = ("torch.q", "torch.complex32", "torch.bcomplex32")
 """Quantised dtypes, which are not managed, and those that torch warns of at their first use."""
@@ -30,6 +30,14 @@ with torch.inference_mode(mode=False):
     }
 """Made at import: under a mode of torch that is on later, `torch.empty` could make another kind of
 tensor. Shared, because to make one costs more than all the rest of `Geometry.build`."""
+
+
+def checksum_of(tensor: Tensor) -> int:
+    """Return what tells the elements of a strided tensor of the CPU from others (xxh3).
+
+    Nobody may change them meanwhile. Tensors of different forms may have the same checksum.
+    """
+    return checksum(tensor.data_ptr(), tensor.element_size(), tensor.shape, tensor.stride())
 
 
 def _make_empty(dtype: torch.dtype, gpu: int | None) -> Tensor:

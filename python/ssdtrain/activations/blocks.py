@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,7 +20,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint as computed_again
 
 from ssdtrain._core import Round, Rounds, Tally
-from ssdtrain.activations.reach import Reach, Snapshot, Used, Versions, are_same
+from ssdtrain.activations.fingerprints import Fingerprints
+from ssdtrain.activations.reach import Reach, Snapshot, Versions, are_same
 from ssdtrain.errors import UnsupportedError
 from ssdtrain.machine.torch_internals import (
     current_backward,
@@ -37,6 +38,8 @@ from ssdtrain.transfer.host import HostTransfer
 
 __all__ = ["Blocks"]
 
+Seen = TypeVar("Seen")
+
 CALLS_MAX = 4096
 """Calls of one round; more are many forwards of which nothing was offloaded."""
 CODE_OF_TORCH = torch.utils.checkpoint.__file__
@@ -44,8 +47,8 @@ MODES_MAX = 64
 """Ways of calling one block that are remembered: a function made anew for each call is as many."""
 CHANGES = (
     "a block that is computed again in backward (ssdtrain.checkpoint) changed something that it "
-    "has or reads (a tensor, a buffer, an attribute) in its forward, and would do so twice; in its "
-    "first call it did not. Take the mark off with ssdtrain.remove_checkpoint"
+    "has or reads (a tensor, a buffer, an attribute) {}; in its first call it did not. Take the "
+    "mark off with ssdtrain.remove_checkpoint"
 )
 
 
@@ -86,12 +89,18 @@ class _Call:
     before: Snapshot
     key: int
     thread: int
-    is_tried: bool
-    """Whether the object was called plainly before."""
+    have_bytes_stayed: Callable[[], bool] | None
+    """In the first call of an object, which is plain."""
     is_recomputed: bool
     began_s: float
     eligible_bytes: int
     """What the session had been given before."""
+
+    def has_changed_nothing(self, now: Snapshot) -> bool:
+        """Whether it has left all that it can reach as it was."""
+        return now.is_as(self.before) and (
+            self.have_bytes_stayed is None or self.have_bytes_stayed()
+        )
 
 
 class Blocks:
@@ -146,29 +155,27 @@ class Blocks:
             or _is_one_of_several()  # defence: blocks in several processes
         ):
             return function(*arguments, **keywords)
-        try:
-            reach = Reach(block, tree_leaves((arguments, keywords)))
-        except RecursionError:
-            # A container that contains itself has no leaves, and torch's checkpoint takes none.
+        # A container that contains itself has no leaves, and torch's checkpoint takes none.
+        reach = _looked(
+            type(block).__name__, lambda: Reach(block, tree_leaves((arguments, keywords)))
+        )
+        if reach is None:
             return function(*arguments, **keywords)
         try:
             call = self._begin(reach)
             if call is None:
                 return function(*arguments, **keywords)
-            have_bytes_stayed = None if call.is_tried else reach.closely(call.before)
             again = None
             if call.is_recomputed:
-                again = _Again(self, function, block, arguments, keywords)
+                again = _Again(self, function, reach, arguments, keywords)
                 result = again.call()
             else:
                 result = function(*arguments, **keywords)
-            now = reach.snapshot()
-            is_unchanged = now.is_as(call.before) and (
-                have_bytes_stayed is None or have_bytes_stayed()
-            )
-            if again is not None and is_unchanged:
-                again.used = reach.used(now)
-            self._end(call, reach, now, is_unchanged=is_unchanged)
+            now = _looked(reach.name, reach.snapshot)
+            is_unchanged = now is not None and call.has_changed_nothing(now)
+            if again is not None:
+                again.is_repeatable = is_unchanged
+            self._end(call, reach, now or call.before, is_unchanged=is_unchanged)
         except BaseException:
             # Ctrl-C may come anywhere; at the beginning no call of this thread was under way.
             with self._lock:
@@ -196,10 +203,16 @@ class Blocks:
         with self._lock:
             if self._is_in_call():
                 return None
+            before = _looked(reach.name, reach.snapshot)
+            if before is None:
+                return None
+            tried, have_bytes_stayed = self._modes_of(reach).get(reach.mode), None
+            if tried is None:
+                have_bytes_stayed = _looked(reach.name, lambda: reach.closely(before))
+                if have_bytes_stayed is None:
+                    return None
             here = self._open()
             here.key = hash((here.key, *((tuple(one.shape), one.dtype) for one in reach.given)))
-            before = reach.snapshot()
-            tried = self._modes_of(reach).get(reach.mode)
             if tried is not None:
                 tried.is_repeatable &= are_same(tried.buffers, before.buffers)
                 tried.is_repeatable &= tried.standing == before.standing()
@@ -208,7 +221,7 @@ class Blocks:
                 before,
                 here.key,
                 threading.get_ident(),
-                tried is not None,
+                have_bytes_stayed,
                 is_chosen and tried is not None and tried.is_repeatable,
                 self._rounds.now_s,
                 self._eligible.nbytes,
@@ -300,6 +313,23 @@ class Blocks:
         )
 
 
+def _looked(name: str, look: Callable[[], Seen]) -> Seen | None:
+    """Return what a look at a block shows; of one that cannot be looked at that is said once."""
+    try:
+        return look()
+    except Exception as error:  # noqa: BLE001 - what belongs to the user may raise anything
+        PROCESS.say(
+            f"no look at {name}",
+            "the block %s is offloaded and not computed again (ssdtrain.checkpoint), as something "
+            "that it has or is given cannot be looked at: %s: %s",
+            name,
+            type(error).__name__,
+            error,
+            level=logging.INFO,
+        )
+        return None
+
+
 def _is_one_of_several() -> bool:
     """Whether this is one of several processes that train together; that is said once.
 
@@ -329,18 +359,19 @@ class _Again:
         self,
         blocks: Blocks,
         function: Callable[..., Any],
-        block: Any,
+        reach: Reach,
         arguments: tuple[Any, ...],
         keywords: dict[str, Any],
     ) -> None:
         self._blocks = blocks
         self._function = function
-        self._block = block
+        self._block, self._mode = reach.block, reach.mode
         self._given: tuple[tuple[Any, ...], dict[str, Any]] | None = (arguments, keywords)
         """As they are for the first run, which may put something into containers of the caller."""
         self._form: Any = None
-        self.used: Used | None = None
-        """Of the first run; ``None`` if it changed something."""
+        self._fingerprints = Fingerprints(reach.name)
+        self.is_repeatable = False
+        """Whether the first run has ended, and changed nothing."""
 
     def call(self) -> Any:
         """Run it for the first time."""
@@ -355,17 +386,32 @@ class _Again:
     def _run(self, *leaves: Any) -> Any:
         if self._given is not None:
             (arguments, keywords), self._given = self._given, None
-            return self._function(*arguments, **keywords)
-        if self.used is None:
-            raise UnsupportedError(CHANGES)
-        Reach(self._block, leaves).refuse_changed(self.used)
+            with self._fingerprints.noting(leaves):
+                return self._function(*arguments, **keywords)
+        if not self.is_repeatable:
+            raise UnsupportedError(CHANGES.format("in its forward, and would do so twice"))
+        reach = Reach(self._block, leaves)
+        reach.refuse_mode(self._mode)
+        before = reach.snapshot()
         arguments, keywords = tree_unflatten(leaves, self._form)
         began_s = self._blocks.now_s
         try:
-            # torch raises an exception where nothing more is needed.
-            return self._function(*arguments, **keywords)
+            with self._fingerprints.comparing(leaves):
+                self._function(*arguments, **keywords)
+        except Exception:
+            # torch raises one where nothing more is needed.
+            self._check_again(reach, before)
+            raise
         finally:
             self._blocks.note_again(self._blocks.now_s - began_s)
+        self._check_again(reach, before)
+        self._fingerprints.check_count()
+        return None
+
+    def _check_again(self, reach: Reach, before: Snapshot) -> None:
+        self._fingerprints.refuse_other()
+        if not reach.snapshot().is_as(before):
+            raise UnsupportedError(CHANGES.format("when it was computed again"))
 
 
 def _take_off_torchs(error: BaseException, ours: Any) -> None:

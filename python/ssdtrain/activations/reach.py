@@ -8,8 +8,9 @@ moved meanwhile, or if between two of its calls something else changed its buffe
 statistics without a version counter, so bytes of buffers and of other tensors that are no weights
 are compared, too. Seen is what modules have, and what methods and closures have in their hands.
 
-What a call reads may also be changed by its caller, between forward and backward: an attribute, a
-name of a closure or of the file. So all of it is compared before something is computed again.
+What a call reads may also be changed by its caller. Between forward and backward that shows in
+what is saved (see `fingerprints.py`), and is an error. So a block that reads something which has
+changed between two of its calls is not computed again.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from torch.nn.parameter import is_lazy
 
 from ssdtrain.errors import UnsupportedError
 
-__all__ = ["Reach", "Used", "Versions", "are_same"]
+__all__ = ["Reach", "Snapshot", "Versions", "are_same"]
 
 Versions = list[tuple[Tensor, int | None]]
 Codes = list[tuple[CodeType, dict[str, Any]]]
@@ -59,20 +60,11 @@ Mark = tuple[object, object]
 TENSORS_OF_MODULES = frozenset({"_parameters", "_buffers", "_modules"})
 """Attributes of modules that are compared as weights, buffers and modules."""
 
-CHANGED = (
-    "the block {}, which is computed again in backward (ssdtrain.checkpoint), {}: no gradient was "
-    "computed from it. {}, or take the mark off with ssdtrain.remove_checkpoint"
+OTHER_MODE = (
+    "the block {}, which is computed again in backward (ssdtrain.checkpoint), was put into another "
+    "mode (train(), eval()) since its forward: no gradient was computed from it. Change the mode "
+    "after backward, or take the mark off with ssdtrain.remove_checkpoint"
 )
-
-
-class Used(NamedTuple):
-    """What a forward used: while it stays, the same can be computed again."""
-
-    mode: tuple[object, ...]
-    tensors: Versions
-    """Weights and buffers, with their versions."""
-    values: list[Mark]
-    """All else that it could read."""
 
 
 class Snapshot(NamedTuple):
@@ -112,7 +104,9 @@ class Reach:
     """What a call of ``block`` with these ``leaves`` of its arguments can reach."""
 
     def __init__(self, block: Callable[..., Any], leaves: Sequence[Any]) -> None:
-        self._block = block
+        self.block = block
+        self.name = getattr(block, "__qualname__", type(block).__name__)
+        """As messages name the block."""
         self.given = [one for one in leaves if isinstance(one, Tensor)]
         """The tensors among the arguments."""
         held = [block] if isinstance(block, nn.Module) else list(_held_by(block))
@@ -143,31 +137,14 @@ class Reach:
             _with_versions((*self._captured, *parameters)),
             _with_versions(self._buffers()),
             look.at_modules(),
-            look.at_held(self._block, self._codes),
+            look.at_held(self.block, self._codes),
             look.at(self._roots),
         )
 
-    def used(self, now: Snapshot) -> Used:
-        """Return what a call that has just been made used; arguments are not held."""
-        values = [*now.of_modules, *now.held, *now.others]
-        return Used(self.mode, [*now.weights, *now.buffers], values)
-
-    def refuse_changed(self, used: Used) -> None:
-        """Raise unless what a forward used is there still."""
-        name = getattr(self._block, "__qualname__", type(self._block).__name__)
-        if used.mode != self.mode:
-            what = "was put into another mode (train(), eval()) since its forward"
-            raise UnsupportedError(CHANGED.format(name, what, "Change the mode after backward"))
-        now = self.used(self.snapshot())
-        if not are_same(used.tensors, now.tensors):
-            what = "or its forward has changed or replaced a weight or a buffer since then"
-            raise UnsupportedError(CHANGED.format(name, what, "Change weights after backward"))
-        if not are_same(used.values, now.values):
-            what = (
-                "reads something that has changed since its forward (an attribute, what a closure "
-                "holds, a global name)"
-            )
-            raise UnsupportedError(CHANGED.format(name, what, "Change it after backward"))
+    def refuse_mode(self, mode: tuple[object, ...]) -> None:
+        """Raise unless it is called as a forward was, which found that it changes nothing."""
+        if mode != self.mode:
+            raise UnsupportedError(OTHER_MODE.format(self.name))
 
     def closely(self, now: Snapshot) -> Callable[[], bool]:
         """Return what tells whether bytes of buffers, and generators, are as they are now.

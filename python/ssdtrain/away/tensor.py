@@ -18,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ssdtrain._core import Leaving
 from ssdtrain.away.classes import AwayTensor, attach, husk_of, is_away
 from ssdtrain.away.threads import KNOWN_THREADS, WAITING
+from ssdtrain.geometry import checksum_of
 from ssdtrain.machine.torch_internals import count_users, is_shared, plainly
 from ssdtrain.store import PendingRead, StoredTensor, is_dense
 from ssdtrain.watched import HOLDER, Watcher
@@ -255,7 +256,7 @@ class OffloadedTensor(Watcher):
     def checksum(self) -> int:
         """Return that of the bytes, which have left the tensor and are in memory still."""
         assert self.source is not None
-        return Leaving.checksum(self.source.data_ptr(), self.nbytes)
+        return checksum_of(self.source)
 
     def return_to(self, tensor: Tensor, memory: Tensor) -> None:
         """Give the tensor its bytes."""

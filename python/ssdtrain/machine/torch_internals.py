@@ -21,6 +21,7 @@ from ssdtrain.errors import UnsupportedError
 
 __all__ = [
     "STORAGE_USERS_ALONE",
+    "Hooks",
     "as_plain_tensors",
     "communications",
     "compiled_count",
@@ -30,6 +31,7 @@ __all__ = [
     "current_node",
     "current_stream",
     "dispatch_keys",
+    "hide_hooks",
     "holders_of",
     "hooks_allowed",
     "in_shards",
@@ -93,6 +95,23 @@ top_hooks: Callable[[bool], tuple[Callable[..., Any], Callable[..., Any]] | None
 )
 """The pair of hooks that is used in this thread; with ``True`` also while the compiler has switched
 it off."""
+
+Hooks = tuple[Callable[[Tensor], object], Callable[[Any], Tensor]]
+"""What packs saved tensors, and what unpacks them."""
+
+
+def hide_hooks(pack: Callable[[Tensor], object], below: Hooks | None) -> None:
+    """Have torch's checkpoint find the user's hooks below those of ``pack``, as past its own.
+
+    It looks for them where a checkpoint begins, and selective checkpointing does so as well. Call
+    it without ``below`` afterwards: a graph has ``pack``, and the user's hooks may lead to it.
+    """
+    if below is not None and getattr(below[0], "_checkpoint_internal", False):
+        below = getattr(below[0], "_user_hooks", None)
+    marks = vars(pack)
+    marks["_checkpoint_internal"] = True
+    marks["_user_hooks"] = below
+
 
 _why_disallowed: Callable[[], str | None] = _find(
     "_C._autograd._saved_tensors_hooks_get_disabled_error_message"

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -29,14 +28,12 @@ from ssdtrain.activations.names import describe
 from ssdtrain.activations.saved_tensor import check_version
 from ssdtrain.away.classes import AwayParameter
 from ssdtrain.errors import UnsupportedError
-from ssdtrain.machine.torch_internals import in_transform, top_hooks
+from ssdtrain.machine.torch_internals import Hooks, hide_hooks, in_transform, top_hooks
 from ssdtrain.optimizer.forward_order import READS_INNER_WEIGHTS
 from ssdtrain.parameters.weight import Weight
 from ssdtrain.parameters.weights import on_storage_of, weight_of
 
 __all__ = ["begin_forward", "end_forward", "uses_inner_weights", "watch_modules", "weights_in"]
-
-Hooks = tuple[Callable[[Tensor], object], Callable[[Any], Tensor]]
 
 IN_TRANSFORM = (
     "{} of {} has weights on the disk (ssdtrain.offload_parameters), which {} cannot wait for; "
@@ -120,18 +117,13 @@ class WeightPair(saved_tensors_hooks):
             unpacked: Tensor = unpack_below(packed)
             return unpacked
 
-        # Selective checkpointing looks for the user's hooks below those that have these marks.
-        marks = vars(pack)
-        marks["_checkpoint_internal"] = True
-        marks["_user_hooks"] = below
-        if below is not None and getattr(below[0], "_checkpoint_internal", False):
-            marks["_user_hooks"] = getattr(below[0], "_user_hooks", None)
+        hide_hooks(pack, below)
         super().__init__(pack, unpack)
 
     def let_go(self) -> None:
         """Hold the hooks below no more than the graph must: they may reach back to it."""
         self._below.clear()
-        vars(self.pack_hook)["_user_hooks"] = None
+        hide_hooks(self.pack_hook, None)
 
 
 def _is_view(tensor: Tensor, param: Tensor) -> bool:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ssdtrain._core import Leaving
 from ssdtrain.errors import SsdtrainError
+from ssdtrain.geometry import checksum_of
 from ssdtrain.store import StoredTensor, TensorStore
 
 __all__ = ["Successor"]
@@ -20,7 +20,7 @@ class Successor:
         """Begin to write a tensor that nobody else has."""
         self.source: Tensor | None = updated
         """The bytes, until the disk has them in whole; for good if it does not take them."""
-        self.sum = Leaving.checksum(updated.data_ptr(), updated.nbytes)
+        self.sum = checksum_of(updated)
         self.stored: StoredTensor[Tensor] | None = None
         try:
             self.stored = store.write(updated)

@@ -51,7 +51,7 @@ pub use devices::Rates;
 pub use direction::Direction;
 pub use disk::statistics::Traffic;
 pub use error::{Error, ErrorKind, Result};
-pub use memory::host::{HostSource, HostTarget, checksum_of};
+pub use memory::host::{Checksum, HostSource, HostTarget, checksum_of};
 pub use store::{Pending, PendingInto, Restored, Stats, TensorStore};
 pub use stored::{Overwrite, Stored};
 pub use transfer::Transfer;

@@ -7,9 +7,6 @@
 //! So all of it happens here: nothing below runs Python code or lets go of the GIL.
 #![expect(unsafe_code, reason = "takes the address of a tensor, and counts references")]
 
-use std::slice;
-
-use pyo3::exceptions::PyValueError;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PySet, PyType};
@@ -87,18 +84,6 @@ impl Leaving {
             weight.delattr(attribute)?;
         }
         left
-    }
-
-    /// The xxh3 checksum of `nbytes` bytes from `address`, with the GIL released.
-    #[staticmethod]
-    fn checksum(py: Python<'_>, address: usize, nbytes: usize) -> PyResult<u64> {
-        if address == 0 {
-            return Err(PyValueError::new_err("no byte lies at address 0"));
-        }
-        // SAFETY: the caller passes address and size of a tensor that it holds, and which nobody
-        // changes before this returns: it has just left its weight, so nobody else has it.
-        let bytes = unsafe { slice::from_raw_parts(address as *const u8, nbytes) };
-        Ok(py.detach(|| core::checksum_of(bytes)))
     }
 }
 

@@ -4,6 +4,7 @@
 //! Signatures and docstrings stand in `python/ssdtrain/_core.pyi`.
 
 mod account;
+mod checksum;
 mod cufile;
 mod departure;
 mod error;
@@ -44,6 +45,8 @@ use pyo3::prelude::*;
 mod _core {
     #[pymodule_export]
     use super::account::{Account, Holding, Reservation};
+    #[pymodule_export]
+    use super::checksum::checksum;
     #[pymodule_export]
     use super::cufile::try_cufile;
     #[pymodule_export]

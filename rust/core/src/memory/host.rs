@@ -124,7 +124,7 @@ impl HostSource {
         let address = self.address(range.start, range.len());
         // SAFETY: `address` checked the range, and whoever lent the memory promised that it is
         // readable.
-        sum.0.update(unsafe { std::slice::from_raw_parts(address, range.len()) });
+        sum.update(unsafe { std::slice::from_raw_parts(address, range.len()) });
     }
 }
 
@@ -233,7 +233,7 @@ impl HostTarget {
         assert_on_cpu(self.is_on_gpu);
         let address = self.address(range.start, range.len());
         // SAFETY: `address` checked the range, and nobody but the caller writes there.
-        sum.0.update(unsafe { std::slice::from_raw_parts(address, range.len()) });
+        sum.update(unsafe { std::slice::from_raw_parts(address, range.len()) });
     }
 }
 
@@ -249,6 +249,11 @@ impl From<Arc<Slot>> for HostTarget {
 pub struct Checksum(xxhash_rust::xxh3::Xxh3);
 
 impl Checksum {
+    /// Takes in the next run.
+    pub fn update(&mut self, bytes: &[u8]) {
+        self.0.update(bytes);
+    }
+
     /// The sum of what was taken in.
     pub fn value(&self) -> u64 {
         self.0.digest()
