@@ -255,7 +255,7 @@ def test_hooks_that_take_what_is_allowed_leave_nothing_for_bytes() -> None:
     assert machine.mean_cost(since=adapted) <= LIMIT / 8
     # They take less once something else on the machine has ended.
     machine.hooks = LIMIT / 20
-    machine.run(6 * PROBE_INTERVAL_OFF)
+    machine.run(12 * PROBE_INTERVAL_OFF)
     assert machine.amounts[-1] == PLAN
 
 
@@ -318,6 +318,20 @@ def test_probes_fall_on_all_micro_batches(period: int) -> None:
             machine.base_s = 1.15 if number % period == phase else 1.0
             machine.run(1)
         assert 0.05 < machine.mean_cost(since=100) < 0.1
+
+
+@pytest.mark.parametrize(("period", "limit"), [(3, 0.1), (6, 0.02), (6, 0.1), (7, 0.02), (8, 0.02)])
+def test_one_long_micro_batch_does_not_send_everything_away(period: int, limit: float) -> None:
+    """Such times told a price below zero, at which all was offloaded: five times the limit."""
+    costs = []
+    for seed in range(6):
+        machine = Machine(full=5 * limit, noise=0.05, outlier_share=0.02, limit=limit, seed=seed)
+        for number in range(400):
+            machine.base_s = 2.0 if number % period == seed % period else 1.0
+            machine.run(1)
+        costs.append(machine.mean_cost(since=60))
+    assert sum(costs) / len(costs) <= limit
+    assert max(costs) <= 1.5 * limit
 
 
 def test_two_kinds_of_steps_share_a_price_and_have_their_own_amounts() -> None:
@@ -427,6 +441,12 @@ def test_references_are_spread_evenly() -> None:
 def test_the_slope_of_pairs(pairs: list[Pair], expected: float | None) -> None:
     price = fit(pairs)
     assert (None if price is None else price.s_per_byte) == expected
+
+
+def test_a_price_below_zero_is_none_with_an_error_as_large() -> None:
+    price = fit([Pair(1, -2), Pair(1, -2), Pair(2, -4)])
+    assert price is not None
+    assert (price.s_per_byte, price.upper) == (0, 2)
 
 
 def test_the_error_is_that_of_the_noise() -> None:

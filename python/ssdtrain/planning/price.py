@@ -17,6 +17,8 @@ PAIRS_MIN = 3
 """Fewer pairs say nothing of their own error."""
 DEVIATION = 1.4826
 """From the median deviation to the standard deviation, of normal noise."""
+BELOW_ZERO_ERRORS = 1.5
+"""A price is below zero by more than noise if by so many errors."""
 SHARED = 1.7
 """The error is so much larger than that of as many pairs that share no step."""
 
@@ -70,4 +72,8 @@ def fit(pairs: Iterable[Pair]) -> Price | None:
     # A fitted slope comes close to few pairs by itself.
     few = len(used) / (len(used) - 2)
     spread = math.sqrt(sum(pair.nbytes**2 for pair in used))
-    return Price(slope, SHARED * DEVIATION * few * deviation / spread, len(used))
+    error = SHARED * DEVIATION * few * deviation / spread
+    if slope < -BELOW_ZERO_ERRORS * error:
+        # No step is the shorter for what it moves: something else made them so, and may do again.
+        slope, error = 0.0, -slope
+    return Price(slope, error, len(used))
