@@ -249,7 +249,10 @@ def test_a_budget_is_kept_by_waits_or_by_computing_again() -> None:
     first = Step(again, budgets={"layers.[0-4]": 150 << 20})
     assert not first.exceeded(slow, first.least_step(slow, may_recompute=True))
     (told,) = first.exceeded(slow, first.judged(slow, "keep"))
-    assert told == "layers.[0-4] takes 500 MiB at its peak, and its budget is 150 MiB"
+    assert told == (
+        "layers.[0-4] takes 500 MiB at its peak in the plan that was found, and its budget is "
+        "150 MiB"
+    )
     impossible = Step(again, budgets={"activation": 50 << 20})
     assert impossible.exceeded(slow, impossible.least_step(slow, may_recompute=True))
 

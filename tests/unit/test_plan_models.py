@@ -56,7 +56,29 @@ def told(file: Path, text: str, *words: str) -> int:
         ),
         (
             HEAD + MODEL + f"    x = {DATA}\n    return model, lambda: model(x[x > 0]).sum()\n",
-            "no values (device 'meta'), as a plan needs it: NotImplementedError",
+            "the model, or what computes its loss, raised NotImplementedError",
+        ),
+        (
+            HEAD + MODEL + "    model.requires_grad_(False)\n    return model, lambda: 7\n",
+            "no weight of the model asks for a gradient",
+        ),
+        (
+            HEAD + MODEL + "    def loss():\n"
+            f"        found = model({DATA}).sum()\n        found.backward(retain_graph=True)\n"
+            "        return found\n    return model, loss\n",
+            "return it, without a call of backward()",
+        ),
+        (
+            HEAD + MODEL + "    def loss():\n"
+            f"        if model({DATA}).isnan().any():\n            raise ValueError('NaN')\n"
+            "    return model, loss\n",
+            "mine.py, line 6); bool tensors were taken as true at ",
+        ),
+        (
+            HEAD + MODEL + "    def loss():\n"
+            f"        while ({DATA} > 0).any():\n            pass\n"
+            "    return model, loss\n",
+            "mine.py, line 5 asks again and again for the value of a bool tensor",
         ),
         (
             HEAD + MODEL + f"    return model, lambda: model({DATA}).sum() / {DATA}.numpy().size\n",
@@ -84,6 +106,30 @@ def test_a_file_may_import_its_neighbour_and_print(
     output = capsys.readouterr()
     assert json.loads(output.out)["ways"]["keep"]["fits"]
     assert "hello" in output.err
+
+
+@pytest.mark.usefixtures("as_it_was")
+def test_what_was_taken_as_true_and_another_dtype_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (
+        HEAD + MODEL.replace("=dtype", "=torch.float32") + "    def loss():\n"
+        f"        found = model({DATA}.to(torch.float32))\n"
+        "        return found.sum() if found.isfinite().all() else found.mean()\n"
+        "    return model, loss\n"
+    )
+    assert told(tmp_path / "mine.py", text) == 0
+    report = capsys.readouterr().out
+    assert "The step is derived from shapes, weights in float32; bool tensors were taken" in report
+    assert "mine.py, line 6." in report
+    assert "--dtype bfloat16 did not change the weights" in report
+
+
+def test_a_way_that_does_not_fit_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "bert-base", "--sequence", "64", "--memory", "1MiB"]) == 1
+    report = capsys.readouterr().out
+    assert "What does not fit:\n  keep: it takes" in report
+    assert "at its peak, and there are 1 MiB\n" in report
 
 
 def test_which_function_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,7 +22,7 @@ from ssdtrain.planning.picture import page
 from ssdtrain.planning.profiles import DRIVES, GPUS, PCIE_BYTES_PER_S, named
 from ssdtrain.planning.solve import PLACES, Device, Place, Step, only, plan_document
 from ssdtrain.planning.trace import Trace
-from ssdtrain.sizes import in_bytes
+from ssdtrain.sizes import in_bytes, shown_bytes
 
 __all__ = ["add_arguments", "run"]
 
@@ -150,7 +150,7 @@ def run(arguments: argparse.Namespace) -> int:
         rows, steps = _rows(trace, device, arguments)
         if arguments.save_trace:
             traces.save(trace, arguments.save_trace)
-        report = plan_report.text(trace, device, rows, rated_bytes, _origin(arguments))
+        report = plan_report.text(trace, device, rows, rated_bytes, _origin(trace, arguments))
         if arguments.html:
             lines = plan_report.lines(steps[0], rows)
             Path(arguments.html).write_text(
@@ -330,19 +330,29 @@ def _row(step: Step, name: str, meaning: str, device: Device, solve: Any) -> Row
     except ConfigError as error:
         return Row(name, meaning, None, fits=False, plan=None, problem=str(error))
     peak, exceeded = step.peak_bytes(plan), step.exceeded(device, plan)
-    fits = peak <= device.memory_bytes and not exceeded
-    return Row(name, meaning, peak, fits=fits, plan=plan, problem="; ".join(exceeded))
+    if peak > device.memory_bytes:
+        memory = shown_bytes(device.memory_bytes)
+        exceeded.append(f"it takes {shown_bytes(peak)} at its peak, and there are {memory}")
+    return Row(name, meaning, peak, fits=not exceeded, plan=plan, problem="; ".join(exceeded))
 
 
-def _origin(arguments: argparse.Namespace) -> list[str]:
+def _origin(trace: Trace, arguments: argparse.Namespace) -> list[str]:
     """Return where the figures come from, as sentences."""
-    found = [
-        f"Predicted: kernels take what {arguments.compute_share:g} of the GPU's peak and "
-        f"{arguments.memory_share:g} of its bandwidth allow. No figure here was measured."
-        if arguments.trace is None
-        else "Predicted: kernels take as long as when the trace was recorded; the memory, the link "
-        "and the drives are those named above, not of the machine that recorded it."
-    ]
+    found = [f"The step is {trace.origin}."] if trace.origin else []
+    if arguments.trace is None:
+        if arguments.dtype not in trace.origin:
+            found.append(
+                f"--dtype {arguments.dtype} did not change the weights: what builds them did."
+            )
+        found.append(
+            f"Predicted: kernels take what {arguments.compute_share:g} of the GPU's peak and "
+            f"{arguments.memory_share:g} of its bandwidth allow. No figure here was measured."
+        )
+    else:
+        found.append(
+            "Predicted: kernels take as long as when the trace was recorded; the memory, the link "
+            "and the drives are those named above, not of the machine that recorded it."
+        )
     if arguments.dir is None:
         found.append(
             "Drives are taken to have the rates of their data sheets, which many do not keep for "

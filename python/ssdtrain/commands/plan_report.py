@@ -92,6 +92,7 @@ def document(step: Step, device: Device, rows: list[Row], rated_bytes: float) ->
     return {
         "format": 1,
         "step": trace.name,
+        "origin": trace.origin,
         "kernels": len(trace.kernels),
         "memory_bytes": device.memory_bytes,
         "ways": {row.name: told(row) for row in rows},
@@ -128,7 +129,9 @@ def text(
     ]
     shown += [_line(row, rated_bytes) for row in rows]
     shown.append("")
-    shown += [f"{row.name}: {row.problem}" for row in rows if row.problem]
+    problems = [f"  {row.name}: {row.problem}" for row in rows if row.problem]
+    if problems:
+        shown += ["What does not fit:", *problems, ""]
     shown += [f"{row.name}: {row.meaning}" for row in rows]
     only_planned = " and ".join(f"{name!r}" for name in PLANNED_ONLY)
     shown.append(f"ssdtrain does not run {only_planned} on a GPU: they tell what is possible.")

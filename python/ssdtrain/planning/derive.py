@@ -10,31 +10,31 @@ run them in their order, each once and nothing in between, is run in whole.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.nn import functional
 from torch.nn.parameter import is_lazy
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from ssdtrain.errors import ConfigError
-from ssdtrain.planning.models import raised
+from ssdtrain.planning.attention import FusedAttention
+from ssdtrain.planning.models import LIBRARIES, line_of_user, raised
 from ssdtrain.planning.repeat import BACKWARD, FORWARD, NONE, Operation, Storage, repeated
 from ssdtrain.planning.trace import Kernel, Phase, Trace, TracedTensor
 
 __all__ = ["Optimizer", "Roofline", "derive"]
 
-FLASH, EFFICIENT = "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"
-"""The operators behind ``scaled_dot_product_attention`` on GPUs; they have no public names."""
 VALUE = "_local_scalar_dense"
 """What ``Tensor.item()`` calls."""
+ASKED_MAX = 10_000
+"""Times that one line may ask for the value of a bool tensor; who waits for one waits for ever."""
 LAYERS_RUN = 5
 """Of repeated layers: the second to the fourth have neighbours like their own on both sides."""
 
@@ -77,42 +77,6 @@ class Optimizer:
         return parameter.numel() * (each + (4 if self.has_master and own < 4 else 0))
 
 
-class _Attention(TorchFunctionMode):
-    """Lets attention be what GPUs do: fused, whose backward needs no matrix of weights."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is functional.scaled_dot_product_attention:
-            return _fused_attention(*args, **kwargs)
-        return func(*args, **kwargs)
-
-
-def _fused_attention(  # noqa: PLR0917 - torch's own signature
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> torch.Tensor:
-    if attn_mask is None and query.element_size() == 2:
-        flash = getattr(torch.ops.aten, FLASH)
-        return flash(query, key, value, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
-    if enable_gqa:
-        groups = query.shape[-3] // key.shape[-3]
-        key = key.repeat_interleave(groups, dim=-3)
-        value = value.repeat_interleave(groups, dim=-3)
-    if attn_mask is not None:
-        shape = (*query.shape[:-1], key.shape[-2])
-        attn_mask = attn_mask.to(query.dtype).expand(shape)
-    efficient = getattr(torch.ops.aten, EFFICIENT)
-    return efficient(  # type: ignore[no-any-return]
-        query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale
-    )[0]
-
-
 @dataclass
 class _Recorder(TorchDispatchMode):
     """Writes down each operation with the storages that it uses."""
@@ -127,6 +91,8 @@ class _Recorder(TorchDispatchMode):
     """The layers of the list that is repeated, as forward ran them."""
     operations_after: int = 0
     """How many operations there were when the last of them ended."""
+    assumed: dict[str, int] = field(default_factory=dict)
+    """The lines of the user's that asked for the value of a bool tensor, and how often."""
     _numbers: dict[int, int] = field(default_factory=dict)
     _held: list[torch.UntypedStorage] = field(default_factory=list)
 
@@ -147,10 +113,8 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is getattr(torch.ops.aten, VALUE).default:
-            # Models ask whether all of a mask is set, and the like; nobody knows here. Masks of
-            # plain batches are.
             if args[0].dtype is torch.bool:
-                return True
+                return self._assumed()
             raise ConfigError(
                 f"the model computes with the value of a {args[0].dtype} tensor in Python, which "
                 "shapes alone do not tell; give a recorded trace instead (--trace FILE)"
@@ -167,6 +131,22 @@ class _Recorder(TorchDispatchMode):
             flops = float(count(*args, **kwargs, out_val=out)) if count is not None else 0.0
             self._record(packet.__name__, flops, read, made)
         return out
+
+    def _assumed(self) -> bool:
+        """Answer whether all of a mask is set, and the like: of plain batches it is.
+
+        Nobody knows here, so where a line of the user's asks, that is noted.
+        """
+        line = line_of_user(traceback.extract_stack(), LIBRARIES)
+        if line is None:
+            return True
+        self.assumed[line] = self.assumed.get(line, 0) + 1
+        if self.assumed[line] > ASKED_MAX:
+            raise ConfigError(
+                f"{line} asks again and again for the value of a bool tensor, which shapes do not "
+                "tell, and which is taken as true; give a recorded trace instead (--trace FILE)"
+            )
+        return True
 
     def _record(
         self, name: str, flops: float, read: list[torch.Tensor], made: list[torch.Tensor]
@@ -204,7 +184,8 @@ def derive(
     """Return the trace of a step of a model, which ``build`` makes together with its loss.
 
     It is called where tensors are made on `meta`. The loss is computed and differentiated once for
-    each of the ``accumulate`` micro-batches of a step. Raises ``ConfigError``.
+    each of the ``accumulate`` micro-batches of a step. Its origin tells which lines of the user's
+    asked for the value of a bool tensor, which is taken as true. Raises ``ConfigError``.
     """
     try:
         return _derived(name, build, roofline, optimizer, accumulate, is_shortened=True)
@@ -240,16 +221,16 @@ def _derived(
         recorder.storages[number].kind = "weight"
         recorder.storages[number].part = where
     try:
-        with torch.device("meta"), _Attention(), recorder, _parts(model, cut, recorder):
+        with torch.device("meta"), FusedAttention(), recorder, _parts(model, cut, recorder):
             loss = loss_of()
-            _check_loss(loss)
+            _check_loss(loss, list(parameters.values()))
             if cut is not None:
                 cut.check(recorder.layers_run)
             recorder.phase = BACKWARD
             loss.backward()  # type: ignore[no-untyped-call]
     except Exception as error:
         if cut is None:
-            _refuse(error)
+            _refuse(error, list(recorder.assumed))
         # A model may take its layers by their numbers, or join all that they return.
         cut.undo(model)
         raise _NotShortenedError from error
@@ -275,6 +256,7 @@ def _derived(
         storages=storages,
         updates=updates,
         accumulate=accumulate,
+        origin=f"derived from shapes{_weights_in(parameters)}{_taken(list(recorder.assumed))}",
     )
 
 
@@ -287,23 +269,41 @@ def _refuse_lazy(model: nn.Module) -> None:
         )
 
 
-def _check_loss(loss: object) -> None:
+def _check_loss(loss: object, parameters: list[nn.Parameter]) -> None:
+    if not any(one.requires_grad for one in parameters):
+        raise ConfigError(
+            "no weight of the model asks for a gradient (requires_grad), so there is no step"
+        )
     if not (isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad):
         shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else ""
         raise ConfigError(
             f"the loss is a {type(loss).__name__}{shape}, not one number that depends on the "
             "weights; return it from the function that computes the loss"
         )
+    if any(one.grad is not None for one in parameters):
+        raise ConfigError(
+            "the weights have gradients before backward was called; let the function that computes "
+            "the loss return it, without a call of backward()"
+        )
 
 
-def _refuse(error: Exception) -> NoReturn:
+def _weights_in(parameters: Mapping[str, torch.Tensor]) -> str:
+    names = dict.fromkeys(str(one.dtype).removeprefix("torch.") for one in parameters.values())
+    return f", weights in {' and '.join(names)}"
+
+
+def _taken(assumed: list[str]) -> str:
+    return f"; bool tensors were taken as true at {', '.join(assumed)}" if assumed else ""
+
+
+def _refuse(error: Exception, assumed: list[str]) -> NoReturn:
     """Raise ``ConfigError`` for a model that does not run on tensors without values."""
     if isinstance(error, ConfigError):
         raise error
     raise ConfigError(
-        f"the model does not run on tensors that have shapes but no values (device 'meta'), as a "
-        f"plan needs it: {raised(error)}. If it needs values, give a step that ssdtrain recorded "
-        "instead (--trace FILE)"
+        f"the model, or what computes its loss, raised {raised(error)}{_taken(assumed)}. For a "
+        "plan it runs on tensors that have shapes but no values (device 'meta'); if it needs "
+        "values, give a step that ssdtrain recorded instead (--trace FILE)"
     ) from error
 
 
@@ -407,6 +407,7 @@ def _trace(
     storages: list[Storage],
     updates: list[tuple[int, int, int]],
     accumulate: int,
+    origin: str,
 ) -> Trace:
     if accumulate * len(operations) > KERNELS_MAX:
         raise ConfigError(
@@ -463,7 +464,7 @@ def _trace(
             )
         seconds = roofline.seconds(0.0, moved, is_half=False)
         kernels.append(Kernel(seconds, tuple(needed), "update"))
-    return Trace(name, tuple(kernels), tuple(tensors), tuple(phases), "derived from shapes")
+    return Trace(name, tuple(kernels), tuple(tensors), tuple(phases), origin)
 
 
 def _recompute_seconds(operations: list[Operation], storages: list[Storage]) -> dict[int, float]:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import os
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,7 +19,7 @@ from torch import nn
 
 from ssdtrain.errors import ConfigError, UnsupportedError
 
-__all__ = ["DTYPES", "MODELS", "Build", "builder", "raised"]
+__all__ = ["DTYPES", "LIBRARIES", "MODELS", "Build", "builder", "line_of_user", "raised"]
 
 Build = Callable[[], tuple[nn.Module, Callable[[], torch.Tensor]]]
 """Makes a model, and what computes its loss on one micro-batch."""
@@ -93,6 +94,8 @@ FOREIGN: Final = (
     str(Path(traceback.__file__).parent / "importlib"),
 )
 """Where files begin whose lines do not help the user."""
+LIBRARIES: Final = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+"""What the paths of installed packages have."""
 HEADS: Final = {
     "LlamaConfig": "LlamaForCausalLM",
     "GPT2Config": "GPT2LMHeadModel",
@@ -161,6 +164,9 @@ def _named(
         config = getattr(transformers, kind)(**{**numbers, **longest, "use_cache": False})
         head = getattr(transformers, HEADS[kind])
         model = head._from_config(config, dtype=dtype, attn_implementation="sdpa")  # noqa: SLF001
+        if kind == "GPT2Config":
+            # It takes this one in any case, and warns that its name does not say so.
+            model.loss_type = "ForCausalLM"
         model.train()
 
         def loss() -> torch.Tensor:
@@ -198,6 +204,15 @@ def raised(error: BaseException) -> str:
     """Return an exception as messages tell it: its kind, its first line, and the user's line."""
     first = next(iter(str(error).strip().splitlines()), "")
     told = f"{type(error).__name__}: {first}" if first else type(error).__name__
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [one for one in frames if not one.filename.startswith(FOREIGN)]
-    return f"{told} ({own[-1].filename}, line {own[-1].lineno})" if own else told
+    line = line_of_user(traceback.extract_tb(error.__traceback__))
+    return f"{told} ({line})" if line is not None else told
+
+
+def line_of_user(frames: traceback.StackSummary, passed: Sequence[str] = ()) -> str | None:
+    """Return the innermost line that is the user's own, if one is; not of paths with ``passed``."""
+    own = [
+        one
+        for one in frames
+        if not one.filename.startswith(FOREIGN) and not any(part in one.filename for part in passed)
+    ]
+    return f"{own[-1].filename}, line {own[-1].lineno}" if own else None

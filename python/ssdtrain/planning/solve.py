@@ -294,8 +294,8 @@ class Step:
         machine = device.machine(plan.device_bytes)
         peaks = self.planner.peaks_of(machine, plan, self._budgets)
         return [
-            f"{name} takes {shown_bytes(peak + self._idle_of_budget[name])} at its peak, and its "
-            f"budget is {shown_bytes(limit)}"
+            f"{name} takes {shown_bytes(peak + self._idle_of_budget[name])} at its peak in the "
+            f"plan that was found, and its budget is {shown_bytes(limit)}"
             for name, (limit, _), peak in zip(self._budget_names, self._budgets, peaks, strict=True)
             if peak + self._idle_of_budget[name] > limit
         ]
