@@ -321,11 +321,14 @@ class _Block:
             PROCESS.say("left in another order", OTHER_ORDER)
 
     def end(self) -> None:
-        """Forget that it is on; in this thread last, so that ``leave_all`` can do it again."""
+        """Close the session of a ``with``, and then forget that it is on.
+
+        Who is interrupted meanwhile finds it still, and ends it again.
+        """
         if self.uses is not None:
+            self.session.close()
             if self in self.uses.blocks:
                 self.uses.blocks.remove(self)
-            self.session.close()
         if self in self._here:
             self._here.remove(self)
 
