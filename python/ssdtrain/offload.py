@@ -301,6 +301,7 @@ class _Block:
         """Remove the hooks, in whatever order; of a ``with``, close the session too. Idempotent."""
         here = self._here
         if self not in here:
+            self.end()
             return
         inner = here[here.index(self) + 1 :]
         try:
@@ -327,10 +328,10 @@ class _Block:
         """
         if self.uses is not None:
             self.session.close()
-            if self in self.uses.blocks:
-                self.uses.blocks.remove(self)
         if self in self._here:
             self._here.remove(self)
+        if self.uses is not None and self in self.uses.blocks:
+            self.uses.blocks.remove(self)
 
 
 class _Uses:
