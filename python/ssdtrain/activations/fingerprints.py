@@ -205,7 +205,8 @@ def _form_of(tensor: Tensor) -> Form:
 
 def _is_weight(tensor: Tensor) -> bool:
     """Whether it is a parameter or a view of one, which has its memory in any case."""
-    return isinstance(tensor._base if tensor._is_view() else tensor, Parameter)  # noqa: SLF001
+    base = tensor._base if tensor._is_view() else tensor  # noqa: SLF001
+    return type(base) is not Tensor and isinstance(base, Parameter)
 
 
 def _covers(argument: Tensor, tensor: Tensor) -> bool:
