@@ -592,7 +592,7 @@ def test_an_argument_that_contains_itself_is_passed_on(tmp_path: Path) -> None:
 
 
 def test_a_scripted_module_may_be_marked(tmp_path: Path) -> None:
-    with pytest.warns(FutureWarning, match="deprecated"):
+    with pytest.warns((FutureWarning, DeprecationWarning), match="deprecated"):
         scripted = torch.jit.script(nn.Linear(WIDTH, WIDTH))
     x = torch.randn(ROWS, WIDTH)
     expected = scripted(x)
