@@ -36,14 +36,14 @@ def checkpoint(block: C) -> C:
     for itself, and what a block communicates would come in another order in each.
 
     Computed again is a block by ``torch.utils.checkpoint`` without reentrance: what it does besides
-    computing (printing) it does twice. One that changes its arguments, its buffers or attributes in
-    its first call, or draws from another generator than torch's own, is never computed again.
+    computing (printing) it does twice. A call that changes arguments, buffers or attributes, or
+    draws from another generator than torch's own, is not computed again.
 
     Raises:
         ConfigError: ``block`` cannot be called, or is a class.
         UnsupportedError: In backward: a block does not save the same bytes when it is computed
             again, as something that it reads has changed since its forward; or its mode has; or
-            it changed something itself.
+            it changed something then that its forward did not.
 
     """
     if isinstance(block, nn.Module):

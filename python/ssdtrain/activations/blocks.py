@@ -45,9 +45,11 @@ CALLS_MAX = 4096
 CODE_OF_TORCH = torch.utils.checkpoint.__file__
 MODES_MAX = 64
 """Ways of calling one block that are remembered: a function made anew for each call is as many."""
-CHANGES = (
-    "a block that is computed again in backward (ssdtrain.checkpoint) changed something that it "
-    "has or reads (a tensor, a buffer, an attribute) {}; in its first call it did not. Take the "
+CHANGES_MAX = 4
+"""Plain calls that changed something, after which a block is given up."""
+CHANGES_LATE = (
+    "a block that was computed again in backward (ssdtrain.checkpoint) changed something that it "
+    "has or reads (a tensor, a buffer, an attribute) then, which its forward did not. Take the "
     "mark off with ssdtrain.remove_checkpoint"
 )
 
@@ -56,11 +58,27 @@ CHANGES = (
 class _Tried:
     """What is known of a block in one mode."""
 
-    is_repeatable: bool = True
+    is_steady: bool = True
+    """Whether nothing else has changed, between two of its calls, what it reads."""
+    unchanged_count: int = 0
+    """Calls without a change, since the last one that changed something itself."""
+    changes_count: int = 0
+    """Calls that changed something, as one does that fills a cache."""
     buffers: Versions = field(default_factory=list)
     """As its last call left them."""
-    standing: list[object] = field(default_factory=list)
-    """What else it reads, as its last call left it."""
+    standing: list[object] | None = None
+    """What else it reads, as its last call left it; ``None`` before there was one."""
+
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether its next call may be computed again, as far as its last ones tell."""
+        is_like_that = self.unchanged_count >= max(1, self.changes_count)
+        return self.is_steady and is_like_that and self.changes_count < CHANGES_MAX
+
+    def note(self, *, is_unchanged: bool) -> None:
+        """Note whether a call left all that it can reach as it was."""
+        self.unchanged_count = self.unchanged_count + 1 if is_unchanged else 0
+        self.changes_count += not is_unchanged
 
 
 Modes = dict[tuple[object, ...], _Tried]
@@ -90,7 +108,7 @@ class _Call:
     key: int
     thread: int
     have_bytes_stayed: Callable[[], bool] | None
-    """In the first call of an object, which is plain."""
+    """In a plain call that shows whether the next one may be computed again."""
     is_recomputed: bool
     began_s: float
     eligible_bytes: int
@@ -174,7 +192,7 @@ class Blocks:
             now = _looked(reach.name, reach.snapshot)
             is_unchanged = now is not None and call.has_changed_nothing(now)
             if again is not None:
-                again.is_repeatable = is_unchanged
+                again.decide(is_repeatable=is_unchanged)
             self._end(call, reach, now or call.before, is_unchanged=is_unchanged)
         except BaseException:
             # Ctrl-C may come anywhere; at the beginning no call of this thread was under way.
@@ -206,23 +224,23 @@ class Blocks:
             before = _looked(reach.name, reach.snapshot)
             if before is None:
                 return None
-            tried, have_bytes_stayed = self._modes_of(reach).get(reach.mode), None
-            if tried is None:
+            tried, have_bytes_stayed = self._modes_of(reach).get(reach.mode, _Tried()), None
+            if tried.standing is not None:
+                tried.is_steady &= are_same(tried.buffers, before.buffers)
+                tried.is_steady &= tried.standing == before.standing()
+            if not tried.is_repeatable and tried.is_steady and tried.changes_count < CHANGES_MAX:
                 have_bytes_stayed = _looked(reach.name, lambda: reach.closely(before))
                 if have_bytes_stayed is None:
                     return None
             here = self._open()
             here.key = hash((here.key, *((tuple(one.shape), one.dtype) for one in reach.given)))
-            if tried is not None:
-                tried.is_repeatable &= are_same(tried.buffers, before.buffers)
-                tried.is_repeatable &= tried.standing == before.standing()
             is_chosen = here.key in self._choices.chosen
             self._call = _Call(
                 before,
                 here.key,
                 threading.get_ident(),
                 have_bytes_stayed,
-                is_chosen and tried is not None and tried.is_repeatable,
+                is_chosen and tried.is_repeatable,
                 self._rounds.now_s,
                 self._eligible.nbytes,
             )
@@ -250,7 +268,7 @@ class Blocks:
             if len(modes) >= MODES_MAX:
                 modes.clear()
             tried = modes.setdefault(reach.mode, _Tried())
-            tried.is_repeatable &= is_unchanged
+            tried.note(is_unchanged=is_unchanged)
             tried.buffers = now.buffers
             tried.standing = now.standing()
             here.calls.append(
@@ -263,11 +281,12 @@ class Blocks:
                 )
             )
             here.has_recomputed |= call.is_recomputed
-            freed_bytes = self._choices.freed_bytes.get(call.key, 0) if call.is_recomputed else 0
+            is_recomputed = call.is_recomputed and is_unchanged
+            freed_bytes = self._choices.freed_bytes.get(call.key, 0) if is_recomputed else 0
             self.counts = replace(
                 self.counts,
                 blocks_called=self.counts.blocks_called + 1,
-                blocks_recomputed=self.counts.blocks_recomputed + call.is_recomputed,
+                blocks_recomputed=self.counts.blocks_recomputed + is_recomputed,
                 bytes_not_written=self.counts.bytes_not_written + freed_bytes,
             )
 
@@ -370,8 +389,7 @@ class _Again:
         """As they are for the first run, which may put something into containers of the caller."""
         self._form: Any = None
         self._fingerprints = Fingerprints(reach.name)
-        self.is_repeatable = False
-        """Whether the first run has ended, and changed nothing."""
+        self.decide = self._fingerprints.decide
 
     def call(self) -> Any:
         """Run it for the first time."""
@@ -388,8 +406,6 @@ class _Again:
             (arguments, keywords), self._given = self._given, None
             with self._fingerprints.noting(leaves):
                 return self._function(*arguments, **keywords)
-        if not self.is_repeatable:
-            raise UnsupportedError(CHANGES.format("in its forward, and would do so twice"))
         reach = Reach(self._block, leaves)
         reach.refuse_mode(self._mode)
         before = reach.snapshot()
@@ -411,7 +427,7 @@ class _Again:
     def _check_again(self, reach: Reach, before: Snapshot) -> None:
         self._fingerprints.refuse_other()
         if not reach.snapshot().is_as(before):
-            raise UnsupportedError(CHANGES.format("when it was computed again"))
+            raise UnsupportedError(CHANGES_LATE)
 
 
 def _take_off_torchs(error: BaseException, ours: Any) -> None:

@@ -54,12 +54,17 @@ Told = _Argument | _Bytes | None
 """``None`` is of a tensor that stays in the graph, as in a plain one."""
 
 
-class _Saved(NamedTuple):
+class _Saved:
     """What the graph of the forward has in the place of a tensor."""
 
-    place: int
-    below: object
-    """What torch's checkpoint packed."""
+    __slots__ = ("below", "kept", "place")
+
+    def __init__(self, place: int, below: object, kept: Kept) -> None:
+        self.place = place
+        self.below = below
+        """What torch's checkpoint packed."""
+        self.kept: Kept | None = kept
+        """The tensor itself, until it is known whether it is computed again."""
 
 
 class Fingerprints:
@@ -73,13 +78,18 @@ class Fingerprints:
     def __init__(self, name: str) -> None:
         self._name = name
         self._told: list[Told] = []
+        self._undecided: list[_Saved] = []
+        """All of a forward that has not been decided about."""
         self._versions: list[int] = []
         """Those of what was computed again, when it was saved."""
         self._failure: str | None = None
         """Why what is computed again now is of no use; an error would keep its frames."""
 
     def noting(self, leaves: Sequence[Any]) -> saved_tensors_hooks:
-        """Return what notes all that is saved in a forward with these arguments, as a context."""
+        """Return what notes all that is saved in a forward with these arguments, as a context.
+
+        It stays in memory until ``decide`` is called.
+        """
         arguments = _by_address(leaves)
         hooks = top_hooks(False)
         assert hooks is not None, "torch's checkpoint has put its own on"
@@ -89,15 +99,21 @@ class Fingerprints:
             told = _tell(tensor, arguments)
             place = len(self._told)
             self._told.append(told)
-            packed = pack_below(tensor)
-            # Those of torch have counted it, and forget it.
-            return exclude(tensor) if told is None else _Saved(place, packed)
+            # Those of torch count what stays in the graph, too, and forget it.
+            packed, kept = pack_below(tensor), exclude(tensor)
+            if told is None:
+                return kept
+            saved = _Saved(place, packed, kept)
+            self._undecided.append(saved)
+            return saved
 
         def unpack(packed: _Saved | Kept) -> Tensor:
-            if isinstance(packed, Kept):
-                kept = packed.tensor
-                check_version(kept, packed.version, lambda: describe(kept.dtype, kept.shape))
-                return kept.detach()
+            kept = packed if isinstance(packed, Kept) else packed.kept
+            if kept is not None:
+                own = kept.tensor
+                check_version(own, kept.version, lambda: describe(own.dtype, own.shape))
+                return own.detach()
+            assert isinstance(packed, _Saved)
             tensor: Tensor = unpack_below(packed.below)
             if isinstance(self._told[packed.place], _Bytes):
                 version = self._versions[packed.place]
@@ -105,6 +121,13 @@ class Fingerprints:
             return tensor
 
         return _Above(hooks, pack, unpack)
+
+    def decide(self, *, is_repeatable: bool) -> None:
+        """Say after the forward whether what it saved is computed again, or stays in memory."""
+        if is_repeatable:
+            for saved in self._undecided:
+                saved.kept = None
+        self._undecided.clear()
 
     def comparing(self, leaves: Sequence[Any]) -> saved_tensors_hooks:
         """Return what compares all that is saved meanwhile with what was noted, as a context.

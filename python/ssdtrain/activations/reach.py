@@ -3,10 +3,11 @@
 [Note: what may be computed again] A block that changes its arguments, its weights, its buffers (the
 running statistics of a batch normalisation), its attributes, or draws from a generator that is not
 torch's own, would do so twice. So each block is called plainly first, once for each way in which
-its modules are in training or in evaluation, and is never computed again if anything of that
-moved meanwhile, or if between two of its calls something else changed its buffers. Kernels change
+its modules are in training or in evaluation, and is not computed again if anything of that moved
+meanwhile, or if between two of its calls something else changed its buffers. Kernels change
 statistics without a version counter, so bytes of buffers and of other tensors that are no weights
 are compared, too. Seen is what modules have, and what methods and closures have in their hands.
+What a later call changes shows at its end: then what it saved stays in memory.
 
 What a call reads may also be changed by its caller. Between forward and backward that shows in
 what is saved (see `fingerprints.py`), and is an error. So a block that reads something which has
