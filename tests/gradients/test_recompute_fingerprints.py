@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -289,6 +291,100 @@ def test_every_form_of_tensor_comes_back(
     Block.forward(block, x).square().mean().backward()
     expected = {**gradients(block), "x": x.grad}
     assert all(torch.equal(found[name], one) for name, one in expected.items())
+
+
+def same_as_plain(session: ssdtrain.Session, block: nn.Module, *arguments: Tensor) -> None:
+    """Compare the gradients of three calls with those of plain ones."""
+    ssdtrain.checkpoint(block)
+    for _ in range(3):
+        found = []
+        for call in (block, block.forward):
+            torch.manual_seed(0)
+            inner = {id(one): one * 1 for one in arguments}
+            result = call(*(inner[id(one)] for one in arguments))
+            first = result if isinstance(result, Tensor) else result[0]
+            leaves = [*arguments, *(one for one in block.parameters() if one.requires_grad)]
+            found.append(torch.autograd.grad(first.square().sum(), leaves, allow_unused=True))
+        for one, expected in zip(*found, strict=True):
+            assert (one is None) == (expected is None)
+            assert one is None or torch.equal(one, expected)
+
+
+def test_what_is_given_twice_is_one_thing_again(session: ssdtrain.Session) -> None:
+    attention = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
+    x = torch.randn(2, 8, WIDTH, requires_grad=True)
+    same_as_plain(session, attention, x, x, x)
+    assert session.stats.blocks_recomputed == 2
+
+
+class Ctc(nn.Module):
+    """Saves a table of which it writes what the lengths need."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        labels, lengths = torch.ones(4, 6, dtype=torch.long), torch.tensor([30, 20, 10, 12])
+        words = torch.tensor([6, 3, 2, 1])
+        return nn.functional.ctc_loss(x.log_softmax(2), labels, lengths, words)
+
+
+@pytest.mark.parametrize("kind", [Ctc, lambda: nn.LSTM(8, 8), nn.RReLU])
+def test_what_saves_bytes_that_nobody_wrote_is_not_computed_again(
+    session: ssdtrain.Session, kind: Callable[[], nn.Module]
+) -> None:
+    same_as_plain(session, kind(), torch.randn(30, 4, 8, requires_grad=True))
+    assert session.stats.blocks_recomputed == 0
+
+
+def test_arguments_are_not_held_by_the_graph(session: ssdtrain.Session) -> None:
+    block = ssdtrain.checkpoint(Plain())
+    losses, arguments = [], []
+    for _ in range(4):
+        x = batch(rows=ROWS, width=WIDTH).requires_grad_() * 1
+        arguments.append(weakref.ref(x))
+        losses.append(block(x).sum())
+        del x
+    assert session.stats.blocks_recomputed == 3
+    assert [one() for one in arguments] == [None] * 4
+    for loss in losses:
+        loss.backward()
+
+
+def test_two_backwards_of_one_graph_at_once(session: ssdtrain.Session) -> None:
+    x, block = batch(rows=ROWS, width=WIDTH).requires_grad_(), Block(torch.cos)
+    loss = called(session, block, x)
+    expected = torch.autograd.grad(loss, x, retain_graph=True)[0]
+
+    def differentiate(_: int) -> Tensor:
+        return torch.autograd.grad(loss, x, retain_graph=True)[0]
+
+    with ThreadPoolExecutor(2) as pool:
+        assert all(torch.equal(one, expected) for one in pool.map(differentiate, range(40)))
+
+
+class Rectified(nn.Module):
+    """Saves nothing of what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.line(x.relu())
+        return out
+
+
+def test_a_block_whose_arguments_are_changed_afterwards_is_not_computed_again(
+    session: ssdtrain.Session,
+) -> None:
+    block = ssdtrain.checkpoint(Rectified())
+    for _ in range(3):
+        x = batch(rows=ROWS, width=WIDTH).requires_grad_() * 1
+        x += block(x)
+        x.sum().backward()
+    assert session.stats.blocks_recomputed == 0
+    loss = called(session, Rectified(), x := batch(rows=ROWS, width=WIDTH))
+    x.add_(1.0)
+    with pytest.raises(UnsupportedError, match=r"block Rectified, .*as `x \+= block\(x\)` does"):
+        loss.backward()
 
 
 class Unlooked:

@@ -20,13 +20,14 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint as computed_again
 
 from ssdtrain._core import Round, Rounds, Tally
-from ssdtrain.activations.fingerprints import Fingerprints
+from ssdtrain.activations.fingerprints import Comparison, Fingerprints, saves_unwritten
 from ssdtrain.activations.reach import Reach, Snapshot, Versions, are_same
 from ssdtrain.errors import UnsupportedError
 from ssdtrain.machine.torch_internals import (
     current_backward,
     memory_bytes,
     pop_hooks,
+    sequence_number,
     top_hooks,
     trains_with_others,
 )
@@ -66,6 +67,8 @@ class _Tried:
     """Calls that changed something, as one does that fills a cache."""
     buffers: Versions = field(default_factory=list)
     """As its last call left them."""
+    arguments: Versions = field(default_factory=list)
+    """Counters of the tensors that its last plain call was given, as it left them."""
     standing: list[object] | None = None
     """What else it reads, as its last call left it; ``None`` before there was one."""
 
@@ -113,6 +116,8 @@ class _Call:
     began_s: float
     eligible_bytes: int
     """What the session had been given before."""
+    sequence: int
+    """The number of the first node that it makes."""
 
     def has_changed_nothing(self, now: Snapshot) -> bool:
         """Whether it has left all that it can reach as it was."""
@@ -191,6 +196,8 @@ class Blocks:
                 result = function(*arguments, **keywords)
             now = _looked(reach.name, reach.snapshot)
             is_unchanged = now is not None and call.has_changed_nothing(now)
+            if is_unchanged and (call.is_recomputed or call.have_bytes_stayed is not None):
+                is_unchanged = not saves_unwritten(result, call.sequence)
             if again is not None:
                 again.decide(is_repeatable=is_unchanged)
             self._end(call, reach, now or call.before, is_unchanged=is_unchanged)
@@ -228,6 +235,8 @@ class Blocks:
             if tried.standing is not None:
                 tried.is_steady &= are_same(tried.buffers, before.buffers)
                 tried.is_steady &= tried.standing == before.standing()
+                # A caller that changes its arguments afterwards would do so with the next ones.
+                tried.is_steady &= all(one._version == was for one, was in tried.arguments)  # noqa: SLF001
             if not tried.is_repeatable and tried.is_steady and tried.changes_count < CHANGES_MAX:
                 have_bytes_stayed = _looked(reach.name, lambda: reach.closely(before))
                 if have_bytes_stayed is None:
@@ -243,6 +252,7 @@ class Blocks:
                 is_chosen and tried.is_repeatable,
                 self._rounds.now_s,
                 self._eligible.nbytes,
+                sequence_number(),
             )
             return self._call
 
@@ -271,6 +281,7 @@ class Blocks:
             tried.note(is_unchanged=is_unchanged)
             tried.buffers = now.buffers
             tried.standing = now.standing()
+            tried.arguments = [] if call.is_recomputed else reach.counters()
             here.calls.append(
                 Block(
                     call.key,
@@ -388,44 +399,54 @@ class _Again:
         self._given: tuple[tuple[Any, ...], dict[str, Any]] | None = (arguments, keywords)
         """As they are for the first run, which may put something into containers of the caller."""
         self._form: Any = None
+        self._places: list[int] = []
+        """Of each leaf of the arguments among those that differ."""
         self._fingerprints = Fingerprints(reach.name)
         self.decide = self._fingerprints.decide
 
     def call(self) -> Any:
         """Run it for the first time."""
         leaves, self._form = tree_flatten(self._given)
+        # What is given twice comes back as one thing, too: blocks ask whether `query is key`.
+        each = {id(one): one for one in leaves}
+        self._places = [[*each].index(id(one)) for one in leaves]
         ours = top_hooks(True)
         try:
-            return computed_again(self._run, *leaves, use_reentrant=False, preserve_rng_state=True)
+            return computed_again(
+                self._run, *each.values(), use_reentrant=False, preserve_rng_state=True
+            )
         except BaseException as error:
             _take_off_torchs(error, ours)
             raise
 
-    def _run(self, *leaves: Any) -> Any:
+    def _run(self, *each: Any) -> Any:
         if self._given is not None:
             (arguments, keywords), self._given = self._given, None
-            with self._fingerprints.noting(leaves):
+            with self._fingerprints.noting(each):
                 return self._function(*arguments, **keywords)
+        comparison = self._fingerprints.compare(each)
+        leaves = [each[place] for place in self._places]
         reach = Reach(self._block, leaves)
         reach.refuse_mode(self._mode)
         before = reach.snapshot()
         arguments, keywords = tree_unflatten(leaves, self._form)
         began_s = self._blocks.now_s
         try:
-            with self._fingerprints.comparing(leaves):
+            with comparison.hooks():
                 self._function(*arguments, **keywords)
         except Exception:
             # torch raises one where nothing more is needed.
-            self._check_again(reach, before)
+            self._check_again(comparison, reach, before)
             raise
         finally:
             self._blocks.note_again(self._blocks.now_s - began_s)
-        self._check_again(reach, before)
-        self._fingerprints.check_count()
+        self._check_again(comparison, reach, before)
+        comparison.check_count()
         return None
 
-    def _check_again(self, reach: Reach, before: Snapshot) -> None:
-        self._fingerprints.refuse_other()
+    @staticmethod
+    def _check_again(comparison: Comparison, reach: Reach, before: Snapshot) -> None:
+        comparison.refuse_other()
         if not reach.snapshot().is_as(before):
             raise UnsupportedError(CHANGES_LATE)
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
+from torch.utils._pytree import tree_leaves
 
 from ssdtrain._core import Kept
 from ssdtrain.activations.eligibility import PLAIN_KEYS
@@ -21,16 +22,37 @@ from ssdtrain.activations.names import describe
 from ssdtrain.activations.saved_tensor import check_version, exclude
 from ssdtrain.errors import UnsupportedError
 from ssdtrain.geometry import checksum_of
-from ssdtrain.machine.torch_internals import Hooks, dispatch_keys, hide_hooks, top_hooks
+from ssdtrain.machine.torch_internals import (
+    Hooks,
+    current_backward,
+    dispatch_keys,
+    hide_hooks,
+    top_hooks,
+)
 
-__all__ = ["Fingerprints"]
+__all__ = ["Comparison", "Fingerprints", "saves_unwritten"]
 
 OTHER_VALUES = (
     "the block {}, which is computed again in backward (ssdtrain.checkpoint), did not compute what "
     "its forward did ({}): something that it reads has changed since then, such as a weight, an "
-    "attribute or a global name, or it draws random numbers of its own. No gradient was computed "
-    "from it. Change it after backward, or take the mark off with ssdtrain.remove_checkpoint"
+    "attribute, a global name or a context (autocast, the number of threads), or it draws random "
+    "numbers of its own. No gradient was computed from it. Change it after backward, or take the "
+    "mark off with ssdtrain.remove_checkpoint"
 )
+ARGUMENT_CHANGED = (
+    "the block {}, which is computed again in backward (ssdtrain.checkpoint), needs its arguments "
+    "there, and one of them was changed in place after the call, as `x += block(x)` does. Write "
+    "`x = x + block(x)`, or take the mark off with ssdtrain.remove_checkpoint"
+)
+IN_PLACE = "modified by an inplace operation"
+"""What autograd says, and we, of a saved tensor that was changed."""
+RUNS_MAX = 16
+"""Backwards of one graph whose comparisons are remembered."""
+SAVE_UNWRITTEN = frozenset(
+    {"CtcLossBackward0", "CtcLossBackward1", "MkldnnRnnLayerBackward0", "RreluWithNoiseBackward0"}
+)
+"""Nodes whose saved tensors have bytes that nobody wrote, and nobody reads. A random rectifier's
+noise is drawn anew where torch's checkpoint computes it again."""
 
 Form = tuple[object, ...]
 
@@ -67,6 +89,63 @@ class _Saved:
         """The tensor itself, until it is known whether it is computed again."""
 
 
+class Comparison:
+    """What a block saves when it is computed again, beside what its forward saved."""
+
+    def __init__(self, name: str, told: Sequence[Told], leaves: Sequence[Any]) -> None:
+        self._name = name
+        self._told = told
+        self._leaves = [*leaves]
+        self._versions: list[int] = []
+        """Those of the tensors when they were saved."""
+        self._failure: str | None = None
+        """Why it is of no use; an error would keep its frames."""
+
+    def hooks(self) -> saved_tensors_hooks:
+        """Return what compares all that is saved meanwhile, as a context.
+
+        Raises ``UnsupportedError`` where something else is saved.
+        """
+        hooks = top_hooks(False)
+        assert hooks is not None, "torch's checkpoint has put its own on"
+        pack_below, unpack_below = hooks
+
+        def pack(tensor: Tensor) -> object:
+            self._compare(tensor)
+            return pack_below(tensor)
+
+        return _Above(hooks, pack, unpack_below, self._leaves.clear)
+
+    def _compare(self, tensor: Tensor) -> None:
+        place, count = len(self._versions), len(self._told)
+        self._versions.append(-1 if tensor.is_inference() else tensor._version)  # noqa: SLF001
+        is_known = place < count  # of one too many torch tells
+        # defence: what is computed again is compared
+        if is_known and not _is_as(self._told[place], tensor, self._leaves):
+            self._fail(f"tensor {place + 1} of {count} that it saves is another")
+        self.refuse_other()
+
+    def _fail(self, what: str) -> None:
+        self._failure = OTHER_VALUES.format(self._name, what)
+
+    def refuse_other(self) -> None:
+        """Raise what was found; the block may have caught it."""
+        if self._failure is not None:
+            raise UnsupportedError(self._failure)
+
+    def check_count(self) -> None:
+        """Raise if fewer tensors than in the forward were saved when the block came to its end."""
+        if len(self._versions) < len(self._told):
+            self._fail(f"it saved {len(self._versions)} tensors instead of {len(self._told)}")
+        self.refuse_other()
+
+    def check_version(self, place: int, tensor: Tensor) -> None:
+        """Raise as autograd does if a tensor was changed in place after it was saved again."""
+        if place < len(self._versions) and isinstance(self._told[place], _Bytes):
+            version = self._versions[place]
+            check_version(tensor, version, lambda: describe(tensor.dtype, tensor.shape))
+
+
 class Fingerprints:
     """What one call of the block ``name`` saved.
 
@@ -80,10 +159,8 @@ class Fingerprints:
         self._told: list[Told] = []
         self._undecided: list[_Saved] = []
         """All of a forward that has not been decided about."""
-        self._versions: list[int] = []
-        """Those of what was computed again, when it was saved."""
-        self._failure: str | None = None
-        """Why what is computed again now is of no use; an error would keep its frames."""
+        self._comparisons: dict[int, Comparison] = {}
+        """By backward: several may run at once, or one in another."""
 
     def noting(self, leaves: Sequence[Any]) -> saved_tensors_hooks:
         """Return what notes all that is saved in a forward with these arguments, as a context.
@@ -114,13 +191,22 @@ class Fingerprints:
                 check_version(own, kept.version, lambda: describe(own.dtype, own.shape))
                 return own.detach()
             assert isinstance(packed, _Saved)
-            tensor: Tensor = unpack_below(packed.below)
-            if isinstance(self._told[packed.place], _Bytes):
-                version = self._versions[packed.place]
-                check_version(tensor, version, lambda: describe(tensor.dtype, tensor.shape))
-            return tensor
+            return self._unpack(packed, unpack_below)
 
-        return _Above(hooks, pack, unpack)
+        return _Above(hooks, pack, unpack, arguments.clear)
+
+    def _unpack(self, packed: _Saved, unpack_below: Callable[[Any], Tensor]) -> Tensor:
+        backward = current_backward()
+        try:
+            tensor = unpack_below(packed.below)
+        except RuntimeError as error:
+            if backward not in self._comparisons and IN_PLACE in str(error):
+                raise UnsupportedError(ARGUMENT_CHANGED.format(self._name)) from error
+            raise
+        comparison = self._comparisons.get(backward)
+        if comparison is not None:
+            comparison.check_version(packed.place, tensor)
+        return tensor
 
     def decide(self, *, is_repeatable: bool) -> None:
         """Say after the forward whether what it saved is computed again, or stays in memory."""
@@ -129,52 +215,44 @@ class Fingerprints:
                 saved.kept = None
         self._undecided.clear()
 
-    def comparing(self, leaves: Sequence[Any]) -> saved_tensors_hooks:
-        """Return what compares all that is saved meanwhile with what was noted, as a context.
+    def compare(self, leaves: Sequence[Any]) -> Comparison:
+        """Return what compares it with what is saved now, from these arguments."""
+        comparison = Comparison(self._name, self._told, leaves)
+        if len(self._comparisons) >= RUNS_MAX:
+            self._comparisons.pop(next(iter(self._comparisons)), None)
+        self._comparisons[current_backward()] = comparison
+        return comparison
 
-        Raises ``UnsupportedError`` where something else is saved.
-        """
-        self._failure = None
-        self._versions = []
-        hooks = top_hooks(False)
-        assert hooks is not None, "torch's checkpoint has put its own on"
-        pack_below, unpack_below = hooks
 
-        def pack(tensor: Tensor) -> object:
-            self._compare(tensor, leaves)
-            return pack_below(tensor)
-
-        return _Above(hooks, pack, unpack_below)
-
-    def _compare(self, tensor: Tensor, leaves: Sequence[Any]) -> None:
-        place, count = len(self._versions), len(self._told)
-        self._versions.append(-1 if tensor.is_inference() else tensor._version)  # noqa: SLF001
-        is_known = place < count  # of one too many torch tells
-        # defence: what is computed again is compared
-        if is_known and not _is_as(self._told[place], tensor, leaves):
-            what = f"tensor {place + 1} of {count} that it saves is another"
-            self._failure = OTHER_VALUES.format(self._name, what)
-        self.refuse_other()
-
-    def refuse_other(self) -> None:
-        """Raise what was found; the block may have caught it."""
-        if self._failure is not None:
-            raise UnsupportedError(self._failure)
-
-    def check_count(self) -> None:
-        """Raise if fewer tensors than in the forward were saved when the block came to its end."""
-        if len(self._versions) < len(self._told):
-            what = f"it saved {len(self._versions)} tensors instead of {len(self._told)}"
-            raise UnsupportedError(OTHER_VALUES.format(self._name, what))
+def saves_unwritten(result: Any, since: int) -> bool:
+    """Whether nodes that were made ``since`` a sequence number save bytes that nobody wrote."""
+    tensors = (one for one in tree_leaves(result) if isinstance(one, Tensor))
+    nodes = [one.grad_fn for one in tensors if one.grad_fn is not None]
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        if node.name() in SAVE_UNWRITTEN:
+            return True
+        inner = {one for one, _ in node.next_functions if one is not None} - seen
+        inner = {one for one in inner if one._sequence_nr() >= since}  # noqa: SLF001 - no public way
+        seen |= inner
+        nodes += inner
+    return False
 
 
 class _Above(saved_tensors_hooks):
     """Hooks above those of torch's checkpoint."""
 
     def __init__(
-        self, below: Hooks, pack: Callable[[Tensor], object], unpack: Callable[[Any], Tensor]
+        self,
+        below: Hooks,
+        pack: Callable[[Tensor], object],
+        unpack: Callable[[Any], Tensor],
+        let_go: Callable[[], object],
     ) -> None:
         self._below = below
+        self._let_go = let_go
+        """Called at the end: a graph has ``pack``, and shall not hold the arguments by it."""
         super().__init__(pack, unpack)
 
     def __enter__(self) -> None:
@@ -184,6 +262,7 @@ class _Above(saved_tensors_hooks):
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
         hide_hooks(self.pack_hook, None)
+        self._let_go()
 
 
 def _by_address(leaves: Sequence[Any]) -> dict[int, list[tuple[int, Tensor]]]:

@@ -142,6 +142,11 @@ class Reach:
             look.at(self._roots),
         )
 
+    def counters(self) -> Versions:
+        """Return what tells later whether the arguments were changed in place, without them."""
+        plain = (one for one in self.given if _has_bytes(one) and not one.is_inference())
+        return [(_counter_of(one), _version(one)) for one in plain]
+
     def refuse_mode(self, mode: tuple[object, ...]) -> None:
         """Raise unless it is called as a forward was, which found that it changes nothing."""
         if mode != self.mode:
@@ -264,6 +269,13 @@ def _version(tensor: Tensor) -> int | None:
     if is_lazy(tensor) or tensor.is_inference():
         return None
     return tensor._version  # noqa: SLF001
+
+
+def _counter_of(tensor: Tensor) -> Tensor:
+    """Return a tensor without bytes that shares the version counter."""
+    counter = tensor.detach()
+    counter.data = torch.empty(0, dtype=tensor.dtype)
+    return counter
 
 
 def _has_bytes(tensor: Tensor) -> bool:

@@ -21,6 +21,8 @@ from ssdtrain.machine.torch_internals import sequence_number, top_hooks
 
 __all__ = ["INNER_BLOCK", "Observed", "Watch"]
 
+OUR_OTHERS = ("ssdtrain.parameters.", "ssdtrain.activations.fingerprints.")
+"""Where hooks of ours are made that hand on what they are given."""
 INNER_BLOCK = "an inner block of ssdtrain"
 """Whose hooks they are, if they are our own."""
 
@@ -107,8 +109,9 @@ class Watch:
             name = _name(top[0])
             if isinstance(getattr(top[0], "__self__", None), HookPair):
                 name = INNER_BLOCK
-            # Those around a module whose weights are offloaded hand on what they are given.
-            if not name.startswith("ssdtrain.parameters."):
+            # Those around a module whose weights are offloaded, and around a block that is computed
+            # again, hand on what they are given.
+            if not name.startswith(OUR_OTHERS):
                 self._others = name
 
 
