@@ -283,8 +283,10 @@ class Stats:
         return ", ".join(f"{name} in {place}" for place, name in self.engines)
 
     def _shown_price(self) -> str:
-        price, price_error = self.price_s_per_gib, self.price_error_s_per_gib
-        slowdown, slowdown_error = 100 * self.slowdown_expected, 100 * self.slowdown_error
+        # Below zero is noise: no step is the shorter for what it moves.
+        price, price_error = max(0.0, self.price_s_per_gib), self.price_error_s_per_gib
+        slowdown = max(0.0, 100 * self.slowdown_expected)
+        slowdown_error = 100 * self.slowdown_error
         text = (
             f"{price:.3f} ± {price_error:.3f} s per GiB by {self.price_pair_count} pairs of steps; "
             f"a step offloads {shown_bytes(self.amount_bytes)} of the "

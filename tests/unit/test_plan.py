@@ -16,6 +16,7 @@ from ssdtrain.errors import ConfigError
 from ssdtrain.planning import derive as deriving
 from ssdtrain.planning import trace as traces
 from ssdtrain.planning.derive import Optimizer, Roofline, derive
+from ssdtrain.planning.layers import cut_layers
 from ssdtrain.planning.models import MODELS, builder
 from ssdtrain.planning.solve import Device, Step, only, plan_document
 from ssdtrain.planning.trace import Kernel, Trace, TracedTensor
@@ -168,6 +169,67 @@ class Numbered(Stack):
         return self.head(x).sum()  # type: ignore[no-any-return]
 
 
+def freeze(layer: nn.Module) -> None:
+    layer.requires_grad_(False)
+
+
+def widen(layer: nn.Module) -> None:
+    layer.float()
+
+
+def gate(layer: nn.Module) -> None:
+    layer.is_gated = True  # type: ignore[assignment]
+
+
+class Gated(nn.Linear):
+    """Computes more where an attribute says so."""
+
+    is_gated = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = super().forward(x.to(self.weight.dtype))
+        return out * out.sigmoid() if self.is_gated else out
+
+
+class Mixed(Stack):
+    """Has layers that differ from the seventh on, in something other than their shapes."""
+
+    def __init__(self, change: Callable[[nn.Module], None]) -> None:
+        super().__init__(12, 64)
+        self.layers = nn.ModuleList(Gated(64, 64, dtype=torch.bfloat16) for _ in range(12))
+        for place, layer in enumerate(self.layers):
+            layer.place = place
+            if place > 6:
+                change(layer)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x.float()).sum()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("change", [freeze, widen, gate])
+def test_layers_that_only_look_alike_are_all_run(
+    change: Callable[[nn.Module], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build() -> Built:
+        model = Mixed(change)
+        return model, lambda: model(torch.zeros(32, 64))
+
+    found = derive("mixed", build, ROOFLINE, ADAMW)
+    monkeypatch.setattr(deriving, "LAYERS_RUN", 100)
+    assert found == derive("mixed", build, ROOFLINE, ADAMW)
+
+
+def test_layers_that_differ_by_their_place_stand_for_each_other() -> None:
+    with torch.device("meta"):
+        model = Mixed(lambda layer: None)
+    cut = cut_layers(model, 5)
+    assert cut is not None
+    assert cut.left_out == 7
+
+
 @pytest.mark.parametrize("kind", [Twice, Between, Numbered])
 @pytest.mark.parametrize("is_new", [True, False])
 def test_a_model_that_uses_its_layers_otherwise_is_run_in_whole(
@@ -228,6 +290,19 @@ def test_places_and_budgets_are_kept() -> None:
         Step(there_and_back(), parts={"layers.0": "disk"})  # type: ignore[dict-item]
 
 
+def test_of_plans_that_keep_no_budget_the_closest_is_told() -> None:
+    step = Step(there_and_back(), budgets={"activation": 1 << 20})
+    machine = device(5000, rate=400 << 20)
+    first = Step(there_and_back()).least_step(machine)
+    closest = step.least_step(machine)
+    kept = {"activation": step.class_peak_bytes(closest)["activation"]}
+    assert 1 << 20 < kept["activation"] < step.class_peak_bytes(first)["activation"]
+    assert step.exceeded(machine, closest)
+    assert not Step(there_and_back(), budgets=kept).exceeded(
+        machine, Step(there_and_back(), budgets=kept).least_step(machine)
+    )
+
+
 def test_a_budget_is_kept_by_waits_or_by_computing_again() -> None:
     again = replace(
         there_and_back(),
@@ -250,8 +325,8 @@ def test_a_budget_is_kept_by_waits_or_by_computing_again() -> None:
     assert not first.exceeded(slow, first.least_step(slow, may_recompute=True))
     (told,) = first.exceeded(slow, first.judged(slow, "keep"))
     assert told == (
-        "layers.[0-4] takes 500 MiB at its peak in the plan that was found, and its budget is "
-        "150 MiB"
+        "layers.[0-4] takes 500 MiB at its peak in the plan that comes closest of those that were "
+        "found, and its budget is 150 MiB"
     )
     impossible = Step(again, budgets={"activation": 50 << 20})
     assert impossible.exceeded(slow, impossible.least_step(slow, may_recompute=True))
@@ -321,7 +396,7 @@ def test_the_command_answers_for_a_recorded_step(
     assert ways["host"]["problem"]
     assert "recompute" in ways
     assert "does not tell how long" in ways["recompute"]["problem"]
-    assert "the drives are those named above" in told
+    assert "the link is that of H100 80 GB (SXM) (--gpu)" in told
 
 
 def test_a_step_that_fits_in_no_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -52,11 +52,20 @@ def told(file: Path, text: str, *words: str) -> int:
         ),
         (
             HEAD + MODEL + f"    return model, lambda: model({DATA}).detach().sum()\n",
-            "the loss is a Tensor of shape (), not one number that depends on the weights",
+            "the loss does not depend on the weights: something detaches it",
         ),
         (
             HEAD + MODEL + f"    x = {DATA}\n    return model, lambda: model(x[x > 0]).sum()\n",
             "the model, or what computes its loss, raised NotImplementedError",
+        ),
+        (
+            HEAD + MODEL + "    def loss():\n        sys.exit(3)\n    return model, loss\n",
+            "the model, or what computes its loss, raised SystemExit: 3 (",
+        ),
+        (
+            HEAD + MODEL + "    x = torch.zeros(batch, sequence, dtype=dtype, device='cpu')\n"
+            "    return model, lambda: model(x).sum()\n",
+            "What is made without a device is on 'meta', too",
         ),
         (
             HEAD + MODEL + "    model.requires_grad_(False)\n    return model, lambda: 7\n",

@@ -13,7 +13,7 @@ from typing import Any
 
 from ssdtrain._core import StepPlan
 from ssdtrain.commands import plan_report
-from ssdtrain.commands.arguments import check_count, not_negative, option, positive, size
+from ssdtrain.commands.arguments import check_count, not_negative, option, share, size
 from ssdtrain.commands.plan_report import Row
 from ssdtrain.errors import ConfigError, SsdtrainError
 from ssdtrain.machine import tuning
@@ -127,13 +127,13 @@ def _add_machine(machine: argparse._ArgumentGroup) -> None:
     )
     machine.add_argument(
         "--compute-share",
-        type=positive,
+        type=share("--compute-share"),
         metavar="SHARE",
         help="of the FLOPs a second on the GPU's data sheet, how much the model reaches (0.6)",
     )
     machine.add_argument(
         "--memory-share",
-        type=positive,
+        type=share("--memory-share"),
         metavar="SHARE",
         help="of the memory bandwidth on the GPU's data sheet, how much the model reaches (0.8)",
     )
@@ -339,6 +339,7 @@ def _row(step: Step, name: str, meaning: str, device: Device, solve: Any) -> Row
 def _origin(trace: Trace, arguments: argparse.Namespace) -> list[str]:
     """Return where the figures come from, as sentences."""
     found = [f"The step is {trace.origin}."] if trace.origin else []
+    gpu = named(GPUS, arguments.gpu, "GPU").title
     if arguments.trace is None:
         if arguments.dtype not in trace.origin:
             found.append(
@@ -350,8 +351,8 @@ def _origin(trace: Trace, arguments: argparse.Namespace) -> list[str]:
         )
     else:
         found.append(
-            "Predicted: kernels take as long as when the trace was recorded; the memory, the link "
-            "and the drives are those named above, not of the machine that recorded it."
+            "Predicted: kernels take as long as the trace says; memory and drives are those named "
+            f"above, and the link is that of {gpu} (--gpu), whatever ran the step."
         )
     if arguments.dir is None:
         found.append(

@@ -25,6 +25,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ssdtrain.errors import ConfigError
 from ssdtrain.planning.attention import FusedAttention
+from ssdtrain.planning.layers import Cut, NotShortenedError, cut_layers
 from ssdtrain.planning.models import LIBRARIES, line_of_user, raised
 from ssdtrain.planning.repeat import BACKWARD, FORWARD, NONE, Operation, Storage, repeated
 from ssdtrain.planning.trace import Kernel, Phase, Trace, TracedTensor
@@ -189,12 +190,8 @@ def derive(
     """
     try:
         return _derived(name, build, roofline, optimizer, accumulate, is_shortened=True)
-    except _NotShortenedError:
+    except NotShortenedError:
         return _derived(name, build, roofline, optimizer, accumulate, is_shortened=False)
-
-
-class _NotShortenedError(Exception):
-    """The model does not run with fewer layers, or would do something else."""
 
 
 def _derived(
@@ -209,7 +206,7 @@ def _derived(
     with torch.device("meta"):
         model, loss_of = build()
     _refuse_lazy(model)
-    cut = _cut_layers(model) if is_shortened else None
+    cut = cut_layers(model, LAYERS_RUN) if is_shortened else None
     recorder = _Recorder(roofline)
     parameters = dict(model.named_parameters())
     for where, one in parameters.items():
@@ -228,12 +225,13 @@ def _derived(
                 cut.check(recorder.layers_run)
             recorder.phase = BACKWARD
             loss.backward()  # type: ignore[no-untyped-call]
-    except Exception as error:
+    # What computes a loss may call sys.exit, and does not mean to end the command.
+    except (Exception, SystemExit) as error:
         if cut is None:
             _refuse(error, list(recorder.assumed))
         # A model may take its layers by their numbers, or join all that they return.
         cut.undo(model)
-        raise _NotShortenedError from error
+        raise NotShortenedError from error
     updates = []
     for where, one in parameters.items():
         if one.grad is None:
@@ -248,7 +246,7 @@ def _derived(
             operations, updates = repeated(operations, storages, updates, LAYERS_RUN, cut.left_out)
         except ConfigError as error:
             cut.undo(model)
-            raise _NotShortenedError from error
+            raise NotShortenedError from error
     return _trace(
         name,
         roofline=roofline,
@@ -274,11 +272,16 @@ def _check_loss(loss: object, parameters: list[nn.Parameter]) -> None:
         raise ConfigError(
             "no weight of the model asks for a gradient (requires_grad), so there is no step"
         )
-    if not (isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad):
+    if not (isinstance(loss, torch.Tensor) and loss.numel() == 1):
         shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else ""
         raise ConfigError(
             f"the loss is a {type(loss).__name__}{shape}, not one number that depends on the "
             "weights; return it from the function that computes the loss"
+        )
+    if not loss.requires_grad:
+        raise ConfigError(
+            "the loss does not depend on the weights: something detaches it, or computes it "
+            "without gradients"
         )
     if any(one.grad is not None for one in parameters):
         raise ConfigError(
@@ -296,58 +299,21 @@ def _taken(assumed: list[str]) -> str:
     return f"; bool tensors were taken as true at {', '.join(assumed)}" if assumed else ""
 
 
-def _refuse(error: Exception, assumed: list[str]) -> NoReturn:
+def _refuse(error: BaseException, assumed: list[str]) -> NoReturn:
     """Raise ``ConfigError`` for a model that does not run on tensors without values."""
     if isinstance(error, ConfigError):
         raise error
+    is_elsewhere = "device" in str(error)
+    hint = ". What is made without a device is on 'meta', too" if is_elsewhere else ""
     raise ConfigError(
         f"the model, or what computes its loss, raised {raised(error)}{_taken(assumed)}. For a "
         "plan it runs on tensors that have shapes but no values (device 'meta'); if it needs "
-        "values, give a step that ssdtrain recorded instead (--trace FILE)"
+        f"values, give a step that ssdtrain recorded instead (--trace FILE){hint}"
     ) from error
 
 
-@dataclass
-class _Cut:
-    """A list of layers of which some are run."""
-
-    layers: nn.ModuleList
-    removed: list[nn.Module]
-
-    @property
-    def left_out(self) -> int:
-        """How many are not run."""
-        return len(self.removed)
-
-    def check(self, layers_run: list[int]) -> None:
-        """Raise unless the layers have run in their order, each once."""
-        if layers_run != list(range(len(self.layers))):
-            raise _NotShortenedError
-
-    def undo(self, model: nn.Module) -> None:
-        """Make the model whole again, which need not be a new one the next time."""
-        self.layers.extend(self.removed)
-        model.zero_grad(set_to_none=True)
-
-
-def _cut_layers(model: nn.Module) -> _Cut | None:
-    """Leave the first layers of the longest list of equal ones."""
-
-    def shape(layer: nn.Module) -> tuple[Any, ...]:
-        return (type(layer), *((name, one.shape) for name, one in layer.named_parameters()))
-
-    lists = [one for one in model.modules() if isinstance(one, nn.ModuleList) and len(one) > 0]
-    equal = [one for one in lists if len({shape(layer) for layer in one}) == 1]
-    longest = max(equal, key=len, default=None)
-    if longest is None or len(longest) <= LAYERS_RUN:
-        return None
-    removed = list(longest)[LAYERS_RUN:]
-    del longest[LAYERS_RUN:]
-    return _Cut(longest, removed)
-
-
 @contextmanager
-def _parts(model: nn.Module, cut: _Cut | None, recorder: _Recorder) -> Iterator[None]:
+def _parts(model: nn.Module, cut: Cut | None, recorder: _Recorder) -> Iterator[None]:
     """Tell the recorder which module runs, and where each of the repeated layers begins."""
     with ExitStack() as stack:
         for where, module in model.named_modules():
@@ -374,7 +340,7 @@ def _leave(recorder: _Recorder, outside: str, *_: object) -> None:
 def _begin(recorder: _Recorder, place: int, _: object, args: Any, kwargs: Any) -> None:
     if recorder.phase == FORWARD:
         if recorder.layers_run and len(recorder.operations) != recorder.operations_after:
-            raise _NotShortenedError
+            raise NotShortenedError
         recorder.layers_run.append(place)
     recorder.segment = (FORWARD, place)
     if place == 0:

@@ -205,7 +205,7 @@ class Step:
     ) -> StepPlan:
         """Return the plan with the shortest step found. Raises ``ConfigError`` if none fits.
 
-        A budget that no plan was found for is exceeded; `exceeded` tells of it.
+        Where no plan keeps the budgets it is the one that comes closest; `exceeded` tells of it.
         """
 
         def found(memory_bytes: int) -> StepPlan:
@@ -225,18 +225,22 @@ class Step:
         # Kernels wait where the device's memory is full, and nobody waits for a budget. So where
         # one is exceeded, a smaller memory has to make them wait.
         low, high = self._idle_bytes, self.peak_bytes(best)
-        is_within = not self.exceeded(device, best)
-        for _ in range(0 if is_within else HALVINGS):
+        least_bytes = self._excess_bytes(device, best)
+        for _ in range(HALVINGS if least_bytes else 0):
             middle = (low + high) // 2
             try:
                 plan = found(middle)
             except ConfigError:
                 low = middle
                 continue
-            if self.exceeded(device, plan):
+            excess_bytes = self._excess_bytes(device, plan)
+            if excess_bytes:
                 high = middle
             else:
-                low, best = middle, plan
+                low = middle
+            # Of those that keep the budgets the one with the most memory.
+            if excess_bytes < least_bytes or not excess_bytes:
+                least_bytes, best = excess_bytes, plan
         return best
 
     def least_peak(self, device: Device, slowdown_max: float) -> StepPlan:
@@ -291,14 +295,24 @@ class Step:
 
     def exceeded(self, device: Device, plan: StepPlan) -> list[str]:
         """Return the budgets that a plan does not keep, each as a sentence's part."""
+        return [
+            f"{name} takes {shown_bytes(peak)} at its peak in the plan that comes closest of those "
+            f"that were found, and its budget is {shown_bytes(limit)}"
+            for name, limit, peak in self._beyond(device, plan)
+        ]
+
+    def _excess_bytes(self, device: Device, plan: StepPlan) -> int:
+        return sum(peak - limit for _, limit, peak in self._beyond(device, plan))
+
+    def _beyond(self, device: Device, plan: StepPlan) -> list[tuple[str, int, int]]:
+        """Return the names of budgets that a plan does not keep, with their limits and peaks."""
         machine = device.machine(plan.device_bytes)
         peaks = self.planner.peaks_of(machine, plan, self._budgets)
-        return [
-            f"{name} takes {shown_bytes(peak + self._idle_of_budget[name])} at its peak in the "
-            f"plan that was found, and its budget is {shown_bytes(limit)}"
-            for name, (limit, _), peak in zip(self._budget_names, self._budgets, peaks, strict=True)
-            if peak + self._idle_of_budget[name] > limit
+        told = zip(self._budget_names, self._budgets, peaks, strict=True)
+        found = [
+            (name, limit, peak + self._idle_of_budget[name]) for name, (limit, _), peak in told
         ]
+        return [one for one in found if one[2] > one[1]]
 
 
 def plan_document(step: Step, device: Device, plan: StepPlan) -> dict[str, Any]:
