@@ -360,6 +360,24 @@ def test_two_backwards_of_one_graph_at_once(session: ssdtrain.Session) -> None:
         assert all(torch.equal(one, expected) for one in pool.map(differentiate, range(40)))
 
 
+class Winding(Plain):
+    """Returns what contains itself."""
+
+    def forward(self, x: list[Tensor]) -> Any:  # type: ignore[override]
+        found: list[Any] = [super().forward(x[0])]
+        found.append(found)
+        return found
+
+
+def test_odd_results_and_devices_are_called_plainly(session: ssdtrain.Session) -> None:
+    block, x = ssdtrain.checkpoint(Winding()), batch(rows=ROWS, width=WIDTH).requires_grad_()
+    for _ in range(3):
+        block([x])[0].sum().backward()
+    assert session.stats.blocks_recomputed == 0
+    with torch.device("meta"):
+        called(session, Plain().to_empty(device="cpu"), x)
+
+
 class Rectified(nn.Module):
     """Saves nothing of what it is given."""
 

@@ -119,11 +119,14 @@ class _Call:
     sequence: int
     """The number of the first node that it makes."""
 
-    def has_changed_nothing(self, now: Snapshot) -> bool:
-        """Whether it has left all that it can reach as it was."""
-        return now.is_as(self.before) and (
-            self.have_bytes_stayed is None or self.have_bytes_stayed()
-        )
+    def may_be_repeated(self, now: Snapshot, result: Any) -> bool:
+        """Whether it has left all that it can reach as it was, and saves only what it wrote."""
+        if not now.is_as(self.before):
+            return False
+        if self.have_bytes_stayed is None and not self.is_recomputed:
+            return True
+        have_stayed = self.have_bytes_stayed is None or self.have_bytes_stayed()
+        return have_stayed and not saves_unwritten(result, self.sequence)
 
 
 class Blocks:
@@ -195,9 +198,9 @@ class Blocks:
             else:
                 result = function(*arguments, **keywords)
             now = _looked(reach.name, reach.snapshot)
-            is_unchanged = now is not None and call.has_changed_nothing(now)
-            if is_unchanged and (call.is_recomputed or call.have_bytes_stayed is not None):
-                is_unchanged = not saves_unwritten(result, call.sequence)
+            is_unchanged = now is not None and bool(
+                _looked(reach.name, lambda: call.may_be_repeated(now, result))
+            )
             if again is not None:
                 again.decide(is_repeatable=is_unchanged)
             self._end(call, reach, now or call.before, is_unchanged=is_unchanged)
@@ -409,7 +412,8 @@ class _Again:
         leaves, self._form = tree_flatten(self._given)
         # What is given twice comes back as one thing, too: blocks ask whether `query is key`.
         each = {id(one): one for one in leaves}
-        self._places = [[*each].index(id(one)) for one in leaves]
+        places = {identity: place for place, identity in enumerate(each)}
+        self._places = [places[id(one)] for one in leaves]
         ours = top_hooks(True)
         try:
             return computed_again(

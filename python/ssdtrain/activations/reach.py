@@ -31,6 +31,7 @@ from torch import Generator, Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ssdtrain.errors import UnsupportedError
+from ssdtrain.machine.torch_internals import is_wrapped
 
 __all__ = ["Reach", "Snapshot", "Versions", "are_same"]
 
@@ -144,8 +145,8 @@ class Reach:
 
     def counters(self) -> Versions:
         """Return what tells later whether the arguments were changed in place, without them."""
-        plain = (one for one in self.given if _has_bytes(one) and not one.is_inference())
-        return [(_counter_of(one), _version(one)) for one in plain]
+        plain = (one for one in self.given if _has_bytes(one) and not is_wrapped(one))
+        return [(_counter_of(one), _version(one)) for one in plain if not one.is_inference()]
 
     def refuse_mode(self, mode: tuple[object, ...]) -> None:
         """Raise unless it is called as a forward was, which found that it changes nothing."""
@@ -274,7 +275,7 @@ def _version(tensor: Tensor) -> int | None:
 def _counter_of(tensor: Tensor) -> Tensor:
     """Return a tensor without bytes that shares the version counter."""
     counter = tensor.detach()
-    counter.data = torch.empty(0, dtype=tensor.dtype)
+    counter.data = tensor.new_empty(0)
     return counter
 
 
