@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -573,14 +574,29 @@ def test_code_that_was_made_at_run_time_has_no_module() -> None:
     assert Reach(names["made"], []).owner is names["line"]  # type: ignore[arg-type]
 
 
+class Slots:
+    __slots__ = ("empty", "listed", "value")
+
+    def __init__(self) -> None:
+        self.value, self.listed = 1, [1]
+
+
+class WithAttribute(dict[str, int]):
+    value = 1
+
+
 @pytest.mark.parametrize(
     ("value", "change"),
     [
         ({"a": 1}, lambda one: one.update(b=one.pop("a"))),
         # The second number gets the address of the first one.
         ({float("1.5")}, lambda one: (one.clear(), one.add(float("2.5")))),
+        (deque([1, 2]), lambda one: one.rotate()),
+        (Slots(), lambda one: setattr(one, "value", 2)),
+        (Slots(), lambda one: one.listed.append(2)),
+        (WithAttribute(a=1), lambda one: setattr(one, "value", 2)),
     ],
-    ids=["key of a dict", "number in a set"],
+    ids=["key of a dict", "number in a set", "deque", "slot", "in a slot", "attribute of a dict"],
 )
 def test_what_a_container_has_is_compared(value: Any, change: Callable[[Any], object]) -> None:
     block = Plain()

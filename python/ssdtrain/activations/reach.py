@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import pickle
 import random
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dis import get_instructions
 from functools import lru_cache, partial
@@ -44,7 +45,9 @@ DRAWN = (Generator, random.Random, np.random.Generator, np.random.RandomState)
 CODES_MAX = 4096
 """Functions whose names are remembered."""
 READS_OF_NAMES = frozenset({"LOAD_GLOBAL", "LOAD_NAME"})
-CONTAINERS = (list, tuple, dict)
+CONTAINERS = (list, tuple, dict, deque)
+PLAIN_CONTAINERS = frozenset((*CONTAINERS, OrderedDict))
+"""Types that have nothing besides what is in them."""
 UNPACKED_MAX = 256
 """Things in a container that is looked into."""
 UNPACKED_DEPTH = 2
@@ -238,10 +241,8 @@ class _Look:
             if kind in PLAIN_TYPES:
                 add((None, (kind, one)))
             elif unpacked and isinstance(one, CONTAINERS) and len(one) <= UNPACKED_MAX:
-                if one:
-                    self._add(
-                        (*one, *one.values()) if isinstance(one, dict) else one, depth, unpacked - 1
-                    )
+                if one or kind not in PLAIN_CONTAINERS:
+                    self._add(_inside(one), depth, unpacked - 1)
             elif isinstance(one, Tensor):
                 add((one, _version(one)))
             elif isinstance(one, PLAIN):
@@ -264,6 +265,15 @@ class _Look:
         elif depth:
             self._met.add(id(one))
             self._add(_attributes_of(one), depth - 1)
+
+
+def _inside(container: Any) -> Iterator[Any]:
+    """Give what a container has, and what a subclass has besides."""
+    yield from container
+    if isinstance(container, dict):
+        yield from container.values()
+    if type(container) not in PLAIN_CONTAINERS:
+        yield from _attributes_of(container)
 
 
 def _version(tensor: Tensor) -> int | None:
@@ -315,8 +325,21 @@ def _contents(cell: Any) -> list[Any]:
 
 def _attributes_of(one: object) -> list[Any]:
     """Return what an object of the user's has as attributes, containers unpacked."""
-    is_plain = isinstance(one, nn.Module | type) or isfunction(one) or ismodule(one)
-    return [] if is_plain else list(_unpacked(getattr(one, "__dict__", {}).values()))
+    if isinstance(one, nn.Module | type) or isfunction(one) or ismodule(one):
+        return []
+    own = [*getattr(one, "__dict__", {}).values()]
+    for name in _slots_of(type(one)):
+        # One that nothing was put into has no attribute.
+        own += [getattr(one, name)] if hasattr(one, name) else []
+    return list(_unpacked(own))
+
+
+def _slots_of(kind: type) -> Iterator[str]:
+    """Give the names of attributes that lie in slots; those that are a class's own are left out."""
+    for one in kind.__mro__:
+        slots = vars(one).get("__slots__", ())
+        names = (slots,) if isinstance(slots, str) else slots
+        yield from (name for name in names if not name.startswith("__"))
 
 
 def _unpacked(values: Iterable[Any], depth: int = UNPACKED_DEPTH) -> Iterator[Any]:
