@@ -9,6 +9,7 @@ and one after the other, and the results must have the same bits.
 from __future__ import annotations
 
 import copy
+import inspect
 import random
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
@@ -81,6 +82,12 @@ def tried(optimizer: Optimizer, *, has_masters: bool) -> Habits:
     optimizer itself, its parameters and the generators of random numbers stay as they are.
     """
     name = type(optimizer).__name__
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise UnsupportedError(
+            f"{name} cannot be offloaded: its step needs a closure, which computes the loss of all "
+            "parameters together; use an optimizer that updates each by itself, such as AdamW"
+        )
     try:
         # A seed of its own: optimizers that round at random must draw the same numbers twice.
         with torch.random.fork_rng(devices=[]):
