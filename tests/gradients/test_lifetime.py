@@ -194,7 +194,8 @@ def test_threads_and_files_end_with_the_last_graph(tmp_path: Path) -> None:
         for backend in ("psync", "io_uring"):
             with ssdtrain.offload(tmp_path, min_bytes=1, backend=backend):
                 loss = mlp()(batch()).sum()
-                assert store_threads()
+                # A thread names itself, once it runs.
+                wait_until(lambda: bool(store_threads()), "a thread of the store")
             loss.backward()
             del loss
         assert os.listdir(tmp_path) == []
