@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import ssdtrain
-from recomputed import ROWS, WIDTH, Again, Plain
+from recomputed import ROWS, TURN, WIDTH, Again, Counts, Plain
 from ssdtrain.errors import UnsupportedError
 from ssdtrain.geometry import checksum_of
 from support import batch, gradients
@@ -215,22 +215,11 @@ def test_what_is_changed_in_place_only_when_computed_again_is_an_error(
         loss.backward()
 
 
-class Turned(Plain):
-    """Moves its buffer once somebody says so."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("count", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if HIDDEN["is_on"]:
-            self.count.add_(1)
-        return super().forward(x)
-
-
-def test_what_is_changed_only_when_computed_again_is_an_error(session: ssdtrain.Session) -> None:
-    loss = called(session, Turned(), batch(rows=ROWS, width=WIDTH).requires_grad_())
-    turn_on()
+def test_what_is_changed_only_when_computed_again_is_an_error(
+    session: ssdtrain.Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loss = called(session, Counts(), batch(rows=ROWS, width=WIDTH).requires_grad_())
+    monkeypatch.setitem(TURN, "counts", True)
     with pytest.raises(UnsupportedError, match="which its forward did not"):
         loss.backward()
 

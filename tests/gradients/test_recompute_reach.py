@@ -20,8 +20,10 @@ import ssdtrain
 from recomputed import (
     ROWS,
     STEPS,
+    TURN,
     WIDTH,
     Again,
+    Counts,
     Mlp,
     Model,
     Normalised,
@@ -376,23 +378,6 @@ def test_what_changed_since_a_forward_is_an_error_in_its_backward(
     assert session.stats.blocks_recomputed >= 5
 
 
-TURN = {"counts": False}
-"""No look at a block finds what is in a global dict."""
-
-
-class Counts(Plain):
-    """Counts a call if it is told to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("count", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if TURN["counts"]:
-            self.count.add_(1)
-        return super().forward(x * (1 + self.count))
-
-
 class Caches(Plain):
     """Keeps in its first call what all others use."""
 
@@ -418,13 +403,17 @@ class Caches(Plain):
     ],
 )
 def test_a_call_that_changes_something_is_not_computed_again(
-    tmp_path: Path, kind: Callable[[], nn.Module], turns: str, recomputed: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: Callable[[], nn.Module],
+    turns: str,
+    recomputed: int,
 ) -> None:
     def run() -> Iterator[Result]:
         torch.manual_seed(0)
         step = training(Model(kind, one_input))
         for turn in turns:
-            TURN["counts"] = turn == "1"
+            monkeypatch.setitem(TURN, "counts", turn == "1")
             yield step()
 
     plain = list(run())

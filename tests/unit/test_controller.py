@@ -255,7 +255,7 @@ def test_hooks_that_take_what_is_allowed_leave_nothing_for_bytes() -> None:
     assert machine.mean_cost(since=adapted) <= LIMIT / 8
     # They take less once something else on the machine has ended.
     machine.hooks = LIMIT / 20
-    machine.run(12 * PROBE_INTERVAL_OFF)
+    machine.run(7 * PROBE_INTERVAL_OFF)
     assert machine.amounts[-1] == PLAN
 
 

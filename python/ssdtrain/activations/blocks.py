@@ -47,7 +47,7 @@ CODE_OF_TORCH = torch.utils.checkpoint.__file__
 MODES_MAX = 64
 """Ways of calling one block that are remembered: a function made anew for each call is as many."""
 CHANGES_MAX = 4
-"""Plain calls that changed something, after which a block is given up."""
+"""Calls that changed something, after which a block is given up."""
 CHANGES_LATE = (
     "a block that was computed again in backward (ssdtrain.checkpoint) changed something that it "
     "has or reads (a tensor, a buffer, an attribute) then, which its forward did not. Take the "
@@ -75,8 +75,12 @@ class _Tried:
     @property
     def is_repeatable(self) -> bool:
         """Whether its next call may be computed again, as far as its last ones tell."""
-        is_like_that = self.unchanged_count >= max(1, self.changes_count)
-        return self.is_steady and is_like_that and self.changes_count < CHANGES_MAX
+        return not self.is_given_up and self.unchanged_count >= max(1, self.changes_count)
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether it is plain for good."""
+        return not self.is_steady or self.changes_count >= CHANGES_MAX
 
     def note(self, *, is_unchanged: bool) -> None:
         """Note whether a call left all that it can reach as it was."""
@@ -202,7 +206,7 @@ class Blocks:
                 _looked(reach.name, lambda: call.may_be_repeated(now, result))
             )
             if again is not None:
-                again.decide(is_repeatable=is_unchanged)
+                again.fingerprints.decide(is_repeatable=is_unchanged)
             self._end(call, reach, now or call.before, is_unchanged=is_unchanged)
         except BaseException:
             # Ctrl-C may come anywhere; at the beginning no call of this thread was under way.
@@ -240,7 +244,7 @@ class Blocks:
                 tried.is_steady &= tried.standing == before.standing()
                 # A caller that changes its arguments afterwards would do so with the next ones.
                 tried.is_steady &= all(one._version == was for one, was in tried.arguments)  # noqa: SLF001
-            if not tried.is_repeatable and tried.is_steady and tried.changes_count < CHANGES_MAX:
+            if not (tried.is_repeatable or tried.is_given_up):
                 have_bytes_stayed = _looked(reach.name, lambda: reach.closely(before))
                 if have_bytes_stayed is None:
                     return None
@@ -284,7 +288,8 @@ class Blocks:
             tried.note(is_unchanged=is_unchanged)
             tried.buffers = now.buffers
             tried.standing = now.standing()
-            tried.arguments = [] if call.is_recomputed else reach.counters()
+            is_told = call.is_recomputed or tried.is_given_up
+            tried.arguments = [] if is_told else reach.counters()
             here.calls.append(
                 Block(
                     call.key,
@@ -404,8 +409,7 @@ class _Again:
         self._form: Any = None
         self._places: list[int] = []
         """Of each leaf of the arguments among those that differ."""
-        self._fingerprints = Fingerprints(reach.name)
-        self.decide = self._fingerprints.decide
+        self.fingerprints = Fingerprints(reach.name)
 
     def call(self) -> Any:
         """Run it for the first time."""
@@ -426,9 +430,9 @@ class _Again:
     def _run(self, *each: Any) -> Any:
         if self._given is not None:
             (arguments, keywords), self._given = self._given, None
-            with self._fingerprints.noting(each):
+            with self.fingerprints.noting(each):
                 return self._function(*arguments, **keywords)
-        comparison = self._fingerprints.compare(each)
+        comparison = self.fingerprints.compare(each)
         leaves = [each[place] for place in self._places]
         reach = Reach(self._block, leaves)
         reach.refuse_mode(self._mode)

@@ -19,12 +19,11 @@ from torch.utils._pytree import tree_leaves
 from ssdtrain._core import Kept
 from ssdtrain.activations.eligibility import PLAIN_KEYS
 from ssdtrain.activations.names import describe
-from ssdtrain.activations.saved_tensor import check_version, exclude
+from ssdtrain.activations.saved_tensor import NO_VERSION, check_version, exclude
 from ssdtrain.errors import UnsupportedError
 from ssdtrain.geometry import checksum_of
 from ssdtrain.machine.torch_internals import (
     Hooks,
-    current_backward,
     dispatch_keys,
     hide_hooks,
     top_hooks,
@@ -46,8 +45,6 @@ ARGUMENT_CHANGED = (
 )
 IN_PLACE = "modified by an inplace operation"
 """What autograd says, and we, of a saved tensor that was changed."""
-RUNS_MAX = 16
-"""Backwards of one graph whose comparisons are remembered."""
 SAVE_UNWRITTEN = frozenset(
     {"CtcLossBackward0", "CtcLossBackward1", "MkldnnRnnLayerBackward0", "RreluWithNoiseBackward0"}
 )
@@ -92,12 +89,15 @@ class _Saved:
 class Comparison:
     """What a block saves when it is computed again, beside what its forward saved."""
 
-    def __init__(self, name: str, told: Sequence[Told], leaves: Sequence[Any]) -> None:
+    def __init__(
+        self, name: str, told: Sequence[Told], versions: dict[int, int], leaves: Sequence[Any]
+    ) -> None:
         self._name = name
         self._told = told
+        self._versions = versions
+        """Those of the tensors when they were saved, by their places; the same in each run."""
         self._leaves = [*leaves]
-        self._versions: list[int] = []
-        """Those of the tensors when they were saved."""
+        self._count = 0
         self._failure: str | None = None
         """Why it is of no use; an error would keep its frames."""
 
@@ -117,8 +117,9 @@ class Comparison:
         return _Above(hooks, pack, unpack_below, self._leaves.clear)
 
     def _compare(self, tensor: Tensor) -> None:
-        place, count = len(self._versions), len(self._told)
-        self._versions.append(-1 if tensor.is_inference() else tensor._version)  # noqa: SLF001
+        place, count = self._count, len(self._told)
+        self._count += 1
+        self._versions[place] = NO_VERSION if tensor.is_inference() else tensor._version  # noqa: SLF001
         is_known = place < count  # of one too many torch tells
         # defence: what is computed again is compared
         if is_known and not _is_as(self._told[place], tensor, self._leaves):
@@ -135,15 +136,9 @@ class Comparison:
 
     def check_count(self) -> None:
         """Raise if fewer tensors than in the forward were saved when the block came to its end."""
-        if len(self._versions) < len(self._told):
-            self._fail(f"it saved {len(self._versions)} tensors instead of {len(self._told)}")
+        if self._count < len(self._told):
+            self._fail(f"it saved {self._count} tensors instead of {len(self._told)}")
         self.refuse_other()
-
-    def check_version(self, place: int, tensor: Tensor) -> None:
-        """Raise as autograd does if a tensor was changed in place after it was saved again."""
-        if place < len(self._versions) and isinstance(self._told[place], _Bytes):
-            version = self._versions[place]
-            check_version(tensor, version, lambda: describe(tensor.dtype, tensor.shape))
 
 
 class Fingerprints:
@@ -159,8 +154,9 @@ class Fingerprints:
         self._told: list[Told] = []
         self._undecided: list[_Saved] = []
         """All of a forward that has not been decided about."""
-        self._comparisons: dict[int, Comparison] = {}
-        """By backward: several may run at once, or one in another."""
+        self._versions: dict[int, int] = {}
+        """Of what was computed again. Several backwards may run at once, or one in another."""
+        self._runs_count = 0
 
     def noting(self, leaves: Sequence[Any]) -> saved_tensors_hooks:
         """Return what notes all that is saved in a forward with these arguments, as a context.
@@ -196,16 +192,17 @@ class Fingerprints:
         return _Above(hooks, pack, unpack, arguments.clear)
 
     def _unpack(self, packed: _Saved, unpack_below: Callable[[Any], Tensor]) -> Tensor:
-        backward = current_backward()
+        runs_count = self._runs_count
         try:
             tensor = unpack_below(packed.below)
         except RuntimeError as error:
-            if backward not in self._comparisons and IN_PLACE in str(error):
+            # Nothing was computed again yet: so it was the arguments.
+            if self._runs_count == runs_count and IN_PLACE in str(error):
                 raise UnsupportedError(ARGUMENT_CHANGED.format(self._name)) from error
             raise
-        comparison = self._comparisons.get(backward)
-        if comparison is not None:
-            comparison.check_version(packed.place, tensor)
+        if isinstance(self._told[packed.place], _Bytes):
+            version = self._versions[packed.place]
+            check_version(tensor, version, lambda: describe(tensor.dtype, tensor.shape))
         return tensor
 
     def decide(self, *, is_repeatable: bool) -> None:
@@ -217,11 +214,8 @@ class Fingerprints:
 
     def compare(self, leaves: Sequence[Any]) -> Comparison:
         """Return what compares it with what is saved now, from these arguments."""
-        comparison = Comparison(self._name, self._told, leaves)
-        if len(self._comparisons) >= RUNS_MAX:
-            self._comparisons.pop(next(iter(self._comparisons)), None)
-        self._comparisons[current_backward()] = comparison
-        return comparison
+        self._runs_count += 1
+        return Comparison(self._name, self._told, self._versions, leaves)
 
 
 def saves_unwritten(result: Any, since: int) -> bool:

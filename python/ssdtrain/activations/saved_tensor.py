@@ -9,7 +9,7 @@ from torch import Tensor
 from ssdtrain._core import Kept
 from ssdtrain.machine.torch_internals import current_node
 
-__all__ = ["check_version", "exclude"]
+__all__ = ["NO_VERSION", "check_version", "exclude"]
 
 NO_VERSION = -1
 """Inference tensors have no version counter."""
