@@ -61,6 +61,14 @@ def test_the_report_has_the_words_for_one_and_for_several(tmp_path: Path) -> Non
     assert none.partition("exposed, ")[2].startswith("0 stalls")
 
 
+def test_a_price_below_zero_is_shown_as_none(tmp_path: Path) -> None:
+    known = {"price_pair_count": 9, "price_s_per_gib": -0.051, "price_error_s_per_gib": 0.048}
+    shares = {"slowdown_expected": -0.018, "slowdown_error": 0.025}
+    report = str(dataclasses.replace(Rig(tmp_path).stats, **known, **shares))
+    assert "price      0.000 ± 0.048 s per GiB" in report
+    assert "and takes +0.0 ± 2.5 % for it" in report
+
+
 def test_the_limit_is_the_busiest_link_that_was_waited_for(tmp_path: Path) -> None:
     known = {"elapsed_s": 10.0, "bytes_eligible": 100, "bytes_offloaded": 95, "stall_s": 0.0}
     known["pinned_bytes"] = 1
