@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -167,6 +167,65 @@ def test_the_bytes_are_those_of_followed_rounds(name: str, tmp_path: Path) -> No
         ))  # fmt: skip
     assert told[0] == told[1]
     assert told[0][0] > 0
+
+
+class FollowsSome(KeepsAll):
+    """Keeps all, and has a round followed where it is told to."""
+
+    follows = False
+
+    def skims(self, opening: int) -> Literal["price"] | None:
+        return None if self.follows else super().skims(opening)
+
+
+def saved_bytes(rig: Rig, loss: Callable[[], Tensor]) -> int:
+    """Return the bytes that a round may give away, as the report counts them."""
+    before = rig.stats.bytes_eligible
+    with rig.context():
+        loss().backward()
+    return rig.stats.bytes_eligible - before
+
+
+def with_a_weight(x: Tensor) -> Tensor:
+    """Save a tensor and a cast weight."""
+    return (x @ FULL).sin().cos().sum() + (HALF.float() * FULL).sum()
+
+
+def without_one(x: Tensor) -> Tensor:
+    """Save the same, but that the second one is as large and no weight."""
+    return (x @ FULL).sin().cos().sum() + (FULL * 2).sin().sum()
+
+
+def test_where_a_round_saves_something_else_all_that_follows_is_looked_at(tmp_path: Path) -> None:
+    x, told = torch.randn(32, 64), []
+    for controller in (Follows(), KeepsAll()):
+        policy = KeepNothing()
+        policy.controller = controller
+        rig = Rig(tmp_path, min_bytes=1024, policy=policy)
+        losses: list[Callable[[], Tensor]] = [
+            lambda: with_a_weight(x[:16]), lambda: without_one(x),
+        ]  # fmt: skip
+        told.append([saved_bytes(rig, losses[number // 2 % 2]) for number in range(8)])
+    assert told[0] == told[1]
+
+
+def test_what_is_as_large_counts_as_before_until_a_round_is_followed(tmp_path: Path) -> None:
+    x = torch.randn(32, 64)
+    policy = KeepNothing()
+    policy.controller = controller = FollowsSome()
+    rig = Rig(tmp_path, min_bytes=1024, policy=policy)
+    for _ in range(2):
+        saved_bytes(rig, lambda: with_a_weight(x))
+    (expected,) = torch.autograd.grad(without_one(x), FULL)
+    with rig.context():
+        (actual,) = torch.autograd.grad(without_one(x), FULL)
+    assert torch.equal(actual, expected), "what it counts as is nothing to its bytes"
+    mistaken_bytes = saved_bytes(rig, lambda: without_one(x))
+    controller.follows = True
+    expected_bytes = saved_bytes(rig, lambda: without_one(x))
+    controller.follows = False
+    assert saved_bytes(rig, lambda: without_one(x)) == expected_bytes
+    assert mistaken_bytes < expected_bytes
 
 
 def test_what_a_skimmed_round_saved_is_counted_as_of_a_followed_one(tmp_path: Path) -> None:

@@ -128,12 +128,13 @@ impl HookPair {
                 return Ok(kept.into_any());
             }
             // In a round that is only skimmed, to judge it would cost more than all else.
-            Some(Glance::Large) if !is_from_below => {
-                if let Some(kept) = self.offloading.get().pass_by_at_a_glance(rules, tensor)? {
+            Some(Glance::Large(large)) if !is_from_below => {
+                let offloading = self.offloading.get();
+                if let Some(kept) = offloading.pass_by_at_a_glance(rules, tensor, large)? {
                     return Ok(kept.into_any());
                 }
             }
-            Some(Glance::Large) | None => {}
+            Some(Glance::Large(_)) | None => {}
         }
         match rules.judge(tensor)? {
             Verdict::Unusual => self.in_python(py, &self.pack_unusual, &[tensor]),

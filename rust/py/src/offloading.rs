@@ -10,10 +10,10 @@ use crate::geometry::{Layout, is_memory_of_others, shares_no_counter};
 use crate::gpu_calls::GpuStream;
 use crate::kept::{self, is_true, version_of};
 use crate::rounds::Rounds;
-use crate::rules::Rules;
+use crate::rules::{Large, Rules};
 use crate::saved_tensor::{Part, Record, SavedTensor, SharedRound};
 use crate::session_lock::SessionLock;
-use crate::skim::Cause;
+use crate::skim::{Cause, CountsAs};
 use crate::tally::Tally;
 use crate::torch::Torch;
 use crate::transfer::Loading;
@@ -154,7 +154,10 @@ impl Offloading {
         }
         if may_pass_by && let Some(cause) = self.rounds.get().skims(py) {
             let identity = storage.call_method0(intern!(py, "data_ptr"))?.extract()?;
-            if let Some(kept) = self.pass_by(tensor, identity, nbytes, storage_bytes, cause)? {
+            let is_leaf = is_true(tensor, intern!(py, "is_leaf"))?;
+            if let Some(kept) =
+                self.pass_by(tensor, identity, nbytes, storage_bytes, is_leaf, cause)?
+            {
                 return Ok(kept.into_any());
             }
         }
@@ -174,6 +177,7 @@ impl Offloading {
         identity: usize,
         nbytes: u64,
         storage_bytes: u64,
+        is_leaf: bool,
         cause: Cause,
     ) -> PyResult<Option<Py<kept::Kept>>> {
         let (py, records) = (tensor.py(), self.records.get());
@@ -193,7 +197,6 @@ impl Offloading {
                 Cause::Price => self.priced.get().add(skimmed_bytes),
             }
         }
-        let is_leaf = is_true(tensor, intern!(py, "is_leaf"))?;
         let holding = records.account().hold_shared(identity, nbytes, storage_bytes);
         records.account().note_peak(records.transfer_bytes(py));
         kept::Kept::hold(tensor, is_leaf, false, Some(holding)).map(Some)
@@ -205,34 +208,60 @@ impl Offloading {
         &self,
         rules: &Rules,
         tensor: &Bound<'_, PyAny>,
+        large: Large,
     ) -> PyResult<Option<Py<kept::Kept>>> {
-        let py = tensor.py();
-        if self.records.get().is_forked() {
+        let (py, records, rounds) = (tensor.py(), self.records.get(), self.rounds.get());
+        if records.is_forked() {
             return Ok(None);
         }
-        let Some(cause) = self.rounds.get().skims(py) else { return Ok(None) };
+        let Some(cause) = rounds.skims(py) else { return Ok(None) };
+        let counts = if let Some(known) = rounds.known_count(large) {
+            known
+        } else {
+            let counts = self.counts_as(rules, tensor)?;
+            rounds.note_count(large, counts);
+            counts
+        };
+        match counts {
+            CountsAs::Bytes { offset_bytes, nbytes, storage_bytes } => {
+                let Ok(address) = tensor.call_method0(intern!(py, "data_ptr")) else {
+                    return Ok(None);
+                };
+                let identity = address.extract::<usize>()?.wrapping_sub(offset_bytes);
+                self.pass_by(tensor, identity, nbytes, storage_bytes, large.is_leaf, cause)
+            }
+            CountsAs::Weight => {
+                records.account().note_weight();
+                kept::Kept::hold(tensor, large.is_leaf, false, None).map(Some)
+            }
+            CountsAs::Unclear => Ok(None),
+        }
+    }
+
+    /// Looks at a large tensor as closely as counting it needs.
+    fn counts_as(&self, rules: &Rules, tensor: &Bound<'_, PyAny>) -> PyResult<CountsAs> {
+        let py = tensor.py();
         // Tensors without memory of their own (of zeros, of function transforms) raise.
         let Ok(storage) = tensor.call_method0(intern!(py, "untyped_storage")) else {
-            return Ok(None);
+            return Ok(CountsAs::Unclear);
         };
         let Ok(identity) = storage.call_method0(intern!(py, "data_ptr")) else {
-            return Ok(None);
+            return Ok(CountsAs::Unclear);
         };
-        if !rules.is_plain_at_a_glance(tensor)? {
-            return Ok(None);
+        if !rules.is_managed_at_a_glance(tensor)? {
+            return Ok(CountsAs::Unclear);
+        }
+        if rules.is_weight_by_history(tensor)? {
+            return Ok(CountsAs::Weight);
         }
         let storage_bytes: u64 = storage.call_method0(intern!(py, "nbytes"))?.extract()?;
-        let mut nbytes: u64 = tensor.getattr(intern!(py, "nbytes"))?.extract()?;
-        // What says how a tensor lies in its storage costs more than all else here.
-        let is_whole = nbytes == storage_bytes
-            && tensor.call_method0(intern!(py, "is_contiguous"))?.is_truthy()?;
-        if !is_whole {
-            (_, nbytes) = Layout::of(tensor)?.part(tensor, storage_bytes)?;
-        }
+        let (_, nbytes) = Layout::of(tensor)?.part(tensor, storage_bytes)?;
         if self.kept_as(tensor, &storage, nbytes, storage_bytes)?.is_some() {
-            return Ok(None);
+            return Ok(CountsAs::Unclear);
         }
-        self.pass_by(tensor, identity.extract()?, nbytes, storage_bytes, cause)
+        let address: usize = tensor.call_method0(intern!(py, "data_ptr"))?.extract()?;
+        let offset_bytes = address.wrapping_sub(identity.extract()?);
+        Ok(CountsAs::Bytes { offset_bytes, nbytes, storage_bytes })
     }
 
     /// As what a part of a large storage stays in memory; `None` if it may leave it.

@@ -25,8 +25,9 @@ use crate::gpu::Gpus;
 use crate::gpu_calls::GpuStream;
 use crate::gpu_clock::{GpuClock, What};
 use crate::round::{Learned, Round};
+use crate::rules::Large;
 use crate::saved_tensor::{SavedReference, SavedTensor, SharedRound, is_dead};
-use crate::skim::{Cause, Skim};
+use crate::skim::{Cause, CountsAs, Skim};
 use crate::store::Store;
 use crate::timeline::Moment;
 use crate::transfer::{Handle, Loading};
@@ -176,6 +177,16 @@ impl Rounds {
         self.skim.passes_by(identity, nbytes)
     }
 
+    /// What the tensor at this place of the round before counted as, if this one is like it.
+    pub fn known_count(&self, large: Large) -> Option<CountsAs> {
+        self.skim.known_count(large)
+    }
+
+    /// Notes what a tensor counts as of which nothing was known.
+    pub fn note_count(&self, large: Large, counts: CountsAs) {
+        self.skim.note_count(large, counts);
+    }
+
     /// Gives a packed tensor its place in a round.
     pub fn enter(
         &self,
@@ -228,6 +239,8 @@ impl Rounds {
             let (allowed, cause): (Option<u64>, Option<String>) = allowance.extract()?;
             if let Some(cause) = cause {
                 self.skim.begin(first, round, Cause::of(&cause)?)?;
+            } else {
+                self.skim.forget_counts();
             }
             if let Some(allowed_bytes) = allowed {
                 round.lock().allow(allowed_bytes);

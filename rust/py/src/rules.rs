@@ -51,7 +51,16 @@ pub enum Glance {
     /// It is too small to be worth a write; its storage is at that address.
     Small { is_leaf: bool, identity: usize, nbytes: u64 },
     /// It is on the CPU or a GPU and large.
-    Large,
+    Large(Large),
+}
+
+/// What is known of a large tensor before it is looked at more closely.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub struct Large {
+    pub is_leaf: bool,
+    pub is_view: bool,
+    /// Those of the storage if it is a view.
+    pub nbytes: u64,
 }
 
 #[pymethods]
@@ -127,12 +136,13 @@ impl Rules {
             return Ok(None);
         }
         let base = tensor.getattr(intern!(py, "_base"))?;
-        let (identity, nbytes) = if base.is_none() && !is_exact {
+        let is_view = !base.is_none();
+        let (identity, nbytes) = if !is_view && !is_exact {
             // Sparse tensors, and others without one memory of their own, raise.
             let Ok(nbytes) = tensor.getattr(intern!(py, "nbytes")) else { return Ok(None) };
             let nbytes = nbytes.extract()?;
             if nbytes >= small_bytes {
-                return Ok(Some(Glance::Large));
+                return Ok(Some(Glance::Large(Large { is_leaf, is_view, nbytes })));
             }
             let Ok(address) = tensor.call_method0(intern!(py, "data_ptr")) else {
                 return Ok(None);
@@ -140,7 +150,7 @@ impl Rules {
             (address.extract()?, nbytes)
         } else {
             // defence: provenance: the base of a view
-            if !base.is_none() && self.is_weight_itself(&base)? {
+            if is_view && self.is_weight_itself(&base)? {
                 return Ok(Some(Glance::Weight { is_leaf }));
             }
             // So do views of tensors of zeros that have no memory at all.
@@ -148,7 +158,7 @@ impl Rules {
             storage
         };
         if nbytes >= small_bytes {
-            return Ok(Some(Glance::Large));
+            return Ok(Some(Glance::Large(Large { is_leaf, is_view, nbytes })));
         }
         if !is_leaf && !tensor.getattr(intern!(py, "dtype"))?.is(&self.float32) {
             let node = tensor.getattr(intern!(py, "grad_fn"))?;
@@ -189,20 +199,20 @@ impl Rules {
         Ok(if is_weight { Verdict::Weight } else { Verdict::Plain })
     }
 
-    /// Whether [`judge`](Self::judge) takes a large tensor that lies in ordinary memory for a plain
-    /// one, at the least cost. `false`: ask it.
+    /// Whether a large tensor that lies in ordinary memory is of a kind that is managed, at the
+    /// least cost. `false`: ask [`judge`](Self::judge).
     ///
     /// Of the other kinds that the dispatch keys tell, quantised tensors and lazy conjugates are
     /// not of floating point, and the rest has no such memory or is never given to the hooks.
-    pub fn is_plain_at_a_glance(&self, tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
+    pub fn is_managed_at_a_glance(&self, tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
         let py = tensor.py();
-        let is_managed = tensor.call_method0(intern!(py, "is_floating_point"))?.is_truthy()?
+        Ok(tensor.call_method0(intern!(py, "is_floating_point"))?.is_truthy()?
             && !is_true(tensor, intern!(py, "is_nested"))?
-            && !tensor.call_method0(intern!(py, "is_neg"))?.is_truthy()?;
-        Ok(is_managed && !self.is_weight_by_history(tensor)?)
+            && !tensor.call_method0(intern!(py, "is_neg"))?.is_truthy()?)
     }
 
-    fn is_weight_by_history(&self, tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
+    /// Whether a tensor of which [`glance`](Self::glance) did not tell was made of a weight.
+    pub fn is_weight_by_history(&self, tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
         let node = tensor.getattr(intern!(tensor.py(), "grad_fn"))?;
         if node.is_none() {
             self.is_used_by_others(tensor)

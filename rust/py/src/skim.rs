@@ -4,6 +4,12 @@
 //! filled the processor's caches. So where it is known beforehand that all of a round stays in
 //! memory, only its first tensor is followed, which is mostly the last one that its backward asks
 //! for. All others are kept as small ones are.
+//!
+//! They are counted all the same: as how many bytes, or as a weight. To find that out costs more
+//! than to keep them. But one such round mostly saves what the other did, so it is remembered by
+//! the place in the round, until a round is followed again. Where a tensor is not like the one
+//! before, it and all that come after it are looked at again. A mistake makes a figure of the
+//! report wrong, and nothing else: all of these tensors stay in memory in the same way.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -13,6 +19,7 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyWeakrefMethods, PyWeakrefReference};
 
+use crate::rules::Large;
 use crate::saved_tensor::{SavedReference, SavedTensor, SharedRound};
 
 /// So many tensors of a round pass by at most, if its first one is neither asked for nor dropped:
@@ -28,12 +35,32 @@ pub enum Cause {
     Price,
 }
 
+/// What a large tensor counts as that is not followed.
+#[derive(Clone, Copy)]
+pub enum CountsAs {
+    /// So many bytes of its storage, in which it begins after others.
+    Bytes { offset_bytes: usize, nbytes: u64, storage_bytes: u64 },
+    /// A weight, or what was made of one.
+    Weight,
+    /// It has to be judged each time.
+    Unclear,
+}
+
 /// The round that is skimmed, if there is one.
 #[derive(Default)]
 pub struct Skim {
     /// Looked at in every pack.
     is_on: AtomicBool,
     of: Mutex<Option<Skimmed>>,
+    known: Mutex<Known>,
+}
+
+/// What the tensors of the round before counted as, one after the other.
+#[derive(Default)]
+struct Known {
+    tensors: Vec<(Large, CountsAs)>,
+    /// The place of the tensor that is packed next.
+    next: usize,
 }
 
 struct Skimmed {
@@ -68,6 +95,7 @@ impl Skim {
         let identity = storage.call_method0(intern!(py, "data_ptr"))?.extract()?;
         let first = PyWeakrefReference::new(first)?.unbind();
         round.lock().skim();
+        self.known().next = 0;
         let round = round.clone();
         let before = self.of().replace(Skimmed { round, first, identity, count: 0, cause });
         drop(before);
@@ -86,6 +114,37 @@ impl Skim {
             self.end();
         }
         cause
+    }
+
+    /// What the tensor at this place counted as before, if it was like this one. If it was not,
+    /// what comes after it is unknown too.
+    pub fn known_count(&self, large: Large) -> Option<CountsAs> {
+        let mut known = self.known();
+        let next = known.next;
+        match known.tensors.get(next) {
+            Some(&(before, counts)) if before == large => {
+                known.next += 1;
+                Some(counts)
+            }
+            _ => {
+                known.tensors.truncate(next);
+                None
+            }
+        }
+    }
+
+    /// Notes what the tensor at this place counts as, of the first ones of a round.
+    pub fn note_count(&self, large: Large, counts: CountsAs) {
+        let mut known = self.known();
+        if known.tensors.len() < COUNT_MAX {
+            known.tensors.push((large, counts));
+            known.next = known.tensors.len();
+        }
+    }
+
+    /// Has all tensors looked at again.
+    pub fn forget_counts(&self) {
+        self.known().tensors.clear();
     }
 
     /// Counts a tensor that is not followed; `false` if it has the memory of the first one, whose
@@ -122,6 +181,10 @@ impl Skim {
             one.round.lock().set_closed(true);
         }
         drop(before);
+    }
+
+    fn known(&self) -> MutexGuard<'_, Known> {
+        self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Locked for a change that calls nothing and drops nothing.
