@@ -321,8 +321,7 @@ fn small_reads_are_begun_a_quarter_of_the_window_at_a_time() {
         let mut desk = Desk::new();
         let saved: Vec<_> = (0..3 * first).map(|at| desk.pack(".", at, nbytes)).collect();
         let counts: Vec<_> = saved.iter().rev().map(|one| desk.unpack(one).len() as i64).collect();
-        let quarter = first / 4;
-        let mut expected = vec![first];
+        let (quarter, mut expected) = (first / 4, vec![first]);
         for _ in 0..2 {
             expected.extend((1..quarter).map(|_| 0));
             expected.push(quarter);
@@ -374,16 +373,17 @@ fn a_slow_disk_reads_ahead_as_far_as_its_plan_says() {
     assert_eq!(desk.unpack(&saved[&'h']), "g");
     assert_eq!(desk.unpack(&saved[&'g']), "f");
     assert_eq!(desk.unpack(&saved[&'f']), "edcba", "by now the start of all is past");
+    desk.unpack_all(&saved, "edcba");
+    assert_eq!(desk.unpack(&saved[&'h']), "g", "in a second backward the plan begins anew");
 }
 
 #[test]
-fn a_second_backward_is_as_far_as_what_it_asks_for() {
+fn of_what_its_price_bounds_a_quarter_is_read_ahead() {
     let mut desk = Desk::new();
-    let saved = desk.packs(&words("abcdefgh"), 20 * MIB);
-    let all: Vec<_> = "abcdefgh".chars().map(|letter| &saved[&letter]).collect();
-    desk.slow_plan(&all, 1.5);
-    desk.unpack_all(&saved, "hgfedcba");
-    assert_eq!(desk.unpack(&saved[&'h']), "g", "the plan begins anew");
+    let saved = desk.packs(&words("abcdefgh"), MIB);
+    saved[&'a'].round().lock().allow(8 * MIB);
+    assert!((0..8).all(|_| saved[&'a'].round().lock().offer(MIB)));
+    assert_eq!(desk.unpack(&saved[&'h']), "gf");
 }
 
 #[test]

@@ -134,6 +134,30 @@ def test_what_was_taken_as_true_and_another_dtype_are_told(
     assert "--dtype bfloat16 did not change the weights" in report
 
 
+@pytest.mark.usefixtures("as_it_was")
+def test_autocast_which_does_nothing_to_shapes_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (
+        HEAD + MODEL + "    def loss():\n"
+        "        with torch.autocast('cpu', torch.bfloat16):\n"
+        f"            return model({DATA}).sum()\n"
+        "    return model, loss\n"
+    )
+    assert told(tmp_path / "mine.py", text) == 0
+    assert "torch.autocast does nothing to shapes, so nothing was cast." in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("as_it_was")
+def test_an_interrupt_while_a_model_is_looked_at_ends_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loss = "    def loss():\n        raise KeyboardInterrupt\n"
+    text = HEAD + MODEL + loss + "    return model, loss\n"
+    assert told(tmp_path / "mine.py", text) == 130
+    assert capsys.readouterr().err == "ssdtrain plan: interrupted; nothing was planned\n"
+
+
 def test_a_way_that_does_not_fit_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "bert-base", "--sequence", "64", "--memory", "1MiB"]) == 1
     report = capsys.readouterr().out

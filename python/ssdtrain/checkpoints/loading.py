@@ -124,7 +124,8 @@ def _opened(folder: Path) -> Iterator[tuple[dict[str, Any], dict[str, int]]]:
                 if nbytes != expected:
                     raise CorruptError(
                         f"{folder / name} has {nbytes} bytes instead of {expected}: it was cut off "
-                        "or changed. This checkpoint cannot be used; load an older one"
+                        "or changed. This checkpoint cannot be used; load an older one, or begin "
+                        "anew"
                     )
             yield content, files
             return

@@ -295,7 +295,7 @@ def unpacked(text: bytes, where: str) -> dict[str, Any]:
         CorruptError: It is not what was written.
 
     """
-    what_next = "this checkpoint cannot be used; load an older one"
+    what_next = "this checkpoint cannot be used; load an older one, or begin anew"
     try:
         body = json.loads(text)
     except ValueError as error:

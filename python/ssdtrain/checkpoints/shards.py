@@ -162,7 +162,7 @@ def _refuse_other(found: int, expected: int, label: str, name: str) -> None:
     if found != expected:
         raise CorruptError(
             f"{label} in {name} is not what was written: its checksum is {found:08x} instead of "
-            f"{expected:08x}. This checkpoint cannot be used; load an older one"
+            f"{expected:08x}. This checkpoint cannot be used; load an older one, or begin anew"
         )
 
 

@@ -28,6 +28,7 @@ __all__ = ["add_arguments", "run"]
 
 EXIT_DOES_NOT_FIT = 1
 EXIT_MISUSED = 2
+EXIT_INTERRUPTED = 130
 OF_A_MODEL = {
     "batch": 1,
     "sequence": None,
@@ -160,6 +161,9 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.save_plan and best is not None:
             document = plan_document(steps[-1], device, best)
             Path(arguments.save_plan).write_text(json.dumps(document) + "\n")
+    except KeyboardInterrupt:
+        print("ssdtrain plan: interrupted; nothing was planned", file=sys.stderr)
+        return EXIT_INTERRUPTED
     except OSError as error:
         where = "" if error.filename is None else f"{error.filename}: "
         print(f"ssdtrain plan: {where}{error.strerror}", file=sys.stderr)

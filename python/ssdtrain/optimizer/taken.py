@@ -37,9 +37,9 @@ AGAIN = (
     "takes each gradient as soon as it is there. With several micro-batches in a step call "
     "optimizer.set_is_last_backward(False) before those that are not the last, and (True) before "
     "the last. A block of checkpoint(use_reentrant=True) that uses a weight twice needs "
-    'use_reentrant=False. If gradients of several steps are to be added, use overlap="forward" or '
-    '"step". No weight was changed since the last step(); call optimizer.zero_grad() and begin '
-    "this step again"
+    "use_reentrant=False. If gradients are clipped before step(), or those of several steps added, "
+    'use overlap="forward" or "step". No weight was changed since the last step(); call '
+    "optimizer.zero_grad() and begin this step again"
 )
 FREED = (
     "a backward would add to a gradient that was freed by its update: call zero_grad() of the "

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -34,6 +35,7 @@ __all__ = ["Optimizer", "Roofline", "derive"]
 
 VALUE = "_local_scalar_dense"
 """What ``Tensor.item()`` calls."""
+AUTOCAST_DEVICES = ("cpu", "cuda")
 ASKED_MAX = 10_000
 """Times that one line may ask for the value of a bool tensor; who waits for one waits for ever."""
 LAYERS_RUN = 5
@@ -94,6 +96,8 @@ class _Recorder(TorchDispatchMode):
     """How many operations there were when the last of them ended."""
     assumed: dict[str, int] = field(default_factory=dict)
     """The lines of the user's that asked for the value of a bool tensor, and how often."""
+    is_cast: bool = False
+    """Whether a function was called under autocast, which does nothing to tensors on `meta`."""
     _numbers: dict[int, int] = field(default_factory=dict)
     _held: list[torch.UntypedStorage] = field(default_factory=list)
 
@@ -170,6 +174,19 @@ class _Recorder(TorchDispatchMode):
         )
 
 
+class _Casts(TorchFunctionMode):
+    """Notes whether a function is called under autocast; what it calls does not see it any more."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(map(torch.is_autocast_enabled, AUTOCAST_DEVICES)):
+            self._recorder.is_cast = True
+        return func(*args, **(kwargs or {}))
+
+
 def _address(storage: torch.UntypedStorage) -> int:
     """Return what tensors on one storage have in common: on `meta` their data has no address."""
     return int(storage._cdata)  # noqa: SLF001 - nothing public tells
@@ -218,7 +235,8 @@ def _derived(
         recorder.storages[number].kind = "weight"
         recorder.storages[number].part = where
     try:
-        with torch.device("meta"), FusedAttention(), recorder, _parts(model, cut, recorder):
+        parts = _parts(model, cut, recorder)
+        with torch.device("meta"), FusedAttention(), _Casts(recorder), recorder, parts:
             loss = loss_of()
             _check_loss(loss, list(parameters.values()))
             if cut is not None:
@@ -228,7 +246,7 @@ def _derived(
     # What computes a loss may call sys.exit, and does not mean to end the command.
     except (Exception, SystemExit) as error:
         if cut is None:
-            _refuse(error, list(recorder.assumed))
+            _refuse(error, recorder)
         # A model may take its layers by their numbers, or join all that they return.
         cut.undo(model)
         raise NotShortenedError from error
@@ -254,7 +272,7 @@ def _derived(
         storages=storages,
         updates=updates,
         accumulate=accumulate,
-        origin=f"derived from shapes{_weights_in(parameters)}{_taken(list(recorder.assumed))}",
+        origin=f"derived from shapes{_weights_in(parameters)}{_taken(recorder)}",
     )
 
 
@@ -295,18 +313,24 @@ def _weights_in(parameters: Mapping[str, torch.Tensor]) -> str:
     return f", weights in {' and '.join(names)}"
 
 
-def _taken(assumed: list[str]) -> str:
-    return f"; bool tensors were taken as true at {', '.join(assumed)}" if assumed else ""
+def _taken(recorder: _Recorder) -> str:
+    """Say what the step was taken for that it may not be."""
+    taken = ""
+    if recorder.is_cast:
+        taken = "; torch.autocast does nothing to shapes, so nothing was cast"
+    if recorder.assumed:
+        taken += f"; bool tensors were taken as true at {', '.join(recorder.assumed)}"
+    return taken
 
 
-def _refuse(error: BaseException, assumed: list[str]) -> NoReturn:
+def _refuse(error: BaseException, recorder: _Recorder) -> NoReturn:
     """Raise ``ConfigError`` for a model that does not run on tensors without values."""
     if isinstance(error, ConfigError):
         raise error
     is_elsewhere = "device" in str(error)
     hint = ". What is made without a device is on 'meta', too" if is_elsewhere else ""
     raise ConfigError(
-        f"the model, or what computes its loss, raised {raised(error)}{_taken(assumed)}. For a "
+        f"the model, or what computes its loss, raised {raised(error)}{_taken(recorder)}. For a "
         "plan it runs on tensors that have shapes but no values (device 'meta'); if it needs "
         f"values, give a step that ssdtrain recorded instead (--trace FILE){hint}"
     ) from error

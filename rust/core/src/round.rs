@@ -346,6 +346,12 @@ impl<E> Round<E> {
         true
     }
 
+    /// What was given to the disk, if that was bounded.
+    #[must_use]
+    pub fn bounded_bytes(&self) -> Option<u64> {
+        (self.allowance_bytes != u64::MAX).then_some(self.offered_bytes)
+    }
+
     /// Gives nothing to the disk, and need not see what comes after the first tensor: nothing is
     /// learned from this round.
     pub fn skim(&mut self) {

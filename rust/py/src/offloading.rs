@@ -10,7 +10,7 @@ use crate::geometry::{Layout, is_memory_of_others, shares_no_counter};
 use crate::gpu_calls::GpuStream;
 use crate::kept::{self, is_true, version_of};
 use crate::rounds::Rounds;
-use crate::rules::{Large, Rules};
+use crate::rules::{Large, Rules, is_managed_at_a_glance};
 use crate::saved_tensor::{Part, Record, SavedTensor, SharedRound};
 use crate::session_lock::SessionLock;
 use crate::skim::{Cause, CountsAs};
@@ -248,7 +248,7 @@ impl Offloading {
         let Ok(identity) = storage.call_method0(intern!(py, "data_ptr")) else {
             return Ok(CountsAs::Unclear);
         };
-        if !rules.is_managed_at_a_glance(tensor)? {
+        if !is_managed_at_a_glance(tensor)? {
             return Ok(CountsAs::Unclear);
         }
         if rules.is_weight_by_history(tensor)? {

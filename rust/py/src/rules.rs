@@ -63,6 +63,18 @@ pub struct Large {
     pub nbytes: u64,
 }
 
+/// Whether a large tensor that lies in ordinary memory is of a kind that is managed, at the least
+/// cost. `false`: [`judge`](Rules::judge) tells.
+///
+/// Of the other kinds that the dispatch keys tell, quantised tensors and lazy conjugates are not of
+/// floating point, and the rest has no such memory or is never given to the hooks.
+pub fn is_managed_at_a_glance(tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
+    let py = tensor.py();
+    Ok(tensor.call_method0(intern!(py, "is_floating_point"))?.is_truthy()?
+        && !is_true(tensor, intern!(py, "is_nested"))?
+        && !tensor.call_method0(intern!(py, "is_neg"))?.is_truthy()?)
+}
+
 #[pymethods]
 impl Rules {
     #[new]
@@ -197,18 +209,6 @@ impl Rules {
         }
         let is_weight = self.is_weight_by_history(tensor)?;
         Ok(if is_weight { Verdict::Weight } else { Verdict::Plain })
-    }
-
-    /// Whether a large tensor that lies in ordinary memory is of a kind that is managed, at the
-    /// least cost. `false`: ask [`judge`](Self::judge).
-    ///
-    /// Of the other kinds that the dispatch keys tell, quantised tensors and lazy conjugates are
-    /// not of floating point, and the rest has no such memory or is never given to the hooks.
-    pub fn is_managed_at_a_glance(&self, tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
-        let py = tensor.py();
-        Ok(tensor.call_method0(intern!(py, "is_floating_point"))?.is_truthy()?
-            && !is_true(tensor, intern!(py, "is_nested"))?
-            && !tensor.call_method0(intern!(py, "is_neg"))?.is_truthy()?)
     }
 
     /// Whether a tensor of which [`glance`](Self::glance) did not tell was made of a weight.
