@@ -178,7 +178,7 @@ class _Casts(TorchFunctionMode):
     """Notes whether a function is called under autocast; what it calls does not see it any more."""
 
     def __init__(self, recorder: _Recorder) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._recorder = recorder
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
