@@ -32,10 +32,6 @@ pub fn checksum(
     }
     let sum = || {
         let mut sum = core::Checksum::default();
-        if form.outer.is_empty() {
-            // SAFETY: as below, with all elements in one run.
-            return core::checksum_of(unsafe { run_at(address, form.run_bytes) });
-        }
         form.each_run(&mut |offset| {
             // SAFETY: the caller passes the address, sizes and strides of a tensor that it holds
             // and that nobody changes before this returns. `offset` is that of one of its
