@@ -287,12 +287,16 @@ class Stats:
         price, price_error = max(0.0, self.price_s_per_gib), self.price_error_s_per_gib
         slowdown = max(0.0, 100 * self.slowdown_expected)
         slowdown_error = 100 * self.slowdown_error
-        text = (
-            f"{price:.3f} ± {price_error:.3f} s per GiB by {self.price_pair_count} pairs of steps; "
-            f"a step offloads {shown_bytes(self.amount_bytes)} of the "
-            f"{shown_bytes(self.planned_bytes)} that the disk hides, and takes {slowdown:+.1f} ± "
-            f"{slowdown_error:.1f} % for it"
-        )
+        pairs = f"{self.price_pair_count} pairs of steps"
+        text = f"{price:.3f} ± {price_error:.3f} s per GiB by {pairs}; "
+        hidden = f"of the {shown_bytes(self.planned_bytes)} that the disk hides"
+        if self.planned_bytes and not self.amount_bytes:
+            text += f"a step offloads nothing {hidden}, as that would cost more than slowdown_max"
+        else:
+            text += (
+                f"a step offloads {shown_bytes(self.amount_bytes)} {hidden}, and takes "
+                f"{slowdown:+.1f} ± {slowdown_error:.1f} % for it"
+            )
         return text + ("; still adapting" if self.is_adapting else "")
 
     def _shown_blocks(self) -> str:

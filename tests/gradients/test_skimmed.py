@@ -120,6 +120,9 @@ SAVES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "slices": lambda x, w: sum(one.cos() for one in (x @ w).sin().chunk(4, dim=1)),  # type: ignore[return-value, arg-type, misc]
     "memory of others": lambda x, w: ((x @ w).sin() - FOREIGN).square() * FOREIGN,
     "a part of something large": lambda x, w: (x @ w).sin() * LARGE[70:102],
+    "the same part of something large, many times": lambda x, w: (
+        ((x @ w).sin() * LARGE[70:102]).cos() * LARGE[70:102]
+    ),
     "made anew": lambda x, w: (x @ w).sin() * torch.rand(32, 1),
     "gates of a cell, which count apart": lambda x, w: CELL(x @ w)[0],
     "a mask without history": lambda x, w: (x @ w).sin() * (torch.rand(32, 64) > 0.5).float(),

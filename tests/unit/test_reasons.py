@@ -363,7 +363,7 @@ def test_the_price_of_a_byte_is_a_reason() -> None:
     assert known is not None
     assert "longer than slowdown_max allows" in unknown.text
     assert "may become 4.0 ms longer; to follow what it saves takes 3.1 ms" in known.text
-    assert "each GiB that moves 0.250 s" in known.text
+    assert "each GiB that moves 0.250 ± 0.000 s" in known.text
 
 
 def test_too_small_for_any_disk_is_said_so() -> None:

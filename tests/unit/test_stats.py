@@ -61,6 +61,14 @@ def test_the_report_has_the_words_for_one_and_for_several(tmp_path: Path) -> Non
     assert none.partition("exposed, ")[2].startswith("0 stalls")
 
 
+def test_where_nothing_is_worth_its_price_the_report_says_so(tmp_path: Path) -> None:
+    known = {"price_pair_count": 9, "price_s_per_gib": 2.5, "planned_bytes": 64 << 20}
+    nothing = str(dataclasses.replace(Rig(tmp_path).stats, **known))
+    some = str(dataclasses.replace(Rig(tmp_path).stats, **known, amount_bytes=1 << 20))
+    assert "offloads nothing of the 64 MiB that the disk hides, as that would cost more" in nothing
+    assert "offloads 1 MiB of the 64 MiB that the disk hides, and takes" in some
+
+
 def test_a_price_below_zero_is_shown_as_none(tmp_path: Path) -> None:
     known = {"price_pair_count": 9, "price_s_per_gib": -0.051, "price_error_s_per_gib": 0.048}
     shares = {"slowdown_expected": -0.018, "slowdown_error": 0.025}

@@ -347,7 +347,8 @@ def _origin(trace: Trace, arguments: argparse.Namespace) -> list[str]:
     if arguments.trace is None:
         if arguments.dtype not in trace.origin:
             found.append(
-                f"--dtype {arguments.dtype} did not change the weights: what builds them did."
+                f"--dtype {arguments.dtype} did not change the weights: the function did not make "
+                "them in the dtype that it was given."
             )
         found.append(
             f"Predicted: kernels take what {arguments.compute_share:g} of the GPU's peak and "

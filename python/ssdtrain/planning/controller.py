@@ -94,11 +94,13 @@ class Verdict:
 
     def shown_cost(self) -> str:
         """Say what a step costs that offloads, where that is known."""
-        s_per_byte = 0.0 if self.price is None else max(self.price.s_per_byte, 0.0)
+        price, error = 0.0, 0.0
+        if self.price is not None:
+            price, error = max(self.price.s_per_byte, 0.0), self.price.error
         return (
             f"a step may become {self.allowed_s * 1e3:.1f} ms longer; to follow what it saves "
             f"takes {self.hooks_s * 1e3:.1f} ms, and each GiB that moves "
-            f"{s_per_byte * (1 << 30):.3f} s"
+            f"{price * (1 << 30):.3f} ± {error * (1 << 30):.3f} s"
         )
 
 

@@ -10,6 +10,7 @@ run them in their order, each once and nothing in between, is run in whole.
 from __future__ import annotations
 
 import functools
+import inspect
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -19,7 +20,6 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -35,7 +35,6 @@ __all__ = ["Optimizer", "Roofline", "derive"]
 
 VALUE = "_local_scalar_dense"
 """What ``Tensor.item()`` calls."""
-AUTOCAST_DEVICES = ("cpu", "cuda")
 ASKED_MAX = 10_000
 """Times that one line may ask for the value of a bool tensor; who waits for one waits for ever."""
 LAYERS_RUN = 5
@@ -97,7 +96,7 @@ class _Recorder(TorchDispatchMode):
     assumed: dict[str, int] = field(default_factory=dict)
     """The lines of the user's that asked for the value of a bool tensor, and how often."""
     is_cast: bool = False
-    """Whether a function was called under autocast, which does nothing to tensors on `meta`."""
+    """Whether a region of autocast was made, which does nothing to tensors on `meta`."""
     _numbers: dict[int, int] = field(default_factory=dict)
     _held: list[torch.UntypedStorage] = field(default_factory=list)
 
@@ -174,17 +173,22 @@ class _Recorder(TorchDispatchMode):
         )
 
 
-class _Casts(TorchFunctionMode):
-    """Notes whether a function is called under autocast; what it calls does not see it any more."""
+@contextmanager
+def _casts(recorder: _Recorder) -> Iterator[None]:
+    """Note whether a region of autocast is made, also one that torch disables for want of a GPU."""
+    make = torch.autocast.__init__
 
-    def __init__(self, recorder: _Recorder) -> None:
-        super().__init__()
-        self._recorder = recorder
+    @functools.wraps(make)
+    def noted(*args: Any, **kwargs: Any) -> None:
+        asked = inspect.signature(make).bind(*args, **kwargs).arguments
+        recorder.is_cast = recorder.is_cast or bool(asked.get("enabled", True))
+        make(*args, **kwargs)
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(map(torch.is_autocast_enabled, AUTOCAST_DEVICES)):
-            self._recorder.is_cast = True
-        return func(*args, **(kwargs or {}))
+    torch.autocast.__init__ = noted  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.autocast.__init__ = make  # type: ignore[method-assign]
 
 
 def _address(storage: torch.UntypedStorage) -> int:
@@ -236,7 +240,7 @@ def _derived(
         recorder.storages[number].part = where
     try:
         parts = _parts(model, cut, recorder)
-        with torch.device("meta"), FusedAttention(), _Casts(recorder), recorder, parts:
+        with torch.device("meta"), FusedAttention(), _casts(recorder), recorder, parts:
             loss = loss_of()
             _check_loss(loss, list(parameters.values()))
             if cut is not None:
@@ -317,7 +321,10 @@ def _taken(recorder: _Recorder) -> str:
     """Say what the step was taken for that it may not be."""
     taken = ""
     if recorder.is_cast:
-        taken = "; torch.autocast does nothing to shapes, so nothing was cast"
+        taken = (
+            "; torch.autocast does nothing to shapes, so nothing was cast (for a plan in 16 bits "
+            "make the model in the dtype that FUNCTION is given, or give a recorded trace)"
+        )
     if recorder.assumed:
         taken += f"; bool tensors were taken as true at {', '.join(recorder.assumed)}"
     return taken

@@ -13,7 +13,7 @@ use crate::rounds::Rounds;
 use crate::rules::{Large, Rules, is_managed_at_a_glance};
 use crate::saved_tensor::{Part, Record, SavedTensor, SharedRound};
 use crate::session_lock::SessionLock;
-use crate::skim::{Cause, CountsAs};
+use crate::skim::{Cause, CountedPart, CountsAs};
 use crate::tally::Tally;
 use crate::torch::Torch;
 use crate::transfer::Loading;
@@ -155,9 +155,8 @@ impl Offloading {
         if may_pass_by && let Some(cause) = self.rounds.get().skims(py) {
             let identity = storage.call_method0(intern!(py, "data_ptr"))?.extract()?;
             let is_leaf = is_true(tensor, intern!(py, "is_leaf"))?;
-            if let Some(kept) =
-                self.pass_by(tensor, identity, nbytes, storage_bytes, is_leaf, cause)?
-            {
+            let part = CountedPart { start: start as usize, nbytes, storage_bytes };
+            if let Some(kept) = self.pass_by(tensor, identity, part, is_leaf, cause)? {
                 return Ok(kept.into_any());
             }
         }
@@ -174,18 +173,18 @@ impl Offloading {
     fn pass_by(
         &self,
         tensor: &Bound<'_, PyAny>,
-        identity: usize,
-        nbytes: u64,
-        storage_bytes: u64,
+        storage: usize,
+        part: CountedPart,
         is_leaf: bool,
         cause: Cause,
     ) -> PyResult<Option<Py<kept::Kept>>> {
         let (py, records) = (tensor.py(), self.records.get());
         // What a backward computes again was counted in forward.
         let is_forward = self.torch.get().current_backward(py)? == FORWARD;
-        let more_bytes = records.account().shared_more_bytes(identity, nbytes, storage_bytes);
+        let (identity, most_bytes) = part.shared(storage);
+        let more_bytes = records.account().shared_more_bytes(identity, part.nbytes, most_bytes);
         let skimmed_bytes = if is_forward { more_bytes } else { 0 };
-        if !self.rounds.get().passes_by(identity, skimmed_bytes) {
+        if !self.rounds.get().passes_by(storage, skimmed_bytes) {
             return Ok(None);
         }
         if more_bytes > 0 {
@@ -197,7 +196,7 @@ impl Offloading {
                 Cause::Price => self.priced.get().add(skimmed_bytes),
             }
         }
-        let holding = records.account().hold_shared(identity, nbytes, storage_bytes);
+        let holding = records.account().hold_shared(identity, part.nbytes, most_bytes);
         records.account().note_peak(records.transfer_bytes(py));
         kept::Kept::hold(tensor, is_leaf, false, Some(holding)).map(Some)
     }
@@ -223,12 +222,12 @@ impl Offloading {
             counts
         };
         match counts {
-            CountsAs::Bytes { offset_bytes, nbytes, storage_bytes } => {
+            CountsAs::Bytes { offset_bytes, part } => {
                 let Ok(address) = tensor.call_method0(intern!(py, "data_ptr")) else {
                     return Ok(None);
                 };
-                let identity = address.extract::<usize>()?.wrapping_sub(offset_bytes);
-                self.pass_by(tensor, identity, nbytes, storage_bytes, large.is_leaf, cause)
+                let storage = address.extract::<usize>()?.wrapping_sub(offset_bytes);
+                self.pass_by(tensor, storage, part, large.is_leaf, cause)
             }
             CountsAs::Weight => {
                 records.account().note_weight();
@@ -255,13 +254,14 @@ impl Offloading {
             return Ok(CountsAs::Weight);
         }
         let storage_bytes: u64 = storage.call_method0(intern!(py, "nbytes"))?.extract()?;
-        let (_, nbytes) = Layout::of(tensor)?.part(tensor, storage_bytes)?;
+        let (start, nbytes) = Layout::of(tensor)?.part(tensor, storage_bytes)?;
         if self.kept_as(tensor, &storage, nbytes, storage_bytes)?.is_some() {
             return Ok(CountsAs::Unclear);
         }
         let address: usize = tensor.call_method0(intern!(py, "data_ptr"))?.extract()?;
         let offset_bytes = address.wrapping_sub(identity.extract()?);
-        Ok(CountsAs::Bytes { offset_bytes, nbytes, storage_bytes })
+        let part = CountedPart { start: start as usize, nbytes, storage_bytes };
+        Ok(CountsAs::Bytes { offset_bytes, part })
     }
 
     /// As what a part of a large storage stays in memory; `None` if it may leave it.

@@ -35,11 +35,31 @@ pub enum Cause {
     Price,
 }
 
+/// Which bytes of a storage a tensor counts with.
+#[derive(Clone, Copy)]
+pub struct CountedPart {
+    pub start: usize,
+    pub nbytes: u64,
+    pub storage_bytes: u64,
+}
+
+impl CountedPart {
+    /// Under which address it is counted, and how many bytes there are at most.
+    ///
+    /// A part counts apart from its storage, so that each layer may save the same one.
+    pub fn shared(&self, storage: usize) -> (usize, u64) {
+        if self.nbytes < self.storage_bytes {
+            return (storage.wrapping_add(self.start), self.nbytes);
+        }
+        (storage, self.storage_bytes)
+    }
+}
+
 /// What a large tensor counts as that is not followed.
 #[derive(Clone, Copy)]
 pub enum CountsAs {
-    /// So many bytes of its storage, in which it begins after others.
-    Bytes { offset_bytes: usize, nbytes: u64, storage_bytes: u64 },
+    /// Bytes of its storage, in which it begins after `offset_bytes`.
+    Bytes { offset_bytes: usize, part: CountedPart },
     /// A weight, or what was made of one.
     Weight,
     /// It has to be judged each time.
