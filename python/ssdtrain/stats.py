@@ -221,13 +221,16 @@ class Stats:
         """What keeps more from leaving memory, or the step from being faster.
 
         ``"compute"`` if nearly all that may leave memory did and hardly a thread or GPU waited.
-        Else the link that was busy for longest: ``"the disk's writes"``, ``"the disk's reads"``,
+        ``"slowdown_max"`` if it lets less go than the disk hides, and hardly anybody waited. Else
+        the link that was busy for longest: ``"the disk's writes"``, ``"the disk's reads"``,
         ``"the PCIe copies to the host"`` or ``"the PCIe copies to the GPU"``.
         """
         stall_s = max(self.stall_s + self.full_disk_wait_s, self.gpu_stall_s)
         has_waited = stall_s > STALL_SHARE_LITTLE * self.elapsed_s
         if not has_waited and self.bytes_offloaded >= OFFLOADED_SHARE_MUCH * self.bytes_eligible:
             return "compute"
+        if not has_waited and self.price_pair_count and self.amount_bytes < self.planned_bytes:
+            return "slowdown_max"
         busy_s = {
             "the disk's writes": self.write_busy_s,
             "the disk's reads": self.read_busy_s,
@@ -285,18 +288,15 @@ class Stats:
     def _shown_price(self) -> str:
         # Below zero is noise: no step is the shorter for what it moves.
         price, price_error = max(0.0, self.price_s_per_gib), self.price_error_s_per_gib
-        slowdown = max(0.0, 100 * self.slowdown_expected)
-        slowdown_error = 100 * self.slowdown_error
+        slowdown, error = max(0.0, 100 * self.slowdown_expected), 100 * self.slowdown_error
         pairs = f"{self.price_pair_count} pairs of steps"
         text = f"{price:.3f} ± {price_error:.3f} s per GiB by {pairs}; "
         hidden = f"of the {shown_bytes(self.planned_bytes)} that the disk hides"
         if self.planned_bytes and not self.amount_bytes:
             text += f"a step offloads nothing {hidden}, as that would cost more than slowdown_max"
         else:
-            text += (
-                f"a step offloads {shown_bytes(self.amount_bytes)} {hidden}, and takes "
-                f"{slowdown:+.1f} ± {slowdown_error:.1f} % for it"
-            )
+            offloaded = f"a step offloads {shown_bytes(self.amount_bytes)} {hidden}"
+            text += f"{offloaded}, and takes {slowdown:+.1f} ± {error:.1f} % for it"
         return text + ("; still adapting" if self.is_adapting else "")
 
     def _shown_blocks(self) -> str:

@@ -165,6 +165,7 @@ def test_a_way_that_does_not_fit_says_why(capsys: pytest.CaptureFixture[str]) ->
     assert main(["plan", "bert-base", "--sequence", "64", "--memory", "1MiB"]) == 1
     report = capsys.readouterr().out
     assert "What does not fit:\n  keep: it takes" in report
+    assert "So this step does not fit: a smaller --batch" in report
     assert "at its peak, and there are 1 MiB\n" in report
 
 

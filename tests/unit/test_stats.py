@@ -84,6 +84,10 @@ def test_the_limit_is_the_busiest_link_that_was_waited_for(tmp_path: Path) -> No
     stats = dataclasses.replace(Rig(tmp_path).stats, **known, **links)
     # Nearly all left, and nobody waited: a faster disk would change nothing.
     assert stats.limit == "compute"
+    priced = {"price_pair_count": 9, "planned_bytes": 64 << 20, "amount_bytes": 1 << 20}
+    fewer = dataclasses.replace(stats, bytes_offloaded=20, **priced)
+    assert fewer.limit == "slowdown_max"
+    assert dataclasses.replace(fewer, stall_s=5.0).limit == "the disk's writes"
     for name, link in (
         ("write_busy_s", "the disk's writes"),
         ("read_busy_s", "the disk's reads"),

@@ -135,7 +135,12 @@ def text(
     shown += [f"{row.name}: {row.meaning}" for row in rows]
     only_planned = " and ".join(f"{name!r}" for name in PLANNED_ONLY)
     shown.append(f"ssdtrain does not run {only_planned} on a GPU: they tell what is possible.")
-    if any(row.fits for row in rows) and not any(row.fits and row.is_run for row in rows):
+    if not any(row.fits for row in rows):
+        shown.append(
+            "So this step does not fit: a smaller --batch or --sequence, another --optimizer, or "
+            "more memory (--gpu, --memory) changes that."
+        )
+    elif not any(row.fits and row.is_run for row in rows):
         shown.append("So this step fits in no way that can be run today.")
     shown += ["", *COLUMNS]
     return "\n".join([*shown, *origin])
