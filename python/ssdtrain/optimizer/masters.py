@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -35,8 +34,8 @@ __all__ = [
     "WORKING_BYTES",
     "Leaf",
     "Masters",
-    "as_masters",
     "drop_stale",
+    "load_as_masters",
     "refuse_cast_masters",
     "refuse_shared_memory",
     "wants_master",
@@ -198,6 +197,9 @@ class Masters:
         A master stands as long as its rounding is the parameter. Whoever has changed the parameter
         since has given it another master: itself.
         """
+        if isinstance(state, dict):
+            # An interrupt may have come before `adopt`.
+            _widen(state)
         master = state.get(MASTER) if isinstance(state, dict) else None
         if not _is_rounded_to(master, param.detach()):
             if master is not None:
@@ -253,15 +255,9 @@ class Masters:
 
         That is what torch makes of it where it is loaded for float32 parameters.
         """
-        if not (isinstance(param, Tensor) and isinstance(state, dict) and wants_master(param)):
-            return
-        for key, value in list(dict.items(state)):
-            is_number = type(value) is Tensor and value.is_floating_point()
-            if is_number and key != "step" and value.dtype is not torch.float32:
-                state[key] = value.float()
-        # Else it would be held here, and stay in memory.
-        key = value = None
-        self.fold(state, param, param)
+        if isinstance(param, Tensor) and isinstance(state, dict) and wants_master(param):
+            _widen(state)
+            self.fold(state, param, param)
 
     def _end_all(self, leaves: list[Leaf], states: Any, staying: set[int]) -> None:
         """End what is left of some leaves. After an interrupt it may be called again."""
@@ -298,6 +294,13 @@ class Masters:
                 raise
 
 
+def _widen(state: dict[Any, Any]) -> None:
+    for key, value in list(dict.items(state)):
+        is_number = type(value) is Tensor and value.is_floating_point()
+        if is_number and key != "step" and value.dtype is not torch.float32:
+            state[key] = value.float()
+
+
 def drop_stale(state: Any, param: Tensor) -> None:
     """Drop the master of a parameter that was made float32 itself."""
     if isinstance(state, dict) and not wants_master(param):
@@ -309,26 +312,33 @@ def without_master(state: Any) -> ParameterState:
     return ParameterState((key, value) for key, value in state.items() if key != MASTER)
 
 
-@contextmanager
-def as_masters(optimizer: Optimizer) -> Iterator[None]:
-    """Let torch load a state as that of float32 parameters: it casts it to the dtype of these."""
-    groups = optimizer.param_groups
-    originals = [group["params"] for group in groups]
-    back: dict[Tensor, Tensor] = {}
-    for group in groups:
-        group["params"] = [_stand_in(param, back) for param in group["params"]]
+def load_as_masters(optimizer: Optimizer, load: Callable[[], object]) -> None:
+    """Let torch load a state as that of float32 parameters: it casts it to the dtype of these.
+
+    Whatever goes wrong, an interrupt too, leaves the state and the groups of before.
+    """
+    attributes, back = vars(optimizer), dict[Tensor, Tensor]()
+    groups, states = attributes["param_groups"], attributes["state"]
+    stand_ins = [[_stand_in(param, back) for param in group["params"]] for group in groups]
     try:
-        yield
-    finally:
-        for those in (groups, optimizer.param_groups):
-            for group, params in zip(those, originals, strict=True):
-                group["params"] = params
-        states = vars(optimizer)["state"]
-        if any(key in back for key in states if isinstance(key, Tensor)):
-            loaded: defaultdict[Any, Any] = defaultdict(dict)
-            for key, state in states.items():
-                loaded[back.get(key, key) if isinstance(key, Tensor) else key] = state
-            vars(optimizer)["state"] = loaded
+        optimizer.param_groups = _with_params(groups, stand_ins)
+        load()
+        originals = [group["params"] for group in groups]
+        loaded_groups = _with_params(attributes["param_groups"], originals)
+        loaded: defaultdict[Any, Any] = defaultdict(dict)
+        for key, state in attributes["state"].items():
+            loaded[back.get(key, key) if isinstance(key, Tensor) else key] = state
+    except BaseException:
+        attributes["param_groups"] = groups
+        attributes["state"] = states
+        raise
+    # These two call nothing, so no interrupt comes in between.
+    attributes["param_groups"] = loaded_groups
+    attributes["state"] = loaded
+
+
+def _with_params(groups: list[dict[str, Any]], params: list[list[Tensor]]) -> list[dict[str, Any]]:
+    return [{**group, "params": own} for group, own in zip(groups, params, strict=True)]
 
 
 def _stand_in(param: Tensor, back: dict[Tensor, Tensor]) -> Tensor:

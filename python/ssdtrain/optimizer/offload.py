@@ -143,11 +143,13 @@ def offload_optimizer(
         gradients = gradients_of(
             optimizer, store, budget, gradient_bytes, in_backward=overlap == "backward"
         )
-    take_over_step(optimizer)
     kind: type[Optimizer] = type(optimizer)
-    optimizer.__class__ = cast("type[AnyOptimizer]", offloaded_class(kind))  # type: ignore[arg-type]
-    offloaded = cast("Offloaded", optimizer)
+    # What fails leaves it as it was.
+    attributes = dict(vars(optimizer))
     try:
+        take_over_step(optimizer)
+        optimizer.__class__ = cast("type[AnyOptimizer]", offloaded_class(kind))  # type: ignore[arg-type]
+        offloaded = cast("Offloaded", optimizer)
         offloaded._begin(  # noqa: SLF001 - its constructor
             kind,
             disk,
@@ -159,9 +161,16 @@ def offload_optimizer(
             gradients=gradients,
         )
     except BaseException:
+        optimizer.__class__ = cast("type[AnyOptimizer]", kind)
+        vars(optimizer).clear()
+        vars(optimizer).update(attributes)
         if gradients is not None:
             gradients.give_back()
         raise
+    # Also of its state, which is held here and would stay in memory.
+    attributes.clear()
+    # An interrupt from here on leaves an optimizer that is offloaded.
+    offloaded._start()  # noqa: SLF001 - as above
     if share is not None:
         share.register(buffers)
         if gradients is not None:

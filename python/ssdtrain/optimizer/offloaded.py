@@ -111,16 +111,24 @@ class Offloaded(WholeState):
         self._order = ForwardOrder() if overlap == "forward" else None
         if self._order is not None:
             self._order.begin_round()
-        self._take_over_state()
-        if gradients is not None:
-            gradients.watch()
-            if overlap == "forward":
-                gradients.end_updates = weakref.WeakMethod(self._end_updates)
+        if gradients is not None and overlap == "forward":
+            gradients.end_updates = weakref.WeakMethod(self._end_updates)
         if overlap == "backward":
             self._in_backward = InBackward(self)
-            self._in_backward.watch()
         # torch's own wrapper around `step`, which runs the hooks, now goes around ours.
         self._patch_step_function()
+
+    def _start(self) -> None:
+        """Begin to do what each step makes up for, if an interrupt comes before the end of this."""
+        self._watch()
+        self._send_all()
+
+    def _watch(self) -> None:
+        """Be told of the gradients of all parameters, also of new and unfrozen ones."""
+        if self._gradients is not None:
+            self._gradients.watch()
+        if self._in_backward is not None:
+            self._in_backward.watch()
 
     @property
     def param_groups(self) -> Any:
@@ -281,10 +289,7 @@ class Offloaded(WholeState):
         except UnsupportedError:
             self.param_groups.pop()
             raise
-        if self._in_backward is not None:
-            self._in_backward.watch()
-        if self._gradients is not None:
-            self._gradients.watch()
+        self._watch()
 
     def _step_beside(self, order: ForwardOrder, options: dict[str, Any]) -> None:
         """Update what others may look at past us, and begin the updates of all else."""

@@ -211,11 +211,9 @@ class ParameterState(dict[Any, Any]):
 class States(defaultdict[Any, Any]):
     """The states of all parameters, as an optimizer looks them up."""
 
-    def __init__(self) -> None:
+    def __init__(self, states: dict[Any, Any]) -> None:
+        """Take over states, of which those in plain dicts lie in memory."""
         super().__init__(ParameterState)
-
-    def adopt(self, states: dict[Any, Any]) -> None:
-        """Take over states that lie in memory."""
         for key, state in states.items():
             self[key] = ParameterState(state) if type(state) is dict else state
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -13,7 +13,7 @@ from ssdtrain.optimizer.deferred import Deferred
 from ssdtrain.optimizer.disk import Disk
 from ssdtrain.optimizer.in_backward import InBackward
 from ssdtrain.optimizer.lost import Lost
-from ssdtrain.optimizer.masters import Masters, as_masters
+from ssdtrain.optimizer.masters import Masters, load_as_masters
 from ssdtrain.optimizer.state import ParameterState, States
 from ssdtrain.optimizer.undo import Undo
 
@@ -39,7 +39,13 @@ class WholeState(Optimizer):
     @property
     def _states(self) -> Any:
         """The state, for those who update it, or have waited."""
-        return vars(self)["state"]
+        states = vars(self)["state"]
+        if type(states) is not States:
+            # Whoever loads a state puts one of torch's own there. An interrupt may come before the
+            # next line of his, so it is taken over by whoever looks first.
+            states = States(states)
+            vars(self)["state"] = states
+        return states
 
     @property
     def state(self) -> Any:
@@ -52,9 +58,7 @@ class WholeState(Optimizer):
     def state(self, states: Any) -> None:
         self.synchronize()
         self._give_up()
-        adopted = States()
-        adopted.adopt(states)
-        vars(self)["state"] = adopted
+        vars(self)["state"] = States(states)
 
     def synchronize(self) -> None:
         """Wait until all updates are made; raise what went wrong with them.
@@ -87,21 +91,28 @@ class WholeState(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as ever; what is on the disk is read into tensors of its own."""
-        states = self.state
-        vars(self)["state"] = {key: _copied(state) for key, state in states.items()}
+        states, copies = self.state, States({})
+        for key, state in states.items():
+            copies[key] = _copied(state)
+        attributes = vars(self)
+        # Neither of the two assignments calls anything: an interrupt comes before both or between.
+        attributes["state"] = copies
         try:
             return super().state_dict()
         finally:
-            vars(self)["state"] = states
+            attributes["state"] = states
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state as ever, and let it go to the disk."""
         self.synchronize()
         self._give_up()
-        with nullcontext() if self._masters is None else as_masters(self):
-            super().load_state_dict(state_dict)
+        load = partial(super().load_state_dict, state_dict)
+        if self._masters is None:
+            load()
+        else:
+            load_as_masters(self, load)
         self._note_loaded()
-        self._take_over_state()
+        self._send_all()
 
     def _note_loaded(self) -> None:
         """Go on with a state that was replaced in whole."""
@@ -125,8 +136,7 @@ class WholeState(Optimizer):
         """Refuse: a pickle of the optimizer would lack what is on the disk."""
         raise TypeError(NO_COPY)
 
-    def _take_over_state(self) -> None:
-        self.state = self._states
+    def _send_all(self) -> None:
         for param, state in self._states.items():
             if isinstance(state, ParameterState):
                 if self._masters is not None:
