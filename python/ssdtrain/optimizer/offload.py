@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import TypeVar, cast
 
 import torch
@@ -143,39 +145,46 @@ def offload_optimizer(
         gradients = gradients_of(
             optimizer, store, budget, gradient_bytes, in_backward=overlap == "backward"
         )
-    kind: type[Optimizer] = type(optimizer)
-    # What fails leaves it as it was.
-    attributes = dict(vars(optimizer))
+    begin = partial(
+        Offloaded._begin,  # noqa: SLF001 - the constructor of what the optimizer becomes
+        disk=disk,
+        buffers=buffers,
+        overlap=overlap,
+        habits=habits,
+        undo=undo,
+        has_masters=has_masters,
+        gradients=gradients,
+    )
     try:
-        take_over_step(optimizer)
-        optimizer.__class__ = cast("type[AnyOptimizer]", offloaded_class(kind))  # type: ignore[arg-type]
-        offloaded = cast("Offloaded", optimizer)
-        offloaded._begin(  # noqa: SLF001 - its constructor
-            kind,
-            disk,
-            buffers,
-            overlap,
-            habits,
-            undo=undo,
-            has_masters=has_masters,
-            gradients=gradients,
-        )
+        offloaded = _become_offloaded(optimizer, begin)
     except BaseException:
-        optimizer.__class__ = cast("type[AnyOptimizer]", kind)
-        vars(optimizer).clear()
-        vars(optimizer).update(attributes)
         if gradients is not None:
             gradients.give_back()
         raise
-    # Also of its state, which is held here and would stay in memory.
-    attributes.clear()
-    # An interrupt from here on leaves an optimizer that is offloaded.
-    offloaded._start()  # noqa: SLF001 - as above
+    # An interrupt from here on leaves an optimizer that is offloaded. Each step makes up for these.
+    offloaded._watch()  # noqa: SLF001 - a part of the constructor
+    offloaded._send_all()  # noqa: SLF001 - likewise
     if share is not None:
         share.register(buffers)
         if gradients is not None:
             share.register(gradients)
     return optimizer
+
+
+def _become_offloaded(optimizer: Optimizer, begin: Callable[..., object]) -> Offloaded:
+    """Give an optimizer the class of offloaded ones; what fails leaves it as it was."""
+    kind: type[Optimizer] = type(optimizer)
+    attributes = dict(vars(optimizer))
+    try:
+        take_over_step(optimizer)
+        optimizer.__class__ = offloaded_class(kind)  # type: ignore[arg-type]
+        begin(optimizer, kind)
+    except BaseException:
+        optimizer.__class__ = kind
+        vars(optimizer).clear()
+        vars(optimizer).update(attributes)
+        raise
+    return cast("Offloaded", optimizer)
 
 
 def _refuse_what_does_not_go_together(overlap: object, undo: object) -> None:

@@ -118,11 +118,6 @@ class Offloaded(WholeState):
         # torch's own wrapper around `step`, which runs the hooks, now goes around ours.
         self._patch_step_function()
 
-    def _start(self) -> None:
-        """Begin to do what each step makes up for, if an interrupt comes before the end of this."""
-        self._watch()
-        self._send_all()
-
     def _watch(self) -> None:
         """Be told of the gradients of all parameters, also of new and unfrozen ones."""
         if self._gradients is not None:
