@@ -268,3 +268,93 @@ def test_bad_input(tmp_path: Path) -> None:
     for refused in (copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match=r"save optimizer\.state_dict\(\)"):
             refused(optimizer)
+
+
+def steps(module: nn.Module, optimizer: Optimizer, count: int) -> None:
+    for number in range(count):
+        generator = torch.Generator().manual_seed(number)
+        plain_step(module, optimizer, torch.randn(8, WIDTH, generator=generator))
+
+
+SCHEDULES = pytest.mark.parametrize("overlap", ["step", "forward", "backward"])
+
+
+@SCHEDULES
+def test_a_state_dict_whose_hook_makes_a_step(overlap: str, tmp_path: Path) -> None:
+    """What changes the optimizer meanwhile, here or in another thread, changes its own state."""
+
+    def trained(place: Path | None) -> dict[str, Tensor]:
+        module = model()
+        optimizer = adamw(module)
+        if place is not None:
+            offload_optimizer(optimizer, place, overlap=overlap)
+        steps(module, optimizer, 2)
+
+        def step(one: Optimizer) -> None:
+            assert one is optimizer
+            steps(module, optimizer, 1)
+
+        handle = optimizer.register_state_dict_pre_hook(step)
+        saved = optimizer.state_dict()
+        handle.remove()
+        assert {float(state["step"]) for state in saved["state"].values()} == {3}
+        steps(module, optimizer, 1)
+        return everything(module, optimizer)
+
+    support.assert_equal_bits(trained(tmp_path), trained(None))
+
+
+@SCHEDULES
+def test_hooks_that_change_a_state(overlap: str, tmp_path: Path) -> None:
+    def before(one: Optimizer) -> None:
+        for state in one.state.values():
+            state["exp_avg"].mul_(2)
+            state["mean"] = torch.ones(3)
+
+    def after(one: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return {**state_dict, "group count": len(one.param_groups)}
+
+    def trained(place: Path | None) -> tuple[Any, dict[str, Tensor]]:
+        module = model()
+        optimizer = adamw(module)
+        if place is not None:
+            offload_optimizer(optimizer, place, overlap=overlap)
+        steps(module, optimizer, 2)
+        handles = [
+            optimizer.register_state_dict_pre_hook(before),
+            optimizer.register_state_dict_post_hook(after),
+        ]
+        saved = optimizer.state_dict()
+        for handle in handles:
+            handle.remove()
+        steps(module, optimizer, 1)
+        return saved, everything(module, optimizer)
+
+    (saved, found), (expected_saved, expected) = trained(tmp_path), trained(None)
+    support.assert_equal_bits(found, expected)
+    assert saved["group count"] == expected_saved["group count"]
+    assert all("mean" in state for state in saved["state"].values())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"overlap": "step"}, {"overlap": "step", "undo": True}, {"overlap": "forward"},
+     {"overlap": "backward"}],
+)  # fmt: skip
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_after_a_look_the_state_goes_to_the_disk_again(
+    is_loaded: bool, options: dict[str, Any], tmp_path: Path
+) -> None:
+    module = model()
+    optimizer: Any = offload_optimizer(adamw(module), tmp_path, **options)
+    steps(module, optimizer, 2)
+    on_disk_bytes = optimizer.offload_stats.on_disk_bytes + optimizer.offload_stats.resident_bytes
+    if is_loaded:
+        optimizer.load_state_dict(optimizer.state_dict())
+    else:
+        for state in optimizer.state.values():
+            state["exp_avg"].sum()
+    steps(module, optimizer, 2)
+    optimizer.synchronize()
+    assert away(optimizer) == 6, "two tensors for each of three weights"
+    assert optimizer.offload_stats.on_disk_bytes > 0.9 * on_disk_bytes

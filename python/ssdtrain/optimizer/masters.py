@@ -9,7 +9,7 @@ is that of mixed precision with masters (arXiv 1710.03740), kept as in ZeRO (arX
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -45,6 +45,11 @@ __all__ = [
 MASTER = "master_weight"
 """The key of a master in the state of its parameter."""
 KINDS = (torch.bfloat16, torch.float16)
+LOAD_HOOKS = (
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
+"""What torch calls these."""
 WORKING_BYTES = 6
 """Of each number that is updated, beside its state as it is stored: the whole master takes two more
 than what is stored of it, and the gradient in float32 four."""
@@ -312,29 +317,39 @@ def without_master(state: Any) -> ParameterState:
     return ParameterState((key, value) for key, value in state.items() if key != MASTER)
 
 
-def load_as_masters(optimizer: Optimizer, load: Callable[[], object]) -> None:
+def load_as_masters(
+    optimizer: Optimizer, load: Callable[[dict[str, Any]], object], state_dict: dict[str, Any]
+) -> None:
     """Let torch load a state as that of float32 parameters: it casts it to the dtype of these.
 
-    Whatever goes wrong, an interrupt too, leaves the state and the groups of before.
+    Whatever goes wrong, an interrupt too, leaves the state and the groups of before. Hooks see the
+    optimizer with its own parameters, before and after.
     """
     attributes, back = vars(optimizer), dict[Tensor, Tensor]()
+    before_load, after_load = (attributes[name] for name in LOAD_HOOKS)
+    state_dict = state_dict.copy()
+    for hook in before_load.values():
+        changed = hook(optimizer, state_dict)
+        state_dict = state_dict if changed is None else changed
     groups, states = attributes["param_groups"], attributes["state"]
     stand_ins = [[_stand_in(param, back) for param in group["params"]] for group in groups]
+    no_hooks = dict.fromkeys(LOAD_HOOKS, OrderedDict[int, Any]())
+    as_before = dict(zip(LOAD_HOOKS, (before_load, after_load), strict=True))
+    as_before |= {"param_groups": groups, "state": states}
     try:
-        optimizer.param_groups = _with_params(groups, stand_ins)
-        load()
+        attributes.update(no_hooks, param_groups=_with_params(groups, stand_ins))
+        load(state_dict)
         originals = [group["params"] for group in groups]
-        loaded_groups = _with_params(attributes["param_groups"], originals)
         loaded: defaultdict[Any, Any] = defaultdict(dict)
         for key, state in attributes["state"].items():
             loaded[back.get(key, key) if isinstance(key, Tensor) else key] = state
-    except BaseException:
-        attributes["param_groups"] = groups
-        attributes["state"] = states
-        raise
-    # These two call nothing, so no interrupt comes in between.
-    attributes["param_groups"] = loaded_groups
-    attributes["state"] = loaded
+        loaded_groups = _with_params(attributes["param_groups"], originals)
+        as_before |= {"param_groups": loaded_groups, "state": loaded}
+    finally:
+        # One call, so that an interrupt comes before all of it or after.
+        attributes.update(as_before)
+    for hook in after_load.values():
+        hook(optimizer)
 
 
 def _with_params(groups: list[dict[str, Any]], params: list[list[Tensor]]) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from typing import Any, SupportsIndex
 
 from torch import Tensor
 
-from ssdtrain.machine.torch_internals import is_in_shards, memory_bytes, own_shard
+from ssdtrain.machine.torch_internals import is_in_shards, memory_bytes, own_shard, plainly
 from ssdtrain.optimizer.disk import Away, Disk
 from ssdtrain.optimizer.sharded import ShardAway
 from ssdtrain.store import StoredTensor
@@ -129,11 +129,8 @@ class ParameterState(dict[Any, Any]):
         return sum(nbytes for nbytes in sizes if nbytes < disk.min_bytes)
 
     def copied(self) -> dict[Any, Any]:
-        """Return a plain dict: tensors that are on the disk are copied, and stay there."""
-        return {
-            key: value.copy() if isinstance(value, Away) else value
-            for key, value in super().items()
-        }
+        """Return a plain dict with copies of all tensors; what is on the disk stays there."""
+        return {key: _copy_of(value) for key, value in super().items()}
 
     def __getitem__(self, key: Any) -> Any:
         value = super().__getitem__(key)
@@ -206,6 +203,15 @@ class ParameterState(dict[Any, Any]):
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
         # A class that `torch.load` takes without further questions; `dict` itself is none.
         return OrderedDict, (), None, None, iter(self.items())
+
+
+def _copy_of(value: Any) -> Any:
+    if isinstance(value, Away):
+        return value.copy()
+    if not isinstance(value, Tensor):
+        return value
+    with plainly():
+        return value.detach().clone()
 
 
 class States(defaultdict[Any, Any]):

@@ -57,6 +57,11 @@ class Kept:
         else:
             self._copy = self._own.detach().clone()
 
+    @property
+    def is_large(self) -> bool:
+        """Whether its bytes are on the disk, or on their way there."""
+        return self._stored is not None
+
     def wait(self) -> None:
         """Wait until the tensor may be changed."""
         if self._stored is not None:
@@ -84,6 +89,12 @@ class Before:
     is_begun: bool = False
     """Whether its update has begun, so that its weight may differ from what it was."""
 
+    @property
+    def holds_state(self) -> bool:
+        """Whether tensors of the state were in memory before the update, and are held here."""
+        values = (self.state or {}).values()
+        return any(type(value) is Kept and value.is_large for value in values)
+
 
 class Undo:
     """What the parameters that a step has updated so far had before it."""
@@ -94,6 +105,8 @@ class Undo:
         self._random: Tensor | None = None
         self.is_kept = False
         """Whether there is a way back now, from a step that goes on or one that failed."""
+        self._held: list[Tensor] = []
+        """Parameters whose state could not leave memory, as this held tensors of it."""
 
     def begin(self) -> None:
         """Begin a step."""
@@ -105,8 +118,19 @@ class Undo:
     def forget(self) -> None:
         """End a step that went well, and give the space of what was before it back."""
         self.is_kept = False
+        self._held += [one.param for one in self._before.values() if one.holds_state]
         self._before.clear()
         self._disk.give_up_undo = None
+
+    def send_held(self, states: dict[Tensor, Any]) -> None:
+        """Let the state go to the disk that this has held in memory until its step ended."""
+        while self._held:
+            param = self._held.pop()
+            state = states.get(param)
+            is_dense = param.grad is None or param.grad.layout is torch.strided
+            if isinstance(state, ParameterState) and is_dense:
+                state.send(self._disk)
+                self._disk.make_room()
 
     def expect(self, part: Part) -> None:
         """Begin to write the weights of a part that is updated next."""
@@ -219,6 +243,7 @@ def undone_if_it_fails(
             error.add_note(UNDONE)
         raise
     undo.forget()
+    undo.send_held(states)
 
 
 def restore(undo: Undo, states: dict[Tensor, Any], groups: list[dict[str, Any]]) -> None:

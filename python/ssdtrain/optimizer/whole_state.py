@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -90,27 +89,22 @@ class WholeState(Optimizer):
             self._in_backward.give_up()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as ever; what is on the disk is read into tensors of its own."""
-        states, copies = self.state, States({})
-        for key, state in states.items():
-            copies[key] = _copied(state)
-        attributes = vars(self)
-        # Neither of the two assignments calls anything: an interrupt comes before both or between.
-        attributes["state"] = copies
-        try:
-            return super().state_dict()
-        finally:
-            attributes["state"] = states
+        """Return the state as of now: its tensors are copies, in memory, wherever they lie."""
+        found: dict[str, Any] = super().state_dict()
+        # A hook may have made something else of it.
+        states = found.get("state") if isinstance(found, dict) else None
+        if isinstance(states, dict):
+            found["state"] = {key: _copied(state) for key, state in states.items()}
+        return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state as ever, and let it go to the disk."""
         self.synchronize()
         self._give_up()
-        load = partial(super().load_state_dict, state_dict)
         if self._masters is None:
-            load()
+            super().load_state_dict(state_dict)
         else:
-            load_as_masters(self, load)
+            load_as_masters(self, super().load_state_dict, state_dict)
         self._note_loaded()
         self._send_all()
 
