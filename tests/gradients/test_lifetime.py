@@ -447,6 +447,22 @@ def failure_of(work: Callable[[], object]) -> StorageError | None:
     return None
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, "as much as the disk hides"),
+        ({"slowdown_max": 0.1}, "slowdown_max=0.1"),
+        ({"max_resident_bytes": "2MiB"}, "at most 2 MiB of all stay in memory"),
+    ],
+)
+def test_how_much_a_session_offloads_is_logged_when_it_begins(
+    options: dict[str, Any], said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "ssdtrain"), ssdtrain.offload(tmp_path, **options):
+        first = caplog.records[0].getMessage()
+    assert first.endswith(f"); {said}")
+
+
 @pytest.mark.parametrize("verify", [True, False])
 def test_a_read_that_fails_raises_and_gives_no_gradient(verify: bool, tmp_path: Path) -> None:
     failed_count = 0

@@ -84,7 +84,7 @@ def test_the_report_tells_all_three_lives(capsys: pytest.CaptureFixture[str]) ->
     ("words", "said"),
     [
         ((), "--drive NAME"),
-        (("--drive", "990-pro-2tb", "--tbw", "5"), "--drive NAME"),
+        (("--drive", "990-pro-2tb", "--tbw", "5"), "--tbw TB, not both"),
         (("--drive", "floppy"), "no drive is called 'floppy' here; there are 980-pro-1tb"),
         (("--tbw", "5"), "--write-rate"),
         (("--tbw", "5", "--drives", "0", "--write-rate", "1GB"), "--drives must be 1 or more"),

@@ -184,3 +184,10 @@ def test_more_micro_batches_than_can_be_planned(
     capsys.readouterr()
     assert told(file, GOOD, "--accumulate", "1000000000") == 2
     assert "1,000,000,000 micro-batches of" in capsys.readouterr().err
+
+
+def test_what_a_named_model_asks_is_no_line_of_the_user(capsys: pytest.CaptureFixture[str]) -> None:
+    """What calls the command, as this test or the script that is installed, is no model."""
+    pytest.importorskip("transformers")
+    assert main(["plan", "gpt2", "--sequence", "64"]) == 0
+    assert "taken as true" not in capsys.readouterr().out

@@ -126,7 +126,8 @@ def _wear(arguments: argparse.Namespace) -> Wear:
 
 def _rated_bytes(arguments: argparse.Namespace) -> float:
     if (arguments.drive is None) == (arguments.tbw is None):
-        raise ConfigError("name the drive with --drive NAME, or its rating with --tbw TB")
+        only = "" if arguments.drive is None else ", not both"
+        raise ConfigError(f"name the drive with --drive NAME, or its rating with --tbw TB{only}")
     if arguments.drive is not None:
         rated_bytes = named(DRIVES, arguments.drive, "drive").rated_bytes
     else:

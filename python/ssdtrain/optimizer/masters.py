@@ -333,7 +333,7 @@ def load_as_masters(
         state_dict = state_dict if changed is None else changed
     groups, states = attributes["param_groups"], attributes["state"]
     stand_ins = [[_stand_in(param, back) for param in group["params"]] for group in groups]
-    no_hooks = dict.fromkeys(LOAD_HOOKS, OrderedDict[int, Any]())
+    no_hooks = {name: OrderedDict[int, Any]() for name in LOAD_HOOKS}
     as_before = dict(zip(LOAD_HOOKS, (before_load, after_load), strict=True))
     as_before |= {"param_groups": groups, "state": states}
     try:

@@ -141,7 +141,10 @@ class _Recorder(TorchDispatchMode):
 
         Nobody knows here, so where a line of the user's asks, that is noted.
         """
-        line = line_of_user(traceback.extract_stack(), LIBRARIES)
+        stack = traceback.extract_stack()
+        # What called this module is not the model: the script of the command, say.
+        first = next(number for number, one in enumerate(stack) if one.filename == __file__)
+        line = line_of_user(stack[first:], LIBRARIES)
         if line is None:
             return True
         self.assumed[line] = self.assumed.get(line, 0) + 1

@@ -208,7 +208,9 @@ def raised(error: BaseException) -> str:
     return f"{told} ({line})" if line is not None else told
 
 
-def line_of_user(frames: traceback.StackSummary, passed: Sequence[str] = ()) -> str | None:
+def line_of_user(
+    frames: Sequence[traceback.FrameSummary], passed: Sequence[str] = ()
+) -> str | None:
     """Return the innermost line that is the user's own, if one is; not of paths with ``passed``."""
     own = [
         one
