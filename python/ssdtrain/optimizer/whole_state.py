@@ -91,7 +91,8 @@ class WholeState(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state as of now: its tensors are copies, in memory, wherever they lie."""
         found: dict[str, Any] = super().state_dict()
-        # A hook may have made something else of it.
+        # A hook may have made a step, or something else of what is returned.
+        self.synchronize()
         states = found.get("state") if isinstance(found, dict) else None
         if isinstance(states, dict):
             found["state"] = {key: _copied(state) for key, state in states.items()}
