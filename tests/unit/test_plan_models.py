@@ -191,3 +191,20 @@ def test_what_a_named_model_asks_is_no_line_of_the_user(capsys: pytest.CaptureFi
     pytest.importorskip("transformers")
     assert main(["plan", "gpt2", "--sequence", "64"]) == 0
     assert "taken as true" not in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("as_it_was")
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "the least memory of a step that is at most 2 % longer (--slowdown-max)"),
+        (("--slowdown-max", "0.5"), "at most 50 % longer (--slowdown-max)"),
+        (("--memory", "2KiB"), "Each way that moves anything is planned for the shortest step"),
+        (("--budget", "activation=1GiB"), "is planned for the shortest step that fits"),
+    ],
+)
+def test_what_was_sought_is_told(
+    words: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told(tmp_path / "mine.py", GOOD, *words)
+    assert said in capsys.readouterr().out

@@ -148,10 +148,12 @@ def run(arguments: argparse.Namespace) -> int:
         # What code of the user prints is no part of the answer, which may be JSON.
         with redirect_stdout(sys.stderr):
             trace = _trace(arguments)
-        rows, steps = _rows(trace, device, arguments)
+        rows, steps, sought = _rows(trace, device, arguments)
         if arguments.save_trace:
             traces.save(trace, arguments.save_trace)
-        report = plan_report.text(trace, device, rows, rated_bytes, _origin(trace, arguments))
+        report = plan_report.text(
+            trace, device, rows, rated_bytes, [sought, *_origin(trace, arguments)]
+        )
         if arguments.html:
             lines = plan_report.lines(steps[0], rows)
             Path(arguments.html).write_text(
@@ -266,7 +268,8 @@ def _rules(words: Sequence[str], option: str) -> dict[str, str]:
 
 def _rows(
     trace: Trace, device: Device, arguments: argparse.Namespace
-) -> tuple[list[Row], list[Step]]:
+) -> tuple[list[Row], list[Step], str]:
+    """Return the ways with the steps that they plan, and what was sought, as a sentence."""
     parts: Any = _rules(arguments.place, "--place")
     budgets = {
         name: in_bytes(f"--budget {name}", value)
@@ -292,6 +295,8 @@ def _rows(
     plain = Step(trace, budgets=budgets)
     most = max(plain.live_bytes())
     unlimited = most + (1 << 30)
+    # Where all fits anyway, memory is what can be won.
+    saves_memory = most <= device.memory_bytes and not budgets
     rows = [
         _row(
             plain,
@@ -314,12 +319,19 @@ def _rows(
         steps.append(step)
 
         def solve(step: Step = step, again: bool = may_recompute) -> StepPlan:
-            if most <= device.memory_bytes and not budgets and not again:
+            if saves_memory and not again:
                 return step.least_peak(device, arguments.slowdown_max)
             return step.least_step(device, may_recompute=again)
 
         rows.append(_row(step, name, meaning, device, solve))
-    return rows, steps
+    sought = "Each way that moves anything is planned for the shortest step that fits."
+    if saves_memory:
+        sought = (
+            "All fits anyway, so offload, host and all tensors are planned for the least memory of "
+            f"a step that is at most {100 * arguments.slowdown_max:g} % longer (--slowdown-max), "
+            "and best of all for the shortest step."
+        )
+    return rows, steps, sought
 
 
 def _recomputed(step: Step, device: Device, unlimited: int) -> StepPlan:
