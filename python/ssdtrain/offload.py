@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import threading
 from collections.abc import Callable
 from types import TracebackType
@@ -299,6 +300,10 @@ class _Block:
 
     def take_off(self) -> None:
         """Remove the hooks, in whatever order; of a ``with``, close the session too. Idempotent."""
+        if sys.is_finalizing():
+            # A generator that Python closes at its end: torch counts no references any more, so to
+            # ask it for its hooks would free them twice. All ends with the process.
+            return
         here = self._here
         if self not in here:
             self.end()

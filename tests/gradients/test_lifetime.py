@@ -447,6 +447,47 @@ def failure_of(work: Callable[[], object]) -> StorageError | None:
     return None
 
 
+NEVER_LEFT = {
+    "a block": """
+session = ssdtrain.offload(sys.argv[1]).__enter__()
+step()
+""",
+    "a generator": """
+def blocks():
+    with ssdtrain.offload(sys.argv[1]) as session:
+        yield session
+suspended = blocks()
+next(suspended)
+step()
+""",
+}
+
+
+@pytest.mark.parametrize("name", NEVER_LEFT)
+def test_a_block_that_is_never_left(name: str, tmp_path: Path) -> None:
+    """Torch counts no references while Python ends, and collections of garbage go on meanwhile."""
+    script = f"""
+import gc, sys, torch, ssdtrain
+
+class Last:
+    def __del__(self, collect=gc.collect):
+        for _ in range(20):
+            collect()
+
+def step():
+    x = torch.ones(512, 512, requires_grad=True)
+    (x.sin() * x.cos()).sum().backward()
+
+sys.modules["last"] = Last()
+gc.collect()
+{NEVER_LEFT[name]}
+"""
+    words = [sys.executable, "-P", "-c", script, str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

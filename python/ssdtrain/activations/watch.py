@@ -7,6 +7,7 @@ thread made, backwards of the whole process, and what child processes computed.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import threading
@@ -113,6 +114,19 @@ class Watch:
             # again, hand on what they are given.
             if not name.startswith(OUR_OTHERS):
                 self._others = name
+
+
+def _end_all() -> None:
+    """Look no more before Python ends: of what it hands out then, torch counts no references.
+
+    What a block that was never left has put on would be freed while torch still has it.
+    """
+    for look in list(gc.callbacks):
+        if isinstance(getattr(look, "__self__", None), Watch):
+            gc.callbacks.remove(look)
+
+
+atexit.register(_end_all)
 
 
 def _backwards_between(before: Probe, after: Probe) -> int:
