@@ -164,7 +164,7 @@ def test_a_state_dict_is_that_of_its_moment(makes_step: bool, tmp_path: Path) ->
     for number, state in before["state"].items():
         support.assert_equal_bits(saved["state"][number], state)
     if makes_step:
-        # Plainly all would change; here only what is in memory could, and the rest not.
+        # That of a plain optimizer would be the state after this step.
         optimizer.step()
         for number, state in before["state"].items():
             support.assert_equal_bits(saved["state"][number], state)

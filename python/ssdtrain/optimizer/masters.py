@@ -202,10 +202,11 @@ class Masters:
         A master stands as long as its rounding is the parameter. Whoever has changed the parameter
         since has given it another master: itself.
         """
+        master = None
         if isinstance(state, dict):
             # An interrupt may have come before `adopt`.
             _widen(state)
-        master = state.get(MASTER) if isinstance(state, dict) else None
+            master = state.get(MASTER)
         if not _is_rounded_to(master, param.detach()):
             if master is not None:
                 _say_changed(self._disk)

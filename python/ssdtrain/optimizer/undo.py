@@ -21,6 +21,7 @@ from torch import Tensor
 from ssdtrain.errors import SsdtrainError, StorageError
 from ssdtrain.machine.torch_internals import own_shard
 from ssdtrain.optimizer.chunks import Part
+from ssdtrain.optimizer.deferred import is_sparse
 from ssdtrain.optimizer.disk import Away, Disk
 from ssdtrain.optimizer.lost import names_of
 from ssdtrain.optimizer.state import ParameterState
@@ -127,8 +128,7 @@ class Undo:
         while self._held:
             param = self._held.pop()
             state = states.get(param)
-            is_dense = param.grad is None or param.grad.layout is torch.strided
-            if isinstance(state, ParameterState) and is_dense:
+            if isinstance(state, ParameterState) and not is_sparse(param.grad):
                 state.send(self._disk)
                 self._disk.make_room()
 
