@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import tomllib
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -56,9 +57,10 @@ def wheel_files(root: Path, version: str) -> Expected:
 def sdist_files(root: Path, version: str) -> Expected:
     """Everything that an sdist of this checkout holds: what the wheel is built from."""
     copied = ("Cargo.lock", "LICENSE", "README.md", "pyproject.toml")
+    crates = tomllib.loads((root / "Cargo.toml").read_text())["workspace"]["members"]
     # maturin takes out of the manifests what names files that are not in the sdist.
-    rewritten = ("Cargo.toml", "rust/core/Cargo.toml", "rust/py/Cargo.toml")
-    sources = [path for crate in ("core", "py") for path in (root / "rust" / crate).rglob("*.rs")]
+    rewritten = ("Cargo.toml", *(f"{crate}/Cargo.toml" for crate in crates))
+    sources = [path for crate in crates for path in (root / crate).rglob("*.rs")]
     files: Expected = {f"python/{name}": content for name, content in package_files(root).items()}
     files |= {name: (root / name).read_bytes() for name in copied}
     files |= {path.relative_to(root).as_posix(): path.read_bytes() for path in sources}
