@@ -1189,14 +1189,15 @@ def hidden(
     page_bytes: int,
     margin_s: float,
     round_trip_factor: float,
-) -> tuple[dict[int, float], dict[int, int]]:
+) -> dict[int, tuple[float, float | None, int | None]]:
     """Choose what leaves memory of a round, as ``planning.policy.plan`` says.
 
     ``items`` have the fields of ``planning.policy.Item``; ``copies`` are those of each GPU, from it
     and to it. Rates are in bytes per second.
 
-    Returns the latest start of each way back by the key of its item, and of those that stay in
-    pinned memory the bytes that they take there.
+    Returns, by the key of each item that leaves, the latest start of its way back; when it has been
+    copied from its GPU, or ``None`` if no rate of that is known; and the bytes that it takes in
+    pinned memory, or ``None`` if it does not stay there.
     """
 
 def run_if_free(lock: threading.RLock, function: Callable[[], object]) -> bool:

@@ -8,14 +8,27 @@ late, and a wait that lacks shows by wrong bits, if at all.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 
 from fake_device import FakeDevice
-from offloading import chain, check, let_backward_go, made, offloaded, refuse, settle, use_memory
+from offloading import (
+    Everything,
+    chain,
+    check,
+    let_backward_go,
+    made,
+    offloaded,
+    refuse,
+    settle,
+    use_memory,
+)
 from on_devices import Device, on_each_device
 from on_fake import on_fake_device
+from ssdtrain.planning.policy import Item
 from ssdtrain.transfer.staged import _stream
 
 TO_HOST, TO_DEVICE, DISK = "copies to the host", "copies to the device", "disk"
@@ -44,6 +57,46 @@ def test_a_source_is_let_go_and_a_slot_is_written_after_the_copy(device: Device)
         device.release()
         saved.sum().backward()
     check(leaf, 11)
+
+
+class ToldWhen(Everything):
+    """A policy by which each tensor has been copied so many packs after its own."""
+
+    def __init__(self, packs: int) -> None:
+        super().__init__()
+        self._packs = packs
+
+    def learn(self, signature: int, items: Sequence[Item], *rest: Any) -> None:
+        """Tell moments in packs, and keep nothing."""
+        super().learn(signature, items, *rest)
+        for place, item in enumerate(items):
+            self.moments[item.key] = place, 2 * len(items) - place, place + self._packs
+
+
+@pytest.mark.parametrize(("packs", "left_count"), [(0, 1), (4, 5), (100, 11)])
+@on_fake_device()
+def test_a_source_is_let_go_when_its_copy_has_ended_by_the_plan(
+    fake: FakeDevice, packs: int, left_count: int
+) -> None:
+    """What streams wait for before the copy has ended would be lost to computing."""
+    leaf = made(0)
+    with offloaded(ToldWhen(packs)) as session:
+        chain(leaf, 11).sum().backward()
+        leaf.grad = None
+        settle(session)
+        # Learns from the round before, and is not looked at.
+        chain(leaf, 1).sum().backward()
+        leaf.grad = None
+        settle(session)
+        fake.hold(TO_HOST)
+        before = torch.cuda.memory_allocated()
+        saved = chain(leaf, 11)
+        left_bytes = torch.cuda.memory_allocated() - before
+        fake.release()
+        saved.sum().backward()
+    check(leaf, 11)
+    # The last result itself; and what is packed last is looked at by the next pack.
+    assert left_bytes // leaf.nbytes - 2 <= left_count <= left_bytes // leaf.nbytes + 2
 
 
 @on_each_device()

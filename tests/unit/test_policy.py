@@ -249,7 +249,7 @@ def test_where_the_disk_takes_no_time_the_copies_are_the_bound(
     items: list[Item], rates: Rates
 ) -> None:
     instant = Rates(math.inf, math.inf, {0: Copies(down=rates.write, up=rates.read)})
-    assert plan(on_gpus(items, 0), instant) == plan(items, rates)
+    assert replace(plan(on_gpus(items, 0), instant), copied_s={}) == plan(items, rates)
 
 
 @given(traces(), RATES, COPIES, COPIES)
@@ -301,6 +301,42 @@ def test_each_gpu_has_a_link_of_its_own() -> None:
     alone = len(offloaded(items, plan(on_gpus(items, 0), rates)))
     shared = len(offloaded(items, plan(on_gpus(items, 0, 1), rates)))
     assert alone < shared <= len(offloaded(items, plan(items, Rates(4e9, 16e9))))
+
+
+def test_it_is_told_when_each_has_been_copied_where_the_rate_is_known() -> None:
+    items = on_gpus(stack(100, 10 * MIB, 0.002, 0.004), 0, 1, 2)
+    copies = {0: Copies(2e9, 8e9), 1: Copies(4e9, 8e9), 2: Copies()}
+    made = plan(items, Rates(16e9, 16e9, copies))
+    taken = offloaded(items, made)
+    assert {item.gpu for item in taken} == {0, 1, 2}
+    expected, ended_s = {}, {0: 0.0, 1: 0.0}
+    for item in taken:
+        if item.gpu in ended_s:
+            began_s = max(ended_s[item.gpu], item.packed_s)
+            ended_s[item.gpu] = began_s + item.nbytes / copies[item.gpu].down
+            expected[item.key] = ended_s[item.gpu]
+    assert made.copied_s == pytest.approx(expected)
+
+
+def test_a_policy_knows_moments_of_what_is_on_a_gpu() -> None:
+    items = [
+        item._replace(packed_s=item.packed_s + 50, needed_s=item.needed_s + 50)
+        for item in stack(20, 10 * MIB, 0.002, 0.004)
+    ]
+    items = [*on_gpus(items[:10], 0), *items[10:]]
+    policy = Policy()
+    policy.learn(7, items, Rates(4e9, 4e9, {0: Copies(8e9, 8e9)}), 0.0)
+    made = policy.plans[7]
+    assert set(policy.moments) == {item.key for item in items[:10]}
+    for item in items[:10]:
+        packed_s, needed_s, copied_s = policy.moments[item.key]
+        began_s = items[0].packed_s
+        assert (packed_s, needed_s) == (item.packed_s - began_s, item.needed_s - began_s)
+        if item.key in made.keep:
+            assert copied_s is None
+        else:
+            assert copied_s == made.copied_s[item.key] - items[0].packed_s
+    assert made.copied_s
 
 
 # --- memory of the CPU for tensors of GPUs ------------------------------------

@@ -124,6 +124,8 @@ class Plan:
     """Which of the others stay in pinned memory."""
     pinned_bytes: dict[int, int] = field(default_factory=dict)
     """How much of it each GPU needs for that."""
+    copied_s: dict[int, float] = field(default_factory=dict)
+    """When each of the others that is on a GPU has been copied from it, where its rate is known."""
 
 
 def plan(items: Sequence[Item], rates: Rates, host_bytes: int = 0) -> Plan:
@@ -133,7 +135,7 @@ def plan(items: Sequence[Item], rates: Rates, host_bytes: int = 0) -> Plan:
     whose copies go there. An item that is needed again before it could be copied or written, and
     brought back, is left out beforehand.
     """
-    starts, pinned = hidden(
+    leaving = hidden(
         items,
         write=rates.write,
         read=rates.read,
@@ -143,7 +145,10 @@ def plan(items: Sequence[Item], rates: Rates, host_bytes: int = 0) -> Plan:
         margin_s=MARGIN_S,
         round_trip_factor=ROUND_TRIP_FACTOR,
     )
-    keep = frozenset(item.key for item in items if item.key not in starts)
+    keep = frozenset(item.key for item in items if item.key not in leaving)
+    starts = {key: start_by_s for key, (start_by_s, _, _) in leaving.items()}
+    copied_s = {key: moment_s for key, (_, moment_s, _) in leaving.items() if moment_s is not None}
+    pinned = {key: nbytes for key, (_, _, nbytes) in leaving.items() if nbytes is not None}
     needed_s = {item.key: item.needed_s for item in items}
     gaps = [after - before for before, after in pairwise(sorted(needed_s.values()))]
     pinned_bytes: dict[int, int] = {}
@@ -156,7 +161,14 @@ def plan(items: Sequence[Item], rates: Rates, host_bytes: int = 0) -> Plan:
             written_bytes += item.nbytes
     longest_gap_s = max(gaps, default=0.0)
     return Plan(
-        keep, starts, needed_s, written_bytes, longest_gap_s, frozenset(pinned), pinned_bytes
+        keep,
+        starts,
+        needed_s,
+        written_bytes,
+        longest_gap_s,
+        frozenset(pinned),
+        pinned_bytes,
+        copied_s,
     )
 
 
@@ -176,6 +188,9 @@ class Policy:
         """Keys of the tensors that stay in memory. Looked at in every pack."""
         self.pinned: set[int] = set()
         """Keys of those that stay in pinned memory. Looked at in every pack of what is on a GPU."""
+        self.moments: dict[int, tuple[float, float, float | None]] = {}
+        """By the key of a tensor on a GPU, seconds since the first pack of its round by the last
+        plan: when it is packed, when it is needed, and, if it leaves, when it has been copied."""
         self._host_bytes = host_bytes
         self._learning = threading.RLock()
         """Several sessions of one `offload` object learn together, each under its own lock; a
@@ -232,6 +247,7 @@ class Policy:
             self.plans.clear()
             self.keep.clear()
             self.pinned.clear()
+            self.moments.clear()
             self._planned.clear()
             self._futile.clear()
             self._basis.clear()
@@ -248,8 +264,14 @@ class Policy:
         if len(self.plans) > PLANS_MAX:
             oldest = next(iter(self.plans))
             del self.plans[oldest], self._basis[oldest]
+        began_s = items[0].packed_s
         for item in items:
             self._planned.add(item.key)
+            if item.gpu is not None:
+                copied_s = made.copied_s.get(item.key)
+                since_s = None if copied_s is None else copied_s - began_s
+                moments = item.packed_s - began_s, item.needed_s - began_s, since_s
+                self.moments[item.key] = moments
             if item.key in made.keep:
                 self.keep.add(item.key)
             elif item.key not in self._futile:

@@ -57,6 +57,9 @@ pub struct Leaving {
     pub place: usize,
     /// When its way back has to begin at the latest.
     pub start_by_s: f64,
+    /// When it has been copied from its GPU; `None` if nothing is known of its copies, or it is on
+    /// none.
+    pub copied_s: Option<f64>,
     /// Whether it stays in the memory of the CPU.
     pub is_pinned: bool,
 }
@@ -121,7 +124,7 @@ impl Links {
             } else if !self.lies_idle(item, true) {
                 continue;
             }
-            leaving.push(Leaving { place, start_by_s: f64::NAN, is_pinned });
+            leaving.push(Leaving { place, start_by_s: f64::NAN, copied_s: None, is_pinned });
         }
         leaving.reverse();
         leaving
@@ -131,7 +134,7 @@ impl Links {
     fn starts(&self, items: &[Item], mut leaving: Vec<Leaving>) -> Option<Vec<Leaving>> {
         let mut copied_s = PerGpu::new(0.0);
         let (mut away_s, mut end_s) = (Vec::with_capacity(leaving.len()), 0.0_f64);
-        for one in &leaving {
+        for one in &mut leaving {
             let item = &items[one.place];
             // Of a GPU whose link is behind, the disk gets a tensor when that has copied it.
             let copied_s = copied_s.of(item.gpu);
@@ -140,6 +143,8 @@ impl Links {
                 end_s = end_s.max(*copied_s) + item.nbytes as f64 / self.write;
             }
             away_s.push(if one.is_pinned { *copied_s } else { end_s });
+            let is_known = self.of(item).is_some_and(|copies| copies.down.is_finite());
+            one.copied_s = is_known.then_some(*copied_s);
         }
         let mut order: Vec<usize> = (0..leaving.len()).collect();
         let needed_s = |number: usize| items[leaving[number].place].needed_s;

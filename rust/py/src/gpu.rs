@@ -20,8 +20,8 @@ use crate::gpu_calls::{GpuStream, SeenStreams, TorchCalls};
 use crate::session_lock::SessionLock;
 use crate::store::{SIGNAL_CHECK, Store};
 
-/// Memory that was copied is let go once so much more has been saved: then the copy has mostly
-/// ended, and the stream that waits for it does not wait long.
+/// Memory of which no plan tells when it has been copied is let go once so much more has been
+/// saved.
 const WINDOW_BYTES: u64 = 64 << 20;
 
 /// Pinned memory for tensors that stay there grows by so much.
@@ -79,6 +79,8 @@ pub struct GpuWay {
 #[derive(Default)]
 struct Books {
     saved_bytes: u64,
+    /// How far the program has come in its round, by the moments of the last plan.
+    progress_s: f64,
     loaded_bytes: u64,
     /// Saved, their source let go, and still wanted.
     released_bytes: u64,
@@ -361,7 +363,8 @@ impl Gpus {
         way.wait_for_turn(py, way.staging.turn()).map(|()| true)
     }
 
-    fn known(&self, gpu: usize) -> Option<Arc<GpuWay>> {
+    /// The way of a GPU, if one of its tensors has left it.
+    pub fn known(&self, gpu: usize) -> Option<Arc<GpuWay>> {
         let ways = self.ways();
         ways.iter().find(|(known, _)| *known == gpu).map(|(_, way)| Arc::clone(way))
     }
@@ -420,6 +423,16 @@ impl GpuWay {
         let mut books = self.books();
         books.saved_bytes += nbytes;
         books.saved_bytes
+    }
+
+    /// Notes that the program has come to this moment of a round, as plans tell it.
+    pub fn note_progress(&self, moment_s: f64) {
+        self.books().progress_s = moment_s;
+    }
+
+    /// Whether the program has come to this moment of its round.
+    pub fn has_come_to(&self, moment_s: f64) -> bool {
+        self.books().progress_s >= moment_s
     }
 
     /// Whether so much has been saved since that the copy has mostly ended.

@@ -4,6 +4,7 @@
 //! Signatures and docstrings stand in `python/ssdtrain/_core.pyi`.
 
 mod account;
+mod by_plan;
 mod checksum;
 mod cufile;
 mod departure;

@@ -6,6 +6,7 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use ssdtrain_core::round::FORWARD;
 
+use crate::by_plan::{ByPlan, Use};
 use crate::geometry::{Layout, is_memory_of_others, shares_no_counter};
 use crate::gpu_calls::GpuStream;
 use crate::kept::{self, is_true, version_of};
@@ -331,6 +332,7 @@ impl Offloading {
             record
         } else {
             let key = Rounds::next_key(&round, nbytes);
+            self.note_progress(py, stream, key, Use::Pack)?;
             let part = Part { layout: &layout, start, nbytes, sequence, key, stream };
             self.new_record(tensor, storage, version, &part)?
         };
@@ -394,17 +396,30 @@ impl Offloading {
                 self.priced.get().add(record.get().nbytes);
                 return Ok(());
             }
-            if record.get().is_on_gpu() {
-                let pinned = self.policy.bind(py).getattr(intern!(py, "pinned"))?;
-                if pinned.contains(record.get().key)? {
-                    record.get().stay_pinned();
-                }
+            if record.get().is_on_gpu() && !is_bounded {
+                record.get().plan(ByPlan::of(self.policy.bind(py), record.get().key)?);
             }
             records.write_later(record)?; // defence: the gate
         } else if is_bounded {
             records.write_if_short(record)?;
         }
         Ok(())
+    }
+
+    /// Notes how far the program has come on the GPU of a tensor, if it is on one.
+    fn note_progress(
+        &self,
+        py: Python<'_>,
+        stream: Option<GpuStream>,
+        key: i64,
+        of: Use,
+    ) -> PyResult<()> {
+        match (stream, self.records.get().gpus()) {
+            (Some(stream), Some(gpus)) => {
+                gpus.note_progress(self.policy.bind(py), stream.gpu, key, of)
+            }
+            _ => Ok(()),
+        }
     }
 
     /// The storage if its bytes are in memory, else the read that brings them.
@@ -416,6 +431,7 @@ impl Offloading {
             (self.rounds.get(), self.keeper.bind(py), self.teacher.bind(py));
         // A stream that uses the tensor is known before its memory is let go.
         let stream = self.stream(py, &saved.get().layout)?;
+        self.note_progress(py, stream, saved.get().record.get().key, Use::Need)?;
         records.open_gate(keeper, None)?;
         let storage = records.in_memory(saved.get().record.bind(py), keeper)?;
         records.reap(keeper)?;

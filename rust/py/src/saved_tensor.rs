@@ -4,7 +4,6 @@
 //! dropped, or after an exception, and with its last user a record gives up its memory, its write
 //! and its extent. Nobody counts steps.
 
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
@@ -12,8 +11,8 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyTuple, PyWeakrefMethods, PyWeakrefReference};
 use ssdtrain_core as core;
-use ssdtrain_core::staging::Tier;
 
+use crate::by_plan::ByPlan;
 use crate::geometry::{Layout, root_of};
 use crate::gpu::Gpus;
 use crate::gpu_calls::GpuStream;
@@ -51,8 +50,8 @@ pub struct Record {
     pub key: i64,
     /// The stream that it belongs to, if it is on a GPU.
     stream: Option<GpuStream>,
-    /// Whether the plan leaves it in pinned memory; only of what is on a GPU.
-    stays_pinned: AtomicBool,
+    /// What the plan says of its way, if it leaves a GPU by a plan.
+    by_plan: OnceLock<ByPlan>,
     /// Its bytes in the account; they end with it.
     pub holding: core::Holding,
     /// When it was where, if somebody asked.
@@ -110,7 +109,7 @@ impl Record {
             sequence: part.sequence,
             key: part.key,
             stream: part.stream,
-            stays_pinned: AtomicBool::new(false),
+            by_plan: OnceLock::new(),
             holding: account.hold(part.nbytes),
             life: timeline.begin(part.key, part.nbytes),
             state: Mutex::new(State {
@@ -128,9 +127,9 @@ impl Record {
         self.stream.is_some()
     }
 
-    /// Notes that the plan leaves it in pinned memory once it leaves the GPU.
-    pub fn stay_pinned(&self) {
-        self.stays_pinned.store(true, Ordering::Relaxed);
+    /// Notes what the plan says of its way from the GPU, before that begins.
+    pub fn plan(&self, by_plan: ByPlan) {
+        self.by_plan.get_or_init(|| by_plan);
     }
 
     /// Whether it is of this tensor: of its storage, its counter and its version, and has the bytes
@@ -244,9 +243,8 @@ impl Record {
                     Ok(way) => way,
                     Err(error) => return Ok(Err(error)),
                 };
-                let stays_pinned = self.stays_pinned.load(Ordering::Relaxed);
-                let tier = if stays_pinned { Tier::Pinned } else { Tier::Disk };
-                Way::Gpu { way: &gpu_way, stream, waits_for_disk, tier }
+                let by_plan = self.by_plan.get().copied().unwrap_or_default();
+                Way::Gpu { way: &gpu_way, stream, waits_for_disk, by_plan }
             }
             _ => Way::Host,
         };

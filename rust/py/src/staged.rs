@@ -20,6 +20,7 @@ use ssdtrain_core::error::shown_bytes;
 use ssdtrain_core::staging::{Full, Loading, Saved, Staged, Tier};
 use ssdtrain_core::{Error, ErrorKind};
 
+use crate::by_plan::ByPlan;
 use crate::gpu::{Departure, GpuWay, raised, user_stream};
 use crate::gpu_calls::GpuStream;
 use crate::store::SIGNAL_CHECK;
@@ -37,6 +38,8 @@ pub struct GpuBytes {
     source: Mutex<Option<Py<PyAny>>>,
     /// How much had been saved with it.
     saved_bytes: u64,
+    /// See [`ByPlan`].
+    copied_s: Option<f64>,
 }
 
 impl GpuBytes {
@@ -52,12 +55,13 @@ impl GpuBytes {
         address: usize,
         nbytes: u64,
         waits_for_disk: bool,
-        mut tier: Tier,
+        by_plan: ByPlan,
     ) -> PyResult<core::Result<Self>> {
         let py = source.py();
         // SAFETY: `source` holds the memory until the streams have waited for the copy: `release`
         // and `drop` see to it.
         let range = unsafe { DeviceRange::new(address as u64, nbytes as usize) };
+        let ByPlan { mut tier, copied_s } = by_plan;
         let began = Instant::now();
         loop {
             let turn = way.staging.turn();
@@ -71,7 +75,7 @@ impl GpuBytes {
                     let (way, source) = (Arc::clone(way), Some(source.clone().unbind()));
                     let saved_bytes = way.count_saved(nbytes);
                     let source = Mutex::new(source);
-                    return Ok(Ok(Self { way, staged, stream, source, saved_bytes }));
+                    return Ok(Ok(Self { way, staged, stream, source, saved_bytes, copied_s }));
                 }
                 Saved::Capturing => return Ok(Err(stays("a CUDA graph is being captured"))),
                 Saved::Full(_) if tier == Tier::Pinned => {
@@ -111,10 +115,17 @@ impl GpuBytes {
     }
 
     /// Whether the source may be let go without a long wait on the GPU: a capture may hold it.
+    ///
+    /// A forward mostly computes faster than the link copies what it saves. So where a plan tells
+    /// when the copy ends, the streams have to come to that moment; what they waited for before it
+    /// would be lost.
     pub fn is_done(&self) -> bool {
-        self.way.is_past_window(self.saved_bytes)
-            || self.staged.is_seen_copied()
+        self.staged.is_seen_copied()
             || self.is_released()
+            || match self.copied_s {
+                Some(copied_s) => self.way.has_come_to(copied_s),
+                None => self.way.is_past_window(self.saved_bytes),
+            }
     }
 
     /// Whether the source was let go: somebody waited for it before the worker saw its copy end.

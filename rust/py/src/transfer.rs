@@ -12,8 +12,8 @@ use pyo3::prelude::*;
 use pyo3::types::{PyWeakrefMethods, PyWeakrefReference};
 use ssdtrain_core as core;
 use ssdtrain_core::cuda::stream::Event;
-use ssdtrain_core::staging::Tier;
 
+use crate::by_plan::ByPlan;
 use crate::error::to_python;
 use crate::geometry::Layout;
 use crate::gpu::GpuWay;
@@ -48,8 +48,7 @@ pub enum Way<'a> {
         stream: GpuStream,
         /// Whether it waits where the disk takes no more now.
         waits_for_disk: bool,
-        /// Where it shall stay.
-        tier: Tier,
+        by_plan: ByPlan,
     },
 }
 
@@ -79,8 +78,8 @@ impl Handle {
             Way::Host => store
                 .begin_write(py, address, nbytes as usize, source.clone().unbind())?
                 .map(Bytes::Host),
-            Way::Gpu { way, stream, waits_for_disk, tier } => {
-                GpuBytes::save(way, source, *stream, address, nbytes, *waits_for_disk, *tier)?
+            Way::Gpu { way, stream, waits_for_disk, by_plan } => {
+                GpuBytes::save(way, source, *stream, address, nbytes, *waits_for_disk, *by_plan)?
                     .map(Bytes::Gpu)
             }
         };
