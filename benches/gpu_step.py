@@ -1,14 +1,17 @@
 """One training step on a GPU, with what autograd saves kept, recomputed, and offloaded.
 
 Llama-style blocks. All ways train the same weights in one process and take turns step by step, so
-that all see the same machine. *keep* is plain PyTorch, *recompute* is `torch.utils.checkpoint` per
-block, *staged* is ssdtrain through pinned memory and *gds* the same by GPUDirect Storage, where
-that works, both with their defaults; *save_on_cpu* is PyTorch's own (pinned) and *streamed_to_host*
-the same on a stream of its own, as torchtune does it. Told are medians: the time of a step, its
-ratio to keep's in the same round, and the peak of what PyTorch has of the device's memory above
-what was there before the step. All losses must be bit-equal.
+that all see the same machine. *keep* is plain PyTorch, and *keep again* too: their ratio tells the
+noise. *recompute* is `torch.utils.checkpoint` per block, *staged* is ssdtrain through pinned memory
+and *gds* the same by GPUDirect Storage, where that works, both with their defaults; *host* is
+*staged* with `max_host_bytes`. *save_on_cpu* is PyTorch's own (pinned) and *streamed_to_host* the
+same on a stream of its own, as torchtune does it; these two are trained last, in turns with keep.
+Told are medians: the time of a step, its ratio to keep's in the same round, and the peak of what
+PyTorch has of the device's memory above what was there before the step. All losses must be
+bit-equal.
 
-    python benches/gpu_step.py [--dir DIR] [--hidden N] [--layers N] [--dtype NAME] [--json FILE]
+    python benches/gpu_step.py [--dir DIR] [--hidden N] [--layers N] [--dtype NAME] [--ways NAME...]
+                               [--rounds N] [--json FILE]
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "gpu"))
 
 from gpu_found import Found, run_step, step_parser
 from gpu_llama import Llama
-from gpu_modes import HOST_MODES, Mode, free_host_bytes, modes
+from gpu_modes import HOST_MODES, WAYS, Mode, free_host_bytes, modes
 
 EXIT_NO_GPU = 3
 
@@ -38,6 +41,10 @@ WARM_UP_COUNT = 2
 HOST_SHARE_MAX = 0.4
 """Of the free memory of the machine, for the ways that copy to it: PyTorch may pin twice of it."""
 GIB = 1 << 30
+HOST_BYTES = 16 * GIB
+"""Of the CPU's memory for *host*, or a quarter of what is free, if that is less."""
+OWN_SHARE = 0.6
+"""Of the time, for all but the two that copy everything to the CPU's memory."""
 TINY = {"hidden": 64, "layers": 2, "sequence": 32, "batch": 2, "rounds": 2}
 TINY_OFFLOAD = {"min_bytes": 512, "pinned_bytes": 4 << 20}
 """For tests; the smallest saved tensors that go to the disk by default are larger."""
@@ -90,20 +97,31 @@ def compare(options: argparse.Namespace, folder: Path, found: Found) -> None:
         model = Llama(options.hidden, options.layers).to(dtype)
         x = torch.randn(options.batch, options.sequence, options.hidden, dtype=dtype)
     offload = TINY_OFFLOAD if options.tiny else {}
-    lanes = {name: Lane(mode) for name, mode in modes(model, folder, offload).items()}
-    rounds = train(options, model, x, lanes)
+    host_bytes = min(HOST_BYTES, free_host_bytes() // 4)
+    ways = modes(model, folder, offload, host_bytes)
+    lanes = {name: Lane(ways[name]) for name in ways if name in {"keep", *options.ways}}
+    own = {name: lane for name, lane in lanes.items() if name not in HOST_MODES}
+    end_s = monotonic() + options.seconds
+    rounds = train(options.rounds, end_s - (1 - OWN_SHARE) * options.seconds, model, x, own)
+    late_keep = Lane(ways["keep"])
+    late = {"keep": late_keep} | {name: lanes[name] for name in lanes if name in HOST_MODES}
+    if len(late) > 1:
+        train(options.rounds, end_s, model, x, late)
     asked = ("hidden", "layers", "sequence", "batch", "dtype")
     found.figures["asked"] = {name: getattr(options, name) for name in asked}
     found.note("rounds", rounds)
     found.note("device", torch.cuda.get_device_name())
-    found.figures["modes"] = {name: figures(lane, lanes["keep"]) for name, lane in lanes.items()}
+    found.figures["modes"] = {
+        name: figures(lane, late_keep if name in HOST_MODES else lanes["keep"])
+        for name, lane in lanes.items()
+    }
     for name, one in found.figures["modes"].items():
         found.rows.append((name, shown(one)))
-    losses = {loss for lane in lanes.values() for loss in lane.losses}
+    losses = {loss for lane in (*lanes.values(), late_keep) for loss in lane.losses}
     found.note("losses_bit_equal", len(losses) == 1)
     if len(losses) != 1:
         found.fail(f"losses differ between ways or steps: {sorted(losses)}")
-    if not lanes["staged"].seconds:
+    if "staged" in lanes and not lanes["staged"].seconds:
         found.fail(f"staged was not trained: {lanes['staged'].left_out}")
     sessions = {name: lane.mode.session() for name, lane in lanes.items()}
     reports = {name: str(one) for name, one in sessions.items() if one is not None}
@@ -111,15 +129,18 @@ def compare(options: argparse.Namespace, folder: Path, found: Found) -> None:
     found.rows += [(name, line) for name, text in reports.items() for line in text.splitlines()]
 
 
-def train(options: argparse.Namespace, model: Llama, x: Tensor, lanes: dict[str, Lane]) -> int:
+def train(rounds: int, end_s: float, model: Llama, x: Tensor, lanes: dict[str, Lane]) -> int:
     """Let the ways take turns until the rounds, or the time, are over; return the timed rounds."""
-    end_s = monotonic() + options.seconds
     done = 0
-    for number in range(WARM_UP_COUNT + options.rounds):
+    names = list(lanes)
+    for number in range(WARM_UP_COUNT + rounds):
         is_timed = number >= WARM_UP_COUNT
         if done and monotonic() > end_s:
             break
-        for name, lane in lanes.items():
+        # Another one begins each round, so that each comes after each.
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            lane = lanes[name]
             if number == 0 and name in HOST_MODES:
                 lane.left_out = lack_of_host_memory(lanes["keep"])
             if lane.left_out is None:
@@ -185,8 +206,11 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--sequence", type=int, default=4096)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--rounds", type=int, default=7, help="timed steps of each way")
+    parser.add_argument("--rounds", type=int, default=20, help="timed steps of each way at most")
     parser.add_argument("--seconds", type=float, default=600, help="begin no round after these")
+    parser.add_argument(
+        "--ways", nargs="+", choices=WAYS, default=WAYS, metavar="NAME", help=", ".join(WAYS)
+    )
     options = parser.parse_args(arguments)
     if options.rounds < 1 or options.hidden % 256:
         parser.error("--rounds must be at least 1, --hidden a multiple of 256")

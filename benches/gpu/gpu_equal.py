@@ -8,19 +8,16 @@ differ, nothing can be said of it here, and that is told.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
 from typing import Any
-
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import torch
 from torch import Tensor
 
 import ssdtrain
 from gpu_found import Found, run_step, step_parser
-from gpu_llama import Llama
+from gpu_llama import Llama, use_same_bits
 
 KINDS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": torch.float32},
@@ -58,10 +55,7 @@ def train(sizes: dict[str, int], kind: dict[str, Any]) -> list[Tensor]:
 
 def look(options: argparse.Namespace, folder: Path, found: Found) -> None:
     """Compare every kind."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
-    # Its backward adds in any order.
-    torch.backends.cuda.enable_mem_efficient_sdp(False)
+    use_same_bits()
     sizes = TINY_SIZES if options.tiny else SIZES
     given: dict[str, Any] = TINY_OFFLOAD if options.tiny else {}
     for name, kind in KINDS.items():

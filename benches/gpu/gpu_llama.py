@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -10,6 +14,19 @@ from torch.utils.checkpoint import checkpoint
 HEAD_WIDTH_MAX = 128
 WIDTH_MULTIPLE = 256
 ROTATION_BASE = 10_000.0
+
+
+def use_same_bits() -> None:
+    """Have PyTorch use operators that give the same bits each time, or raise.
+
+    Only warned, the backwards of attention would add in any order: on an H100 two plain runs in
+    bfloat16 differed.
+    """
+    torch.use_deterministic_algorithms(True)
+    # Filling what is empty would hide what is not written, and costs time.
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    # Its backward adds in any order, whatever is asked for.
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
 
 
 class Norm(nn.Module):

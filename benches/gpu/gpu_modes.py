@@ -125,24 +125,31 @@ class StreamedCopies:
         return back
 
 
-def modes(model: Llama, directory: Path, offload: Mapping[str, Any]) -> dict[str, Mode]:
+def modes(
+    model: Llama, directory: Path, offload: Mapping[str, Any], host_bytes: int
+) -> dict[str, Mode]:
     """Return every way, by name; the first is what the others are compared with.
 
     ``offload`` has the options of ssdtrain but for the way to the disk; without any, it is as users
-    get it.
+    get it. In ``host_bytes`` of the CPU's memory it may leave tensors by plan.
     """
     return {
         "keep": Mode(),
+        "keep again": Mode(),
         "recompute": Mode(recompute=True),
         "staged": Offload(directory, {**offload, "gds": "disabled"}),
+        "host": Offload(directory, {**offload, "gds": "disabled", "max_host_bytes": host_bytes}),
         "gds": Offload(directory, {**offload, "gds": "required"}),
         "save_on_cpu": Mode(lambda: save_on_cpu(pin_memory=True)),
         "streamed_to_host": Mode(StreamedCopies(model).hooks),
     }
 
 
+OWN_MODES = ("keep", "keep again", "recompute", "staged", "host", "gds")
 HOST_MODES = ("save_on_cpu", "streamed_to_host")
-"""Those that need as much memory of the CPU as the others need of the GPU."""
+"""Those that need as much memory of the CPU as the others need of the GPU, and are trained last, in
+turns with keep: they are so slow that there would be time for hardly any other step."""
+WAYS = (*OWN_MODES, *HOST_MODES)
 
 
 def free_host_bytes() -> int:

@@ -24,6 +24,7 @@ LAST_WORDS_COUNT = 15
 
 RESERVED_SHARE = 0.5
 """Of the limit of each later step, what a step leaves for it."""
+SMALL_WAYS = ("keep", "keep again", "staged", "host")
 STEP_S_MIN = 5.0
 """With less, a step is not begun."""
 END_S_MAX = 5.0
@@ -228,8 +229,10 @@ def steps(python: Sequence[str], *, is_tiny: bool) -> list[Step]:
     def trained(name: str, limit_s: float, *words: str) -> Step:
         # Begins no round after so long, and has the rest for the one that was begun.
         script = (str(STEPS.parent / "gpu_step.py"), *words)
-        return Step(name, script, limit_s, paced_share=0.4)
+        return Step(name, script, limit_s, paced_share=0.5)
 
+    # A GPU that waits for Python, with its hooks; nobody needs offload there.
+    small = ("--hidden", "1024", "--sequence", "1024", "--rounds", "100", "--ways", *SMALL_WAYS)
     pytest = ("-m", "pytest", "-m", "gpu and not long", "-q", "tests/cuda")
     # Neither plugins nor the settings that need them: pytest alone is enough here.
     plain = ("--noconftest", "-o", "addopts=", "-W", "default", "-p", "no:cacheprovider")
@@ -242,9 +245,10 @@ def steps(python: Sequence[str], *, is_tiny: bool) -> list[Step]:
         own("cufile", 60),
         Step("contract", (*pytest, *plain, *workers(), *keyword), 150, "tests"),
         own("equal", 60),
-        trained("step, hidden 4096", 70),
-        trained("step, hidden 8192", 70, "--hidden", "8192", "--layers", "4"),
-        trained("step, float32", 60, "--dtype", "float32", "--batch", "2", "--rounds", "3"),
+        trained("step, hidden 4096", 100),
+        trained("step, hidden 8192", 100, "--hidden", "8192", "--layers", "4"),
+        trained("step, float32", 100, "--dtype", "float32", "--batch", "2"),
+        trained("step, hidden 1024", 40, *small),
         own("faults", 60, "--python", *python),
     ]
 

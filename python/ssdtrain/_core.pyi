@@ -548,6 +548,10 @@ class Round:
         """Whether most of its tensors were not followed: nothing is learned from it."""
 
     @property
+    def is_partial(self) -> bool:
+        """Whether tensors that stayed by plan were not followed: nothing is learned of them."""
+
+    @property
     def skimmed_bytes(self) -> int:
         """What a skimmed round saved, followed or not."""
 
@@ -635,6 +639,9 @@ class Rounds:
 
     def learned(self, ended: Round) -> Learned:
         """Return what an ended round teaches, which is not awaited; ask once."""
+
+    def set_guide(self, ended: Round) -> None:
+        """Make a round that was followed in whole the guide of those that begin as it did."""
 
     def give_way(self) -> None:
         """Give up what was read ahead."""

@@ -31,7 +31,8 @@ from gpu_steps import RESERVED_SHARE, Budget, Runner, Step, steps
 AS_GPU = str(FAKE_DEVICE / "as_gpu.py")
 STEP_SECONDS = 120
 """The fake runs on a machine that may be busy; on a GPU the whole check takes eight minutes."""
-WAYS = ["keep", "recompute", "staged", "gds", "save_on_cpu", "streamed_to_host"]
+HOST_WAYS = ["save_on_cpu", "streamed_to_host"]
+WAYS = ["keep", "keep again", "recompute", "staged", "host", "gds", *HOST_WAYS]
 REFUSED = {VARIABLE: "cuFileDriverOpen:5001"}
 """What has cuFile work neither directly nor through the CPU."""
 

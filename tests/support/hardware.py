@@ -72,7 +72,8 @@ def start(**options: Any) -> Hardware:
     if is_stand_in():
         fake_device.start(**options)
     torch.cuda.init()
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    # Only warned, the backwards of attention would add in any order.
+    torch.use_deterministic_algorithms(True)
     # Filling what is empty would hide what is not written, and costs time.
     torch.utils.deterministic.fill_uninitialized_memory = False
     torch.backends.cudnn.deterministic = True

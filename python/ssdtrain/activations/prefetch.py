@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 
 from ssdtrain._core import Learned, Round, Rounds, SavedTensor
+from ssdtrain.activations.followed import Followed
 from ssdtrain.activations.names import needing
 from ssdtrain.errors import SsdtrainError
 from ssdtrain.machine.process_memory import available_bytes
@@ -87,6 +88,7 @@ class Prefetcher:
         self.recorded: dict[int, Recording] = {}
         """By signature, the last round that was learned from; the newest one last."""
         self._controller = policy.controller if residency.limit_bytes is None else None
+        self._followed = Followed()
         self._ended: deque[Round] = deque()
         """Rounds that have ended and were not learned from, the oldest one first."""
         self.gpu_stall_s = 0.0
@@ -128,19 +130,41 @@ class Prefetcher:
         if learned.is_of_gpu:
             self.gpu_stall_s += learned.stall_s
         whole_s = max(item.needed_s for item in items) - items[0].packed_s
+        # Of the whole time of the round, with its stalls.
+        stall_share = learned.stall_s / max(whole_s + learned.stall_s, 1e-9)
+        if one.is_partial:
+            self._learn_from_partial(one, rates, stall_share)
+            return
         saved_bytes = sum(item.nbytes for item in items)
         self.last_round = saved_bytes, whole_s
         if one.signature not in self._policy.plans:
             self._warn_of_one_node(one)
-        # Of the whole time of the round, with its stalls.
-        stall_share = learned.stall_s / max(whole_s + learned.stall_s, 1e-9)
         self._policy.learn(one.signature, items, rates, stall_share)
         self._pin(one.signature)
+        if self._policy.is_settled(one.signature):
+            self.rounds.set_guide(one)
+            self._followed.note_whole(
+                one.opening,
+                one.signature,
+                saved_bytes=saved_bytes,
+                leaving_bytes=self._policy.plans[one.signature].leaving_bytes,
+            )
         self.recorded.pop(one.signature, None)
         self.recorded[one.signature] = Recording(items, learned.began_s, learned.ended_s)
         if len(self.recorded) > RECORDED_MAX:
             del self.recorded[next(iter(self.recorded))]
         self._note_step(one, saved_bytes, learned)
+
+    def _learn_from_partial(self, one: Round, rates: Rates, stall_share: float) -> None:
+        """Plan with the stalls and rates of a round of which only what leaves was followed.
+
+        When what stays was packed and needed the last round that was followed in whole has told.
+        """
+        self._followed.note_partial(one.opening, one.signature)
+        whole = self.recorded.get(one.signature)
+        if whole is not None:
+            self._policy.learn(one.signature, whole.items, rates, stall_share)
+            self._pin(one.signature)
 
     def _pin(self, signature: int) -> None:
         """Pin the memory in which tensors of GPUs stay by plan."""
@@ -155,19 +179,23 @@ class Prefetcher:
 
     def allowance(
         self, opening: int, gpu: int | None
-    ) -> tuple[int | None, Literal["plan", "price"] | None]:
+    ) -> tuple[int | None, Literal["plan", "price"] | None, bool]:
         """Return how many bytes the round that begins now may give to the disk; ``None``: all.
 
-        And why it is only skimmed, if it is. ``gpu`` is that of its first tensor.
+        And why it is only skimmed, if it is; and whether only what leaves memory need be followed.
+        ``gpu`` is that of its first tensor.
         """
         if self._controller is None:
-            return None, None
+            extent = "whole" if gpu is None else self._followed.extent(opening)
+            if extent == "skimmed":
+                return 0, "plan", False
+            return None, None, extent == "partial"
         nbytes = self._controller.allowance(opening, partial(_spare_bytes, gpu))
         cause = None if nbytes else self._controller.skims(opening)
         if cause == "plan" and not self._policy.is_boldest:
             # Rounds that are followed let the next plans have more.
             cause = None
-        return nbytes, cause
+        return nbytes, cause, False
 
     @property
     def is_off(self) -> bool:
@@ -188,9 +216,7 @@ class Prefetcher:
         if self._controller is None or overlaps or learned.step_s is None:
             return
         plan = self._policy.plans.get(finished.signature)
-        planned_bytes = 0
-        if plan is not None:
-            planned_bytes = plan.written_bytes + sum(plan.pinned_bytes.values())
+        planned_bytes = 0 if plan is None else plan.leaving_bytes
         step = Step(
             kind=finished.signature,
             opening=finished.opening,

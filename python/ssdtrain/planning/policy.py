@@ -127,6 +127,11 @@ class Plan:
     copied_s: dict[int, float] = field(default_factory=dict)
     """When each of the others that is on a GPU has been copied from it, where its rate is known."""
 
+    @property
+    def leaving_bytes(self) -> int:
+        """What leaves memory; of what stays in pinned memory, the pages that it takes."""
+        return self.written_bytes + sum(self.pinned_bytes.values())
+
 
 def plan(items: Sequence[Item], rates: Rates, host_bytes: int = 0) -> Plan:
     """Choose the longest prefix of the items, in the order of packing, that hides.
@@ -206,6 +211,10 @@ class Policy:
         """Whether plans count with as much of the rates as they ever do."""
         return self._caution >= CAUTION_MAX
 
+    def is_settled(self, signature: int) -> bool:
+        """Whether this kind of rounds was planned often enough to be planned seldom from now on."""
+        return signature in self._basis and self._basis[signature][0] >= SETTLED_COUNT
+
     def knows(self, key: int) -> bool:
         """Whether a plan was made with this key in it."""
         return key in self._planned
@@ -236,7 +245,10 @@ class Policy:
     def learn(
         self, signature: int, items: Sequence[Item], rates: Rates, stall_share: float
     ) -> None:
-        """Plan the next round of this kind. ``stall_share`` is stall time over the round's time."""
+        """Plan the next round of this kind, unless its plan has settled.
+
+        ``stall_share`` is stall time over the round's time.
+        """
         with self._learning:
             self._learn(signature, items, rates, stall_share)
 

@@ -31,6 +31,7 @@ pub mod disk;
 pub mod engine;
 pub mod error;
 pub mod gate;
+pub mod guide;
 pub mod masters;
 pub mod memory;
 pub mod probe;

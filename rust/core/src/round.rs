@@ -10,6 +10,8 @@ use std::cmp::Reverse;
 use std::collections::HashMap;
 use std::sync::Arc;
 
+use crate::guide::{Along, Place};
+
 /// The phase of what a forward packs; else it is the number of a backward.
 pub const FORWARD: i64 = -1;
 /// First keys of rounds.
@@ -96,6 +98,7 @@ pub struct Round<E> {
     /// The key of the last tensor: it stands for all that were packed until then.
     signature: i64,
     entries: Vec<E>,
+    keys: Vec<i64>,
     sequences: Vec<i64>,
     /// For each entry that brought a record of its own.
     packed: Vec<Option<NewRecord>>,
@@ -129,6 +132,8 @@ pub struct Round<E> {
     is_closed: bool,
     /// Whether nothing tells when its tensors were packed and needed.
     is_untimed: bool,
+    /// What it may leave out, and how far it has come.
+    along: Along,
     /// At this many entries, look whether the older are dead.
     look_at: usize,
 }
@@ -153,6 +158,7 @@ impl<E> Round<E> {
             phase,
             signature: if phase == FORWARD { FORWARD_SEED } else { BACKWARD_SEED },
             entries: Vec::new(),
+            keys: Vec::new(),
             sequences: Vec::new(),
             packed: Vec::new(),
             needed: Vec::new(),
@@ -173,6 +179,7 @@ impl<E> Round<E> {
             skimmed_bytes: 0,
             is_closed: false,
             is_untimed: false,
+            along: Along::default(),
             look_at: DEAD_ROUND_COUNT,
         }
     }
@@ -224,6 +231,8 @@ impl<E> Round<E> {
             self.skimmed_bytes += nbytes;
         }
         self.packed.push(is_new.then_some(packed));
+        self.keys.push(self.signature);
+        self.along.step();
         self.sequences.push(sequence);
         self.is_needed.push(false);
         self.entries.push(entry);
@@ -375,6 +384,47 @@ impl<E> Round<E> {
         self.skimmed_bytes
     }
 
+    /// Has a guide from now on.
+    pub fn begin_guide(&mut self, guide: Arc<[Place]>) {
+        self.along.begin(guide);
+    }
+
+    /// Where a tensor of `nbytes` that is packed now stands in the guide: if there is one, if
+    /// nothing was asked for, and if all went along it so far.
+    pub fn guided(&mut self, nbytes: u64) -> Option<Place> {
+        if !self.along.has_guide() || self.is_closed || self.is_asked_for() {
+            return None;
+        }
+        self.along.place(next_key(self.signature, nbytes))
+    }
+
+    /// Counts a tensor that is not followed.
+    pub fn pass(&mut self, nbytes: u64) {
+        self.signature = next_key(self.signature, nbytes);
+        self.along.pass(nbytes);
+    }
+
+    /// Whether it lacks tensors that were not followed: then it teaches nothing of the others.
+    pub fn is_partial(&self) -> bool {
+        self.along.has_passed()
+    }
+
+    /// What it packed, for later rounds of its kind.
+    pub fn guide(&self) -> Arc<[Place]> {
+        let places = self.keys.iter().zip(&self.packed);
+        let gpu = |packed: &Option<NewRecord>| packed.as_ref().and_then(|one| one.gpu);
+        places.map(|(&key, packed)| Place { key, gpu: gpu(packed) }).collect()
+    }
+
+    /// Under which name its order is remembered: one that lacks tensors has others in the same
+    /// places.
+    pub(crate) fn order_name(&self) -> i64 {
+        if self.is_partial() {
+            return next_key(self.signature, self.entries.len() as u64);
+        }
+        self.signature
+    }
+
     /// Says that nothing tells when its tensors were packed and needed.
     pub fn set_untimed(&mut self) {
         self.is_untimed = true;
@@ -422,7 +472,7 @@ impl<E> Round<E> {
 
     /// Where a tensor stands in the expected order; `None` for what was packed after its backward
     /// had begun: nothing is known of its place.
-    pub(crate) fn position(&self, ordinal: usize) -> Option<usize> {
+    pub fn position(&self, ordinal: usize) -> Option<usize> {
         self.expected.as_ref()?.position.get(ordinal).copied().flatten()
     }
 

@@ -115,7 +115,7 @@ impl<E> Rounds<E> {
             if self.orders.len() >= ORDERS_MAX {
                 self.orders.clear();
             }
-            self.orders.insert(round.signature(), round.needed().into());
+            self.orders.insert(round.order_name(), round.needed().into());
         }
         finished
     }
@@ -128,7 +128,7 @@ impl<E> Rounds<E> {
         is_on_disk: impl Fn(&E) -> bool,
     ) {
         let mut round = round.lock();
-        let learned = self.orders.get(&round.signature()).map(Arc::clone);
+        let learned = self.orders.get(&round.order_name()).map(Arc::clone);
         round.predict(learned, plan, is_on_disk);
     }
 

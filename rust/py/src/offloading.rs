@@ -4,17 +4,15 @@ use std::time::Instant;
 
 use pyo3::intern;
 use pyo3::prelude::*;
-use ssdtrain_core::round::FORWARD;
 
 use crate::by_plan::{ByPlan, Use};
 use crate::geometry::{Layout, is_memory_of_others, shares_no_counter};
 use crate::gpu_calls::GpuStream;
-use crate::kept::{self, is_true, version_of};
+use crate::kept::{is_true, version_of};
 use crate::rounds::Rounds;
-use crate::rules::{Large, Rules, is_managed_at_a_glance};
 use crate::saved_tensor::{Part, Record, SavedTensor, SharedRound};
 use crate::session_lock::SessionLock;
-use crate::skim::{Cause, CountedPart, CountsAs};
+use crate::skim::CountedPart;
 use crate::tally::Tally;
 use crate::torch::Torch;
 use crate::transfer::Loading;
@@ -26,22 +24,22 @@ use crate::writeback::Records;
 /// books change, and never while a read or a GPU is waited for.
 #[pyclass(frozen, module = "ssdtrain._core")]
 pub struct Offloading {
-    torch: Py<Torch>,
-    records: Py<Records>,
-    rounds: Py<Rounds>,
+    pub torch: Py<Torch>,
+    pub records: Py<Records>,
+    pub rounds: Py<Rounds>,
     min_bytes: u64,
-    lock: SessionLock,
+    pub lock: SessionLock,
     pub hooks: Py<PyAny>,
-    keeper: Py<PyAny>,
+    pub keeper: Py<PyAny>,
     teacher: Py<PyAny>,
-    policy: Py<PyAny>,
-    eligible: Py<Tally>,
-    planned: Py<Tally>,
-    priced: Py<Tally>,
+    pub policy: Py<PyAny>,
+    pub eligible: Py<Tally>,
+    pub planned: Py<Tally>,
+    pub priced: Py<Tally>,
 }
 
 /// Why a tensor stays in memory.
-enum Kept {
+pub enum Kept {
     Small,
     Apart,
     Detached,
@@ -169,104 +167,8 @@ impl Offloading {
         Ok(saved.into_any().unbind())
     }
 
-    /// Keeps a tensor of a round that is only skimmed, and counts it as if it were followed; `None`
-    /// if it is to be followed.
-    fn pass_by(
-        &self,
-        tensor: &Bound<'_, PyAny>,
-        storage: usize,
-        part: CountedPart,
-        is_leaf: bool,
-        cause: Cause,
-    ) -> PyResult<Option<Py<kept::Kept>>> {
-        let (py, records) = (tensor.py(), self.records.get());
-        // What a backward computes again was counted in forward.
-        let is_forward = self.torch.get().current_backward(py)? == FORWARD;
-        let (identity, most_bytes) = part.shared(storage);
-        let more_bytes = records.account().shared_more_bytes(identity, part.nbytes, most_bytes);
-        let skimmed_bytes = if is_forward { more_bytes } else { 0 };
-        if !self.rounds.get().passes_by(storage, skimmed_bytes) {
-            return Ok(None);
-        }
-        if more_bytes > 0 {
-            self.eligible.get().add(more_bytes);
-        }
-        if skimmed_bytes > 0 {
-            match cause {
-                Cause::Plan => self.planned.get().add(skimmed_bytes),
-                Cause::Price => self.priced.get().add(skimmed_bytes),
-            }
-        }
-        let holding = records.account().hold_shared(identity, part.nbytes, most_bytes);
-        records.account().note_peak(records.transfer_bytes(py));
-        kept::Kept::hold(tensor, is_leaf, false, Some(holding)).map(Some)
-    }
-
-    /// The same for a large tensor that nobody has judged, at the least cost. `None`: it has to be
-    /// judged.
-    pub fn pass_by_at_a_glance(
-        &self,
-        rules: &Rules,
-        tensor: &Bound<'_, PyAny>,
-        large: Large,
-    ) -> PyResult<Option<Py<kept::Kept>>> {
-        let (py, records, rounds) = (tensor.py(), self.records.get(), self.rounds.get());
-        if records.is_forked() {
-            return Ok(None);
-        }
-        let Some(cause) = rounds.skims(py) else { return Ok(None) };
-        let counts = if let Some(known) = rounds.known_count(large) {
-            known
-        } else {
-            let counts = self.counts_as(rules, tensor)?;
-            rounds.note_count(large, counts);
-            counts
-        };
-        match counts {
-            CountsAs::Bytes { offset_bytes, part } => {
-                let Ok(address) = tensor.call_method0(intern!(py, "data_ptr")) else {
-                    return Ok(None);
-                };
-                let storage = address.extract::<usize>()?.wrapping_sub(offset_bytes);
-                self.pass_by(tensor, storage, part, large.is_leaf, cause)
-            }
-            CountsAs::Weight => {
-                records.account().note_weight();
-                kept::Kept::hold(tensor, large.is_leaf, false, None).map(Some)
-            }
-            CountsAs::Unclear => Ok(None),
-        }
-    }
-
-    /// Looks at a large tensor as closely as counting it needs.
-    fn counts_as(&self, rules: &Rules, tensor: &Bound<'_, PyAny>) -> PyResult<CountsAs> {
-        let py = tensor.py();
-        // Tensors without memory of their own (of zeros, of function transforms) raise.
-        let Ok(storage) = tensor.call_method0(intern!(py, "untyped_storage")) else {
-            return Ok(CountsAs::Unclear);
-        };
-        let Ok(identity) = storage.call_method0(intern!(py, "data_ptr")) else {
-            return Ok(CountsAs::Unclear);
-        };
-        if !is_managed_at_a_glance(tensor)? {
-            return Ok(CountsAs::Unclear);
-        }
-        if rules.is_weight_by_history(tensor)? {
-            return Ok(CountsAs::Weight);
-        }
-        let storage_bytes: u64 = storage.call_method0(intern!(py, "nbytes"))?.extract()?;
-        let (start, nbytes) = Layout::of(tensor)?.part(tensor, storage_bytes)?;
-        if self.kept_as(tensor, &storage, nbytes, storage_bytes)?.is_some() {
-            return Ok(CountsAs::Unclear);
-        }
-        let address: usize = tensor.call_method0(intern!(py, "data_ptr"))?.extract()?;
-        let offset_bytes = address.wrapping_sub(identity.extract()?);
-        let part = CountedPart { start: start as usize, nbytes, storage_bytes };
-        Ok(CountsAs::Bytes { offset_bytes, part })
-    }
-
     /// As what a part of a large storage stays in memory; `None` if it may leave it.
-    fn kept_as(
+    pub fn kept_as(
         &self,
         tensor: &Bound<'_, PyAny>,
         storage: &Bound<'_, PyAny>,
@@ -365,7 +267,7 @@ impl Offloading {
     }
 
     /// The stream that is current on the tensor's GPU, if it is on one.
-    fn stream(&self, py: Python<'_>, layout: &Layout) -> PyResult<Option<GpuStream>> {
+    pub fn stream(&self, py: Python<'_>, layout: &Layout) -> PyResult<Option<GpuStream>> {
         match (layout.gpu, self.records.get().gpus()) {
             (Some(gpu), Some(gpus)) => gpus.stream(py, gpu).map(Some),
             _ => Ok(None),
@@ -407,7 +309,7 @@ impl Offloading {
     }
 
     /// Notes how far the program has come on the GPU of a tensor, if it is on one.
-    fn note_progress(
+    pub fn note_progress(
         &self,
         py: Python<'_>,
         stream: Option<GpuStream>,

@@ -67,6 +67,12 @@ impl Round {
         self.0.lock().is_skimmed()
     }
 
+    /// Whether it lacks tensors that were not followed.
+    #[getter]
+    fn is_partial(&self) -> bool {
+        self.0.lock().is_partial()
+    }
+
     /// What a skimmed round saved, followed or not.
     #[getter]
     fn skimmed_bytes(&self) -> u64 {

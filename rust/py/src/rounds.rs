@@ -15,6 +15,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyWeakrefMethods, PyWeakrefReference};
 use ssdtrain_core as core;
 use ssdtrain_core::cuda::stream::Event;
+use ssdtrain_core::guide::Place;
 use ssdtrain_core::round::{Entry, FORWARD, Plan, next_key};
 use ssdtrain_core::rounds::{ORDERS_MAX, Of};
 use ssdtrain_core::window::{Look, Walk};
@@ -24,6 +25,7 @@ use crate::error::SsdtrainError;
 use crate::gpu::Gpus;
 use crate::gpu_calls::GpuStream;
 use crate::gpu_clock::{GpuClock, What};
+use crate::guides::Guides;
 use crate::round::{Learned, Round};
 use crate::rules::Large;
 use crate::saved_tensor::{SavedReference, SavedTensor, SharedRound, is_dead};
@@ -46,6 +48,7 @@ pub struct Rounds {
     books: Mutex<Books>,
     /// The round of which only the first tensor is followed, if there is one.
     skim: Skim,
+    guides: Guides,
     clock: GpuClock,
     /// How long was learned from rounds, in nanoseconds.
     taught_ns: AtomicU64,
@@ -82,6 +85,7 @@ impl Rounds {
             epoch: Instant::now(),
             books: Mutex::default(),
             skim: Skim::default(),
+            guides: Guides::default(),
             clock: GpuClock::default(),
             taught_ns: AtomicU64::new(0),
         }
@@ -118,6 +122,11 @@ impl Rounds {
             Some(times) => Learned::of_gpu(&times),
             None => Learned::of_hooks(ended, &items),
         }
+    }
+
+    /// Makes an ended round, which was followed in whole, the guide of those that begin as it did.
+    fn set_guide(&self, ended: &Round) {
+        self.guides.set(&ended.0);
     }
 
     /// Gives up what was read ahead.
@@ -187,6 +196,19 @@ impl Rounds {
         self.skim.note_count(large, counts);
     }
 
+    /// Whether the round that began last has a guide.
+    pub fn has_guide(&self) -> bool {
+        self.guides.is_on()
+    }
+
+    /// The round that is packed now and the place that a tensor of `nbytes` has in its guide; `None`
+    /// if it is to be followed whatever the plan says.
+    pub fn guided(&self, nbytes: u64) -> Option<(SharedRound, Place)> {
+        let round = self.books().rounds.current()?.clone();
+        let place = round.lock().guided(nbytes)?;
+        Some((round, place))
+    }
+
     /// Gives a packed tensor its place in a round.
     pub fn enter(
         &self,
@@ -236,9 +258,13 @@ impl Rounds {
         if self.limit_bytes.is_none() {
             let arguments = (round.lock().opening(), first.get().layout.gpu);
             let allowance = teacher.call_method1(intern!(py, "allowance"), arguments)?;
-            let (allowed, cause): (Option<u64>, Option<String>) = allowance.extract()?;
+            let (allowed, cause, is_guided): (Option<u64>, Option<String>, bool) =
+                allowance.extract()?;
+            self.guides.begin(round, is_guided);
             if let Some(cause) = cause {
                 self.skim.begin(first, round, Cause::of(&cause)?)?;
+            } else if self.guides.is_on() {
+                self.skim.count_anew();
             } else {
                 self.skim.forget_counts();
             }

@@ -115,7 +115,7 @@ impl Skim {
         let identity = storage.call_method0(intern!(py, "data_ptr"))?.extract()?;
         let first = PyWeakrefReference::new(first)?.unbind();
         round.lock().skim();
-        self.known().next = 0;
+        self.count_anew();
         let round = round.clone();
         let before = self.of().replace(Skimmed { round, first, identity, count: 0, cause });
         drop(before);
@@ -160,6 +160,11 @@ impl Skim {
             known.tensors.push((large, counts));
             known.next = known.tensors.len();
         }
+    }
+
+    /// Begins with the tensor that comes after the first one of a round.
+    pub fn count_anew(&self) {
+        self.known().next = 0;
     }
 
     /// Has all tensors looked at again.

@@ -60,7 +60,7 @@ impl Timeline {
     }
 
     #[getter]
-    fn is_on(&self) -> bool {
+    pub fn is_on(&self) -> bool {
         self.0.is_on.load(Ordering::Relaxed)
     }
 

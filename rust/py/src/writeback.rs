@@ -245,6 +245,16 @@ impl Records {
         }
     }
 
+    /// Whether something is on its way out of memory, or waits to be.
+    pub fn has_leaving(&self) -> bool {
+        self.writes.count() > 0 || self.has_waiting_gate()
+    }
+
+    /// Whether somebody asked when each tensor is where.
+    pub fn is_timed(&self) -> bool {
+        self.timeline.get().is_on()
+    }
+
     pub fn store(&self) -> &Store {
         self.store.get()
     }

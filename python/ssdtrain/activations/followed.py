@@ -1,0 +1,73 @@
+"""Which rounds of a GPU are followed in whole.
+
+To follow a tensor takes Python some ten microseconds in each of its two hooks. While Python runs
+ahead of a GPU that costs nothing; where the GPU waits for Python, as with small models, it is time
+lost. So once the plan of a kind of rounds is known, only some of its rounds are followed in whole,
+which tell when each tensor is packed and needed. Of the others only what leaves memory is followed,
+and nothing but the first tensor where hardly anything leaves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["Followed"]
+
+Extent = Literal["whole", "partial", "skimmed"]
+
+BETWEEN_MAX = 64
+"""Rounds between two that are followed in whole."""
+KINDS_MAX = 64
+"""Kinds of rounds that are remembered: more than any training has."""
+LITTLE_SHARE = 1 / 32
+"""Of what a round saves: to have less leave memory is not worth the time of the hooks."""
+
+
+@dataclass
+class _Kind:
+    """Rounds that begin with the same tensor, and have packed the same of late."""
+
+    signature: int
+    is_little: bool
+    """Whether hardly anything leaves."""
+    between: int = 1
+    """How many rounds come between two that are followed in whole."""
+    left: int = 1
+    """How many of these have not begun."""
+
+
+class Followed:
+    """Says of each round that begins how much of it is followed."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[int, _Kind] = {}
+        """By the key of the first tensor."""
+
+    def extent(self, opening: int) -> Extent:
+        """Say how much is followed of the round that begins now."""
+        kind = self._kinds.get(opening)
+        if kind is None or not kind.left:
+            return "whole"
+        kind.left -= 1
+        return "skimmed" if kind.is_little else "partial"
+
+    def note_whole(
+        self, opening: int, signature: int, *, saved_bytes: int, leaving_bytes: int
+    ) -> None:
+        """Note a round that was followed in whole, and what of it leaves memory by its plan."""
+        kind = self._kinds.get(opening)
+        is_little = leaving_bytes < LITTLE_SHARE * saved_bytes
+        if kind is None or kind.signature != signature:
+            if len(self._kinds) >= KINDS_MAX:
+                self._kinds.clear()
+            self._kinds[opening] = _Kind(signature, is_little)
+        else:
+            kind.is_little = is_little
+            kind.left = kind.between = min(2 * kind.between, BETWEEN_MAX)
+
+    def note_partial(self, opening: int, signature: int) -> None:
+        """Note a partial round: one that has packed something else is the last of its kind."""
+        kind = self._kinds.get(opening)
+        if kind is not None and kind.signature != signature:
+            del self._kinds[opening]

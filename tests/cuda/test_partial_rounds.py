@@ -1,0 +1,166 @@
+"""Rounds of a GPU of which only what leaves memory is followed, and those that are skimmed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+import ssdtrain
+from offloading import chain, check, made, offloaded, settle
+from on_devices import Device, on_each_device
+from ssdtrain.activations.followed import Followed
+from ssdtrain.planning.policy import Item, Plan, Policy
+from support import shared_out
+from test_training import CASES, LAG_US, train
+
+COUNT = 40
+RING = 64 << 20
+
+
+class EachSecond(Policy):
+    """A policy by which each second tensor leaves, or only the first of so many."""
+
+    def __init__(self, period: int = 2) -> None:
+        super().__init__()
+        self._period = period
+
+    def learn(self, signature: int, items: Sequence[Item], *_: Any) -> None:
+        """Plan by place alone."""
+        leaving = items[:: self._period]
+        keep = frozenset(item.key for item in items) - {item.key for item in leaving}
+        self.plans[signature] = Plan(keep, written_bytes=sum(item.nbytes for item in leaving))
+        self.keep |= keep
+        self.keep -= {item.key for item in leaving}
+
+    def is_settled(self, signature: int) -> bool:
+        """Say that the first plan is the last."""
+        return signature in self.plans
+
+
+@contextmanager
+def extents() -> Iterator[list[str]]:
+    """Yield how much is followed of each round that begins from now on."""
+    seen: list[str] = []
+    real = Followed.extent
+
+    def extent(self: Followed, opening: int) -> Any:
+        seen.append(real(self, opening))
+        return seen[-1]
+
+    with mock.patch.object(Followed, "extent", extent):
+        yield seen
+
+
+def step(session: ssdtrain.Session, loss: Tensor) -> None:
+    """Run a backward, and let the round be one that can be learned from."""
+    loss.backward()
+    del loss
+    torch.cuda.synchronize()
+    settle(session)
+
+
+@pytest.mark.parametrize(
+    "case", shared_out(CASES, quick=["mlp", "two streams", "reentrant checkpoint"])
+)
+@on_each_device()
+def test_every_case_gives_the_bits_of_a_plain_run(device: Device, case: str) -> None:
+    if case == "two devices":
+        return
+    plain = train(case)
+    for trial in range(2):
+        device.lag(LAG_US * trial, seed=trial + 1)
+        with extents() as seen, offloaded(EachSecond(), pinned_bytes=RING) as session:
+            trained = [train(case) for _ in range(5)]
+        device.lag(0)
+        for one in trained:
+            assert all(map(torch.equal, plain, one))
+        assert device.races() == []
+        assert "partial" in seen
+        assert session.stats.bytes_offloaded + session.stats.bytes_forwarded > 0
+
+
+@on_each_device()
+def test_only_what_leaves_is_followed(device: Device) -> None:
+    leaf = made(0)
+    with extents() as seen, offloaded(EachSecond(), pinned_bytes=RING) as session:
+        rounds = session._hooks._prefetcher.rounds  # type: ignore[union-attr]
+        counts, left, kept, grads = [], [], [], []
+        for _ in range(8):
+            before = session.stats
+            leaf.grad = None
+            saved = chain(leaf, COUNT)
+            settle(session)
+            # Half of it has left the GPU, whether all was followed or not.
+            counts.append(rounds.current_count)
+            step(session, saved.sum())
+            del saved
+            made_since = session.stats.since(before)
+            left.append(made_since.bytes_offloaded // leaf.nbytes)
+            kept.append(made_since.bytes_kept // leaf.nbytes)
+            grads.append(leaf.grad)
+    assert seen == ["whole", "partial", "whole", "partial", "partial", "whole", *2 * ["partial"]]
+    partial = [place for place, extent in enumerate(seen) if extent == "partial"]
+    assert [counts[place] for place in partial] == [COUNT // 2] * len(partial)
+    assert {count for place, count in enumerate(counts) if place not in partial} == {COUNT}
+    assert left[1:] == [COUNT // 2] * 7
+    check(leaf, COUNT)
+    assert all(torch.equal(leaf.grad, one) for one in grads)
+    assert kept[1:] == [COUNT // 2] * 7
+    assert device.races() == []
+
+
+@on_each_device()
+def test_a_round_that_packs_something_else_is_followed_from_there(device: Device) -> None:
+    leaf = made(0)
+    with extents() as seen, offloaded(EachSecond(), pinned_bytes=RING) as session:
+        rounds = session._hooks._prefetcher.rounds  # type: ignore[union-attr]
+        for _ in range(3):
+            step(session, chain(leaf, COUNT).sum())
+        assert seen == ["whole", "partial", "whole"]
+        leaf.grad = None
+        before = session.stats
+        same = chain(leaf, COUNT // 2)
+        other = chain(torch.cat([same, same]), COUNT // 2)
+        settle(session)
+        followed_count = rounds.current_count
+        step(session, other.sum())
+        del same, other
+        # Of what nothing is known all leaves.
+        made_since = session.stats.since(before)
+        assert made_since.bytes_offloaded >= COUNT // 2 * 2 * leaf.nbytes
+        assert followed_count == COUNT // 4 + COUNT // 2
+        step(session, chain(leaf, COUNT).sum())
+    assert seen[3:] == ["partial", "whole"]
+    assert device.races() == []
+    assert leaf.grad is not None
+    plain = made(0)
+    same = chain(plain, COUNT // 2)
+    chain(torch.cat([same, same]), COUNT // 2).sum().backward()
+    chain(plain, COUNT).sum().backward()
+    assert plain.grad is not None
+    assert torch.equal(leaf.grad.cpu(), plain.grad.cpu())
+
+
+@on_each_device()
+def test_where_hardly_anything_leaves_rounds_are_skimmed(device: Device) -> None:
+    leaf, grads = made(0), []
+    with extents() as seen, offloaded(EachSecond(COUNT), pinned_bytes=RING) as session:
+        for number in range(8):
+            before = session.stats
+            leaf.grad = None
+            step(session, chain(leaf, COUNT).sum())
+            grads.append(leaf.grad)
+            made_since = session.stats.since(before)
+            left_bytes = made_since.bytes_offloaded + made_since.bytes_forwarded
+            expected = {"whole": 1 if number else COUNT, "skimmed": 0}[seen[number]]
+            assert left_bytes == expected * leaf.nbytes
+    assert seen == ["whole", "skimmed", "whole", "skimmed", "skimmed", "whole", *2 * ["skimmed"]]
+    check(leaf, COUNT)
+    assert all(torch.equal(leaf.grad, one) for one in grads)
+    assert device.races() == []

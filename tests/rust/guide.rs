@@ -1,0 +1,108 @@
+//! Rounds of which only what leaves memory is followed.
+
+use ssdtrain_core::guide::Place;
+use ssdtrain_core::round::{Entry, FORWARD, Round, next_key};
+use ssdtrain_core::rounds::Rounds;
+
+const SIZES: [u64; 4] = [10, 20, 10, 30];
+
+fn entry(nbytes: u64, is_new: bool) -> Entry {
+    Entry { sequence: 0, nbytes, gpu: Some(1), is_new }
+}
+
+/// A round that was followed in whole; its third tensor shares the bytes of the first.
+fn whole() -> Round<()> {
+    let mut round = Round::new(FORWARD);
+    for (place, nbytes) in SIZES.into_iter().enumerate() {
+        round.add((), entry(nbytes, place != 2), 0.0);
+    }
+    round
+}
+
+fn guided() -> Round<()> {
+    let mut round = Round::new(FORWARD);
+    round.add((), entry(SIZES[0], true), 0.0);
+    round.begin_guide(whole().guide());
+    round
+}
+
+#[test]
+fn a_guide_has_the_keys_of_all_tensors_and_where_those_are_that_brought_a_record() {
+    let guide = whole().guide();
+    let mut key = Round::<()>::new(FORWARD).signature();
+    for (place, nbytes) in SIZES.into_iter().enumerate() {
+        key = next_key(key, nbytes);
+        let gpu = (place != 2).then_some(1);
+        assert_eq!(guide[place], Place { key, gpu });
+    }
+    assert_eq!(guide.len(), SIZES.len());
+    assert_eq!(key, whole().signature());
+}
+
+#[test]
+fn a_round_that_leaves_tensors_out_has_the_keys_of_one_that_does_not() {
+    let mut round = guided();
+    assert!(!round.is_partial());
+    let second = round.guided(SIZES[1]).expect("it is in the guide");
+    assert_eq!(second, whole().guide()[1]);
+    round.pass(SIZES[1]);
+    assert!(round.is_partial());
+    assert_eq!(round.guided(SIZES[2]).expect("it is in the guide").gpu, None);
+    round.add((), entry(SIZES[2], false), 0.0);
+    assert_eq!(round.guided(SIZES[3]), Some(whole().guide()[3]));
+    round.pass(SIZES[3]);
+    assert_eq!(round.signature(), whole().signature());
+    assert_eq!(round.len(), 2);
+    // What comes after the last place of the guide is unknown.
+    assert_eq!(round.guided(SIZES[0]), None);
+}
+
+#[test]
+fn what_the_guide_does_not_have_ends_it() {
+    let mut round = guided();
+    assert_eq!(round.guided(SIZES[1] + 1), None);
+    // Nothing is known of what comes then, though it may look alike.
+    assert_eq!(round.guided(SIZES[1]), None);
+    assert!(!round.is_partial());
+}
+
+#[test]
+fn a_round_that_is_asked_for_or_closed_leaves_nothing_out() {
+    let mut round = guided();
+    round.set_closed(true);
+    assert_eq!(round.guided(SIZES[1]), None);
+    round.set_closed(false);
+    round.note_needed(0, round.signature(), 1.0);
+    assert_eq!(round.guided(SIZES[1]), None);
+    assert_eq!(Round::<()>::new(FORWARD).guided(SIZES[0]), None);
+}
+
+#[test]
+fn the_order_of_a_round_in_whole_is_not_that_of_one_that_lacks_tensors() {
+    let mut rounds = Rounds::<()>::default();
+    let is_dead = |_: &()| false;
+    let play = |rounds: &mut Rounds<()>, is_whole: bool, asked: &[usize]| {
+        let round = rounds.open(FORWARD, false, is_dead).round;
+        round.lock().add((), entry(SIZES[0], true), 0.0);
+        round.lock().begin_guide(whole().guide());
+        for nbytes in &SIZES[1..] {
+            if is_whole || *nbytes == SIZES[3] {
+                round.lock().add((), entry(*nbytes, true), 0.0);
+            } else {
+                round.lock().pass(*nbytes);
+            }
+        }
+        rounds.predict(&round, None, |()| true);
+        let mut round = round.lock();
+        let places = (0..round.len()).map(|ordinal| round.position(ordinal));
+        let expected: Option<Vec<_>> = places.collect();
+        for ordinal in asked {
+            round.note_needed(*ordinal, 0, 1.0);
+        }
+        expected.expect("an order is expected")
+    };
+    play(&mut rounds, true, &[3, 1, 0, 2]);
+    play(&mut rounds, false, &[0, 1]);
+    assert_eq!(play(&mut rounds, true, &[3, 1, 0, 2]), [2, 1, 3, 0]);
+    assert_eq!(play(&mut rounds, false, &[0, 1]), [0, 1]);
+}

@@ -1,0 +1,65 @@
+"""Which rounds of a GPU are followed in whole."""
+
+from __future__ import annotations
+
+from ssdtrain.activations.followed import BETWEEN_MAX, KINDS_MAX, LITTLE_SHARE, Followed
+
+OPENING, SIGNATURE = 7, 11
+SAVED_BYTES = 1000
+
+
+def whole(followed: Followed, leaving_bytes: int = SAVED_BYTES, signature: int = SIGNATURE) -> None:
+    followed.note_whole(OPENING, signature, saved_bytes=SAVED_BYTES, leaving_bytes=leaving_bytes)
+
+
+def between(followed: Followed, opening: int = OPENING) -> int:
+    """Return how many rounds come before one that is followed in whole."""
+    count = 0
+    while followed.extent(opening) != "whole":
+        count += 1
+    return count
+
+
+def test_what_is_unknown_is_followed_in_whole() -> None:
+    followed = Followed()
+    assert between(followed) == 0
+    followed.note_partial(OPENING, SIGNATURE)
+    assert between(followed) == 0
+
+
+def test_ever_more_rounds_come_between_two() -> None:
+    followed, counts = Followed(), []
+    for _ in range(9):
+        whole(followed)
+        counts.append(between(followed))
+    assert counts == [1, 2, 4, 8, 16, 32, BETWEEN_MAX, BETWEEN_MAX, BETWEEN_MAX]
+
+
+def test_where_hardly_anything_leaves_rounds_are_skimmed() -> None:
+    followed = Followed()
+    whole(followed, int(SAVED_BYTES * LITTLE_SHARE))
+    assert followed.extent(OPENING) == "skimmed"
+    whole(followed, int(SAVED_BYTES * LITTLE_SHARE) + 1)
+    assert followed.extent(OPENING) == "partial"
+
+
+def test_another_round_that_begins_alike_begins_anew() -> None:
+    followed = Followed()
+    for _ in range(3):
+        whole(followed)
+        between(followed)
+    whole(followed, signature=12)
+    assert between(followed) == 1
+    whole(followed)
+    followed.note_partial(OPENING, SIGNATURE)
+    assert followed.extent(OPENING) == "partial"
+    whole(followed)
+    followed.note_partial(OPENING, 12)
+    assert followed.extent(OPENING) == "whole"
+
+
+def test_the_kinds_that_are_remembered_are_bounded() -> None:
+    followed = Followed()
+    for opening in range(KINDS_MAX + 1):
+        followed.note_whole(opening, SIGNATURE, saved_bytes=1, leaving_bytes=1)
+    assert [between(followed, opening) for opening in (0, KINDS_MAX)] == [0, 1]
