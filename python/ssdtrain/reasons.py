@@ -41,6 +41,9 @@ class Evidence:
     failed_count: int
     failure: str | None
     """Why the last write failed."""
+    stayed_count: int
+    stayed: str | None
+    """Why the last of so many tensors could not leave its GPU."""
     budget_error_count: int
     is_one_node: bool
     """Whether one node saves nearly all that a round does."""
@@ -252,6 +255,9 @@ def _priced(known: Evidence) -> str:
 
 
 def _late(known: Evidence) -> str:
+    if known.stayed is not None:
+        tensors = shown_count(known.stayed_count, "tensor")
+        return f"{tensors} could not leave the GPU, the last one for this: {known.stayed}"
     return (
         "backward asked for most tensors before they had been written, or while others still held "
         f"them{_figures(known)}; a first step is often like that, later ones if the disk is "
@@ -263,7 +269,10 @@ def _figures(known: Evidence) -> str:
     if known.rates is None or known.last_round is None:
         return ""
     nbytes, seconds = known.last_round
-    rates = f"writes {shown_bytes(known.rates.write)} and reads {shown_bytes(known.rates.read)}"
+    reads = f"reads {shown_bytes(known.rates.read)}"
+    if known.rates.read == RATE_GUESS:
+        reads = f"is taken to read {shown_bytes(RATE_GUESS)}, as it has read too little to tell,"
+    rates = f"writes {shown_bytes(known.rates.write)} and {reads}"
     if known.rates.write == known.rates.read == RATE_GUESS:
         rates = f"has not told yet what it does, and is taken to do {shown_bytes(RATE_GUESS)}"
     text = f": a step saves {shown_bytes(nbytes)} in {seconds:.3f} s, and the disk {rates} a second"

@@ -245,6 +245,8 @@ def evidence(**changes: Any) -> Evidence:
         peak_bytes=50 * MIB,
         failed_count=0,
         failure=None,
+        stayed_count=0,
+        stayed=None,
         budget_error_count=0,
         is_one_node=False,
         last_round=(50 * MIB, 0.25),
@@ -253,6 +255,32 @@ def evidence(**changes: Any) -> Evidence:
         observed=None,
     )
     return replace(known, **changes)
+
+
+def test_what_cannot_leave_its_gpu_is_told_where_it_is_most() -> None:
+    seen = Seen(Account())
+    seen.eligible.add(100 * MIB)
+    known = evidence(seen=seen, stayed_count=3, stayed="it has 2 GiB")
+    reason = reason_of(known)
+    assert reason is not None
+    assert reason.text == "3 tensors could not leave the GPU, the last one for this: it has 2 GiB"
+    seen.planned.add(90 * MIB)
+    planned = reason_of(known)
+    assert planned is not None
+    assert "could not leave" not in planned.text
+
+
+def test_a_rate_that_is_a_guess_is_told_as_one() -> None:
+    seen = Seen(Account())
+    seen.eligible.add(100 * MIB)
+    seen.planned.add(100 * MIB)
+    for read, words in (
+        (200.0 * MIB, "reads 200 MiB a"),
+        (RATE_GUESS, "is taken to read 953.7 MiB"),
+    ):
+        reason = reason_of(evidence(seen=seen, rates=Rates(100.0 * MIB, read)))
+        assert reason is not None
+        assert f"the disk writes 100 MiB and {words}" in reason.text
 
 
 def test_a_link_that_is_slower_than_the_disk_is_told() -> None:

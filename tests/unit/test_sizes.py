@@ -104,6 +104,6 @@ def test_more_pinned_memory_than_the_machine_has_is_refused(tmp_path: Path) -> N
     match = "are more than the .* of this machine, and pinned memory cannot be swapped"
     with pytest.raises(ssdtrain.ConfigError, match=rf"pinned_bytes=1024 TiB {match}"):
         ssdtrain.offload(tmp_path, pinned_bytes="1024TiB")
-    match = rf"pinned_bytes=1 GiB and max_host_bytes=1024 TiB {match}"
+    match = rf"pinned_bytes=2 GiB and max_host_bytes=1024 TiB {match}"
     with pytest.raises(ssdtrain.ConfigError, match=match):
         ssdtrain.offload(tmp_path, max_host_bytes="1024TiB")

@@ -257,6 +257,8 @@ class Hooks:
             peak_bytes=account.peak_bytes,
             failed_count=self._writeback.failed_count + self._writeback.refused_count,
             failure=self._writeback.failure,
+            stayed_count=self._writeback.stayed_count,
+            stayed=self._writeback.stayed,
             budget_error_count=self._residency.refused_count,
             is_one_node=prefetcher.is_one_node,
             last_round=prefetcher.last_round,

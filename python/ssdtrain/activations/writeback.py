@@ -16,7 +16,7 @@ from ssdtrain.activations.failed_backward import drop_failed_backwards
 from ssdtrain.activations.lender import Lender
 from ssdtrain.activations.names import saving
 from ssdtrain.activations.seen import Seen, kept_parts
-from ssdtrain.errors import DiskBoundError, SsdtrainError
+from ssdtrain.errors import DiskBoundError, SsdtrainError, UnsupportedError
 from ssdtrain.machine.process_memory import release_free_memory
 from ssdtrain.machine.torch_internals import sequence_number
 from ssdtrain.notices import Notices
@@ -78,6 +78,10 @@ class Writeback:
         self.refused_count = 0
         """Writes that `max_disk_bytes` did not allow; their tensors were kept."""
         self.failure: str | None = None
+        self.stayed_count = 0
+        """Tensors of GPUs that cannot take the way from there: nothing has failed."""
+        self.stayed: str | None = None
+        """Why the last of them cannot."""
         """Why the last write failed; the error itself would hold its frames, and their records."""
         residency.add_user(self)
 
@@ -163,6 +167,10 @@ class Writeback:
 
     def note_failure(self, error: SsdtrainError, count: int = 1) -> None:
         """Count and say why a tensor that should be written, or several, stay in memory."""
+        if isinstance(error, UnsupportedError):
+            self.stayed_count, self.stayed = self.stayed_count + count, str(error)
+            self._notices.say("stayed", "%s", error, level=logging.INFO)
+            return
         self.failure = str(error)
         if isinstance(error, DiskBoundError):
             self.refused_count += count

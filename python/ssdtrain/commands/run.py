@@ -49,7 +49,7 @@ SIZES = {
     "min_bytes": "smaller saved tensors stay in memory (default: 256KiB)",
     "max_resident_bytes": "upper bound on the saved bytes in memory, such as 8GiB",
     "max_disk_bytes": "upper bound on the bytes on disk, such as 500GiB",
-    "pinned_bytes": "memory through which a GPU's tensors go, for each GPU (default: 1GiB)",
+    "pinned_bytes": "memory through which a GPU's tensors go, for each GPU (default: 2GiB)",
     "max_host_bytes": "more of it, in which tensors of GPUs may stay by plan (default: none)",
 }
 """Options that are sizes, and what they mean."""

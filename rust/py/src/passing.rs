@@ -121,8 +121,8 @@ impl Offloading {
         })
     }
 
-    /// Does either for a large tensor that nobody has judged, at the least cost. `None`: it has to be
-    /// judged.
+    /// Does either for a large tensor that nobody has judged, at the least cost. `None`: it has to
+    /// be judged.
     pub fn pass_by_at_a_glance(
         &self,
         rules: &Rules,

@@ -201,8 +201,8 @@ impl Rounds {
         self.guides.is_on()
     }
 
-    /// The round that is packed now and the place that a tensor of `nbytes` has in its guide; `None`
-    /// if it is to be followed whatever the plan says.
+    /// The round that is packed now, and the place that a tensor of `nbytes` has in its guide;
+    /// `None` if it is to be followed whatever the plan says.
     pub fn guided(&self, nbytes: u64) -> Option<(SharedRound, Place)> {
         let round = self.books().rounds.current()?.clone();
         let place = round.lock().guided(nbytes)?;
