@@ -36,7 +36,7 @@ from gpu_modes import HOST_MODES, WAYS, Mode, free_host_bytes, modes
 
 EXIT_NO_GPU = 3
 
-WARM_UP_COUNT = 2
+WARM_UP_COUNT = 4
 """Rounds before the timed ones: in them allocators fill up, and offload learns order and rates."""
 HOST_SHARE_MAX = 0.4
 """Of the free memory of the machine, for the ways that copy to it: PyTorch may pin twice of it."""

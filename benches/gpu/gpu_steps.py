@@ -245,9 +245,9 @@ def steps(python: Sequence[str], *, is_tiny: bool) -> list[Step]:
         own("cufile", 60),
         Step("contract", (*pytest, *plain, *workers(), *keyword), 150, "tests"),
         own("equal", 60),
-        trained("step, hidden 4096", 100),
-        trained("step, hidden 8192", 100, "--hidden", "8192", "--layers", "4"),
-        trained("step, float32", 100, "--dtype", "float32", "--batch", "2"),
+        trained("step, hidden 4096", 75),
+        trained("step, hidden 8192", 75, "--hidden", "8192", "--layers", "4"),
+        trained("step, float32", 75, "--dtype", "float32", "--batch", "2"),
         trained("step, hidden 1024", 40, *small),
         own("faults", 60, "--python", *python),
     ]

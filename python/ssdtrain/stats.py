@@ -399,7 +399,7 @@ class Stats:
                 f"  GPU full   {self.full_gpu_wait_s:.3f} s of waits for the GPU, ahead of which "
                 f"nothing is lost, {self.full_disk_wait_s:.3f} s for the disk; {stayed} stayed"
             )
-        rows.append(f"  GPU stalls {self.gpu_stall_s:.3f} s of waits for tensors on their way back")
+        rows.append(f"  GPU stalls {self.gpu_stall_s:.3f} s of waits for tensors on their way")
         peak, away = shown_bytes(self.device_bytes_peak), shown_bytes(self.away_bytes_peak)
         rows.append(f"  GPU peak   {peak} in tensors; up to {away} more without offload")
         rows.append(f"  limit      {self.limit}")

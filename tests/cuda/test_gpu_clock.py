@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -142,6 +142,55 @@ def test_a_gpu_that_waits_for_a_load_is_seen(fake: FakeDevice) -> None:
         # What it waited for is no time of the step: the disk could not be given it.
         assert items[-1].needed_s - items[0].needed_s <= took_s - HELD_S / 2
         check(leaf, LARGE_COUNT)
+    assert not fake.races()
+
+
+class CopiedAtOnce(Everything):
+    """A policy by which each copy has ended when the tensor is packed."""
+
+    def learn(self, signature: int, items: Sequence[Item], *others: Any) -> None:
+        super().learn(signature, items, *others)
+        for place, item in enumerate(items):
+            self.moments[item.key] = place, 2 * len(items) - place, place
+
+
+@pytest.mark.parametrize("is_planned", [False, True])
+@on_fake_device()
+def test_a_gpu_that_waits_until_memory_has_been_copied_is_seen(
+    fake: FakeDevice, is_planned: bool
+) -> None:
+    leaf = made(0, LARGE_ELEMENTS)
+    policy = CopiedAtOnce() if is_planned else Everything()
+    # Half of the three quarters of it is what may be under way where no plan tells more.
+    with offloaded(policy, pinned_bytes=64 << 20) as session:
+        chain(leaf, COUNT).sum().backward()
+        torch.cuda.synchronize()
+        chain(leaf, 1).sum().backward()
+        settle(session)
+        leaf.grad = None
+        before_s = session.stats.gpu_stall_s
+        fake.hold("copies to the host")
+        began_s = perf_counter()
+        saved = chain(leaf, COUNT)
+        threading.Event().wait(6 * HELD_S)
+        fake.release()
+        torch.cuda.synchronize()
+        took_s = perf_counter() - began_s
+        saved.sum().backward()
+        del saved
+        torch.cuda.synchronize()
+        chain(leaf, 1)
+        torch.cuda.synchronize()
+        items = list(session._hooks._prefetcher.recorded.values())[-1].items
+        assert len(items) == COUNT
+        # It is no time of computing, in which the link could copy more.
+        packed_s = [item.packed_s for item in items]
+        assert packed_s == sorted(packed_s)
+        assert packed_s[-1] - packed_s[0] <= took_s - 3 * HELD_S
+        # The plan was wrong if it had told of no wait.
+        stall_s = session.stats.gpu_stall_s - before_s
+        assert (stall_s >= 3 * HELD_S) == is_planned
+        check(leaf, COUNT)
     assert not fake.races()
 
 

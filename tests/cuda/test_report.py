@@ -39,7 +39,7 @@ def test_the_report_tells_of_the_gpu(device: Device) -> None:
     rows = (
         r"  GPU        1.2 MiB copied from it \(\S+ [KMG]iB/s\), 1.2 MiB back \(\S+ [KMG]iB/s\), "
         r"through 16 MiB of pinned memory\n"
-        r"  GPU stalls \d+\.\d{3} s of waits for tensors on their way back\n"
+        r"  GPU stalls \d+\.\d{3} s of waits for tensors on their way\n"
         r"  GPU peak   \S+ [KM]iB in tensors; up to 1.2 MiB more without offload\n"
         r"  limit      (compute|the (disk|PCIe).*)"
     )

@@ -80,7 +80,7 @@ fn a_round_that_is_asked_for_or_closed_leaves_nothing_out() {
 #[test]
 fn the_order_of_a_round_in_whole_is_not_that_of_one_that_lacks_tensors() {
     let mut rounds = Rounds::<()>::default();
-    let is_dead = |_: &()| false;
+    let is_dead = |(): &()| false;
     let play = |rounds: &mut Rounds<()>, is_whole: bool, asked: &[usize]| {
         let round = rounds.open(FORWARD, false, is_dead).round;
         round.lock().add((), entry(SIZES[0], true), 0.0);

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ssdtrain_core::cuda::gpu::Gpu;
-use ssdtrain_core::staging::{Loading, Saved, Staged, Staging, Tier};
+use ssdtrain_core::staging::{Loading, Ordered, Saved, Staged, Staging, Tier};
 use ssdtrain_core::{Backend, ErrorKind, TensorStore};
 
 #[expect(dead_code, reason = "shared with other suites")]
@@ -145,13 +145,15 @@ fn what_was_seen_to_be_over_is_not_waited_for() {
         gpu.hold(TO_HOST);
         let (staged, source) = save(gpu, &staging, &stream, 5);
         let before = waits();
-        assert!(staging.order(&staged.copied(), stream.handle()).unwrap());
+        let ordered = staging.order(&staged.copied(), stream.handle(), true).unwrap();
+        assert!(matches!(ordered, Ordered::Waits(Some(_))), "the place is marked");
         assert_eq!(waits(), before + 1, "the copy is under way");
         gpu.release(TO_HOST);
         until(&staging, || staged.is_settled());
         // The worker has seen the copy end; so the host has, and all that it puts on a stream now.
         let before = waits();
-        assert!(staging.order(&staged.copied(), stream.handle()).unwrap());
+        let ordered = staging.order(&staged.copied(), stream.handle(), true).unwrap();
+        assert!(matches!(ordered, Ordered::Waits(None)));
         assert_eq!(waits(), before);
         stream.fill(&source, 0xdd);
         drop(staged);

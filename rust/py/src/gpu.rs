@@ -17,6 +17,7 @@ use ssdtrain_core::staging::{Full, PinnedBytes, Staging};
 
 use crate::error::to_python;
 use crate::gpu_calls::{GpuStream, SeenStreams, TorchCalls};
+use crate::gpu_waits::Waits;
 use crate::session_lock::SessionLock;
 use crate::store::{SIGNAL_CHECK, Store};
 
@@ -72,6 +73,7 @@ pub struct GpuWay {
     /// The turn at which one gave up waiting, with one added.
     given_up_at: AtomicU64,
     window_bytes: u64,
+    pub waits: Waits,
     books: Mutex<Books>,
     held: Mutex<Vec<Departure>>,
 }
@@ -315,6 +317,7 @@ impl Gpus {
             waiting_count: AtomicUsize::new(0),
             given_up_at: AtomicU64::new(0),
             window_bytes: WINDOW_BYTES.min(memory.down as u64 / 2),
+            waits: Waits::default(),
             books: Mutex::default(),
             held: Mutex::default(),
         });

@@ -19,6 +19,7 @@ use ssdtrain_core::round::Item;
 
 use crate::gpu::{raised, user_stream};
 use crate::gpu_calls::GpuStream;
+use crate::gpu_waits::Wait;
 use crate::saved_tensor::SharedRound;
 
 /// So much is packed, or needed, from one event to the next: a driver has better to do than to tell
@@ -50,6 +51,8 @@ struct Marked {
     needed: Marks,
     /// Of what was loaded: when it was needed, and when it was there.
     loads: Vec<(Arc<Event>, Arc<Event>)>,
+    /// Of what was let go: where streams waited for its copy, and the end of that.
+    waits: Vec<Wait>,
     /// What is needed now, if it got an event for that, until its load is known.
     needed_now: Option<(i64, Arc<Event>)>,
     has_other_gpus: bool,
@@ -80,8 +83,10 @@ pub struct GpuTimes {
     pub items: Vec<Item>,
     /// When the last storage was needed.
     pub ended_s: f64,
-    /// How long the GPU waited for loads: no part of the other times.
+    /// How long the GPU waited for loads, and for copies that by the plan had ended.
     pub stall_s: f64,
+    /// How long it waited for any transfer: no part of the moments.
+    pub waited_s: f64,
 }
 
 impl GpuClock {
@@ -160,6 +165,13 @@ impl GpuClock {
         }
     }
 
+    /// Notes where streams of the round's GPU waited until memory had been copied.
+    pub fn note_waits(&self, round: &SharedRound, waits: Vec<Wait>) {
+        if let Some(one) = find(&mut self.marked(), round) {
+            one.waits.extend(waits);
+        }
+    }
+
     /// Whether the GPU of an ended round has not come to its end yet.
     pub fn is_awaited(&self, py: Python<'_>, round: &SharedRound) -> PyResult<bool> {
         let events: Vec<_> = {
@@ -220,6 +232,7 @@ impl Marked {
             begun,
             needed: Marks::default(),
             loads: Vec::new(),
+            waits: Vec::new(),
             needed_now: None,
             has_other_gpus: false,
         }
@@ -234,7 +247,8 @@ impl Marked {
 
     fn events(&self) -> impl Iterator<Item = &Arc<Event>> {
         let marks = self.needed.events.iter().chain(&self.packed.events);
-        self.loads.iter().map(|(_, loaded)| loaded).chain(marks)
+        let waits = self.waits.iter().flat_map(|wait| [&wait.from, &wait.copied]);
+        self.loads.iter().map(|(_, loaded)| loaded).chain(waits).chain(marks)
     }
 
     fn times(&self, items: &[Item]) -> Option<GpuTimes> {
@@ -242,18 +256,25 @@ impl Marked {
             return None;
         }
         let since_begun = |event: &Event| event.seconds_since(&self.begun);
-        let mut waits = Vec::new();
+        let mut stalls = Vec::new();
         for (needed, loaded) in &self.loads {
-            waits.push((since_begun(needed)?, since_begun(loaded)?));
+            stalls.push((since_begun(needed)?, since_begun(loaded)?));
         }
-        let stalls = Stalls::of(waits);
+        let mut waits = stalls.clone();
+        for wait in &self.waits {
+            let span = (since_begun(&wait.from)?, since_begun(&wait.copied)?);
+            waits.push(span);
+            if wait.is_planned {
+                stalls.push(span);
+            }
+        }
+        let (stalls, waits) = (Stalls::of(stalls), Stalls::of(waits));
         let times_of = |marks: &Marks| -> Option<Vec<f64>> {
             marks.events.iter().map(|event| since_begun(event)).collect()
         };
-        let packed_s = times_of(&self.packed)?;
-        let mut needed_s = times_of(&self.needed)?;
-        for moment_s in &mut needed_s {
-            *moment_s -= stalls.before(*moment_s);
+        let (mut packed_s, mut needed_s) = (times_of(&self.packed)?, times_of(&self.needed)?);
+        for moment_s in packed_s.iter_mut().chain(&mut needed_s) {
+            *moment_s -= waits.before(*moment_s);
         }
         let timed = |item: &Item| {
             let packed_s = *packed_s.get(*self.packed.places.get(&item.key)?)?;
@@ -265,6 +286,7 @@ impl Marked {
             items: items.iter().map(timed).collect::<Option<_>>()?,
             ended_s: needed_s.iter().fold(0.0, |last, moment_s| moment_s.max(last)),
             stall_s: stalls.before(f64::INFINITY),
+            waited_s: waits.before(f64::INFINITY),
         })
     }
 }
@@ -292,8 +314,12 @@ impl Marks {
 struct Stalls(Vec<(f64, f64)>);
 
 impl Stalls {
-    /// Joins waits, each from the moment when something was needed to that when it was there.
+    /// Joins waits, each from the moment when something was needed to that when it was there. Of
+    /// one that began before the round, what lies in the round counts.
     fn of(mut waits: Vec<(f64, f64)>) -> Self {
+        for (needed_s, _) in &mut waits {
+            *needed_s = needed_s.max(0.0);
+        }
         waits.retain(|(needed_s, loaded_s)| needed_s < loaded_s);
         waits.sort_by(|one, other| one.0.total_cmp(&other.0));
         let mut joined: Vec<(f64, f64)> = Vec::new();

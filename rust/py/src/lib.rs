@@ -14,6 +14,7 @@ mod geometry;
 mod gpu;
 mod gpu_calls;
 mod gpu_clock;
+mod gpu_waits;
 mod guides;
 mod hidden;
 mod hook_pair;

@@ -223,6 +223,7 @@ impl Offloading {
         records.open_gate(keeper, Some(sequence))?;
         records.reap(keeper)?;
         let round = rounds.round_for(py, backward, self.teacher.bind(py))?;
+        self.note_waits(&round, stream);
         let version = version_of(tensor)?;
         let end = start + nbytes;
         let found = records.find(tensor, storage, version, layout.offset, end)?;
@@ -308,6 +309,16 @@ impl Offloading {
         Ok(())
     }
 
+    /// Notes how a stream's GPU has waited for what was let go, in a round.
+    pub fn note_waits(&self, round: &SharedRound, stream: Option<GpuStream>) {
+        if let (Some(stream), Some(gpus)) = (stream, self.records.get().gpus()) {
+            let waits = gpus.take_waits(stream.gpu);
+            if !waits.is_empty() {
+                self.rounds.get().clock.note_waits(round, waits);
+            }
+        }
+    }
+
     /// Notes how far the program has come on the GPU of a tensor, if it is on one.
     pub fn note_progress(
         &self,
@@ -337,6 +348,9 @@ impl Offloading {
         records.open_gate(keeper, None)?;
         let storage = records.in_memory(saved.get().record.bind(py), keeper)?;
         records.reap(keeper)?;
+        if let Some((round, _)) = saved.get().place() {
+            self.note_waits(round, stream);
+        }
         if rounds.note_unpack(saved, stream, storage.is_none())? {
             records.cancel_queued(py)?;
         }

@@ -86,10 +86,11 @@ impl Offloading {
         }
         if let (Some(gpu), Some(gpus)) = (place.gpu, records.gpus()) {
             // This stream may use what is let go below.
-            gpus.stream(py, gpu)?;
+            let stream = gpus.stream(py, gpu)?;
             if records.has_leaving() {
                 gpus.note_progress(self.policy.bind(py), gpu, place.key, Use::Pack)?;
                 self.let_leave(py)?;
+                self.note_waits(&round, Some(stream));
             }
         }
         round.lock().pass(part.nbytes);

@@ -107,7 +107,7 @@ impl Learned {
             began_s: 0.0,
             ended_s: times.ended_s,
             stall_s: times.stall_s,
-            step_s: Some(times.ended_s + times.stall_s),
+            step_s: Some(times.ended_s + times.waited_s),
             is_of_gpu: true,
         }
     }

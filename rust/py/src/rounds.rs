@@ -49,7 +49,7 @@ pub struct Rounds {
     /// The round of which only the first tensor is followed, if there is one.
     skim: Skim,
     guides: Guides,
-    clock: GpuClock,
+    pub clock: GpuClock,
     /// How long was learned from rounds, in nanoseconds.
     taught_ns: AtomicU64,
 }

@@ -138,7 +138,7 @@ impl GpuBytes {
     pub fn release(&self, py: Python<'_>) -> PyResult<core::Result<bool>> {
         let Some(source) = self.take_source() else { return Ok(Ok(true)) };
         let departure = self.departure(source);
-        let answer = self.way.order(py, &departure);
+        let answer = self.way.order(py, &departure, Some(self.copied_s.is_some()));
         if matches!(answer, Ok(Ok(true))) {
             self.way.count_released(self.nbytes() as u64);
         } else {

@@ -43,6 +43,15 @@ pub use loading::Loading;
 pub use shared::PinnedBytes;
 pub use staged::{Staged, Tier};
 
+/// How a stream is ordered after a copy.
+#[derive(Debug)]
+pub enum Ordered {
+    /// Not at all: a CUDA graph is being made of it.
+    Captured,
+    /// It waits, from the place that was marked.
+    Waits(Option<Event>),
+}
+
 /// Why there is no slot for another save.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Full {
@@ -172,15 +181,18 @@ impl Staging {
         Ok(Saved::Begun(Staged::new(parcel)))
     }
 
-    /// Makes what is put on `stream` from now on wait for the end of a copy; `false` if a CUDA
-    /// graph is being made of it, of which the wait would become a part.
-    pub fn order(&self, after: &Event, stream: UserStream) -> Result<bool> {
+    /// Makes what is put on `stream` from now on wait for the end of a copy, unless a CUDA graph is
+    /// being made of it, of which the wait would become a part. Marks where the stream may wait, if
+    /// that `is_noted`.
+    pub fn order(&self, after: &Event, stream: UserStream, is_noted: bool) -> Result<Ordered> {
         self.shared().gpu.within(|_| {
             if is_capturing(&self.shared().gpu, stream)? {
-                return Ok(false); // defence: nothing is let go into a graph
+                return Ok(Ordered::Captured); // defence: nothing is let go into a graph
             }
+            let is_long_ago = after.is_known_reached();
+            let from = (is_noted && !is_long_ago).then(|| self.shared().copies.record(stream));
             after.wait_on(stream)?; // defence: a source is let go after its copy
-            Ok(true)
+            Ok(Ordered::Waits(from.transpose()?))
         })
     }
 
