@@ -38,6 +38,8 @@ EXIT_NO_GPU = 3
 
 WARM_UP_COUNT = 4
 """Rounds before the timed ones: in them allocators fill up, and offload learns order and rates."""
+LATE_WARM_UP_COUNT = 2
+"""Of those that copy everything, which learn nothing."""
 HOST_SHARE_MAX = 0.4
 """Of the free memory of the machine, for the ways that copy to it: PyTorch may pin twice of it."""
 GIB = 1 << 30
@@ -102,11 +104,13 @@ def compare(options: argparse.Namespace, folder: Path, found: Found) -> None:
     lanes = {name: Lane(ways[name]) for name in ways if name in {"keep", *options.ways}}
     own = {name: lane for name, lane in lanes.items() if name not in HOST_MODES}
     end_s = monotonic() + options.seconds
-    rounds = train(options.rounds, end_s - (1 - OWN_SHARE) * options.seconds, model, x, own)
+    share = OWN_SHARE if len(own) < len(lanes) else 1
+    own_end_s = end_s - (1 - share) * options.seconds
+    rounds = train((WARM_UP_COUNT, options.rounds), own_end_s, model, x, own)
     late_keep = Lane(ways["keep"])
     late = {"keep": late_keep} | {name: lanes[name] for name in lanes if name in HOST_MODES}
     if len(late) > 1:
-        train(options.rounds, end_s, model, x, late)
+        train((LATE_WARM_UP_COUNT, options.rounds), end_s, model, x, late)
     asked = ("hidden", "layers", "sequence", "batch", "dtype")
     found.figures["asked"] = {name: getattr(options, name) for name in asked}
     found.note("rounds", rounds)
@@ -129,12 +133,18 @@ def compare(options: argparse.Namespace, folder: Path, found: Found) -> None:
     found.rows += [(name, line) for name, text in reports.items() for line in text.splitlines()]
 
 
-def train(rounds: int, end_s: float, model: Llama, x: Tensor, lanes: dict[str, Lane]) -> int:
-    """Let the ways take turns until the rounds, or the time, are over; return the timed rounds."""
+def train(
+    counts: tuple[int, int], end_s: float, model: Llama, x: Tensor, lanes: dict[str, Lane]
+) -> int:
+    """Let the ways take turns until the rounds, or the time, are over; return the timed rounds.
+
+    ``counts`` are those of rounds before the timed ones, and of these at most.
+    """
+    warm_up_count, rounds = counts
     done = 0
     names = list(lanes)
-    for number in range(WARM_UP_COUNT + rounds):
-        is_timed = number >= WARM_UP_COUNT
+    for number in range(warm_up_count + rounds):
+        is_timed = number >= warm_up_count
         if done and monotonic() > end_s:
             break
         # Another one begins each round, so that each comes after each.
@@ -173,7 +183,7 @@ def figures(lane: Lane, keep: Lane) -> dict[str, Any]:
     return {
         "step_s": statistics.median(lane.seconds),
         "over_keep": ratio,
-        "peak_bytes": statistics.median(lane.peak_bytes[WARM_UP_COUNT:]),
+        "peak_bytes": statistics.median(lane.peak_bytes[-len(lane.seconds) :]),
         "first_peak_bytes": lane.peak_bytes[0],
         "losses": sorted(set(lane.losses)),
         "stats": None if session is None else session.stats.as_dict(),

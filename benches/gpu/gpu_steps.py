@@ -24,6 +24,8 @@ LAST_WORDS_COUNT = 15
 
 RESERVED_SHARE = 0.5
 """Of the limit of each later step, what a step leaves for it."""
+OWN_WAYS = ("keep", "keep again", "recompute", "staged", "host")
+"""Of slow steps, those without the ways that copy everything to the CPU's memory."""
 SMALL_WAYS = ("keep", "keep again", "staged", "host")
 STEP_S_MIN = 5.0
 """With less, a step is not begun."""
@@ -247,7 +249,7 @@ def steps(python: Sequence[str], *, is_tiny: bool) -> list[Step]:
         own("equal", 60),
         trained("step, hidden 4096", 75),
         trained("step, hidden 8192", 75, "--hidden", "8192", "--layers", "4"),
-        trained("step, float32", 75, "--dtype", "float32", "--batch", "2"),
+        trained("step, float32", 75, "--dtype", "float32", "--batch", "2", "--ways", *OWN_WAYS),
         trained("step, hidden 1024", 40, *small),
         own("faults", 60, "--python", *python),
     ]
