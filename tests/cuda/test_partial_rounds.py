@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 import ssdtrain
+from fake_device import FakeDevice
 from offloading import chain, check, made, offloaded, settle
 from on_devices import Device, on_each_device
+from on_fake import on_fake_device
 from ssdtrain.activations.followed import Followed
 from ssdtrain.planning.policy import Item, Plan, Policy
 from support import shared_out
@@ -165,3 +167,28 @@ def test_where_hardly_anything_leaves_rounds_are_skimmed(device: Device) -> None
     check(leaf, COUNT)
     assert all(torch.equal(leaf.grad, one) for one in grads)
     assert device.races() == []
+
+
+@on_fake_device(devices=2)
+def test_a_model_that_moves_to_another_gpu_is_followed_there(fake: FakeDevice) -> None:
+    leaves = [made(0), made(0).detach().to("cuda:1").requires_grad_()]
+    grads: list[Tensor] = []
+    with extents() as seen, offloaded(EachSecond(), pinned_bytes=RING) as session:
+        rounds = session._hooks._prefetcher.rounds  # type: ignore[union-attr]
+        for number in range(6):
+            leaf = leaves[number // 3]
+            leaf.grad = None
+            with torch.cuda.device(leaf.device):
+                saved = chain(leaf, COUNT)
+                # Of the round that was guided by one on the other GPU all is followed.
+                followed_count = rounds.current_count
+                step(session, saved.sum())
+                del saved
+            assert leaf.grad is not None
+            grads.append(leaf.grad.cpu())
+            assert followed_count in (COUNT, COUNT // 2)
+            assert followed_count == COUNT or number in (1, 4, 5)
+    assert seen[:4] == ["whole", "partial", "whole", "partial"]
+    check(leaves[0], COUNT)
+    assert all(torch.equal(grads[0], one) for one in grads)
+    assert fake.races() == []

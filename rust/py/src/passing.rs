@@ -74,9 +74,10 @@ impl Offloading {
         }
         let Some((round, place)) = self.rounds.get().guided(part.nbytes) else { return Ok(None) };
         let stays = match place.gpu {
-            Some(_) => {
+            Some(gpu) => {
+                let own_gpu: i64 = tensor.call_method0(intern!(py, "get_device"))?.extract()?;
                 let keep = self.policy.bind(py).getattr(intern!(py, "keep"))?;
-                keep.contains(place.key)?
+                own_gpu == gpu as i64 && keep.contains(place.key)?
             }
             // It brought no record of its own: then it may share the bytes of one that leaves.
             None => !self.has_record(tensor)?,
