@@ -28,9 +28,10 @@ RING = 64 << 20
 class EachSecond(Policy):
     """A policy by which each second tensor leaves, or only the first of so many."""
 
-    def __init__(self, period: int = 2) -> None:
+    def __init__(self, period: int = 2, *, is_bold: bool = True) -> None:
         super().__init__()
         self._period = period
+        self._is_bold = is_bold
 
     def learn(self, signature: int, items: Sequence[Item], *_: Any) -> None:
         """Plan by place alone."""
@@ -39,6 +40,11 @@ class EachSecond(Policy):
         self.plans[signature] = Plan(keep, written_bytes=sum(item.nbytes for item in leaving))
         self.keep |= keep
         self.keep -= {item.key for item in leaving}
+
+    @property
+    def is_boldest(self) -> bool:
+        """Whether later plans will have no more."""
+        return self._is_bold
 
     def is_settled(self, signature: int) -> bool:
         """Say that the first plan is the last."""
@@ -166,6 +172,45 @@ def test_where_hardly_anything_leaves_rounds_are_skimmed(device: Device) -> None
     assert seen == ["whole", "skimmed", "whole", "skimmed", "skimmed", "whole", *2 * ["skimmed"]]
     check(leaf, COUNT)
     assert all(torch.equal(leaf.grad, one) for one in grads)
+    assert device.races() == []
+
+
+@on_each_device()
+def test_after_stalls_rounds_of_which_hardly_anything_leaves_are_learned_from(
+    device: Device,
+) -> None:
+    leaf, policy = made(0), EachSecond(COUNT, is_bold=False)
+    with (
+        extents() as seen,
+        mock.patch.object(policy, "learn", wraps=policy.learn) as learn,
+        offloaded(policy, pinned_bytes=RING) as session,
+    ):
+        for _ in range(6):
+            leaf.grad = None
+            step(session, chain(leaf, COUNT).sum())
+    assert seen.count("skimmed") == 3
+    # The last round has not ended: nothing was packed since.
+    assert learn.call_count == 5
+    check(leaf, COUNT)
+    assert device.races() == []
+
+
+@on_each_device()
+def test_tensors_of_the_cpu_leave_in_partial_rounds_too(device: Device) -> None:
+    leaf, on_cpu = made(0), torch.randn(16 << 10, requires_grad=True)
+    with extents() as seen, offloaded(EachSecond(), pinned_bytes=RING) as session:
+        left = []
+        for _ in range(4):
+            before = session.stats
+            saved, beside = chain(leaf, 2), chain(on_cpu, COUNT)
+            settle(session)
+            step(session, saved.sum().cpu() + beside.sum())
+            del saved, beside
+            made_since = session.stats.since(before)
+            left.append(made_since.bytes_offloaded + made_since.bytes_forwarded)
+    assert seen == ["whole", "partial", "whole", "partial"]
+    half_bytes = leaf.nbytes + COUNT // 2 * on_cpu.nbytes
+    assert left[1:] == [half_bytes] * 3
     assert device.races() == []
 
 

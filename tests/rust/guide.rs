@@ -27,13 +27,13 @@ fn guided() -> Round<()> {
 }
 
 #[test]
-fn a_guide_has_the_keys_of_all_tensors_and_where_those_are_that_brought_a_record() {
+fn a_guide_has_the_keys_of_all_tensors_and_those_that_brought_a_record() {
     let guide = whole().guide();
     let mut key = Round::<()>::new(FORWARD).signature();
     for (place, nbytes) in SIZES.into_iter().enumerate() {
         key = next_key(key, nbytes);
-        let gpu = (place != 2).then_some(1);
-        assert_eq!(guide[place], Place { key, gpu });
+        let is_new = place != 2;
+        assert_eq!(guide[place], Place { key, is_new, gpu: is_new.then_some(1) });
     }
     assert_eq!(guide.len(), SIZES.len());
     assert_eq!(key, whole().signature());
@@ -47,7 +47,7 @@ fn a_round_that_leaves_tensors_out_has_the_keys_of_one_that_does_not() {
     assert_eq!(second, whole().guide()[1]);
     round.pass(SIZES[1]);
     assert!(round.is_partial());
-    assert_eq!(round.guided(SIZES[2]).expect("it is in the guide").gpu, None);
+    assert_eq!(round.guided(SIZES[2]).map(|place| place.is_new), Some(false));
     round.add((), entry(SIZES[2], false), 0.0);
     assert_eq!(round.guided(SIZES[3]), Some(whole().guide()[3]));
     round.pass(SIZES[3]);

@@ -50,12 +50,33 @@ def test_another_round_that_begins_alike_begins_anew() -> None:
         between(followed)
     whole(followed, signature=12)
     assert between(followed) == 1
-    whole(followed)
-    followed.note_partial(OPENING, SIGNATURE)
-    assert followed.extent(OPENING) == "partial"
-    whole(followed)
-    followed.note_partial(OPENING, 12)
-    assert followed.extent(OPENING) == "whole"
+    whole(followed, signature=12)
+    assert between(followed) == 2
+
+
+def test_one_that_has_packed_something_else_has_more_followed_in_whole() -> None:
+    followed = Followed()
+    for same_count_min in (1, 2, 4, 8):
+        for number in range(same_count_min):
+            assert followed.extent(OPENING) == "whole", number
+            whole(followed)
+        assert followed.extent(OPENING) == "partial"
+        followed.note_partial(OPENING, SIGNATURE + 1)
+
+
+def test_kinds_that_come_in_turns_are_all_followed_in_whole_in_the_end() -> None:
+    """Else one that is always the partial one would never be planned."""
+    for period in (2, 3, 5, 12):
+        followed, seen = Followed(), []
+        for number in range(40 * period):
+            signature = SIGNATURE + (number % period == period - 1)
+            extent = followed.extent(OPENING)
+            if extent == "whole":
+                whole(followed, signature=signature)
+            else:
+                followed.note_partial(OPENING, signature)
+            seen.append((signature, extent))
+        assert (SIGNATURE + 1, "whole") in seen[-4 * period :]
 
 
 def test_the_kinds_that_are_remembered_are_bounded() -> None:

@@ -26,15 +26,20 @@ LITTLE_SHARE = 1 / 32
 
 @dataclass
 class _Kind:
-    """Rounds that begin with the same tensor, and have packed the same of late."""
+    """Rounds that begin with the same tensor."""
 
     signature: int
-    is_little: bool
-    """Whether hardly anything leaves."""
+    """What the last one packed that was followed in whole."""
+    is_little: bool = False
+    """Whether hardly anything of it leaves."""
+    same_count: int = 0
+    """How many in a row have packed that."""
+    same_count_min: int = 1
+    """So many have to before the next ones are followed in parts."""
     between: int = 1
-    """How many rounds come between two that are followed in whole."""
-    left: int = 1
-    """How many of these have not begun."""
+    """How many rounds come between the next two that are followed in whole."""
+    left: int = 0
+    """How many of those that come now have not begun."""
 
 
 class Followed:
@@ -56,18 +61,24 @@ class Followed:
         self, opening: int, signature: int, *, saved_bytes: int, leaving_bytes: int
     ) -> None:
         """Note a round that was followed in whole, and what of it leaves memory by its plan."""
-        kind = self._kinds.get(opening)
-        is_little = leaving_bytes < LITTLE_SHARE * saved_bytes
-        if kind is None or kind.signature != signature:
-            if len(self._kinds) >= KINDS_MAX:
-                self._kinds.clear()
-            self._kinds[opening] = _Kind(signature, is_little)
-        else:
-            kind.is_little = is_little
-            kind.left = kind.between = min(2 * kind.between, BETWEEN_MAX)
+        if opening not in self._kinds and len(self._kinds) >= KINDS_MAX:
+            self._kinds.clear()
+        kind = self._kinds.setdefault(opening, _Kind(signature))
+        if kind.signature != signature:
+            kind.signature, kind.same_count, kind.between = signature, 0, 1
+        kind.is_little = leaving_bytes < LITTLE_SHARE * saved_bytes
+        kind.same_count += 1
+        if kind.same_count >= kind.same_count_min:
+            kind.left = kind.between
+            kind.between = min(2 * kind.between, BETWEEN_MAX)
 
     def note_partial(self, opening: int, signature: int) -> None:
-        """Note a partial round: one that has packed something else is the last of its kind."""
+        """Note a partial round. One that has packed something else has no plan of its own yet.
+
+        So that it gets one though it may come in turns with others that begin alike, twice as many
+        rounds as before are followed in whole.
+        """
         kind = self._kinds.get(opening)
         if kind is not None and kind.signature != signature:
-            del self._kinds[opening]
+            kind.same_count_min *= 2
+            kind.same_count, kind.between, kind.left = 0, 1, 0

@@ -187,9 +187,10 @@ class Prefetcher:
         """
         if self._controller is None:
             extent = "whole" if gpu is None else self._followed.extent(opening)
-            if extent == "skimmed":
+            # Rounds that are followed let the next plans have more, after stalls.
+            if extent == "skimmed" and self._policy.is_boldest:
                 return 0, "plan", False
-            return None, None, extent == "partial"
+            return None, None, extent != "whole"
         nbytes = self._controller.allowance(opening, partial(_spare_bytes, gpu))
         cause = None if nbytes else self._controller.skims(opening)
         if cause == "plan" and not self._policy.is_boldest:

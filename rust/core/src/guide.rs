@@ -13,7 +13,9 @@ use std::sync::Arc;
 pub struct Place {
     /// Its key: it stands for all sizes until then.
     pub key: i64,
-    /// The GPU on which it brought a record of its own, if it did.
+    /// Whether it brought a record of its own.
+    pub is_new: bool,
+    /// The GPU on which that is; `None`: the CPU.
     pub gpu: Option<usize>,
 }
 

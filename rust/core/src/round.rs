@@ -412,8 +412,12 @@ impl<E> Round<E> {
     /// What it packed, for later rounds of its kind.
     pub fn guide(&self) -> Arc<[Place]> {
         let places = self.keys.iter().zip(&self.packed);
-        let gpu = |packed: &Option<NewRecord>| packed.as_ref().and_then(|one| one.gpu);
-        places.map(|(&key, packed)| Place { key, gpu: gpu(packed) }).collect()
+        let place = |(&key, packed): (&i64, &Option<NewRecord>)| Place {
+            key,
+            is_new: packed.is_some(),
+            gpu: packed.as_ref().and_then(|one| one.gpu),
+        };
+        places.map(place).collect()
     }
 
     /// Under which name its order is remembered: one that lacks tensors has others in the same

@@ -73,20 +73,20 @@ impl Offloading {
             return Ok(None);
         }
         let Some((round, place)) = self.rounds.get().guided(part.nbytes) else { return Ok(None) };
-        let stays = match place.gpu {
-            Some(gpu) => {
-                let own_gpu: i64 = tensor.call_method0(intern!(py, "get_device"))?.extract()?;
-                let keep = self.policy.bind(py).getattr(intern!(py, "keep"))?;
-                own_gpu == gpu as i64 && keep.contains(place.key)?
-            }
-            // It brought no record of its own: then it may share the bytes of one that leaves.
-            None => !self.has_record(tensor)?,
+        let own_gpu = tensor.call_method0(intern!(py, "get_device"))?.extract::<i64>()?;
+        let own_gpu = usize::try_from(own_gpu).ok();
+        let stays = if place.is_new {
+            let keep = self.policy.bind(py).getattr(intern!(py, "keep"))?;
+            own_gpu == place.gpu && keep.contains(place.key)?
+        } else {
+            // It may share the bytes of one that leaves.
+            !self.has_record(tensor)?
         };
         if !stays {
             return Ok(None);
         }
-        if let (Some(gpu), Some(gpus)) = (place.gpu, records.gpus()) {
-            // This stream may use what is let go below.
+        if let (Some(gpu), Some(gpus)) = (own_gpu, records.gpus()) {
+            // This stream may use what is let go.
             let stream = gpus.stream(py, gpu)?;
             if records.has_leaving() {
                 gpus.note_progress(self.policy.bind(py), gpu, place.key, Use::Pack)?;
