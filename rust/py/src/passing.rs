@@ -85,14 +85,15 @@ impl Offloading {
         if !stays {
             return Ok(None);
         }
-        if let (Some(gpu), Some(gpus)) = (own_gpu, records.gpus()) {
-            // This stream may use what is let go.
-            let stream = gpus.stream(py, gpu)?;
-            if records.has_leaving() {
-                gpus.note_progress(self.policy.bind(py), gpu, place.key, Use::Pack)?;
-                self.let_leave(py)?;
-                self.note_waits(&round, Some(stream));
-            }
+        let stream = match (own_gpu, records.gpus()) {
+            // It may use what is let go.
+            (Some(gpu), Some(gpus)) => Some(gpus.stream(py, gpu)?),
+            _ => None,
+        };
+        if records.has_leaving() {
+            self.note_progress(py, stream, place.key, Use::Pack)?;
+            self.let_leave(py)?;
+            self.note_waits(&round, stream);
         }
         round.lock().pass(part.nbytes);
         let (identity, most_bytes) = part.shared(storage);
