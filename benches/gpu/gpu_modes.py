@@ -145,11 +145,10 @@ def modes(
     }
 
 
-OWN_MODES = ("keep", "keep again", "recompute", "staged", "host", "gds")
 HOST_MODES = ("save_on_cpu", "streamed_to_host")
 """Those that need as much memory of the CPU as the others need of the GPU, and are trained last, in
 turns with keep: they are so slow that there would be time for hardly any other step."""
-WAYS = (*OWN_MODES, *HOST_MODES)
+WAYS = ("keep", "keep again", "recompute", "staged", "host", "gds", *HOST_MODES)
 
 
 def free_host_bytes() -> int:

@@ -24,7 +24,7 @@ LAST_WORDS_COUNT = 15
 
 RESERVED_SHARE = 0.5
 """Of the limit of each later step, what a step leaves for it."""
-OWN_WAYS = ("keep", "keep again", "recompute", "staged", "host")
+SLOW_WAYS = ("keep", "keep again", "recompute", "staged", "host")
 """Of slow steps, those without the ways that copy everything to the CPU's memory."""
 SMALL_WAYS = ("keep", "keep again", "staged", "host")
 STEP_S_MIN = 5.0
@@ -234,7 +234,16 @@ def steps(python: Sequence[str], *, is_tiny: bool) -> list[Step]:
         return Step(name, script, limit_s, paced_share=0.5)
 
     # A GPU that waits for Python, with its hooks; nobody needs offload there.
-    small = ("--hidden", "1024", "--sequence", "1024", "--rounds", "100", "--ways", *SMALL_WAYS)
+    small = (
+        "--hidden",
+        "1024",
+        "--sequence",
+        "1024",
+        "--rounds",
+        "100",
+        "--ways",
+        *SMALL_WAYS,
+    )
     pytest = ("-m", "pytest", "-m", "gpu and not long", "-q", "tests/cuda")
     # Neither plugins nor the settings that need them: pytest alone is enough here.
     plain = ("--noconftest", "-o", "addopts=", "-W", "default", "-p", "no:cacheprovider")
@@ -249,7 +258,7 @@ def steps(python: Sequence[str], *, is_tiny: bool) -> list[Step]:
         own("equal", 60),
         trained("step, hidden 4096", 75),
         trained("step, hidden 8192", 75, "--hidden", "8192", "--layers", "4"),
-        trained("step, float32", 75, "--dtype", "float32", "--batch", "2", "--ways", *OWN_WAYS),
+        trained("step, float32", 75, "--dtype", "float32", "--batch", "2", "--ways", *SLOW_WAYS),
         trained("step, hidden 1024", 40, *small),
         own("faults", 60, "--python", *python),
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ssdtrain
 from fake_device import FakeDevice
-from offloading import ELEMENTS, Everything, chain, check, made, offloaded, settle
+from offloading import ELEMENTS, Everything, ToldWhen, chain, check, made, offloaded, settle
 from on_fake import on_fake_device
 from ssdtrain.activations.prefetch import _spare_bytes as spare_bytes
 from ssdtrain.errors import CudaError
@@ -145,22 +145,14 @@ def test_a_gpu_that_waits_for_a_load_is_seen(fake: FakeDevice) -> None:
     assert not fake.races()
 
 
-class CopiedAtOnce(Everything):
-    """A policy by which each copy has ended when the tensor is packed."""
-
-    def learn(self, signature: int, items: Sequence[Item], *others: Any) -> None:
-        super().learn(signature, items, *others)
-        for place, item in enumerate(items):
-            self.moments[item.key] = place, 2 * len(items) - place, place
-
-
 @pytest.mark.parametrize("is_planned", [False, True])
 @on_fake_device()
 def test_a_gpu_that_waits_until_memory_has_been_copied_is_seen(
     fake: FakeDevice, is_planned: bool
 ) -> None:
     leaf = made(0, LARGE_ELEMENTS)
-    policy = CopiedAtOnce() if is_planned else Everything()
+    # By the plan each copy has ended when its tensor is packed.
+    policy = ToldWhen(0) if is_planned else Everything()
     # Half of the three quarters of it is what may be under way where no plan tells more.
     with offloaded(policy, pinned_bytes=64 << 20) as session:
         began_s = perf_counter()

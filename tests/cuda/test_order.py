@@ -8,15 +8,13 @@ late, and a wait that lacks shows by wrong bits, if at all.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
 
 from fake_device import FakeDevice
 from offloading import (
-    Everything,
+    ToldWhen,
     chain,
     check,
     let_backward_go,
@@ -28,7 +26,6 @@ from offloading import (
 )
 from on_devices import Device, on_each_device
 from on_fake import on_fake_device
-from ssdtrain.planning.policy import Item
 from ssdtrain.transfer.staged import _stream
 
 TO_HOST, TO_DEVICE, DISK = "copies to the host", "copies to the device", "disk"
@@ -57,20 +54,6 @@ def test_a_source_is_let_go_and_a_slot_is_written_after_the_copy(device: Device)
         device.release()
         saved.sum().backward()
     check(leaf, 11)
-
-
-class ToldWhen(Everything):
-    """A policy by which each tensor has been copied so many packs after its own."""
-
-    def __init__(self, packs: int) -> None:
-        super().__init__()
-        self._packs = packs
-
-    def learn(self, signature: int, items: Sequence[Item], *rest: Any) -> None:
-        """Tell moments in packs, and keep nothing."""
-        super().learn(signature, items, *rest)
-        for place, item in enumerate(items):
-            self.moments[item.key] = place, 2 * len(items) - place, place + self._packs
 
 
 @pytest.mark.parametrize(("packs", "left_count"), [(0, 1), (4, 5), (100, 11)])

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import ssdtrain
 from fake_device import FakeDevice
-from offloading import chain, check, made, offloaded, settle
+from offloading import chain, check, made, offloaded, settle, use_memory
 from on_devices import Device, on_each_device
 from on_fake import on_fake_device
 from ssdtrain.activations.followed import Followed
@@ -52,16 +52,16 @@ class EachSecond(Policy):
 
 
 @contextmanager
-def extents() -> Iterator[list[str]]:
+def scopes() -> Iterator[list[str]]:
     """Yield how much is followed of each round that begins from now on."""
     seen: list[str] = []
-    real = Followed.extent
+    real = Followed.scope
 
-    def extent(self: Followed, opening: int) -> Any:
+    def scope(self: Followed, opening: int) -> Any:
         seen.append(real(self, opening))
         return seen[-1]
 
-    with mock.patch.object(Followed, "extent", extent):
+    with mock.patch.object(Followed, "scope", scope):
         yield seen
 
 
@@ -83,7 +83,7 @@ def test_every_case_gives_the_bits_of_a_plain_run(device: Device, case: str) -> 
     plain = train(case)
     for trial in range(2):
         device.lag(LAG_US * trial, seed=trial + 1)
-        with extents() as seen, offloaded(EachSecond(), pinned_bytes=RING) as session:
+        with scopes() as seen, offloaded(EachSecond(), pinned_bytes=RING) as session:
             trained = [train(case) for _ in range(5)]
         device.lag(0)
         for one in trained:
@@ -96,7 +96,7 @@ def test_every_case_gives_the_bits_of_a_plain_run(device: Device, case: str) -> 
 @on_each_device()
 def test_only_what_leaves_is_followed(device: Device) -> None:
     leaf = made(0)
-    with extents() as seen, offloaded(EachSecond(), pinned_bytes=RING) as session:
+    with scopes() as seen, offloaded(EachSecond(), pinned_bytes=RING) as session:
         rounds = session._hooks._prefetcher.rounds  # type: ignore[union-attr]
         counts, left, kept, grads = [], [], [], []
         for _ in range(8):
@@ -113,7 +113,7 @@ def test_only_what_leaves_is_followed(device: Device) -> None:
             kept.append(made_since.bytes_kept // leaf.nbytes)
             grads.append(leaf.grad)
     assert seen == ["whole", "partial", "whole", "partial", "partial", "whole", *2 * ["partial"]]
-    partial = [place for place, extent in enumerate(seen) if extent == "partial"]
+    partial = [place for place, scope in enumerate(seen) if scope == "partial"]
     assert [counts[place] for place in partial] == [COUNT // 2] * len(partial)
     assert {count for place, count in enumerate(counts) if place not in partial} == {COUNT}
     assert left[1:] == [COUNT // 2] * 7
@@ -126,7 +126,7 @@ def test_only_what_leaves_is_followed(device: Device) -> None:
 @on_each_device()
 def test_a_round_that_packs_something_else_is_followed_from_there(device: Device) -> None:
     leaf = made(0)
-    with extents() as seen, offloaded(EachSecond(), pinned_bytes=RING) as session:
+    with scopes() as seen, offloaded(EachSecond(), pinned_bytes=RING) as session:
         rounds = session._hooks._prefetcher.rounds  # type: ignore[union-attr]
         for _ in range(3):
             step(session, chain(leaf, COUNT).sum())
@@ -158,7 +158,7 @@ def test_a_round_that_packs_something_else_is_followed_from_there(device: Device
 @on_each_device()
 def test_where_hardly_anything_leaves_rounds_are_skimmed(device: Device) -> None:
     leaf, grads = made(0), []
-    with extents() as seen, offloaded(EachSecond(COUNT), pinned_bytes=RING) as session:
+    with scopes() as seen, offloaded(EachSecond(COUNT), pinned_bytes=RING) as session:
         for number in range(8):
             before = session.stats
             leaf.grad = None
@@ -181,7 +181,7 @@ def test_after_stalls_rounds_of_which_hardly_anything_leaves_are_learned_from(
 ) -> None:
     leaf, policy = made(0), EachSecond(COUNT, is_bold=False)
     with (
-        extents() as seen,
+        scopes() as seen,
         mock.patch.object(policy, "learn", wraps=policy.learn) as learn,
         offloaded(policy, pinned_bytes=RING) as session,
     ):
@@ -198,7 +198,7 @@ def test_after_stalls_rounds_of_which_hardly_anything_leaves_are_learned_from(
 @on_each_device()
 def test_tensors_of_the_cpu_leave_in_partial_rounds_too(device: Device) -> None:
     leaf, on_cpu = made(0), torch.randn(16 << 10, requires_grad=True)
-    with extents() as seen, offloaded(EachSecond(), pinned_bytes=RING) as session:
+    with scopes() as seen, offloaded(EachSecond(), pinned_bytes=RING) as session:
         left = []
         for _ in range(4):
             before = session.stats
@@ -218,7 +218,7 @@ def test_tensors_of_the_cpu_leave_in_partial_rounds_too(device: Device) -> None:
 def test_a_model_that_moves_to_another_gpu_is_followed_there(fake: FakeDevice) -> None:
     leaves = [made(0), made(0).detach().to("cuda:1").requires_grad_()]
     grads: list[Tensor] = []
-    with extents() as seen, offloaded(EachSecond(), pinned_bytes=RING) as session:
+    with scopes() as seen, offloaded(EachSecond(), pinned_bytes=RING) as session:
         rounds = session._hooks._prefetcher.rounds  # type: ignore[union-attr]
         for number in range(6):
             leaf = leaves[number // 3]
@@ -237,3 +237,45 @@ def test_a_model_that_moves_to_another_gpu_is_followed_there(fake: FakeDevice) -
     check(leaves[0], COUNT)
     assert all(torch.equal(grads[0], one) for one in grads)
     assert fake.races() == []
+
+
+@on_fake_device()
+def test_a_stream_that_saves_only_what_stays_is_seen(fake: FakeDevice) -> None:
+    """It reads what leaves, too, and is late: that memory may not be given to others before."""
+    leaf, sides = made(0), [torch.cuda.Stream() for _ in range(4)]
+
+    def loss_of(session: ssdtrain.Session | None, number: int) -> Tensor:
+        main, side = torch.cuda.current_stream(), sides[number]
+        first = torch.exp(leaf * 0.01)
+        stays = torch.exp(first * 0.1)
+        leaves = torch.sigmoid(first * 1.01)
+        side.wait_stream(main)
+        fake.hold(side)
+        # Only some steps use another stream, and each of them one that is new.
+        with torch.cuda.stream(side if number % 2 else main):
+            late = leaves + stays * stays
+        x = torch.tanh(leaves + stays)
+        del leaves
+        for _ in range(6):
+            x = chain(x, 10)
+            if session is not None:
+                session.flush(wait=False)
+            main.synchronize()
+            use_memory(leaf, 40)
+        fake.release()
+        main.wait_stream(side)
+        late.record_stream(main)
+        stays.record_stream(side)
+        return x.sum() + torch.tanh(late).sum()
+
+    plain = [loss_of(None, number).item() for number in range(4)]
+    with scopes() as seen, offloaded(EachSecond(), pinned_bytes=RING) as session:
+        losses = []
+        for number in range(4):
+            loss = loss_of(session, number)
+            losses.append(loss.item())
+            step(session, loss)
+            del loss
+    assert seen == ["whole", "partial", "whole", "partial"]
+    assert fake.races() == []
+    assert losses == plain

@@ -15,7 +15,7 @@ def whole(followed: Followed, leaving_bytes: int = SAVED_BYTES, signature: int =
 def between(followed: Followed, opening: int = OPENING) -> int:
     """Return how many rounds come before one that is followed in whole."""
     count = 0
-    while followed.extent(opening) != "whole":
+    while followed.scope(opening) != "whole":
         count += 1
     return count
 
@@ -38,9 +38,9 @@ def test_ever_more_rounds_come_between_two() -> None:
 def test_where_hardly_anything_leaves_rounds_are_skimmed() -> None:
     followed = Followed()
     whole(followed, int(SAVED_BYTES * LITTLE_SHARE))
-    assert followed.extent(OPENING) == "skimmed"
+    assert followed.scope(OPENING) == "skimmed"
     whole(followed, int(SAVED_BYTES * LITTLE_SHARE) + 1)
-    assert followed.extent(OPENING) == "partial"
+    assert followed.scope(OPENING) == "partial"
 
 
 def test_another_round_that_begins_alike_begins_anew() -> None:
@@ -58,9 +58,9 @@ def test_one_that_has_packed_something_else_has_more_followed_in_whole() -> None
     followed = Followed()
     for same_count_min in (1, 2, 4, 8):
         for number in range(same_count_min):
-            assert followed.extent(OPENING) == "whole", number
+            assert followed.scope(OPENING) == "whole", number
             whole(followed)
-        assert followed.extent(OPENING) == "partial"
+        assert followed.scope(OPENING) == "partial"
         followed.note_partial(OPENING, SIGNATURE + 1)
 
 
@@ -70,12 +70,12 @@ def test_kinds_that_come_in_turns_are_all_followed_in_whole_in_the_end() -> None
         followed, seen = Followed(), []
         for number in range(40 * period):
             signature = SIGNATURE + (number % period == period - 1)
-            extent = followed.extent(OPENING)
-            if extent == "whole":
+            scope = followed.scope(OPENING)
+            if scope == "whole":
                 whole(followed, signature=signature)
             else:
                 followed.note_partial(OPENING, signature)
-            seen.append((signature, extent))
+            seen.append((signature, scope))
         assert (SIGNATURE + 1, "whole") in seen[-4 * period :]
 
 

@@ -14,7 +14,7 @@ from typing import Literal
 
 __all__ = ["Followed"]
 
-Extent = Literal["whole", "partial", "skimmed"]
+Scope = Literal["whole", "partial", "skimmed"]
 
 BETWEEN_MAX = 64
 """Rounds between two that are followed in whole."""
@@ -49,7 +49,7 @@ class Followed:
         self._kinds: dict[int, _Kind] = {}
         """By the key of the first tensor."""
 
-    def extent(self, opening: int) -> Extent:
+    def scope(self, opening: int) -> Scope:
         """Say how much is followed of the round that begins now."""
         kind = self._kinds.get(opening)
         if kind is None or not kind.left:

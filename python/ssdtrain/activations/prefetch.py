@@ -186,11 +186,11 @@ class Prefetcher:
         ``gpu`` is that of its first tensor.
         """
         if self._controller is None:
-            extent = "whole" if gpu is None else self._followed.extent(opening)
+            scope = "whole" if gpu is None else self._followed.scope(opening)
             # Rounds that are followed let the next plans have more, after stalls.
-            if extent == "skimmed" and self._policy.is_boldest:
+            if scope == "skimmed" and self._policy.is_boldest:
                 return 0, "plan", False
-            return None, None, extent != "whole"
+            return None, None, scope != "whole"
         nbytes = self._controller.allowance(opening, partial(_spare_bytes, gpu))
         cause = None if nbytes else self._controller.skims(opening)
         if cause == "plan" and not self._policy.is_boldest:

@@ -78,11 +78,11 @@ class Writeback:
         self.refused_count = 0
         """Writes that `max_disk_bytes` did not allow; their tensors were kept."""
         self.failure: str | None = None
+        """Why the last write failed; the error itself would hold its frames, and their records."""
         self.stayed_count = 0
         """Tensors of GPUs that cannot take the way from there: nothing has failed."""
         self.stayed: str | None = None
         """Why the last of them cannot."""
-        """Why the last write failed; the error itself would hold its frames, and their records."""
         residency.add_user(self)
 
     # What the hooks ask.
