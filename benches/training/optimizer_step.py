@@ -1,9 +1,11 @@
 """What a step of AdamW costs whose state lies on the disk.
 
-Four ways take turns, in another order in each round: the plain optimizer, the offloaded one, the
-same with a way back from failed steps (undo), and its traffic alone: the same reads and writes
-around an update that does nothing, which is the time that the disk and the store need. No offloaded
-step can take less than the longer of that and the plain one.
+Five ways take turns, in another order in each round: the plain optimizer, the offloaded one, the
+same with a way back from failed steps (undo), its traffic alone: the same reads and writes around
+an update that does nothing, which is the time that the disk and the store need; and the plain step
+beside this traffic in another thread, neither of which waits for the other. No offloaded step can
+take less than the longer of traffic and plain step; what both take beside each other is longer
+where they share cores and the bandwidth of memory.
 
 With --masters the parameters are bfloat16 ones with float32 masters, and the plain way is the loop
 that keeps these in memory.
@@ -23,6 +25,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -92,6 +95,14 @@ def parameters(count: int, dtype: torch.dtype = torch.float32) -> list[Parameter
     return weights
 
 
+def weights_of(optimizer: Any) -> list[Parameter]:
+    """Return what an optimizer, or the loop of masters, updates."""
+    if isinstance(optimizer, MasterLoop):
+        return optimizer.params
+    params: list[Parameter] = optimizer.param_groups[0]["params"]
+    return params
+
+
 def measure(
     options: dict[str, Any], directory: Path, given: argparse.Namespace
 ) -> dict[str, float]:
@@ -102,18 +113,29 @@ def measure(
         "master_dtype": torch.float32 if given.masters else None,
     }
 
+    def plainly() -> Any:
+        weights = parameters(given.parameters, dtype)
+        return (MasterLoop if given.masters else torch.optim.AdamW)(weights, **options)
+
     def made(kind: type[torch.optim.AdamW] = torch.optim.AdamW, **more: Any) -> Any:
         optimizer = kind(parameters(given.parameters, dtype), **options)
         return ssdtrain.offload_optimizer(optimizer, directory, **ours, **more)
 
-    weights = parameters(given.parameters, dtype)
-    plain: Any = (MasterLoop if given.masters else torch.optim.AdamW)(weights, **options)
+    plain, beside = plainly(), plainly()
     offloaded, undoing, traffic = made(), made(undo=True), made(Idle)
+
+    def step_beside_traffic() -> None:
+        with ThreadPoolExecutor(1) as other:
+            pending = other.submit(traffic.step)
+            beside.step()
+            pending.result()
+
     steps: dict[str, Callable[[], Any]] = {
         "plain": plain.step,
         "offloaded": offloaded.step,
         "undoing": undoing.step,
         "traffic": traffic.step,
+        "beside": step_beside_traffic,
     }
     names = list(steps)
     times: dict[str, list[float]] = {name: [] for name in names}
@@ -127,8 +149,10 @@ def measure(
                 times[name].append(perf_counter() - began)
     longer = [max(pair) for pair in zip(times["plain"], times["traffic"], strict=True)]
     stats = offloaded.offload_stats
-    if not all(map(torch.equal, weights, offloaded.param_groups[0]["params"])):
-        raise AssertionError("the weights differ from those of the plain run")
+    weights = weights_of(plain)
+    for other in (offloaded, undoing, beside):
+        if not all(map(torch.equal, weights, weights_of(other))):
+            raise AssertionError("the weights differ from those of the plain run")
     count = sum(weight.numel() for weight in weights)
     return {
         "state_bytes": float(stats.on_disk_bytes + stats.resident_bytes),
@@ -137,6 +161,7 @@ def measure(
         "over_plain": _ratio(times["offloaded"], times["plain"]),
         "over_traffic": _ratio(times["offloaded"], times["traffic"]),
         "over_longer": _ratio(times["offloaded"], longer),
+        "over_beside": _ratio(times["offloaded"], times["beside"]),
         "undoing_over_offloaded": _ratio(times["undoing"], times["offloaded"]),
         "written_bytes_per_step": stats.written_bytes / stats.step_count,
         "read_bytes_per_step": stats.read_bytes / stats.step_count,
@@ -210,15 +235,17 @@ def _ratio(those: list[float], others: list[float]) -> float:
 
 def _print_steps(rows: dict[str, dict[str, float]]) -> None:
     print(
-        "| optimizer | state, MiB | plain, s | traffic alone, s | offloaded, s | over plain | "
-        "over the longer of both | with undo over without | bytes of a parameter each way |\n"
-        "|---|--:|--:|--:|--:|--:|--:|--:|--:|"
+        "| optimizer | state, MiB | plain, s | traffic alone, s | both beside each other, s | "
+        "offloaded, s | over plain | over the longer of plain and traffic | over both beside each "
+        "other | with undo over without | bytes of a parameter each way |\n"
+        "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|"
     )
     for name, row in rows.items():
         print(
             f"| {name} | {row['state_bytes'] / 2**20:.0f} | {row['plain_s']:.3f} | "
-            f"{row['traffic_s']:.3f} | {row['offloaded_s']:.3f} | {row['over_plain']:.2f} | "
-            f"{row['over_longer']:.2f} | {row['undoing_over_offloaded']:.2f} | "
+            f"{row['traffic_s']:.3f} | {row['beside_s']:.3f} | {row['offloaded_s']:.3f} | "
+            f"{row['over_plain']:.2f} | {row['over_longer']:.2f} | {row['over_beside']:.2f} | "
+            f"{row['undoing_over_offloaded']:.2f} | "
             f"{row['written_bytes_per_parameter']:.3f}, {row['read_bytes_per_parameter']:.3f} |"
         )
 

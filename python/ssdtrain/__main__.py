@@ -8,7 +8,7 @@ import select
 import sys
 from difflib import get_close_matches
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -84,6 +84,14 @@ COMMANDS: dict[str, tuple[Callable[[], Command], str]] = {
 }
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, instead of one below the names of all options."""
+
+    def error(self, message: str) -> NoReturn:
+        """End with the exit code of wrong usage."""
+        self.exit(2, f"{self.prog}: error: {message} ({self.prog} --help tells the options)\n")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command that is named, or show what there is."""
     words = sys.argv[1:] if arguments is None else list(arguments)
@@ -92,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr) if words[:1] != ["run"] else ():
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="ssdtrain",
         description="Trains with the activations on NVMe SSDs instead of in memory.",
         allow_abbrev=False,

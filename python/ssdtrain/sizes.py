@@ -2,7 +2,8 @@
 
 Units are powers of 1024 (``KiB``, ``MiB``, ``GiB``, ``TiB``) or of 1000 (``kB``, ``MB``, ...), as
 their names say. Sizes are told in the first kind, which is how memory is counted. Only `ssdtrain
-bench` and `doctor` tell what a drive has and does in the second, as its maker does.
+bench`, `doctor` and `lifespan` tell what a drive has, does and bears in the second, as its maker
+does.
 """
 
 from __future__ import annotations

@@ -156,6 +156,8 @@ def test_wrong_words(words: list[str]) -> None:
     done = ssdtrain(*words)
     assert done.returncode == 2
     assert "error: " in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.endswith(" --help tells the options)\n")
     assert not done.stdout
 
 
@@ -163,7 +165,7 @@ def test_wrong_words(words: list[str]) -> None:
 def test_an_option_as_python_writes_it() -> None:
     done = ssdtrain("run", "--dir", "/tmp", "--max_host_bytes", "1GiB", "train.py")
     assert done.returncode == 2
-    assert done.stderr.startswith("usage: ssdtrain run ")
+    assert done.stderr.startswith("ssdtrain run: error: ")
     assert "--max_host_bytes; it is written --max-host-bytes here" in done.stderr
 
 

@@ -76,8 +76,10 @@ def test_the_report_tells_all_three_lives(capsys: pytest.CaptureFixture[str]) ->
     assert json.loads(capsys.readouterr().out)["relaxed_days"] == pytest.approx(2.7 * 365 / 2, 0.01)
     assert main(["lifespan", "--paper"]) == 0
     told = capsys.readouterr().out
-    for words in ("4.6 days", "11.5 days", "2.70 years", "x 2.5", "x 86", "12.1 GB/s"):
+    for words in ("4.6 days", "11.5 days", "2.70 years", "x 2.5", "x 86", "12.1 GB/s", " 2.6 TB "):
         assert words in told
+    assert main(["lifespan", "--tbw", "5", "--write-rate", "1GB"]) == 0
+    assert " 2.7 GB  a day may be written" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

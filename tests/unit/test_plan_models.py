@@ -2,12 +2,14 @@
 
 import json
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from ssdtrain.__main__ import main
+from ssdtrain.commands import plan
 from ssdtrain.planning import derive as deriving
 
 HEAD = "import sys, torch\ndef build(batch, sequence, dtype):\n"
@@ -159,6 +161,36 @@ def test_an_interrupt_while_a_model_is_looked_at_ends_the_command(
     text = HEAD + MODEL + loss + "    return model, loss\n"
     assert told(tmp_path / "mine.py", text) == 130
     assert capsys.readouterr().err == "ssdtrain plan: interrupted; nothing was planned\n"
+
+
+@pytest.mark.usefixtures("as_it_was")
+@pytest.mark.parametrize("is_slow", [True, False])
+def test_what_takes_long_says_that_it_is_at_work(
+    is_slow: bool,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if is_slow:
+        monkeypatch.setattr(plan, "SILENCE_S_MAX", 0.0)
+    # The loss of a slow model waits until it is said.
+    wait = _join_timers if is_slow else int
+    monkeypatch.setattr(sys, "at_work", wait, raising=False)
+    loss = f"    def loss():\n        sys.at_work()\n        return model({DATA}).sum()\n"
+    assert told(tmp_path / "mine.py", HEAD + MODEL + loss + "    return model, loss\n") == 0
+    assert ("ssdtrain plan: still at work" in capsys.readouterr().err) == is_slow
+    for one in _timers():
+        one.join(timeout=5)
+        assert not one.is_alive(), "nobody has ended it"
+
+
+def _timers() -> list[threading.Timer]:
+    return [one for one in threading.enumerate() if isinstance(one, threading.Timer)]
+
+
+def _join_timers() -> None:
+    for one in _timers():
+        one.join()
 
 
 def test_a_way_that_does_not_fit_says_why(capsys: pytest.CaptureFixture[str]) -> None:

@@ -128,7 +128,7 @@ class Examination:
                 remedy=f"sudo install -d -o {os.geteuid()} {quoted}/ssdtrain; "
                 f"ssdtrain doctor {quoted}/ssdtrain",
             )
-        return Check(name=name, state="OK", finding=f"{absolute} can be written to")
+        return Check(name=name, state="OK", finding=f"permissions of {absolute} allow to write")
 
     def _file_system(self) -> Check:
         name, mount = "file_system", mount_of(self.directory)

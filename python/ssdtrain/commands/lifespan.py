@@ -12,7 +12,6 @@ from ssdtrain.commands.arguments import check_count, option, positive, size
 from ssdtrain.errors import ConfigError
 from ssdtrain.planning.lifespan import PAPER, Transformer, Wear
 from ssdtrain.planning.profiles import DRIVES, named
-from ssdtrain.sizes import shown_bytes
 
 __all__ = ["add_arguments", "run", "shown_days"]
 
@@ -189,7 +188,7 @@ def _text(wear: Wear, years: float) -> str:
     )
     rated = f"drives rated for {wear.rated_bytes / 1e12:,.0f} TB"
     rate = f"written at {wear.written_bytes_per_s / 1e9:.3g} GB/s all day"
-    budget = shown_bytes(wear.budget_bytes_per_day(years))
+    budget = _shown_decimal(wear.budget_bytes_per_day(years))
     return "\n".join(
         [
             f"{rated}, {rate} ({per_day / 1e12:,.1f} TB a day)",
@@ -197,6 +196,12 @@ def _text(wear: Wear, years: float) -> str:
             f"{budget:>12}  a day may be written if the rating is to last for {years:g} years",
         ]
     )
+
+
+def _shown_decimal(nbytes: float) -> str:
+    """Return a size in the units in which makers rate drives, as the lines around it have them."""
+    unit, name = (1e12, "TB") if nbytes >= 1e12 else (1e9, "GB")
+    return f"{nbytes / unit:,.1f} {name}"
 
 
 def shown_days(days: float) -> str:

@@ -6,9 +6,10 @@ import argparse
 import errno
 import json
 import sys
-from collections.abc import Sequence
-from contextlib import redirect_stdout
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 from ssdtrain._core import StepPlan
@@ -29,6 +30,8 @@ __all__ = ["add_arguments", "run"]
 EXIT_DOES_NOT_FIT = 1
 EXIT_MISUSED = 2
 EXIT_INTERRUPTED = 130
+SILENCE_S_MAX = 10.0
+"""After so long without an answer it is said that the command is at work."""
 OF_A_MODEL = {
     "batch": 1,
     "sequence": None,
@@ -145,10 +148,11 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         _complete(arguments)
         device, rated_bytes = _device(arguments)
-        # What code of the user prints is no part of the answer, which may be JSON.
-        with redirect_stdout(sys.stderr):
-            trace = _trace(arguments)
-        rows, steps, sought = _rows(trace, device, arguments)
+        with _told_if_slow():
+            # What code of the user prints is no part of the answer, which may be JSON.
+            with redirect_stdout(sys.stderr):
+                trace = _trace(arguments)
+            rows, steps, sought = _rows(trace, device, arguments)
         if arguments.save_trace:
             traces.save(trace, arguments.save_trace)
         report = plan_report.text(
@@ -178,6 +182,22 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print(report)
     return 0 if any(row.fits and row.is_run for row in rows) else EXIT_DOES_NOT_FIT
+
+
+@contextmanager
+def _told_if_slow() -> Iterator[None]:
+    """Say what takes so long, where it does."""
+    words = (
+        "ssdtrain plan: still at work. Every operation of the step is looked at and planned for; "
+        "recurrent layers over long sequences have very many. Ctrl-C ends it."
+    )
+    timer = Timer(SILENCE_S_MAX, lambda: print(words, file=sys.stderr, flush=True))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _complete(arguments: argparse.Namespace) -> None:
