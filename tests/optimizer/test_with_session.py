@@ -348,6 +348,23 @@ def test_a_full_quota_keeps_both_in_memory_as_need_be(tmp_path: Path) -> None:
     assert stats.write_failed_count + session.stats.write_refused_count > 0
 
 
+def test_an_error_after_the_state_has_begun_to_leave_keeps_the_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Training().steps(1)
+
+    def fail(_: Any) -> None:
+        raise MemoryError
+
+    with block(tmp_path) as session:
+        with monkeypatch.context() as patched, pytest.raises(MemoryError):
+            patched.setattr(offloaded.Offloaded, "_send_all", fail)
+            offload_optimizer(training.optimizer, session)
+        training.steps(STEPS - 1)
+        assert rows(session)["optimizer state"].bytes_written > 0
+    training.assert_as_plain(STEPS)
+
+
 def test_the_report_has_a_row_for_each_class(tmp_path: Path) -> None:
     training, other = Training(), Training()
     with block(tmp_path) as session:

@@ -161,13 +161,14 @@ def offload_optimizer(
         if gradients is not None:
             gradients.give_back()
         raise
-    # An interrupt from here on leaves an optimizer that is offloaded. Each step makes up for these.
-    offloaded._watch()  # noqa: SLF001 - a part of the constructor
-    offloaded._send_all()  # noqa: SLF001 - likewise
+    # What fails or interrupts from here on leaves an optimizer that is offloaded: it is in the
+    # report first, and each step makes up for the other two.
     if share is not None:
         share.register(buffers)
         if gradients is not None:
             share.register(gradients)
+    offloaded._watch()  # noqa: SLF001 - a part of the constructor
+    offloaded._send_all()  # noqa: SLF001 - likewise
     return optimizer
 
 
