@@ -289,15 +289,15 @@ class Stats:
         # Below zero is noise: no step is the shorter for what it moves.
         price, price_error = max(0.0, self.price_s_per_gib), self.price_error_s_per_gib
         slowdown, error = max(0.0, 100 * self.slowdown_expected), 100 * self.slowdown_error
-        pairs = f"{self.price_pair_count} pairs of steps"
-        text = f"{price:.3f} ± {price_error:.3f} s per GiB by {pairs}; "
+        pairs = f"{self.price_pair_count} comparisons of two steps"
+        text = f"{price:.3f} ± {price_error:.3f} s per GiB, from {pairs}; "
         hidden = f"of the {shown_bytes(self.planned_bytes)} that the disk hides"
         if self.planned_bytes and not self.amount_bytes:
             text += f"a step offloads nothing {hidden}, as that would cost more than slowdown_max"
         else:
             offloaded = f"a step offloads {shown_bytes(self.amount_bytes)} {hidden}"
             text += f"{offloaded}, and takes {slowdown:+.1f} ± {error:.1f} % for it"
-        return text + ("; still adapting" if self.is_adapting else "")
+        return text + ("; steps are varied now, to learn it" if self.is_adapting else "")
 
     def _shown_blocks(self) -> str:
         text = (

@@ -22,7 +22,13 @@ from ssdtrain.away.tensors import known_of
 from ssdtrain.errors import SsdtrainError, StorageError, UnsupportedError
 from ssdtrain.machine.torch_internals import current_backward
 from ssdtrain.optimizer.chunks import Chunk, Settings
-from ssdtrain.optimizer.in_backward_round import Host, Round, why_not, why_nothing
+from ssdtrain.optimizer.in_backward_round import (
+    Host,
+    Round,
+    sharing_memory,
+    why_not,
+    why_nothing,
+)
 from ssdtrain.optimizer.in_backward_update import (
     let_weight_go,
     make_updates,
@@ -146,6 +152,7 @@ class InBackward:
             self._round = Round(host)
         now = self._round
         now.add_groups(host)
+        now.sharing = sharing_memory(now.params)
         reason = "step() was given more than a closure" if options else why_nothing()
         chunks = [Chunk(group, []) for group, _ in now.groups]
         for (group, _), chunk in zip(now.groups, chunks, strict=True):
@@ -340,7 +347,11 @@ class InBackward:
         name = self._round.changed(host)
         if name is not None:
             raise UnsupportedError(f"{name} {CHANGED}")
-        if not all(record.is_weight_unchanged for record in self._taken.values()):
+        sharing = sharing_memory(self._round.params)
+        if any(
+            number in sharing or not record.is_weight_unchanged
+            for number, record in self._taken.items()
+        ):
             raise UnsupportedError(f"a weight {CHANGED}")
         reason = "step() was given more than a closure" if options else why_nothing()
         if reason:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from ssdtrain.away.classes import AwayGradient
+from ssdtrain.away.classes import AwayGradient, is_away
 from ssdtrain.machine.torch_internals import mode_count, trains_with_others
 from ssdtrain.optimizer.buffers import Buffers
 from ssdtrain.optimizer.chunks import Settings
@@ -29,7 +29,7 @@ from ssdtrain.optimizer.state import ParameterState
 from ssdtrain.optimizer.undo import Undo
 from ssdtrain.parameters.weights import weight_of
 
-__all__ = ["Host", "Round", "why_not", "why_nothing"]
+__all__ = ["Host", "Round", "sharing_memory", "why_not", "why_nothing"]
 
 PARTS_MIN = 16
 """So many at least: the first ones soon, and the last one, which backward cannot hide, small."""
@@ -70,12 +70,8 @@ class Round:
         self.known = set(host._states)
         self.add_groups(host)
         params = [param for group in host.param_groups for param in group["params"]]
-        # Of what may be on the disk the address tells nothing, and none of it is updated here.
-        here = [param for param in params if weight_of(param) is None]
-        on_storage = Counter(param.untyped_storage().data_ptr() for param in here)
-        self.apart = {
-            id(param) for param in here if on_storage[param.untyped_storage().data_ptr()] > 1
-        }
+        self.sharing = sharing_memory(params)
+        """Those that share memory with each other."""
         total = sum(map(host._bytes_of, params))
         self.bytes_max = min(host._part_bytes, max(PART_BYTES_MIN, total // PARTS_MIN))
 
@@ -106,6 +102,15 @@ class Round:
     def params(self) -> list[Tensor]:
         """All parameters, in the order of the groups."""
         return [param for group, _ in self.groups for param in group["params"]]
+
+
+def sharing_memory(params: list[Tensor]) -> set[int]:
+    """Return the ids of those parameters that share memory with others of these."""
+    # What is away had its memory alone; whoever is to share it has it brought.
+    here = [param for param in params if not is_away(param)]
+    addresses = [param.untyped_storage().data_ptr() for param in here]
+    count = Counter(addresses)
+    return {id(param) for param, one in zip(here, addresses, strict=True) if count[one] > 1}
 
 
 def _attributes(host: Host) -> dict[str, Any]:
@@ -158,18 +163,20 @@ def why_not(host: Host, now: Round, param: Tensor) -> str | None:
     reason = None if is_apart else why_not_of_another_thread(param.grad)
     if reason is None and _references(param) > REFERENCES_ALONE:
         return "somebody holds their gradients"
-    return reason or _why_no_copy(host, now, param)
+    if reason is None and id(param) in now.sharing:
+        return "they share memory with each other"
+    return reason or _why_no_copy(host, param)
 
 
-def _why_no_copy(host: Host, now: Round, param: Tensor) -> str | None:
+def _why_no_copy(host: Host, param: Tensor) -> str | None:
     if not param.requires_grad:
         return "they were frozen in the backward"
     # Of a weight that may be away all this was asked before.
     if weight_of(param) is None:
         if type(param) not in (Tensor, Parameter) or param.is_inference():
             return "they are no plain parameters"
-        if id(param) in now.apart or param.untyped_storage().is_shared():
-            return "they share memory with each other, or with other processes"
+        if param.untyped_storage().is_shared():
+            return "they share memory with other processes"
     if torch.empty_like(param, device="meta").stride() != param.stride():
         return "a copy of them has other strides"
     state = host._states.get(param)

@@ -82,8 +82,8 @@ class Taken:
     stands_in: TakenGradient | None = None
     """What is in ``param.grad`` meanwhile, and until somebody sets it to something else."""
     version: int = 0
-    address: int = 0
-    """Of the bytes of the parameter: whether somebody has changed it since."""
+    memory: int = 0
+    """With the version: whether somebody has changed the parameter since."""
     updated: Tensor | Successor | None = None
     """The weight after the update, until ``step()`` puts it into the parameter."""
     before: dict[Any, Any] | None = None
@@ -98,7 +98,7 @@ class Taken:
 
     def __post_init__(self) -> None:
         self.version = self.param._version  # noqa: SLF001 - torch has no other name for it
-        self.address = _address_of(self.param)
+        self.memory = _memory_of(self.param)
 
     def let_gradient_go(self) -> None:
         """Note that the update is made."""
@@ -118,8 +118,8 @@ class Taken:
     def is_weight_unchanged(self) -> bool:
         """Whether the weight is the one that the update began with."""
         param = self.param
-        now = (param._version, _address_of(param))  # noqa: SLF001 - as above
-        return now == (self.version, self.address)
+        now = (param._version, _memory_of(param))  # noqa: SLF001 - as above
+        return now == (self.version, self.memory)
 
     def stand_in(self, when_replaced: Callable[[Taken], None]) -> None:
         """Take the gradient away, and stop what would add to it.
@@ -154,9 +154,13 @@ class Taken:
         self._hook = self._node = None
 
 
-def _address_of(param: Tensor) -> int:
-    """Return the address of the bytes; of what may be away it tells nothing."""
-    return 0 if weight_of(param) is not None else param.data_ptr()
+def _memory_of(param: Tensor) -> int:
+    """Return what changes if somebody gives a parameter other memory (``param.data = ...``).
+
+    Of what may be away the address tells nothing.
+    """
+    weight = weight_of(param)
+    return param.data_ptr() if weight is None else weight.owner.times_replaced(weight)
 
 
 def take(param: Tensor, group: dict[str, Any], user: User | None = None) -> Taken:

@@ -28,6 +28,10 @@ class WeightOwner(Owner, Protocol):
     def succeed(self, weight: Weight, successor: Successor) -> None:
         """Put such bytes in the place of those that a weight has."""
 
+    def times_replaced(self, weight: Weight) -> int:
+        """Return how often others gave a weight other memory so far."""
+        ...
+
     def keeping_pair(self) -> tuple[Any, Any]:
         """Return hooks on saved tensors that keep all."""
         ...

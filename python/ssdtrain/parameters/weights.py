@@ -12,6 +12,7 @@ from torch.autograd.graph import increment_version
 from ssdtrain.away.tensor import OffloadedTensor, storage_key
 from ssdtrain.away.tensors import OffloadedTensors, known_of
 from ssdtrain.machine.process_memory import release_free_memory
+from ssdtrain.machine.torch_internals import is_shared
 from ssdtrain.parameters.keeping import Keeping, keeping_hooks
 from ssdtrain.parameters.stats import ParameterStats
 from ssdtrain.parameters.successor import Successor
@@ -63,7 +64,8 @@ class Weights(OffloadedTensors):
 
     def add(self, param: Tensor, name: str) -> None:
         """Take a parameter over, whose bytes may leave from now on."""
-        if not param.untyped_storage().resizable():
+        # A weight that is tied to another, or of which there is a view, stays what others see.
+        if not param.untyped_storage().resizable() and not is_shared(param):
             # Memory of a file, of numpy or of another library: others may have it, unseen by torch.
             with torch.no_grad():
                 param.data = param.detach().clone()
@@ -113,6 +115,12 @@ class Weights(OffloadedTensors):
     def _is_free(self, weight: Weight) -> bool:
         """Have a weight without bytes in memory, unless others have them or may be using them."""
         return not weight.is_attached() or self._empty(weight)
+
+    def times_replaced(self, weight: Weight) -> int:
+        """Return how often others gave a weight other memory so far (``weight.data = ...``)."""
+        with self._lock:
+            weight.note_memory()
+            return weight.times_replaced
 
     def keeping_pair(self) -> tuple[Any, Any]:
         """Return hooks on saved tensors that keep them, as autograd does without any."""
