@@ -289,7 +289,7 @@ class Stats:
         # Below zero is noise: no step is the shorter for what it moves.
         price, price_error = max(0.0, self.price_s_per_gib), self.price_error_s_per_gib
         slowdown, error = max(0.0, 100 * self.slowdown_expected), 100 * self.slowdown_error
-        pairs = f"{self.price_pair_count} comparisons of two steps"
+        pairs = f"{self.price_pair_count} comparisons of steps (one forward and its backward)"
         text = f"{price:.3f} ± {price_error:.3f} s per GiB, from {pairs}; "
         hidden = f"of the {shown_bytes(self.planned_bytes)} that the disk hides"
         if self.planned_bytes and not self.amount_bytes:

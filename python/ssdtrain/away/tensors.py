@@ -362,10 +362,9 @@ class OffloadedTensors:
                 causes[one.why_in_memory()] += one.nbytes
         if causes:
             told = [cause.format(shown_bytes(nbytes)) for cause, nbytes in causes.most_common()]
-            bound = shown_bytes(self.max_resident_bytes)
-            self._notices.say(
-                causes.most_common(1)[0][0], f"{self.too_many}: %s", bound, "; ".join(told)
-            )
+            sizes = shown_bytes(self.max_resident_bytes), shown_bytes(self._resident_bytes)
+            words = f"{self.too_many}, %s in all; of these %s"
+            self._notices.say(causes.most_common(1)[0][0], words, *sizes, "; ".join(told))
 
     def _let_leave(self, nbytes: int, before: float = -math.inf) -> bool:
         """Have others leave until so much will fit; return whether it will.
