@@ -150,3 +150,12 @@ def test_memory_that_is_replaced_after_updates_began_raises(
         its_optimizer.step()
         its_optimizer.zero_grad()
     support.assert_equal_bits(dict(model.state_dict()), dict(expected.state_dict()))
+
+
+def test_masters_of_weights_on_one_memory_are_refused(tmp_path: Path) -> None:
+    model = layers(width=256).bfloat16()
+    model[5].weight.data = model[2].weight.data
+    offloaded(model, tmp_path)
+    optimizer = adamw(model.parameters())
+    with pytest.raises(UnsupportedError, match="two parameters of this optimizer lie in the same"):
+        ssdtrain.offload_optimizer(optimizer, tmp_path, master_dtype=torch.float32)

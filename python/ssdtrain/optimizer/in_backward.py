@@ -22,19 +22,14 @@ from ssdtrain.away.tensors import known_of
 from ssdtrain.errors import SsdtrainError, StorageError, UnsupportedError
 from ssdtrain.machine.torch_internals import current_backward
 from ssdtrain.optimizer.chunks import Chunk, Settings
-from ssdtrain.optimizer.in_backward_round import (
-    Host,
-    Round,
-    sharing_memory,
-    why_not,
-    why_nothing,
-)
+from ssdtrain.optimizer.in_backward_round import Host, Round, why_not, why_nothing
 from ssdtrain.optimizer.in_backward_update import (
     let_weight_go,
     make_updates,
     put_in_place,
     roll_back,
 )
+from ssdtrain.optimizer.shared_memory import sharing_memory
 from ssdtrain.optimizer.state import ParameterState
 from ssdtrain.optimizer.taken import INSTEAD, Taken, TakenGradient, take
 from ssdtrain.optimizer.updating_thread import Job, UpdatingThread

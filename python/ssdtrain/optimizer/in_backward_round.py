@@ -8,7 +8,6 @@ Everything that an update uses is noted when the first gradient is complete, and
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from typing import Any, Protocol
 
 import numpy
@@ -17,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from ssdtrain.away.classes import AwayGradient, is_away
+from ssdtrain.away.classes import AwayGradient
 from ssdtrain.machine.torch_internals import mode_count, trains_with_others
 from ssdtrain.optimizer.buffers import Buffers
 from ssdtrain.optimizer.chunks import Settings
@@ -25,11 +24,12 @@ from ssdtrain.optimizer.deferred import kept, why_not_of_another_thread
 from ssdtrain.optimizer.disk import Away, Disk
 from ssdtrain.optimizer.gradients import Gradients
 from ssdtrain.optimizer.masters import Masters
+from ssdtrain.optimizer.shared_memory import sharing_memory
 from ssdtrain.optimizer.state import ParameterState
 from ssdtrain.optimizer.undo import Undo
 from ssdtrain.parameters.weights import weight_of
 
-__all__ = ["Host", "Round", "sharing_memory", "why_not", "why_nothing"]
+__all__ = ["Host", "Round", "why_not", "why_nothing"]
 
 PARTS_MIN = 16
 """So many at least: the first ones soon, and the last one, which backward cannot hide, small."""
@@ -102,15 +102,6 @@ class Round:
     def params(self) -> list[Tensor]:
         """All parameters, in the order of the groups."""
         return [param for group, _ in self.groups for param in group["params"]]
-
-
-def sharing_memory(params: list[Tensor]) -> set[int]:
-    """Return the ids of those parameters that share memory with others of these."""
-    # What is away had its memory alone; whoever is to share it has it brought.
-    here = [param for param in params if not is_away(param)]
-    addresses = [param.untyped_storage().data_ptr() for param in here]
-    count = Counter(addresses)
-    return {id(param) for param, one in zip(here, addresses, strict=True) if count[one] > 1}
 
 
 def _attributes(host: Host) -> dict[str, Any]:

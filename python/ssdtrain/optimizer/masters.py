@@ -21,12 +21,12 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ssdtrain._core import MasterCode
+from ssdtrain.away.classes import is_away
 from ssdtrain.errors import ConfigError, UnsupportedError
 from ssdtrain.machine.torch_internals import copy_each, plainly
 from ssdtrain.optimizer.chunks import Chunk, Settings, name_of, update
 from ssdtrain.optimizer.disk import Away, Disk
 from ssdtrain.optimizer.state import ParameterState
-from ssdtrain.parameters.weights import weight_of
 from ssdtrain.watched import HOLDER
 
 __all__ = [
@@ -385,8 +385,8 @@ def refuse_shared_memory(groups: list[dict[str, Any]]) -> None:
         (param.data_ptr(), param.data_ptr() + param.nbytes)
         for group in groups
         for param in group["params"]
-        # Of one with holes, another may lie in these. One that may be away lies alone.
-        if wants_master(param) and param.numel() and _is_dense(param) and weight_of(param) is None
+        # Of one with holes, another may lie in these. One that is away lies alone.
+        if wants_master(param) and param.numel() and _is_dense(param) and not is_away(param)
     )
     for (_, end), (begin, _) in pairwise(ranges):
         if begin < end:

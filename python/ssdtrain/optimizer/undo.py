@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
@@ -24,6 +24,7 @@ from ssdtrain.optimizer.chunks import Part
 from ssdtrain.optimizer.deferred import is_sparse
 from ssdtrain.optimizer.disk import Away, Disk
 from ssdtrain.optimizer.lost import names_of
+from ssdtrain.optimizer.shared_memory import sharing_memory
 from ssdtrain.optimizer.state import ParameterState
 from ssdtrain.store import StoredTensor
 
@@ -109,12 +110,20 @@ class Undo:
         self._held: list[Tensor] = []
         """Parameters whose state could not leave memory, as this held tensors of it."""
 
-    def begin(self) -> None:
-        """Begin a step."""
+    def begin(self, params: list[Tensor]) -> None:
+        """Begin a step over these parameters."""
         self.forget()
         self._random = torch.get_rng_state()
         self.is_kept = True
         self._disk.give_up_undo = self._give_up
+        sharing = sharing_memory(params)
+        # An update of one of them changes the others, so all are kept before the first is made.
+        self._keep(param for param in params if id(param) in sharing)
+        try:
+            for before in list(self._before.values()):
+                before.weight.wait()
+        except SsdtrainError as error:
+            self._give_up(error)
 
     def forget(self) -> None:
         """End a step that went well, and give the space of what was before it back."""
@@ -134,8 +143,11 @@ class Undo:
 
     def expect(self, part: Part) -> None:
         """Begin to write the weights of a part that is updated next."""
-        for param in part.params:
-            if self.is_kept and param.grad is not None:
+        self._keep(part.params)
+
+    def _keep(self, params: Iterable[Tensor]) -> None:
+        for param in params:
+            if self.is_kept and param.grad is not None and param not in self._before:
                 try:
                     self._before[param] = Before(param, Kept(self._disk, param))
                 except SsdtrainError as error:
@@ -232,8 +244,8 @@ def undone_if_it_fails(
     if undo is None:
         yield
         return
-    undo.begin()
     try:
+        undo.begin([param for group in groups for param in group["params"]])
         yield
     except BaseException as error:
         if undo.is_kept:
