@@ -21,7 +21,7 @@ from torch import Tensor
 from ssdtrain.away.tensors import known_of
 from ssdtrain.errors import SsdtrainError, StorageError, UnsupportedError
 from ssdtrain.machine.torch_internals import current_backward
-from ssdtrain.optimizer.chunks import Chunk, Settings
+from ssdtrain.optimizer.chunks import Chunk, Settings, name_of
 from ssdtrain.optimizer.in_backward_round import Host, Round, why_not, why_nothing
 from ssdtrain.optimizer.in_backward_update import (
     let_weight_go,
@@ -238,6 +238,10 @@ class InBackward:
         assert host is not None, "it has called"
         return host
 
+    def _name_of(self, param: Tensor) -> str:
+        host = self._host()
+        return name_of([] if host is None else host.param_groups, param)
+
     def _join_in_spite_of_interrupts(self) -> None:
         while True:
             try:
@@ -297,7 +301,7 @@ class InBackward:
         # An interrupt from here on leaves a record whose gradient is in place, or one that step()
         # finds without its update: both are taken into account there.
         self._taken[id(param)] = record
-        record.stand_in(self._drop)
+        record.stand_in(self._drop, self._name_of)
         weight = weight_of(record.param)
         if weight is not None:
             # The thread of the updates cannot have others leave, as this one may be using them: so

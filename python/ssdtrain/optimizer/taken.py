@@ -36,8 +36,9 @@ AGAIN = (
     'a second backward would add to a gradient that an update has used already: overlap="backward" '
     "takes each gradient as soon as it is there. With several micro-batches in a step call "
     "optimizer.set_is_last_backward(False) before those that are not the last, and (True) before "
-    "the last. A block of checkpoint(use_reentrant=True) that uses a weight twice needs "
-    "use_reentrant=False. If gradients are clipped before step(), or those of several steps added, "
+    'the last; a trainer that accumulates by itself needs overlap="forward" or "step". A block of '
+    "checkpoint(use_reentrant=True) that uses a weight twice needs use_reentrant=False. If "
+    "gradients are clipped before step(), or those of several steps added, "
     'use overlap="forward" or "step". No weight was changed since the last step(); call '
     "optimizer.zero_grad() and begin this step again"
 )
@@ -121,10 +122,13 @@ class Taken:
         now = (param._version, _memory_of(param))  # noqa: SLF001 - as above
         return now == (self.version, self.memory)
 
-    def stand_in(self, when_replaced: Callable[[Taken], None]) -> None:
+    def stand_in(
+        self, when_replaced: Callable[[Taken], None], name_of: Callable[[Tensor], str]
+    ) -> None:
         """Take the gradient away, and stop what would add to it.
 
-        ``when_replaced`` is called before a backward adds to what the user has set in its place.
+        ``when_replaced`` is called before a backward adds to what the user has set in its place,
+        and ``name_of`` tells what messages call a parameter.
         """
         param = self.param
         wrong = torch.full((), torch.nan, dtype=param.dtype).expand(param.shape)
@@ -138,8 +142,7 @@ class Taken:
             if alive.is_in_place:
                 alive.is_refused = True
                 raise UnsupportedError(
-                    f"of a parameter of shape {tuple(alive.param.shape)}: "
-                    f"{FREED if alive.is_published else AGAIN}"
+                    f"of {name_of(alive.param)}: {FREED if alive.is_published else AGAIN}"
                 )
             when_replaced(alive)
 
