@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
-from ssdtrain.away.classes import is_away
 from ssdtrain.machine.torch_internals import own_shard
 
 __all__ = ["sharing_memory"]
@@ -18,10 +18,12 @@ def sharing_memory(params: Iterable[Tensor]) -> set[int]:
     """Return the ids of those parameters whose storage others of these have, too."""
     found = []
     for param in params:
-        # What is away had its memory alone; whoever is to share it has it brought.
-        if is_away(param) or param.layout is not torch.strided:
+        own = own_shard(param)
+        # What is away had its memory alone; whoever is to share it has it brought. Of other classes
+        # nobody knows where their bytes lie.
+        if type(own) not in (Tensor, Parameter) or own.layout is not torch.strided:
             continue
-        storage = own_shard(param).untyped_storage()
+        storage = own.untyped_storage()
         # Storages without bytes have one address.
         if storage.nbytes():
             found.append((id(param), storage.data_ptr()))
