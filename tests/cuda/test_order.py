@@ -323,7 +323,7 @@ def test_a_target_is_allocated_for_the_stream_of_the_pack(fake: FakeDevice) -> N
         backward = threading.Thread(target=last.sum().backward)
         backward.start()
         is_alive = True
-        while fake.calls()["cuMemcpyHtoDAsync_v2"] < 5:
+        while fake.calls()[TO_GPU] < 5:
             # Looked at before the calls are counted: it may end in between.
             assert is_alive
             is_alive = backward.is_alive()

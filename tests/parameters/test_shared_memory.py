@@ -129,7 +129,7 @@ def test_who_has_the_memory_before_the_call_sees_what_comes(
 
 
 @pytest.mark.parametrize("is_away", [False, True])
-@pytest.mark.parametrize("change", ["other memory", "memory of another weight"])
+@pytest.mark.parametrize("change", ["other memory", "memory of another weight", "lent memory"])
 def test_memory_that_is_replaced_after_updates_began_raises(
     change: str, is_away: bool, tmp_path: Path
 ) -> None:
@@ -137,10 +137,17 @@ def test_memory_that_is_replaced_after_updates_began_raises(
         tmp_path, lambda model, _: model, "never", is_away=is_away, overlap="backward"
     )
     expected, plain = trained(tmp_path, lambda model, _: model, "never", is_away=False)
+    held: list[Tensor | None] = []
     for one in (expected, model):
+        weight, other = one[2].weight, one[5].weight
+        if change == "lent memory":
+            # That of the other is updated in step(), as somebody holds its gradient.
+            other.register_post_accumulate_grad_hook(lambda param: held.append(param.grad))
         squared(one, STEPS).backward()
-        weight = one[2].weight
-        weight.data = weight.data * 0.5 if change == "other memory" else one[5].weight.data
+        if change == "lent memory":
+            other.data = weight.data
+        else:
+            weight.data = weight.data * 0.5 if change == "other memory" else other.data
     with pytest.raises(UnsupportedError, match=r"a weight was changed after updates .* had begun"):
         optimizer.step()
     for one, its_optimizer in ((expected, plain), (model, optimizer)):

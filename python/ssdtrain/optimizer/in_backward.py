@@ -148,6 +148,8 @@ class InBackward:
         now = self._round
         now.add_groups(host)
         now.sharing = sharing_memory(now.params)
+        if not now.sharing.isdisjoint(self._taken):
+            raise UnsupportedError(f"a weight {CHANGED}")
         reason = "step() was given more than a closure" if options else why_nothing()
         chunks = [Chunk(group, []) for group, _ in now.groups]
         for (group, _), chunk in zip(now.groups, chunks, strict=True):
@@ -346,11 +348,7 @@ class InBackward:
         name = self._round.changed(host)
         if name is not None:
             raise UnsupportedError(f"{name} {CHANGED}")
-        sharing = sharing_memory(self._round.params)
-        if any(
-            number in sharing or not record.is_weight_unchanged
-            for number, record in self._taken.items()
-        ):
+        if not all(record.is_weight_unchanged for record in self._taken.values()):
             raise UnsupportedError(f"a weight {CHANGED}")
         reason = "step() was given more than a closure" if options else why_nothing()
         if reason:
