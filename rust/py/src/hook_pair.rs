@@ -14,7 +14,7 @@ use crate::account::Account;
 use crate::gpu::Gpus;
 use crate::kept::{Kept, is_true};
 use crate::offloading::Offloading;
-use crate::rules::{Glance, Rules, Verdict};
+use crate::rules::{Glance, Outline, OwnSize, Rules, Verdict};
 use crate::store::Store;
 
 /// The hooks of one session for one thread's block; autograd holds it as long as a graph needs it.
@@ -74,18 +74,18 @@ impl HookPair {
     fn pack(slf: &Bound<'_, Self>, tensor: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
         let (this, py) = (slf.get(), slf.py());
         let rules = this.rules.get();
-        let glance = rules.glance(tensor, this.small_bytes, this.is_bounded)?;
+        let outline = rules.outline(tensor)?;
         // A weight that is a leaf is held as it is, wherever this is called from.
-        let is_own = matches!(glance, Some(Glance::Weight { is_leaf: true }));
+        let is_own = matches!(outline, Some(Outline::Weight));
         if !is_own && rules.is_below_autograd(py)? {
             return this.in_python(py, &this.pack_below, &[slf.as_any(), tensor]);
         }
-        this.pack_seen(tensor, glance, false)
+        this.pack_seen(tensor, outline, false)
     }
 
     fn pack_here(&self, tensor: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
-        let glance = self.rules.get().glance(tensor, self.small_bytes, self.is_bounded)?;
-        self.pack_seen(tensor, glance, true)
+        let outline = self.rules.get().outline(tensor)?;
+        self.pack_seen(tensor, outline, true)
     }
 
     fn unpack(&self, packed: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
@@ -107,34 +107,21 @@ impl HookPair {
     fn pack_seen(
         &self,
         tensor: &Bound<'_, PyAny>,
-        glance: Option<Glance>,
+        outline: Option<Outline>,
         is_from_below: bool,
     ) -> PyResult<Py<PyAny>> {
         let (rules, py) = (self.rules.get(), tensor.py());
-        match glance {
-            Some(Glance::Weight { is_leaf }) => {
+        match outline {
+            Some(Outline::Weight) => {
                 self.account.note_weight();
-                return Ok(Kept::hold(tensor, is_leaf, is_from_below, None)?.into_any());
+                return Ok(Kept::hold(tensor, true, is_from_below, None)?.into_any());
             }
-            Some(Glance::Small { is_leaf, identity, nbytes }) => {
-                let on_gpus = self.gpus.as_ref().map_or(0, |gpus| gpus.get().loaded_bytes());
-                let transfer_bytes = self.store.get().transfer_bytes(py) + on_gpus;
-                // No code runs in between, so that both are of one moment.
-                let Some(holding) = self.account.hold_small(identity, nbytes, transfer_bytes)
-                else {
-                    return self.pack_other(tensor, is_from_below);
-                };
-                let kept = Kept::hold(tensor, is_leaf, is_from_below, Some(holding))?;
-                return Ok(kept.into_any());
-            }
-            // In a round that is only skimmed, to judge it would cost more than all else.
-            Some(Glance::Large(large)) if !is_from_below => {
-                let offloading = self.offloading.get();
-                if let Some(kept) = offloading.pass_by_at_a_glance(rules, tensor, large)? {
-                    return Ok(kept.into_any());
+            Some(Outline::Other(own)) => {
+                if let Some(packed) = self.pack_at_a_glance(tensor, own, is_from_below)? {
+                    return Ok(packed);
                 }
             }
-            Some(Glance::Large(_)) | None => {}
+            None => {}
         }
         match rules.judge(tensor)? {
             Verdict::Unusual => self.in_python(py, &self.pack_unusual, &[tensor]),
@@ -144,6 +131,49 @@ impl HookPair {
                 Ok(Kept::hold(tensor, is_leaf, is_from_below, None)?.into_any())
             }
             Verdict::Plain => self.pack_other(tensor, is_from_below),
+        }
+    }
+
+    /// Packs what need not be judged; `None`: it has to be.
+    fn pack_at_a_glance(
+        &self,
+        tensor: &Bound<'_, PyAny>,
+        own: OwnSize,
+        is_from_below: bool,
+    ) -> PyResult<Option<Py<PyAny>>> {
+        let (rules, py) = (self.rules.get(), tensor.py());
+        // In a round that is only skimmed, to look at it would cost more than all else.
+        let may_pass_by = !is_from_below;
+        let is_large = own.nbytes >= self.small_bytes;
+        let pass_by = || -> PyResult<Option<Py<PyAny>>> {
+            let kept = self.offloading.get().pass_by_at_a_glance(rules, tensor, own)?;
+            Ok(kept.map(Py::into_any))
+        };
+        if is_large
+            && may_pass_by
+            && let Some(kept) = pass_by()?
+        {
+            return Ok(Some(kept));
+        }
+        match rules.glance(tensor, own, self.small_bytes, self.is_bounded)? {
+            Some(Glance::Weight) => {
+                self.account.note_weight();
+                Ok(Some(Kept::hold(tensor, own.is_leaf, is_from_below, None)?.into_any()))
+            }
+            Some(Glance::Small { identity, nbytes }) => {
+                let on_gpus = self.gpus.as_ref().map_or(0, |gpus| gpus.get().loaded_bytes());
+                let transfer_bytes = self.store.get().transfer_bytes(py) + on_gpus;
+                // No code runs in between, so that both are of one moment.
+                let Some(holding) = self.account.hold_small(identity, nbytes, transfer_bytes)
+                else {
+                    return self.pack_other(tensor, is_from_below).map(Some);
+                };
+                let kept = Kept::hold(tensor, own.is_leaf, is_from_below, Some(holding))?;
+                Ok(Some(kept.into_any()))
+            }
+            // A small view of something large.
+            Some(Glance::Large) if !is_large && may_pass_by => pass_by(),
+            Some(Glance::Large) | None => Ok(None),
         }
     }
 

@@ -12,7 +12,6 @@ use crate::kept::{is_true, version_of};
 use crate::rounds::Rounds;
 use crate::saved_tensor::{Part, Record, SavedTensor, SharedRound};
 use crate::session_lock::SessionLock;
-use crate::skim::CountedPart;
 use crate::tally::Tally;
 use crate::torch::Torch;
 use crate::transfer::Loading;
@@ -154,7 +153,7 @@ impl Offloading {
         if may_pass_by && let Some(cause) = self.rounds.get().skims(py) {
             let identity = storage.call_method0(intern!(py, "data_ptr"))?.extract()?;
             let is_leaf = is_true(tensor, intern!(py, "is_leaf"))?;
-            let part = CountedPart { start: start as usize, nbytes, storage_bytes };
+            let part = self.counted_part(py, start, nbytes, storage_bytes)?;
             if let Some(kept) = self.pass_by(tensor, identity, part, is_leaf, cause)? {
                 return Ok(kept.into_any());
             }

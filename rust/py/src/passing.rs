@@ -10,7 +10,7 @@ use crate::by_plan::Use;
 use crate::geometry::Layout;
 use crate::kept::{Kept, version_of};
 use crate::offloading::Offloading;
-use crate::rules::{Large, Rules, is_managed_at_a_glance};
+use crate::rules::{OwnSize, Rules, is_managed_at_a_glance};
 use crate::skim::{Cause, CountedPart, CountsAs};
 
 impl Offloading {
@@ -24,12 +24,11 @@ impl Offloading {
         is_leaf: bool,
         cause: Cause,
     ) -> PyResult<Option<Py<Kept>>> {
-        let (py, records) = (tensor.py(), self.records.get());
-        // What a backward computes again was counted in forward.
-        let is_forward = self.torch.get().current_backward(py)? == FORWARD;
+        let records = self.records.get();
         let (identity, most_bytes) = part.shared(storage);
         let more_bytes = records.account().shared_more_bytes(identity, part.nbytes, most_bytes);
-        let skimmed_bytes = if is_forward { more_bytes } else { 0 };
+        // What a backward computes again was counted in forward.
+        let skimmed_bytes = if part.is_forward { more_bytes } else { 0 };
         if !self.rounds.get().passes_by(storage, skimmed_bytes) {
             return Ok(None);
         }
@@ -130,7 +129,7 @@ impl Offloading {
         &self,
         rules: &Rules,
         tensor: &Bound<'_, PyAny>,
-        large: Large,
+        own: OwnSize,
     ) -> PyResult<Option<Py<Kept>>> {
         let (py, records, rounds) = (tensor.py(), self.records.get(), self.rounds.get());
         if records.is_forked() {
@@ -140,11 +139,11 @@ impl Offloading {
         if cause.is_none() && !rounds.has_guide() {
             return Ok(None);
         }
-        let counts = if let Some(known) = rounds.known_count(large) {
+        let counts = if let Some(known) = rounds.known_count(own) {
             known
         } else {
             let counts = self.counts_as(rules, tensor)?;
-            rounds.note_count(large, counts);
+            rounds.note_count(own, counts);
             counts
         };
         match counts {
@@ -154,16 +153,28 @@ impl Offloading {
                 };
                 let storage = address.extract::<usize>()?.wrapping_sub(offset_bytes);
                 match cause {
-                    Some(cause) => self.pass_by(tensor, storage, part, large.is_leaf, cause),
-                    None => self.pass_by_guide(tensor, storage, part, large.is_leaf),
+                    Some(cause) => self.pass_by(tensor, storage, part, own.is_leaf, cause),
+                    None => self.pass_by_guide(tensor, storage, part, own.is_leaf),
                 }
             }
             CountsAs::Weight => {
                 records.account().note_weight();
-                Kept::hold(tensor, large.is_leaf, false, None).map(Some)
+                Kept::hold(tensor, own.is_leaf, false, None).map(Some)
             }
             CountsAs::Unclear => Ok(None),
         }
+    }
+
+    /// What a tensor counts with that is packed now.
+    pub fn counted_part(
+        &self,
+        py: Python<'_>,
+        start: u64,
+        nbytes: u64,
+        storage_bytes: u64,
+    ) -> PyResult<CountedPart> {
+        let is_forward = self.torch.get().current_backward(py)? == FORWARD;
+        Ok(CountedPart { start: start as usize, nbytes, storage_bytes, is_forward })
     }
 
     /// Looks at a large tensor as closely as counting it needs.
@@ -179,7 +190,7 @@ impl Offloading {
         if !is_managed_at_a_glance(tensor)? {
             return Ok(CountsAs::Unclear);
         }
-        if rules.is_weight_by_history(tensor)? {
+        if rules.is_weight(tensor)? {
             return Ok(CountsAs::Weight);
         }
         let storage_bytes: u64 = storage.call_method0(intern!(py, "nbytes"))?.extract()?;
@@ -189,7 +200,7 @@ impl Offloading {
         }
         let address: usize = tensor.call_method0(intern!(py, "data_ptr"))?.extract()?;
         let offset_bytes = address.wrapping_sub(identity.extract()?);
-        let part = CountedPart { start: start as usize, nbytes, storage_bytes };
+        let part = self.counted_part(py, start, nbytes, storage_bytes)?;
         Ok(CountsAs::Bytes { offset_bytes, part })
     }
 }

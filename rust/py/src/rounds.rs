@@ -27,7 +27,7 @@ use crate::gpu_calls::GpuStream;
 use crate::gpu_clock::{GpuClock, What};
 use crate::guides::Guides;
 use crate::round::{Learned, Round};
-use crate::rules::Large;
+use crate::rules::OwnSize;
 use crate::saved_tensor::{SavedReference, SavedTensor, SharedRound, is_dead};
 use crate::skim::{Cause, CountsAs, Skim};
 use crate::store::Store;
@@ -187,13 +187,13 @@ impl Rounds {
     }
 
     /// What the tensor at this place of the round before counted as, if this one is like it.
-    pub fn known_count(&self, large: Large) -> Option<CountsAs> {
-        self.skim.known_count(large)
+    pub fn known_count(&self, own: OwnSize) -> Option<CountsAs> {
+        self.skim.known_count(own)
     }
 
     /// Notes what a tensor counts as of which nothing was known.
-    pub fn note_count(&self, large: Large, counts: CountsAs) {
-        self.skim.note_count(large, counts);
+    pub fn note_count(&self, own: OwnSize, counts: CountsAs) {
+        self.skim.note_count(own, counts);
     }
 
     /// Whether the round that began last has a guide.

@@ -43,36 +43,49 @@ pub enum Verdict {
     Plain,
 }
 
-/// What a look at a saved tensor tells.
+/// What is seen of a tensor before anything else.
 #[derive(Clone, Copy)]
-pub enum Glance {
-    /// It is a weight.
-    Weight { is_leaf: bool },
-    /// It is too small to be worth a write; its storage is at that address.
-    Small { is_leaf: bool, identity: usize, nbytes: u64 },
-    /// It is on the CPU or a GPU and large.
-    Large(Large),
+pub enum Outline {
+    /// A parameter, or another leaf that asks for a gradient.
+    Weight,
+    /// Any other.
+    Other(OwnSize),
 }
 
-/// What is known of a large tensor before it is looked at more closely.
+/// What a tensor says of itself, and not of its storage.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub struct Large {
+pub struct OwnSize {
     pub is_leaf: bool,
-    pub is_view: bool,
-    /// Those of the storage if it is a view.
     pub nbytes: u64,
 }
 
-/// Whether a large tensor that lies in ordinary memory is of a kind that is managed, at the least
-/// cost. `false`: [`judge`](Rules::judge) tells.
+/// What a look at a saved tensor tells.
+#[derive(Clone, Copy)]
+pub enum Glance {
+    /// It is a view of a weight, or cast from one.
+    Weight,
+    /// It is too small to be worth a write; its storage is at that address.
+    Small { identity: usize, nbytes: u64 },
+    /// It is on the CPU or a GPU, and it or what it is a view of is large.
+    Large,
+}
+
+/// Whether a large tensor is of a kind that is managed, at the least cost. `false`:
+/// [`judge`](Rules::judge) tells.
 ///
 /// Of the other kinds that the dispatch keys tell, quantised tensors and lazy conjugates are not of
-/// floating point, and the rest has no such memory or is never given to the hooks.
+/// floating point, and the rest has no memory on the CPU or a GPU, or is never given to the hooks.
 pub fn is_managed_at_a_glance(tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
     let py = tensor.py();
-    Ok(tensor.call_method0(intern!(py, "is_floating_point"))?.is_truthy()?
+    Ok(is_on_cpu_or_gpu(tensor)?
+        && tensor.call_method0(intern!(py, "is_floating_point"))?.is_truthy()?
         && !is_true(tensor, intern!(py, "is_nested"))?
         && !tensor.call_method0(intern!(py, "is_neg"))?.is_truthy()?)
+}
+
+fn is_on_cpu_or_gpu(tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
+    let py = tensor.py();
+    Ok(is_true(tensor, intern!(py, "is_cpu"))? || is_true(tensor, intern!(py, "is_cuda"))?)
 }
 
 #[pymethods]
@@ -119,7 +132,25 @@ impl Rules {
         self.is_below_autograd.bind(py).call0()?.is_truthy()
     }
 
-    /// Tells weights and small tensors at the least cost. Of others ask [`judge`](Self::judge).
+    /// Tells weights that are leaves. `None`: [`judge`](Self::judge) tells.
+    pub fn outline(&self, tensor: &Bound<'_, PyAny>) -> PyResult<Option<Outline>> {
+        let py = tensor.py();
+        let kind = tensor.get_type();
+        let is_parameter = kind.is(&self.parameter_type);
+        if !is_parameter && !kind.is(&self.tensor_type) {
+            return Ok(None);
+        }
+        let is_leaf = is_true(tensor, intern!(py, "is_leaf"))?;
+        if is_leaf && (is_parameter || is_true(tensor, intern!(py, "requires_grad"))?) {
+            return Ok(Some(Outline::Weight));
+        }
+        // Sparse tensors, and others without one memory of their own, raise.
+        let Ok(nbytes) = tensor.getattr(intern!(py, "nbytes")) else { return Ok(None) };
+        Ok(Some(Outline::Other(OwnSize { is_leaf, nbytes: nbytes.extract()? })))
+    }
+
+    /// Tells other weights and small tensors at the least cost. Of what is left ask
+    /// [`judge`](Self::judge).
     ///
     /// It makes hardly an object that torch has not made already: the node and the storage of a
     /// tensor cost more to wrap than all that is done here. So the nodes behind a tensor are looked
@@ -129,56 +160,43 @@ impl Rules {
     pub fn glance(
         &self,
         tensor: &Bound<'_, PyAny>,
+        own: OwnSize,
         small_bytes: u64,
         is_exact: bool,
     ) -> PyResult<Option<Glance>> {
         let py = tensor.py();
-        let kind = tensor.get_type();
-        let is_parameter = kind.is(&self.parameter_type);
-        if !is_parameter && !kind.is(&self.tensor_type) {
-            return Ok(None);
-        }
-        let is_leaf = is_true(tensor, intern!(py, "is_leaf"))?;
-        if is_leaf && (is_parameter || is_true(tensor, intern!(py, "requires_grad"))?) {
-            return Ok(Some(Glance::Weight { is_leaf }));
-        }
-        let is_in_memory =
-            is_true(tensor, intern!(py, "is_cpu"))? || is_true(tensor, intern!(py, "is_cuda"))?;
-        if !is_in_memory {
+        if !is_on_cpu_or_gpu(tensor)? {
             return Ok(None);
         }
         let base = tensor.getattr(intern!(py, "_base"))?;
         let is_view = !base.is_none();
         let (identity, nbytes) = if !is_view && !is_exact {
-            // Sparse tensors, and others without one memory of their own, raise.
-            let Ok(nbytes) = tensor.getattr(intern!(py, "nbytes")) else { return Ok(None) };
-            let nbytes = nbytes.extract()?;
-            if nbytes >= small_bytes {
-                return Ok(Some(Glance::Large(Large { is_leaf, is_view, nbytes })));
+            if own.nbytes >= small_bytes {
+                return Ok(Some(Glance::Large));
             }
             let Ok(address) = tensor.call_method0(intern!(py, "data_ptr")) else {
                 return Ok(None);
             };
-            (address.extract()?, nbytes)
+            (address.extract()?, own.nbytes)
         } else {
             // defence: provenance: the base of a view
             if is_view && self.is_weight_itself(&base)? {
-                return Ok(Some(Glance::Weight { is_leaf }));
+                return Ok(Some(Glance::Weight));
             }
-            // So do views of tensors of zeros that have no memory at all.
+            // Views of tensors of zeros that have no memory at all raise.
             let Ok(storage) = storage_of(tensor) else { return Ok(None) };
             storage
         };
         if nbytes >= small_bytes {
-            return Ok(Some(Glance::Large(Large { is_leaf, is_view, nbytes })));
+            return Ok(Some(Glance::Large));
         }
-        if !is_leaf && !tensor.getattr(intern!(py, "dtype"))?.is(&self.float32) {
+        if !own.is_leaf && !tensor.getattr(intern!(py, "dtype"))?.is(&self.float32) {
             let node = tensor.getattr(intern!(py, "grad_fn"))?;
             if self.is_made_of_weight(tensor, node)? {
-                return Ok(Some(Glance::Weight { is_leaf }));
+                return Ok(Some(Glance::Weight));
             }
         }
-        Ok(Some(Glance::Small { is_leaf, identity, nbytes }))
+        Ok(Some(Glance::Small { identity, nbytes }))
     }
 
     /// Says what is to be done with a tensor of which [`glance`](Self::glance) could not tell.
@@ -202,17 +220,16 @@ impl Rules {
         if !keys.eq(plain_keys)? {
             return Ok(Verdict::Unusual); // defence: what a plain tensor is
         }
-        let base = tensor.getattr(intern!(py, "_base"))?;
-        // defence: provenance: the base of a view
-        if !base.is_none() && self.is_weight_itself(&base)? {
-            return Ok(Verdict::Weight);
-        }
-        let is_weight = self.is_weight_by_history(tensor)?;
-        Ok(if is_weight { Verdict::Weight } else { Verdict::Plain })
+        Ok(if self.is_weight(tensor)? { Verdict::Weight } else { Verdict::Plain })
     }
 
-    /// Whether a tensor of which [`glance`](Self::glance) did not tell was made of a weight.
-    pub fn is_weight_by_history(&self, tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
+    /// Whether a tensor that is no weight by its [`outline`](Self::outline) was made of one.
+    pub fn is_weight(&self, tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
+        let base = tensor.getattr(intern!(tensor.py(), "_base"))?;
+        // defence: provenance: the base of a view
+        if !base.is_none() && self.is_weight_itself(&base)? {
+            return Ok(true);
+        }
         let node = tensor.getattr(intern!(tensor.py(), "grad_fn"))?;
         if node.is_none() {
             self.is_used_by_others(tensor)

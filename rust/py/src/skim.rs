@@ -19,7 +19,7 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyWeakrefMethods, PyWeakrefReference};
 
-use crate::rules::Large;
+use crate::rules::OwnSize;
 use crate::saved_tensor::{SavedReference, SavedTensor, SharedRound};
 
 /// So many tensors of a round pass by at most, if its first one is neither asked for nor dropped:
@@ -41,6 +41,8 @@ pub struct CountedPart {
     pub start: usize,
     pub nbytes: u64,
     pub storage_bytes: u64,
+    /// Whether it was packed in a forward: what a backward packs is no more than the forward did.
+    pub is_forward: bool,
 }
 
 impl CountedPart {
@@ -55,12 +57,12 @@ impl CountedPart {
     }
 }
 
-/// What a large tensor counts as that is not followed.
+/// What a tensor counts as that is large, or a view of something large, and is not followed.
 #[derive(Clone, Copy)]
 pub enum CountsAs {
     /// Bytes of its storage, in which it begins after `offset_bytes`.
     Bytes { offset_bytes: usize, part: CountedPart },
-    /// A weight, or what was made of one.
+    /// What was made of a weight.
     Weight,
     /// It has to be judged each time.
     Unclear,
@@ -78,7 +80,7 @@ pub struct Skim {
 /// What the tensors of the round before counted as, one after the other.
 #[derive(Default)]
 struct Known {
-    tensors: Vec<(Large, CountsAs)>,
+    tensors: Vec<(OwnSize, CountsAs)>,
     /// The place of the tensor that is packed next.
     next: usize,
 }
@@ -138,11 +140,11 @@ impl Skim {
 
     /// What the tensor at this place counted as before, if it was like this one. If it was not,
     /// what comes after it is unknown too.
-    pub fn known_count(&self, large: Large) -> Option<CountsAs> {
+    pub fn known_count(&self, own: OwnSize) -> Option<CountsAs> {
         let mut known = self.known();
         let next = known.next;
         match known.tensors.get(next) {
-            Some(&(before, counts)) if before == large => {
+            Some(&(before, counts)) if before == own => {
                 known.next += 1;
                 Some(counts)
             }
@@ -154,10 +156,10 @@ impl Skim {
     }
 
     /// Notes what the tensor at this place counts as, of the first ones of a round.
-    pub fn note_count(&self, large: Large, counts: CountsAs) {
+    pub fn note_count(&self, own: OwnSize, counts: CountsAs) {
         let mut known = self.known();
         if known.tensors.len() < COUNT_MAX {
-            known.tensors.push((large, counts));
+            known.tensors.push((own, counts));
             known.next = known.tensors.len();
         }
     }
