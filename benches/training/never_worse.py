@@ -1,15 +1,16 @@
 """Whether offloading ever makes a step longer than it may: on the disk, and on slower ones.
 
 For each model, dtype and share of the disk's rate one process trains by turns without ssdtrain and
-in some other ways: `again` is without it once more, which tells the noise, `all` writes whatever it
-is given, `cut` offloads what hides behind computing (the cut of SSDTrain, `slowdown_max=None`),
-`ours` as much of it as `slowdown_max` allows, and `teraio` what algorithm 1 of TERAIO (arXiv
-2506.06472) chooses for the peak of `ours`. A turn is two steps of each, in an order that rotates,
-on the same batch; the second one counts, as the first meets the memory and the disk as another way
-has left them. The ratio of a way is the median over the turns of its time over that of the plain
-step in that turn, with the standard error of this median. So what else the machine does meets all
-alike. The first turns, in which sessions adapt, are left out. The peak is the median over the turns
-of the most saved bytes in memory, over what a plain step has.
+in some other ways: `again` is without it once more, which tells the noise, `trivial` has hooks that
+do nothing, which tells what torch takes to call any, `all` writes whatever it is given, `cut`
+offloads what hides behind computing (the cut of SSDTrain, `slowdown_max=None`), `ours` as much of
+it as `slowdown_max` allows, and `teraio` what algorithm 1 of TERAIO (arXiv 2506.06472) chooses for
+the peak of `ours`. A turn is two steps of each, in an order that rotates, on the same batch; the
+second one counts, as the first meets the memory and the disk as another way has left them. The
+ratio of a way is the median over the turns of its time over that of the plain step in that turn,
+with the standard error of this median. So what else the machine does meets all alike. The first
+turns, in which sessions adapt, are left out. The peak is the median over the turns of the most
+saved bytes in memory, over what a plain step has.
 
 A slower disk is a control group (blkio) that bounds reads and writes; only root may make one, and
 without it the disk is measured as it is.
@@ -36,9 +37,10 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 import ssdtrain
-from hook_overhead import KeepNothing
+from hook_overhead import KeepNothing, trivial_pack, trivial_unpack
 from ssdtrain.config import OffloadConfig, StoreConfig
 from ssdtrain.demo.machine import machine_facts
 from ssdtrain.demo.models import build_trainee
@@ -52,7 +54,7 @@ ADAPTING_TURNS = 30
 """Three steps for plans, and as many as a campaign has at most, and some more."""
 TERAIO_TURN = ADAPTING_TURNS - 5
 """When TERAIO's choice is made: `ours` has found its peak, and some turns are left to settle."""
-WAYS = ("again", "all", "cut", "ours", "teraio")
+WAYS = ("again", "trivial", "all", "cut", "ours", "teraio")
 MEDIAN_ERROR = math.sqrt(math.pi / 2) / 1.349
 """So many times the width of the middle half, over the root of how many values there are, is the
 standard error of a median of normal values."""
@@ -140,6 +142,19 @@ class Plain:
         self.seconds.append(perf_counter() - began_s)
         self.peaks.append(self._peak_bytes)
         self.written.append(0)
+
+
+class Trivial(Plain):
+    """Steps without a session, whose saved tensors are given to hooks that do nothing."""
+
+    def take(self, step: Callable[[], None]) -> None:
+        """Take a step, and note its time."""
+
+        def hooked() -> None:
+            with saved_tensors_hooks(trivial_pack, trivial_unpack):
+                step()
+
+        super().take(hooked)
 
 
 def newest(way: Way) -> Recording:
@@ -230,6 +245,7 @@ def ways_of(
     """Return the ways that are compared with plain steps."""
     made: dict[str, Callable[[], Way | Plain]] = {
         "again": lambda: Plain(kept_bytes),
+        "trivial": lambda: Trivial(kept_bytes),
         "all": lambda: Way(directory, KeepNothing()),
         "cut": lambda: Way(directory, Policy()),
         "ours": lambda: Way(directory, Policy(slowdown_max)),
@@ -372,7 +388,7 @@ def main(words: list[str]) -> int:
     parser.add_argument("--json", type=Path, default=None)
     arguments = parser.parse_args(words)
     if arguments.turns <= len(WAYS):
-        parser.error("--turns must be at least 6: the order of the ways rotates over six")
+        parser.error(f"--turns must be more than {len(WAYS)}: the order of the ways rotates")
     if "teraio" in arguments.ways and not {"cut", "ours"} <= set(arguments.ways):
         parser.error("--ways teraio needs cut and ours, whose rounds and peak it is given")
     with tempfile.TemporaryDirectory(dir=arguments.dir or Path.home()) as directory:

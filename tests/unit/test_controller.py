@@ -215,6 +215,27 @@ def test_an_unchanged_price_raises_no_second_campaign() -> None:
     assert 0 not in machine.amounts[SETTLED_COUNT + CAMPAIGN_COUNT_MAX :]
 
 
+def offloaded_later(full: float, noise: float) -> list[float]:
+    """Return what each step offloads, as shares of the plan, of many machines once they adapted."""
+    shares = []
+    for seed in range(20):
+        machine = Machine(full=full, noise=noise, hooks=0.004, seed=seed)
+        machine.run(124)
+        shares += [amount / PLAN for amount in machine.amounts[60:]]
+    return shares
+
+
+def test_to_be_surer_of_a_price_hardly_more_is_offloaded_than_it_tells() -> None:
+    shares = offloaded_later(full=0.12, noise=0.08)
+    assert shares.count(1.0) <= 5, "a price of three pairs may be anything"
+    assert sum(shares) < 40
+    assert sum(share > 0 for share in shares) > 100, "it is tried again, as noise may have told it"
+
+
+def test_a_price_that_is_dear_by_more_than_its_error_is_not_learned_again() -> None:
+    assert sum(offloaded_later(full=0.6, noise=0.15)) < 6
+
+
 def test_what_can_never_help_is_off_and_hardly_tried() -> None:
     machine = Machine(full=3.0, noise=0.01)
     machine.run(300)

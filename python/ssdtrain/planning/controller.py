@@ -390,12 +390,16 @@ class Controller:
     def _is_off_unsurely(self, kind: Kind) -> bool:
         """Whether nothing is offloaded by a price that a noisy time may have told.
 
-        Then to try again raises no peak.
+        Then to try again raises no peak. It is not tried where it would tell nothing that matters:
+        where the price is dear by more than its error.
         """
         price = self._price
         if price is None or kind.usual_bytes or not kind.planned_bytes:
             return False
-        return price.error > UNSURE_SHARE * price.s_per_byte
+        if price.error <= UNSURE_SHARE * price.s_per_byte:
+            return False
+        worth_bytes = self._worth_bytes(kind, price.lower)
+        return worth_bytes >= PROBE_SHARE_MIN * kind.planned_bytes
 
     def _share(self) -> float:
         kind = self._last
@@ -415,10 +419,14 @@ class Controller:
             return
         if self._price is not None and self._left_s(kind, self._price) <= 0:
             return  # Whatever the price is now.
-        if kind.is_slower(self.slowdown_max) or self._is_off_unsurely(kind):
+        is_slower = kind.is_slower(self.slowdown_max)
+        if is_slower or self._is_off_unsurely(kind):
             self._share_before = self._share()
             self._turn, self._campaign_count = 0, CAMPAIGN_COUNT
-            self._pairs.clear()
+            if is_slower:
+                # Else the price is the same: more pairs make it surer, and until then the old ones
+                # tell how little to try.
+                self._pairs.clear()
             for one in self._kinds.values():
                 one.forget_times()
                 one.probed_turn = 0

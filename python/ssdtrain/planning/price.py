@@ -19,6 +19,8 @@ DEVIATION = 1.4826
 """From the median deviation to the standard deviation, of normal noise."""
 BELOW_ZERO_ERRORS = 1.5
 """A price is below zero by more than noise if by so many errors."""
+SURE_ERRORS = 2.0
+"""So many errors off, a price hardly ever is."""
 SHARED = 1.7
 """The error is so much larger than that of as many pairs that share no step."""
 
@@ -43,6 +45,11 @@ class Price:
     def upper(self) -> float:
         """The price that decides: where little is known, little is risked."""
         return self.s_per_byte + self.error
+
+    @property
+    def lower(self) -> float:
+        """A price that it is hardly below."""
+        return max(self.s_per_byte - SURE_ERRORS * self.error, 0.0)
 
 
 def fit(pairs: Iterable[Pair]) -> Price | None:
