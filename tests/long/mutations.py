@@ -98,6 +98,7 @@ INSTEAD = {
     "weights on memory of others stay": "if False:",
     "gradients on memory of others stay": "return True",
     "gradients stay that a graph or another library has": "return super().leave()",
+    "a weight that changed past its counter since its update began": "changed = None",
     "a backward waits for updates whose gradients are under the bound": "pass",
     "gradients that another optimizer bounds are used at once": "if False:",
     "frozen weights stay that another library has": "if False:",

@@ -162,16 +162,22 @@ class InBackward:
                     chunk.params.append(param)
                 else:
                     self._in_step.append(take(param, group))
+        made = [one for one in self._taken.values() if one.updated is not None]
         left = [one for one in self._taken.values() if one.updated is None]
         self._is_in_step = True
         try:
             for record in [*left, *self._in_step]:
                 self._wait(host, now, record)
             self._cut(host, now)
+            # Beside the last updates of the thread, for which the user could change nothing.
+            # defence: a weight that changed past its counter since its update began
+            changed = next((one.param for one in made if one.has_other_bytes), None)
             self.join()
         finally:
             self._is_in_step = False
         self._raise()
+        if changed is not None:
+            raise UnsupportedError(f"a weight ({self._name_of(changed)}) {CHANGED}")
         return now.settings, chunks
 
     def publish(self, host: Host) -> BaseException | None:

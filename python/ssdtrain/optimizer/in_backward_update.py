@@ -38,6 +38,7 @@ def make_updates(host: Host, now: Round, records: list[Taken]) -> None:
     with in_use([*(record.param for record in records), *gradients]):
         del gradients
         for record in records:
+            record.note_bytes()
             state = states.get(record.param)
             if state is None:
                 record.is_state_new = True

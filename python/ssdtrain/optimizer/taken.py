@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from ssdtrain.errors import UnsupportedError
+from ssdtrain.geometry import checksum_of
 from ssdtrain.machine.torch_internals import as_plain_tensors
 from ssdtrain.parameters.successor import Successor
 from ssdtrain.parameters.weights import weight_of
@@ -85,6 +86,8 @@ class Taken:
     version: int = 0
     memory: int = 0
     """With the version: whether somebody has changed the parameter since."""
+    sum: int | None = None
+    """The checksum of the weight that its update began with, once it has begun."""
     updated: Tensor | Successor | None = None
     """The weight after the update, until ``step()`` puts it into the parameter."""
     before: dict[Any, Any] | None = None
@@ -121,6 +124,18 @@ class Taken:
         param = self.param
         now = (param._version, _memory_of(param))  # noqa: SLF001 - as above
         return now == (self.version, self.memory)
+
+    def note_bytes(self) -> None:
+        """Note what the update begins with, while the weight is in memory."""
+        self.sum = _sum_of(self.param)
+
+    @property
+    def has_other_bytes(self) -> bool:
+        """Whether the weight was changed past its version counter since its update began."""
+        if self.sum is None:
+            return False
+        now = _sum_of(self.param)
+        return now is not None and now != self.sum
 
     def stand_in(
         self, when_replaced: Callable[[Taken], None], name_of: Callable[[Tensor], str]
@@ -164,6 +179,12 @@ def _memory_of(param: Tensor) -> int:
     """
     weight = weight_of(param)
     return param.data_ptr() if weight is None else weight.owner.times_replaced(weight)
+
+
+def _sum_of(param: Tensor) -> int | None:
+    """Return the checksum of the bytes of a parameter, if it is known."""
+    weight = weight_of(param)
+    return checksum_of(param) if weight is None else weight.owner.sum_of(weight)
 
 
 def take(param: Tensor, group: dict[str, Any], user: User | None = None) -> Taken:

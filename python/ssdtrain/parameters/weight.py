@@ -32,6 +32,10 @@ class WeightOwner(Owner, Protocol):
         """Return how often others gave a weight other memory so far."""
         ...
 
+    def sum_of(self, weight: Weight) -> int | None:
+        """Return the checksum of the bytes that a weight has, if it is known."""
+        ...
+
     def keeping_pair(self) -> tuple[Any, Any]:
         """Return hooks on saved tensors that keep all."""
         ...

@@ -11,6 +11,7 @@ from torch.autograd.graph import increment_version
 
 from ssdtrain.away.tensor import OffloadedTensor, storage_key
 from ssdtrain.away.tensors import OffloadedTensors, known_of
+from ssdtrain.geometry import checksum_of
 from ssdtrain.machine.process_memory import release_free_memory
 from ssdtrain.machine.torch_internals import is_shared
 from ssdtrain.parameters.keeping import Keeping, keeping_hooks
@@ -121,6 +122,14 @@ class Weights(OffloadedTensors):
         with self._lock:
             weight.note_memory()
             return weight.times_replaced
+
+    def sum_of(self, weight: Weight) -> int | None:
+        """Return the checksum of the bytes that a weight has, wherever they are, if it is known."""
+        with self._lock:
+            param = weight.tensor
+            if param is not None and weight.is_attached():
+                return checksum_of(param)
+            return weight.sum if weight.source is None else weight.checksum()
 
     def keeping_pair(self) -> tuple[Any, Any]:
         """Return hooks on saved tensors that keep them, as autograd does without any."""
