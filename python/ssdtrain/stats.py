@@ -293,7 +293,7 @@ class Stats:
         text = f"{price:.3f} ± {price_error:.3f} s per GiB, from {pairs}; "
         hidden = f"of the {shown_bytes(self.planned_bytes)} that the disk hides"
         if self.planned_bytes and not self.amount_bytes:
-            text += f"a step offloads nothing {hidden}, as that would cost more than slowdown_max"
+            text += f"a step offloads nothing {hidden}, as that may cost more than slowdown_max"
         else:
             offloaded = f"a step offloads {shown_bytes(self.amount_bytes)} {hidden}"
             text += f"{offloaded}, and takes {slowdown:+.1f} ± {error:.1f} % for it"

@@ -351,9 +351,9 @@ class OffloadedTensors:
         elif nbytes and not self._is_over:
             # To look for causes takes a moment: not at each of the reads that follow.
             self._is_over = True
-            self._say_why_over()
+            self._say_why_over(self._resident_bytes + nbytes)
 
-    def _say_why_over(self) -> None:
+    def _say_why_over(self, resident_bytes: int) -> None:
         """Say why more than the bound is in memory, for each main cause once."""
         causes = Counter[str]()
         for one in self._alive():
@@ -362,7 +362,7 @@ class OffloadedTensors:
                 causes[one.why_in_memory()] += one.nbytes
         if causes:
             told = [cause.format(shown_bytes(nbytes)) for cause, nbytes in causes.most_common()]
-            sizes = shown_bytes(self.max_resident_bytes), shown_bytes(self._resident_bytes)
+            sizes = shown_bytes(self.max_resident_bytes), shown_bytes(resident_bytes)
             words = f"{self.too_many}, %s in all; of these %s"
             self._notices.say(causes.most_common(1)[0][0], words, *sizes, "; ".join(told))
 

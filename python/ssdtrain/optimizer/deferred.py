@@ -38,6 +38,7 @@ from ssdtrain.optimizer.pending import (
     under_way,
     updating,
 )
+from ssdtrain.optimizer.shared_memory import is_given
 from ssdtrain.parameters.weights import weight_of
 from ssdtrain.watched import look_at
 
@@ -112,10 +113,10 @@ def _why_not_read_later(param: Tensor, gradient: Tensor) -> str | None:
     if not (param.requires_grad or param.dim()):
         # torch takes such a tensor in the place of a Python number, and asks no class then.
         return "they are single numbers that require no gradient"
-    return why_not_of_another_thread(gradient)
+    return why_not_of_another_thread(param, gradient)
 
 
-def why_not_of_another_thread(gradient: Tensor | None) -> str | None:
+def why_not_of_another_thread(param: Tensor, gradient: Tensor | None) -> str | None:
     """Return why no other thread may use a gradient as its own, or ``None``."""
     if gradient is not None and is_away(gradient):
         return "their gradients are on the disk (max_gradient_bytes)"
@@ -125,6 +126,8 @@ def why_not_of_another_thread(gradient: Tensor | None) -> str | None:
         return "their gradients are part of a graph"
     if is_shared(gradient):
         return "their gradients share memory with other tensors"
+    if is_given(gradient, param):
+        return "a graph or another library has their gradients"
     return None
 
 

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ssdtrain.away.classes import AwayGradient
@@ -24,13 +23,12 @@ from ssdtrain.away.tensors import OffloadedTensors, known_of
 from ssdtrain.errors import ConfigError
 from ssdtrain.machine.torch_internals import (
     current_backward,
-    holders_of,
     outside_compiler,
-    plainly,
     queue_callback,
     trains_with_others,
 )
 from ssdtrain.optimizer.chunks import name_of
+from ssdtrain.optimizer.shared_memory import is_given
 from ssdtrain.sharing import Budget, Room
 from ssdtrain.sizes import shown_bytes
 from ssdtrain.store import TensorStore
@@ -80,21 +78,7 @@ class Gradient(OffloadedTensor):
         """Whether a graph or another library has the gradient."""
         tensor, param = self.tensor, self.param()
         assert tensor is not None
-        alone_count, of_a_parameter_count = holders_alone()
-        known_count = alone_count
-        if param is not None and param.grad is tensor:
-            known_count = of_a_parameter_count
-        return holders_of(tensor) > known_count
-
-
-@cache
-def holders_alone() -> tuple[int, int]:
-    """Return what ``holders_of`` tells of a tensor, and of the gradient of one parameter."""
-    with plainly():
-        param, gradient = Parameter(torch.zeros(1)), torch.zeros(1)
-        alone_count = holders_of(gradient)
-        param.grad = gradient
-        return alone_count, holders_of(gradient)
+        return is_given(tensor, param)
 
 
 class Adding:

@@ -24,6 +24,7 @@ from ssdtrain.machine.torch_internals import current_backward
 from ssdtrain.optimizer.chunks import Chunk, Settings, name_of
 from ssdtrain.optimizer.in_backward_round import Host, Round, why_not, why_nothing
 from ssdtrain.optimizer.in_backward_update import (
+    CHANGED,
     let_weight_go,
     make_updates,
     put_in_place,
@@ -45,11 +46,6 @@ SPENT = (
     "that was discarded by a look at the optimizer's state, or a backward that would add to them "
     "was refused. No weight was changed. Call optimizer.zero_grad() and begin the step again; or "
     'use overlap="forward" or "step"'
-)
-CHANGED = (
-    "was changed after updates of this step had begun in backward, so they would not have the bits "
-    'of the plain run. Change it before backward or after step(), or use overlap="forward" or '
-    '"step". No weight was updated; optimizer.zero_grad() discards what has begun'
 )
 OTHERS = (
     'another optimizer with overlap="backward" has taken the gradient of a parameter of this one, '

@@ -151,7 +151,7 @@ def why_not(host: Host, now: Round, param: Tensor) -> str | None:
     """Return why a parameter has to be updated in place in ``step()``, or ``None``."""
     # One that is away had memory of its own, and is brought for its update.
     is_apart = isinstance(param.grad, AwayGradient)
-    reason = None if is_apart else why_not_of_another_thread(param.grad)
+    reason = None if is_apart else why_not_of_another_thread(param, param.grad)
     if reason is None and _references(param) > REFERENCES_ALONE:
         return "somebody holds their gradients"
     if reason is None and id(param) in now.sharing:

@@ -12,6 +12,7 @@ from torch.nn import Parameter
 
 from ssdtrain.away.tensors import in_use
 from ssdtrain.errors import SsdtrainError, UnsupportedError
+from ssdtrain.geometry import checksum_of
 from ssdtrain.optimizer.chunks import Chunk, own_step, update
 from ssdtrain.optimizer.disk import Away
 from ssdtrain.optimizer.in_backward_round import Host, Round
@@ -22,8 +23,13 @@ from ssdtrain.parameters.successor import Successor
 from ssdtrain.parameters.weights import weight_of
 from ssdtrain.watched import HOLDER
 
-__all__ = ["make_updates", "put_in_place", "roll_back"]
+__all__ = ["CHANGED", "make_updates", "put_in_place", "roll_back"]
 
+CHANGED = (
+    "was changed after updates of this step had begun in backward, so they would not have the bits "
+    'of the plain run. Change it before backward or after step(), or use overlap="forward" or '
+    '"step". No weight was updated; optimizer.zero_grad() discards what has begun'
+)
 ALIAS = (
     'the optimizer keeps a view of the weight in its state, and with overlap="backward" an update '
     'works on a copy of the weight; use overlap="forward" or "step". No weight was changed by this '
@@ -38,7 +44,9 @@ def make_updates(host: Host, now: Round, records: list[Taken]) -> None:
     with in_use([*(record.param for record in records), *gradients]):
         del gradients
         for record in records:
-            record.note_bytes()
+            if host._masters is not None:
+                # To bring a master looks at the weight as well.
+                record.note_bytes()
             state = states.get(record.param)
             if state is None:
                 record.is_state_new = True
@@ -115,12 +123,16 @@ def _leaf_of(host: Host, record: Taken, view: dict[Tensor, Any]) -> Leaf:
     assert record.gradient is not None, "its update was not made yet"
     if host._masters is not None and wants_master(param):
         leaf = host._masters.begin(param, state, record.gradient)
+        if record.has_other_bytes:
+            raise UnsupportedError(f"a weight {CHANGED}")
         if leaf.inner is not None:
             view[leaf.tensor] = leaf.inner
         return leaf
     if host._masters is not None:
         drop_stale(state, param)
     weight = param.detach().clone()
+    # Of the copy: a weight that is changed, and changed back before `step()`, is told as well.
+    record.sum = checksum_of(weight)
     if isinstance(param, Parameter):
         weight = Parameter(weight, requires_grad=param.requires_grad)
     else:

@@ -1,17 +1,38 @@
-"""Which parameters of an optimizer lie on one memory, so that an update of one changes others."""
+"""What others have too: parameters that lie on one memory, and gradients that are given away."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from functools import cache
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ssdtrain.machine.torch_internals import own_shard
+from ssdtrain.machine.torch_internals import holders_of, own_shard, plainly
 
-__all__ = ["sharing_memory"]
+__all__ = ["is_given", "sharing_memory"]
+
+
+def is_given(gradient: Tensor, param: Tensor | None) -> bool:
+    """Whether a graph or another library (DLPack) has a gradient, which Python does not count.
+
+    Its parameter may have it as well, but not autograd, which has it while it accumulates.
+    """
+    alone_count, of_a_parameter_count = _holders_alone()
+    is_its_own = param is not None and param.grad is gradient
+    return holders_of(gradient) > (of_a_parameter_count if is_its_own else alone_count)
+
+
+@cache
+def _holders_alone() -> tuple[int, int]:
+    """Return what ``holders_of`` tells of a tensor, and of the gradient of one parameter."""
+    with plainly():
+        param, gradient = Parameter(torch.zeros(1)), torch.zeros(1)
+        alone_count = holders_of(gradient)
+        param.grad = gradient
+        return alone_count, holders_of(gradient)
 
 
 def sharing_memory(params: Iterable[Tensor]) -> set[int]:

@@ -84,7 +84,7 @@ class Taken:
     stands_in: TakenGradient | None = None
     """What is in ``param.grad`` meanwhile, and until somebody sets it to something else."""
     version: int = 0
-    memory: int = 0
+    memory: tuple[Any, ...] = ()
     """With the version: whether somebody has changed the parameter since."""
     sum: int | None = None
     """The checksum of the weight that its update began with, once it has begun."""
@@ -126,7 +126,7 @@ class Taken:
         return now == (self.version, self.memory)
 
     def note_bytes(self) -> None:
-        """Note what the update begins with, while the weight is in memory."""
+        """Note what the weight is before its update, which is made of more than one look at it."""
         self.sum = _sum_of(self.param)
 
     @property
@@ -172,13 +172,14 @@ class Taken:
         self._hook = self._node = None
 
 
-def _memory_of(param: Tensor) -> int:
-    """Return what changes if somebody gives a parameter other memory (``param.data = ...``).
+def _memory_of(param: Tensor) -> tuple[Any, ...]:
+    """Return what changes if a parameter is given other memory or another form on it.
 
-    Of what may be away the address tells nothing.
+    (``param.data = ...``) Of what may be away the address tells nothing.
     """
     weight = weight_of(param)
-    return param.data_ptr() if weight is None else weight.owner.times_replaced(weight)
+    place = param.data_ptr() if weight is None else weight.owner.times_replaced(weight)
+    return place, param.shape, param.stride()
 
 
 def _sum_of(param: Tensor) -> int | None:
