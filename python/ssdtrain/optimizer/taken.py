@@ -157,7 +157,7 @@ class Taken:
             if alive.is_in_place:
                 alive.is_refused = True
                 raise UnsupportedError(
-                    f"of {name_of(alive.param)}: {FREED if alive.is_published else AGAIN}"
+                    f"{name_of(alive.param)}: {FREED if alive.is_published else AGAIN}"
                 )
             when_replaced(alive)
 

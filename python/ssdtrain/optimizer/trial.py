@@ -50,6 +50,10 @@ LISTS_DEPTH = 3
 LENGTH_MAX = 3
 """Of each dimension."""
 SEED = 20_112_026
+UNLESS = (
+    "If another thread has drawn random numbers meanwhile, that may have been taken for this: call "
+    "it before such a thread begins"
+)
 
 
 @dataclass
@@ -110,7 +114,7 @@ def tried(optimizer: Optimizer, *, has_masters: bool) -> Habits:
         raise UnsupportedError(
             f"{name} cannot be offloaded: it couples its parameters (updated one after the other "
             "they get other values than updated together), so all of its state is needed at once; "
-            "use an optimizer that updates each parameter by itself, such as AdamW"
+            f"use an optimizer that updates each parameter by itself, such as AdamW. {UNLESS}"
         )
     if has_masters and any(MASTER in state for state in together[1]):
         raise UnsupportedError(
@@ -148,7 +152,7 @@ def refuse_habits(name: str, habits: Habits, overlap: str) -> None:
     if habits.draws_random_numbers:
         raise UnsupportedError(
             f'{name} cannot be offloaded with overlap="{overlap}": its step draws random numbers, '
-            f'which would come in another order beside the {overlap}; use overlap="step"'
+            f'which would come in another order beside the {overlap}; use overlap="step". {UNLESS}'
         )
     if habits.changed_attributes:
         raise UnsupportedError(
