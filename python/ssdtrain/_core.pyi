@@ -520,6 +520,10 @@ class Round:
     """What is packed between two backwards."""
 
     @property
+    def count(self) -> int:
+        """How many tensors were entered."""
+
+    @property
     def is_asked_for(self) -> bool:
         """Whether its backward has begun."""
 
@@ -618,16 +622,15 @@ class Rounds:
         """Open the books; ``policy`` has the plans, and ``stalls`` the waits of the session."""
 
     @property
-    def current_count(self) -> int:
-        """How many tensors the round has that is packed now."""
-
-    @property
     def current(self) -> Round | None:
         """The round that is packed now."""
 
     @property
     def now_s(self) -> float:
         """Seconds on the clock of the rounds, which stands still while threads wait for I/O."""
+
+    def take_ended(self) -> list[Round]:
+        """Return the rounds that have ended, with that of now if no more of it is needed."""
 
     def is_awaited(self, ended: Round) -> bool:
         """Whether an ended round cannot be learned from yet: a GPU has not come to its end.

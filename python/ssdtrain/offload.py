@@ -37,7 +37,7 @@ from ssdtrain.config import (
 from ssdtrain.errors import ConfigError
 from ssdtrain.machine.huge_pages import note_small_pages
 from ssdtrain.machine.torch_internals import outside_compiler
-from ssdtrain.notices import PROCESS
+from ssdtrain.notices import PROCESS, Notices
 from ssdtrain.planning.policy import Policy
 from ssdtrain.planning.recompute import Choices
 from ssdtrain.session import Session
@@ -151,6 +151,7 @@ class offload:  # noqa: N801 - used like torch.no_grad
         self._policy = Policy(self._config.slowdown_limit, self._config.max_host_bytes or 0)
         self._choices = Choices()
         """What was learned outlives a session: the same object may be entered again."""
+        self._said = Notices()
         self._uses = _Uses()
         self.session: Session | None = None
         """The session opened last: how to reach that of a decorated function."""
@@ -181,7 +182,7 @@ class offload:  # noqa: N801 - used like torch.no_grad
         if active() is not None:
             PROCESS.say("blocks in blocks", ENTERED_INSIDE)
         note_small_pages()
-        self.session = session = Session(self._config, self._policy, self._choices)
+        self.session = session = self._open()
         try:
             # Last, so that Ctrl-C cannot come between it and the body of `with`.
             _Block(session, self._uses).put_on()
@@ -189,6 +190,9 @@ class offload:  # noqa: N801 - used like torch.no_grad
             session.close()
             raise
         return session
+
+    def _open(self) -> Session:
+        return Session(self._config, self._policy, self._choices, self._said)
 
     def __exit__(
         self,
@@ -254,7 +258,7 @@ class offload:  # noqa: N801 - used like torch.no_grad
             with opening:
                 if not opened:
                     note_small_pages()
-                    opened.append(Session(self._config, self._policy, self._choices))
+                    opened.append(self._open())
                     self.session = opened[0]
             block = _Block(opened[0], None)
             block.put_on()

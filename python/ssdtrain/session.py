@@ -12,6 +12,7 @@ from ssdtrain.activations.installed import Pair
 from ssdtrain.activations.watch import Watch
 from ssdtrain.config import OffloadConfig
 from ssdtrain.errors import ConfigError
+from ssdtrain.notices import Notices
 from ssdtrain.open_store import open_store
 from ssdtrain.planning.policy import Policy
 from ssdtrain.planning.recompute import Choices
@@ -35,7 +36,11 @@ class Session:
     """
 
     def __init__(
-        self, config: OffloadConfig, policy: Policy, choices: Choices | None = None
+        self,
+        config: OffloadConfig,
+        policy: Policy,
+        choices: Choices | None = None,
+        said: Notices | None = None,
     ) -> None:
         prepare_to_drop()
         bound = config.max_resident_bytes
@@ -55,6 +60,8 @@ class Session:
                 max_resident_bytes=bound,
             )
             self._config = config
+            self._said = Notices() if said is None else said
+            """What was said at the ends of sessions of the same ``offload`` object."""
             self._tenants = Tenants()
             self._final: Stats | None = None
             self._final_traces: tuple[Trace, ...] = ()
@@ -127,12 +134,12 @@ class Session:
     def traces(self) -> tuple[Trace, ...]:
         """The last step of each kind (two sequence lengths are two), the newest one last.
 
-        A step is seen to have ended when the next one begins.
+        A step ends with its backward.
         """
         hooks = self._hooks
         if hooks is None:
             return self._final_traces
-        hooks.learn_from_ended()
+        hooks.learn_from_last()
         return hooks.traces()
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
@@ -140,7 +147,7 @@ class Session:
         traces = self.traces
         if not traces:
             raise ConfigError(
-                "no step was recorded yet: a trace can be saved once a second forward has begun"
+                "no step was recorded yet: a trace can be saved once a backward has ended"
             )
         save(traces[-1], path)
 
@@ -173,10 +180,11 @@ class Session:
         hooks = self._hooks
         if hooks is not None:
             hooks.settle()
+            hooks.learn_from_last()
             final = hooks.stats(None if self._watch is None else self._watch.end())
             self._final = with_tenants(final, self._tenants.figures(), hooks.activations)
             # Without those that a GPU has not come to: it may have failed, and nothing may keep the
             # store from being let go.
             self._final_traces = hooks.traces()
             self._hooks = None
-            say_end(self._final)
+            say_end(self._final, self._said)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Sequence
 
 from ssdtrain.config import OffloadConfig
-from ssdtrain.notices import log
+from ssdtrain.notices import Notices, log
 from ssdtrain.sizes import shown_bytes
 from ssdtrain.stats import Stats
 
 __all__ = ["say_begin", "say_end"]
+
+FIGURE = re.compile(r"[\d.]+( [KMGT]i?B)?")
+"""Another figure does not make a reason another one."""
 
 
 def say_begin(config: OffloadConfig, engines: Sequence[tuple[str, str]]) -> None:
@@ -27,8 +31,11 @@ def say_begin(config: OffloadConfig, engines: Sequence[tuple[str, str]]) -> None
         log.warning("slowdown_max has no effect beside max_resident_bytes, which holds anyway")
 
 
-def say_end(stats: Stats) -> None:
-    """Say why little or nothing was offloaded; warn if something else could have been expected."""
-    if stats.reason is not None:
+def say_end(stats: Stats, said: Notices) -> None:
+    """Say why little or nothing was offloaded; warn if something else could have been expected.
+
+    Once where a block is entered for each step, which is what ``said`` remembers.
+    """
+    if stats.reason is not None and said.is_new(FIGURE.sub("", stats.reason)):
         level = logging.WARNING if stats.is_surprising else logging.INFO
         log.log(level, "ssdtrain offloaded little or nothing: %s", stats.reason)

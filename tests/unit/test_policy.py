@@ -19,6 +19,7 @@ from ssdtrain.planning.policy import (
     MARGIN_S,
     PAGE_BYTES,
     RATE_CHANGE,
+    RATE_GUESS,
     ROUND_TRIP_FACTOR,
     SETTLED_COUNT,
     STALL_SHARE_MAX,
@@ -552,6 +553,19 @@ def test_rates_that_creep_away_from_the_last_plan_unsettle() -> None:
         factor *= 1.05
         learn(policy, 0.0, rates=Rates(STEADY.write / factor, STEADY.read))
     assert policy.plans.get(SIGNATURE) is not settled
+
+
+def test_a_session_that_has_moved_nothing_goes_by_what_the_one_before_measured() -> None:
+    items = stack(8, 50 * MIB, 0.1, 0.2)
+    slow, unknown = Rates(1e7, 2e7), Rates(RATE_GUESS, RATE_GUESS)
+    policies = Policy(), Policy(), Policy()
+    for policy, told in zip(policies, (slow, unknown, Rates(1e7, RATE_GUESS)), strict=True):
+        policy.learn(1, items, slow, 0.0)
+        policy.learn(1, items, told, 0.0)
+    assert policies[0].plans == policies[1].plans == policies[2].plans
+    fresh = Policy()
+    fresh.learn(1, items, unknown, 0.0)
+    assert fresh.plans != policies[0].plans
 
 
 def test_signatures_are_learned_apart() -> None:

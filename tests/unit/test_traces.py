@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +40,9 @@ def test_two_lengths_are_two_traces(tmp_path: Path) -> None:
     layers = model()
     with ssdtrain.offload(tmp_path, min_bytes=1, direct_io="optional") as session:
         assert session.traces == ()
-        with pytest.raises(ssdtrain.ConfigError, match="second forward"):
+        with pytest.raises(ssdtrain.ConfigError, match="once a backward has ended"):
             session.save_trace(tmp_path / "none.json")
-        for length in (8, 16, 8, 16, 8):
+        for length in (8, 16, 8, 16):
             layers(torch.randn(length, 64)).sum().backward()
         short, long = sorted(session.traces, key=lambda one: one.tensors[0].nbytes)
         session.save_trace(tmp_path / "trace.json")
@@ -56,6 +57,38 @@ def test_two_lengths_are_two_traces(tmp_path: Path) -> None:
         for tensor in range(len(trace.tensors)):
             first, last = (number for number, one in enumerate(trace.kernels) if tensor in one.uses)
             assert first < backward <= last
+
+
+def test_a_block_around_each_step_teaches_the_next_one(tmp_path: Path) -> None:
+    layers, block = model(), ssdtrain.offload(tmp_path, min_bytes=1, slowdown_max=0.5)
+    for number in range(1, 4):
+        with block as session:
+            layers(torch.randn(8, 64)).sum().backward()
+        assert len(session.traces) == 1
+        controller = block._policy.controller
+        assert controller is not None
+        assert [one.count for one in controller._kinds.values()] == [number]
+
+
+def test_a_backward_after_the_block_is_not_taken_for_its_end(tmp_path: Path) -> None:
+    block = ssdtrain.offload(tmp_path, min_bytes=1)
+    with block as session:
+        loss = model()(torch.randn(8, 64)).sum()
+    assert session.traces == ()
+    loss.backward()
+
+
+def test_a_reason_is_said_once_of_blocks_around_steps(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    x, block = torch.randn(256, 64), ssdtrain.offload(tmp_path, min_bytes="1GiB")
+    with caplog.at_level(logging.INFO, "ssdtrain"):
+        for length in (64, 128, 256):
+            with block:
+                model()(x[:length]).sum().backward()
+    said = [one.message for one in caplog.records if "little or nothing" in one.message]
+    assert len(said) == 1
+    assert "below min_bytes" in said[0]
 
 
 def test_bars_follow_each_other_and_do_not_overlap_in_a_row() -> None:

@@ -221,11 +221,11 @@ class Hooks:
                 blocks=self._blocks.counts,
             )
 
-    def learn_from_ended(self) -> None:
-        """Learn from rounds whose ends a GPU has come to by now."""
+    def learn_from_last(self) -> None:
+        """Learn from all rounds that have ended and whose ends a GPU has come to by now."""
         if not self.is_forked:
             with self._lock:
-                self._prefetcher.learn_from_ended()
+                self._prefetcher.learn_from_last()
 
     def traces(self) -> tuple[Trace, ...]:
         """Return the last round of each kind that was learned from as a trace, the newest last."""

@@ -107,6 +107,10 @@ class Prefetcher:
         self._ended.extend(forwards[: AWAITED_MAX - len(self._ended)])
         self.learn_from_ended()
 
+    def learn_from_last(self) -> None:
+        """Learn also from the round after which none may come, if its backward has ended."""
+        self.learn(self.rounds.take_ended())
+
     def learn_from_ended(self) -> None:
         """Learn from the rounds in their order, as far as GPUs have come to their ends."""
         rates = self._transfer.rates()

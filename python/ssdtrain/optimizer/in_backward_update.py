@@ -44,7 +44,7 @@ def make_updates(host: Host, now: Round, records: list[Taken]) -> None:
     with in_use([*(record.param for record in records), *gradients]):
         del gradients
         for record in records:
-            if host._masters is not None:
+            if host._masters is not None and record.is_gradient_taken:
                 # To bring a master looks at the weight as well.
                 record.note_bytes()
             state = states.get(record.param)
@@ -131,8 +131,9 @@ def _leaf_of(host: Host, record: Taken, view: dict[Tensor, Any]) -> Leaf:
     if host._masters is not None:
         drop_stale(state, param)
     weight = param.detach().clone()
-    # Of the copy: a weight that is changed, and changed back before `step()`, is told as well.
-    record.sum = checksum_of(weight)
+    if record.is_gradient_taken:
+        # Of the copy: a weight that is changed, and changed back before `step()`, is told as well.
+        record.sum = checksum_of(weight)
     if isinstance(param, Parameter):
         weight = Parameter(weight, requires_grad=param.requires_grad)
     else:

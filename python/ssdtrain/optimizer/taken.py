@@ -114,6 +114,15 @@ class Taken:
         return self.stands_in is not None and self.param.grad is self.stands_in
 
     @property
+    def is_gradient_taken(self) -> bool:
+        """Whether something stands in for the gradient.
+
+        If not, `step()` makes the update, and makes it anew if it is called again: whoever changed
+        the weight in between has it counted.
+        """
+        return self.stands_in is not None
+
+    @property
     def is_spent(self) -> bool:
         """Whether the gradient is gone, and no update of it waits to be put in place."""
         return self.gradient is None and self.updated is None

@@ -101,6 +101,17 @@ class Rates:
         """Whether what is on some GPU is copied, in either direction, slower than the disk goes."""
         return any(one.down < self.write or one.up < self.read for one in self.copies.values())
 
+    def known_before(self, before: Rates | None) -> Rates:
+        """Return these, with the disk's rates of ``before`` for those that are a guess.
+
+        A session that has moved nothing yet does not know what the one before it measured.
+        """
+        if before is None:
+            return self
+        write = before.write if self.write == RATE_GUESS else self.write
+        read = before.read if self.read == RATE_GUESS else self.read
+        return Rates(write, read, self.copies)
+
     def times(self, share: float) -> Rates:
         """Return this share of all rates."""
         copies = {gpu: Copies(one.down * share, one.up * share) for gpu, one in self.copies.items()}
@@ -205,6 +216,8 @@ class Policy:
         self._caution = CAUTION_START
         self._basis: dict[int, tuple[int, Rates, float]] = {}
         """How often a signature was planned, and with which rates and caution last."""
+        self._rates: Rates | None = None
+        """What was planned with last."""
 
     @property
     def is_boldest(self) -> bool:
@@ -263,6 +276,7 @@ class Policy:
             self._planned.clear()
             self._futile.clear()
             self._basis.clear()
+        rates = self._rates = rates.known_before(self._rates)
         count, basis, caution = self._basis.get(signature, (0, rates, self._caution))
         stalled = count > 0 and stall_share > STALL_SHARE_MAX
         change = CAUTION_FALL if stalled else CAUTION_RISE

@@ -120,6 +120,16 @@ impl<E> Rounds<E> {
         finished
     }
 
+    /// The same with the round that is packed now, if its backward has begun and it has ended.
+    pub fn take_ended(&mut self, is_dead: impl Fn(&E) -> bool + Copy) -> Vec<SharedRound<E>> {
+        let has_ended = |round: &mut SharedRound<E>| {
+            let round = round.lock();
+            round.is_asked_for() && round.is_finished(is_dead)
+        };
+        self.unfinished.extend(self.current.take_if(has_ended));
+        self.take_finished(is_dead)
+    }
+
     /// Expects the order that a round of the same signature had, or the reverse of the nodes.
     pub fn predict(
         &self,

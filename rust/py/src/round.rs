@@ -40,6 +40,12 @@ impl Round {
         self.0.lock().signature()
     }
 
+    /// How many tensors were entered.
+    #[getter]
+    fn count(&self) -> usize {
+        self.0.lock().len()
+    }
+
     /// Whether its backward has begun.
     #[getter]
     fn is_asked_for(&self) -> bool {

@@ -91,16 +91,16 @@ impl Rounds {
         }
     }
 
-    /// How many tensors the round has that is packed now.
-    #[getter]
-    fn current_count(&self) -> usize {
-        self.books().rounds.current().map_or(0, |current| current.lock().len())
-    }
-
     /// The round that is packed now.
     #[getter]
     fn current(&self) -> Option<Round> {
         self.books().rounds.current().cloned().map(Round)
+    }
+
+    /// The rounds that have ended, with the one that is packed now if no more of it is needed.
+    fn take_ended(&self, py: Python<'_>) -> Vec<Round> {
+        let ended = self.books().rounds.take_ended(|one| is_dead(py, one));
+        ended.into_iter().map(Round).collect()
     }
 
     /// Seconds since some moment, on a clock that stands still while threads wait for the disk.
