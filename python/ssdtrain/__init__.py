@@ -43,7 +43,8 @@ try:
     )
     from ssdtrain.parameters.stats import ParameterStats
     from ssdtrain.session import Session
-    from ssdtrain.stats import ClassStats, Stats
+    from ssdtrain.sharing import ClassStats
+    from ssdtrain.stats import Stats
     from ssdtrain.store import PendingRead, StoredTensor, TensorStore
 except (ImportError, OSError, UnsupportedError) as _error:
     # Mostly torch itself. Whoever uses a name is told; but `ssdtrain doctor`, which looks for the

@@ -108,6 +108,11 @@ class Session:
         store = hooks.store.beside(retain_bytes=None if bound is None else bound // 8)
         return Share(store, hooks.budget(name), self._tenants.add)
 
+    @property
+    def may_go_unseen(self) -> bool:
+        """Whether its hooks may be off for some steps: where ``slowdown_max`` lets nothing go."""
+        return self._config.slowdown_limit is not None
+
     def __str__(self) -> str:
         """Return the report for a person."""
         return str(self.stats)

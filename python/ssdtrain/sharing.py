@@ -12,14 +12,15 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from ssdtrain._core import Reservation, Store
 from ssdtrain.residency import UNLIMITED_BYTES, Residency
 from ssdtrain.shortage import Held
+from ssdtrain.sizes import shown_bytes
 
-__all__ = ["Budget", "Figures", "Room", "Share", "Tenant", "Tenants"]
+__all__ = ["Budget", "ClassStats", "Figures", "Room", "Share", "Tenant", "Tenants"]
 
 LOOK_S = 0.1
 """So often who waits for room looks whether it was given back by a thread that could not tell."""
@@ -45,6 +46,35 @@ class Figures:
             bytes_written=self.bytes_written + other.bytes_written,
             bytes_read=self.bytes_read + other.bytes_read,
             stall_s=self.stall_s + other.stall_s,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassStats(Figures):
+    """What one class of training's memory has of a session. Sizes in bytes, times in seconds."""
+
+    name: str
+    """``"activations"``, ``"optimizer state"``, ``"weights"``."""
+    hidden_s: float = 0.0
+    """I/O time that nobody waited for, if its share of the drives' time is that of its bytes."""
+
+    def since(self, earlier: ClassStats) -> ClassStats:
+        """Return what was done after ``earlier``; what is resident or on the disk is of now."""
+        return replace(
+            self,
+            bytes_written=self.bytes_written - earlier.bytes_written,
+            bytes_read=self.bytes_read - earlier.bytes_read,
+            stall_s=self.stall_s - earlier.stall_s,
+            hidden_s=self.hidden_s - earlier.hidden_s,
+        )
+
+    def __str__(self) -> str:
+        """Tell the figures to a person."""
+        return (
+            f"{self.name}: {shown_bytes(self.resident_bytes)} in memory and "
+            f"{shown_bytes(self.on_disk_bytes)} on disk now, {shown_bytes(self.bytes_written)} "
+            f"written, {shown_bytes(self.bytes_read)} read, {self.hidden_s:.3f} s hidden, "
+            f"{self.stall_s:.3f} s stalled"
         )
 
 

@@ -11,12 +11,12 @@ from ssdtrain.planning.controller import Verdict
 from ssdtrain.planning.recompute import BlockCounts
 from ssdtrain.reasons import Reason
 from ssdtrain.residency import Residency
-from ssdtrain.sharing import Figures
+from ssdtrain.sharing import ClassStats, Figures
 from ssdtrain.sizes import shown_bytes, shown_count
 from ssdtrain.stalls import Stalls
 from ssdtrain.transfer.staged import OnGpus
 
-__all__ = ["ClassStats", "Stats", "snapshot", "with_tenants"]
+__all__ = ["Stats", "snapshot", "with_tenants"]
 
 GIB = 1 << 30
 
@@ -55,35 +55,6 @@ OFFLOADED_SHARE_MUCH = 0.9
 
 
 ACTIVATIONS = "activations"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClassStats(Figures):
-    """What one class of training's memory has of a session. Sizes in bytes, times in seconds."""
-
-    name: str
-    """``"activations"``, ``"optimizer state"``, ``"weights"``."""
-    hidden_s: float = 0.0
-    """I/O time that nobody waited for, if its share of the drives' time is that of its bytes."""
-
-    def since(self, earlier: ClassStats) -> ClassStats:
-        """Return what was done after ``earlier``; what is resident or on the disk is of now."""
-        return replace(
-            self,
-            bytes_written=self.bytes_written - earlier.bytes_written,
-            bytes_read=self.bytes_read - earlier.bytes_read,
-            stall_s=self.stall_s - earlier.stall_s,
-            hidden_s=self.hidden_s - earlier.hidden_s,
-        )
-
-    def __str__(self) -> str:
-        """Tell the figures to a person."""
-        return (
-            f"{self.name}: {shown_bytes(self.resident_bytes)} in memory and "
-            f"{shown_bytes(self.on_disk_bytes)} on disk now, {shown_bytes(self.bytes_written)} "
-            f"written, {shown_bytes(self.bytes_read)} read, {self.hidden_s:.3f} s hidden, "
-            f"{self.stall_s:.3f} s stalled"
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,6 +155,9 @@ class Stats:
     """What the disk could hide of a step: the most that a usual step may offload."""
     is_adapting: bool = False
     """Whether steps are varied at the moment, so that some of them may keep all in memory."""
+    steps_without_hooks: int = 0
+    """Steps that went by with ssdtrain's hooks off, as nothing of them would have gone: what they
+    saved is in no other figure."""
     blocks_called: int = 0
     """Calls of blocks that ``ssdtrain.checkpoint`` marked, under ``max_resident_bytes``."""
     blocks_recomputed: int = 0
@@ -297,6 +271,9 @@ class Stats:
         else:
             offloaded = f"a step offloads {shown_bytes(self.amount_bytes)} {hidden}"
             text += f"{offloaded}, and takes {slowdown:+.1f} ± {error:.1f} % for it"
+        if self.steps_without_hooks:
+            unseen = shown_count(self.steps_without_hooks, "step")
+            text += f"; {unseen} without hooks, of which nothing is counted here"
         return text + ("; steps are varied now, to learn it" if self.is_adapting else "")
 
     def _shown_blocks(self) -> str:
@@ -438,6 +415,7 @@ def snapshot(
     bytes_eligible: int,
     reason: Reason | None,
     verdict: Verdict | None,
+    unseen_count: int,
     blocks: BlockCounts,
 ) -> Stats:
     """Join the counts of a session with those of its store (``_core.Store.stats``).
@@ -490,6 +468,7 @@ def snapshot(
         amount_bytes=0 if verdict is None else verdict.amount_bytes,
         planned_bytes=0 if verdict is None else verdict.planned_bytes,
         is_adapting=verdict is not None and verdict.is_adapting,
+        steps_without_hooks=unseen_count,
         reason=None if reason is None else reason.text,
         is_surprising=reason is not None and reason.is_warning,
     )

@@ -8,12 +8,13 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Literal
 
 import torch
 
 from ssdtrain._core import Learned, Round, Rounds, SavedTensor
+from ssdtrain.activations.aside import leave, step_begins
 from ssdtrain.activations.followed import Followed
 from ssdtrain.activations.names import needing
 from ssdtrain.errors import SsdtrainError
@@ -93,6 +94,8 @@ class Prefetcher:
         """Rounds that have ended and were not learned from, the oldest one first."""
         self.gpu_stall_s = 0.0
         """How long GPUs waited for loads, in the rounds that were learned from."""
+        self.unseen_count = 0
+        """Steps of which no more than the first tensor was seen, as the hooks were off."""
         self._ended_s = float("-inf")
         """When the last round ended that was learned from, on the clock of the rounds."""
         residency.add_user(self)
@@ -195,11 +198,18 @@ class Prefetcher:
             if scope == "skimmed" and self._policy.is_boldest:
                 return 0, "plan", False
             return None, None, scope != "whole"
-        nbytes = self._controller.allowance(opening, partial(_spare_bytes, gpu))
+        spare_bytes = cache(partial(_spare_bytes, gpu))
+        nbytes = self._controller.allowance(opening, spare_bytes)
         cause = None if nbytes else self._controller.skims(opening)
         if cause == "plan" and not self._policy.is_boldest:
             # Rounds that are followed let the next plans have more.
             cause = None
+        # What a GPU computes in such a step is not seen by its clock.
+        is_skimmed = cause is not None and gpu is None
+        if self._controller.lets_go(
+            is_skimmed=is_skimmed, is_first=step_begins(), spare_bytes=spare_bytes
+        ):
+            self.unseen_count += leave()
         return nbytes, cause, False
 
     @property

@@ -34,6 +34,7 @@ __all__ = [
     "hide_hooks",
     "holders_of",
     "hooks_allowed",
+    "hooks_are_allowed",
     "in_shards",
     "in_transform",
     "is_below_autograd",
@@ -118,6 +119,11 @@ _why_disallowed: Callable[[], str | None] = _find(
 )
 _disallow: Callable[[str, bool], None] = _find("_C._autograd._saved_tensors_hooks_disable")
 _allow: Callable[[], None] = _find("_C._autograd._saved_tensors_hooks_enable")
+
+
+def hooks_are_allowed() -> bool:
+    """Whether hooks may be put on in this thread."""
+    return _why_disallowed() is None
 
 
 @contextmanager

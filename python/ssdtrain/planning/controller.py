@@ -65,6 +65,10 @@ SAVED_BYTES_MUCH = 64 << 20
 """Steps that save less need not ask how much memory is left, which takes time itself."""
 KINDS_MAX = 64
 """Kinds of steps that are remembered, more than any training has."""
+UNSEEN_MAX = 7
+"""So many steps go by unseen at most before one is looked at again."""
+UNSEEN_SPARE_FACTOR = 4
+"""So many times what a step saves must be spare then: one that saves more is not seen either."""
 HYSTERESIS = 1.15
 """An amount changes if by more than this factor: each change moves tensors to and fro."""
 
@@ -138,6 +142,10 @@ class Controller:
         self._last: Kind | None = None
         self._count = 0
         """Steps that were learned from."""
+        self._is_calm = False
+        """Whether all rounds of the step that was seen last offered nothing."""
+        self._unseen_count = 0
+        """Steps since then."""
         self.verdict = self._verdict()
         """What is known and done at the moment."""
 
@@ -179,6 +187,27 @@ class Controller:
             if self._is_due(kind, PROBE_INTERVAL_OFF - NEIGHBOUR_COUNT):
                 return None
             return "price" if kind.planned_bytes else "plan"
+
+    def lets_go(self, *, is_skimmed: bool, is_first: bool, spare_bytes: Callable[[], int]) -> bool:
+        """Return whether the step that begins now may go by unseen, with all of its rounds.
+
+        It may if what can be told of it is as in the one before, of which nothing was offered. To
+        be asked of each round when it begins, with whether a step begins with it, and whether it
+        is one that need not be followed. A step is what lies between two ends of the optimizer's:
+        one round, or several micro-batches.
+        """
+        with self._lock:
+            if not is_first:
+                self._is_calm &= is_skimmed
+                return False
+            was_calm, self._is_calm = self._is_calm, is_skimmed
+            lets_go = was_calm and is_skimmed and self._unseen_count < UNSEEN_MAX
+            if lets_go:
+                most_bytes = max((one.saved_bytes for one in self._steps), default=0)
+                is_much = most_bytes >= SAVED_BYTES_MUCH
+                lets_go = not is_much or spare_bytes() >= UNSEEN_SPARE_FACTOR * most_bytes
+            self._unseen_count = self._unseen_count + 1 if lets_go else 0
+            return lets_go
 
     def pass_by(self, opening: int, saved_bytes: int) -> None:
         """Count a step that was not followed; if it saved much more, the next one is.
