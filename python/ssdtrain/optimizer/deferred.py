@@ -12,6 +12,7 @@ from queue import SimpleQueue
 from time import perf_counter
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -22,7 +23,6 @@ from ssdtrain.away.threads import KnownThread
 from ssdtrain.errors import StorageError
 from ssdtrain.machine.torch_internals import (
     compiled_count,
-    is_shared,
     mode_count,
 )
 from ssdtrain.notices import Notices
@@ -38,7 +38,7 @@ from ssdtrain.optimizer.pending import (
     under_way,
     updating,
 )
-from ssdtrain.optimizer.shared_memory import is_given
+from ssdtrain.optimizer.shared_memory import who_has_gradient, who_has_weight
 from ssdtrain.parameters.weights import weight_of
 from ssdtrain.watched import look_at
 
@@ -46,6 +46,7 @@ __all__ = [
     "Deferred",
     "is_sparse",
     "kept",
+    "kept_option",
     "say_why_now",
     "settle_param",
     "why_none_later",
@@ -101,12 +102,7 @@ def _why_not_later(param: Tensor, gradient: Tensor | None, bounded_by: object) -
         return "their bytes are on the disk, or may be (offload_parameters)"
     if type(param) not in (Tensor, Parameter) or param.is_inference():
         return "they are no plain parameters"
-    if is_shared(param) or param.untyped_storage().is_shared():
-        return (
-            "they share memory with other tensors, such as those of a state_dict that somebody "
-            "holds"
-        )
-    return None
+    return who_has_weight(param)
 
 
 def _why_not_read_later(param: Tensor, gradient: Tensor) -> str | None:
@@ -124,11 +120,7 @@ def why_not_of_another_thread(param: Tensor, gradient: Tensor | None) -> str | N
         return "their gradients are no plain dense tensors"
     if gradient.requires_grad:
         return "their gradients are part of a graph"
-    if is_shared(gradient):
-        return "their gradients share memory with other tensors"
-    if is_given(gradient, param):
-        return "a graph or another library has their gradients"
-    return None
+    return who_has_gradient(gradient, param)
 
 
 def say_why_now(reasons: list[str | None], notices: Notices) -> None:
@@ -154,6 +146,23 @@ def kept(value: Any) -> Any:
     if type(value) is list:
         return list(value)
     return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def kept_option(name: str, value: Any) -> Any:
+    """Return an option of a group as it is now, whoever changes what is in it in place."""
+    return list(value) if name == "params" else _kept_in_whole(value)
+
+
+def _kept_in_whole(value: Any) -> Any:
+    kind = type(value)
+    if kind in (list, tuple):
+        return kind(map(_kept_in_whole, value))
+    if kind is dict:
+        return {key: _kept_in_whole(one) for key, one in value.items()}
+    if kind is set or isinstance(value, numpy.ndarray):
+        return value.copy()
+    # A parameter is one to be updated, wherever it is found.
+    return value if isinstance(value, Parameter) else kept(value)
 
 
 class PendingPart(Holder):

@@ -10,6 +10,7 @@ and the older state lies where it was. The copy takes the place of the gradient,
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
 from collections import Counter
 from contextlib import suppress
@@ -73,9 +74,11 @@ class InBackward:
         """What `step()` itself gives to the thread, whose gradients stay in place."""
         self._is_in_step = False
         self._round: Round | None = None
-        self._noted: list[tuple[Tensor, User]] = []
-        """Whose gradient was accumulated last: autograd uses it until the next one comes. The
-        gradient stays in memory as long as there is the user."""
+        self._lock = threading.RLock()
+        """Backwards of several threads may go on at once."""
+        self._noted: dict[int, tuple[Tensor, User]] = {}
+        """Whose gradient each thread has accumulated last: autograd uses it until the next one
+        comes there. The gradient stays in memory as long as there is the user."""
         self._waiting: list[Taken] = []
         self._waiting_bytes = 0
         self._backward = -1
@@ -104,7 +107,11 @@ class InBackward:
                 self._watched[param] = param.register_post_accumulate_grad_hook(complete)
 
     def note(self, host: Host, param: Tensor) -> None:
-        """Take the gradients that are complete, but this one: autograd still uses it."""
+        """Take the gradient that is complete, not this one: autograd still uses it."""
+        with self._lock:
+            self._note(host, param)
+
+    def _note(self, host: Host, param: Tensor) -> None:
         reason = why_nothing() if self.is_last else None
         user = User() if self.is_last and reason is None else None
         if host._gradients is not None:
@@ -118,9 +125,10 @@ class InBackward:
         if self._backward != current_backward():
             self._backward = current_backward()
             self._drop_replaced()
-        noted, self._noted = self._noted, [(param, user)]
-        for one, its_user in noted:
-            self._take(host, one, its_user)
+        before = self._noted.pop(threading.get_ident(), None)
+        self._noted[threading.get_ident()] = param, user
+        if before is not None:
+            self._take(host, *before)
 
     def join(self) -> None:
         """Wait for the updates that have begun."""
@@ -271,12 +279,13 @@ class InBackward:
 
     def _drop(self, record: Taken) -> None:
         """Go on as if a gradient had not been taken, which the user has replaced."""
-        if not record.is_published:
-            self.join()
-            roll_back(self._of(), record)
-        self._waiting = [one for one in self._waiting if one is not record]
-        record.leave()
-        self._taken.pop(id(record.param), None)
+        with self._lock:
+            if not record.is_published:
+                self.join()
+                roll_back(self._of(), record)
+            self._waiting = [one for one in self._waiting if one is not record]
+            record.leave()
+            self._taken.pop(id(record.param), None)
 
     def _drop_replaced(self) -> None:
         """Go on as if the gradients had not been taken that the user has replaced or zeroed.

@@ -20,7 +20,7 @@ from ssdtrain.away.classes import AwayGradient
 from ssdtrain.machine.torch_internals import mode_count, trains_with_others
 from ssdtrain.optimizer.buffers import Buffers
 from ssdtrain.optimizer.chunks import Settings
-from ssdtrain.optimizer.deferred import kept, why_not_of_another_thread
+from ssdtrain.optimizer.deferred import kept, kept_option, why_not_of_another_thread
 from ssdtrain.optimizer.disk import Away, Disk
 from ssdtrain.optimizer.gradients import Gradients
 from ssdtrain.optimizer.masters import Masters
@@ -78,7 +78,7 @@ class Round:
     def add_groups(self, host: Host) -> None:
         """Note groups that were added since."""
         for real in host.param_groups[len(self.groups) :]:
-            group = {name: _as_it_is(value) for name, value in real.items()}
+            group = {name: kept_option(name, value) for name, value in real.items()}
             self.groups.append((group, real))
             self.group_of.update({id(param): group for param in group["params"]})
 
@@ -121,10 +121,20 @@ def _as_it_is(value: Any) -> Any:
 def _is_same(name: str, one: Any, other: Any) -> bool:
     if name == "params":
         return list(map(id, one)) == list(map(id, other))
+    return _is_same_value(one, other)
+
+
+def _is_same_value(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return torch.equal(one, other)
     if isinstance(one, numpy.ndarray) or isinstance(other, numpy.ndarray):
         return numpy.array_equal(one, other)
+    if type(one) is type(other) and type(one) in (list, tuple):
+        return len(one) == len(other) and all(map(_is_same_value, one, other))
+    if type(one) is type(other) is dict:
+        return one.keys() == other.keys() and all(
+            _is_same_value(one[key], other[key]) for key in one
+        )
     return one is other or bool(one == other)
 
 
@@ -168,11 +178,23 @@ def _why_no_copy(host: Host, param: Tensor) -> str | None:
             return "they are no plain parameters"
         if param.untyped_storage().is_shared():
             return "they share memory with other processes"
-    if torch.empty_like(param, device="meta").stride() != param.stride():
-        return "a copy of them has other strides"
+    reason = _why_other_copy(param)
+    if reason is not None:
+        return reason
     state = host._states.get(param)
     if state is not None and not _is_streamed(state, host._disk):
         return "their state is in memory, because somebody looked at it, or the disk has no room"
+    return None
+
+
+def _why_other_copy(param: Tensor) -> str | None:
+    """Return what a copy of a weight would not have of it, or ``None``."""
+    if torch.empty_like(param, device="meta").stride() != param.stride():
+        return "a copy of them has other strides"
+    if param.is_conj() or param.is_neg():
+        return "a copy of them has other bytes, as they are conjugated or negated lazily"
+    if param.grad is not None and param.grad.dtype != param.dtype:
+        return "their gradients have another dtype"
     return None
 
 

@@ -35,6 +35,7 @@ from ssdtrain.optimizer.deferred import (
     Deferred,
     is_sparse,
     kept,
+    kept_option,
     say_why_now,
     settle_param,
     why_none_later,
@@ -292,7 +293,10 @@ class Offloaded(WholeState):
         # Schedulers and scalers set something else as soon as this step has returned.
         groups = self.param_groups
         if not self._changes_groups:
-            groups = [{name: kept(value) for name, value in group.items()} for group in groups]
+            groups = [
+                {name: kept_option(name, value) for name, value in group.items()}
+                for group in groups
+            ]
         stand_in = self._stand_in()
         pairs = [(group, param) for group in groups for param in group["params"]]
         reason = why_none_later(options)

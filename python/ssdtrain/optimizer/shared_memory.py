@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from functools import cache
 
@@ -10,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ssdtrain.machine.torch_internals import holders_of, own_shard, plainly
+from ssdtrain.away.tensors import known_of
+from ssdtrain.machine.torch_internals import holders_of, is_shared, own_shard, plainly
 
-__all__ = ["is_given", "sharing_memory"]
+__all__ = ["is_given", "sharing_memory", "who_has_gradient", "who_has_weight"]
 
 
 def is_given(gradient: Tensor, param: Tensor | None) -> bool:
@@ -23,6 +23,41 @@ def is_given(gradient: Tensor, param: Tensor | None) -> bool:
     alone_count, of_a_parameter_count = _holders_alone()
     is_its_own = param is not None and param.grad is gradient
     return holders_of(gradient) > (of_a_parameter_count if is_its_own else alone_count)
+
+
+def who_has_gradient(gradient: Tensor, param: Tensor) -> str | None:
+    """Return who may change a gradient while nobody waits for it, or ``None``."""
+    if is_shared(gradient):
+        return "their gradients share memory with other tensors"
+    if is_given(gradient, param):
+        return "a graph or another library has their gradients"
+    # What has come back from the disk lies in memory of ours.
+    # defence: gradients on memory of others are used at once
+    if known_of(gradient) is None and _is_of_others(gradient):
+        return "their gradients lie on memory of another library or process"
+    return None
+
+
+def who_has_weight(param: Tensor) -> str | None:
+    """Return who may look at a weight without waiting for its update, or ``None``."""
+    # defence: weights on memory of others are updated at once
+    if _is_of_others(param):
+        return "they lie on memory of another library or process, such as an array of numpy"
+    if is_shared(param):
+        return (
+            "they share memory with other tensors, such as those of a state_dict that somebody "
+            "holds"
+        )
+    return None
+
+
+def _is_of_others(tensor: Tensor) -> bool:
+    """Whether a tensor lies on memory that torch has from somebody else, who may use it past torch.
+
+    Arrays of numpy, DLPack, mapped files, and memory that several processes share.
+    """
+    storage = tensor.untyped_storage()
+    return not storage.resizable() or storage.is_shared()
 
 
 @cache
@@ -36,8 +71,8 @@ def _holders_alone() -> tuple[int, int]:
 
 
 def sharing_memory(params: Iterable[Tensor]) -> set[int]:
-    """Return the ids of those parameters whose storage others of these have, too."""
-    found = []
+    """Return the ids of those parameters whose storages lie on memory of others of these, too."""
+    spans = []
     for param in params:
         own = own_shard(param)
         # What is away had its memory alone; whoever is to share it has it brought. Of other classes
@@ -47,6 +82,13 @@ def sharing_memory(params: Iterable[Tensor]) -> set[int]:
         storage = own.untyped_storage()
         # Storages without bytes have one address.
         if storage.nbytes():
-            found.append((id(param), storage.data_ptr()))
-    count = Counter(address for _, address in found)
-    return {number for number, address in found if count[address] > 1}
+            spans.append((storage.data_ptr(), storage.nbytes(), id(param)))
+    # Two storages may be one memory: of an array of numpy each tensor has a storage of its own.
+    sharing: set[int] = set()
+    end, reaching_there = 0, 0
+    for address, nbytes, number in sorted(spans):
+        if address < end:
+            sharing |= {number, reaching_there}
+        if address + nbytes > end:
+            end, reaching_there = address + nbytes, number
+    return sharing

@@ -188,7 +188,7 @@ def _memory_of(param: Tensor) -> tuple[Any, ...]:
     """
     weight = weight_of(param)
     place = param.data_ptr() if weight is None else weight.owner.times_replaced(weight)
-    return place, param.shape, param.stride()
+    return place, param.shape, param.stride(), param.dtype, param.is_conj(), param.is_neg()
 
 
 def _sum_of(param: Tensor) -> int | None:

@@ -59,6 +59,9 @@ SIMILAR_BYTES = 1.25
 CALM_COUNT = 64
 """Steps between two campaigns at least; twice as many after each that has changed nothing."""
 CALM_COUNT_MAX = 1024
+CALM_COUNT_OFF = 256
+"""The same where nothing is offloaded: all that another campaign can change for the better is the
+peak, and until it ends steps are longer than plain ones."""
 UNSURE_SHARE = 0.25
 """A price with an error of more than this share of it is tried again where it keeps everything."""
 SAVED_BYTES_MUCH = 64 << 20
@@ -444,12 +447,14 @@ class Controller:
         self._begin_again_if_changed(kind)
 
     def _begin_again_if_changed(self, kind: Kind) -> None:
-        if self._turn < self._campaign_count + self._calm_count:
+        calm_count = self._turn - self._campaign_count
+        if calm_count < self._calm_count:
             return
         if self._price is not None and self._left_s(kind, self._price) <= 0:
             return  # Whatever the price is now.
         is_slower = kind.is_slower(self.slowdown_max)
-        if is_slower or self._is_off_unsurely(kind):
+        is_due = calm_count >= CALM_COUNT_OFF
+        if is_slower or (is_due and self._is_off_unsurely(kind)):
             self._share_before = self._share()
             self._turn, self._campaign_count = 0, CAMPAIGN_COUNT
             if is_slower:
