@@ -41,10 +41,9 @@ class EachSecond(Policy):
         self.keep |= keep
         self.keep -= {item.key for item in leaving}
 
-    @property
-    def is_boldest(self) -> bool:
-        """Whether later plans will have no more."""
-        return self._is_bold
+    def would_plan_anew(self) -> bool:
+        """Say whether later plans will have more."""
+        return not self._is_bold
 
     def is_settled(self, signature: int) -> bool:
         """Say that the first plan is the last."""

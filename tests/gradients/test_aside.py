@@ -110,10 +110,10 @@ def take(block: Any, training: Training, steps: int, way: Way) -> int:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
-    """See that neither hooks of ours nor the look at optimizers are left behind."""
+    """See that no hooks are left behind, and torch tells nobody of steps but us, and us once."""
     yield
     assert top_hooks(True) is None
-    assert not of_torch._global_optimizer_post_hooks
+    assert len(of_torch._global_optimizer_post_hooks) <= 1
 
 
 @pytest.mark.parametrize("way", ["loop", "decorated", "blocks"])

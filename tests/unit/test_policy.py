@@ -568,6 +568,25 @@ def test_a_session_that_has_moved_nothing_goes_by_what_the_one_before_measured()
     assert fresh.plans != policies[0].plans
 
 
+def test_rounds_of_which_nothing_leaves_are_followed_when_caution_has_fallen_by_much() -> None:
+    policy = Policy()
+    learn(policy, *[0.0] * SETTLED_COUNT, *[1.0] * 20)
+    assert policy._caution == CAUTION_MIN
+    assert policy.would_plan_anew() is False
+    followed, plans = 0, {id(policy.plans.get(SIGNATURE))}
+    for _ in range(100):
+        if policy.would_plan_anew():
+            learn(policy, 0.0)
+            followed += 1
+            plans.add(id(policy.plans.get(SIGNATURE)))
+    assert policy._caution == CAUTION_MAX
+    # From one plan to the next the caution rises by a quarter.
+    most = math.log(CAUTION_MAX / CAUTION_MIN) / math.log(RATE_CHANGE)
+    assert most / 2 < followed <= most + 1
+    assert len(plans) > 1
+    assert not policy.would_plan_anew()
+
+
 def test_signatures_are_learned_apart() -> None:
     policy = Policy()
     learn(policy, *[0.0] * SETTLED_COUNT)

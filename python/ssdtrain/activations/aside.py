@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from functools import cache
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -43,36 +43,20 @@ class _Here(threading.local):
 _here = _Here()
 
 
-class _Steps:
-    """Has torch tell of steps of optimizers while there is a block that wants to know."""
+@cache
+def _follow_steps() -> None:
+    """Have torch tell of the steps of all optimizers from now on.
 
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._blocks: list[Pair] = []
-        self._handle: Any = None
-
-    def follow(self, pair: Pair) -> None:
-        with self._lock:
-            self._blocks.append(pair)
-            if self._handle is None:
-                self._handle = register_optimizer_step_post_hook(_step_has_ended)
-
-    def forget(self, pair: Pair) -> None:
-        with self._lock:
-            self._blocks = [one for one in self._blocks if one is not pair]
-            if not self._blocks and self._handle is not None:
-                self._handle.remove()
-                self._handle = None
-
-
-_steps = _Steps()
+    For good: to take the function out while another thread makes a step would be an error there.
+    """
+    register_optimizer_step_post_hook(_step_has_ended)
 
 
 def put_on(pair: Pair, *, may_leave: bool) -> None:
     """Install the pair of a block in this thread, in the last of its calls."""
-    _here.pairs.append(pair)
     if may_leave:
-        _steps.follow(pair)
+        _follow_steps()
+    _here.pairs.append(pair)
     _here.is_between_steps = True
     install(pair)
 
@@ -84,7 +68,6 @@ def take_off(pair: Pair) -> bool:
     if was_away:
         _here.away = None
     _here.pairs = [one for one in _here.pairs if one is not pair]
-    _steps.forget(pair)
     return found or was_away
 
 

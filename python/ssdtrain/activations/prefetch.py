@@ -195,13 +195,13 @@ class Prefetcher:
         if self._controller is None:
             scope = "whole" if gpu is None else self._followed.scope(opening)
             # Rounds that are followed let the next plans have more, after stalls.
-            if scope == "skimmed" and self._policy.is_boldest:
+            if scope == "skimmed" and not self._policy.would_plan_anew():
                 return 0, "plan", False
             return None, None, scope != "whole"
         spare_bytes = cache(partial(_spare_bytes, gpu))
         nbytes = self._controller.allowance(opening, spare_bytes)
         cause = None if nbytes else self._controller.skims(opening)
-        if cause == "plan" and not self._policy.is_boldest:
+        if cause == "plan" and self._policy.would_plan_anew():
             # Rounds that are followed let the next plans have more.
             cause = None
         # What a GPU computes in such a step is not seen by its clock.

@@ -216,13 +216,20 @@ class Policy:
         self._caution = CAUTION_START
         self._basis: dict[int, tuple[int, Rates, float]] = {}
         """How often a signature was planned, and with which rates and caution last."""
+        self._planned_caution = self._caution
+        """That of the plan of the last kind of rounds."""
         self._rates: Rates | None = None
         """What was planned with last."""
 
-    @property
-    def is_boldest(self) -> bool:
-        """Whether plans count with as much of the rates as they ever do."""
-        return self._caution >= CAUTION_MAX
+    def would_plan_anew(self) -> bool:
+        """Whether the caution has moved since the plan of the last kind of rounds was made.
+
+        To be asked of a round of which nothing leaves by that plan: it need not be followed else.
+        As it cannot stall, caution rises as after a round that did not.
+        """
+        with self._learning:
+            self._caution = min(self._caution * CAUTION_RISE, CAUTION_MAX)
+            return _differs(self._planned_caution, self._caution)
 
     def is_settled(self, signature: int) -> bool:
         """Whether this kind of rounds was planned often enough to be planned seldom from now on."""
@@ -283,7 +290,9 @@ class Policy:
         self._caution = min(max(self._caution * change, CAUTION_MIN), CAUTION_MAX)
         moved = _moved(basis, rates) or _differs(caution, self._caution)
         if count >= SETTLED_COUNT and not stalled and not moved:
+            self._planned_caution = caution
             return
+        self._planned_caution = self._caution
         self._basis[signature] = (count + 1, rates, self._caution)
         made = plan(items, rates.times(self._caution), self._host_bytes)
         self.plans[signature] = made
