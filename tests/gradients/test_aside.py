@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import optimizer as of_torch
 
 import ssdtrain
+from children import forked_python
 from ssdtrain.machine.torch_internals import top_hooks
 from ssdtrain.planning.controller import SETTLED_COUNT, UNSEEN_MAX
 from support import KeepsAll, skimming
@@ -386,23 +386,31 @@ def test_weights_on_the_disk_have_the_same_bits(tmp_path: Path) -> None:
         assert all(map(torch.equal, training.bits(), expected))
 
 
+CHILD = """
+import os, sys
+from pathlib import Path
+import torch
+from ssdtrain.machine.torch_internals import top_hooks
+sys.path.insert(0, sys.argv[2])
+from test_aside import Training, block_of
+torch.set_num_threads(1)
+training = Training()
+with block_of(Path(sys.argv[1])):
+    training.step()
+    loss = training.forward()
+    assert top_hooks(True) is None
+    child = os.fork()
+    training.optimizer.step()
+    assert top_hooks(True) is not None
+    training.forward()
+    if not child:
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    training.step()
+print("both went on")
+"""
+
+
 def test_a_forked_child_goes_on(tmp_path: Path) -> None:
-    training = Training()
-    with block_of(tmp_path):
-        training.step()
-        loss = training.forward()
-        assert top_hooks(True) is None
-        child = os.fork()
-        if not child:
-            code = 1
-            try:
-                loss.backward()  # type: ignore[no-untyped-call]
-                training.optimizer.step()
-                training.step()
-                code = 0
-            finally:
-                os._exit(code)
-        assert os.waitpid(child, 0)[1] == 0
-        loss.backward()  # type: ignore[no-untyped-call]
-        training.optimizer.step()
-        assert top_hooks(True) is not None
+    done = forked_python(CHILD, str(tmp_path), str(Path(__file__).parent))
+    assert (done.stdout, done.returncode) == ("both went on\n", 0), done.stderr

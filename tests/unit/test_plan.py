@@ -13,6 +13,7 @@ from torch import nn
 from checkout import ROOT
 from ssdtrain.__main__ import main
 from ssdtrain.errors import ConfigError
+from ssdtrain.notices import Notices
 from ssdtrain.planning import derive as deriving
 from ssdtrain.planning import trace as traces
 from ssdtrain.planning.derive import Optimizer, Roofline, derive
@@ -554,6 +555,19 @@ def test_models_have_their_published_sizes() -> None:
             model, _ = builder(name, 1, 128, torch.bfloat16)()
         count = sum(one.numel() for one in model.parameters())
         assert count / 1e9 == pytest.approx(billions, rel=0.02), name
+
+
+def test_positions_that_a_model_does_not_have_are_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.setattr("ssdtrain.planning.models.PROCESS", Notices())
+    for sequence, told in ((1024, []), (2048, ["positions for 1024 tokens"])):
+        with torch.device("meta"):
+            builder("gpt2", 1, sequence, torch.bfloat16)()
+        said = [one.message for one in caplog.records if one.name == "ssdtrain"]
+        assert len(said) == len(told)
+        assert all(part in one for part, one in zip(told, said, strict=True))
 
 
 def test_a_function_of_other_arguments(tmp_path: Path) -> None:

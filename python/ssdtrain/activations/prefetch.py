@@ -204,7 +204,7 @@ class Prefetcher:
         if cause == "plan" and self._policy.would_plan_anew():
             # Rounds that are followed let the next plans have more.
             cause = None
-        # What a GPU computes in such a step is not seen by its clock.
+        # On GPUs steps without hooks were not tried.
         is_skimmed = cause is not None and gpu is None
         if self._controller.lets_go(
             is_skimmed=is_skimmed, is_first=step_begins(), spare_bytes=spare_bytes

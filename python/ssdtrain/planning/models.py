@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from ssdtrain.errors import ConfigError, UnsupportedError
+from ssdtrain.notices import PROCESS
 
 __all__ = ["DTYPES", "LIBRARIES", "MODELS", "Build", "builder", "line_of_user", "raised"]
 
@@ -160,8 +161,19 @@ def _named(
                 "models by name need transformers: pip install 'ssdtrain[transformers]', or give "
                 "FILE.py:FUNCTION"
             ) from error
-        longest = {"n_positions" if kind == "GPT2Config" else "max_position_embeddings": sequence}
-        config = getattr(transformers, kind)(**{**numbers, **longest, "use_cache": False})
+        kind_of_config = getattr(transformers, kind)
+        positions = "n_positions" if kind == "GPT2Config" else "max_position_embeddings"
+        own_count = getattr(kind_of_config(**numbers), positions)
+        if sequence > own_count:
+            PROCESS.say(
+                "positions",
+                "the model has positions for %d tokens; planned is one like it with positions for "
+                "%d (--sequence)",
+                own_count,
+                sequence,
+            )
+        longest = {positions: sequence, "use_cache": False}
+        config = kind_of_config(**{**numbers, **longest})
         head = getattr(transformers, HEADS[kind])
         model = head._from_config(config, dtype=dtype, attn_implementation="sdpa")  # noqa: SLF001
         if kind == "GPT2Config":
