@@ -69,8 +69,8 @@ SAVED_BYTES_MUCH = 64 << 20
 KINDS_MAX = 64
 """Kinds of steps that are remembered, more than any training has."""
 UNSEEN_MAX = 10
-"""So many steps go by unseen at most before one is looked at again. One more has no factor in common
-with the rhythms that trainings have, as of an evaluation in every second or eighth step."""
+"""So many steps go by unseen at most before one is looked at again. One more has no factor in
+common with the rhythms that trainings have, as of an evaluation in every second or eighth step."""
 UNSEEN_SPARE_FACTOR = 4
 """So many times what a step saves must be spare then: one that saves more is not seen either."""
 HYSTERESIS = 1.15
