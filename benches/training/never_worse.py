@@ -99,15 +99,8 @@ class Given(KeepAll):
 class Way:
     """One session, which takes its step in each turn."""
 
-    def __init__(
-        self,
-        directory: str,
-        policy: Policy,
-        *,
-        slowdown_max: float | None = None,
-        kept_bytes: int = 0,
-    ) -> None:
-        config = OffloadConfig(store=StoreConfig(dirs=(directory,)), slowdown_max=slowdown_max)
+    def __init__(self, directory: str, policy: Policy, *, kept_bytes: int = 0) -> None:
+        config = OffloadConfig(store=StoreConfig(dirs=(directory,)))
         self.policy = policy
         self.session = ssdtrain.Session(config, policy)
         self._kept_bytes = kept_bytes
@@ -127,7 +120,7 @@ class Way:
         began_s = perf_counter()
         # As around a function that `ssdtrain.offload` decorates, whose session is not given.
         pair = self.session.context()
-        aside.put_on(pair, may_leave=self.session.may_go_unseen)
+        aside.put_on(pair)
         try:
             step()
         finally:
@@ -263,9 +256,7 @@ def ways_of(
         "trivial": lambda: Trivial(kept_bytes),
         "all": lambda: Way(directory, KeepNothing()),
         "cut": lambda: Way(directory, Policy()),
-        "ours": lambda: Way(
-            directory, Policy(slowdown_max), slowdown_max=slowdown_max, kept_bytes=kept_bytes
-        ),
+        "ours": lambda: Way(directory, Policy(slowdown_max), kept_bytes=kept_bytes),
         "teraio": lambda: Way(directory, Given()),
     }
     return {name: made[name]() for name in names}

@@ -266,7 +266,12 @@ class offload:  # noqa: N801 - used like torch.no_grad
             try:
                 return function(*args, **kwargs)
             finally:
-                outside_compiler(block.take_off)
+                try:
+                    outside_compiler(block.take_off)
+                except BaseException:
+                    # Ctrl-C, perhaps before anything was taken off.
+                    outside_compiler(block.take_off)
+                    raise
 
         return offloaded
 
@@ -290,7 +295,7 @@ class _Block:
             self._here.append(self)
             if self.uses is not None:
                 self.uses.blocks.append(self)
-            aside.put_on(self._pair, may_leave=self.session.may_go_unseen)
+            aside.put_on(self._pair)
             if self.uses is not None:
                 self.session.watch()
         except BaseException:

@@ -11,8 +11,8 @@ from ssdtrain.activations.hooks import Hooks
 from ssdtrain.activations.installed import Pair
 from ssdtrain.activations.watch import Watch
 from ssdtrain.config import OffloadConfig
-from ssdtrain.errors import ConfigError
-from ssdtrain.notices import Notices
+from ssdtrain.errors import ConfigError, SsdtrainError
+from ssdtrain.notices import Notices, log
 from ssdtrain.open_store import open_store
 from ssdtrain.planning.policy import Policy
 from ssdtrain.planning.recompute import Choices
@@ -108,11 +108,6 @@ class Session:
         store = hooks.store.beside(retain_bytes=None if bound is None else bound // 8)
         return Share(store, hooks.budget(name), self._tenants.add)
 
-    @property
-    def may_go_unseen(self) -> bool:
-        """Whether its hooks may be off for some steps: where ``slowdown_max`` lets nothing go."""
-        return self._config.slowdown_limit is not None
-
     def __str__(self) -> str:
         """Return the report for a person."""
         return str(self.stats)
@@ -185,7 +180,11 @@ class Session:
         hooks = self._hooks
         if hooks is not None:
             hooks.settle()
-            hooks.learn_from_last()
+            try:
+                hooks.learn_from_last()
+            except SsdtrainError as error:
+                # A GPU that has failed fails all that asks it, and the store has to go anyway.
+                log.debug("nothing was learned from the last step: %s", error)
             final = hooks.stats(None if self._watch is None else self._watch.end())
             self._final = with_tenants(final, self._tenants.figures(), hooks.activations)
             # Without those that a GPU has not come to: it may have failed, and nothing may keep the

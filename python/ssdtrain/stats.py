@@ -156,8 +156,8 @@ class Stats:
     is_adapting: bool = False
     """Whether steps are varied at the moment, so that some of them may keep all in memory."""
     steps_without_hooks: int = 0
-    """Steps that went by with ssdtrain's hooks off, as nothing of them would have gone: what they
-    saved is in no other figure."""
+    """Steps that went by with ssdtrain's hooks off, as nothing of them would have gone: of what
+    they saved only the first tensor is in the other figures."""
     blocks_called: int = 0
     """Calls of blocks that ``ssdtrain.checkpoint`` marked, under ``max_resident_bytes``."""
     blocks_recomputed: int = 0
@@ -273,7 +273,7 @@ class Stats:
             text += f"{offloaded}, and takes {slowdown:+.1f} ± {error:.1f} % for it"
         if self.steps_without_hooks:
             unseen = shown_count(self.steps_without_hooks, "step")
-            text += f"; {unseen} without hooks, of which nothing is counted here"
+            text += f"; {unseen} without hooks, each counted here with its first tensor only"
         return text + ("; steps are varied now, to learn it" if self.is_adapting else "")
 
     def _shown_blocks(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -18,11 +18,13 @@ from torch.optim import optimizer as of_torch
 
 import ssdtrain
 from children import forked_python
+from ssdtrain.activations import aside
 from ssdtrain.machine.torch_internals import top_hooks
-from ssdtrain.planning.controller import SETTLED_COUNT, UNSEEN_MAX
+from ssdtrain.planning.controller import QUIET_COUNT_MIN, SETTLED_COUNT, UNSEEN_MAX
+from ssdtrain.planning.policy import Item, Plan, Policy, Rates
 from support import KeepsAll, skimming
 
-STEPS = 3 * (UNSEEN_MAX + 1)
+STEPS = QUIET_COUNT_MIN + 2 * (UNSEEN_MAX + 1)
 Way = Literal["loop", "decorated", "blocks"]
 
 
@@ -69,6 +71,11 @@ class Training:
         loss: Tensor = self.module(x.sin().cos()).square().sum()
         return loss
 
+    def settle(self) -> None:
+        """Take so many steps of which nothing is offered that the next one goes by unseen."""
+        for _ in range(QUIET_COUNT_MIN):
+            self.step()
+
     def step(self) -> None:
         for length in self.lengths:
             loss = self.forward(length)
@@ -110,10 +117,13 @@ def take(block: Any, training: Training, steps: int, way: Way) -> int:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
-    """See that no hooks are left behind, and torch tells nobody of steps but us, and us once."""
+    """Begin as after some step; see that no hooks are left behind, and torch tells us once."""
+    aside._here.is_between_steps = True
     yield
     assert top_hooks(True) is None
-    assert len(of_torch._global_optimizer_post_hooks) <= 1
+    assert aside._here.away is None
+    assert not aside._here.pairs
+    assert len(of_torch._global_optimizer_post_hooks) == 1
 
 
 @pytest.mark.parametrize("way", ["loop", "decorated", "blocks"])
@@ -124,8 +134,10 @@ def test_most_steps_go_by_without_hooks_and_with_the_bits_of_plain_ones(
     block, training = block_of(tmp_path), Training(micro_batches=micro_batches)
     count = take(block, training, STEPS, way)
     each = training.are_off[::micro_batches]
-    # The first one is seen in whole, and then one after so many as may go by.
-    assert each == [number % (UNSEEN_MAX + 1) != 0 for number in range(STEPS)]
+    # The first ones are seen in whole, and then one after so many as may go by.
+    period = UNSEEN_MAX + 1
+    later = [number % period != UNSEEN_MAX for number in range(STEPS - QUIET_COUNT_MIN)]
+    assert each == [False] * QUIET_COUNT_MIN + later
     assert count == sum(each)
     for place in range(micro_batches):
         assert training.are_off[place::micro_batches] == each
@@ -136,7 +148,7 @@ def test_most_steps_go_by_without_hooks_and_with_the_bits_of_plain_ones(
 def test_the_report_and_the_figures_tell_it(tmp_path: Path) -> None:
     training = Training()
     with block_of(tmp_path) as session:
-        training.step()
+        training.settle()
         before = session.stats
         training.step()
         training.step()
@@ -163,12 +175,13 @@ def test_without_slowdown_max_they_stay(tmp_path: Path) -> None:
 
 
 def test_where_no_optimizer_tells_steps_apart_they_stay(tmp_path: Path) -> None:
-    training = Training()
-    with block_of(tmp_path) as session:
-        for _ in range(STEPS):
-            torch.autograd.grad(training.forward(), list(training.module.parameters()))
-            assert top_hooks(True) is not None
-    assert session.stats.steps_without_hooks == 0
+    training, block = Training(), block_of(tmp_path)
+    for _ in range(2 * QUIET_COUNT_MIN):
+        with block as session:
+            for _ in range(3):
+                torch.autograd.grad(training.forward(), list(training.module.parameters()))
+                assert top_hooks(True) is not None
+        assert session.stats.steps_without_hooks == 0
 
 
 def test_an_optimizer_that_steps_within_a_backward_tells_nothing(tmp_path: Path) -> None:
@@ -193,7 +206,7 @@ def test_the_optimizer_of_another_thread_does_not_bring_them_back(tmp_path: Path
     training, other = Training(), Training()
     other.forward().backward()  # type: ignore[no-untyped-call]
     with block_of(tmp_path):
-        training.step()
+        training.settle()
         loss = training.forward()
         assert top_hooks(True) is None
         thread = threading.Thread(target=other.optimizer.step)
@@ -205,17 +218,32 @@ def test_the_optimizer_of_another_thread_does_not_bring_them_back(tmp_path: Path
         assert top_hooks(True) is not None
 
 
-def test_a_step_with_a_round_that_is_worth_its_price_is_seen_in_whole(tmp_path: Path) -> None:
+class PlansAll(Policy):
+    """A policy whose plans write everything, so that the price alone keeps something."""
+
+    def learn(
+        self, signature: int, items: Sequence[Item], rates: Rates, stall_share: float
+    ) -> None:
+        self.plans[signature] = Plan(written_bytes=sum(item.nbytes for item in items))
+
+
+@pytest.mark.parametrize("lengths", [[[8, 16]], [[8], [8, 16]], [[8], [8], [8], [8, 16]]])
+def test_steps_with_a_round_that_is_worth_its_price_are_seen_in_whole(
+    lengths: list[list[int]], tmp_path: Path
+) -> None:
     block, training = block_of(tmp_path), Training()
-    controller = KeepsSome(lambda place: place == 1)
-    block._policy.controller = controller
-    training.lengths = [8, 16]
-    take(block, training, STEPS, "loop")
-    assert not any(training.are_off)
-    training.lengths, training.are_off = [8, 8], []
-    take(block, training, 3, "loop")
-    # The first one is as the last step of before was not.
-    assert training.are_off == [False, False, True, True, True, True]
+    block._policy = PlansAll()
+    block._policy.controller = KeepsSome(lambda place: place == 1)
+    with block:
+        for number in range(4 * STEPS):
+            training.lengths = lengths[number % len(lengths)]
+            training.step()
+        assert not any(training.are_off)
+        training.lengths = [8]
+        training.settle()
+        training.step()
+        training.step()
+    assert training.are_off[-2:] == [True, True]
 
 
 def test_where_memory_is_short_they_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,28 +284,20 @@ def test_above_hooks_of_others_they_stay(tmp_path: Path) -> None:
     assert all(map(torch.equal, training.bits(), bits_of_plain(STEPS)))
 
 
-def test_hooks_of_others_that_are_on_when_a_step_ends_are_let_be(tmp_path: Path) -> None:
+def test_they_come_back_below_hooks_of_others_that_are_on_when_a_step_ends(tmp_path: Path) -> None:
     training = Training()
-    with block_of(tmp_path):
-        training.step()
-        with saved_tensors_hooks(pack, unpack):
-            training.step()
-        training.forward()
-        assert top_hooks(True) is None
-        training.optimizer.step()
-        assert top_hooks(True) is not None
-        training.step()
-        training.step()
-        training.forward()
-        assert top_hooks(True) is None
-        with saved_tensors_hooks(pack, unpack):
-            training.optimizer.step()
-            top = top_hooks(True)
-            assert top is not None
-            assert top[0] is pack
-        assert top_hooks(True) is None
-        training.optimizer.step()
-        assert top_hooks(True) is not None
+    with block_of(tmp_path) as session:
+        training.settle()
+        for _ in range(3):
+            training.forward()
+            assert top_hooks(True) is None
+            with saved_tensors_hooks(pack, unpack), saved_tensors_hooks(unpack, pack):
+                training.optimizer.step()
+                top = top_hooks(True)
+                assert top is not None
+                assert top[0] is unpack
+            assert top_hooks(True) is not None
+    assert session.stats.steps_without_hooks == 3
 
 
 @contextmanager
@@ -285,7 +305,7 @@ def left_away(block: Any) -> Iterator[Training]:
     """Give what has just lost its hooks."""
     training = Training()
     block.__enter__()
-    training.step()
+    training.settle()
     training.forward()
     assert top_hooks(True) is None
     yield training
@@ -320,16 +340,14 @@ def test_a_block_in_a_block_takes_all_meanwhile_and_the_outer_one_comes_back(
         with inner as session:
             training.step()
         assert session.stats.bytes_eligible
-        assert top_hooks(True) is None
-        training.optimizer.step()
-        assert top_hooks(True) is not None
+        assert top_hooks(True) is not None, "it came back below the inner one"
         outer.__exit__(None, None, None)
 
 
 def test_an_error_in_such_a_step_ends_nothing(tmp_path: Path) -> None:
     training = Training()
     with block_of(tmp_path) as session:
-        training.step()
+        training.settle()
         with pytest.raises(RuntimeError, match="shape"):
             (training.forward() * training.module(torch.randn(3, 4))).backward()
         assert top_hooks(True) is None
@@ -342,14 +360,14 @@ def test_an_error_in_such_a_step_ends_nothing(tmp_path: Path) -> None:
 def test_a_graph_is_used_after_they_have_come_back(tmp_path: Path) -> None:
     training, plain = Training(), Training()
     with block_of(tmp_path):
-        training.step()
+        training.settle()
         loss = training.forward()
         assert top_hooks(True) is None
         training.optimizer.zero_grad()
         training.optimizer.step()
         more = training.forward()
         (loss + more).backward()  # type: ignore[no-untyped-call]
-    plain.step()
+    plain.settle()
     first = plain.forward()
     plain.optimizer.zero_grad()
     plain.optimizer.step()
@@ -397,6 +415,7 @@ torch.set_num_threads(1)
 training = Training()
 with block_of(Path(sys.argv[1])):
     training.step()
+    training.settle()
     loss = training.forward()
     assert top_hooks(True) is None
     child = os.fork()

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import OrderedDict, UserDict, UserList, deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -208,6 +209,59 @@ def beta_in_place(group: dict[str, Any]) -> None:
 
 def nested_in_place(group: dict[str, Any]) -> None:
     group["extra"]["list"][0][0] *= 0.5
+
+
+class Pairs(NamedTuple):
+    """A tuple of a class of its own."""
+
+    first: list[float]
+
+
+class Own(list[Any]):
+    """A list of a class of its own."""
+
+
+CONTAINERS: list[Callable[[list[float]], Any]] = [
+    Pairs,
+    lambda one: Own([one]),
+    lambda one: deque([one]),
+    lambda one: UserList([one]),
+    lambda one: OrderedDict({0: one}),
+    lambda one: UserDict({0: one}),
+    lambda one: (one,),
+]
+
+
+@pytest.mark.parametrize("number", range(len(CONTAINERS)))
+def test_options_in_containers_of_all_kinds(number: int, tmp_path: Path) -> None:
+    module = model()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    values = [1.0]
+    optimizer.param_groups[0]["extra"] = CONTAINERS[number](values)
+    offload_optimizer(optimizer, tmp_path, overlap="backward", buffer_bytes="1MiB")
+    backward(module, 0)
+    optimizer.step()
+    optimizer.zero_grad()
+    backward(module, 1)
+    join(optimizer)
+    values[0] = 0.5
+    with pytest.raises(UnsupportedError, match=r"param_groups\[0\]\['extra'\] was changed"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("overlap", SCHEDULES)
+def test_options_that_are_arrays(overlap: str, tmp_path: Path) -> None:
+    told = []
+    for place in (None, tmp_path):
+        module = model()
+        betas: Any = np.array([0.9, 0.99])
+        optimizer = offloaded(module.parameters(), place, overlap, betas=betas)
+        for seed in range(STEPS):
+            backward(module, seed)
+            optimizer.step()
+            optimizer.zero_grad()
+        told.append(everything(module, optimizer))
+    support.assert_equal_bits(*told)
 
 
 def with_options(place: Path | None, overlap: str) -> tuple[nn.Module, Any]:

@@ -2,21 +2,20 @@
 
 torch makes an object of Python for each saved tensor that it gives to hooks, whatever they do with
 it. Where nothing of a step would go to the disk, that is all that ssdtrain still costs. So the pair
-leaves with the first tensor of such a step. It comes back when none is under way: when an
-optimizer's ``step()`` has ended, or a block is entered. Where neither was since it left last,
-nothing tells steps apart, and it stays.
+leaves with the first tensor of such a step. It comes back when an optimizer's ``step()`` has ended
+in this thread, or with the next call or block. It leaves once between two such ends, so where no
+optimizer tells steps apart, it stays.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from functools import cache
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ssdtrain.activations.installed import Pair, install, uninstall
+from ssdtrain.activations.installed import Pair, install, put_below, uninstall
 from ssdtrain.machine.torch_internals import (
     current_backward,
     hooks_are_allowed,
@@ -43,21 +42,9 @@ class _Here(threading.local):
 _here = _Here()
 
 
-@cache
-def _follow_steps() -> None:
-    """Have torch tell of the steps of all optimizers from now on.
-
-    For good: to take the function out while another thread makes a step would be an error there.
-    """
-    register_optimizer_step_post_hook(_step_has_ended)
-
-
-def put_on(pair: Pair, *, may_leave: bool) -> None:
+def put_on(pair: Pair) -> None:
     """Install the pair of a block in this thread, in the last of its calls."""
-    if may_leave:
-        _follow_steps()
     _here.pairs.append(pair)
-    _here.is_between_steps = True
     install(pair)
 
 
@@ -72,7 +59,7 @@ def take_off(pair: Pair) -> bool:
 
 
 def step_begins() -> bool:
-    """Whether this is asked for the first time since the last step of this thread has ended."""
+    """Whether this is asked for the first time since an optimizer's last step here has ended."""
     begins, _here.is_between_steps = _here.is_between_steps, False
     return begins
 
@@ -103,16 +90,17 @@ def _step_has_ended(_: Optimizer, *__: object) -> None:
         return
     _here.is_between_steps = True
     pair = _here.away
-    if pair is None or not hooks_are_allowed():
-        return
-    if top_hooks(True) is None:
-        install(pair)
-    elif not _is_on_top(pair):
-        # Somebody's block is around steps: later.
-        return
-    _here.away = None
+    if pair is not None:
+        uninstall(pair)
+        # Whatever is on by now was put on since, and so is to lie on top of it.
+        put_below(pair)
+        _here.away = None
 
 
 def _is_on_top(pair: Pair) -> bool:
     top: tuple[Callable[..., object], object] | None = top_hooks(True)
     return top is not None and top[0] is pair.pack_hook
+
+
+# At the import: to put it in while another thread makes a step could be an error there.
+register_optimizer_step_post_hook(_step_has_ended)

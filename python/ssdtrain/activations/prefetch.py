@@ -207,7 +207,7 @@ class Prefetcher:
         # On GPUs steps without hooks were not tried.
         is_skimmed = cause is not None and gpu is None
         if self._controller.lets_go(
-            is_skimmed=is_skimmed, is_first=step_begins(), spare_bytes=spare_bytes
+            opening, is_skimmed=is_skimmed, is_first=step_begins(), spare_bytes=spare_bytes
         ):
             self.unseen_count += leave()
         return nbytes, cause, False
@@ -249,7 +249,9 @@ class Prefetcher:
         assert self._controller is not None
         self._controller.note(step)
         verdict = self._controller.verdict
-        if verdict.is_off and not verdict.is_adapting:
+        # Once for all blocks of an `offload` object, which share the controller.
+        if verdict.is_off and not verdict.is_adapting and self._controller.is_news:
+            self._controller.is_news = False
             self._notices.say(
                 "price",
                 "offloading stays off for now: %s; slowdown_max=%s leaves room for hardly any, and "

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import copy
 import logging
 import os
 import threading
-from collections import Counter
+from collections import Counter, UserDict, UserList, deque
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 from time import perf_counter
@@ -44,6 +45,7 @@ from ssdtrain.watched import look_at
 
 __all__ = [
     "Deferred",
+    "is_same_option",
     "is_sparse",
     "kept",
     "kept_option",
@@ -141,6 +143,25 @@ def is_sparse(gradient: Tensor | None) -> bool:
     return gradient is not None and gradient.layout is not torch.strided
 
 
+LISTS = (list, deque, UserList)
+DICTS = (dict, UserDict)
+
+
+def is_same_option(one: Any, other: Any) -> bool:
+    """Whether an option is as it was when it was kept."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, numpy.ndarray) or isinstance(other, numpy.ndarray):
+        return numpy.array_equal(one, other)
+    if type(one) is type(other) and isinstance(one, (tuple, *LISTS)):
+        return len(one) == len(other) and all(map(is_same_option, one, other))
+    if type(one) is type(other) and isinstance(one, DICTS):
+        return one.keys() == other.keys() and all(
+            is_same_option(one[key], other[key]) for key in one
+        )
+    return one is other or bool(one == other)
+
+
 def kept(value: Any) -> Any:
     """Return a value as it is now, whoever changes it in place."""
     if type(value) is list:
@@ -154,12 +175,14 @@ def kept_option(name: str, value: Any) -> Any:
 
 
 def _kept_in_whole(value: Any) -> Any:
-    kind = type(value)
-    if kind in (list, tuple):
-        return kind(map(_kept_in_whole, value))
-    if kind is dict:
-        return {key: _kept_in_whole(one) for key, one in value.items()}
-    if kind is set or isinstance(value, numpy.ndarray):
+    if isinstance(value, tuple):
+        return tuple.__new__(type(value), map(_kept_in_whole, value))
+    if isinstance(value, LISTS + DICTS):
+        found: Any = copy.copy(value)
+        for place, one in enumerate(value) if isinstance(value, LISTS) else value.items():
+            found[place] = _kept_in_whole(one)
+        return found
+    if isinstance(value, set | numpy.ndarray):
         return value.copy()
     # A parameter is one to be updated, wherever it is found.
     return value if isinstance(value, Parameter) else kept(value)

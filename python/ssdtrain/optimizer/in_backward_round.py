@@ -20,7 +20,12 @@ from ssdtrain.away.classes import AwayGradient
 from ssdtrain.machine.torch_internals import mode_count, trains_with_others
 from ssdtrain.optimizer.buffers import Buffers
 from ssdtrain.optimizer.chunks import Settings
-from ssdtrain.optimizer.deferred import kept, kept_option, why_not_of_another_thread
+from ssdtrain.optimizer.deferred import (
+    is_same_option,
+    kept,
+    kept_option,
+    why_not_of_another_thread,
+)
 from ssdtrain.optimizer.disk import Away, Disk
 from ssdtrain.optimizer.gradients import Gradients
 from ssdtrain.optimizer.masters import Masters
@@ -121,21 +126,7 @@ def _as_it_is(value: Any) -> Any:
 def _is_same(name: str, one: Any, other: Any) -> bool:
     if name == "params":
         return list(map(id, one)) == list(map(id, other))
-    return _is_same_value(one, other)
-
-
-def _is_same_value(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, numpy.ndarray) or isinstance(other, numpy.ndarray):
-        return numpy.array_equal(one, other)
-    if type(one) is type(other) and type(one) in (list, tuple):
-        return len(one) == len(other) and all(map(_is_same_value, one, other))
-    if type(one) is type(other) is dict:
-        return one.keys() == other.keys() and all(
-            _is_same_value(one[key], other[key]) for key in one
-        )
-    return one is other or bool(one == other)
+    return is_same_option(one, other)
 
 
 def _references(param: Tensor) -> int:

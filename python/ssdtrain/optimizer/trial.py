@@ -348,6 +348,8 @@ def _equal(one: Any, other: Any) -> bool:
                 other.detach().contiguous().view(torch.uint8) if other.dim() else other.detach(),
             )
         )
+    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
+        return np.array_equal(one, other)
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):

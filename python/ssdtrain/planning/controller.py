@@ -68,6 +68,9 @@ SAVED_BYTES_MUCH = 64 << 20
 """Steps that save less need not ask how much memory is left, which takes time itself."""
 KINDS_MAX = 64
 """Kinds of steps that are remembered, more than any training has."""
+QUIET_COUNT_MIN = 8
+"""So many steps of which nothing is offered follow each other before one goes by unseen: of steps
+that take turns (two optimizers, a long micro-batch in every fourth step) all are seen then."""
 UNSEEN_MAX = 10
 """So many steps go by unseen at most before one is looked at again. One more has no factor in
 common with the rhythms that trainings have, as of an evaluation in every second or eighth step."""
@@ -146,10 +149,14 @@ class Controller:
         self._last: Kind | None = None
         self._count = 0
         """Steps that were learned from."""
-        self._is_calm = False
-        """Whether all rounds of the step that was seen last offered nothing."""
+        self._is_quiet = False
+        """Whether nothing is offered of any round, as far as it was seen, of the step of now."""
+        self._quiet_count = 0
+        """Steps before it of which nothing was, without one of another kind between them."""
         self._unseen_count = 0
-        """Steps since then."""
+        """Those of them since one was seen in whole."""
+        self.is_news = True
+        """Whether nobody was told yet that nothing is offloaded."""
         self.verdict = self._verdict()
         """What is known and done at the moment."""
 
@@ -192,20 +199,32 @@ class Controller:
                 return None
             return "price" if kind.planned_bytes else "plan"
 
-    def lets_go(self, *, is_skimmed: bool, is_first: bool, spare_bytes: Callable[[], int]) -> bool:
+    def lets_go(
+        self, opening: int, *, is_skimmed: bool, is_first: bool, spare_bytes: Callable[[], int]
+    ) -> bool:
         """Return whether the step that begins now may go by unseen, with all of its rounds.
 
-        It may if what can be told of it is as in the one before, of which nothing was offered. To
+        It may if it begins as one of which nothing is offered, as nothing was of those before. To
         be asked of each round when it begins, with whether a step begins with it, and whether it
-        is one that need not be followed. A step is what lies between two ends of the optimizer's:
+        is one that need not be followed. A step is what lies between two ends of an optimizer's:
         one round, or several micro-batches.
         """
         with self._lock:
+            kind = self._kinds.get(self._opened.get(opening, 0))
+            # That it is followed to learn the price makes it no other step.
+            is_quiet = is_skimmed or (
+                kind is not None and not kind.usual_bytes and not self._is_in_campaign()
+            )
             if not is_first:
-                self._is_calm &= is_skimmed
+                self._is_quiet &= is_quiet
                 return False
-            was_calm, self._is_calm = self._is_calm, is_skimmed
-            lets_go = was_calm and is_skimmed and self._unseen_count < UNSEEN_MAX
+            self._quiet_count = self._quiet_count + 1 if self._is_quiet else 0
+            self._is_quiet = is_quiet
+            lets_go = (
+                is_skimmed
+                and self._quiet_count >= QUIET_COUNT_MIN
+                and self._unseen_count < UNSEEN_MAX
+            )
             if lets_go:
                 most_bytes = max((one.saved_bytes for one in self._steps), default=0)
                 is_much = most_bytes >= SAVED_BYTES_MUCH
