@@ -102,7 +102,6 @@ INSTEAD = {
     "a backward waits for updates whose gradients are under the bound": "pass",
     "gradients that another optimizer bounds are used at once": "if False:",
     "gradients on memory of others are used at once": "if False:",
-    "weights on memory of others are updated at once": "if False:",
     "frozen weights stay that another library has": "if False:",
     "shared weights stay": "return True",
 }

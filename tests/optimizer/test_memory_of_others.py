@@ -157,7 +157,6 @@ def test_gradients_that_another_process_changes(overlap: str, tmp_path: Path) ->
     support.assert_equal_bits(*told)
 
 
-@pytest.mark.defends("weights on memory of others are updated at once")
 @pytest.mark.parametrize("overlap", SCHEDULES)
 def test_weights_in_arrays_that_are_read_and_changed_after_a_step(
     overlap: str, tmp_path: Path
@@ -174,6 +173,8 @@ def test_weights_in_arrays_that_are_read_and_changed_after_a_step(
         for seed in range(STEPS):
             backward(module, seed)
             optimizer.step()
+            if place is not None:
+                optimizer.synchronize()
             for name, array in arrays.items():
                 seen[f"{name} {seed}"] = torch.from_numpy(array.copy())
                 np.multiply(array, 0.99, out=array)
@@ -194,12 +195,17 @@ def test_weights_that_are_windows_of_one_array(overlap: str, offset: int, tmp_pa
         ]
         weights.append(Parameter(torch.from_numpy(array[1400:])))
         optimizer = offloaded(weights, place, overlap)
-        for _ in range(STEPS):
+        seen = {}
+        for number in range(STEPS):
             sum(weight.square().sum() for weight in weights).backward()  # type: ignore[union-attr]
             join(optimizer)
             optimizer.step()
+            # Whoever looks at one waits for it, not for others that lie there as well.
+            seen[str(number)] = weights[0].detach().clone()
             optimizer.zero_grad()
-        told.append({"array": torch.from_numpy(array.copy())})
+        if place is not None:
+            optimizer.synchronize()
+        told.append({"array": torch.from_numpy(array.copy()), **seen})
     support.assert_equal_bits(*told)
 
 

@@ -39,7 +39,11 @@ from ssdtrain.optimizer.pending import (
     under_way,
     updating,
 )
-from ssdtrain.optimizer.shared_memory import who_has_gradient, who_has_weight
+from ssdtrain.optimizer.shared_memory import (
+    sharing_memory,
+    who_has_gradient,
+    who_has_weight,
+)
 from ssdtrain.parameters.weights import weight_of
 from ssdtrain.watched import look_at
 
@@ -85,12 +89,16 @@ def why_not_later(params: list[Tensor], bounded_by: object) -> list[str | None]:
     """
     gradients = [param.grad for param in params]
     times_used = Counter(map(id, gradients))
-    return [
-        "several parameters have the same gradient"
-        if gradient is not None and times_used[id(gradient)] > 1
-        else _why_not_later(param, gradient, bounded_by)
-        for param, gradient in zip(params, gradients, strict=True)
-    ]
+    sharing = sharing_memory(params)
+    reasons = []
+    for param, gradient in zip(params, gradients, strict=True):
+        if gradient is not None and times_used[id(gradient)] > 1:
+            reasons.append("several parameters have the same gradient")
+        elif id(param) in sharing:
+            reasons.append("they share memory with each other")
+        else:
+            reasons.append(_why_not_later(param, gradient, bounded_by))
+    return reasons
 
 
 def _why_not_later(param: Tensor, gradient: Tensor | None, bounded_by: object) -> str | None:

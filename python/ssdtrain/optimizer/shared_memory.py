@@ -40,10 +40,9 @@ def who_has_gradient(gradient: Tensor, param: Tensor) -> str | None:
 
 def who_has_weight(param: Tensor) -> str | None:
     """Return who may look at a weight without waiting for its update, or ``None``."""
-    # defence: weights on memory of others are updated at once
-    if _is_of_others(param):
-        return "they lie on memory of another library or process, such as an array of numpy"
-    if is_shared(param):
+    # Of memory that another library has given, as all have that were loaded (`from_pretrained`,
+    # `load_state_dict(assign=True)`), mostly nobody else makes use.
+    if is_shared(param) or param.untyped_storage().is_shared():
         return (
             "they share memory with other tensors, such as those of a state_dict that somebody "
             "holds"
