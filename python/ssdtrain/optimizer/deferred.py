@@ -90,7 +90,7 @@ def why_not_later(params: list[Tensor], bounded_by: object) -> list[str | None]:
     gradients = [param.grad for param in params]
     times_used = Counter(map(id, gradients))
     sharing = sharing_memory(params)
-    reasons = []
+    reasons: list[str | None] = []
     for param, gradient in zip(params, gradients, strict=True):
         if gradient is not None and times_used[id(gradient)] > 1:
             reasons.append("several parameters have the same gradient")
