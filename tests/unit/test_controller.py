@@ -229,14 +229,14 @@ def offloaded_later(full: float, noise: float) -> list[float]:
 def test_to_be_surer_of_a_price_hardly_more_is_offloaded_than_it_tells() -> None:
     shares = offloaded_later(full=0.12, noise=0.08)
     count = len(shares)
-    assert shares.count(1.0) <= 0.004 * count, "a price of three pairs may be anything"
+    assert shares.count(1.0) <= 5 / 1280 * count, "a price of three pairs may be anything"
     assert sum(shares) < 0.02 * count
     assert sum(share > 0 for share in shares) > 300, "it is tried again, as noise may have told it"
 
 
 def test_a_price_that_is_dear_by_more_than_its_error_is_not_learned_again() -> None:
     shares = offloaded_later(full=0.6, noise=0.15)
-    assert sum(shares) < 0.0047 * len(shares)
+    assert sum(shares) < 6 / 1280 * len(shares)
 
 
 def test_what_can_never_help_is_off_and_hardly_tried() -> None:

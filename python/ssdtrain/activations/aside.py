@@ -91,7 +91,6 @@ def _step_has_ended(_: Optimizer, *__: object) -> None:
     _here.is_between_steps = True
     pair = _here.away
     if pair is not None:
-        uninstall(pair)
         # Whatever is on by now was put on since, and so is to lie on top of it.
         put_below(pair)
         _here.away = None

@@ -26,11 +26,12 @@ def install(pair: Pair) -> None:
 
 
 def put_below(pair: Pair) -> None:
-    """Put a pair below all that are on in this thread."""
+    """Put a pair below all others that are on in this thread, wherever it was."""
     others: list[tuple[Pack, Callable[..., Tensor]]] = []
     try:
         while (top := top_hooks(True)) is not None:
-            others.append(top)
+            if top[0] is not pair.pack_hook:
+                others.append(top)
             pop_hooks()
     finally:
         with hooks_allowed():
