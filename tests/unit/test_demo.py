@@ -25,6 +25,8 @@ from ssdtrain.machine import process_memory
 
 SMALL = TrainingOptions(layers=4, hidden=64, sequence=64, batch=2)
 FLOAT_BYTES = 4
+PAGE_BYTES = 4096
+MIB = 2**20
 
 
 # Text
@@ -410,7 +412,10 @@ def test_the_demo_from_end_to_end_leaves_nothing_behind(tmp_path: Path) -> None:
     assert [len(times) for times in keep["step_s"]] == [2]
     assert offload["losses"] == recompute["losses"] == keep["losses"]
     assert 0 < recompute["activation_bytes_peak"] < keep["activation_bytes_peak"]
-    assert offload["activation_bytes_peak"] <= keep["activation_bytes_peak"]
+    # What comes back lies in whole pages, one more for each tensor, which has 1 MiB at least. So a
+    # run that kept all but a few, as on a slow disk, may hold that much more than keep.
+    pages_bytes = keep["activation_bytes_peak"] // MIB * PAGE_BYTES
+    assert offload["activation_bytes_peak"] <= keep["activation_bytes_peak"] + pages_bytes
     assert document["environment"]["THP_MEM_ALLOC_ENABLE"] == "1"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["demo.json", "demo.png"]
 
