@@ -319,6 +319,17 @@ def test_nothing_is_said_where_nothing_is_changed(
     assert not [one for one in caplog.records if "master begins anew" in one.message]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_who_asks_for_masters_of_no_parameter_is_told(
+    dtype: torch.dtype, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    optimizer = adamw(nn.Linear(8, 8, dtype=dtype).parameters())
+    with caplog.at_level(logging.WARNING):
+        offload_optimizer(optimizer, tmp_path, master_dtype=torch.float32)
+    said = [one for one in caplog.records if "master_dtype=torch.float32 changes" in one.message]
+    assert len(said) == (1 if dtype is torch.float32 else 0)
+
+
 def test_a_look_sees_the_weight_that_others_have_changed(tmp_path: Path) -> None:
     module, optimizer = started(adamw, tmp_path)
     plain_step(module, optimizer, torch.randn(8, WIDTH).bfloat16())

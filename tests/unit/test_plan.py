@@ -12,6 +12,7 @@ from torch import nn
 
 from checkout import ROOT
 from ssdtrain.__main__ import main
+from ssdtrain._core import StepPlan
 from ssdtrain.errors import ConfigError
 from ssdtrain.notices import Notices
 from ssdtrain.planning import derive as deriving
@@ -393,6 +394,25 @@ def test_the_command_answers_for_a_recorded_step(
     assert "recompute" in ways
     assert "does not tell how long" in ways["recompute"]["problem"]
     assert "the link is that of H100 80 GB (SXM) (--gpu)" in told
+
+
+def test_best_of_all_is_never_behind_all_tensors(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the search with recomputing ends at a longer step than the one without."""
+    least_step = Step.least_step
+
+    def unlucky(step: Step, device: Device, *, may_recompute: bool) -> StepPlan:
+        slow = replace(device, write_bytes_per_s=device.write_bytes_per_s / 1000)
+        return least_step(step, slow if may_recompute else device, may_recompute=may_recompute)
+
+    monkeypatch.setattr(Step, "least_step", unlucky)
+    path = tmp_path / "step.json"
+    traces.save(there_and_back(), path)
+    words = ["plan", "--trace", str(path), "--memory", "700MiB", "--host-memory", "1", "--json"]
+    assert main(words) == 0
+    ways = json.loads(capsys.readouterr().out)["ways"]
+    assert ways["best of all"] == ways["all tensors"]
 
 
 def test_a_step_that_fits_in_no_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

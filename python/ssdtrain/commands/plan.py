@@ -8,6 +8,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from threading import Timer
 from typing import Any
@@ -344,6 +345,7 @@ def _rows(
             return step.least_step(device, may_recompute=again)
 
         rows.append(_row(step, name, meaning, device, solve))
+    rows[-1] = _no_worse(rows[-1], rows[-2], saves_memory=saves_memory)
     sought = "Each way that moves anything is planned for the shortest step that fits."
     if saves_memory:
         sought = (
@@ -352,6 +354,15 @@ def _rows(
             "and best of all for the shortest step."
         )
     return rows, steps, sought
+
+
+def _no_worse(best: Row, other: Row, *, saves_memory: bool) -> Row:
+    """Return the best of all ways; one in which nothing is computed again may be the shorter."""
+    if saves_memory or not other.fits or other.plan is None:
+        return best
+    if best.fits and best.plan is not None and best.plan.step_s <= other.plan.step_s:
+        return best
+    return replace(other, name=best.name, meaning=best.meaning)
 
 
 def _recomputed(step: Step, device: Device, unlimited: int) -> StepPlan:
@@ -392,8 +403,10 @@ def _origin(trace: Trace, arguments: argparse.Namespace) -> list[str]:
             f"above, and the link is that of {gpu} (--gpu), whatever ran the step."
         )
     if arguments.dir is None:
+        drive = named(DRIVES, arguments.drive, "drive").title
         found.append(
-            "Drives are taken to have the rates of their data sheets, which many do not keep for "
-            "long; --dir takes rates that ssdtrain bench measured."
+            f"Drives: {arguments.drives} of {drive} (--drives, --drive), taken to have the rates "
+            "of the data sheet, which many do not keep for long; --dir takes rates that ssdtrain "
+            "bench measured."
         )
     return found

@@ -122,7 +122,7 @@ def text(
     titles = " ".join(f"{head:>{width}}" for head, width in zip(heads, widths, strict=True))
     shown = [
         trace.name,
-        f"in one step: {kinds}; {len(trace.kernels):,} kernels",
+        f"in one step: {kinds}, not all in memory at once; {len(trace.kernels):,} kernels",
         f"memory {memory}, drives write {write:.3g} and read {read:.3g} GB/s, host lends {host}",
         "",
         f"{'':12} {titles}",

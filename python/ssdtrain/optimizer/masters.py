@@ -38,6 +38,7 @@ __all__ = [
     "load_as_masters",
     "refuse_cast_masters",
     "refuse_shared_memory",
+    "say_if_there_are_none",
     "wants_master",
     "without_master",
 ]
@@ -446,6 +447,17 @@ def _packed(master: Tensor, weight: Tensor) -> tuple[MasterCode, Tensor] | None:
     )
     code = MasterCode.pack(weight.data_ptr(), master.data_ptr(), payload.data_ptr(), master.numel())
     return None if code is None else (code, payload[: code.payload_len])
+
+
+def say_if_there_are_none(disk: Disk, groups: list[dict[str, Any]], *, wanted: bool) -> None:
+    """Tell whoever wanted masters if no parameter has one."""
+    if wanted and not any(wants_master(param) for group in groups for param in group["params"]):
+        disk.notices.say(
+            "no masters",
+            "master_dtype=torch.float32 changes nothing: no parameter of the optimizer is "
+            "bfloat16 or float16, so none has a float32 master. Cast the model before its "
+            "optimizer is made (model.bfloat16()), or leave the option out",
+        )
 
 
 def _say_changed(disk: Disk) -> None:

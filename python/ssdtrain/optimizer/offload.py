@@ -14,7 +14,11 @@ from ssdtrain.errors import ConfigError
 from ssdtrain.optimizer.buffers import NAME, Buffers, part_of, refuse_small_bound, within
 from ssdtrain.optimizer.disk import Disk
 from ssdtrain.optimizer.gradients import gradients_of
-from ssdtrain.optimizer.masters import refuse_cast_masters, refuse_shared_memory
+from ssdtrain.optimizer.masters import (
+    refuse_cast_masters,
+    refuse_shared_memory,
+    say_if_there_are_none,
+)
 from ssdtrain.optimizer.offloaded import Offloaded, Overlap, offloaded_class
 from ssdtrain.optimizer.sharded import refuse_options
 from ssdtrain.optimizer.trial import (
@@ -161,6 +165,7 @@ def offload_optimizer(
         if gradients is not None:
             gradients.give_back()
         raise
+    say_if_there_are_none(disk, optimizer.param_groups, wanted=has_masters)
     # What fails or interrupts from here on leaves an optimizer that is offloaded: it is in the
     # report first, and each step makes up for the other two.
     if share is not None:

@@ -248,8 +248,12 @@ impl SpillFile {
             }
         }
         let dir = self.dir.display();
-        let need = shown_bytes(need);
-        let message = format!("{need} more in {dir} would pass max_disk_bytes; raise it");
+        let (need, used) = (shown_bytes(need), shown_bytes(self.quota.used()));
+        let limit = shown_bytes(self.quota.limit.unwrap_or(u64::MAX));
+        let message = format!(
+            "{need} more in {dir} would pass max_disk_bytes ({limit}, of which {used} are \
+             reserved); raise it"
+        );
         Err(Error::new(ErrorKind::OverBound, message))
     }
 
