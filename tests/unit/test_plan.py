@@ -113,6 +113,15 @@ def test_a_derived_step_has_what_autograd_saves_and_the_optimizer_keeps() -> Non
     assert any(part.startswith("layers.1") for part in parts), parts
 
 
+def test_classes_add_up_to_the_peak() -> None:
+    trace = derive("stack", stack(6), ROOFLINE, ADAMW)
+    step = Step(trace)
+    assert sum(step.bytes_at_peak().values()) == max(step.live_bytes())
+    idle = replace(trace.tensors[0], nbytes=1 << 20, lives_across_steps=True, storage=None)
+    step = Step(replace(trace, tensors=(*trace.tensors, idle)))
+    assert sum(step.bytes_at_peak().values()) == max(step.live_bytes())
+
+
 def test_micro_batches_share_weights_and_gradients() -> None:
     one = derive("stack", stack(2), ROOFLINE, ADAMW)
     three = derive("stack", stack(2), ROOFLINE, ADAMW, accumulate=3)
@@ -396,6 +405,17 @@ def test_the_command_answers_for_a_recorded_step(
     assert "the link is that of H100 80 GB (SXM) (--gpu)" in told
 
 
+def test_host_alone_does_not_depend_on_drives() -> None:
+    step = Step(there_and_back(12), classes=only(("activation",), "host"))
+    bus = 110 << 20
+
+    def seconds(drives_rate: float) -> float:
+        machine = device(300, drives_rate)
+        return step.least_step(replace(machine, host_bytes=1 << 40, bus_bytes_per_s=bus)).step_s
+
+    assert seconds(10 * bus) == seconds(bus) == seconds(bus / 100)
+
+
 def test_best_of_all_is_never_behind_all_tensors(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -426,6 +446,10 @@ def test_a_step_that_fits_in_no_way(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert main([*words, "--memory", "90MiB", "--json"]) == 1
     ways = json.loads(capsys.readouterr().out)["ways"]
     assert not any(way["fits"] for way in ways.values())
+    assert "So this step does not fit: a smaller --batch" in told
+    budget = ["--budget", "activation=50MiB"]
+    assert main(["plan", "--trace", str(path), *budget]) == 1
+    assert "fits the memory, and no way keeps each --budget" in capsys.readouterr().out
 
 
 def test_a_step_that_fits_only_in_ways_that_nothing_runs(
@@ -443,7 +467,7 @@ def test_a_step_that_fits_only_in_ways_that_nothing_runs(
     assert main(words) == 1
     told = capsys.readouterr().out
     assert "ssdtrain does not run 'all tensors' and 'best of all' on a GPU" in told
-    assert "So this step fits in no way that can be run today." in told
+    assert "So this step fits in no way that can be run today: a smaller --batch" in told
 
 
 def test_rules_and_pictures_of_odd_steps(

@@ -75,10 +75,12 @@ def positive(text: str) -> float:
 
 
 def not_negative(text: str) -> float:
-    """Parse a finite number of 0 or more."""
+    """Parse a finite number of 0 or more, that of a share."""
     value = _finite(text)
     if value is None or value < 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 0 or more")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number of 0 or more, such as 0.02 for 2 %"
+        )
     return value
 
 

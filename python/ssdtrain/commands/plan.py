@@ -51,6 +51,12 @@ OPTIMIZERS = {
 }
 """States for each parameter, bytes of their values (as the parameter's), and a float32 master."""
 
+INCLUDED = {
+    "all tensors": ("offload", "host"),
+    "best of all": ("recompute", "offload", "host", "all tensors"),
+}
+"""The ways that are special cases of a way, for which the planner may find longer steps."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `plan`."""
@@ -84,7 +90,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=not_negative,
         default=0.02,
         metavar="SHARE",
-        help="how much longer the step may become to save memory: 0.02 is 2 %% (0.02)",
+        help="where all fits, how much longer the step may become to save memory: 0.02 is 2 %% "
+        "(0.02)",
     )
     asked.add_argument(
         "--place",
@@ -157,7 +164,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.save_trace:
             traces.save(trace, arguments.save_trace)
         report = plan_report.text(
-            trace, device, rows, rated_bytes, [sought, *_origin(trace, arguments)]
+            steps[0], device, rows, rated_bytes, [sought, *_origin(trace, arguments)]
         )
         if arguments.html:
             lines = plan_report.lines(steps[0], rows)
@@ -345,7 +352,6 @@ def _rows(
             return step.least_step(device, may_recompute=again)
 
         rows.append(_row(step, name, meaning, device, solve))
-    rows[-1] = _no_worse(rows[-1], rows[-2], saves_memory=saves_memory)
     sought = "Each way that moves anything is planned for the shortest step that fits."
     if saves_memory:
         sought = (
@@ -353,16 +359,23 @@ def _rows(
             f"a step that is at most {100 * arguments.slowdown_max:g} % longer (--slowdown-max), "
             "and best of all for the shortest step."
         )
+    else:
+        rows = _no_longer(rows)
     return rows, steps, sought
 
 
-def _no_worse(best: Row, other: Row, *, saves_memory: bool) -> Row:
-    """Return the best of all ways; one in which nothing is computed again may be the shorter."""
-    if saves_memory or not other.fits or other.plan is None:
-        return best
-    if best.fits and best.plan is not None and best.plan.step_s <= other.plan.step_s:
-        return best
-    return replace(other, name=best.name, meaning=best.meaning)
+def _no_longer(rows: list[Row]) -> list[Row]:
+    """Return the rows with the shortest plan for each way, its own or that of a way in it."""
+    known = {row.name: row for row in rows}
+    for name, others in INCLUDED.items():
+        plans = {
+            row.plan.step_s: row
+            for row in (known[one] for one in (*others, name))
+            if row.fits and row.plan is not None
+        }
+        if plans:
+            known[name] = replace(plans[min(plans)], name=name, meaning=known[name].meaning)
+    return list(known.values())
 
 
 def _recomputed(step: Step, device: Device, unlimited: int) -> StepPlan:

@@ -12,7 +12,6 @@ from ssdtrain.commands.lifespan import shown_days
 from ssdtrain.planning.lifespan import Wear
 from ssdtrain.planning.picture import Line
 from ssdtrain.planning.solve import Device, Step
-from ssdtrain.planning.trace import CLASSES, Trace
 from ssdtrain.sizes import shown_bytes
 
 __all__ = ["Row", "document", "lines", "text"]
@@ -23,7 +22,7 @@ COLUMNS = (
     "step: how long it takes; of that, stall waits for drives or copies, and again computes again.",
     "written: to the drives, in one step. drive life: until as much is written as the drives are",
     "rated for, with one step after the other. above bound: how much longer the step is than the",
-    "shortest that any plan could reach with this memory.",
+    "shortest that any plan could reach with this memory which computes nothing again.",
 )
 """What the columns mean."""
 
@@ -100,20 +99,18 @@ def document(step: Step, device: Device, rows: list[Row], rated_bytes: float) ->
 
 
 def text(
-    trace: Trace,
+    step: Step,
     device: Device,
     rows: list[Row],
     rated_bytes: float,
     origin: Sequence[str],
 ) -> str:
     """Return the report; ``origin`` says at its end where the figures come from."""
-    totals = {
-        kind: sum(one.nbytes for one in trace.tensors if one.kind == kind) for kind in CLASSES
-    }
+    trace = step.trace
     kinds = ", ".join(
-        f"{kind.replace('_', ' ')} {shown_bytes(total)}"
-        for kind, total in totals.items()
-        if total and kind != "workspace"
+        f"{kind.replace('_', ' ')} {shown_bytes(nbytes)}"
+        for kind, nbytes in step.bytes_at_peak().items()
+        if nbytes
     )
     write, read = device.write_bytes_per_s / 1e9, device.read_bytes_per_s / 1e9
     memory, host = shown_bytes(device.memory_bytes), shown_bytes(device.host_bytes)
@@ -122,7 +119,7 @@ def text(
     titles = " ".join(f"{head:>{width}}" for head, width in zip(heads, widths, strict=True))
     shown = [
         trace.name,
-        f"in one step: {kinds}, not all in memory at once; {len(trace.kernels):,} kernels",
+        f"{len(trace.kernels):,} kernels; at the peak of keep there are {kinds}",
         f"memory {memory}, drives write {write:.3g} and read {read:.3g} GB/s, host lends {host}",
         "",
         f"{'':12} {titles}",
@@ -135,15 +132,26 @@ def text(
     shown += [f"{row.name}: {row.meaning}" for row in rows]
     only_planned = " and ".join(f"{name!r}" for name in PLANNED_ONLY)
     shown.append(f"ssdtrain does not run {only_planned} on a GPU: they tell what is possible.")
-    if not any(row.fits for row in rows):
-        shown.append(
-            "So this step does not fit: a smaller --batch or --sequence, another --optimizer, or "
-            "more memory (--gpu, --memory) changes that."
-        )
-    elif not any(row.fits and row.is_run for row in rows):
-        shown.append("So this step fits in no way that can be run today.")
+    advice = _advice(device, rows)
+    shown += [advice] if advice else []
     shown += ["", *COLUMNS]
     return "\n".join([*shown, *origin])
+
+
+def _advice(device: Device, rows: list[Row]) -> str:
+    """Return what to do if the step fits in no way, or in none that can be run."""
+    changes = (
+        "a smaller --batch or --sequence, another --optimizer, or more memory (--gpu, --memory) "
+        "changes that."
+    )
+    if any(row.fits and row.is_run for row in rows):
+        return ""
+    if any(row.fits for row in rows):
+        return f"So this step fits in no way that can be run today: {changes}"
+    # What fits the memory and does not fit exceeds a budget.
+    if any(row.peak_bytes is not None and row.peak_bytes <= device.memory_bytes for row in rows):
+        return "So this step fits the memory, and no way keeps each --budget: raise them."
+    return f"So this step does not fit: {changes}"
 
 
 def _line(row: Row, rated_bytes: float) -> str:

@@ -6,7 +6,7 @@ The compiled planner (`rust/plan`) decides; this says in its words what people a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import accumulate
 from typing import Any, Final, Literal, get_args
@@ -25,6 +25,8 @@ Place = Literal["keep", "ssd", "host", "any"]
 
 PLACES: Final[tuple[Place, ...]] = get_args(Place)
 
+NO_RATE = 1.0
+"""The bytes per second of drives to which nothing goes."""
 ZERO_S = 1e-9
 """What a kernel without any time counts as."""
 TRIES_KERNELS: Final = 1500
@@ -140,6 +142,7 @@ class Step:
                 )
             )
         self._may_leave = [row[3] or row[4] for row in rows]
+        self._uses_drives = any(row[3] for row in rows)
         self._budgets = [(limit, self._members(name)) for name, limit in (budgets or {}).items()]
         kernels = self.trace.kernels
         self.planner = Planner(
@@ -179,7 +182,25 @@ class Step:
 
     def live_bytes(self) -> list[int]:
         """Return what lives while each kernel runs, if nothing is moved."""
-        return [one + self._idle_bytes for one in self.planner.live_bytes()]
+        return self.planner.live_bytes()
+
+    def bytes_at_peak(self) -> dict[TensorClass, int]:
+        """Return what of each class lives at the peak, if nothing is moved."""
+        live_bytes = self.live_bytes()
+        peak = live_bytes.index(max(live_bytes))
+        first: dict[int, int] = {}
+        last: dict[int, int] = {}
+        for place, kernel in enumerate(self.trace.kernels):
+            for number in kernel.uses:
+                first.setdefault(number, place)
+                last[number] = place
+        found = dict.fromkeys(CLASSES, 0)
+        for number, one in enumerate(self.trace.tensors):
+            if one.lives_across_steps or (
+                number in first and first[number] <= peak <= last[number]
+            ):
+                found[one.kind] += one.nbytes
+        return found
 
     def _machine(self, device: Device, memory_bytes: int | None = None) -> PlanMachine:
         asked = device.memory_bytes if memory_bytes is None else memory_bytes
@@ -188,6 +209,9 @@ class Step:
                 f"the step does not fit: the device has {shown_bytes(asked)}, and "
                 f"{shown_bytes(self._idle_bytes)} of tensors stay there that no kernel uses"
             )
+        if not self._uses_drives:
+            # Copies of the host are planned for the part of the bus that drives would leave them.
+            device = replace(device, write_bytes_per_s=NO_RATE, read_bytes_per_s=NO_RATE)
         return device.machine(asked - self._idle_bytes)
 
     def judged(self, device: Device, whose: str, memory_bytes: int | None = None) -> StepPlan:
