@@ -24,6 +24,7 @@ NODES_MIN = 8
 CHILD_S_MIN = 1.0
 """Less is what short commands and idle workers of data loaders take, not training."""
 PAGE_BYTES = 4096
+NO_BACKWARD = "the block ended before a backward used what was saved"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +82,8 @@ def reason_of(known: Evidence) -> Reason | None:
         return _why_nothing_could_go(known) if observed is not None else None
     if not is_little:
         return None
+    if observed is not None and observed.backward_count == 0 and not known.failed_count:
+        return Reason(NO_BACKWARD, is_warning=False)
     text = _why_little_went(known)
     if observed is not None and observed.others is not None:
         text += f"; besides, hooks of {observed.others} were on top of ssdtrain's for a time"
@@ -144,6 +147,9 @@ def _why_nothing_came(observed: Observed) -> Reason:
 
 def _why_nothing_could_go(known: Evidence) -> Reason:
     """Say what was saved, if none of it counts as saved bytes."""
+    if known.seen.storage_bytes():
+        text = _why_little_went(known) if known.failed_count else NO_BACKWARD
+        return Reason(text, is_warning=False)
     unusual = known.seen.unusual
     if unusual.count > known.seen.weight_count:
         saved = shown_count(

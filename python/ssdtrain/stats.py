@@ -268,13 +268,16 @@ class Stats:
         hidden = f"of the {shown_bytes(self.planned_bytes)} that the disk hides"
         if self.planned_bytes and not self.amount_bytes:
             text += f"a step offloads nothing {hidden}, as that may cost more than slowdown_max"
+            if price_error > price:
+                text += " (on a machine with less noise the price would be known better)"
         else:
             offloaded = f"a step offloads {shown_bytes(self.amount_bytes)} {hidden}"
             text += f"{offloaded}, and takes {slowdown:+.1f} ± {error:.1f} % for it"
         if self.steps_without_hooks:
             unseen = shown_count(self.steps_without_hooks, "step")
             text += f"; {unseen} without hooks, each counted here with its first tensor only"
-        return text + ("; steps are varied now, to learn it" if self.is_adapting else "")
+        text += "; steps that learn it keep all, and the peak above is theirs"
+        return text + ("; steps are varied now" if self.is_adapting else "")
 
     def _shown_blocks(self) -> str:
         text = (

@@ -145,6 +145,11 @@ class Watched(Tensor):
         look_at(self)
         return Tensor.as_subclass(self, cls)
 
+    def set_(self, *arguments: Any, **options: Any) -> Any:
+        """Give it other memory."""
+        look_at(self)
+        return Tensor.set_(self, *arguments, **options)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         look_at(self)
         return copy.deepcopy(self, memo)

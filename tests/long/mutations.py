@@ -103,6 +103,8 @@ INSTEAD = {
     "gradients that another optimizer bounds are used at once": "if False:",
     "gradients on memory of others are used at once": "if False:",
     "frozen weights stay that another library has": "if False:",
+    "what may change unseen is read in step() only": "return None",
+    "weights on the memory of another optimizer's are updated in step()": "pass",
     "shared weights stay": "return True",
 }
 """What stands in the place of a marked line where to remove it would break the code around it."""

@@ -576,6 +576,8 @@ def test_what_cannot_be_saved_is_refused_by_name(tmp_path: Path) -> None:
             lambda: save(tmp_path / "a", run.module, adamw(nn.Linear(2, 2))),
         ),
         (ConfigError, "takes a torch.nn.Module", lambda: save(tmp_path / "a", {})),  # type: ignore[arg-type]
+        (ConfigError, "is a path, not", lambda: save(run.module, tmp_path / "a")),  # type: ignore[arg-type]
+        (ConfigError, "is a path, not", lambda: load(run.module, tmp_path / "a")),  # type: ignore[arg-type]
         (ConfigError, "takes a torch.optim", lambda: save(tmp_path / "a", run.module, 3)),  # type: ignore[arg-type]
         (ConfigError, "does not exist; make it", lambda: save(tmp_path / "b" / "c", run.module)),
         (ConfigError, "shard_bytes", lambda: save(tmp_path / "a", run.module, shard_bytes=0)),

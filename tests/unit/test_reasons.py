@@ -233,6 +233,24 @@ def test_a_bound_without_room_is_the_cause(
     assert last_words(caplog)[0] == TOLD, "the error has said it"
 
 
+@pytest.mark.parametrize("options", [{}, {"max_disk_bytes": MIB, "max_resident_bytes": 24 * MIB}])
+def test_a_forward_that_raises_is_no_fault_of_the_disk(
+    options: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tool = ssdtrain.offload(tmp_path, direct_io="optional", **options)
+    held = []
+
+    def forward() -> None:
+        held.append(chain(leaf(), 4))
+        raise ValueError("a mistake of the user")
+
+    with pytest.raises(ValueError, match="of the user"), tool:
+        forward()
+    level, text = last_words(caplog)
+    assert level == TOLD
+    assert ("max_disk_bytes" if options else "before a backward used") in text
+
+
 # What no small session shows
 
 

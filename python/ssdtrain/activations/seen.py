@@ -50,9 +50,14 @@ class Seen:
 
     def count(self) -> int:
         """Return how many tensors were packed; of eligible ones, how many records were made."""
-        apart = (self.apart, self.detached)
-        kinds = (self.unusual, self.small, *apart, self.foreign, self.eligible)
-        return self.weight_count + sum(kind.count for kind in kinds)
+        return self.weight_count + self.unusual.count + sum(kind.count for kind in self._kinds())
+
+    def storage_bytes(self) -> int:
+        """Return the bytes of those that are plain tensors of the CPU, and no weights."""
+        return sum(kind.nbytes for kind in self._kinds())
+
+    def _kinds(self) -> tuple[Tally, ...]:
+        return self.small, self.apart, self.detached, self.foreign, self.eligible
 
 
 def kept_parts(seen: Seen, kept_bytes: int, min_bytes: int) -> list[Held]:

@@ -30,8 +30,8 @@ MIN_BYTES = 64 << 10
 
 IN_USE = "{} in use at once"
 HELD = (
-    "{} on whose memory others have tensors or arrays (a state_dict() that is held, a view), and "
-    "which cannot leave before these are gone"
+    "{} on whose memory others have tensors or arrays (a state_dict() that is held, a view, an "
+    "older graph), and which cannot leave before these are gone"
 )
 BESIDE_A_THREAD = "{} that another thread, which is busy, may be using"
 

@@ -22,7 +22,15 @@ from typing import Self
 
 from ssdtrain.errors import BusyError, ConfigError, CorruptError, NoSpaceError, StorageError
 
-__all__ = ["MANIFEST", "NewFiles", "opened", "refuse_strange", "remove_strays", "told"]
+__all__ = [
+    "MANIFEST",
+    "NewFiles",
+    "folder_of",
+    "opened",
+    "refuse_strange",
+    "remove_strays",
+    "told",
+]
 
 MANIFEST = "manifest.json"
 OURS = re.compile(
@@ -31,6 +39,16 @@ OURS = re.compile(
 NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT)
 """How file systems say that they have no files without names."""
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def folder_of(path: str | os.PathLike[str], function: str) -> Path:
+    """Return the folder that was named; raise ``ConfigError`` for what is no path."""
+    if not isinstance(path, str | os.PathLike):
+        raise ConfigError(
+            f"the folder of a checkpoint is a path, not {type(path)!r}: "
+            f'ssdtrain.{function}("/mnt/nvme/checkpoint", model, optimizer)'
+        )
+    return Path(os.path.abspath(path))
 
 
 @contextmanager

@@ -12,7 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ssdtrain.checkpoints.folder import MANIFEST, opened, refuse_strange, remove_strays, told
+from ssdtrain.checkpoints.folder import (
+    MANIFEST,
+    folder_of,
+    opened,
+    refuse_strange,
+    remove_strays,
+    told,
+)
 from ssdtrain.checkpoints.manifest import (
     EXTRA_STATE,
     Weights,
@@ -69,7 +76,7 @@ def load(
         StorageError: A read failed.
 
     """
-    folder = Path(os.path.abspath(path))
+    folder = folder_of(path, "load")
     with told("loading from", folder), _opened(folder) as (content, files):
         found = weights_of(model)
         _compare_model(content["model"], found)

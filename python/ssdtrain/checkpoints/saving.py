@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ssdtrain.checkpoints.folder import NewFiles, told
+from ssdtrain.checkpoints.folder import NewFiles, folder_of, told
 from ssdtrain.checkpoints.manifest import (
     optimizers_of,
     optimizers_part,
@@ -64,7 +64,7 @@ def save(
         BusyError: Another process saves into this folder just now.
 
     """
-    folder = Path(os.path.abspath(path))
+    folder = folder_of(path, "save")
     limit = in_bytes("shard_bytes", shard_bytes)
     found = weights_of(model)
     weights, model_part = weight_items(found)

@@ -22,6 +22,10 @@ __all__ = [
 ]
 
 
+NONE = object()
+"""What an attribute is that is not there."""
+
+
 @dataclass(frozen=True)
 class Chunk:
     """Parameters of one group that are updated together."""
@@ -104,11 +108,24 @@ def own_step(kind: type[Optimizer]) -> Callable[..., Any]:
 class Settings:
     """What updates change in a group besides parameters, such as a count of steps.
 
-    Each chunk begins with what the group had before the step, and all end with the same.
+    Each chunk begins with what the group had before the step, and all end with the same. So it is
+    with ``attributes`` of the optimizer, which are named.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, attributes: Iterable[str] = ()) -> None:
         self._changed: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
+        self._attributes = list(attributes)
+        self._before: dict[str, Any] | None = None
+
+    def begin(self, optimizer: Optimizer) -> None:
+        """Give the optimizer the attributes that it had before the step."""
+        if self._before is None:
+            self._before = {name: getattr(optimizer, name, NONE) for name in self._attributes}
+        for name, value in self._before.items():
+            if value is NONE:
+                vars(optimizer).pop(name, None)
+            else:
+                vars(optimizer)[name] = value
 
     def note(self, group: dict[str, Any], after: dict[str, Any]) -> None:
         """Remember what the first chunk of a group changed."""
@@ -135,6 +152,7 @@ def update(
     options: dict[str, Any],
 ) -> None:
     """Run the optimizer's own step over one chunk."""
+    settings.begin(optimizer)
     groups = optimizer.param_groups
     group = dict(chunk.group, params=chunk.params)
     optimizer.param_groups = [group]

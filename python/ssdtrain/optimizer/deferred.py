@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import atexit
-import copy
 import logging
 import os
 import threading
-from collections import Counter, UserDict, UserList, deque
+from collections import Counter
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 from time import perf_counter
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -40,7 +38,7 @@ from ssdtrain.optimizer.pending import (
     updating,
 )
 from ssdtrain.optimizer.shared_memory import (
-    sharing_memory,
+    sharing_with_any,
     who_has_gradient,
     who_has_weight,
 )
@@ -49,10 +47,7 @@ from ssdtrain.watched import look_at
 
 __all__ = [
     "Deferred",
-    "is_same_option",
     "is_sparse",
-    "kept",
-    "kept_option",
     "say_why_now",
     "settle_param",
     "why_none_later",
@@ -89,13 +84,13 @@ def why_not_later(params: list[Tensor], bounded_by: object) -> list[str | None]:
     """
     gradients = [param.grad for param in params]
     times_used = Counter(map(id, gradients))
-    sharing = sharing_memory(params)
+    sharing = sharing_with_any(params)
     reasons: list[str | None] = []
     for param, gradient in zip(params, gradients, strict=True):
         if gradient is not None and times_used[id(gradient)] > 1:
             reasons.append("several parameters have the same gradient")
         elif id(param) in sharing:
-            reasons.append("they share memory with each other")
+            reasons.append("they share memory with each other, or with those of another optimizer")
         else:
             reasons.append(_why_not_later(param, gradient, bounded_by))
     return reasons
@@ -149,51 +144,6 @@ def say_why_now(reasons: list[str | None], notices: Notices) -> None:
 def is_sparse(gradient: Tensor | None) -> bool:
     """Whether a gradient has only some of its rows."""
     return gradient is not None and gradient.layout is not torch.strided
-
-
-LISTS = (list, deque, UserList)
-DICTS = (dict, UserDict)
-
-
-def is_same_option(one: Any, other: Any) -> bool:
-    """Whether an option is as it was when it was kept."""
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, numpy.ndarray) or isinstance(other, numpy.ndarray):
-        return numpy.array_equal(one, other)
-    if type(one) is type(other) and isinstance(one, (tuple, *LISTS)):
-        return len(one) == len(other) and all(map(is_same_option, one, other))
-    if type(one) is type(other) and isinstance(one, DICTS):
-        return one.keys() == other.keys() and all(
-            is_same_option(one[key], other[key]) for key in one
-        )
-    return one is other or bool(one == other)
-
-
-def kept(value: Any) -> Any:
-    """Return a value as it is now, whoever changes it in place."""
-    if type(value) is list:
-        return list(value)
-    return value.detach().clone() if isinstance(value, Tensor) else value
-
-
-def kept_option(name: str, value: Any) -> Any:
-    """Return an option of a group as it is now, whoever changes what is in it in place."""
-    return list(value) if name == "params" else _kept_in_whole(value)
-
-
-def _kept_in_whole(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return tuple.__new__(type(value), map(_kept_in_whole, value))
-    if isinstance(value, LISTS + DICTS):
-        found: Any = copy.copy(value)
-        for place, one in enumerate(value) if isinstance(value, LISTS) else value.items():
-            found[place] = _kept_in_whole(one)
-        return found
-    if isinstance(value, set | numpy.ndarray):
-        return value.copy()
-    # A parameter is one to be updated, wherever it is found.
-    return value if isinstance(value, Parameter) else kept(value)
 
 
 class PendingPart(Holder):

@@ -33,7 +33,7 @@ from ssdtrain.optimizer.in_backward_update import (
 )
 from ssdtrain.optimizer.shared_memory import sharing_memory
 from ssdtrain.optimizer.state import ParameterState
-from ssdtrain.optimizer.taken import INSTEAD, Taken, TakenGradient, take
+from ssdtrain.optimizer.taken import INSTEAD, LOOKED, Taken, TakenGradient, take
 from ssdtrain.optimizer.updating_thread import Job, UpdatingThread
 from ssdtrain.parameters.successor import Successor
 from ssdtrain.parameters.weights import weight_of
@@ -155,13 +155,15 @@ class InBackward:
         if not now.sharing.isdisjoint(self._taken):
             raise UnsupportedError(f"a weight {CHANGED}")
         reason = "step() was given more than a closure" if options else why_nothing()
+        reason = reason or now.unkept
         chunks = [Chunk(group, []) for group, _ in now.groups]
         for (group, _), chunk in zip(now.groups, chunks, strict=True):
             for param in group["params"]:
                 if id(param) in self._taken:
                     continue
                 if isinstance(param.grad, TakenGradient):
-                    raise UnsupportedError(OTHERS)
+                    own = any(param.grad is one.stands_in for one in self._taken.values())
+                    raise UnsupportedError(LOOKED if own else OTHERS)
                 if param.grad is None or self._why_not(host, now, param, reason):
                     chunk.params.append(param)
                 else:
@@ -308,7 +310,7 @@ class InBackward:
         group = now.group_of.get(id(param))
         if group is None or id(param) in self._taken or param.grad is None:
             return
-        if self._why_not(host, now, param, None):
+        if self._why_not(host, now, param, now.unkept):
             return
         record = take(param, group, user)
         # An interrupt from here on leaves a record whose gradient is in place, or one that step()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 from typing import Any, Protocol
 
-import numpy
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -20,17 +19,20 @@ from ssdtrain.away.classes import AwayGradient
 from ssdtrain.machine.torch_internals import mode_count, trains_with_others
 from ssdtrain.optimizer.buffers import Buffers
 from ssdtrain.optimizer.chunks import Settings
-from ssdtrain.optimizer.deferred import (
-    is_same_option,
-    kept,
-    kept_option,
-    why_not_of_another_thread,
-)
+from ssdtrain.optimizer.deferred import why_not_of_another_thread
 from ssdtrain.optimizer.disk import Away, Disk
 from ssdtrain.optimizer.gradients import Gradients
 from ssdtrain.optimizer.masters import Masters
+from ssdtrain.optimizer.options import (
+    attributes,
+    is_same,
+    kept_attributes,
+    kept_group,
+    why_not_kept,
+)
 from ssdtrain.optimizer.shared_memory import sharing_memory
 from ssdtrain.optimizer.state import ParameterState
+from ssdtrain.optimizer.trial import Habits
 from ssdtrain.optimizer.undo import Undo
 from ssdtrain.parameters.weights import weight_of
 
@@ -51,6 +53,7 @@ class Host(Protocol):
     _masters: Masters | None
     _gradients: Gradients | None
     _undo: Undo | None
+    _habits: Habits
 
     @property
     def _states(self) -> Any: ...
@@ -71,8 +74,10 @@ class Round:
         self.group_of: dict[int, dict[str, Any]] = {}
         self.settings = Settings()
         self.stand_in = host._stand_in()
-        self.attributes = _attributes(host)
+        self.attributes = kept_attributes(host, host._habits.read_attributes)
         self.known = set(host._states)
+        self.unkept: str | None = None
+        """Why no update may be made before ``step()``, if there is something that is not kept."""
         self.add_groups(host)
         params = [param for group in host.param_groups for param in group["params"]]
         self.sharing = sharing_memory(params)
@@ -82,18 +87,18 @@ class Round:
 
     def add_groups(self, host: Host) -> None:
         """Note groups that were added since."""
-        for real in host.param_groups[len(self.groups) :]:
-            group = {name: kept_option(name, value) for name, value in real.items()}
+        added = host.param_groups[len(self.groups) :]
+        if not added:
+            return
+        self.unkept = why_not_kept(host, host._habits.read_attributes)
+        own = {id(param) for group in host.param_groups for param in group["params"]}
+        for real in added:
+            group = kept_group(real, own)
             self.groups.append((group, real))
             self.group_of.update({id(param): group for param in group["params"]})
 
     def changed(self, host: Host) -> str | None:
         """Name an option that differs from what the updates used."""
-        attributes = _attributes(host)
-        for name in self.attributes.keys() | attributes.keys():
-            both = name in self.attributes and name in attributes
-            if not both or not _is_same(name, self.attributes[name], attributes[name]):
-                return f"the optimizer's attribute {name!r}"
         reals = host.param_groups
         for number, (group, real) in enumerate(self.groups):
             if number >= len(reals) or reals[number] is not real or group.keys() != real.keys():
@@ -101,6 +106,12 @@ class Round:
             for name, value in group.items():
                 if not _is_same(name, value, real[name]):
                     return f"param_groups[{number}][{name!r}]"
+        # Last: `defaults` has the first group's options, too.
+        now = attributes(host, host._habits.read_attributes)
+        for name in self.attributes.keys() | now.keys():
+            both = name in self.attributes and name in now
+            if not both or not is_same(self.attributes[name], now[name]):
+                return f"the optimizer's attribute {name!r}"
         return None
 
     @property
@@ -109,24 +120,10 @@ class Round:
         return [param for group, _ in self.groups for param in group["params"]]
 
 
-def _attributes(host: Host) -> dict[str, Any]:
-    """Return what the optimizer's own step may use besides groups and state, as it is now."""
-    others = {name: value for name, value in vars(host).items() if not name.startswith("_")}
-    names = others.keys() - {"state", "param_groups"}
-    return {name: _as_it_is(others[name]) for name in names}
-
-
-def _as_it_is(value: Any) -> Any:
-    """Return a value as it is now, also a container that somebody changes in place."""
-    if type(value) in (dict, set) or isinstance(value, numpy.ndarray):
-        return value.copy()
-    return kept(value)
-
-
 def _is_same(name: str, one: Any, other: Any) -> bool:
     if name == "params":
         return list(map(id, one)) == list(map(id, other))
-    return is_same_option(one, other)
+    return is_same(one, other)
 
 
 def _references(param: Tensor) -> int:

@@ -34,8 +34,6 @@ from ssdtrain.optimizer.chunks import (
 from ssdtrain.optimizer.deferred import (
     Deferred,
     is_sparse,
-    kept,
-    kept_option,
     say_why_now,
     settle_param,
     why_none_later,
@@ -47,8 +45,10 @@ from ssdtrain.optimizer.gradients import Gradients
 from ssdtrain.optimizer.in_backward import InBackward
 from ssdtrain.optimizer.lost import Lost
 from ssdtrain.optimizer.masters import Masters, refuse_shared_memory
+from ssdtrain.optimizer.options import kept_group, stand_in_of, why_not_kept
 from ssdtrain.optimizer.pending import in_update
 from ssdtrain.optimizer.sharded import has_shards, refuse_options
+from ssdtrain.optimizer.shared_memory import note_optimizer
 from ssdtrain.optimizer.state import ParameterState
 from ssdtrain.optimizer.stats import OptimizerStats
 from ssdtrain.optimizer.trial import Habits
@@ -74,11 +74,11 @@ class Offloaded(WholeState):
     _buffers: Buffers
     _gradients: Gradients | None
     _part_bytes: int
-    _state_share: float
     _step_count_done: int
     _step_s: float
     _order: ForwardOrder | None
     _changes_groups: bool
+    _habits: Habits
 
     def _begin(
         self,
@@ -97,7 +97,7 @@ class Offloaded(WholeState):
         self._disk = disk
         self._buffers = buffers
         self._gradients = gradients
-        self._state_share = habits.state_share
+        self._habits = habits
         self._masters = Masters(disk) if has_masters else None
         self._part_bytes = buffers.part_bytes
         # Beside backward what cannot be computed there is undone, as all else is not put in place.
@@ -116,6 +116,7 @@ class Offloaded(WholeState):
             gradients.end_updates = weakref.WeakMethod(self._end_updates)
         if overlap == "backward":
             self._in_backward = InBackward(self)
+        note_optimizer(self)
         # torch's own wrapper around `step`, which runs the hooks, now goes around ours.
         self._patch_step_function()
 
@@ -211,7 +212,7 @@ class Offloaded(WholeState):
             self._gradients.watch()
         chunks = chunks_of(self.param_groups, self._bytes_with_gradient, self._part_bytes)
         parts = [Part([chunk]) for chunk in chunks]
-        settings = Settings()
+        settings = Settings(self._habits.changed_attributes)
         room = self._buffers.reserve(map(self._size_of, parts))
         groups = self.param_groups
         try:
@@ -222,6 +223,8 @@ class Offloaded(WholeState):
                 for _ in self._updated(parts, self, settings, options, room):
                     pass
         except BaseException:
+            if self._undo is not None:
+                settings.begin(self)
             self._lost.forget_gradients()
             raise
         finally:
@@ -293,13 +296,11 @@ class Offloaded(WholeState):
         # Schedulers and scalers set something else as soon as this step has returned.
         groups = self.param_groups
         if not self._changes_groups:
-            groups = [
-                {name: kept_option(name, value) for name, value in group.items()}
-                for group in groups
-            ]
+            own = {id(param) for group in groups for param in group["params"]}
+            groups = [kept_group(group, own) for group in groups]
         stand_in = self._stand_in()
         pairs = [(group, param) for group in groups for param in group["params"]]
-        reason = why_none_later(options)
+        reason = why_none_later(options) or why_not_kept(self, self._habits.read_attributes)
         params = [param for _, param in pairs]
         reasons = [reason or one for one in why_not_later(params, self._gradients)]
         say_why_now(reasons, self._disk.notices)
@@ -355,10 +356,7 @@ class Offloaded(WholeState):
             updates.join()
 
     def _stand_in(self) -> Optimizer:
-        """Return an optimizer of the own class for the updates, as this one is now."""
-        stand_in: Optimizer = object.__new__(self._own_kind)
-        vars(stand_in).update({name: kept(value) for name, value in vars(self).items()})
-        return stand_in
+        return stand_in_of(self, self._own_kind, self._habits.read_attributes)
 
     def _updated(
         self,
@@ -405,7 +403,7 @@ class Offloaded(WholeState):
     def _bytes_of(self, param: Tensor) -> int:
         has_masters = self._masters is not None
         state = self._states.get(param)
-        return bytes_of(param, state, self._state_share, has_masters=has_masters)
+        return bytes_of(param, state, self._habits.state_share, has_masters=has_masters)
 
     def _bytes_with_gradient(self, param: Tensor) -> int:
         """As ``_bytes_of``, or more, so that the gradients of a part keep under their bound."""

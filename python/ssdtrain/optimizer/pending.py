@@ -156,7 +156,13 @@ class _Pending(Watched):
 
     def as_subclass(self, cls: Any) -> Any:
         """Return it as a tensor of another class."""
-        return Tensor.as_subclass(self, cls) if in_update() else super().as_subclass(cls)
+        # Not by super(): the update may have ended since this was looked up.
+        return (Tensor if in_update() else Watched).as_subclass(self, cls)
+
+    def set_(self, *arguments: Any, **options: Any) -> Any:
+        """Give it other memory."""
+        kind: Any = Tensor if in_update() else Watched
+        return kind.set_(self, *arguments, **options)
 
 
 class PendingGradient(_Pending):

@@ -2,17 +2,49 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from functools import cache
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.optim import Optimizer
 
 from ssdtrain.away.tensors import known_of
 from ssdtrain.machine.torch_internals import holders_of, is_shared, own_shard, plainly
 
-__all__ = ["is_given", "sharing_memory", "who_has_gradient", "who_has_weight"]
+__all__ = [
+    "is_given",
+    "note_optimizer",
+    "sharing_memory",
+    "sharing_with_any",
+    "who_has_gradient",
+    "who_has_weight",
+]
+
+_optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+"""The offloaded ones of this process."""
+
+
+def note_optimizer(optimizer: Optimizer) -> None:
+    """Have the parameters of an offloaded optimizer taken into account by the others."""
+    _optimizers.add(optimizer)
+
+
+def sharing_with_any(params: list[Tensor]) -> set[int]:
+    """Return the ids of these parameters and others that lie on memory of each other.
+
+    The others are those of all offloaded optimizers. A parameter of two optimizers is one object,
+    for which either of them waits.
+    """
+    all_params = {id(param): param for param in params}
+    for optimizer in list(_optimizers):
+        # Past the property, which may wait.
+        for group in vars(optimizer)["param_groups"]:
+            # defence: weights on the memory of another optimizer's are updated in step()
+            all_params.update((id(param), param) for param in group["params"])
+    return sharing_memory(all_params.values())
 
 
 def is_given(gradient: Tensor, param: Tensor | None) -> bool:

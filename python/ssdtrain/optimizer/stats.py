@@ -49,8 +49,10 @@ class OptimizerStats:
     @property
     def reason(self) -> str | None:
         """Why no state is on the disk only; ``None`` if some is, or nothing tells."""
-        if self.on_disk_bytes or not self.resident_bytes:
+        if self.on_disk_bytes or not (self.resident_bytes or self.step_count):
             return None
+        if not self.resident_bytes:
+            return "the optimizer keeps none"
         if 2 * self.small_bytes > self.resident_bytes:
             return (
                 f"{shown_bytes(self.small_bytes)} of it are tensors of less than 64 KiB, which "
@@ -65,12 +67,11 @@ class OptimizerStats:
             )
         if self.write_failed_count:
             return "the disk did not take it, for which the log has the cause"
-        if self.step_count:
-            return (
-                "somebody has looked at it since the last step, or holds it or a view of it, or it "
-                "is of another kind than plain dense tensors of the CPU"
-            )
-        return None
+        held = (
+            "somebody has looked at it since the last step, or holds it or a view of it, or it "
+            "is of another kind than plain dense tensors of the CPU"
+        )
+        return held if self.step_count else None
 
     def __str__(self) -> str:
         """Tell the figures to a person, in one line."""
@@ -92,7 +93,12 @@ class OptimizerStats:
                 f"{self.gradient_stall_s:.3f} s stalled"
             )
         if self.write_failed_count:
-            text += f"; {shown_count(self.write_failed_count, 'write')} failed"
+            failed = shown_count(
+                self.write_failed_count,
+                "write failed or was refused",
+                "writes failed or were refused",
+            )
+            text += f"; {failed}"
         if self.reason is not None:
             text += f"; no state is on disk only: {self.reason}"
         return text

@@ -22,7 +22,7 @@ from ssdtrain.parameters.successor import Successor
 from ssdtrain.parameters.weights import weight_of
 from ssdtrain.watched import METADATA, User
 
-__all__ = ["Taken", "TakenGradient", "take"]
+__all__ = ["INSTEAD", "LOOKED", "Taken", "TakenGradient", "take"]
 
 INSTEAD = (
     'To clip, unscale, change or look at gradients before step(), use overlap="forward" (hidden '
@@ -68,6 +68,10 @@ class TakenGradient(Tensor):
         """Refuse every look at the bytes; the compiler describes also the gradients of weights."""
         if func in DESCRIBED:
             return as_plain_tensors(func, types, args, kwargs or {})
+        raise UnsupportedError(LOOKED)
+
+    def set_(self, *_: Any, **__: Any) -> Any:
+        """Refuse to give it other memory, for which torch asks no class."""
         raise UnsupportedError(LOOKED)
 
 

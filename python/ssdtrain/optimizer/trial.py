@@ -12,6 +12,7 @@ import copy
 import inspect
 import random
 from collections import defaultdict
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,6 +32,7 @@ from ssdtrain.machine.torch_internals import (
 )
 from ssdtrain.optimizer.chunks import Chunk, Settings, own_step, update
 from ssdtrain.optimizer.masters import MASTER, wants_master
+from ssdtrain.optimizer.options import is_same, kept
 from ssdtrain.optimizer.sharded import has_shards
 from ssdtrain.watched import look_at
 
@@ -43,6 +45,8 @@ __all__ = [
     "tried",
 ]
 
+NO_ATTRIBUTES = frozenset({"state", "param_groups"})
+"""What each optimizer has; all else are attributes of its own."""
 STEPS = 3
 SAME_KIND_MAX = 2
 """Parameters of one group that are tried for each number of dimensions and dtype."""
@@ -63,6 +67,7 @@ class Habits:
     draws_random_numbers: bool = False
     changes_groups: bool = False
     changed_attributes: set[str] = field(default_factory=set)
+    read_attributes: set[str] = field(default_factory=set)
     state_share: float = 0.0
     """Bytes of state for each byte of a parameter, or of its master, but for what is factored."""
 
@@ -77,6 +82,46 @@ class Trial:
     """Whether they begin with state for each parameter, cut to its size, as this one has some."""
     in_shards: bool = False
     """Whether small parameters are in shards where those of the optimizer are."""
+
+
+class Asked:
+    """What a copy of an optimizer is asked for; it is given what torch leaves out of copies."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+        """The attributes that were asked for, of those that the optimizer has."""
+        self._given: dict[str, Any] = {}
+        self._copies: dict[int, Any] = {}
+        """What stands for an object in copies, by its id."""
+
+    def watch(self, copied: Any, given: dict[str, Any], copies: dict[int, Any]) -> None:
+        """Begin, with the attributes of the optimizer itself."""
+        self._given, self._copies = given, copies
+        kind: Any = type(copied)
+        own = vars(copied)
+
+        def look(made: Any, name: str) -> Any:
+            if name in self._given and name not in NO_ATTRIBUTES:
+                self.names.add(name)
+                if name not in own:
+                    own[name] = self._copied(name, kind)
+            return kind.__getattribute__(made, name)
+
+        copied.__class__ = type(kind)(kind.__name__, (kind,), {"__getattribute__": look})
+
+    def _copied(self, name: str, kind: type) -> Any:
+        try:
+            return copy.deepcopy(self._given[name], self._copies)
+        except Exception as error:
+            raise UnsupportedError(
+                f"{kind.__name__} cannot be offloaded: its step reads the attribute {name!r}, "
+                f"which cannot be copied to try the step: {type(error).__name__}: {error}; keep "
+                "what is read in the groups of parameters, as numbers, texts or tensors"
+            ) from error
+
+    def end(self) -> None:
+        """Hold nothing of the optimizer any more: the class lives until Python looks for cycles."""
+        self._given, self._copies = {}, {}
 
 
 def tried(optimizer: Optimizer, *, has_masters: bool) -> Habits:
@@ -97,9 +142,10 @@ def tried(optimizer: Optimizer, *, has_masters: bool) -> Habits:
         with torch.random.fork_rng(devices=[]):
             trial = Trial(optimizer, has_masters, _needs_state(optimizer, has_masters))
             sparse = _wants_sparse(trial)
-            together = _trained(trial, at_once=True, sparse=sparse)
             habits = Habits()
-            apart = _trained(trial, at_once=False, sparse=sparse, habits=habits)
+            together = _trained(trial, at_once=True, sparse=sparse, habits=habits)
+            changed = frozenset(habits.changed_attributes)
+            apart = _trained(trial, at_once=False, sparse=sparse, changed=changed)
             if has_shards(optimizer):
                 _refuse_communication(trial)
     except UnsupportedError:
@@ -110,12 +156,13 @@ def tried(optimizer: Optimizer, *, has_masters: bool) -> Habits:
             f"closure, and raised {type(error).__name__}: {error}; use an optimizer whose step "
             "updates each parameter by itself, whatever its size, such as AdamW"
         ) from error
-    if not _equal(together, apart):
+    if not is_same(together[:3], apart[:3]):
         raise UnsupportedError(
             f"{name} cannot be offloaded: it couples its parameters (updated one after the other "
             "they get other values than updated together), so all of its state is needed at once; "
             f"use an optimizer that updates each parameter by itself, such as AdamW. {UNLESS}"
         )
+    _refuse_counts(name, together[3], apart[3])
     if has_masters and any(MASTER in state for state in together[1]):
         raise UnsupportedError(
             f"{name} cannot be offloaded with master_dtype: its state has a {MASTER!r} of its own, "
@@ -123,6 +170,22 @@ def tried(optimizer: Optimizer, *, has_masters: bool) -> Habits:
         )
     habits.state_share = max(map(_state_share, together[0], together[1]), default=0.0)
     return habits
+
+
+def _refuse_counts(name: str, together: dict[str, Any], apart: dict[str, Any]) -> None:
+    """Refuse a step that leaves other attributes if it is run over a part after the other."""
+    others = [
+        one
+        for one in together.keys() | apart.keys()
+        if not (one in together and one in apart and is_same(together[one], apart[one]))
+    ]
+    if others:
+        raise UnsupportedError(
+            f"{name} cannot be offloaded: its step leaves other attributes "
+            f"({', '.join(sorted(others))}) if it is run over one part of the parameters after the "
+            "other, as one does that counts its calls; keep such a count in the state of each "
+            "parameter, or in the groups, as AdamW does"
+        )
 
 
 def _refuse_communication(trial: Trial) -> None:
@@ -166,7 +229,7 @@ def refuse_lists_of_parameters(optimizer: Optimizer, option: str, instead: str) 
     """Refuse an optimizer that knows its parameters by identity: updates are made on others."""
     params = {id(param) for group in optimizer.param_groups for param in group["params"]}
     for name, value in vars(optimizer).items():
-        if name not in ("state", "param_groups") and _has_one_of(params, value, LISTS_DEPTH):
+        if name not in NO_ATTRIBUTES and _has_one_of(params, value, LISTS_DEPTH):
             raise UnsupportedError(
                 f"{type(optimizer).__name__} cannot be offloaded with {option}: its attribute "
                 f"{name!r} has parameters or their ids, and updates are then made on copies of "
@@ -216,44 +279,82 @@ def _trained(
     at_once: bool,
     sparse: bool,
     habits: Habits | None = None,
+    changed: Collection[str] = (),
 ) -> list[Any]:
     """Return all that a copy of the optimizer ends with after some steps on small parameters."""
     torch.manual_seed(SEED)
-    copied = _small_copy(trial)
-    step = own_step(type(copied))
-    for number in range(STEPS):
-        for param in _params_of(copied):
-            grad = _gradient(param)
-            param.grad = grad.to_sparse() if sparse else grad
-        before = _surroundings(copied)
-        settings = Settings()
-        for group in copied.param_groups:
-            parts = [group["params"]] if at_once else [[param] for param in group["params"]]
-            for part in parts:
-                update(copied, step, Chunk(group, part), settings, {})
-        settings.apply()
-        # In the first step much is made that stays as it is then.
-        if habits is not None and number:
-            _note(habits, before, _surroundings(copied))
+    asked = Asked()
+    try:
+        copied = _small_copy(trial, asked)
+        for number in range(STEPS):
+            _give_gradients(copied, sparse=sparse)
+            before = _surroundings(copied)
+            asked.names.clear()
+            _make_step(copied, at_once=at_once, changed=changed)
+            if habits is not None:
+                habits.read_attributes |= asked.names
+                # In the first step much is made that stays as it is then.
+                if number:
+                    _note(habits, before, _surroundings(copied), asked.names)
+    finally:
+        asked.end()
     params = _params_of(copied)
-    return [params, [dict(copied.state[param]) for param in params], _options_of(copied)]
+    places = {id(param): place for place, param in enumerate(params)}
+    left = {name: _by_place(value, places) for name, value in _attributes_of(copied).items()}
+    return [params, [dict(copied.state[param]) for param in params], _options_of(copied), left]
 
 
-def _small_copy(trial: Trial) -> Optimizer:
+def _give_gradients(copied: Optimizer, *, sparse: bool) -> None:
+    for param in _params_of(copied):
+        grad = _gradient(param)
+        param.grad = grad.to_sparse() if sparse else grad
+
+
+def _make_step(copied: Optimizer, *, at_once: bool, changed: Collection[str]) -> None:
+    """Run a step over all parameters, or over one after the other."""
+    step = own_step(type(copied))
+    if at_once:
+        with torch.no_grad():
+            step(copied)
+        return
+    settings = Settings(changed)
+    for group in copied.param_groups:
+        for param in group["params"]:
+            update(copied, step, Chunk(group, [param]), settings, {})
+    settings.apply()
+
+
+def _small_copy(trial: Trial, asked: Asked) -> Optimizer:
     """Return a copy of the optimizer, of a few small parameters."""
     optimizer = trial.optimizer
     small = {id(param): _small(param, trial) for param in _params_of(optimizer)}
     state = defaultdict[Any, Any](dict)
     if trial.has_state:
-        for param, known in list(optimizer.state.items()):
+        for param, values in list(optimizer.state.items()):
             if id(param) in small:
                 state[small[id(param)]] = {
-                    name: _cut(value, param, small[id(param)]) for name, value in known.items()
+                    name: _cut(value, param, small[id(param)]) for name, value in values.items()
                 }
     copied: Optimizer = copy.deepcopy(optimizer, {**small, id(optimizer.state): state})
     for group in copied.param_groups:
         group["params"] = _few(group["params"])
+    asked.watch(copied, vars(optimizer), {**small, id(optimizer): copied})
     return copied
+
+
+def _attributes_of(copied: Optimizer) -> dict[str, Any]:
+    return {name: value for name, value in vars(copied).items() if name not in NO_ATTRIBUTES}
+
+
+def _by_place(value: Any, places: dict[int, int]) -> Any:
+    """Return a value with the places of parameters instead of these, to be compared."""
+    if isinstance(value, Tensor) and id(value) in places:
+        return "parameter", places[id(value)]
+    if isinstance(value, list | tuple):
+        return [_by_place(one, places) for one in value]
+    if isinstance(value, dict):
+        return [[_by_place(one, places) for one in pair] for pair in value.items()]
+    return value
 
 
 def _options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -265,38 +366,26 @@ def _options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 def _surroundings(optimizer: Optimizer) -> tuple[Any, Any, dict[str, Any]]:
     """Return copies of what a step might change besides parameters and their state."""
-    attributes = {
-        name: copy.copy(value) if isinstance(value, dict | list | set) else _cloned(value)
-        for name, value in vars(optimizer).items()
-        if name not in ("state", "param_groups")
-    }
+    own = set(map(id, _params_of(optimizer)))
     legacy: Any = np.random.get_state(legacy=False)  # noqa: NPY002 - somebody else may use it
-    numbers = [torch.random.get_rng_state(), random.getstate(), _without_arrays(legacy)]
+    numbers = [torch.random.get_rng_state(), random.getstate(), legacy]
     return (
         numbers,
-        [{k: _cloned(v) for k, v in group.items()} for group in _options_of(optimizer)],
-        attributes,
+        kept(_options_of(optimizer), own),
+        kept(_attributes_of(optimizer), own),
     )
 
 
-def _without_arrays(value: Any) -> Any:
-    """Return a state of numpy's generator with bytes in the place of arrays, to be compared."""
-    if isinstance(value, dict):
-        return {name: _without_arrays(one) for name, one in value.items()}
-    return value.tobytes() if isinstance(value, np.ndarray) else value
-
-
-def _cloned(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value
-
-
-def _note(habits: Habits, before: tuple[Any, Any, Any], after: tuple[Any, Any, Any]) -> None:
-    habits.draws_random_numbers |= not _equal(before[0], after[0])
-    habits.changes_groups |= not _equal(before[1], after[1])
+def _note(
+    habits: Habits, before: tuple[Any, Any, Any], after: tuple[Any, Any, Any], read: set[str]
+) -> None:
+    habits.draws_random_numbers |= not is_same(before[0], after[0])
+    habits.changes_groups |= not is_same(before[1], after[1])
+    # What was not there before was given to the copy when it was read, or is new.
     habits.changed_attributes |= {
         name
-        for name in before[2].keys() | after[2].keys()
-        if not (name in before[2] and name in after[2] and _equal(before[2][name], after[2][name]))
+        for name in before[2].keys() | (after[2].keys() - read)
+        if not (name in before[2] and name in after[2] and is_same(before[2][name], after[2][name]))
     }
 
 
@@ -336,25 +425,6 @@ def _few(params: list[Tensor]) -> list[Tensor]:
         if len(same) < SAME_KIND_MAX:
             same.append(param)
     return [param for same in taken.values() for param in same]
-
-
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return (
-            one.dtype == other.dtype
-            and one.shape == other.shape
-            and torch.equal(
-                one.detach().contiguous().view(torch.uint8) if one.dim() else one.detach(),
-                other.detach().contiguous().view(torch.uint8) if other.dim() else other.detach(),
-            )
-        )
-    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
-        return np.array_equal(one, other)
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(_equal, one, other))
-    return bool(one == other)
 
 
 def refuse_unfit(optimizer: object) -> None:

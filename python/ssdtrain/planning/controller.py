@@ -112,6 +112,7 @@ class Verdict:
             f"a step may become {self.allowed_s * 1e3:.1f} ms longer; to follow what it saves "
             f"takes {self.hooks_s * 1e3:.1f} ms, and each GiB that moves "
             f"{price * (1 << 30):.3f} ± {error * (1 << 30):.3f} s"
+            + (", which noise hides" if error > price else "")
         )
 
 

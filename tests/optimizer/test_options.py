@@ -1,0 +1,412 @@
+"""Options of groups and attributes, of all kinds, that change in place at any moment of a step."""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections import ChainMap, OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ExponentialLR
+
+import support
+from ssdtrain import UnsupportedError, offload_optimizer
+from ssdtrain.optimizer.deferred import Deferred, PendingPart
+from ssdtrain.optimizer.in_backward import InBackward
+from ssdtrain.optimizer.pending import in_update
+from ssdtrain.optimizer.taken import TakenGradient
+from trained import WIDTH, everything, model
+
+RATE = 0.125
+STEPS = 3
+LATER = ["forward", "backward"]
+GATE = threading.Event()
+"""Updates beside a forward wait for it: so what changes after `step()` changes before them."""
+GATE.set()
+
+
+@dataclass
+class Config:
+    """Options that compare as values."""
+
+    rate: float
+
+
+class Plain:
+    """Options that compare as objects."""
+
+    def __init__(self, rate: float) -> None:
+        self.rate = rate
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of values: how to make one of a rate, to read the rate, and to halve it in place."""
+
+    make: Callable[[], Any]
+    read: Callable[[Any], Any]
+    halve: Callable[[Any], None]
+    is_kept: bool = True
+    """Whether updates may be made later or earlier than `step()`."""
+
+
+def halve_item(key: Any) -> Callable[[Any], None]:
+    def halve(value: Any) -> None:
+        value[key] *= 0.5
+
+    return halve
+
+
+def halve_rate(value: Any) -> None:
+    value.rate *= 0.5
+
+
+def halve_nested(value: dict[str, tuple[list[list[float]]]]) -> None:
+    value["a"][0][0][0] *= 0.5
+
+
+def halve_byte(value: bytearray) -> None:
+    value[0] //= 2
+
+
+def halve_set(value: set[float]) -> None:
+    value.add(value.pop() * 0.5)
+
+
+def halve_order(value: OrderedDict[float, None]) -> None:
+    value.move_to_end(next(iter(value)))
+
+
+def closure() -> Any:
+    rates = [RATE]
+
+    def own() -> list[float]:
+        return rates
+
+    return own
+
+
+def parameter() -> Parameter:
+    return Parameter(torch.tensor(RATE), requires_grad=False)
+
+
+def objects() -> Any:
+    found = np.empty(1, dtype=object)
+    found[0] = [RATE]
+    return found
+
+
+KINDS = {
+    "list": Kind(lambda: [RATE], lambda one: one[0], halve_item(0)),
+    "nested": Kind(
+        lambda: {"a": ([[RATE]],)},
+        lambda one: one["a"][0][0][0],
+        lambda one: halve_item(0)(one["a"][0][0]),
+    ),
+    "tensors": Kind(
+        lambda: (torch.tensor(RATE),), lambda one: one[0], lambda one: one[0].mul_(0.5)
+    ),
+    "parameter": Kind(parameter, lambda one: one, lambda one: one.data.mul_(0.5)),
+    "array": Kind(lambda: np.array([RATE]), lambda one: float(one[0]), halve_item(0)),
+    "set": Kind(lambda: {RATE}, lambda one: next(iter(one)), halve_set),
+    "order": Kind(
+        lambda: OrderedDict.fromkeys((RATE, RATE / 2)), lambda one: next(iter(one)), halve_order
+    ),
+    "bytearray": Kind(
+        lambda: bytearray([64]),
+        lambda one: one[0] / 512,
+        lambda one: one.__setitem__(0, one[0] // 2),
+        is_kept=False,
+    ),
+    "array of Python": Kind(
+        lambda: array("d", [RATE]), lambda one: one[0], halve_item(0), is_kept=False
+    ),
+    "array of objects": Kind(
+        objects, lambda one: one[0][0], lambda one: halve_item(0)(one[0]), is_kept=False
+    ),
+    "chain": Kind(lambda: ChainMap({0: RATE}), lambda one: one[0], halve_item(0), is_kept=False),
+    "dataclass": Kind(lambda: Config(RATE), lambda one: one.rate, halve_rate, is_kept=False),
+    "namespace": Kind(
+        lambda: SimpleNamespace(rate=RATE), lambda one: one.rate, halve_rate, is_kept=False
+    ),
+    "object": Kind(lambda: Plain(RATE), lambda one: one.rate, halve_rate, is_kept=False),
+    "closure": Kind(closure, lambda one: one()[0], lambda one: halve_item(0)(one()), is_kept=False),
+}
+QUICK = ["nested", "parameter", "set", "order", "dataclass", "object"]
+
+
+class Momentum(Optimizer):
+    """An optimizer of a user, whose rate is in an option of its group, or in an attribute."""
+
+    later_count = 0
+    """How many updates were made beside a forward."""
+
+    def __init__(self, params: Any, kind: str, value: Any, *, is_attribute: bool) -> None:
+        super().__init__(params, {"kind": kind} if is_attribute else {"kind": kind, "own": value})
+        self.own = value if is_attribute else None
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if in_update():
+            assert GATE.wait(60)
+            type(self).later_count += 1
+        for group in self.param_groups:
+            own = group["own"] if self.own is None else self.own
+            rate = KINDS[group["kind"]].read(own)
+            for param in group["params"]:
+                if param.grad is not None:
+                    state = self.state[param]
+                    if "momentum" not in state:
+                        state["momentum"] = torch.zeros_like(param)
+                    state["momentum"].mul_(0.9).add_(param.grad)
+                    param.sub_(state["momentum"] * rate)
+
+
+def backward(module: nn.Module, seed: int) -> None:
+    x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(seed))
+    module(x).square().mean().backward()
+
+
+def trained(
+    place: Path | None, overlap: str, name: str, *, is_attribute: bool, is_before: bool
+) -> dict[str, Tensor]:
+    """Train with a rate that is halved before each `step()`, or after each."""
+    module, kind = model(), KINDS[name]
+    value = kind.make()
+    optimizer = Momentum(module.parameters(), name, value, is_attribute=is_attribute)
+    if place is not None:
+        offload_optimizer(optimizer, place, overlap=overlap, buffer_bytes="1MiB")  # type: ignore[arg-type]
+    for seed in range(STEPS):
+        backward(module, seed)
+        own = getattr(optimizer, "_in_backward", None)
+        if isinstance(own, InBackward):
+            own.join()
+        if is_before:
+            kind.halve(value)
+        if overlap == "forward":
+            GATE.clear()
+        optimizer.step()
+        if not is_before:
+            kind.halve(value)
+        GATE.set()
+        optimizer.zero_grad()
+    return everything(module, optimizer)
+
+
+@pytest.mark.parametrize("is_before", [True, False], ids=["before", "after"])
+@pytest.mark.parametrize("is_attribute", [True, False], ids=["attribute", "option"])
+@pytest.mark.parametrize("overlap", LATER)
+@pytest.mark.parametrize("name", support.shared_out(KINDS, quick=QUICK))
+def test_what_changes_in_place_counts_when_it_does_plainly(
+    name: str, overlap: str, is_attribute: bool, is_before: bool, tmp_path: Path
+) -> None:
+    expected = trained(None, overlap, name, is_attribute=is_attribute, is_before=is_before)
+    Momentum.later_count = 0
+    if overlap == "backward" and is_before and KINDS[name].is_kept:
+        # The updates have used what was there when the first gradient was.
+        with pytest.raises(UnsupportedError, match=r"'own'.* was changed"):
+            trained(tmp_path, overlap, name, is_attribute=is_attribute, is_before=is_before)
+        return
+    found = trained(tmp_path, overlap, name, is_attribute=is_attribute, is_before=is_before)
+    support.assert_equal_bits(found, expected)
+    if overlap == "forward":
+        assert (Momentum.later_count > 0) == KINDS[name].is_kept
+
+
+@pytest.mark.parametrize("name", support.shared_out(KINDS, quick=QUICK))
+@pytest.mark.parametrize("is_attribute", [True, False], ids=["attribute", "option"])
+def test_in_step_all_kinds_are_as_ever(name: str, is_attribute: bool, tmp_path: Path) -> None:
+    expected = trained(None, "step", name, is_attribute=is_attribute, is_before=False)
+    found = trained(tmp_path, "step", name, is_attribute=is_attribute, is_before=False)
+    support.assert_equal_bits(found, expected)
+
+
+@pytest.mark.parametrize("overlap", ["step", *LATER])
+def test_a_scheduler_of_a_rate_that_is_a_parameter(overlap: str, tmp_path: Path) -> None:
+    told = []
+    for place in (None, tmp_path):
+        module = model()
+        optimizer = torch.optim.AdamW(module.parameters(), lr=parameter(), foreach=False)
+        if place is not None:
+            offload_optimizer(optimizer, place, overlap=overlap, buffer_bytes="1MiB")  # type: ignore[arg-type]
+        scheduler = ExponentialLR(optimizer, 0.5)
+        for seed in range(STEPS):
+            backward(module, seed)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        told.append(everything(module, optimizer))
+    support.assert_equal_bits(*told)
+
+
+class Counting(torch.optim.SGD):
+    """Counts its calls in an attribute, and goes by it."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1, momentum=0.9)
+        self.calls = 0
+        self.rates = [0.1, 0.05]
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["lr"] = self.rates[self.calls % 2]
+        self.calls += 1
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("undo", [False, True])
+def test_a_step_that_counts_its_calls_counts_steps(undo: bool, tmp_path: Path) -> None:
+    told = []
+    for place in (None, tmp_path):
+        module = model()
+        optimizer = Counting(module.parameters())
+        if place is not None:
+            offload_optimizer(optimizer, place, buffer_bytes="1MiB", undo=undo)
+        for seed in range(STEPS):
+            backward(module, seed)
+            optimizer.step()
+            assert optimizer.calls == seed + 1
+            optimizer.zero_grad()
+        told.append(everything(module, optimizer))
+    support.assert_equal_bits(*told)
+
+
+class Logging(torch.optim.SGD):
+    """Notes its calls in a list, in place."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1, momentum=0.9)
+        self.calls: list[str] = []
+
+    def step(self, closure: Any = None) -> Any:
+        self.calls.append("step")
+        return super().step(closure)
+
+
+def test_a_step_that_notes_its_calls_in_place_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match=r"leaves other attributes \(calls\)"):
+        offload_optimizer(Logging(model().parameters()), tmp_path)
+
+
+class Locked(torch.optim.SGD):
+    """Has an attribute that cannot be copied."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1, momentum=0.9)
+        self.lock = threading.Lock()
+
+    def step(self, closure: Any = None) -> Any:
+        with self.lock:
+            return super().step(closure)
+
+
+def test_an_attribute_that_cannot_be_copied_is_told(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="reads the attribute 'lock', which cannot be copi"):
+        offload_optimizer(Locked(model().parameters()), tmp_path)
+
+
+@pytest.mark.parametrize("value", [float("nan"), Plain(1.0), (float("nan"), Plain(1.0))])
+def test_options_that_equal_nothing(value: Any, tmp_path: Path) -> None:
+    optimizer = torch.optim.SGD(model().parameters(), lr=0.1, momentum=0.9)
+    optimizer.param_groups[0]["own"] = value
+    offload_optimizer(optimizer, tmp_path, overlap="backward")
+    assert optimizer.param_groups[0]["own"] is value
+
+
+def test_attributes_are_copied_for_the_trial(tmp_path: Path) -> None:
+    own = {"a": ([[RATE]],)}
+    optimizer = Momentum(model().parameters(), "nested", own, is_attribute=True)
+    optimizer.never_read = threading.Lock()  # type: ignore[attr-defined]
+    offload_optimizer(optimizer, tmp_path, overlap="forward")
+    assert optimizer.own is own
+    assert own == {"a": ([[RATE]],)}
+
+
+@pytest.mark.defends("what may change unseen is read in step() only")
+@pytest.mark.parametrize("name", ["dataclass", "object", "closure"])
+def test_what_may_change_unseen_is_read_in_the_step(name: str, tmp_path: Path) -> None:
+    expected = trained(None, "forward", name, is_attribute=False, is_before=False)
+    found = trained(tmp_path, "forward", name, is_attribute=False, is_before=False)
+    support.assert_equal_bits(found, expected)
+
+
+def on_one_array(place: Path | None, *overlaps: str) -> dict[str, Tensor]:
+    """Train two weights on the memory of one array, each with an optimizer of its own."""
+    torch.manual_seed(0)
+    memory = np.random.default_rng(0).standard_normal((512, 512), np.float32)
+    weights = [Parameter(torch.from_numpy(memory)) for _ in overlaps]
+    optimizers = [Momentum([one], "list", [RATE], is_attribute=False) for one in weights]
+    for optimizer, overlap in zip(optimizers, overlaps, strict=True):
+        if place is not None:
+            offload_optimizer(optimizer, place, overlap=overlap)  # type: ignore[arg-type]
+    for _ in range(STEPS):
+        sum(one.sin().sum() * factor for factor, one in enumerate(weights, 1)).backward()  # type: ignore[union-attr]
+        GATE.clear()
+        for optimizer in optimizers:
+            optimizer.step()
+        GATE.set()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    return {str(number): one.detach().clone() for number, one in enumerate(weights)}
+
+
+@pytest.mark.defends("weights on the memory of another optimizer's are updated in step()")
+@pytest.mark.parametrize("other", ["step", "forward"])
+def test_two_optimizers_of_weights_on_one_array(other: str, tmp_path: Path) -> None:
+    expected = on_one_array(None, "forward", other)
+    support.assert_equal_bits(on_one_array(tmp_path, "forward", other), expected)
+
+
+@pytest.mark.parametrize("what", ["weight", "gradient"])
+def test_whoever_gives_a_weight_other_memory_waits(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait_for = Deferred.wait_for
+
+    def opening(self: Deferred, part: PendingPart, tensor: Tensor) -> None:
+        GATE.set()
+        wait_for(self, part, tensor)
+
+    monkeypatch.setattr(Deferred, "wait_for", opening)
+    told = []
+    for place in (None, tmp_path):
+        module = model()
+        optimizer = Momentum(module.parameters(), "list", [RATE], is_attribute=False)
+        if place is not None:
+            offload_optimizer(optimizer, place, overlap="forward", buffer_bytes="1MiB")
+        for seed in range(STEPS):
+            backward(module, seed)
+            gradients = [param.grad for param in module.parameters()]
+            GATE.clear()
+            optimizer.step()
+            for param, gradient in zip(module.parameters(), gradients, strict=True):
+                changed = param if what == "weight" else gradient
+                assert changed is not None
+                with torch.no_grad():
+                    changed.set_(torch.full(tuple(changed.shape), 0.01))
+            GATE.set()
+            optimizer.zero_grad()
+        told.append(everything(module, optimizer))
+    support.assert_equal_bits(*told)
+
+
+def test_a_gradient_that_two_parameters_have_is_told(tmp_path: Path) -> None:
+    module = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    offload_optimizer(optimizer, tmp_path, overlap="backward", buffer_bytes="1MiB")
+    module(torch.randn(8, 256)).square().mean().backward()
+    first, second = (one.weight for one in module)  # type: ignore[union-attr]
+    assert type(second.grad) is TakenGradient
+    first.grad = second.grad  # type: ignore[assignment]
+    with pytest.raises(UnsupportedError, match="this gradient is gone"):
+        optimizer.step()
