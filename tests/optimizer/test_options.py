@@ -49,6 +49,14 @@ class Plain:
         self.rate = rate
 
 
+class Own(list[float]):
+    """A list that has an attribute."""
+
+    def __init__(self, values: list[float]) -> None:
+        super().__init__(values)
+        self.rate = values[0]
+
+
 @dataclass(frozen=True)
 class Kind:
     """A kind of values: how to make one of a rate, to read the rate, and to halve it in place."""
@@ -136,6 +144,9 @@ KINDS = {
     ),
     "chain": Kind(lambda: ChainMap({0: RATE}), lambda one: one[0], halve_item(0), is_kept=False),
     "dataclass": Kind(lambda: Config(RATE), lambda one: one.rate, halve_rate, is_kept=False),
+    "list with an attribute": Kind(
+        lambda: Own([RATE]), lambda one: one.rate, halve_rate, is_kept=False
+    ),
     "namespace": Kind(
         lambda: SimpleNamespace(rate=RATE), lambda one: one.rate, halve_rate, is_kept=False
     ),

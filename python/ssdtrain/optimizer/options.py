@@ -131,6 +131,9 @@ def _changing(value: Any, known: set[int]) -> type | None:
         return None
     known.add(id(value))
     parts = _parts_of(value)
+    # A container of a class of its own may have attributes, too; `data` is where others have all.
+    if parts is not None and getattr(value, "__dict__", {}).keys() - {"data"}:
+        return type(value)
     if parts is None:
         # defence: what may change unseen is read in step() only
         return None if _is_copied(value) else type(value)

@@ -183,8 +183,8 @@ def _refuse_counts(name: str, together: dict[str, Any], apart: dict[str, Any]) -
         raise UnsupportedError(
             f"{name} cannot be offloaded: its step leaves other attributes "
             f"({', '.join(sorted(others))}) if it is run over one part of the parameters after the "
-            "other, as one does that counts its calls; keep such a count in the state of each "
-            "parameter, or in the groups, as AdamW does"
+            "other, as one does that notes its calls in a list; count them in a number, or in the "
+            "state of each parameter, as AdamW does"
         )
 
 
