@@ -152,8 +152,17 @@ def test_an_optimizer_prints_one_line() -> None:
     )
     assert str(more) == (
         f"{stats}, 0.500 s waited outside of step(); gradients: 0 bytes on disk, at most 2 MiB in "
-        "memory, 0 bytes written, 0 bytes read, 0.000 s stalled; 2 writes failed"
+        "memory, 0 bytes written, 0 bytes read, 0.000 s stalled; 2 writes failed or were refused"
     )
+
+
+def test_an_optimizer_without_state_is_told(tmp_path: Path) -> None:
+    model = torch.nn.Linear(256, 256)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    offload_optimizer(optimizer, tmp_path)
+    model(torch.zeros(1, 256)).sum().backward()
+    optimizer.step()
+    assert str(optimizer.offload_stats).endswith("on disk only: the optimizer keeps none")
 
 
 def test_an_optimizer_says_why_nothing_is_on_the_disk(tmp_path: Path) -> None:
