@@ -386,6 +386,7 @@ def test_the_command_answers_for_a_recorded_step(
     assert main([*words, "--html", str(picture), "--save-plan", str(plan)]) == 0
     told = capsys.readouterr().out
     assert "offload" in told
+    assert "Weights, gradients and optimizer state are not in this step" in told
     columns, _, meanings = told.partition("above bound\n")
     for column in ("step", "stall", "again", "written", "drive life"):
         assert column in columns

@@ -121,9 +121,12 @@ def text(
         trace.name,
         f"{len(trace.kernels):,} kernels; at the peak of keep there are {kinds}",
         f"memory {memory}, drives write {write:.3g} and read {read:.3g} GB/s, host lends {host}",
-        "",
-        f"{'':12} {titles}",
     ]
+    if all(one.kind in {"activation", "workspace"} for one in trace.tensors):
+        shown.append(
+            "Weights, gradients and optimizer state are not in this step: add theirs to each peak."
+        )
+    shown += ["", f"{'':12} {titles}"]
     shown += [_line(row, rated_bytes) for row in rows]
     shown.append("")
     problems = [f"  {row.name}: {row.problem}" for row in rows if row.problem]
