@@ -104,6 +104,7 @@ INSTEAD = {
     "gradients on memory of others are used at once": "if False:",
     "frozen weights stay that another library has": "if False:",
     "what may change unseen is read in step() only": "return None",
+    "what parts of a step change differently is an error": "if False:",
     "weights on the memory of another optimizer's are updated in step()": "pass",
     "shared weights stay": "return True",
 }

@@ -43,23 +43,24 @@ from trained import everything
 WAIT_MAX_S = 60.0
 
 
+OPENED = threading.Event()
+
+
 class Gated(torch.optim.SGD):
     """An optimizer whose updates beside the forward wait for a gate."""
 
-    opened = threading.Event()
-
     def step(self, closure: Any = None) -> Any:
         if in_update():
-            assert self.opened.wait(WAIT_MAX_S), "nobody opened the gate"
+            assert OPENED.wait(WAIT_MAX_S), "nobody opened the gate"
         return super().step(closure)
 
 
 @pytest.fixture
 def gate() -> Iterator[threading.Event]:
     """Have updates beside the forward wait until the event is set."""
-    Gated.opened.clear()
-    yield Gated.opened
-    Gated.opened.set()
+    OPENED.clear()
+    yield OPENED
+    OPENED.set()
 
 
 def gated(module: nn.Module, place: Any, **options: Any) -> Any:

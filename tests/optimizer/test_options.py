@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
+import time
 from array import array
 from collections import ChainMap, OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +34,8 @@ LATER = ["forward", "backward"]
 GATE = threading.Event()
 """Updates beside a forward wait for it: so what changes after `step()` changes before them."""
 GATE.set()
+LATER_STEPS: list[int] = []
+"""One for each update beside a forward."""
 
 
 @dataclass
@@ -77,6 +80,14 @@ def halve_item(key: Any) -> Callable[[Any], None]:
 
 def halve_rate(value: Any) -> None:
     value.rate *= 0.5
+
+
+def halve_owner(value: Any) -> None:
+    value.__self__[0] *= 0.5
+
+
+def halve_first(value: Tensor) -> None:
+    value[0] *= 0.5
 
 
 def halve_nested(value: dict[str, tuple[list[list[float]]]]) -> None:
@@ -126,7 +137,7 @@ KINDS = {
     ),
     "parameter": Kind(parameter, lambda one: one, lambda one: one.data.mul_(0.5)),
     "array": Kind(lambda: np.array([RATE]), lambda one: float(one[0]), halve_item(0)),
-    "set": Kind(lambda: {RATE}, lambda one: next(iter(one)), halve_set),
+    "set": Kind(lambda: {RATE}, lambda one: next(iter(one)), halve_set, is_kept=False),
     "order": Kind(
         lambda: OrderedDict.fromkeys((RATE, RATE / 2)), lambda one: next(iter(one)), halve_order
     ),
@@ -147,20 +158,33 @@ KINDS = {
     "list with an attribute": Kind(
         lambda: Own([RATE]), lambda one: one.rate, halve_rate, is_kept=False
     ),
+    "array of columns": Kind(
+        lambda: np.asfortranarray(np.full((2, 3), RATE)),
+        lambda one: float(one[0, 0]),
+        halve_item(...),
+    ),
+    "expanded": Kind(
+        lambda: torch.tensor(RATE).expand(4), lambda one: one[0], halve_first, is_kept=False
+    ),
+    "a method of a list": Kind(
+        lambda: [RATE].__getitem__, lambda one: one(0), halve_owner, is_kept=False
+    ),
+    "class": Kind(
+        lambda: type("Config", (), {"rate": RATE}), lambda one: one.rate, halve_rate, is_kept=False
+    ),
     "namespace": Kind(
         lambda: SimpleNamespace(rate=RATE), lambda one: one.rate, halve_rate, is_kept=False
     ),
     "object": Kind(lambda: Plain(RATE), lambda one: one.rate, halve_rate, is_kept=False),
     "closure": Kind(closure, lambda one: one()[0], lambda one: halve_item(0)(one()), is_kept=False),
 }
+CALLED_ITSELF = "a method of a list"
+"""A trial of it would use the list itself, so as an attribute it is refused."""
 QUICK = ["nested", "parameter", "set", "order", "dataclass", "object"]
 
 
 class Momentum(Optimizer):
     """An optimizer of a user, whose rate is in an option of its group, or in an attribute."""
-
-    later_count = 0
-    """How many updates were made beside a forward."""
 
     def __init__(self, params: Any, kind: str, value: Any, *, is_attribute: bool) -> None:
         super().__init__(params, {"kind": kind} if is_attribute else {"kind": kind, "own": value})
@@ -170,7 +194,7 @@ class Momentum(Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         if in_update():
             assert GATE.wait(60)
-            type(self).later_count += 1
+            LATER_STEPS.append(len(LATER_STEPS))
         for group in self.param_groups:
             own = group["own"] if self.own is None else self.own
             rate = KINDS[group["kind"]].read(own)
@@ -222,8 +246,14 @@ def test_what_changes_in_place_counts_when_it_does_plainly(
     name: str, overlap: str, is_attribute: bool, is_before: bool, tmp_path: Path
 ) -> None:
     expected = trained(None, overlap, name, is_attribute=is_attribute, is_before=is_before)
-    Momentum.later_count = 0
-    if overlap == "backward" and is_before and KINDS[name].is_kept:
+    LATER_STEPS.clear()
+    if is_attribute and name == CALLED_ITSELF:
+        with pytest.raises(UnsupportedError, match="no attribute 'own'"):
+            trained(tmp_path, overlap, name, is_attribute=True, is_before=is_before)
+        return
+    # Of attributes only what nobody can change in place, and small tensors.
+    is_kept = KINDS[name].is_kept and (not is_attribute or name == "parameter")
+    if overlap == "backward" and is_before and is_kept:
         # The updates have used what was there when the first gradient was.
         with pytest.raises(UnsupportedError, match=r"'own'.* was changed"):
             trained(tmp_path, overlap, name, is_attribute=is_attribute, is_before=is_before)
@@ -231,12 +261,14 @@ def test_what_changes_in_place_counts_when_it_does_plainly(
     found = trained(tmp_path, overlap, name, is_attribute=is_attribute, is_before=is_before)
     support.assert_equal_bits(found, expected)
     if overlap == "forward":
-        assert (Momentum.later_count > 0) == KINDS[name].is_kept
+        assert bool(LATER_STEPS) == is_kept
 
 
 @pytest.mark.parametrize("name", support.shared_out(KINDS, quick=QUICK))
 @pytest.mark.parametrize("is_attribute", [True, False], ids=["attribute", "option"])
 def test_in_step_all_kinds_are_as_ever(name: str, is_attribute: bool, tmp_path: Path) -> None:
+    if is_attribute and name == CALLED_ITSELF:
+        return
     expected = trained(None, "step", name, is_attribute=is_attribute, is_before=False)
     found = trained(tmp_path, "step", name, is_attribute=is_attribute, is_before=False)
     support.assert_equal_bits(found, expected)
@@ -261,17 +293,48 @@ def test_a_scheduler_of_a_rate_that_is_a_parameter(overlap: str, tmp_path: Path)
 
 
 class Counting(torch.optim.SGD):
-    """Counts its calls in an attribute, and goes by it."""
+    """Counts its steps in an attribute, and goes by it; the fifth is after what a trial sees."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, lr=0.1, momentum=0.9)
         self.calls = 0
-        self.rates = [0.1, 0.05]
+        self.rate = 1.0
 
     def step(self, closure: Any = None) -> Any:
+        if any(param.grad is not None for group in self.param_groups for param in group["params"]):
+            self.calls += 1
+            if self.calls % 5 == 0:
+                self.rate *= 0.5
         for group in self.param_groups:
-            group["lr"] = self.rates[self.calls % 2]
+            group["lr"] = self.rate / (self.calls + 1)
+        return super().step(closure)
+
+
+@pytest.mark.defends("what parts of a step change differently is an error")
+def test_parts_that_change_an_attribute_differently_are_told(tmp_path: Path) -> None:
+    optimizer = Differing(model().parameters(), lr=0.1, momentum=0.9)
+    offload_optimizer(optimizer, tmp_path, buffer_bytes="1MiB")
+    for _ in range(4):
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                param.grad = torch.ones_like(param)
+        if optimizer.calls == 3:
+            with pytest.raises(UnsupportedError, match="sets 'last' to something else for some"):
+                optimizer.step()
+            return
+        optimizer.step()
+    raise AssertionError("the fourth step sets it")
+
+
+class Differing(torch.optim.SGD):
+    """Notes something of its last parameter, but not before its fourth step."""
+
+    calls = 0
+
+    def step(self, closure: Any = None) -> Any:
         self.calls += 1
+        if self.calls == 4:
+            self.last = self.param_groups[-1]["params"][-1].shape
         return super().step(closure)
 
 
@@ -280,16 +343,133 @@ def test_a_step_that_counts_its_calls_counts_steps(undo: bool, tmp_path: Path) -
     told = []
     for place in (None, tmp_path):
         module = model()
-        optimizer = Counting(module.parameters())
+        # The last one gets no gradient.
+        idle = Parameter(torch.ones(300, 300))
+        groups = [{"params": list(module.parameters())}, {"params": [idle]}]
+        optimizer = Counting(groups)
         if place is not None:
             offload_optimizer(optimizer, place, buffer_bytes="1MiB", undo=undo)
-        for seed in range(STEPS):
+        for seed in range(12):
             backward(module, seed)
             optimizer.step()
             assert optimizer.calls == seed + 1
             optimizer.zero_grad()
         told.append(everything(module, optimizer))
     support.assert_equal_bits(*told)
+
+
+class WarmedUp(torch.optim.SGD):
+    """Notes in its first step what it goes by later, in its groups and in itself."""
+
+    started = False
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group.setdefault("first_lr", float(group["lr"]))
+            if not self.started:
+                self.own_lr = float(group["lr"])
+            group["momentum"] = 0.5 + group["first_lr"] + self.own_lr
+        self.started = True
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("overlap", ["step", *LATER])
+def test_what_a_first_step_notes_is_there_in_the_second(overlap: str, tmp_path: Path) -> None:
+    told = []
+    for place in (None, tmp_path):
+        module = model()
+        optimizer = WarmedUp(module.parameters(), lr=0.1, momentum=0.9)
+        if place is not None:
+            offload_optimizer(optimizer, place, overlap=overlap, buffer_bytes="1MiB")  # type: ignore[arg-type]
+        scheduler = ExponentialLR(optimizer, 0.5)
+        for seed in range(STEPS):
+            backward(module, seed)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        told.append(everything(module, optimizer))
+        optimizer.zero_grad()
+        assert optimizer.started
+    support.assert_equal_bits(*told)
+
+
+class Stepping(torch.optim.SGD):
+    """Counts its steps in its groups, as many do, and takes a rate that is a tensor."""
+
+    def step(self, closure: Any = None) -> Any:
+        if in_update():
+            assert GATE.wait(60)
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+            group["weight_decay"] = float(group["own"]) / group["count"]
+        return super().step(closure)
+
+
+def test_a_rate_of_a_step_that_changes_its_groups(tmp_path: Path) -> None:
+    told = []
+    for place in (None, tmp_path):
+        module, rate = model(), torch.tensor(RATE)
+        optimizer = Stepping(module.parameters(), lr=0.1, momentum=0.9)
+        optimizer.param_groups[0]["own"] = rate
+        if place is not None:
+            offload_optimizer(optimizer, place, overlap="forward", buffer_bytes="1MiB")
+        for seed in range(STEPS):
+            backward(module, seed)
+            GATE.clear()
+            optimizer.step()
+            rate.mul_(0.5)
+            GATE.set()
+            optimizer.zero_grad()
+        told.append(everything(module, optimizer))
+        assert optimizer.param_groups[0]["count"] == STEPS
+    support.assert_equal_bits(*told)
+
+
+@dataclass
+class Valued(torch.optim.SGD):
+    """An optimizer that is equal to others, and has no hash."""
+
+    params: InitVar[Any]
+    when: Any = None
+
+    def __post_init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize("overlap", ["step", *LATER])
+def test_an_optimizer_that_is_a_dataclass(overlap: str, tmp_path: Path) -> None:
+    told = []
+    for place in (None, tmp_path):
+        module = model()
+        optimizer: Any = Valued(list(module.parameters()), time.localtime())
+        if place is not None:
+            offload_optimizer(optimizer, place, overlap=overlap, buffer_bytes="1MiB")  # type: ignore[arg-type]
+        for seed in range(STEPS):
+            backward(module, seed)
+            optimizer.step()
+            optimizer.zero_grad()
+        told.append(everything(module, optimizer))
+    support.assert_equal_bits(*told)
+
+
+class Slotted(torch.optim.SGD):
+    """Has an attribute that is in no dict."""
+
+    __slots__ = ("calls",)
+
+
+class Wrapped(torch.optim.SGD):
+    """Stands before another optimizer."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self.inner = torch.optim.SGD(self.param_groups, lr=0.1)
+
+
+@pytest.mark.parametrize(("kind", "message"), [(Slotted, "in __slots__"), (Wrapped, "'inner'")])
+def test_what_nobody_can_follow_is_refused(kind: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        offload_optimizer(kind(model().parameters()), tmp_path)
 
 
 class Logging(torch.optim.SGD):
@@ -322,7 +502,9 @@ class Locked(torch.optim.SGD):
 
 
 def test_an_attribute_that_cannot_be_copied_is_told(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="reads the attribute 'lock', which cannot be copi"):
+    with pytest.raises(
+        UnsupportedError, match=r"cannot be copied, and raised AttributeError: .* 'lock'"
+    ):
         offload_optimizer(Locked(model().parameters()), tmp_path)
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+from ssdtrain.errors import UnsupportedError
+from ssdtrain.optimizer.options import is_same
 
 __all__ = [
     "Chunk",
@@ -106,42 +109,67 @@ def own_step(kind: type[Optimizer]) -> Callable[..., Any]:
 
 
 class Settings:
-    """What updates change in a group besides parameters, such as a count of steps.
+    """What updates change besides parameters and state: options of a group, and attributes.
 
-    Each chunk begins with what the group had before the step, and all end with the same. So it is
-    with ``attributes`` of the optimizer, which are named.
+    Such as a count of steps. Each chunk begins with what there was before the step, and what one
+    changes all have in the end. ``ours`` are attributes that belong to no step.
     """
 
-    def __init__(self, attributes: Iterable[str] = ()) -> None:
-        self._changed: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
-        self._attributes = list(attributes)
+    def __init__(self, ours: Collection[str] = ()) -> None:
+        self._ours = {"state", "param_groups", *ours}
+        self._groups: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
         self._before: dict[str, Any] | None = None
+        self._changes: dict[str, Any] = {}
 
     def begin(self, optimizer: Optimizer) -> None:
         """Give the optimizer the attributes that it had before the step."""
+        now = self._attributes(optimizer)
         if self._before is None:
-            self._before = {name: getattr(optimizer, name, NONE) for name in self._attributes}
-        for name, value in self._before.items():
-            if value is NONE:
-                vars(optimizer).pop(name, None)
-            else:
-                vars(optimizer)[name] = value
-
-    def note(self, group: dict[str, Any], after: dict[str, Any]) -> None:
-        """Remember what the first chunk of a group changed."""
-        if id(group) in self._changed:
+            self._before = now
             return
-        changes = {
-            name: value
-            for name, value in after.items()
-            if name != "params" and (name not in group or value is not group[name])
-        }
-        self._changed[id(group)] = group, changes
+        for name in now.keys() - self._before.keys():
+            del vars(optimizer)[name]
+        vars(optimizer).update(self._before)
 
-    def apply(self, to: Mapping[int, dict[str, Any]] | None = None) -> None:
-        """Put the changes into the groups, or into those that ``to`` has for them, by ``id``."""
-        for number, (group, changes) in self._changed.items():
-            (to or {}).get(number, group).update(changes)
+    def note(self, optimizer: Optimizer, group: dict[str, Any], after: dict[str, Any]) -> None:
+        """Remember what a chunk has changed; raise ``UnsupportedError`` if others did otherwise."""
+        _, known = self._groups.setdefault(id(group), (group, {}))
+        _add(known, {name: one for name, one in _changed(group, after) if name != "params"})
+        _add(self._changes, dict(_changed(self._before or {}, self._attributes(optimizer))))
+
+    def apply(self, optimizer: object, to: Mapping[int, dict[str, Any]] | None = None) -> None:
+        """Put the changes into the optimizer and its groups: by ``id`` into those in ``to``."""
+        for number, (group, changes) in self._groups.items():
+            _put((to or {}).get(number, group), changes)
+        _put(vars(optimizer), self._changes)
+
+    def _attributes(self, optimizer: Optimizer) -> dict[str, Any]:
+        return {name: one for name, one in vars(optimizer).items() if name not in self._ours}
+
+
+def _changed(before: dict[str, Any], after: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name in before.keys() | after.keys():
+        value = after.get(name, NONE)
+        if value is not before.get(name, NONE):
+            yield name, value
+
+
+def _put(into: dict[str, Any], changes: dict[str, Any]) -> None:
+    into.update({name: value for name, value in changes.items() if value is not NONE})
+    for name in [name for name, value in changes.items() if value is NONE]:
+        into.pop(name, None)
+
+
+def _add(known: dict[str, Any], changes: dict[str, Any]) -> None:
+    for name, value in changes.items():
+        # defence: what parts of a step change differently is an error
+        if name in known and not is_same(known[name], value):
+            raise UnsupportedError(
+                f"the step of this optimizer sets {name!r} to something else for some parameters "
+                f"than for others ({known[name]!r} and {value!r}), and it is run over one part of "
+                "them after the other; use an optimizer that does not, such as AdamW"
+            )
+        known[name] = value
 
 
 def update(
@@ -161,4 +189,4 @@ def update(
             step(optimizer, **options)
     finally:
         optimizer.param_groups = groups
-    settings.note(chunk.group, group)
+    settings.note(optimizer, chunk.group, group)

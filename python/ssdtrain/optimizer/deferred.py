@@ -48,6 +48,7 @@ from ssdtrain.watched import look_at
 __all__ = [
     "Deferred",
     "is_sparse",
+    "join_all",
     "say_why_now",
     "settle_param",
     "why_none_later",
@@ -329,7 +330,7 @@ def settle_param(param: Tensor) -> None:
         look_at(param)
 
 
-def _join_all() -> None:
+def join_all() -> None:
     """Have no update under way.
 
     A forked child has no thread that would end it, and a process that ends would abort in its
@@ -340,5 +341,5 @@ def _join_all() -> None:
             updates.join()
 
 
-os.register_at_fork(before=_join_all)
-atexit.register(_join_all)
+os.register_at_fork(before=join_all)
+atexit.register(join_all)

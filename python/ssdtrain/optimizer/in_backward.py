@@ -53,6 +53,11 @@ OTHERS = (
     "and holds its update. No weight was changed. Drop that optimizer and what refers to it, such "
     "as its scheduler, or call its zero_grad() before each backward that is not its own"
 )
+ITSELF = (
+    "the optimizer's step has looked at the state of the optimizer by another way than self, such "
+    "as a method that was bound to it before (self.update = self.update_with), which discards what "
+    'backward began. No weight was changed but by that step itself. Use overlap="step"'
+)
 FAILED = (
     "an update in backward failed. Weights and state are those from before this step: call step() "
     "again once the cause is gone, or optimizer.zero_grad() to discard the step"
@@ -191,7 +196,8 @@ class InBackward:
 
         Another thread does it, because handlers of signals interrupt this one only.
         """
-        assert self._round is not None, "finish() comes before"
+        if self._round is None:
+            raise UnsupportedError(ITSELF)
         interrupt: BaseException | None = None
         try:
             self._thread.add(Job([], lambda _: self._publish(host)))
@@ -469,7 +475,7 @@ class InBackward:
                     record.is_published = True
                     record.updated = record.before = None
                     record.is_state_new = False
-        now.settings.apply({id(group): real for group, real in now.groups})
+        now.settings.apply(host, {id(group): real for group, real in now.groups})
         host._states.put_last([param for param in now.params if param not in now.known])
         if host._undo is not None:
             # From here on an interrupt of the other thread must not undo a part of the step.

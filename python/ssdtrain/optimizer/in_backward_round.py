@@ -26,13 +26,11 @@ from ssdtrain.optimizer.masters import Masters
 from ssdtrain.optimizer.options import (
     attributes,
     is_same,
-    kept_attributes,
-    kept_group,
+    kept_groups,
     why_not_kept,
 )
 from ssdtrain.optimizer.shared_memory import sharing_memory
 from ssdtrain.optimizer.state import ParameterState
-from ssdtrain.optimizer.trial import Habits
 from ssdtrain.optimizer.undo import Undo
 from ssdtrain.parameters.weights import weight_of
 
@@ -53,7 +51,8 @@ class Host(Protocol):
     _masters: Masters | None
     _gradients: Gradients | None
     _undo: Undo | None
-    _habits: Habits
+    _ours: frozenset[str]
+    """Names of the attributes that it has only since it is offloaded."""
 
     @property
     def _states(self) -> Any: ...
@@ -72,9 +71,9 @@ class Round:
     def __init__(self, host: Host) -> None:
         self.groups: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self.group_of: dict[int, dict[str, Any]] = {}
-        self.settings = Settings()
+        self.settings = Settings(host._ours)
         self.stand_in = host._stand_in()
-        self.attributes = kept_attributes(host, host._habits.read_attributes)
+        self.attributes = attributes(host, host._ours)
         self.known = set(host._states)
         self.unkept: str | None = None
         """Why no update may be made before ``step()``, if there is something that is not kept."""
@@ -90,10 +89,8 @@ class Round:
         added = host.param_groups[len(self.groups) :]
         if not added:
             return
-        self.unkept = why_not_kept(host, host._habits.read_attributes)
-        own = {id(param) for group in host.param_groups for param in group["params"]}
-        for real in added:
-            group = kept_group(real, own)
+        self.unkept = why_not_kept(host, host._ours)
+        for group, real in zip(kept_groups(added), added, strict=True):
             self.groups.append((group, real))
             self.group_of.update({id(param): group for param in group["params"]})
 
@@ -107,7 +104,7 @@ class Round:
                 if not _is_same(name, value, real[name]):
                     return f"param_groups[{number}][{name!r}]"
         # Last: `defaults` has the first group's options, too.
-        now = attributes(host, host._habits.read_attributes)
+        now = attributes(host, host._ours)
         for name in self.attributes.keys() | now.keys():
             both = name in self.attributes and name in now
             if not both or not is_same(self.attributes[name], now[name]):

@@ -34,6 +34,7 @@ from ssdtrain.optimizer.chunks import (
 from ssdtrain.optimizer.deferred import (
     Deferred,
     is_sparse,
+    join_all,
     say_why_now,
     settle_param,
     why_none_later,
@@ -45,7 +46,7 @@ from ssdtrain.optimizer.gradients import Gradients
 from ssdtrain.optimizer.in_backward import InBackward
 from ssdtrain.optimizer.lost import Lost
 from ssdtrain.optimizer.masters import Masters, refuse_shared_memory
-from ssdtrain.optimizer.options import kept_group, stand_in_of, why_not_kept
+from ssdtrain.optimizer.options import kept_groups, stand_in_of, why_not_kept
 from ssdtrain.optimizer.pending import in_update
 from ssdtrain.optimizer.sharded import has_shards, refuse_options
 from ssdtrain.optimizer.shared_memory import note_optimizer
@@ -78,7 +79,8 @@ class Offloaded(WholeState):
     _step_s: float
     _order: ForwardOrder | None
     _changes_groups: bool
-    _habits: Habits
+    _state_share: float
+    _ours: frozenset[str]
 
     def _begin(
         self,
@@ -92,12 +94,13 @@ class Offloaded(WholeState):
         has_masters: bool,
         gradients: Gradients | None,
     ) -> None:
+        of_user = {*vars(self)}
         self._own_kind = kind
         self._overlap = overlap
         self._disk = disk
         self._buffers = buffers
         self._gradients = gradients
-        self._habits = habits
+        self._state_share = habits.state_share
         self._masters = Masters(disk) if has_masters else None
         self._part_bytes = buffers.part_bytes
         # Beside backward what cannot be computed there is undone, as all else is not put in place.
@@ -116,7 +119,9 @@ class Offloaded(WholeState):
             gradients.end_updates = weakref.WeakMethod(self._end_updates)
         if overlap == "backward":
             self._in_backward = InBackward(self)
+        join_all()
         note_optimizer(self)
+        self._ours = frozenset({*vars(self), "_ours"} - of_user)
         # torch's own wrapper around `step`, which runs the hooks, now goes around ours.
         self._patch_step_function()
 
@@ -130,7 +135,7 @@ class Offloaded(WholeState):
     @property
     def param_groups(self) -> Any:
         """The groups of parameters, with the options that the next step will use."""
-        if self._changes_groups:
+        if self._changes_groups and not in_update():
             self.synchronize()
         return vars(self)["param_groups"]
 
@@ -212,7 +217,7 @@ class Offloaded(WholeState):
             self._gradients.watch()
         chunks = chunks_of(self.param_groups, self._bytes_with_gradient, self._part_bytes)
         parts = [Part([chunk]) for chunk in chunks]
-        settings = Settings(self._habits.changed_attributes)
+        settings = Settings(self._ours)
         room = self._buffers.reserve(map(self._size_of, parts))
         groups = self.param_groups
         try:
@@ -223,14 +228,13 @@ class Offloaded(WholeState):
                 for _ in self._updated(parts, self, settings, options, room):
                     pass
         except BaseException:
-            if self._undo is not None:
-                settings.begin(self)
+            (settings.apply if self._undo is None else settings.begin)(self)
             self._lost.forget_gradients()
             raise
         finally:
             # Each update does so; an interrupt may come just before it does.
             self.param_groups = groups
-        settings.apply()
+        settings.apply(self)
 
     def _step_after(self, updates: InBackward, options: dict[str, Any]) -> None:
         """Make the updates that backward has left, and put all of them in place."""
@@ -294,13 +298,11 @@ class Offloaded(WholeState):
         """Update what others may look at past us, and begin the updates of all else."""
         order.begin_round()
         # Schedulers and scalers set something else as soon as this step has returned.
-        groups = self.param_groups
-        if not self._changes_groups:
-            own = {id(param) for group in groups for param in group["params"]}
-            groups = [kept_group(group, own) for group in groups]
+        groups = kept_groups(self.param_groups)
+        real_of = dict(zip(map(id, groups), self.param_groups, strict=True))
         stand_in = self._stand_in()
         pairs = [(group, param) for group in groups for param in group["params"]]
-        reason = why_none_later(options) or why_not_kept(self, self._habits.read_attributes)
+        reason = why_none_later(options) or why_not_kept(self, self._ours)
         params = [param for _, param in pairs]
         reasons = [reason or one for one in why_not_later(params, self._gradients)]
         say_why_now(reasons, self._disk.notices)
@@ -313,7 +315,7 @@ class Offloaded(WholeState):
             held = self._gradients.hold_back(user, [param for _, param in later])
             now += [pair for pair in later if id(pair[1]) not in held]
             later = [pair for pair in later if id(pair[1]) in held]
-        settings, known = Settings(), set(self._states)
+        settings, known = Settings(self._ours), set(self._states)
         used = {id(group) for group, _ in pairs}
         empty = [Part([Chunk(group, [])]) for group in groups if id(group) not in used]
         parts = [*parts_in_order(now, self._bytes_with_gradient, self._part_bytes), *empty]
@@ -330,13 +332,13 @@ class Offloaded(WholeState):
             self._lost.forget_gradients()
             raise
         if not later:
-            settings.apply()
+            settings.apply(self, real_of)
             return
 
         def run(parts: list[Part], _holding: User = user) -> Iterator[Part]:
             with self._buffers.filled(room):
                 yield from self._updated(parts, stand_in, settings, {}, room)
-            settings.apply()
+            settings.apply(self, real_of)
             self._states.put_last([param for _, param in pairs if param not in known])
             self._lost.refuse(self._states, groups)
 
@@ -356,7 +358,7 @@ class Offloaded(WholeState):
             updates.join()
 
     def _stand_in(self) -> Optimizer:
-        return stand_in_of(self, self._own_kind, self._habits.read_attributes)
+        return stand_in_of(self, self._own_kind, self._ours)
 
     def _updated(
         self,
@@ -403,7 +405,7 @@ class Offloaded(WholeState):
     def _bytes_of(self, param: Tensor) -> int:
         has_masters = self._masters is not None
         state = self._states.get(param)
-        return bytes_of(param, state, self._habits.state_share, has_masters=has_masters)
+        return bytes_of(param, state, self._state_share, has_masters=has_masters)
 
     def _bytes_with_gradient(self, param: Tensor) -> int:
         """As ``_bytes_of``, or more, so that the gradients of a part keep under their bound."""

@@ -1,47 +1,50 @@
 """What a step reads besides weights, gradients and state: options of groups, and attributes.
 
 An update that is made later, or earlier, than the user's ``step()`` needs them as they are at one
-moment, whoever changes them in place after it. Of what cannot be kept so nobody knows when it
-changes, and the update has to be made in ``step()``.
+moment, whoever changes them in place after it. What is not sure to be kept so nobody can know: then
+the update has to be made in ``step()``.
 """
 
 from __future__ import annotations
 
 import copy
-from collections import UserDict, UserList, deque
-from collections.abc import Collection, Iterable
+from collections import Counter, OrderedDict, UserDict, UserList, deque
+from collections.abc import Collection, Iterator, Sequence
 from decimal import Decimal
 from enum import Enum
 from fractions import Fraction
-from itertools import chain
-from types import BuiltinFunctionType, FunctionType, NoneType
+from functools import cache
+from types import NoneType
 from typing import Any
 
 import numpy
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
-__all__ = [
-    "attributes",
-    "is_same",
-    "kept",
-    "kept_attributes",
-    "kept_group",
-    "stand_in_of",
-    "why_not_kept",
-]
+__all__ = ["attributes", "is_same", "kept", "kept_groups", "stand_in_of", "why_not_kept"]
 
 LISTS = (list, deque, UserList)
 DICTS = (dict, UserDict)
-SETS = (set, frozenset)
-UNCHANGING = (
-    *(NoneType, bool, int, float, complex, str, bytes, Decimal, Fraction, Enum, range, slice, type),
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format, numpy.dtype),
-    BuiltinFunctionType,
+COPIED = frozenset({tuple, list, deque, UserList, dict, OrderedDict, Counter, UserDict})
+"""Containers that are copied, with what is in them."""
+UNCHANGING = frozenset(
+    {
+        *(NoneType, bool, int, float, complex, str, bytes, range, Decimal, Fraction),
+        *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+    }
 )
 """Classes whose objects nobody can change."""
+SAYS_NOTHING = frozenset(
+    {
+        *("__module__", "__doc__", "__dict__", "__weakref__", "__orig_bases__", "__parameters__"),
+        *("__firstlineno__", "__static_attributes__", "__annotations__", "__slotnames__"),
+    }
+)
+"""What a class has that does nothing of its own."""
+ATTRIBUTE_BYTES_MAX = 64 << 10
+"""Of a tensor that is an attribute, to be copied in each step."""
 
 
 def kept(value: Any, own: Collection[int] = ()) -> Any:
@@ -53,124 +56,157 @@ def kept(value: Any, own: Collection[int] = ()) -> Any:
 
 
 def _kept(value: Any, own: Collection[int], known: dict[int, Any]) -> Any:
+    """As ``kept``; what is in it twice, by ``known``, is in its copy twice."""
     if id(value) in known:
         return known[id(value)]
-    if isinstance(value, tuple):
-        return tuple.__new__(type(value), [_kept(one, own, known) for one in value])
-    if isinstance(value, LISTS + DICTS):
+    if _is_container(value):
+        if isinstance(value, tuple):
+            return tuple.__new__(type(value), [_kept(one, own, known) for one in value])
         # First: a container may be in itself.
         found: Any = copy.copy(value)
         known[id(value)] = found
         for place, one in enumerate(value) if isinstance(value, LISTS) else list(value.items()):
             found[place] = _kept(one, own, known)
-        return found
-    if isinstance(value, set | numpy.ndarray | numpy.generic):
-        return value.copy()
-    if isinstance(value, Tensor) and id(value) not in own:
-        return value.detach().clone()
-    return value
+    elif id(value) in own or not _is_copied(value):
+        found = value
+    elif isinstance(value, Tensor):
+        found = known[id(value)] = value.detach().clone()
+    else:
+        found = known[id(value)] = value.copy(order="K")
+    return found
 
 
-def kept_group(group: dict[str, Any], own: Collection[int]) -> dict[str, Any]:
-    """Return a group of parameters with its options as they are now."""
-    return {
-        name: list(value) if name == "params" else kept(value, own) for name, value in group.items()
-    }
+def _is_container(value: Any) -> bool:
+    """Whether a value is a container of Python's own, or of a class that adds nothing to one."""
+    kind = type(value)
+    if kind in COPIED or (isinstance(value, tuple) and hasattr(kind, "_fields")):
+        return True
+    adds = vars(kind).keys() - SAYS_NOTHING
+    return not adds and kind.__bases__[0] in COPIED and not getattr(value, "__dict__", None)
 
 
-def attributes(optimizer: object, read: Collection[str]) -> dict[str, Any]:
-    """Return what the optimizer's own step may use besides groups and state.
+def kept_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return groups of parameters with their options as they are now."""
+    known: dict[int, Any] = {}
+    own = {id(param) for group in groups for param in group["params"]}
+    return [
+        {
+            name: list(value) if name == "params" else _kept(value, own, known)
+            for name, value in group.items()
+        }
+        for group in groups
+    ]
 
-    ``read`` names the attributes that it was seen to read. Of others those with an underscore are
-    torch's, or ours.
+
+@cache
+def _of_torch() -> frozenset[str]:
+    """Return the names of the attributes that each optimizer of torch has."""
+    plain = SGD([Parameter(torch.zeros(1))], lr=0.1)
+    return frozenset({*vars(plain), "_opt_called", "_step_count"})
+
+
+def attributes(optimizer: Any, ours: Collection[str]) -> dict[str, Any]:
+    """Return what the optimizer's own step may use besides groups and state, as it is now.
+
+    ``ours`` are the names of attributes that it has only since it is offloaded. Also what its
+    classes have belongs to it, where it is data.
     """
+    known = _of_torch()
+    found = {**dict(_of_classes(type(optimizer))), **vars(optimizer)}
     return {
-        name: value
-        for name, value in vars(optimizer).items()
-        if name not in {"state", "param_groups"} and (name in read or not name.startswith("_"))
+        name: value.detach().clone() if _is_small(value) else value
+        for name, value in found.items()
+        if name not in known and name not in ours
     }
 
 
-def kept_attributes(optimizer: Any, read: Collection[str]) -> dict[str, Any]:
-    """Return these attributes as they are now."""
-    own = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    return {name: kept(value, own) for name, value in attributes(optimizer, read).items()}
+def _is_small(value: Any) -> bool:
+    """Whether a value is a tensor that is copied although it may never be used."""
+    return isinstance(value, Tensor) and value.nbytes <= ATTRIBUTE_BYTES_MAX and _is_copied(value)
 
 
-def stand_in_of(optimizer: Optimizer, kind: type[Optimizer], read: Collection[str]) -> Optimizer:
+def _of_classes(kind: type) -> Iterator[tuple[str, Any]]:
+    for base in reversed(kind.__mro__):
+        # Of ours, and of torch's own, a step changes nothing.
+        if issubclass(base, Optimizer) and not base.__module__.startswith(("torch.", "ssdtrain.")):
+            for name, value in vars(base).items():
+                is_code = callable(value) or hasattr(type(value), "__get__")
+                if not (is_code or name.startswith("__")):
+                    yield name, value
+
+
+def stand_in_of(optimizer: Optimizer, kind: type[Optimizer], ours: Collection[str]) -> Optimizer:
     """Return an optimizer of a class, for updates, as this one is now."""
     made: Optimizer = object.__new__(kind)
-    vars(made).update({**vars(optimizer), **kept_attributes(optimizer, read)})
+    vars(made).update({**vars(optimizer), **attributes(optimizer, ours)})
     return made
 
 
-def why_not_kept(optimizer: Any, read: Collection[str]) -> str | None:
+def why_not_kept(optimizer: Any, ours: Collection[str]) -> str | None:
     """Return why options or attributes cannot be kept as they are at one moment, or ``None``."""
     for number, group in enumerate(optimizer.param_groups):
         for name, value in group.items():
             kind = None if name == "params" else _changing(value, set())
             if kind is not None:
                 return _named(f"param_groups[{number}][{name!r}]", kind)
-    for name in sorted(read):
-        kind = _changing(vars(optimizer).get(name), set())
-        if kind is not None:
-            return _named(f"the optimizer's attribute {name!r}", kind)
+    for name, value in attributes(optimizer, ours).items():
+        # A container that the step itself fills would be filled in a copy.
+        if not (_is_unchanging(value) or _is_small(value)):
+            return _named(f"the optimizer's attribute {name!r}", type(value))
     return None
 
 
 def _named(what: str, kind: type) -> str:
     return (
-        f"{what} has an object of the class {kind.__qualname__}, which may change in place without "
-        "being noticed (numbers, texts, tensors, arrays and containers of such are copied)"
+        f"{what} is or has something of the class {kind.__qualname__}, which may change in place "
+        "without being noticed"
     )
 
 
 def _changing(value: Any, known: set[int]) -> type | None:
     """Return the class of something in a value that a copy would not hold, or ``None``."""
-    if id(value) in known or isinstance(value, UNCHANGING):
+    if id(value) in known or _is_unchanging(value) or _is_copied(value):
         return None
     known.add(id(value))
-    parts = _parts_of(value)
-    # A container of a class of its own may have attributes, too; `data` is where others have all.
-    if parts is not None and getattr(value, "__dict__", {}).keys() - {"data"}:
-        return type(value)
-    if parts is None:
+    if not _is_container(value):
         # defence: what may change unseen is read in step() only
-        return None if _is_copied(value) else type(value)
-    keys, values = parts
-    found = chain(map(_changing_key, keys), (_changing(one, known) for one in values))
-    return next(filter(None, found), None)
+        return type(value)
+    is_dict = isinstance(value, DICTS)
+    keys = [type(key) for key in value if not _is_key(key)] if is_dict else []
+    values: Sequence[Any] = list(value.values()) if is_dict else list(value)
+    found = (kind for one in values if (kind := _changing(one, known)) is not None)
+    return next(iter(keys), None) or next(found, None)
 
 
-def _parts_of(value: Any) -> tuple[Iterable[Any], Iterable[Any]] | None:
-    """Return the keys (or elements of a set) and the values of a container; of others ``None``."""
-    if isinstance(value, SETS):
-        return value, ()
-    if isinstance(value, (tuple, *LISTS)):
-        return (), value
-    if isinstance(value, DICTS):
-        return value, value.values()
-    if isinstance(value, FunctionType):
-        # What it takes from around it may be changed there.
-        return (), (value.__closure__, value.__defaults__, value.__kwdefaults__)
-    return None
+def _is_key(key: Any) -> bool:
+    return isinstance(key, Parameter) or _is_unchanging(key)
+
+
+def _is_unchanging(value: Any) -> bool:
+    if isinstance(value, Enum):
+        return type(value.value) in UNCHANGING
+    if isinstance(value, numpy.generic):
+        return not isinstance(value, numpy.void)
+    if type(value) is tuple:
+        return all(map(_is_unchanging, value))
+    return type(value) in UNCHANGING or isinstance(value, numpy.dtype)
 
 
 def _is_copied(value: Any) -> bool:
+    """Whether a copy of a tensor or an array has all that a step may find in it."""
     if isinstance(value, Tensor):
-        return type(value) in (Tensor, Parameter) and value.layout is torch.strided
-    return isinstance(value, numpy.ndarray | numpy.generic) and not value.dtype.hasobject
-
-
-def _changing_key(value: Any) -> type | None:
-    """Return the same of an element of a set or a key, which are not copied."""
-    if isinstance(value, (tuple, frozenset)):
-        return next(filter(None, map(_changing_key, value)), None)
-    return None if isinstance(value, (Parameter, *UNCHANGING)) else type(value)
+        is_plain = type(value) in (Tensor, Parameter) and value.layout is torch.strided
+        is_whole = is_plain and value.is_contiguous() and not (value.is_conj() or value.is_neg())
+        return is_whole and not vars(value) and (not value.is_leaf or value.grad is None)
+    is_array = type(value) is numpy.ndarray and not value.dtype.hasobject
+    return is_array and (value.flags.c_contiguous or value.flags.f_contiguous)
 
 
 def is_same(one: Any, other: Any) -> bool:
-    """Whether two values are the same to whoever computes with them, to the last bit."""
+    """Whether two values are the same to whoever computes with them, to the last bit.
+
+    Of objects of other classes their attributes are compared; those without any count as the same.
+    """
     return _is_same(one, other, set())
 
 
@@ -183,25 +219,24 @@ def _is_same(one: Any, other: Any, known: set[tuple[int, int]]) -> bool:
     known.add((id(one), id(other)))
     if isinstance(one, (tuple, *LISTS, *DICTS)):
         return _has_same_parts(one, other, known)
-    compares: Any = type(one).__eq__
-    if compares is object.__eq__ and hasattr(one, "__dict__"):
-        return _is_same(vars(one), vars(other), known)
-    if isinstance(one, numpy.ndarray) and not one.dtype.hasobject:
+    if isinstance(one, numpy.ndarray):
         is_alike = (one.dtype, one.shape) == (other.dtype, other.shape)
-        return is_alike and one.tobytes() == other.tobytes()
-    # As text: zero has two signs, and what is no number equals nothing.
-    is_number = isinstance(one, float | complex)
-    return repr(one) == repr(other) if is_number else bool(numpy.all(one == other))
+        return is_alike and (one.dtype.hasobject or one.tobytes() == other.tobytes())
+    if isinstance(one, set | frozenset) or type(one) in UNCHANGING:
+        # As text: zero has two signs, and what is no number equals nothing.
+        is_number = isinstance(one, float | complex)
+        return repr(one) == repr(other) if is_number else bool(one == other)
+    # A method has those of its function.
+    return _is_same(getattr(one, "__dict__", None), getattr(other, "__dict__", None), known)
 
 
 def _has_same_parts(one: Any, other: Any, known: set[tuple[int, int]]) -> bool:
     if len(one) != len(other):
         return False
-    if not isinstance(one, DICTS):
-        return all(_is_same(*pair, known) for pair in zip(one, other, strict=True))
-    # In their order, which a step may go by.
-    pairs = zip(one.items(), other.items(), strict=True)
-    return all(_is_same(*pair, known) for pair in pairs)
+    # Dicts in their order, which a step may go by.
+    is_dict = isinstance(one, DICTS)
+    ours, theirs = (one.items(), other.items()) if is_dict else (one, other)
+    return all(_is_same(*pair, known) for pair in zip(ours, theirs, strict=True))
 
 
 def _has_same_bytes(one: Tensor, other: Tensor) -> bool:

@@ -23,13 +23,13 @@ __all__ = [
     "who_has_weight",
 ]
 
-_optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-"""The offloaded ones of this process."""
+_optimizers: weakref.WeakValueDictionary[int, Optimizer] = weakref.WeakValueDictionary()
+"""The offloaded ones of this process, by their ids: classes may say what is equal."""
 
 
 def note_optimizer(optimizer: Optimizer) -> None:
     """Have the parameters of an offloaded optimizer taken into account by the others."""
-    _optimizers.add(optimizer)
+    _optimizers[id(optimizer)] = optimizer
 
 
 def sharing_with_any(params: list[Tensor]) -> set[int]:
@@ -39,7 +39,7 @@ def sharing_with_any(params: list[Tensor]) -> set[int]:
     for which either of them waits.
     """
     all_params = {id(param): param for param in params}
-    for optimizer in list(_optimizers):
+    for optimizer in list(_optimizers.values()):
         # Past the property, which may wait.
         for group in vars(optimizer)["param_groups"]:
             # defence: weights on the memory of another optimizer's are updated in step()

@@ -12,8 +12,9 @@ import copy
 import inspect
 import random
 from collections import defaultdict
-from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from types import BuiltinMethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -67,7 +68,6 @@ class Habits:
     draws_random_numbers: bool = False
     changes_groups: bool = False
     changed_attributes: set[str] = field(default_factory=set)
-    read_attributes: set[str] = field(default_factory=set)
     state_share: float = 0.0
     """Bytes of state for each byte of a parameter, or of its master, but for what is factored."""
 
@@ -82,46 +82,6 @@ class Trial:
     """Whether they begin with state for each parameter, cut to its size, as this one has some."""
     in_shards: bool = False
     """Whether small parameters are in shards where those of the optimizer are."""
-
-
-class Asked:
-    """What a copy of an optimizer is asked for; it is given what torch leaves out of copies."""
-
-    def __init__(self) -> None:
-        self.names: set[str] = set()
-        """The attributes that were asked for, of those that the optimizer has."""
-        self._given: dict[str, Any] = {}
-        self._copies: dict[int, Any] = {}
-        """What stands for an object in copies, by its id."""
-
-    def watch(self, copied: Any, given: dict[str, Any], copies: dict[int, Any]) -> None:
-        """Begin, with the attributes of the optimizer itself."""
-        self._given, self._copies = given, copies
-        kind: Any = type(copied)
-        own = vars(copied)
-
-        def look(made: Any, name: str) -> Any:
-            if name in self._given and name not in NO_ATTRIBUTES:
-                self.names.add(name)
-                if name not in own:
-                    own[name] = self._copied(name, kind)
-            return kind.__getattribute__(made, name)
-
-        copied.__class__ = type(kind)(kind.__name__, (kind,), {"__getattribute__": look})
-
-    def _copied(self, name: str, kind: type) -> Any:
-        try:
-            return copy.deepcopy(self._given[name], self._copies)
-        except Exception as error:
-            raise UnsupportedError(
-                f"{kind.__name__} cannot be offloaded: its step reads the attribute {name!r}, "
-                f"which cannot be copied to try the step: {type(error).__name__}: {error}; keep "
-                "what is read in the groups of parameters, as numbers, texts or tensors"
-            ) from error
-
-    def end(self) -> None:
-        """Hold nothing of the optimizer any more: the class lives until Python looks for cycles."""
-        self._given, self._copies = {}, {}
 
 
 def tried(optimizer: Optimizer, *, has_masters: bool) -> Habits:
@@ -144,8 +104,7 @@ def tried(optimizer: Optimizer, *, has_masters: bool) -> Habits:
             sparse = _wants_sparse(trial)
             habits = Habits()
             together = _trained(trial, at_once=True, sparse=sparse, habits=habits)
-            changed = frozenset(habits.changed_attributes)
-            apart = _trained(trial, at_once=False, sparse=sparse, changed=changed)
+            apart = _trained(trial, at_once=False, sparse=sparse)
             if has_shards(optimizer):
                 _refuse_communication(trial)
     except UnsupportedError:
@@ -153,8 +112,9 @@ def tried(optimizer: Optimizer, *, has_masters: bool) -> Habits:
     except Exception as error:
         raise UnsupportedError(
             f"{name} cannot be offloaded: its step was tried on small tensors first, without a "
-            f"closure, and raised {type(error).__name__}: {error}; use an optimizer whose step "
-            "updates each parameter by itself, whatever its size, such as AdamW"
+            f"closure and attributes that cannot be copied, and raised {type(error).__name__}: "
+            f"{error}; use an optimizer whose step updates each parameter by itself, whatever its "
+            "size, such as AdamW"
         ) from error
     if not is_same(together[:3], apart[:3]):
         raise UnsupportedError(
@@ -279,25 +239,17 @@ def _trained(
     at_once: bool,
     sparse: bool,
     habits: Habits | None = None,
-    changed: Collection[str] = (),
 ) -> list[Any]:
     """Return all that a copy of the optimizer ends with after some steps on small parameters."""
     torch.manual_seed(SEED)
-    asked = Asked()
-    try:
-        copied = _small_copy(trial, asked)
-        for number in range(STEPS):
-            _give_gradients(copied, sparse=sparse)
-            before = _surroundings(copied)
-            asked.names.clear()
-            _make_step(copied, at_once=at_once, changed=changed)
-            if habits is not None:
-                habits.read_attributes |= asked.names
-                # In the first step much is made that stays as it is then.
-                if number:
-                    _note(habits, before, _surroundings(copied), asked.names)
-    finally:
-        asked.end()
+    copied = _small_copy(trial)
+    for number in range(STEPS):
+        _give_gradients(copied, sparse=sparse)
+        before = _surroundings(copied)
+        _make_step(copied, at_once=at_once)
+        # In the first step much is made that stays as it is then.
+        if habits is not None and number:
+            _note(habits, before, _surroundings(copied))
     params = _params_of(copied)
     places = {id(param): place for place, param in enumerate(params)}
     left = {name: _by_place(value, places) for name, value in _attributes_of(copied).items()}
@@ -310,21 +262,21 @@ def _give_gradients(copied: Optimizer, *, sparse: bool) -> None:
         param.grad = grad.to_sparse() if sparse else grad
 
 
-def _make_step(copied: Optimizer, *, at_once: bool, changed: Collection[str]) -> None:
+def _make_step(copied: Optimizer, *, at_once: bool) -> None:
     """Run a step over all parameters, or over one after the other."""
     step = own_step(type(copied))
     if at_once:
         with torch.no_grad():
             step(copied)
         return
-    settings = Settings(changed)
+    settings = Settings()
     for group in copied.param_groups:
-        for param in group["params"]:
-            update(copied, step, Chunk(group, [param]), settings, {})
-    settings.apply()
+        for part in [[param] for param in group["params"]] or [[]]:
+            update(copied, step, Chunk(group, part), settings, {})
+    settings.apply(copied)
 
 
-def _small_copy(trial: Trial, asked: Asked) -> Optimizer:
+def _small_copy(trial: Trial) -> Optimizer:
     """Return a copy of the optimizer, of a few small parameters."""
     optimizer = trial.optimizer
     small = {id(param): _small(param, trial) for param in _params_of(optimizer)}
@@ -338,8 +290,28 @@ def _small_copy(trial: Trial, asked: Asked) -> Optimizer:
     copied: Optimizer = copy.deepcopy(optimizer, {**small, id(optimizer.state): state})
     for group in copied.param_groups:
         group["params"] = _few(group["params"])
-    asked.watch(copied, vars(optimizer), {**small, id(optimizer): copied})
+    if len(small) == 1:
+        # One alone would not show what couples it to those of groups that are added later.
+        (one,) = _params_of(copied)
+        twin = one.detach().clone().requires_grad_(one.requires_grad)
+        next(group for group in copied.param_groups if group["params"])["params"].append(twin)
+        if one in state:
+            state[twin] = copy.deepcopy(state[one])
+    # What torch leaves out of copies.
+    known: dict[int, Any] = {**small, id(optimizer): copied}
+    for name, value in _attributes_of(optimizer).items():
+        if name not in vars(copied):
+            _give(copied, name, value, known)
     return copied
+
+
+def _give(copied: Optimizer, name: str, value: Any, known: dict[int, Any]) -> None:
+    """Give a copy an attribute; what cannot be copied, or would be called itself, it lacks."""
+    owner = getattr(value, "__self__", None) if isinstance(value, BuiltinMethodType) else None
+    if owner is not None and not isinstance(owner, ModuleType):
+        return
+    with suppress(Exception):  # whatever the classes of others raise; a step that needs it tells
+        vars(copied)[name] = copy.deepcopy(value, known)
 
 
 def _attributes_of(copied: Optimizer) -> dict[str, Any]:
@@ -376,15 +348,12 @@ def _surroundings(optimizer: Optimizer) -> tuple[Any, Any, dict[str, Any]]:
     )
 
 
-def _note(
-    habits: Habits, before: tuple[Any, Any, Any], after: tuple[Any, Any, Any], read: set[str]
-) -> None:
+def _note(habits: Habits, before: tuple[Any, Any, Any], after: tuple[Any, Any, Any]) -> None:
     habits.draws_random_numbers |= not is_same(before[0], after[0])
     habits.changes_groups |= not is_same(before[1], after[1])
-    # What was not there before was given to the copy when it was read, or is new.
     habits.changed_attributes |= {
         name
-        for name in before[2].keys() | (after[2].keys() - read)
+        for name in before[2].keys() | after[2].keys()
         if not (name in before[2] and name in after[2] and is_same(before[2][name], after[2][name]))
     }
 
@@ -440,6 +409,18 @@ def refuse_unfit(optimizer: object) -> None:
             f"this {name} has no state of its own: it stands before another optimizer, as what "
             "Accelerate's prepare() returns. Give that one to offload_optimizer (it is mostly its "
             "attribute `optimizer`), or call offload_optimizer before prepare()"
+        )
+    slots = [one for base in type(optimizer).__mro__ for one in vars(base).get("__slots__", ())]
+    if slots:
+        raise UnsupportedError(
+            f"{name} cannot be offloaded: it has attributes in __slots__ ({', '.join(slots)}), of "
+            "which nobody could tell whether a step changes them; make them usual ones"
+        )
+    inner = [one for one, value in vars(optimizer).items() if isinstance(value, Optimizer)]
+    if inner:
+        raise UnsupportedError(
+            f"{name} cannot be offloaded: it stands before another optimizer (its attribute "
+            f"{inner[0]!r}); give that one to offload_optimizer"
         )
     for group in optimizer.param_groups:
         if group.get("differentiable"):
