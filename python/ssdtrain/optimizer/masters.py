@@ -451,7 +451,8 @@ def _packed(master: Tensor, weight: Tensor) -> tuple[MasterCode, Tensor] | None:
 
 def say_if_there_are_none(disk: Disk, groups: list[dict[str, Any]], *, wanted: bool) -> None:
     """Tell whoever wanted masters if no parameter has one."""
-    if wanted and not any(wants_master(param) for group in groups for param in group["params"]):
+    dtypes = {param.dtype for group in groups for param in group["params"]}
+    if wanted and dtypes.isdisjoint(KINDS):
         disk.notices.say(
             "no masters",
             "master_dtype=torch.float32 changes nothing: no parameter of the optimizer is "
