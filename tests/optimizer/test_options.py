@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import threading
-import time
 from array import array
 from collections import ChainMap, OrderedDict
 from collections.abc import Callable
-from dataclasses import InitVar, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,19 +20,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ExponentialLR
 
 import support
+from gated import GATE, LATER, RATE, STEPS, backward, train
 from ssdtrain import UnsupportedError, offload_optimizer
 from ssdtrain.optimizer.deferred import Deferred, PendingPart
 from ssdtrain.optimizer.in_backward import InBackward
-from ssdtrain.optimizer.pending import in_update
+from ssdtrain.optimizer.pending import in_update, is_pending
 from ssdtrain.optimizer.taken import TakenGradient
-from trained import WIDTH, everything, model
+from trained import everything, model
 
-RATE = 0.125
-STEPS = 3
-LATER = ["forward", "backward"]
-GATE = threading.Event()
-"""Updates beside a forward wait for it: so what changes after `step()` changes before them."""
-GATE.set()
 LATER_STEPS: list[int] = []
 """One for each update beside a forward."""
 
@@ -207,11 +201,6 @@ class Momentum(Optimizer):
                     param.sub_(state["momentum"] * rate)
 
 
-def backward(module: nn.Module, seed: int) -> None:
-    x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(seed))
-    module(x).square().mean().backward()
-
-
 def trained(
     place: Path | None, overlap: str, name: str, *, is_attribute: bool, is_before: bool
 ) -> dict[str, Tensor]:
@@ -268,6 +257,8 @@ def test_what_changes_in_place_counts_when_it_does_plainly(
 @pytest.mark.parametrize("is_attribute", [True, False], ids=["attribute", "option"])
 def test_in_step_all_kinds_are_as_ever(name: str, is_attribute: bool, tmp_path: Path) -> None:
     if is_attribute and name == CALLED_ITSELF:
+        with pytest.raises(UnsupportedError, match="no attribute 'own'"):
+            trained(tmp_path, "step", name, is_attribute=True, is_before=False)
         return
     expected = trained(None, "step", name, is_attribute=is_attribute, is_before=False)
     found = trained(tmp_path, "step", name, is_attribute=is_attribute, is_before=False)
@@ -283,229 +274,10 @@ def test_a_scheduler_of_a_rate_that_is_a_parameter(overlap: str, tmp_path: Path)
         if place is not None:
             offload_optimizer(optimizer, place, overlap=overlap, buffer_bytes="1MiB")  # type: ignore[arg-type]
         scheduler = ExponentialLR(optimizer, 0.5)
-        for seed in range(STEPS):
-            backward(module, seed)
-            optimizer.step()
+        for _ in train(module, optimizer):
             scheduler.step()
-            optimizer.zero_grad()
         told.append(everything(module, optimizer))
     support.assert_equal_bits(*told)
-
-
-class Counting(torch.optim.SGD):
-    """Counts its steps in an attribute, and goes by it; the fifth is after what a trial sees."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, lr=0.1, momentum=0.9)
-        self.calls = 0
-        self.rate = 1.0
-
-    def step(self, closure: Any = None) -> Any:
-        if any(param.grad is not None for group in self.param_groups for param in group["params"]):
-            self.calls += 1
-            if self.calls % 5 == 0:
-                self.rate *= 0.5
-        for group in self.param_groups:
-            group["lr"] = self.rate / (self.calls + 1)
-        return super().step(closure)
-
-
-@pytest.mark.defends("what parts of a step change differently is an error")
-def test_parts_that_change_an_attribute_differently_are_told(tmp_path: Path) -> None:
-    optimizer = Differing(model().parameters(), lr=0.1, momentum=0.9)
-    offload_optimizer(optimizer, tmp_path, buffer_bytes="1MiB")
-    for _ in range(4):
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                param.grad = torch.ones_like(param)
-        if optimizer.calls == 3:
-            with pytest.raises(UnsupportedError, match="sets 'last' to something else for some"):
-                optimizer.step()
-            return
-        optimizer.step()
-    raise AssertionError("the fourth step sets it")
-
-
-class Differing(torch.optim.SGD):
-    """Notes something of its last parameter, but not before its fourth step."""
-
-    calls = 0
-
-    def step(self, closure: Any = None) -> Any:
-        self.calls += 1
-        if self.calls == 4:
-            self.last = self.param_groups[-1]["params"][-1].shape
-        return super().step(closure)
-
-
-@pytest.mark.parametrize("undo", [False, True])
-def test_a_step_that_counts_its_calls_counts_steps(undo: bool, tmp_path: Path) -> None:
-    told = []
-    for place in (None, tmp_path):
-        module = model()
-        # The last one gets no gradient.
-        idle = Parameter(torch.ones(300, 300))
-        groups = [{"params": list(module.parameters())}, {"params": [idle]}]
-        optimizer = Counting(groups)
-        if place is not None:
-            offload_optimizer(optimizer, place, buffer_bytes="1MiB", undo=undo)
-        for seed in range(12):
-            backward(module, seed)
-            optimizer.step()
-            assert optimizer.calls == seed + 1
-            optimizer.zero_grad()
-        told.append(everything(module, optimizer))
-    support.assert_equal_bits(*told)
-
-
-class WarmedUp(torch.optim.SGD):
-    """Notes in its first step what it goes by later, in its groups and in itself."""
-
-    started = False
-
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            group.setdefault("first_lr", float(group["lr"]))
-            if not self.started:
-                self.own_lr = float(group["lr"])
-            group["momentum"] = 0.5 + group["first_lr"] + self.own_lr
-        self.started = True
-        return super().step(closure)
-
-
-@pytest.mark.parametrize("overlap", ["step", *LATER])
-def test_what_a_first_step_notes_is_there_in_the_second(overlap: str, tmp_path: Path) -> None:
-    told = []
-    for place in (None, tmp_path):
-        module = model()
-        optimizer = WarmedUp(module.parameters(), lr=0.1, momentum=0.9)
-        if place is not None:
-            offload_optimizer(optimizer, place, overlap=overlap, buffer_bytes="1MiB")  # type: ignore[arg-type]
-        scheduler = ExponentialLR(optimizer, 0.5)
-        for seed in range(STEPS):
-            backward(module, seed)
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-        told.append(everything(module, optimizer))
-        optimizer.zero_grad()
-        assert optimizer.started
-    support.assert_equal_bits(*told)
-
-
-class Stepping(torch.optim.SGD):
-    """Counts its steps in its groups, as many do, and takes a rate that is a tensor."""
-
-    def step(self, closure: Any = None) -> Any:
-        if in_update():
-            assert GATE.wait(60)
-        for group in self.param_groups:
-            group["count"] = group.get("count", 0) + 1
-            group["weight_decay"] = float(group["own"]) / group["count"]
-        return super().step(closure)
-
-
-def test_a_rate_of_a_step_that_changes_its_groups(tmp_path: Path) -> None:
-    told = []
-    for place in (None, tmp_path):
-        module, rate = model(), torch.tensor(RATE)
-        optimizer = Stepping(module.parameters(), lr=0.1, momentum=0.9)
-        optimizer.param_groups[0]["own"] = rate
-        if place is not None:
-            offload_optimizer(optimizer, place, overlap="forward", buffer_bytes="1MiB")
-        for seed in range(STEPS):
-            backward(module, seed)
-            GATE.clear()
-            optimizer.step()
-            rate.mul_(0.5)
-            GATE.set()
-            optimizer.zero_grad()
-        told.append(everything(module, optimizer))
-        assert optimizer.param_groups[0]["count"] == STEPS
-    support.assert_equal_bits(*told)
-
-
-@dataclass
-class Valued(torch.optim.SGD):
-    """An optimizer that is equal to others, and has no hash."""
-
-    params: InitVar[Any]
-    when: Any = None
-
-    def __post_init__(self, params: Any) -> None:
-        super().__init__(params, lr=0.1, momentum=0.9)
-
-
-@pytest.mark.parametrize("overlap", ["step", *LATER])
-def test_an_optimizer_that_is_a_dataclass(overlap: str, tmp_path: Path) -> None:
-    told = []
-    for place in (None, tmp_path):
-        module = model()
-        optimizer: Any = Valued(list(module.parameters()), time.localtime())
-        if place is not None:
-            offload_optimizer(optimizer, place, overlap=overlap, buffer_bytes="1MiB")  # type: ignore[arg-type]
-        for seed in range(STEPS):
-            backward(module, seed)
-            optimizer.step()
-            optimizer.zero_grad()
-        told.append(everything(module, optimizer))
-    support.assert_equal_bits(*told)
-
-
-class Slotted(torch.optim.SGD):
-    """Has an attribute that is in no dict."""
-
-    __slots__ = ("calls",)
-
-
-class Wrapped(torch.optim.SGD):
-    """Stands before another optimizer."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, lr=0.1)
-        self.inner = torch.optim.SGD(self.param_groups, lr=0.1)
-
-
-@pytest.mark.parametrize(("kind", "message"), [(Slotted, "in __slots__"), (Wrapped, "'inner'")])
-def test_what_nobody_can_follow_is_refused(kind: Any, message: str, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match=message):
-        offload_optimizer(kind(model().parameters()), tmp_path)
-
-
-class Logging(torch.optim.SGD):
-    """Notes its calls in a list, in place."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, lr=0.1, momentum=0.9)
-        self.calls: list[str] = []
-
-    def step(self, closure: Any = None) -> Any:
-        self.calls.append("step")
-        return super().step(closure)
-
-
-def test_a_step_that_notes_its_calls_in_place_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match=r"leaves other attributes \(calls\)"):
-        offload_optimizer(Logging(model().parameters()), tmp_path)
-
-
-class Locked(torch.optim.SGD):
-    """Has an attribute that cannot be copied."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, lr=0.1, momentum=0.9)
-        self.lock = threading.Lock()
-
-    def step(self, closure: Any = None) -> Any:
-        with self.lock:
-            return super().step(closure)
-
-
-def test_an_attribute_that_cannot_be_copied_is_told(tmp_path: Path) -> None:
-    with pytest.raises(
-        UnsupportedError, match=r"cannot be copied, and raised AttributeError: .* 'lock'"
-    ):
-        offload_optimizer(Locked(model().parameters()), tmp_path)
 
 
 @pytest.mark.parametrize("value", [float("nan"), Plain(1.0), (float("nan"), Plain(1.0))])
@@ -533,12 +305,22 @@ def test_what_may_change_unseen_is_read_in_the_step(name: str, tmp_path: Path) -
     support.assert_equal_bits(found, expected)
 
 
-def on_one_array(place: Path | None, *overlaps: str) -> dict[str, Tensor]:
+class Equal(Momentum):
+    """An optimizer that is equal to all others of its class."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Equal)
+
+    def __hash__(self) -> int:
+        return 1
+
+
+def on_one_array(place: Path | None, kind: Any, *overlaps: str) -> dict[str, Tensor]:
     """Train two weights on the memory of one array, each with an optimizer of its own."""
     torch.manual_seed(0)
     memory = np.random.default_rng(0).standard_normal((512, 512), np.float32)
     weights = [Parameter(torch.from_numpy(memory)) for _ in overlaps]
-    optimizers = [Momentum([one], "list", [RATE], is_attribute=False) for one in weights]
+    optimizers = [kind([one], "list", [RATE], is_attribute=False) for one in weights]
     for optimizer, overlap in zip(optimizers, overlaps, strict=True):
         if place is not None:
             offload_optimizer(optimizer, place, overlap=overlap)  # type: ignore[arg-type]
@@ -556,8 +338,36 @@ def on_one_array(place: Path | None, *overlaps: str) -> dict[str, Tensor]:
 @pytest.mark.defends("weights on the memory of another optimizer's are updated in step()")
 @pytest.mark.parametrize("other", ["step", "forward"])
 def test_two_optimizers_of_weights_on_one_array(other: str, tmp_path: Path) -> None:
-    expected = on_one_array(None, "forward", other)
-    support.assert_equal_bits(on_one_array(tmp_path, "forward", other), expected)
+    expected = on_one_array(None, Momentum, "forward", other)
+    support.assert_equal_bits(on_one_array(tmp_path, Momentum, "forward", other), expected)
+
+
+def test_optimizers_that_are_equal_are_still_two(tmp_path: Path) -> None:
+    expected = on_one_array(None, Equal, "forward", "step")
+    support.assert_equal_bits(on_one_array(tmp_path, Equal, "forward", "step"), expected)
+
+
+def test_to_offload_another_optimizer_waits_for_updates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    join = Deferred.join
+
+    def opening(self: Deferred) -> None:
+        GATE.set()
+        join(self)
+
+    monkeypatch.setattr(Deferred, "join", opening)
+    module = model()
+    optimizer = Momentum(module.parameters(), "list", [RATE], is_attribute=False)
+    offload_optimizer(optimizer, tmp_path, overlap="forward", buffer_bytes="1MiB")
+    backward(module, 0)
+    GATE.clear()
+    optimizer.step()
+    assert any(map(is_pending, module.parameters()))
+    offload_optimizer(torch.optim.SGD(model().parameters(), lr=0.1), tmp_path)
+    is_waiting = any(map(is_pending, module.parameters()))
+    GATE.set()
+    assert not is_waiting
 
 
 @pytest.mark.parametrize("what", ["weight", "gradient"])

@@ -56,7 +56,7 @@ OTHERS = (
 ITSELF = (
     "the optimizer's step has looked at the state of the optimizer by another way than self, such "
     "as a method that was bound to it before (self.update = self.update_with), which discards what "
-    'backward began. No weight was changed but by that step itself. Use overlap="step"'
+    'backward began. Use overlap="step"'
 )
 FAILED = (
     "an update in backward failed. Weights and state are those from before this step: call step() "

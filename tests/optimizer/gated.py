@@ -1,0 +1,33 @@
+"""What tests of options and of users' optimizers share: a gate for updates, and a loop of steps."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from trained import WIDTH
+
+RATE = 0.125
+STEPS = 3
+LATER = ["forward", "backward"]
+GATE = threading.Event()
+"""Updates beside a forward wait for it: so what changes after `step()` changes before them."""
+GATE.set()
+
+
+def backward(module: nn.Module, seed: int) -> None:
+    x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(seed))
+    module(x).square().mean().backward()
+
+
+def train(module: nn.Module, optimizer: Optimizer, *, steps: int = STEPS) -> Iterator[int]:
+    """Make steps; between two of them it is the caller's turn."""
+    for seed in range(steps):
+        backward(module, seed)
+        optimizer.step()
+        yield seed
+        optimizer.zero_grad()
