@@ -57,6 +57,7 @@ INSTEAD = {
     "provenance: the walk to the parameter": "for _ in 0..0 {",
     "shared counters below autograd": "if True:",
     "storage offset": "offset: 0,",
+    "what changes in place beside a forward or a backward is an error": "if False:",
     "what is computed again is compared": "if False:",
     "strides": ('let stride = empty.call_method1("new_empty", (&size,))?.call_method0("stride")?;'),
     "the gate": "records.begin_write(record, self.keeper.bind(py))?;",

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 
 import support
 from gated import GATE, LATER, RATE, STEPS, backward, train
-from ssdtrain import StorageError, UnsupportedError, offload_optimizer
+from ssdtrain import UnsupportedError, offload_optimizer
 from ssdtrain.optimizer.pending import in_update
 from trained import WIDTH, everything, model
 
@@ -229,7 +229,7 @@ def test_a_look_past_self_in_a_step_after_backward_is_told(tmp_path: Path) -> No
     optimizer = Bound(module.parameters())
     offload_optimizer(optimizer, tmp_path, overlap="backward", buffer_bytes="1MiB")
     backward(module, 0)
-    with pytest.raises(StorageError, match="by another way than self"):
+    with pytest.raises(UnsupportedError, match=r"by another way than self.* \(the step was undone"):
         optimizer.step()
 
 
@@ -253,23 +253,6 @@ def test_what_nobody_can_follow_is_refused(kind: Any, message: str, tmp_path: Pa
         offload_optimizer(kind(model().parameters()), tmp_path)
 
 
-class Logging(torch.optim.SGD):
-    """Notes its calls in a list, in place."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, lr=0.1, momentum=0.9)
-        self.calls: list[str] = []
-
-    def step(self, closure: Any = None) -> Any:
-        self.calls.append("step")
-        return super().step(closure)
-
-
-def test_a_step_that_notes_its_calls_in_place_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match=r"leaves other attributes \(calls\)"):
-        offload_optimizer(Logging(model().parameters()), tmp_path)
-
-
 class Locked(torch.optim.SGD):
     """Has an attribute that cannot be copied."""
 
@@ -284,6 +267,6 @@ class Locked(torch.optim.SGD):
 
 def test_an_attribute_that_cannot_be_copied_is_told(tmp_path: Path) -> None:
     with pytest.raises(
-        UnsupportedError, match=r"cannot be copied, and raised AttributeError: .* 'lock'"
+        UnsupportedError, match=r"'lock' could not be copied for that: cannot pickle '_thread.lock'"
     ):
         offload_optimizer(Locked(model().parameters()), tmp_path)

@@ -31,6 +31,7 @@ __all__ = [
     "current_node",
     "current_stream",
     "dispatch_keys",
+    "has_hooks_on_all_steps",
     "hide_hooks",
     "holders_of",
     "hooks_allowed",
@@ -77,6 +78,15 @@ def _find(path: str) -> Callable[..., Any]:
 
 sequence_number: Callable[[], int] = _find("_C._autograd._get_sequence_nr")
 """The number that the next node made in this thread will get."""
+
+
+def has_hooks_on_all_steps() -> bool:
+    """Whether there are hooks on the steps of all optimizers, but for ours."""
+    of_optimizers = import_module("torch.optim.optimizer")
+    of_both = (getattr(of_optimizers, f"_global_optimizer_{one}_hooks") for one in ("pre", "post"))
+    hooks = [hook for hooks in of_both for hook in hooks.values()]
+    return any(not getattr(hook, "__module__", "").startswith("ssdtrain.") for hook in hooks)
+
 
 current_backward: Callable[[], int] = _find("_C._current_graph_task_id")
 """The number of the backward that runs in this thread, or -1."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,22 +13,25 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ssdtrain.errors import UnsupportedError
-from ssdtrain.optimizer.options import is_same
+from ssdtrain.machine.torch_internals import has_hooks_on_all_steps
+from ssdtrain.optimizer.settings import Settings
 
 __all__ = [
+    "CLOSURE",
     "Chunk",
     "Part",
-    "Settings",
+    "arguments_of",
     "chunks_of",
     "name_of",
     "own_step",
     "parts_in_order",
+    "run",
     "update",
 ]
 
-
-NONE = object()
-"""What an attribute is that is not there."""
+CLOSURE = "closure"
+STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+"""Where torch has the hooks on the steps of an optimizer."""
 
 
 @dataclass(frozen=True)
@@ -108,68 +113,59 @@ def own_step(kind: type[Optimizer]) -> Callable[..., Any]:
     return getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
 
 
-class Settings:
-    """What updates change besides parameters and state: options of a group, and attributes.
+def arguments_of(
+    kind: type[Optimizer], given: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[Callable[[], Any] | None, dict[str, Any]]:
+    """Return the closure that a step is given, and all else by name.
 
-    Such as a count of steps. Each chunk begins with what there was before the step, and what one
-    changes all have in the end. ``ours`` are attributes that belong to no step.
+    Raises ``TypeError``, as the optimizer's own step, for what it does not take.
     """
-
-    def __init__(self, ours: Collection[str] = ()) -> None:
-        self._ours = {"state", "param_groups", *ours}
-        self._groups: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
-        self._before: dict[str, Any] | None = None
-        self._changes: dict[str, Any] = {}
-
-    def begin(self, optimizer: Optimizer) -> None:
-        """Give the optimizer the attributes that it had before the step."""
-        now = self._attributes(optimizer)
-        if self._before is None:
-            self._before = now
-            return
-        for name in now.keys() - self._before.keys():
-            del vars(optimizer)[name]
-        vars(optimizer).update(self._before)
-
-    def note(self, optimizer: Optimizer, group: dict[str, Any], after: dict[str, Any]) -> None:
-        """Remember what a chunk has changed; raise ``UnsupportedError`` if others did otherwise."""
-        _, known = self._groups.setdefault(id(group), (group, {}))
-        _add(known, {name: one for name, one in _changed(group, after) if name != "params"})
-        _add(self._changes, dict(_changed(self._before or {}, self._attributes(optimizer))))
-
-    def apply(self, optimizer: object, to: Mapping[int, dict[str, Any]] | None = None) -> None:
-        """Put the changes into the optimizer and its groups: by ``id`` into those in ``to``."""
-        for number, (group, changes) in self._groups.items():
-            _put((to or {}).get(number, group), changes)
-        _put(vars(optimizer), self._changes)
-
-    def _attributes(self, optimizer: Optimizer) -> dict[str, Any]:
-        return {name: one for name, one in vars(optimizer).items() if name not in self._ours}
-
-
-def _changed(before: dict[str, Any], after: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    for name in before.keys() | after.keys():
-        value = after.get(name, NONE)
-        if value is not before.get(name, NONE):
-            yield name, value
-
-
-def _put(into: dict[str, Any], changes: dict[str, Any]) -> None:
-    into.update({name: value for name, value in changes.items() if value is not NONE})
-    for name in [name for name, value in changes.items() if value is NONE]:
-        into.pop(name, None)
-
-
-def _add(known: dict[str, Any], changes: dict[str, Any]) -> None:
-    for name, value in changes.items():
-        # defence: what parts of a step change differently is an error
-        if name in known and not is_same(known[name], value):
+    if not given and named.keys() <= {CLOSURE}:
+        return named.get(CLOSURE), {}
+    signature = inspect.signature(own_step(kind))
+    own, *others = signature.parameters.values()
+    found = dict(signature.bind(None, *given, **named).arguments)
+    del found[own.name]
+    for parameter in others:
+        if parameter.kind is parameter.VAR_KEYWORD:
+            found.update(found.pop(parameter.name, {}))
+        by_place = parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL)
+        if by_place and parameter.name in found:
             raise UnsupportedError(
-                f"the step of this optimizer sets {name!r} to something else for some parameters "
-                f"than for others ({known[name]!r} and {value!r}), and it is run over one part of "
-                "them after the other; use an optimizer that does not, such as AdamW"
+                f"the step of an offloaded {kind.__name__} was given {parameter.name!r} by its "
+                "place alone, and it is run once for each part of the parameters; give it by name"
             )
-        known[name] = value
+    # Whatever its name: one that is called for each part of the parameters would be called often.
+    names = [CLOSURE, *(parameter.name for parameter in others[:1])]
+    closure = next((found.pop(name) for name in names if callable(found.get(name))), None)
+    found.pop(CLOSURE, None)
+    return closure, found
+
+
+class _NoHooks(OrderedDict[int, Any]):
+    """In the place of hooks on steps, which run around all parts, while one part is updated."""
+
+    def values(self) -> Any:
+        """Refuse: torch is about to run the hooks, once more for each part."""
+        raise UnsupportedError(
+            "there are hooks on steps, and the step of this optimizer calls super().step() of a "
+            "class in which torch runs them once more, and that is done for one part of the "
+            "parameters after the other; remove the hooks, or call super().step.__wrapped__(self) "
+            "in its step, which runs none"
+        )
+
+
+def run(optimizer: Optimizer, step: Callable[..., Any], options: dict[str, Any]) -> None:
+    """Run an optimizer's own step, without hooks on it."""
+    own = vars(optimizer)
+    hooks = {name: own[name] for name in STEP_HOOKS if name in own}
+    try:
+        for name in hooks if any(hooks.values()) or has_hooks_on_all_steps() else ():
+            own[name] = _NoHooks()
+        with torch.no_grad():
+            step(optimizer, **options)
+    finally:
+        own.update(hooks)
 
 
 def update(
@@ -180,13 +176,12 @@ def update(
     options: dict[str, Any],
 ) -> None:
     """Run the optimizer's own step over one chunk."""
-    settings.begin(optimizer)
+    settings.begin(optimizer, chunk.group)
     groups = optimizer.param_groups
     group = dict(chunk.group, params=chunk.params)
     optimizer.param_groups = [group]
     try:
-        with torch.no_grad():
-            step(optimizer, **options)
+        run(optimizer, step, options)
     finally:
         optimizer.param_groups = groups
     settings.note(optimizer, chunk.group, group)

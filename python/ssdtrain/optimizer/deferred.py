@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from queue import SimpleQueue
 from time import perf_counter
 from typing import Any
@@ -129,7 +129,7 @@ def why_not_of_another_thread(param: Tensor, gradient: Tensor | None) -> str | N
     return who_has_gradient(gradient, param)
 
 
-def say_why_now(reasons: list[str | None], notices: Notices) -> None:
+def say_why_now(reasons: Sequence[str | None], notices: Notices) -> None:
     """Say once for each reason how many parameters are not updated beside the forward."""
     for reason in dict.fromkeys(filter(None, reasons)):
         notices.say(

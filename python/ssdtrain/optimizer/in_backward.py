@@ -22,7 +22,7 @@ from torch import Tensor
 from ssdtrain.away.tensors import known_of
 from ssdtrain.errors import SsdtrainError, StorageError, UnsupportedError
 from ssdtrain.machine.torch_internals import current_backward
-from ssdtrain.optimizer.chunks import Chunk, Settings, name_of
+from ssdtrain.optimizer.chunks import Chunk, name_of
 from ssdtrain.optimizer.in_backward_round import Host, Round, why_not, why_nothing
 from ssdtrain.optimizer.in_backward_update import (
     CHANGED,
@@ -31,6 +31,7 @@ from ssdtrain.optimizer.in_backward_update import (
     put_in_place,
     roll_back,
 )
+from ssdtrain.optimizer.settings import Settings
 from ssdtrain.optimizer.shared_memory import sharing_memory
 from ssdtrain.optimizer.state import ParameterState
 from ssdtrain.optimizer.taken import INSTEAD, LOOKED, Taken, TakenGradient, take

@@ -18,17 +18,13 @@ from torch.optim import Optimizer
 from ssdtrain.away.classes import AwayGradient
 from ssdtrain.machine.torch_internals import mode_count, trains_with_others
 from ssdtrain.optimizer.buffers import Buffers
-from ssdtrain.optimizer.chunks import Settings
 from ssdtrain.optimizer.deferred import why_not_of_another_thread
 from ssdtrain.optimizer.disk import Away, Disk
 from ssdtrain.optimizer.gradients import Gradients
 from ssdtrain.optimizer.masters import Masters
-from ssdtrain.optimizer.options import (
-    attributes,
-    is_same,
-    kept_groups,
-    why_not_kept,
-)
+from ssdtrain.optimizer.options import attributes, kept_groups, why_not_kept
+from ssdtrain.optimizer.same import is_same
+from ssdtrain.optimizer.settings import Settings
 from ssdtrain.optimizer.shared_memory import sharing_memory
 from ssdtrain.optimizer.state import ParameterState
 from ssdtrain.optimizer.undo import Undo
@@ -71,7 +67,7 @@ class Round:
     def __init__(self, host: Host) -> None:
         self.groups: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self.group_of: dict[int, dict[str, Any]] = {}
-        self.settings = Settings(host._ours)
+        self.settings = Settings(host._ours, on_copies=True)
         self.stand_in = host._stand_in()
         self.attributes = attributes(host, host._ours)
         self.known = set(host._states)

@@ -24,8 +24,9 @@ from ssdtrain._core import MasterCode
 from ssdtrain.away.classes import is_away
 from ssdtrain.errors import ConfigError, UnsupportedError
 from ssdtrain.machine.torch_internals import copy_each, plainly
-from ssdtrain.optimizer.chunks import Chunk, Settings, name_of, update
+from ssdtrain.optimizer.chunks import Chunk, name_of, update
 from ssdtrain.optimizer.disk import Away, Disk
+from ssdtrain.optimizer.settings import Settings
 from ssdtrain.optimizer.state import ParameterState
 from ssdtrain.watched import HOLDER
 

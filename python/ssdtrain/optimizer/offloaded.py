@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
 from itertools import zip_longest
@@ -25,7 +26,7 @@ from ssdtrain.optimizer.buffers import Buffers, bytes_of
 from ssdtrain.optimizer.chunks import (
     Chunk,
     Part,
-    Settings,
+    arguments_of,
     chunks_of,
     own_step,
     parts_in_order,
@@ -48,14 +49,14 @@ from ssdtrain.optimizer.lost import Lost
 from ssdtrain.optimizer.masters import Masters, refuse_shared_memory
 from ssdtrain.optimizer.options import kept_groups, stand_in_of, why_not_kept
 from ssdtrain.optimizer.pending import in_update
+from ssdtrain.optimizer.settings import Settings
 from ssdtrain.optimizer.sharded import has_shards, refuse_options
 from ssdtrain.optimizer.shared_memory import note_optimizer
 from ssdtrain.optimizer.state import ParameterState
-from ssdtrain.optimizer.stats import OptimizerStats
-from ssdtrain.optimizer.trial import Habits
-from ssdtrain.optimizer.undo import NOT_UNDONE, UNDONE_LATE, Undo, restore, undone_if_it_fails
+from ssdtrain.optimizer.trial import Habits, refuse_habits, tried
+from ssdtrain.optimizer.undo import UNDONE_LATE, Undo, restore, undone_if_it_fails
 from ssdtrain.optimizer.whole_state import WholeState
-from ssdtrain.sharing import Figures, Room
+from ssdtrain.sharing import Room
 from ssdtrain.watched import User
 
 __all__ = ["Offloaded", "Overlap", "offloaded_class"]
@@ -63,6 +64,11 @@ __all__ = ["Offloaded", "Overlap", "offloaded_class"]
 PARTS_MIN = 16
 """So many at least, if parameters are updated beside the forward: the first ones soon."""
 PART_BYTES_MIN = 1 << 20
+NO_CLOSURE = (
+    "the step of this optimizer does something else with a closure than to call it once, before "
+    "all else, and it is run over one part of the parameters after the other; compute loss and "
+    "gradients yourself, and call step() without a closure"
+)
 Overlap = Literal["step", "backward", "forward"]
 
 
@@ -73,13 +79,9 @@ class Offloaded(WholeState):
     _overlap: Overlap
     _has_shards: bool
     _buffers: Buffers
-    _gradients: Gradients | None
     _part_bytes: int
-    _step_count_done: int
-    _step_s: float
     _order: ForwardOrder | None
-    _changes_groups: bool
-    _state_share: float
+    _habits: Habits
     _ours: frozenset[str]
 
     def _begin(
@@ -95,12 +97,14 @@ class Offloaded(WholeState):
         gradients: Gradients | None,
     ) -> None:
         of_user = {*vars(self)}
+        _refuse_names(kind, of_user)
         self._own_kind = kind
         self._overlap = overlap
+        self._habits = habits
+        self._order = ForwardOrder() if overlap == "forward" else None
         self._disk = disk
         self._buffers = buffers
         self._gradients = gradients
-        self._state_share = habits.state_share
         self._masters = Masters(disk) if has_masters else None
         self._part_bytes = buffers.part_bytes
         # Beside backward what cannot be computed there is undone, as all else is not put in place.
@@ -110,9 +114,7 @@ class Offloaded(WholeState):
         self._step_count_done = 0
         self._step_s = self._waited_s = 0.0
         self._updates = None
-        self._changes_groups = overlap == "forward" and habits.changes_groups
         self._has_shards = has_shards(self)
-        self._order = ForwardOrder() if overlap == "forward" else None
         if self._order is not None:
             self._order.begin_round()
         if gradients is not None and overlap == "forward":
@@ -135,7 +137,7 @@ class Offloaded(WholeState):
     @property
     def param_groups(self) -> Any:
         """The groups of parameters, with the options that the next step will use."""
-        if self._changes_groups and not in_update():
+        if self._order is not None and self._habits.changes_groups and not in_update():
             self.synchronize()
         return vars(self)["param_groups"]
 
@@ -143,47 +145,12 @@ class Offloaded(WholeState):
     def param_groups(self, groups: Any) -> None:
         vars(self)["param_groups"] = groups
 
-    @property
-    def lost_parameters(self) -> list[Tensor]:
-        """The parameters whose state could not be read back; empty if all is well.
-
-        As long as there are some, ``step`` raises. ``load_state_dict`` gives them a state;
-        ``optimizer.state.pop(parameter)`` gives one up, so that the next step begins it anew.
-        """
-        self.synchronize()
-        return self._lost.params(self._states)
-
-    @property
-    def offload_stats(self) -> OptimizerStats:
-        """What was done so far, and where the state is now."""
-        self.synchronize()
-        states = self._parameter_states()
-        sizes = [state.nbytes() for state in states]
-        disk, gradients = self._disk, self._gradients
-        of_gradients = Figures() if gradients is None else gradients.figures()
-        return OptimizerStats(
-            on_disk_bytes=sum(on_disk for _, on_disk in sizes),
-            resident_bytes=sum(resident for resident, _ in sizes),
-            written_bytes=disk.written_bytes,
-            read_bytes=disk.read_bytes,
-            step_count=self._step_count_done,
-            step_s=self._step_s,
-            stall_s=disk.stall_s,
-            waited_s=self._waited_s,
-            write_failed_count=disk.failed_count + (gradients.failed_count if gradients else 0),
-            gradient_on_disk_bytes=of_gradients.on_disk_bytes,
-            gradient_peak_bytes=gradients.peak_bytes if gradients else 0,
-            gradient_written_bytes=of_gradients.bytes_written,
-            gradient_read_bytes=of_gradients.bytes_read,
-            gradient_stall_s=of_gradients.stall_s,
-            small_bytes=sum(state.small_bytes(disk) for state in states),
-            being_written_bytes=disk.being_written_bytes,
-            write_buffer_bytes=disk.in_flight_bytes_max,
-        )
-
-    def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+    def step(self, *given: Any, **named: Any) -> Any:
         """Run the optimizer's own step, part by part, and return what the closure returned."""
         began_s = perf_counter()
+        closure, options = arguments_of(self._own_kind, given, named)
+        if closure is not None and not self._habits.takes_closure:
+            raise UnsupportedError(NO_CLOSURE)
         self.synchronize()
         if self._undo is not None and self._undo.is_kept:
             restore(self._undo, self._states, self.param_groups)
@@ -199,7 +166,7 @@ class Offloaded(WholeState):
                 settle_param(param)
         if self._in_backward is not None:
             self._step_after(self._in_backward, options)
-        elif self._order is not None:
+        elif self._order is not None and not self._makes_all_now(self._order, options):
             self._step_beside(self._order, options)
         else:
             self._step_now(options)
@@ -228,7 +195,7 @@ class Offloaded(WholeState):
                 for _ in self._updated(parts, self, settings, options, room):
                     pass
         except BaseException:
-            (settings.apply if self._undo is None else settings.begin)(self)
+            (settings.apply if self._undo is None else settings.undo)(self)
             self._lost.forget_gradients()
             raise
         finally:
@@ -289,23 +256,44 @@ class Offloaded(WholeState):
                 has_gradient_bound=self._gradients is not None,
                 was_tried=self._has_shards,
             )
-        except UnsupportedError:
+            self._try_again()
+        except BaseException:
             self.param_groups.pop()
             raise
         self._watch()
 
+    def _try_again(self) -> None:
+        """Try steps over all groups that there are now: one alone shows less of what couples."""
+        # What its constructor makes no added group has. In shards all processes would have to.
+        if self._has_shards or self._habits.needs_state:
+            return
+        made = self._stand_in()
+        for name in self._ours:
+            vars(made).pop(name, None)
+        made.state = defaultdict(dict)
+        habits = tried(made, has_masters=self._masters is not None)
+        if self._overlap != "step":
+            refuse_habits(self._own_kind.__name__, habits, self._overlap)
+
+    def _makes_all_now(self, order: ForwardOrder, options: dict[str, Any]) -> bool:
+        """Whether this step has to make all its updates at once; if so, say why."""
+        order.begin_round()
+        reason = why_none_later(options) or why_not_kept(self, self._ours)
+        if reason:
+            count = sum(len(group["params"]) for group in self.param_groups)
+            say_why_now([reason] * count, self._disk.notices)
+        return reason is not None
+
     def _step_beside(self, order: ForwardOrder, options: dict[str, Any]) -> None:
         """Update what others may look at past us, and begin the updates of all else."""
-        order.begin_round()
+        params = [param for group in self.param_groups for param in group["params"]]
+        reasons = why_not_later(params, self._gradients)
+        say_why_now(reasons, self._disk.notices)
         # Schedulers and scalers set something else as soon as this step has returned.
         groups = kept_groups(self.param_groups)
         real_of = dict(zip(map(id, groups), self.param_groups, strict=True))
         stand_in = self._stand_in()
         pairs = [(group, param) for group in groups for param in group["params"]]
-        reason = why_none_later(options) or why_not_kept(self, self._ours)
-        params = [param for _, param in pairs]
-        reasons = [reason or one for one in why_not_later(params, self._gradients)]
-        say_why_now(reasons, self._disk.notices)
         now = [pair for pair, reason in zip(pairs, reasons, strict=True) if reason]
         later = [pair for pair, reason in zip(pairs, reasons, strict=True) if not reason]
         later = order.sort(later, lambda pair: pair[1])
@@ -315,7 +303,7 @@ class Offloaded(WholeState):
             held = self._gradients.hold_back(user, [param for _, param in later])
             now += [pair for pair in later if id(pair[1]) not in held]
             later = [pair for pair in later if id(pair[1]) in held]
-        settings, known = Settings(self._ours), set(self._states)
+        settings, known = Settings(self._ours, on_copies=True), set(self._states)
         used = {id(group) for group, _ in pairs}
         empty = [Part([Chunk(group, [])]) for group in groups if id(group) not in used]
         parts = [*parts_in_order(now, self._bytes_with_gradient, self._part_bytes), *empty]
@@ -405,7 +393,7 @@ class Offloaded(WholeState):
     def _bytes_of(self, param: Tensor) -> int:
         has_masters = self._masters is not None
         state = self._states.get(param)
-        return bytes_of(param, state, self._state_share, has_masters=has_masters)
+        return bytes_of(param, state, self._habits.state_share, has_masters=has_masters)
 
     def _bytes_with_gradient(self, param: Tensor) -> int:
         """As ``_bytes_of``, or more, so that the gradients of a part keep under their bound."""
@@ -465,14 +453,6 @@ class Offloaded(WholeState):
             return False
         return True
 
-    def _refuse_half_done(self) -> None:
-        """Raise ``StorageError`` if the last step failed and left something that is not whole."""
-        self.synchronize()
-        self._give_up()
-        if self._undo is not None and self._undo.is_kept:
-            raise StorageError(f"{NOT_UNDONE} all that the step has updated")
-        self._lost.refuse(self._states, self.param_groups)
-
     def _send(self, part: Part, staying: set[int]) -> None:
         for param in part.params:
             state = self._states.get(param)
@@ -488,6 +468,23 @@ class Offloaded(WholeState):
             else:
                 state.send(self._disk)
         self._disk.make_room()
+
+
+def _refuse_names(kind: type[Optimizer], attributes: set[str]) -> None:
+    """Refuse an optimizer that has an attribute or a method with a name of ours."""
+    ours = {
+        name
+        for base in (Offloaded, WholeState)
+        for name in (*base.__annotations__, *vars(base))
+        if not (name.startswith("__") or hasattr(Optimizer, name))
+    } - {"param_groups", "state"}
+    own = {name for base in kind.__mro__ if base is not Optimizer for name in vars(base)}
+    taken = sorted(ours & (own | attributes))
+    if taken:
+        raise UnsupportedError(
+            f"{kind.__name__} cannot be offloaded: it has {taken[0]!r}, a name that an offloaded "
+            "optimizer needs for itself; give it another name"
+        )
 
 
 def _no_matter_what_size(_: Part) -> int:

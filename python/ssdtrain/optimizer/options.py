@@ -8,13 +8,9 @@ the update has to be made in ``step()``.
 from __future__ import annotations
 
 import copy
-from collections import Counter, OrderedDict, UserDict, UserList, deque
-from collections.abc import Collection, Iterator, Sequence
-from decimal import Decimal
+from collections.abc import Collection, Sequence
 from enum import Enum
-from fractions import Fraction
 from functools import cache
-from types import NoneType
 from typing import Any
 
 import numpy
@@ -23,19 +19,21 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import SGD, Optimizer
 
-__all__ = ["attributes", "is_same", "kept", "kept_groups", "stand_in_of", "why_not_kept"]
+from ssdtrain.optimizer.same import COPIED, DICTS, LISTS, UNCHANGING
 
-LISTS = (list, deque, UserList)
-DICTS = (dict, UserDict)
-COPIED = frozenset({tuple, list, deque, UserList, dict, OrderedDict, Counter, UserDict})
-"""Containers that are copied, with what is in them."""
-UNCHANGING = frozenset(
-    {
-        *(NoneType, bool, int, float, complex, str, bytes, range, Decimal, Fraction),
-        *(torch.dtype, torch.device, torch.layout, torch.memory_format),
-    }
-)
-"""Classes whose objects nobody can change."""
+__all__ = [
+    "ATTRIBUTE_BYTES_MAX",
+    "attributes",
+    "kept",
+    "kept_groups",
+    "of_classes",
+    "of_torch",
+    "owners_of_data",
+    "stand_in_of",
+    "why_not_kept",
+]
+
+
 SAYS_NOTHING = frozenset(
     {
         *("__module__", "__doc__", "__dict__", "__weakref__", "__orig_bases__", "__parameters__"),
@@ -45,6 +43,8 @@ SAYS_NOTHING = frozenset(
 """What a class has that does nothing of its own."""
 ATTRIBUTE_BYTES_MAX = 64 << 10
 """Of a tensor that is an attribute, to be copied in each step."""
+DEFAULTS = "defaults"
+"""The attribute with the options that an optimizer was made with."""
 
 
 def kept(value: Any, own: Collection[int] = ()) -> Any:
@@ -99,10 +99,10 @@ def kept_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 @cache
-def _of_torch() -> frozenset[str]:
-    """Return the names of the attributes that each optimizer of torch has."""
+def of_torch() -> frozenset[str]:
+    """Return the names of what each optimizer of torch has, and its step does not compute with."""
     plain = SGD([Parameter(torch.zeros(1))], lr=0.1)
-    return frozenset({*vars(plain), "_opt_called", "_step_count"})
+    return frozenset({*vars(plain), "_opt_called", "_step_count"} - {DEFAULTS})
 
 
 def attributes(optimizer: Any, ours: Collection[str]) -> dict[str, Any]:
@@ -111,10 +111,10 @@ def attributes(optimizer: Any, ours: Collection[str]) -> dict[str, Any]:
     ``ours`` are the names of attributes that it has only since it is offloaded. Also what its
     classes have belongs to it, where it is data.
     """
-    known = _of_torch()
-    found = {**dict(_of_classes(type(optimizer))), **vars(optimizer)}
+    known = of_torch()
+    found = {**of_classes(type(optimizer)), **vars(optimizer)}
     return {
-        name: value.detach().clone() if _is_small(value) else value
+        name: kept(value) if name == DEFAULTS or _is_small(value) else value
         for name, value in found.items()
         if name not in known and name not in ours
     }
@@ -125,14 +125,22 @@ def _is_small(value: Any) -> bool:
     return isinstance(value, Tensor) and value.nbytes <= ATTRIBUTE_BYTES_MAX and _is_copied(value)
 
 
-def _of_classes(kind: type) -> Iterator[tuple[str, Any]]:
+def of_classes(kind: type) -> dict[str, Any]:
+    """Return what the classes of an optimizer have that is data."""
+    return {name: vars(base)[name] for name, base in owners_of_data(kind).items()}
+
+
+def owners_of_data(kind: type) -> dict[str, type]:
+    """Return the names of what the classes of an optimizer have that is data, and where it is."""
+    found: dict[str, type] = {}
     for base in reversed(kind.__mro__):
         # Of ours, and of torch's own, a step changes nothing.
         if issubclass(base, Optimizer) and not base.__module__.startswith(("torch.", "ssdtrain.")):
             for name, value in vars(base).items():
                 is_code = callable(value) or hasattr(type(value), "__get__")
                 if not (is_code or name.startswith("__")):
-                    yield name, value
+                    found[name] = base
+    return found
 
 
 def stand_in_of(optimizer: Optimizer, kind: type[Optimizer], ours: Collection[str]) -> Optimizer:
@@ -150,9 +158,12 @@ def why_not_kept(optimizer: Any, ours: Collection[str]) -> str | None:
             if kind is not None:
                 return _named(f"param_groups[{number}][{name!r}]", kind)
     for name, value in attributes(optimizer, ours).items():
-        # A container that the step itself fills would be filled in a copy.
-        if not (_is_unchanging(value) or _is_small(value)):
-            return _named(f"the optimizer's attribute {name!r}", type(value))
+        # A container that the step itself fills would be filled in a copy. Options as they were
+        # given are no such.
+        is_kept = _is_unchanging(value) or _is_small(value)
+        kind = _changing(value, set()) if name == DEFAULTS else None if is_kept else type(value)
+        if kind is not None:
+            return _named(f"the optimizer's attribute {name!r}", kind)
     return None
 
 
@@ -200,49 +211,3 @@ def _is_copied(value: Any) -> bool:
         return is_whole and not vars(value) and (not value.is_leaf or value.grad is None)
     is_array = type(value) is numpy.ndarray and not value.dtype.hasobject
     return is_array and (value.flags.c_contiguous or value.flags.f_contiguous)
-
-
-def is_same(one: Any, other: Any) -> bool:
-    """Whether two values are the same to whoever computes with them, to the last bit.
-
-    Of objects of other classes their attributes are compared; those without any count as the same.
-    """
-    return _is_same(one, other, set())
-
-
-def _is_same(one: Any, other: Any, known: set[tuple[int, int]]) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        # What was kept of a parameter is a plain tensor.
-        return one is other or _has_same_bytes(one, other)
-    if one is other or type(one) is not type(other) or (id(one), id(other)) in known:
-        return type(one) is type(other)
-    known.add((id(one), id(other)))
-    if isinstance(one, (tuple, *LISTS, *DICTS)):
-        return _has_same_parts(one, other, known)
-    if isinstance(one, numpy.ndarray):
-        is_alike = (one.dtype, one.shape) == (other.dtype, other.shape)
-        return is_alike and (one.dtype.hasobject or one.tobytes() == other.tobytes())
-    if isinstance(one, set | frozenset) or type(one) in UNCHANGING:
-        # As text: zero has two signs, and what is no number equals nothing.
-        is_number = isinstance(one, float | complex)
-        return repr(one) == repr(other) if is_number else bool(one == other)
-    # A method has those of its function.
-    return _is_same(getattr(one, "__dict__", None), getattr(other, "__dict__", None), known)
-
-
-def _has_same_parts(one: Any, other: Any, known: set[tuple[int, int]]) -> bool:
-    if len(one) != len(other):
-        return False
-    # Dicts in their order, which a step may go by.
-    is_dict = isinstance(one, DICTS)
-    ours, theirs = (one.items(), other.items()) if is_dict else (one, other)
-    return all(_is_same(*pair, known) for pair in zip(ours, theirs, strict=True))
-
-
-def _has_same_bytes(one: Tensor, other: Tensor) -> bool:
-    if (one.dtype, one.shape, one.layout) != (other.dtype, other.shape, other.layout):
-        return False
-    if one.layout is not torch.strided:
-        return torch.equal(one, other)
-    flat = (each.detach().resolve_conj().resolve_neg().reshape(-1) for each in (one, other))
-    return torch.equal(*(each.contiguous().view(torch.uint8) for each in flat))

@@ -8,13 +8,9 @@ and one after the other, and the results must have the same bits.
 
 from __future__ import annotations
 
-import copy
 import inspect
 import random
-from collections import defaultdict
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from types import BuiltinMethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -25,16 +21,14 @@ from torch.optim import Optimizer
 
 from ssdtrain.away.classes import AwayParameter
 from ssdtrain.errors import ConfigError, UnsupportedError
-from ssdtrain.machine.torch_internals import (
-    communications,
-    is_in_shards,
-    like_shards,
-    own_shard,
-)
-from ssdtrain.optimizer.chunks import Chunk, Settings, own_step, update
-from ssdtrain.optimizer.masters import MASTER, wants_master
-from ssdtrain.optimizer.options import is_same, kept
+from ssdtrain.machine.torch_internals import communications, own_shard
+from ssdtrain.optimizer.chunks import CLOSURE, Chunk, own_step, run, update
+from ssdtrain.optimizer.masters import MASTER
+from ssdtrain.optimizer.options import kept, of_classes, owners_of_data
+from ssdtrain.optimizer.same import is_same
+from ssdtrain.optimizer.settings import Settings, followed
 from ssdtrain.optimizer.sharded import has_shards
+from ssdtrain.optimizer.small_copy import Trial, attributes_of, gradient, params_of, small_copy
 from ssdtrain.watched import look_at
 
 __all__ = [
@@ -46,14 +40,11 @@ __all__ = [
     "tried",
 ]
 
-NO_ATTRIBUTES = frozenset({"state", "param_groups"})
-"""What each optimizer has; all else are attributes of its own."""
 STEPS = 3
-SAME_KIND_MAX = 2
-"""Parameters of one group that are tried for each number of dimensions and dtype."""
+SCALES = {torch.float16: (1.0, 0.125, 8.0)}
+"""Of the gradients of each step: what a bound on a norm does is seen above it, or below."""
+ANY_SCALES = (1.0, 1e-3, 1e3)
 LISTS_DEPTH = 3
-LENGTH_MAX = 3
-"""Of each dimension."""
 SEED = 20_112_026
 UNLESS = (
     "If another thread has drawn random numbers meanwhile, that may have been taken for this: call "
@@ -68,53 +59,88 @@ class Habits:
     draws_random_numbers: bool = False
     changes_groups: bool = False
     changed_attributes: set[str] = field(default_factory=set)
+    changed_in_place: set[str] = field(default_factory=set)
+    """Options and attributes, in words."""
+    needs_state: bool = False
+    """Whether its step looks for state that its constructor makes."""
+    takes_closure: bool = True
+    """Whether it calls a closure once, before all else."""
     state_share: float = 0.0
     """Bytes of state for each byte of a parameter, or of its master, but for what is factored."""
-
-
-@dataclass(frozen=True)
-class Trial:
-    """What is tried: copies of an optimizer."""
-
-    optimizer: Optimizer
-    has_masters: bool
-    has_state: bool
-    """Whether they begin with state for each parameter, cut to its size, as this one has some."""
-    in_shards: bool = False
-    """Whether small parameters are in shards where those of the optimizer are."""
 
 
 def tried(optimizer: Optimizer, *, has_masters: bool) -> Habits:
     """Try steps; raise ``UnsupportedError`` for an optimizer whose update is not per parameter.
 
     With ``has_masters`` they are made over float32 parameters in the place of those of 16 bits. The
-    optimizer itself, its parameters and the generators of random numbers stay as they are.
+    optimizer itself, its class, its parameters and the generators of random numbers stay as they
+    are.
     """
-    name = type(optimizer).__name__
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    kind = type(optimizer)
+    closure = inspect.signature(kind.step).parameters.get(CLOSURE)
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise UnsupportedError(
-            f"{name} cannot be offloaded: its step needs a closure, which computes the loss of all "
-            "parameters together; use an optimizer that updates each by itself, such as AdamW"
+            f"{kind.__name__} cannot be offloaded: its step needs a closure, which computes the "
+            "loss of all parameters together; use an optimizer that updates each by itself, such "
+            "as AdamW"
         )
+    data = of_classes(kind)
+    inside = followed([(f"attribute {name!r}", value) for name, value in data.items()])
+    try:
+        habits = _tried(optimizer, has_masters=has_masters)
+    finally:
+        changed = [one.name for one in inside if one.note()]
+        for one in inside:
+            one.restore()
+        changed += [f"attribute {name!r}" for name in _restore_class(kind, data)]
+    if changed:
+        raise UnsupportedError(
+            f"{kind.__name__} cannot be offloaded: its step changes the {changed[0]} of its class, "
+            "which all optimizers of that class share, also the copies on which its step is tried "
+            "first; give each optimizer an attribute of its own, in __init__"
+        )
+    return habits
+
+
+def _restore_class(kind: type, before: dict[str, Any]) -> list[str]:
+    """Give classes the data that they had; return the names of what differs."""
+    now, owners = of_classes(kind), owners_of_data(kind)
+    changed = [one for one in now if one not in before or now[one] is not before[one]]
+    for name in changed:
+        if name in before:
+            setattr(owners[name], name, before[name])
+        else:
+            delattr(owners[name], name)
+    return changed
+
+
+def _tried(optimizer: Optimizer, *, has_masters: bool) -> Habits:
+    name, habits = type(optimizer).__name__, Habits()
+    trial = Trial(optimizer, has_masters, has_state=False)
     try:
         # A seed of its own: optimizers that round at random must draw the same numbers twice.
         with torch.random.fork_rng(devices=[]):
-            trial = Trial(optimizer, has_masters, _needs_state(optimizer, has_masters))
+            habits.needs_state = _needs_state(trial)
+            trial = replace(trial, has_state=habits.needs_state)
             sparse = _wants_sparse(trial)
-            habits = Habits()
             together = _trained(trial, at_once=True, sparse=sparse, habits=habits)
-            apart = _trained(trial, at_once=False, sparse=sparse)
+            apart = _trained(trial, at_once=False, sparse=sparse, habits=habits)
+            habits.takes_closure = _takes_closure(trial, sparse=sparse)
             if has_shards(optimizer):
                 _refuse_communication(trial)
     except UnsupportedError:
         raise
     except Exception as error:
+        missing = [
+            f" (its attribute {one!r} could not be copied for that: {why})"
+            for one, why in trial.left_out.items()
+            if one in str(error)
+        ]
         raise UnsupportedError(
             f"{name} cannot be offloaded: its step was tried on small tensors first, without a "
             f"closure and attributes that cannot be copied, and raised {type(error).__name__}: "
-            f"{error}; use an optimizer whose step updates each parameter by itself, whatever its "
-            "size, such as AdamW"
+            f"{error}{''.join(missing)}; use an optimizer whose step updates each parameter by "
+            "itself, whatever its size, such as AdamW"
         ) from error
     if not is_same(together[:3], apart[:3]):
         raise UnsupportedError(
@@ -132,6 +158,33 @@ def tried(optimizer: Optimizer, *, has_masters: bool) -> Habits:
     return habits
 
 
+def _takes_closure(trial: Trial, *, sparse: bool) -> bool:
+    """Return whether a step with a closure is that closure and then a step without one."""
+    step = own_step(type(trial.optimizer))
+    if CLOSURE not in inspect.signature(step).parameters:
+        return True
+    results, calls = [], []
+    for is_given in (True, False):
+        torch.manual_seed(SEED)
+        copied = small_copy(trial)
+        _give_gradients(copied, 0, sparse=sparse)
+
+        def closure(copied: Optimizer = copied) -> Tensor:
+            calls.append(copied)
+            _give_gradients(copied, 1, sparse=sparse)
+            return torch.zeros(())
+
+        try:
+            if not is_given:
+                closure()
+            run(copied, step, {CLOSURE: closure} if is_given else {})
+        except Exception:  # noqa: BLE001 - whatever it is: without a closure none was raised
+            return False
+        params = params_of(copied)
+        results.append([params, [dict(copied.state[param]) for param in params]])
+    return len(calls) == len(results) and is_same(*results)
+
+
 def _refuse_counts(name: str, together: dict[str, Any], apart: dict[str, Any]) -> None:
     """Refuse a step that leaves other attributes if it is run over a part after the other."""
     others = [
@@ -143,8 +196,7 @@ def _refuse_counts(name: str, together: dict[str, Any], apart: dict[str, Any]) -
         raise UnsupportedError(
             f"{name} cannot be offloaded: its step leaves other attributes "
             f"({', '.join(sorted(others))}) if it is run over one part of the parameters after the "
-            "other, as one does that notes its calls in a list; count them in a number, or in the "
-            "state of each parameter, as AdamW does"
+            "other; count what it does in the state of each parameter, as AdamW does"
         )
 
 
@@ -183,13 +235,19 @@ def refuse_habits(name: str, habits: Habits, overlap: str) -> None:
             f"({', '.join(sorted(habits.changed_attributes))}), which would be seen too late; use "
             'overlap="step"'
         )
+    if habits.changed_in_place:
+        raise UnsupportedError(
+            f'{name} cannot be offloaded with overlap="{overlap}": its step changes its '
+            f"{', '.join(sorted(habits.changed_in_place))} in place, which would be seen too late; "
+            'use overlap="step"'
+        )
 
 
 def refuse_lists_of_parameters(optimizer: Optimizer, option: str, instead: str) -> None:
     """Refuse an optimizer that knows its parameters by identity: updates are made on others."""
     params = {id(param) for group in optimizer.param_groups for param in group["params"]}
     for name, value in vars(optimizer).items():
-        if name not in NO_ATTRIBUTES and _has_one_of(params, value, LISTS_DEPTH):
+        if name not in ("state", "param_groups") and _has_one_of(params, value, LISTS_DEPTH):
             raise UnsupportedError(
                 f"{type(optimizer).__name__} cannot be offloaded with {option}: its attribute "
                 f"{name!r} has parameters or their ids, and updates are then made on copies of "
@@ -209,12 +267,12 @@ def _has_one_of(params: set[int], value: Any, depth: int) -> bool:
     return False
 
 
-def _needs_state(optimizer: Optimizer, has_masters: bool) -> bool:
+def _needs_state(trial: Trial) -> bool:
     """Return whether its step looks for state that its constructor makes, as Adagrad's may."""
-    if not optimizer.state:
+    if not trial.optimizer.state:
         return False
     try:
-        _trained(Trial(optimizer, has_masters, has_state=False), at_once=True, sparse=False)
+        _trained(trial, at_once=True, sparse=False)
     except LookupError:
         return True
     except Exception:  # noqa: BLE001 - the next try meets it again, and tells
@@ -242,80 +300,46 @@ def _trained(
 ) -> list[Any]:
     """Return all that a copy of the optimizer ends with after some steps on small parameters."""
     torch.manual_seed(SEED)
-    copied = _small_copy(trial)
+    copied = small_copy(trial)
     for number in range(STEPS):
-        _give_gradients(copied, sparse=sparse)
+        _give_gradients(copied, number, sparse=sparse)
         before = _surroundings(copied)
-        _make_step(copied, at_once=at_once)
-        # In the first step much is made that stays as it is then.
-        if habits is not None and number:
-            _note(habits, before, _surroundings(copied))
-    params = _params_of(copied)
+        in_place = _make_step(copied, at_once=at_once)
+        if habits is not None:
+            habits.changed_in_place |= in_place
+            # In the first step much is made that stays as it is then.
+            if at_once and number:
+                _note(habits, before, _surroundings(copied))
+    params = params_of(copied)
     places = {id(param): place for place, param in enumerate(params)}
-    left = {name: _by_place(value, places) for name, value in _attributes_of(copied).items()}
+    left = {name: _by_place(value, places) for name, value in attributes_of(copied).items()}
+    for key, value in copied.state.items():
+        if not isinstance(key, Tensor):
+            left[f"state[{key!r}]"] = _by_place(value, places)
     return [params, [dict(copied.state[param]) for param in params], _options_of(copied), left]
 
 
-def _give_gradients(copied: Optimizer, *, sparse: bool) -> None:
-    for param in _params_of(copied):
-        grad = _gradient(param)
+def _give_gradients(copied: Optimizer, number: int, *, sparse: bool) -> None:
+    for param in params_of(copied):
+        grad = gradient(param) * SCALES.get(param.dtype, ANY_SCALES)[number]
         param.grad = grad.to_sparse() if sparse else grad
 
 
-def _make_step(copied: Optimizer, *, at_once: bool) -> None:
-    """Run a step over all parameters, or over one after the other."""
+def _make_step(copied: Optimizer, *, at_once: bool) -> set[str]:
+    """Run a step over all parameters, or over one after the other.
+
+    Returns what the latter changes in place besides parameters and state.
+    """
     step = own_step(type(copied))
     if at_once:
-        with torch.no_grad():
-            step(copied)
-        return
+        run(copied, step, {})
+        return set()
     settings = Settings()
     for group in copied.param_groups:
         for part in [[param] for param in group["params"]] or [[]]:
             update(copied, step, Chunk(group, part), settings, {})
     settings.apply(copied)
-
-
-def _small_copy(trial: Trial) -> Optimizer:
-    """Return a copy of the optimizer, of a few small parameters."""
-    optimizer = trial.optimizer
-    small = {id(param): _small(param, trial) for param in _params_of(optimizer)}
-    state = defaultdict[Any, Any](dict)
-    if trial.has_state:
-        for param, values in list(optimizer.state.items()):
-            if id(param) in small:
-                state[small[id(param)]] = {
-                    name: _cut(value, param, small[id(param)]) for name, value in values.items()
-                }
-    copied: Optimizer = copy.deepcopy(optimizer, {**small, id(optimizer.state): state})
-    for group in copied.param_groups:
-        group["params"] = _few(group["params"])
-    if len(small) == 1:
-        # One alone would not show what couples it to those of groups that are added later.
-        (one,) = _params_of(copied)
-        twin = one.detach().clone().requires_grad_(one.requires_grad)
-        next(group for group in copied.param_groups if group["params"])["params"].append(twin)
-        if one in state:
-            state[twin] = copy.deepcopy(state[one])
-    # What torch leaves out of copies.
-    known: dict[int, Any] = {**small, id(optimizer): copied}
-    for name, value in _attributes_of(optimizer).items():
-        if name not in vars(copied):
-            _give(copied, name, value, known)
-    return copied
-
-
-def _give(copied: Optimizer, name: str, value: Any, known: dict[int, Any]) -> None:
-    """Give a copy an attribute; what cannot be copied, or would be called itself, it lacks."""
-    owner = getattr(value, "__self__", None) if isinstance(value, BuiltinMethodType) else None
-    if owner is not None and not isinstance(owner, ModuleType):
-        return
-    with suppress(Exception):  # whatever the classes of others raise; a step that needs it tells
-        vars(copied)[name] = copy.deepcopy(value, known)
-
-
-def _attributes_of(copied: Optimizer) -> dict[str, Any]:
-    return {name: value for name, value in vars(copied).items() if name not in NO_ATTRIBUTES}
+    return settings.in_place
 
 
 def _by_place(value: Any, places: dict[int, int]) -> Any:
@@ -338,13 +362,13 @@ def _options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 def _surroundings(optimizer: Optimizer) -> tuple[Any, Any, dict[str, Any]]:
     """Return copies of what a step might change besides parameters and their state."""
-    own = set(map(id, _params_of(optimizer)))
+    own = set(map(id, params_of(optimizer)))
     legacy: Any = np.random.get_state(legacy=False)  # noqa: NPY002 - somebody else may use it
     numbers = [torch.random.get_rng_state(), random.getstate(), legacy]
     return (
         numbers,
         kept(_options_of(optimizer), own),
-        kept(_attributes_of(optimizer), own),
+        kept(attributes_of(optimizer), own),
     )
 
 
@@ -356,44 +380,6 @@ def _note(habits: Habits, before: tuple[Any, Any, Any], after: tuple[Any, Any, A
         for name in before[2].keys() | after[2].keys()
         if not (name in before[2] and name in after[2] and is_same(before[2][name], after[2][name]))
     }
-
-
-def _params_of(optimizer: Optimizer) -> list[Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
-
-
-def _small(param: Tensor, trial: Trial) -> Tensor:
-    size = [min(n, LENGTH_MAX) for n in param.shape]
-    dtype = torch.float32 if trial.has_masters and wants_master(param) else param.dtype
-    with torch.no_grad():
-        made = torch.randn(size, dtype=torch.float32).to(dtype)
-        if trial.in_shards and is_in_shards(param):
-            made = like_shards(made, param)
-    return made.requires_grad_(param.requires_grad)
-
-
-def _gradient(param: Tensor) -> Tensor:
-    made = torch.randn_like(own_shard(param))
-    return like_shards(made, param) if is_in_shards(param) else made
-
-
-def _cut(value: Any, param: Tensor, small: Tensor) -> Any:
-    """Return a copy of a value of a parameter's state that fits a small one in its place."""
-    if is_in_shards(value):
-        # Another process may have the beginning of it; what counts is that there is some.
-        return torch.zeros_like(small, dtype=value.dtype)
-    if isinstance(value, Tensor) and value.shape == param.shape:
-        return value.detach()[tuple(map(slice, small.shape))].clone()
-    return copy.deepcopy(value)
-
-
-def _few(params: list[Tensor]) -> list[Tensor]:
-    taken: defaultdict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
-    for param in params:
-        same = taken[param.dim(), param.dtype]
-        if len(same) < SAME_KIND_MAX:
-            same.append(param)
-    return [param for same in taken.values() for param in same]
 
 
 def refuse_unfit(optimizer: object) -> None:

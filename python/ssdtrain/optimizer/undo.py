@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ssdtrain.errors import SsdtrainError, StorageError
+from ssdtrain.errors import SsdtrainError, StorageError, UnsupportedError
 from ssdtrain.machine.torch_internals import own_shard
 from ssdtrain.optimizer.chunks import Part
 from ssdtrain.optimizer.deferred import is_sparse
@@ -30,9 +30,10 @@ from ssdtrain.store import StoredTensor
 
 __all__ = ["NOT_UNDONE", "UNDONE_LATE", "Undo", "restore", "undone_if_it_fails"]
 
+WAS_UNDONE = "the step was undone: weights, state and random numbers are those from before it"
 UNDONE = (
-    "the step was undone: weights, state and random numbers are those from before it. Make the "
-    "step again once the cause is gone, with gradients computed anew if the optimizer changes them"
+    f"{WAS_UNDONE}. Make the step again once the cause is gone, with gradients computed anew if "
+    "the optimizer changes them"
 )
 NOT_UNDONE = (
     "a step failed, and these parameters could not be given back yet what they had before it, as "
@@ -250,6 +251,8 @@ def undone_if_it_fails(
     except BaseException as error:
         if undo.is_kept:
             restore(undo, states, groups)
+            if isinstance(error, UnsupportedError):
+                raise UnsupportedError(f"{error} ({WAS_UNDONE})") from error
             if isinstance(error, SsdtrainError):
                 raise StorageError(f"{UNDONE}: {error}") from error
             error.add_note(UNDONE)

@@ -8,13 +8,17 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ssdtrain.errors import StorageError
 from ssdtrain.optimizer.deferred import Deferred
 from ssdtrain.optimizer.disk import Disk
+from ssdtrain.optimizer.gradients import Gradients
 from ssdtrain.optimizer.in_backward import InBackward
 from ssdtrain.optimizer.lost import Lost
 from ssdtrain.optimizer.masters import Masters, load_as_masters
 from ssdtrain.optimizer.state import ParameterState, States
-from ssdtrain.optimizer.undo import Undo
+from ssdtrain.optimizer.stats import OptimizerStats
+from ssdtrain.optimizer.undo import NOT_UNDONE, Undo
+from ssdtrain.sharing import Figures
 
 __all__ = ["WholeState"]
 
@@ -33,6 +37,9 @@ class WholeState(Optimizer):
     _lost: Lost
     _updates: Deferred | None
     _in_backward: InBackward | None
+    _gradients: Gradients | None
+    _step_count_done: int
+    _step_s: float
     _waited_s: float
 
     @property
@@ -58,6 +65,44 @@ class WholeState(Optimizer):
         self.synchronize()
         self._give_up()
         vars(self)["state"] = States(states)
+
+    @property
+    def lost_parameters(self) -> list[Tensor]:
+        """The parameters whose state could not be read back; empty if all is well.
+
+        As long as there are some, ``step`` raises. ``load_state_dict`` gives them a state;
+        ``optimizer.state.pop(parameter)`` gives one up, so that the next step begins it anew.
+        """
+        self.synchronize()
+        return self._lost.params(self._states)
+
+    @property
+    def offload_stats(self) -> OptimizerStats:
+        """What was done so far, and where the state is now."""
+        self.synchronize()
+        states = self._parameter_states()
+        sizes = [state.nbytes() for state in states]
+        disk, gradients = self._disk, self._gradients
+        of_gradients = Figures() if gradients is None else gradients.figures()
+        return OptimizerStats(
+            on_disk_bytes=sum(on_disk for _, on_disk in sizes),
+            resident_bytes=sum(resident for resident, _ in sizes),
+            written_bytes=disk.written_bytes,
+            read_bytes=disk.read_bytes,
+            step_count=self._step_count_done,
+            step_s=self._step_s,
+            stall_s=disk.stall_s,
+            waited_s=self._waited_s,
+            write_failed_count=disk.failed_count + (gradients.failed_count if gradients else 0),
+            gradient_on_disk_bytes=of_gradients.on_disk_bytes,
+            gradient_peak_bytes=gradients.peak_bytes if gradients else 0,
+            gradient_written_bytes=of_gradients.bytes_written,
+            gradient_read_bytes=of_gradients.bytes_read,
+            gradient_stall_s=of_gradients.stall_s,
+            small_bytes=sum(state.small_bytes(disk) for state in states),
+            being_written_bytes=disk.being_written_bytes,
+            write_buffer_bytes=disk.in_flight_bytes_max,
+        )
 
     def synchronize(self) -> None:
         """Wait until all updates are made; raise what went wrong with them.
@@ -87,6 +132,14 @@ class WholeState(Optimizer):
         """Have weights and state of the last step, whatever has begun since in backward."""
         if self._in_backward is not None:
             self._in_backward.give_up()
+
+    def _refuse_half_done(self) -> None:
+        """Raise ``StorageError`` if the last step failed and left something that is not whole."""
+        self.synchronize()
+        self._give_up()
+        if self._undo is not None and self._undo.is_kept:
+            raise StorageError(f"{NOT_UNDONE} all that the step has updated")
+        self._lost.refuse(self._states, self.param_groups)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as of now: its tensors are copies, in memory, wherever they lie."""

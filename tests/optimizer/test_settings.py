@@ -1,0 +1,553 @@
+"""What a step changes besides parameters and state, and what it is given: each once a step."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+import support
+from gated import LATER, backward
+from ssdtrain import UnsupportedError, offload_optimizer
+from ssdtrain.optimizer.offloaded import Offloaded
+from ssdtrain.optimizer.same import is_same
+from trained import everything, model
+
+STEPS = 6
+LATE = 4
+"""A step that no trial comes to."""
+Change = Callable[["Changing"], None]
+
+
+class Changing(Optimizer):
+    """Momentum that changes something of its own in a step, and goes by it."""
+
+    def __init__(
+        self,
+        params: Any,
+        change: Change,
+        rate: Callable[[Changing], float] = lambda _: 1.0,
+        *,
+        begins: int = 0,
+        **own: Any,
+    ) -> None:
+        super().__init__(params, {"lr": 0.1, "count": 0})
+        self.change, self.rate, self.begins = change, rate, begins
+        vars(self).update(own)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else closure()
+        for group in self.param_groups:
+            group["count"] += 1
+        if self.param_groups and self.param_groups[0]["count"] > self.begins:
+            self.change(self)
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    state = self.state[param]
+                    momentum = state.setdefault("momentum", torch.zeros_like(param))
+                    momentum.mul_(0.9).add_(param.grad)
+                    param.add_(momentum, alpha=-group["lr"] * self.rate(self))
+        return loss
+
+
+@dataclass
+class Way:
+    """How something changes in a step: what it is at first, the change, and what is read of it."""
+
+    make: Callable[[], Any]
+    change: Callable[[Any], Any]
+    read: Callable[[Any], float]
+
+
+def count_up(value: dict[str, float]) -> None:
+    value["calls"] = value.get("calls", 0) + 1
+
+
+def note_in(value: list[float]) -> None:
+    value.append(len(value))
+
+
+def move_first(value: OrderedDict[str, int]) -> None:
+    value.move_to_end(next(iter(value)))
+    value[next(iter(value))] += 1
+
+
+def first_of(value: OrderedDict[str, int]) -> float:
+    return 1 / (1 + len(next(iter(value))) + next(iter(value.values())))
+
+
+WAYS = {
+    "list": Way(lambda: [0.0], note_in, lambda one: 1 / len(one)),
+    "deque": Way(lambda: deque([0.0], maxlen=3), note_in, lambda one: 1 / (1 + sum(one))),
+    "dict": Way(dict, count_up, lambda one: 1 / (1 + one.get("calls", 0))),
+    "order": Way(lambda: OrderedDict(a=1, bcd=2), move_first, first_of),
+    "default": Way(lambda: defaultdict(float), count_up, lambda one: 1 / (1 + one["calls"])),
+    "set": Way(lambda: {0}, lambda one: one.add(len(one)), lambda one: 1 / len(one)),
+    "nested": Way(
+        lambda: {"a": ([0.0],)}, lambda one: note_in(one["a"][0]), lambda one: 1 / len(one["a"][0])
+    ),
+    "tensor": Way(lambda: torch.tensor(1.0), lambda one: one.mul_(0.5), float),
+    "array": Way(lambda: np.ones(1), lambda one: one.__imul__(0.5), lambda one: float(one[0])),
+}
+
+
+def changing(params: Any, way: Way, *, is_option: bool, begins: int = 0) -> Changing:
+    """Make an optimizer that changes an option or an attribute in place, once in a step."""
+
+    def change(optimizer: Changing) -> None:
+        if not is_option:
+            way.change(optimizer.own)  # type: ignore[attr-defined]
+        for group in optimizer.param_groups if is_option else ():
+            way.change(group["own"])
+
+    def rate(optimizer: Changing) -> float:
+        return way.read(optimizer.param_groups[0]["own"] if is_option else optimizer.own)  # type: ignore[attr-defined]
+
+    made = Changing(params, change, rate, begins=begins)
+    if is_option:
+        made.param_groups[0]["own"] = way.make()
+    else:
+        made.own = way.make()  # type: ignore[attr-defined]
+    return made
+
+
+def own_of(optimizer: Any) -> Any:
+    return vars(optimizer).get("own", optimizer.param_groups[0].get("own"))
+
+
+def trained(optimizer: Optimizer, module: nn.Module, *, steps: int = STEPS) -> dict[str, Tensor]:
+    for seed in range(steps):
+        backward(module, seed)
+        optimizer.step()
+        optimizer.zero_grad()
+    return everything(module, optimizer)
+
+
+@pytest.mark.parametrize("undo", [False, True])
+@pytest.mark.parametrize("begins", [0, LATE])
+@pytest.mark.parametrize("is_option", [False, True], ids=["attribute", "option"])
+@pytest.mark.parametrize("name", support.shared_out(WAYS, quick=("list", "tensor")))
+def test_what_a_step_changes_in_place_is_changed_once(
+    name: str, is_option: bool, begins: int, undo: bool, tmp_path: Path
+) -> None:
+    found = []
+    for is_offloaded in (False, True):
+        module = model()
+        optimizer = changing(module.parameters(), WAYS[name], is_option=is_option, begins=begins)
+        own = own_of(optimizer)
+        if is_offloaded:
+            offload_optimizer(optimizer, tmp_path, buffer_bytes="1MiB", undo=undo)
+        weights = trained(optimizer, module)
+        assert own_of(optimizer) is own
+        found.append((weights, own))
+    support.assert_equal_bits(found[1][0], found[0][0])
+    assert is_same(found[1][1], found[0][1])
+
+
+@pytest.mark.parametrize("overlap", LATER)
+@pytest.mark.parametrize("is_option", [False, True], ids=["attribute", "option"])
+@pytest.mark.parametrize("name", support.shared_out(WAYS, quick=("list", "tensor")))
+def test_what_a_step_changes_in_place_is_refused_beside_others(
+    name: str, is_option: bool, overlap: Any, tmp_path: Path
+) -> None:
+    optimizer = changing(model().parameters(), WAYS[name], is_option=is_option)
+    with pytest.raises(
+        UnsupportedError, match=r"its (option 'own'|attributes \(own\)|.*attribute 'own')"
+    ):
+        offload_optimizer(optimizer, tmp_path, overlap=overlap)
+    assert is_same(own_of(optimizer), WAYS[name].make())
+
+
+class Late(torch.optim.SGD):
+    """Halves its rate in place, in a step that no trial comes to."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1, momentum=0.9)
+        self.own = torch.tensor(1.0)
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+            if group["count"] > LATE:
+                self.own.mul_(0.5)
+            group["lr"] = float(self.own)
+        return super().step(closure)
+
+
+@pytest.mark.defends("what changes in place beside a forward or a backward is an error")
+@pytest.mark.parametrize("overlap", LATER)
+def test_what_a_later_step_changes_in_place_is_told(overlap: Any, tmp_path: Path) -> None:
+    module = model()
+    optimizer = Late(module.parameters())
+    offload_optimizer(optimizer, tmp_path, overlap=overlap, buffer_bytes="1MiB")
+    with pytest.raises(UnsupportedError, match="has changed its attribute 'own' in place"):
+        trained(optimizer, module)
+
+
+@pytest.mark.parametrize("name", ["list", "dict"])
+def test_containers_that_a_later_step_changes_are_changed_in_step(
+    name: str, tmp_path: Path
+) -> None:
+    found = []
+    for is_offloaded in (False, True):
+        module = model()
+        optimizer = changing(module.parameters(), WAYS[name], is_option=False, begins=LATE)
+        if is_offloaded:
+            offload_optimizer(optimizer, tmp_path, overlap="forward", buffer_bytes="1MiB")
+        found.append((trained(optimizer, module), own_of(optimizer)))
+    support.assert_equal_bits(found[1][0], found[0][0])
+    assert found[1][1] == found[0][1]
+
+
+class OwnState(Optimizer):
+    """Keeps its state in an attribute, and views of one flat tensor that is an attribute, too."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+        found = [param for group in self.param_groups for param in group["params"]]
+        self.flat = torch.zeros(sum(param.numel() for param in found))
+        self.norms: dict[Tensor, Tensor] = {}
+        first = 0
+        for param in found:
+            view = self.flat[first : first + param.numel()].view_as(param)
+            self.state[param]["momentum"] = view
+            first += param.numel()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                momentum = self.state[param]["momentum"].mul_(0.9).add_(param.grad)
+                self.norms[param] = momentum.norm()
+                param.sub_(momentum * group["lr"] / (1 + self.norms[param]))
+
+
+def test_state_that_lies_in_attributes_is_no_setting(tmp_path: Path) -> None:
+    """Small enough to be given back to each part, which would lose what the others have done."""
+    found = []
+    for is_offloaded in (False, True):
+        torch.manual_seed(0)
+        params = [Parameter(torch.randn(size, 3)) for size in (3, 4, 5)]
+        optimizer = OwnState(params)
+        if is_offloaded:
+            offload_optimizer(optimizer, tmp_path, buffer_bytes=1)
+        for number in range(STEPS):
+            for param in params:
+                param.grad = param.detach() * number
+            optimizer.step()
+        found.append((params, optimizer.flat, optimizer.norms))
+    assert is_same(found[1], found[0])
+
+
+class Holder:
+    """An object that counts calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+
+def test_an_object_that_each_part_changes_is_told(tmp_path: Path) -> None:
+    def change(optimizer: Changing) -> None:
+        optimizer.own.calls += 1  # type: ignore[attr-defined]
+
+    module = model()
+    optimizer = Changing(module.parameters(), change, begins=LATE, own=Holder())
+    offload_optimizer(optimizer, tmp_path, buffer_bytes="1MiB", undo=True)
+    trained(optimizer, module, steps=LATE)
+    before = everything(module, optimizer)
+    backward(module, LATE)
+    with pytest.raises(UnsupportedError, match=r"'own' \(a Holder\).* \(the step was undone"):
+        optimizer.step()
+    support.assert_equal_bits(everything(module, optimizer), before)
+
+
+class Bounded(torch.optim.SGD):
+    """Bounds the norm of all gradients together, which is mostly below the bound."""
+
+    def step(self, closure: Any = None) -> Any:
+        params = [param for group in self.param_groups for param in group["params"]]
+        nn.utils.clip_grad_norm_(params, 10.0)
+        return super().step(closure)
+
+
+class OfTheFirst(torch.optim.SGD):
+    """Uses the rate of the first group for all."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["lr"] = self.param_groups[0]["lr"]
+        return super().step(closure)
+
+
+def test_a_bound_on_a_norm_that_is_seldom_reached_is_seen(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="couples its parameters"):
+        offload_optimizer(Bounded(model().parameters(), lr=0.1), tmp_path)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.1])
+def test_options_of_another_group_are_seen_where_they_are_equal(
+    rate: float, tmp_path: Path
+) -> None:
+    groups = [{"params": [param]} for param in model().parameters()]
+    with pytest.raises(UnsupportedError, match="couples its parameters"):
+        offload_optimizer(OfTheFirst(groups, lr=rate), tmp_path)
+
+
+@pytest.mark.parametrize("overlap", ["step", *LATER])
+def test_a_group_that_couples_is_not_added(overlap: Any, tmp_path: Path) -> None:
+    module = model()
+    weights, last = list(module.parameters())[:-1], list(module.parameters())[-1]
+    optimizer = OfTheFirst(weights, lr=0.1, momentum=0.9)
+    offload_optimizer(optimizer, tmp_path, overlap=overlap)
+    backward(module, 0)
+    optimizer.step()
+    with pytest.raises(UnsupportedError, match="couples its parameters"):
+        optimizer.add_param_group({"params": [last]})
+    assert len(optimizer.param_groups) == 1
+    optimizer.zero_grad()
+    trained(optimizer, module, steps=2)
+
+
+class Extrapolated(torch.optim.SGD):
+    """Computes the loss twice, the second time with other weights."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+            super().step()
+            with torch.enable_grad():
+                closure()
+        super().step()
+        return loss
+
+
+def test_a_closure_that_is_called_twice_is_told(tmp_path: Path) -> None:
+    module = model()
+    optimizer = Extrapolated(module.parameters(), lr=0.1)
+    offload_optimizer(optimizer, tmp_path)
+    before = everything(module, optimizer)
+    with pytest.raises(UnsupportedError, match="call it once, before all else"):
+        optimizer.step(lambda: backward(module, 0))
+    support.assert_equal_bits(everything(module, optimizer), before)
+    trained(optimizer, module, steps=2)
+
+
+class Scaled(torch.optim.SGD):
+    """Takes more than a closure, at any place."""
+
+    def step(self, scale: float = 1.0, *, sign: float = 1.0) -> Any:  # type: ignore[override]
+        for group in self.param_groups:
+            group["lr"] = 0.1 * scale * sign
+        return super().step()
+
+
+@pytest.mark.parametrize("overlap", ["step", "forward"])
+def test_a_step_takes_what_its_own_takes(overlap: Any, tmp_path: Path) -> None:
+    found = []
+    for is_offloaded in (False, True):
+        module = model()
+        optimizer: Any = Scaled(module.parameters(), lr=0.1, momentum=0.9)
+        if is_offloaded:
+            offload_optimizer(optimizer, tmp_path, overlap=overlap)
+        for given, named in [
+            ((), {}),
+            ((0.5,), {}),
+            ((0.25,), {"sign": -1.0}),
+            ((), {"scale": 2.0}),
+        ]:
+            backward(module, 0)
+            optimizer.step(*given, **named)
+            optimizer.zero_grad()
+        found.append(everything(module, optimizer))
+        with pytest.raises(TypeError, match="positional argument"):
+            optimizer.step(1.0, 2.0)
+    support.assert_equal_bits(found[1], found[0])
+
+
+class OfClass(torch.optim.SGD):
+    """Counts its steps in its class."""
+
+    calls = 0
+    names: list[str] = []  # noqa: RUF012 - this is what is tried
+
+    def __init__(self, params: Any, name: str) -> None:
+        super().__init__(params, lr=0.1)
+        self.name = name
+
+    def step(self, closure: Any = None) -> Any:
+        if self.name == "calls":
+            type(self).calls += 1
+        else:
+            self.names.append(self.name)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("name", ["calls", "names"])
+def test_what_a_step_changes_in_its_class_is_refused_and_unchanged(
+    name: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UnsupportedError, match=f"attribute '{name}' of its class"):
+        offload_optimizer(OfClass(model().parameters(), name), tmp_path)
+    assert OfClass.calls == 0
+    assert OfClass.names == []
+
+
+class Named(torch.optim.SGD):
+    """Keeps something of all in the state."""
+
+    def step(self, closure: Any = None) -> Any:
+        count_up(self.state.setdefault("all", {}))  # type: ignore[arg-type, call-overload]
+        return super().step(closure)
+
+
+def test_what_is_counted_in_the_state_of_no_parameter_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match=r"state\['all'\]"):
+        offload_optimizer(Named(model().parameters(), lr=0.1), tmp_path)
+
+
+class Calling(torch.optim.SGD):
+    """Calls the step of a class in which torch has put its hooks, once one of it was made."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("is_of_all", [False, True])
+@pytest.mark.parametrize("overlap", ["step", *LATER])
+def test_hooks_that_would_run_for_each_part_are_told(
+    overlap: Any, is_of_all: bool, tmp_path: Path
+) -> None:
+    torch.optim.SGD(model().parameters(), lr=0.1)
+    module, calls = model(), list[object]()
+    optimizer = Calling(module.parameters(), lr=0.1, momentum=0.9)
+    offload_optimizer(optimizer, tmp_path, overlap=overlap, buffer_bytes="1MiB")
+    trained(optimizer, module, steps=2)
+    before = everything(module, optimizer)
+
+    def step_and_wait() -> None:
+        optimizer.step()
+        optimizer.synchronize()  # type: ignore[attr-defined]
+
+    register = register_optimizer_step_pre_hook if is_of_all else optimizer.register_step_pre_hook
+    handle = register(lambda *_: calls.append(None))
+    try:
+        backward(module, 2)
+        with pytest.raises(UnsupportedError, match="there are hooks on steps"):
+            step_and_wait()
+    finally:
+        handle.remove()
+    support.assert_equal_bits(everything(module, optimizer), before)
+
+
+class WithOurs(torch.optim.SGD):
+    """Has a method with a name of ours."""
+
+    def synchronize(self) -> None:
+        """Do something of its own."""
+
+
+@pytest.mark.parametrize("name", ["_disk", "offload_stats", "synchronize"])
+def test_a_name_of_ours_is_refused(name: str, tmp_path: Path) -> None:
+    optimizer = (WithOurs if name == "synchronize" else torch.optim.SGD)(
+        model().parameters(), lr=0.1
+    )
+    if name != "synchronize":
+        vars(optimizer)[name] = 1
+    with pytest.raises(UnsupportedError, match=f"'{name}', a name that"):
+        offload_optimizer(optimizer, tmp_path)
+
+
+@pytest.mark.parametrize("overlap", ["step", *LATER])
+def test_each_attribute_of_ours_has_a_name_that_is_refused(overlap: Any, tmp_path: Path) -> None:
+    optimizer = torch.optim.AdamW(model().parameters(), lr=0.1)
+    offload_optimizer(optimizer, tmp_path, overlap=overlap)
+    named = {name for base in Offloaded.__mro__[:2] for name in base.__annotations__}
+    assert vars(optimizer)["_ours"] <= named
+
+
+class OfDefaults(torch.optim.SGD):
+    """Goes by the options that it was made with."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["lr"] = self.defaults["lr"]
+        return super().step(closure)
+
+
+def test_options_that_an_optimizer_was_made_with_are_kept(tmp_path: Path) -> None:
+    found = []
+    for is_offloaded in (False, True):
+        module = model()
+        optimizer = OfDefaults(module.parameters(), lr=0.1, momentum=0.9)
+        if is_offloaded:
+            offload_optimizer(optimizer, tmp_path, overlap="forward", buffer_bytes="1MiB")
+        for seed in range(STEPS):
+            backward(module, seed)
+            optimizer.step()
+            optimizer.defaults["lr"] *= 0.5
+            optimizer.zero_grad()
+        found.append(everything(module, optimizer))
+    support.assert_equal_bits(found[1], found[0])
+
+
+@pytest.mark.parametrize("name", ["lr", "weight_decay", "maximize", "defaults"])
+def test_each_option_that_is_changed_after_backward_is_seen(name: str, tmp_path: Path) -> None:
+    module = model()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=np.float64(0.1))  # type: ignore[arg-type]
+    offload_optimizer(optimizer, tmp_path, overlap="backward", buffer_bytes="1MiB")
+    backward(module, 0)
+    options = optimizer.defaults if name == "defaults" else optimizer.param_groups[0]
+    options["lr" if name == "defaults" else name] = np.float64(0.5)
+    with pytest.raises(UnsupportedError, match=f"'{name}'\\]? was changed"):
+        optimizer.step()
+
+
+@dataclass(slots=True)
+class Slotted:
+    """Has no dict."""
+
+    value: float
+
+
+SAME: list[tuple[Any, Any]] = [
+    *((np.float64(one), np.float64(one)) for one in (1.0, float("nan"))),
+    (Slotted(1.0), Slotted(1.0)),
+    (partial(int, 1), partial(int, 1)),
+    (threading.Lock(), threading.Lock()),
+    ({1: [Slotted(1.0)]}, {1: [Slotted(1.0)]}),
+]
+OTHER: list[tuple[Any, Any]] = [
+    (np.float64(1.0), np.float64(2.0)),
+    (np.float32(0.0), np.float32(-0.0)),
+    (Slotted(1.0), Slotted(2.0)),
+    (partial(int, 1), partial(int, 2)),
+    (np.random.default_rng(0), np.random.default_rng(1)),
+    (bytearray(b"a"), bytearray(b"b")),
+    *(({**dict.fromkeys(range(11))}, {**dict.fromkeys(range(11)), at: 0}) for at in range(11)),
+]
+
+
+@pytest.mark.parametrize(("one", "other"), SAME)
+def test_what_is_the_same(one: Any, other: Any) -> None:
+    assert is_same(one, other)
+
+
+@pytest.mark.parametrize(("one", "other"), OTHER)
+def test_what_is_not_the_same(one: Any, other: Any) -> None:
+    assert not is_same(one, other)
