@@ -6,10 +6,10 @@ import threading
 from collections.abc import Iterator
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trained import WIDTH
+from trained import WIDTH, everything
 
 RATE = 0.125
 STEPS = 3
@@ -31,3 +31,10 @@ def train(module: nn.Module, optimizer: Optimizer, *, steps: int = STEPS) -> Ite
         optimizer.step()
         yield seed
         optimizer.zero_grad()
+
+
+def trained(module: nn.Module, optimizer: Optimizer, *, steps: int) -> dict[str, Tensor]:
+    """Make steps; return all weights and all state."""
+    for _ in train(module, optimizer, steps=steps):
+        pass
+    return everything(module, optimizer)

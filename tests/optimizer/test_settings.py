@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
@@ -16,10 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import support
-from gated import LATER, backward
+from gated import LATER, backward, trained
 from ssdtrain import UnsupportedError, offload_optimizer
 from ssdtrain.optimizer.offloaded import Offloaded
 from ssdtrain.optimizer.same import is_same
@@ -129,14 +129,6 @@ def own_of(optimizer: Any) -> Any:
     return vars(optimizer).get("own", optimizer.param_groups[0].get("own"))
 
 
-def trained(optimizer: Optimizer, module: nn.Module, *, steps: int = STEPS) -> dict[str, Tensor]:
-    for seed in range(steps):
-        backward(module, seed)
-        optimizer.step()
-        optimizer.zero_grad()
-    return everything(module, optimizer)
-
-
 @pytest.mark.parametrize("undo", [False, True])
 @pytest.mark.parametrize("begins", [0, LATE])
 @pytest.mark.parametrize("is_option", [False, True], ids=["attribute", "option"])
@@ -151,7 +143,7 @@ def test_what_a_step_changes_in_place_is_changed_once(
         own = own_of(optimizer)
         if is_offloaded:
             offload_optimizer(optimizer, tmp_path, buffer_bytes="1MiB", undo=undo)
-        weights = trained(optimizer, module)
+        weights = trained(module, optimizer, steps=STEPS)
         assert own_of(optimizer) is own
         found.append((weights, own))
     support.assert_equal_bits(found[1][0], found[0][0])
@@ -195,7 +187,7 @@ def test_what_a_later_step_changes_in_place_is_told(overlap: Any, tmp_path: Path
     optimizer = Late(module.parameters())
     offload_optimizer(optimizer, tmp_path, overlap=overlap, buffer_bytes="1MiB")
     with pytest.raises(UnsupportedError, match="has changed its attribute 'own' in place"):
-        trained(optimizer, module)
+        trained(module, optimizer, steps=STEPS)
 
 
 @pytest.mark.parametrize("name", ["list", "dict"])
@@ -208,7 +200,7 @@ def test_containers_that_a_later_step_changes_are_changed_in_step(
         optimizer = changing(module.parameters(), WAYS[name], is_option=False, begins=LATE)
         if is_offloaded:
             offload_optimizer(optimizer, tmp_path, overlap="forward", buffer_bytes="1MiB")
-        found.append((trained(optimizer, module), own_of(optimizer)))
+        found.append((trained(module, optimizer, steps=STEPS), own_of(optimizer)))
     support.assert_equal_bits(found[1][0], found[0][0])
     assert found[1][1] == found[0][1]
 
@@ -267,7 +259,7 @@ def test_an_object_that_each_part_changes_is_told(tmp_path: Path) -> None:
     module = model()
     optimizer = Changing(module.parameters(), change, begins=LATE, own=Holder())
     offload_optimizer(optimizer, tmp_path, buffer_bytes="1MiB", undo=True)
-    trained(optimizer, module, steps=LATE)
+    trained(module, optimizer, steps=LATE)
     before = everything(module, optimizer)
     backward(module, LATE)
     with pytest.raises(UnsupportedError, match=r"'own' \(a Holder\).* \(the step was undone"):
@@ -298,7 +290,7 @@ def test_a_bound_on_a_norm_that_is_seldom_reached_is_seen(tmp_path: Path) -> Non
         offload_optimizer(Bounded(model().parameters(), lr=0.1), tmp_path)
 
 
-@pytest.mark.parametrize("rate", [0.0, 0.1])
+@pytest.mark.parametrize("rate", [0, 0.0, 0.1])
 def test_options_of_another_group_are_seen_where_they_are_equal(
     rate: float, tmp_path: Path
 ) -> None:
@@ -319,65 +311,7 @@ def test_a_group_that_couples_is_not_added(overlap: Any, tmp_path: Path) -> None
         optimizer.add_param_group({"params": [last]})
     assert len(optimizer.param_groups) == 1
     optimizer.zero_grad()
-    trained(optimizer, module, steps=2)
-
-
-class Extrapolated(torch.optim.SGD):
-    """Computes the loss twice, the second time with other weights."""
-
-    def step(self, closure: Any = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-            super().step()
-            with torch.enable_grad():
-                closure()
-        super().step()
-        return loss
-
-
-def test_a_closure_that_is_called_twice_is_told(tmp_path: Path) -> None:
-    module = model()
-    optimizer = Extrapolated(module.parameters(), lr=0.1)
-    offload_optimizer(optimizer, tmp_path)
-    before = everything(module, optimizer)
-    with pytest.raises(UnsupportedError, match="call it once, before all else"):
-        optimizer.step(lambda: backward(module, 0))
-    support.assert_equal_bits(everything(module, optimizer), before)
-    trained(optimizer, module, steps=2)
-
-
-class Scaled(torch.optim.SGD):
-    """Takes more than a closure, at any place."""
-
-    def step(self, scale: float = 1.0, *, sign: float = 1.0) -> Any:  # type: ignore[override]
-        for group in self.param_groups:
-            group["lr"] = 0.1 * scale * sign
-        return super().step()
-
-
-@pytest.mark.parametrize("overlap", ["step", "forward"])
-def test_a_step_takes_what_its_own_takes(overlap: Any, tmp_path: Path) -> None:
-    found = []
-    for is_offloaded in (False, True):
-        module = model()
-        optimizer: Any = Scaled(module.parameters(), lr=0.1, momentum=0.9)
-        if is_offloaded:
-            offload_optimizer(optimizer, tmp_path, overlap=overlap)
-        for given, named in [
-            ((), {}),
-            ((0.5,), {}),
-            ((0.25,), {"sign": -1.0}),
-            ((), {"scale": 2.0}),
-        ]:
-            backward(module, 0)
-            optimizer.step(*given, **named)
-            optimizer.zero_grad()
-        found.append(everything(module, optimizer))
-        with pytest.raises(TypeError, match="positional argument"):
-            optimizer.step(1.0, 2.0)
-    support.assert_equal_bits(found[1], found[0])
+    trained(module, optimizer, steps=2)
 
 
 class OfClass(torch.optim.SGD):
@@ -421,40 +355,6 @@ def test_what_is_counted_in_the_state_of_no_parameter_is_refused(tmp_path: Path)
         offload_optimizer(Named(model().parameters(), lr=0.1), tmp_path)
 
 
-class Calling(torch.optim.SGD):
-    """Calls the step of a class in which torch has put its hooks, once one of it was made."""
-
-    def step(self, closure: Any = None) -> Any:
-        return super().step(closure)
-
-
-@pytest.mark.parametrize("is_of_all", [False, True])
-@pytest.mark.parametrize("overlap", ["step", *LATER])
-def test_hooks_that_would_run_for_each_part_are_told(
-    overlap: Any, is_of_all: bool, tmp_path: Path
-) -> None:
-    torch.optim.SGD(model().parameters(), lr=0.1)
-    module, calls = model(), list[object]()
-    optimizer = Calling(module.parameters(), lr=0.1, momentum=0.9)
-    offload_optimizer(optimizer, tmp_path, overlap=overlap, buffer_bytes="1MiB")
-    trained(optimizer, module, steps=2)
-    before = everything(module, optimizer)
-
-    def step_and_wait() -> None:
-        optimizer.step()
-        optimizer.synchronize()  # type: ignore[attr-defined]
-
-    register = register_optimizer_step_pre_hook if is_of_all else optimizer.register_step_pre_hook
-    handle = register(lambda *_: calls.append(None))
-    try:
-        backward(module, 2)
-        with pytest.raises(UnsupportedError, match="there are hooks on steps"):
-            step_and_wait()
-    finally:
-        handle.remove()
-    support.assert_equal_bits(everything(module, optimizer), before)
-
-
 class WithOurs(torch.optim.SGD):
     """Has a method with a name of ours."""
 
@@ -479,6 +379,145 @@ def test_each_attribute_of_ours_has_a_name_that_is_refused(overlap: Any, tmp_pat
     offload_optimizer(optimizer, tmp_path, overlap=overlap)
     named = {name for base in Offloaded.__mro__[:2] for name in base.__annotations__}
     assert vars(optimizer)["_ours"] <= named
+
+
+class ByName(torch.optim.SGD):
+    """Has a rate for each parameter by its name, or by its place."""
+
+    def __init__(self, params: Any, rates: list[float] | None = None) -> None:
+        super().__init__(params, lr=0.1, momentum=0.9)
+        self.param_groups[0]["rates"] = rates
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            names, rates = group["param_names"], group["rates"]
+            for place, (name, param) in enumerate(zip(names, group["params"], strict=True)):
+                rate = rates[place] if rates else 1 / (2 + len(name))
+                momentum = self.state[param].setdefault("momentum", torch.zeros_like(param))
+                # Of bfloat16 with masters it is the master's.
+                param.sub_(momentum.mul_(0.9).add_(param.grad), alpha=rate)
+
+
+@pytest.mark.parametrize("has_masters", [False, True])
+@pytest.mark.parametrize("overlap", ["step", *LATER])
+def test_a_part_has_the_names_of_its_parameters(
+    overlap: Any, has_masters: bool, tmp_path: Path
+) -> None:
+    found = []
+    for way in ("step", overlap):
+        module = model()
+        if has_masters:
+            module = module.bfloat16()
+        optimizer = ByName(
+            (f"{'x' * n}.{name}", one) for n, (name, one) in enumerate(module.named_parameters())
+        )
+        if has_masters or way != "step" or found:
+            # One part has all of them.
+            size = "1MiB" if found else "64MiB"
+            master_dtype = torch.float32 if has_masters else None
+            offload_optimizer(
+                optimizer, tmp_path, overlap=way, buffer_bytes=size, master_dtype=master_dtype
+            )
+        for seed in range(3):
+            for number, param in enumerate(module.parameters()):
+                param.grad = torch.full_like(param, (seed + 1) * (number + 1) / 64)
+            optimizer.step()
+        found.append(everything(module, optimizer))
+        assert len(optimizer.param_groups[0]["param_names"]) == len(list(module.parameters()))
+    support.assert_equal_bits(found[1], found[0])
+
+
+def test_other_lists_beside_the_parameters_are_refused(tmp_path: Path) -> None:
+    module = model()
+    rates: list[float] = [1 for _ in module.parameters()]
+    rates[-1] = 0.1
+    with pytest.raises(UnsupportedError, match="couples its parameters"):
+        offload_optimizer(ByName(module.named_parameters(), rates), tmp_path)
+
+
+class Drawing(torch.optim.SGD):
+    """Draws from the generators of Python and numpy in each step, once for each parameter."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.grad += random.random() + float(np.random.random())  # noqa: NPY002
+        return super().step(closure)
+
+
+def test_the_trial_leaves_other_generators_where_they_are(tmp_path: Path) -> None:
+    random.seed(1)
+    np.random.seed(1)  # noqa: NPY002
+    before = random.getstate(), np.random.get_state(legacy=False)  # noqa: NPY002
+    offload_optimizer(Drawing(model().parameters(), lr=0.1), tmp_path)
+    assert is_same((random.getstate(), np.random.get_state(legacy=False)), before)  # noqa: NPY002
+
+
+class Hits(dict[str, int]):
+    """A dict that has an attribute."""
+
+    count = 0
+
+
+class Caching(torch.optim.SGD):
+    """Counts in an attribute of a dict, and goes by it."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1, momentum=0.9)
+        self.hits = Hits()
+
+    def step(self, closure: Any = None) -> Any:
+        self.hits.count += 1
+        for group in self.param_groups:
+            group["lr"] = 0.1 / self.hits.count
+        return super().step(closure)
+
+
+def test_attributes_of_containers_are_changed_once(tmp_path: Path) -> None:
+    found = []
+    for is_offloaded in (False, True):
+        module = model()
+        optimizer = Caching(module.parameters())
+        if is_offloaded:
+            offload_optimizer(optimizer, tmp_path, buffer_bytes="1MiB")
+        found.append((trained(module, optimizer, steps=STEPS), optimizer.hits.count))
+    support.assert_equal_bits(found[1][0], found[0][0])
+    assert found[1][1] == found[0][1] == STEPS
+
+
+class Rounding(torch.optim.SGD):
+    """Draws from a generator of its own, and fails once, in its second part."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1, momentum=0.9)
+        self.generator = torch.Generator().manual_seed(3)
+        self.fails = False
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.grad += torch.rand(1, generator=self.generator)
+        if self.fails and any(
+            param.shape == (160, 160) for param in self.param_groups[0]["params"]
+        ):
+            raise ValueError("the second part")
+        return super().step(closure)
+
+
+def test_a_generator_of_its_own_is_undone(tmp_path: Path) -> None:
+    module = model()
+    optimizer = Rounding(module.parameters())
+    offload_optimizer(optimizer, tmp_path, buffer_bytes="1MiB", undo=True)
+    trained(module, optimizer, steps=1)
+    before = optimizer.generator.get_state()
+    backward(module, 1)
+    optimizer.fails = True
+    with pytest.raises(ValueError, match="second part"):
+        optimizer.step()
+    assert torch.equal(optimizer.generator.get_state(), before)
 
 
 class OfDefaults(torch.optim.SGD):

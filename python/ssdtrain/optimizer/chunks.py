@@ -18,6 +18,7 @@ from ssdtrain.optimizer.settings import Settings
 
 __all__ = [
     "CLOSURE",
+    "NAMES",
     "Chunk",
     "Part",
     "arguments_of",
@@ -30,6 +31,14 @@ __all__ = [
 ]
 
 CLOSURE = "closure"
+NAMES = "param_names"
+"""The option with a list of names, one for each parameter of the group."""
+NO_CLOSURE = (
+    "the step of this optimizer does something else with a closure than to call it once, before "
+    "all else (it calls it twice, or goes by the loss), and it is run over one part of the "
+    "parameters after the other; compute loss and gradients yourself, and call step() without a "
+    "closure"
+)
 STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 """Where torch has the hooks on the steps of an optimizer."""
 
@@ -40,6 +49,16 @@ class Chunk:
 
     group: dict[str, Any]
     params: list[Tensor]
+    stand_for: list[Tensor] | None = None
+    """The parameters of the group in whose place these are updated, if they are others."""
+
+    def names(self) -> list[Any] | None:
+        """Return their names, where the group has a name for each of its parameters."""
+        names = self.group.get(NAMES)
+        if not isinstance(names, list) or len(names) != len(self.group["params"]):
+            return None
+        name_of = dict(zip(map(id, self.group["params"]), names, strict=True))
+        return [name_of[id(param)] for param in self.stand_for or self.params]
 
 
 @dataclass(frozen=True)
@@ -114,12 +133,26 @@ def own_step(kind: type[Optimizer]) -> Callable[..., Any]:
 
 
 def arguments_of(
-    kind: type[Optimizer], given: tuple[Any, ...], named: dict[str, Any]
+    kind: type[Optimizer],
+    given: tuple[Any, ...],
+    named: dict[str, Any],
+    *,
+    takes_closure: bool,
 ) -> tuple[Callable[[], Any] | None, dict[str, Any]]:
     """Return the closure that a step is given, and all else by name.
 
-    Raises ``TypeError``, as the optimizer's own step, for what it does not take.
+    Raises ``TypeError``, as the optimizer's own step, for what it does not take, and
+    ``UnsupportedError`` for a closure if the step does not call one once before all else.
     """
+    closure, others = _arguments_of(kind, given, named)
+    if closure is not None and not takes_closure:
+        raise UnsupportedError(NO_CLOSURE)
+    return closure, others
+
+
+def _arguments_of(
+    kind: type[Optimizer], given: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[Callable[[], Any] | None, dict[str, Any]]:
     if not given and named.keys() <= {CLOSURE}:
         return named.get(CLOSURE), {}
     signature = inspect.signature(own_step(kind))
@@ -179,6 +212,9 @@ def update(
     settings.begin(optimizer, chunk.group)
     groups = optimizer.param_groups
     group = dict(chunk.group, params=chunk.params)
+    names = chunk.names()
+    if names is not None:
+        group[NAMES] = names
     optimizer.param_groups = [group]
     try:
         run(optimizer, step, options)

@@ -82,6 +82,13 @@ def put_in_place(host: Host, record: Taken) -> None:
             state[key] = older
 
 
+def _put_into(chunks: dict[int, Chunk], record: Taken, tensor: Tensor) -> None:
+    chunk = chunks.setdefault(id(record.group), Chunk(record.group, [], []))
+    chunk.params.append(tensor)
+    assert chunk.stand_for is not None, "it was made so"
+    chunk.stand_for.append(record.param)
+
+
 def _run(host: Host, now: Round, records: list[Taken], states: Any) -> None:
     """Run the optimizer's own step over copies of weights, with the states of the weights."""
     chunks: dict[int, Chunk] = {}
@@ -89,7 +96,7 @@ def _run(host: Host, now: Round, records: list[Taken], states: Any) -> None:
     updated: list[tuple[Taken, Leaf]] = []
     for record in records:
         leaf = _leaf_of(host, record, view)
-        chunks.setdefault(id(record.group), Chunk(record.group, [])).params.append(leaf.tensor)
+        _put_into(chunks, record, leaf.tensor)
         updated.append((record, leaf))
     vars(now.stand_in)["state"] = view
     try:

@@ -167,7 +167,7 @@ class Masters:
         unknown = [param for param in chunk.params if param not in states]
         try:
             self._begin_all(chunk, states, leaves, params)
-            update(on, step, Chunk(chunk.group, params), settings, options)
+            update(on, step, Chunk(chunk.group, params, chunk.params), settings, options)
             params.clear()
             for leaf in leaves:
                 # From here on only what the step has left counts.

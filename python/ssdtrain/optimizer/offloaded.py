@@ -7,6 +7,7 @@ left whose state is empty.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import weakref
 from collections import defaultdict
@@ -64,11 +65,6 @@ __all__ = ["Offloaded", "Overlap", "offloaded_class"]
 PARTS_MIN = 16
 """So many at least, if parameters are updated beside the forward: the first ones soon."""
 PART_BYTES_MIN = 1 << 20
-NO_CLOSURE = (
-    "the step of this optimizer does something else with a closure than to call it once, before "
-    "all else, and it is run over one part of the parameters after the other; compute loss and "
-    "gradients yourself, and call step() without a closure"
-)
 Overlap = Literal["step", "backward", "forward"]
 
 
@@ -148,9 +144,8 @@ class Offloaded(WholeState):
     def step(self, *given: Any, **named: Any) -> Any:
         """Run the optimizer's own step, part by part, and return what the closure returned."""
         began_s = perf_counter()
-        closure, options = arguments_of(self._own_kind, given, named)
-        if closure is not None and not self._habits.takes_closure:
-            raise UnsupportedError(NO_CLOSURE)
+        takes_closure = self._habits.takes_closure
+        closure, options = arguments_of(self._own_kind, given, named, takes_closure=takes_closure)
         self.synchronize()
         if self._undo is not None and self._undo.is_kept:
             restore(self._undo, self._states, self.param_groups)
@@ -358,7 +353,7 @@ class Offloaded(WholeState):
     ) -> Iterator[Part]:
         """Update one part after the other; give each as soon as its parameters are updated."""
         own, buffers = own_step(self._own_kind), self._buffers
-        size_of = self._size_of if room.is_bounded else _no_matter_what_size
+        size_of = self._size_of if room.is_bounded else lambda _: 0
         is_ahead = False
         for part, following in zip_longest(parts, parts[1:]):
             size, ahead_bytes = size_of(part), 0
@@ -487,11 +482,17 @@ def _refuse_names(kind: type[Optimizer], attributes: set[str]) -> None:
         )
 
 
-def _no_matter_what_size(_: Part) -> int:
-    return 0
-
-
 @cache
 def offloaded_class(kind: type[Optimizer]) -> type[Optimizer]:
     """Return the class of the offloaded optimizers of this kind."""
-    return type(f"Offloaded{kind.__name__}", (Offloaded, kind), {"__doc__": kind.__doc__})
+
+    def step(self: Offloaded, *given: Any, **named: Any) -> Any:
+        return Offloaded.step(self, *given, **named)
+
+    step.__doc__ = kind.step.__doc__
+    # What asks which arguments a step takes (`GradScaler`) is told those of its own.
+    vars(step)["__signature__"] = inspect.signature(own_step(kind))
+    vars(step).update(vars(Offloaded.step))
+    return type(
+        f"Offloaded{kind.__name__}", (Offloaded, kind), {"__doc__": kind.__doc__, "step": step}
+    )

@@ -22,7 +22,6 @@ from torch.optim import SGD, Optimizer
 from ssdtrain.optimizer.same import COPIED, DICTS, LISTS, UNCHANGING
 
 __all__ = [
-    "ATTRIBUTE_BYTES_MAX",
     "attributes",
     "kept",
     "kept_groups",

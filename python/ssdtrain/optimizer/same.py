@@ -64,13 +64,18 @@ def _parts_of(value: Any) -> list[Any] | None:
     """Return what is compared one by one, or ``None`` for what is compared as a whole."""
     if isinstance(value, DICTS):
         # In their order, which a step may go by.
-        return [*value.keys(), *value.values()]
+        return [*value.keys(), *value.values(), *_own_of(value)]
     if isinstance(value, (tuple, *LISTS)):
-        return list(value)
+        return [*value, *_own_of(value)]
     if isinstance(value, numpy.ndarray | numpy.generic | Enum) or type(value) in UNCHANGING:
         return None
     found = list(_shown_by(value))
     return found if found or callable(value) else None
+
+
+def _own_of(container: Any) -> list[Any]:
+    """Return what a class of a user has besides what is in the container."""
+    return [vars(container)] if getattr(container, "__dict__", None) else []
 
 
 def _shown_by(value: Any) -> Iterator[Any]:

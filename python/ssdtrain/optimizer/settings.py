@@ -7,6 +7,9 @@ together leave what one step over all parameters leaves, as a count of steps.
 
 from __future__ import annotations
 
+import operator
+import random
+import reprlib
 from bisect import bisect_left
 from collections import OrderedDict, UserDict, UserList, deque
 from collections.abc import Collection, Iterable, Mapping
@@ -23,7 +26,7 @@ from torch.optim import Optimizer
 
 from ssdtrain.errors import UnsupportedError
 from ssdtrain.machine.torch_internals import plainly
-from ssdtrain.optimizer.options import ATTRIBUTE_BYTES_MAX, of_classes, of_torch
+from ssdtrain.optimizer.options import of_classes, of_torch
 from ssdtrain.optimizer.same import is_same, slots_of
 
 __all__ = ["Followed", "Settings", "followed"]
@@ -34,12 +37,17 @@ VALUE = "value"
 """The place of all that a tensor or an array holds."""
 ORDER = object()
 """The place, among changes of a dict, of the order of the entries that it had before."""
-ONE_AFTER_THE_OTHER = (
-    "and it is run over one part of the parameters after the other; use an optimizer that does "
-    "not, such as AdamW"
+FOR_EACH_PART = (
+    "more than once, as it is run over one part of the parameters after the other; have it keep "
+    "that in the state of each parameter (self.state[p]), or compute it outside of step()"
 )
+FOLLOWED_BYTES_MAX = 4 << 10
+"""Of a tensor or an array that is given to each part of a step as it was before."""
 CONTAINERS = (OrderedDict, dict, list, deque, set)
-OPAQUE = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, nn.Module, Optimizer)
+OPAQUE = (
+    *(type, ModuleType, FunctionType, BuiltinFunctionType, MethodType),
+    *(nn.Module, Optimizer, random.Random),
+)
 """What is no setting of a step, whatever happens to it."""
 
 
@@ -59,6 +67,7 @@ class Settings:
         self._changes: dict[str, Any] = {}
         self._of_attributes: list[Followed] = []
         self._of_options: dict[int, list[Followed]] = {}
+        self._generators: list[tuple[torch.Generator, Tensor]] = []
         self.in_place: set[str] = set()
         """What was changed in place, in words."""
 
@@ -70,6 +79,9 @@ class Settings:
             own = {**of_classes(type(optimizer)), **now}
             named = [(f"attribute {name!r}", own[name]) for name in own.keys() - of_torch()]
             self._of_attributes = followed(named, _Memory(optimizer))
+            self._of_attributes.append(Followed(type(optimizer), "class"))
+            found = [one for _, one in named if isinstance(one, torch.Generator)]
+            self._generators = [(one, one.get_state()) for one in found]
         else:
             for name in now.keys() - self._before.keys():
                 del vars(optimizer)[name]
@@ -77,15 +89,15 @@ class Settings:
         if group is not None and id(group) not in self._of_options:
             named = [(f"option {name!r}", one) for name, one in group.items() if name != "params"]
             self._of_options[id(group)] = followed(named)
-        for one in self._in_place(group):
-            one.restore()
 
     def undo(self, optimizer: Optimizer) -> None:
         """Give the optimizer and its groups what they had before the step."""
         self.begin(optimizer)
-        for several in self._of_options.values():
+        for several in (self._of_attributes, *self._of_options.values()):
             for one in several:
                 one.restore()
+        for generator, state in self._generators:
+            generator.set_state(state)
 
     def note(self, optimizer: Optimizer, group: dict[str, Any], after: dict[str, Any]) -> None:
         """Remember what a part has changed; raise ``UnsupportedError`` if others did otherwise.
@@ -94,7 +106,8 @@ class Settings:
         """
         _, known = self._groups.setdefault(id(group), (group, {}))
         changes = _changed(group, after)
-        changes.pop("params", None)
+        for name in ("params", "param_names"):
+            changes.pop(name, None)
         _add(known, changes)
         _add(self._changes, _changed(self._before or {}, self._attributes(optimizer)))
         changed = [one.name for one in self._in_place(group) if one.note()]
@@ -125,51 +138,50 @@ class Settings:
 class Followed:
     """Something that may be changed in place: what it held before a step, and what parts change."""
 
-    def __init__(self, value: Any, name: str) -> None:
+    def __init__(self, value: Any, name: str, *, is_watched: bool = False) -> None:
         self.name = name
         self._value = value
-        self._before = _read(value)
+        self._is_watched = is_watched or not _is_restorable(value)
+        """Whether it is not given what it held before, so that one part only may change it."""
+        self._first = self._before = _read(value)
         self._changes: dict[Any, Any] = {}
 
-    def restore(self) -> None:
-        """Give it what it held before the step, where that is possible."""
-        if not _is_restorable(self._value):
-            self._before = _read(self._value)
-        elif self._changed():
-            _write(self._value, self._before)
-
     def note(self) -> bool:
-        """Note what a part has changed, and return whether it did; raise if others did, too."""
-        changes = self._changed()
-        if changes and self._changes and not _is_restorable(self._value):
-            raise UnsupportedError(
-                f"the step of this optimizer changes what is in its {self.name} (a "
-                f"{type(self._value).__name__}), {ONE_AFTER_THE_OTHER}"
-            )
+        """Note what a part has changed, and give it what it held before; return whether it did.
+
+        Raises ``UnsupportedError`` if others have changed it otherwise.
+        """
+        if _is_unchanged(self._value, self._before):
+            return False
+        now = _read(self._value)
+        if self._is_watched:
+            if self._before is not self._first:
+                raise UnsupportedError(
+                    f"the step of this optimizer changes what is in its {self.name} (a "
+                    f"{type(self._value).__name__}) {FOR_EACH_PART}"
+                )
+            self._before = now
+            return True
+        changes = _changed_entries(self._before, now)
+        _write(self._value, self._before)
         _add(self._changes, changes, f"in its {self.name} ")
-        return bool(changes)
+        return True
+
+    def restore(self) -> None:
+        """Give it what it held before the step, also what cannot be given back to each part."""
+        if not isinstance(self._value, Tensor | type) or _is_restorable(self._value):
+            _write(self._value, self._first)
+        self._before = self._first
 
     def apply(self) -> None:
         """Give it all that parts have changed."""
-        if self._changes and _is_restorable(self._value):
+        if self._changes:
             changes = dict(self._changes)
+            before = _entries(self._before)
             first = changes.pop(ORDER, ())
-            entries = {place: self._before[place] for place in [*first, *self._before]}
+            entries = {place: before[place] for place in [*first, *before]}
             _put(entries, changes)
-            _write(self._value, entries)
-
-    def _changed(self) -> dict[Any, Any]:
-        before, now = self._before, _read(self._value)
-        if isinstance(self._value, Tensor | numpy.ndarray):
-            return {} if is_same(before, now) else now
-        changes = _changed(before, now)
-        if isinstance(self._value, dict):
-            number_of = {place: number for number, place in enumerate(before)}
-            order = [place for place in now if place in before]
-            numbers = [number_of[place] for place in order]
-            if numbers != sorted(numbers):
-                changes[ORDER] = tuple(order)
-        return changes
+            _write(self._value, _of_entries(self._value, entries))
 
 
 class _Memory:
@@ -214,76 +226,139 @@ def followed(values: Iterable[tuple[str, Any]], memory: _Memory | None = None) -
     """Return all that may be changed in place of some values, and of what they contain."""
     found: list[Followed] = []
     known: set[int] = set()
-    left = list(values)
+    left = [(name, value, False) for name, value in values]
     while left:
-        name, value = left.pop()
+        name, value, is_watched = left.pop()
         # A proxy whose object is gone raises at any other look.
         if id(value) in known or type(value) in ProxyTypes or isinstance(value, OPAQUE):
             continue
         known.add(id(value))
         if isinstance(value, Tensor | numpy.ndarray):
-            if _isfollowed(value) and not (memory is not None and memory.has(value)):
-                found.append(Followed(value, name))
+            if _is_followed(value) and not (memory is not None and memory.has(value)):
+                found.append(Followed(value, name, is_watched=is_watched))
             continue
+        if isinstance(value, CONTAINERS) and hasattr(value, "__dict__"):
+            # What a class of a user has besides.
+            found.append(Followed(vars(value), name, is_watched=is_watched))
         if isinstance(value, UserDict | UserList):
             value = value.data
-        if isinstance(value, dict):
-            left += [(name, one) for one in list(value.values())]
-        elif isinstance(value, tuple | list | deque):
-            left += [(name, one) for one in list(value)]
-        if isinstance(value, CONTAINERS) or hasattr(value, "__dict__") or slots_of(type(value)):
+        if isinstance(value, (*CONTAINERS, tuple)):
+            within = value.values() if isinstance(value, dict) else value
+            left += [(name, one, is_watched) for one in list(within)]
+            if not isinstance(value, tuple):
+                found.append(Followed(value, name, is_watched=is_watched))
+        elif not is_watched and (hasattr(value, "__dict__") or slots_of(type(value))):
             found.append(Followed(value, name))
+            # Others may use what an object has, so it is not touched.
+            inside = list(_read(value).values())
+            left += [(name, one, True) for one in inside if isinstance(one, CONTAINERS)]
     return found
 
 
-def _isfollowed(value: Tensor | numpy.ndarray) -> bool:
+def _is_followed(value: Tensor | numpy.ndarray) -> bool:
     if isinstance(value, Tensor):
         return _is_plain(value)
-    return value.nbytes <= ATTRIBUTE_BYTES_MAX and not value.dtype.hasobject
+    return value.nbytes <= FOLLOWED_BYTES_MAX and not value.dtype.hasobject
 
 
 def _is_restorable(value: Any) -> bool:
-    """Whether something can be given what it held before."""
+    """Whether something can be given what it held before, for each part of a step."""
     if isinstance(value, Tensor):
-        return _is_small(value)
+        return value.nbytes <= FOLLOWED_BYTES_MAX
     return isinstance(value, (*CONTAINERS, numpy.ndarray))
 
 
-def _is_small(tensor: Tensor) -> bool:
-    return tensor.nbytes <= ATTRIBUTE_BYTES_MAX
-
-
-def _read(value: Any) -> dict[Any, Any]:
-    """Return what something holds now, by places."""
+def _read(value: Any) -> Any:
+    """Return what something holds now, in a plain container or a copy."""
     if isinstance(value, Tensor):
         # What large ones hold is not compared: how often they were changed tells.
-        return {VALUE: value.detach().clone() if _is_small(value) else value._version}  # noqa: SLF001
+        return value.detach().clone() if _is_restorable(value) else value._version  # noqa: SLF001
     if isinstance(value, numpy.ndarray):
-        return {VALUE: value.copy(order="K")}
-    if isinstance(value, dict):
-        return dict(value.items())
-    if isinstance(value, list | deque):
-        return dict(enumerate(value))
-    if isinstance(value, set):
-        return dict.fromkeys(value, VALUE)
+        return value.copy(order="K")
+    for kind, plain in ((dict, dict), ((list, deque), list), (set, set)):
+        if isinstance(value, kind):
+            return plain(value)
+    if isinstance(value, type):
+        return of_classes(value)
     slots = {name: getattr(value, name, NONE) for name in slots_of(type(value))}
     return {**slots, **getattr(value, "__dict__", {})}
 
 
-def _write(value: Any, entries: dict[Any, Any]) -> None:
+def _is_unchanged(value: Any, before: Any) -> bool:
+    """Whether something holds what it held: the same objects, if it is a container."""
+    now: Any = value if isinstance(value, CONTAINERS) else _read(value)
+    if isinstance(before, dict):
+        is_alike = len(before) == len(now) and all(map(operator.is_, before, now))
+        return is_alike and all(map(operator.is_, before.values(), now.values()))
+    if isinstance(before, list):
+        return len(before) == len(now) and all(map(operator.is_, before, now))
+    return bool(before == now) if isinstance(before, set | int) else is_same(before, now)
+
+
+def _entries(held: Any) -> dict[Any, Any]:
+    """Return the result of a ``_read`` by places."""
+    if isinstance(held, dict):
+        return held
+    if isinstance(held, list):
+        return dict(enumerate(held))
+    return dict.fromkeys(held, VALUE) if isinstance(held, set) else {VALUE: held}
+
+
+def _of_entries(value: Any, entries: dict[Any, Any]) -> Any:
+    if isinstance(value, dict | set):
+        return entries
+    return entries[VALUE] if isinstance(value, Tensor | numpy.ndarray) else list(entries.values())
+
+
+def _changed_entries(before: Any, now: Any) -> dict[Any, Any]:
+    if not isinstance(before, dict | list | set):
+        return {VALUE: now}
+    changes = _changed(_entries(before), _entries(now))
+    if isinstance(before, dict):
+        number_of = {place: number for number, place in enumerate(before)}
+        order = [place for place in now if place in before]
+        numbers = [number_of[place] for place in order]
+        if numbers != sorted(numbers):
+            changes[ORDER] = tuple(order)
+    return changes
+
+
+def _write(value: Any, held: Any) -> None:
+    """Give something what a ``_read`` has returned, past what classes of users make of it."""
     if isinstance(value, Tensor):
         with torch.no_grad(), plainly():
-            value.detach().copy_(entries[VALUE])
+            value.detach().copy_(held)
     elif isinstance(value, numpy.ndarray):
-        value[...] = entries[VALUE]
+        value[...] = held
+    elif isinstance(value, list):
+        list.__setitem__(value, slice(None), held)
+    elif isinstance(value, deque):
+        deque.clear(value)
+        deque.extend(value, held)
+    elif isinstance(value, set):
+        set.intersection_update(value, held)
+        set.update(value, held)
+    elif isinstance(value, dict):
+        _write_dict(value, held)
     else:
-        # Past what classes of users make of it.
-        kind: Any = next(kind for kind in CONTAINERS if isinstance(value, kind))
+        slots = slots_of(type(value))
+        for name in slots:
+            if held[name] is not NONE:
+                setattr(value, name, held[name])
+        _write_dict(getattr(value, "__dict__", {}), {k: held[k] for k in held if k not in slots})
+
+
+def _write_dict(value: dict[Any, Any], held: dict[Any, Any]) -> None:
+    """Change what differs only: another thread may read the rest."""
+    kind: Any = OrderedDict if isinstance(value, OrderedDict) else dict
+    both = [place for place in held if place in value]
+    if not all(map(operator.is_, both, [place for place in value if place in held])):
         kind.clear(value)
-        if isinstance(value, list | deque):
-            kind.extend(value, entries.values())
-        else:
-            kind.update(value, entries)
+    for place in [place for place in value if place not in held]:
+        kind.__delitem__(value, place)
+    for place, one in held.items():
+        if place not in value or dict.__getitem__(value, place) is not one:
+            kind.__setitem__(value, place, one)
 
 
 def _changed(before: dict[Any, Any], after: dict[Any, Any]) -> dict[Any, Any]:
@@ -305,8 +380,17 @@ def _add(known: dict[Any, Any], changes: dict[Any, Any], where: str = "") -> Non
         # defence: what parts of a step change differently is an error
         if place in known and not is_same(known[place], value):
             raise UnsupportedError(
-                f"the step of this optimizer sets {where}{place!r} to something else for some "
-                f"parameters than for others ({known[place]!r} and {value!r}), "
-                f"{ONE_AFTER_THE_OTHER}"
+                f"the step of this optimizer sets {where}{_told(place)} to something else for some "
+                f"parameters than for others ({_told(known[place])} and {_told(value)}), and it is "
+                "run over one part of them after the other; have it keep that in the state of "
+                "each parameter (self.state[p]), or compute it outside of step()"
             )
         known[place] = value
+
+
+def _told(value: Any) -> str:
+    if isinstance(value, Tensor) and value.dim():
+        return f"a tensor of shape {tuple(value.shape)}"
+    if value is NONE or value is ORDER:
+        return "nothing" if value is NONE else "the order"
+    return reprlib.repr(value)

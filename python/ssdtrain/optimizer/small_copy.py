@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ssdtrain.machine.torch_internals import is_in_shards, like_shards, own_shard
+from ssdtrain.optimizer.chunks import NAMES
 from ssdtrain.optimizer.masters import wants_master
 
 __all__ = ["Trial", "attributes_of", "gradient", "params_of", "small_copy"]
@@ -49,14 +50,18 @@ def small_copy(trial: Trial) -> Optimizer:
     small = {id(param): _small(param, trial) for param in params_of(optimizer)}
     state = _small_state(trial, small)
     copied: Optimizer = copy.deepcopy(optimizer, {**small, id(optimizer.state): state})
+    shared: dict[int, Tensor] = {}
     for number, group in enumerate(copied.param_groups):
-        _set_apart(group, number)
-        group["params"] = _few(group["params"])
+        _set_apart(group, number, shared)
+        _take_few(group)
     if len(small) == 1:
         # One alone would not show what couples it to those of groups that are added later.
         (one,) = params_of(copied)
         twin = one.detach().clone().requires_grad_(one.requires_grad)
-        next(group for group in copied.param_groups if group["params"])["params"].append(twin)
+        group = next(group for group in copied.param_groups if group["params"])
+        group["params"].append(twin)
+        if NAMES in group:
+            group[NAMES] = [*group[NAMES], "twin"]
         if one in state:
             state[twin] = copy.deepcopy(state[one])
     # What torch leaves out of copies.
@@ -89,26 +94,31 @@ def _own_copy(value: Any, known: dict[int, Any]) -> Any:
     return copy.deepcopy(value, known)
 
 
-def _set_apart(group: dict[str, Any], number: int) -> None:
+def _set_apart(group: dict[str, Any], number: int, shared: dict[int, Tensor]) -> None:
     """Give a group other options than the others have: one for another would go unseen.
 
-    Numbers that are no whole ones get smaller, so that they keep within their bounds.
+    Numbers that are no whole ones get smaller, so that they keep within their bounds. A tensor that
+    several groups have stays one, by ``shared``.
     """
     factor = 1 - number % GROUPS_APART / GROUPS_APART
     for name, value in group.items():
         if isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point():
-            group[name] = _less(value.detach().clone(), factor)
+            if id(value) not in shared:
+                value.detach().mul_(factor)
+            shared[id(value)] = value
         elif name != "params":
             group[name] = _less(value, factor)
     rate = group.get("lr")
-    if isinstance(rate, float) and rate == 0:
+    if isinstance(rate, int | float) and rate == 0:
         group["lr"] = RATE * factor
+    elif isinstance(rate, Tensor) and rate.dim() == 0 and not rate:
+        rate.fill_(RATE * factor)
 
 
 def _less(value: Any, factor: float) -> Any:
     if type(value) is tuple:
         return tuple(_less(one, factor) for one in value)
-    return value * factor if type(value) is float or isinstance(value, Tensor) else value
+    return value * factor if type(value) is float else value
 
 
 def attributes_of(copied: Optimizer) -> dict[str, Any]:
@@ -147,10 +157,21 @@ def _cut(value: Any, param: Tensor, small: Tensor) -> Any:
     return copy.deepcopy(value)
 
 
-def _few(params: list[Tensor]) -> list[Tensor]:
-    taken: defaultdict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
-    for param in params:
+def _take_few(group: dict[str, Any]) -> None:
+    """Take a few parameters of each kind, and of lists beside them what belongs to these."""
+    params = group["params"]
+    taken: defaultdict[tuple[int, torch.dtype], list[int]] = defaultdict(list)
+    for place, param in enumerate(params):
         same = taken[param.dim(), param.dtype]
         if len(same) < SAME_KIND_MAX:
-            same.append(param)
-    return [param for same in taken.values() for param in same]
+            same.append(place)
+    places = [place for same in taken.values() for place in same]
+    for name, value in group.items():
+        if isinstance(value, list) and len(value) == len(params):
+            # Numbers differ, so that it is seen where each part would take those of the first.
+            each = [value[place] for place in places]
+            group[name] = [_other(one, number) for number, one in enumerate(each)]
+
+
+def _other(value: Any, number: int) -> Any:
+    return value + number if type(value) is int else _less(value, 1 - number / GROUPS_APART)

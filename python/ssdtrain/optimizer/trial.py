@@ -45,6 +45,8 @@ SCALES = {torch.float16: (1.0, 0.125, 8.0)}
 """Of the gradients of each step: what a bound on a norm does is seen above it, or below."""
 ANY_SCALES = (1.0, 1e-3, 1e3)
 LISTS_DEPTH = 3
+LOSSES = (1.0, float("nan"), 2.0)
+"""What closures return in a trial."""
 SEED = 20_112_026
 UNLESS = (
     "If another thread has drawn random numbers meanwhile, that may have been taken for this: call "
@@ -84,11 +86,16 @@ def tried(optimizer: Optimizer, *, has_masters: bool) -> Habits:
             "loss of all parameters together; use an optimizer that updates each by itself, such "
             "as AdamW"
         )
-    data = of_classes(kind)
+    data, numbers = of_classes(kind), _other_numbers()
     inside = followed([(f"attribute {name!r}", value) for name, value in data.items()])
+    habits, failed = Habits(), None
     try:
         habits = _tried(optimizer, has_masters=has_masters)
+    except UnsupportedError as error:
+        failed = error
     finally:
+        random.setstate(numbers[0])
+        np.random.set_state(numbers[1])  # noqa: NPY002 - somebody else may use it
         changed = [one.name for one in inside if one.note()]
         for one in inside:
             one.restore()
@@ -98,8 +105,21 @@ def tried(optimizer: Optimizer, *, has_masters: bool) -> Habits:
             f"{kind.__name__} cannot be offloaded: its step changes the {changed[0]} of its class, "
             "which all optimizers of that class share, also the copies on which its step is tried "
             "first; give each optimizer an attribute of its own, in __init__"
-        )
+        ) from failed
+    if failed is not None:
+        raise failed
     return habits
+
+
+def _other_numbers() -> tuple[Any, Any]:
+    """Return where the generators of Python and of numpy are."""
+    return random.getstate(), np.random.get_state(legacy=False)  # noqa: NPY002 - somebody may use it
+
+
+def _seed() -> None:
+    torch.manual_seed(SEED)
+    random.seed(SEED)
+    np.random.seed(SEED)  # noqa: NPY002 - somebody else may use it
 
 
 def _restore_class(kind: type, before: dict[str, Any]) -> list[str]:
@@ -139,14 +159,16 @@ def _tried(optimizer: Optimizer, *, has_masters: bool) -> Habits:
         raise UnsupportedError(
             f"{name} cannot be offloaded: its step was tried on small tensors first, without a "
             f"closure and attributes that cannot be copied, and raised {type(error).__name__}: "
-            f"{error}{''.join(missing)}; use an optimizer whose step updates each parameter by "
-            "itself, whatever its size, such as AdamW"
+            f"{error}{''.join(missing)}. Mend that, such as a mode to switch on first, or use an "
+            "optimizer whose step updates each parameter by itself, whatever its size, such as "
+            "AdamW"
         ) from error
     if not is_same(together[:3], apart[:3]):
         raise UnsupportedError(
             f"{name} cannot be offloaded: it couples its parameters (updated one after the other "
-            "they get other values than updated together), so all of its state is needed at once; "
-            f"use an optimizer that updates each parameter by itself, such as AdamW. {UNLESS}"
+            "they get other values than updated together), so all of its state is needed at once. "
+            "Compute what it needs of all together before step(), as clip_grad_norm_ does, or use "
+            f"an optimizer that updates each parameter by itself, such as AdamW. {UNLESS}"
         )
     _refuse_counts(name, together[3], apart[3])
     if has_masters and any(MASTER in state for state in together[1]):
@@ -159,30 +181,37 @@ def _tried(optimizer: Optimizer, *, has_masters: bool) -> Habits:
 
 
 def _takes_closure(trial: Trial, *, sparse: bool) -> bool:
-    """Return whether a step with a closure is that closure and then a step without one."""
-    step = own_step(type(trial.optimizer))
-    if CLOSURE not in inspect.signature(step).parameters:
+    """Return whether a step with a closure is that closure and then a step without one.
+
+    It is not where a step calls the closure twice, or goes by the loss.
+    """
+    if CLOSURE not in inspect.signature(own_step(type(trial.optimizer))).parameters:
         return True
-    results, calls = [], []
-    for is_given in (True, False):
-        torch.manual_seed(SEED)
-        copied = small_copy(trial)
+    calls: list[int] = []
+    try:
+        given, before = (_left_with_closures(trial, calls, is_given, sparse) for is_given in (1, 0))
+    except Exception:  # noqa: BLE001 - whatever it is: without a closure none was raised
+        return False
+    return len(calls) == 2 * len(LOSSES) and is_same(given, before)
+
+
+def _left_with_closures(trial: Trial, calls: list[int], is_given: int, sparse: bool) -> list[Any]:
+    """Return what steps leave that are given a closure each, or before which it is called."""
+    _seed()
+    copied = small_copy(trial)
+    step = own_step(type(copied))
+    for loss in LOSSES:
         _give_gradients(copied, 0, sparse=sparse)
 
-        def closure(copied: Optimizer = copied) -> Tensor:
-            calls.append(copied)
+        def closure(loss: float = loss) -> Tensor:
+            calls.append(is_given)
             _give_gradients(copied, 1, sparse=sparse)
-            return torch.zeros(())
+            return torch.tensor(loss)
 
-        try:
-            if not is_given:
-                closure()
-            run(copied, step, {CLOSURE: closure} if is_given else {})
-        except Exception:  # noqa: BLE001 - whatever it is: without a closure none was raised
-            return False
-        params = params_of(copied)
-        results.append([params, [dict(copied.state[param]) for param in params]])
-    return len(calls) == len(results) and is_same(*results)
+        if not is_given:
+            closure()
+        run(copied, step, {CLOSURE: closure} if is_given else {})
+    return _left(copied)
 
 
 def _refuse_counts(name: str, together: dict[str, Any], apart: dict[str, Any]) -> None:
@@ -229,17 +258,17 @@ def refuse_habits(name: str, habits: Habits, overlap: str) -> None:
             f'{name} cannot be offloaded with overlap="{overlap}": its step draws random numbers, '
             f'which would come in another order beside the {overlap}; use overlap="step". {UNLESS}'
         )
-    if habits.changed_attributes:
-        raise UnsupportedError(
-            f'{name} cannot be offloaded with overlap="{overlap}": its step changes its attributes '
-            f"({', '.join(sorted(habits.changed_attributes))}), which would be seen too late; use "
-            'overlap="step"'
-        )
     if habits.changed_in_place:
         raise UnsupportedError(
             f'{name} cannot be offloaded with overlap="{overlap}": its step changes its '
             f"{', '.join(sorted(habits.changed_in_place))} in place, which would be seen too late; "
             'use overlap="step"'
+        )
+    if habits.changed_attributes:
+        raise UnsupportedError(
+            f'{name} cannot be offloaded with overlap="{overlap}": its step changes its attributes '
+            f"({', '.join(sorted(habits.changed_attributes))}), which would be seen too late; use "
+            'overlap="step"'
         )
 
 
@@ -299,17 +328,23 @@ def _trained(
     habits: Habits | None = None,
 ) -> list[Any]:
     """Return all that a copy of the optimizer ends with after some steps on small parameters."""
-    torch.manual_seed(SEED)
+    _seed()
     copied = small_copy(trial)
     for number in range(STEPS):
         _give_gradients(copied, number, sparse=sparse)
-        before = _surroundings(copied)
+        # In the first step much is made that stays as it is then.
+        noting = habits if at_once and number else None
+        before = None if noting is None else _surroundings(copied)
         in_place = _make_step(copied, at_once=at_once)
         if habits is not None:
             habits.changed_in_place |= in_place
-            # In the first step much is made that stays as it is then.
-            if at_once and number:
-                _note(habits, before, _surroundings(copied))
+        if noting is not None and before is not None:
+            _note(noting, before, _surroundings(copied))
+    return _left(copied)
+
+
+def _left(copied: Optimizer) -> list[Any]:
+    """Return parameters, their state, options, and attributes."""
     params = params_of(copied)
     places = {id(param): place for place, param in enumerate(params)}
     left = {name: _by_place(value, places) for name, value in attributes_of(copied).items()}
@@ -363,8 +398,7 @@ def _options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
 def _surroundings(optimizer: Optimizer) -> tuple[Any, Any, dict[str, Any]]:
     """Return copies of what a step might change besides parameters and their state."""
     own = set(map(id, params_of(optimizer)))
-    legacy: Any = np.random.get_state(legacy=False)  # noqa: NPY002 - somebody else may use it
-    numbers = [torch.random.get_rng_state(), random.getstate(), legacy]
+    numbers = [torch.random.get_rng_state(), *_other_numbers()]
     return (
         numbers,
         kept(_options_of(optimizer), own),

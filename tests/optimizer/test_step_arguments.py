@@ -1,0 +1,159 @@
+"""What a step is given besides gradients: closures, other arguments, a scaler; and hooks on it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+import support
+from gated import LATER, backward, trained
+from ssdtrain import UnsupportedError, offload_optimizer
+from trained import everything, model
+
+
+class Extrapolated(torch.optim.SGD):
+    """Computes the loss twice, the second time with other weights."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+            super().step()
+            with torch.enable_grad():
+                closure()
+        super().step()
+        return loss
+
+
+def test_a_closure_that_is_called_twice_is_told(tmp_path: Path) -> None:
+    module = model()
+    optimizer = Extrapolated(module.parameters(), lr=0.1)
+    offload_optimizer(optimizer, tmp_path)
+    before = everything(module, optimizer)
+    with pytest.raises(UnsupportedError, match="call it once, before all else"):
+        optimizer.step(lambda: backward(module, 0))
+    support.assert_equal_bits(everything(module, optimizer), before)
+    trained(module, optimizer, steps=2)
+
+
+class Scaled(torch.optim.SGD):
+    """Takes more than a closure, at any place."""
+
+    def step(self, scale: float = 1.0, *, sign: float = 1.0) -> Any:  # type: ignore[override]
+        for group in self.param_groups:
+            group["lr"] = 0.1 * scale * sign
+        return super().step()
+
+
+@pytest.mark.parametrize("overlap", ["step", "forward"])
+def test_a_step_takes_what_its_own_takes(overlap: Any, tmp_path: Path) -> None:
+    found = []
+    for is_offloaded in (False, True):
+        module = model()
+        optimizer: Any = Scaled(module.parameters(), lr=0.1, momentum=0.9)
+        if is_offloaded:
+            offload_optimizer(optimizer, tmp_path, overlap=overlap)
+        for given, named in [
+            ((), {}),
+            ((0.5,), {}),
+            ((0.25,), {"sign": -1.0}),
+            ((), {"scale": 2.0}),
+        ]:
+            backward(module, 0)
+            optimizer.step(*given, **named)
+            optimizer.zero_grad()
+        found.append(everything(module, optimizer))
+        with pytest.raises(TypeError, match="positional argument"):
+            optimizer.step(1.0, 2.0)
+    support.assert_equal_bits(found[1], found[0])
+
+
+class Guarded(torch.optim.SGD):
+    """Leaves a step out whose loss is no number."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if loss is None or loss == loss:
+            super().step()
+        return loss
+
+
+def test_a_step_that_goes_by_the_loss_is_told(tmp_path: Path) -> None:
+    module = model()
+    optimizer = Guarded(module.parameters(), lr=0.1)
+    offload_optimizer(optimizer, tmp_path)
+    with pytest.raises(UnsupportedError, match="goes by the loss"):
+        optimizer.step(lambda: torch.tensor(float("nan")))
+
+
+class Unscaling(torch.optim.SGD):
+    """Has a scaler given, and unscales by itself."""
+
+    _step_supports_amp_scaling = True
+
+    def step(self, closure: Any = None, grad_scaler: Any = None) -> Any:  # type: ignore[override]
+        scale = 1.0 if grad_scaler is None else grad_scaler.get_scale()
+        for group in self.param_groups:
+            group["lr"] = 0.1 / scale
+        return super().step(closure)
+
+
+@pytest.mark.filterwarnings("ignore:GradScaler is going to stop")
+def test_a_scaler_gives_itself_to_a_step_that_takes_it(tmp_path: Path) -> None:
+    found = []
+    for is_offloaded in (False, True):
+        module = model()
+        optimizer = Unscaling(module.parameters(), lr=0.1, momentum=0.9)
+        if is_offloaded:
+            offload_optimizer(optimizer, tmp_path, buffer_bytes="1MiB")
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for seed in range(3):
+            x = torch.randn(8, 160, generator=torch.Generator().manual_seed(seed))
+            scaler.scale(module(x).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update(1024.0)
+            optimizer.zero_grad()
+        found.append(everything(module, optimizer))
+    support.assert_equal_bits(found[1], found[0])
+
+
+class Calling(torch.optim.SGD):
+    """Calls the step of a class in which torch has put its hooks, once one of it was made."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("is_of_all", [False, True])
+@pytest.mark.parametrize("overlap", ["step", *LATER])
+def test_hooks_that_would_run_for_each_part_are_told(
+    overlap: Any, is_of_all: bool, tmp_path: Path
+) -> None:
+    torch.optim.SGD(model().parameters(), lr=0.1)
+    module, calls = model(), list[object]()
+    optimizer = Calling(module.parameters(), lr=0.1, momentum=0.9)
+    offload_optimizer(optimizer, tmp_path, overlap=overlap, buffer_bytes="1MiB")
+    trained(module, optimizer, steps=2)
+    before = everything(module, optimizer)
+
+    def step_and_wait() -> None:
+        optimizer.step()
+        optimizer.synchronize()  # type: ignore[attr-defined]
+
+    register = register_optimizer_step_pre_hook if is_of_all else optimizer.register_step_pre_hook
+    handle = register(lambda *_: calls.append(None))
+    try:
+        backward(module, 2)
+        with pytest.raises(UnsupportedError, match="there are hooks on steps"):
+            step_and_wait()
+    finally:
+        handle.remove()
+    support.assert_equal_bits(everything(module, optimizer), before)
