@@ -175,8 +175,10 @@ class offload:  # noqa: N801 - used like torch.no_grad
         return outside_compiler(self._enter)
 
     def _enter(self) -> Session:
-        if active() is not None:
+        outer = active()
+        if outer is not None:
             PROCESS.say("blocks in blocks", ENTERED_INSIDE)
+            outer.note_inner_block()
         note_small_pages()
         self.session = session = self._open()
         try:

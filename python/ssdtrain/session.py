@@ -78,6 +78,11 @@ class Session:
         self._watch = watch = Watch()
         watch.begin()
 
+    def note_inner_block(self) -> None:
+        """Note that another block was entered inside the one of this session, in its thread."""
+        if self._watch is not None:
+            self._watch.note_inner_block()
+
     @property
     def stats(self) -> Stats:
         """A snapshot of the counts; after the block, as they were when it ended."""

@@ -23,6 +23,7 @@ from gated import LATER, backward, trained
 from ssdtrain import UnsupportedError, offload_optimizer
 from ssdtrain.optimizer.offloaded import Offloaded
 from ssdtrain.optimizer.same import is_same
+from ssdtrain.optimizer.settings import Settings
 from trained import everything, model
 
 STEPS = 6
@@ -580,6 +581,20 @@ OTHER: list[tuple[Any, Any]] = [
     (bytearray(b"a"), bytearray(b"b")),
     *(({**dict.fromkeys(range(11))}, {**dict.fromkeys(range(11)), at: 0}) for at in range(11)),
 ]
+
+
+@pytest.mark.parametrize("view", [slice(None), slice(None, None, -1), slice(2, 7, 2)])
+def test_arrays_on_the_memory_of_state_are_no_settings(view: slice) -> None:
+    param = Parameter(torch.zeros(9))
+    optimizer = torch.optim.SGD([param], lr=0.1)
+    others = np.zeros(9)
+    optimizer.own = [param.detach().numpy()[view], others[view]]  # type: ignore[attr-defined]
+    settings = Settings()
+    settings.begin(optimizer)
+    optimizer.own[0][...] = others[...] = 1  # type: ignore[attr-defined]
+    settings.undo(optimizer)
+    assert param.sum() == len(param[view] if view.step != -1 else param)
+    assert not others[view].any()
 
 
 @pytest.mark.parametrize(("one", "other"), SAME)

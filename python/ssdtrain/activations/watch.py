@@ -81,6 +81,10 @@ class Watch:
         # take a patch of torch, or a call for each operation.
         gc.callbacks.append(self._look)
 
+    def note_inner_block(self) -> None:
+        """Note that another block of ssdtrain was entered on top of this one's hooks."""
+        self._others = INNER_BLOCK
+
     def end(self) -> Observed | None:
         """Return what was seen; ``None`` in another thread, whose counts are others."""
         if self._look in gc.callbacks:

@@ -214,7 +214,10 @@ def _span(value: Tensor | numpy.ndarray) -> tuple[int, int]:
     if isinstance(value, Tensor):
         storage = value.untyped_storage()
         return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
-    return numpy.lib.array_utils.byte_bounds(value)
+    address = value.__array_interface__["data"][0]
+    reach = [(count - 1) * stride for count, stride in zip(value.shape, value.strides, strict=True)]
+    before, after = (sum(one for one in reach if (one < 0) == is_before) for is_before in (1, 0))
+    return address + before, address + after + value.itemsize
 
 
 def _is_plain(tensor: Tensor) -> bool:
