@@ -268,6 +268,81 @@ def test_an_object_that_each_part_changes_is_told(tmp_path: Path) -> None:
     support.assert_equal_bits(everything(module, optimizer), before)
 
 
+def is_large(optimizer: Changing) -> bool:
+    """Whether a step has parameters that no trial has."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    return any(param.numel() > 1000 for param in params)
+
+
+def count_inside(optimizer: Changing) -> None:
+    if is_large(optimizer):
+        optimizer.own.held["calls"] += 1  # type: ignore[attr-defined]
+
+
+def count_in_class(optimizer: Changing) -> None:
+    if is_large(optimizer):
+        type(optimizer).calls += 1  # type: ignore[attr-defined]
+
+
+class Counted(Changing):
+    """Has a count in its class."""
+
+    calls = 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"), [(count_inside, r"'own' \(a dict"), (count_in_class, "its class")]
+)
+def test_what_no_trial_sees_is_told_when_two_parts_change_it(
+    change: Change, message: str, tmp_path: Path
+) -> None:
+    module, own = model(), Holder()
+    vars(own)["held"] = {"calls": 0}
+    optimizer = Counted(module.parameters(), change, own=own)
+    offload_optimizer(optimizer, tmp_path, buffer_bytes="1MiB", undo=True)
+    backward(module, 0)
+    with pytest.raises(UnsupportedError, match=message):
+        optimizer.step()
+
+
+def test_an_object_that_one_part_has_changed_is_undone(tmp_path: Path) -> None:
+    def change(optimizer: Changing) -> None:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        if optimizer.fails and any(param.shape == (160, 160) for param in params):  # type: ignore[attr-defined]
+            optimizer.own.calls += 1  # type: ignore[attr-defined]
+            raise ValueError("the last part")
+
+    module, own = model(), Holder()
+    optimizer: Any = Changing(module.parameters(), change, own=own, fails=False)
+    offload_optimizer(optimizer, tmp_path, buffer_bytes="1MiB", undo=True)
+    optimizer.fails = True
+    backward(module, 0)
+    with pytest.raises(ValueError, match="last part"):
+        optimizer.step()
+    assert own.calls == 0
+
+
+class Shared(torch.optim.SGD):
+    """Counts in a tensor that all groups have."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["count"] += 1
+            group["lr"] = 0.1 / float(group["count"])
+        return super().step(closure)
+
+
+def test_a_tensor_that_groups_share_is_shared_in_the_trial(tmp_path: Path) -> None:
+    groups = [{"params": [param]} for param in model().parameters()]
+    optimizer = Shared(groups, lr=0.1)
+    count = torch.tensor(0.0)
+    for group in optimizer.param_groups:
+        group["count"] = count
+    with pytest.raises(UnsupportedError, match="couples its parameters"):
+        offload_optimizer(optimizer, tmp_path)
+    assert count == 0
+
+
 class Bounded(torch.optim.SGD):
     """Bounds the norm of all gradients together, which is mostly below the bound."""
 
@@ -462,6 +537,12 @@ class Hits(dict[str, int]):
     count = 0
 
 
+def counted_hits() -> Hits:
+    found = Hits()
+    found.count = 1
+    return found
+
+
 class Caching(torch.optim.SGD):
     """Counts in an attribute of a dict, and goes by it."""
 
@@ -579,6 +660,7 @@ OTHER: list[tuple[Any, Any]] = [
     (partial(int, 1), partial(int, 2)),
     (np.random.default_rng(0), np.random.default_rng(1)),
     (bytearray(b"a"), bytearray(b"b")),
+    (Hits(), counted_hits()),
     *(({**dict.fromkeys(range(11))}, {**dict.fromkeys(range(11)), at: 0}) for at in range(11)),
 ]
 

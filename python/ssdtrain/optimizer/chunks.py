@@ -14,11 +14,10 @@ from torch.optim import Optimizer
 
 from ssdtrain.errors import UnsupportedError
 from ssdtrain.machine.torch_internals import has_hooks_on_all_steps
-from ssdtrain.optimizer.settings import Settings
+from ssdtrain.optimizer.settings import NAMES, Settings
 
 __all__ = [
     "CLOSURE",
-    "NAMES",
     "Chunk",
     "Part",
     "arguments_of",
@@ -31,8 +30,6 @@ __all__ = [
 ]
 
 CLOSURE = "closure"
-NAMES = "param_names"
-"""The option with a list of names, one for each parameter of the group."""
 NO_CLOSURE = (
     "the step of this optimizer does something else with a closure than to call it once, before "
     "all else (it calls it twice, or goes by the loss), and it is run over one part of the "
@@ -98,7 +95,7 @@ def name_of(groups: list[dict[str, Any]], param: Tensor) -> str:
     for number, group in enumerate(groups):
         for place, one in enumerate(group["params"]):
             if one is param:
-                names = group.get("param_names")
+                names = group.get(NAMES)
                 given = f"{names[place]!r}, " if names else ""
                 return f"{given}params[{place}] of group {number}, shape {tuple(param.shape)}"
     return f"a parameter of no group, shape {tuple(param.shape)}"

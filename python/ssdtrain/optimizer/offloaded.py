@@ -493,6 +493,6 @@ def offloaded_class(kind: type[Optimizer]) -> type[Optimizer]:
     # What asks which arguments a step takes (`GradScaler`) is told those of its own.
     vars(step)["__signature__"] = inspect.signature(own_step(kind))
     vars(step).update(vars(Offloaded.step))
-    return type(
-        f"Offloaded{kind.__name__}", (Offloaded, kind), {"__doc__": kind.__doc__, "step": step}
-    )
+    # A step that changes `type(self)` changes this class: it is looked at as its own is.
+    names = {"__doc__": kind.__doc__, "__module__": kind.__module__, "step": step}
+    return type(f"Offloaded{kind.__name__}", (Offloaded, kind), names)

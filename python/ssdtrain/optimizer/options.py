@@ -8,6 +8,7 @@ the update has to be made in ``step()``.
 from __future__ import annotations
 
 import copy
+from collections import Counter, OrderedDict, UserDict, UserList, deque
 from collections.abc import Collection, Sequence
 from enum import Enum
 from functools import cache
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import SGD, Optimizer
 
-from ssdtrain.optimizer.same import COPIED, DICTS, LISTS, UNCHANGING
+from ssdtrain.optimizer.same import DICTS, LISTS, UNCHANGING
 
 __all__ = [
     "attributes",
@@ -33,6 +34,8 @@ __all__ = [
 ]
 
 
+COPIED = frozenset({tuple, list, deque, UserList, dict, OrderedDict, Counter, UserDict})
+"""Containers that are copied, with what is in them."""
 SAYS_NOTHING = frozenset(
     {
         *("__module__", "__doc__", "__dict__", "__weakref__", "__orig_bases__", "__parameters__"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections import Counter, OrderedDict, UserDict, UserList, deque
+from collections import UserDict, UserList, deque
 from collections.abc import Iterator
 from decimal import Decimal
 from enum import Enum
@@ -17,12 +17,10 @@ import numpy
 import torch
 from torch import Tensor
 
-__all__ = ["COPIED", "DICTS", "LISTS", "UNCHANGING", "is_same", "slots_of"]
+__all__ = ["DICTS", "LISTS", "UNCHANGING", "is_same", "slots_of"]
 
 LISTS = (list, deque, UserList)
 DICTS = (dict, UserDict)
-COPIED = frozenset({tuple, list, deque, UserList, dict, OrderedDict, Counter, UserDict})
-"""Containers that are copied, with what is in them."""
 UNCHANGING = frozenset(
     {
         *(NoneType, bool, int, float, complex, str, bytes, range, Decimal, Fraction),

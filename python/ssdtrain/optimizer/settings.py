@@ -29,7 +29,10 @@ from ssdtrain.machine.torch_internals import plainly
 from ssdtrain.optimizer.options import of_classes, of_torch
 from ssdtrain.optimizer.same import is_same, slots_of
 
-__all__ = ["Followed", "Settings", "followed"]
+__all__ = ["NAMES", "Followed", "Settings", "followed"]
+
+NAMES = "param_names"
+"""The option with a list of names, one for each parameter of the group."""
 
 NONE = object()
 """What an attribute, or an entry, is that is not there."""
@@ -106,7 +109,7 @@ class Settings:
         """
         _, known = self._groups.setdefault(id(group), (group, {}))
         changes = _changed(group, after)
-        for name in ("params", "param_names"):
+        for name in ("params", NAMES):
             changes.pop(name, None)
         _add(known, changes)
         _add(self._changes, _changed(self._before or {}, self._attributes(optimizer)))

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ssdtrain.machine.torch_internals import is_in_shards, like_shards, own_shard
-from ssdtrain.optimizer.chunks import NAMES
 from ssdtrain.optimizer.masters import wants_master
+from ssdtrain.optimizer.settings import NAMES
 
 __all__ = ["Trial", "attributes_of", "gradient", "params_of", "small_copy"]
 

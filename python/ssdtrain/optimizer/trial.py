@@ -25,7 +25,7 @@ from ssdtrain.machine.torch_internals import communications, own_shard
 from ssdtrain.optimizer.chunks import CLOSURE, Chunk, own_step, run, update
 from ssdtrain.optimizer.masters import MASTER
 from ssdtrain.optimizer.options import kept, of_classes, owners_of_data
-from ssdtrain.optimizer.same import is_same
+from ssdtrain.optimizer.same import is_same, slots_of
 from ssdtrain.optimizer.settings import Settings, followed
 from ssdtrain.optimizer.sharded import has_shards
 from ssdtrain.optimizer.small_copy import Trial, attributes_of, gradient, params_of, small_copy
@@ -275,8 +275,8 @@ def refuse_habits(name: str, habits: Habits, overlap: str) -> None:
 def refuse_lists_of_parameters(optimizer: Optimizer, option: str, instead: str) -> None:
     """Refuse an optimizer that knows its parameters by identity: updates are made on others."""
     params = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    for name, value in vars(optimizer).items():
-        if name not in ("state", "param_groups") and _has_one_of(params, value, LISTS_DEPTH):
+    for name, value in attributes_of(optimizer).items():
+        if _has_one_of(params, value, LISTS_DEPTH):
             raise UnsupportedError(
                 f"{type(optimizer).__name__} cannot be offloaded with {option}: its attribute "
                 f"{name!r} has parameters or their ids, and updates are then made on copies of "
@@ -430,7 +430,7 @@ def refuse_unfit(optimizer: object) -> None:
             "Accelerate's prepare() returns. Give that one to offload_optimizer (it is mostly its "
             "attribute `optimizer`), or call offload_optimizer before prepare()"
         )
-    slots = [one for base in type(optimizer).__mro__ for one in vars(base).get("__slots__", ())]
+    slots = slots_of(type(optimizer))
     if slots:
         raise UnsupportedError(
             f"{name} cannot be offloaded: it has attributes in __slots__ ({', '.join(slots)}), of "
