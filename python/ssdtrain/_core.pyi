@@ -450,11 +450,13 @@ class Records:
         batch_bytes: int,
         give_back_bytes: int,
         threads: threading.local,
+        count_users: Callable[[int], int],
     ) -> Records:
         """Open the books.
 
         ``batch_bytes`` are given to the disk together; once writes have freed ``give_back_bytes``,
-        ``keeper.give_memory_back`` is called.
+        ``keeper.give_memory_back`` is called. ``count_users`` tells how many tensors lie on the
+        storage at an address of C++.
         """
 
     @property

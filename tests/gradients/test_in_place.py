@@ -334,6 +334,58 @@ def test_verify_refuses_bytes_that_changed_unseen_under_their_write(
     rig.assert_empty()
 
 
+def saved_again(change: Callable[[Tensor], None], flush: Flush) -> Tensor:
+    """Return a gradient through two nodes that save one tensor, which changes between them."""
+    x = torch.ones(COUNT, requires_grad=True)
+    values = torch.zeros(COUNT)
+    first = (x * values).sin().sum()
+    flush()
+    change(values)
+    second = (x * values).cos().sum()
+    flush()
+    del values
+    flush()
+    (first + second).backward()
+    assert x.grad is not None
+    return x.grad
+
+
+@pytest.mark.defends("bytes that are saved again")
+@UNSEEN
+def test_a_tensor_that_is_saved_again_after_an_unseen_change_gives_plain_bits(
+    change: Callable[[Tensor], None], tmp_path: Path
+) -> None:
+    """The solvers of torchdiffeq fill a tensor part by part, and save it after each part."""
+
+    def step(flush: Flush) -> Result:
+        return {"x": saved_again(change, flush)}
+
+    prove(step, tmp_path)
+
+
+@pytest.mark.defends("bytes that are saved again")
+@pytest.mark.parametrize("bound", [None, 1 << 20], ids=["no bound", "a bound"])
+def test_a_tensor_that_is_saved_again_is_written_once_the_program_has_let_go(
+    bound: int | None, tmp_path: Path
+) -> None:
+    expected = saved_again(through_data, nothing)
+    rig = Rig(tmp_path, max_resident_bytes=bound, verify=True)
+    resident = []
+
+    def flush() -> None:
+        rig.flush()
+        resident.append(rig.stats.resident_bytes)
+
+    with rig.context():
+        gradient = saved_again(through_data, flush)
+    assert bits(gradient) == bits(expected)
+    # Under a bound, memory that the program has as well is not counted.
+    assert resident[1] == (4 * COUNT if bound is None else 0)
+    if bound is None:
+        assert resident[2] == 0, "it was not written again"
+    rig.assert_empty()
+
+
 @pytest.mark.defends("memory of others stays")
 def test_arrays_that_a_loader_fills_anew_give_plain_bits(tmp_path: Path) -> None:
     """Their memory outlives torch's storage, and changes under it."""

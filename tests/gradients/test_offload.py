@@ -652,11 +652,11 @@ def test_running_statistics_give_plain_gradients(training: bool, tmp_path: Path)
 
 def test_steps_go_on_while_the_disk_stands_still(tmp_path: Path) -> None:
     x = torch.linspace(-1, 1, 1000).requires_grad_()
-    (expected,) = torch.autograd.grad((x * 2).exp().sin().sum(), x)
+    (expected,) = torch.autograd.grad((x * 2).exp().sin().cos().sum(), x)
     rig = Rig.in_mode(tmp_path, "flight")
     with rig.context():
         for _ in range(5):
-            loss = (x * 2).exp().sin().sum()
+            loss = (x * 2).exp().sin().cos().sum()
             # Long enough for a rate to be measured: nothing in a second.
             wait_until(lambda: rig.store.stats()["write_busy_ns"] > 1e9, "a second of trying")
             (grad,) = torch.autograd.grad(loss, x)

@@ -76,12 +76,16 @@ class Lender:
 
     def lend(self, record: Record) -> bool:
         """Stop counting a record whose bytes others hold; ``False`` if they do not."""
-        assert record.source is not None
-        if not self._is_held_by_others(record.source.untyped_storage()):
+        if not self.is_held(record):
             return False
         record.lend()
         self._lent.append(weakref.ref(record))
         return True
+
+    def is_held(self, record: Record) -> bool:
+        """Whether others hold the bytes of a record that has them in memory."""
+        assert record.source is not None
+        return self._is_held_by_others(record.source.untyped_storage())
 
     def take_back(self) -> list[Record]:
         """Count what others have let go; return it, to be written."""
@@ -91,7 +95,7 @@ class Lender:
             record = reference()
             if record is None or record.source is None:
                 continue
-            if self._is_held_by_others(record.source.untyped_storage()):
+            if self.is_held(record):
                 self._lent.append(reference)
                 continue
             record.take_back()

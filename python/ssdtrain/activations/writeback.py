@@ -18,7 +18,7 @@ from ssdtrain.activations.names import saving
 from ssdtrain.activations.seen import Seen, kept_parts
 from ssdtrain.errors import DiskBoundError, SsdtrainError, UnsupportedError
 from ssdtrain.machine.process_memory import release_free_memory
-from ssdtrain.machine.torch_internals import sequence_number
+from ssdtrain.machine.torch_internals import count_users, sequence_number
 from ssdtrain.notices import Notices
 from ssdtrain.planning.policy import Policy
 from ssdtrain.residency import Residency
@@ -71,6 +71,7 @@ class Writeback:
             batch_bytes=0 if residency.is_bounded else min(BATCH_BYTES, BATCH_COUNT * min_bytes),
             give_back_bytes=GIVE_BACK_BYTES,
             threads=threading.local(),
+            count_users=count_users,
         )
         """The records, with their gates and their writes."""
         self.failed_count = 0
@@ -139,6 +140,18 @@ class Writeback:
         self._lender.enter(record, storage)
         if may_be_lent:
             self._lender.lend(record)
+
+    def renewed(self, record: Record) -> None:
+        """Take note of a record under a bound that was saved again after its write began.
+
+        The program holds its bytes, and they are written again once it has let go of them.
+        """
+        if not self._lender.lend(record):
+            self.records.write_later(record)
+
+    def is_held_by_others(self, record: Record) -> bool:
+        """Whether others still hold the bytes of a record that was lent."""
+        return self._lender.is_held(record)
 
     def lends(self, record: Record) -> bool:
         """Whether others hold what is about to be written under a bound: to write it frees nothing.

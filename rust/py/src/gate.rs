@@ -121,7 +121,7 @@ impl Drop for OwnGate {
 
 fn waiting(record: &Bound<'_, Record>) -> PyResult<Waiting<RecordReference>> {
     let item = PyWeakrefReference::new(record)?.unbind();
-    let Record { sequence, nbytes, .. } = *record.get();
+    let (sequence, nbytes) = (record.get().sequence(), record.get().nbytes);
     Ok(Waiting { item, sequence, nbytes })
 }
 

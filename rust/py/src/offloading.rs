@@ -144,6 +144,8 @@ impl Offloading {
         let layout = Layout::of(tensor)?;
         let (start, nbytes) = layout.part(tensor, storage_bytes)?;
         if let Some(kept) = self.kept_as(tensor, &storage, nbytes, storage_bytes)? {
+            let (records, keeper) = (self.records.get(), self.keeper.bind(py));
+            self.lock.locked(py, || records.renew(tensor, &storage, keeper))?;
             let packed = self.keep(tensor, &kept, nbytes, storage_bytes)?;
             // The hooks may have it written all the same.
             if !packed.is_none(py) {
@@ -218,14 +220,18 @@ impl Offloading {
         // Known before any memory is let go below: this stream is about to use the tensor.
         let stream = self.stream(py, &layout)?;
         let (sequence, backward) = (torch.sequence_number(py)?, torch.current_backward(py)?);
-        // Before anything is looked at: it may wait for the GPU, and then others change the books.
-        records.open_gate(keeper, Some(sequence))?;
-        records.reap(keeper)?;
-        let round = rounds.round_for(py, backward, self.teacher.bind(py))?;
-        self.note_waits(&round, stream);
         let version = version_of(tensor)?;
         let end = start + nbytes;
         let found = records.find(tensor, storage, version, layout.offset, end)?;
+        if let Some(record) = &found {
+            record.get().wait_for_node(sequence);
+        }
+        // Afterwards: both may wait for the GPU, and what they write has passed its last node.
+        records.open_gate(keeper, Some(sequence))?;
+        records.reap(keeper)?;
+        records.renew(tensor, storage, keeper)?;
+        let round = rounds.round_for(py, backward, self.teacher.bind(py))?;
+        self.note_waits(&round, stream);
         let is_new = found.is_none();
         let record = if let Some(record) = found {
             if let (Some(stream), Some(gpus)) = (stream, records.gpus()) {
@@ -345,6 +351,7 @@ impl Offloading {
         let stream = self.stream(py, &saved.get().layout)?;
         self.note_progress(py, stream, saved.get().record.get().key, Use::Need)?;
         records.open_gate(keeper, None)?;
+        self.take_back(saved)?;
         let storage = records.in_memory(saved.get().record.bind(py), keeper)?;
         records.reap(keeper)?;
         if let Some((round, _)) = saved.get().place() {
@@ -361,6 +368,23 @@ impl Offloading {
         rounds.advance(saved, teacher)?;
         records.account().note_peak(records.transfer_bytes(py));
         Ok(found)
+    }
+
+    /// Counts bytes under the bound that the program has let go of, and that are needed now.
+    fn take_back(&self, saved: &Bound<'_, SavedTensor>) -> PyResult<()> {
+        let (py, record) = (saved.py(), saved.get().record.get());
+        if !record.is_lent() || !record.has_source() {
+            return Ok(());
+        }
+        let arguments = (&saved.get().record,);
+        let keeper = self.keeper.bind(py);
+        if keeper.call_method1(intern!(py, "is_held_by_others"), arguments)?.is_truthy()? {
+            return Ok(());
+        }
+        let teacher = self.teacher.bind(py);
+        teacher.call_method1(intern!(py, "make_room"), (saved, record.nbytes))?;
+        record.take_back();
+        Ok(())
     }
 
     /// A tensor on what a read brought; the hooks wait for what is not there, or say what failed.

@@ -4,6 +4,7 @@
 //! dropped, or after an exception, and with its last user a record gives up its memory, its write
 //! and its extent. Nobody counts steps.
 
+use std::sync::atomic::{AtomicI64, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
@@ -42,9 +43,8 @@ pub struct Record {
     pub nbytes: u64,
     /// The identity of the content.
     pub version: i64,
-    /// Autograd's sequence number when this was packed: the gate.
-    #[pyo3(get)]
-    pub sequence: i64,
+    /// Autograd's sequence number when this was packed last: the gate.
+    sequence: AtomicI64,
     /// The policy's name for this tensor.
     #[pyo3(get)]
     pub key: i64,
@@ -66,6 +66,7 @@ struct State {
     handle: Option<Py<Handle>>,
     is_lent: bool,
     was_found: bool,
+    is_renewed: bool,
 }
 
 /// What a new record is made of, beside its tensor.
@@ -106,7 +107,7 @@ impl Record {
             start: part.start,
             nbytes: part.nbytes,
             version,
-            sequence: part.sequence,
+            sequence: AtomicI64::new(part.sequence),
             key: part.key,
             stream: part.stream,
             by_plan: OnceLock::new(),
@@ -117,9 +118,20 @@ impl Record {
                 handle: None,
                 is_lent: false,
                 was_found: false,
+                is_renewed: false,
             }),
         };
         Bound::new(py, record)
+    }
+
+    /// The node that has to be passed before its bytes are written.
+    pub fn sequence(&self) -> i64 {
+        self.sequence.load(Ordering::Relaxed)
+    }
+
+    /// Has the write wait for another node that saves the same bytes.
+    pub fn wait_for_node(&self, sequence: i64) {
+        self.sequence.fetch_max(sequence, Ordering::Relaxed);
     }
 
     /// Whether it is on a GPU whose tensors may leave it.
@@ -177,6 +189,43 @@ impl Record {
 
     pub fn is_lent(&self) -> bool {
         self.state().is_lent
+    }
+
+    /// Takes the bytes from memory again, because they were saved again after their write began.
+    pub fn renew(&self, tensor: &Bound<'_, PyAny>) -> PyResult<()> {
+        let source = self.counted(tensor)?.unbind();
+        let (source, handle) = {
+            let mut state = self.state();
+            state.is_renewed = true;
+            (state.source.replace(source), state.handle.take())
+        };
+        self.holding.renew();
+        drop((source, handle));
+        Ok(())
+    }
+
+    /// Whether it is of this storage, and its version counter has seen no change.
+    pub fn is_unchanged_on(&self, storage: &Bound<'_, PyAny>) -> PyResult<bool> {
+        let py = storage.py();
+        let is_its_own = self.storage(py).is_some_and(|own| own.is(storage));
+        Ok(is_its_own && self.version == version_of(self.counter.bind(py))?)
+    }
+
+    /// The same tensor with the version counter of the original.
+    ///
+    /// So a backward that changes what it got in place, or a change between a backward and the
+    /// backward of that, is noticed by every other node that saved the same tensor.
+    fn counted<'py>(&self, tensor: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+        let (py, counter) = (tensor.py(), self.counter.bind(tensor.py()));
+        // defence: one counter for all who saved it
+        let twin = counter.call_method0(intern!(py, "detach"))?;
+        twin.setattr(intern!(py, "data"), tensor)?;
+        Ok(twin)
+    }
+
+    /// Whether its bytes were saved again after their write had begun.
+    pub fn is_renewed(&self) -> bool {
+        self.state().is_renewed
     }
 
     /// Notes that a backward has found its bytes in memory; `false` if one had before.
@@ -271,6 +320,11 @@ impl Record {
 
 #[pymethods]
 impl Record {
+    #[getter(sequence)]
+    fn get_sequence(&self) -> i64 {
+        self.sequence()
+    }
+
     #[getter(source)]
     fn get_source<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyAny>> {
         self.source(py)
@@ -301,7 +355,7 @@ impl Record {
         self.holding.lend();
     }
 
-    fn take_back(&self) {
+    pub fn take_back(&self) {
         self.state().is_lent = false;
         self.holding.take_back();
     }
@@ -380,15 +434,8 @@ impl SavedTensor {
     }
 
     /// The same tensor with the version counter of the original.
-    ///
-    /// So a backward that changes what it got in place, or a change between a backward and the
-    /// backward of that, is noticed by every other node that saved the same tensor.
     pub fn counted<'py>(&self, tensor: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
-        let (py, counter) = (tensor.py(), self.record.get().counter.bind(tensor.py()));
-        // defence: one counter for all who saved it
-        let twin = counter.call_method0(intern!(py, "detach"))?;
-        twin.setattr(intern!(py, "data"), tensor)?;
-        Ok(twin)
+        self.record.get().counted(tensor)
     }
 
     /// Gives it its place, once.

@@ -38,6 +38,8 @@ const FORGET_AT_MIN: usize = 1024;
 /// So much of a reserve is written when room is short: what comes next then finds writes under way
 /// to wait for, and not much more is written than must be.
 const RESERVE_BATCH_BYTES: u64 = 8 << 20;
+/// Users of a storage that only a record has: the source, and the object that is asked.
+const OWN_USERS: usize = 2;
 
 /// The records of one session, and what becomes of them.
 #[pyclass(frozen, module = "ssdtrain._core")]
@@ -49,6 +51,8 @@ pub struct Records {
     is_bounded: bool,
     /// So many bytes are given to the disk together.
     batch_bytes: u64,
+    /// Tells how many tensors lie on the storage at an address of C++.
+    count_users: Py<PyAny>,
     gates: Gates,
     is_forked: AtomicBool,
     writes: Writes,
@@ -66,7 +70,8 @@ struct Books {
 impl Records {
     #[new]
     #[pyo3(signature = (
-        store, gpus, account, timeline, *, is_bounded, batch_bytes, give_back_bytes, threads
+        store, gpus, account, timeline, *, is_bounded, batch_bytes, give_back_bytes, threads,
+        count_users
     ))]
     #[expect(clippy::too_many_arguments, reason = "keywords on the side of Python")]
     fn new(
@@ -78,6 +83,7 @@ impl Records {
         batch_bytes: u64,
         give_back_bytes: u64,
         threads: Py<PyAny>,
+        count_users: Py<PyAny>,
     ) -> Self {
         let books = Books { forget_at: FORGET_AT_MIN, ..Books::default() };
         let (account, books) = (account.0.clone(), Mutex::new(books));
@@ -90,6 +96,7 @@ impl Records {
             timeline,
             is_bounded,
             batch_bytes,
+            count_users,
             gates,
             is_forked,
             writes,
@@ -285,12 +292,59 @@ impl Records {
         start: u64,
         end: u64,
     ) -> PyResult<Option<Bound<'py, Record>>> {
-        let py = tensor.py();
-        let known = self.books().known.get(&identity(storage)).map(|one| one.clone_ref(py));
-        let Some(reference) = known else { return Ok(None) };
-        let Some(record) = upgraded(py, &reference)? else { return Ok(None) };
+        let Some(record) = self.last_of(storage)? else { return Ok(None) };
         let is_its_own = record.get().is_of(tensor, storage, version, start, end)?;
         Ok(is_its_own.then_some(record))
+    }
+
+    /// Takes the bytes of a storage that is saved again from memory, if their write has begun.
+    ///
+    /// Between the two saves the program may have changed them past the version counter
+    /// (`tensor.data[...] = `), and plain autograd has one memory for both. They are written again
+    /// once the program has let go of the storage.
+    pub fn renew(
+        &self,
+        tensor: &Bound<'_, PyAny>,
+        storage: &Bound<'_, PyAny>,
+        keeper: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        let py = tensor.py();
+        let Some(record) = self.last_of(storage)? else { return Ok(()) };
+        if !record.get().has_handle() || !record.get().is_unchanged_on(storage)? {
+            return Ok(());
+        }
+        record.get().renew(tensor)?; // defence: bytes that are saved again
+        if self.is_bounded {
+            keeper.call_method1(intern!(py, "renewed"), (record,))?;
+            return Ok(());
+        }
+        self.write_later(&record)
+    }
+
+    /// The record that was made last at the address of this storage, which may be of another one.
+    fn last_of<'py>(&self, storage: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, Record>>> {
+        let py = storage.py();
+        let known = self.books().known.get(&identity(storage)).map(|one| one.clone_ref(py));
+        known.map_or(Ok(None), |reference| upgraded(py, &reference))
+    }
+
+    /// Begins a write as `begin_write` does; `None` if the record was saved again, and the program
+    /// still uses its storage.
+    fn begin_unless_used(
+        &self,
+        record: &Bound<'_, Record>,
+        keeper: &Bound<'_, PyAny>,
+    ) -> PyResult<Option<bool>> {
+        let py = record.py();
+        if let Some(source) = record.get().source(py).filter(|_| record.get().is_renewed()) {
+            let storage = source.call_method0(intern!(py, "untyped_storage"))?;
+            let address = storage.getattr(intern!(py, "_cdata"))?;
+            let user_count: usize = self.count_users.bind(py).call1((address,))?.extract()?;
+            if user_count > OWN_USERS {
+                return Ok(None);
+            }
+        }
+        self.begin_write(record, keeper).map(Some)
     }
 
     /// Makes a record, which is found by its storage from now on.
@@ -379,14 +433,18 @@ impl Records {
         let (mut staying, mut is_busy, mut outcome) = (Vec::new(), false, Ok(()));
         for one in waiting {
             let Some(record) = upgraded(py, &one.item)? else { continue };
-            let is_closed = sequence.is_some_and(|passed| one.sequence >= passed);
-            if !is_closed && !is_busy && outcome.is_ok() {
-                match self.begin_write(&record, keeper) {
-                    Ok(true) => continue,
-                    Ok(false) => is_busy = true,
-                    // What an interrupt left is begun the next time.
-                    Err(error) => outcome = Err(error),
-                }
+            let is_closed = sequence.is_some_and(|passed| record.get().sequence() >= passed);
+            let begun = if is_closed || is_busy || outcome.is_err() {
+                Ok(None)
+            } else {
+                self.begin_unless_used(&record, keeper)
+            };
+            match begun {
+                Ok(Some(true)) => continue,
+                Ok(Some(false)) => is_busy = true,
+                Ok(None) => {}
+                // What an interrupt left is begun the next time.
+                Err(error) => outcome = Err(error),
             }
             staying.push(one);
         }
@@ -408,7 +466,7 @@ impl Records {
             if !record.get().has_source() || record.get().has_handle() {
                 continue;
             }
-            if outcome.is_ok() && nbytes < RESERVE_BATCH_BYTES && one.sequence < passed {
+            if outcome.is_ok() && nbytes < RESERVE_BATCH_BYTES && record.get().sequence() < passed {
                 match self.begin_write(&record, keeper) {
                     Ok(true) => {
                         nbytes += one.nbytes;
