@@ -220,10 +220,12 @@ class Writeback:
     def held(self) -> list[Held]:
         """Return what cannot leave memory, and why."""
         alive = self.records.alive()
-        unwritten = [one.nbytes for one in alive if one.source is not None and not one.is_lent]
+        saved = [one for one in alive if one.source is not None and not one.is_lent]
+        # A backward uses the others.
+        unwritten = [one.nbytes for one in saved if not one.was_found]
         account = self._residency.account
         # What is reserved is told by those who reserved it.
-        kept_bytes = account.held_bytes - account.reserved_bytes - sum(unwritten)
+        kept_bytes = account.held_bytes - account.reserved_bytes - sum(one.nbytes for one in saved)
         return [
             *kept_parts(self._seen, kept_bytes, self._min_bytes),
             Held(

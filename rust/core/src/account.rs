@@ -269,12 +269,6 @@ impl Holding {
         *state = State { fate: Fate::Offloaded, is_held: false };
     }
 
-    /// Notes that the bytes are in memory again, and not on the disk.
-    pub fn renew(&self) {
-        self.take_back();
-        self.set_fate(Fate::Kept);
-    }
-
     /// Notes that somebody else holds the bytes: they are not in memory because of us.
     pub fn lend(&self) {
         let mut state = self.state();

@@ -8,7 +8,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyWeakrefMethods, PyWeakrefReference};
 use ssdtrain_core::gate::{Gate, Waiting};
 
-use crate::saved_tensor::Record;
+use crate::record::Record;
 
 /// A weak reference to a record.
 pub type RecordReference = Py<PyWeakrefReference>;

@@ -4,6 +4,7 @@
 //! Signatures and docstrings stand in `python/ssdtrain/_core.pyi`.
 
 mod account;
+mod books;
 mod by_plan;
 mod checksum;
 mod cufile;
@@ -26,6 +27,7 @@ mod owner;
 mod passing;
 mod plan;
 mod probe;
+mod record;
 mod round;
 mod rounds;
 mod rules;
@@ -74,13 +76,15 @@ mod _core {
     #[pymodule_export]
     use super::probe::Probe;
     #[pymodule_export]
+    use super::record::Record;
+    #[pymodule_export]
     use super::round::{Learned, Round};
     #[pymodule_export]
     use super::rounds::Rounds;
     #[pymodule_export]
     use super::rules::Rules;
     #[pymodule_export]
-    use super::saved_tensor::{Record, SavedTensor};
+    use super::saved_tensor::SavedTensor;
     #[pymodule_export]
     use super::session_lock::run_if_free;
     #[pymodule_export]

@@ -14,27 +14,25 @@
 //!
 //! `activations/writeback.py` decides what is rare: its object is the `keeper` of these functions.
 
-use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyWeakrefMethods, PyWeakrefReference};
+use pyo3::types::PyWeakrefReference;
 use ssdtrain_core as core;
 
 use crate::account::Account;
-use crate::gate::{Gates, RecordReference, ThreadGate};
+use crate::books::Books;
+use crate::gate::{Gates, ThreadGate};
 use crate::gpu::Gpus;
-use crate::saved_tensor::{Part, Record};
+use crate::record::{Part, Record};
 use crate::store::Store;
 use crate::timeline::{Moment, Timeline};
 use crate::torch::Torch;
 use crate::transfer::Handle;
 use crate::writing::{Writes, note_failure, upgraded};
 
-/// At so many known storages, those that are gone are forgotten for the first time.
-const FORGET_AT_MIN: usize = 1024;
 /// So much of a reserve is written when room is short: what comes next then finds writes under way
 /// to wait for, and not much more is written than must be.
 const RESERVE_BATCH_BYTES: u64 = 8 << 20;
@@ -59,13 +57,6 @@ pub struct Records {
     books: Mutex<Books>,
 }
 
-#[derive(Default)]
-struct Books {
-    /// The last record of each storage, by the identity of the storage; some are dead.
-    known: HashMap<usize, RecordReference>,
-    forget_at: usize,
-}
-
 #[pymethods]
 impl Records {
     #[new]
@@ -85,8 +76,7 @@ impl Records {
         threads: Py<PyAny>,
         count_users: Py<PyAny>,
     ) -> Self {
-        let books = Books { forget_at: FORGET_AT_MIN, ..Books::default() };
-        let (account, books) = (account.0.clone(), Mutex::new(books));
+        let (account, books) = (account.0.clone(), Mutex::default());
         let (gates, is_forked) = (Gates::new(threads), AtomicBool::new(false));
         let writes = Writes::new(give_back_bytes);
         Self {
@@ -484,25 +474,6 @@ impl Records {
 
     fn books(&self) -> MutexGuard<'_, Books> {
         self.books.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-impl Books {
-    /// Enters a record; returns what is to be dropped: dead entries, as the table doubles.
-    fn remember(
-        &mut self,
-        py: Python<'_>,
-        identity: usize,
-        reference: RecordReference,
-    ) -> Vec<RecordReference> {
-        let mut dropped = Vec::new();
-        if self.known.len() >= self.forget_at {
-            let is_dead = |_: &usize, one: &mut RecordReference| one.bind(py).upgrade().is_none();
-            dropped.extend(self.known.extract_if(is_dead).map(|(_, one)| one));
-            self.forget_at = FORGET_AT_MIN.max(2 * self.known.len());
-        }
-        dropped.extend(self.known.insert(identity, reference));
-        dropped
     }
 }
 

@@ -10,7 +10,7 @@ use ssdtrain_core as core;
 
 use crate::error::to_python;
 use crate::gate::RecordReference;
-use crate::saved_tensor::Record;
+use crate::record::Record;
 use crate::timeline::Moment;
 use crate::transfer::Handle;
 

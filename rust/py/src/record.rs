@@ -1,0 +1,358 @@
+//! One saved storage at one version, and where its bytes are.
+
+use std::sync::atomic::{AtomicI64, Ordering};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::{PyWeakrefMethods, PyWeakrefReference};
+use ssdtrain_core as core;
+
+use crate::by_plan::ByPlan;
+use crate::geometry::{Layout, root_of};
+use crate::gpu::Gpus;
+use crate::gpu_calls::GpuStream;
+use crate::kept::version_of;
+use crate::timeline::{Life, Timeline};
+use crate::torch::Torch;
+use crate::transfer::{Handle, Way};
+
+/// One saved storage at one version: its bytes in memory, on the way, or on the disk.
+#[pyclass(frozen, weakref, freelist = 4096, module = "ssdtrain._core")]
+pub struct Record {
+    /// Dead once nobody uses the storage any more: then its memory is gone.
+    storage: Py<PyWeakrefReference>,
+    /// Whose version counter is meant; see [`root_of`].
+    root: Py<PyWeakrefReference>,
+    /// A tensor without bytes that shares this counter. Nothing ever changes it, as torch reads it
+    /// without the interpreter's lock.
+    pub counter: Py<PyAny>,
+    /// First byte of the part of the storage that it covers; see [`Layout::part`].
+    start: u64,
+    #[pyo3(get)]
+    pub nbytes: u64,
+    /// The identity of the content.
+    pub version: i64,
+    /// Autograd's sequence number when this was packed last: the gate.
+    sequence: AtomicI64,
+    /// The policy's name for this tensor.
+    #[pyo3(get)]
+    pub key: i64,
+    /// The stream that it belongs to, if it is on a GPU.
+    stream: Option<GpuStream>,
+    /// What the plan says of its way, if it leaves a GPU by a plan.
+    by_plan: OnceLock<ByPlan>,
+    /// Its bytes in the account; they end with it.
+    pub holding: core::Holding,
+    /// When it was where, if somebody asked.
+    pub life: Life,
+    state: Mutex<State>,
+}
+
+struct State {
+    /// The tensor itself, for as long as its bytes may be needed from memory.
+    source: Option<Py<PyAny>>,
+    /// Its bytes in the store, from the beginning of a write until the write is given up.
+    handle: Option<Py<Handle>>,
+    is_lent: bool,
+    was_found: bool,
+    is_renewed: bool,
+}
+
+/// What a new record is made of, beside its tensor.
+pub struct Part<'a> {
+    pub layout: &'a Layout,
+    pub start: u64,
+    pub nbytes: u64,
+    pub sequence: i64,
+    pub key: i64,
+    /// The stream that it belongs to, if it is on a GPU.
+    pub stream: Option<GpuStream>,
+}
+
+impl Record {
+    /// The policy's name for it, and its size.
+    pub fn name(&self) -> (i64, u64) {
+        (self.key, self.nbytes)
+    }
+
+    pub fn new<'py>(
+        torch: &Torch,
+        tensor: &Bound<'py, PyAny>,
+        storage: &Bound<'py, PyAny>,
+        version: i64,
+        part: &Part<'_>,
+        account: &core::Account,
+        timeline: &Timeline,
+    ) -> PyResult<Bound<'py, Self>> {
+        let py = tensor.py();
+        let source = tensor.call_method0(intern!(py, "detach"))?;
+        let counter = tensor.call_method0(intern!(py, "detach"))?;
+        let empty = torch.empty(part.layout.dtype.bind(py), part.layout.gpu)?;
+        counter.setattr(intern!(py, "data"), empty)?;
+        let record = Self {
+            storage: PyWeakrefReference::new(storage)?.unbind(),
+            root: PyWeakrefReference::new(&root_of(tensor)?)?.unbind(),
+            counter: counter.unbind(),
+            start: part.start,
+            nbytes: part.nbytes,
+            version,
+            sequence: AtomicI64::new(part.sequence),
+            key: part.key,
+            stream: part.stream,
+            by_plan: OnceLock::new(),
+            holding: account.hold(part.nbytes),
+            life: timeline.begin(part.key, part.nbytes),
+            state: Mutex::new(State {
+                source: Some(source.unbind()),
+                handle: None,
+                is_lent: false,
+                was_found: false,
+                is_renewed: false,
+            }),
+        };
+        Bound::new(py, record)
+    }
+
+    /// The node that has to be passed before its bytes are written.
+    pub fn sequence(&self) -> i64 {
+        self.sequence.load(Ordering::Relaxed)
+    }
+
+    /// Has the write wait for another node that saves the same bytes.
+    pub fn wait_for_node(&self, sequence: i64) {
+        self.sequence.fetch_max(sequence, Ordering::Relaxed);
+    }
+
+    /// Whether it is on a GPU whose tensors may leave it.
+    pub fn is_on_gpu(&self) -> bool {
+        self.stream.is_some()
+    }
+
+    /// Notes what the plan says of its way from the GPU, before that begins.
+    pub fn plan(&self, by_plan: ByPlan) {
+        self.by_plan.get_or_init(|| by_plan);
+    }
+
+    /// Whether it is of this tensor: of its storage, its counter and its version, and has the bytes
+    /// from `start` to `end` of the storage.
+    pub fn is_of(
+        &self,
+        tensor: &Bound<'_, PyAny>,
+        storage: &Bound<'_, PyAny>,
+        version: i64,
+        start: u64,
+        end: u64,
+    ) -> PyResult<bool> {
+        let py = tensor.py();
+        let root = root_of(tensor)?;
+        let is_dead = self.storage(py).is_none_or(|own| !own.is(storage));
+        let counts_apart = self.root.bind(py).upgrade().is_none_or(|own| !own.is(&root));
+        let is_elsewhere = start < self.start || self.start + self.nbytes < end;
+        let is_other = is_elsewhere
+            || is_dead // defence: identity with a look at life
+            || counts_apart // defence: identity with the version counter
+            || self.version != version; // defence: version at pack
+        Ok(!is_other)
+    }
+
+    pub fn source<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyAny>> {
+        self.state().source.as_ref().map(|source| source.bind(py).clone())
+    }
+
+    pub fn handle<'py>(&self, py: Python<'py>) -> Option<Bound<'py, Handle>> {
+        self.state().handle.as_ref().map(|handle| handle.bind(py).clone())
+    }
+
+    pub fn set_handle(&self, handle: Option<Py<Handle>>) {
+        let before = std::mem::replace(&mut self.state().handle, handle);
+        drop(before);
+    }
+
+    pub fn has_source(&self) -> bool {
+        self.state().source.is_some()
+    }
+
+    pub fn has_handle(&self) -> bool {
+        self.state().handle.is_some()
+    }
+
+    pub fn is_lent(&self) -> bool {
+        self.state().is_lent
+    }
+
+    /// Takes the bytes from memory again, because they were saved again after their write began.
+    pub fn renew(&self, tensor: &Bound<'_, PyAny>) -> PyResult<()> {
+        let source = self.counted(tensor)?.unbind();
+        let (source, handle) = {
+            let mut state = self.state();
+            state.is_renewed = true;
+            (state.source.replace(source), state.handle.take())
+        };
+        self.holding.take_back();
+        self.holding.set_fate(core::Fate::Kept);
+        drop((source, handle));
+        Ok(())
+    }
+
+    /// Whether it is of this storage, and its version counter has seen no change.
+    pub fn is_unchanged_on(&self, storage: &Bound<'_, PyAny>) -> PyResult<bool> {
+        let py = storage.py();
+        let is_its_own = self.storage(py).is_some_and(|own| own.is(storage));
+        Ok(is_its_own && self.version == version_of(self.counter.bind(py))?)
+    }
+
+    /// The same tensor with the version counter of the original.
+    ///
+    /// So a backward that changes what it got in place, or a change between a backward and the
+    /// backward of that, is noticed by every other node that saved the same tensor.
+    pub fn counted<'py>(&self, tensor: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+        let (py, counter) = (tensor.py(), self.counter.bind(tensor.py()));
+        // defence: one counter for all who saved it
+        let twin = counter.call_method0(intern!(py, "detach"))?;
+        twin.setattr(intern!(py, "data"), tensor)?;
+        Ok(twin)
+    }
+
+    /// Whether its bytes were saved again after their write had begun.
+    pub fn is_renewed(&self) -> bool {
+        self.state().is_renewed
+    }
+
+    /// Notes that a backward has found its bytes in memory; `false` if one had before.
+    pub fn note_found(&self) -> bool {
+        !std::mem::replace(&mut self.state().was_found, true)
+    }
+
+    pub fn was_found(&self) -> bool {
+        self.state().was_found
+    }
+
+    /// The storage, while somebody uses it.
+    pub fn storage<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyAny>> {
+        self.storage.bind(py).upgrade()
+    }
+
+    /// Whether a storage has the bytes that it covers (`resize_` may have taken them).
+    pub fn is_whole(&self, storage: &Bound<'_, PyAny>) -> PyResult<bool> {
+        let nbytes: u64 = storage.call_method0(intern!(storage.py(), "nbytes"))?.extract()?;
+        Ok(nbytes >= self.start + self.nbytes)
+    }
+
+    /// Whether the bytes that were written are those that were saved.
+    ///
+    /// Neither changed in place on the way, nor moved: sharing a tensor with another process swaps
+    /// the memory of its storage and frees the old one, without a word to the version counter.
+    pub fn is_unchanged(&self, source: &Bound<'_, PyAny>, handle: &Handle) -> PyResult<bool> {
+        let py = source.py();
+        let storage = source.call_method0(intern!(py, "untyped_storage"))?;
+        let memory: usize = storage.call_method0(intern!(py, "data_ptr"))?.extract()?;
+        let is_same = self.is_whole(&storage)?
+            && version_of(source)? == self.version // defence: version at the end of the write
+            && memory + self.start as usize == handle.address; // defence: memory that moved
+        Ok(is_same)
+    }
+
+    /// Takes note that a node saves the tensor under a stream, mostly the one of the record.
+    ///
+    /// In a plain run autograd would hold the memory for this node as well. Here it may have been
+    /// let go for the first one, and goes once the program lets go of it, too.
+    pub fn share(&self, tensor: &Bound<'_, PyAny>, gpus: &Gpus, stream: GpuStream) -> PyResult<()> {
+        if self.stream != Some(stream) {
+            // defence: a second stream that saves
+            gpus.seen.record(tensor, stream)?;
+        }
+        Ok(())
+    }
+
+    /// Begins the write of its bytes, unless that was done before.
+    pub fn begin_write(
+        &self,
+        store: &crate::store::Store,
+        gpus: Option<&Gpus>,
+        source: &Bound<'_, PyAny>,
+        waits_for_disk: bool,
+    ) -> PyResult<Result<(), core::Error>> {
+        if self.has_handle() {
+            return Ok(Ok(()));
+        }
+        let gpu_way;
+        let way = match (self.stream, gpus) {
+            (Some(stream), Some(gpus)) => {
+                gpu_way = match gpus.way(source.py(), stream.gpu)? {
+                    Ok(way) => way,
+                    Err(error) => return Ok(Err(error)),
+                };
+                let by_plan = self.by_plan.get().copied().unwrap_or_default();
+                Way::Gpu { way: &gpu_way, stream, waits_for_disk, by_plan }
+            }
+            _ => Way::Host,
+        };
+        let saved = Handle::save(store, source, self.start, self.nbytes, &way)?;
+        // Another thread may have begun it as well while this one waited for the GPU.
+        Ok(saved.map(|handle| {
+            if !self.has_handle() {
+                self.set_handle(Some(handle));
+            }
+        }))
+    }
+
+    /// Lets the memory go: the bytes are on the disk.
+    pub fn free_source(&self) {
+        let source = self.state().source.take();
+        self.holding.free();
+        drop(source);
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[pymethods]
+impl Record {
+    #[getter(sequence)]
+    fn get_sequence(&self) -> i64 {
+        self.sequence()
+    }
+
+    #[getter(source)]
+    fn get_source<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyAny>> {
+        self.source(py)
+    }
+
+    #[getter(handle)]
+    fn get_handle<'py>(&self, py: Python<'py>) -> Option<Bound<'py, Handle>> {
+        self.handle(py)
+    }
+
+    #[getter(was_found)]
+    fn get_was_found(&self) -> bool {
+        self.was_found()
+    }
+
+    #[getter(is_lent)]
+    fn get_is_lent(&self) -> bool {
+        self.is_lent()
+    }
+
+    #[pyo3(name = "storage")]
+    fn get_storage<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyAny>> {
+        self.storage(py)
+    }
+
+    fn lend(&self) {
+        self.state().is_lent = true;
+        self.holding.lend();
+    }
+
+    pub fn take_back(&self) {
+        self.state().is_lent = false;
+        self.holding.take_back();
+    }
+
+    /// Whether it is in memory now, but may have to be read when its turn comes.
+    pub fn is_leaving(&self, py: Python<'_>) -> bool {
+        self.has_handle() && (self.has_source() || self.storage(py).is_some())
+    }
+}
