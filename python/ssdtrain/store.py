@@ -109,7 +109,8 @@ class PendingRead(Generic[T]):
         self._result: T | None = None
         self._is_begun = False
         # Several threads may ask for the result; one of them begins the read, and makes the result.
-        self._lock = threading.Lock()
+        # So may a handler of a signal that comes while this thread does it: the last one counts.
+        self._lock = threading.RLock()
         self._process = os.getpid()
         if stored.done():
             self._begin()

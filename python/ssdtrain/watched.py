@@ -11,15 +11,24 @@ import copy
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 
+from ssdtrain.activations.installed import install, uninstall
+from ssdtrain.errors import UnsupportedError
 from ssdtrain.machine.torch_internals import as_plain_tensors
 
 __all__ = ["HOLDER", "METADATA", "User", "Watched", "Watcher", "look_at"]
+
+CHANGED_A_COPY = (
+    "a signal handler, a __del__ or a callback of a weak reference came while ssdtrain was moving "
+    "the {}, and changed it. The change was not made: set a flag there, and change it between two "
+    "steps"
+)
 
 HOLDER = "_ssdtrain_holder"
 """The attribute of a watched tensor that has what is asked."""
@@ -66,17 +75,31 @@ class User:
 class Watcher(ABC):
     """Who is asked before a tensor is used."""
 
+    noun: ClassVar[str] = "tensor"
+    """What messages call such a tensor."""
+
     @abstractmethod
     def look(self, tensor: Tensor) -> None:
         """Wait until the bytes may be used; raise what went wrong."""
 
     @abstractmethod
-    def begin_use(self, tensor: Tensor, user: object) -> None:
-        """Wait like ``look``, for a user of the bytes that has them until ``end_use``."""
+    def begin_look(self, tensor: Tensor, user: object, *, changes: bool) -> Tensor | None:
+        """Wait like ``look``, for a function that has the bytes until ``end_look``.
+
+        ``changes``: the function changes tensors in place, as the step of an optimizer does. Return
+        a copy that the function gets instead, if the tensor cannot have its bytes now.
+        """
 
     @abstractmethod
-    def end_use(self, user: object) -> None:
-        """Note that this user, who may not have begun, has ended."""
+    def end_look(self, user: object, *, is_given_out: bool) -> None:
+        """Note that the function of this user, who may not have begun, has ended.
+
+        ``is_given_out``: it has returned the address of the bytes.
+        """
+
+    def pair(self) -> saved_tensors_hooks | None:
+        """Return hooks on saved tensors for the function, or ``None``."""
+        return None
 
 
 def look_at(tensor: Tensor) -> None:
@@ -95,6 +118,73 @@ def _found(values: Iterable[Any]) -> Iterator[Tensor]:
             yield from _found(value)
         elif isinstance(value, dict):
             yield from _found(value.values())
+
+
+def _with_copies(value: Any, copies: dict[int, Tensor]) -> Any:
+    """Return arguments with copies in the place of the tensors with these numbers."""
+    if isinstance(value, Tensor):
+        return copies.get(id(value), value)
+    if isinstance(value, list | tuple):
+        made = [_with_copies(one, copies) for one in value]
+        return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
+    if isinstance(value, set | frozenset):
+        return type(value)(_with_copies(one, copies) for one in value)
+    if isinstance(value, dict):
+        return {key: _with_copies(one, copies) for key, one in value.items()}
+    return value
+
+
+class Look:
+    """Has watched tensors in memory while a function uses them."""
+
+    def __init__(self, tensors: Iterable[Tensor], function: Any = None) -> None:
+        self._tensors = tensors
+        self._gives_address = function is Tensor.data_ptr
+        name = getattr(function, "__name__", "")
+        self._changes = name.endswith("_") and not name.endswith("__")
+        self._watchers: list[Watcher] = []
+        self._user = User()
+        self._copies: dict[int, tuple[Tensor, int, str]] = {}
+        self._pair: saved_tensors_hooks | None = None
+
+    def __enter__(self) -> Self:
+        """Bring them."""
+        try:
+            for tensor in self._tensors:
+                watcher: Watcher | None = vars(tensor).get(HOLDER)
+                if watcher is None:
+                    continue
+                self._watchers.append(watcher)
+                copied = watcher.begin_look(tensor, self._user, changes=self._changes)
+                if copied is not None:
+                    self._copies[id(tensor)] = copied, copied._version, watcher.noun  # noqa: SLF001
+                elif self._pair is None and (pair := watcher.pair()) is not None:
+                    install(pair)
+                    self._pair = pair
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        """Let them go, unless what the function has returned lies on their memory."""
+        self._end()
+        if kind is None:
+            for copied, version, noun in self._copies.values():
+                if copied._version != version:  # noqa: SLF001 - it has no public name
+                    raise UnsupportedError(CHANGED_A_COPY.format(noun))
+
+    def _end(self) -> None:
+        if self._pair is not None:
+            uninstall(self._pair)
+        for watcher in self._watchers:
+            watcher.end_look(self._user, is_given_out=self._gives_address)
+
+    def given(self, arguments: Any) -> Any:
+        """Return what the function gets: the arguments, or copies among them."""
+        if not self._copies:
+            return arguments
+        return _with_copies(arguments, {key: one for key, (one, _, _) in self._copies.items()})
 
 
 class Watched(Tensor):
@@ -118,21 +208,12 @@ class Watched(Tensor):
         if cls._is_let_through(func, types):
             return as_plain_tensors(func, types, args, kwargs)
         found = list(_found((args, kwargs)))
-        in_use: list[Watcher] = []
-        user = User()
-        try:
-            for tensor in found:
-                watcher: Watcher | None = vars(tensor).get(HOLDER)
-                if watcher is not None:
-                    in_use.append(watcher)
-                    watcher.begin_use(tensor, user)
+        with Look(found, func) as look:
             if not found:
                 # In some container of the function's own, unless all was looked at just now.
                 cls._look_everywhere()
-            result = func(*args, **kwargs)
-        finally:
-            for watcher in in_use:
-                watcher.end_use(user)
+            given, named = look.given((args, kwargs))
+            result = func(*given, **named)
         if func is Tensor.detach and sys._getframe(1).f_code is NEW_PARAMETER:  # noqa: SLF001
             # `nn.Parameter(weight)` has seen our class and wants the weight's own one back.
             return result.as_subclass(type(args[0]))
@@ -142,18 +223,18 @@ class Watched(Tensor):
 
     def as_subclass(self, cls: Any) -> Any:
         """Return it as a tensor of another class."""
-        look_at(self)
-        return Tensor.as_subclass(self, cls)
+        with Look([self]) as look:
+            return Tensor.as_subclass(look.given(self), cls)
 
     def set_(self, *arguments: Any, **options: Any) -> Any:
         """Give it other memory."""
-        look_at(self)
-        return Tensor.set_(self, *arguments, **options)
+        with Look([self]) as look:
+            return Tensor.set_(look.given(self), *arguments, **options)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        look_at(self)
-        return copy.deepcopy(self, memo)
+        with Look([self]) as look:
+            return copy.deepcopy(look.given(self), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        look_at(self)
-        return self.__reduce_ex__(protocol)
+        with Look([self]) as look:
+            return look.given(self).__reduce_ex__(protocol)

@@ -23,6 +23,8 @@ from weights_away import adamw, away, numbered
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 
 WIDTH, BLOCKS, STEPS = 136, 4, 3
+LOOKED_BYTES = 4 * WIDTH * WIDTH
+"""The results are looks, which take the memory of one weight more."""
 BLOCK_BYTES = 2 * 2 * WIDTH * WIDTH * 4
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 BACKENDS = ["aot_eager", pytest.param("inductor", marks=[needs_compiler, pytest.mark.long])]
@@ -122,7 +124,7 @@ def test_compiled_blocks(
     assert counters["stats"]["unique_graphs"] == graphs, "nothing is compiled again"
     assert not counters["graph_break"]
     stats = ssdtrain.parameter_stats(model)
-    assert stats.peak_resident_bytes <= 2 * BLOCK_BYTES
+    assert stats.peak_resident_bytes <= 2 * BLOCK_BYTES + LOOKED_BYTES
     assert stats.read_bytes > 0
     assert away(model)
 
@@ -152,7 +154,7 @@ def test_with_state_and_activations_on_the_disk(overlap: Any, tmp_path: Path) ->
             model.train()
         assert session.stats.resident_bytes_peak <= 16 << 20
         assert session.stats.bytes_written > 0
-    assert ssdtrain.parameter_stats(model).peak_resident_bytes <= 2 * BLOCK_BYTES
+    assert ssdtrain.parameter_stats(model).peak_resident_bytes <= 2 * BLOCK_BYTES + LOOKED_BYTES
 
 
 @pytest.mark.long
@@ -176,7 +178,7 @@ def test_a_block_that_fails_keeps_no_weight_in_memory(tmp_path: Path) -> None:
         with pytest.raises(RuntimeError, match=r"shape|size"):
             model.blocks[number](torch.zeros(2, 7))
     as_plain(trained(model), expected)
-    assert ssdtrain.parameter_stats(model).peak_resident_bytes <= 2 * BLOCK_BYTES
+    assert ssdtrain.parameter_stats(model).peak_resident_bytes <= 2 * BLOCK_BYTES + LOOKED_BYTES
 
 
 @pytest.mark.long
@@ -210,5 +212,5 @@ def test_blocks_that_are_compiled_later(compiled: Callable[..., Any], tmp_path: 
     model = offloaded(Model(), tmp_path)
     first = trained(compiled(model, "aot_eager"))
     as_plain(first, expected)
-    assert ssdtrain.parameter_stats(model).peak_resident_bytes <= 2 * BLOCK_BYTES
+    assert ssdtrain.parameter_stats(model).peak_resident_bytes <= 2 * BLOCK_BYTES + LOOKED_BYTES
     assert away(model)

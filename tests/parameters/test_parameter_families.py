@@ -172,7 +172,10 @@ def test_adapters_on_a_base_that_is_away_already(tmp_path: Path) -> None:
         )
         training.run(plain_step, 3)
         if directory is not None:
-            assert ssdtrain.parameter_stats(base).peak_resident_bytes <= quarter(base)
+            # The results are looks, which take the memory of one weight more.
+            looked_bytes = max(param.nbytes for param in base.parameters())
+            peak_bytes = ssdtrain.parameter_stats(base).peak_resident_bytes
+            assert peak_bytes <= quarter(base) + looked_bytes
         return training.seen
 
     for one, other in zip(run(tmp_path), run(None), strict=True):

@@ -513,7 +513,7 @@ def test_transforms_are_refused(transform: str, tmp_path: Path) -> None:
     assert torch.equal(squared(model, 1), squared(layers(), 1)), "and the model goes on"
 
 
-@pytest.mark.defends("frozen weights stay that another library has")
+@pytest.mark.defends("weights stay that a graph or another library has")
 def test_a_frozen_weight_that_another_library_has_stays(tmp_path: Path) -> None:
     model = layers().requires_grad_(False)
     offloaded(model, tmp_path)

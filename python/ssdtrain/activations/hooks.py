@@ -54,6 +54,7 @@ from ssdtrain.stalls import Stalls
 from ssdtrain.stats import Stats, snapshot
 from ssdtrain.transfer.host import HostTransfer
 from ssdtrain.transfer.staged import OnGpus
+from ssdtrain.watched import look_at
 
 __all__ = ["Hooks", "blocks_here"]
 
@@ -333,6 +334,8 @@ class Hooks:
         """Give a node back what was kept, and has changed since or is needed in an operation."""
         kept = packed.tensor
         check_version(kept, packed.version, lambda: _describe_kept(kept))
+        # defence: a weight that was saved is brought back
+        look_at(kept)
         return kept.detach()
 
     def refuse_changed(self, saved: SavedTensor) -> None:

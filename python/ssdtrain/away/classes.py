@@ -7,14 +7,22 @@ from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.nn import Parameter
 
 from ssdtrain.errors import UnsupportedError
 from ssdtrain.machine.torch_internals import as_plain_tensors, plainly, refuse_access
 from ssdtrain.watched import METADATA, Watched
 
-__all__ = ["AwayGradient", "AwayParameter", "AwayTensor", "attach", "husk_of", "is_away"]
+__all__ = [
+    "AwayGradient",
+    "AwayParameter",
+    "AwayTensor",
+    "attach",
+    "husk_of",
+    "is_away",
+    "plain_storage",
+]
 
 WITHOUT_BYTES = (
     METADATA
@@ -112,6 +120,12 @@ class AwayGradient(AwayTensor):
 def is_away(tensor: Tensor) -> bool:
     """Whether the bytes of a tensor are not in memory, or not where it lies."""
     return isinstance(tensor, AwayTensor)
+
+
+def plain_storage(tensor: Tensor) -> UntypedStorage:
+    """Return the storage of a tensor that is away, which mostly has no bytes."""
+    storage: UntypedStorage = as_plain_tensors(Tensor.untyped_storage, (), (tensor,), {})
+    return storage
 
 
 def husk_of(tensor: Tensor, kind: type[AwayTensor]) -> Tensor:

@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ssdtrain._core import Leaving
-from ssdtrain.away.classes import AwayTensor, attach, husk_of, is_away
+from ssdtrain.away.classes import AwayTensor, attach, husk_of, is_away, plain_storage
 from ssdtrain.away.threads import KNOWN_THREADS, WAITING
 from ssdtrain.geometry import checksum_of
-from ssdtrain.machine.torch_internals import count_users, is_shared, plainly
-from ssdtrain.store import PendingRead, StoredTensor, is_dense
+from ssdtrain.machine.torch_internals import as_plain_tensors, count_users, is_shared, plainly
+from ssdtrain.store import PendingRead, StoredTensor, TensorStore, is_dense
 from ssdtrain.watched import HOLDER, Watcher
 
 __all__ = ["MIN_BYTES", "OffloadedTensor", "Owner", "storage_key", "why_staying"]
@@ -29,6 +29,10 @@ MIN_BYTES = 64 << 10
 """Smaller tensors (biases, norms) stay in memory: to bring one costs more than it frees."""
 
 IN_USE = "{} in use at once"
+LEFT_ALONE = (
+    "{} that stay until the next forward or step, because their address may have been asked for "
+    "(data_ptr(), .data)"
+)
 HELD = (
     "{} on whose memory others have tensors or arrays (a state_dict() that is held, a view, an "
     "older graph), and which cannot leave before these are gone"
@@ -76,7 +80,8 @@ def why_staying(tensor: Tensor, plain: type[Tensor]) -> str | None:
 
 def storage_key(tensor: Tensor) -> int:
     """Return what tells the storage of a tensor from all others that are alive."""
-    address: int = tensor.untyped_storage()._cdata  # noqa: SLF001 - its address in C++
+    storage = plain_storage(tensor) if is_away(tensor) else tensor.untyped_storage()
+    address: int = storage._cdata  # noqa: SLF001 - its address in C++
     return address
 
 
@@ -91,6 +96,12 @@ class Owner(Protocol):
 
     def look(self, one: OffloadedTensor) -> None:
         """Bring one back."""
+
+    def begin_look(self, one: OffloadedTensor, user: object, *, changes: bool) -> Tensor | None:
+        """Bring one back for a function, or return a copy of it."""
+
+    def end_look(self, one: OffloadedTensor, user: object, *, is_given_out: bool) -> None:
+        """Let one leave again that a function has used."""
 
     def begin_use(self, some: Iterable[OffloadedTensor], user: object) -> None:
         """Bring several back, and have them stay."""
@@ -172,10 +183,19 @@ class OffloadedTensor(Watcher):
         """Bring the bytes back."""
         self.owner.look(self)
 
-    def begin_use(self, tensor: Tensor, user: object) -> None:  # noqa: ARG002 - there is only one
-        """Bring the bytes back, and have them stay until ``end_use``."""
-        self.note_user(user)
-        self.owner.look(self)
+    def begin_look(
+        self,
+        tensor: Tensor,  # noqa: ARG002 - there is only one
+        user: object,
+        *,
+        changes: bool,
+    ) -> Tensor | None:
+        """Bring the bytes back for a function."""
+        return self.owner.begin_look(self, user, changes=changes)
+
+    def end_look(self, user: object, *, is_given_out: bool) -> None:
+        """Let the bytes go again, unless somebody may have kept their address."""
+        self.owner.end_look(self, user, is_given_out=is_given_out)
 
     def note_user(self, user: object) -> None:
         """Have the bytes stay until ``end_use``, or until nobody has the user any more."""
@@ -240,18 +260,39 @@ class OffloadedTensor(Watcher):
         assert tensor is not None
         return self._leaving.leave(tensor, self, self.husk, HOLDER)
 
-    def why_in_memory(self) -> str:
-        """Return why a tensor could not leave when it was asked to; it has a place for a size."""
+    def why_in_memory(self, *, in_look: bool) -> str:
+        """Return why a tensor does not leave now; it has a place for a size."""
         if self.users:
             return IN_USE
+        if self.is_held():
+            return HELD
         # Nothing else forbids it.
-        return HELD if self.is_held() else BESIDE_A_THREAD
+        return LEFT_ALONE if in_look else BESIDE_A_THREAD
 
     def is_held(self) -> bool:
         """Whether others have the memory of this tensor, which has its bytes."""
         tensor = self.tensor
         assert tensor is not None
         return not self.may_leave() or is_shared(tensor)
+
+    def copy(self, store: TensorStore) -> Tensor:
+        """Return a copy of the tensor, wherever its bytes are, and change nothing.
+
+        For whoever comes between two lines of what moves it: each of them leaves it whole.
+        """
+        tensor = self.tensor
+        assert tensor is not None, "it is looked at"
+        memory: Tensor | None = self.source
+        with plainly():
+            if storage_key(tensor) != storage_key(self.husk):
+                # It is about to get its class back.
+                memory = as_plain_tensors(Tensor.detach, (), (tensor,), {})
+            if memory is None:
+                assert self.stored is not None, "what is not in memory is on the disk"
+                memory = store.read(self.stored).result()
+            else:
+                memory = memory.clone()
+            return Tensor._make_subclass(self.kind.plain, memory, tensor.requires_grad)  # noqa: SLF001
 
     def checksum(self) -> int:
         """Return that of the bytes, which have left the tensor and are in memory still."""

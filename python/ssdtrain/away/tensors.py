@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ssdtrain._core import run_if_free
 from ssdtrain.away.tensor import OffloadedTensor
+from ssdtrain.away.threads import is_held_here
 from ssdtrain.away.use_order import UseOrder
 from ssdtrain.away.writes import Writes
 from ssdtrain.errors import SsdtrainError
@@ -32,6 +33,8 @@ __all__ = ["OffloadedTensors", "in_use", "known_of"]
 
 AHEAD_COUNT_MAX = 64
 """So many uses ahead are looked at for reads at most."""
+LOOKED_COUNT_MAX = 8
+"""So many tensors that looks have brought are tried again by later looks."""
 FREED_SHARE = 4
 """The C library holds freed memory of one part in so many of the bound at most."""
 AHEAD_SHARE = 2
@@ -101,6 +104,8 @@ class OffloadedTensors:
         self._resident: dict[int, int] = {}
         """The bytes of each that is in memory, and their sum."""
         self._resident_bytes = 0
+        self._looked = deque[weakref.ref[OffloadedTensor]](maxlen=LOOKED_COUNT_MAX)
+        """Those that looks have brought last, and whose bytes are in memory still."""
         self._is_over = False
         """Whether a read did not fit under the bound, and nothing has fitted since."""
         self._notices = Notices()
@@ -172,6 +177,7 @@ class OffloadedTensors:
         for one in some:
             one.note_user(user)
         with self._lock:
+            self._looked.clear()
             for one in some:
                 self._order.note(one.place)
                 self._bring(one)
@@ -179,17 +185,57 @@ class OffloadedTensors:
             self._go_on()
 
     def look(self, one: OffloadedTensor) -> None:
-        """Bring back what somebody wants to use now."""
+        """Bring back what training uses now."""
         user = User()
         # Nothing that is read ahead takes its place.
         one.note_user(user)
         try:
             with self._lock:
-                self._order.note(one.place)
-                self._bring(one)
-                self._go_on()
+                self._use(one)
         finally:
             one.end_use(user)
+
+    def begin_look(self, one: OffloadedTensor, user: object, *, changes: bool) -> Tensor | None:
+        """Bring back what a function of the program uses until ``end_look``.
+
+        [Note: looks] A look at one tensor lets none leave that was in memory before: its address
+        may have been asked for meanwhile, and its bytes may be read there later, as safetensors
+        does. So looks take the memory of one more tensor than the bound, of all whose addresses
+        were asked for, and of all that share their memory with a tensor (`weight.data`) that
+        lives. Forwards, backwards and changes in place let all others leave.
+        """
+        if is_held_here(self._lock):
+            # A handler of a signal, say, that came between two lines of ours.
+            return one.copy(self._store)
+        one.note_user(user)
+        with self._lock:
+            if changes:
+                self._use(one)
+            elif not one.is_attached():
+                self._let_looked_leave(but=one)
+                self._end_writes(one.nbytes)
+                # defence: looks let none leave that was in memory
+                self._bring(one, makes_room=False)
+                others_bytes = self._resident_bytes - one.nbytes
+                if others_bytes > self.max_resident_bytes:
+                    self._note_over(others_bytes, looked=one)
+        return None
+
+    def end_look(self, one: OffloadedTensor, user: object, *, is_given_out: bool) -> None:
+        """Let a tensor leave again that a look brought, unless its memory was given out."""
+        one.end_use(user)
+        if is_held_here(self._lock):
+            return
+        with self._lock, plainly():
+            if one.tensor is None or one.users or not one.is_attached():
+                return
+            if not is_given_out:
+                # Its bytes stay in memory for the next look at it.
+                if one.may_leave():
+                    self._empty(one)
+                self._let_looked_leave(but=one)
+                self._looked.append(weakref.ref(one))
+            self._note(one)
 
     def bring(self, one: OffloadedTensor) -> None:
         """Bring back what is in use, outside of the order that is learned."""
@@ -252,7 +298,7 @@ class OffloadedTensors:
             self._resident_bytes = sum(self._resident.values())
             self._peak_bytes = max(self._peak_bytes, self._resident_bytes)
 
-    def _bring(self, one: OffloadedTensor) -> None:
+    def _bring(self, one: OffloadedTensor, *, makes_room: bool = True) -> None:
         """Give a tensor its bytes."""
         tensor = one.tensor
         if tensor is None or one.is_attached():
@@ -263,7 +309,7 @@ class OffloadedTensors:
             # The disk may be reading this memory, which others change from now on.
             self._writes.end(one)
         else:
-            memory = self._read(one)
+            memory = self._read(one, makes_room)
         if not one.is_attached():  # unless it came back because the disk did not take it
             with plainly():
                 one.return_to(tensor, memory)
@@ -271,10 +317,11 @@ class OffloadedTensors:
         self._note(one)
         self._stall_s += perf_counter() - began_s
 
-    def _read(self, one: OffloadedTensor) -> Tensor:
+    def _read(self, one: OffloadedTensor, makes_room: bool) -> Tensor:
         try:
             if one.pending is None:
-                self._make_room(one.nbytes)
+                if makes_room:
+                    self._make_room(one.nbytes)
                 self._begin_read(one)
             assert one.pending is not None
             with plainly():
@@ -290,6 +337,29 @@ class OffloadedTensors:
         self._read_bytes += one.nbytes
         self._writes.freed.note_read(one.nbytes)
         return memory
+
+    def _use(self, one: OffloadedTensor) -> None:
+        self._looked.clear()
+        self._order.note(one.place)
+        self._bring(one)
+        self._go_on()
+
+    def _end_writes(self, nbytes: int) -> None:
+        """Wait for writes until so much fits beside what is in memory."""
+        self._writes.end_done()
+        while self._resident_bytes + nbytes > self.max_resident_bytes and self._writes:
+            self._writes.end_oldest()
+
+    def _let_looked_leave(self, *, but: OffloadedTensor) -> None:
+        """Let those leave that earlier looks have brought, unless somebody has their memory."""
+        for _ in range(len(self._looked)):
+            reference = self._looked.popleft()
+            one = reference()
+            if one is None or one is but or one.users:
+                continue
+            is_here = one.is_attached() or self._writes.lack(one)
+            if is_here and not self._leave(one):
+                self._looked.append(reference)
 
     def _begin_read(self, one: OffloadedTensor) -> None:
         assert one.stored is not None, "what is not in memory is on the disk"
@@ -344,22 +414,26 @@ class OffloadedTensors:
         self._forget_gone()
         self._writes.end_done()
         self._let_leave(nbytes)
-        while self._resident_bytes + nbytes > self.max_resident_bytes and self._writes:
-            self._writes.end_oldest()
+        self._end_writes(nbytes)
         if self._resident_bytes + nbytes <= self.max_resident_bytes:
             self._is_over = False
-        elif nbytes and not self._is_over:
+        elif nbytes:
+            self._note_over(self._resident_bytes + nbytes)
+
+    def _note_over(self, resident_bytes: int, looked: OffloadedTensor | None = None) -> None:
+        """Say why so much is in memory, unless that was so at the last read."""
+        if not self._is_over:
             # To look for causes takes a moment: not at each of the reads that follow.
             self._is_over = True
-            self._say_why_over(self._resident_bytes + nbytes)
+            self._say_why_over(resident_bytes, looked)
 
-    def _say_why_over(self, resident_bytes: int) -> None:
+    def _say_why_over(self, resident_bytes: int, looked: OffloadedTensor | None) -> None:
         """Say why more than the bound is in memory, for each main cause once."""
         causes = Counter[str]()
         for one in self._alive():
             # Of those that the disk did not take it was said.
-            if one.is_attached() and not one.stays:
-                causes[one.why_in_memory()] += one.nbytes
+            if one is not looked and one.is_attached() and not one.stays:
+                causes[one.why_in_memory(in_look=looked is not None)] += one.nbytes
         if causes:
             told = [cause.format(shown_bytes(nbytes)) for cause, nbytes in causes.most_common()]
             sizes = shown_bytes(self.max_resident_bytes), shown_bytes(resident_bytes)

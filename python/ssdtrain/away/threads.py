@@ -10,7 +10,7 @@ from concurrent.futures import thread as futures_thread
 from types import CodeType
 from typing import TypeVar
 
-__all__ = ["KNOWN_THREADS", "WAITING", "KnownThread", "uses_no_tensor"]
+__all__ = ["KNOWN_THREADS", "WAITING", "KnownThread", "is_held_here", "uses_no_tensor"]
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -26,6 +26,11 @@ def uses_no_tensor(function: F) -> F:
     """Let tensors leave beside a thread that is in this function, and in none that it calls."""
     WAITING.add(function.__code__)
     return function
+
+
+def is_held_here(lock: threading.RLock) -> bool:
+    """Whether this thread holds a lock: it came between two lines of ours that hold it."""
+    return lock._is_owned()  # type: ignore[attr-defined,no-any-return]  # noqa: SLF001 - as threading.Condition asks
 
 
 class KnownThread(threading.Thread):

@@ -328,7 +328,7 @@ class InBackward:
         if weight is not None:
             # The thread of the updates cannot have others leave, as this one may be using them: so
             # what the backward has just used stays for its update.
-            weight.begin_use(record.param, record)
+            weight.owner.begin_use([weight], record)
         self._wait(host, now, record)
         if self._keeps_much(record):
             self._cut(host, now)

@@ -76,12 +76,12 @@ class Holder(Watcher):
         """What it has begun with."""
         self._hooks: dict[int, Any] = {}
 
-    def begin_use(self, tensor: Tensor, user: object) -> None:  # noqa: ARG002 - nothing ends it
+    def begin_look(self, tensor: Tensor, user: object, *, changes: bool) -> None:  # noqa: ARG002
         """Wait; an update that has ended does not begin again."""
         if not in_update():
             self.look(tensor)
 
-    def end_use(self, user: object) -> None:
+    def end_look(self, user: object, *, is_given_out: bool) -> None:
         """Do nothing: who uses an updated tensor is not counted."""
 
     def keep_hook(self, param: Tensor, handle: Any) -> None:

@@ -14,24 +14,20 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch import nn
 from torch.compiler import is_dynamo_compiling
-from torch.nn import Parameter
 from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
 )
 
 from ssdtrain.activations.installed import install, uninstall
-from ssdtrain.activations.names import describe
-from ssdtrain.activations.saved_tensor import check_version
-from ssdtrain.away.classes import AwayParameter
 from ssdtrain.errors import UnsupportedError
-from ssdtrain.machine.torch_internals import Hooks, hide_hooks, in_transform, top_hooks
+from ssdtrain.machine.torch_internals import in_transform
 from ssdtrain.optimizer.forward_order import READS_INNER_WEIGHTS
+from ssdtrain.parameters.saved_weight import WeightPair
 from ssdtrain.parameters.weight import Weight
-from ssdtrain.parameters.weights import on_storage_of, weight_of
+from ssdtrain.parameters.weights import weight_of
 
 __all__ = ["begin_forward", "end_forward", "uses_inner_weights", "watch_modules", "weights_in"]
 
@@ -39,95 +35,6 @@ IN_TRANSFORM = (
     "{} of {} has weights on the disk (ssdtrain.offload_parameters), which {} cannot wait for; "
     "do it inside `with ssdtrain.parameters_in_memory(model):`"
 )
-
-
-REPLACED = (
-    "the weight {} was given other memory (weight.data = ...) after a forward had used it, and the "
-    "backward of that forward needs what it was, which is gone (ssdtrain.offload_parameters). "
-    "Change it in place, or give it other memory between backward and the next forward"
-)
-
-
-class SavedWeight:
-    """What a graph holds in the place of a weight, or of a view of it."""
-
-    __slots__ = (
-        "_is_itself",
-        "_offset",
-        "_size",
-        "_stride",
-        "_times_replaced",
-        "_version",
-        "_weight",
-    )
-
-    def __init__(self, weight: Weight, param: Tensor, tensor: Tensor) -> None:
-        weight.note_memory()
-        self._weight = weight
-        self._is_itself = tensor is param
-        self._times_replaced = weight.times_replaced
-        self._version = param._version  # noqa: SLF001 - it has no public name
-        self._size, self._stride = tensor.size(), tensor.stride()
-        self._offset = tensor.storage_offset()
-
-    def tensor(self) -> Tensor:
-        """Bring the weight back, and return the view that was saved."""
-        param = self._weight.tensor
-        assert param is not None, "the graph has the parameter"
-        check_version(  # defence: version of a saved weight
-            param,
-            self._version,
-            lambda: f"the weight {self._weight.name} {describe(param.dtype, self._size)}",
-        )
-        weight = self._weight
-        weight.look(param)
-        weight.note_memory()
-        with torch.no_grad():
-            saved = param.detach()
-            if self._is_itself:
-                # Autograd too has the parameter as it is now.
-                return saved
-            # defence: other memory of a saved weight
-            if weight.times_replaced != self._times_replaced:
-                raise RuntimeError(REPLACED.format(weight.name))
-            return saved.as_strided(self._size, self._stride, self._offset)
-
-
-class WeightPair(saved_tensors_hooks):
-    """Hooks on saved tensors, above those that are on."""
-
-    def __init__(self, below: Hooks | None, keeping: Hooks) -> None:
-        pack_below, unpack_below = keeping if below is None else below
-        # Not found through `self`, which has the hooks: a graph without such a cycle is freed as
-        # soon as nobody has it, also the part of it that the hooks of a checkpoint lead to.
-        packs_below: list[Any] = [pack_below]
-        self._below = packs_below
-
-        def pack(tensor: Tensor) -> object:
-            if type(tensor) in (Tensor, Parameter, AwayParameter) and not tensor.is_sparse:
-                weight = on_storage_of(tensor)
-                param = None if weight is None else weight.tensor
-                if weight is not None and param is not None and _is_view(tensor, param):
-                    return SavedWeight(weight, param, tensor)
-            return packs_below[0](tensor)
-
-        def unpack(packed: object) -> Tensor:
-            if type(packed) is SavedWeight:
-                return packed.tensor()
-            unpacked: Tensor = unpack_below(packed)
-            return unpacked
-
-        hide_hooks(pack, below)
-        super().__init__(pack, unpack)
-
-    def let_go(self) -> None:
-        """Hold the hooks below no more than the graph must: they may reach back to it."""
-        self._below.clear()
-        hide_hooks(self.pack_hook, None)
-
-
-def _is_view(tensor: Tensor, param: Tensor) -> bool:
-    return tensor.dtype == param.dtype and not (tensor.is_conj() or tensor.is_neg())
 
 
 class Use:
@@ -146,9 +53,8 @@ class Use:
         for owner in {id(weight.owner): weight.owner for weight in self._weights}.values():
             owner.begin_use([weight for weight in self._weights if weight.owner is owner], self)
         if torch.is_grad_enabled():
-            below = top_hooks(True)
-            self._pair = WeightPair(below, below or self._weights[0].owner.keeping_pair())
-            install(self._pair)
+            self._pair = pair = self._weights[0].owner.pair()
+            install(pair)
 
     def end(self) -> None:
         """Take the hooks off, and let the weights go."""

@@ -165,9 +165,7 @@ def parameters_in_memory(model: nn.Module) -> Iterator[None]:
     found = [weight for param in model.parameters() if (weight := weight_of(param)) is not None]
     try:
         for weight in found:
-            param = weight.tensor
-            assert param is not None, "the model has it"
-            weight.begin_use(param, user)
+            weight.owner.begin_use([weight], user)
         yield
     finally:
         for weight in found:

@@ -6,10 +6,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.compiler import is_dynamo_compiling
 
 from ssdtrain.away.classes import AwayParameter
 from ssdtrain.away.tensor import OffloadedTensor, Owner
-from ssdtrain.machine.torch_internals import holders_of
+from ssdtrain.machine.torch_internals import holders_of, in_transform, trains_with_others
 from ssdtrain.parameters.successor import Successor
 
 __all__ = ["Weight"]
@@ -36,9 +38,8 @@ class WeightOwner(Owner, Protocol):
         """Return the checksum of the bytes that a weight has, if it is known."""
         ...
 
-    def keeping_pair(self) -> tuple[Any, Any]:
-        """Return hooks on saved tensors that keep all."""
-        ...
+    def pair(self) -> Any:
+        """Return hooks on saved tensors that pack weights by name."""
 
 
 class Weight(OffloadedTensor):
@@ -51,19 +52,31 @@ class Weight(OffloadedTensor):
     def __init__(self, owner: WeightOwner, param: Tensor, name: str) -> None:
         super().__init__(owner, param, name, id(self))
 
+    def pair(self) -> saved_tensors_hooks | None:
+        """Return hooks that pack weights by name, for a function outside of a module's forward."""
+        if not torch.is_grad_enabled() or in_transform() is not None or is_dynamo_compiling():
+            return None
+        pair: saved_tensors_hooks = self.owner.pair()
+        return pair
+
     def leave(self) -> bool:
         """Take the bytes out of the weight, unless others have or may be using them."""
-        tensor = self.tensor
-        assert tensor is not None
-        # A weight that trains is given to other libraries (DLPack) as a view only.
-        # defence: frozen weights stay that another library has
-        if not tensor.requires_grad and holders_of(tensor) > HOLDERS_ALONE:
-            return False
-        return super().leave()
+        # defence: weights stay that a graph or another library has
+        return not self._is_given() and super().leave()
 
     def is_held(self) -> bool:
         """Whether others have the memory of this weight, which has its bytes."""
+        return self._is_given() or super().is_held()
+
+    def _is_given(self) -> bool:
+        """Whether a graph or another library (DLPack) has the weight, which Python does not count.
+
+        A graph has a weight that was saved outside of the forward of its module, while it was in
+        memory. Beside it there is the node that accumulates the gradient. Where several processes
+        train together, torch has the weights for the exchange of gradients.
+        """
         tensor = self.tensor
         assert tensor is not None
-        is_given = not tensor.requires_grad and holders_of(tensor) > HOLDERS_ALONE
-        return is_given or super().is_held()
+        if tensor.requires_grad and trains_with_others():
+            return False
+        return holders_of(tensor) > HOLDERS_ALONE + tensor.requires_grad

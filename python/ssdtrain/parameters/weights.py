@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
@@ -13,15 +10,16 @@ from ssdtrain.away.tensor import OffloadedTensor, storage_key
 from ssdtrain.away.tensors import OffloadedTensors, known_of
 from ssdtrain.geometry import checksum_of
 from ssdtrain.machine.process_memory import release_free_memory
-from ssdtrain.machine.torch_internals import is_shared
+from ssdtrain.machine.torch_internals import Hooks, is_shared, top_hooks
 from ssdtrain.parameters.keeping import Keeping, keeping_hooks
+from ssdtrain.parameters.saved_weight import ON_STORAGE, WeightPair
 from ssdtrain.parameters.stats import ParameterStats
 from ssdtrain.parameters.successor import Successor
 from ssdtrain.parameters.weight import Weight
 from ssdtrain.sharing import Room
 from ssdtrain.store import TensorStore
 
-__all__ = ["NAME", "Weights", "on_storage_of", "weight_of"]
+__all__ = ["NAME", "Weights", "weight_of"]
 
 NAME = "weights"
 """What they are called in the report of a session."""
@@ -31,21 +29,6 @@ def weight_of(param: Tensor) -> Weight | None:
     """Return what is known of a parameter, if it may be away."""
     found = known_of(param)
     return found if isinstance(found, Weight) else None
-
-
-_on_storage: weakref.WeakValueDictionary[int, Weight] = weakref.WeakValueDictionary()
-"""By the address of the storage: the weights of all models."""
-
-
-def on_storage_of(tensor: Tensor) -> Weight | None:
-    """Return the weight on whose storage a tensor lies, whether it has its bytes or not."""
-    key = storage_key(tensor)
-    weight = _on_storage.get(key)
-    if weight is None:
-        return None
-    param = weight.tensor
-    # Somebody may have given the parameter other memory, and this storage another's address.
-    return weight if param is not None and storage_key(param) == key else None
 
 
 class Weights(OffloadedTensors):
@@ -131,7 +114,12 @@ class Weights(OffloadedTensors):
                 return checksum_of(param)
             return weight.sum if weight.source is None else weight.checksum()
 
-    def keeping_pair(self) -> tuple[Any, Any]:
+    def pair(self) -> WeightPair:
+        """Return hooks on saved tensors that pack weights by name, above those that are on."""
+        below = top_hooks(True)
+        return WeightPair(below, below or self._keeping_pair())
+
+    def _keeping_pair(self) -> Hooks:
         """Return hooks on saved tensors that keep them, as autograd does without any."""
         with self._lock:
             if self._keeping is None:
@@ -164,13 +152,13 @@ class Weights(OffloadedTensors):
     def _note(self, one: OffloadedTensor) -> None:
         param = one.tensor
         if param is not None and isinstance(one, Weight):
-            _on_storage[storage_key(one.husk)] = one
+            ON_STORAGE[storage_key(one.husk)] = one
             if one.is_attached():
-                _on_storage[storage_key(param)] = one
+                ON_STORAGE[storage_key(param)] = one
         super()._note(one)
 
     def _empty(self, one: OffloadedTensor) -> bool:
         param = one.tensor
         assert param is not None, "its caller has it"
-        _on_storage.pop(storage_key(param), None)
+        ON_STORAGE.pop(storage_key(param), None)
         return super()._empty(one)

@@ -93,6 +93,7 @@ impl HookPair {
         if let Ok(kept) = packed.cast_exact::<Kept>()
             && !kept.get().is_from_below
             && let Some(tensor) = kept.get().unchanged(py)?
+            && self.rules.get().is_in_memory(tensor)?
         {
             return Ok(tensor.clone().unbind());
         }

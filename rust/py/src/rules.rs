@@ -223,6 +223,13 @@ impl Rules {
         Ok(if self.is_weight(tensor)? { Verdict::Weight } else { Verdict::Plain })
     }
 
+    /// Whether a tensor has its bytes: `offload_parameters` gives a weight another class meanwhile.
+    pub fn is_in_memory(&self, tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
+        let (py, class) = (tensor.py(), tensor.get_type());
+        let is_plain = class.is(&self.tensor_type) || class.is(&self.parameter_type);
+        Ok(is_plain || !tensor.hasattr(intern!(py, "_ssdtrain_holder"))?)
+    }
+
     /// Whether a tensor that is no weight by its [`outline`](Self::outline) was made of one.
     pub fn is_weight(&self, tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
         let base = tensor.getattr(intern!(tensor.py(), "_base"))?;

@@ -1,0 +1,125 @@
+"""Handlers of signals, ``__del__`` and callbacks of weak references that look at weights."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any, Self
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ssdtrain
+import support
+from ssdtrain.errors import UnsupportedError
+from weights_away import layers, numbered, offloaded, squared
+
+PACKAGE = str(Path(ssdtrain.__file__).parent)
+
+
+class BetweenLines:
+    """Calls a handler between two lines of the package, as Python calls those of signals."""
+
+    def __init__(self, handler: Callable[[], object], *, every: int) -> None:
+        self._handler = handler
+        self._every = every
+        self._line_count = 0
+        self.call_count = 0
+
+    def __enter__(self) -> Self:
+        sys.settrace(self._enter)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _enter(self, frame: FrameType, _event: str, _argument: Any) -> Any:
+        return self._line if frame.f_code.co_filename.startswith(PACKAGE) else None
+
+    def _line(self, _frame: FrameType, event: str, _argument: Any) -> Any:
+        if event == "line":
+            self._line_count += 1
+            if self._line_count % self._every == 0:
+                self.call_count += 1
+                sys.settrace(None)
+                try:
+                    self._handler()
+                finally:
+                    sys.settrace(self._enter)
+        return self._line
+
+
+@pytest.mark.parametrize("every", support.sizes(small=37, whole=5))
+def test_a_look_between_any_two_lines_sees_the_weights(every: int, tmp_path: Path) -> None:
+    expected = {name: one.detach().clone() for name, one in layers(4).named_parameters()}
+    model = offloaded(layers(4), tmp_path)
+
+    def look() -> None:
+        for name, one in model.named_parameters():
+            assert torch.equal(one.detach(), expected[name]), name
+        found = model.state_dict()
+        assert all(torch.equal(found[name], one) for name, one in expected.items())
+
+    plain = layers(4)
+    with BetweenLines(look, every=every) as between:
+        for number in range(3):
+            squared(model, number).backward()
+    for number in range(3):
+        squared(plain, number).backward()
+    assert between.call_count > 10
+    for (name, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        assert torch.equal(one.grad, other.grad), name
+    look()
+
+
+@pytest.mark.parametrize("every", support.sizes(small=41, whole=7))
+def test_a_look_within_a_step_sees_a_weight_before_or_after_it(every: int, tmp_path: Path) -> None:
+    def trained(model: nn.Module) -> list[dict[str, Tensor]]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        found = [copies(model)]
+        for number in range(2):
+            squared(model, number).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(copies(model))
+        return found
+
+    expected = trained(layers(4))
+    model = offloaded(layers(4), tmp_path)
+
+    def look() -> None:
+        for name, one in model.named_parameters():
+            seen = one.detach()
+            assert any(torch.equal(seen, moment[name]) for moment in expected), name
+
+    with BetweenLines(look, every=every) as between:
+        found = trained(model)
+    assert between.call_count > 10
+    for one, other in zip(found, expected, strict=True):
+        support.assert_equal_bits(one, other)
+
+
+def copies(model: nn.Module) -> dict[str, Tensor]:
+    return {name: one.detach().clone() for name, one in model.named_parameters()}
+
+
+def test_a_handler_that_changes_a_weight_on_its_way_is_refused(tmp_path: Path) -> None:
+    model = offloaded(layers(4), tmp_path)
+    refused = []
+
+    def change() -> None:
+        with torch.no_grad():
+            for one in model.parameters():
+                try:
+                    one.mul_(1)
+                except UnsupportedError as error:
+                    refused.append(str(error))
+
+    with BetweenLines(change, every=3), torch.no_grad():
+        model(numbered(1, 4, model[0].in_features))
+    assert "set a flag there" in refused[0]
