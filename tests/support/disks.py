@@ -46,14 +46,16 @@ def mounted(tmp_path: Path) -> Iterator[Callable[..., Path]]:
     assert not failures, "a file is open on a store's disk after its end"
 
 
-def make_image(image: Path, nbytes: int) -> Path:
-    """Make an ext4 file system of ``nbytes`` in a file."""
-    maker = shutil.which("mkfs.ext4", path="/usr/sbin:/sbin:" + os.environ.get("PATH", ""))
+def make_image(image: Path, nbytes: int, kind: str = "ext4", *options: str) -> Path:
+    """Make a file system of ``nbytes`` in a file."""
+    name = f"mkfs.{kind}"
+    maker = shutil.which(name, path="/usr/sbin:/sbin:" + os.environ.get("PATH", ""))
     if maker is None:
-        pytest.skip("there is no mkfs.ext4 to make a small disk with")
+        pytest.skip(f"there is no {name} to make a small disk with")
     with image.open("wb") as file:
         file.truncate(nbytes)
-    subprocess.run([maker, "-q", "-m", "0", str(image)], check=True, capture_output=True)
+    options = options or (("-m", "0") if kind == "ext4" else ())
+    subprocess.run([maker, "-q", *options, str(image)], check=True, capture_output=True)
     return image
 
 

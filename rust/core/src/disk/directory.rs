@@ -13,7 +13,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, StatxFlags};
+use rustix::fs::{AtFlags, CWD, FileType, IFlags, Mode, OFlags, StatxFlags};
 use rustix::io::Errno;
 
 use crate::config::DirectIo;
@@ -24,9 +24,14 @@ use crate::error::{Error, ErrorKind, Result, shown_bytes};
 const FREE_BYTES_MIN: u64 = 64 << 20;
 /// Without an answer of `statx` every known device takes this alignment.
 const ALIGNMENT_DEFAULT: usize = 4096;
+/// Through the page cache any would do; small enough that little is widened.
+const ALIGNMENT_BUFFERED: usize = 512;
 /// How many random names are tried where a file must have one for a moment. Two are equal once in
 /// 2^64 tries, so a second name that is taken means that something else is wrong.
 const NAMES_MAX: u32 = 16;
+const OWNER_ONLY: Mode = Mode::RUSR.union(Mode::WUSR);
+/// The magic number of btrfs for `statfs(2)`.
+const BTRFS: u32 = 0x9123_683e;
 
 /// A directory that may hold a spill file.
 #[derive(Debug)]
@@ -66,23 +71,37 @@ impl SpillDirectory {
 
     /// Makes an unnamed file here.
     pub fn create(&self, direct: DirectIo) -> Result<Opened> {
-        let (file, is_direct, fallback) = match direct {
-            DirectIo::Disabled => (self.create_unnamed(OFlags::empty())?, false, None),
-            DirectIo::Required => (self.create_direct()?, true, None),
+        let (file, direct_alignment, fallback) = match direct {
+            DirectIo::Disabled => (self.create_unnamed(OFlags::empty())?, None, None),
+            DirectIo::Required => {
+                let (file, alignment) = self.create_direct()?;
+                (file, Some(alignment), None)
+            }
             DirectIo::Optional => match self.create_direct() {
-                Ok(file) => (file, true, None),
+                Ok((file, alignment)) => (file, Some(alignment), None),
                 Err(error) => {
                     let fallback = format!("buffered I/O in {}: {error}", self.path.display());
-                    (self.create_unnamed(OFlags::empty())?, false, Some(fallback))
+                    (self.create_unnamed(OFlags::empty())?, None, Some(fallback))
                 }
             },
         };
-        let alignment = if is_direct { self.alignment_of(&file)? } else { 512 };
+        let is_direct = direct_alignment.is_some();
+        let alignment = direct_alignment.unwrap_or(ALIGNMENT_BUFFERED);
         Ok(Opened { file, alignment, is_direct, fallback })
     }
 
+    /// The alignment of direct I/O. Some file systems take the flag at open and go through the page
+    /// cache all the same, as ext4 does with `data=journal`: their answer for the file is zero.
     fn alignment_of(&self, file: &OwnedFd) -> Result<usize> {
         let alignment = direct_alignment(file);
+        if alignment == 0 {
+            return Err(config(format!(
+                "{} accepts direct I/O (O_DIRECT) but writes through the page cache, as ext4 does \
+                 when mounted with data=journal; use a local file system without that, or \
+                 direct_io='optional'",
+                self.path.display()
+            )));
+        }
         if alignment > rustix::param::page_size() {
             return Err(Error::new(
                 ErrorKind::Unsupported,
@@ -135,8 +154,11 @@ impl SpillDirectory {
         Ok(())
     }
 
-    fn create_direct(&self) -> Result<OwnedFd> {
+    /// A file that bypasses the page cache, and the alignment which that needs.
+    fn create_direct(&self) -> Result<(OwnedFd, usize)> {
         let file = self.create_unnamed(OFlags::DIRECT)?;
+        self.forbid_copies(&file)?;
+        let alignment = self.alignment_of(&file)?;
         probe_direct(&file).map_err(|errno| {
             Error::from_io(
                 format_args!(
@@ -147,16 +169,38 @@ impl SpillDirectory {
                 &errno.into(),
             )
         })?;
-        Ok(file)
+        Ok((file, alignment))
+    }
+
+    /// Has btrfs write an empty file in place. Else it sums up what is written, for which it copies
+    /// it into the page cache first, though the file was opened with `O_DIRECT`.
+    fn forbid_copies(&self, file: &OwnedFd) -> Result<()> {
+        let facts = rustix::fs::fstatfs(&self.directory).map_err(|errno| self.unseen(errno))?;
+        if facts.f_type as u32 != BTRFS {
+            return Ok(());
+        }
+        rustix::fs::ioctl_getflags(file)
+            .and_then(|flags| rustix::fs::ioctl_setflags(file, flags | IFlags::NOCOW))
+            .map_err(|errno| {
+                Error::from_io(
+                    format_args!(
+                        "btrfs in {} writes through the page cache, because it refuses a file \
+                         without copy-on-write (chattr +C); use a local file system such as ext4 \
+                         or XFS, or direct_io='optional'",
+                        self.path.display()
+                    ),
+                    &errno.into(),
+                )
+            })
     }
 
     /// An unnamed file: `O_TMPFILE`, or where the file system lacks it, created and unlinked.
     fn create_unnamed(&self, extra: OFlags) -> Result<OwnedFd> {
         // With O_EXCL nobody can give it a name later either.
         let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::TMPFILE | OFlags::EXCL | extra;
-        match rustix::fs::openat(&self.directory, ".", flags, Mode::RUSR | Mode::WUSR) {
+        match rustix::fs::openat(&self.directory, ".", flags, OWNER_ONLY) {
             Err(Errno::OPNOTSUPP | Errno::ISDIR | Errno::NOENT) => self.create_and_unlink(extra),
-            created => created,
+            created => created.and_then(open_to_owner),
         }
         .map_err(|errno| self.refuse_file(extra, errno))
     }
@@ -169,7 +213,7 @@ impl SpillDirectory {
     ) -> Result<(Opened, T)> {
         let created = self.create_with_name(OFlags::DIRECT);
         let (file, name) = created.map_err(|errno| self.refuse_file(OFlags::DIRECT, errno))?;
-        let done = meanwhile(&file);
+        let done = self.forbid_copies(&file).and_then(|()| meanwhile(&file));
         let unlinked = rustix::fs::unlinkat(&self.directory, &name, AtFlags::empty());
         let done = done?;
         unlinked.map_err(|errno| self.refuse_file(OFlags::DIRECT, errno))?;
@@ -193,8 +237,8 @@ impl SpillDirectory {
             // The hasher's keys come from the kernel: nobody can guess the name and be there first.
             let random = RandomState::new().build_hasher().finish();
             let name = format!(".ssdtrain-{}-{random:016x}", std::process::id());
-            match rustix::fs::openat(&self.directory, &name, flags, Mode::RUSR | Mode::WUSR) {
-                Ok(file) => return Ok((file, name)),
+            match rustix::fs::openat(&self.directory, &name, flags, OWNER_ONLY) {
+                Ok(file) => return Ok((open_to_owner(file)?, name)),
                 Err(Errno::EXIST) => {}
                 Err(errno) => return Err(errno),
             }
@@ -224,6 +268,12 @@ impl SpillDirectory {
     fn unseen(&self, errno: Errno) -> Error {
         Error::from_io(format_args!("cannot look at {}", self.path.display()), &errno.into())
     }
+}
+
+/// The same file, which its owner may open whatever the process's umask is.
+fn open_to_owner(file: OwnedFd) -> rustix::io::Result<OwnedFd> {
+    rustix::fs::fchmod(&file, OWNER_ONLY)?;
+    Ok(file)
 }
 
 fn config(message: String) -> Error {
@@ -312,12 +362,13 @@ fn probe_direct(file: &OwnedFd) -> rustix::io::Result<()> {
     rustix::io::pread(file, &mut block.0, 0).map(drop)
 }
 
-/// What `statx(STATX_DIOALIGN)` (Linux 6.1) answers, or a safe guess.
+/// What `statx(STATX_DIOALIGN)` (Linux 6.1) answers, or a safe guess; zero: it is not direct.
 fn direct_alignment(file: &OwnedFd) -> usize {
     const STATX_DIOALIGN: u32 = 0x2000;
     let wanted = StatxFlags::from_bits_retain(STATX_DIOALIGN);
     match rustix::fs::statx(file, "", rustix::fs::AtFlags::EMPTY_PATH, wanted) {
-        Ok(facts) if facts.stx_mask & STATX_DIOALIGN != 0 && facts.stx_dio_offset_align > 0 => {
+        Ok(facts) if facts.stx_mask & STATX_DIOALIGN != 0 && facts.stx_dio_offset_align == 0 => 0,
+        Ok(facts) if facts.stx_mask & STATX_DIOALIGN != 0 => {
             // One number for both keeps the widening of addresses and of lengths the same.
             facts.stx_dio_mem_align.max(facts.stx_dio_offset_align).max(512) as usize
         }
