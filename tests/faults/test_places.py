@@ -453,7 +453,7 @@ def spill_files(place: Path) -> list[os.stat_result]:
     return found
 
 
-@pytest.mark.parametrize("umask", [0, 0o22, 0o77])
+@pytest.mark.parametrize("umask", [0, 0o22, 0o77, 0o777])
 def test_files_have_no_names_and_no_readers(tmp_path: Path, umask: int) -> None:
     model, batch = chain(depth=6, width=128, rows=4_000)
     seen: list[list[Path]] = []

@@ -6,6 +6,7 @@ import errno
 import gc
 import os
 import random
+import stat
 import subprocess
 import sys
 import weakref
@@ -85,6 +86,40 @@ ERRORS: dict[str, tuple[Error, type[BaseException]]] = {
 QUICK = (("error", True, False), ("interrupt", False, True))
 
 
+def without_unnamed_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have saves do without files without names, as some file systems do."""
+    monkeypatch.setattr(os, "O_TMPFILE", os.O_DIRECTORY | os.O_EXCL)
+    monkeypatch.setattr(folder_module, "NO_TMPFILE", (errno.EISDIR,))
+
+
+@pytest.mark.parametrize("unnamed", [True, False])
+@pytest.mark.parametrize(
+    ("umask", "of_files", "of_folder"),
+    [(0o22, 0o644, 0o755), (0o77, 0o600, 0o700), (0o777, 0o600, 0o700)],
+)
+def test_a_umask_never_shuts_the_owner_out(
+    umask: int,
+    of_files: int,
+    of_folder: int,
+    unnamed: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Root may open everything, so the modes are looked at."""
+    if not unnamed:
+        without_unnamed_files(monkeypatch)
+    run, folder = Run(), tmp_path / "saved"
+    run.steps(range(1))
+    before = os.umask(umask)
+    try:
+        for _ in range(2):
+            save(folder, run.module, run.optimizer)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(folder.stat().st_mode) == of_folder
+    assert {stat.S_IMODE(one.stat().st_mode) for one in folder.iterdir()} == {of_files}
+
+
 @pytest.mark.parametrize(
     ("how", "has_older", "unnamed"),
     support.shared_out([*product(ERRORS, (True, False), (True, False))], quick=QUICK),
@@ -93,9 +128,7 @@ def test_a_save_that_fails_anywhere_leaves_the_older_checkpoint(
     how: str, has_older: bool, unnamed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not unnamed:
-        # As on a file system that has no files without names.
-        monkeypatch.setattr(os, "O_TMPFILE", os.O_DIRECTORY | os.O_EXCL)
-        monkeypatch.setattr(folder_module, "NO_TMPFILE", (errno.EISDIR,))
+        without_unnamed_files(monkeypatch)
     error, expected = ERRORS[how]
     run, folder = Run(), tmp_path / "saved"
     run.steps(range(1))

@@ -53,11 +53,16 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 # The cache
 
 
-def test_what_is_kept_comes_back(tmp_path: Path, cache: Path) -> None:
+@pytest.mark.parametrize("umask", [0o22, 0o777])
+def test_what_is_kept_comes_back(tmp_path: Path, cache: Path, umask: int) -> None:
     place = str(tmp_path)
     assert tuning.load(place) is None
-    path = tuning.save(place, kept(DEFAULT))
-    assert tuning.save(place, kept()) == path
+    before = os.umask(umask)
+    try:
+        path = tuning.save(place, kept(DEFAULT))
+        assert tuning.save(place, kept()) == path
+    finally:
+        os.umask(before)
     assert tuning.load(place) == kept()
     assert list(cache.iterdir()) == [path], "a temporary file is left behind"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600

@@ -124,6 +124,8 @@ class NewFiles:
             part = self._path / f"{name}.part"
             file, has_name = os.open(part, mode | os.O_CREAT | os.O_EXCL, 0o666), True
         self._files.append((file, name, has_name))
+        # Whatever the umask takes away, the owner can load and replace what was saved.
+        os.fchmod(file, stat.S_IMODE(os.fstat(file).st_mode) | stat.S_IRUSR | stat.S_IWUSR)
         return file
 
     def _make_folder(self) -> None:
@@ -132,6 +134,7 @@ class NewFiles:
             with suppress(FileExistsError):
                 self._path.mkdir()
                 self._is_made = True
+                self._path.chmod(stat.S_IMODE(self._path.stat().st_mode) | stat.S_IRWXU)
             self._take_lock()
 
     def _take_lock(self) -> None:

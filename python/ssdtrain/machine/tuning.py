@@ -90,10 +90,13 @@ def save(directory: str, kept: Kept) -> Path:
     for folder in reversed((path.parent, *path.parent.parents)):
         if not folder.is_dir():
             folder.mkdir(mode=0o700, exist_ok=True)
+            # A umask may take from the owner what was asked for.
+            folder.chmod(0o700)
     document = {"format": FORMAT, "drive": _identity(directory), **asdict(kept)}
     descriptor, temporary = tempfile.mkstemp(prefix=".tuning-", dir=path.parent)
     try:
         with os.fdopen(descriptor, "w", encoding="ascii") as file:
+            os.fchmod(descriptor, 0o600)
             json.dump(document, file, indent=1)
             file.write("\n")
         os.replace(temporary, path)
