@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
 from ssdtrain.errors import ConfigError
@@ -142,7 +143,7 @@ def check_share(name: str, given: object, otherwise: str = "") -> None:
 
 
 def directories(given: Directories) -> tuple[str, ...]:
-    """Return the directories as strings; whether they are usable, the store says."""
+    """Return the directories as absolute paths; whether they are usable, the store says."""
     if isinstance(given, str | os.PathLike):
         given = [given]
     try:
@@ -158,9 +159,27 @@ def directories(given: Directories) -> tuple[str, ...]:
         raise ConfigError(f"dir must be a path or a list of paths to directories, not {given!r}")
     if any("\0" in one for one in dirs):
         raise ConfigError(f"dir contains a zero byte, which no path can: {given!r}")
+    dirs = tuple(map(_absolute, dirs))
     if len({os.path.realpath(one) for one in dirs}) < len(dirs):
         raise ConfigError(f"dir names the same directory twice: {list(dirs)}; name each one once")
     return dirs
+
+
+def _absolute(given: str) -> str:
+    """Return a path that leads to the same directory after the process has gone to another one."""
+    if os.path.isabs(given):
+        return given
+    try:
+        # Unlike os.path.abspath it keeps "..", which leads elsewhere after a symbolic link.
+        absolute = str(Path(given).absolute())
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"dir is {given!r}, and the working directory of this process was deleted; pass an "
+            "absolute path"
+        ) from error
+    # A user may be in a directory without the right to come there from the root.
+    is_closed = os.path.isdir(given) and not os.path.isdir(absolute)
+    return given if is_closed else absolute
 
 
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

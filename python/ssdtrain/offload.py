@@ -75,8 +75,9 @@ class offload:  # noqa: N801 - used like torch.no_grad
     bytes, or text such as ``"8GiB"``, ``"256 KiB"`` or ``"500MB"``.
 
     Args:
-        dir: A directory on a local NVMe file system, or a list of them; ``~`` is the home. Its
-            files have no names and vanish with the process.
+        dir: A directory on a local NVMe file system, or a list of them; ``~`` is the home, and a
+            relative path is resolved in this call. Its files have no names and vanish with the
+            process.
         min_bytes: Saved tensors of fewer bytes stay in memory.
         max_resident_bytes: Upper bound on the saved bytes in memory. Without it nothing ever waits
             for a slow disk: what cannot be hidden is kept. With it forward waits as it must, and

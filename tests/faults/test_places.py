@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import socket
 import stat
@@ -504,3 +505,80 @@ def test_the_places_of_a_list_may_be_of_any_kind(tmp_path: Path) -> None:
     for places in ([str(tmp_path), tmp_path / "b"], (tmp_path,), str(tmp_path), tmp_path):
         open_store(places)
         open_offload(places)
+
+
+def use_elsewhere(
+    made: Callable[[], Callable[[], object]], place: Path, patch: pytest.MonkeyPatch
+) -> None:
+    """Make something in ``place`` that names ``inner``, and use it from another directory."""
+    (place / "inner").mkdir(parents=True)
+    (place / "other" / "inner").mkdir(parents=True)
+    patch.chdir(place)
+    use = made()
+    patch.chdir(place / "other")
+    use()
+
+
+@pytest.mark.parametrize("again", [lambda made: made, copy.deepcopy])
+def test_a_relative_directory_is_that_of_the_call(
+    again: Callable[[Any], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As hydra and others change the working directory between the two."""
+    model, batch = chain(depth=6, width=128, rows=4_000)
+    files: list[os.stat_result] = []
+
+    def made() -> Callable[[], object]:
+        tool = again(ssdtrain.offload("inner"))
+
+        def use() -> None:
+            for _ in range(2):
+                with tool as session:
+                    loss = model(batch).sum()
+                    session.flush()
+                    files.extend(spill_files(tmp_path / "inner"))
+                    loss.backward()
+                assert [place for place, _ in session.stats.engines] == [f"{tmp_path}/inner"]
+
+        return use
+
+    use_elsewhere(made, tmp_path, monkeypatch)
+    assert len(files) == 2
+
+
+def test_a_decorator_keeps_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def made() -> Callable[[], object]:
+        @ssdtrain.offload(["inner", "other/inner"])
+        def use() -> list[str]:
+            session = ssdtrain.active()
+            assert session is not None
+            return [place for place, _ in session.stats.engines]
+
+        def look() -> None:
+            assert use() == [f"{tmp_path}/inner", f"{tmp_path}/other/inner"]
+
+        return look
+
+    use_elsewhere(made, tmp_path, monkeypatch)
+
+
+@OPENERS
+def test_a_relative_directory_is_told_in_whole(
+    opener: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = refusal(opener, "missing/../there")
+    assert said.startswith(f"{tmp_path}/missing/../there does not exist; ")
+    assert repr(ssdtrain.offload("inner")) == f"ssdtrain.offload('{tmp_path}/inner')"
+
+
+@OPENERS
+def test_a_relative_directory_of_one_that_was_deleted(
+    opener: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert refusal(opener, "inner") == (
+        "dir is 'inner', and the working directory of this process was deleted; pass an absolute "
+        "path"
+    )

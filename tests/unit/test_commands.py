@@ -212,7 +212,7 @@ def test_what_a_person_reads(tmp_path: Path) -> None:
     assert first.startswith("ssdtrain 0.")
     for name in NAMES:
         assert any(line[6:].startswith(f"{name} ") for line in lines)
-    assert last.startswith("Offload works in .")
+    assert last.startswith(f"Offload works in {tmp_path}.")
 
 
 def test_a_missing_directory(tmp_path: Path) -> None:

@@ -136,11 +136,9 @@ def run(arguments: argparse.Namespace) -> int:
     report = None if arguments.report is None else arguments.report.absolute()
     try:
         _check_report(report)
-        # The program may change its directory before it starts a child process.
-        dirs = [os.path.abspath(one) for one in arguments.dir]
-        tool = offload(dirs, **options)
+        tool = offload(arguments.dir, **options)
         program = _find(arguments)
-        job = Job(program=program.name, dirs=dirs, options=options, report=report)
+        job = Job(program=program.name, dirs=arguments.dir, options=options, report=report)
         _say_if_launcher(program.name)
         _enter(tool, job)
     except (ProgramError, SsdtrainError) as error:
@@ -156,6 +154,7 @@ class Job:
 
     program: str
     dirs: list[str]
+    """Absolute: the program may change its directory before it starts a child process."""
     options: dict[str, Any]
     report: Path | None
 
