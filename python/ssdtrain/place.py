@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from ssdtrain.config import Directories, Size
+import os
+from dataclasses import replace
+from pathlib import Path
+from weakref import WeakValueDictionary
+
+from ssdtrain.config import Directories, Size, StoreConfig, directories
 from ssdtrain.errors import ConfigError
 from ssdtrain.offload import offload
 from ssdtrain.session import Session
@@ -12,6 +17,9 @@ from ssdtrain.store import TensorStore
 __all__ = ["Place", "opened"]
 
 Place = Directories | TensorStore | Session
+
+_stores: WeakValueDictionary[object, TensorStore] = WeakValueDictionary()
+"""What `_shared` opened, by process, options and directories, as long as somebody uses it."""
 
 
 def opened(
@@ -45,4 +53,38 @@ def opened(
             return place, None
         share = place.share(name)
         return TensorStore.over(share.store), share
-    return TensorStore(place, max_disk_bytes=max_disk_bytes, verify=verify), None  # type: ignore[arg-type]
+    if max_disk_bytes is not None:
+        # The bound is one on the bytes of this call.
+        return TensorStore(place, max_disk_bytes=max_disk_bytes, verify=verify), None  # type: ignore[arg-type]
+    return _shared(StoreConfig(dirs=directories(place), verify=verify)), None  # type: ignore[arg-type]
+
+
+def _shared(config: StoreConfig) -> TensorStore:
+    """Return the store that all users of the same directories and options in this process share.
+
+    The last of them closes it. Each store has a file, threads and 64 MiB of each directory, which
+    would be too much for one optimizer for each parameter.
+    """
+    try:
+        places = frozenset(map(_identity, config.dirs))
+    except OSError:
+        # Nobody has it, and the store says what is wrong with it.
+        return _open(config)
+    # A forked process has the stores of the other one, and can use none of them.
+    key = (os.getpid(), replace(config, dirs=()), places)
+    store = _stores.get(key)
+    if store is None or store.has_lost_directories():
+        # Two threads may come here at once: then there are two stores, which both work.
+        store = _stores[key] = _open(config)
+    return store
+
+
+def _open(config: StoreConfig) -> TensorStore:
+    return TensorStore(config.dirs, verify=config.verify)
+
+
+def _identity(directory: str) -> tuple[int, int]:
+    """Return what tells a directory from all others, also from a link to it."""
+    # The path without a slash or a dot at its end, which would lead through a link.
+    facts = os.lstat(Path(directory))
+    return facts.st_dev, facts.st_ino

@@ -205,6 +205,7 @@ class TensorStore:
                 verify=verify,
             )
         )
+        self._opening_notes = self._store.notes()
 
     @classmethod
     def over(cls, store: Store) -> Self:
@@ -214,7 +215,12 @@ class TensorStore:
         """
         made = cls.__new__(cls)
         made._store = store  # noqa: SLF001 - its constructor
+        made._opening_notes = store.notes()  # noqa: SLF001 - likewise
         return made
+
+    def has_lost_directories(self) -> bool:
+        """Whether a directory went out of use since the opening; for users inside of ssdtrain."""
+        return self._store.notes() != self._opening_notes
 
     def write(self, tensor: T) -> StoredTensor[T]:
         """Begin to write ``tensor`` and return at once.

@@ -77,7 +77,9 @@ def offload_optimizer(
         buffer_bytes: Memory for the state that is read, updated and written at the same time, in
             bytes or text such as ``"256MiB"``. A single parameter takes what it needs. Of the
             ``max_resident_bytes`` of a session a quarter is taken at most.
-        max_disk_bytes: Bound on the bytes reserved on disk; what does not fit stays in memory.
+        max_disk_bytes: Bound on the bytes that this call reserves on disk, in a file of its own;
+            what does not fit stays in memory. Without it, all that name the same directories share
+            a file.
         verify: Checksum each tensor before its write and after its read.
         undo: A step that fails or is interrupted is undone, so that model and optimizer are those
             of the last whole step. Costs a write of the weights in each step, and space on the

@@ -67,8 +67,10 @@ def offload_parameters(
             Weights that fit are kept. ``None``: three times those of the module with the most; in a
             session with a bound, half of what other models' weights leave of it, and one module's
             at least. Gradients, activations and the optimizer's state are not among them.
-        max_disk_bytes: Bound on the bytes reserved on disk, which has to hold these weights, and
-            one module's more, as the older bytes of a weight stay until the new ones are whole.
+        max_disk_bytes: Bound on the bytes that this call reserves on disk, in a file of its own. It
+            has to hold these weights, and one module's more, as the older bytes of a weight stay
+            until the new ones are whole. Without it, all that name the same directories share a
+            file.
         verify: Checksum each weight before its write and after its read.
 
     Returns:
