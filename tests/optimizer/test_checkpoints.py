@@ -14,11 +14,14 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import _TYPES as safetensors_dtypes
+from safetensors.torch import load_file
 from torch import nn
 from torch.optim import Optimizer, lr_scheduler
 
 import support
 from ssdtrain import ConfigError, CorruptError, UnsupportedError, load, offload_optimizer, save
+from ssdtrain.checkpoints import shards
 from trained import WIDTH, away, everything, model, plain_step
 
 MANIFEST = "manifest.json"
@@ -207,6 +210,40 @@ def test_the_files_are_what_the_safetensors_package_reads(tmp_path: Path) -> Non
             assert torch.equal(read[name], tensor), name
     momentum = run.optimizer.state[run.module.first.weight]["exp_avg"]  # type: ignore[union-attr]
     assert torch.equal(read["first.weight/exp_avg"], momentum)
+
+
+class Typed(nn.Module):
+    """A weight and a buffer of one dtype, the buffer without dimensions."""
+
+    def __init__(self, dtype: torch.dtype, seed: int) -> None:
+        super().__init__()
+        noise = torch.Generator().manual_seed(seed)
+        # Bytes of which none is a NaN in any dtype.
+        plain = torch.randint(1, 64, (33, 16), dtype=torch.uint8, generator=noise).view(dtype)
+        self.weight = nn.Parameter(plain, requires_grad=False)
+        self.register_buffer("scale", plain[0, 0].clone())
+
+
+@pytest.mark.parametrize(
+    "dtype", [one for one in safetensors_dtypes.values() if one is not torch.bool], ids=str
+)
+def test_dtypes_have_their_names_in_the_files(
+    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = Typed(dtype, 0)
+    save(tmp_path / "saved", first)
+    (file,) = (tmp_path / "saved").glob("*.safetensors")
+    for name, tensor in load_file(file).items():
+        mine = first.state_dict()[name]
+        assert (tensor.dtype, tensor.shape) == (dtype, mine.shape)
+        assert support.bits(tensor) == support.bits(mine)
+    # As they were written before some of the names were in use.
+    monkeypatch.setattr(shards, "DTYPES", {})
+    save(tmp_path / "older", first)
+    for folder in ("saved", "older"):
+        second = Typed(dtype, 1)
+        load(tmp_path / folder, second)
+        support.assert_equal_bits(second.state_dict(), first.state_dict())
 
 
 def test_extra_values_and_a_scheduler(tmp_path: Path) -> None:

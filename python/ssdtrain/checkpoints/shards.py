@@ -35,8 +35,16 @@ DTYPES = {
     torch.int8: "I8",
     torch.uint8: "U8",
     torch.bool: "BOOL",
+    torch.uint16: "U16",
+    torch.uint32: "U32",
+    torch.uint64: "U64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.complex64: "C64",
 }
-"""What every reader of the format knows; other tensors are written as plain bytes."""
+"""What the package safetensors reads as tensors; others, such as complex128, are plain bytes."""
 
 
 @dataclass(frozen=True)
