@@ -95,11 +95,9 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command that is named, or show what there is."""
     words = sys.argv[1:] if arguments is None else list(arguments)
-    # A path may hold bytes that are no text: print them escaped instead of failing. To a program
-    # that is run, its streams are to be as Python made them.
-    for stream in (sys.stdout, sys.stderr) if words[:1] != ["run"] else ():
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")
+    # To a program that is run, its streams are to be as Python made them.
+    if words[:1] != ["run"]:
+        _prepare_streams()
     parser = _Parser(
         prog="ssdtrain",
         description="Trains with the activations on NVMe SSDs instead of in memory.",
@@ -133,6 +131,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_UNREAD
     return code
+
+
+def _prepare_streams() -> None:
+    """Have both streams take whatever is printed."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            # Closed by our parent: what is printed to the stream of errors would go to the other.
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - to the end
+        stream = getattr(sys, name)
+        # A path may hold bytes that are no text: print them escaped instead of failing.
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _hint(option: str, asked: argparse.ArgumentParser, command: str) -> str:

@@ -489,6 +489,30 @@ def test_files_have_no_names_and_no_readers(tmp_path: Path, umask: int) -> None:
         assert facts.st_uid == os.geteuid()
 
 
+WITHOUT_STREAMS = """
+import os, sys, torch, ssdtrain
+out = os.dup(1)
+for stream in (0, 1, 2):
+    os.close(stream)
+# Direct I/O would refuse what is not aligned.
+with ssdtrain.TensorStore(sys.argv[1], direct_io="disabled") as store:
+    source = torch.randn(1 << 20)
+    stored = store.write(source)
+    stored.wait()
+    for stream in (1, 2):
+        try:
+            os.write(stream, b"printed by a library")
+        except OSError:
+            pass
+    os.write(out, str(torch.equal(store.read(stored).result(), source)).encode())
+"""
+
+
+def test_nobody_prints_into_a_spill_file(tmp_path: Path) -> None:
+    """A file that is opened where a stream was closed takes the stream's number."""
+    assert forked_python(WITHOUT_STREAMS, str(tmp_path)).stdout == "True"
+
+
 def test_fallback_without_direct_io(tmp_path: Path) -> None:
     with TensorStore(tmp_path, direct_io="disabled", backend="psync") as store:
         assert not list(tmp_path.iterdir())

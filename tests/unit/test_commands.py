@@ -476,3 +476,13 @@ def test_a_bench_without_rings(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "left out   io_uring: " in done.stdout
     assert "choice     psync, " in done.stdout
+
+
+def test_errors_have_no_place_in_the_output(tmp_path: Path) -> None:
+    """Whoever closed the stream of errors reads that of output still."""
+    words = ("plan", "--model", "no such model", "--gpu", "no such GPU")
+    assert "ssdtrain plan" in installed_command(*words).stderr
+    done = installed_command(*words, limits="exec 2>&-")
+    assert (done.stdout, done.returncode) == ("", 2)
+    done = installed_command("doctor", str(tmp_path), limits="exec >&-")
+    assert done.stderr == ""

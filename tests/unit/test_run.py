@@ -155,6 +155,28 @@ def test_a_program_ends_as_without(name: str, tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("*.json"))) == count
 
 
+@pytest.mark.parametrize(
+    "program",
+    ["print('mine')", "import sys; print('mine'); sys.stderr.close()"],
+    ids=["by the parent", "by the program"],
+)
+def test_a_report_has_no_place_in_the_output_of_the_program(program: str, tmp_path: Path) -> None:
+    """Whoever closed the stream of errors reads that of output still."""
+    (tmp_path / "script.py").write_text(program)
+    closed = "2>&-" if "stderr" not in program else ""
+    command = f'exec "$0" -m ssdtrain run --dir . --report report.json script.py {closed}'
+    done = subprocess.run(
+        ["sh", "-c", command, sys.executable],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        cwd=tmp_path,
+    )
+    assert (done.stdout, done.stderr, done.returncode) == ("mine\n", "", 0)
+    assert report(tmp_path)["program"] == "script.py"
+
+
 def test_what_the_script_trains_is_offloaded_and_equal(tmp_path: Path) -> None:
     program = f"{TRAIN}\nprint(train())"
     (tmp_path / "script.py").write_text(program)

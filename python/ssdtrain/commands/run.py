@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TextIO, get_args
 
 from ssdtrain.commands.arguments import directory, share, size
 from ssdtrain.commands.program import Program, ProgramError, find_module, find_script, run_program
@@ -125,10 +125,7 @@ class Formatter(argparse.HelpFormatter):
 def run(arguments: argparse.Namespace) -> int:
     """Run the program; it ends as it would without us."""
     if arguments.dir is None:
-        print(
-            "ssdtrain run: the following arguments are required: --dir, before the script's name",
-            file=sys.stderr,
-        )
+        _say("ssdtrain run: the following arguments are required: --dir, before the script's name")
         return EXIT_USAGE
     names = [*SIZES, "slowdown_max", "backend", "direct_io", "gds", "verify"]
     given = {name: getattr(arguments, name) for name in names}
@@ -142,7 +139,7 @@ def run(arguments: argparse.Namespace) -> int:
         _say_if_launcher(program.name)
         _enter(tool, job)
     except (ProgramError, SsdtrainError) as error:
-        print(f"ssdtrain run: {error}", file=sys.stderr)
+        _say(f"ssdtrain run: {error}")
         return EXIT_USAGE
     run_program(program)
     return 0
@@ -181,14 +178,14 @@ class Ending:
         who = self._job.program
         who += "" if self._rank is None else f", rank {self._rank}"
         who += f", process {self._process}" if self._is_child else ""
-        print(f"ssdtrain run: {who}\n{self._session}", file=sys.stderr, flush=True)
+        _say(f"ssdtrain run: {who}\n{self._session}")
         path = self._path()
         if path is None:
             return
         try:
             path.write_text(json.dumps(self._document(stats), indent=1) + "\n")
         except OSError as error:
-            print(f"ssdtrain run: the report could not be written: {error}", file=sys.stderr)
+            _say(f"ssdtrain run: the report could not be written: {error}")
 
     def _path(self) -> Path | None:
         path = self._job.report
@@ -271,9 +268,15 @@ def _check_report(path: Path | None) -> None:
 
 def _say_if_launcher(name: str) -> None:
     if name in LAUNCHERS or os.path.basename(name) in LAUNCHERS:
-        print(
+        _say(
             f"ssdtrain run: {name} starts other programs, which train without ssdtrain then; put "
             "it the other way round: torchrun OPTIONS --no-python ssdtrain run --dir DIR "
-            "script.py, or accelerate launch OPTIONS --no_python ssdtrain run --dir DIR script.py",
-            file=sys.stderr,
+            "script.py, or accelerate launch OPTIONS --no_python ssdtrain run --dir DIR script.py"
         )
+
+
+def _say(words: str) -> None:
+    """Print to the stream of errors, or nowhere if that is closed: the other is the program's."""
+    stream: TextIO | None = sys.stderr
+    if stream is not None and not stream.closed:
+        print(words, file=stream, flush=True)

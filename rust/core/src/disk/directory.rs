@@ -9,7 +9,7 @@
 use std::ffi::OsStr;
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
@@ -29,6 +29,8 @@ const ALIGNMENT_BUFFERED: usize = 512;
 /// How many random names are tried where a file must have one for a moment. Two are equal once in
 /// 2^64 tries, so a second name that is taken means that something else is wrong.
 const NAMES_MAX: u32 = 16;
+/// The descriptor of the last standard stream, that of errors.
+const STREAM_MAX: i32 = 2;
 const OWNER_ONLY: Mode = Mode::RUSR.union(Mode::WUSR);
 /// The magic number of btrfs for `statfs(2)`.
 const BTRFS: u32 = 0x9123_683e;
@@ -200,7 +202,7 @@ impl SpillDirectory {
         let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::TMPFILE | OFlags::EXCL | extra;
         match rustix::fs::openat(&self.directory, ".", flags, OWNER_ONLY) {
             Err(Errno::OPNOTSUPP | Errno::ISDIR | Errno::NOENT) => self.create_and_unlink(extra),
-            created => created.and_then(open_to_owner),
+            created => created.and_then(kept_private),
         }
         .map_err(|errno| self.refuse_file(extra, errno))
     }
@@ -238,7 +240,7 @@ impl SpillDirectory {
             let random = RandomState::new().build_hasher().finish();
             let name = format!(".ssdtrain-{}-{random:016x}", std::process::id());
             match rustix::fs::openat(&self.directory, &name, flags, OWNER_ONLY) {
-                Ok(file) => return Ok((open_to_owner(file)?, name)),
+                Ok(file) => return Ok((kept_private(file)?, name)),
                 Err(Errno::EXIST) => {}
                 Err(errno) => return Err(errno),
             }
@@ -270,10 +272,14 @@ impl SpillDirectory {
     }
 }
 
-/// The same file, which its owner may open whatever the process's umask is.
-fn open_to_owner(file: OwnedFd) -> rustix::io::Result<OwnedFd> {
+/// The same file, open to its owner whatever the umask is, and with a number above those of
+/// standard streams: where one was closed, others would print into the file with its number.
+fn kept_private(file: OwnedFd) -> rustix::io::Result<OwnedFd> {
     rustix::fs::fchmod(&file, OWNER_ONLY)?;
-    Ok(file)
+    if file.as_raw_fd() > STREAM_MAX {
+        return Ok(file);
+    }
+    rustix::io::fcntl_dupfd_cloexec(&file, STREAM_MAX + 1)
 }
 
 fn config(message: String) -> Error {
