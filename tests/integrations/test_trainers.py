@@ -27,6 +27,7 @@ sys.exit(pytest.main(["-q", "--noconftest", "-p", "no:cacheprovider", *sys.argv[
     [
         pytest.param("transformers", marks=pytest.mark.long),
         pytest.param("lightning", marks=pytest.mark.long),
+        pytest.param("fabric", marks=pytest.mark.long),
         pytest.param(
             "trl",
             marks=pytest.mark.skipif(find_spec("trl") is None, reason="trl is not installed"),

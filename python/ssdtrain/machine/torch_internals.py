@@ -22,6 +22,7 @@ from ssdtrain.errors import UnsupportedError
 __all__ = [
     "STORAGE_USERS_ALONE",
     "Hooks",
+    "are_same_type",
     "as_plain_tensors",
     "communications",
     "compiled_count",
@@ -172,6 +173,9 @@ is_wrapped: Callable[[Tensor], bool] = _find("_C._functorch.is_functorch_wrapped
 
 as_plain_tensors: Callable[..., Any] = _find("_C._disabled_torch_function_impl")
 """Calls a function of torch, which asks no class of its arguments meanwhile."""
+
+are_same_type: Callable[[Tensor, Tensor], bool] = _find("_has_compatible_shallow_copy_type")
+"""Whether ``one.data = other`` is possible; ``Module.cpu()`` asks that of weights and gradients."""
 
 copy_each: Callable[[list[Tensor], list[Tensor]], None] = _find("_foreach_copy_")
 """Copies into tensors from others, one into each, by one call that no signal interrupts."""

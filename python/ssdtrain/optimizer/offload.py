@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import torch
 from torch.optim import Optimizer
@@ -19,13 +18,13 @@ from ssdtrain.optimizer.masters import (
     refuse_shared_memory,
     say_if_there_are_none,
 )
-from ssdtrain.optimizer.offloaded import Offloaded, Overlap, offloaded_class
+from ssdtrain.optimizer.offloaded import Offloaded, Overlap
+from ssdtrain.optimizer.offloaded_class import become_offloaded
 from ssdtrain.optimizer.sharded import refuse_options
 from ssdtrain.optimizer.trial import (
     refuse_habits,
     refuse_lists_of_parameters,
     refuse_unfit,
-    take_over_step,
     tried,
 )
 from ssdtrain.place import Place, opened
@@ -162,7 +161,7 @@ def offload_optimizer(
         gradients=gradients,
     )
     try:
-        offloaded = _become_offloaded(optimizer, begin)
+        offloaded = become_offloaded(optimizer, begin)
     except BaseException:
         if gradients is not None:
             gradients.give_back()
@@ -177,22 +176,6 @@ def offload_optimizer(
     offloaded._watch()  # noqa: SLF001 - a part of the constructor
     offloaded._send_all()  # noqa: SLF001 - likewise
     return optimizer
-
-
-def _become_offloaded(optimizer: Optimizer, begin: Callable[..., object]) -> Offloaded:
-    """Give an optimizer the class of offloaded ones; what fails leaves it as it was."""
-    kind: type[Optimizer] = type(optimizer)
-    attributes = dict(vars(optimizer))
-    try:
-        take_over_step(optimizer)
-        optimizer.__class__ = offloaded_class(kind)  # type: ignore[arg-type]
-        begin(optimizer, kind)
-    except BaseException:
-        optimizer.__class__ = kind
-        vars(optimizer).clear()
-        vars(optimizer).update(attributes)
-        raise
-    return cast("Offloaded", optimizer)
 
 
 def _refuse_what_does_not_go_together(overlap: object, undo: object) -> None:

@@ -7,13 +7,11 @@ left whose state is empty.
 
 from __future__ import annotations
 
-import inspect
 import logging
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
-from functools import cache
 from itertools import zip_longest
 from time import perf_counter
 from typing import Any, Literal
@@ -22,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ssdtrain.errors import ConfigError, SsdtrainError, StorageError, UnsupportedError
+from ssdtrain.errors import ConfigError, SsdtrainError, StorageError
 from ssdtrain.optimizer.buffers import Buffers, bytes_of
 from ssdtrain.optimizer.chunks import (
     Chunk,
@@ -56,11 +54,11 @@ from ssdtrain.optimizer.shared_memory import note_optimizer
 from ssdtrain.optimizer.state import ParameterState
 from ssdtrain.optimizer.trial import Habits, refuse_habits, tried
 from ssdtrain.optimizer.undo import UNDONE_LATE, Undo, restore, undone_if_it_fails
-from ssdtrain.optimizer.whole_state import WholeState
+from ssdtrain.optimizer.whole_state import WholeState, of_itself
 from ssdtrain.sharing import Room
 from ssdtrain.watched import User
 
-__all__ = ["Offloaded", "Overlap", "offloaded_class"]
+__all__ = ["Offloaded", "Overlap"]
 
 PARTS_MIN = 16
 """So many at least, if parameters are updated beside the forward: the first ones soon."""
@@ -93,7 +91,7 @@ class Offloaded(WholeState):
         gradients: Gradients | None,
     ) -> None:
         of_user = {*vars(self)}
-        _refuse_names(kind, of_user)
+        self._itself = weakref.ref(self)
         self._own_kind = kind
         self._overlap = overlap
         self._habits = habits
@@ -131,6 +129,7 @@ class Offloaded(WholeState):
             self._in_backward.watch()
 
     @property
+    @of_itself
     def param_groups(self) -> Any:
         """The groups of parameters, with the options that the next step will use."""
         if self._order is not None and self._habits.changes_groups and not in_update():
@@ -138,6 +137,7 @@ class Offloaded(WholeState):
         return vars(self)["param_groups"]
 
     @param_groups.setter
+    @of_itself
     def param_groups(self, groups: Any) -> None:
         vars(self)["param_groups"] = groups
 
@@ -232,12 +232,14 @@ class Offloaded(WholeState):
         if self._in_backward is not None:
             self._in_backward.is_last = is_last
 
+    @of_itself
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero the gradients as ever; updates that began in backward are discarded."""
         if self._in_backward is not None:
             self._in_backward.discard(set_to_none=set_to_none)
         super().zero_grad(set_to_none=set_to_none)
 
+    @of_itself
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group as ever."""
         super().add_param_group(param_group)
@@ -463,36 +465,3 @@ class Offloaded(WholeState):
             else:
                 state.send(self._disk)
         self._disk.make_room()
-
-
-def _refuse_names(kind: type[Optimizer], attributes: set[str]) -> None:
-    """Refuse an optimizer that has an attribute or a method with a name of ours."""
-    ours = {
-        name
-        for base in (Offloaded, WholeState)
-        for name in (*base.__annotations__, *vars(base))
-        if not (name.startswith("__") or hasattr(Optimizer, name))
-    } - {"param_groups", "state"}
-    own = {name for base in kind.__mro__ if base is not Optimizer for name in vars(base)}
-    taken = sorted(ours & (own | attributes))
-    if taken:
-        raise UnsupportedError(
-            f"{kind.__name__} cannot be offloaded: it has {taken[0]!r}, a name that an offloaded "
-            "optimizer needs for itself; give it another name"
-        )
-
-
-@cache
-def offloaded_class(kind: type[Optimizer]) -> type[Optimizer]:
-    """Return the class of the offloaded optimizers of this kind."""
-
-    def step(self: Offloaded, *given: Any, **named: Any) -> Any:
-        return Offloaded.step(self, *given, **named)
-
-    step.__doc__ = kind.step.__doc__
-    # What asks which arguments a step takes (`GradScaler`) is told those of its own.
-    vars(step)["__signature__"] = inspect.signature(own_step(kind))
-    vars(step).update(vars(Offloaded.step))
-    # A step that changes `type(self)` changes this class: it is looked at as its own is.
-    names = {"__doc__": kind.__doc__, "__module__": kind.__module__, "step": step}
-    return type(f"Offloaded{kind.__name__}", (Offloaded, kind), names)

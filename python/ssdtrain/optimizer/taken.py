@@ -17,7 +17,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from ssdtrain.errors import UnsupportedError
 from ssdtrain.geometry import checksum_of
-from ssdtrain.machine.torch_internals import as_plain_tensors
+from ssdtrain.machine.torch_internals import are_same_type, as_plain_tensors
 from ssdtrain.parameters.successor import Successor
 from ssdtrain.parameters.weights import weight_of
 from ssdtrain.watched import METADATA, User
@@ -55,7 +55,8 @@ DESCRIBED = METADATA | {
     getattr(Tensor, name).__get__
     for name in ("_version", "_base", "grad", "grad_fn", "retains_grad", "_backward_hooks")
 }
-DESCRIBED |= {Tensor.untyped_storage}
+DESCRIBED |= {Tensor.untyped_storage, are_same_type}
+SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]  # not known to be a descriptor
 
 
 class TakenGradient(Tensor):
@@ -68,6 +69,9 @@ class TakenGradient(Tensor):
         """Refuse every look at the bytes; the compiler describes also the gradients of weights."""
         if func in DESCRIBED:
             return as_plain_tensors(func, types, args, kwargs or {})
+        if func is Tensor.cpu or (func == SET_DATA and args[0] is args[1]):
+            # `module.cpu()` moves gradients as well, and Lightning calls it when training ends.
+            return args[0]
         raise UnsupportedError(LOOKED)
 
     def set_(self, *_: Any, **__: Any) -> Any:

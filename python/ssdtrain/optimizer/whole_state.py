@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+import weakref
+from collections.abc import Callable, Iterable
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -20,17 +22,37 @@ from ssdtrain.optimizer.stats import OptimizerStats
 from ssdtrain.optimizer.undo import NOT_UNDONE, Undo
 from ssdtrain.sharing import Figures
 
-__all__ = ["WholeState"]
+__all__ = ["WholeState", "of_itself"]
 
 NO_COPY = (
     "an optimizer whose state is on the disk cannot be copied or pickled; save it with "
     "ssdtrain.save(path, model, optimizer), or save optimizer.state_dict()"
 )
 
+P = ParamSpec("P")
+R = TypeVar("R")
+S = TypeVar("S", bound="WholeState")
+
+
+def of_itself(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+    """Make a method work on the optimizer itself when an object in front of it is asked.
+
+    Lightning and Fabric put such an object in front of each optimizer. Its class derives from the
+    optimizer's, and it has no attributes but what it asks the optimizer for.
+    """
+
+    @wraps(method)
+    def call(self: S, /, *given: P.args, **named: P.kwargs) -> R:
+        optimizer: Any = self._itself()
+        return method(optimizer, *given, **named)
+
+    return call
+
 
 class WholeState(Optimizer):
     """An optimizer whose state can be asked for, loaded and saved in whole, wherever it lies."""
 
+    _itself: weakref.ref[WholeState]
     _disk: Disk
     _masters: Masters | None
     _undo: Undo | None
@@ -54,6 +76,7 @@ class WholeState(Optimizer):
         return states
 
     @property
+    @of_itself
     def state(self) -> Any:
         """The state of each parameter, after the last step and all its updates."""
         self.synchronize()
@@ -61,12 +84,14 @@ class WholeState(Optimizer):
         return self._states
 
     @state.setter
+    @of_itself
     def state(self, states: Any) -> None:
         self.synchronize()
         self._give_up()
         vars(self)["state"] = States(states)
 
     @property
+    @of_itself
     def lost_parameters(self) -> list[Tensor]:
         """The parameters whose state could not be read back; empty if all is well.
 
@@ -77,6 +102,7 @@ class WholeState(Optimizer):
         return self._lost.params(self._states)
 
     @property
+    @of_itself
     def offload_stats(self) -> OptimizerStats:
         """What was done so far, and where the state is now."""
         self.synchronize()
@@ -104,6 +130,7 @@ class WholeState(Optimizer):
             write_buffer_bytes=disk.in_flight_bytes_max,
         )
 
+    @of_itself
     def synchronize(self) -> None:
         """Wait until all updates are made; raise what went wrong with them.
 
@@ -133,6 +160,7 @@ class WholeState(Optimizer):
         if self._in_backward is not None:
             self._in_backward.give_up()
 
+    @of_itself
     def _refuse_half_done(self) -> None:
         """Raise ``StorageError`` if the last step failed and left something that is not whole."""
         self.synchronize()
@@ -141,6 +169,7 @@ class WholeState(Optimizer):
             raise StorageError(f"{NOT_UNDONE} all that the step has updated")
         self._lost.refuse(self._states, self.param_groups)
 
+    @of_itself
     def state_dict(self) -> dict[str, Any]:
         """Return the state as of now: its tensors are copies, in memory, wherever they lie."""
         found: dict[str, Any] = super().state_dict()
@@ -151,6 +180,7 @@ class WholeState(Optimizer):
             found["state"] = {key: _copied(state) for key, state in states.items()}
         return found
 
+    @of_itself
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state as ever, and let it go to the disk."""
         self.synchronize()

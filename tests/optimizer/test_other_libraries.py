@@ -1,0 +1,102 @@
+"""Offloaded optimizers with classes, objects and settings of other libraries around them."""
+
+from __future__ import annotations
+
+from abc import ABC
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import pytest
+import torch
+from torch import nn
+
+import support
+from ssdtrain import offload_optimizer
+from trained import WIDTH, Step, away, everything, model, plain_step, prove
+
+OVERLAPS = pytest.mark.parametrize("overlap", ["step", "forward", "backward"])
+T = TypeVar("T")
+
+
+class Front:
+    """Stands in front of an optimizer, as those of Fabric and Lightning do."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+        bases = (type(self), type(optimizer))
+        self.__class__ = type(f"Front{type(optimizer).__name__}", bases, {})
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.optimizer, name)
+
+
+def prepare_front(_module: nn.Module, optimizer: Any) -> Step:
+    front: Any = Front(optimizer)
+
+    def step(module: nn.Module, _: Any, x: Any) -> None:
+        plain_step(module, front, x)
+        front.param_groups[0]["lr"] *= 0.9
+        saved = front.state_dict()
+        assert len(front.state) == len(saved["state"]) > 0
+        assert repr(front).startswith("Front")
+
+    return step
+
+
+def test_an_object_in_front_of_an_optimizer(tmp_path: Path) -> None:
+    prove(lambda module: torch.optim.AdamW(module.parameters()), tmp_path, prepare_front)
+
+
+def test_an_object_in_front_changes_the_optimizer_and_not_itself(tmp_path: Path) -> None:
+    module = model()
+    optimizer = offload_optimizer(torch.optim.AdamW(module.parameters()), tmp_path)
+    front: Any = Front(optimizer)
+    own = {*vars(front)}
+    plain_step(module, front, torch.ones(8, WIDTH))
+    before = everything(module, optimizer)
+    front.load_state_dict(front.state_dict())
+    support.assert_equal_bits(everything(module, optimizer), before)
+    front.add_param_group({"params": [nn.Parameter(torch.ones(300, 300))]})
+    plain_step(module, front, torch.ones(8, WIDTH))
+    front.synchronize()
+    assert away(optimizer) > 0
+    assert front.offload_stats == optimizer.offload_stats
+    assert not front.lost_parameters
+    assert len(optimizer.param_groups) == 2
+    assert {*vars(front)} == own
+
+
+class AfterAbstract(ABC, torch.optim.AdamW):  # type: ignore[misc]
+    """As those of the package pytorch_optimizer."""
+
+
+class BeforeAbstract(torch.optim.AdamW, ABC):
+    """The same bases in the other order."""
+
+
+class AfterGeneric(Generic[T], torch.optim.AdamW):  # type: ignore[misc]  # noqa: PYI059 - so do some
+    """An optimizer that is generic."""
+
+
+@pytest.mark.parametrize("kind", [AfterAbstract, BeforeAbstract, AfterGeneric])
+def test_classes_with_other_bases(kind: Any, tmp_path: Path) -> None:
+    prove(lambda module: kind(module.parameters()), tmp_path)
+
+
+def test_a_model_may_be_moved_to_the_cpu_without_its_gradients(tmp_path: Path) -> None:
+    found = []
+    for place in (None, tmp_path):
+        module = model()
+        optimizer = torch.optim.AdamW(module.parameters())
+        if place is not None:
+            offload_optimizer(optimizer, place, overlap="backward", buffer_bytes="1MiB")
+        for _ in range(3):
+            optimizer.zero_grad()
+            module(torch.ones(8, WIDTH)).square().mean().backward()
+            optimizer.step()
+            module.cpu()
+        found.append(everything(module, optimizer))
+    support.assert_equal_bits(found[1], found[0])
