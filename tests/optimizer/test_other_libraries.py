@@ -100,3 +100,71 @@ def test_a_model_may_be_moved_to_the_cpu_without_its_gradients(tmp_path: Path) -
             module.cpu()
         found.append(everything(module, optimizer))
     support.assert_equal_bits(found[1], found[0])
+
+
+def compiled(optimizer: Any) -> Any:
+    # With whatever backend: the step runs outside of the compiler.
+    return torch.compile(optimizer.step, backend="eager")
+
+
+def compiled_with_closure(optimizer: Any) -> Any:
+    @torch.compile(backend="eager")
+    def step() -> Any:
+        return optimizer.step(lambda: torch.tensor(1.0))
+
+    return step
+
+
+def compiled_with_hooks(optimizer: Any) -> Any:
+    calls: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    step = torch.compile(optimizer.step, backend="eager")
+
+    def counted() -> None:
+        calls.clear()
+        step()
+        assert calls == ["before", "after"]
+
+    return counted
+
+
+@OVERLAPS
+@pytest.mark.parametrize("compiled", [compiled, compiled_with_closure, compiled_with_hooks])
+def test_a_compiled_step_has_the_bits_of_the_plain_one(
+    compiled: Any, overlap: Any, tmp_path: Path
+) -> None:
+    """Of NAdam, whose arithmetic is another one while the compiler is at work in any thread."""
+    found = []
+    for place in (None, tmp_path):
+        torch.compiler.reset()
+        module = model()
+        optimizer = torch.optim.NAdam(module.parameters())
+        step = optimizer.step
+        if place is not None:
+            offload_optimizer(optimizer, place, overlap=overlap, buffer_bytes="1MiB")
+            step = compiled(optimizer)
+        for _ in range(3):
+            module(torch.ones(8, WIDTH)).square().mean().backward()
+            step()
+            optimizer.zero_grad()
+        found.append(everything(module, optimizer))
+    support.assert_equal_bits(found[1], found[0])
+
+
+def test_a_compiled_function_that_trains(tmp_path: Path) -> None:
+    found = []
+    for place in (None, tmp_path):
+        module = model()
+        optimizer = torch.optim.AdamW(module.parameters())
+
+        def train(module: Any = module, optimizer: Any = optimizer) -> None:
+            plain_step(module, optimizer, torch.ones(8, WIDTH))
+
+        if place is not None:
+            offload_optimizer(optimizer, place, overlap="backward", buffer_bytes="1MiB")
+            train = torch.compile(train, backend="eager")
+        for _ in range(3):
+            train()
+        found.append(everything(module, optimizer))
+    support.assert_equal_bits(found[1], found[0])

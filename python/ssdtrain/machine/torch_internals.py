@@ -62,6 +62,7 @@ __all__ = [
     "trains_with_others",
     "untraced",
     "users_of",
+    "without_compilation",
 ]
 
 R = TypeVar("R")
@@ -193,6 +194,25 @@ def compiled_count() -> int:
     """Return how many functions the compiler has looked at in this process; 1 if it is not told."""
     compiler = sys.modules.get("torch._dynamo.convert_frame")
     return 0 if compiler is None else int(getattr(compiler, "FRAME_COUNTER", 1))
+
+
+@contextmanager
+def without_compilation(*, waits: bool) -> Iterator[bool]:
+    """Keep all threads from compiling; give ``False`` if one does, and this one is not to wait.
+
+    torch's optimizers compute in other ways, with other bits, while any thread compiles: they ask
+    ``torch.compiler.is_compiling()``, which tells that of the whole process.
+    """
+    lock = getattr(sys.modules.get("torch._dynamo.convert_frame"), "compile_lock", None)
+    if lock is None:
+        yield True
+    elif not lock.acquire(blocking=waits):
+        yield False
+    else:
+        try:
+            yield True
+        finally:
+            lock.release()
 
 
 count_users: Callable[[int], int] = _find("_C._storage_Use_Count")

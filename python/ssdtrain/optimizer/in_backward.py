@@ -14,6 +14,7 @@ import threading
 import weakref
 from collections import Counter
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,11 @@ from torch import Tensor
 
 from ssdtrain.away.tensors import known_of
 from ssdtrain.errors import SsdtrainError, StorageError, UnsupportedError
-from ssdtrain.machine.torch_internals import current_backward
+from ssdtrain.machine.torch_internals import (
+    current_backward,
+    outside_compiler,
+    without_compilation,
+)
 from ssdtrain.optimizer.chunks import Chunk, name_of
 from ssdtrain.optimizer.in_backward_round import Host, Round, why_not, why_nothing
 from ssdtrain.optimizer.in_backward_update import (
@@ -103,7 +108,7 @@ class InBackward:
         def complete(param: Tensor) -> None:
             host: Any = weak()
             if host is not None:
-                host._in_backward.note(host, param)
+                outside_compiler(partial(host._in_backward.note, host, param))
 
         params = {one: None for group in self._of().param_groups for one in group["params"]}
         for gone in self._watched.keys() - params.keys():
@@ -403,17 +408,12 @@ class InBackward:
     def _update(self, host: Host, now: Round, records: list[Taken], following: list[Taken]) -> None:
         if self._error is not None:
             return
-        states = host._states
         try:
             room = self._room_for(host, records)
-            if room is None:
+            if room is None or not self._make(host, now, records, following, room):
                 for record in records:
                     let_weight_go(record)
                 return
-            with host._buffers.filled(room):
-                # What is read for the next ones would be in nobody's room.
-                self._prefetch(states, records if room.is_bounded else [*records, *following])
-                self._update_copies(host, now, records, room)
             self._settle(records)
         except BaseException as error:  # noqa: BLE001 - `step()` raises it
             for record in records:
@@ -436,16 +436,24 @@ class InBackward:
         for successor in settling:
             successor.settle()
 
-    @staticmethod
-    def _update_copies(host: Host, now: Round, records: list[Taken], room: Room) -> None:
-        states = host._states
-        make_updates(host, now, records)
-        host._buffers.note(room, sum(host._bytes_of(record.param) for record in records))
-        for record in records:
-            state = states.get(record.param)
-            if isinstance(state, ParameterState):
-                state.send(host._disk)
-        host._disk.make_room()
+    def _make(
+        self, host: Host, now: Round, records: list[Taken], following: list[Taken], room: Room
+    ) -> bool:
+        """Make an update, or return ``False`` to leave it to ``step()``."""
+        states, waits = host._states, self._is_in_step
+        with host._buffers.filled(room), without_compilation(waits=waits) as nobody_compiles:
+            if not nobody_compiles:
+                return False
+            # What is read for the next ones would be in nobody's room.
+            self._prefetch(states, records if room.is_bounded else [*records, *following])
+            make_updates(host, now, records)
+            host._buffers.note(room, sum(host._bytes_of(record.param) for record in records))
+            for record in records:
+                state = states.get(record.param)
+                if isinstance(state, ParameterState):
+                    state.send(host._disk)
+            host._disk.make_room()
+            return True
 
     def _room_for(self, host: Host, records: list[Taken]) -> Room | None:
         """Return room for an update; without any in backward it is left to ``step()``.
@@ -458,11 +466,10 @@ class InBackward:
 
     @staticmethod
     def _prefetch(states: Any, records: list[Taken]) -> None:
-        for record in records:
-            state = states.get(record.param)
+        for state in [states.get(one.param) for one in records if one.updated is None]:
             # What cannot be read is asked for again when it is brought, and told then.
             with suppress(SsdtrainError):
-                if state is not None and record.updated is None:
+                if state is not None:
                     state.prefetch()
 
     def _publish(self, host: Host) -> None:

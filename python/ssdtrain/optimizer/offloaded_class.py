@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any, cast
 
 from torch.optim import Optimizer
 
 from ssdtrain.errors import UnsupportedError
+from ssdtrain.machine.torch_internals import outside_compiler
 from ssdtrain.optimizer.chunks import own_step
 from ssdtrain.optimizer.offloaded import Offloaded
 from ssdtrain.optimizer.trial import take_over_step
@@ -57,7 +58,8 @@ def _offloaded_class(kind: type[Optimizer]) -> type[Optimizer]:
     """Return the class of the offloaded optimizers of this kind."""
 
     def step(self: Any, *given: Any, **named: Any) -> Any:
-        return Offloaded.step(self._itself(), *given, **named)
+        # Around it torch puts the hooks on steps, into which the compiler may look.
+        return outside_compiler(partial(Offloaded.step, self._itself(), *given, **named))
 
     step.__doc__ = kind.step.__doc__
     # What asks which arguments a step takes (`GradScaler`) is told those of its own.
