@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from abc import ABC
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -11,7 +14,7 @@ import torch
 from torch import nn
 
 import support
-from ssdtrain import offload_optimizer
+from ssdtrain import UnsupportedError, offload_optimizer
 from trained import WIDTH, Step, away, everything, model, plain_step, prove
 
 OVERLAPS = pytest.mark.parametrize("overlap", ["step", "forward", "backward"])
@@ -168,3 +171,128 @@ def test_a_compiled_function_that_trains(tmp_path: Path) -> None:
             train()
         found.append(everything(module, optimizer))
     support.assert_equal_bits(found[1], found[0])
+
+
+class Marking(torch.optim.SGD):
+    """Makes state on torch's default device, as those of torch make their counts of steps."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param].setdefault("mark", torch.zeros(3))
+        return super().step(closure)
+
+
+@pytest.fixture(params=["set", "entered"])
+def on_device(request: pytest.FixtureRequest) -> Any:
+    """How a default device is set: for all that follows, or for a block."""
+
+    @contextmanager
+    def setting(device: str) -> Iterator[None]:
+        torch.set_default_device(device)
+        try:
+            yield
+        finally:
+            torch.set_default_device(None)
+
+    return setting if request.param == "set" else torch.device
+
+
+@OVERLAPS
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_default_device(device: str, overlap: Any, on_device: Any, tmp_path: Path) -> None:
+    found = []
+    for place in (None, tmp_path):
+        module, x = model(), torch.ones(8, WIDTH)
+        optimizer = Marking(module.parameters(), lr=0.1, momentum=0.9)
+        with on_device(device):
+            if place is not None:
+                offload_optimizer(optimizer, place, overlap=overlap, buffer_bytes="1MiB")
+            for _ in range(3):
+                plain_step(module, optimizer, x)
+        marks = {state["mark"].device.type for state in optimizer.state.values()}
+        assert marks == {device}
+        for state in optimizer.state.values():
+            del state["mark"]
+        found.append(everything(module, optimizer))
+    support.assert_equal_bits(found[1], found[0])
+
+
+def test_updates_in_backward_go_on_with_a_default_device(on_device: Any, tmp_path: Path) -> None:
+    module, x = model(), torch.ones(8, WIDTH)
+    optimizer = torch.optim.AdamW(module.parameters())
+    offload_optimizer(optimizer, tmp_path, overlap="backward", buffer_bytes="1MiB")
+    with on_device("cpu"):
+        module(x).square().mean().backward()
+        with pytest.raises(UnsupportedError, match="this gradient is gone"):
+            module[4].weight.grad.sum()
+        optimizer.step()
+
+
+def test_a_default_device_that_is_set_after_backward_is_told(tmp_path: Path) -> None:
+    module, x = model(), torch.ones(8, WIDTH)
+    optimizer = Marking(module.parameters(), lr=0.1, momentum=0.9)
+    offload_optimizer(optimizer, tmp_path, overlap="backward", buffer_bytes="1MiB")
+    module(x).square().mean().backward()
+    with torch.device("meta"):
+        with pytest.raises(UnsupportedError, match="torch's default device was changed after"):
+            optimizer.step()
+        optimizer.zero_grad()
+        plain_step(module, optimizer, x)
+    assert {state["mark"].device.type for state in optimizer.state.values()} == {"meta"}
+
+
+def test_an_optimizer_is_offloaded_under_the_meta_device(tmp_path: Path) -> None:
+    module, x = model(), torch.ones(8, WIDTH)
+    with torch.device("meta"):
+        optimizer = torch.optim.AdamW(module.parameters())
+        offload_optimizer(optimizer, tmp_path, master_dtype=torch.float32)
+    plain_step(module, optimizer, x)
+
+
+class Watching(torch.optim.SGD):
+    """Notes where the generator of random numbers is in each step."""
+
+    def step(self, closure: Any = None) -> Any:
+        NUMBERS.append(torch.random.get_rng_state())
+        return super().step(closure)
+
+
+NUMBERS: list[Any] = []
+
+
+def test_a_trial_leaves_the_random_numbers_of_all_threads(tmp_path: Path) -> None:
+    NUMBERS.clear()
+    module = model()
+    before = torch.random.get_rng_state()
+    offload_optimizer(Watching(module.parameters(), lr=0.1, momentum=0.9), tmp_path)
+    assert len(NUMBERS) > 3
+    assert all(torch.equal(one, before) for one in NUMBERS)
+
+
+@OVERLAPS
+def test_several_threads_offload_optimizers_while_others_draw(overlap: Any, tmp_path: Path) -> None:
+    errors: list[BaseException] = []
+    ended = threading.Event()
+
+    def draw() -> None:
+        while not ended.is_set():
+            torch.rand(8)
+
+    def offload() -> None:
+        try:
+            for _ in range(10):
+                optimizer = torch.optim.AdamW(nn.Linear(256, 256).parameters())
+                offload_optimizer(optimizer, tmp_path, overlap=overlap)
+        except BaseException as error:  # noqa: BLE001 - the test tells it
+            errors.append(error)
+
+    drawing = threading.Thread(target=draw)
+    threads = [threading.Thread(target=offload) for _ in range(2)]
+    for thread in (drawing, *threads):
+        thread.start()
+    for thread in threads:
+        thread.join()
+    ended.set()
+    drawing.join()
+    assert errors == []

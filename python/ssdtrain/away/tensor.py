@@ -45,7 +45,7 @@ def leaving_of(kind: type[AwayTensor]) -> Leaving:
     """Return what takes the bytes out of tensors of one kind."""
     with plainly():
         # As `Parameter` does it: `as_subclass` would make a view, whose base has the storage too.
-        alone = Tensor._make_subclass(kind.plain, torch.zeros(1))  # noqa: SLF001
+        alone = Tensor._make_subclass(kind.plain, torch.zeros(1, device="cpu"))  # noqa: SLF001
     return Leaving(
         {
             "plain": kind.plain,

@@ -134,7 +134,7 @@ def fill(file: int, record: dict[str, Any], target: Tensor, label: str) -> None:
     # A tensor that is conjugated or negated only when it is read has other bytes in its memory.
     is_lazy = target.is_conj() or target.is_neg()
     is_direct = target.is_cpu and target.is_contiguous() and not is_lazy
-    landing = target if is_direct else torch.empty(target.shape, dtype=target.dtype)
+    landing = target if is_direct else torch.empty(target.shape, dtype=target.dtype, device="cpu")
     content = _bytes_of(landing)
     checksum, offset = 0, record["offset"]
     for piece in _pieces(content):

@@ -115,7 +115,7 @@ def _decode_tensor(form: Any) -> Tensor:
     dtype = _decode_dtype(form["dtype"])
     data = bytearray.fromhex(form["data"])
     if not data:
-        return torch.empty(form["shape"], dtype=dtype)
+        return torch.empty(form["shape"], dtype=dtype, device="cpu")
     return torch.frombuffer(data, dtype=dtype).reshape(form["shape"]).clone()
 
 

@@ -47,6 +47,7 @@ __all__ = [
     "like_shards",
     "memory_bytes",
     "mode_count",
+    "no_compilation",
     "outside_compiler",
     "own_shard",
     "plainly",
@@ -62,7 +63,6 @@ __all__ = [
     "trains_with_others",
     "untraced",
     "users_of",
-    "without_compilation",
 ]
 
 R = TypeVar("R")
@@ -185,9 +185,19 @@ _function_mode_count: Callable[[], int] = _find("_C._len_torch_function_stack")
 _dispatch_mode_count: Callable[[], int] = _find("_C._len_torch_dispatch_stack")
 
 
+_function_modes: Callable[[], list[object]] = _find("overrides._get_current_function_mode_stack")
+
+
 def mode_count() -> int:
-    """Return how many modes of the user see what this thread computes."""
-    return _function_mode_count() + _dispatch_mode_count()
+    """Return how many modes of the user see what this thread computes.
+
+    A default device is none of them: ``torch.get_default_device`` tells it.
+    """
+    count = _function_mode_count()
+    if count:
+        of_device = getattr(sys.modules.get("torch.utils._device"), "DeviceContext", ())
+        count -= sum(isinstance(one, of_device) for one in _function_modes())
+    return count + _dispatch_mode_count()
 
 
 def compiled_count() -> int:
@@ -197,7 +207,7 @@ def compiled_count() -> int:
 
 
 @contextmanager
-def without_compilation(*, waits: bool) -> Iterator[bool]:
+def no_compilation(*, waits: bool) -> Iterator[bool]:
     """Keep all threads from compiling; give ``False`` if one does, and this one is not to wait.
 
     torch's optimizers compute in other ways, with other bits, while any thread compiles: they ask
@@ -304,7 +314,7 @@ def users_of(storage: UntypedStorage) -> int:
     return count_users(storage._cdata)  # noqa: SLF001 - its address in C++
 
 
-_alone = torch.zeros(1)
+_alone = torch.zeros(1, device="cpu")
 STORAGE_REFERENCES_ALONE = max(sys.getrefcount(_alone.untyped_storage()) for _ in range(2))
 """So many references has a storage of which nobody holds the Python object."""
 

@@ -326,7 +326,7 @@ def gradients_of(
     """
     groups = optimizer.param_groups
     params = [param for group in groups for param in group["params"] if param.requires_grad]
-    largest = max(params, key=lambda param: param.nbytes, default=torch.empty(0))
+    largest = max(params, key=lambda param: param.nbytes, default=torch.empty(0, device="cpu"))
     if max_bytes < MIN_BYTES:
         raise ConfigError(
             f"max_gradient_bytes={shown_bytes(max_bytes)} is less than {shown_bytes(MIN_BYTES)}; "

@@ -22,11 +22,7 @@ from torch import Tensor
 
 from ssdtrain.away.tensors import known_of
 from ssdtrain.errors import SsdtrainError, StorageError, UnsupportedError
-from ssdtrain.machine.torch_internals import (
-    current_backward,
-    outside_compiler,
-    without_compilation,
-)
+from ssdtrain.machine.torch_internals import current_backward, no_compilation, outside_compiler
 from ssdtrain.optimizer.chunks import Chunk, name_of
 from ssdtrain.optimizer.in_backward_round import Host, Round, why_not, why_nothing
 from ssdtrain.optimizer.in_backward_update import (
@@ -157,6 +153,8 @@ class InBackward:
         self._drop_in_step(host)
         self._drop_replaced()
         self._refuse_changes(host, options)
+        # It cannot be seen in backward, which torch runs without it.
+        host._default_device = torch.get_default_device()
         self._raise()
         if not self._taken or self._round is None:
             self._round = Round(host)
@@ -279,8 +277,7 @@ class InBackward:
     def _stop(self, host: Host) -> None:
         self._thread.clear()
         self.join()
-        # What failed was logged, and leaves nothing to raise: the step is given up.
-        self._error = None
+        self._error = None  # It was logged, and the step is given up.
         self._noted.clear()
         self._waiting, self._waiting_bytes = [], 0
         self._settling = []
@@ -441,7 +438,7 @@ class InBackward:
     ) -> bool:
         """Make an update, or return ``False`` to leave it to ``step()``."""
         states, waits = host._states, self._is_in_step
-        with host._buffers.filled(room), without_compilation(waits=waits) as nobody_compiles:
+        with host._buffers.filled(room), no_compilation(waits=waits) as nobody_compiles:
             if not nobody_compiles:
                 return False
             # What is read for the next ones would be in nobody's room.

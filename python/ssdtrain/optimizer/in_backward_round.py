@@ -47,6 +47,7 @@ class Host(Protocol):
     _masters: Masters | None
     _gradients: Gradients | None
     _undo: Undo | None
+    _default_device: torch.device
     _ours: frozenset[str]
     """Names of the attributes that it has only since it is offloaded."""
 
@@ -92,6 +93,8 @@ class Round:
 
     def changed(self, host: Host) -> str | None:
         """Name an option that differs from what the updates used."""
+        if torch.get_default_device() != host._default_device:
+            return "torch's default device"
         reals = host.param_groups
         for number, (group, real) in enumerate(self.groups):
             if number >= len(reals) or reals[number] is not real or group.keys() != real.keys():
@@ -123,8 +126,8 @@ def _references(param: Tensor) -> int:
     return sys.getrefcount(param.grad)
 
 
-_alone = Parameter(torch.zeros(1))
-_alone.grad = torch.zeros(1)
+_alone = Parameter(torch.zeros(1, device="cpu"))
+_alone.grad = torch.zeros(1, device="cpu")
 REFERENCES_ALONE = max(_references(_alone) for _ in range(2))
 """So many references has a gradient that nobody holds."""
 

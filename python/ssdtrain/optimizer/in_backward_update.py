@@ -53,7 +53,8 @@ def make_updates(host: Host, now: Round, records: list[Taken]) -> None:
             else:
                 record.before = _set_aside(state)
                 _bring(state)
-        _run(host, now, records, states)
+        with host._default_device:
+            _run(host, now, records, states)
     for record in records:
         let_weight_go(record)
 

@@ -77,6 +77,8 @@ class Offloaded(WholeState):
     _order: ForwardOrder | None
     _habits: Habits
     _ours: frozenset[str]
+    _default_device: torch.device
+    """torch's default device, which each step has in another thread as well."""
 
     def _begin(
         self,
@@ -108,6 +110,7 @@ class Offloaded(WholeState):
         self._step_count_done = 0
         self._step_s = self._waited_s = 0.0
         self._updates = None
+        self._default_device = torch.get_default_device()
         self._has_shards = has_shards(self)
         if self._order is not None:
             self._order.begin_round()
@@ -237,6 +240,7 @@ class Offloaded(WholeState):
         """Zero the gradients as ever; updates that began in backward are discarded."""
         if self._in_backward is not None:
             self._in_backward.discard(set_to_none=set_to_none)
+        self._default_device = torch.get_default_device()
         super().zero_grad(set_to_none=set_to_none)
 
     @of_itself
@@ -320,8 +324,10 @@ class Offloaded(WholeState):
             settings.apply(self, real_of)
             return
 
+        device = torch.get_default_device()
+
         def run(parts: list[Part], _holding: User = user) -> Iterator[Part]:
-            with self._buffers.filled(room):
+            with device, self._buffers.filled(room):
                 yield from self._updated(parts, stand_in, settings, {}, room)
             settings.apply(self, real_of)
             self._states.put_last([param for _, param in pairs if param not in known])

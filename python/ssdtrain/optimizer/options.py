@@ -103,7 +103,7 @@ def kept_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
 @cache
 def of_torch() -> frozenset[str]:
     """Return the names of what each optimizer of torch has, and its step does not compute with."""
-    plain = SGD([Parameter(torch.zeros(1))], lr=0.1)
+    plain = SGD([Parameter(torch.zeros(1, device="cpu"))], lr=0.1)
     return frozenset({*vars(plain), "_opt_called", "_step_count"} - {DEFAULTS})
 
 

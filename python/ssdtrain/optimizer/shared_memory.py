@@ -95,7 +95,7 @@ def _is_of_others(tensor: Tensor) -> bool:
 def _holders_alone() -> tuple[int, int]:
     """Return what ``holders_of`` tells of a tensor, and of the gradient of one parameter."""
     with plainly():
-        param, gradient = Parameter(torch.zeros(1)), torch.zeros(1)
+        param, gradient = (Parameter(torch.zeros(1, device="cpu")), torch.zeros(1, device="cpu"))
         alone_count = holders_of(gradient)
         param.grad = gradient
         return alone_count, holders_of(gradient)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections import defaultdict
 from dataclasses import dataclass, field
 from types import BuiltinMethodType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -16,7 +18,15 @@ from ssdtrain.machine.torch_internals import is_in_shards, like_shards, own_shar
 from ssdtrain.optimizer.masters import wants_master
 from ssdtrain.optimizer.settings import NAMES
 
-__all__ = ["Trial", "attributes_of", "gradient", "params_of", "small_copy"]
+__all__ = [
+    "Trial",
+    "attributes_of",
+    "begun",
+    "gradient",
+    "numbers_drawn",
+    "params_of",
+    "set_numbers",
+]
 
 NO_ATTRIBUTES = frozenset({"state", "param_groups"})
 """What each optimizer has; all else are attributes of its own."""
@@ -26,6 +36,7 @@ LENGTH_MAX = 3
 """Of each dimension."""
 GROUPS_APART = 16
 """Groups have other options in a trial: each a sixteenth less than the one before."""
+SEED = 20_112_026
 RATE = 1e-3
 """In the place of a rate of zero, with which a step would show nothing."""
 
@@ -40,11 +51,42 @@ class Trial:
     """Whether they begin with state for each parameter, cut to its size, as this one has some."""
     in_shards: bool = False
     """Whether small parameters are in shards where those of the optimizer are."""
+    is_seeded: bool = False
+    """Whether each try begins with the same state of the generators that all threads share."""
+    generator: torch.Generator = field(default_factory=lambda: torch.Generator("cpu"))
+    """Gives small parameters and gradients; no other thread draws from it."""
     left_out: dict[str, Exception] = field(default_factory=dict)
     """Attributes that could not be copied, and why."""
 
 
-def small_copy(trial: Trial) -> Optimizer:
+def numbers_drawn() -> list[Any]:
+    """Return where the generators are that all threads share: of torch, Python and numpy."""
+    of_numpy = np.random.get_state(legacy=False)  # noqa: NPY002 - somebody may use it
+    return [torch.random.get_rng_state(), random.getstate(), of_numpy]
+
+
+def set_numbers(numbers: list[Any]) -> None:
+    """Put them back to where they were."""
+    torch.random.set_rng_state(numbers[0])
+    random.setstate(numbers[1])
+    np.random.set_state(numbers[2])  # noqa: NPY002 - somebody else may use it
+
+
+def _seed() -> None:
+    torch.default_generator.manual_seed(SEED)
+    random.seed(SEED)
+    np.random.seed(SEED)  # noqa: NPY002 - somebody else may use it
+
+
+def begun(trial: Trial) -> Optimizer:
+    """Return a small copy, for a try. Each try has the same parameters and gradients."""
+    trial.generator.manual_seed(SEED)
+    if trial.is_seeded:
+        _seed()
+    return _small_copy(trial)
+
+
+def _small_copy(trial: Trial) -> Optimizer:
     """Return a copy of the optimizer, of a few small parameters."""
     optimizer = trial.optimizer
     small = {id(param): _small(param, trial) for param in params_of(optimizer)}
@@ -135,15 +177,16 @@ def _small(param: Tensor, trial: Trial) -> Tensor:
     size = [min(n, LENGTH_MAX) for n in param.shape]
     dtype = torch.float32 if trial.has_masters and wants_master(param) else param.dtype
     with torch.no_grad():
-        made = torch.randn(size, dtype=torch.float32).to(dtype)
+        made = torch.randn(size, generator=trial.generator, dtype=torch.float32).to(dtype)
         if trial.in_shards and is_in_shards(param):
             made = like_shards(made, param)
     return made.requires_grad_(param.requires_grad)
 
 
-def gradient(param: Tensor) -> Tensor:
+def gradient(param: Tensor, generator: torch.Generator) -> Tensor:
     """Return a gradient for a small parameter, at random."""
-    made = torch.randn_like(own_shard(param))
+    with torch.no_grad():
+        made = torch.empty_like(own_shard(param)).normal_(generator=generator)
     return like_shards(made, param) if is_in_shards(param) else made
 
 

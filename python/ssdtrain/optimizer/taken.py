@@ -163,7 +163,7 @@ class Taken:
         and ``name_of`` tells what messages call a parameter.
         """
         param = self.param
-        wrong = torch.full((), torch.nan, dtype=param.dtype).expand(param.shape)
+        wrong = torch.full((), torch.nan, dtype=param.dtype, device="cpu").expand(param.shape)
         self.stands_in = wrong.as_subclass(TakenGradient)
         weak = weakref.ref(self)
 

@@ -9,11 +9,10 @@ and one after the other, and the results must have the same bits.
 from __future__ import annotations
 
 import inspect
-import random
+import threading
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -28,7 +27,15 @@ from ssdtrain.optimizer.options import kept, of_classes, owners_of_data
 from ssdtrain.optimizer.same import is_same, slots_of
 from ssdtrain.optimizer.settings import Settings, followed
 from ssdtrain.optimizer.sharded import has_shards
-from ssdtrain.optimizer.small_copy import Trial, attributes_of, gradient, params_of, small_copy
+from ssdtrain.optimizer.small_copy import (
+    Trial,
+    attributes_of,
+    begun,
+    gradient,
+    numbers_drawn,
+    params_of,
+    set_numbers,
+)
 from ssdtrain.watched import look_at
 
 __all__ = [
@@ -47,7 +54,8 @@ ANY_SCALES = (1.0, 1e-3, 1e3)
 LISTS_DEPTH = 3
 LOSSES = (1.0, float("nan"), 2.0)
 """What closures return in a trial."""
-SEED = 20_112_026
+ALONE = threading.RLock()
+"""Of two trials at once each could take for its own what the other changes."""
 UNLESS = (
     "If another thread has drawn random numbers meanwhile, that may have been taken for this: call "
     "it before such a thread begins"
@@ -86,7 +94,13 @@ def tried(optimizer: Optimizer, *, has_masters: bool) -> Habits:
             "loss of all parameters together; use an optimizer that updates each by itself, such "
             "as AdamW"
         )
-    data, numbers = of_classes(kind), _other_numbers()
+    with ALONE, torch.device("cpu"):
+        return _tried_alone(optimizer, has_masters=has_masters)
+
+
+def _tried_alone(optimizer: Optimizer, *, has_masters: bool) -> Habits:
+    kind = type(optimizer)
+    data, numbers = of_classes(kind), numbers_drawn()
     inside = followed([(f"attribute {name!r}", value) for name, value in data.items()])
     habits, failed = Habits(), None
     try:
@@ -94,8 +108,8 @@ def tried(optimizer: Optimizer, *, has_masters: bool) -> Habits:
     except UnsupportedError as error:
         failed = error
     finally:
-        random.setstate(numbers[0])
-        np.random.set_state(numbers[1])  # noqa: NPY002 - somebody else may use it
+        if not _draws_nothing(kind) and not is_same(numbers, numbers_drawn()):
+            set_numbers(numbers)
         changed = [one.name for one in inside if one.note()]
         for one in inside:
             one.restore()
@@ -111,15 +125,9 @@ def tried(optimizer: Optimizer, *, has_masters: bool) -> Habits:
     return habits
 
 
-def _other_numbers() -> tuple[Any, Any]:
-    """Return where the generators of Python and of numpy are."""
-    return random.getstate(), np.random.get_state(legacy=False)  # noqa: NPY002 - somebody may use it
-
-
-def _seed() -> None:
-    torch.manual_seed(SEED)
-    random.seed(SEED)
-    np.random.seed(SEED)  # noqa: NPY002 - somebody else may use it
+def _draws_nothing(kind: type[Optimizer]) -> bool:
+    """Whether a step is known to draw no random numbers, whatever other threads draw meanwhile."""
+    return all(one.__module__.startswith("torch.optim.") for one in (kind, own_step(kind)))
 
 
 def _restore_class(kind: type, before: dict[str, Any]) -> list[str]:
@@ -138,16 +146,19 @@ def _tried(optimizer: Optimizer, *, has_masters: bool) -> Habits:
     name, habits = type(optimizer).__name__, Habits()
     trial = Trial(optimizer, has_masters, has_state=False)
     try:
-        # A seed of its own: optimizers that round at random must draw the same numbers twice.
-        with torch.random.fork_rng(devices=[]):
-            habits.needs_state = _needs_state(trial)
-            trial = replace(trial, has_state=habits.needs_state)
-            sparse = _wants_sparse(trial)
+        habits.needs_state = _needs_state(trial)
+        trial = replace(trial, has_state=habits.needs_state)
+        sparse = _wants_sparse(trial)
+        for is_seeded in (False, True):
+            # Optimizers that round at random are compared where they draw the same numbers twice.
+            trial = replace(trial, is_seeded=is_seeded)
             together = _trained(trial, at_once=True, sparse=sparse, habits=habits)
             apart = _trained(trial, at_once=False, sparse=sparse, habits=habits)
-            habits.takes_closure = _takes_closure(trial, sparse=sparse)
-            if has_shards(optimizer):
-                _refuse_communication(trial)
+            if is_same(together[:3], apart[:3]) or _draws_nothing(type(optimizer)):
+                break
+        habits.takes_closure = _takes_closure(trial, sparse=sparse)
+        if has_shards(optimizer):
+            _refuse_communication(trial)
     except UnsupportedError:
         raise
     except Exception as error:
@@ -176,6 +187,7 @@ def _tried(optimizer: Optimizer, *, has_masters: bool) -> Habits:
             f"{name} cannot be offloaded with master_dtype: its state has a {MASTER!r} of its own, "
             "the name under which the masters are kept; use master_dtype=None"
         )
+    habits.draws_random_numbers &= not _draws_nothing(type(optimizer))
     habits.state_share = max(map(_state_share, together[0], together[1]), default=0.0)
     return habits
 
@@ -197,15 +209,14 @@ def _takes_closure(trial: Trial, *, sparse: bool) -> bool:
 
 def _left_with_closures(trial: Trial, calls: list[int], is_given: int, sparse: bool) -> list[Any]:
     """Return what steps leave that are given a closure each, or before which it is called."""
-    _seed()
-    copied = small_copy(trial)
+    copied = begun(trial)
     step = own_step(type(copied))
     for loss in LOSSES:
-        _give_gradients(copied, 0, sparse=sparse)
+        _give_gradients(trial, copied, 0, sparse=sparse)
 
         def closure(loss: float = loss) -> Tensor:
             calls.append(is_given)
-            _give_gradients(copied, 1, sparse=sparse)
+            _give_gradients(trial, copied, 1, sparse=sparse)
             return torch.tensor(loss)
 
         if not is_given:
@@ -328,10 +339,9 @@ def _trained(
     habits: Habits | None = None,
 ) -> list[Any]:
     """Return all that a copy of the optimizer ends with after some steps on small parameters."""
-    _seed()
-    copied = small_copy(trial)
+    copied = begun(trial)
     for number in range(STEPS):
-        _give_gradients(copied, number, sparse=sparse)
+        _give_gradients(trial, copied, number, sparse=sparse)
         # In the first step much is made that stays as it is then.
         noting = habits if at_once and number else None
         before = None if noting is None else _surroundings(copied)
@@ -354,9 +364,9 @@ def _left(copied: Optimizer) -> list[Any]:
     return [params, [dict(copied.state[param]) for param in params], _options_of(copied), left]
 
 
-def _give_gradients(copied: Optimizer, number: int, *, sparse: bool) -> None:
+def _give_gradients(trial: Trial, copied: Optimizer, number: int, *, sparse: bool) -> None:
     for param in params_of(copied):
-        grad = gradient(param) * SCALES.get(param.dtype, ANY_SCALES)[number]
+        grad = gradient(param, trial.generator) * SCALES.get(param.dtype, ANY_SCALES)[number]
         param.grad = grad.to_sparse() if sparse else grad
 
 
@@ -398,9 +408,8 @@ def _options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
 def _surroundings(optimizer: Optimizer) -> tuple[Any, Any, dict[str, Any]]:
     """Return copies of what a step might change besides parameters and their state."""
     own = set(map(id, params_of(optimizer)))
-    numbers = [torch.random.get_rng_state(), *_other_numbers()]
     return (
-        numbers,
+        numbers_drawn(),
         kept(_options_of(optimizer), own),
         kept(attributes_of(optimizer), own),
     )

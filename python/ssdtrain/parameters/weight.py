@@ -16,7 +16,7 @@ from ssdtrain.parameters.successor import Successor
 
 __all__ = ["Weight"]
 
-HOLDERS_ALONE = holders_of(torch.zeros(1))
+HOLDERS_ALONE = holders_of(torch.zeros(1, device="cpu"))
 """Of a tensor that nobody has but Python."""
 
 
