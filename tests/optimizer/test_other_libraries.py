@@ -296,3 +296,153 @@ def test_several_threads_offload_optimizers_while_others_draw(overlap: Any, tmp_
     ended.set()
     drawing.join()
     assert errors == []
+
+
+class Halved(torch.Tensor):
+    """A tensor made of another one, without `clone`, as the 8-bit states of torchao are."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=torch.float32)
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.inner = inner
+
+    def __tensor_flatten__(self) -> Any:
+        return ["inner"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, parts: Any, _context: Any, _size: Any, _stride: Any) -> Any:
+        return cls(parts["inner"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, _types: Any, args: Any, kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].inner.detach())
+        if func is torch.ops.aten._to_copy.default:
+            return cls(args[0].inner.clone())
+        if func is torch.ops.aten.copy_.default:
+            args[0].inner.copy_(args[1].inner)
+            return args[0]
+        raise NotImplementedError(f"{func} of a {cls.__name__}")
+
+
+def bare(momentum: torch.Tensor) -> torch.Tensor:
+    return momentum.inner if isinstance(momentum, Halved) else momentum
+
+
+class WithHalved(torch.optim.Optimizer):
+    """Keeps its momentum in bfloat16, in a tensor of another class."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        assert closure is None
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    state = self.state[param]
+                    if not state:
+                        momentum = torch.zeros_like(param, dtype=torch.bfloat16)
+                        # Not of small ones, as torchao.
+                        is_large = param.numel() > 4096
+                        state["momentum"] = Halved(momentum) if is_large else momentum
+                    momentum = bare(state["momentum"])
+                    momentum.mul_(0.9).add_(param.grad.bfloat16())
+                    param.add_(momentum, alpha=-group["lr"])
+
+
+@pytest.mark.parametrize("options", [{}, {"undo": True}, {"overlap": "backward"}], ids=str)
+def test_state_of_a_class_without_clone(options: dict[str, Any], tmp_path: Path) -> None:
+    found = []
+    for place in (None, tmp_path):
+        module, x = model(), torch.ones(8, WIDTH)
+        optimizer = WithHalved(module.parameters())
+        if place is not None:
+            offload_optimizer(optimizer, place, buffer_bytes="1MiB", **options)
+        for _ in range(2):
+            plain_step(module, optimizer, x)
+        saved = optimizer.state_dict()
+        first = kept_in(saved)
+        plain_step(module, optimizer, x)
+        if place is not None:
+            # A copy of its moment: the step has not changed it.
+            assert all(map(torch.equal, first, kept_in(saved)))
+            optimizer.load_state_dict(saved)
+            plain_step(module, optimizer, x)
+            assert not any(map(torch.equal, first, kept_in(optimizer.state_dict())))
+        else:
+            # That of a plain optimizer changes with each step.
+            optimizer.load_state_dict({**saved, "state": halved(first)})
+            plain_step(module, optimizer, x)
+        weights = {name: one.clone() for name, one in module.state_dict().items()}
+        kept = {str(number): one for number, one in enumerate(kept_in(optimizer.state_dict()))}
+        found.append(weights | kept)
+    support.assert_equal_bits(found[1], found[0])
+
+
+def halved(tensors: list[torch.Tensor]) -> dict[int, Any]:
+    made = [Halved(one) if one.numel() > 4096 else one for one in tensors]
+    return {number: {"momentum": one} for number, one in enumerate(made)}
+
+
+def kept_in(state_dict: dict[str, Any]) -> list[torch.Tensor]:
+    return [bare(one["momentum"]).clone() for one in state_dict["state"].values()]
+
+
+class Nesting(torch.optim.Optimizer):
+    """Keeps several momentums for each parameter in a dict, as AggMo does."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        assert closure is None
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    state = self.state[param]
+                    if not state:
+                        state["momentums"] = {beta: torch.zeros_like(param) for beta in (0.5, 0.9)}
+                    for beta, momentum in state["momentums"].items():
+                        momentum.mul_(beta).add_(param.grad)
+                        param.add_(momentum, alpha=-group["lr"])
+
+
+@OVERLAPS
+def test_state_in_containers_stays_and_is_told(
+    overlap: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = []
+    for place in (None, tmp_path):
+        module, x = model(), torch.ones(8, WIDTH)
+        optimizer: Any = Nesting(module.parameters())
+        if place is not None:
+            offload_optimizer(optimizer, place, overlap=overlap, buffer_bytes="1MiB")
+        for _ in range(3):
+            plain_step(module, optimizer, x)
+        weights = {name: one.clone() for name, one in module.state_dict().items()}
+        for number, state in optimizer.state_dict()["state"].items():
+            weights |= {f"{number} {beta}": one for beta, one in state["momentums"].items()}
+        found.append(weights)
+    support.assert_equal_bits(found[1], found[0])
+    stats = optimizer.offload_stats
+    assert stats.resident_bytes == stats.nested_bytes
+    assert stats.nested_bytes == 2 * sum(one.nbytes for one in module.parameters())
+    assert "are tensors in a dict or list of the state" in str(stats)
+    told = [
+        one.message for one in caplog.records if "state 'momentums' stays in memory" in one.message
+    ]
+    assert len(told) == 1
+
+
+def test_small_state_in_containers_is_not_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = nn.Linear(8, 8)
+    optimizer: Any = offload_optimizer(Nesting(module.parameters()), tmp_path)
+    plain_step(module, optimizer, torch.ones(8, 8))
+    assert not [one.message for one in caplog.records if "momentums" in one.message]

@@ -97,11 +97,14 @@ def refuse_odd(name: str, tensor: Tensor) -> None:
     """Raise `UnsupportedError` for a tensor that has no bytes, or more than its bytes."""
     why = ""
     if type(tensor) not in (Tensor, Parameter) and not is_away(tensor):
-        why = f"it is a {type(tensor).__module__}.{type(tensor).__name__}"
+        why = (
+            f"it is a {type(tensor).__module__}.{type(tensor).__name__}; save state_dict() with "
+            "torch.save"
+        )
         if is_in_shards(tensor):
-            why += (
-                ", of which each process has a shard; save and load it with "
-                "torch.distributed.checkpoint"
+            why = (
+                f"it is a {type(tensor).__module__}.{type(tensor).__name__}, of which each process "
+                "has a shard; save and load it with torch.distributed.checkpoint"
             )
     elif tensor.is_meta:
         why = (

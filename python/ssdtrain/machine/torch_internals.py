@@ -24,6 +24,7 @@ __all__ = [
     "Hooks",
     "are_same_type",
     "as_plain_tensors",
+    "clone_of",
     "communications",
     "compiled_count",
     "copy_each",
@@ -287,6 +288,19 @@ def communications(function: Callable[[], object]) -> int:
     with debug.CommDebugMode() as counted:
         function()
     return int(counted.get_total_counts())
+
+
+def clone_of(tensor: Tensor) -> Tensor:
+    """Return a copy, also of a class without ``clone`` that is made of other tensors (torchao)."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return tensor.detach().clone()
+    names, context = tensor.__tensor_flatten__()
+    parts = {name: getattr(tensor, name) for name in names}
+    # Of a tensor in shards the mesh of devices is among them.
+    parts = {name: clone_of(one) if isinstance(one, Tensor) else one for name, one in parts.items()}
+    unflatten: Any = type(tensor).__tensor_unflatten__  # type: ignore[attr-defined]
+    made: Tensor = unflatten(parts, context, tensor.size(), tensor.stride())
+    return made
 
 
 def memory_bytes(tensor: Tensor) -> int:

@@ -13,6 +13,7 @@ from torch.nn import Parameter
 from ssdtrain.away.tensors import in_use
 from ssdtrain.errors import SsdtrainError, UnsupportedError
 from ssdtrain.geometry import checksum_of
+from ssdtrain.machine.torch_internals import clone_of
 from ssdtrain.optimizer.chunks import Chunk, own_step, update
 from ssdtrain.optimizer.disk import Away
 from ssdtrain.optimizer.in_backward_round import Host, Round
@@ -189,7 +190,7 @@ def _set_aside(state: ParameterState) -> dict[Any, Any]:
     for key, value in state.take_entries().items():
         before[key] = value if isinstance(value, Tensor | Away) else copy.deepcopy(value)
         if isinstance(value, Tensor):
-            state[key] = value.clone()
+            state[key] = clone_of(value)
     return before
 
 

@@ -14,7 +14,13 @@ from typing import Any, SupportsIndex
 
 from torch import Tensor
 
-from ssdtrain.machine.torch_internals import is_in_shards, memory_bytes, own_shard, plainly
+from ssdtrain.machine.torch_internals import (
+    clone_of,
+    is_in_shards,
+    memory_bytes,
+    own_shard,
+    plainly,
+)
 from ssdtrain.optimizer.disk import Away, Disk
 from ssdtrain.optimizer.sharded import ShardAway
 from ssdtrain.store import StoredTensor
@@ -64,6 +70,14 @@ class ParameterState(dict[Any, Any]):
                     if entry.stored is not None:
                         self._stored[key] = entry.stored
                 continue
+            if sum(map(memory_bytes, _tensors_in(entry))) >= disk.min_bytes:
+                disk.notices.say(
+                    f"nested state {key!r}",
+                    "the optimizer state %r stays in memory: its tensors are in a %s, and only "
+                    "those that are in the state itself go to the disk",
+                    key,
+                    type(entry).__name__,
+                )
             del entry
             if self.may_leave(key, disk):
                 value = super().__getitem__(key)
@@ -120,7 +134,12 @@ class ParameterState(dict[Any, Any]):
                 on_disk += value.nbytes
             elif isinstance(value, Tensor | Away):
                 resident += value.nbytes if isinstance(value, Away) else memory_bytes(value)
-        return resident, on_disk
+        return resident + self.nested_bytes(), on_disk
+
+    def nested_bytes(self) -> int:
+        """Return the bytes of tensors in containers, which stay in memory."""
+        values = list(super().values())
+        return sum(memory_bytes(tensor) for value in values for tensor in _tensors_in(value))
 
     def small_bytes(self, disk: Disk) -> int:
         """Return the bytes of its tensors that are too small for the disk."""
@@ -208,10 +227,25 @@ class ParameterState(dict[Any, Any]):
 def _copy_of(value: Any) -> Any:
     if isinstance(value, Away):
         return value.copy()
+    if type(value) is dict:
+        return {key: _copy_of(one) for key, one in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_copy_of, value))
     if not isinstance(value, Tensor):
         return value
     with plainly():
-        return value.detach().clone()
+        return clone_of(value)
+
+
+def _tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors in a container."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if not isinstance(value, list | tuple):
+        return []
+    return [
+        one for each in value for one in ([each] if isinstance(each, Tensor) else _tensors_in(each))
+    ]
 
 
 class States(defaultdict[Any, Any]):

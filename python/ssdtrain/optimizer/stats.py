@@ -41,6 +41,8 @@ class OptimizerStats:
     """Time in which backwards and updates waited for gradients."""
     small_bytes: int = 0
     """State in tensors of less than 64 KiB, which stay in memory."""
+    nested_bytes: int = 0
+    """State in tensors that are in a dict or list of the state, which stay in memory."""
     being_written_bytes: int = 0
     """State on its way to the disk: in memory as long as the buffer for writes has room for it."""
     write_buffer_bytes: int = 0
@@ -53,11 +55,12 @@ class OptimizerStats:
             return None
         if not self.resident_bytes:
             return "the optimizer keeps none"
-        if 2 * self.small_bytes > self.resident_bytes:
-            return (
-                f"{shown_bytes(self.small_bytes)} of it are tensors of less than 64 KiB, which "
-                "stay in memory"
-            )
+        for nbytes, which in (
+            (self.small_bytes, "of less than 64 KiB"),
+            (self.nested_bytes, "in a dict or list of the state"),
+        ):
+            if 2 * nbytes > self.resident_bytes:
+                return f"{shown_bytes(nbytes)} of it are tensors {which}, which stay in memory"
         if 2 * self.being_written_bytes > self.resident_bytes:
             return (
                 f"the buffer for writes, a quarter of buffer_bytes, is "

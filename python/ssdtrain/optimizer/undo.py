@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ssdtrain.errors import SsdtrainError, StorageError, UnsupportedError
-from ssdtrain.machine.torch_internals import own_shard
+from ssdtrain.machine.torch_internals import clone_of, own_shard
 from ssdtrain.optimizer.chunks import Part
 from ssdtrain.optimizer.deferred import is_sparse
 from ssdtrain.optimizer.disk import Away, Disk
@@ -58,7 +58,7 @@ class Kept:
         if disk.is_large(tensor):
             self._stored = disk.keep(self._own)
         else:
-            self._copy = self._own.detach().clone()
+            self._copy = clone_of(self._own)
 
     @property
     def is_large(self) -> bool:

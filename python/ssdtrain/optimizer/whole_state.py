@@ -126,6 +126,7 @@ class WholeState(Optimizer):
             gradient_read_bytes=of_gradients.bytes_read,
             gradient_stall_s=of_gradients.stall_s,
             small_bytes=sum(state.small_bytes(disk) for state in states),
+            nested_bytes=sum(state.nested_bytes() for state in states),
             being_written_bytes=disk.being_written_bytes,
             write_buffer_bytes=disk.in_flight_bytes_max,
         )
