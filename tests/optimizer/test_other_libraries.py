@@ -6,6 +6,7 @@ import threading
 from abc import ABC
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -36,8 +37,19 @@ class Front:
         return getattr(self.optimizer, name)
 
 
-def prepare_front(_module: nn.Module, optimizer: Any) -> Step:
-    front: Any = Front(optimizer)
+class CopyingFront(Front):
+    """Has copies of the optimizer's attributes, as Lightning's had once."""
+
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__(optimizer)
+        vars(self).update(vars(optimizer))
+
+
+FRONTS = pytest.mark.parametrize("kind", [Front, CopyingFront])
+
+
+def prepare_front(kind: Any, _module: nn.Module, optimizer: Any) -> Step:
+    front: Any = kind(optimizer)
 
     def step(module: nn.Module, _: Any, x: Any) -> None:
         plain_step(module, front, x)
@@ -49,14 +61,17 @@ def prepare_front(_module: nn.Module, optimizer: Any) -> Step:
     return step
 
 
-def test_an_object_in_front_of_an_optimizer(tmp_path: Path) -> None:
-    prove(lambda module: torch.optim.AdamW(module.parameters()), tmp_path, prepare_front)
+@FRONTS
+def test_an_object_in_front_of_an_optimizer(kind: Any, tmp_path: Path) -> None:
+    prepare = partial(prepare_front, kind)
+    prove(lambda module: torch.optim.AdamW(module.parameters()), tmp_path, prepare)
 
 
-def test_an_object_in_front_changes_the_optimizer_and_not_itself(tmp_path: Path) -> None:
+@FRONTS
+def test_an_object_in_front_changes_the_optimizer_alone(kind: Any, tmp_path: Path) -> None:
     module = model()
     optimizer = offload_optimizer(torch.optim.AdamW(module.parameters()), tmp_path)
-    front: Any = Front(optimizer)
+    front: Any = kind(optimizer)
     own = {*vars(front)}
     plain_step(module, front, torch.ones(8, WIDTH))
     before = everything(module, optimizer)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from importlib import import_module
 from operator import attrgetter
@@ -64,6 +64,7 @@ __all__ = [
     "trains_with_others",
     "untraced",
     "users_of",
+    "with_default_device",
 ]
 
 R = TypeVar("R")
@@ -199,6 +200,14 @@ def mode_count() -> int:
         of_device = getattr(sys.modules.get("torch.utils._device"), "DeviceContext", ())
         count -= sum(isinstance(one, of_device) for one in _function_modes())
     return count + _dispatch_mode_count()
+
+
+def with_default_device(device: torch.device) -> AbstractContextManager[object]:
+    """Return a context with a default device, for a thread of ours.
+
+    There it is the CPU anyway, and a mode would make each operation slower.
+    """
+    return nullcontext() if device.type == "cpu" else device
 
 
 def compiled_count() -> int:

@@ -23,6 +23,7 @@ from ssdtrain.errors import StorageError
 from ssdtrain.machine.torch_internals import (
     compiled_count,
     mode_count,
+    with_default_device,
 )
 from ssdtrain.notices import Notices
 from ssdtrain.optimizer.chunks import Part
@@ -183,6 +184,7 @@ class Deferred(Updates):
         self._lock = threading.RLock()  # a handler of a signal may look while another raises
         self._process = os.getpid()
         self._threads = torch.get_num_threads()
+        self._default_device = torch.get_default_device()
         self._decision: SimpleQueue[bool] = SimpleQueue()
         """Whether to begin."""
         self._held = threading.Event()
@@ -277,7 +279,7 @@ class Deferred(Updates):
         try:
             if not self._decision.get():
                 return
-            with updating():
+            with updating(), with_default_device(self._default_device):
                 self._hold()
                 if torch.get_num_threads() != self._threads:
                     # How sums are cut among threads decides their last bits.

@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from ssdtrain.away.tensors import in_use
 from ssdtrain.errors import SsdtrainError, UnsupportedError
 from ssdtrain.geometry import checksum_of
-from ssdtrain.machine.torch_internals import clone_of
+from ssdtrain.machine.torch_internals import clone_of, with_default_device
 from ssdtrain.optimizer.chunks import Chunk, own_step, update
 from ssdtrain.optimizer.disk import Away
 from ssdtrain.optimizer.in_backward_round import Host, Round
@@ -54,7 +54,7 @@ def make_updates(host: Host, now: Round, records: list[Taken]) -> None:
             else:
                 record.before = _set_aside(state)
                 _bring(state)
-        with host._default_device:
+        with with_default_device(host._default_device):
             _run(host, now, records, states)
     for record in records:
         let_weight_go(record)

@@ -324,10 +324,8 @@ class Offloaded(WholeState):
             settings.apply(self, real_of)
             return
 
-        device = torch.get_default_device()
-
         def run(parts: list[Part], _holding: User = user) -> Iterator[Part]:
-            with device, self._buffers.filled(room):
+            with self._buffers.filled(room):
                 yield from self._updated(parts, stand_in, settings, {}, room)
             settings.apply(self, real_of)
             self._states.put_last([param for _, param in pairs if param not in known])
