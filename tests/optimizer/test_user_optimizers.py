@@ -204,6 +204,24 @@ class GlobalNorm(torch.optim.SGD):
         return super().step(closure)
 
 
+class Summing(torch.optim.SGD):
+    """Notes something of all its parameters, as those that learn their rate do."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.total = sum(
+            float(param.grad.sum())
+            for group in self.param_groups
+            for param in group["params"]
+            if param.grad is not None
+        )
+        return super().step(closure)
+
+
+def test_what_a_trial_refuses_names_the_class(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match=r"^Summing cannot be offloaded: .* sets 'total' to"):
+        offload_optimizer(Summing(model().parameters(), lr=0.1), tmp_path)
+
+
 def test_what_couples_parameters_is_seen_with_one_alone(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="couples its parameters"):
         offload_optimizer(GlobalNorm([Parameter(torch.ones(8, 8))], lr=0.1), tmp_path)

@@ -159,8 +159,8 @@ def _tried(optimizer: Optimizer, *, has_masters: bool) -> Habits:
         habits.takes_closure = _takes_closure(trial, sparse=sparse)
         if has_shards(optimizer):
             _refuse_communication(trial)
-    except UnsupportedError:
-        raise
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{name} cannot be offloaded: {error}") from error
     except Exception as error:
         missing = [
             f" (its attribute {one!r} could not be copied for that: {why})"
@@ -250,10 +250,10 @@ def _refuse_communication(trial: Trial) -> None:
     count = communications(lambda: _trained(of_shards, at_once=True, sparse=False))
     if count:
         raise UnsupportedError(
-            f"{type(trial.optimizer).__name__} cannot be offloaded with parameters in shards "
-            f"(DTensor): its update communicates between processes ({count} times in {STEPS} small "
-            "steps), and a process that could not read its state would put the others out of step; "
-            "use an optimizer that updates each shard by itself, such as AdamW"
+            "its parameters are in shards (DTensor), and its update communicates between "
+            f"processes ({count} times in {STEPS} small steps): a process that could not read its "
+            "state would put the others out of step; use an optimizer that updates each shard by "
+            "itself, such as AdamW"
         )
 
 
