@@ -426,6 +426,9 @@ class SavedTensor:
     def is_ahead(self) -> bool:
         """Whether its read was begun before it was asked for."""
 
+    def mates(self) -> list[SavedTensor]:
+        """Return the other tensors of its node, which needs all of them at once."""
+
     def note_stall(self, stall_s: float) -> None:
         """Count a wait for this tensor to its round."""
 

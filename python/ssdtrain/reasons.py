@@ -72,8 +72,8 @@ def reason_of(known: Evidence) -> Reason | None:
     is_little = known.offloaded_bytes <= LITTLE_SHARE_MAX * known.saved_bytes
     if is_little and known.budget_error_count and not known.failed_count:
         return Reason(
-            "max_resident_bytes left no room for what an operation saved; the BudgetError names "
-            "the operation, and the bound that it takes",
+            "max_resident_bytes left no room for what an operation saved; the BudgetError, which "
+            "its backward raises, names the operation, and the bound that it takes",
             is_warning=False,
         )
     if known.seen.count() == 0:
@@ -205,9 +205,9 @@ def _small(known: Evidence) -> str:
 
 def _apart(known: Evidence) -> str:
     return (
-        f"{_lying(known.seen.apart)} in storages whose parts count their changes apart, as "
-        "LSTMCell, GRUCell and recurrent layers that torch does not fuse make them: such parts "
-        "stay in memory; nn.LSTM and nn.GRU over whole sequences are fused in float32"
+        f"{_lying(known.seen.apart)} in storages whose parts count their changes apart, as some "
+        "operations of torch make them (the gates of LSTMCell and GRUCell are such): nobody could "
+        "tell one part's bytes from the others', so they stay in memory"
     )
 
 

@@ -14,15 +14,20 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import Protocol
 
-from ssdtrain._core import Account
+from torch import UntypedStorage
+
+from ssdtrain._core import Account, Holding
 from ssdtrain.errors import BudgetError
-from ssdtrain.shortage import Held, shortage
+from ssdtrain.machine.torch_internals import sequence_number
+from ssdtrain.shortage import Held, Shortage
 from ssdtrain.stalls import Stalls
 
-__all__ = ["Residency", "User"]
+__all__ = ["Refused", "Residency", "User"]
 
 UNLIMITED_BYTES = 1 << 62
 """More than any machine has, and small enough that sums of it stay exact in 64 bits."""
+WIDENING_BYTES = 2 * 4096
+"""A read takes up to two blocks more than the tensor has, depending on where it lay."""
 
 
 class User(Protocol):
@@ -41,6 +46,74 @@ class User(Protocol):
         """Return what it holds that cannot leave memory, and why; for a message."""
 
 
+class Refusal:
+    """A pass whose saved tensors do not fit under the bound, and the bound that it takes.
+
+    From its first tensor without room on nothing more is kept of it. Its operations go on all the
+    same, and what they would have held is counted: so the error, which its backward raises, names
+    a bound for the whole pass, where the first tensor would name one for the next tensor.
+    """
+
+    def __init__(self, shortage: Shortage) -> None:
+        self.least_bytes = shortage.resident_bytes + shortage.needed_bytes
+        """The bound that the pass takes, as far as it has come."""
+        self.is_told = False
+        """Whether the error was raised. What is saved from then on is of another pass."""
+        self._shortage = shortage
+        self._staying = Account()
+        self._storages: weakref.WeakKeyDictionary[UntypedStorage, int] = weakref.WeakKeyDictionary()
+        """What is counted of storages that would have stayed until backward."""
+        self._sequence = -1
+        self._node: weakref.WeakSet[UntypedStorage] = weakref.WeakSet()
+        self._node_bytes = 0
+        """What the node that is being made needs at once, now and in backward."""
+        self._beside_bytes = shortage.resident_bytes
+
+    def refuse(
+        self, storage: UntypedStorage, nbytes: int, *, stays: bool, beside_bytes: int
+    ) -> Refused:
+        """Count a tensor of the node that is being made; ``stays``: it could not leave memory.
+
+        ``beside_bytes`` are in memory, and cannot leave it now.
+        """
+        sequence = sequence_number()
+        if sequence != self._sequence:
+            if self._sequence != -1:
+                self._beside_bytes = 0
+            self._sequence, self._node_bytes = sequence, 0
+            self._node.clear()
+        # The first tensors of the first node were kept; they may leave while the others are
+        # counted, but backward needs them together.
+        self._beside_bytes = max(self._beside_bytes, beside_bytes)
+        holding = None
+        if stays:
+            counted_bytes = self._storages.get(storage, 0)
+            more_bytes = min(nbytes, max(0, storage.nbytes() - counted_bytes))
+            self._storages[storage] = counted_bytes + more_bytes
+            holding = self._staying.hold(more_bytes)
+        elif storage not in self._node:
+            self._node.add(storage)
+            self._node_bytes += nbytes + WIDENING_BYTES
+        pass_bytes = self._staying.held_bytes + self._node_bytes
+        self.least_bytes = max(self.least_bytes, self._beside_bytes + pass_bytes)
+        return Refused(self, holding)
+
+    def error(self) -> BudgetError:
+        """Return what a backward of this pass raises."""
+        self.is_told = True
+        return BudgetError(self._shortage.of_pass(self.least_bytes))
+
+
+class Refused:
+    """What autograd holds in the place of a saved tensor for which the bound had no room."""
+
+    __slots__ = ("_holding", "refusal")
+
+    def __init__(self, refusal: Refusal, holding: Holding | None) -> None:
+        self.refusal = refusal
+        self._holding = holding
+
+
 class Residency:
     """The account and the bound; used only under the session's lock."""
 
@@ -53,12 +126,14 @@ class Residency:
         self.account = Account()
         self.standing = Account()
         """What is reserved for as long as somebody lives. It is in the first account, too."""
+        self._last_refusal: Callable[[], Refusal | None] = lambda: None
+        """A weak reference: it ends with the last tensor of its pass."""
         self.let_small_in()
         self._transfer_bytes = transfer_bytes
         """Asks for what transfers hold in memory beyond the holdings."""
         self._stalls = stalls
         self.refused_count = 0
-        """How often ``admit`` has raised ``BudgetError``."""
+        """How often there was no room for what could not go on without it."""
         self._users: list[weakref.ref[User]] = []
         """Weak, because they know this account: a cycle would keep the store open."""
 
@@ -89,6 +164,8 @@ class Residency:
 
         Until somebody looks at the room: what was found must not be taken before it is used.
         """
+        if self._refusal() is not None:
+            return
         limit_bytes = self.limit_bytes
         self.account.limit_small(UNLIMITED_BYTES if limit_bytes is None else limit_bytes)
 
@@ -109,19 +186,63 @@ class Residency:
             if held_bytes == account.held_bytes:
                 return transfer_bytes
 
-    def admit(self, nbytes: int, wanted: Callable[[], str]) -> None:
+    def admit(
+        self,
+        nbytes: int,
+        wanted: Callable[[], str],
+        rest_bytes: Callable[[], int] | None = None,
+    ) -> None:
         """Wait until ``nbytes`` more fit under the bound; call it only if there is one.
 
-        ``wanted`` says who needs them, if it comes to an error.
+        ``wanted`` says who needs them, if it comes to an error. A backward has ``rest_bytes``,
+        which says how many more its node needs at the same time.
 
         Raises:
             BudgetError: They can never fit: nothing that is in memory can leave it.
 
         """
-        may_give_way = True
+        if not self._comes_to_fit(nbytes, may_give_way=True):
+            shortage = self._shortage(nbytes, wanted())
+            if rest_bytes is None:
+                raise BudgetError(shortage.of_point(0))
+            if (refusal := self._refusal()) is not None:
+                raise refusal.error()
+            raise BudgetError(shortage.of_point(rest_bytes()))
+
+    def take_in(
+        self,
+        storage: UntypedStorage,
+        nbytes: int,
+        wanted: Callable[[], str],
+        *,
+        stays: bool,
+    ) -> Refused | None:
+        """Admit what an operation saves; if it can never fit, return what to pack in its place.
+
+        ``stays`` says that it cannot leave memory once it is there. Of a pass in which one tensor
+        was refused, all are, until a backward has raised the error.
+        """
+        refusal = self._refusal()
+        if refusal is None:
+            if self._comes_to_fit(nbytes, may_give_way=True):
+                return None
+            refusal = Refusal(self._shortage(nbytes, wanted()))
+            self._last_refusal = weakref.ref(refusal)
+        else:
+            # What may leave memory counts for nothing, so it has to be gone.
+            self._comes_to_fit(UNLIMITED_BYTES, may_give_way=False)
+        return refusal.refuse(storage, nbytes, stays=stays, beside_bytes=self.resident_bytes())
+
+    def _refusal(self) -> Refusal | None:
+        """Return the refusal of a pass that is still under way."""
+        refusal = self._last_refusal()
+        return None if refusal is None or refusal.is_told else refusal
+
+    def _comes_to_fit(self, nbytes: int, *, may_give_way: bool) -> bool:
+        """Wait until so many bytes more fit; ``False`` if nothing that is in memory can leave."""
         while self._is_short_of(nbytes):
             began_s = perf_counter()
-            users = [user for reference in self._users if (user := reference()) is not None]
+            users = self._present()
             if any(user.wait_for_room() for user in users):
                 self._stalls.note(perf_counter() - began_s)
             elif may_give_way:
@@ -131,23 +252,26 @@ class Residency:
             # A transfer may have ended after the sum was taken and before somebody looked for one
             # to wait for: then there is room now.
             elif self._is_short_of(nbytes):
-                self.refused_count += 1
-                raise self._over_budget(nbytes, wanted(), users)
+                return False
+        return True
 
     def _is_short_of(self, nbytes: int) -> bool:
         assert self.limit_bytes is not None
         self.account.limit_small(0)
         return self.resident_bytes() + nbytes > self.limit_bytes
 
-    def _over_budget(self, nbytes: int, wanted: str, users: list[User]) -> BudgetError:
+    def _present(self) -> list[User]:
+        return [user for reference in self._users if (user := reference()) is not None]
+
+    def _shortage(self, nbytes: int, wanted: str) -> Shortage:
         assert self.limit_bytes is not None
-        return BudgetError(
-            shortage(
-                limit_bytes=self.limit_bytes,
-                needed_bytes=nbytes,
-                wanted=wanted,
-                resident_bytes=self.resident_bytes(),
-                held=[one for user in users for one in user.held()],
-                failure=next((user.failure for user in users if user.failure is not None), None),
-            )
+        self.refused_count += 1
+        users = self._present()
+        return Shortage(
+            limit_bytes=self.limit_bytes,
+            needed_bytes=nbytes,
+            wanted=wanted,
+            resident_bytes=self.resident_bytes(),
+            held=[one for user in users for one in user.held()],
+            failure=next((user.failure for user in users if user.failure is not None), None),
         )

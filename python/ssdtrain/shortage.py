@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ssdtrain.sizes import shown_bytes
 
-__all__ = ["Held", "shortage"]
+__all__ = ["Held", "Shortage"]
 
 NAMED_SHARE_MIN = 0.25
 """What holds a smaller share of what is held gets no advice: to change it would not help much."""
@@ -24,47 +24,69 @@ class Held:
     what: str
     """What it is, and why it stays; follows "x MiB"."""
     advice: str
-    """What to do about it, if it is most of all; an imperative."""
+    """What to do about it, if it is most of all; an imperative. Empty: nothing is known."""
 
 
-def shortage(
-    *,
-    limit_bytes: int,
-    needed_bytes: int,
-    wanted: str,
-    resident_bytes: int,
-    held: Sequence[Held],
-    failure: str | None,
-) -> str:
-    """Return the message of a ``BudgetError``.
+@dataclass(frozen=True, kw_only=True)
+class Shortage:
+    """Who lacks memory, and what holds it."""
 
-    ``wanted`` says who needs ``needed_bytes`` more, and for what; ``failure`` why writes fail.
-    """
-    parts = [one for one in held if one.nbytes > 0]
-    in_use_bytes = resident_bytes - sum(one.nbytes for one in parts)
-    told = [f"{shown_bytes(one.nbytes)} {one.what}" for one in parts]
-    if in_use_bytes > 0:
-        told.append(f"{shown_bytes(in_use_bytes)} was read back and is in use")
-    because = f" because writes fail: {failure}" if failure is not None else ""
-    holds = f" ({'; '.join(told)})" if told else ""
-    needs = f"needs {shown_bytes(needed_bytes)} at once"
-    if resident_bytes > 0:
-        needs = (
-            f"needs {shown_bytes(needed_bytes)} more, and {shown_bytes(resident_bytes)} in memory "
-            f"cannot leave it{because}{holds}"
+    limit_bytes: int
+    needed_bytes: int
+    wanted: str
+    """Who needs ``needed_bytes`` more, and for what."""
+    resident_bytes: int
+    """In memory, and unable to leave it."""
+    held: Sequence[Held]
+    failure: str | None
+    """Why writes fail."""
+
+    def of_point(self, rest_bytes: int) -> str:
+        """Return the message of a ``BudgetError`` that is raised where memory lacks.
+
+        ``rest_bytes`` more would be needed next, at the same time.
+        """
+        least_bytes = self.resident_bytes + self.needed_bytes + rest_bytes
+        return self._message(f"To come past this point takes {_bound(least_bytes)}", least_bytes)
+
+    def of_pass(self, least_bytes: int) -> str:
+        """Return that of one which backward raises; all that came before took ``least_bytes``."""
+        found = (
+            "From there on nothing was kept, and what came was counted until this backward: to "
+            f"save all of it takes {_bound(least_bytes)}"
         )
-    least_bytes = resident_bytes + needed_bytes
-    largest = max(parts, key=lambda one: one.nbytes, default=None)
-    has_advice = (
-        largest is not None and largest.nbytes >= NAMED_SHARE_MIN * least_bytes and largest.advice
-    )
-    hint = f", or {largest.advice}" if largest is not None and has_advice else ""
-    if failure is not None:
-        hint = ", or mend the writes"
-    return (
-        f"ssdtrain is out of memory. max_resident_bytes={limit_bytes} ({shown_bytes(limit_bytes)}) "
-        f"cannot be kept: {wanted} {needs}. To come past this point takes at least "
-        f"max_resident_bytes={least_bytes} ({shown_bytes(least_bytes)}). Raise the bound, use a "
-        f"smaller batch{hint}. "
-        f"(To programs that look for a batch size this is the same as {KNOWN_BY!r}.)"
-    )
+        return self._message(found, least_bytes)
+
+    def _message(self, found: str, least_bytes: int) -> str:
+        limit = f"max_resident_bytes={self.limit_bytes} ({shown_bytes(self.limit_bytes)})"
+        return (
+            f"ssdtrain is out of memory. {limit} cannot be kept: {self.wanted} {self._needs()}. "
+            f"{found}. Raise the bound, use a smaller batch{self._hint(least_bytes)}. "
+            f"(To programs that look for a batch size this is the same as {KNOWN_BY!r}.)"
+        )
+
+    def _needs(self) -> str:
+        needed = shown_bytes(self.needed_bytes)
+        if self.resident_bytes <= 0:
+            return f"needs {needed} at once"
+        parts = [one for one in self.held if one.nbytes > 0]
+        in_use_bytes = self.resident_bytes - sum(one.nbytes for one in parts)
+        told = [f"{shown_bytes(one.nbytes)} {one.what}" for one in parts]
+        if in_use_bytes > 0:
+            told.append(f"{shown_bytes(in_use_bytes)} was read back and is in use")
+        because = f" because writes fail: {self.failure}" if self.failure is not None else ""
+        holds = f" ({'; '.join(told)})" if told else ""
+        resident = shown_bytes(self.resident_bytes)
+        return f"needs {needed} more, and {resident} in memory cannot leave it{because}{holds}"
+
+    def _hint(self, least_bytes: int) -> str:
+        if self.failure is not None:
+            return ", or mend the writes"
+        largest = max(self.held, key=lambda one: one.nbytes, default=None)
+        if largest is None or largest.nbytes < NAMED_SHARE_MIN * least_bytes or not largest.advice:
+            return ""
+        return f", or {largest.advice}"
+
+
+def _bound(nbytes: int) -> str:
+    return f"at least max_resident_bytes={nbytes} ({shown_bytes(nbytes)})"

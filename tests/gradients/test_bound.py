@@ -174,7 +174,7 @@ def test_small_tensors_fill_the_bound_and_no_more(tmp_path: Path) -> None:
             y = y.sin()
         assert rig.small_asked_count() == 0
         with pytest.raises(BudgetError, match="in tensors below min_bytes"):
-            y.sin()
+            y.sin().sum().backward()
     assert rig.stats.resident_bytes_peak == 100 * 4096
     del y
     rig.assert_empty()
@@ -230,7 +230,7 @@ def test_a_bound_that_failing_writes_break_names_them(tmp_path: Path) -> None:
         rig.context(),
         pytest.raises(ssdtrain.BudgetError, match=r"because writes fail: write of \d+ bytes"),
     ):
-        chain(x)
+        chain(x).sum().backward()
 
 
 # What nobody wants any more, and what the kernel has all the same

@@ -380,7 +380,7 @@ class TestBound:
             with pytest.raises(
                 BudgetError, match="give offload_parameters a smaller max_resident"
             ) as info:
-                plainly(model, 1)
+                plainly(model, 1).backward()
             # What is reserved is not shared out to what stays in memory as well.
             assert f"{shown_bytes(small.nbytes)} in tensors below min_bytes" in str(info.value)
         support.assert_equal_bits(dict(model.named_parameters()), dict(layers().named_parameters()))

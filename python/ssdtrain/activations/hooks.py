@@ -47,7 +47,7 @@ from ssdtrain.planning.recompute import Choices
 from ssdtrain.planning.recording import trace_of
 from ssdtrain.planning.trace import Trace
 from ssdtrain.reasons import Evidence, reason_of
-from ssdtrain.residency import Residency
+from ssdtrain.residency import Refused, Residency
 from ssdtrain.sharing import Budget, Figures
 from ssdtrain.sizes import shown_bytes
 from ssdtrain.stalls import Stalls
@@ -323,15 +323,18 @@ class Hooks:
         kind: Literal["small_here", "apart", "detached", "foreign"],
         nbytes: int,
         storage_bytes: int,
-    ) -> Kept:
+    ) -> Kept | Refused:
         """Pack a tensor that stays in memory; ``kind`` says why (see ``Seen``)."""
         with self._lock:
             tally: Tally = getattr(self._seen, kind)
             tally.add(nbytes)
             return self._writeback.keep(tensor, nbytes, storage_bytes)
 
-    def unpack_kept(self, packed: Kept) -> Tensor:
+    def unpack_kept(self, packed: Kept | Refused) -> Tensor:
         """Give a node back what was kept, and has changed since or is needed in an operation."""
+        if isinstance(packed, Refused):
+            with self._lock:
+                raise packed.refusal.error()
         kept = packed.tensor
         check_version(kept, packed.version, lambda: _describe_kept(kept))
         # defence: a weight that was saved is brought back

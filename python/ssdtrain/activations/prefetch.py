@@ -24,7 +24,7 @@ from ssdtrain.planning.controller import Verdict
 from ssdtrain.planning.policy import Item, Policy, Rates
 from ssdtrain.planning.recording import Recording
 from ssdtrain.planning.steps import Step
-from ssdtrain.residency import Residency
+from ssdtrain.residency import WIDENING_BYTES, Residency
 from ssdtrain.shortage import Held
 from ssdtrain.sizes import shown_bytes
 from ssdtrain.stalls import Stalls
@@ -265,7 +265,9 @@ class Prefetcher:
         """Make room under the bound for the read of a tensor that is needed now."""
         if self._residency.room_bytes() < nbytes:
             self.give_way()
-        self._residency.admit(nbytes, lambda: needing(saved.dtype, saved.size))
+        self._residency.admit(
+            nbytes, lambda: needing(saved.dtype, saved.size), lambda: _bytes_to_read(saved.mates())
+        )
 
     def note_refused(self, error: SsdtrainError | torch.OutOfMemoryError) -> None:
         """Log that a read could not begin ahead of its need."""
@@ -299,6 +301,17 @@ class Prefetcher:
     def held(self) -> list[Held]:
         """Return nothing: what was read ahead is given up for room; see ``residency.User``."""
         return []
+
+
+def _bytes_to_read(mates: list[SavedTensor]) -> int:
+    """Return the memory that a node needs beside what is read now, to have all its tensors.
+
+    In another run they lie at other addresses, and each read may be a little larger.
+    """
+    records = {id(mate.record): mate.record for mate in mates}.values()
+    handles = [one.handle for one in records if one.source is None and one.storage() is None]
+    unread = [one.slot_bytes for one in handles if one is not None and not one.is_here()]
+    return sum(unread) + WIDENING_BYTES * (1 + len(handles))
 
 
 def _spare_bytes(gpu: int | None) -> int:

@@ -81,10 +81,9 @@ def kept_parts(seen: Seen, kept_bytes: int, min_bytes: int) -> list[Held]:
         ),
         part(
             seen.apart,
-            "in parts of storages that count their changes apart, as LSTMCell, GRUCell and "
-            "recurrent layers that torch does not fuse make them: nobody could tell one part's "
-            "bytes from the others', so they stay",
-            "use nn.LSTM or nn.GRU over the whole sequence, which torch fuses in float32",
+            "in parts of storages that count their changes apart, as some operations of torch make "
+            "them: nobody could tell one part's bytes from the others', so they stay",
+            "",
         ),
         part(
             seen.detached,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from functools import partial
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -21,7 +22,7 @@ from ssdtrain.machine.process_memory import release_free_memory
 from ssdtrain.machine.torch_internals import count_users, sequence_number
 from ssdtrain.notices import Notices
 from ssdtrain.planning.policy import Policy
-from ssdtrain.residency import Residency
+from ssdtrain.residency import Refused, Residency
 from ssdtrain.shortage import Held
 from ssdtrain.sizes import shown_count
 from ssdtrain.transfer.host import HostTransfer
@@ -32,6 +33,8 @@ BATCH_BYTES = 4 << 20
 BATCH_COUNT = 16
 """So many bytes, or so many of the smallest tensors, are given to the disk together: to wake its
 thread costs more than all else that a pack does (`benches/training/hook_overhead.py`)."""
+WHOLE_MODEL_TENSORS_MIN = 4
+"""An operation that saves fewer is none that a compiler made of many."""
 GIVE_BACK_BYTES = 64 << 20
 """Once writes have freed so much, free memory goes back to the system: glibc keeps what lies
 between blocks that are in use, and the next tensors of other sizes do not fit there. Less often
@@ -88,16 +91,22 @@ class Writeback:
 
     # What the hooks ask.
 
-    def keep(self, tensor: Tensor, nbytes: int, storage_bytes: int) -> Kept:
-        """Return a packed object that holds the tensor in memory, and is counted."""
+    def keep(self, tensor: Tensor, nbytes: int, storage_bytes: int) -> Kept | Refused:
+        """Return a packed object that holds the tensor in memory, and is counted.
+
+        Under a bound that has no room, one that stands for it, and that no backward can use.
+        """
         residency = self._residency
         account = residency.account
         if residency.is_bounded:
             sequence = sequence_number()
             self.records.open_gate(self, sequence)
-            identity = tensor.untyped_storage().data_ptr()
-            more_bytes = account.shared_more_bytes(identity, nbytes, storage_bytes)
-            residency.admit(more_bytes, lambda: saving(tensor, sequence))
+            storage = tensor.untyped_storage()
+            more_bytes = account.shared_more_bytes(storage.data_ptr(), nbytes, storage_bytes)
+            wanted = partial(saving, tensor, sequence)
+            refused = residency.take_in(storage, more_bytes, wanted, stays=True)
+            if refused is not None:
+                return refused
         # Autograd packs with grad mode off, a selective checkpoint inside an operation with it on.
         kept = account.keep(tensor, nbytes, storage_bytes, torch.is_grad_enabled())
         residency.note_peak()
@@ -126,14 +135,19 @@ class Writeback:
 
     def make_room(
         self, tensor: Tensor, storage: UntypedStorage, nbytes: int, sequence: int
-    ) -> bool:
-        """Make room for a new record under the bound; return whether others may hold its bytes."""
+    ) -> bool | Refused:
+        """Make room for a new record under the bound; return whether others may hold its bytes.
+
+        Without room, return what is packed in its place.
+        """
         for returned in self._lender.take_back():
             if not self.begin_write(returned):
                 self.records.write_later(returned)
         may_be_lent = self._lender.knows(storage)
-        self._residency.admit(0 if may_be_lent else nbytes, lambda: saving(tensor, sequence))
-        return may_be_lent
+        more_bytes = 0 if may_be_lent else nbytes
+        wanted = partial(saving, tensor, sequence)
+        refused = self._residency.take_in(storage, more_bytes, wanted, stays=False)
+        return may_be_lent if refused is None else refused
 
     def enter(self, record: Record, storage: UntypedStorage, may_be_lent: bool) -> None:
         """Take note of a new record under a bound; stop counting it if others hold its bytes."""
@@ -233,6 +247,8 @@ class Writeback:
                 f"in {shown_count(len(unwritten), 'tensor')} whose operation has not ended or "
                 "whose write failed",
                 "if torch.compile made one operation of the whole model, compile it block by "
-                "block (block.compile())",
+                "block (block.compile())"
+                if len(unwritten) >= WHOLE_MODEL_TENSORS_MIN
+                else "",
             ),
         ]

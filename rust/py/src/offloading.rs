@@ -162,11 +162,13 @@ impl Offloading {
             }
         }
         let taught_before = self.rounds.get().taught();
-        let saved =
+        let packed =
             self.lock.locked(py, || self.offload(tensor, &storage, layout, start, nbytes))?;
-        let taught = self.rounds.get().taught().saturating_sub(taught_before);
-        saved.get().note_hook(began.elapsed().saturating_sub(taught));
-        Ok(saved.into_any().unbind())
+        if let Ok(saved) = packed.cast::<SavedTensor>() {
+            let taught = self.rounds.get().taught().saturating_sub(taught_before);
+            saved.get().note_hook(began.elapsed().saturating_sub(taught));
+        }
+        Ok(packed.unbind())
     }
 
     /// As what a part of a large storage stays in memory; `None` if it may leave it.
@@ -207,7 +209,8 @@ impl Offloading {
         Ok(hooks.call_method1(intern!(py, "keep"), arguments)?.unbind())
     }
 
-    /// Packs a tensor whose bytes may leave memory.
+    /// Packs a tensor whose bytes may leave memory; a bound without room has the keeper give what
+    /// stands in its place.
     fn offload<'py>(
         &self,
         tensor: &Bound<'py, PyAny>,
@@ -215,7 +218,7 @@ impl Offloading {
         layout: Layout,
         start: u64,
         nbytes: u64,
-    ) -> PyResult<Bound<'py, SavedTensor>> {
+    ) -> PyResult<Bound<'py, PyAny>> {
         let (py, torch, records) = (tensor.py(), self.torch.get(), self.records.get());
         let (rounds, keeper) = (self.rounds.get(), self.keeper.bind(py));
         // Known before any memory is let go below: this stream is about to use the tensor.
@@ -243,7 +246,10 @@ impl Offloading {
             let key = Rounds::next_key(&round, nbytes);
             self.note_progress(py, stream, key, Use::Pack)?;
             let part = Part { layout: &layout, start, nbytes, sequence, key, stream };
-            self.new_record(tensor, storage, version, &part)?
+            match self.new_record(tensor, storage, version, &part)? {
+                Ok(record) => record,
+                Err(refused) => return Ok(refused),
+            }
         };
         let saved = SavedTensor::new(tensor, layout, &record, sequence)?;
         rounds.enter(&saved, &round, is_new, stream, self.teacher.bind(py))?;
@@ -251,26 +257,28 @@ impl Offloading {
             self.write(&record, &round, backward)?;
         }
         records.account().note_peak(records.transfer_bytes(py));
-        Ok(saved)
+        Ok(saved.into_any())
     }
 
+    /// A record for a tensor, or what stands in its place where a bound has no room for it.
     fn new_record<'py>(
         &self,
         tensor: &Bound<'py, PyAny>,
         storage: &Bound<'py, PyAny>,
         version: i64,
         part: &Part<'_>,
-    ) -> PyResult<Bound<'py, Record>> {
+    ) -> PyResult<Result<Bound<'py, Record>, Bound<'py, PyAny>>> {
         let (py, records, keeper) =
             (tensor.py(), self.records.get(), self.keeper.bind(tensor.py()));
         if !records.is_bounded() {
-            return records.make(self.torch.get(), tensor, storage, version, part);
+            return records.make(self.torch.get(), tensor, storage, version, part).map(Ok);
         }
         let arguments = (tensor, storage, part.nbytes, part.sequence);
-        let may_be_lent = keeper.call_method1(intern!(py, "make_room"), arguments)?.is_truthy()?;
+        let answer = keeper.call_method1(intern!(py, "make_room"), arguments)?;
+        let Ok(may_be_lent) = answer.extract::<bool>() else { return Ok(Err(answer)) };
         let record = records.make(self.torch.get(), tensor, storage, version, part)?;
         keeper.call_method1(intern!(py, "enter"), (&record, storage, may_be_lent))?;
-        Ok(record)
+        Ok(Ok(record))
     }
 
     /// The stream that is current on the tensor's GPU, if it is on one.

@@ -165,6 +165,24 @@ impl SavedTensor {
         self.layout.size(py)
     }
 
+    /// The other tensors of its node, which needs all of them at once.
+    fn mates(&self, py: Python<'_>) -> PyResult<Vec<Py<Self>>> {
+        let Some((round, own)) = self.place() else { return Ok(Vec::new()) };
+        let (count, mut mates) = (round.lock().len(), Vec::new());
+        let ways: [&mut dyn Iterator<Item = usize>; 2] =
+            [&mut (0..*own).rev(), &mut (own + 1..count)];
+        for ordinal in ways {
+            for ordinal in ordinal {
+                let reference = round.lock().entry(ordinal).clone_ref(py);
+                match reference.bind(py).upgrade_as::<Self>()? {
+                    Some(mate) if mate.get().sequence == self.sequence => mates.push(mate.unbind()),
+                    _ => break,
+                }
+            }
+        }
+        Ok(mates)
+    }
+
     #[getter]
     pub fn is_ahead(&self) -> bool {
         self.ahead().is_some()
