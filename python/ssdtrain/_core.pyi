@@ -106,6 +106,10 @@ class Account:
     def peak_bytes(self) -> int:
         """The most that was in memory at once."""
 
+    @property
+    def alive_peak_bytes(self) -> int:
+        """The most that all holders needed at once, in memory or not."""
+
 @final
 class Holding:
     """The entry of one holder in an account; it ends when it dies."""

@@ -1,4 +1,4 @@
-"""Why a session offloaded little or nothing, in a sentence with what to change. Pure."""
+"""What a session gained, and why it offloaded little, with what to change. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ssdtrain.planning.controller import Verdict
 from ssdtrain.planning.policy import RATE_GUESS, Rates
 from ssdtrain.sizes import shown_bytes, shown_count
 
-__all__ = ["Evidence", "Reason", "reason_of"]
+__all__ = ["Evidence", "Gain", "PlannedRound", "Reason", "reason_of"]
 
 LITTLE_SHARE_MAX = 0.1
 """To have offloaded less than this share of what was saved lowers no peak that anybody notices."""
@@ -24,7 +24,31 @@ NODES_MIN = 8
 CHILD_S_MIN = 1.0
 """Less is what short commands and idle workers of data loaders take, not training."""
 PAGE_BYTES = 4096
+GAINED_SHARE_LITTLE = 0.1
+"""Of all memory of the process, or of GPUs: who gains less hardly sees it."""
+LOST_SHARE_LITTLE = 0.01
+"""Of the time in the block: who loses less hardly sees it."""
 NO_BACKWARD = "the block ended before a backward used what was saved"
+ONE_NODE = (
+    "one node of the graph saves nearly all at once, so nothing of it can be gone before it is "
+    "needed; if torch.compile made it of the whole model, compile block by block instead "
+    "(block.compile())"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedRound:
+    """A round, and what its plan was made of."""
+
+    saved_bytes: int
+    staying_bytes: int
+    """What its plan keeps in memory."""
+    idle_s: float
+    """How long a byte of that lies between its save and its need, on average."""
+    rates: Rates
+    """The rates that the plan was made with."""
+    caution: float
+    """The share of them that the plan counts on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,9 +72,8 @@ class Evidence:
     budget_error_count: int
     is_one_node: bool
     """Whether one node saves nearly all that a round does."""
-    last_round: tuple[int, float] | None
-    """Bytes and seconds of the last round that was planned."""
-    rates: Rates | None
+    usual_round: PlannedRound | None
+    """The round that keeps most by its plan."""
     verdict: Verdict | None
     """What is known of the price of a byte; ``None`` where it plays no part."""
     observed: Observed | None
@@ -64,6 +87,47 @@ class Reason:
     text: str
     is_warning: bool
     """Whether something else could have been expected."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gain:
+    """What a session gained, and what that cost. Sizes in bytes, times in seconds."""
+
+    saved_bytes: int
+    """Most that saved tensors had at once, in memory or not."""
+    resident_bytes: int
+    """Most that was in memory of it."""
+    all_bytes: int
+    """The peak of the process, or of the memory of GPUs."""
+    away_bytes: int | None
+    """On GPUs: most that was not in their memory."""
+    lost_s: float
+    elapsed_s: float
+    has_others: bool
+    """Whether weights or state of an optimizer leave memory as well: that is a gain, too."""
+
+    def __str__(self) -> str:
+        """Tell it to a person, with what to change if it is hardly worth the time."""
+        if not self.saved_bytes and not self.has_others:
+            return "nothing was saved for a backward here, so there was nothing to gain"
+        gained_bytes = self.saved_bytes - self.resident_bytes
+        text = (
+            f"saved tensors took {shown_bytes(self.resident_bytes)} of memory at the peak, and "
+            f"would take {shown_bytes(self.saved_bytes)} without ssdtrain"
+        )
+        if self.away_bytes is not None:
+            gained_bytes = self.away_bytes
+            text = f"without ssdtrain GPUs would hold up to {shown_bytes(gained_bytes)} more"
+        share = self.lost_s / max(self.elapsed_s, 1e-9)
+        text += (
+            f"; hooks and waits took {self.lost_s:.3f} s of {self.elapsed_s:.3f} s ({share:.1%})"
+        )
+        if self.has_others or gained_bytes >= GAINED_SHARE_LITTLE * self.all_bytes:
+            return text
+        advice = "leave the block out"
+        if share >= LOST_SHARE_LITTLE:
+            advice += ", or raise min_bytes so that it takes less time"
+        return f"hardly anything was gained: {text}; {advice}"
 
 
 def reason_of(known: Evidence) -> Reason | None:
@@ -100,19 +164,8 @@ def _why_nothing_came(observed: Observed) -> Reason:
             "enter the block in the thread that runs the forward",
             is_warning=True,
         )
-    if (
-        observed.node_count == 0
-        and observed.child_s >= CHILD_S_MIN
-        and observed.child_s > observed.process_s
-    ):
-        times = shown_count(observed.fork_count, "time")
-        forks = f" (it was forked {times})" if observed.fork_count else ""
-        return Reason(
-            "no operation of this process saved anything, while its child processes computed for "
-            f"{observed.child_s:.1f} s{forks}: hooks do not reach other processes; enter the block "
-            "in the function that the launcher starts in each of them",
-            is_warning=True,
-        )
+    if observed.node_count == 0 and observed.child_s >= max(CHILD_S_MIN, observed.process_s):
+        return _why_children_saved_all(observed)
     if observed.node_count == 0:
         return Reason(
             "no operation in the block was recorded for a backward; under torch.no_grad() and "
@@ -145,6 +198,24 @@ def _why_nothing_came(observed: Observed) -> Reason:
     )
 
 
+def _why_children_saved_all(observed: Observed) -> Reason:
+    computed = f"while its child processes computed for {observed.child_s:.1f} s"
+    if observed.reached_count:
+        return Reason(
+            f"no operation of this process saved anything, {computed}: those that Python "
+            "started (multiprocessing, os.fork) have blocks and reports of their own",
+            is_warning=False,
+        )
+    times = shown_count(observed.fork_count, "time")
+    forks = f" (it was forked {times})" if observed.fork_count else ""
+    return Reason(
+        f"no operation of this process saved anything, {computed}{forks}: hooks do not reach "
+        "other processes; enter the block in the function that the launcher starts in each of "
+        "them",
+        is_warning=True,
+    )
+
+
 def _why_nothing_could_go(known: Evidence) -> Reason:
     """Say what was saved, if none of it counts as saved bytes."""
     if known.seen.storage_bytes():
@@ -172,6 +243,8 @@ def _why_little_went(known: Evidence) -> str:
             known.failed_count, "write failed or was refused", "writes failed or were refused"
         )
         return f"{writes}, the last one so: {known.failure}"
+    if known.is_one_node and known.seen.eligible.nbytes:
+        return ONE_NODE
     seen = known.seen
     planned_bytes, priced_bytes = seen.planned.nbytes, seen.priced.nbytes
     rest_bytes = seen.eligible.nbytes - planned_bytes - priced_bytes
@@ -231,14 +304,9 @@ def _lying(tally: Tally) -> str:
 
 
 def _planned(known: Evidence) -> str:
-    if known.is_one_node:
-        return (
-            "one node of the graph saves nearly all at once, so nothing of it can be gone before "
-            "it is needed; if torch.compile made it of the whole model, compile block by block "
-            "instead (block.compile())"
-        )
-    text = f"by plan tensors stay that could not be written and read back in time{_figures(known)}"
-    if known.rates is not None and known.rates.are_bound_by_copies():
+    usual = known.usual_round
+    text = f"by plan tensors stay that could not be written and read back in time{_figures(usual)}"
+    if usual is not None and usual.rates.are_bound_by_copies():
         return (
             f"{text}; the link of the GPU is slower than the disk here, so a faster disk changes "
             "nothing; under max_resident_bytes they go, at whatever time the copies need"
@@ -266,25 +334,34 @@ def _late(known: Evidence) -> str:
         return f"{tensors} could not leave the GPU, the last one for this: {known.stayed}"
     return (
         "backward asked for most tensors before they had been written, or while others still held "
-        f"them{_figures(known)}; a first step is often like that, later ones if the disk is "
-        "slow or steps are very short"
+        f"them{_figures(known.usual_round)}; a first step is often like that, later ones if the "
+        "disk is slow or steps are very short"
     )
 
 
-def _figures(known: Evidence) -> str:
-    if known.rates is None or known.last_round is None:
+def _figures(usual: PlannedRound | None) -> str:
+    """Tell what the plan of a round was made of, and what came of it."""
+    if usual is None:
         return ""
-    nbytes, seconds = known.last_round
-    reads = f"reads {shown_bytes(known.rates.read)}"
-    if known.rates.read == RATE_GUESS:
+    rates = usual.rates
+    reads = f"reads {shown_bytes(rates.read)}"
+    if rates.read == RATE_GUESS:
         reads = f"is taken to read {shown_bytes(RATE_GUESS)}, as it has read too little to tell,"
-    rates = f"writes {shown_bytes(known.rates.write)} and {reads}"
-    if known.rates.write == known.rates.read == RATE_GUESS:
-        rates = f"has not told yet what it does, and is taken to do {shown_bytes(RATE_GUESS)}"
-    text = f": a step saves {shown_bytes(nbytes)} in {seconds:.3f} s, and the disk {rates} a second"
-    for gpu, copies in known.rates.copies.items():
+    told = f"writes {shown_bytes(rates.write)} and {reads}"
+    if rates.write == rates.read == RATE_GUESS:
+        told = f"has not told yet what it does, and is taken to do {shown_bytes(RATE_GUESS)}"
+    text = f": a step saves {shown_bytes(usual.saved_bytes)}"
+    if usual.staying_bytes:
+        moved_s = usual.staying_bytes * (1 / rates.write + 1 / rates.read) / usual.caution
+        text += (
+            f", of which {shown_bytes(usual.staying_bytes)} stay: they are needed "
+            f"{usual.idle_s:.3f} s after they were saved, on average, and to write and read them "
+            f"takes {moved_s:.3f} s"
+        )
+    text += f"; the disk {told} a second, of which the plan counts on {usual.caution:.0%}"
+    for gpu, copies in rates.copies.items():
         ways = (("from it", copies.down), ("to it", copies.up))
-        told = [f"{shown_bytes(rate)} {way}" for way, rate in ways if math.isfinite(rate)]
-        if told:
-            text += f"; the link of GPU {gpu} copies {' and '.join(told)} a second"
+        known = [f"{shown_bytes(rate)} {way}" for way, rate in ways if math.isfinite(rate)]
+        if known:
+            text += f"; the link of GPU {gpu} copies {' and '.join(known)} a second"
     return text

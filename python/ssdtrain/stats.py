@@ -9,7 +9,7 @@ from ssdtrain.machine.huge_pages import SMALL_PAGES_REMEDY, has_small_pages
 from ssdtrain.machine.process_memory import known_bytes
 from ssdtrain.planning.controller import Verdict
 from ssdtrain.planning.recompute import BlockCounts
-from ssdtrain.reasons import Reason
+from ssdtrain.reasons import Gain, Reason
 from ssdtrain.residency import Residency
 from ssdtrain.sharing import ClassStats, Figures
 from ssdtrain.sizes import shown_bytes, shown_count
@@ -23,16 +23,12 @@ GIB = 1 << 30
 OF_THE_MOMENT = frozenset(
     {
         "resident_bytes",
-        "resident_bytes_peak",
         "disk_used_bytes",
         "disk_reserved_bytes",
         "process_bytes",
-        "process_bytes_peak",
         "has_small_pages",
         "is_surprising",
         "pinned_bytes",
-        "away_bytes_peak",
-        "device_bytes_peak",
         "ring_bytes",
         "price_s_per_gib",
         "price_error_s_per_gib",
@@ -46,7 +42,7 @@ OF_THE_MOMENT = frozenset(
         "recompute_measured_s",
     }
 )
-"""Fields that tell a state or a peak: a difference of two of them means nothing."""
+"""Fields that tell a state: a difference of two means nothing, as one of two peaks does."""
 
 STALL_SHARE_LITTLE = 0.01
 """Of the time: who waits less is limited by computing."""
@@ -94,6 +90,8 @@ class Stats:
     """Saved bytes in memory now: kept, being written, read ahead or handed to a node. Under
     ``max_resident_bytes`` also what is reserved for updates of an optimizer that shares it."""
     resident_bytes_peak: int
+    saved_bytes_peak: int
+    """Most saved bytes that were needed at once, in memory or not: the peak without ssdtrain."""
     disk_used_bytes: int
     """Bytes of tensors on the disk now."""
     disk_reserved_bytes: int
@@ -136,6 +134,8 @@ class Stats:
     """Its peak since the process began (``VmHWM``)."""
     has_small_pages: bool
     """Whether torch's tensors are not on huge pages, because ssdtrain was imported too late."""
+    hooks_s: float = 0.0
+    """Time in hooks of tensors that may leave, without waits; none is lost while a GPU has work."""
     gpu_stall_s: float = 0.0
     """Time in which GPUs waited for tensors that came back, by their own clocks, in the steps whose
     ends they have come to. Threads may have waited meanwhile, which is in ``stall_s``."""
@@ -224,7 +224,8 @@ class Stats:
         changes = {}
         for field in fields(self):
             now = getattr(self, field.name)
-            if isinstance(now, int | float) and field.name not in OF_THE_MOMENT:
+            is_state = field.name in OF_THE_MOMENT or field.name.endswith("_peak")
+            if isinstance(now, int | float) and not is_state:
                 changes[field.name] = now - getattr(earlier, field.name)
         before = {one.name: one for one in earlier.classes}
         classes = [one.since(before.get(one.name, ClassStats(name=""))) for one in self.classes]
@@ -317,7 +318,8 @@ class Stats:
             f"{shown_bytes(self.process_bytes)} now, all included"
         )
         rows = [
-            f"ssdtrain: {self._engines()}",
+            f"ssdtrain: {self._shown_gain()}",
+            f"  disks      {self._engines()}",
             f"  saved      {saved}",
             f"  resident   {peak} at the peak, {now} now",
             f"  process    {memory}",
@@ -347,6 +349,20 @@ class Stats:
         if self.reason is not None:
             rows.append(f"  because    {self.reason}")
         return "\n".join(rows)
+
+    def _shown_gain(self) -> str:
+        on_gpu = self.pinned_bytes or self.ring_bytes
+        waits_s = max(self.exposed_s, self.gpu_stall_s)
+        gain = Gain(
+            saved_bytes=self.saved_bytes_peak,
+            resident_bytes=self.resident_bytes_peak,
+            all_bytes=self.device_bytes_peak if on_gpu else self.process_bytes_peak,
+            away_bytes=self.away_bytes_peak if on_gpu else None,
+            lost_s=waits_s if on_gpu else waits_s + self.hooks_s,
+            elapsed_s=self.elapsed_s,
+            has_others=bool(self.classes),
+        )
+        return str(gain)
 
     def _shown_stalls(self) -> str:
         stalls = shown_count(self.stall_count, "stall")
@@ -414,6 +430,7 @@ def snapshot(
     store: Mapping[str, object],
     on_gpus: OnGpus,
     gpu_stall_s: float,
+    hooks_s: float,
     elapsed_s: float,
     bytes_eligible: int,
     reason: Reason | None,
@@ -454,11 +471,13 @@ def snapshot(
         write_refused_count=write_refused_count,
         resident_bytes=resident_bytes,
         resident_bytes_peak=residency.account.peak_bytes,
+        saved_bytes_peak=residency.account.alive_peak_bytes,
         disk_used_bytes=number("disk_used_bytes"),
         disk_reserved_bytes=number("disk_reserved_bytes"),
         engines=tuple((str(place), str(name)) for place, name in engines),
         **asdict(on_gpus),
         gpu_stall_s=gpu_stall_s,
+        hooks_s=hooks_s,
         **asdict(blocks),
         process_bytes=known_bytes("VmRSS"),
         process_bytes_peak=known_bytes("VmHWM"),

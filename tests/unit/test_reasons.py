@@ -27,11 +27,11 @@ from disks import MIB
 from ssdtrain._core import Account
 from ssdtrain.activations.seen import Seen
 from ssdtrain.planning.controller import Verdict
-from ssdtrain.planning.policy import RATE_GUESS, Copies, Rates
+from ssdtrain.planning.policy import RATE_GUESS, Copies, Policy, Rates
 from ssdtrain.planning.price import Price
-from ssdtrain.reasons import Evidence, reason_of
+from ssdtrain.reasons import Evidence, PlannedRound, reason_of
 from ssdtrain.session_log import log
-from support import chain, shared_out
+from support import Rig, chain, shared_out
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -254,6 +254,12 @@ def test_a_forward_that_raises_is_no_fault_of_the_disk(
 # What no small session shows
 
 
+def round_with(rates: Rates) -> PlannedRound:
+    return PlannedRound(
+        saved_bytes=50 * MIB, staying_bytes=40 * MIB, idle_s=0.25, rates=rates, caution=0.8
+    )
+
+
 def evidence(**changes: Any) -> Evidence:
     known = Evidence(
         seen=Seen(Account()),
@@ -267,8 +273,7 @@ def evidence(**changes: Any) -> Evidence:
         stayed=None,
         budget_error_count=0,
         is_one_node=False,
-        last_round=(50 * MIB, 0.25),
-        rates=Rates(100.0 * MIB, 200.0 * MIB),
+        usual_round=round_with(Rates(100.0 * MIB, 200.0 * MIB)),
         verdict=None,
         observed=None,
     )
@@ -296,7 +301,8 @@ def test_a_rate_that_is_a_guess_is_told_as_one() -> None:
         (200.0 * MIB, "reads 200 MiB a"),
         (RATE_GUESS, "is taken to read 953.7 MiB"),
     ):
-        reason = reason_of(evidence(seen=seen, rates=Rates(100.0 * MIB, read)))
+        usual = round_with(Rates(100.0 * MIB, read))
+        reason = reason_of(evidence(seen=seen, usual_round=usual))
         assert reason is not None
         assert f"the disk writes 100 MiB and {words}" in reason.text
 
@@ -305,17 +311,18 @@ def test_a_link_that_is_slower_than_the_disk_is_told() -> None:
     seen = Seen(Account())
     seen.eligible.add(100 * MIB)
     seen.planned.add(100 * MIB)
-    rates = evidence().rates
-    assert rates is not None
+    rates = Rates(100.0 * MIB, 200.0 * MIB)
     for copies, words in (
         (Copies(down=50.0 * MIB), "; the link of GPU 0 copies 50 MiB from it a second"),
         (Copies(down=1e12, up=50.0 * MIB), " and 50 MiB to it a second"),
     ):
-        reason = reason_of(evidence(seen=seen, rates=replace(rates, copies={0: copies})))
+        usual = round_with(replace(rates, copies={0: copies}))
+        reason = reason_of(evidence(seen=seen, usual_round=usual))
         assert reason is not None
         assert words in reason.text
         assert "so a faster disk changes nothing" in reason.text
-    fast = reason_of(evidence(seen=seen, rates=replace(rates, copies={0: Copies(1e12, 1e12)})))
+    usual = round_with(replace(rates, copies={0: Copies(1e12, 1e12)}))
+    fast = reason_of(evidence(seen=seen, usual_round=usual))
     assert fast is not None
     assert "a faster disk, or several (dir=[...]), changes that" in fast.text
     assert "the link of GPU 0 copies" in fast.text
@@ -358,10 +365,12 @@ def planned(count: int) -> Seen:
     [
         (
             {"seen": planned(9)},
-            r"written and read back in time: a step saves 50(\.0)? MiB in 0\.250 s",
+            r"in time: a step saves 50 MiB, of which 40 MiB stay: they are needed 0\.250 s after",
         ),
-        ({"seen": planned(9)}, r"the disk writes 100(\.0)? MiB and reads 200(\.0)? MiB a second"),
-        ({"seen": planned(9), "is_one_node": True}, r"compile block by block"),
+        ({"seen": planned(9)}, r"to write and read them takes 0\.750 s; the disk writes 100 MiB"),
+        ({"seen": planned(9)}, r"reads 200 MiB a second, of which the plan counts on 80%;"),
+        ({"seen": planned(9), "is_one_node": True}, r"^one node .* compile block by block"),
+        ({"seen": planned(1), "is_one_node": True}, r"^one node .* compile block by block"),
         (
             {"seen": parts()},
             r"^1 saved tensor lies in storages whose parts count .*, so they stay in memory$",
@@ -387,9 +396,26 @@ def test_a_guess_is_not_told_as_what_the_disk_does() -> None:
         (Rates(RATE_GUESS, RATE_GUESS), "has not told yet what it does, and is taken to do"),
         (Rates(2 * RATE_GUESS, RATE_GUESS), "the disk writes"),
     ]:
-        reason = reason_of(evidence(seen=planned(10), rates=rates, last_round=(100 * MIB, 1.0)))
+        reason = reason_of(evidence(seen=planned(10), usual_round=round_with(rates)))
         assert reason is not None
         assert expected in reason.text, reason.text
+
+
+def test_a_short_last_step_does_not_stand_for_the_others(tmp_path: Path) -> None:
+    policy = Policy()
+    rig = Rig(tmp_path, policy=policy)
+    with rig.context():
+        for count in (BIG, BIG, BIG, BIG // 64):
+            chain(leaf(count), 6).sum().backward()
+    rig.prefetcher.learn_from_last()
+    whole, short = rig.prefetcher.recorded
+    usual = rig.prefetcher.usual_round()
+    assert usual is not None
+    whole_bytes = sum(item.nbytes for item in rig.prefetcher.recorded[whole].items)
+    assert usual.saved_bytes == whole_bytes >= 6 * 4 * BIG
+    assert usual.staying_bytes == whole_bytes - policy.plans[whole].leaving_bytes
+    assert (usual.rates, usual.caution) == policy.basis(whole)
+    assert sum(item.nbytes for item in rig.prefetcher.recorded[short].items) < whole_bytes // 32
 
 
 def test_the_price_of_a_byte_is_a_reason() -> None:

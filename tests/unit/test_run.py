@@ -223,6 +223,8 @@ def test_child_processes_have_a_block_and_a_report_of_their_own(way: str, tmp_pa
         "def child():\n"
         "    thread = threading.Thread(target=train)\n    thread.start()\n    thread.join()\n"
         "    print(os.getpid(), train(), flush=True)\n"
+        # Longer than commands and idle workers take, which are no training.
+        "    while os.times().user < 2: pass\n"
         "def idle(): pass\n"
         "if __name__ == '__main__':\n"
         f"    context = multiprocessing.get_context({way!r})\n"
@@ -241,6 +243,9 @@ def test_child_processes_have_a_block_and_a_report_of_their_own(way: str, tmp_pa
     assert saved_count(report(tmp_path)) == 0
     assert f"script.py, process {process}" in done.stderr
     assert done.stderr.count("ssdtrain run: ") == 2
+    assert "(multiprocessing, os.fork) have blocks and reports of their own" in done.stderr
+    assert "hooks do not reach other processes" not in done.stderr
+    assert report(tmp_path)["is_surprising"] == 0
 
 
 def test_a_forked_child_that_trains_ends_with_its_own_exit_code(tmp_path: Path) -> None:

@@ -41,6 +41,50 @@ def test_a_snapshot_is_a_flat_dict(tmp_path: Path) -> None:
     assert values["engines"] == f"psync in {tmp_path}"
 
 
+def test_the_report_begins_with_what_was_gained_and_lost(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, max_resident_bytes=900_000)
+    nothing = str(rig.stats).splitlines()[0]
+    assert (
+        nothing == "ssdtrain: nothing was saved for a backward here, so there was nothing to gain"
+    )
+    _, stats = looks_at(rig)
+    # Four of 400,000 bytes are alive at the end of the forward, and two are in memory.
+    assert stats.saved_bytes_peak >= 1_600_000 > stats.resident_bytes_peak > 0
+    assert 0 < stats.hooks_s < stats.elapsed_s
+    large = dataclasses.replace(
+        stats,
+        saved_bytes_peak=600 << 20,
+        resident_bytes_peak=200 << 20,
+        process_bytes_peak=1 << 30,
+        hooks_s=0.25,
+        stall_s=0.75,
+        elapsed_s=10.0,
+    )
+    costs = "hooks and waits took 1.000 s of 10.000 s (10.0%)"
+    first = str(large).splitlines()[0]
+    assert first == (
+        "ssdtrain: saved tensors took 200 MiB of memory at the peak, and would take 600 MiB "
+        f"without ssdtrain; {costs}"
+    )
+    little = dataclasses.replace(large, saved_bytes_peak=210 << 20)
+    first, second, *_ = str(little).splitlines()
+    assert first.startswith("ssdtrain: hardly anything was gained: saved tensors took 200 MiB of")
+    assert first.endswith(
+        f"{costs}; leave the block out, or raise min_bytes so that it takes less time"
+    )
+    assert second == f"  disks      psync in {tmp_path}"
+    cheap = dataclasses.replace(little, hooks_s=0.01, stall_s=0.0)
+    assert str(cheap).splitlines()[0].endswith("; leave the block out")
+    with_state = with_tenants(little, {"optimizer state": Figures()}, Figures)
+    assert "hardly anything" not in str(with_state)
+    on_gpu = dataclasses.replace(
+        large, pinned_bytes=1, away_bytes_peak=300 << 20, device_bytes_peak=1 << 30
+    )
+    first = str(on_gpu).splitlines()[0]
+    assert first.startswith("ssdtrain: without ssdtrain GPUs would hold up to 300 MiB more; hooks")
+    assert "took 0.750 s of" in first, "a GPU computes on while hooks run"
+
+
 def test_the_report_tells_a_rate_of_what_was_moved_only(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     assert "  drive      0 bytes written, 0 bytes read\n" in str(rig.stats)

@@ -215,6 +215,7 @@ class Hooks:
                 store=store,
                 on_gpus=gpus,
                 gpu_stall_s=self._prefetcher.gpu_stall_s,
+                hooks_s=max(0.0, self._prefetcher.hooks_s - residency.waited_s),
                 elapsed_s=perf_counter() - self._began_s,
                 bytes_eligible=self._seen.eligible.nbytes,
                 reason=reason_of(self._evidence(observed)),
@@ -263,9 +264,8 @@ class Hooks:
             stayed=self._writeback.stayed,
             budget_error_count=self._residency.refused_count,
             is_one_node=prefetcher.is_one_node,
-            last_round=prefetcher.last_round,
+            usual_round=prefetcher.usual_round(),
             verdict=prefetcher.verdict,
-            rates=None if self.is_forked else self._transfer.rates(),
             observed=observed,
         )
 

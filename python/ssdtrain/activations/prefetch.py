@@ -24,6 +24,7 @@ from ssdtrain.planning.controller import Verdict
 from ssdtrain.planning.policy import Item, Policy, Rates
 from ssdtrain.planning.recording import Recording
 from ssdtrain.planning.steps import Step
+from ssdtrain.reasons import PlannedRound
 from ssdtrain.residency import WIDENING_BYTES, Residency
 from ssdtrain.shortage import Held
 from ssdtrain.sizes import shown_bytes
@@ -84,8 +85,6 @@ class Prefetcher:
         """Always ``None``: what is read ahead can be dropped; see ``residency.User``."""
         self.is_one_node = False
         """Whether one node saves nearly all of a round."""
-        self.last_round: tuple[int, float] | None = None
-        """Bytes of the last forward that was learned from, and seconds until it was used up."""
         self.recorded: dict[int, Recording] = {}
         """By signature, the last round that was learned from; the newest one last."""
         self._controller = policy.controller if residency.limit_bytes is None else None
@@ -94,6 +93,9 @@ class Prefetcher:
         """Rounds that have ended and were not learned from, the oldest one first."""
         self.gpu_stall_s = 0.0
         """How long GPUs waited for loads, in the rounds that were learned from."""
+        self.hooks_s = 0.0
+        """Time in the hooks of tensors of the CPU, in the rounds that have ended, with waits for
+        room."""
         self.unseen_count = 0
         """Steps of which no more than the first tensor was seen, as the hooks were off."""
         self._ended_s = float("-inf")
@@ -105,6 +107,7 @@ class Prefetcher:
     def learn(self, finished: list[Round]) -> None:
         """Let the policy plan with the rounds that have ended."""
         self._look()
+        self.hooks_s += sum(one.hooks_s for one in finished)
         # What a backward packed, as in reentrant checkpoints, teaches nothing.
         forwards = [one for one in finished if one.phase == FORWARD]
         self._ended.extend(forwards[: AWAITED_MAX - len(self._ended)])
@@ -143,7 +146,6 @@ class Prefetcher:
             self._learn_from_partial(one, rates, stall_share)
             return
         saved_bytes = sum(item.nbytes for item in items)
-        self.last_round = saved_bytes, whole_s
         if one.signature not in self._policy.plans:
             self._warn_of_one_node(one)
         self._policy.learn(one.signature, items, rates, stall_share)
@@ -211,6 +213,28 @@ class Prefetcher:
         ):
             self.unseen_count += leave()
         return nbytes, cause, False
+
+    def usual_round(self) -> PlannedRound | None:
+        """Return the round that keeps most by its plan, of the last of each kind."""
+        known = [one for signature in self.recorded if (one := self._planned(signature))]
+        return max(known, key=lambda one: one.staying_bytes, default=None)
+
+    def _planned(self, signature: int) -> PlannedRound | None:
+        """Return the last round of a kind, with what its plan was made of."""
+        plan, basis = self._policy.plans.get(signature), self._policy.basis(signature)
+        if plan is None or basis is None:
+            return None
+        items = self.recorded[signature].items
+        staying = [item for item in items if item.key in plan.keep]
+        staying_bytes = sum(item.nbytes for item in staying)
+        byte_seconds = sum(item.nbytes * (item.needed_s - item.packed_s) for item in staying)
+        return PlannedRound(
+            saved_bytes=sum(item.nbytes for item in items),
+            staying_bytes=staying_bytes,
+            idle_s=byte_seconds / max(1, staying_bytes),
+            rates=basis[0],
+            caution=basis[1],
+        )
 
     @property
     def is_off(self) -> bool:

@@ -20,7 +20,7 @@ from ssdtrain._core import HookPair
 from ssdtrain.activations.failed_backward import Probe, probe_backward
 from ssdtrain.machine.torch_internals import sequence_number, top_hooks
 
-__all__ = ["INNER_BLOCK", "Observed", "Watch"]
+__all__ = ["INNER_BLOCK", "Observed", "Watch", "note_reached_child"]
 
 OUR_OTHERS = ("ssdtrain.parameters.", "ssdtrain.activations.fingerprints.")
 """Where hooks of ours are made that hand on what they are given."""
@@ -32,6 +32,17 @@ class Forks:
     """How often this process was forked."""
 
     count = 0
+
+
+class Reached:
+    """How many child processes were given a block of their own, by `ssdtrain run`."""
+
+    count = 0
+
+
+def note_reached_child() -> None:
+    """Note that a child process is started whose training has a block of its own."""
+    Reached.count += 1
 
 
 def _note_fork() -> None:
@@ -50,6 +61,8 @@ class Observed:
     backward_count: int
     """Backwards of all threads of the process."""
     fork_count: int
+    reached_count: int
+    """Child processes that have a block of their own."""
     child_s: float
     """What child processes that have ended computed."""
     process_s: float
@@ -67,7 +80,7 @@ class Watch:
         self._thread = threading.get_ident()
         self._probe = probe_backward()
         self._sequence = sequence_number()
-        self._fork_count = Forks.count
+        self._fork_count, self._reached_count = Forks.count, Reached.count
         self._child_s, self._process_s = _child_seconds(), time.process_time()
 
     def begin(self) -> None:
@@ -100,6 +113,7 @@ class Watch:
             node_count=node_count - (after.here_count - before.here_count - 1),
             backward_count=_backwards_between(before, after),
             fork_count=Forks.count - self._fork_count,
+            reached_count=Reached.count - self._reached_count,
             child_s=_child_seconds() - self._child_s,
             process_s=time.process_time() - self._process_s,
             others=self._others,

@@ -23,6 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ssdtrain.activations.failed_backward import prepare_to_drop
 from ssdtrain.activations.installed import install, uninstall
+from ssdtrain.activations.watch import note_reached_child
 from ssdtrain.machine.torch_internals import untraced
 from ssdtrain.session import Session
 
@@ -41,7 +42,9 @@ def reach_from(context: Context, open_in_child: Open) -> None:
     reach = Reach(context, open_in_child)
     reach.follow_threads()
     reach.follow_processes()
-    os.register_at_fork(after_in_child=reach.enter_forked_child)
+    os.register_at_fork(
+        after_in_child=reach.enter_forked_child, after_in_parent=reach.note_forked_child
+    )
 
 
 class Reach:
@@ -85,9 +88,15 @@ class Reach:
         def start_reached(process: BaseProcess) -> None:
             # Unpickled in the child, as all that belongs to it; of one that is forked, never.
             process.__dict__["_ssdtrain_entrance"] = entrance
+            note_reached_child()
             start(process)
 
         BaseProcess.start = start_reached  # type: ignore[method-assign, assignment]
+
+    def note_forked_child(self) -> None:
+        """In the parent of a forked child: note that it is reached."""
+        if getattr(self._thread, "is_reached", False):
+            note_reached_child()
 
     def enter_forked_child(self) -> None:
         """In a forked child: the hooks that it inherited keep all in memory, so give it others."""

@@ -235,6 +235,12 @@ class Policy:
         """Whether this kind of rounds was planned often enough to be planned seldom from now on."""
         return signature in self._basis and self._basis[signature][0] >= SETTLED_COUNT
 
+    def basis(self, signature: int) -> tuple[Rates, float] | None:
+        """Return the rates of which the plan of this kind was made, and the caution."""
+        with self._learning:
+            known = self._basis.get(signature)
+        return None if known is None else known[1:]
+
     def knows(self, key: int) -> bool:
         """Whether a plan was made with this key in it."""
         return key in self._planned

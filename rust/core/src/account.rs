@@ -74,6 +74,10 @@ struct Books {
     /// Of these, what is reserved.
     reserved_bytes: u64,
     peak_bytes: u64,
+    /// What all holders need, in memory or not, and the most at once: without us, all of it would
+    /// be in memory.
+    alive_bytes: u64,
+    alive_peak_bytes: u64,
     kept: Ended,
     forwarded: Ended,
     offloaded: Ended,
@@ -91,6 +95,12 @@ impl Books {
         shared.bytes += more;
         shared.holder_count += 1;
         self.held_bytes += more;
+        self.begin(more);
+    }
+
+    fn begin(&mut self, bytes: u64) {
+        self.alive_bytes += bytes;
+        self.alive_peak_bytes = self.alive_peak_bytes.max(self.alive_bytes);
     }
 
     fn shared_more_bytes(&self, identity: usize, nbytes: u64, storage_bytes: u64) -> u64 {
@@ -127,8 +137,11 @@ impl Account {
     /// Counts bytes until the holding is dropped or freed.
     #[must_use]
     pub fn hold(&self, nbytes: u64) -> Holding {
-        self.books().held_bytes += nbytes;
-        let state = Mutex::new(State { fate: Fate::Kept, is_held: true });
+        let mut books = self.books();
+        books.held_bytes += nbytes;
+        books.begin(nbytes);
+        drop(books);
+        let state = Mutex::new(State { fate: Fate::Kept, is_held: true, is_lent: false });
         Holding { account: self.clone(), nbytes, state }
     }
 
@@ -218,6 +231,12 @@ impl Account {
         self.books().peak_bytes
     }
 
+    /// The most that all holders needed at once, in memory or not.
+    #[must_use]
+    pub fn alive_peak_bytes(&self) -> u64 {
+        self.books().alive_peak_bytes
+    }
+
     /// Forgets the peak until now.
     pub fn forget_peak(&self) {
         self.books().peak_bytes = 0;
@@ -249,6 +268,7 @@ impl Account {
 struct State {
     fate: Fate,
     is_held: bool,
+    is_lent: bool,
 }
 
 /// The bytes of one holder, all in memory or none.
@@ -266,25 +286,36 @@ impl Holding {
         if state.is_held {
             self.account.books().held_bytes -= self.nbytes;
         }
-        *state = State { fate: Fate::Offloaded, is_held: false };
+        state.fate = Fate::Offloaded;
+        state.is_held = false;
     }
 
     /// Notes that somebody else holds the bytes: they are not in memory because of us.
     pub fn lend(&self) {
         let mut state = self.state();
+        let mut books = self.account.books();
         if state.is_held {
-            self.account.books().held_bytes -= self.nbytes;
+            books.held_bytes -= self.nbytes;
+        }
+        if !state.is_lent {
+            books.alive_bytes -= self.nbytes;
         }
         state.is_held = false;
+        state.is_lent = true;
     }
 
     /// Notes that nobody else holds the bytes any more.
     pub fn take_back(&self) {
         let mut state = self.state();
+        let mut books = self.account.books();
         if !state.is_held {
-            self.account.books().held_bytes += self.nbytes;
+            books.held_bytes += self.nbytes;
+        }
+        if state.is_lent {
+            books.begin(self.nbytes);
         }
         state.is_held = true;
+        state.is_lent = false;
     }
 
     /// Says how it would end now.
@@ -303,6 +334,9 @@ impl Drop for Holding {
         let mut books = self.account.books();
         if state.is_held {
             books.held_bytes -= self.nbytes;
+        }
+        if !state.is_lent {
+            books.alive_bytes -= self.nbytes;
         }
         books.end(state.fate, self.nbytes);
     }
@@ -354,147 +388,8 @@ impl Drop for SharedHolding {
             let bytes = shared.bytes;
             books.shared.remove(&self.identity);
             books.held_bytes -= bytes;
+            books.alive_bytes -= bytes;
             books.end(Fate::Kept, bytes);
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_holding_counts_until_it_is_dropped() {
-        let account = Account::new();
-        let one = account.hold(30);
-        let other = account.hold(12);
-        assert_eq!(account.held_bytes(), 42);
-        drop(one);
-        assert_eq!(account.held_bytes(), 12);
-        assert_eq!(account.ended(Fate::Kept), Ended { bytes: 30, count: 1 });
-        other.set_fate(Fate::Forwarded);
-        drop(other);
-        assert_eq!(account.held_bytes(), 0);
-        assert_eq!(account.ended(Fate::Forwarded), Ended { bytes: 12, count: 1 });
-    }
-
-    #[test]
-    fn a_freed_holding_is_offloaded_and_no_longer_held() {
-        let account = Account::new();
-        let holding = account.hold(8);
-        holding.free();
-        holding.free();
-        assert_eq!(account.held_bytes(), 0);
-        assert_eq!(account.ended(Fate::Offloaded), Ended::default(), "it has not ended yet");
-        drop(holding);
-        assert_eq!(account.ended(Fate::Offloaded), Ended { bytes: 8, count: 1 });
-        assert_eq!(account.held_bytes(), 0);
-    }
-
-    #[test]
-    fn bytes_that_were_freed_and_are_used_from_memory_end_as_forwarded() {
-        let account = Account::new();
-        let holding = account.hold(8);
-        holding.free();
-        holding.set_fate(Fate::Forwarded);
-        drop(holding);
-        assert_eq!(account.ended(Fate::Forwarded), Ended { bytes: 8, count: 1 });
-        assert_eq!(account.held_bytes(), 0);
-    }
-
-    #[test]
-    fn what_is_reserved_counts_until_it_is_given_back_and_ends_in_no_way() {
-        let account = Account::new();
-        let (_held, one, other) = (account.hold(7), account.reserve(30), account.reserve(5));
-        one.resize(40);
-        assert_eq!((account.held_bytes(), account.reserved_bytes(), one.bytes()), (52, 45, 40));
-        one.resize(0);
-        assert_eq!((account.held_bytes(), account.reserved_bytes()), (12, 5));
-        drop((one, other));
-        assert_eq!((account.held_bytes(), account.reserved_bytes()), (7, 0));
-        assert_eq!(account.ended(Fate::Kept), Ended::default());
-    }
-
-    #[test]
-    fn what_is_lent_counts_again_once_it_is_taken_back() {
-        let account = Account::new();
-        let holding = account.hold(8);
-        holding.lend();
-        holding.lend();
-        assert_eq!(account.held_bytes(), 0);
-        holding.take_back();
-        holding.take_back();
-        assert_eq!(account.held_bytes(), 8);
-        holding.lend();
-        drop(holding);
-        assert_eq!(account.held_bytes(), 0);
-        assert_eq!(account.ended(Fate::Kept), Ended { bytes: 8, count: 1 });
-    }
-
-    #[test]
-    fn what_comes_by_is_counted_each_time() {
-        let account = Account::new();
-        account.limit_small(30);
-        for nbytes in [10, 30, 20] {
-            assert!(account.hold_small(7, nbytes, 0).is_some());
-        }
-        account.note_weight();
-        assert_eq!(account.small(), Passed { count: 3, bytes: 60, largest_bytes: 30 });
-        assert_eq!(account.weight_count(), 1);
-    }
-
-    #[test]
-    fn holders_of_one_storage_count_at_most_as_much_as_it() {
-        let account = Account::new();
-        let first = account.hold_shared(7, 60, 100);
-        assert_eq!(account.shared_more_bytes(7, 60, 100), 40);
-        let second = account.hold_shared(7, 60, 100);
-        let third = account.hold_shared(7, 60, 100);
-        assert_eq!(account.held_bytes(), 100);
-        drop((first, third));
-        assert_eq!(account.held_bytes(), 100, "the last holder holds the whole");
-        drop(second);
-        assert_eq!(account.held_bytes(), 0);
-        assert_eq!(account.ended(Fate::Kept), Ended { bytes: 100, count: 1 });
-    }
-
-    #[test]
-    fn a_storage_that_shrank_adds_nothing() {
-        let account = Account::new();
-        let _first = account.hold_shared(7, 60, 100);
-        let _second = account.hold_shared(7, 20, 40);
-        assert_eq!(account.held_bytes(), 60);
-    }
-
-    #[test]
-    fn the_peak_is_of_what_is_held_and_what_transfers_hold() {
-        let account = Account::new();
-        account.limit_small(100);
-        drop(account.hold_small(7, 10, 5));
-        assert_eq!(account.peak_bytes(), 15);
-        let _larger = account.hold_small(7, 14, 0);
-        assert_eq!(account.peak_bytes(), 15, "it was more before");
-        account.note_peak(2);
-        assert_eq!(account.peak_bytes(), 16);
-        account.forget_peak();
-        account.note_peak(0);
-        assert_eq!(account.peak_bytes(), 14);
-    }
-
-    #[test]
-    fn small_tensors_are_held_only_below_their_limit() {
-        let account = Account::new();
-        assert!(account.hold_small(7, 1, 0).is_none(), "nobody has set one");
-        account.limit_small(100);
-        let _large = account.hold(60);
-        assert!(account.hold_small(7, 31, 10).is_none());
-        let fits = account.hold_small(7, 30, 10);
-        assert!(fits.is_some());
-        assert!(account.hold_small(7, 30, 10).is_some(), "nothing more of the same storage");
-        assert!(account.hold_small(8, 1, 10).is_none());
-        assert_eq!(account.held_bytes(), 90);
-        assert_eq!(account.small().count, 2, "what was refused is not counted");
-        account.limit_small(0);
-        assert!(account.hold_small(7, 30, 0).is_none());
     }
 }

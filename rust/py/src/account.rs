@@ -66,6 +66,11 @@ impl Account {
         self.0.peak_bytes()
     }
 
+    #[getter]
+    fn alive_peak_bytes(&self) -> u64 {
+        self.0.alive_peak_bytes()
+    }
+
     fn small(&self) -> (u64, u64, u64) {
         let small = self.0.small();
         (small.count, small.bytes, small.largest_bytes)
