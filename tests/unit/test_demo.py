@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import support
-from ssdtrain.demo import machine, modes, report, runner, summary, text
+from ssdtrain.demo import machine, modes, report, runner, summary, text, without
 from ssdtrain.demo.counting import Sampler, SavedStorageCounter, is_weight
 from ssdtrain.demo.options import MemoryRecord, Mode, ModeRun, StepKind, StepRecord, TrainingOptions
 from ssdtrain.machine import process_memory
@@ -262,9 +262,11 @@ def run_of(
 def all_runs() -> list[ModeRun]:
     # The machine is twice as slow in the second repeat: the ratio must not see it.
     return [
+        run_of("plain", 1, [0.5, 0.5, 0.5], activation_bytes=120),
         run_of("keep", 1, [1.0, 1.0, 5.0]),
         run_of("recompute", 1, [1.5, 1.5, 1.5], activation_bytes=20),
         run_of("offload", 1, [1.1, 1.1, 1.1], activation_bytes=15),
+        run_of("plain", 2, [1.0, 1.0, 1.0], activation_bytes=120),
         run_of("keep", 2, [2.0, 2.0, 2.0]),
         run_of("recompute", 2, [3.0, 3.0, 3.0], activation_bytes=20),
         run_of("offload", 2, [2.2, 2.2, 2.2], activation_bytes=15),
@@ -282,6 +284,8 @@ def test_ratios_are_medians_of_the_ratios_within_the_repeats() -> None:
     assert offload.ratio_to_keep.step_s == pytest.approx(1.1)
     assert offload.ratio_to_keep.activation_bytes_peak == pytest.approx(0.15)
     assert offload.ratio_to_keep.rss_bytes_peak == pytest.approx(0.15)
+    assert offload.ratio_to_plain.step_s == pytest.approx(2.2)
+    assert offload.ratio_to_plain.rss_bytes_peak == pytest.approx(0.125)
     assert offload.step_s_median == pytest.approx(1.65)
     assert offload.tokens_per_s == pytest.approx(20)
     assert (offload.bytes_written_per_step, offload.bytes_read_per_step) == (10, 8)
@@ -292,10 +296,11 @@ def test_ratios_are_medians_of_the_ratios_within_the_repeats() -> None:
 
 
 def test_equal_bits_are_seen_as_equal() -> None:
-    assert summary.compare(all_runs()) == summary.Comparison(bit_identical=True, notes=[])
+    found = summary.compare(all_runs())
+    assert found == summary.Comparison(reference="plain", bit_identical=True, notes=[])
 
 
-@pytest.mark.parametrize("changed", range(1, 6))
+@pytest.mark.parametrize("changed", range(1, 8))
 @pytest.mark.parametrize(
     ("changes", "what"),
     [({"gradients_digest": "flipped"}, "gradients"), ({"loss": (1.5).hex()}, "loss")],
@@ -310,23 +315,24 @@ def test_one_differing_step_in_any_run_is_seen(
     (note,) = comparison.notes
     assert note == (
         f"{runs[changed].mode}, repeat {runs[changed].repeat}: {what} "
-        "differ from keep's from step 3 on"
+        "differ from plain's from step 3 on"
     )
 
 
-def test_without_keep_nothing_is_compared_and_it_is_said() -> None:
+def test_without_plain_and_keep_nothing_is_compared_and_it_is_said() -> None:
     alone = [run for run in all_runs() if run.mode == "offload"]
     comparison = summary.compare(alone)
     assert comparison.bit_identical is None
     assert "keep was not run" in comparison.notes[0]
-    killed = ModeRun(mode="keep", repeat=1, failure="killed")
-    assert "keep failed" in summary.compare([killed, *alone]).notes[0]
+    killed = ModeRun(mode="plain", repeat=1, failure="killed")
+    assert "plain failed" in summary.compare([killed, *alone]).notes[0]
     only_keep = [run for run in all_runs() if run.mode == "keep"]
     assert summary.compare(only_keep).bit_identical is None
+    assert summary.compare([*only_keep, *alone]).reference == "keep"
 
 
 def report_of(runs: list[ModeRun]) -> report.Report:
-    names: tuple[Mode, ...] = ("keep", "recompute", "offload")
+    names: tuple[Mode, ...] = ("plain", "keep", "recompute", "offload")
     return report.Report(
         options=SMALL,
         repeats=2,
@@ -338,15 +344,15 @@ def report_of(runs: list[ModeRun]) -> report.Report:
 
 
 def test_a_failed_mode_is_told_and_fails_the_demo_but_not_its_report() -> None:
-    runs = [run for run in all_runs() if run.mode != "keep"]
-    runs.append(ModeRun(mode="keep", repeat=1, failure="its process was killed"))
+    runs = [run for run in all_runs() if run.mode != "plain"]
+    runs.append(ModeRun(mode="plain", repeat=1, failure="its process was killed"))
     result = report_of(runs)
     assert not result.succeeded
     rendered = report.render(result)
-    assert "keep FAILED: its process was killed" in rendered
-    assert "bit-identical to keep: not compared" in rendered
+    assert "plain FAILED: its process was killed" in rendered
+    assert "bit-identical to plain: not compared" in rendered
     assert report_of(all_runs()).succeeded
-    assert "bit-identical to keep: yes" in report.render(report_of(all_runs()))
+    assert "bit-identical to plain: yes" in report.render(report_of(all_runs()))
 
 
 def test_differing_bits_fail_the_demo() -> None:
@@ -354,7 +360,26 @@ def test_differing_bits_fail_the_demo() -> None:
     runs[2] = with_step(runs[2], 1, gradients_digest="flipped")
     result = report_of(runs)
     assert not result.succeeded
-    assert "bit-identical to keep: NO" in report.render(result)
+    assert "bit-identical to plain: NO" in report.render(result)
+
+
+def test_the_table_has_both_ratios() -> None:
+    times, over_keep = [
+        line
+        for line in report.render(report_of(all_runs())).splitlines()
+        if line.startswith(("step time", "  over keep"))
+    ][:2]
+    assert times.split()[3:] == [
+        "0.75",
+        "1.000x",
+        "1.50",
+        "2.000x",
+        "2.25",
+        "3.000x",
+        "1.65",
+        "2.200x",
+    ]
+    assert over_keep.split()[2:] == ["0.500x", "1.000x", "1.500x", "1.100x"]
 
 
 # The machine and the processes
@@ -370,6 +395,34 @@ def test_the_high_water_mark_starts_again_and_sees_the_next_peak() -> None:
     held = torch.ones(size, dtype=torch.uint8)
     del held
     assert process_memory.status_bytes("VmHWM") - before > size // 2
+
+
+PAGES = """
+import os
+import sys
+import torch
+import ssdtrain.demo.models
+tensor = torch.ones(64 << 20, dtype=torch.uint8)
+with open("/proc/self/smaps_rollup") as rollup:
+    (huge,) = (line.split()[1] for line in rollup if line.startswith("AnonHugePages"))
+own = [name for name in ("ssdtrain._core", "ssdtrain.session") if sys.modules.get(name)]
+switch = os.environ.get("THP_MEM_ALLOC_ENABLE")
+print(tensor.data_ptr() % 4096, int(huge) >> 10, own, switch, sys.argv[1:])
+"""
+
+
+def test_the_plain_program_has_nothing_of_our_import(tmp_path: Path) -> None:
+    script = tmp_path / "pages.py"
+    script.write_text(PAGES)
+
+    def said(command: list[str], environment: dict[str, str] | None) -> str:
+        return subprocess.check_output([*command, "word"], env=environment, text=True).strip()
+
+    never_imports = PAGES.replace("import ssdtrain.demo.models\n", "")
+    plain = said([sys.executable, "-P", "-c", never_imports], without.environment())
+    assert plain.endswith("[] None ['word']")
+    assert said(without.command(str(script)), without.environment()) == plain
+    assert said([sys.executable, "-P", str(script)], without.environment()) != plain
 
 
 def test_a_killed_mode_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -405,18 +458,19 @@ def test_the_demo_from_end_to_end_leaves_nothing_behind(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     document = json.loads((tmp_path / "demo.json").read_text())
     assert document["bit_identical"] is True
-    keep, recompute, offload = (
-        document["modes"][mode] for mode in ("keep", "recompute", "offload")
+    plain, keep, recompute, offload = (
+        document["modes"][mode] for mode in ("plain", "keep", "recompute", "offload")
     )
     assert len(keep["losses"]) == 4, "warm-up, two timed, measured"
     assert [len(times) for times in keep["step_s"]] == [2]
-    assert offload["losses"] == recompute["losses"] == keep["losses"]
+    assert offload["losses"] == recompute["losses"] == keep["losses"] == plain["losses"]
+    assert plain["activation_bytes_peak"] == keep["activation_bytes_peak"]
     assert 0 < recompute["activation_bytes_peak"] < keep["activation_bytes_peak"]
     # What comes back lies in whole pages, one more for each tensor, which has 1 MiB at least. So a
     # run that kept all but a few, as on a slow disk, may hold that much more than keep.
     pages_bytes = keep["activation_bytes_peak"] // MIB * PAGE_BYTES
     assert offload["activation_bytes_peak"] <= keep["activation_bytes_peak"] + pages_bytes
-    assert document["environment"]["THP_MEM_ALLOC_ENABLE"] == "1"
+    assert document["without_ssdtrain"] == ["plain", "recompute"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["demo.json", "demo.png"]
 
 
@@ -428,7 +482,7 @@ def test_the_demo_from_end_to_end_leaves_nothing_behind(tmp_path: Path) -> None:
         (["--repeats", "0"], "--repeats must be at least 1"),
         (["--data", "/nowhere/text"], "--data /nowhere/text"),
         (["--json", "/nowhere/demo.json"], "--json /nowhere/demo.json"),
-        (["--modes", "keep,nothing"], "'nothing': choose from keep, recompute, offload"),
+        (["--modes", "keep,nothing"], "'nothing': choose from plain, keep, recompute, offload"),
     ],
 )
 def test_a_bad_argument_is_refused_at_once_with_a_way_out(

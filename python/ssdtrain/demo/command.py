@@ -106,7 +106,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--modes",
         type=_modes,
         default=MODES,
-        help="comma-separated, of keep, recompute and offload (default: all three)",
+        help="comma-separated, of plain, keep, recompute and offload (default: all four)",
     )
     _add_whole(parser)
     _add_files(parser)
@@ -239,7 +239,7 @@ def _options(arguments: argparse.Namespace) -> TrainingOptions:
 
 
 def _modes(text: str) -> tuple[Mode, ...]:
-    """Parse `--modes`; keep comes first, so that all others can be held against it."""
+    """Parse `--modes`; plain and keep come first, so that all others can be held against them."""
     asked = {name.strip() for name in text.split(",")}
     unknown = sorted(asked.difference(MODES))
     if unknown:

@@ -1,6 +1,6 @@
 """One process of the demo: trains the model under one mode and tells its parent, a line at a time.
 
-Run by the demo as `python -m ssdtrain.demo.modes MODE MEASURED OPTIONS`.
+Run by the demo as `python -m ssdtrain.demo.modes MODE MEASURED OPTIONS`, or by `without.py`.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def run_mode(mode: Mode, options: TrainingOptions, *, measured: bool, emit: Emit
 
 
 def _open_session(options: TrainingOptions, stack: ExitStack) -> Any:
-    # Imported here: keep and recompute have no use for it.
+    # Imported here: plain and recompute do without it.
     import ssdtrain  # noqa: PLC0415
 
     assert options.directory is not None, "the demo names a directory when offload runs"

@@ -6,12 +6,14 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
-Mode = Literal["keep", "recompute", "offload"]
+Mode = Literal["plain", "keep", "recompute", "offload"]
 ModelName = Literal["gpt", "gpt2", "bert", "t5", "llama"]
 DtypeName = Literal["float32", "bfloat16"]
 StepKind = Literal["warm-up", "timed", "measured"]
 
 MODES: tuple[Mode, ...] = get_args(Mode)
+WITHOUT_SSDTRAIN: frozenset[Mode] = frozenset({"plain", "recompute"})
+"""Modes whose processes never import ssdtrain; `keep` is `plain` in a process that does."""
 MODEL_NAMES: tuple[ModelName, ...] = get_args(ModelName)
 DTYPE_NAMES: tuple[DtypeName, ...] = get_args(DtypeName)
 

@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from ssdtrain.demo.options import ModeRun
 
 MIB = 1 << 20
-COLOURS = {"keep": "#d55e00", "recompute": "#56b4e9", "offload": "#009e73"}
+COLOURS = {"plain": "#d55e00", "keep": "#cc79a7", "recompute": "#56b4e9", "offload": "#009e73"}
 """From the palette of Okabe and Ito: told apart also by readers who do not see all colours."""
 
-STYLES = {"keep": "--", "recompute": "-.", "offload": "-"}
+STYLES = {"plain": "--", "keep": ":", "recompute": "-.", "offload": "-"}
 """And told apart in print without colours."""
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -11,14 +10,18 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO
 
-from ssdtrain.demo.options import MemoryRecord, Mode, ModeRun, StepRecord, TrainingOptions
+from ssdtrain.demo import without
+from ssdtrain.demo.options import (
+    WITHOUT_SSDTRAIN,
+    MemoryRecord,
+    Mode,
+    ModeRun,
+    StepRecord,
+    TrainingOptions,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-SHARED_ENVIRONMENT = {"THP_MEM_ALLOC_ENABLE": "1"}
-"""Huge pages for torch's tensors. `import ssdtrain` asks for them, so every mode gets them, said
-openly and for its whole environment: the comparison is of offloading, not of page sizes."""
 
 
 class Progress:
@@ -71,16 +74,20 @@ def run_all(
 
 @contextmanager
 def started(
-    module: str, *words: str, stdin: int = subprocess.DEVNULL
+    module: str, *words: str, is_without: bool, stdin: int = subprocess.DEVNULL
 ) -> Iterator[subprocess.Popen[str]]:
-    """Run a module in a fresh process, which tells on its standard output, and wait for its end."""
+    """Run a module in a fresh process, which tells on its standard output, and wait for its end.
+
+    With `is_without` the process never imports ssdtrain, and has the environment of one.
+    """
+    with_us = [sys.executable, "-m", module, *words]
     with subprocess.Popen(
-        [sys.executable, "-m", module, *words],
+        without.command(module, *words) if is_without else with_us,
         stdin=stdin,
         stdout=subprocess.PIPE,
         text=True,
         encoding="utf-8",
-        env={**os.environ, **SHARED_ENVIRONMENT},
+        env=without.environment() if is_without else None,
     ) as process:
         try:
             yield process
@@ -96,7 +103,9 @@ def run_process(mode: Mode, repeat: int, options: TrainingOptions, progress: Pro
     measured = "measured" if repeat == 1 else "unmeasured"
     run = ModeRun(mode=mode, repeat=repeat)
     ended = False
-    with started("ssdtrain.demo.modes", mode, measured, options.to_json()) as process:
+    words = (mode, measured, options.to_json())
+    is_without = mode in WITHOUT_SSDTRAIN
+    with started("ssdtrain.demo.modes", *words, is_without=is_without) as process:
         assert process.stdout is not None
         for line in process.stdout:
             ended = _take(json.loads(line), run, progress) or ended

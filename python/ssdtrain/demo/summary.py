@@ -1,4 +1,4 @@
-"""From runs to figures: medians, ratios to keep, and whether every bit agrees."""
+"""From runs to figures: medians, ratios to plain and to keep, and whether every bit agrees."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Figure = Callable[[ModeRun], float | None]
 
 @dataclass(frozen=True, kw_only=True)
 class Ratios:
-    """A mode's figures as multiples of keep's; None without a keep to compare with."""
+    """A mode's figures as multiples of another's; None where that one did not run."""
 
     step_s: float | None
     activation_bytes_peak: float | None
@@ -26,8 +26,8 @@ class ModeSummary:
     """The figures of one mode.
 
     A figure of a repeat is the median of its timed steps; a figure of the mode is the median over
-    the repeats. A ratio is the median over the repeats of the quotient with keep *of the same
-    repeat*, which ran just before: a machine that slows down for a while slows both.
+    the repeats. A ratio is the median over the repeats of the quotient with plain, or keep, *of the
+    same repeat*, which ran just before: a machine that slows down for a while slows both.
     """
 
     mode: Mode
@@ -42,7 +42,10 @@ class ModeSummary:
     """Time per step in which the computing thread waited for I/O."""
     foreign_cores: float | None
     """CPU cores that other processes kept busy during the steps: what disturbs the times."""
+    ratio_to_plain: Ratios
+    """What a user gets or pays who takes ssdtrain, or recomputes."""
     ratio_to_keep: Ratios
+    """What of it is offloading alone, as keep has imported ssdtrain too."""
     losses: list[float]
     """Of every step of the first repeat: warm-up, timed, measured."""
     step_s: list[list[float]]
@@ -52,8 +55,10 @@ class ModeSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Whether all losses and all gradients are those of keep, bit for bit."""
+    """Whether all losses and all gradients are those of plain (or of keep), bit for bit."""
 
+    reference: Mode
+    """What the others are held against: plain, or keep where plain was not asked for."""
     bit_identical: bool | None
     """None when there was nothing to compare."""
     notes: list[str]
@@ -64,12 +69,18 @@ def summarise(runs: Sequence[ModeRun], mode: Mode, tokens_per_step: int) -> Mode
     """Compute the figures of one mode."""
     own = [run for run in runs if run.mode == mode]
     done = [run for run in own if run.failure is None]
-    keep = {run.repeat: run for run in runs if run.mode == "keep" and run.failure is None}
 
-    def ratio(figure: Figure) -> float | None:
-        pairs = [(figure(run), figure(keep[run.repeat])) for run in done if run.repeat in keep]
-        return median_or_none(
-            [own / kept for own, kept in pairs if own is not None and kept is not None and kept > 0]
+    def ratios_to(other: Mode) -> Ratios:
+        base = {run.repeat: run for run in runs if run.mode == other and run.failure is None}
+
+        def ratio(figure: Figure) -> float | None:
+            pairs = [(figure(run), figure(base[run.repeat])) for run in done if run.repeat in base]
+            return median_or_none([a / b for a, b in pairs if a is not None and b])
+
+        return Ratios(
+            step_s=ratio(_of_steps(lambda step: step.seconds)),
+            activation_bytes_peak=ratio(_activation_bytes_peak),
+            rss_bytes_peak=ratio(_rss_bytes_peak),
         )
 
     step_s = _over_repeats(done, _of_steps(lambda step: step.seconds))
@@ -84,11 +95,8 @@ def summarise(runs: Sequence[ModeRun], mode: Mode, tokens_per_step: int) -> Mode
         bytes_read_per_step=_over_repeats(done, _of_steps(lambda step: step.bytes_read)),
         stall_s=_over_repeats(done, _of_steps(lambda step: step.stall_s)),
         foreign_cores=_over_repeats(done, _foreign_cores),
-        ratio_to_keep=Ratios(
-            step_s=ratio(_of_steps(lambda step: step.seconds)),
-            activation_bytes_peak=ratio(_activation_bytes_peak),
-            rss_bytes_peak=ratio(_rss_bytes_peak),
-        ),
+        ratio_to_plain=ratios_to("plain"),
+        ratio_to_keep=ratios_to("keep"),
         losses=[float.fromhex(step.loss) for step in own[0].steps] if own else [],
         step_s=[[step.seconds for step in run.timed] for run in own],
         failure=next((run.failure for run in own if run.failure is not None), None),
@@ -96,21 +104,20 @@ def summarise(runs: Sequence[ModeRun], mode: Mode, tokens_per_step: int) -> Mode
 
 
 def compare(runs: Sequence[ModeRun]) -> Comparison:
-    """Hold every step of every finished run against the first finished run of keep."""
+    """Hold every step of every finished run against the first finished run of plain, or of keep."""
     done = [run for run in runs if run.failure is None]
-    reference = next((run for run in done if run.mode == "keep"), None)
+    name: Mode = "plain" if any(run.mode == "plain" for run in runs) else "keep"
+    reference = next((run for run in done if run.mode == name), None)
     if reference is None:
-        reason = "failed" if any(run.mode == "keep" for run in runs) else "was not run"
-        return Comparison(
-            bit_identical=None, notes=[f"keep {reason}: there is nothing to compare with"]
-        )
+        reason = "failed" if any(run.mode == name for run in runs) else "was not run"
+        note = f"{name} {reason}: there is nothing to compare with"
+        return Comparison(reference=name, bit_identical=None, notes=[note])
     others = [run for run in done if run is not reference]
-    if all(run.mode == "keep" for run in others):
-        return Comparison(
-            bit_identical=None, notes=["no other mode finished: there is nothing to compare"]
-        )
+    if all(run.mode == name for run in others):
+        note = "no other mode finished: there is nothing to compare"
+        return Comparison(reference=name, bit_identical=None, notes=[note])
     notes = [note for run in others for note in _differences(run, reference)]
-    return Comparison(bit_identical=not notes, notes=notes)
+    return Comparison(reference=name, bit_identical=not notes, notes=notes)
 
 
 def median_or_none(values: Sequence[float]) -> float | None:
@@ -121,7 +128,7 @@ def median_or_none(values: Sequence[float]) -> float | None:
 def _differences(run: ModeRun, reference: ModeRun) -> Iterable[str]:
     """Name the first step at which a run leaves the reference; the later ones follow from it."""
     if len(run.steps) > len(reference.steps):
-        yield f"{run.mode}, repeat {run.repeat}: it has more steps than keep"
+        yield f"{run.mode}, repeat {run.repeat}: it has more steps than {reference.mode}"
     for number, (step, kept) in enumerate(zip(run.steps, reference.steps, strict=False), start=1):
         what = [
             name
@@ -133,8 +140,8 @@ def _differences(run: ModeRun, reference: ModeRun) -> Iterable[str]:
         ]
         if what:
             yield (
-                f"{run.mode}, repeat {run.repeat}: {' and '.join(what)} differ from keep's from "
-                f"step {number} on"
+                f"{run.mode}, repeat {run.repeat}: {' and '.join(what)} differ from "
+                f"{reference.mode}'s from step {number} on"
             )
             return
 

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import json
 import subprocess
+import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
+import torch
+
+import ssdtrain
 from ssdtrain.demo.counting import Sampler
 from ssdtrain.demo.machine import machine_facts
 from ssdtrain.demo.memory_group import MemoryGroup, NoGroupError
@@ -39,6 +43,11 @@ ACTIVATIONS_PART = 8
 BUFFER_PART = 10
 """What of the given memory is for saved tensors, and for the state on its way."""
 INTERVAL_S = 0.02
+RAW_PIECE_BYTES = 16 << 20
+RAW_PIECE_COUNT = 16
+"""What is written and read to know the disk's rates."""
+RAW_ROUNDS = 3
+"""The best one counts: the first also makes the file and the memory."""
 
 
 class TooLittleMemoryError(Exception):
@@ -61,7 +70,12 @@ def run_whole(options: WholeOptions, told: TextIO) -> WholeReport:
     assert training.directory is not None, "the demo names one"
     layers = max(1, training.layers // FITS_PART)
     small = replace(options, training=replace(training, layers=layers))
-    runs = [_run("fits", small, None, told)]
+    fits = _run("fits", small, None, told)
+    if fits.end is not None:
+        # Not by its process, which never imports ssdtrain.
+        read_rate, write_rate = disk_rates(training.directory)
+        fits.end = replace(fits.end, read_bytes_per_s=read_rate, write_bytes_per_s=write_rate)
+    runs = [fits]
     notes: list[str] = []
     plan: Expected | None = None
     is_limited = False
@@ -97,6 +111,29 @@ def run_whole(options: WholeOptions, told: TextIO) -> WholeReport:
     )
 
 
+def disk_rates(directory: str) -> tuple[float, float]:
+    """Read and write through the store as fast as it goes; return bytes per second of each."""
+    total_bytes = RAW_PIECE_BYTES * RAW_PIECE_COUNT
+    pieces = [torch.rand(RAW_PIECE_BYTES // 4) for _ in range(RAW_PIECE_COUNT)]
+    read_s: list[float] = []
+    written_s: list[float] = []
+    with ssdtrain.TensorStore(directory) as store:
+        for _ in range(RAW_ROUNDS):
+            began_s = time.perf_counter()
+            stored = [store.write(piece) for piece in pieces]
+            for one in stored:
+                one.wait()
+            written_s.append(time.perf_counter() - began_s)
+            began_s = time.perf_counter()
+            reads = [store.read(one) for one in stored]
+            while reads:
+                reads.pop(0).result()
+            read_s.append(time.perf_counter() - began_s)
+            for one in stored:
+                store.release(one)
+    return total_bytes / min(read_s), total_bytes / min(written_s)
+
+
 def _refuse_too_little(options: WholeOptions, plan: Expected) -> None:
     if plan.needed_bytes > options.given_bytes:
         raise TooLittleMemoryError(
@@ -112,7 +149,8 @@ def _run(
     """Run one mode in a fresh process and wait for its end."""
     run = WholeRun(mode=mode, layers=options.training.layers)
     words = (mode, options.to_json())
-    with started("ssdtrain.demo.whole_process", *words, stdin=subprocess.PIPE) as process:
+    module, is_without = "ssdtrain.demo.whole_process", mode != "whole"
+    with started(module, *words, is_without=is_without, stdin=subprocess.PIPE) as process:
         _follow(process, run, group, told)
     if run.failure is None and (process.returncode != 0 or run.end is None):
         run.failure = explain_end(process.returncode, len(run.steps))

@@ -1,15 +1,14 @@
 """One process of `demo --whole`: trains with AdamW, plainly or with all on the disk.
 
-Run by the demo as `python -m ssdtrain.demo.whole_process MODE OPTIONS`. It says when it is ready,
-waits for a line on its standard input (meanwhile it may be put into a group with less memory), and
-trains.
+Run by the demo as `python -m ssdtrain.demo.whole_process MODE OPTIONS`; where it trains plainly, by
+`without.py`, under which it does not import ssdtrain. It says when it is ready, waits for a line on
+its standard input (meanwhile it may be put into a group with less memory), and trains.
 """
 
 from __future__ import annotations
 
 import hashlib
 import sys
-import time
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
@@ -35,11 +34,6 @@ from ssdtrain.machine.process_memory import status_bytes
 
 LEARNING_RATE = 2e-5
 """Small enough for a loss that falls from the first step on, without a schedule."""
-RAW_PIECE_BYTES = 16 << 20
-RAW_PIECE_COUNT = 16
-"""What is written and read to know the disk's rates."""
-RAW_ROUNDS = 3
-"""The best one counts: the first also makes the file and the memory."""
 
 
 class Plain:
@@ -224,12 +218,11 @@ def run_mode(mode: str, options: WholeOptions, emit: Emit) -> None:
             emit("step", **asdict(step))
         memory = process.memory()
         digest = weights_digest(process.parameters)
-        rates = disk_rates(training.directory) if mode == "fits" else (None, None)
         end = WholeEnd(
             weights_digest=digest,
             memory=memory,
-            read_bytes_per_s=rates[0],
-            write_bytes_per_s=rates[1],
+            read_bytes_per_s=None,
+            write_bytes_per_s=None,
         )
         emit("end", **asdict(end))
 
@@ -240,30 +233,6 @@ def weights_digest(parameters: list[nn.Parameter]) -> str:
     for parameter in parameters:
         digest.update(parameter.detach().numpy().data)
     return digest.hexdigest()
-
-
-def disk_rates(directory: str | None) -> tuple[float, float]:
-    """Read and write through the store as fast as it goes; return bytes per second of each."""
-    assert directory is not None, "the demo names one"
-    total_bytes = RAW_PIECE_BYTES * RAW_PIECE_COUNT
-    pieces = [torch.rand(RAW_PIECE_BYTES // 4) for _ in range(RAW_PIECE_COUNT)]
-    read_s: list[float] = []
-    written_s: list[float] = []
-    with ssdtrain.TensorStore(directory) as store:
-        for _ in range(RAW_ROUNDS):
-            began_s = time.perf_counter()
-            stored = [store.write(piece) for piece in pieces]
-            for one in stored:
-                one.wait()
-            written_s.append(time.perf_counter() - began_s)
-            began_s = time.perf_counter()
-            reads = [store.read(one) for one in stored]
-            while reads:
-                reads.pop(0).result()
-            read_s.append(time.perf_counter() - began_s)
-            for one in stored:
-                store.release(one)
-    return total_bytes / min(read_s), total_bytes / min(written_s)
 
 
 def main(arguments: list[str]) -> int:

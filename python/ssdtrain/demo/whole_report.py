@@ -135,7 +135,7 @@ def draw(report: WholeReport, path: Path) -> None:
     """Draw what the whole run and the plain one had in memory, above their libraries."""
     ours = report.whole
     plain = [run for run in report.runs if run.mode == "plain"]
-    named = [("plain", run, picture.COLOURS["keep"], "--") for run in plain]
+    named = [("plain", run, picture.COLOURS["plain"], "--") for run in plain]
     named += [("whole", ours, picture.COLOURS["offload"], "-")] if ours is not None else []
     given = report.options.given_bytes
     picture.draw_curves(

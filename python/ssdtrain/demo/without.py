@@ -1,0 +1,48 @@
+"""Runs a module or a script of this project as a program that never imports ssdtrain.
+
+The demo's models and clocks lie in the package, and to import them is to import the package, which
+switches on torch's huge pages. So a program that others are compared with runs by this file's path.
+There `ssdtrain` is an empty package, which only knows where its files lie: `ssdtrain.demo.gpt` can
+be imported, `ssdtrain/__init__.py` does not run, and the compiled part cannot be loaded.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from pathlib import Path
+from types import ModuleType
+
+__all__ = ["command", "environment"]
+
+
+def command(program: str, *words: str) -> list[str]:
+    """Return the command that runs a module, or a script by its path, without ssdtrain."""
+    return [sys.executable, "-P", __file__, program, *words]
+
+
+def environment() -> dict[str, str]:
+    """Return this process's environment without what `import ssdtrain` put there."""
+    from ssdtrain.machine.huge_pages import SWITCH  # noqa: PLC0415 - not where `main` runs
+
+    return {name: value for name, value in os.environ.items() if name != SWITCH}
+
+
+def main(words: list[str]) -> None:
+    """Run a module, or a script if it is a path."""
+    package = ModuleType("ssdtrain")
+    package.__path__ = [str(Path(__file__).parents[1])]
+    # With None there, an import raises ModuleNotFoundError.
+    sys.modules |= {"ssdtrain": package, "ssdtrain._core": None}  # type: ignore[dict-item]
+    program, *_ = sys.argv = words
+    if program.endswith(".py"):
+        # As where a script is run: what lies beside it can be imported.
+        sys.path.insert(0, str(Path(program).parent))
+        runpy.run_path(program, run_name="__main__")
+    else:
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
