@@ -2,10 +2,11 @@
 
 SSDTrain (arXiv 2408.10013) draws throughput against the peak of activations for the three ways to
 deal with them; here the mixes come beside them. In one process per model and batch size all ways
-take turns, a step each, in an order that rotates, so that what else the machine does meets all
-alike:
+but `plain` take turns, a step each, in an order that rotates, so that what else the machine does
+meets all alike:
 
-    keep        plain training
+    plain       a process of its own that never imports ssdtrain, in the same turns
+    keep        the same where ssdtrain is imported
     recompute   each block is computed again in backward (`torch.utils.checkpoint`)
     offload     `ssdtrain.offload`
     half        every second block is computed again, the others are offloaded
@@ -39,7 +40,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+# Benchmarks that share what they do lie there.
+sys.path.insert(0, str(Path(__file__).resolve().parent / "training"))
+
 import ssdtrain
+from plain_steps import Program
 from ssdtrain.config import OffloadConfig, StoreConfig
 from ssdtrain.demo.counting import SavedStorageCounter
 from ssdtrain.demo.machine import machine_facts
@@ -133,15 +138,20 @@ def train(options: TrainingOptions, turns: int) -> dict[str, Any]:
         load_text(None), batch=options.batch, sequence=options.sequence, seed=options.seed
     )
     takers: list[Callable[[torch.Tensor, int], None]] = [way.take for way in ways.values()]
+    program = Program(options)
+    takers.append(program.take)
     for turn in range(ADAPTING_TURNS + turns):
         first = turn % len(takers)
         for taker in takers[first:] + takers[:first]:
             taker(batches.at(turn), turn)
+    program.close()
     rows = {}
     for name, way in ways.items():
         seconds = statistics.median(way.seconds[-turns:])
         rows[name] = {
             "seconds": seconds,
+            "over_plain": _ratio(way.seconds[-turns:], program.seconds[-turns:]),
+            "over_keep": _ratio(way.seconds[-turns:], ways["keep"].seconds[-turns:]),
             "tokens_per_s": options.tokens_per_step / seconds,
             "written_bytes": way.written_bytes,
             "losses_equal": way.losses == ways["keep"].losses,
@@ -149,7 +159,11 @@ def train(options: TrainingOptions, turns: int) -> dict[str, Any]:
     text = batches.at(ADAPTING_TURNS + turns)
     for name, way in ways.items():
         rows[name]["peak_bytes"] = way.peak_bytes(text)
-    return rows
+    return {"plain_s": statistics.median(program.seconds[-turns:]), "ways": rows}
+
+
+def _ratio(those: list[float], others: list[float]) -> float:
+    return statistics.median(map(float.__truediv__, those, others))
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
@@ -191,7 +205,8 @@ def show(row: dict[str, Any]) -> None:
         equal = "" if way["losses_equal"] else "  LOSSES DIFFER"
         print(
             f"{row['model']:<6} {row['batch']:>5}  {name:<9} {way['tokens_per_s']:9.0f}"
-            f" {keep['seconds'] / way['seconds']:7.3f}x {way['peak_bytes'] / MIB:9.1f}"
+            f" {1 / way['over_plain']:8.3f}x {1 / way['over_keep']:8.3f}x"
+            f" {way['peak_bytes'] / MIB:9.1f}"
             f" {way['peak_bytes'] / keep['peak_bytes']:7.3f}x {way['written_bytes'] / MIB:9.1f}"
             f"{equal}",
             flush=True,
@@ -214,8 +229,8 @@ def main(words: list[str]) -> int:
     arguments = parser.parse_args(words)
     rows = []
     with tempfile.TemporaryDirectory(dir=arguments.dir or Path.home()) as directory:
-        print(f"{'model':<6} {'batch':>5}  {'way':<9} {'tokens/s':>9} {'of keep':>8}"
-              f" {'peak MiB':>9} {'of keep':>8} {'MiB out':>9}")  # fmt: skip
+        print(f"{'model':<6} {'batch':>5}  {'way':<9} {'tokens/s':>9} {'of plain':>9}"
+              f" {'of keep':>9} {'peak MiB':>9} {'of keep':>8} {'MiB out':>9}")  # fmt: skip
         for model in arguments.models:
             for batch in arguments.batches:
                 options = TrainingOptions(
@@ -226,8 +241,10 @@ def main(words: list[str]) -> int:
                 done = subprocess.run(
                     [*command, str(arguments.turns)], stdout=subprocess.PIPE, text=True, check=True
                 )
-                ways = json.loads(done.stdout.splitlines()[-1])
-                rows.append({"model": model, "batch": batch, "ways": ways})
+                told = json.loads(done.stdout.splitlines()[-1])
+                tokens_per_s = options.tokens_per_step / told["plain_s"]
+                print(f"{model:<6} {batch:>5}  {'plain':<9} {tokens_per_s:9.0f}")
+                rows.append({"model": model, "batch": batch, **told})
                 show(rows[-1])
         if arguments.picture is not None:
             draw(rows, arguments.picture)

@@ -3,10 +3,11 @@
     python benches/compare/compare_training.py --dir DIR --peers-python PEERS/bin/python
 
 Each way trains the same bfloat16 model in a process of its own, and all of them take turns, a step
-each. Printed are the median of a step over that of `plain`, which has everything in memory, in the
-same turn; the most memory above what the libraries take; the bytes that lie on the disk, in files
-with and without a name; the loss of the last step; what SIGKILL leaves; and what happens on a file
-system that is too small, an ext4 image that only root may mount.
+each. Printed are the median of a step over that of `plain`, which has everything in memory and
+never imports ssdtrain, in the same turn; for ours also over that of `imported`, which has
+imported it and does the same; the most memory above what the libraries take; the bytes that lie on
+the disk, in files with and without a name; the loss of the last step; what SIGKILL leaves; and what
+happens on a file system that is too small, an ext4 image that only root may mount.
 
 PEERS is an environment with torch and `pip install deepspeed torchao` (which need libaio's headers
 and a C++ compiler). A way that does not run says why.
@@ -28,18 +29,20 @@ from pathlib import Path
 from typing import Any
 
 from peer_faults import last_words, small_disk
+from ssdtrain.demo import without
 from ssdtrain.demo.machine import machine_facts
 
 PROGRAM = Path(__file__).with_name("training_ways.py")
 WAYS = {
     "plain": "all in memory",
+    "imported": "all in memory, ssdtrain imported",
     "ssdtrain": "ssdtrain, a quarter of the weights in memory",
     "ssdtrain-backward": 'the same, overlap="backward"',
     "deepspeed": "DeepSpeed ZeRO-3, parameters and optimizer on NVMe",
     "fsdp2": "FSDP2, CPUOffloadPolicy",
     "torchao": "torchao, CPUOffloadOptimizer",
 }
-OURS = ("plain", "ssdtrain", "ssdtrain-backward", "fsdp2")
+OURS = ("plain", "imported", "ssdtrain", "ssdtrain-backward", "fsdp2")
 """Run by this interpreter."""
 MIB = 1 << 20
 FULL_STEPS = 4
@@ -67,6 +70,7 @@ class Process:
             stderr=self._words,
             text=True,
             cwd=directory,
+            env=without.environment(),
         )
 
     def answer(self) -> dict[str, Any]:
@@ -146,16 +150,20 @@ def measured(names: list[str], place: Path, options: Any) -> dict[str, Any]:
                 rows[process.name].append(process.step(turn))
             except WayEndedError as error:
                 found[process.name] = {"error": str(error)}
-    plain = [row["seconds"] for row in rows["plain"][options.warm_up :]]
+    plain, imported = (
+        [row["seconds"] for row in rows[name][options.warm_up :]] for name in ("plain", "imported")
+    )
     for process in running:
         if process.name in found:
             continue
         own = rows[process.name]
         seconds = [row["seconds"] for row in own[options.warm_up :]]
         ratios = sorted(one / other for one, other in zip(seconds, plain, strict=True))
+        over_imported = [one / other for one, other in zip(seconds, imported, strict=True)]
         found[process.name] = {
             "seconds": statistics.median(seconds),
             "ratio": statistics.median(ratios),
+            "over_imported": statistics.median(over_imported),
             "ratio_low": ratios[len(ratios) // 4],
             "ratio_high": ratios[-1 - len(ratios) // 4],
             "peak_bytes": own[-1]["peak_bytes"],
@@ -188,14 +196,16 @@ def on_a_full_disk(name: str, place: Path, options: Any, losses: list[float]) ->
 
 def show(found: dict[str, Any]) -> None:
     """Print the table in Markdown."""
-    print("| | step / plain | peak, MiB | on disk, MiB | last loss | left by SIGKILL | full disk |")
-    print("|---|---|--:|--:|--:|--:|---|")
+    heads = "step / plain | / imported | peak, MiB | on disk, MiB | last loss | left by SIGKILL"
+    print(f"| | {heads} | full disk |")
+    print("|---|---|--:|--:|--:|--:|--:|---|")
     for name, one in ((name, found[name]) for name in WAYS if name in found):
         if "error" in one:
-            print(f"| {WAYS[name]} | does not run: {one['error']} | | | | | |")
+            print(f"| {WAYS[name]} | does not run: {one['error']} | | | | | | |")
             continue
         time = f"{one['ratio']:.2f} ({one['ratio_low']:.2f}-{one['ratio_high']:.2f})"
         cells = (
+            f"{one['over_imported']:.2f}",
             f"{one['peak_bytes'] / MIB:,.0f}",
             f"{one['disk_bytes'] / MIB:,.0f}",
             f"{one['losses'][-1]:.6f}",
@@ -224,13 +234,14 @@ def main() -> int:
     )
     parser.add_argument("--dir", type=Path, default=Path.cwd())
     parser.add_argument("--peers-python", default=sys.executable, metavar="PATH")
-    parser.add_argument("--only", nargs="*", choices=WAYS, help="ways to run beside `plain`")
+    parser.add_argument("--only", nargs="*", choices=WAYS, help="ways to run beside plain ones")
     parser.add_argument("--json", type=Path, help="write the figures here too")
     numbers = {"layers": 12, "width": 1024, "tokens": 512, "threads": 2, "turns": 9, "warm-up": 3}
     for name, value in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     options = parser.parse_args()
-    names = [name for name in WAYS if name == "plain" or not options.only or name in options.only]
+    always = {"plain", "imported"}
+    names = [name for name in WAYS if name in always or not options.only or name in options.only]
     with tempfile.TemporaryDirectory(dir=options.dir) as folder:
         place = Path(folder)
         found = measured(names, place, options)

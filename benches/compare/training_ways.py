@@ -112,6 +112,15 @@ class InMemory(Way):
         return loss.item()
 
 
+class Imported(InMemory):
+    """The same where ssdtrain is imported, which switches on torch's huge pages."""
+
+    def begin(self, directory: Path) -> None:
+        """Make model and optimizer."""
+        importlib.import_module("ssdtrain")
+        super().begin(directory)
+
+
 class OnDisk(Ordinary):
     """Weights, masters and state by ssdtrain, a quarter of the weights in memory."""
 
@@ -213,6 +222,7 @@ class OffloadedOptimizer(InMemory):
 
 WAYS: dict[str, type[Way]] = {
     "plain": InMemory,
+    "imported": Imported,
     "ssdtrain": OnDisk,
     "ssdtrain-backward": OnDiskInBackward,
     "deepspeed": DeepSpeed,

@@ -1,7 +1,8 @@
 """What a step of several micro-batches costs whose gradients leave memory in between.
 
-Fresh processes, one plain and one for each bound on the gradients in memory, train the same GPT
-with SGD, which has no state, and take turns step by step, in another order in each round.
+Fresh processes train the same GPT with SGD, which has no state, and take turns step by step, in
+another order in each round: one plain, which never imports ssdtrain, one that has imported it and
+offloads nothing, and one for each bound on the gradients in memory.
 In each round the disk's own rates are measured too, through the same store.
 
 No step can be shorter than the plain one, nor than the disk needs for its bytes, so it is held
@@ -26,7 +27,7 @@ from typing import Any
 import torch
 
 import ssdtrain
-from parameters_step import MIB, PLAIN, Disk, compare, parse_bounds, ratio
+from parameters_step import IMPORTED, MIB, PLAIN, Disk, compare, parse_bounds, ratio
 from ssdtrain.demo.models import build_trainee
 from ssdtrain.demo.options import TrainingOptions
 from ssdtrain.demo.text import ByteBatches, standard_library_text
@@ -49,7 +50,7 @@ class Trainee:
         self.batches = ByteBatches(text, batch=1, sequence=given.sequence, seed=0)
         self.micro_batches = given.micro_batches
         self.batch_count = 0
-        self.is_plain = share == PLAIN
+        self.is_plain = share in (PLAIN, IMPORTED)
         self.gradient_bytes = sum(parameter.nbytes for parameter in self.parameters)
         self.bound_bytes = int(share * self.gradient_bytes)
         self.optimizer: Any = torch.optim.SGD(self.parameters, lr=1e-3)
@@ -122,6 +123,9 @@ def row_of(name: str, found: dict[str, Any]) -> dict[str, float]:
         "step_s": statistics.median(took),
         **{key: statistics.median(step[key] for step in steps) for key in told},
         "over_plain": ratio(took, plain_s),
+        "over_imported": ratio(
+            took, [one["steps"]["imported"]["seconds"] for one in found["rounds"]]
+        ),
         "over_longer": ratio(took, list(map(max, zip(plain_s, read_s, write_s, strict=True)))),
         **found["ends"][name],
     }
@@ -131,17 +135,20 @@ def report(rows: dict[str, dict[str, Any]]) -> str:
     """Lay the rows out for a person; raise if gradients stayed or exceeded their bound."""
     lines = [
         (
-            "| gradients in memory | step, s | over plain | over the longer of plain and disk "
+            "| gradients in memory | step, s | over plain | over imported "
+            "| over the longer of plain and disk "
             "| read, written, MiB | stall, s | gradients at most, MiB | RSS at most, MiB |"
         ),
-        "|---|--:|--:|--:|--:|--:|--:|--:|",
+        "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for name, row in rows.items():
-        if name != "plain" and not (row["read_bytes"] and row["peak_bytes"] <= row["bound_bytes"]):
+        is_away = row["read_bytes"] > 0 and row["peak_bytes"] <= row["bound_bytes"]
+        if name not in ("plain", "imported") and not is_away:
             raise AssertionError(f"{name}: gradients stayed in memory, or exceeded their bound")
         lines.append(
-            f"| {name} | {row['step_s']:.3f} | {row['over_plain']:.3f} | {row['over_longer']:.3f} "
-            f"| {row['read_bytes'] / MIB:.0f}, {row['written_bytes'] / MIB:.0f} | "
+            f"| {name} | {row['step_s']:.3f} | {row['over_plain']:.3f} | "
+            f"{row['over_imported']:.3f} | {row['over_longer']:.3f} | "
+            f"{row['read_bytes'] / MIB:.0f}, {row['written_bytes'] / MIB:.0f} | "
             f"{row['stall_s']:.3f} | {row['peak_bytes'] / MIB:.0f} | "
             f"{row['rss_bytes_peak'] / MIB:.0f} |"
         )
@@ -163,9 +170,11 @@ def main(arguments: list[str]) -> int:
         trainee = Trainee(given.child, given)
         answer(lambda line: trainee.step() if line == "step" else trainee.last_words())
         return 0
-    ways = [("plain", str(PLAIN)), *((f"{share:g} of them", str(share)) for share in given.shares)]
+    ways = [("plain", str(PLAIN)), ("imported", str(IMPORTED))]
+    ways += [(f"{share:g} of them", str(share)) for share in given.shares]
+    begun = started(ways, __file__, arguments, given.dir, without_name="plain")
     with (
-        started(ways, __file__, arguments, given.dir) as (children, directory),
+        begun as (children, directory),
         ExitStack() as stack,
     ):
         found = compare(children, Disk(directory, stack), given.rounds)

@@ -6,7 +6,7 @@ transformers makes a tensor when it is imported, and with its first tensor torch
 tensors lie on huge pages. Each process trains a GPT-2 of 6 layers, width 384, for four steps.
 *Peak* is ``VmHWM`` above ``VmRSS`` before the first step, *CPU* the process's time over the steps.
 
-- keep: plain PyTorch.
+- plain: a program that never imports ssdtrain.
 - first, last: ``import ssdtrain`` before, and after transformers.
 - without: free memory is never given back (``GIVE_BACK_BYTES`` of `activations/writeback.py`).
 - mapped: the same, and each block of 1 MiB or more is a mapping of its own (``M_MMAP_THRESHOLD``).
@@ -25,9 +25,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-CASES = ("keep", "first", "first without", "last", "last without", "last mapped")
+CASES = ("plain", "first", "first without", "last", "last without", "last mapped")
 STEP_COUNT = 4
-SWITCH = "THP_MEM_ALLOC_ENABLE"
 MIB = 1 << 20
 M_MMAP_THRESHOLD = -3
 """Its number in `malloc.h`."""
@@ -57,11 +56,12 @@ def main() -> None:
 
 
 def child(case: str, options: argparse.Namespace) -> dict[str, float]:
-    environment = {name: value for name, value in os.environ.items() if name != SWITCH}
-    words = ["--dir", options.dir, "--batch", str(options.batch), "--case", case]
+    from ssdtrain.demo import without  # noqa: PLC0415 - its place in a child is what is measured
+
+    words = [__file__, "--dir", options.dir, "--batch", str(options.batch), "--case", case]
     done = subprocess.run(
-        [sys.executable, __file__, *words],
-        env=environment,
+        without.command(*words) if case == "plain" else [sys.executable, *words],
+        env=without.environment(),
         check=True,
         stdout=subprocess.PIPE,
         text=True,
@@ -79,10 +79,11 @@ def measure(case: str, directory: str, batch: int) -> dict[str, float]:
         import ssdtrain  # noqa: PLC0415 - as above
     import torch  # noqa: PLC0415 - as above
 
-    from ssdtrain.activations import writeback  # noqa: PLC0415 - as above
     from ssdtrain.machine.process_memory import status_bytes  # noqa: PLC0415 - as above
 
     if case.endswith(("without", "mapped")):
+        from ssdtrain.activations import writeback  # noqa: PLC0415 - as above
+
         writeback.GIVE_BACK_BYTES = 1 << 62
     if case.endswith("mapped"):
         assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MIB) == 1
@@ -113,7 +114,7 @@ def measure(case: str, directory: str, batch: int) -> dict[str, float]:
     before_bytes = status_bytes("VmRSS")
     cpu_s, began_s = time.process_time(), time.perf_counter()
     found: dict[str, Any] = {}
-    if case == "keep":
+    if case == "plain":
         train()
     else:
         with ssdtrain.offload(directory) as session:
@@ -151,7 +152,7 @@ def document(runs: dict[str, list[dict[str, float]]], batch: int) -> dict[str, A
     keys = ("peak_bytes", "end_bytes", "resident_bytes_peak", "bytes_offloaded", "cpu_s", "wall_s")
     return {
         "batch": batch,
-        "repeats": len(runs["keep"]),
+        "repeats": len(runs["plain"]),
         "steps": STEP_COUNT,
         "torch": version("torch"),
         "kernel": os.uname().release,

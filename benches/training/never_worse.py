@@ -1,14 +1,17 @@
 """Whether offloading ever makes a step longer than it may: on the disk, and on slower ones.
 
-For each model, dtype and share of the disk's rate one process trains by turns without ssdtrain and
-in some other ways: `again` is without it once more, which tells the noise, `trivial` has hooks that
+For each model, dtype and share of the disk's rate two processes train by turns. One is the plain
+program, which never imports ssdtrain. The other trains in several ways: `keep` without a session,
+`again` so once more, which tells the noise, `trivial` has hooks that
 do nothing, which tells what torch takes to call any, `all` writes whatever it is given, `cut`
 offloads what hides behind computing (the cut of SSDTrain, `slowdown_max=None`), `ours` as much of
 it as `slowdown_max` allows, and `teraio` what algorithm 1 of TERAIO (arXiv 2506.06472) chooses for
-the peak of `ours`. A turn is two steps of each, in an order that rotates, on the same batch; the
+the peak of `ours`. A turn is two steps of each, in an order that rotates; the
 second one counts, as the first meets the memory and the disk as another way has left them. The
-ratio of a way is the median over the turns of its time over that of the plain step in that turn,
-with the standard error of this median. So what else the machine does meets all alike. The first
+ratio of a way is the median over the turns of its time over that of the plain program's step in
+that turn, with the standard error of this median; in brackets it is the ratio to `keep`, which is
+in the same process, and with it what offloading costs beside what the import does. So what else the
+machine does meets all alike. The first
 turns, in which sessions adapt, are left out. The peak is the median over the turns of the most
 saved bytes in memory, over what a plain step has; where `ours` had its hooks off, it is that.
 
@@ -41,12 +44,11 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import ssdtrain
 from hook_overhead import KeepNothing, trivial_pack, trivial_unpack
+from plain_steps import Program, prepared
 from ssdtrain.activations import aside
 from ssdtrain.config import OffloadConfig, StoreConfig
 from ssdtrain.demo.machine import machine_facts
-from ssdtrain.demo.models import build_trainee
 from ssdtrain.demo.options import TrainingOptions
-from ssdtrain.demo.text import ByteBatches, load_text
 from ssdtrain.planning.policy import Policy
 from ssdtrain.planning.recording import Recording, trace_of
 from ssdtrain.planning.solve import Device, Step
@@ -224,29 +226,6 @@ def throttled(directory: str, rate: float | None) -> Iterator[None]:
         group.rmdir()
 
 
-def prepared(options: TrainingOptions) -> Callable[[int], Callable[[], None]]:
-    """Build the model; return what gives the training step of each turn."""
-    trainee = build_trainee(options)
-    optimizer = torch.optim.SGD(trainee.module.parameters(), lr=1e-3)
-    batches = ByteBatches(
-        load_text(None), batch=options.batch, sequence=options.sequence, seed=options.seed
-    )
-
-    def step_of(turn: int) -> Callable[[], None]:
-        text = batches.at(turn)
-
-        def step() -> None:
-            optimizer.zero_grad(set_to_none=False)
-            with torch.autocast("cpu", torch.bfloat16, enabled=options.dtype == "bfloat16"):
-                loss = trainee.loss(text)
-            loss.backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-
-        return step
-
-    return step_of
-
-
 def ways_of(
     names: list[str], directory: str, slowdown_max: float, kept_bytes: int
 ) -> dict[str, Way | Plain]:
@@ -265,15 +244,17 @@ def ways_of(
 def train(
     options: TrainingOptions, rate: float, turns: int, slowdown_max: float, names: list[str]
 ) -> dict[str, Any]:
-    """Take the turns; return the figures of each way."""
+    """Take the turns beside the plain program; return the figures of each way."""
     assert options.directory is not None
     directory = options.directory
     step_of = prepared(options)
-    counted, plain = Way(directory, KeepAll()), Plain()
+    counted = Way(directory, KeepAll())
     counted.take(step_of(0))
     kept_bytes = counted.peaks[0]
-    ways = ways_of(names, directory, slowdown_max, kept_bytes)
-    takers = [plain.take, *(way.take for way in ways.values())]
+    keep = Plain(kept_bytes)
+    ways = {"keep": keep, **ways_of(names, directory, slowdown_max, kept_bytes)}
+    program = Program(options)
+    takers = [program.take, *(way.take for way in ways.values())]
     for turn in range(ADAPTING_TURNS + turns):
         step = step_of(turn)
         if turn == TERAIO_TURN and "teraio" in ways:
@@ -287,8 +268,9 @@ def train(
         for taker in takers[first:] + takers[:first]:
             taker(step)
             taker(step)
-    plain_s = counting(plain.seconds, turns)
-    told = {name: _figures(way, plain_s, kept_bytes) for name, way in ways.items()}
+    program.close()
+    plain_s, keep_s = counting(program.seconds, turns), counting(keep.seconds, turns)
+    told = {name: _figures(way, plain_s, keep_s, kept_bytes) for name, way in ways.items()}
     row = {"plain_s": statistics.median(plain_s), "plain_peak_bytes": kept_bytes, "ways": told}
     ours = ways.get("ours")
     if isinstance(ours, Way):
@@ -307,19 +289,30 @@ def counting(values: list[Any], turns: int) -> list[Any]:
     return values[-2 * turns :][1::2]
 
 
-def _figures(way: Way | Plain, plain_s: list[float], kept_bytes: int) -> dict[str, float]:
+def _figures(
+    way: Way | Plain, plain_s: list[float], keep_s: list[float], kept_bytes: int
+) -> dict[str, float]:
     turns = len(plain_s)
     seconds, peaks = counting(way.seconds, turns), counting(way.peaks, turns)
-    ratios = sorted(one / plain for one, plain in zip(seconds, plain_s, strict=True))
-    low, high = ratios[turns // 4], ratios[-1 - turns // 4]
     return {
-        "ratio": statistics.median(ratios),
-        "ratio_error": MEDIAN_ERROR * (high - low) / math.sqrt(turns),
-        "ratio_low": low,
-        "ratio_high": high,
+        **_ratios("ratio", seconds, plain_s),
+        **_ratios("over_keep", seconds, keep_s),
         "peak": statistics.median(peaks) / kept_bytes,
         "peak_high": max(peaks) / kept_bytes,
         "written_bytes": statistics.median(counting(way.written, turns)),
+    }
+
+
+def _ratios(name: str, seconds: list[float], others_s: list[float]) -> dict[str, float]:
+    """Return the median of the turns' ratios, its standard error, and the middle half."""
+    turns = len(others_s)
+    ratios = sorted(one / other for one, other in zip(seconds, others_s, strict=True))
+    low, high = ratios[turns // 4], ratios[-1 - turns // 4]
+    return {
+        name: statistics.median(ratios),
+        f"{name}_error": MEDIAN_ERROR * (high - low) / math.sqrt(turns),
+        f"{name}_low": low,
+        f"{name}_high": high,
     }
 
 
@@ -370,7 +363,8 @@ def keep_figures(  # noqa: PLR0917 - a file has all of it
 def show(row: dict[str, Any]) -> None:
     """Print one row."""
     cells = [
-        f"{one['ratio']:.3f} ± {one['ratio_error']:.3f} {one['peak']:.2f}"
+        f"{one['ratio']:.3f} ± {one['ratio_error']:.3f} ({one['over_keep']:.3f} ± "
+        f"{one['over_keep_error']:.3f}) {one['peak']:.2f}"
         for one in row["ways"].values()
     ]
     price = ""
@@ -395,8 +389,8 @@ def main(words: list[str]) -> int:
     parser.add_argument("--dir", type=Path, default=None)
     parser.add_argument("--json", type=Path, default=None)
     arguments = parser.parse_args(words)
-    if arguments.turns <= len(WAYS):
-        parser.error(f"--turns must be more than {len(WAYS)}: the order of the ways rotates")
+    if arguments.turns <= len(WAYS) + 1:
+        parser.error(f"--turns must be more than {len(WAYS) + 1}: the order of the ways rotates")
     if "teraio" in arguments.ways and not {"cut", "ours"} <= set(arguments.ways):
         parser.error("--ways teraio needs cut and ours, whose rounds and peak it is given")
     with tempfile.TemporaryDirectory(dir=arguments.dir or Path.home()) as directory:
@@ -404,7 +398,8 @@ def main(words: list[str]) -> int:
         can_throttle = os.geteuid() == 0 and BLKIO.is_dir()
         shares = arguments.shares if can_throttle else [1.0]
         print(f"disk: {rate / GIB:.2f} GiB/s" + ("" if can_throttle else "; cannot be throttled"))
-        heads = "  ".join(f"{f'{name}, peak':<18}" for name in arguments.ways)
+        names = ["keep", *arguments.ways]
+        heads = "  ".join(f"{f'{name} (over keep), peak':<34}" for name in names)
         print(f"{'':<20} {'plain':>6}  {heads}  price, s per GiB")
         rows = []
         for model in arguments.models:

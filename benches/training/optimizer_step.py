@@ -1,6 +1,7 @@
 """What a step of AdamW costs whose state lies on the disk.
 
-Five ways take turns, in another order in each round: the plain optimizer, the offloaded one, the
+Six ways take turns, in another order in each round: the plain optimizer in a process that never
+imports ssdtrain, and in this one, where the others are (imported); the offloaded one, the
 same with a way back from failed steps (undo), its traffic alone: the same reads and writes around
 an update that does nothing, which is the time that the disk and the store need; and the plain step
 beside this traffic in another thread, neither of which waits for the other. No offloaded step can
@@ -10,8 +11,8 @@ where they share cores and the bandwidth of memory.
 With --masters the parameters are bfloat16 ones with float32 masters, and the plain way is the loop
 that keeps these in memory.
 
-With --schedules a model is trained instead, plainly and with each schedule of the updates in turns.
-What a step takes beyond forward and backward of the plain run is its exposed time.
+With --schedules a model is trained instead, plainly in both processes and with each schedule of the
+updates in turns. What a step takes beyond forward and backward of a plain run is its exposed time.
 
     python benches/training/optimizer_step.py [--dir DIR] [--parameters N] [--rounds N] [--json F]
         [--masters] [--schedules] [--rows N]
@@ -38,6 +39,7 @@ from torch.nn import Parameter
 
 import ssdtrain
 from ssdtrain.demo.machine import machine_facts
+from turns import Child, answer
 
 WIDTH = 2048
 KINDS: dict[str, dict[str, Any]] = {
@@ -103,25 +105,46 @@ def weights_of(optimizer: Any) -> list[Parameter]:
     return params
 
 
+def plain_optimizer(options: dict[str, Any], given: argparse.Namespace) -> Any:
+    """Return what a step of the plain program updates with."""
+    dtype = torch.bfloat16 if given.masters else torch.float32
+    weights = parameters(given.parameters, dtype)
+    return (MasterLoop if given.masters else torch.optim.AdamW)(weights, **options)
+
+
+def run_child(given: argparse.Namespace) -> None:
+    """Answer each line with the seconds of plain steps: the program that never imports ssdtrain."""
+    if given.child == "schedules":
+        module, x = model_of(given), input_of(given)
+        optimizer: Any = torch.optim.AdamW(module.parameters(), fused=True)
+        answer(lambda _: turn_of(module, optimizer, x))
+        return
+    optimizer = plain_optimizer(KINDS[given.child], given)
+
+    def timed(_: str) -> dict[str, float]:
+        began = perf_counter()
+        optimizer.step()
+        return {"seconds": perf_counter() - began}
+
+    answer(timed)
+
+
 def measure(
-    options: dict[str, Any], directory: Path, given: argparse.Namespace
+    kind_name: str, directory: Path, given: argparse.Namespace, program: Child
 ) -> dict[str, float]:
     """Return medians of seconds per step, and the ratios within each round."""
+    options = KINDS[kind_name]
     dtype = torch.bfloat16 if given.masters else torch.float32
     ours = {
         "buffer_bytes": given.buffer_bytes,
         "master_dtype": torch.float32 if given.masters else None,
     }
 
-    def plainly() -> Any:
-        weights = parameters(given.parameters, dtype)
-        return (MasterLoop if given.masters else torch.optim.AdamW)(weights, **options)
-
     def made(kind: type[torch.optim.AdamW] = torch.optim.AdamW, **more: Any) -> Any:
         optimizer = kind(parameters(given.parameters, dtype), **options)
         return ssdtrain.offload_optimizer(optimizer, directory, **ours, **more)
 
-    plain, beside = plainly(), plainly()
+    plain, beside = plain_optimizer(options, given), plain_optimizer(options, given)
     offloaded, undoing, traffic = made(), made(undo=True), made(Idle)
 
     def step_beside_traffic() -> None:
@@ -131,7 +154,8 @@ def measure(
             pending.result()
 
     steps: dict[str, Callable[[], Any]] = {
-        "plain": plain.step,
+        "plain": lambda: program.ask("step")["seconds"],
+        "imported": plain.step,
         "offloaded": offloaded.step,
         "undoing": undoing.step,
         "traffic": traffic.step,
@@ -143,10 +167,11 @@ def measure(
         first = number % len(names)
         for name in names[first:] + names[:first]:
             began = perf_counter()
-            steps[name]()
+            found = steps[name]()
+            took_s = perf_counter() - began
             # The first step makes the state.
             if number:
-                times[name].append(perf_counter() - began)
+                times[name].append(found if name == "plain" else took_s)
     longer = [max(pair) for pair in zip(times["plain"], times["traffic"], strict=True)]
     stats = offloaded.offload_stats
     weights = weights_of(plain)
@@ -159,6 +184,7 @@ def measure(
         "resident_bytes_after_step": float(stats.resident_bytes),
         **{f"{name}_s": statistics.median(took) for name, took in times.items()},
         "over_plain": _ratio(times["offloaded"], times["plain"]),
+        "over_imported": _ratio(times["offloaded"], times["imported"]),
         "over_traffic": _ratio(times["offloaded"], times["traffic"]),
         "over_longer": _ratio(times["offloaded"], longer),
         "over_beside": _ratio(times["offloaded"], times["beside"]),
@@ -172,48 +198,76 @@ def measure(
     }
 
 
-def measure_schedules(directory: Path, given: argparse.Namespace) -> dict[str, float]:
+def input_of(given: argparse.Namespace) -> Tensor:
+    """Return the model's input."""
+    return torch.randn(given.rows, WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+def model_of(given: argparse.Namespace) -> nn.Module:
+    """Return a model of that many parameters."""
+    torch.manual_seed(0)
+    layer_count = -(-given.parameters // WIDTH**2)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layer_count)))
+
+
+def turn_of(module: nn.Module, optimizer: Any, x: Tensor) -> dict[str, float]:
+    """Train the steps of a turn; return the seconds of one, and of its forward and backward."""
+    _train(module, optimizer, x)
+    began = perf_counter()
+    compute_s = sum(_train(module, optimizer, x) for _ in range(STEPS_PER_TURN))
+    took_s = perf_counter() - began
+    # Else its updates would go on beside the next way.
+    getattr(optimizer, "synchronize", int)()
+    return {"seconds": took_s / STEPS_PER_TURN, "compute_s": compute_s / STEPS_PER_TURN}
+
+
+def measure_schedules(
+    directory: Path, given: argparse.Namespace, program: Child
+) -> dict[str, float]:
     """Return medians of seconds per step of a model, in all and beyond forward and backward."""
-    x = torch.randn(given.rows, WIDTH, generator=torch.Generator().manual_seed(0))
+    x = input_of(given)
     ways: dict[str, tuple[nn.Module, Any]] = {}
-    for name in ("plain", *SCHEDULES):
-        torch.manual_seed(0)
-        layer_count = -(-given.parameters // WIDTH**2)
-        module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layer_count)))
+    for name in ("imported", *SCHEDULES):
+        module = model_of(given)
         optimizer: Any = torch.optim.AdamW(module.parameters(), fused=True)
-        if name != "plain":
+        if name != "imported":
             ssdtrain.offload_optimizer(
                 optimizer, directory, overlap=name, buffer_bytes=given.buffer_bytes
             )
         ways[name] = module, optimizer
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    computed: list[float] = []
+    turns: dict[str, list[dict[str, float]]] = {name: [] for name in ("plain", *ways)}
     for number in range(given.rounds + 1):
-        first = number % len(ways)
-        for name in [*ways, *ways][first : first + len(ways)]:
-            module, optimizer = ways[name]
-            compute_s = _train(module, optimizer, x)
-            began = perf_counter()
-            compute_s = sum(_train(module, optimizer, x) for _ in range(STEPS_PER_TURN))
-            took_s = perf_counter() - began
-            # Else its updates would go on beside the next way.
-            getattr(optimizer, "synchronize", int)()
+        first = number % len(turns)
+        for name in [*turns, *turns][first : first + len(turns)]:
+            found = program.ask("turn") if name == "plain" else turn_of(*ways[name], x)
             # The first steps make the state, and learn the order.
             if number:
-                times[name].append(took_s / STEPS_PER_TURN)
-                if name == "plain":
-                    computed.append(compute_s / STEPS_PER_TURN)
+                turns[name].append(found)
     weights = [dict(module.state_dict()) for module, _ in ways.values()]
     if any(not torch.equal(one[key], weights[0][key]) for one in weights[1:] for key in one):
         raise AssertionError("the weights differ from those of the plain run")
-    exposed = {
-        name: [all_s - compute_s for all_s, compute_s in zip(took, computed, strict=True)]
-        for name, took in times.items()
-    }
+    times = {name: [one["seconds"] for one in found] for name, found in turns.items()}
+
+    def beyond(base: str) -> dict[str, list[float]]:
+        computed = [one["compute_s"] for one in turns[base]]
+        return {
+            name: [all_s - compute_s for all_s, compute_s in zip(took, computed, strict=True)]
+            for name, took in times.items()
+        }
+
+    exposed, over_imported = beyond("plain"), beyond("imported")
     return {
-        "forward_and_backward_s": statistics.median(computed),
+        "forward_and_backward_s": statistics.median(one["compute_s"] for one in turns["plain"]),
+        "imported_forward_and_backward_s": statistics.median(
+            one["compute_s"] for one in turns["imported"]
+        ),
         **{f"{name}_s": statistics.median(took) for name, took in times.items()},
+        **{f"{name}_over_plain": _ratio(took, times["plain"]) for name, took in times.items()},
         **{f"{name}_exposed_s": statistics.median(one) for name, one in exposed.items()},
+        **{
+            f"{name}_exposed_over_imported_s": statistics.median(one)
+            for name, one in over_imported.items()
+        },
         "backward_over_step_exposed": _ratio(exposed["backward"], exposed["step"]),
         "forward_over_step_exposed": _ratio(exposed["forward"], exposed["step"]),
     }
@@ -236,15 +290,16 @@ def _ratio(those: list[float], others: list[float]) -> float:
 def _print_steps(rows: dict[str, dict[str, float]]) -> None:
     print(
         "| optimizer | state, MiB | plain, s | traffic alone, s | both beside each other, s | "
-        "offloaded, s | over plain | over the longer of plain and traffic | over both beside each "
-        "other | with undo over without | bytes of a parameter each way |\n"
-        "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|"
+        "offloaded, s | over plain | over imported | over the longer of plain and traffic | "
+        "over both beside each other | with undo over without | bytes of a parameter each way |\n"
+        "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|"
     )
     for name, row in rows.items():
         print(
             f"| {name} | {row['state_bytes'] / 2**20:.0f} | {row['plain_s']:.3f} | "
             f"{row['traffic_s']:.3f} | {row['beside_s']:.3f} | {row['offloaded_s']:.3f} | "
-            f"{row['over_plain']:.2f} | {row['over_longer']:.2f} | {row['over_beside']:.2f} | "
+            f"{row['over_plain']:.2f} | {row['over_imported']:.2f} | {row['over_longer']:.2f} | "
+            f"{row['over_beside']:.2f} | "
             f"{row['undoing_over_offloaded']:.2f} | "
             f"{row['written_bytes_per_parameter']:.3f}, {row['read_bytes_per_parameter']:.3f} |"
         )
@@ -263,18 +318,28 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--schedules", action="store_true", help="train a model, on each schedule")
     parser.add_argument("--rows", type=int, default=2048, help="of the model's input")
     parser.add_argument("--json", type=Path, help="write the figures here too")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    if options.child is not None:
+        run_child(options)
+        return 0
     if options.masters and options.schedules:
         parser.error("--masters measures steps alone, without --schedules")
     if options.rounds < 1 or options.parameters < 1:
         parser.error("--rounds and --parameters must be at least 1")
     with tempfile.TemporaryDirectory(dir=options.dir or Path.cwd()) as directory:
+        rows = {}
+        for name in ("schedules",) if options.schedules else KINDS:
+            program = Child("plain", [__file__, *arguments, "--child", name], is_without=True)
+            if options.schedules:
+                rows[name] = measure_schedules(Path(directory), options, program)
+            else:
+                rows[name] = measure(name, Path(directory), options, program)
+            program.end()
         if options.schedules:
-            rows = {"schedules": measure_schedules(Path(directory), options)}
             for name, seconds in rows["schedules"].items():
                 print(f"{name}: {seconds:.3f}")
         else:
-            rows = {name: measure(given, Path(directory), options) for name, given in KINDS.items()}
             _print_steps(rows)
     if options.json is not None:
         machine = asdict(machine_facts(options.dir)) | {"directory": None}

@@ -1,8 +1,9 @@
 """What a training step costs of a model whose weights lie on the disk.
 
-Fresh processes, one plain and one for each bound on the weights in memory, train the same GPT and
-take turns step by step, in another order in each round. In each round the disk's own rates are
-measured too, through the same store: tensors of the sizes of the weights, written and read.
+Fresh processes train the same GPT and take turns step by step, in another order in each round: one
+plain, which never imports ssdtrain, one that has imported it and offloads nothing, and one for each
+bound on the weights in memory. In each round the disk's own rates are measured too, through the
+same store: tensors of the sizes of the weights, written and read.
 
 No step can be shorter than the plain one computes, nor than the disk needs for its bytes, so it is
 held against the longer of both. The goal is 1.15 times that. Memory is what the kernel tells of a
@@ -23,7 +24,7 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 from time import perf_counter, process_time
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
@@ -33,17 +34,19 @@ from ssdtrain.demo.models import build_trainee
 from ssdtrain.demo.options import TrainingOptions
 from ssdtrain.demo.text import ByteBatches, standard_library_text
 from ssdtrain.machine.process_memory import RESET_HIGH_WATER_MARK
-from ssdtrain.optimizer.offloaded import Overlap
 from turns import Child, answer, parser_of, started, write_record
 
 MIB = 1 << 20
 GOAL = 1.15
 PLAIN = 1.0
 """The share of the weights in memory in the process that does without ssdtrain."""
+IMPORTED = 2.0
+"""Stands for the process that has imported ssdtrain, and has all in memory."""
 WARM_UP_COUNT = 3
 """Steps before the timed ones: they make the state, teach the order, and settle the memory."""
 ASKED = ("optimizer", "overlap", "layers", "hidden", "sequence", "batch", "threads", "rounds")
 OPTIMIZERS = ("sgd", "adamw")
+OVERLAPS = ("step", "backward", "forward")
 RAW_BYTES = 256 << 20
 """How much is written and read in each round to know the disk's rates."""
 RAW_PIECE_BYTES = 16 << 20
@@ -63,7 +66,7 @@ class Trainee:
         text = standard_library_text(bytes_max=1 << 20)
         self.batches = ByteBatches(text, batch=given.batch, sequence=given.sequence, seed=0)
         self.step_count = 0
-        self.is_plain = share == PLAIN
+        self.is_plain = share in (PLAIN, IMPORTED)
         self.weight_bytes = sum(parameter.nbytes for parameter in self.parameters)
         self.bound_bytes = int(share * self.weight_bytes)
         if not self.is_plain:
@@ -193,7 +196,7 @@ def status_bytes_of(proc: Path, field: str) -> int:
 
 def name_of(share: float) -> str:
     """Return what the tables call a way."""
-    return "plain" if share == PLAIN else f"{share:g} of the weights"
+    return {PLAIN: "plain", IMPORTED: "imported"}.get(share, f"{share:g} of the weights")
 
 
 def compare(children: list[Child], disk: Disk, round_count: int) -> dict[str, Any]:
@@ -243,6 +246,7 @@ def row_of(name: str, found: dict[str, Any]) -> dict[str, float]:
         "disk_read_s": statistics.median(read_s),
         "disk_write_s": statistics.median(write_s),
         "over_plain": ratio(took, plain_s),
+        "over_imported": ratio(took, [one["steps"]["imported"]["seconds"] for one in rounds]),
         "cpu_over_plain": ratio(
             [step["cpu_s"] for step in steps], [step["cpu_s"] for step in plain]
         ),
@@ -259,7 +263,7 @@ def refuse_nothing(rows: dict[str, dict[str, Any]], found: dict[str, Any]) -> No
     if not found["losses_equal"] or len({row["weights"] for row in rows.values()}) != 1:
         raise AssertionError("losses or weights differ from those of the plain run")
     for name, row in rows.items():
-        if name == "plain":
+        if name in ("plain", "imported"):
             continue
         away = row["weight_bytes"] - row["bound_bytes"] - row["staying_bytes"]
         if away <= 0 or min(row["read_bytes_per_step"], row["written_bytes_per_step"]) < away:
@@ -280,15 +284,17 @@ def report(rows: dict[str, dict[str, Any]], disk: dict[str, float]) -> str:
     lines = [
         f"the disk alone: reads {disk['read'] / MIB:.0f} MiB/s, writes {disk['write'] / MIB:.0f}",
         (
-            "| in memory | step, s | over plain | its CPU time | over the longer of plain and disk "
-            "| disk each way in turn | read, written, MiB | their time alone, s | stall, s | "
+            "| in memory | step, s | over plain | over imported | its CPU time | "
+            "over the longer of plain and disk | disk each way in turn | read, written, MiB | "
+            "their time alone, s | stall, s | "
             "weights at most, MiB | RSS before, at most, MiB | other processes' CPU, s |"
         ),
-        "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
+        "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for name, row in rows.items():
         lines.append(
             f"| {name} | {row['step_s']:.3f} | {row['over_plain']:.3f} | "
+            f"{row['over_imported']:.3f} | "
             f"{row['cpu_over_plain']:.3f} | {row['over_longer']:.3f} "
             f"| {row['over_longer_shared']:.3f} | {row['read_bytes_per_step'] / MIB:.0f}, "
             f"{row['written_bytes_per_step'] / MIB:.0f} | {row['disk_read_s']:.3f}, "
@@ -308,7 +314,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd")
     parser.add_argument(
         "--overlap",
-        choices=get_args(Overlap),
+        choices=OVERLAPS,
         help="of ssdtrain.offload_optimizer, also for sgd, which has no state (default: step for "
         "adamw; sgd is left as it is)",
     )
@@ -341,9 +347,10 @@ def main(arguments: list[str]) -> int:
     if given.child is not None:
         run_child(given.child, given)
         return 0
-    ways = [(name_of(share), str(share)) for share in (PLAIN, *given.shares)]
+    ways = [(name_of(share), str(share)) for share in (PLAIN, IMPORTED, *given.shares)]
+    begun = started(ways, __file__, arguments, given.dir, without_name="plain")
     with (
-        started(ways, __file__, arguments, given.dir) as (children, directory),
+        begun as (children, directory),
         ExitStack() as stack,
     ):
         found = compare(children, Disk(directory, stack), given.rounds)

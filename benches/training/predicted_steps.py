@@ -56,9 +56,9 @@ from never_worse import (
     disk_rate,
     keep_figures,
     newest,
-    prepared,
     throttled,
 )
+from plain_steps import prepared
 from ssdtrain.activations.writeback import BATCH_BYTES, BATCH_COUNT
 from ssdtrain.config import MIN_BYTES_DEFAULT
 from ssdtrain.demo.options import TrainingOptions

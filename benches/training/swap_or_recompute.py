@@ -1,12 +1,14 @@
 """Swap or recompute: what `ssdtrain.checkpoint` makes of a bound, on the disk and on slower ones.
 
-For each share of the disk's rate one process trains a GPT whose blocks are marked, by turns in
-four ways: `keep` is plain PyTorch, `offloaded` and `recomputed` are a session with a bound in which
+For each share of the disk's rate two processes train a GPT by turns. One is the plain program: it
+never imports ssdtrain. In the other the blocks are marked, and it trains in four ways: `keep` is
+PyTorch as it is, `offloaded` and `recomputed` are a session with a bound in which
 all blocks go one way, `ours` is one that chooses. A turn is two steps of each, in an order that
-rotates, on the same weights and batch; the second one counts. Time is the median over the turns of
-a step over that of `keep` in that turn, with the middle half. The peak is what the process had in
+rotates; the second one counts. Time is the median over the turns of
+a step over that of the plain program in that turn, with the middle half, and over that of `keep`.
+The peak is what the process had in
 memory on top of what was there before the step, so with all that is computed again, over that of
-`keep`. All ways must agree in every bit of loss and gradients.
+`keep`. All ways of the second process must agree in every bit of loss and gradients.
 
 A slower disk is a control group (blkio) that bounds reads and writes; only root may make one, and
 without it the disk is measured as it is.
@@ -33,6 +35,7 @@ import torch
 
 import ssdtrain
 from never_worse import BLKIO, GIB, counting, disk_rate, keep_figures, throttled
+from plain_steps import Program
 from ssdtrain.config import OffloadConfig, StoreConfig
 from ssdtrain.demo.counting import SavedStorageCounter
 from ssdtrain.demo.models import build_trainee
@@ -87,13 +90,13 @@ class Trainee:
         )
         self.turn = 0
 
-    def step(self) -> tuple[str, str]:
-        """Run forward and backward; return the bits of loss and gradients."""
+    def step(self) -> str:
+        """Run forward and backward; return the bits of the loss."""
         torch.manual_seed(self.turn)
         self.optimizer.zero_grad(set_to_none=False)
         loss = self._trainee.loss(self._batches.at(self.turn))
         loss.backward()  # type: ignore[no-untyped-call]
-        return float(loss.item()).hex(), gradients_digest(self.parameters)
+        return float(loss.item()).hex()
 
     def saved_bytes(self) -> int:
         """Return what a plain step saves at its peak."""
@@ -120,11 +123,12 @@ class Way:
         before = None if session is None else session.stats
         resident_bytes, began_s = reset_high_water_mark(), perf_counter()
         with nullcontext() if session is None else session.context():
-            found = trainee.step()
+            loss = trainee.step()
         row: dict[str, float] = {
             "seconds": perf_counter() - began_s,
             "peak_bytes": status_bytes("VmHWM") - resident_bytes,
         }
+        bits = loss, gradients_digest(trainee.parameters)
         if session is not None and before is not None:
             did = session.stats.since(before)
             row |= {
@@ -135,7 +139,7 @@ class Way:
                 "measured_s": did.recompute_measured_s,
             }
         self.rows.append(row)
-        return found
+        return bits
 
 
 def train(options: TrainingOptions, turns: int, bound_share: float) -> dict[str, Any]:
@@ -145,7 +149,7 @@ def train(options: TrainingOptions, turns: int, bound_share: float) -> dict[str,
     saved_bytes = trainee.saved_bytes()
     bound_bytes = int(bound_share * saved_bytes)
     ways = {name: Way(name, options.directory, bound_bytes) for name in WAYS}
-    is_equal = True
+    program, is_equal = Program(options, updates=False), True
     for turn in range(ADAPTING_TURNS + turns):
         trainee.turn = turn
         first = turn % len(WAYS)
@@ -153,21 +157,27 @@ def train(options: TrainingOptions, turns: int, bound_share: float) -> dict[str,
         found = {ways[name].take(trainee) for name in order for _ in range(2)}
         is_equal &= len(found) == 1
         trainee.optimizer.step()
-    keep = counting(ways["keep"].rows, turns)
-    told = {name: _figures(counting(way.rows, turns), keep) for name, way in ways.items()}
+        program.take()
+        program.take()
+    program.close()
+    keep, plain_s = counting(ways["keep"].rows, turns), counting(program.seconds, turns)
+    told = {name: _figures(counting(way.rows, turns), keep, plain_s) for name, way in ways.items()}
     return {
         "saved_bytes": saved_bytes,
         "bound_bytes": bound_bytes,
         "bit_equal": is_equal,
+        "plain_s": statistics.median(plain_s),
         "keep_s": statistics.median(row["seconds"] for row in keep),
         "ways": told,
         "report": str(ways["ours"].session),
     }
 
 
-def _figures(rows: list[dict[str, float]], keep: list[dict[str, float]]) -> dict[str, float]:
-    pairs = list(zip(rows, keep, strict=True))
-    ratios = sorted(one["seconds"] / plain["seconds"] for one, plain in pairs)
+def _figures(
+    rows: list[dict[str, float]], keep: list[dict[str, float]], plain_s: list[float]
+) -> dict[str, float]:
+    ratios = sorted(one["seconds"] / plain for one, plain in zip(rows, plain_s, strict=True))
+    over_keep = [one["seconds"] / kept["seconds"] for one, kept in zip(rows, keep, strict=True)]
     medians = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
     plain_peak_bytes = statistics.median(row["peak_bytes"] for row in keep)
     return {
@@ -175,6 +185,7 @@ def _figures(rows: list[dict[str, float]], keep: list[dict[str, float]]) -> dict
         "ratio": statistics.median(ratios),
         "ratio_low": ratios[len(ratios) // 4],
         "ratio_high": ratios[-1 - len(ratios) // 4],
+        "over_keep": statistics.median(over_keep),
         "peak": medians["peak_bytes"] / plain_peak_bytes,
     }
 
@@ -211,7 +222,8 @@ def show(share: float, told: dict[str, Any]) -> None:
     print(f"disk {share:g}, bound {bound}, bits equal: {'yes' if told['bit_equal'] else 'NO'}")
     for name, one in told["ways"].items():
         time = f"{one['ratio']:.3f} ({one['ratio_low']:.3f}-{one['ratio_high']:.3f})"
-        text = f"  {name:<11}{one['seconds']:8.3f} s {time:<22} peak {one['peak']:.2f}"
+        time += f", {one['over_keep']:.3f} of keep"
+        text = f"  {name:<11}{one['seconds']:8.3f} s {time:<38} peak {one['peak']:.2f}"
         if "stall_s" in one:
             text += (
                 f"  {one['written_bytes'] / MIB:5.0f} MiB written  {one['stall_s']:.3f} s stalled"

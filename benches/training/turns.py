@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from ssdtrain.demo import without
 from ssdtrain.demo.machine import machine_facts
 
 
@@ -39,10 +40,15 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
 class Child:
     """A way's process, seen from the parent."""
 
-    def __init__(self, name: str, arguments: list[str]) -> None:
+    def __init__(self, name: str, arguments: list[str], *, is_without: bool = False) -> None:
+        """Start it; with `is_without` it never imports ssdtrain, and has no environment of ours."""
         self.name = name
         self._process = subprocess.Popen(
-            [sys.executable, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            without.command(*arguments) if is_without else [sys.executable, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=without.environment() if is_without else None,
         )
         self.pid = self._process.pid
 
@@ -77,11 +83,17 @@ class Child:
 
 @contextmanager
 def started(
-    ways: Iterable[tuple[str, str]], script: str, arguments: list[str], place: Path | None
+    ways: Iterable[tuple[str, str]],
+    script: str,
+    arguments: list[str],
+    place: Path | None,
+    *,
+    without_name: str | None = None,
 ) -> Iterator[tuple[list[Child], Path]]:
     """Start a process for each way, given by its name and by what follows `--child`.
 
-    Gives the directory that they write to as well, a new one in `place`, or here.
+    The way of `without_name` never imports ssdtrain: it is what a user has who does without. Gives
+    the directory that they write to as well, a new one in `place`, or here.
     """
     with (
         tempfile.TemporaryDirectory(dir=place or Path.cwd()) as directory,
@@ -89,7 +101,8 @@ def started(
     ):
         children = []
         for name, way in ways:
-            child = Child(name, [script, *arguments, "--dir", directory, "--child", way])
+            words = [script, *arguments, "--dir", directory, "--child", way]
+            child = Child(name, words, is_without=name == without_name)
             stack.callback(child.end)
             children.append(child)
         yield children, Path(directory)
