@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from checkout import BENCHES
 from ssdtrain.activations import writeback
 from support import Rig, batch, mlp
 
@@ -113,3 +115,17 @@ def test_what_writes_freed_is_given_back_in_portions(
     assert count // 2 <= len(freed) <= count
     assert count >= 3
     rig.assert_empty()
+
+
+@pytest.mark.long
+def test_the_benchmark_of_pages_runs_small(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    bench = BENCHES / "training" / "pages_step.py"
+    sizes = ("--layers", "2", "--hidden", "256", "--batch", "4", "--repeats", "1", "--threads", "1")
+    words = [sys.executable, bench, "--dir", tmp_path, *sizes, "--json", figures]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=280)
+    assert done.returncode == 0, done.stderr
+    assert "last losses: all equal" in done.stdout
+    rows = json.loads(figures.read_text())["rows"]
+    assert {"plain", "imported", "offloaded"} <= set(rows)
+    assert all(row["peak_mib"] > row["after_forward_mib"] / 2 > 0 for row in rows.values())
