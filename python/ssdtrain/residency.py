@@ -29,6 +29,9 @@ UNLIMITED_BYTES = 1 << 62
 WIDENING_BYTES = 2 * 4096
 """A read takes up to two blocks more than the tensor has, depending on where it lay."""
 
+IN_USE_COUNT = 4
+"""So many tensors of other nodes may have been read back, and be in use still."""
+
 
 class User(Protocol):
     """Who holds bytes, and can let some go when another needs room."""
@@ -101,7 +104,8 @@ class Refusal:
     def error(self) -> BudgetError:
         """Return what a backward of this pass raises."""
         self.is_told = True
-        return BudgetError(self._shortage.of_pass(self.least_bytes))
+        # What is read back for one node while another's is in use takes a little more.
+        return BudgetError(self._shortage.of_pass(self.least_bytes + IN_USE_COUNT * WIDENING_BYTES))
 
 
 class Refused:

@@ -66,6 +66,12 @@ METADATA = frozenset(
 """What tells nothing of the bytes, and so needs no wait."""
 
 
+GIVES_ADDRESS = frozenset(
+    getattr(Tensor, name) for name in ("data_ptr", "untyped_storage", "storage", "_typed_storage")
+)
+"""What tells where the bytes lie."""
+
+
 class User:
     """One use of the bytes of tensors; it has ended at the latest when nobody has this object."""
 
@@ -83,11 +89,11 @@ class Watcher(ABC):
         """Wait until the bytes may be used; raise what went wrong."""
 
     @abstractmethod
-    def begin_look(self, tensor: Tensor, user: object, *, changes: bool) -> Tensor | None:
+    def begin_look(self, tensor: Tensor, user: object, *, in_training: bool) -> Tensor | None:
         """Wait like ``look``, for a function that has the bytes until ``end_look``.
 
-        ``changes``: the function changes tensors in place, as the step of an optimizer does. Return
-        a copy that the function gets instead, if the tensor cannot have its bytes now.
+        ``in_training``: it is one that optimizers use, as it changes tensors in place. Return a
+        copy that the function gets instead, if the tensor cannot have its bytes now.
         """
 
     @abstractmethod
@@ -139,9 +145,11 @@ class Look:
 
     def __init__(self, tensors: Iterable[Tensor], function: Any = None) -> None:
         self._tensors = tensors
-        self._gives_address = function is Tensor.data_ptr
+        self._gives_address = function in GIVES_ADDRESS
         name = getattr(function, "__name__", "")
-        self._changes = name.endswith("_") and not name.endswith("__")
+        # Functions of lists are those of optimizers and of clipping.
+        is_of_lists = name.startswith(("_foreach_", "_amp_foreach_"))
+        self._is_training = is_of_lists or (name.endswith("_") and not name.endswith("__"))
         self._watchers: list[Watcher] = []
         self._user = User()
         self._copies: dict[int, tuple[Tensor, int, str]] = {}
@@ -155,7 +163,7 @@ class Look:
                 if watcher is None:
                     continue
                 self._watchers.append(watcher)
-                copied = watcher.begin_look(tensor, self._user, changes=self._changes)
+                copied = watcher.begin_look(tensor, self._user, in_training=self._is_training)
                 if copied is not None:
                     self._copies[id(tensor)] = copied, copied._version, watcher.noun  # noqa: SLF001
                 elif self._pair is None and (pair := watcher.pair()) is not None:

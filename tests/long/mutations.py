@@ -107,6 +107,7 @@ INSTEAD = {
     "bytes that are saved again": "return Ok(());",
     "looks let none leave that was in memory": "self._use(one)",
     "a weight that was saved is brought back": "pass",
+    "nothing is saved in the middle of a step": "return",
     "what may change unseen is read in step() only": "return None",
     "what parts of a step change differently is an error": "if False:",
     "weights on the memory of another optimizer's are updated in step()": "pass",

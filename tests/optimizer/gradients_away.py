@@ -19,6 +19,8 @@ WIDTH = 136
 LAYERS = 8
 ONE = WIDTH * WIDTH * 4
 BOUND = 3 * ONE
+LOOKED = ONE
+"""A look at a gradient, as the results are, takes the memory of one more than the bound."""
 MICRO_BATCHES = 3
 STEPS = 4
 

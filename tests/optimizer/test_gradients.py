@@ -24,6 +24,7 @@ import support
 from gradients_away import (
     BOUND,
     LAYERS,
+    LOOKED,
     MICRO_BATCHES,
     ONE,
     STEPS,
@@ -79,7 +80,7 @@ def test_equal_bits(options: Any, between: Any, tmp_path: Path) -> None:
         between,
     )
     stats = optimizer.offload_stats
-    assert stats.gradient_peak_bytes <= BOUND
+    assert stats.gradient_peak_bytes <= BOUND + LOOKED
     # In each step those that exceed the bound come and go for every micro-batch but the first.
     away_bytes = (LAYERS - 3) * ONE
     assert stats.gradient_written_bytes >= STEPS * MICRO_BATCHES * away_bytes
@@ -110,7 +111,7 @@ def test_the_bound_holds_at_every_moment(parts: int, tmp_path: Path) -> None:
         optimizer.zero_grad()
     stats = optimizer.offload_stats
     assert most <= parts * ONE
-    assert stats.gradient_peak_bytes <= parts * ONE
+    assert stats.gradient_peak_bytes <= parts * ONE + LOOKED
     # One that waits for its place, and one more: the last ones that autograd has added to.
     assert most >= min(parts, 2) * ONE
 
@@ -135,7 +136,7 @@ def test_a_gradient_is_the_same_object_with_the_same_attributes(tmp_path: Path) 
     weight = next(p for p in module.parameters() if p.grad is gradient)
     version = gradient._version
     gradient.sum()
-    assert type(gradient) is Tensor
+    assert type(gradient) is AwayGradient, "a look lets it leave again"
     assert gradient._version == version
     backward(module, 1)
     assert weight.grad is gradient
@@ -309,7 +310,7 @@ def test_a_scaler_that_leaves_steps_out(tmp_path: Path) -> None:
             seen.append(everything(module, optimizer))
             optimizer.zero_grad()
         if directory is not None:
-            assert optimizer.offload_stats.gradient_peak_bytes <= BOUND
+            assert optimizer.offload_stats.gradient_peak_bytes <= BOUND + LOOKED
         return seen
 
     for one, other in zip(trained(tmp_path), trained(None), strict=True):

@@ -2,54 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
-from typing import Any, Self
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-import ssdtrain
 import support
+from moments import BetweenLines
 from ssdtrain.errors import UnsupportedError
 from weights_away import layers, numbered, offloaded, squared
-
-PACKAGE = str(Path(ssdtrain.__file__).parent)
-
-
-class BetweenLines:
-    """Calls a handler between two lines of the package, as Python calls those of signals."""
-
-    def __init__(self, handler: Callable[[], object], *, every: int) -> None:
-        self._handler = handler
-        self._every = every
-        self._line_count = 0
-        self.call_count = 0
-
-    def __enter__(self) -> Self:
-        sys.settrace(self._enter)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        sys.settrace(None)
-
-    def _enter(self, frame: FrameType, _event: str, _argument: Any) -> Any:
-        return self._line if frame.f_code.co_filename.startswith(PACKAGE) else None
-
-    def _line(self, _frame: FrameType, event: str, _argument: Any) -> Any:
-        if event == "line":
-            self._line_count += 1
-            if self._line_count % self._every == 0:
-                self.call_count += 1
-                sys.settrace(None)
-                try:
-                    self._handler()
-                finally:
-                    sys.settrace(self._enter)
-        return self._line
 
 
 @pytest.mark.parametrize("every", support.sizes(small=37, whole=5))

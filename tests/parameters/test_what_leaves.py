@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import support
-from ssdtrain.away.tensors import in_use
+from ssdtrain.away.known import in_use
 from ssdtrain.away.threads import KNOWN_THREADS
 from ssdtrain.optimizer.updating_thread import Job, UpdatingThread
 from ssdtrain.parameters.weight import Weight

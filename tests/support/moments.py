@@ -80,3 +80,35 @@ class AtLoop(Signal):
 
 def interrupt() -> None:
     raise KeyboardInterrupt
+
+
+class BetweenLines:
+    """Calls a handler between two lines of the package, as Python calls those of signals."""
+
+    def __init__(self, handler: Callable[[], object], *, every: int) -> None:
+        self._handler = handler
+        self._every = every
+        self._line_count = 0
+        self.call_count = 0
+
+    def __enter__(self) -> Self:
+        sys.settrace(self._enter)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _enter(self, frame: FrameType, _event: str, _argument: Any) -> Any:
+        return self._line if frame.f_code.co_filename.startswith(PACKAGE) else None
+
+    def _line(self, _frame: FrameType, event: str, _argument: Any) -> Any:
+        if event == "line":
+            self._line_count += 1
+            if self._line_count % self._every == 0:
+                self.call_count += 1
+                sys.settrace(None)
+                try:
+                    self._handler()
+                finally:
+                    sys.settrace(self._enter)
+        return self._line

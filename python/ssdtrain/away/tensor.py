@@ -97,7 +97,7 @@ class Owner(Protocol):
     def look(self, one: OffloadedTensor) -> None:
         """Bring one back."""
 
-    def begin_look(self, one: OffloadedTensor, user: object, *, changes: bool) -> Tensor | None:
+    def begin_look(self, one: OffloadedTensor, user: object, *, in_training: bool) -> Tensor | None:
         """Bring one back for a function, or return a copy of it."""
 
     def end_look(self, one: OffloadedTensor, user: object, *, is_given_out: bool) -> None:
@@ -188,10 +188,10 @@ class OffloadedTensor(Watcher):
         tensor: Tensor,  # noqa: ARG002 - there is only one
         user: object,
         *,
-        changes: bool,
+        in_training: bool,
     ) -> Tensor | None:
         """Bring the bytes back for a function."""
-        return self.owner.begin_look(self, user, changes=changes)
+        return self.owner.begin_look(self, user, in_training=in_training)
 
     def end_look(self, user: object, *, is_given_out: bool) -> None:
         """Let the bytes go again, unless somebody may have kept their address."""

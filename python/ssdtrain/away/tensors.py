@@ -8,14 +8,15 @@ import sys
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from time import perf_counter
 from typing import ClassVar
 
 from torch import Tensor
 
 from ssdtrain._core import run_if_free
+from ssdtrain.away.known import KNOWN, known_of
 from ssdtrain.away.tensor import OffloadedTensor
 from ssdtrain.away.threads import is_held_here
 from ssdtrain.away.use_order import UseOrder
@@ -29,7 +30,7 @@ from ssdtrain.sizes import shown_bytes
 from ssdtrain.store import TensorStore
 from ssdtrain.watched import User
 
-__all__ = ["OffloadedTensors", "in_use", "known_of"]
+__all__ = ["OffloadedTensors"]
 
 AHEAD_COUNT_MAX = 64
 """So many uses ahead are looked at for reads at most."""
@@ -41,38 +42,6 @@ AHEAD_SHARE = 2
 """Reads that were begun ahead take one part in so many of the bound at most."""
 KEPT_SHARE = 4
 """What stays for updates in backward takes one part in so many of the bound at most."""
-
-_known: dict[int, tuple[weakref.ref[Tensor], OffloadedTensor]] = {}
-"""By the number of the tensor: those of all owners. An entry goes with its tensor."""
-
-
-def known_of(tensor: Tensor) -> OffloadedTensor | None:
-    """Return what is known of a tensor, if it may be away."""
-    entry = _known.get(id(tensor))
-    if entry is None:
-        return None
-    there, one = entry
-    if there() is tensor:
-        return one
-    # Of a tensor that is gone: an interrupt kept it from being forgotten.
-    _known.pop(id(tensor), None)
-    one.forget()
-    return None
-
-
-@contextmanager
-def in_use(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Have tensors in memory while a block runs, on a thread that says what it uses."""
-    user = User()
-    found = [one for tensor in tensors if (one := known_of(tensor)) is not None]
-    try:
-        for one in found:
-            one.note_user(user)
-            one.owner.bring(one)
-        yield
-    finally:
-        for one in found:
-            one.end_use(user)
 
 
 class OffloadedTensors:
@@ -137,7 +106,7 @@ class OffloadedTensors:
         number = id(tensor)
 
         def forget(_: object) -> None:
-            known = _known.pop(number, None)
+            known = KNOWN.pop(number, None)
             if known is not None:
                 known[1].forget()
 
@@ -147,7 +116,7 @@ class OffloadedTensors:
             self._forget_gone()
             # First: who is interrupted in between gives back what is in here.
             self._all[id(one)] = self._at[one.place] = one
-            _known[number] = weakref.ref(tensor, forget), one
+            KNOWN[number] = weakref.ref(tensor, forget), one
             self._note(one)
 
     def give_back(self) -> None:
@@ -158,7 +127,7 @@ class OffloadedTensors:
             for one in self._alive():
                 self._bring(one)
             for number in [id(one.tensor) for one in self._alive()]:
-                _known.pop(number, None)
+                KNOWN.pop(number, None)
         if self._room is not None:
             # The traceback of what went wrong may keep all of this.
             self._room.end()
@@ -195,7 +164,7 @@ class OffloadedTensors:
         finally:
             one.end_use(user)
 
-    def begin_look(self, one: OffloadedTensor, user: object, *, changes: bool) -> Tensor | None:
+    def begin_look(self, one: OffloadedTensor, user: object, *, in_training: bool) -> Tensor | None:
         """Bring back what a function of the program uses until ``end_look``.
 
         [Note: looks] A look at one tensor lets none leave that was in memory before: its address
@@ -209,7 +178,7 @@ class OffloadedTensors:
             return one.copy(self._store)
         one.note_user(user)
         with self._lock:
-            if changes:
+            if in_training:
                 self._use(one)
             elif not one.is_attached():
                 self._let_looked_leave(but=one)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ssdtrain.away.classes import is_away
-from ssdtrain.away.tensors import known_of
+from ssdtrain.away.known import known_of
 from ssdtrain.away.threads import KnownThread
 from ssdtrain.errors import StorageError
 from ssdtrain.machine.torch_internals import (

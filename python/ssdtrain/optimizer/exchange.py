@@ -46,6 +46,6 @@ def note_loaded(optimizer: Optimizer) -> None:
 
 
 def refuse_half_done(optimizer: Optimizer) -> None:
-    """Raise ``StorageError`` if the last step failed and left something that is not whole."""
+    """Raise if a step is under way, or the last one failed and left what is not whole."""
     if isinstance(optimizer, Offloaded):
-        optimizer._refuse_half_done()
+        optimizer._refuse_half_done("ssdtrain.save")

@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ssdtrain.away.classes import AwayGradient
+from ssdtrain.away.known import known_of
 from ssdtrain.away.tensor import MIN_BYTES, OffloadedTensor, why_staying
-from ssdtrain.away.tensors import OffloadedTensors, known_of
+from ssdtrain.away.tensors import OffloadedTensors
 from ssdtrain.errors import ConfigError
 from ssdtrain.machine.torch_internals import (
     current_backward,

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ssdtrain.away.tensors import known_of
+from ssdtrain.away.known import known_of
 from ssdtrain.errors import SsdtrainError, StorageError, UnsupportedError
 from ssdtrain.machine.torch_internals import current_backward, no_compilation, outside_compiler
 from ssdtrain.optimizer.chunks import Chunk, name_of
@@ -81,7 +81,7 @@ class InBackward:
         """What `step()` itself gives to the thread, whose gradients stay in place."""
         self._is_in_step = False
         self._round: Round | None = None
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         """Backwards of several threads may go on at once."""
         self._noted: dict[int, tuple[Tensor, User]] = {}
         """Whose gradient each thread has accumulated last: autograd uses it until the next one
@@ -115,7 +115,7 @@ class InBackward:
 
     def note(self, host: Host, param: Tensor) -> None:
         """Take the gradient that is complete, not this one: autograd still uses it."""
-        with self._lock:
+        with self.lock:
             self._note(host, param)
 
     def _note(self, host: Host, param: Tensor) -> None:
@@ -290,7 +290,7 @@ class InBackward:
 
     def _drop(self, record: Taken) -> None:
         """Go on as if a gradient had not been taken, which the user has replaced."""
-        with self._lock:
+        with self.lock:
             if not record.is_published:
                 self.join()
                 roll_back(self._of(), record)

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Parameter
 
-from ssdtrain.away.tensors import in_use
+from ssdtrain.away.known import in_use
 from ssdtrain.errors import SsdtrainError, UnsupportedError
 from ssdtrain.geometry import checksum_of
 from ssdtrain.machine.torch_internals import clone_of, with_default_device

@@ -69,7 +69,6 @@ Overlap = Literal["step", "backward", "forward"]
 class Offloaded(WholeState):
     """What an offloaded optimizer has before its own class: the step, and ways to its state."""
 
-    _own_kind: type[Optimizer]
     _overlap: Overlap
     _has_shards: bool
     _buffers: Buffers
@@ -107,6 +106,7 @@ class Offloaded(WholeState):
         self._undo = Undo(disk) if undo or overlap == "backward" else None
         self._in_backward = None
         self._lost = Lost()
+        self._is_stepping = False
         self._step_count_done = 0
         self._step_s = self._waited_s = 0.0
         self._updates = None
@@ -146,6 +146,16 @@ class Offloaded(WholeState):
 
     def step(self, *given: Any, **named: Any) -> Any:
         """Run the optimizer's own step, part by part, and return what the closure returned."""
+        self._is_stepping = True
+        try:
+            return self._step(given, named)
+        finally:
+            self._is_stepping = False
+
+    # A scheduler puts nothing around a step that has this mark.
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # noqa: SLF001
+
+    def _step(self, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
         began_s = perf_counter()
         takes_closure = self._habits.takes_closure
         closure, options = arguments_of(self._own_kind, given, named, takes_closure=takes_closure)
@@ -157,25 +167,27 @@ class Offloaded(WholeState):
         self._opt_called = True  # for schedulers, which ask whether a step came before theirs
         loss = None
         if closure is not None:
+            self._is_stepping = False
             with torch.enable_grad():
                 loss = closure()
+            self._is_stepping = True
         for group in self.param_groups:
             for param in group["params"]:
                 settle_param(param)
-        if self._in_backward is not None:
-            self._step_after(self._in_backward, options)
-        elif self._order is not None and not self._makes_all_now(self._order, options):
-            self._step_beside(self._order, options)
-        else:
-            self._step_now(options)
+        self._update_all(options)
         self._step_count_done += 1
         self._step_s += perf_counter() - began_s
         if self._updates is None:
             self._lost.refuse(self._states, self.param_groups)
         return loss
 
-    # A scheduler puts nothing around a step that has this mark.
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # noqa: SLF001
+    def _update_all(self, options: dict[str, Any]) -> None:
+        if self._in_backward is not None:
+            self._step_after(self._in_backward, options)
+        elif self._order is not None and not self._makes_all_now(self._order, options):
+            self._step_beside(self._order, options)
+        else:
+            self._step_now(options)
 
     def _step_now(self, options: dict[str, Any]) -> None:
         if self._gradients is not None:

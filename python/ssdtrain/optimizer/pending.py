@@ -76,7 +76,7 @@ class Holder(Watcher):
         """What it has begun with."""
         self._hooks: dict[int, Any] = {}
 
-    def begin_look(self, tensor: Tensor, user: object, *, changes: bool) -> None:  # noqa: ARG002
+    def begin_look(self, tensor: Tensor, user: object, *, in_training: bool) -> None:  # noqa: ARG002
         """Wait; an update that has ended does not begin again."""
         if not in_update():
             self.look(tensor)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from ssdtrain.away.tensors import known_of
+from ssdtrain.away.known import known_of
 from ssdtrain.machine.torch_internals import holders_of, is_shared, own_shard, plainly
 
 __all__ = [

@@ -10,7 +10,8 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ssdtrain.errors import StorageError
+from ssdtrain.away.threads import is_held_here
+from ssdtrain.errors import StorageError, UnsupportedError
 from ssdtrain.optimizer.deferred import Deferred
 from ssdtrain.optimizer.disk import Disk
 from ssdtrain.optimizer.gradients import Gradients
@@ -27,6 +28,11 @@ __all__ = ["WholeState", "of_itself"]
 NO_COPY = (
     "an optimizer whose state is on the disk cannot be copied or pickled; save it with "
     "ssdtrain.save(path, model, optimizer), or save optimizer.state_dict()"
+)
+IN_A_STEP = (
+    "{} came while this {} is in the middle of an update, as from a handler of a signal or another "
+    "thread: some of its parameters are updated, others are not. Set a flag there, and ask after "
+    "step()"
 )
 
 P = ParamSpec("P")
@@ -53,6 +59,7 @@ class WholeState(Optimizer):
     """An optimizer whose state can be asked for, loaded and saved in whole, wherever it lies."""
 
     _itself: weakref.ref[WholeState]
+    _own_kind: type[Optimizer]
     _disk: Disk
     _masters: Masters | None
     _undo: Undo | None
@@ -60,6 +67,8 @@ class WholeState(Optimizer):
     _updates: Deferred | None
     _in_backward: InBackward | None
     _gradients: Gradients | None
+    _is_stepping: bool
+    """Whether some parameters may be updated, and others not."""
     _step_count_done: int
     _step_s: float
     _waited_s: float
@@ -159,11 +168,20 @@ class WholeState(Optimizer):
     def _give_up(self) -> None:
         """Have weights and state of the last step, whatever has begun since in backward."""
         if self._in_backward is not None:
+            self._refuse_in_step("a look at its state")
             self._in_backward.give_up()
 
     @of_itself
-    def _refuse_half_done(self) -> None:
+    def _refuse_in_step(self, caller: str) -> None:
+        """Raise ``UnsupportedError`` if a step is under way."""
+        updates = self._in_backward
+        if self._is_stepping or (updates is not None and is_held_here(updates.lock)):
+            # defence: nothing is saved in the middle of a step
+            raise UnsupportedError(IN_A_STEP.format(caller, self._own_kind.__name__))
+
+    def _refuse_half_done(self, caller: str) -> None:
         """Raise ``StorageError`` if the last step failed and left something that is not whole."""
+        self._refuse_in_step(caller)
         self.synchronize()
         self._give_up()
         if self._undo is not None and self._undo.is_kept:
@@ -172,7 +190,13 @@ class WholeState(Optimizer):
 
     @of_itself
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as of now: its tensors are copies, in memory, wherever they lie."""
+        """Return the state as of now: its tensors are copies, in memory, wherever they lie.
+
+        Raises:
+            UnsupportedError: It is called in the middle of ``step``, by a handler of a signal.
+
+        """
+        self._refuse_in_step("state_dict()")
         found: dict[str, Any] = super().state_dict()
         # A hook may have made a step, or something else of what is returned.
         self.synchronize()
@@ -183,7 +207,13 @@ class WholeState(Optimizer):
 
     @of_itself
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state as ever, and let it go to the disk."""
+        """Load a state as ever, and let it go to the disk.
+
+        Raises:
+            UnsupportedError: It is called in the middle of ``step``, by a handler of a signal.
+
+        """
+        self._refuse_in_step("load_state_dict()")
         self.synchronize()
         self._give_up()
         if self._masters is None:

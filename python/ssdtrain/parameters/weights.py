@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from ssdtrain.away.known import known_of
 from ssdtrain.away.tensor import OffloadedTensor, storage_key
-from ssdtrain.away.tensors import OffloadedTensors, known_of
+from ssdtrain.away.tensors import OffloadedTensors
 from ssdtrain.geometry import checksum_of
 from ssdtrain.machine.process_memory import release_free_memory
 from ssdtrain.machine.torch_internals import Hooks, is_shared, top_hooks
