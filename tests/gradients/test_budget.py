@@ -19,7 +19,11 @@ from disks import MIB
 from ssdtrain.errors import BudgetError
 from support import Rig, bits, chain
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    # Of hooks on modules, which another test in this process may have put on.
+    pytest.mark.filterwarnings("ignore:Using `torch.compile"),
+]
 
 Body = Callable[[], Tensor]
 

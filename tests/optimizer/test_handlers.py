@@ -79,7 +79,7 @@ def test_a_state_dict_is_of_one_moment_or_refused(every: int, overlap: str, tmp_
     states = [state for state, _ in expected]
     assert all(any(equal(one, state) for state in states) for one in seen)
     assert refused
-    assert "Set a flag there" in refused[0]
+    assert "Set a flag in the handler" in refused[0]
     assert equal(state_of(optimizer.state_dict()), states[-1])
     assert equal(list(model.parameters()), expected[-1][1])
 
@@ -105,7 +105,7 @@ def test_a_look_while_a_backward_updates_is_of_the_last_step_or_refused(
         loss_of(model, 0).backward()
     assert seen
     assert all(equal(one, expected) for one in seen)
-    assert all("Set a flag there" in one for one in refused)
+    assert all("Set a flag in the handler" in one for one in refused)
     optimizer.zero_grad()
     step(model, optimizer, 0)
     assert equal(state_of(optimizer.state_dict()), moments()[1][0])

@@ -30,9 +30,9 @@ NO_COPY = (
     "ssdtrain.save(path, model, optimizer), or save optimizer.state_dict()"
 )
 IN_A_STEP = (
-    "{} came while this {} is in the middle of an update, as from a handler of a signal or another "
-    "thread: some of its parameters are updated, others are not. Set a flag there, and ask after "
-    "step()"
+    "{} came while this {} is in the middle of an update, from a handler of a signal, another "
+    "thread, or its own step by another way than self: some of its parameters are updated, others "
+    "are not. Set a flag in the handler, and ask after step()"
 )
 
 P = ParamSpec("P")
