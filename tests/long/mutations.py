@@ -106,7 +106,7 @@ INSTEAD = {
     "weights stay that a graph or another library has": "return super().leave()",
     "bytes that are saved again": "return Ok(());",
     "looks let none leave that was in memory": "self._use(one)",
-    "a weight that was saved is brought back": "pass",
+    "a weight that was saved is brought back": "let is_away = is_plain && holder.is_none();",
     "nothing is saved in the middle of a step": "return",
     "what may change unseen is read in step() only": "return None",
     "what parts of a step change differently is an error": "if False:",

