@@ -25,6 +25,8 @@ CHILD_S_MIN = 1.0
 """Less is what short commands and idle workers of data loaders take, not training."""
 PAGE_BYTES = 4096
 GAINED_SHARE_LITTLE = 0.1
+"""Of what saved tensors would take: to gain less is hardly anything."""
+SEEN_SHARE_LITTLE = 0.02
 """Of all memory of the process, or of GPUs: who gains less hardly sees it."""
 LOST_SHARE_LITTLE = 0.01
 """Of the time in the block: who loses less hardly sees it."""
@@ -103,6 +105,8 @@ class Gain:
     """On GPUs: most that was not in their memory."""
     lost_s: float
     elapsed_s: float
+    has_reason: bool
+    """Whether the report tells why little was offloaded."""
     has_others: bool
     """Whether weights or state of an optimizer leave memory as well: that is a gain, too."""
 
@@ -122,8 +126,11 @@ class Gain:
         text += (
             f"; hooks and waits took {self.lost_s:.3f} s of {self.elapsed_s:.3f} s ({share:.1%})"
         )
-        if self.has_others or gained_bytes >= GAINED_SHARE_LITTLE * self.all_bytes:
+        is_much = gained_bytes >= GAINED_SHARE_LITTLE * self.saved_bytes
+        if self.has_others or (is_much and gained_bytes >= SEEN_SHARE_LITTLE * self.all_bytes):
             return text
+        if self.has_reason:
+            return f"hardly anything was gained: {text}; why, and what to change, is told below"
         advice = "leave the block out"
         if share >= LOST_SHARE_LITTLE:
             advice += ", or raise min_bytes so that it takes less time"

@@ -237,6 +237,8 @@ class Residency:
         else:
             # What may leave memory counts for nothing, so it has to be gone.
             self._comes_to_fit(UNLIMITED_BYTES, may_give_way=False)
+        # Where writes fail, or are not allowed, nothing can leave.
+        stays = stays or any(user.failure is not None for user in self._present())
         return refusal.refuse(storage, nbytes, stays=stays, beside_bytes=self.resident_bytes())
 
     def _refusal(self) -> Refusal | None:

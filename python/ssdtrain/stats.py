@@ -352,14 +352,14 @@ class Stats:
 
     def _shown_gain(self) -> str:
         on_gpu = self.pinned_bytes or self.ring_bytes
-        waits_s = max(self.exposed_s, self.gpu_stall_s)
         gain = Gain(
             saved_bytes=self.saved_bytes_peak,
             resident_bytes=self.resident_bytes_peak,
             all_bytes=self.device_bytes_peak if on_gpu else self.process_bytes_peak,
             away_bytes=self.away_bytes_peak if on_gpu else None,
-            lost_s=waits_s if on_gpu else waits_s + self.hooks_s,
+            lost_s=max(self.exposed_s, self.gpu_stall_s) + (0 if on_gpu else self.hooks_s),
             elapsed_s=self.elapsed_s,
+            has_reason=self.reason is not None,
             has_others=bool(self.classes),
         )
         return str(gain)

@@ -295,11 +295,13 @@ def test_a_source_that_was_let_go_is_saved_under_a_second_stream(device: Device)
         with torch.cuda.stream(side):
             on_side = torch.cos(both)
         del both
+        # What was saved again is written again now, and let go.
+        later = chain(leaf * 1.02, 10)
         use_memory(leaf, 20)
         device.release()
         main.wait_stream(side)
         on_side.record_stream(main)
-        (on_side + on_main).sum().backward()
+        (on_side + on_main + later).sum().backward()
         torch.cuda.synchronize()
 
 

@@ -258,6 +258,24 @@ def test_a_part_that_changes_under_the_write_of_another_is_no_corruption(tmp_pat
 
 
 @pytest.mark.defends("identity with the version counter")
+def test_a_change_that_only_data_counts_is_refused(tmp_path: Path) -> None:
+    def step(flush: Flush) -> Result:
+        x = torch.linspace(-2, 2, COUNT).requires_grad_()
+        weight = torch.ones(COUNT, requires_grad=True)
+        y = x * 1.5
+        never_walked = y * weight
+        flush()
+        bare = y.data
+        loss = (bare * weight).square().sum()
+        flush()
+        bare.add_(1)
+        loss.backward()
+        del never_walked
+        return {}
+
+    prove_refused(step, tmp_path)
+
+
 def test_data_that_counts_for_itself_is_not_taken_for_its_tensor(tmp_path: Path) -> None:
     def step(flush: Flush) -> Result:
         x = torch.linspace(-2, 2, COUNT).requires_grad_()

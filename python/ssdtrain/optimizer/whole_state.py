@@ -173,7 +173,7 @@ class WholeState(Optimizer):
 
     @of_itself
     def _refuse_in_step(self, caller: str) -> None:
-        """Raise ``UnsupportedError`` if a step is under way."""
+        """Raise ``UnsupportedError`` if an update is under way that this thread makes."""
         updates = self._in_backward
         if self._is_stepping or (updates is not None and is_held_here(updates.lock)):
             # defence: nothing is saved in the middle of a step
