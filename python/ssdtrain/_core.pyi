@@ -686,7 +686,9 @@ class Leaving:
     """
 
     def __new__(cls, given: _Given, alone: Tensor) -> Leaving: ...
-    def leave(self, weight: Tensor, keeper: object, husk: Tensor, attribute: str) -> bool:
+    def leave(
+        self, weight: Tensor, keeper: object, husk: Tensor, attribute: str, shared: bool
+    ) -> bool:
         """Take the bytes out of a weight, and give them to ``keeper.source``.
 
         The weight is then of the class ``away``, lies on the storage of ``husk``, and has

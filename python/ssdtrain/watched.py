@@ -143,9 +143,11 @@ def _with_copies(value: Any, copies: dict[int, Tensor]) -> Any:
 class Look:
     """Has watched tensors in memory while a function uses them."""
 
-    def __init__(self, tensors: Iterable[Tensor], function: Any = None) -> None:
+    def __init__(
+        self, tensors: Iterable[Tensor], function: Any = None, *, stays: bool = False
+    ) -> None:
         self._tensors = tensors
-        self._gives_address = function in GIVES_ADDRESS
+        self._stays = stays or function in GIVES_ADDRESS
         name = getattr(function, "__name__", "")
         # Functions of lists are those of optimizers and of clipping.
         is_of_lists = name.startswith(("_foreach_", "_amp_foreach_"))
@@ -186,7 +188,7 @@ class Look:
         if self._pair is not None:
             uninstall(self._pair)
         for watcher in self._watchers:
-            watcher.end_look(self._user, is_given_out=self._gives_address)
+            watcher.end_look(self._user, is_given_out=self._stays)
 
     def given(self, arguments: Any) -> Any:
         """Return what the function gets: the arguments, or copies among them."""
@@ -216,15 +218,18 @@ class Watched(Tensor):
         if cls._is_let_through(func, types):
             return as_plain_tensors(func, types, args, kwargs)
         found = list(_found((args, kwargs)))
-        with Look(found, func) as look:
+        # `nn.Parameter(weight)` has seen our class, and wants the weight's own one back.
+        makes_parameter = (
+            func is Tensor.detach and sys._getframe(1).f_code is NEW_PARAMETER  # noqa: SLF001
+        )
+        with Look(found, func, stays=makes_parameter) as look:
             if not found:
                 # In some container of the function's own, unless all was looked at just now.
                 cls._look_everywhere()
             given, named = look.given((args, kwargs))
             result = func(*given, **named)
-        if func is Tensor.detach and sys._getframe(1).f_code is NEW_PARAMETER:  # noqa: SLF001
-            # `nn.Parameter(weight)` has seen our class and wants the weight's own one back.
-            return result.as_subclass(type(args[0]))
+            if makes_parameter:
+                return result.as_subclass(type(given[0]))
         return result
 
     # These look at the class before they look at the bytes, or do not ask it at all.

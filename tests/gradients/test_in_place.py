@@ -383,6 +383,28 @@ def test_a_tensor_that_is_saved_again_after_an_unseen_change_gives_plain_bits(
     prove(step, tmp_path)
 
 
+def parts_saved(flush: Flush) -> Tensor:
+    """Return a gradient through parts of a storage, and tensors that count its changes apart."""
+    x = torch.ones(COUNT, requires_grad=True)
+    values = torch.zeros(4 * COUNT)
+    first, second = values[:COUNT], values[COUNT : 2 * COUNT]
+    loss = (x * first).sin().sum() + (x * second).sin().sum()
+    loss = loss + (x * second.data).sum() * 0
+    flush()
+    values.data.fill_(7)
+    loss = loss + (x * second).cos().sum()
+    flush()
+    del first, second, values
+    flush()
+    loss.backward()
+    assert x.grad is not None
+    return x.grad
+
+
+def test_all_parts_of_a_storage_that_is_saved_again_have_plain_bits(tmp_path: Path) -> None:
+    prove(lambda flush: {"x": parts_saved(flush)}, tmp_path)
+
+
 @pytest.mark.defends("bytes that are saved again")
 @pytest.mark.parametrize("bound", [None, 1 << 20], ids=["no bound", "a bound"])
 def test_a_tensor_that_is_saved_again_is_written_once_the_program_has_let_go(

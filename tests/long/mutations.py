@@ -104,7 +104,7 @@ INSTEAD = {
     "gradients that another optimizer bounds are used at once": "if False:",
     "gradients on memory of others are used at once": "if False:",
     "weights stay that a graph or another library has": "return super().leave()",
-    "bytes that are saved again": "return Ok(());",
+    "bytes that are saved again": "continue;",
     "looks let none leave that was in memory": "self._use(one)",
     "a weight that was saved is brought back": "let is_away = is_plain && holder.is_none();",
     "nothing is saved in the middle of a step": "return",

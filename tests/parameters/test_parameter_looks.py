@@ -19,7 +19,9 @@ from torch.nn import Parameter
 
 import ssdtrain
 import support
+from ssdtrain.away.classes import AwayParameter
 from weights_away import (
+    LEAVING_BYTES_MIN,
     WIDTH,
     away,
     is_away,
@@ -29,6 +31,7 @@ from weights_away import (
     offloaded,
     squared,
     unique,
+    use,
 )
 
 NAME = "2.weight"
@@ -186,11 +189,14 @@ def copied_each(weight: Tensor) -> Tensor:
     return found
 
 
+def own_class(found: object) -> type:
+    """Return the class of what a look has found; that of a weight, also if it is away."""
+    return Parameter if type(found) is AwayParameter else type(found)
+
+
 def assert_same_look(actual: Any, expected: Any) -> None:
-    if isinstance(expected, Tensor):
-        # What is the weight itself may be away still.
-        actual.detach().sum()
-    assert type(actual) is type(expected)
+    # What is the weight itself may be away still.
+    assert own_class(actual) is type(expected)
     if isinstance(expected, Tensor):
         assert actual.requires_grad == expected.requires_grad
         assert actual.stride() == expected.stride()
@@ -214,7 +220,7 @@ def test_looks(look: str, tmp_path: Path) -> None:
     model, weight = one_away(tmp_path)
     assert_same_look(LOOKS[look](weight), LOOKS[look](expected))
     # The same when it is in memory, and away once more.
-    weight.detach().sum()
+    use(weight)
     assert type(weight) is Parameter
     assert_same_look(LOOKS[look](weight), LOOKS[look](expected))
     gc.collect()
@@ -399,8 +405,7 @@ def test_models(look: str, kind: str, tmp_path: Path) -> None:
     actual, expected = looked_at(tmp_path), looked_at(None)
     support.assert_equal_bits(actual, expected)
     for name, tensor in expected.items():
-        actual[name].detach().sum()
-        assert type(actual[name]) is type(tensor), name
+        assert own_class(actual[name]) is type(tensor), name
         assert actual[name].requires_grad == tensor.requires_grad, name
 
 
@@ -439,7 +444,8 @@ def test_identity_and_type_after_use(tmp_path: Path) -> None:
             assert isinstance(param, Parameter)
             assert param.is_leaf
         for param in optimizer.param_groups[0]["params"]:
-            param.detach().sum()
+            if param.nbytes >= LEAVING_BYTES_MIN:
+                use(param)
             assert type(param) is Parameter, "in memory it is nothing but a parameter"
             assert "ssdtrain" not in repr(vars(param))
     assert [id(param) for param in optimizer.param_groups[0]["params"]] == [
@@ -455,7 +461,7 @@ def test_attributes_of_weights_stay(tmp_path: Path) -> None:
     leave(model, NAME)
     assert weight.told == ["by", "a", "user"]  # type: ignore[attr-defined]
     weight.later = 5  # type: ignore[attr-defined]
-    weight.detach().sum()
+    use(weight)
     assert weight.later == 5  # type: ignore[attr-defined]
     assert list(vars(weight)) == ["told", "later"]
 

@@ -18,7 +18,7 @@ from ssdtrain.away.threads import KNOWN_THREADS
 from ssdtrain.optimizer.updating_thread import Job, UpdatingThread
 from ssdtrain.parameters.weight import Weight
 from ssdtrain.parameters.weights import weight_of
-from weights_away import away, is_away, layers, leave, offloaded, squared, unique
+from weights_away import away, is_away, layers, leave, offloaded, squared, unique, use
 
 NAME = "2.weight"
 
@@ -27,7 +27,7 @@ def one_here(directory: Path) -> tuple[Tensor, Weight]:
     """Return a weight that is in memory, and may leave."""
     model = offloaded(layers(), directory)
     param = model.get_parameter(NAME)
-    param.detach().sum()
+    use(param)
     assert not is_away(param)
     weight = weight_of(param)
     assert weight is not None

@@ -122,6 +122,13 @@ def settle(module: nn.Module) -> None:
     support.wait_until(left, "weights leave memory")
 
 
+def use(param: Tensor) -> None:
+    """Use a weight as a module's forward does; a look of the program lets it leave again."""
+    weight = weight_of(param)
+    assert weight is not None
+    weight.look(param)
+
+
 def leave(module: nn.Module, name: str) -> Parameter:
     """Have a weight leave memory: use the others until there is no room for it; return it."""
     param = module.get_parameter(name)
@@ -131,10 +138,8 @@ def leave(module: nn.Module, name: str) -> Parameter:
         for other in others:
             if is_away(param):
                 break
-            used = weight_of(other)
-            if used is not None:
-                # As a module's forward does; a look of the program lets no other leave.
-                used.look(other)
+            if weight_of(other) is not None:
+                use(other)
         return is_away(param)
 
     support.wait_until(left, f"{name} leaves memory")

@@ -23,7 +23,7 @@ from ssdtrain.machine.torch_internals import as_plain_tensors, count_users, is_s
 from ssdtrain.store import PendingRead, StoredTensor, TensorStore, is_dense
 from ssdtrain.watched import HOLDER, Watcher
 
-__all__ = ["MIN_BYTES", "OffloadedTensor", "Owner", "storage_key", "why_staying"]
+__all__ = ["HELD", "MIN_BYTES", "OffloadedTensor", "Owner", "storage_key", "why_staying"]
 
 MIN_BYTES = 64 << 10
 """Smaller tensors (biases, norms) stay in memory: to bring one costs more than it frees."""
@@ -254,11 +254,18 @@ class OffloadedTensor(Watcher):
         self.nbytes = tensor.nbytes
         self.stored = self.sum = None
 
-    def leave(self) -> bool:
-        """Take the bytes out of the tensor, unless others have or may be using them."""
+    def leave(self, *, shared: bool = False) -> bool:
+        """Take the bytes out of the tensor, unless others may be using them, or have them.
+
+        ``shared``: others may have them, as long as ``source`` does.
+        """
         tensor = self.tensor
         assert tensor is not None
-        return self._leaving.leave(tensor, self, self.husk, HOLDER)
+        return self._leaving.leave(tensor, self, self.husk, HOLDER, shared)
+
+    def is_shared(self) -> bool:
+        """Whether others have the bytes of this tensor, which has left."""
+        return self.source is not None and is_shared(self.source)
 
     def why_in_memory(self, *, in_look: bool) -> str:
         """Return why a tensor does not leave now; it has a place for a size."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ssdtrain._core import run_if_free
 from ssdtrain.away.known import KNOWN, known_of
-from ssdtrain.away.tensor import OffloadedTensor
+from ssdtrain.away.tensor import HELD, OffloadedTensor
 from ssdtrain.away.threads import is_held_here
 from ssdtrain.away.use_order import UseOrder
 from ssdtrain.away.writes import Writes
@@ -198,10 +198,8 @@ class OffloadedTensors:
         with self._lock, plainly():
             if one.tensor is None or one.users or not one.is_attached():
                 return
-            if not is_given_out:
-                # Its bytes stay in memory for the next look at it.
-                if one.may_leave():
-                    self._empty(one)
+            # Its bytes stay in memory, for the next look at it and for whoever shares them.
+            if not is_given_out and one.may_leave() and self._empty(one, shared=True):
                 self._let_looked_leave(but=one)
                 self._looked.append(weakref.ref(one))
             self._note(one)
@@ -326,8 +324,7 @@ class OffloadedTensors:
             one = reference()
             if one is None or one is but or one.users:
                 continue
-            is_here = one.is_attached() or self._writes.lack(one)
-            if is_here and not self._leave(one):
+            if self._writes.lack(one) and not self._leave(one):
                 self._looked.append(reference)
 
     def _begin_read(self, one: OffloadedTensor) -> None:
@@ -401,8 +398,12 @@ class OffloadedTensors:
         causes = Counter[str]()
         for one in self._alive():
             # Of those that the disk did not take it was said.
-            if one is not looked and one.is_attached() and not one.stays:
+            if one is looked or one.stays:
+                continue
+            if one.is_attached():
                 causes[one.why_in_memory(in_look=looked is not None)] += one.nbytes
+            elif one.is_shared():
+                causes[HELD] += one.nbytes
         if causes:
             told = [cause.format(shown_bytes(nbytes)) for cause, nbytes in causes.most_common()]
             sizes = shown_bytes(self.max_resident_bytes), shown_bytes(resident_bytes)
@@ -449,7 +450,10 @@ class OffloadedTensors:
             return False
         # A look may come from the compiler, whose modes make other tensors.
         with plainly():
-            if not self._writes.lack(one):
+            if self._writes.lack(one):
+                if one.is_shared():
+                    return False
+            else:
                 if not one.may_leave():
                     return False
                 if not self._empty(one):
@@ -460,9 +464,9 @@ class OffloadedTensors:
         self._note(one)
         return True
 
-    def _empty(self, one: OffloadedTensor) -> bool:
-        """Take the bytes out of a tensor, unless others have or may be using them."""
-        return one.leave()
+    def _empty(self, one: OffloadedTensor, *, shared: bool = False) -> bool:
+        """Take the bytes out of a tensor, unless others may be using them, or have them."""
+        return one.leave(shared=shared)
 
     def _keep(self, one: OffloadedTensor, error: SsdtrainError) -> None:
         """Keep a tensor in memory that the disk did not take."""

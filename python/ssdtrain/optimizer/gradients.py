@@ -66,10 +66,10 @@ class Gradient(OffloadedTensor):
             return f"of shape {tuple(self.husk.shape)}"
         return name_of(vars(optimizer)["param_groups"], param)
 
-    def leave(self) -> bool:
-        """Take the bytes out of the gradient, unless others have or may be using them."""
+    def leave(self, *, shared: bool = False) -> bool:
+        """Take the bytes out of the gradient, unless others may be using them, or have them."""
         # defence: gradients stay that a graph or another library has
-        return not self._is_given() and super().leave()
+        return not self._is_given() and super().leave(shared=shared)
 
     def is_held(self) -> bool:
         """Whether others have the memory of this gradient, which has its bytes."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from ssdtrain.away.classes import is_away
 from ssdtrain.away.known import known_of
 from ssdtrain.machine.torch_internals import holders_of, is_shared, own_shard, plainly
 
@@ -106,8 +107,13 @@ def sharing_memory(params: Iterable[Tensor]) -> set[int]:
     spans = []
     for param in params:
         own = own_shard(param)
-        # What is away had its memory alone; whoever is to share it has it brought. Of other classes
-        # nobody knows where their bytes lie.
+        if is_away(own):
+            # Its bytes may be in memory still, and shared with what a look has given out.
+            known = known_of(own)
+            if known is None or known.source is None:
+                continue
+            own = known.source
+        # Of other classes nobody knows where their bytes lie.
         if type(own) not in (Tensor, Parameter) or own.layout is not torch.strided:
             continue
         storage = own.untyped_storage()

@@ -59,10 +59,10 @@ class Weight(OffloadedTensor):
         pair: saved_tensors_hooks = self.owner.pair()
         return pair
 
-    def leave(self) -> bool:
-        """Take the bytes out of the weight, unless others have or may be using them."""
+    def leave(self, *, shared: bool = False) -> bool:
+        """Take the bytes out of the weight, unless others may be using them, or have them."""
         # defence: weights stay that a graph or another library has
-        return not self._is_given() and super().leave()
+        return not self._is_given() and super().leave(shared=shared)
 
     def is_held(self) -> bool:
         """Whether others have the memory of this weight, which has its bytes."""

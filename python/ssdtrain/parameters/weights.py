@@ -99,7 +99,7 @@ class Weights(OffloadedTensors):
 
     def _is_free(self, weight: Weight) -> bool:
         """Have a weight without bytes in memory, unless others have them or may be using them."""
-        return not weight.is_attached() or self._empty(weight)
+        return self._empty(weight) if weight.is_attached() else not weight.is_shared()
 
     def times_replaced(self, weight: Weight) -> int:
         """Return how often others gave a weight other memory so far (``weight.data = ...``)."""
@@ -158,8 +158,8 @@ class Weights(OffloadedTensors):
                 ON_STORAGE[storage_key(param)] = one
         super()._note(one)
 
-    def _empty(self, one: OffloadedTensor) -> bool:
+    def _empty(self, one: OffloadedTensor, *, shared: bool = False) -> bool:
         param = one.tensor
         assert param is not None, "its caller has it"
         ON_STORAGE.pop(storage_key(param), None)
-        return super()._empty(one)
+        return super()._empty(one, shared=shared)

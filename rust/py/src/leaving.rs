@@ -56,13 +56,14 @@ impl Leaving {
     }
 
     /// Takes the bytes of `weight` out of it and gives them to `keeper.source`, unless somebody
-    /// else has them or may be using them.
+    /// else may be using them or, if they are not to be `shared`, has them.
     fn leave(
         &self,
         weight: &Bound<'_, PyAny>,
         keeper: &Bound<'_, PyAny>,
         husk: &Bound<'_, PyAny>,
         attribute: &str,
+        shared: bool,
     ) -> PyResult<bool> {
         let py = weight.py();
         if !weight.get_type().is(&self.given.plain) {
@@ -76,7 +77,7 @@ impl Leaving {
         if is_collecting {
             collector.call_method0(intern!(py, "disable"))?;
         }
-        let left = self.leave_at_once(weight, keeper, husk, &memory);
+        let left = self.leave_at_once(weight, keeper, husk, &memory, shared);
         if is_collecting {
             collector.call_method0(intern!(py, "enable"))?;
         }
@@ -94,6 +95,7 @@ impl Leaving {
         keeper: &Bound<'_, PyAny>,
         husk: &Bound<'_, PyAny>,
         memory: &Bound<'_, PyAny>,
+        shared: bool,
     ) -> PyResult<bool> {
         let py = weight.py();
         // defence: no weight leaves beside busy threads
@@ -105,7 +107,7 @@ impl Leaving {
             return Ok(false);
         }
         // defence: no weight leaves that others have
-        if users_of(self.given.count_users.bind(py), weight)? != self.alone {
+        if !shared && users_of(self.given.count_users.bind(py), weight)? != self.alone {
             return Ok(false);
         }
         keeper.setattr(intern!(py, "source"), memory)?;

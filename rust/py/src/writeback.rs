@@ -105,7 +105,7 @@ impl Records {
 
     /// Every record that is alive.
     fn alive(&self, py: Python<'_>) -> PyResult<Vec<Py<Record>>> {
-        let known: Vec<_> = self.books().known.values().map(|one| one.clone_ref(py)).collect();
+        let known = self.books().all(py);
         let alive = known.iter().filter_map(|one| upgraded(py, one).transpose());
         alive.map(|one| one.map(Bound::unbind)).collect()
     }
@@ -282,9 +282,12 @@ impl Records {
         start: u64,
         end: u64,
     ) -> PyResult<Option<Bound<'py, Record>>> {
-        let Some(record) = self.last_of(storage)? else { return Ok(None) };
-        let is_its_own = record.get().is_of(tensor, storage, version, start, end)?;
-        Ok(is_its_own.then_some(record))
+        for record in self.of(storage)? {
+            if record.get().is_of(tensor, storage, version, start, end)? {
+                return Ok(Some(record));
+            }
+        }
+        Ok(None)
     }
 
     /// Takes the bytes of a storage that is saved again from memory, if their write has begun.
@@ -298,24 +301,26 @@ impl Records {
         storage: &Bound<'_, PyAny>,
         keeper: &Bound<'_, PyAny>,
     ) -> PyResult<()> {
-        let py = tensor.py();
-        let Some(record) = self.last_of(storage)? else { return Ok(()) };
-        if !record.get().has_handle() || !record.get().is_unchanged_on(storage)? {
-            return Ok(());
+        for record in self.of(storage)? {
+            if !record.get().has_handle() || !record.get().is_unchanged_on(storage)? {
+                continue;
+            }
+            record.get().renew(tensor)?; // defence: bytes that are saved again
+            if self.is_bounded {
+                keeper.call_method1(intern!(tensor.py(), "renewed"), (record,))?;
+            } else {
+                self.write_later(&record)?;
+            }
         }
-        record.get().renew(tensor)?; // defence: bytes that are saved again
-        if self.is_bounded {
-            keeper.call_method1(intern!(py, "renewed"), (record,))?;
-            return Ok(());
-        }
-        self.write_later(&record)
+        Ok(())
     }
 
-    /// The record that was made last at the address of this storage, which may be of another one.
-    fn last_of<'py>(&self, storage: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, Record>>> {
+    /// The records that were made at the address of this storage, some maybe of another one.
+    fn of<'py>(&self, storage: &Bound<'py, PyAny>) -> PyResult<Vec<Bound<'py, Record>>> {
         let py = storage.py();
-        let known = self.books().known.get(&identity(storage)).map(|one| one.clone_ref(py));
-        known.map_or(Ok(None), |reference| upgraded(py, &reference))
+        let known = self.books().of(py, identity(storage));
+        let alive = known.iter().filter_map(|one| upgraded(py, one).transpose());
+        alive.collect()
     }
 
     /// Begins a write as `begin_write` does; `None` if the record was saved again, and the program
