@@ -15,7 +15,6 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 
 from ssdtrain.activations.installed import install, uninstall
@@ -103,8 +102,11 @@ class Watcher(ABC):
         ``is_given_out``: it has returned the address of the bytes.
         """
 
-    def pair(self) -> saved_tensors_hooks | None:
-        """Return hooks on saved tensors for the function, or ``None``."""
+    def pair(self) -> Any:
+        """Return hooks on saved tensors for the function, or ``None``; they are let go after it.
+
+        They are asked for by a method of the function's frame, which tells whether it still runs.
+        """
         return None
 
 
@@ -155,7 +157,7 @@ class Look:
         self._watchers: list[Watcher] = []
         self._user = User()
         self._copies: dict[int, tuple[Tensor, int, str]] = {}
-        self._pair: saved_tensors_hooks | None = None
+        self._pair: Any = None
 
     def __enter__(self) -> Self:
         """Bring them."""
@@ -168,9 +170,10 @@ class Look:
                 copied = watcher.begin_look(tensor, self._user, in_training=self._is_training)
                 if copied is not None:
                     self._copies[id(tensor)] = copied, copied._version, watcher.noun  # noqa: SLF001
-                elif self._pair is None and (pair := watcher.pair()) is not None:
-                    install(pair)
-                    self._pair = pair
+                elif self._pair is None:
+                    self._pair = watcher.pair()
+                    if self._pair is not None:
+                        install(self._pair)
         except BaseException:
             self._end()
             raise
@@ -187,6 +190,7 @@ class Look:
     def _end(self) -> None:
         if self._pair is not None:
             uninstall(self._pair)
+            self._pair.let_go()
         for watcher in self._watchers:
             watcher.end_look(self._user, is_given_out=self._stays)
 

@@ -53,7 +53,7 @@ class Use:
         for owner in {id(weight.owner): weight.owner for weight in self._weights}.values():
             owner.begin_use([weight for weight in self._weights if weight.owner is owner], self)
         if torch.is_grad_enabled():
-            self._pair = pair = self._weights[0].owner.pair()
+            self._pair = pair = self._weights[0].owner.pair(self.frame)
             install(pair)
 
     def end(self) -> None:

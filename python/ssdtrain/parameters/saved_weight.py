@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
+from types import FrameType
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 
+from ssdtrain.activations.installed import uninstall
 from ssdtrain.activations.names import describe
 from ssdtrain.activations.saved_tensor import check_version
 from ssdtrain.away.classes import AwayParameter
@@ -17,7 +20,7 @@ from ssdtrain.away.tensor import storage_key
 from ssdtrain.machine.torch_internals import Hooks, hide_hooks
 from ssdtrain.parameters.weight import Weight
 
-__all__ = ["ON_STORAGE", "WeightPair"]
+__all__ = ["ON_STORAGE", "WeightPair", "note_pair", "take_out_abandoned"]
 
 ON_STORAGE: weakref.WeakValueDictionary[int, Weight] = weakref.WeakValueDictionary()
 """By the address of the storage: the weights of all models."""
@@ -115,8 +118,37 @@ class WeightPair(saved_tensors_hooks):
 
     def let_go(self) -> None:
         """Hold the hooks below no more than the graph must: they may reach back to it."""
+        _pairs.on = [one for one in _pairs.on if one[0] is not self]
         self._below.clear()
         hide_hooks(self.pack_hook, None)
+
+
+class _Pairs(threading.local):
+    def __init__(self) -> None:
+        self.on: list[tuple[WeightPair, FrameType]] = []
+
+
+_pairs = _Pairs()
+"""The pairs of a thread that may be on, each with the frame that it is for."""
+
+
+def note_pair(pair: WeightPair, frame: FrameType) -> None:
+    """Note a pair before it is put on."""
+    _pairs.on.append((pair, frame))
+
+
+def take_out_abandoned(frame: FrameType | None) -> None:
+    """Take out the pairs whose frame has ended, by an interrupt, without taking them out."""
+    if not _pairs.on:
+        return
+    running = set[int]()
+    while frame is not None:
+        running.add(id(frame))
+        frame = frame.f_back
+    for pair, its_frame in list(_pairs.on):
+        if id(its_frame) not in running:
+            uninstall(pair)
+            pair.let_go()
 
 
 def _is_view(tensor: Tensor, param: Tensor) -> bool:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 from torch.compiler import is_dynamo_compiling
 
 from ssdtrain.away.classes import AwayParameter
@@ -38,8 +39,8 @@ class WeightOwner(Owner, Protocol):
         """Return the checksum of the bytes that a weight has, if it is known."""
         ...
 
-    def pair(self) -> Any:
-        """Return hooks on saved tensors that pack weights by name."""
+    def pair(self, frame: FrameType) -> Any:
+        """Return hooks on saved tensors that pack weights by name, while a frame runs."""
 
 
 class Weight(OffloadedTensor):
@@ -52,12 +53,12 @@ class Weight(OffloadedTensor):
     def __init__(self, owner: WeightOwner, param: Tensor, name: str) -> None:
         super().__init__(owner, param, name, id(self))
 
-    def pair(self) -> saved_tensors_hooks | None:
+    def pair(self) -> Any:
         """Return hooks that pack weights by name, for a function outside of a module's forward."""
         if not torch.is_grad_enabled() or in_transform() is not None or is_dynamo_compiling():
             return None
-        pair: saved_tensors_hooks = self.owner.pair()
-        return pair
+        # The frame of the function that has made the look.
+        return self.owner.pair(sys._getframe(2))  # noqa: SLF001 - the public way lists them all
 
     def leave(self, *, shared: bool = False) -> bool:
         """Take the bytes out of the weight, unless others may be using them, or have them."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import FrameType
+
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
@@ -13,7 +15,7 @@ from ssdtrain.geometry import checksum_of
 from ssdtrain.machine.process_memory import release_free_memory
 from ssdtrain.machine.torch_internals import Hooks, is_shared, top_hooks
 from ssdtrain.parameters.keeping import Keeping, keeping_hooks
-from ssdtrain.parameters.saved_weight import ON_STORAGE, WeightPair
+from ssdtrain.parameters.saved_weight import ON_STORAGE, WeightPair, note_pair, take_out_abandoned
 from ssdtrain.parameters.stats import ParameterStats
 from ssdtrain.parameters.successor import Successor
 from ssdtrain.parameters.weight import Weight
@@ -115,10 +117,16 @@ class Weights(OffloadedTensors):
                 return checksum_of(param)
             return weight.sum if weight.source is None else weight.checksum()
 
-    def pair(self) -> WeightPair:
-        """Return hooks on saved tensors that pack weights by name, above those that are on."""
+    def pair(self, frame: FrameType) -> WeightPair:
+        """Return hooks on saved tensors that pack weights by name, above those that are on.
+
+        They are for as long as ``frame`` runs.
+        """
+        take_out_abandoned(frame)
         below = top_hooks(True)
-        return WeightPair(below, below or self._keeping_pair())
+        pair = WeightPair(below, below or self._keeping_pair())
+        note_pair(pair, frame)
+        return pair
 
     def _keeping_pair(self) -> Hooks:
         """Return hooks on saved tensors that keep them, as autograd does without any."""
