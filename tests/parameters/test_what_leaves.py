@@ -136,7 +136,9 @@ def test_a_weight_that_a_graph_needs_is_not_given_other_memory(tmp_path: Path) -
 def test_a_change_that_no_counter_tells_is_kept(tmp_path: Path) -> None:
     model = offloaded(layers(), tmp_path)
     expected = layers().get_parameter(NAME) * 2
-    leave(model, NAME).data.mul_(2)
+    weight = leave(model, NAME)
+    weight.data.mul_(2)
+    use(weight)
     assert torch.equal(leave(model, NAME), expected)
 
 
