@@ -259,7 +259,6 @@ impl Record {
     /// let go for the first one, and goes once the program lets go of it, too.
     pub fn share(&self, tensor: &Bound<'_, PyAny>, gpus: &Gpus, stream: GpuStream) -> PyResult<()> {
         if self.stream != Some(stream) {
-            // defence: a second stream that saves
             gpus.seen.record(tensor, stream)?;
         }
         Ok(())
