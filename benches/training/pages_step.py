@@ -1,4 +1,4 @@
-"""What torch's huge pages and glibc's thresholds do to whole steps, kept and offloaded.
+"""Times whole steps with and without torch's huge pages and glibc's thresholds.
 
     python benches/training/pages_step.py --dir DIR [--layers N] [--hidden N] [--batch N]
         [--sequence N] [--dtype bfloat16] [--repeats N] [--threads N] [--json FILE]

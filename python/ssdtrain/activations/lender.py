@@ -83,7 +83,7 @@ class Lender:
         return True
 
     def is_held(self, record: Record) -> bool:
-        """Whether others hold the bytes of a record that has them in memory."""
+        """Return whether tensors that are not ours lie on the storage of a record's source."""
         assert record.source is not None
         return self._is_held_by_others(record.source.untyped_storage())
 

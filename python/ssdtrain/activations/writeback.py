@@ -164,7 +164,7 @@ class Writeback:
             self.records.write_later(record)
 
     def is_held_by_others(self, record: Record) -> bool:
-        """Whether others still hold the bytes of a record that was lent."""
+        """Return whether tensors that are not ours still lie on the storage of a lent record."""
         return self._lender.is_held(record)
 
     def lends(self, record: Record) -> bool:

@@ -264,7 +264,7 @@ class OffloadedTensor(Watcher):
         return self._leaving.leave(tensor, self, self.husk, HOLDER, shared)
 
     def is_shared(self) -> bool:
-        """Whether others have the bytes of this tensor, which has left."""
+        """Return whether another tensor or an array shares the memory of ``source``."""
         return self.source is not None and is_shared(self.source)
 
     def why_in_memory(self, *, in_look: bool) -> str:

@@ -29,7 +29,7 @@ def uses_no_tensor(function: F) -> F:
 
 
 def is_held_here(lock: threading.RLock) -> bool:
-    """Whether this thread holds a lock: it came between two lines of ours that hold it."""
+    """Return whether this thread holds a lock: a signal handler runs between two of our lines."""
     return lock._is_owned()  # type: ignore[attr-defined,no-any-return]  # noqa: SLF001 - as threading.Condition asks
 
 

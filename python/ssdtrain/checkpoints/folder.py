@@ -124,7 +124,7 @@ class NewFiles:
             part = self._path / f"{name}.part"
             file, has_name = os.open(part, mode | os.O_CREAT | os.O_EXCL, 0o666), True
         self._files.append((file, name, has_name))
-        # Whatever the umask takes away, the owner can load and replace what was saved.
+        # The owner can load and replace a checkpoint under any umask.
         os.fchmod(file, stat.S_IMODE(os.fstat(file).st_mode) | stat.S_IRUSR | stat.S_IWUSR)
         return file
 

@@ -44,7 +44,7 @@ DTYPES = {
     torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
     torch.complex64: "C64",
 }
-"""What the package safetensors reads as tensors; others, such as complex128, are plain bytes."""
+"""The dtypes of the package safetensors. Others, such as complex128, are written as bytes."""
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ class ModeSummary:
     foreign_cores: float | None
     """CPU cores that other processes kept busy during the steps: what disturbs the times."""
     ratio_to_plain: Ratios
-    """What a user gets or pays who takes ssdtrain, or recomputes."""
+    """The gain and the price of ssdtrain, or of recomputation, for a user."""
     ratio_to_keep: Ratios
     """What of it is offloading alone, as keep has imported ssdtrain too."""
     losses: list[float]
