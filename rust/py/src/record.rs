@@ -57,6 +57,8 @@ struct State {
     is_lent: bool,
     was_found: bool,
     is_renewed: bool,
+    /// The write from before the bytes were saved again, which holds the storage until it ends.
+    replaced: Option<Py<Handle>>,
 }
 
 /// What a new record is made of, beside its tensor.
@@ -109,6 +111,7 @@ impl Record {
                 is_lent: false,
                 was_found: false,
                 is_renewed: false,
+                replaced: None,
             }),
         };
         Bound::new(py, record)
@@ -184,15 +187,28 @@ impl Record {
     /// Takes the bytes from memory again, because they were saved again after their write began.
     pub fn renew(&self, tensor: &Bound<'_, PyAny>) -> PyResult<()> {
         let source = self.counted(tensor)?.unbind();
-        let (source, handle) = {
+        let handle = self.handle(tensor.py()).filter(|one| !one.get().cancel(tensor.py()));
+        let before = {
             let mut state = self.state();
             state.is_renewed = true;
-            (state.source.replace(source), state.handle.take())
+            let replaced = std::mem::replace(&mut state.replaced, handle.map(Bound::unbind));
+            (state.source.replace(source), state.handle.take(), replaced)
         };
         self.holding.take_back();
         self.holding.set_fate(core::Fate::Kept);
-        drop((source, handle));
+        drop(before);
         Ok(())
+    }
+
+    /// How many tensors a write from before the last save holds on the storage.
+    pub fn replaced_count(&self, py: Python<'_>) -> usize {
+        let replaced = self.state().replaced.as_ref().map(|one| one.clone_ref(py));
+        let is_under_way = replaced.is_some_and(|one| !one.get().is_done(py));
+        if !is_under_way {
+            let before = self.state().replaced.take();
+            drop(before);
+        }
+        usize::from(is_under_way)
     }
 
     /// Whether it is of this storage, and its version counter has seen no change.

@@ -333,9 +333,10 @@ impl Records {
         let py = record.py();
         if let Some(source) = record.get().source(py).filter(|_| record.get().is_renewed()) {
             let storage = source.call_method0(intern!(py, "untyped_storage"))?;
-            let address = storage.getattr(intern!(py, "_cdata"))?;
-            let user_count: usize = self.count_users.bind(py).call1((address,))?.extract()?;
-            if user_count > OWN_USERS {
+            // Before the users are counted: a write that ends in between leaves fewer of them.
+            let own_count = OWN_USERS + record.get().replaced_count(py);
+            let users = self.count_users.bind(py).call1((storage.getattr("_cdata")?,))?;
+            if users.extract::<usize>()? > own_count {
                 return Ok(None);
             }
         }
