@@ -8,7 +8,7 @@ use pyo3::prelude::*;
 use crate::by_plan::{ByPlan, Use};
 use crate::geometry::{Layout, is_memory_of_others, shares_no_counter};
 use crate::gpu_calls::GpuStream;
-use crate::kept::{is_true, version_of};
+use crate::kept::is_true;
 use crate::record::{Part, Record};
 use crate::rounds::Rounds;
 use crate::saved_tensor::{SavedTensor, SharedRound};
@@ -146,7 +146,10 @@ impl Offloading {
         let (start, nbytes) = layout.part(tensor, storage_bytes)?;
         if let Some(kept) = self.kept_as(tensor, &storage, nbytes, storage_bytes)? {
             let (records, keeper) = (self.records.get(), self.keeper.bind(py));
-            self.lock.locked(py, || records.renew(tensor, &storage, keeper))?;
+            let known = records.of(&storage)?;
+            if !known.is_empty() {
+                self.lock.locked(py, || records.renew(&known, tensor, &storage, keeper))?;
+            }
             let packed = self.keep(tensor, &kept, nbytes, storage_bytes)?;
             // The hooks may have it written all the same.
             if !packed.is_none(py) {
@@ -224,16 +227,16 @@ impl Offloading {
         // Known before any memory is let go below: this stream is about to use the tensor.
         let stream = self.stream(py, &layout)?;
         let (sequence, backward) = (torch.sequence_number(py)?, torch.current_backward(py)?);
-        let version = version_of(tensor)?;
-        let end = start + nbytes;
-        let found = records.find(tensor, storage, version, layout.offset, end)?;
+        let known = records.of(storage)?;
+        let part = (layout.offset, start + nbytes);
+        let found = Record::find(&known, tensor, storage, part)?;
         if let Some(record) = &found {
             record.get().wait_for_node(sequence);
         }
         // Afterwards: both may wait for the GPU, and what they write has passed its last node.
         records.open_gate(keeper, Some(sequence))?;
         records.reap(keeper)?;
-        records.renew(tensor, storage, keeper)?;
+        records.renew(&known, tensor, storage, keeper)?;
         let round = rounds.round_for(py, backward, self.teacher.bind(py))?;
         self.note_waits(&round, stream);
         let is_new = found.is_none();
@@ -246,7 +249,7 @@ impl Offloading {
             let key = Rounds::next_key(&round, nbytes);
             self.note_progress(py, stream, key, Use::Pack)?;
             let part = Part { layout: &layout, start, nbytes, sequence, key, stream };
-            match self.new_record(tensor, storage, version, &part)? {
+            match self.new_record(tensor, storage, &part)? {
                 Ok(record) => record,
                 Err(refused) => return Ok(refused),
             }
@@ -265,18 +268,17 @@ impl Offloading {
         &self,
         tensor: &Bound<'py, PyAny>,
         storage: &Bound<'py, PyAny>,
-        version: i64,
         part: &Part<'_>,
     ) -> PyResult<Result<Bound<'py, Record>, Bound<'py, PyAny>>> {
         let (py, records, keeper) =
             (tensor.py(), self.records.get(), self.keeper.bind(tensor.py()));
         if !records.is_bounded() {
-            return records.make(self.torch.get(), tensor, storage, version, part).map(Ok);
+            return records.make(self.torch.get(), tensor, storage, part).map(Ok);
         }
         let arguments = (tensor, storage, part.nbytes, part.sequence);
         let answer = keeper.call_method1(intern!(py, "make_room"), arguments)?;
         let Ok(may_be_lent) = answer.extract::<bool>() else { return Ok(Err(answer)) };
-        let record = records.make(self.torch.get(), tensor, storage, version, part)?;
+        let record = records.make(self.torch.get(), tensor, storage, part)?;
         keeper.call_method1(intern!(py, "enter"), (&record, storage, may_be_lent))?;
         Ok(Ok(record))
     }

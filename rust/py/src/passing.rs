@@ -8,8 +8,9 @@ use ssdtrain_core::round::FORWARD;
 
 use crate::by_plan::Use;
 use crate::geometry::Layout;
-use crate::kept::{Kept, version_of};
+use crate::kept::Kept;
 use crate::offloading::Offloading;
+use crate::record::Record;
 use crate::rules::{OwnSize, Rules, is_managed_at_a_glance};
 use crate::skim::{Cause, CountedPart, CountsAs};
 
@@ -108,9 +109,9 @@ impl Offloading {
         let storage_bytes: u64 = storage.call_method0(intern!(tensor.py(), "nbytes"))?.extract()?;
         let layout = Layout::of(tensor)?;
         let (start, nbytes) = layout.part(tensor, storage_bytes)?;
-        let (version, end) = (version_of(tensor)?, start + nbytes);
-        let found = self.records.get().find(tensor, &storage, version, layout.offset, end)?;
-        Ok(found.is_some())
+        let known = self.records.get().of(&storage)?;
+        let part = (layout.offset, start + nbytes);
+        Ok(Record::find(&known, tensor, &storage, part)?.is_some())
     }
 
     /// Begins the writes that have waited for their nodes, and frees what has left.

@@ -82,7 +82,6 @@ impl Record {
         torch: &Torch,
         tensor: &Bound<'py, PyAny>,
         storage: &Bound<'py, PyAny>,
-        version: i64,
         part: &Part<'_>,
         account: &core::Account,
         timeline: &Timeline,
@@ -98,7 +97,7 @@ impl Record {
             counter: counter.unbind(),
             start: part.start,
             nbytes: part.nbytes,
-            version,
+            version: version_of(tensor)?,
             sequence: AtomicI64::new(part.sequence),
             key: part.key,
             stream: part.stream,
@@ -137,26 +136,42 @@ impl Record {
         self.by_plan.get_or_init(|| by_plan);
     }
 
-    /// Whether it is of this tensor: of its storage, its counter and its version, and has the bytes
+    /// Of these records that of the tensor's part of the storage at its version.
+    ///
+    /// The version is that of one counter; tensors that count apart never share a record.
+    pub fn find<'py>(
+        known: &[Bound<'py, Self>],
+        tensor: &Bound<'py, PyAny>,
+        storage: &Bound<'py, PyAny>,
+        (start, end): (u64, u64),
+    ) -> PyResult<Option<Bound<'py, Self>>> {
+        if known.is_empty() {
+            return Ok(None);
+        }
+        let (version, root) = (version_of(tensor)?, root_of(tensor)?);
+        let is_own = |one: &&Bound<'py, Self>| one.get().is_of(storage, version, &root, start, end);
+        Ok(known.iter().find(is_own).cloned())
+    }
+
+    /// Whether it is of this storage, and of a version of the counter of `root`, and has the bytes
     /// from `start` to `end` of the storage.
-    pub fn is_of(
+    fn is_of(
         &self,
-        tensor: &Bound<'_, PyAny>,
         storage: &Bound<'_, PyAny>,
         version: i64,
+        root: &Bound<'_, PyAny>,
         start: u64,
         end: u64,
-    ) -> PyResult<bool> {
-        let py = tensor.py();
-        let root = root_of(tensor)?;
+    ) -> bool {
+        let py = storage.py();
         let is_dead = self.storage(py).is_none_or(|own| !own.is(storage));
-        let counts_apart = self.root.bind(py).upgrade().is_none_or(|own| !own.is(&root));
+        let counts_apart = self.root.bind(py).upgrade().is_none_or(|own| !own.is(root));
         let is_elsewhere = start < self.start || self.start + self.nbytes < end;
         let is_other = is_elsewhere
             || is_dead // defence: identity with a look at life
             || counts_apart // defence: identity with the version counter
             || self.version != version; // defence: version at pack
-        Ok(!is_other)
+        !is_other
     }
 
     pub fn source<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyAny>> {

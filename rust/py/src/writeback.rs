@@ -1,6 +1,6 @@
 //! The way of saved storages to the disk: when a write begins, and when its memory is freed.
 //!
-//! There is one record per saved storage and version.
+//! There is one record per saved storage and version, more where parts or counters are apart.
 //!
 //! The gate. An operation may save a tensor before it has filled it (`rrelu` does), so no byte may
 //! be read while its node is being made. Autograd numbers nodes per thread; once this thread sees a
@@ -271,37 +271,28 @@ impl Records {
         &self.account
     }
 
-    /// The record of the tensor's storage at its version, if there is one.
-    ///
-    /// The version is that of one counter; tensors that count apart never share a record.
-    pub fn find<'py>(
-        &self,
-        tensor: &Bound<'py, PyAny>,
-        storage: &Bound<'py, PyAny>,
-        version: i64,
-        start: u64,
-        end: u64,
-    ) -> PyResult<Option<Bound<'py, Record>>> {
-        for record in self.of(storage)? {
-            if record.get().is_of(tensor, storage, version, start, end)? {
-                return Ok(Some(record));
-            }
-        }
-        Ok(None)
+    /// The records of a storage that are alive, the newest first: of parts of it, of versions, and
+    /// of counters. Some may be of another one that lay at its address.
+    pub fn of<'py>(&self, storage: &Bound<'py, PyAny>) -> PyResult<Vec<Bound<'py, Record>>> {
+        let py = storage.py();
+        let known = self.books().of(py, identity(storage));
+        let alive = known.iter().filter_map(|one| upgraded(py, one).transpose());
+        alive.collect()
     }
 
-    /// Takes the bytes of a storage that is saved again from memory, if their write has begun.
+    /// Takes the bytes of a storage that is saved again from memory, if their writes have begun.
     ///
     /// Between the two saves the program may have changed them past the version counter
     /// (`tensor.data[...] = `), and plain autograd has one memory for both. They are written again
     /// once the program has let go of the storage.
     pub fn renew(
         &self,
+        known: &[Bound<'_, Record>],
         tensor: &Bound<'_, PyAny>,
         storage: &Bound<'_, PyAny>,
         keeper: &Bound<'_, PyAny>,
     ) -> PyResult<()> {
-        for record in self.of(storage)? {
+        for record in known {
             if !record.get().has_handle() || !record.get().is_unchanged_on(storage)? {
                 continue;
             }
@@ -309,18 +300,10 @@ impl Records {
             if self.is_bounded {
                 keeper.call_method1(intern!(tensor.py(), "renewed"), (record,))?;
             } else {
-                self.write_later(&record)?;
+                self.write_later(record)?;
             }
         }
         Ok(())
-    }
-
-    /// The records that were made at the address of this storage, some maybe of another one.
-    fn of<'py>(&self, storage: &Bound<'py, PyAny>) -> PyResult<Vec<Bound<'py, Record>>> {
-        let py = storage.py();
-        let known = self.books().of(py, identity(storage));
-        let alive = known.iter().filter_map(|one| upgraded(py, one).transpose());
-        alive.collect()
     }
 
     /// Begins a write as `begin_write` does; `None` if the record was saved again, and the program
@@ -333,7 +316,7 @@ impl Records {
         let py = record.py();
         if let Some(source) = record.get().source(py).filter(|_| record.get().is_renewed()) {
             let storage = source.call_method0(intern!(py, "untyped_storage"))?;
-            // Before the users are counted: a write that ends in between leaves fewer of them.
+            // First: a write that ends in between leaves fewer users.
             let own_count = OWN_USERS + record.get().replaced_count(py);
             let users = self.count_users.bind(py).call1((storage.getattr("_cdata")?,))?;
             if users.extract::<usize>()? > own_count {
@@ -349,12 +332,10 @@ impl Records {
         torch: &Torch,
         tensor: &Bound<'py, PyAny>,
         storage: &Bound<'py, PyAny>,
-        version: i64,
         part: &Part<'_>,
     ) -> PyResult<Bound<'py, Record>> {
         let py = tensor.py();
-        let record =
-            Record::new(torch, tensor, storage, version, part, &self.account, self.timeline.get())?;
+        let record = Record::new(torch, tensor, storage, part, &self.account, self.timeline.get())?;
         let reference = PyWeakrefReference::new(&record)?.unbind();
         // The identity is one only while the storage lives, which the look-up checks.
         let before = self.books().remember(py, identity(storage), reference);
