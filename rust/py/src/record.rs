@@ -200,9 +200,12 @@ impl Record {
     }
 
     /// Takes the bytes from memory again, because they were saved again after their write began.
-    pub fn renew(&self, tensor: &Bound<'_, PyAny>) -> PyResult<()> {
+    ///
+    /// Under a bound the older write is given up, so that what it still holds counts.
+    pub fn renew(&self, tensor: &Bound<'_, PyAny>, is_bounded: bool) -> PyResult<()> {
         let source = self.counted(tensor)?.unbind();
-        let handle = self.handle(tensor.py()).filter(|one| !one.get().cancel(tensor.py()));
+        let py = tensor.py();
+        let handle = self.handle(py).filter(|one| !is_bounded && !one.get().cancel(py));
         let before = {
             let mut state = self.state();
             state.is_renewed = true;

@@ -296,7 +296,7 @@ impl Records {
             if !record.get().has_handle() || !record.get().is_unchanged_on(storage)? {
                 continue;
             }
-            record.get().renew(tensor)?; // defence: bytes that are saved again
+            record.get().renew(tensor, self.is_bounded)?; // defence: bytes that are saved again
             if self.is_bounded {
                 keeper.call_method1(intern!(tensor.py(), "renewed"), (record,))?;
             } else {
