@@ -241,9 +241,6 @@ impl Offloading {
         self.note_waits(&round, stream);
         let is_new = found.is_none();
         let record = if let Some(record) = found {
-            if let (Some(stream), Some(gpus)) = (stream, records.gpus()) {
-                record.get().share(tensor, gpus, stream)?;
-            }
             record
         } else {
             let key = Rounds::next_key(&round, nbytes);

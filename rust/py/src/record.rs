@@ -287,17 +287,6 @@ impl Record {
         Ok(is_same)
     }
 
-    /// Takes note that a node saves the tensor under a stream, mostly the one of the record.
-    ///
-    /// In a plain run autograd would hold the memory for this node as well. Here it may have been
-    /// let go for the first one, and goes once the program lets go of it, too.
-    pub fn share(&self, tensor: &Bound<'_, PyAny>, gpus: &Gpus, stream: GpuStream) -> PyResult<()> {
-        if self.stream != Some(stream) {
-            gpus.seen.record(tensor, stream)?;
-        }
-        Ok(())
-    }
-
     /// Begins the write of its bytes, unless that was done before.
     pub fn begin_write(
         &self,
