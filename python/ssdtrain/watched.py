@@ -11,6 +11,7 @@ import copy
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
+from types import FrameType
 from typing import Any, ClassVar, Self
 
 import torch
@@ -68,7 +69,7 @@ METADATA = frozenset(
 GIVES_ADDRESS = frozenset(
     getattr(Tensor, name) for name in ("data_ptr", "untyped_storage", "storage", "_typed_storage")
 )
-"""What tells where the bytes lie."""
+"""Functions that return the address of a tensor, or the storage that has it."""
 
 
 class User:
@@ -81,7 +82,7 @@ class Watcher(ABC):
     """Who is asked before a tensor is used."""
 
     noun: ClassVar[str] = "tensor"
-    """What messages call such a tensor."""
+    """The noun for such a tensor in messages."""
 
     @abstractmethod
     def look(self, tensor: Tensor) -> None:
@@ -96,16 +97,17 @@ class Watcher(ABC):
         """
 
     @abstractmethod
-    def end_look(self, user: object, *, is_given_out: bool) -> None:
+    def end_look(self, user: object, *, stays: bool) -> None:
         """Note that the function of this user, who may not have begun, has ended.
 
-        ``is_given_out``: it has returned the address of the bytes.
+        ``stays``: the function gave the address of the bytes out.
         """
 
-    def pair(self) -> Any:
-        """Return hooks on saved tensors for the function, or ``None``; they are let go after it.
+    def pair(self, frame: FrameType) -> Any:  # noqa: ARG002 - most tensors need none
+        """Return hooks on saved tensors for the function, or ``None``.
 
-        They are asked for by a method of the function's frame, which tells whether it still runs.
+        ``Look.__enter__`` puts them on, and ``Look`` takes them out when the function has ended;
+        after an interrupt they are taken out once ``frame`` has ended.
         """
         return None
 
@@ -171,7 +173,7 @@ class Look:
                 if copied is not None:
                     self._copies[id(tensor)] = copied, copied._version, watcher.noun  # noqa: SLF001
                 elif self._pair is None:
-                    self._pair = watcher.pair()
+                    self._pair = watcher.pair(sys._getframe(1))  # noqa: SLF001 - who looks
                     if self._pair is not None:
                         install(self._pair)
         except BaseException:
@@ -180,7 +182,7 @@ class Look:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        """Let them go, unless what the function has returned lies on their memory."""
+        """Let them leave again, unless the function gave their address out."""
         self._end()
         if kind is None:
             for copied, version, noun in self._copies.values():
@@ -192,7 +194,7 @@ class Look:
             uninstall(self._pair)
             self._pair.let_go()
         for watcher in self._watchers:
-            watcher.end_look(self._user, is_given_out=self._stays)
+            watcher.end_look(self._user, stays=self._stays)
 
     def given(self, arguments: Any) -> Any:
         """Return what the function gets: the arguments, or copies among them."""

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import ssdtrain
 import support
@@ -84,11 +85,25 @@ def by_own_function() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
     return nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6)), loss
 
 
+def recomputed() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
+    def block(y: Tensor, one: nn.Linear) -> Tensor:
+        return (F.linear(y, one.weight, one.bias) * one.weight.mean()).tanh()
+
+    def loss(model: nn.Module) -> Tensor:
+        y = torch.ones(ROWS, WIDTH) / WIDTH
+        for one in model.children():
+            y = checkpoint(block, y, one, use_reentrant=False)
+        return y.square().mean()
+
+    return nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6)), loss
+
+
 PROGRAMS = {
     "a parent": parents,
     "forward itself": recurrent,
     "products": multiplied,
     "own function": by_own_function,
+    "checkpoint": recomputed,
 }
 BLOCKS: dict[str, Callable[[Path], contextlib.AbstractContextManager[object]]] = {
     "no block": lambda _: contextlib.nullcontext(),
@@ -96,23 +111,12 @@ BLOCKS: dict[str, Callable[[Path], contextlib.AbstractContextManager[object]]] =
 }
 
 
+@pytest.mark.defends(
+    "a weight that was saved is brought back", "weights stay that a graph or another library has"
+)
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_weights_used_outside_of_their_module(program: str, block: str, tmp_path: Path) -> None:
-    prove(program, block, tmp_path)
-
-
-@pytest.mark.defends("weights stay that a graph or another library has")
-def test_a_weight_that_a_graph_has_stays(tmp_path: Path) -> None:
-    prove("products", "no block", tmp_path)
-
-
-@pytest.mark.defends("a weight that was saved is brought back")
-def test_a_weight_that_a_function_has_saved_comes_back(tmp_path: Path) -> None:
-    prove("products", "offload", tmp_path)
-
-
-def prove(program: str, block: str, tmp_path: Path) -> None:
     def trained(directory: Path | None) -> dict[str, Tensor]:
         torch.manual_seed(0)
         model, loss = PROGRAMS[program]()

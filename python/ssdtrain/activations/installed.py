@@ -14,7 +14,15 @@ from torch.autograd.graph import saved_tensors_hooks
 from ssdtrain._core import HookPair
 from ssdtrain.machine.torch_internals import hooks_allowed, pop_hooks, push_hooks, top_hooks
 
-__all__ = ["Pair", "install", "pop_for_another", "put_below", "uninstall", "uninstall_all"]
+__all__ = [
+    "Pair",
+    "install",
+    "is_ours",
+    "pop_for_another",
+    "put_below",
+    "uninstall",
+    "uninstall_all",
+]
 
 Pair = saved_tensors_hooks
 Pack = Callable[[Tensor], object]
@@ -51,16 +59,17 @@ def pop_for_another() -> None:
     Somebody left a block of their own in the wrong order, and so popped a pair of ours: theirs is
     the one that nobody else would take out.
     """
-    _take_out(lambda pack: not _is_ours(pack))
+    _take_out(lambda pack: not is_ours(pack))
 
 
 def uninstall_all() -> None:
     """Take all pairs of ours out of this thread; those of others stay."""
-    while _take_out(_is_ours):
+    while _take_out(is_ours):
         pass
 
 
-def _is_ours(pack: Pack) -> bool:
+def is_ours(pack: Pack) -> bool:
+    """Return whether hooks are those of a session."""
     return isinstance(getattr(pack, "__self__", None), HookPair)
 
 

@@ -100,7 +100,7 @@ class Owner(Protocol):
     def begin_look(self, one: OffloadedTensor, user: object, *, in_training: bool) -> Tensor | None:
         """Bring one back for a function, or return a copy of it."""
 
-    def end_look(self, one: OffloadedTensor, user: object, *, is_given_out: bool) -> None:
+    def end_look(self, one: OffloadedTensor, user: object, *, stays: bool) -> None:
         """Let one leave again that a function has used."""
 
     def begin_use(self, some: Iterable[OffloadedTensor], user: object) -> None:
@@ -193,9 +193,9 @@ class OffloadedTensor(Watcher):
         """Bring the bytes back for a function."""
         return self.owner.begin_look(self, user, in_training=in_training)
 
-    def end_look(self, user: object, *, is_given_out: bool) -> None:
+    def end_look(self, user: object, *, stays: bool) -> None:
         """Let the bytes go again, unless somebody may have kept their address."""
-        self.owner.end_look(self, user, is_given_out=is_given_out)
+        self.owner.end_look(self, user, stays=stays)
 
     def note_user(self, user: object) -> None:
         """Have the bytes stay until ``end_use``, or until nobody has the user any more."""

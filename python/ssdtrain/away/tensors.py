@@ -74,7 +74,7 @@ class OffloadedTensors:
         """The bytes of each that is in memory, and their sum."""
         self._resident_bytes = 0
         self._looked = deque[weakref.ref[OffloadedTensor]](maxlen=LOOKED_COUNT_MAX)
-        """Those that looks have brought last, and whose bytes are in memory still."""
+        """Tensors that looks brought last and emptied again; ``source`` has their bytes still."""
         self._is_over = False
         """Whether a read did not fit under the bound, and nothing has fitted since."""
         self._notices = Notices()
@@ -190,7 +190,7 @@ class OffloadedTensors:
                     self._note_over(others_bytes, looked=one)
         return None
 
-    def end_look(self, one: OffloadedTensor, user: object, *, is_given_out: bool) -> None:
+    def end_look(self, one: OffloadedTensor, user: object, *, stays: bool) -> None:
         """Let a tensor leave again that a look brought, unless its memory was given out."""
         one.end_use(user)
         if is_held_here(self._lock):
@@ -199,7 +199,7 @@ class OffloadedTensors:
             if one.tensor is None or one.users or not one.is_attached():
                 return
             # Its bytes stay in memory, for the next look at it and for whoever shares them.
-            if not is_given_out and one.may_leave() and self._empty(one, shared=True):
+            if not stays and one.may_leave() and self._empty(one, shared=True):
                 self._let_looked_leave(but=one)
                 self._looked.append(weakref.ref(one))
             self._note(one)

@@ -81,7 +81,7 @@ class Holder(Watcher):
         if not in_update():
             self.look(tensor)
 
-    def end_look(self, user: object, *, is_given_out: bool) -> None:
+    def end_look(self, user: object, *, stays: bool) -> None:
         """Do nothing: who uses an updated tensor is not counted."""
 
     def keep_hook(self, param: Tensor, handle: Any) -> None:

@@ -25,7 +25,7 @@ from ssdtrain.activations.installed import install, uninstall
 from ssdtrain.errors import UnsupportedError
 from ssdtrain.machine.torch_internals import in_transform
 from ssdtrain.optimizer.forward_order import READS_INNER_WEIGHTS
-from ssdtrain.parameters.saved_weight import WeightPair
+from ssdtrain.parameters.saved_weight import WeightPair, running_frames, take_out_abandoned
 from ssdtrain.parameters.weight import Weight
 from ssdtrain.parameters.weights import weight_of
 
@@ -53,7 +53,7 @@ class Use:
         for owner in {id(weight.owner): weight.owner for weight in self._weights}.values():
             owner.begin_use([weight for weight in self._weights if weight.owner is owner], self)
         if torch.is_grad_enabled():
-            self._pair = pair = self._weights[0].owner.pair(self.frame)
+            self._pair = pair = self._weights[0].owner.pair()
             install(pair)
 
     def end(self) -> None:
@@ -112,9 +112,10 @@ def begin_forward(module: nn.Module, weights: list[Weight], frame: FrameType) ->
         if all(weight.users for weight in weights):
             return
         raise UnsupportedError(IN_TRANSFORM.format("a forward", type(module).__name__, what))
+    take_out_abandoned(frame)
     stack = _uses.stack
     if stack:
-        _end_abandoned(stack)
+        _end_abandoned(stack, frame)
     # From here on `end_forward` finds it, also if the weights cannot be brought.
     use = Use(module, weights, frame)
     stack.append(use)
@@ -138,13 +139,9 @@ def end_forward(module: nn.Module) -> None:
         _end_last(stack)
 
 
-def _end_abandoned(stack: list[Use]) -> None:
+def _end_abandoned(stack: list[Use], frame: FrameType) -> None:
     """End those whose forward has ended without a word: torch tells of errors, not of Ctrl-C."""
-    running = set[int]()
-    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - as above
-    while frame is not None:
-        running.add(id(frame))
-        frame = frame.f_back
+    running = running_frames(frame)
     while stack and id(stack[-1].frame) not in running:
         _end_last(stack)
 

@@ -20,7 +20,7 @@ from ssdtrain.away.tensor import storage_key
 from ssdtrain.machine.torch_internals import Hooks, hide_hooks
 from ssdtrain.parameters.weight import Weight
 
-__all__ = ["ON_STORAGE", "WeightPair", "note_pair", "take_out_abandoned"]
+__all__ = ["ON_STORAGE", "WeightPair", "note_pair", "running_frames", "take_out_abandoned"]
 
 ON_STORAGE: weakref.WeakValueDictionary[int, Weight] = weakref.WeakValueDictionary()
 """By the address of the storage: the weights of all models."""
@@ -118,7 +118,8 @@ class WeightPair(saved_tensors_hooks):
 
     def let_go(self) -> None:
         """Hold the hooks below no more than the graph must: they may reach back to it."""
-        _pairs.on = [one for one in _pairs.on if one[0] is not self]
+        if _pairs.on:
+            _pairs.on = [one for one in _pairs.on if one[0] is not self]
         self._below.clear()
         hide_hooks(self.pack_hook, None)
 
@@ -129,26 +130,32 @@ class _Pairs(threading.local):
 
 
 _pairs = _Pairs()
-"""The pairs of a thread that may be on, each with the frame that it is for."""
+"""The pairs of a thread's looks that may be on, each with the frame that looks."""
 
 
 def note_pair(pair: WeightPair, frame: FrameType) -> None:
-    """Note a pair before it is put on."""
+    """Note the pair of a look before it is put on."""
     _pairs.on.append((pair, frame))
 
 
-def take_out_abandoned(frame: FrameType | None) -> None:
-    """Take out the pairs whose frame has ended, by an interrupt, without taking them out."""
+def take_out_abandoned(frame: FrameType) -> None:
+    """Take out the pairs of looks whose frame an interrupt has ended; ``frame`` runs."""
     if not _pairs.on:
         return
-    running = set[int]()
-    while frame is not None:
-        running.add(id(frame))
-        frame = frame.f_back
+    running = running_frames(frame)
     for pair, its_frame in list(_pairs.on):
         if id(its_frame) not in running:
             uninstall(pair)
             pair.let_go()
+
+
+def running_frames(frame: FrameType | None) -> set[int]:
+    """Return the ids of a frame and of all that called it."""
+    running = set[int]()
+    while frame is not None:
+        running.add(id(frame))
+        frame = frame.f_back
+    return running
 
 
 def _is_view(tensor: Tensor, param: Tensor) -> bool:

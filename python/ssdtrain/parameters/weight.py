@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from types import FrameType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
 
 from ssdtrain.away.classes import AwayParameter
 from ssdtrain.away.tensor import OffloadedTensor, Owner
-from ssdtrain.machine.torch_internals import holders_of, in_transform, trains_with_others
+from ssdtrain.machine.torch_internals import holders_of, trains_with_others
 from ssdtrain.parameters.successor import Successor
 
 __all__ = ["Weight"]
@@ -39,8 +37,11 @@ class WeightOwner(Owner, Protocol):
         """Return the checksum of the bytes that a weight has, if it is known."""
         ...
 
-    def pair(self, frame: FrameType) -> Any:
-        """Return hooks on saved tensors that pack weights by name, while a frame runs."""
+    def pair(self) -> Any:
+        """Return hooks on saved tensors that pack weights by name."""
+
+    def look_pair(self, frame: FrameType) -> Any:
+        """Return hooks on saved tensors for a function that looks at weights, or ``None``."""
 
 
 class Weight(OffloadedTensor):
@@ -53,12 +54,9 @@ class Weight(OffloadedTensor):
     def __init__(self, owner: WeightOwner, param: Tensor, name: str) -> None:
         super().__init__(owner, param, name, id(self))
 
-    def pair(self) -> Any:
+    def pair(self, frame: FrameType) -> Any:
         """Return hooks that pack weights by name, for a function outside of a module's forward."""
-        if not torch.is_grad_enabled() or in_transform() is not None or is_dynamo_compiling():
-            return None
-        # The frame of the function that has made the look.
-        return self.owner.pair(sys._getframe(2))  # noqa: SLF001 - the public way lists them all
+        return self.owner.look_pair(frame)
 
     def leave(self, *, shared: bool = False) -> bool:
         """Take the bytes out of the weight, unless others may be using them, or have them."""

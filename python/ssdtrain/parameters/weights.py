@@ -7,13 +7,15 @@ from types import FrameType
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
+from torch.compiler import is_dynamo_compiling
 
+from ssdtrain.activations.installed import is_ours
 from ssdtrain.away.known import known_of
 from ssdtrain.away.tensor import OffloadedTensor, storage_key
 from ssdtrain.away.tensors import OffloadedTensors
 from ssdtrain.geometry import checksum_of
 from ssdtrain.machine.process_memory import release_free_memory
-from ssdtrain.machine.torch_internals import Hooks, is_shared, top_hooks
+from ssdtrain.machine.torch_internals import Hooks, in_transform, is_shared, top_hooks
 from ssdtrain.parameters.keeping import Keeping, keeping_hooks
 from ssdtrain.parameters.saved_weight import ON_STORAGE, WeightPair, note_pair, take_out_abandoned
 from ssdtrain.parameters.stats import ParameterStats
@@ -117,13 +119,23 @@ class Weights(OffloadedTensors):
                 return checksum_of(param)
             return weight.sum if weight.source is None else weight.checksum()
 
-    def pair(self, frame: FrameType) -> WeightPair:
-        """Return hooks on saved tensors that pack weights by name, above those that are on.
+    def pair(self) -> WeightPair:
+        """Return hooks on saved tensors that pack weights by name, above those that are on."""
+        below = top_hooks(True)
+        return WeightPair(below, below or self._keeping_pair())
 
-        They are for as long as ``frame`` runs.
+    def look_pair(self, frame: FrameType) -> WeightPair | None:
+        """Return the same for a function of torch, which ``frame`` calls; ``None``: it needs none.
+
+        None stand above hooks of others: torch's checkpoint counts what is saved, and would count
+        a weight in memory, and not one that is away.
         """
+        if not torch.is_grad_enabled() or in_transform() is not None or is_dynamo_compiling():
+            return None
         take_out_abandoned(frame)
         below = top_hooks(True)
+        if below is not None and not is_ours(below[0]):
+            return None
         pair = WeightPair(below, below or self._keeping_pair())
         note_pair(pair, frame)
         return pair
