@@ -406,12 +406,11 @@ def test_all_parts_of_a_storage_that_is_saved_again_have_plain_bits(tmp_path: Pa
 
 
 @pytest.mark.defends("bytes that are saved again")
-@pytest.mark.parametrize("bound", [None, 1 << 20], ids=["no bound", "a bound"])
 def test_a_tensor_that_is_saved_again_is_written_once_the_program_has_let_go(
-    bound: int | None, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
     expected = saved_again(through_data, nothing)
-    rig = Rig(tmp_path, max_resident_bytes=bound, verify=True)
+    rig = Rig(tmp_path, verify=True)
     resident = []
 
     def flush() -> None:
@@ -421,10 +420,40 @@ def test_a_tensor_that_is_saved_again_is_written_once_the_program_has_let_go(
     with rig.context():
         gradient = saved_again(through_data, flush)
     assert bits(gradient) == bits(expected)
-    # Under a bound, memory that the program has as well is not counted.
-    assert resident[1] == (4 * COUNT if bound is None else 0)
-    if bound is None:
-        assert resident[2] == 0, "it was not written again"
+    assert resident[1:] == [4 * COUNT, 0], "it was not written again"
+    rig.assert_empty()
+
+
+@pytest.mark.parametrize("moment", ["the next save", "backward"])
+def test_a_tensor_that_is_saved_again_under_a_bound_counts_once_the_program_has_let_go(
+    moment: str, tmp_path: Path
+) -> None:
+    expected = saved_again(through_data, nothing)
+    rig = Rig(tmp_path, max_resident_bytes=1 << 20, verify=True)
+    counted = []
+    with rig.context():
+        x = torch.ones(COUNT, requires_grad=True)
+        values = torch.zeros(COUNT)
+        product = x * values
+        product.register_hook(lambda _: counted.append(rig.stats.resident_bytes))
+        loss = product.sin().sum()
+        del product
+        rig.flush()
+        through_data(values)
+        loss = loss + (x * values).cos().sum()
+        rig.flush()
+        assert rig.stats.resident_bytes == 0, "the program has it as well"
+        written_bytes = rig.stats.bytes_written
+        del values
+        if moment == "the next save":
+            loss = loss + (x * torch.rand(COUNT)).sum() * 0
+            rig.flush()
+            assert rig.stats.bytes_written >= written_bytes + 2 * 4 * COUNT, "one was not written"
+            assert rig.stats.resident_bytes == 0
+        loss.backward()
+    assert x.grad is not None
+    assert bits(x.grad) == bits(expected)
+    assert moment == "the next save" or counted == [4 * COUNT]
     rig.assert_empty()
 
 

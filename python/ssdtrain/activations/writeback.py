@@ -34,7 +34,7 @@ BATCH_COUNT = 16
 """So many bytes, or so many of the smallest tensors, are given to the disk together: to wake its
 thread costs more than all else that a pack does (`benches/training/hook_overhead.py`)."""
 WHOLE_MODEL_TENSORS_MIN = 4
-"""An operation that saves fewer is none that a compiler made of many."""
+"""torch.compile is named as a cause only if at least so many tensors wait."""
 GIVE_BACK_BYTES = 64 << 20
 """Once writes have freed so much, free memory goes back to the system: glibc keeps what lies
 between blocks that are in use, and the next tensors of other sizes do not fit there. Less often
@@ -158,10 +158,11 @@ class Writeback:
     def renewed(self, record: Record) -> None:
         """Take note of a record under a bound that was saved again after its write began.
 
-        The program holds its bytes, and they are written again once it has let go of them.
+        The tensor that is being saved holds its bytes, too; they are written again once the program
+        has let go of them.
         """
-        if not self._lender.lend(record):
-            self.records.write_later(record)
+        is_lent = self._lender.lend(record)
+        assert is_lent, "a tensor that is being saved lies on the storage of its record"
 
     def is_held_by_others(self, record: Record) -> bool:
         """Return whether tensors that are not ours still lie on the storage of a lent record."""

@@ -212,8 +212,8 @@ impl Offloading {
         Ok(hooks.call_method1(intern!(py, "keep"), arguments)?.unbind())
     }
 
-    /// Packs a tensor whose bytes may leave memory; a bound without room has the keeper give what
-    /// stands in its place.
+    /// Packs a tensor whose bytes may leave memory. If the bound has no room, the keeper returns a
+    /// `Refused`, which is packed instead.
     fn offload<'py>(
         &self,
         tensor: &Bound<'py, PyAny>,
@@ -233,7 +233,8 @@ impl Offloading {
         if let Some(record) = &found {
             record.get().wait_for_node(sequence);
         }
-        // Afterwards: both may wait for the GPU, and what they write has passed its last node.
+        // `open_gate` and `reap` come after `wait_for_node`, so that they write no record whose newest
+        // node has not been passed; both may wait for the GPU.
         records.open_gate(keeper, Some(sequence))?;
         records.reap(keeper)?;
         records.renew(&known, tensor, storage, keeper)?;
@@ -260,7 +261,7 @@ impl Offloading {
         Ok(saved.into_any())
     }
 
-    /// A record for a tensor, or what stands in its place where a bound has no room for it.
+    /// A record for a tensor, or the keeper's `Refused` if the bound has no room for it.
     fn new_record<'py>(
         &self,
         tensor: &Bound<'py, PyAny>,

@@ -56,7 +56,6 @@ struct State {
     handle: Option<Py<Handle>>,
     is_lent: bool,
     was_found: bool,
-    is_renewed: bool,
     /// The write from before the bytes were saved again, which holds the storage until it ends.
     replaced: Option<Py<Handle>>,
 }
@@ -109,7 +108,6 @@ impl Record {
                 handle: None,
                 is_lent: false,
                 was_found: false,
-                is_renewed: false,
                 replaced: None,
             }),
         };
@@ -208,7 +206,6 @@ impl Record {
         let handle = self.handle(py).filter(|one| !is_bounded && !one.get().cancel(py));
         let before = {
             let mut state = self.state();
-            state.is_renewed = true;
             let replaced = std::mem::replace(&mut state.replaced, handle.map(Bound::unbind));
             (state.source.replace(source), state.handle.take(), replaced)
         };
@@ -246,11 +243,6 @@ impl Record {
         let twin = counter.call_method0(intern!(py, "detach"))?;
         twin.setattr(intern!(py, "data"), tensor)?;
         Ok(twin)
-    }
-
-    /// Whether its bytes were saved again after their write had begun.
-    pub fn is_renewed(&self) -> bool {
-        self.state().is_renewed
     }
 
     /// Notes that a backward has found its bytes in memory; `false` if one had before.

@@ -171,8 +171,8 @@ impl SavedTensor {
         let (count, mut mates) = (round.lock().len(), Vec::new());
         let ways: [&mut dyn Iterator<Item = usize>; 2] =
             [&mut (0..*own).rev(), &mut (own + 1..count)];
-        for ordinal in ways {
-            for ordinal in ordinal {
+        for way in ways {
+            for ordinal in way {
                 let reference = round.lock().entry(ordinal).clone_ref(py);
                 match reference.bind(py).upgrade_as::<Self>()? {
                     Some(mate) if mate.get().sequence == self.sequence => mates.push(mate.unbind()),

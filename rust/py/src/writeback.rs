@@ -1,6 +1,7 @@
 //! The way of saved storages to the disk: when a write begins, and when its memory is freed.
 //!
-//! There is one record per saved storage and version, more where parts or counters are apart.
+//! There is one record per saved storage and version, more where parts or counters are apart. What
+//! is saved again after its write began is held at the gate until the program has let go of it.
 //!
 //! The gate. An operation may save a tensor before it has filled it (`rrelu` does), so no byte may
 //! be read while its node is being made. Autograd numbers nodes per thread; once this thread sees a
@@ -155,6 +156,10 @@ impl Records {
 
     /// Begins the writes of all nodes of this thread, which has passed them.
     fn begin_all(&self, keeper: &Bound<'_, PyAny>) -> PyResult<()> {
+        let py = keeper.py();
+        if let Some(gate) = self.gates.here(py)? {
+            self.let_held_in(py, &gate)?;
+        }
         self.open_gate(keeper, None)
     }
 
@@ -272,7 +277,7 @@ impl Records {
     }
 
     /// The records of a storage that are alive, the newest first: of parts of it, of versions, and
-    /// of counters. Some may be of another one that lay at its address.
+    /// of counters. Some may be records of an older storage that lay at this address.
     pub fn of<'py>(&self, storage: &Bound<'py, PyAny>) -> PyResult<Vec<Bound<'py, Record>>> {
         let py = storage.py();
         let known = self.books().of(py, identity(storage));
@@ -300,30 +305,40 @@ impl Records {
             if self.is_bounded {
                 keeper.call_method1(intern!(tensor.py(), "renewed"), (record,))?;
             } else {
-                self.write_later(record)?;
+                self.gates.own(tensor.py())?.add_held(record)?;
             }
         }
         Ok(())
     }
 
-    /// Begins a write as `begin_write` does; `None` if the record was saved again, and the program
-    /// still uses its storage.
-    fn begin_unless_used(
-        &self,
-        record: &Bound<'_, Record>,
-        keeper: &Bound<'_, PyAny>,
-    ) -> PyResult<Option<bool>> {
-        let py = record.py();
-        if let Some(source) = record.get().source(py).filter(|_| record.get().is_renewed()) {
-            let storage = source.call_method0(intern!(py, "untyped_storage"))?;
-            // First: a write that ends in between leaves fewer users.
-            let own_count = OWN_USERS + record.get().replaced_count(py);
-            let users = self.count_users.bind(py).call1((storage.getattr("_cdata")?,))?;
-            if users.extract::<usize>()? > own_count {
-                return Ok(None);
+    /// Has those of a gate's held records wait for their writes that the program has let go of.
+    fn let_held_in(&self, py: Python<'_>, gate: &ThreadGate) -> PyResult<()> {
+        let held = gate.gate().take_held();
+        let (mut staying, mut outcome) = (Vec::new(), Ok(()));
+        for one in held {
+            let Some(record) = upgraded(py, &one.item)? else { continue };
+            match self.is_used(record.get(), py) {
+                Ok(false) => {
+                    gate.gate().add(one);
+                    continue;
+                }
+                Ok(true) => {}
+                Err(error) => outcome = Err(error),
             }
+            staying.push(one);
         }
-        self.begin_write(record, keeper).map(Some)
+        gate.gate().put_back_held(staying);
+        outcome
+    }
+
+    /// Whether the program still uses the storage of a record.
+    fn is_used(&self, record: &Record, py: Python<'_>) -> PyResult<bool> {
+        let Some(source) = record.source(py) else { return Ok(false) };
+        let storage = source.call_method0(intern!(py, "untyped_storage"))?;
+        let address = storage.getattr(intern!(py, "_cdata"))?;
+        // First: a write that ends in between leaves fewer users.
+        let own_count = OWN_USERS + record.replaced_count(py);
+        Ok(self.count_users.bind(py).call1((address,))?.extract::<usize>()? > own_count)
     }
 
     /// Makes a record, which is found by its storage from now on.
@@ -406,22 +421,19 @@ impl Records {
         sequence: Option<i64>,
         keeper: &Bound<'_, PyAny>,
     ) -> PyResult<()> {
+        self.let_held_in(py, gate)?;
         let waiting = gate.gate().take();
         let (mut staying, mut is_busy, mut outcome) = (Vec::new(), false, Ok(()));
         for one in waiting {
             let Some(record) = upgraded(py, &one.item)? else { continue };
             let is_closed = sequence.is_some_and(|passed| record.get().sequence() >= passed);
-            let begun = if is_closed || is_busy || outcome.is_err() {
-                Ok(None)
-            } else {
-                self.begin_unless_used(&record, keeper)
-            };
-            match begun {
-                Ok(Some(true)) => continue,
-                Ok(Some(false)) => is_busy = true,
-                Ok(None) => {}
-                // What an interrupt left is begun the next time.
-                Err(error) => outcome = Err(error),
+            if !is_closed && !is_busy && outcome.is_ok() {
+                match self.begin_write(&record, keeper) {
+                    Ok(true) => continue,
+                    Ok(false) => is_busy = true,
+                    // What an interrupt left is begun the next time.
+                    Err(error) => outcome = Err(error),
+                }
             }
             staying.push(one);
         }
