@@ -283,7 +283,7 @@ def test_a_source_is_saved_under_another_stream_than_its_own(fake: FakeDevice) -
 
 
 @on_each_device()
-def test_a_source_that_was_let_go_is_saved_under_a_second_stream(device: Device) -> None:
+def test_a_source_that_was_let_go_is_renewed_under_a_second_stream(device: Device) -> None:
     leaf, main, side = made(0), torch.cuda.current_stream(), torch.cuda.Stream()
     with offloaded():
         both = leaf * 1.01

@@ -63,7 +63,7 @@ def test_each_address_is_of_its_own_weight_until_the_next_forward(way: str, tmp_
         assert bytes_at(address, len(expected[name])) == expected[name], name
 
 
-def test_storages_tell_which_weights_are_tied(tmp_path: Path) -> None:
+def test_storages_of_weights_that_are_not_tied_lie_apart(tmp_path: Path) -> None:
     model = offloaded(layers(), tmp_path)
     found = [one.untyped_storage().data_ptr() for one in unique(model).values()]
     assert len(set(found)) == len(found)

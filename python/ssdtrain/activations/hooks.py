@@ -336,7 +336,7 @@ class Hooks:
                 raise packed.refusal.error()
         kept = packed.tensor
         check_version(kept, packed.version, lambda: _describe_kept(kept))
-        # A weight that is away is brought for it.
+        # `detach` brings a weight that is away.
         return kept.detach()
 
     def refuse_changed(self, saved: SavedTensor) -> None:
