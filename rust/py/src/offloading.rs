@@ -233,8 +233,8 @@ impl Offloading {
         if let Some(record) = &found {
             record.get().wait_for_node(sequence);
         }
-        // `open_gate` and `reap` come after `wait_for_node`, so that they write no record whose newest
-        // node has not been passed; both may wait for the GPU.
+        // `open_gate` and `reap` come after `wait_for_node`, so that they write no record whose
+        // newest node has not been passed; both may wait for the GPU.
         records.open_gate(keeper, Some(sequence))?;
         records.reap(keeper)?;
         records.renew(&known, tensor, storage, keeper)?;
