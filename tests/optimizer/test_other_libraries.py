@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import support
-from ssdtrain import UnsupportedError, offload_optimizer
+from ssdtrain import UnsupportedError, load, offload_optimizer, save
 from trained import WIDTH, Step, away, everything, model, plain_step, prove
 
 OVERLAPS = pytest.mark.parametrize("overlap", ["step", "forward", "backward"])
@@ -84,6 +84,21 @@ def test_an_object_in_front_changes_the_optimizer_alone(kind: Any, tmp_path: Pat
     assert front.offload_stats == optimizer.offload_stats
     assert not front.lost_parameters
     assert len(optimizer.param_groups) == 2
+    assert {*vars(front)} == own
+
+
+@FRONTS
+def test_a_checkpoint_through_an_object_in_front(kind: Any, tmp_path: Path) -> None:
+    module = model()
+    optimizer = offload_optimizer(torch.optim.AdamW(module.parameters()), tmp_path)
+    front: Any = kind(optimizer)
+    own = {*vars(front)}
+    plain_step(module, front, torch.ones(8, WIDTH))
+    saved = everything(module, optimizer)
+    save(tmp_path / "checkpoint", module, front)
+    plain_step(module, front, torch.ones(8, WIDTH))
+    load(tmp_path / "checkpoint", module, front)
+    support.assert_equal_bits(everything(module, optimizer), saved)
     assert {*vars(front)} == own
 
 

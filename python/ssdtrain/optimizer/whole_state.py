@@ -171,7 +171,6 @@ class WholeState(Optimizer):
             self._refuse_in_step("a look at its state")
             self._in_backward.give_up()
 
-    @of_itself
     def _refuse_in_step(self, caller: str) -> None:
         """Raise ``UnsupportedError`` if an update is under way that this thread makes."""
         updates = self._in_backward
@@ -179,6 +178,7 @@ class WholeState(Optimizer):
             # defence: nothing is saved in the middle of a step
             raise UnsupportedError(IN_A_STEP.format(caller, self._own_kind.__name__))
 
+    @of_itself
     def _refuse_half_done(self, caller: str) -> None:
         """Raise ``StorageError`` if the last step failed and left something that is not whole."""
         self._refuse_in_step(caller)
@@ -222,6 +222,11 @@ class WholeState(Optimizer):
             load_as_masters(self, super().load_state_dict, state_dict)
         self._note_loaded()
         self._send_all()
+
+    @of_itself
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Set attributes as ever."""
+        super().__setstate__(state)
 
     def _note_loaded(self) -> None:
         """Go on with a state that was replaced in whole."""
