@@ -56,7 +56,7 @@ def equal(one: list[Tensor], other: list[Tensor]) -> bool:
 
 
 @pytest.mark.defends("nothing is saved in the middle of a step")
-@pytest.mark.parametrize("overlap", ["step", "backward"])
+@pytest.mark.parametrize("overlap", ["step", "backward", "forward"])
 @pytest.mark.parametrize("every", support.sizes(small=97, whole=11))
 def test_a_state_dict_is_of_one_moment_or_refused(every: int, overlap: str, tmp_path: Path) -> None:
     expected = moments()
@@ -79,9 +79,40 @@ def test_a_state_dict_is_of_one_moment_or_refused(every: int, overlap: str, tmp_
     states = [state for state, _ in expected]
     assert all(any(equal(one, state) for state in states) for one in seen)
     assert refused
-    assert "Set a flag in the handler" in refused[0]
+    assert "set a flag there" in refused[0]
     assert equal(state_of(optimizer.state_dict()), states[-1])
     assert equal(list(model.parameters()), expected[-1][1])
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", ["offload_stats", "state", "lost_parameters", "synchronize"])
+@pytest.mark.parametrize("every", support.sizes(small=7, whole=1))
+def test_a_look_in_a_step_loses_no_update_beside_the_forward(
+    every: int, name: str, tmp_path: Path
+) -> None:
+    expected = moments()
+    model = layers()
+    optimizer = torch.optim.AdamW(model.parameters())
+    ssdtrain.offload_optimizer(optimizer, tmp_path, overlap="forward", buffer_bytes="256KiB")
+    refused = []
+
+    def look() -> None:
+        try:
+            found = getattr(optimizer, name)
+            if callable(found):
+                found()
+        except UnsupportedError as error:
+            refused.append(str(error))
+
+    for number in range(STEPS_COUNT):
+        loss_of(model, number).backward()
+        with BetweenLines(look, every=every):
+            optimizer.step()
+        optimizer.zero_grad()
+        assert equal(list(model.parameters()), expected[number + 1][1])
+    assert refused
+    assert all("set a flag there" in one for one in refused)
+    assert equal(state_of(optimizer.state_dict()), expected[-1][0])
 
 
 @pytest.mark.parametrize("every", support.sizes(small=61, whole=7))
@@ -105,7 +136,7 @@ def test_a_look_while_a_backward_updates_is_of_the_last_step_or_refused(
         loss_of(model, 0).backward()
     assert seen
     assert all(equal(one, expected) for one in seen)
-    assert all("Set a flag in the handler" in one for one in refused)
+    assert all("set a flag there" in one for one in refused)
     optimizer.zero_grad()
     step(model, optimizer, 0)
     assert equal(state_of(optimizer.state_dict()), moments()[1][0])

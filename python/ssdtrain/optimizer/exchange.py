@@ -48,4 +48,4 @@ def note_loaded(optimizer: Optimizer) -> None:
 def refuse_half_done(optimizer: Optimizer) -> None:
     """Raise if a step is under way, or the last one failed and left what is not whole."""
     if isinstance(optimizer, Offloaded):
-        optimizer._refuse_half_done("ssdtrain.save")
+        optimizer._refuse_half_done("ssdtrain.save()")

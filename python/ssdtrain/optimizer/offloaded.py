@@ -159,7 +159,7 @@ class Offloaded(WholeState):
         began_s = perf_counter()
         takes_closure = self._habits.takes_closure
         closure, options = arguments_of(self._own_kind, given, named, takes_closure=takes_closure)
-        self.synchronize()
+        self._end_step_before()
         if self._undo is not None and self._undo.is_kept:
             restore(self._undo, self._states, self.param_groups)
             raise StorageError(UNDONE_LATE)

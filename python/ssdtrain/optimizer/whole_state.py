@@ -30,9 +30,9 @@ NO_COPY = (
     "ssdtrain.save(path, model, optimizer), or save optimizer.state_dict()"
 )
 IN_A_STEP = (
-    "{} came while this {} is in the middle of an update, from a handler of a signal, another "
-    "thread, or its own step by another way than self: some of its parameters are updated, others "
-    "are not. Set a flag in the handler, and ask after step()"
+    "{} was called while step() of this {} runs: some of its parameters are updated, others are "
+    "not. If a signal handler calls it, set a flag there and call it after step(); if the "
+    "optimizer's own step calls it, use self"
 )
 
 P = ParamSpec("P")
@@ -151,8 +151,16 @@ class WholeState(Optimizer):
 
         Raises:
             StorageError: State could not be read back; see ``step``.
+            UnsupportedError: It is called in the middle of ``step``, by a handler of a signal.
 
         """
+        if self._updates is not None:
+            # A wait here could be for updates that this very step has not handed over yet.
+            self._refuse_in_step("synchronize(), or a property that waits,")
+        self._end_step_before()
+
+    def _end_step_before(self) -> None:
+        """Wait as ``synchronize``, also within ``step``."""
         if self._in_backward is not None:
             self._in_backward.join()
         updates = self._updates
@@ -168,7 +176,7 @@ class WholeState(Optimizer):
     def _give_up(self) -> None:
         """Have weights and state of the last step, whatever has begun since in backward."""
         if self._in_backward is not None:
-            self._refuse_in_step("a look at its state")
+            self._refuse_in_step("optimizer.state")
             self._in_backward.give_up()
 
     def _refuse_in_step(self, caller: str) -> None:
