@@ -492,25 +492,32 @@ def test_files_have_no_names_and_no_readers(tmp_path: Path, umask: int) -> None:
 WITHOUT_STREAMS = """
 import os, sys, torch, ssdtrain
 out = os.dup(1)
-for stream in (0, 1, 2):
+closed = [int(stream) for stream in sys.argv[2:]]
+for stream in closed:
     os.close(stream)
 # Direct I/O would refuse what is not aligned.
 with ssdtrain.TensorStore(sys.argv[1], direct_io="disabled") as store:
     source = torch.randn(1 << 20)
     stored = store.write(source)
     stored.wait()
-    for stream in (1, 2):
+    for stream in closed:
         try:
-            os.write(stream, b"printed by a library")
+            os.write(stream, b"8 bytes\\n")  # as many as an eventfd takes
+            os.write(out, f"printed into {os.readlink(f'/proc/self/fd/{stream}')} ".encode())
         except OSError:
             pass
     os.write(out, str(torch.equal(store.read(stored).result(), source)).encode())
 """
 
 
-def test_nobody_prints_into_a_spill_file(tmp_path: Path) -> None:
-    """A file that is opened where a stream was closed takes the stream's number."""
-    assert forked_python(WITHOUT_STREAMS, str(tmp_path)).stdout == "True"
+@pytest.mark.parametrize("closed", ["2", "12", "012"])
+@pytest.mark.parametrize("backend", ["auto", "psync"])
+def test_nobody_prints_into_what_a_store_has_opened(
+    backend: str, closed: str, tmp_path: Path
+) -> None:
+    """A descriptor that is opened where a stream was closed takes the stream's number."""
+    program = WITHOUT_STREAMS.replace('"disabled"', f'"disabled", backend="{backend}"')
+    assert forked_python(program, str(tmp_path), *closed).stdout == "True"
 
 
 def test_fallback_without_direct_io(tmp_path: Path) -> None:

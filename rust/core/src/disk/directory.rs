@@ -9,7 +9,7 @@
 use std::ffi::OsStr;
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::io;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, IntoRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
@@ -41,6 +41,7 @@ pub struct SpillDirectory {
     /// Opened as a path only: nothing can be listed through it, so it needs no right to read.
     directory: OwnedFd,
     path: PathBuf,
+    is_btrfs: bool,
 }
 
 /// An unnamed file, and how it is to be used.
@@ -60,14 +61,15 @@ impl SpillDirectory {
     /// Opens the directory at `path` and refuses it if offloading there could not help or not be
     /// safe.
     pub fn open(path: &Path) -> Result<Self> {
+        occupy_closed_streams();
         // Without a slash or a dot at its end, which would make the kernel follow a link there.
         let bare = path.components().as_path();
         let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let directory = rustix::fs::openat(CWD, bare, flags, Mode::empty())
             .map_err(|errno| refuse_path(bare, errno))?;
-        let opened = Self { directory, path: path.to_owned() };
+        let mut opened = Self { directory, path: path.to_owned(), is_btrfs: false };
         opened.check_mode()?;
-        opened.check_file_system()?;
+        opened.is_btrfs = opened.check_file_system()? == BTRFS;
         Ok(opened)
     }
 
@@ -93,17 +95,16 @@ impl SpillDirectory {
     }
 
     /// The alignment of direct I/O. Some file systems take the flag at open and go through the page
-    /// cache all the same, as ext4 does with `data=journal`: their answer for the file is zero.
+    /// cache all the same, as ext4 does with `data=journal`: they say so when asked about the file.
     fn alignment_of(&self, file: &OwnedFd) -> Result<usize> {
-        let alignment = direct_alignment(file);
-        if alignment == 0 {
-            return Err(config(format!(
+        let alignment = direct_alignment(file).ok_or_else(|| {
+            config(format!(
                 "{} accepts direct I/O (O_DIRECT) but writes through the page cache, as ext4 does \
                  when mounted with data=journal; use a local file system without that, or \
                  direct_io='optional'",
                 self.path.display()
-            )));
-        }
+            ))
+        })?;
         if alignment > rustix::param::page_size() {
             return Err(Error::new(
                 ErrorKind::Unsupported,
@@ -134,7 +135,8 @@ impl SpillDirectory {
         Ok(())
     }
 
-    fn check_file_system(&self) -> Result<()> {
+    /// Returns the file system's magic number, if it is one to offload to and has room.
+    fn check_file_system(&self) -> Result<u32> {
         let shown = self.path.display();
         let facts = rustix::fs::fstatfs(&self.directory).map_err(|errno| self.unseen(errno))?;
         if let Some((name, reason)) = refused_file_system(facts.f_type as u64) {
@@ -153,7 +155,7 @@ impl SpillDirectory {
                 ),
             ));
         }
-        Ok(())
+        Ok(facts.f_type as u32)
     }
 
     /// A file that bypasses the page cache, and the alignment which that needs.
@@ -177,8 +179,7 @@ impl SpillDirectory {
     /// Has btrfs write an empty file in place. Else it sums up what is written, for which it copies
     /// it into the page cache first, though the file was opened with `O_DIRECT`.
     fn forbid_copies(&self, file: &OwnedFd) -> Result<()> {
-        let facts = rustix::fs::fstatfs(&self.directory).map_err(|errno| self.unseen(errno))?;
-        if facts.f_type as u32 != BTRFS {
+        if !self.is_btrfs {
             return Ok(());
         }
         rustix::fs::ioctl_getflags(file)
@@ -202,7 +203,7 @@ impl SpillDirectory {
         let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::TMPFILE | OFlags::EXCL | extra;
         match rustix::fs::openat(&self.directory, ".", flags, OWNER_ONLY) {
             Err(Errno::OPNOTSUPP | Errno::ISDIR | Errno::NOENT) => self.create_and_unlink(extra),
-            created => created.and_then(kept_private),
+            created => created.and_then(|file| make_private(&file).map(|()| file)),
         }
         .map_err(|errno| self.refuse_file(extra, errno))
     }
@@ -215,7 +216,10 @@ impl SpillDirectory {
     ) -> Result<(Opened, T)> {
         let created = self.create_with_name(OFlags::DIRECT);
         let (file, name) = created.map_err(|errno| self.refuse_file(OFlags::DIRECT, errno))?;
-        let done = self.forbid_copies(&file).and_then(|()| meanwhile(&file));
+        let done = make_private(&file)
+            .map_err(|errno| self.refuse_file(OFlags::DIRECT, errno))
+            .and_then(|()| self.forbid_copies(&file))
+            .and_then(|()| meanwhile(&file));
         let unlinked = rustix::fs::unlinkat(&self.directory, &name, AtFlags::empty());
         let done = done?;
         unlinked.map_err(|errno| self.refuse_file(OFlags::DIRECT, errno))?;
@@ -227,6 +231,7 @@ impl SpillDirectory {
     fn create_and_unlink(&self, extra: OFlags) -> rustix::io::Result<OwnedFd> {
         let (file, name) = self.create_with_name(extra)?;
         rustix::fs::unlinkat(&self.directory, &name, AtFlags::empty())?;
+        make_private(&file)?;
         Ok(file)
     }
 
@@ -240,7 +245,7 @@ impl SpillDirectory {
             let random = RandomState::new().build_hasher().finish();
             let name = format!(".ssdtrain-{}-{random:016x}", std::process::id());
             match rustix::fs::openat(&self.directory, &name, flags, OWNER_ONLY) {
-                Ok(file) => return Ok((kept_private(file)?, name)),
+                Ok(file) => return Ok((file, name)),
                 Err(Errno::EXIST) => {}
                 Err(errno) => return Err(errno),
             }
@@ -272,14 +277,23 @@ impl SpillDirectory {
     }
 }
 
-/// The same file, open to its owner whatever the umask is, and with a number above those of
-/// standard streams: where one was closed, others would print into the file with its number.
-fn kept_private(file: OwnedFd) -> rustix::io::Result<OwnedFd> {
-    rustix::fs::fchmod(&file, OWNER_ONLY)?;
-    if file.as_raw_fd() > STREAM_MAX {
-        return Ok(file);
+/// Opens the file to its owner, whatever the umask is.
+fn make_private(file: &OwnedFd) -> rustix::io::Result<()> {
+    rustix::fs::fchmod(file, OWNER_ONLY)
+}
+
+/// Takes the numbers of closed standard streams, so that no file, eventfd or ring gets one of them:
+/// others would print into it.
+///
+/// The numbers stay taken until the process ends, because other threads open stores, too. Each leads
+/// to the root as a path only: to write to it fails with `EBADF`, as to write to a closed stream.
+fn occupy_closed_streams() {
+    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    while let Ok(root) = rustix::fs::openat(CWD, "/", flags, Mode::empty())
+        && root.as_raw_fd() <= STREAM_MAX
+    {
+        let _ = root.into_raw_fd();
     }
-    rustix::io::fcntl_dupfd_cloexec(&file, STREAM_MAX + 1)
 }
 
 fn config(message: String) -> Error {
@@ -368,17 +382,19 @@ fn probe_direct(file: &OwnedFd) -> rustix::io::Result<()> {
     rustix::io::pread(file, &mut block.0, 0).map(drop)
 }
 
-/// What `statx(STATX_DIOALIGN)` (Linux 6.1) answers, or a safe guess; zero: it is not direct.
-fn direct_alignment(file: &OwnedFd) -> usize {
+/// What `statx(STATX_DIOALIGN)` (Linux 6.1) answers, or a safe guess; `None`: it is not direct.
+fn direct_alignment(file: &OwnedFd) -> Option<usize> {
     const STATX_DIOALIGN: u32 = 0x2000;
     let wanted = StatxFlags::from_bits_retain(STATX_DIOALIGN);
     match rustix::fs::statx(file, "", rustix::fs::AtFlags::EMPTY_PATH, wanted) {
-        Ok(facts) if facts.stx_mask & STATX_DIOALIGN != 0 && facts.stx_dio_offset_align == 0 => 0,
+        Ok(facts) if facts.stx_mask & STATX_DIOALIGN != 0 && facts.stx_dio_offset_align == 0 => {
+            None
+        }
         Ok(facts) if facts.stx_mask & STATX_DIOALIGN != 0 => {
             // One number for both keeps the widening of addresses and of lengths the same.
-            facts.stx_dio_mem_align.max(facts.stx_dio_offset_align).max(512) as usize
+            Some(facts.stx_dio_mem_align.max(facts.stx_dio_offset_align).max(512) as usize)
         }
-        _ => ALIGNMENT_DEFAULT,
+        _ => Some(ALIGNMENT_DEFAULT),
     }
 }
 
