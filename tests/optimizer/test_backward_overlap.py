@@ -14,12 +14,14 @@ import signal
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo import convert_frame
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
@@ -91,6 +93,61 @@ def assert_goes_on(module: Any, optimizer: Any) -> None:
     for seed in (5, 6):
         plain_step(module, optimizer, batch(seed))
         plain_step(plain, plain_optimizer, batch(seed))
+    support.assert_equal_bits(everything(module, optimizer), everything(plain, plain_optimizer))
+
+
+@contextmanager
+def compile_lock_held() -> Iterator[None]:
+    """Hold torch's lock in another thread, as one that compiles does."""
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with convert_frame.compile_lock:
+            has_begun.set()
+            may_end.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    has_begun.wait()
+    try:
+        yield
+    finally:
+        may_end.set()
+        thread.join()
+
+
+@contextmanager
+def compile_lock_absent() -> Iterator[None]:
+    """Have a torch without that lock."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(convert_frame, "compile_lock")
+        yield
+
+
+@pytest.mark.parametrize("compiling", [compile_lock_held, compile_lock_absent])
+def test_a_backward_beside_compilation_leaves_its_updates_to_the_step(
+    compiling: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = []
+    make = in_backward.make_updates
+
+    def counted(host: Any, now: Any, records: list[Any]) -> None:
+        counts.append(len(records))
+        make(host, now, records)
+
+    monkeypatch.setattr(in_backward, "make_updates", counted)
+    module, optimizer = after_a_step()
+    offload_optimizer(optimizer, tmp_path, overlap="backward", buffer_bytes="1MiB")
+    with compiling():
+        backward(module)
+        optimizer.synchronize()
+        assert taken_count(module) > 0
+        assert not counts
+    optimizer.step()
+    assert counts
+    plain, plain_optimizer = after_a_step()
+    backward(plain)
+    plain_optimizer.step()
     support.assert_equal_bits(everything(module, optimizer), everything(plain, plain_optimizer))
 
 

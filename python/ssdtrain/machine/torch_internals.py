@@ -218,14 +218,18 @@ def compiled_count() -> int:
 
 @contextmanager
 def no_compilation(*, waits: bool) -> Iterator[bool]:
-    """Keep all threads from compiling; give ``False`` if one does, and this one is not to wait.
+    """Keep all threads from compiling; give ``False`` if one may, and this one is not to wait.
 
     torch's optimizers compute in other ways, with other bits, while any thread compiles: they ask
     ``torch.compiler.is_compiling()``, which tells that of the whole process.
     """
-    lock = getattr(sys.modules.get("torch._dynamo.convert_frame"), "compile_lock", None)
-    if lock is None:
+    compiler = sys.modules.get("torch._dynamo.convert_frame")
+    lock = getattr(compiler, "compile_lock", None)
+    if compiler is None:
         yield True
+    elif lock is None:
+        # Nobody can tell whether a thread compiles, so only a caller that must go on does.
+        yield waits
     elif not lock.acquire(blocking=waits):
         yield False
     else:
