@@ -136,8 +136,6 @@ class Residency:
         self._transfer_bytes = transfer_bytes
         """Asks for what transfers hold in memory beyond the holdings."""
         self._stalls = stalls
-        self.waited_s = 0.0
-        """How long was waited for room, in hooks for the most part."""
         self.refused_count = 0
         """How often there was no room for what could not go on without it."""
         self._users: list[weakref.ref[User]] = []
@@ -252,9 +250,7 @@ class Residency:
             began_s = perf_counter()
             users = self._present()
             if any(user.wait_for_room() for user in users):
-                waited_s = perf_counter() - began_s
-                self.waited_s += waited_s
-                self._stalls.note(waited_s)
+                self._stalls.note(perf_counter() - began_s)
             elif may_give_way:
                 may_give_way = False
                 for user in users:

@@ -3,9 +3,11 @@
 import dataclasses
 import json
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from ssdtrain import Stats, offload_optimizer
@@ -14,6 +16,9 @@ from ssdtrain.parameters.stats import ParameterStats
 from ssdtrain.sharing import Figures
 from ssdtrain.stats import with_tenants
 from support import Rig, chain
+
+WAIT_S = 0.05
+"""Longer than all hooks of a step take."""
 
 
 def looks_at(rig: Rig) -> tuple[Stats, Stats]:
@@ -83,6 +88,36 @@ def test_the_report_begins_with_what_was_gained_and_lost(tmp_path: Path) -> None
     first = str(on_gpu).splitlines()[0]
     assert first.startswith("ssdtrain: without ssdtrain GPUs would hold up to 300 MiB more; hooks")
     assert "took 0.750 s of" in first, "a GPU computes on while hooks run"
+
+
+def test_the_time_of_hooks_has_no_waits_for_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig(tmp_path, max_resident_bytes=900_000, backend="simulated", faults={"seed": 1})
+    wait_for_room = rig.writeback.wait_for_room
+
+    def slowly() -> bool:
+        threading.Event().wait(WAIT_S)
+        rig.disk.resume()
+        waited = wait_for_room()
+        rig.disk.pause()
+        return waited
+
+    monkeypatch.setattr(rig.writeback, "wait_for_room", slowly)
+    looks = []
+    x = torch.randn(100_000, requires_grad=True)
+    with rig.context():
+        for _ in range(2):
+            rig.disk.pause()
+            loss = chain(x).sum()
+            rig.disk.resume()
+            loss.backward()
+            del loss
+            looks.append(rig.stats)
+    first, second = looks
+    assert second.stall_s > first.stall_s > 2 * WAIT_S
+    assert 0 < second.hooks_s <= second.elapsed_s - second.stall_s
+    assert second.since(first).hooks_s > 0
 
 
 def test_the_report_tells_a_rate_of_what_was_moved_only(tmp_path: Path) -> None:

@@ -214,7 +214,7 @@ class Hooks:
                 store=store,
                 on_gpus=gpus,
                 gpu_stall_s=self._prefetcher.gpu_stall_s,
-                hooks_s=max(0.0, self._prefetcher.hooks_s - residency.waited_s),
+                hooks_s=self._prefetcher.hooks_s,
                 elapsed_s=perf_counter() - self._began_s,
                 bytes_eligible=self._seen.eligible.nbytes,
                 reason=reason_of(self._evidence(observed)),

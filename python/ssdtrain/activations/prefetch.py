@@ -94,8 +94,7 @@ class Prefetcher:
         self.gpu_stall_s = 0.0
         """How long GPUs waited for loads, in the rounds that were learned from."""
         self.hooks_s = 0.0
-        """Time in the hooks of tensors of the CPU, in the rounds that have ended, with waits for
-        room."""
+        """Time in the hooks of tensors of the CPU, in the rounds that have ended, without waits."""
         self.unseen_count = 0
         """Steps of which no more than the first tensor was seen, as the hooks were off."""
         self._ended_s = float("-inf")

@@ -1,6 +1,6 @@
 //! Pack and unpack of tensors whose bytes may leave memory.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -108,18 +108,19 @@ impl Offloading {
         if self.records.get().is_forked() {
             return Ok(hooks.call_method1(intern!(py, "from_memory"), (saved,))?.unbind());
         }
+        let other_before = self.rounds.get().taught_and_waited(py)?;
         let tensor = match self.lock.locked(py, || self.find(saved))? {
             Found::InMemory(storage) => match this.original(self.torch.get(), &storage)? {
                 Some(original) => original,
                 None => this.on_memory(self.torch.get(), &storage)?,
             },
             Found::Read(loading) => {
-                this.note_hook(began.elapsed());
+                self.note_hook(saved, began, other_before)?;
                 // defence: no lock while waiting for a read
                 return self.read(saved, &loading).map(Bound::unbind);
             }
         };
-        this.note_hook(began.elapsed());
+        self.note_hook(saved, began, other_before)?;
         Ok(tensor.unbind())
     }
 }
@@ -164,14 +165,26 @@ impl Offloading {
                 return Ok(kept.into_any());
             }
         }
-        let taught_before = self.rounds.get().taught();
+        let other_before = self.rounds.get().taught_and_waited(py)?;
         let packed =
             self.lock.locked(py, || self.offload(tensor, &storage, layout, start, nbytes))?;
         if let Ok(saved) = packed.cast::<SavedTensor>() {
-            let taught = self.rounds.get().taught().saturating_sub(taught_before);
-            saved.get().note_hook(began.elapsed().saturating_sub(taught));
+            self.note_hook(saved, began, other_before)?;
         }
         Ok(packed.unbind())
+    }
+
+    /// Counts a hook that began at `began`, when hooks had spent `other_before` on something else
+    /// than their tensors.
+    fn note_hook(
+        &self,
+        saved: &Bound<'_, SavedTensor>,
+        began: Instant,
+        other_before: Duration,
+    ) -> PyResult<()> {
+        let other = self.rounds.get().taught_and_waited(saved.py())?.saturating_sub(other_before);
+        saved.get().note_hook(began.elapsed().saturating_sub(other));
+        Ok(())
     }
 
     /// As what a part of a large storage stays in memory; `None` if it may leave it.

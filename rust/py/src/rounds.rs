@@ -106,8 +106,7 @@ impl Rounds {
     /// Seconds since some moment, on a clock that stands still while threads wait for the disk.
     #[getter]
     fn now_s(&self, py: Python<'_>) -> PyResult<f64> {
-        let stalls_s: f64 = self.stalls.bind(py).getattr(intern!(py, "total_s"))?.extract()?;
-        Ok(self.epoch.elapsed().as_secs_f64() - stalls_s)
+        Ok(self.epoch.elapsed().as_secs_f64() - self.stalls_s(py)?)
     }
 
     /// Whether an ended round cannot be learned from yet, as a GPU has not come to its end.
@@ -152,8 +151,7 @@ impl Rounds {
         let may_be_asked_for = phase != FORWARD && self.limit_bytes.is_none();
         let opened = self.books().rounds.open(phase, may_be_asked_for, |one| is_dead(py, one));
         if !opened.finished.is_empty() {
-            let rounds = opened.finished.into_iter().map(|one| Py::new(py, Round(one)));
-            let rounds = rounds.collect::<PyResult<Vec<_>>>()?;
+            let rounds: Vec<_> = opened.finished.into_iter().map(Round).collect();
             let began = Instant::now();
             teacher.call_method1(intern!(py, "learn"), (rounds,))?;
             self.count_taught(began);
@@ -161,9 +159,15 @@ impl Rounds {
         Ok(opened.round)
     }
 
-    /// How long was learned from rounds so far, in the hooks of whatever tensors.
-    pub fn taught(&self) -> Duration {
-        Duration::from_nanos(self.taught_ns.load(Ordering::Relaxed))
+    /// How long hooks have learned from rounds, or waited for room under a bound, so far.
+    pub fn taught_and_waited(&self, py: Python<'_>) -> PyResult<Duration> {
+        let taught = Duration::from_nanos(self.taught_ns.load(Ordering::Relaxed));
+        let waited_s = if self.limit_bytes.is_some() { self.stalls_s(py)? } else { 0.0 };
+        Ok(taught + Duration::from_secs_f64(waited_s))
+    }
+
+    fn stalls_s(&self, py: Python<'_>) -> PyResult<f64> {
+        self.stalls.bind(py).getattr(intern!(py, "total_s"))?.extract()
     }
 
     fn count_taught(&self, began: Instant) {
