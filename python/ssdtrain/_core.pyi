@@ -107,6 +107,10 @@ class Account:
         """The most that was in memory at once."""
 
     @property
+    def saved_peak_bytes(self) -> int:
+        """The most that was in memory at once and not reserved."""
+
+    @property
     def alive_peak_bytes(self) -> int:
         """The most that all holders needed at once, in memory or not."""
 

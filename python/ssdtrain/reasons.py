@@ -98,7 +98,7 @@ class Gain:
     saved_bytes: int
     """Most that saved tensors had at once, in memory or not."""
     resident_bytes: int
-    """Most that was in memory of it."""
+    """Most of these bytes that was in memory at once."""
     all_bytes: int
     """The peak of the process, or of the memory of GPUs."""
     away_bytes: int | None
@@ -107,6 +107,10 @@ class Gain:
     elapsed_s: float
     has_reason: bool
     """Whether the report tells why little was offloaded."""
+    has_kept_to_learn: bool
+    """Whether steps kept all to learn the price of a byte: ``resident_bytes`` is of these steps."""
+    has_recomputed: bool
+    """Whether blocks were computed again: ``saved_bytes`` lacks what these did not save."""
     has_others: bool
     """Whether weights or state of an optimizer leave memory as well: that is a gain, too."""
 
@@ -115,9 +119,10 @@ class Gain:
         if not self.saved_bytes and not self.has_others:
             return "nothing was saved for a backward here, so there was nothing to gain"
         gained_bytes = self.saved_bytes - self.resident_bytes
+        least = "at least " if self.has_recomputed else ""
         text = (
             f"saved tensors took {shown_bytes(self.resident_bytes)} of memory at the peak, and "
-            f"would take {shown_bytes(self.saved_bytes)} without ssdtrain"
+            f"would take {least}{shown_bytes(self.saved_bytes)} without ssdtrain"
         )
         if self.away_bytes is not None:
             gained_bytes = self.away_bytes
@@ -126,8 +131,10 @@ class Gain:
         text += (
             f"; hooks and waits took {self.lost_s:.3f} s of {self.elapsed_s:.3f} s ({share:.1%})"
         )
+        if self.has_others or self.has_kept_to_learn or self.has_recomputed:
+            return text
         is_much = gained_bytes >= GAINED_SHARE_LITTLE * self.saved_bytes
-        if self.has_others or (is_much and gained_bytes >= SEEN_SHARE_LITTLE * self.all_bytes):
+        if is_much and gained_bytes >= SEEN_SHARE_LITTLE * self.all_bytes:
             return text
         if self.has_reason:
             return f"hardly anything was gained: {text}; why, and what to change, is told below"

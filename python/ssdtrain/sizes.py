@@ -13,7 +13,7 @@ from typing import Final
 
 from ssdtrain.errors import ConfigError
 
-__all__ = ["SIZE_MAX", "in_bytes", "shown_bytes", "shown_count"]
+__all__ = ["SIZE_MAX", "in_bytes", "shown_bytes", "shown_count", "shown_rate"]
 
 SIZE_MAX: Final = (1 << 63) - 1
 """The largest offset in a file."""
@@ -84,3 +84,8 @@ def shown_count(count: int, one: str, several: str | None = None) -> str:
     """Return a count with the words for one or for several: ``"1 tensor"``, ``"2 tensors"``."""
     words = one if count == 1 else several or f"{one}s"
     return f"{count} {words}"
+
+
+def shown_rate(nbytes: float, seconds: float) -> str:
+    """Return a rate in brackets, to follow a size: `` (1.2 GiB/s)``; empty if no time passed."""
+    return f" ({shown_bytes(nbytes / seconds)}/s)" if seconds > 0 else ""

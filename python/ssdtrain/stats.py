@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
 
 from ssdtrain.machine.huge_pages import SMALL_PAGES_REMEDY, has_small_pages
 from ssdtrain.machine.process_memory import known_bytes
@@ -12,7 +13,7 @@ from ssdtrain.planning.recompute import BlockCounts
 from ssdtrain.reasons import Gain, Reason
 from ssdtrain.residency import Residency
 from ssdtrain.sharing import ClassStats, Figures
-from ssdtrain.sizes import shown_bytes, shown_count
+from ssdtrain.sizes import shown_bytes, shown_count, shown_rate
 from ssdtrain.stalls import Stalls
 from ssdtrain.transfer.staged import OnGpus
 
@@ -48,7 +49,6 @@ STALL_SHARE_LITTLE = 0.01
 """Of the time: who waits less is limited by computing."""
 OFFLOADED_SHARE_MUCH = 0.9
 """Of what may leave memory: what stays of the rest is needed again too soon on any disk."""
-
 
 ACTIVATIONS = "activations"
 
@@ -90,8 +90,11 @@ class Stats:
     """Saved bytes in memory now: kept, being written, read ahead or handed to a node. Under
     ``max_resident_bytes`` also what is reserved for updates of an optimizer that shares it."""
     resident_bytes_peak: int
+    saved_resident_bytes_peak: int
+    """Most saved bytes in memory at once, without what is reserved for an optimizer or weights."""
     saved_bytes_peak: int
-    """Most saved bytes that were needed at once, in memory or not: the peak without ssdtrain."""
+    """Most saved bytes that were needed at once, in memory or not: the peak without ssdtrain, if no
+    block was computed again."""
     disk_used_bytes: int
     """Bytes of tensors on the disk now."""
     disk_reserved_bytes: int
@@ -308,15 +311,13 @@ class Stats:
             ("read", self.bytes_read, self.read_busy_s),
         )
         moved = ", ".join(
-            f"{shown_bytes(size)} {way}{_rate(size, busy)}" for way, size, busy in moves
+            f"{shown_bytes(size)} {way}{shown_rate(size, busy)}" for way, size, busy in moves
         )
         times = f"{self.hidden_s:.3f} s hidden, {self.exposed_s:.3f} s exposed"
         used, reserved = shown_bytes(self.disk_used_bytes), shown_bytes(self.disk_reserved_bytes)
         peak, now = shown_bytes(self.resident_bytes_peak), shown_bytes(self.resident_bytes)
-        memory = (
-            f"{shown_bytes(self.process_bytes_peak)} of memory at the peak, "
-            f"{shown_bytes(self.process_bytes)} now, all included"
-        )
+        memory = f"{shown_bytes(self.process_bytes_peak)} of memory at the peak, "
+        memory += f"{shown_bytes(self.process_bytes)} now, all included"
         rows = [
             f"ssdtrain: {self._shown_gain()}",
             f"  disks      {self._engines()}",
@@ -354,12 +355,14 @@ class Stats:
         on_gpu = self.pinned_bytes or self.ring_bytes
         gain = Gain(
             saved_bytes=self.saved_bytes_peak,
-            resident_bytes=self.resident_bytes_peak,
+            resident_bytes=self.saved_resident_bytes_peak,
             all_bytes=self.device_bytes_peak if on_gpu else self.process_bytes_peak,
             away_bytes=self.away_bytes_peak if on_gpu else None,
             lost_s=max(self.exposed_s, self.gpu_stall_s) + (0 if on_gpu else self.hooks_s),
             elapsed_s=self.elapsed_s,
             has_reason=self.reason is not None,
+            has_kept_to_learn=self.is_adapting or bool(self.price_pair_count and self.amount_bytes),
+            has_recomputed=self.blocks_recomputed > 0,
             has_others=bool(self.classes),
         )
         return str(gain)
@@ -374,8 +377,8 @@ class Stats:
         if self.pinned_bytes:
             down = f"{shown_bytes(self.from_gpu_bytes)} copied from it"
             up = f"{shown_bytes(self.to_gpu_bytes)} back"
-            down += _rate(self.from_gpu_bytes, self.from_gpu_s)
-            up += _rate(self.to_gpu_bytes, self.to_gpu_s)
+            down += shown_rate(self.from_gpu_bytes, self.from_gpu_s)
+            up += shown_rate(self.to_gpu_bytes, self.to_gpu_s)
             pinned = shown_bytes(self.pinned_bytes)
             rows.append(f"  GPU        {down}, {up}, through {pinned} of pinned memory")
             if self.staying_bytes:
@@ -438,18 +441,14 @@ def snapshot(
     unseen_count: int,
     blocks: BlockCounts,
 ) -> Stats:
-    """Join the counts of a session with those of its store (``_core.Store.stats``).
-
-    ``verdict`` is ``None`` where the price of a byte plays no part.
-    """
+    """Join the counts of a session with those of its store (``_core.Store.stats``)."""
 
     def number(key: str) -> int:
         value = store.get(key, 0)
         assert isinstance(value, int)
         return value
 
-    engines = store.get("engines", ())
-    assert isinstance(engines, list | tuple)
+    engines: Any = store.get("engines", ())
     ended = residency.account.ended()
     price = None if verdict is None else verdict.price
     return Stats(
@@ -471,6 +470,7 @@ def snapshot(
         write_refused_count=write_refused_count,
         resident_bytes=resident_bytes,
         resident_bytes_peak=residency.account.peak_bytes,
+        saved_resident_bytes_peak=residency.account.saved_peak_bytes,
         saved_bytes_peak=residency.account.alive_peak_bytes,
         disk_used_bytes=number("disk_used_bytes"),
         disk_reserved_bytes=number("disk_reserved_bytes"),
@@ -494,7 +494,3 @@ def snapshot(
         reason=None if reason is None else reason.text,
         is_surprising=reason is not None and reason.is_warning,
     )
-
-
-def _rate(nbytes: int, seconds: float) -> str:
-    return f" ({shown_bytes(nbytes / seconds)}/s)" if seconds > 0 else ""

@@ -33,6 +33,7 @@ from ssdtrain.planning.controller import Controller, Verdict
 from ssdtrain.planning.policy import Policy
 from ssdtrain.planning.price import Price
 from ssdtrain.session import Session
+from ssdtrain.sharing import Budget
 from ssdtrain.stats import Stats
 
 Result = Mapping[str, Tensor]
@@ -188,6 +189,10 @@ class Rig:
     def small_asked_count(self) -> int:
         """Return how many small tensors asked for room in Python, and not only the account."""
         return self._hooks._seen.small_here.count
+
+    def budget(self, name: str) -> Budget:
+        """Return a part in the bound for something else than activations."""
+        return self._hooks.budget(name)
 
     def forget_peak(self) -> None:
         """Count the peak of resident bytes anew."""

@@ -59,7 +59,7 @@ def test_the_report_begins_with_what_was_gained_and_lost(tmp_path: Path) -> None
     large = dataclasses.replace(
         stats,
         saved_bytes_peak=600 << 20,
-        resident_bytes_peak=200 << 20,
+        saved_resident_bytes_peak=200 << 20,
         process_bytes_peak=1 << 30,
         hooks_s=0.25,
         stall_s=0.75,
@@ -82,12 +82,32 @@ def test_the_report_begins_with_what_was_gained_and_lost(tmp_path: Path) -> None
     assert str(cheap).splitlines()[0].endswith("; leave the block out")
     with_state = with_tenants(little, {"optimizer state": Figures()}, Figures)
     assert "hardly anything" not in str(with_state)
+    learning = {"price_pair_count": 9, "amount_bytes": 1 << 20}
+    for known in ({"is_adapting": True}, learning):
+        assert "hardly anything" not in str(dataclasses.replace(little, **known)), known
+    is_off = dataclasses.replace(little, price_pair_count=9, planned_bytes=1 << 20)
+    assert "hardly anything was gained" in str(is_off)
+    first = str(dataclasses.replace(little, blocks_recomputed=1)).splitlines()[0]
+    assert "hardly anything" not in first
+    assert "would take at least 210 MiB" in first
     on_gpu = dataclasses.replace(
         large, pinned_bytes=1, away_bytes_peak=300 << 20, device_bytes_peak=1 << 30
     )
     first = str(on_gpu).splitlines()[0]
     assert first.startswith("ssdtrain: without ssdtrain GPUs would hold up to 300 MiB more; hooks")
     assert "took 0.750 s of" in first, "a GPU computes on while hooks run"
+
+
+def test_the_peak_that_is_compared_has_no_reservations(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, max_resident_bytes=16 << 20)
+    budget = rig.budget("optimizer state")
+    room = budget.reserve(8 << 20, 8 << 20, lambda: "a test")
+    _, stats = looks_at(rig)
+    room.end()
+    assert stats.resident_bytes_peak >= 8 << 20
+    assert 0 < stats.saved_resident_bytes_peak <= stats.saved_bytes_peak + 4 * 8192 < 8 << 20
+    rig.forget_peak()
+    assert rig.stats.saved_resident_bytes_peak == 0
 
 
 def test_the_time_of_hooks_has_no_waits_for_room(

@@ -74,6 +74,8 @@ struct Books {
     /// Of these, what is reserved.
     reserved_bytes: u64,
     peak_bytes: u64,
+    /// The peak of what is in memory and not reserved.
+    saved_peak_bytes: u64,
     /// What all holders need, in memory or not, and the most at once: without us, all of it would
     /// be in memory.
     alive_bytes: u64,
@@ -109,7 +111,9 @@ impl Books {
     }
 
     fn note_peak(&mut self, transfer_bytes: u64) {
-        self.peak_bytes = self.peak_bytes.max(self.held_bytes + transfer_bytes);
+        let resident_bytes = self.held_bytes + transfer_bytes;
+        self.peak_bytes = self.peak_bytes.max(resident_bytes);
+        self.saved_peak_bytes = self.saved_peak_bytes.max(resident_bytes - self.reserved_bytes);
     }
 
     fn end(&mut self, fate: Fate, bytes: u64) {
@@ -231,15 +235,22 @@ impl Account {
         self.books().peak_bytes
     }
 
+    /// The most that was in memory at once and not reserved.
+    #[must_use]
+    pub fn saved_peak_bytes(&self) -> u64 {
+        self.books().saved_peak_bytes
+    }
+
     /// The most that all holders needed at once, in memory or not.
     #[must_use]
     pub fn alive_peak_bytes(&self) -> u64 {
         self.books().alive_peak_bytes
     }
 
-    /// Forgets the peak until now.
+    /// Forgets the peaks of what was in memory until now.
     pub fn forget_peak(&self) {
-        self.books().peak_bytes = 0;
+        let mut books = self.books();
+        (books.peak_bytes, books.saved_peak_bytes) = (0, 0);
     }
 
     /// Compares what is held, and what transfers hold beside it, with the peak.

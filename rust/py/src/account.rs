@@ -67,6 +67,11 @@ impl Account {
     }
 
     #[getter]
+    fn saved_peak_bytes(&self) -> u64 {
+        self.0.saved_peak_bytes()
+    }
+
+    #[getter]
     fn alive_peak_bytes(&self) -> u64 {
         self.0.alive_peak_bytes()
     }
