@@ -137,7 +137,7 @@ class Residency:
         """Asks for what transfers hold in memory beyond the holdings."""
         self._stalls = stalls
         self.refused_count = 0
-        """How often there was no room for what could not go on without it."""
+        """Errors for lack of room, and refused passes; a pass counts once, with its errors."""
         self._users: list[weakref.ref[User]] = []
         """Weak, because they know this account: a cycle would keep the store open."""
 
@@ -205,13 +205,14 @@ class Residency:
             BudgetError: They can never fit: nothing that is in memory can leave it.
 
         """
-        if not self._comes_to_fit(nbytes, may_give_way=True):
-            shortage = self._shortage(nbytes, wanted())
-            if rest_bytes is None:
-                raise BudgetError(shortage.of_point(0))
-            if (refusal := self._refusal()) is not None:
-                raise refusal.error()
-            raise BudgetError(shortage.of_point(rest_bytes()))
+        if self._comes_to_fit(nbytes, may_give_way=True):
+            return
+        if rest_bytes is not None and (refusal := self._refusal()) is not None:
+            raise refusal.error()
+        shortage = self._counted_shortage(nbytes, wanted())
+        if rest_bytes is None:
+            raise BudgetError(shortage.of_point())
+        raise BudgetError(shortage.of_backward(rest_bytes()))
 
     def take_in(
         self,
@@ -230,7 +231,7 @@ class Residency:
         if refusal is None:
             if self._comes_to_fit(nbytes, may_give_way=True):
                 return None
-            refusal = Refusal(self._shortage(nbytes, wanted()))
+            refusal = Refusal(self._counted_shortage(nbytes, wanted()))
             self._last_refusal = weakref.ref(refusal)
         else:
             # What may leave memory counts for nothing, so it has to be gone.
@@ -269,7 +270,8 @@ class Residency:
     def _present(self) -> list[User]:
         return [user for reference in self._users if (user := reference()) is not None]
 
-    def _shortage(self, nbytes: int, wanted: str) -> Shortage:
+    def _counted_shortage(self, nbytes: int, wanted: str) -> Shortage:
+        """Count a refusal, and return what its error tells."""
         assert self.limit_bytes is not None
         self.refused_count += 1
         users = self._present()

@@ -15,6 +15,9 @@ KNOWN_BY = "DefaultCPUAllocator: can't allocate memory"
 """What PyTorch's CPU allocator says. Lightning's search for a batch size knows a lack of memory by
 these words, Accelerate's (and so that of Transformers' Trainer) by `` out of memory.``."""
 
+PARTIAL = "Gradients are partial now: zero them before you try again. "
+"""A backward that ends early has added to some gradients and not to others."""
+
 
 @dataclass(frozen=True)
 class Held:
@@ -41,27 +44,35 @@ class Shortage:
     failure: str | None
     """Why writes fail."""
 
-    def of_point(self, rest_bytes: int) -> str:
-        """Return the message of a ``BudgetError`` that is raised where memory lacks.
+    def of_point(self) -> str:
+        """Return the message of a ``BudgetError`` that is raised where memory lacks."""
+        least_bytes = self.resident_bytes + self.needed_bytes
+        return self._message(_to_pass(least_bytes), least_bytes)
 
-        ``rest_bytes`` more would be needed next, at the same time.
+    def of_backward(self, rest_bytes: int) -> str:
+        """Return that of one for which a backward lacks memory to read a tensor back.
+
+        Its node needs ``rest_bytes`` more at the same time.
         """
         least_bytes = self.resident_bytes + self.needed_bytes + rest_bytes
-        return self._message(f"To come past this point takes {_bound(least_bytes)}", least_bytes)
+        return self._message(_to_pass(least_bytes), least_bytes, PARTIAL)
 
     def of_pass(self, least_bytes: int) -> str:
-        """Return that of one which backward raises; all that came before took ``least_bytes``."""
+        """Return that of one for which memory lacked in forward, and which backward raises.
+
+        All that the pass saved took ``least_bytes``.
+        """
         found = (
             "From there on nothing was kept, and what came was counted until this backward: to "
             f"save all of it takes {_bound(least_bytes)}"
         )
-        return self._message(found, least_bytes)
+        return self._message(found, least_bytes, PARTIAL)
 
-    def _message(self, found: str, least_bytes: int) -> str:
+    def _message(self, found: str, least_bytes: int, then: str = "") -> str:
         limit = f"max_resident_bytes={self.limit_bytes} ({shown_bytes(self.limit_bytes)})"
         return (
             f"ssdtrain is out of memory. {limit} cannot be kept: {self.wanted} {self._needs()}. "
-            f"{found}. Raise the bound, use a smaller batch{self._hint(least_bytes)}. "
+            f"{found}. Raise the bound, use a smaller batch{self._hint(least_bytes)}. {then}"
             f"(To programs that look for a batch size this is the same as {KNOWN_BY!r}.)"
         )
 
@@ -86,6 +97,10 @@ class Shortage:
         if largest is None or largest.nbytes < NAMED_SHARE_MIN * least_bytes or not largest.advice:
             return ""
         return f", or {largest.advice}"
+
+
+def _to_pass(least_bytes: int) -> str:
+    return f"To come past this point takes {_bound(least_bytes)}"
 
 
 def _bound(nbytes: int) -> str:

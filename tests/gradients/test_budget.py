@@ -354,8 +354,31 @@ def test_a_refusal_says_who_needs_what_and_what_holds_the_memory(case: str, tmp_
     body, options, expected = CASES[case]
     message, _ = refused(tmp_path, body, **options)
     assert re.search(expected, message, re.DOTALL), message
+    assert "Gradients are partial now: zero them before you try again." in message
     assert ("block by block" in message) == (case == "one node")
     assert ("or lower min_bytes" in message) == (case == "small")
+
+
+def test_a_refusal_outside_of_a_backward_says_nothing_of_gradients(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, max_resident_bytes=MIB)
+    with pytest.raises(BudgetError) as caught:
+        rig.budget("a test").reserve(2 * MIB, 2 * MIB, lambda: "a test")
+    assert "Gradients" not in str(caught.value)
+    assert rig.residency.refused_count == 1
+
+
+def test_a_pass_that_was_refused_counts_once(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, max_resident_bytes=3 * MIB // 2)
+    with rig.context():
+        x = torch.linspace(-1, 1, MIB // 4, requires_grad=True)
+        product = Product.apply(x.exp(), x.sin().exp()).sum()
+        refused_pass = SavesMany.apply(x)
+        assert rig.residency.refused_count == 1
+        # Its node needs more than there is, and the bound that is named is that of the other pass.
+        with pytest.raises(BudgetError, match="to save all of it takes"):
+            product.backward()
+    assert rig.residency.refused_count == 1
+    del product, refused_pass
 
 
 # Who takes it for a lack of memory
