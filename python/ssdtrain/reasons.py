@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ssdtrain._core import Tally
@@ -74,8 +75,8 @@ class Evidence:
     budget_error_count: int
     is_one_node: bool
     """Whether one node saves nearly all that a round does."""
-    usual_round: PlannedRound | None
-    """The round that keeps most by its plan."""
+    usual_round: Callable[[], PlannedRound | None]
+    """Returns the round that keeps most by its plan; it searches all recorded rounds."""
     verdict: Verdict | None
     """What is known of the price of a byte; ``None`` where it plays no part."""
     observed: Observed | None
@@ -214,7 +215,7 @@ def _why_nothing_came(observed: Observed) -> Reason:
 
 def _why_children_saved_all(observed: Observed) -> Reason:
     computed = f"while its child processes computed for {observed.child_s:.1f} s"
-    if observed.reached_count:
+    if observed.has_reached_children:
         return Reason(
             f"no operation of this process saved anything, {computed}: those that Python "
             "started (multiprocessing, os.fork) have blocks and reports of their own",
@@ -257,9 +258,10 @@ def _why_little_went(known: Evidence) -> str:
             known.failed_count, "write failed or was refused", "writes failed or were refused"
         )
         return f"{writes}, the last one so: {known.failure}"
-    if known.is_one_node and known.seen.eligible.nbytes:
-        return ONE_NODE
     seen = known.seen
+    others = (seen.small, seen.apart, seen.detached, seen.foreign)
+    if known.is_one_node and seen.eligible.nbytes > max(one.nbytes for one in others):
+        return ONE_NODE
     planned_bytes, priced_bytes = seen.planned.nbytes, seen.priced.nbytes
     rest_bytes = seen.eligible.nbytes - planned_bytes - priced_bytes
     causes = (
@@ -318,7 +320,7 @@ def _lying(tally: Tally) -> str:
 
 
 def _planned(known: Evidence) -> str:
-    usual = known.usual_round
+    usual = known.usual_round()
     text = f"by plan tensors stay that could not be written and read back in time{_figures(usual)}"
     if usual is not None and usual.rates.are_bound_by_copies():
         return (
@@ -348,7 +350,7 @@ def _late(known: Evidence) -> str:
         return f"{tensors} could not leave the GPU, the last one for this: {known.stayed}"
     return (
         "backward asked for most tensors before they had been written, or while others still held "
-        f"them{_figures(known.usual_round)}; a first step is often like that, later ones if the "
+        f"them{_figures(known.usual_round())}; a first step is often like that, later ones if the "
         "disk is slow or steps are very short"
     )
 

@@ -254,10 +254,11 @@ def test_a_forward_that_raises_is_no_fault_of_the_disk(
 # What no small session shows
 
 
-def round_with(rates: Rates) -> PlannedRound:
-    return PlannedRound(
+def round_with(rates: Rates) -> Callable[[], PlannedRound]:
+    usual = PlannedRound(
         saved_bytes=50 * MIB, staying_bytes=40 * MIB, idle_s=0.25, rates=rates, caution=0.8
     )
+    return lambda: usual
 
 
 def evidence(**changes: Any) -> Evidence:
@@ -328,6 +329,15 @@ def test_a_link_that_is_slower_than_the_disk_is_told() -> None:
     assert "the link of GPU 0 copies" in fast.text
 
 
+def test_the_usual_round_is_looked_for_only_where_it_is_told() -> None:
+    asked = []
+    known = evidence(seen=planned(9), usual_round=lambda: asked.append(1))
+    assert reason_of(replace(known, offloaded_bytes=90 * MIB)) is None
+    assert not asked
+    assert reason_of(known) is not None
+    assert asked
+
+
 def priced() -> Seen:
     """As a session does that is too slow for ``slowdown_max``."""
     seen = Seen(Account())
@@ -371,6 +381,7 @@ def planned(count: int) -> Seen:
         ({"seen": planned(9)}, r"reads 200 MiB a second, of which the plan counts on 80%;"),
         ({"seen": planned(9), "is_one_node": True}, r"^one node .* compile block by block"),
         ({"seen": planned(1), "is_one_node": True}, r"^one node .* compile block by block"),
+        ({"seen": parts(), "is_one_node": True}, r"^1 saved tensor lies in storages whose parts"),
         (
             {"seen": parts()},
             r"^1 saved tensor lies in storages whose parts count .*, so they stay in memory$",
@@ -416,6 +427,21 @@ def test_a_short_last_step_does_not_stand_for_the_others(tmp_path: Path) -> None
     assert usual.staying_bytes == whole_bytes - policy.plans[whole].leaving_bytes
     assert (usual.rates, usual.caution) == policy.basis(whole)
     assert sum(item.nbytes for item in rig.prefetcher.recorded[short].items) < whole_bytes // 32
+
+
+def test_a_short_first_step_does_not_stand_for_others_that_keep_as_little(tmp_path: Path) -> None:
+    policy = Policy()
+    rig = Rig(tmp_path, policy=policy)
+    with rig.context():
+        for count in (BIG // 64, BIG, BIG):
+            chain(leaf(count), 6).sum().backward()
+    rig.prefetcher.learn_from_last()
+    for signature, plan in list(policy.plans.items()):
+        policy.plans[signature] = replace(plan, keep=frozenset())
+    usual = rig.prefetcher.usual_round()
+    assert usual is not None
+    assert usual.staying_bytes == 0
+    assert usual.saved_bytes >= 6 * 4 * BIG
 
 
 def test_the_price_of_a_byte_is_a_reason() -> None:

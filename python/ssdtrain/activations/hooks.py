@@ -263,7 +263,7 @@ class Hooks:
             stayed=self._writeback.stayed,
             budget_error_count=self._residency.refused_count,
             is_one_node=prefetcher.is_one_node,
-            usual_round=prefetcher.usual_round(),
+            usual_round=prefetcher.usual_round,
             verdict=prefetcher.verdict,
             observed=observed,
         )

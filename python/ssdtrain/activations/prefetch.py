@@ -214,9 +214,12 @@ class Prefetcher:
         return nbytes, cause, False
 
     def usual_round(self) -> PlannedRound | None:
-        """Return the round that keeps most by its plan, of the last of each kind."""
+        """Return the round that keeps most by its plan, of the last of each kind.
+
+        If several keep as much, such as nothing, it is the one that saves most.
+        """
         known = [one for signature in self.recorded if (one := self._planned(signature))]
-        return max(known, key=lambda one: one.staying_bytes, default=None)
+        return max(known, key=lambda one: (one.staying_bytes, one.saved_bytes), default=None)
 
     def _planned(self, signature: int) -> PlannedRound | None:
         """Return the last round of a kind, with what its plan was made of."""

@@ -61,8 +61,8 @@ class Observed:
     backward_count: int
     """Backwards of all threads of the process."""
     fork_count: int
-    reached_count: int
-    """Child processes that have a block of their own."""
+    has_reached_children: bool
+    """Whether child processes were started that have blocks of their own."""
     child_s: float
     """What child processes that have ended computed."""
     process_s: float
@@ -113,7 +113,7 @@ class Watch:
             node_count=node_count - (after.here_count - before.here_count - 1),
             backward_count=_backwards_between(before, after),
             fork_count=Forks.count - self._fork_count,
-            reached_count=Reached.count - self._reached_count,
+            has_reached_children=Reached.count > self._reached_count,
             child_s=_child_seconds() - self._child_s,
             process_s=time.process_time() - self._process_s,
             others=self._others,
