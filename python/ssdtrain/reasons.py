@@ -171,22 +171,8 @@ def reason_of(known: Evidence) -> Reason | None:
 
 def _why_nothing_came(observed: Observed) -> Reason:
     """Say why no tensor reached the hooks."""
-    if observed.node_count == 0 and observed.backward_count > 0:
-        backwards = shown_count(observed.backward_count, "backward")
-        return Reason(
-            "no operation of the thread that entered the block saved anything, while other threads "
-            f"ran {backwards}: the hooks act in the thread that enters; "
-            "enter the block in the thread that runs the forward",
-            is_warning=True,
-        )
-    if observed.node_count == 0 and observed.child_s >= max(CHILD_S_MIN, observed.process_s):
-        return _why_children_saved_all(observed)
     if observed.node_count == 0:
-        return Reason(
-            "no operation in the block was recorded for a backward; under torch.no_grad() and "
-            "without parameters that ask for a gradient nothing is saved",
-            is_warning=False,
-        )
+        return _why_no_operation(observed)
     whose = observed.others
     nodes = shown_count(observed.node_count, "node")
     if whose == INNER_BLOCK:
@@ -213,21 +199,36 @@ def _why_nothing_came(observed: Observed) -> Reason:
     )
 
 
-def _why_children_saved_all(observed: Observed) -> Reason:
-    computed = f"while its child processes computed for {observed.child_s:.1f} s"
-    if observed.has_reached_children:
+def _why_no_operation(observed: Observed) -> Reason:
+    """Say why the thread of the block made no node."""
+    if observed.backward_count > 0:
+        backwards = shown_count(observed.backward_count, "backward")
         return Reason(
-            f"no operation of this process saved anything, {computed}: those that Python "
-            "started (multiprocessing, os.fork) have blocks and reports of their own",
+            "no operation of the thread that entered the block saved anything, while other threads "
+            f"ran {backwards}: the hooks act in the thread that enters; "
+            "enter the block in the thread that runs the forward",
+            is_warning=True,
+        )
+    if observed.has_reached_children:
+        # Whatever they computed: this process is not told the time of a fork server's children.
+        return Reason(
+            "no operation of this process was recorded for a backward; the child processes that "
+            "Python started (multiprocessing, os.fork) have blocks and reports of their own",
             is_warning=False,
         )
-    times = shown_count(observed.fork_count, "time")
-    forks = f" (it was forked {times})" if observed.fork_count else ""
+    if observed.child_s >= max(CHILD_S_MIN, observed.process_s):
+        times = shown_count(observed.fork_count, "time")
+        forks = f" (it was forked {times})" if observed.fork_count else ""
+        return Reason(
+            "no operation of this process saved anything, while its child processes computed for "
+            f"{observed.child_s:.1f} s{forks}: hooks do not reach other processes; enter the block "
+            "in the function that the launcher starts in each of them",
+            is_warning=True,
+        )
     return Reason(
-        f"no operation of this process saved anything, {computed}{forks}: hooks do not reach "
-        "other processes; enter the block in the function that the launcher starts in each of "
-        "them",
-        is_warning=True,
+        "no operation in the block was recorded for a backward; under torch.no_grad() and without "
+        "parameters that ask for a gradient nothing is saved",
+        is_warning=False,
     )
 
 

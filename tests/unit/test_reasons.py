@@ -26,6 +26,7 @@ import ssdtrain
 from disks import MIB
 from ssdtrain._core import Account
 from ssdtrain.activations.seen import Seen
+from ssdtrain.activations.watch import Observed
 from ssdtrain.planning.controller import Verdict
 from ssdtrain.planning.policy import RATE_GUESS, Copies, Policy, Rates
 from ssdtrain.planning.price import Price
@@ -327,6 +328,22 @@ def test_a_link_that_is_slower_than_the_disk_is_told() -> None:
     assert fast is not None
     assert "a faster disk, or several (dir=[...]), changes that" in fast.text
     assert "the link of GPU 0 copies" in fast.text
+
+
+def test_children_with_blocks_of_their_own_are_the_reason_whatever_time_they_took() -> None:
+    observed = Observed(
+        node_count=0,
+        backward_count=0,
+        fork_count=0,
+        has_reached_children=True,
+        child_s=0.0,
+        process_s=2.0,
+        others=None,
+    )
+    reason = reason_of(evidence(observed=observed))
+    assert reason is not None
+    assert not reason.is_warning
+    assert "child processes that Python started (multiprocessing, os.fork) have" in reason.text
 
 
 def test_the_usual_round_is_looked_for_only_where_it_is_told() -> None:

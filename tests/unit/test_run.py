@@ -243,9 +243,7 @@ def test_child_processes_have_a_block_and_a_report_of_their_own(way: str, tmp_pa
     assert saved_count(report(tmp_path)) == 0
     assert f"script.py, process {process}" in done.stderr
     assert done.stderr.count("ssdtrain run: ") == 2
-    if way != "forkserver":
-        # The processor's time of the children of another process is not told to this one.
-        assert "(multiprocessing, os.fork) have blocks and reports of their own" in done.stderr
+    assert "(multiprocessing, os.fork) have blocks and reports of their own" in done.stderr
     assert "hooks do not reach other processes" not in done.stderr
     assert report(tmp_path)["is_surprising"] == 0
 
