@@ -128,4 +128,3 @@ def test_the_benchmark_of_pages_runs_small(tmp_path: Path) -> None:
     assert "last losses: all equal" in done.stdout
     rows = json.loads(figures.read_text())["rows"]
     assert {"plain", "imported", "offloaded"} <= set(rows)
-    assert all(row["peak_mib"] > row["after_forward_mib"] / 2 > 0 for row in rows.values())
