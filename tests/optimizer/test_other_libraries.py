@@ -301,31 +301,56 @@ def test_a_trial_leaves_the_random_numbers_of_all_threads(tmp_path: Path) -> Non
 
 
 @OVERLAPS
-def test_several_threads_offload_optimizers_while_others_draw(overlap: Any, tmp_path: Path) -> None:
-    errors: list[BaseException] = []
+def test_an_optimizer_is_offloaded_while_a_thread_draws(overlap: Any, tmp_path: Path) -> None:
     ended = threading.Event()
 
     def draw() -> None:
         while not ended.is_set():
             torch.rand(8)
 
-    def offload() -> None:
-        try:
-            for _ in range(10):
-                optimizer = torch.optim.AdamW(nn.Linear(256, 256).parameters())
-                offload_optimizer(optimizer, tmp_path, overlap=overlap)
-        except BaseException as error:  # noqa: BLE001 - the test tells it
-            errors.append(error)
-
     drawing = threading.Thread(target=draw)
-    threads = [threading.Thread(target=offload) for _ in range(2)]
-    for thread in (drawing, *threads):
-        thread.start()
-    for thread in threads:
-        thread.join()
-    ended.set()
-    drawing.join()
-    assert errors == []
+    drawing.start()
+    try:
+        for _ in range(10):
+            optimizer = torch.optim.AdamW(nn.Linear(256, 256).parameters())
+            offload_optimizer(optimizer, tmp_path, overlap=overlap)
+    finally:
+        ended.set()
+        drawing.join()
+
+
+class Meeting(torch.optim.SGD):
+    """Has another thread begin a trial in each of its steps, and notes whether that goes on."""
+
+    def step(self, closure: Any = None) -> Any:
+        if not TRIALS:
+            module = nn.Linear(8, 8)
+            optimizer = torch.optim.SGD(module.parameters(), momentum=0.9)
+            TRIALS.append(threading.Thread(target=offload_optimizer, args=(optimizer, PLACES[0])))
+            TRIALS[0].start()
+        support.wait_until(lambda: is_past("tried"), "a second trial")
+        support.pause()
+        GOES_ON.append(is_past("_tried_alone"))
+        return super().step(closure)
+
+
+def is_past(function: str) -> bool:
+    """Whether the thread of the second trial has entered a function, or has ended."""
+    (thread,) = TRIALS
+    return not thread.is_alive() or function in support.functions_of(thread.ident or 0)
+
+
+PLACES: list[Path] = []
+TRIALS: list[threading.Thread] = []
+GOES_ON: list[bool] = []
+
+
+def test_a_trial_waits_for_that_of_another_thread(tmp_path: Path) -> None:
+    PLACES[:], TRIALS[:], GOES_ON[:] = [tmp_path], [], []
+    offload_optimizer(Meeting(nn.Linear(8, 8).parameters(), lr=0.1), tmp_path)
+    TRIALS[0].join()
+    assert len(GOES_ON) > 3
+    assert not any(GOES_ON)
 
 
 class Halved(torch.Tensor):
