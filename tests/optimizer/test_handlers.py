@@ -75,8 +75,10 @@ def test_a_state_dict_is_of_one_moment_or_refused(every: int, overlap: str, tmp_
         loss_of(model, number).backward()
         with BetweenLines(look, every=every):
             optimizer.step()
-        optimizer.zero_grad()
+            optimizer.zero_grad()
+        look()
     states = [state for state, _ in expected]
+    assert len(seen) >= STEPS_COUNT
     assert all(any(equal(one, state) for state in states) for one in seen)
     assert refused
     assert "set a flag there" in refused[0]
@@ -136,6 +138,7 @@ def test_a_look_while_a_backward_updates_is_of_the_last_step_or_refused(
         loss_of(model, 0).backward()
     assert seen
     assert all(equal(one, expected) for one in seen)
+    assert refused
     assert all("set a flag there" in one for one in refused)
     optimizer.zero_grad()
     step(model, optimizer, 0)
