@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -493,6 +494,21 @@ def test_state_in_containers_stays_and_is_told(
         one.message for one in caplog.records if "state 'momentums' stays in memory" in one.message
     ]
     assert len(told) == 1
+
+
+@pytest.mark.parametrize("kind", [dict, OrderedDict])
+def test_a_state_dict_has_copies_of_the_tensors_in_containers(kind: Any, tmp_path: Path) -> None:
+    module, x = model(), torch.ones(8, WIDTH)
+    optimizer: Any = offload_optimizer(Nesting(module.parameters()), tmp_path)
+    plain_step(module, optimizer, x)
+    for state in optimizer.state.values():
+        state["momentums"] = kind(state["momentums"])
+    saved = [state["momentums"] for state in optimizer.state_dict()["state"].values()]
+    expected = [{beta: value.clone() for beta, value in one.items()} for one in saved]
+    plain_step(module, optimizer, x)
+    assert {type(one) for one in saved} == {kind}
+    for one, other in zip(saved, expected, strict=True):
+        assert all(torch.equal(one[beta], other[beta]) for beta in other)
 
 
 def test_small_state_in_containers_is_not_told(

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any, SupportsIndex
 
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ssdtrain.machine.torch_internals import (
     clone_of,
@@ -149,7 +150,7 @@ class ParameterState(dict[Any, Any]):
 
     def copied(self) -> dict[Any, Any]:
         """Return a plain dict with copies of all tensors; what is on the disk stays there."""
-        return {key: _copy_of(value) for key, value in super().items()}
+        return {key: tree_map(_copy_of, value) for key, value in super().items()}
 
     def __getitem__(self, key: Any) -> Any:
         value = super().__getitem__(key)
@@ -227,10 +228,6 @@ class ParameterState(dict[Any, Any]):
 def _copy_of(value: Any) -> Any:
     if isinstance(value, Away):
         return value.copy()
-    if type(value) is dict:
-        return {key: _copy_of(one) for key, one in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(_copy_of, value))
     if not isinstance(value, Tensor):
         return value
     with plainly():
@@ -239,13 +236,8 @@ def _copy_of(value: Any) -> Any:
 
 def _tensors_in(value: Any) -> list[Tensor]:
     """Return the tensors in a container."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    if not isinstance(value, list | tuple):
-        return []
-    return [
-        one for each in value for one in ([each] if isinstance(each, Tensor) else _tensors_in(each))
-    ]
+    leaves = [] if isinstance(value, Tensor) else tree_leaves(value)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 class States(defaultdict[Any, Any]):
