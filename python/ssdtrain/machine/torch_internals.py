@@ -305,12 +305,10 @@ def communications(function: Callable[[], object]) -> int:
 
 def clone_of(tensor: Tensor) -> Tensor:
     """Return a copy, also of a class without ``clone`` that is made of other tensors (torchao)."""
-    if not hasattr(tensor, "__tensor_flatten__"):
+    if is_in_shards(tensor) or not hasattr(tensor, "__tensor_flatten__"):
         return tensor.detach().clone()
     names, context = tensor.__tensor_flatten__()
-    parts = {name: getattr(tensor, name) for name in names}
-    # Of a tensor in shards the mesh of devices is among them.
-    parts = {name: clone_of(one) if isinstance(one, Tensor) else one for name, one in parts.items()}
+    parts = {name: clone_of(getattr(tensor, name)) for name in names}
     unflatten: Any = type(tensor).__tensor_unflatten__  # type: ignore[attr-defined]
     made: Tensor = unflatten(parts, context, tensor.size(), tensor.stride())
     return made
