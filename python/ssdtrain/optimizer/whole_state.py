@@ -156,7 +156,7 @@ class WholeState(Optimizer):
         """
         if self._updates is not None:
             # A wait here could be for updates that this very step has not handed over yet.
-            self._refuse_in_step("synchronize(), or a property that waits,")
+            self._refuse_in_step("synchronize()")
         self._end_step_before()
 
     def _end_step_before(self) -> None:
@@ -176,7 +176,7 @@ class WholeState(Optimizer):
     def _give_up(self) -> None:
         """Have weights and state of the last step, whatever has begun since in backward."""
         if self._in_backward is not None:
-            self._refuse_in_step("optimizer.state")
+            self._refuse_in_step("the getter of optimizer.state")
             self._in_backward.give_up()
 
     def _refuse_in_step(self, caller: str) -> None:

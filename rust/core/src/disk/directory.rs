@@ -282,11 +282,12 @@ fn make_private(file: &OwnedFd) -> rustix::io::Result<()> {
     rustix::fs::fchmod(file, OWNER_ONLY)
 }
 
-/// Takes the numbers of closed standard streams, so that no file, eventfd or ring gets one of them:
-/// others would print into it.
+/// Takes the numbers of closed standard streams, so that no file, eventfd or ring gets one: others
+/// would print into it.
 ///
-/// The numbers stay taken until the process ends, because other threads open stores, too. Each leads
-/// to the root as a path only: to write to it fails with `EBADF`, as to write to a closed stream.
+/// The numbers stay taken until the process ends, because other threads open stores, too. Each
+/// leads to the root as a path only: to write to it fails with `EBADF`, as to write to a closed
+/// stream.
 fn occupy_closed_streams() {
     let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
     while let Ok(root) = rustix::fs::openat(CWD, "/", flags, Mode::empty())
