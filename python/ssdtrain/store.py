@@ -108,8 +108,8 @@ class PendingRead(Generic[T]):
         self._pending: Pending | PendingInto | None = None
         self._result: T | None = None
         self._is_begun = False
-        # Several threads may ask for the result; one of them begins the read, and makes the result.
-        # So may a handler of a signal that comes while this thread does it: the last one counts.
+        # Several threads may ask for the result: one of them begins the read and makes the result.
+        # A signal handler may ask while this thread makes the result: the one set last counts.
         self._lock = threading.RLock()
         self._process = os.getpid()
         if stored.done():

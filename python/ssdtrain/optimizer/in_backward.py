@@ -153,7 +153,7 @@ class InBackward:
         self._drop_in_step(host)
         self._drop_replaced()
         self._refuse_changes(host, options)
-        # It cannot be seen in backward, which torch runs without it.
+        # Backward runs without torch's default device, so its updates take that of this step().
         host._default_device = torch.get_default_device()
         self._raise()
         if not self._taken or self._round is None:
@@ -441,7 +441,7 @@ class InBackward:
         with host._buffers.filled(room), no_compilation(waits=waits) as nobody_compiles:
             if not nobody_compiles:
                 return False
-            # What is read for the next ones would be in nobody's room.
+            # The bound has no space left for the next part.
             self._prefetch(states, records if room.is_bounded else [*records, *following])
             make_updates(host, now, records)
             host._buffers.note(room, sum(host._bytes_of(record.param) for record in records))

@@ -60,13 +60,13 @@ class Trial:
 
 
 def numbers_drawn() -> list[Any]:
-    """Return where the generators are that all threads share: of torch, Python and numpy."""
+    """Return the states of the generators that all threads share: torch's, Python's and numpy's."""
     of_numpy = np.random.get_state(legacy=False)  # noqa: NPY002 - somebody may use it
     return [torch.random.get_rng_state(), random.getstate(), of_numpy]
 
 
 def set_numbers(numbers: list[Any]) -> None:
-    """Put them back to where they were."""
+    """Set the generators that all threads share to these states."""
     torch.random.set_rng_state(numbers[0])
     random.setstate(numbers[1])
     np.random.set_state(numbers[2])  # noqa: NPY002 - somebody else may use it

@@ -55,10 +55,10 @@ LISTS_DEPTH = 3
 LOSSES = (1.0, float("nan"), 2.0)
 """What closures return in a trial."""
 ALONE = threading.RLock()
-"""Of two trials at once each could take for its own what the other changes."""
+"""A second trial waits: each could take a change of the other's for one of its own."""
 UNLESS = (
-    "If another thread has drawn random numbers meanwhile, that may have been taken for this: call "
-    "it before such a thread begins"
+    "Another thread that draws random numbers during the call can cause this error: call "
+    "offload_optimizer before such threads begin"
 )
 
 
@@ -83,8 +83,9 @@ def tried(optimizer: Optimizer, *, has_masters: bool) -> Habits:
     """Try steps; raise ``UnsupportedError`` for an optimizer whose update is not per parameter.
 
     With ``has_masters`` they are made over float32 parameters in the place of those of 16 bits. The
-    optimizer itself, its class, its parameters and the generators of random numbers stay as they
-    are.
+    optimizer itself, its class and its parameters stay as they are. The trial of a class that is
+    not torch's own puts the shared generators back; call it before threads that draw random numbers
+    begin.
     """
     kind = type(optimizer)
     closure = inspect.signature(kind.step).parameters.get(CLOSURE)
