@@ -76,9 +76,7 @@ class Child:
 
     def end(self) -> None:
         """Close its input, at which it ends."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
+        self._process.communicate()
 
 
 @contextmanager

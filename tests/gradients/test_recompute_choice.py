@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as checkpoint_of_torch
 
 import ssdtrain
+from checkout import BENCHES
 from recomputed import (
     ROWS,
     STEPS,
@@ -448,3 +452,25 @@ def test_the_choice_follows_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyP
     rates = [FAST] * 4 + [SLOW] * 3 + [FAST] * 3
     _, counts = session_of(tmp_path, rates, monkeypatch, **BOUND)
     assert counts == [0, 0, 0, 0, 3, 3, 3, 0, 0, 0]
+
+
+@pytest.mark.long
+def test_the_benchmark_of_the_choice_runs_small(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    bench = BENCHES / "training" / "swap_or_recompute.py"
+    sizes = ("--layers", "2", "--hidden", "64", "--sequence", "32", "--batch", "1")
+    # All is below `min_bytes`, and stays in memory.
+    words = ("--dir", tmp_path, *sizes, "--shares", "1", "--turns", "1", "--bound", "4")
+    done = subprocess.run(
+        [sys.executable, bench, *words, "--json", figures],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(figures.read_text())["rows"]
+    assert row["bit_equal"]
+    assert row["plain_s"] > 0
+    assert row["ways"].keys() == {"keep", "offloaded", "recomputed", "ours"}
+    assert row["ways"]["recomputed"]["blocks_recomputed"] == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import itertools
 import json
 import os
@@ -18,6 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import support
+from checkout import BENCHES
 from ssdtrain.demo import machine, modes, report, runner, summary, text, without
 from ssdtrain.demo.counting import Sampler, SavedStorageCounter, is_weight
 from ssdtrain.demo.options import MemoryRecord, Mode, ModeRun, StepKind, StepRecord, TrainingOptions
@@ -423,6 +425,17 @@ def test_the_plain_program_has_nothing_of_our_import(tmp_path: Path) -> None:
     assert plain.endswith("[] None ['word']")
     assert said(without.command(str(script)), without.environment()) == plain
     assert said([sys.executable, "-P", str(script)], without.environment()) != plain
+
+
+def test_steps_of_the_plain_program_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHES / "training"))
+    plain_steps = importlib.import_module("plain_steps")
+    program = plain_steps.Program(SMALL)
+    program.take()
+    program.take()
+    program.close()
+    assert len(program.seconds) == 2
+    assert min(program.seconds) > 0
 
 
 def test_a_killed_mode_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
