@@ -52,6 +52,7 @@ from ssdtrain.demo.models import build_trainee
 from ssdtrain.demo.options import MODEL_NAMES, TrainingOptions
 from ssdtrain.demo.text import ByteBatches, load_text
 from ssdtrain.planning.policy import Policy
+from turns import ratio
 
 MIB = 1 << 20
 ADAPTING_TURNS = 6
@@ -150,8 +151,8 @@ def train(options: TrainingOptions, turns: int) -> dict[str, Any]:
         seconds = statistics.median(way.seconds[-turns:])
         rows[name] = {
             "seconds": seconds,
-            "over_plain": _ratio(way.seconds[-turns:], program.seconds[-turns:]),
-            "over_keep": _ratio(way.seconds[-turns:], ways["keep"].seconds[-turns:]),
+            "over_plain": ratio(way.seconds[-turns:], program.seconds[-turns:]),
+            "over_keep": ratio(way.seconds[-turns:], ways["keep"].seconds[-turns:]),
             "tokens_per_s": options.tokens_per_step / seconds,
             "written_bytes": way.written_bytes,
             "losses_equal": way.losses == ways["keep"].losses,
@@ -160,10 +161,6 @@ def train(options: TrainingOptions, turns: int) -> dict[str, Any]:
     for name, way in ways.items():
         rows[name]["peak_bytes"] = way.peak_bytes(text)
     return {"plain_s": statistics.median(program.seconds[-turns:]), "ways": rows}
-
-
-def _ratio(those: list[float], others: list[float]) -> float:
-    return statistics.median(map(float.__truediv__, those, others))
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:

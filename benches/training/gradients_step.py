@@ -27,11 +27,11 @@ from typing import Any
 import torch
 
 import ssdtrain
-from parameters_step import IMPORTED, MIB, PLAIN, Disk, compare, parse_bounds, ratio
+from parameters_step import IMPORTED, MIB, PLAIN, Disk, compare, parse_bounds
 from ssdtrain.demo.models import build_trainee
 from ssdtrain.demo.options import TrainingOptions
 from ssdtrain.demo.text import ByteBatches, standard_library_text
-from turns import answer, parser_of, started, write_record
+from turns import answer, parser_of, ratio, started, write_record
 
 ASKED = ("layers", "hidden", "sequence", "micro_batches", "overlap", "threads", "rounds")
 

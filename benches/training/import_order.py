@@ -18,8 +18,6 @@ import argparse
 import ctypes
 import json
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from statistics import median
@@ -59,14 +57,9 @@ def child(case: str, options: argparse.Namespace) -> dict[str, float]:
     from ssdtrain.demo import without  # noqa: PLC0415 - its place in a child is what is measured
 
     words = [__file__, "--dir", options.dir, "--batch", str(options.batch), "--case", case]
-    done = subprocess.run(
-        without.command(*words) if case == "plain" else [sys.executable, *words],
-        env=without.environment(),
-        check=True,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    found: dict[str, float] = json.loads(done.stdout)
+    environ = without.environment()
+    output = without.output_of(*words, is_without=case == "plain", environ=environ)
+    found: dict[str, float] = json.loads(output)
     return found
 
 

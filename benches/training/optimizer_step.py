@@ -39,7 +39,7 @@ from torch.nn import Parameter
 
 import ssdtrain
 from ssdtrain.demo.machine import machine_facts
-from turns import Child, answer
+from turns import Child, answer, ratio
 
 WIDTH = 2048
 KINDS: dict[str, dict[str, Any]] = {
@@ -183,12 +183,12 @@ def measure(
         "state_bytes": float(stats.on_disk_bytes + stats.resident_bytes),
         "resident_bytes_after_step": float(stats.resident_bytes),
         **{f"{name}_s": statistics.median(took) for name, took in times.items()},
-        "over_plain": _ratio(times["offloaded"], times["plain"]),
-        "over_imported": _ratio(times["offloaded"], times["imported"]),
-        "over_traffic": _ratio(times["offloaded"], times["traffic"]),
-        "over_longer": _ratio(times["offloaded"], longer),
-        "over_beside": _ratio(times["offloaded"], times["beside"]),
-        "undoing_over_offloaded": _ratio(times["undoing"], times["offloaded"]),
+        "over_plain": ratio(times["offloaded"], times["plain"]),
+        "over_imported": ratio(times["offloaded"], times["imported"]),
+        "over_traffic": ratio(times["offloaded"], times["traffic"]),
+        "over_longer": ratio(times["offloaded"], longer),
+        "over_beside": ratio(times["offloaded"], times["beside"]),
+        "undoing_over_offloaded": ratio(times["undoing"], times["offloaded"]),
         "written_bytes_per_step": stats.written_bytes / stats.step_count,
         "read_bytes_per_step": stats.read_bytes / stats.step_count,
         "written_bytes_per_parameter": stats.written_bytes / stats.step_count / count,
@@ -262,14 +262,14 @@ def measure_schedules(
             one["compute_s"] for one in turns["imported"]
         ),
         **{f"{name}_s": statistics.median(took) for name, took in times.items()},
-        **{f"{name}_over_plain": _ratio(took, times["plain"]) for name, took in times.items()},
+        **{f"{name}_over_plain": ratio(took, times["plain"]) for name, took in times.items()},
         **{f"{name}_exposed_s": statistics.median(one) for name, one in exposed.items()},
         **{
             f"{name}_exposed_over_imported_s": statistics.median(one)
             for name, one in over_imported.items()
         },
-        "backward_over_step_exposed": _ratio(exposed["backward"], exposed["step"]),
-        "forward_over_step_exposed": _ratio(exposed["forward"], exposed["step"]),
+        "backward_over_step_exposed": ratio(exposed["backward"], exposed["step"]),
+        "forward_over_step_exposed": ratio(exposed["forward"], exposed["step"]),
     }
 
 
@@ -281,10 +281,6 @@ def _train(module: nn.Module, optimizer: Any, x: Tensor) -> float:
     optimizer.step()
     optimizer.zero_grad()
     return took_s
-
-
-def _ratio(those: list[float], others: list[float]) -> float:
-    return statistics.median(map(float.__truediv__, those, others))
 
 
 def _print_steps(rows: dict[str, dict[str, float]]) -> None:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import resource
-import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -109,10 +108,9 @@ def options_of(given: argparse.Namespace) -> TrainingOptions:
 def child(case: str, arguments: list[str]) -> dict[str, Any]:
     """Run a case in a fresh process; return what it tells."""
     words = [__file__, *arguments, "--case", case]
-    command = without.command(*words) if case == "plain" else [sys.executable, *words]
-    environment = without.environment() | CASES[case]
-    done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
-    found: dict[str, Any] = json.loads(done.stdout)
+    environ = without.environment() | CASES[case]
+    output = without.output_of(*words, is_without=case == "plain", environ=environ)
+    found: dict[str, Any] = json.loads(output)
     return found
 
 

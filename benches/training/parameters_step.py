@@ -34,14 +34,14 @@ from ssdtrain.demo.models import build_trainee
 from ssdtrain.demo.options import TrainingOptions
 from ssdtrain.demo.text import ByteBatches, standard_library_text
 from ssdtrain.machine.process_memory import RESET_HIGH_WATER_MARK
-from turns import Child, answer, parser_of, started, write_record
+from turns import Child, answer, parser_of, ratio, started, write_record
 
 MIB = 1 << 20
 GOAL = 1.15
 PLAIN = 1.0
 """The share of the weights in memory in the process that does without ssdtrain."""
 IMPORTED = 2.0
-"""Stands for the process that has imported ssdtrain, and has all in memory."""
+"""No share: stands for the process that has imported ssdtrain and offloads nothing."""
 WARM_UP_COUNT = 3
 """Steps before the timed ones: they make the state, teach the order, and settle the memory."""
 ASKED = ("optimizer", "overlap", "layers", "hidden", "sequence", "batch", "threads", "rounds")
@@ -272,11 +272,6 @@ def refuse_nothing(rows: dict[str, dict[str, Any]], found: dict[str, Any]) -> No
             raise AssertionError(f"{name}: more weights were in memory than the bound allows")
         if row["write_failed_count"]:
             raise AssertionError(f"{name}: the disk refused weights, which stayed in memory")
-
-
-def ratio(those: list[float], others: list[float]) -> float:
-    """Return the median of the ratios, pair by pair."""
-    return statistics.median(map(float.__truediv__, those, others))
 
 
 def report(rows: dict[str, dict[str, Any]], disk: dict[str, float]) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -41,15 +42,9 @@ class Child:
     """A way's process, seen from the parent."""
 
     def __init__(self, name: str, arguments: list[str], *, is_without: bool = False) -> None:
-        """Start it; with `is_without` it never imports ssdtrain, and has no environment of ours."""
+        """Start it; with `is_without` it never imports ssdtrain."""
         self.name = name
-        self._process = subprocess.Popen(
-            without.command(*arguments) if is_without else [sys.executable, *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=without.environment() if is_without else None,
-        )
+        self._process = without.start(*arguments, is_without=is_without, stdin=subprocess.PIPE)
         self.pid = self._process.pid
 
     def tell(self, what: str) -> None:
@@ -110,6 +105,11 @@ def answer(answer_to: Callable[[str], dict[str, Any]]) -> None:
     """Answer each line of standard input, on the side of a child, until there are no more."""
     for line in sys.stdin:
         print(json.dumps(answer_to(line.strip())), flush=True)
+
+
+def ratio(those: list[float], others: list[float]) -> float:
+    """Return the median of the ratios, pair by pair."""
+    return statistics.median(map(float.__truediv__, those, others))
 
 
 def write_record(options: argparse.Namespace, asked: Iterable[str], found: dict[str, Any]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO
@@ -76,19 +75,8 @@ def run_all(
 def started(
     module: str, *words: str, is_without: bool, stdin: int = subprocess.DEVNULL
 ) -> Iterator[subprocess.Popen[str]]:
-    """Run a module in a fresh process, which tells on its standard output, and wait for its end.
-
-    With `is_without` the process never imports ssdtrain, and has the environment of one.
-    """
-    with_us = [sys.executable, "-m", module, *words]
-    with subprocess.Popen(
-        without.command(module, *words) if is_without else with_us,
-        stdin=stdin,
-        stdout=subprocess.PIPE,
-        text=True,
-        encoding="utf-8",
-        env=without.environment() if is_without else None,
-    ) as process:
+    """Run a module in a fresh process (`without.start`), and wait for its end."""
+    with without.start(module, *words, is_without=is_without, stdin=stdin) as process:
         try:
             yield process
         except BaseException:

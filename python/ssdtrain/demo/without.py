@@ -10,11 +10,52 @@ from __future__ import annotations
 
 import os
 import runpy
+import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 
-__all__ = ["command", "environment"]
+__all__ = ["command", "environment", "output_of", "start"]
+
+
+def start(
+    program: str,
+    *words: str,
+    is_without: bool,
+    environ: Mapping[str, str] | None = None,
+    stdin: int | None = None,
+) -> subprocess.Popen[str]:
+    """Start a module, or a script by its path, in a fresh process whose output is read.
+
+    With `is_without` it never imports ssdtrain. `environ` is its environment; by default it is that
+    of a process which never imported ssdtrain, or without `is_without` this process's own.
+    """
+    with_us = [sys.executable, *([] if program.endswith(".py") else ["-m"]), program, *words]
+    if environ is None and is_without:
+        environ = environment()
+    return subprocess.Popen(
+        command(program, *words) if is_without else with_us,
+        stdin=stdin,
+        stdout=subprocess.PIPE,
+        text=True,
+        encoding="utf-8",
+        env=environ,
+    )
+
+
+def output_of(program: str, *words: str, is_without: bool, environ: Mapping[str, str]) -> str:
+    """Run what `start` starts to its end, and return its output.
+
+    Raises:
+        CalledProcessError: Its exit code is not 0.
+
+    """
+    with start(program, *words, is_without=is_without, environ=environ) as process:
+        output, _ = process.communicate()
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, process.args)
+    return output
 
 
 def command(program: str, *words: str) -> list[str]:
