@@ -23,7 +23,14 @@ from ssdtrain.demo.gpt import ByteGPT
 from ssdtrain.demo.machine import machine_facts
 from ssdtrain.demo.options import TrainingOptions
 from ssdtrain.demo.text import ByteBatches
-from ssdtrain.demo.whole_options import MemoryClass, WholeEnd, WholeMode, WholeOptions, WholeRun
+from ssdtrain.demo.whole_options import (
+    DiskRates,
+    MemoryClass,
+    WholeEnd,
+    WholeMode,
+    WholeOptions,
+    WholeRun,
+)
 from ssdtrain.demo.whole_options import WholeStep as Step
 
 sys.path.insert(0, str(BENCHES / "training"))
@@ -34,6 +41,7 @@ SMALL = TrainingOptions(layers=4, hidden=128, sequence=32, batch=2, steps=2)
 OPTIONS = WholeOptions(
     training=SMALL, given_bytes=400 * MIB, activations_bytes=32 * MIB, buffer_bytes=1 * MIB
 )
+DISK = DiskRates(read_bytes_per_s=1e9, write_bytes_per_s=1e9)
 
 
 # The training
@@ -164,10 +172,7 @@ def run_of(mode: WholeMode, layers: int, **more: Any) -> WholeRun:
         MemoryClass(name=name, all_bytes=100 * MIB, in_memory_bytes=10 * MIB)
         for name in ("weights", "gradients", "AdamW state", "activations")
     ]
-    rate = 1e9 if mode == "fits" else None
-    end = WholeEnd(
-        weights_digest=str(layers), memory=memory, read_bytes_per_s=rate, write_bytes_per_s=rate
-    )
+    end = WholeEnd(weights_digest=str(layers), memory=memory)
     steps = [step(9.0, kind="warm-up"), step(2.0), step(3.0), step(2.5)]
     fields = {"steps": steps, "end": end, "peak_bytes": 300 * MIB, **more}
     return WholeRun(mode=mode, layers=layers, **fields)
@@ -182,7 +187,7 @@ def test_the_parameters_are_those_of_the_model() -> None:
 
 def test_a_step_is_expected_to_take_the_longer_of_computing_and_the_disk() -> None:
     fits = run_of("fits", 1)
-    found = whole_plan.expected(OPTIONS, fits)
+    found = whole_plan.expected(OPTIONS, fits, DISK)
     count = whole_plan.parameters_count(SMALL)
     assert found.plain_s == 4 * 2.5
     assert found.all_bytes == 16 * count + 400 * MIB
@@ -193,9 +198,7 @@ def test_a_step_is_expected_to_take_the_longer_of_computing_and_the_disk() -> No
     assert found.step_s == found.plain_s > found.disk_s
     assert found.written_bytes_per_day == pytest.approx(found.written_bytes / 10 * 86_400)
     assert found.life_days == pytest.approx(1200e12 / found.written_bytes_per_day)
-    assert fits.end is not None
-    slow = replace(fits, end=replace(fits.end, read_bytes_per_s=1e6))
-    later = whole_plan.expected(OPTIONS, slow)
+    later = whole_plan.expected(OPTIONS, fits, replace(DISK, read_bytes_per_s=1e6))
     assert later.step_s == later.disk_s > later.plain_s
 
 
@@ -206,7 +209,8 @@ def report_of(*runs: WholeRun) -> whole_report.WholeReport:
     return whole_report.WholeReport(
         options=OPTIONS,
         machine=machine_facts(None),
-        expected=whole_plan.expected(OPTIONS, runs[0]),
+        disk=DISK,
+        expected=whole_plan.expected(OPTIONS, runs[0], DISK),
         runs=runs,
         is_limited=True,
         notes=[],

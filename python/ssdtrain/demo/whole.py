@@ -25,6 +25,7 @@ from ssdtrain.demo.memory_group import MemoryGroup, NoGroupError
 from ssdtrain.demo.options import TrainingOptions
 from ssdtrain.demo.runner import explain_end, started
 from ssdtrain.demo.whole_options import (
+    DiskRates,
     MemoryClass,
     WholeEnd,
     WholeMode,
@@ -71,16 +72,14 @@ def run_whole(options: WholeOptions, told: TextIO) -> WholeReport:
     layers = max(1, training.layers // FITS_PART)
     small = replace(options, training=replace(training, layers=layers))
     fits = _run("fits", small, None, told)
-    if fits.end is not None:
-        # Not by its process, which never imports ssdtrain.
-        read_rate, write_rate = disk_rates(training.directory)
-        fits.end = replace(fits.end, read_bytes_per_s=read_rate, write_bytes_per_s=write_rate)
     runs = [fits]
     notes: list[str] = []
+    rates: DiskRates | None = None
     plan: Expected | None = None
     is_limited = False
-    if runs[0].failure is None:
-        plan = expected(options, runs[0])
+    if fits.failure is None:
+        rates = disk_rates(training.directory)
+        plan = expected(options, fits, rates)
         print(f"\n{expectation(options, plan, layers)}\n", file=told, flush=True)
         _refuse_too_little(options, plan)
         with ExitStack() as stack:
@@ -104,6 +103,7 @@ def run_whole(options: WholeOptions, told: TextIO) -> WholeReport:
     return WholeReport(
         options=options,
         machine=machine_facts(Path(training.directory)),
+        disk=rates,
         expected=plan,
         runs=runs,
         is_limited=is_limited,
@@ -111,8 +111,8 @@ def run_whole(options: WholeOptions, told: TextIO) -> WholeReport:
     )
 
 
-def disk_rates(directory: str) -> tuple[float, float]:
-    """Read and write through the store as fast as it goes; return bytes per second of each."""
+def disk_rates(directory: str) -> DiskRates:
+    """Read and write through the store as fast as it goes."""
     total_bytes = RAW_PIECE_BYTES * RAW_PIECE_COUNT
     pieces = [torch.rand(RAW_PIECE_BYTES // 4) for _ in range(RAW_PIECE_COUNT)]
     read_s: list[float] = []
@@ -131,7 +131,9 @@ def disk_rates(directory: str) -> tuple[float, float]:
             read_s.append(time.perf_counter() - began_s)
             for one in stored:
                 store.release(one)
-    return total_bytes / min(read_s), total_bytes / min(written_s)
+    return DiskRates(
+        read_bytes_per_s=total_bytes / min(read_s), write_bytes_per_s=total_bytes / min(written_s)
+    )
 
 
 def _refuse_too_little(options: WholeOptions, plan: Expected) -> None:

@@ -72,9 +72,14 @@ class WholeEnd:
     weights_digest: str
     """Hash over the bytes of all weights after the last step."""
     memory: list[MemoryClass]
-    read_bytes_per_s: float | None
-    """The disk's own rates, where they were measured."""
-    write_bytes_per_s: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiskRates:
+    """How fast the disk reads and writes through the store while nothing computes."""
+
+    read_bytes_per_s: float
+    write_bytes_per_s: float
 
 
 @dataclass(kw_only=True)

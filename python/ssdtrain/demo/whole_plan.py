@@ -13,6 +13,7 @@ from ssdtrain.demo.whole_options import (
     BYTES_PER_PARAMETER,
     PARAMETER_BYTES,
     STATE_BYTES_PER_PARAMETER,
+    DiskRates,
     WholeOptions,
     WholeRun,
 )
@@ -60,13 +61,10 @@ def parameters_count(training: TrainingOptions) -> int:
     return training.layers * block_parameters_count(hidden) + ends
 
 
-def expected(options: WholeOptions, fits: WholeRun) -> Expected:
-    """Reckon what the run takes, from a finished one of a model with fewer layers."""
+def expected(options: WholeOptions, fits: WholeRun, disk: DiskRates) -> Expected:
+    """Reckon what the run takes, from a finished one of a model with fewer layers, and the disk."""
     training = options.training
     assert fits.end is not None, "it has ended"
-    read_rate, write_rate = fits.end.read_bytes_per_s, fits.end.write_bytes_per_s
-    assert read_rate is not None
-    assert write_rate is not None
     scale = training.layers / fits.layers
     count = parameters_count(training)
     weights, state = PARAMETER_BYTES * count, STATE_BYTES_PER_PARAMETER * count
@@ -77,7 +75,7 @@ def expected(options: WholeOptions, fits: WholeRun) -> Expected:
     read = 2 * max(0, weights - resident) + state + activations
     written = weights + state + activations
     plain_s = scale * sorted(step.seconds for step in fits.timed)[len(fits.timed) // 2]
-    disk_s = read / read_rate + written / write_rate
+    disk_s = read / disk.read_bytes_per_s + written / disk.write_bytes_per_s
     step_s = max(plain_s, disk_s)
     rate = written / step_s
     gradients = PARAMETER_BYTES * block_parameters_count(training.hidden)

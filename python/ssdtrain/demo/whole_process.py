@@ -218,13 +218,7 @@ def run_mode(mode: str, options: WholeOptions, emit: Emit) -> None:
             emit("step", **asdict(step))
         memory = process.memory()
         digest = weights_digest(process.parameters)
-        end = WholeEnd(
-            weights_digest=digest,
-            memory=memory,
-            read_bytes_per_s=None,
-            write_bytes_per_s=None,
-        )
-        emit("end", **asdict(end))
+        emit("end", **asdict(WholeEnd(weights_digest=digest, memory=memory)))
 
 
 def weights_digest(parameters: list[nn.Parameter]) -> str:

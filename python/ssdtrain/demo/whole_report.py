@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ssdtrain.demo.machine import Machine
-    from ssdtrain.demo.whole_options import WholeOptions, WholeRun
+    from ssdtrain.demo.whole_options import DiskRates, WholeOptions, WholeRun
     from ssdtrain.demo.whole_plan import Expected
 
 MIB = 1 << 20
@@ -32,8 +32,10 @@ class WholeReport:
 
     options: WholeOptions
     machine: Machine
-    expected: Expected | None
+    disk: DiskRates | None
     """None if the smaller model could not be trained."""
+    expected: Expected | None
+    """Likewise."""
     runs: Sequence[WholeRun]
     """`fits`, then `whole`, then what it is compared with, as far as they came."""
     is_limited: bool
@@ -154,18 +156,14 @@ def draw(report: WholeReport, path: Path) -> None:
 
 def figures(report: WholeReport, whole: WholeRun) -> dict[str, float | None]:
     """Return what the table shows of the times and the traffic, by name."""
-    plan = report.expected
+    plan, disk = report.expected, report.disk
     assert plan is not None, "the whole run comes after it"
-    (fits,) = (run for run in report.runs if run.mode == "fits")
-    assert fits.end is not None
-    read_rate, write_rate = fits.end.read_bytes_per_s, fits.end.write_bytes_per_s
-    assert read_rate is not None
-    assert write_rate is not None
+    assert disk is not None
     step_s = median(step.seconds for step in whole.timed)
     read = median(step.read_bytes for step in whole.timed)
     written = median(step.written_bytes for step in whole.timed)
     stall_s = median(step.stall_s for step in whole.timed)
-    disk_s = read / read_rate + written / write_rate
+    disk_s = read / disk.read_bytes_per_s + written / disk.write_bytes_per_s
     plain = [run for run in report.runs if run.mode == "plain" and run.end is not None]
     plain_s = median(step.seconds for step in plain[0].timed) if plain else None
     taken = whole.peak_bytes
