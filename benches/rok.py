@@ -12,8 +12,8 @@ meets all alike:
     half        every second block is computed again, the others are offloaded
     both        each block is computed again, and what the checkpoints keep is offloaded
 
-Losses of all ways are compared bit by bit. Throughput is tokens over the median of the steps'
-times; the peak is the largest sum of the bytes of saved tensors in memory, parameters excluded.
+Losses of all ways but `plain` are compared bit by bit. Throughput is tokens over the median of the
+steps' times; the peak is the largest sum of the bytes of saved tensors in memory, without weights.
 
     python benches/rok.py [--models gpt bert] [--batches 1 2 4 8] [--turns N] [--dir DIR]
         [--json FILE] [--picture FILE]
