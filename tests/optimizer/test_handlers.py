@@ -12,6 +12,7 @@ import ssdtrain
 import support
 from moments import BetweenLines
 from ssdtrain.errors import UnsupportedError
+from ssdtrain.optimizer.deferred import join_all
 
 WIDTH = 160
 STEPS_COUNT = 3
@@ -115,6 +116,20 @@ def test_a_look_in_a_step_loses_no_update_beside_the_forward(
     assert refused
     assert all("set a flag there" in one for one in refused)
     assert equal(state_of(optimizer.state_dict()), expected[-1][0])
+
+
+@pytest.mark.timeout(60)
+def test_a_fork_in_a_step_joins_the_updates_that_it_has_begun(tmp_path: Path) -> None:
+    expected = moments()
+    model = layers()
+    optimizer = torch.optim.AdamW(model.parameters())
+    ssdtrain.offload_optimizer(optimizer, tmp_path, overlap="forward", buffer_bytes="256KiB")
+    for number in range(STEPS_COUNT):
+        loss_of(model, number).backward()
+        with BetweenLines(join_all, every=1):
+            optimizer.step()
+        optimizer.zero_grad()
+        assert equal(list(model.parameters()), expected[number + 1][1])
 
 
 @pytest.mark.parametrize("every", support.sizes(small=61, whole=7))

@@ -228,6 +228,8 @@ class Deferred(Updates):
         if self._process == os.getpid():
             began_s = perf_counter()
             if self._is_begun:
+                # A signal handler may join in `start`, just before this is put there.
+                self._decision.put(True)
                 self._done.wait()
                 self._thread.end()
             self.waited_s += perf_counter() - began_s
