@@ -1,19 +1,23 @@
 """Whether offloading ever makes a step longer than it may: on the disk, and on slower ones.
 
 For each model, dtype and share of the disk's rate two processes train by turns. One is the plain
-program, which never imports ssdtrain. The other trains in several ways: `keep` without a session,
-`again` so once more, which tells the noise, `trivial` has hooks that
-do nothing, which tells what torch takes to call any, `all` writes whatever it is given, `cut`
-offloads what hides behind computing (the cut of SSDTrain, `slowdown_max=None`), `ours` as much of
-it as `slowdown_max` allows, and `teraio` what algorithm 1 of TERAIO (arXiv 2506.06472) chooses for
-the peak of `ours`. A turn is two steps of each, in an order that rotates; the
-second one counts, as the first meets the memory and the disk as another way has left them. The
-ratio of a way is the median over the turns of its time over that of the plain program's step in
-that turn, with the standard error of this median; in brackets it is the ratio to `keep`, which is
-in the same process, and with it what offloading costs beside what the import does. So what else the
-machine does meets all alike. The first
-turns, in which sessions adapt, are left out. The peak is the median over the turns of the most
-saved bytes in memory, over what a plain step has; where `ours` had its hooks off, it is that.
+program, which never imports ssdtrain. The other trains in several ways:
+
+    keep      without a session
+    again     the same once more: their ratio is the noise
+    trivial   with hooks that do nothing: the time that torch takes to call hooks
+    all       every saved tensor is written
+    cut       offloads what hides behind computing (the cut of SSDTrain, `slowdown_max=None`)
+    ours      as much of that as `slowdown_max` allows
+    teraio    what algorithm 1 of TERAIO (arXiv 2506.06472) chooses for the peak of `ours`
+
+A turn is two steps of each, in an order that rotates, so that other work on the machine meets all
+alike. The second step counts, as the first one meets memory and disk as another way has left them.
+The ratio of a way is the median over the turns of its time over that of the plain program's step in
+that turn, with the standard error of this median. In brackets is the ratio to `keep`, which has
+imported ssdtrain as well: the cost of offloading alone. The first turns, in which sessions adapt,
+are left out. The peak is the median over the turns of the most saved bytes in memory, over those of
+a plain step; where `ours` had its hooks off, it is 1.
 
 A slower disk is a control group (blkio) that bounds reads and writes; only root may make one, and
 without it the disk is measured as it is.

@@ -1,12 +1,16 @@
 """What a step of AdamW costs whose state lies on the disk.
 
-Six ways take turns, in another order in each round: the plain optimizer in a process that never
-imports ssdtrain, and in this one, where the others are (imported); the offloaded one, the
-same with a way back from failed steps (undo), its traffic alone: the same reads and writes around
-an update that does nothing, which is the time that the disk and the store need; and the plain step
-beside this traffic in another thread, neither of which waits for the other. No offloaded step can
-take less than the longer of traffic and plain step; what both take beside each other is longer
-where they share cores and the bandwidth of memory.
+Six ways take turns, in another order in each round:
+
+    plain       the plain optimizer, in a process of its own that never imports ssdtrain
+    imported    the plain optimizer in this process, where the ways below are
+    offloaded   the offloaded optimizer
+    undoing     the same with undo=True
+    traffic     the same reads and writes around an update that does nothing
+    beside      the plain step, and this traffic in another thread; neither waits for the other
+
+No offloaded step can take less than the longer of traffic and plain step. Both take longer beside
+each other, where they share cores and the bandwidth of memory.
 
 With --masters the parameters are bfloat16 ones with float32 masters, and the plain way is the loop
 that keeps these in memory.

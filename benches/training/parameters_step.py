@@ -39,7 +39,7 @@ from turns import Child, answer, parser_of, ratio, started, write_record
 MIB = 1 << 20
 GOAL = 1.15
 PLAIN = 1.0
-"""The share of the weights in memory in the process that does without ssdtrain."""
+"""The share of the weights in memory in the process that never imports ssdtrain."""
 IMPORTED = 2.0
 """No share: stands for the process that has imported ssdtrain and offloads nothing."""
 WARM_UP_COUNT = 3

@@ -1,8 +1,8 @@
 """Steps of the plain program: the demo's model in a process that never imports ssdtrain.
 
-Benchmarks whose ways take turns within one process hold them against these steps, which take their
-turn too. Such a process is started by `ssdtrain/demo/without.py`, as a script that is given
-the demo's options; it answers each line with the seconds of a step.
+Other benchmarks train in several ways within one process, and compare their steps with these, which
+take turns with them. `ssdtrain/demo/without.py` starts this script, with the demo's options. It
+answers each line of its input with the seconds of a step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from turns import Child, answer
 
 
 class Program:
-    """That process, seen from the parent; its steps are noted as those of other ways are."""
+    """That process, seen from the parent, which notes the seconds of its steps."""
 
     def __init__(self, options: TrainingOptions, *, updates: bool = True) -> None:
         words = [__file__, options.to_json(), "updates" if updates else "no updates"]
@@ -39,7 +39,7 @@ class Program:
 def prepared(
     options: TrainingOptions, *, updates: bool = True
 ) -> Callable[[int], Callable[[], None]]:
-    """Build the model; return what gives the training step of each turn."""
+    """Build the model; return a function that makes the training step of a turn."""
     trainee = build_trainee(options)
     optimizer = torch.optim.SGD(trainee.module.parameters(), lr=1e-3)
     batches = ByteBatches(

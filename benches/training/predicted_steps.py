@@ -1,16 +1,18 @@
 """Whether steps take what the planner's simulator says: predicted and real ones side by side.
 
-For each model and share of the disk's rate one process trains by turns without ssdtrain, with hooks
-that keep everything, with all that is saved offloaded, and with what hides behind computing (the
-cut). A turn is two steps of each way, of which the second counts (see `never_worse.py`). After the
-turns in which it adapts the cut's plan is held, so that all steps that count have one plan. The
-rounds of the hooks that keep everything are the trace, each event at its median
-moment, and what the other two do becomes the moves of a plan: writes when the batch of the tensor
-is given to the disk, reads in the order of the needs. The simulator (`rust/plan`) plays them with
-the rates that the disk had in that process before the first step, alone and with both directions at
-once, while all processors computed, and with the bytes that the session's engine has in flight. The
-price of a byte comes from the steps with the whole rate of the disk, and is used for all rates of
-that model.
+For each model and share of the disk's rate one process trains in four ways by turns: without a
+session, with hooks that keep every tensor, with all tensors offloaded, and with the cut, which
+offloads what hides behind computing. A turn is two steps of each way, of which the second counts
+(see `never_worse.py`). After the turns in which it adapts the cut's plan is held, so that all steps
+that count have one plan.
+
+The trace comes from the hooks that keep every tensor: each event is at its median moment. The moves
+of a plan come from the two ways that offload: a write begins when the batch of the tensor is given
+to the disk, and reads come in the order of the needs. The simulator (`rust/plan`) plays these moves
+with the bytes that the session's engine has in flight, and with the rates of the disk. These were
+measured in that process before the first step, while all processors computed: for each direction
+alone, and for both at once. The price of a byte comes from the steps with the whole rate of the
+disk, and is used for all rates of that model.
 
 The table has the time of a step, over the plain one of that turn, as it was and as it is predicted;
 the bytes written in a step; and the most saved bytes in memory, in units of the largest tensor

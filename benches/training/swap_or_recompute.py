@@ -2,13 +2,13 @@
 
 For each share of the disk's rate two processes train a GPT by turns. One is the plain program: it
 never imports ssdtrain. In the other the blocks are marked, and it trains in four ways: `keep` is
-PyTorch as it is, `offloaded` and `recomputed` are a session with a bound in which
-all blocks go one way, `ours` is one that chooses. A turn is two steps of each, in an order that
-rotates; the second one counts. Time is the median over the turns of
-a step over that of the plain program in that turn, with the middle half, and over that of `keep`.
-The peak is what the process had in
-memory on top of what was there before the step, so with all that is computed again, over that of
-`keep`. All ways of the second process must agree in every bit of loss and gradients.
+PyTorch as it is; in `offloaded` all blocks are offloaded under a bound, in `recomputed` all are
+computed again, and in `ours` ssdtrain chooses. A turn is two steps of each, and of the plain
+program, in an order that rotates; the second one counts. Time is the median over the turns of a
+step over that of the plain program in that turn, with the middle half, and over that of `keep`. The
+peak is the memory of the process above that before the step, over the same of `keep`: it includes
+tensors that are computed again. All ways of the second process must agree in every bit of loss and
+gradients.
 
 A slower disk is a control group (blkio) that bounds reads and writes; only root may make one, and
 without it the disk is measured as it is.

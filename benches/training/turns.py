@@ -85,8 +85,8 @@ def started(
 ) -> Iterator[tuple[list[Child], Path]]:
     """Start a process for each way, given by its name and by what follows `--child`.
 
-    The way of `without_name` never imports ssdtrain: it is what a user has who does without. Gives
-    the directory that they write to as well, a new one in `place`, or here.
+    The process of the way `without_name` never imports ssdtrain, like a program that does not use
+    it. Yields the processes, and the directory that they write to: a new one in `place`, or here.
     """
     with (
         tempfile.TemporaryDirectory(dir=place or Path.cwd()) as directory,

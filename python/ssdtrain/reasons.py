@@ -1,4 +1,4 @@
-"""What a session gained, and why it offloaded little, with what to change. Pure."""
+"""Says how much memory a session gained, or why it gained little and how to gain more. Pure."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from ssdtrain.sizes import shown_bytes, shown_count
 __all__ = ["Evidence", "Gain", "PlannedRound", "Reason", "reason_of"]
 
 LITTLE_SHARE_MAX = 0.1
-"""To have offloaded less than this share of what was saved lowers no peak that anybody notices."""
+"""A session that offloaded a smaller share of its saved bytes did not lower the peak visibly."""
 EXPECTED_BYTES_MIN = 8 << 20
-"""Nobody is warned about a session that never held as much at once: what Python and torch take for
-themselves varies by more from run to run."""
+"""A session that never held so many bytes at once gets no warning: the memory of Python and torch
+varies by more from run to run."""
 NODES_MIN = 8
-"""A thread that made fewer nodes may have added a few numbers, which saves nothing: no model."""
+"""A thread that made fewer nodes may have added a few numbers, which saves no tensor."""
 CHILD_S_MIN = 1.0
-"""Less is what short commands and idle workers of data loaders take, not training."""
+"""Short commands and idle workers of data loaders take less time than this, training more."""
 PAGE_BYTES = 4096
 GAINED_SHARE_LITTLE = 0.1
-"""Of what saved tensors would take: to gain less is hardly anything."""
+"""The report calls a smaller share of the bytes of saved tensors hardly a gain."""
 SEEN_SHARE_LITTLE = 0.02
-"""Of all memory of the process, or of GPUs: who gains less hardly sees it."""
+"""The same of a smaller share of the memory of the process, or of GPUs."""
 LOST_SHARE_LITTLE = 0.01
-"""Of the time in the block: who loses less hardly sees it."""
+"""The report gives no advice about a loss of a smaller share of the time in the block."""
 NO_BACKWARD = "the block ended before a backward used what was saved"
 ONE_NODE = (
     "one node of the graph saves nearly all at once, so nothing of it can be gone before it is "
@@ -45,13 +45,13 @@ class PlannedRound:
 
     saved_bytes: int
     staying_bytes: int
-    """What its plan keeps in memory."""
+    """Bytes that its plan keeps in memory."""
     idle_s: float
-    """How long a byte of that lies between its save and its need, on average."""
+    """Time between the save and the need of these bytes, on average."""
     rates: Rates
     """The rates that the plan was made with."""
     caution: float
-    """The share of them that the plan counts on."""
+    """The share of these rates that the plan counts on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,15 +63,15 @@ class Evidence:
     offloaded_bytes: int
     """Written, and their memory freed."""
     saved_bytes: int
-    """Of all that was saved and has been used or dropped since."""
+    """Saved bytes that have been used or dropped since."""
     peak_bytes: int
-    """Most that was in memory at once."""
+    """Most saved bytes that were in memory at once."""
     failed_count: int
     failure: str | None
     """Why the last write failed."""
     stayed_count: int
     stayed: str | None
-    """Why the last of so many tensors could not leave its GPU."""
+    """Why the last of ``stayed_count`` tensors could not leave its GPU."""
     budget_error_count: int
     is_one_node: bool
     """Whether one node saves nearly all that a round does."""
@@ -97,13 +97,13 @@ class Gain:
     """What a session gained, and what that cost. Sizes in bytes, times in seconds."""
 
     saved_bytes: int
-    """Most that saved tensors had at once, in memory or not."""
+    """Most bytes of saved tensors at once, in memory or not."""
     resident_bytes: int
     """Most of these bytes that was in memory at once."""
     all_bytes: int
     """The peak of the process, or of the memory of GPUs."""
     away_bytes: int | None
-    """On GPUs: most that was not in their memory."""
+    """On GPUs: most bytes of saved tensors that were not in their memory at once."""
     lost_s: float
     elapsed_s: float
     has_reason: bool
@@ -116,7 +116,7 @@ class Gain:
     """Whether weights or state of an optimizer leave memory as well: that is a gain, too."""
 
     def __str__(self) -> str:
-        """Tell it to a person, with what to change if it is hardly worth the time."""
+        """Write it for a person, with advice if hardly anything was gained."""
         if not self.saved_bytes and not self.has_others:
             return "nothing was saved for a backward here, so there was nothing to gain"
         gained_bytes = self.saved_bytes - self.resident_bytes
@@ -233,7 +233,7 @@ def _why_no_operation(observed: Observed) -> Reason:
 
 
 def _why_nothing_could_go(known: Evidence) -> Reason:
-    """Say what was saved, if none of it counts as saved bytes."""
+    """Say why none of the saved tensors could leave memory."""
     if known.seen.storage_bytes():
         text = _why_little_went(known) if known.failed_count else NO_BACKWARD
         return Reason(text, is_warning=False)
@@ -357,7 +357,7 @@ def _late(known: Evidence) -> str:
 
 
 def _figures(usual: PlannedRound | None) -> str:
-    """Tell what the plan of a round was made of, and what came of it."""
+    """Write the figures of a round, of its plan, and of the rates that the plan was made with."""
     if usual is None:
         return ""
     rates = usual.rates

@@ -1,10 +1,10 @@
-"""The bytes that are in memory because of us: one account, and one bound, for all who hold some.
+"""Counts the bytes that ssdtrain holds in memory, and keeps them under ``max_resident_bytes``.
 
-A *holding* is the entry of one holder: an object that holds bytes of training (a saved storage,
-say) and has the holding as a part of itself, so that its death ends the entry. The entries are kept
-in the compiled part: no handler of a signal can come between two changes that belong together, and
-a death counts at once, on whichever thread it is. Bytes without a holder, such as those of reads
-that nobody has asked for yet, are counted by the transfer, which is asked when the sum is needed.
+An object that holds bytes of training, such as a saved storage, owns a *holding*: its entry in the
+account, which ends when the object dies. The compiled part keeps the entries, so that no handler of
+a signal runs between two changes that belong together, and a death counts at once on any thread.
+Some bytes have no such object, such as those of reads that nobody has asked for yet. The transfer
+counts them, and is asked when the sum is needed.
 """
 
 from __future__ import annotations
@@ -30,46 +30,46 @@ WIDENING_BYTES = 2 * 4096
 """A read takes up to two blocks more than the tensor has, depending on where it lay."""
 
 IN_USE_COUNT = 4
-"""So many tensors of other nodes may have been read back, and be in use still."""
+"""So many tensors that were read back for other nodes may still be in use."""
 
 
 class User(Protocol):
-    """Who holds bytes, and can let some go when another needs room."""
+    """Holds bytes in memory, and can free some when another user needs room."""
 
     failure: str | None
-    """Why its bytes cannot leave memory, if they cannot."""
+    """Why its bytes cannot leave memory; ``None`` if they can."""
 
     def wait_for_room(self) -> bool:
         """Wait until a transfer ends that frees memory; ``False`` if none is under way."""
 
     def give_way(self) -> None:
-        """Let go of what is held for speed alone, or by nobody who will ask for it."""
+        """Free the bytes that are held only for speed, or that nobody will ask for."""
 
     def held(self) -> list[Held]:
-        """Return what it holds that cannot leave memory, and why; for a message."""
+        """List its bytes that cannot leave memory, with the reasons, for a message."""
 
 
 class Refusal:
-    """A pass whose saved tensors do not fit under the bound, and the bound that it takes.
+    """A pass (a forward) whose saved tensors do not fit under the bound.
 
-    From its first tensor without room on nothing more is kept of it. Its operations go on all the
-    same, and what they would have held is counted: so the error, which its backward raises, names
-    a bound for the whole pass, where the first tensor would name one for the next tensor.
+    From the first tensor without room on, no tensor of the pass is kept. Its operations still run,
+    and the bytes that they would have held are counted. So the error, which backward raises, names
+    a bound that is enough for the whole pass, and not only for the next tensor.
     """
 
     def __init__(self, shortage: Shortage) -> None:
         self.least_bytes = shortage.resident_bytes + shortage.needed_bytes
-        """The bound that the pass takes, as far as it has come."""
+        """The bound that the pass needs for its operations until now."""
         self.is_told = False
-        """Whether the error was raised. What is saved from then on is of another pass."""
+        """Whether the error was raised. Tensors that are saved later belong to another pass."""
         self._shortage = shortage
         self._staying = Account()
         self._storages: weakref.WeakKeyDictionary[UntypedStorage, int] = weakref.WeakKeyDictionary()
-        """What is counted of storages that would have stayed until backward."""
+        """By storage, its counted bytes that would have stayed in memory until backward."""
         self._sequence = -1
         self._node: weakref.WeakSet[UntypedStorage] = weakref.WeakSet()
         self._node_bytes = 0
-        """What the node that is being made needs at once, now and in backward."""
+        """Bytes that the node which is being made needs at once, now and in backward."""
         self._beside_bytes = shortage.resident_bytes
 
     def refuse(
@@ -104,12 +104,12 @@ class Refusal:
     def error(self) -> BudgetError:
         """Return what a backward of this pass raises."""
         self.is_told = True
-        # What is read back for one node while another's is in use takes a little more.
+        # Reads for one node need a little more while tensors of another are in use.
         return BudgetError(self._shortage.of_pass(self.least_bytes + IN_USE_COUNT * WIDENING_BYTES))
 
 
 class Refused:
-    """What autograd holds in the place of a saved tensor for which the bound had no room."""
+    """Autograd holds this in the place of a saved tensor for which the bound had no room."""
 
     __slots__ = ("_holding", "refusal")
 
@@ -129,12 +129,12 @@ class Residency:
         self.is_bounded = limit_bytes is not None
         self.account = Account()
         self.standing = Account()
-        """What is reserved for as long as somebody lives. It is in the first account, too."""
+        """Reservations that last as long as their holders live. They are in ``account``, too."""
         self._last_refusal: Callable[[], Refusal | None] = lambda: None
         """A weak reference: it ends with the last tensor of its pass."""
         self.let_small_in()
         self._transfer_bytes = transfer_bytes
-        """Asks for what transfers hold in memory beyond the holdings."""
+        """Returns the bytes that transfers hold in memory beside the holdings."""
         self._stalls = stalls
         self.refused_count = 0
         """Errors for lack of room, and refused passes; a pass counts once, with its errors."""
@@ -158,15 +158,15 @@ class Residency:
         return max(0, self.limit_bytes - self.resident_bytes())
 
     def left_bytes(self) -> int | None:
-        """Return what of the bound comes to be free now and then, if there is a bound."""
+        """Return the part of the bound that no standing reservation takes, if there is a bound."""
         if self.limit_bytes is None:
             return None
         return max(0, self.limit_bytes - self.standing.reserved_bytes)
 
     def let_small_in(self) -> None:
-        """Let the compiled part keep what is small while there is room, without the lock.
+        """Let the compiled part keep small tensors, without the lock, while there is room.
 
-        Until somebody looks at the room: what was found must not be taken before it is used.
+        It may until the room is looked at: room that was found must not be taken before its use.
         """
         if self._refusal() is not None:
             return
@@ -174,14 +174,14 @@ class Residency:
         self.account.limit_small(UNLIMITED_BYTES if limit_bytes is None else limit_bytes)
 
     def note_peak(self) -> None:
-        """Compare what is resident now with the peak; called after whatever may raise it."""
+        """Raise the peak to the bytes in memory now; called after each change that may raise it."""
         self.account.note_peak(self._beside_holdings())
 
     def _beside_holdings(self) -> int:
-        """Return what transfers hold now, seen at a moment at which no holding changed.
+        """Return the bytes that transfers hold, read while no holding changed.
 
-        A record that dies while its write is under way leaves the holdings and becomes the
-        transfer's: seen before one question and after the other it would count twice, or not.
+        A record that dies during its write leaves the holdings, and the transfer counts it from
+        then on. If it died between the two readings, it would count twice, or not at all.
         """
         account = self.account
         while True:
@@ -198,8 +198,8 @@ class Residency:
     ) -> None:
         """Wait until ``nbytes`` more fit under the bound; call it only if there is one.
 
-        ``wanted`` says who needs them, if it comes to an error. A backward has ``rest_bytes``,
-        which says how many more its node needs at the same time.
+        ``wanted`` names in an error the operation that needs them. Only a backward gives
+        ``rest_bytes``, which returns how many more its node needs at the same time.
 
         Raises:
             BudgetError: They can never fit: nothing that is in memory can leave it.
@@ -222,10 +222,10 @@ class Residency:
         *,
         stays: bool,
     ) -> Refused | None:
-        """Admit what an operation saves; if it can never fit, return what to pack in its place.
+        """Admit a tensor of an operation; if it can never fit, return what to pack in its place.
 
-        ``stays`` says that it cannot leave memory once it is there. Of a pass in which one tensor
-        was refused, all are, until a backward has raised the error.
+        ``stays`` says that it cannot leave memory once it is there. After a refusal all tensors of
+        the pass are refused, until a backward has raised the error.
         """
         refusal = self._refusal()
         if refusal is None:
@@ -234,7 +234,7 @@ class Residency:
             refusal = Refusal(self._counted_shortage(nbytes, wanted()))
             self._last_refusal = weakref.ref(refusal)
         else:
-            # What may leave memory counts for nothing, so it has to be gone.
+            # Bytes that can leave memory are not counted below, so wait until they have left.
             self._comes_to_fit(UNLIMITED_BYTES, may_give_way=False)
         # Where writes fail, or are not allowed, nothing can leave.
         stays = stays or any(user.failure is not None for user in self._present())
@@ -256,8 +256,8 @@ class Residency:
                 may_give_way = False
                 for user in users:
                     user.give_way()
-            # A transfer may have ended after the sum was taken and before somebody looked for one
-            # to wait for: then there is room now.
+            # A transfer may have ended after the sum was taken, so that none was left to wait for:
+            # then there is room now.
             elif self._is_short_of(nbytes):
                 return False
         return True

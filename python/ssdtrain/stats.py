@@ -43,12 +43,12 @@ OF_THE_MOMENT = frozenset(
         "recompute_measured_s",
     }
 )
-"""Fields that tell a state: a difference of two means nothing, as one of two peaks does."""
+"""Fields that tell a state. Their differences mean nothing; nor do those of peaks."""
 
 STALL_SHARE_LITTLE = 0.01
-"""Of the time: who waits less is limited by computing."""
+"""A session that waits for a smaller share of the time is limited by computing."""
 OFFLOADED_SHARE_MUCH = 0.9
-"""Of what may leave memory: what stays of the rest is needed again too soon on any disk."""
+"""Of what may leave memory. The rest is needed again too soon for any disk."""
 
 ACTIVATIONS = "activations"
 
@@ -128,9 +128,9 @@ class Stats:
     ring_bytes: int
     """Memory of GPUs that their tensors go through by GPUDirect Storage, past the CPU's."""
     direct_written_bytes: int
-    """What nvidia-fs wrote from GPUs since their first tensor, for all processes; 0 without it."""
+    """Bytes that nvidia-fs wrote from GPUs since their first tensor, for all processes."""
     direct_read_bytes: int
-    """What it read."""
+    """Bytes that it read."""
     process_bytes: int
     """Memory of the whole process now (``VmRSS``); 0 where the system does not tell."""
     process_bytes_peak: int
@@ -153,9 +153,9 @@ class Stats:
     slowdown_error: float = 0.0
     """Its standard error."""
     amount_bytes: int = 0
-    """What a usual step offloads; 0 as well where no price plays a part."""
+    """Bytes that a usual step offloads; 0 as well where no price plays a part."""
     planned_bytes: int = 0
-    """What the disk could hide of a step: the most that a usual step may offload."""
+    """Most bytes that a usual step may offload, as the disk can hide their I/O."""
     is_adapting: bool = False
     """Whether steps are varied at the moment, so that some of them may keep all in memory."""
     steps_without_hooks: int = 0
@@ -166,7 +166,7 @@ class Stats:
     blocks_recomputed: int = 0
     """Those of them that backward computes again."""
     bytes_not_written: int = 0
-    """What these did not save, and so nobody had to write."""
+    """Bytes that these calls did not save, so that no write was needed."""
     recomputed_s: float = 0.0
     """Time in which they were computed again."""
     recompute_expected_s: float = 0.0
@@ -179,23 +179,23 @@ class Stats:
     is_surprising: bool = False
     """Whether that is so although something else could have been expected."""
     classes: tuple[ClassStats, ...] = ()
-    """What activations, and whatever else shares the store, have of all this; empty if they are
-    alone."""
+    """The figures of activations and of each other class that shares the store; empty if there is
+    no other."""
 
     @property
     def exposed_s(self) -> float:
-        """Time in which somebody waited for I/O, of whichever class."""
+        """Time in which threads waited for I/O, of all classes."""
         others_s = sum(one.stall_s for one in self.classes if one.name != ACTIVATIONS)
         return self.stall_s + self.full_disk_wait_s + others_s
 
     @property
     def hidden_s(self) -> float:
-        """I/O time that nobody waited for."""
+        """I/O time in which no thread waited for it."""
         return max(0.0, self.write_busy_s + self.read_busy_s - self.exposed_s)
 
     @property
     def limit(self) -> str:
-        """What keeps more from leaving memory, or the step from being faster.
+        """The bottleneck: why no more leaves memory, or why a step is not faster.
 
         ``"compute"`` if nearly all that may leave memory did and hardly a thread or GPU waited.
         ``"slowdown_max"`` if it lets less go than the disk hides, and hardly anybody waited. Else
@@ -408,7 +408,7 @@ class Stats:
 def with_tenants(
     stats: Stats, tenants: Mapping[str, Figures], activations: Callable[[], Figures]
 ) -> Stats:
-    """Return a snapshot with what each class has of it, if activations are not alone."""
+    """Return a snapshot with the figures of each class, if there are other classes."""
     if not tenants:
         return stats
     all_of_them = {ACTIVATIONS: activations(), **tenants}

@@ -1,9 +1,10 @@
 """Runs a module or a script of this project as a program that never imports ssdtrain.
 
-The demo's models and clocks lie in the package, and to import them is to import the package, which
-switches on torch's huge pages. So a program that others are compared with runs by this file's path.
-There `ssdtrain` is an empty package, which only knows where its files lie: `ssdtrain.demo.gpt` can
-be imported, `ssdtrain/__init__.py` does not run, and the compiled part cannot be loaded.
+The demo's models and clocks are modules of the package. Whoever imports one of them imports the
+package first, which switches on torch's huge pages. The plain program, with which others are
+compared, must not do that. So it is started as this file, by its path, which puts an empty package
+in the place of `ssdtrain`. This package only knows the folder of the modules: `ssdtrain.demo.gpt`
+can be imported, `ssdtrain/__init__.py` does not run, and the compiled part cannot be loaded.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def command(program: str, *words: str) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """Return this process's environment without what `import ssdtrain` put there."""
+    """Return this process's environment without the variable that `import ssdtrain` sets."""
     from ssdtrain.machine.huge_pages import SWITCH  # noqa: PLC0415 - not where `main` runs
 
     return {name: value for name, value in os.environ.items() if name != SWITCH}
