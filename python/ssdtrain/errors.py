@@ -74,7 +74,8 @@ class BudgetError(SsdtrainError, MemoryError):
     """``max_resident_bytes`` cannot be kept: what cannot leave memory needs more at once.
 
     A forward whose saved tensors do not fit goes on without keeping them, and its backward raises
-    this: so it can name a bound that is enough for all of them.
+    this: so it can name a bound that is enough for all of them. Gradients are then partial: zero
+    them before you try again.
 
     It is a lack of memory, and its message has the words by which searches for a batch size know
     one: Accelerate's, and so ``Trainer(auto_find_batch_size=True)``, and Lightning's.
