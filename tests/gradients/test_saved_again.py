@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -54,23 +56,72 @@ def test_a_tensor_that_is_saved_again_after_an_unseen_change_gives_plain_bits(
 def parts_saved(flush: Flush) -> Tensor:
     """Return a gradient through parts of a storage, and tensors that count its changes apart."""
     x = torch.ones(COUNT, requires_grad=True)
-    values = torch.zeros(4 * COUNT)
-    first, second = values[:COUNT], values[COUNT : 2 * COUNT]
+    values = torch.zeros(8 * COUNT)
+    first, second, both = values[:COUNT], values[COUNT : 2 * COUNT], values[: 2 * COUNT]
     loss = (x * first).sin().sum() + (x * second).sin().sum()
     loss = loss + (x * second.data).sum() * 0
     flush()
     values.data.fill_(7)
-    loss = loss + (x * second).cos().sum()
+    loss = loss + (torch.cat([x, x]) * both).cos().sum()
     flush()
-    del first, second, values
+    del first, second, both, values
     flush()
     loss.backward()
     assert x.grad is not None
     return x.grad
 
 
-def test_all_parts_of_a_storage_that_is_saved_again_have_plain_bits(tmp_path: Path) -> None:
+def test_all_parts_of_what_is_saved_again_have_plain_bits(tmp_path: Path) -> None:
     prove(lambda flush: {"x": parts_saved(flush)}, tmp_path)
+
+
+def test_parts_of_a_storage_that_are_saved_once_are_written_once(tmp_path: Path) -> None:
+    """Steps of a sequence, and micro-batches that are parts of a batch."""
+    rig = Rig(tmp_path)
+    with rig.context():
+        weight, batch = torch.ones(COUNT, requires_grad=True), torch.rand(20, COUNT)
+        losses = []
+        for part in batch:
+            losses.append((weight * part).sum())
+            rig.flush()
+        written_bytes = rig.stats.bytes_written
+        del batch, part
+        rig.flush()
+        assert rig.stats.resident_bytes == 0
+        assert rig.stats.bytes_written == written_bytes > 0
+        torch.stack(losses).sum().backward()
+    del losses
+    rig.assert_empty()
+
+
+@pytest.mark.parametrize("thread", ["this one", "one that has ended"])
+def test_several_records_that_are_saved_again_do_not_hold_each_other(
+    thread: str, tmp_path: Path
+) -> None:
+    rig = Rig(tmp_path)
+    losses = []
+
+    def save() -> None:
+        with rig.context() if thread != "this one" else contextlib.nullcontext():
+            weight, values = torch.ones(COUNT, requires_grad=True), torch.zeros(COUNT)
+            for _ in range(2):
+                # Two records: `data` counts its changes apart.
+                losses.append((weight * values).sum() + (weight * values.data).sum())
+                rig.flush()
+            assert rig.stats.resident_bytes == 2 * 4 * COUNT
+
+    with rig.context():
+        if thread == "this one":
+            save()
+        else:
+            other = threading.Thread(target=save)
+            other.start()
+            other.join()
+        rig.flush()
+        assert rig.stats.resident_bytes == 0
+        torch.stack(losses).sum().backward()
+    losses.clear()
+    rig.assert_empty()
 
 
 @pytest.mark.defends("bytes that are saved again")

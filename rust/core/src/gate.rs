@@ -25,7 +25,6 @@ pub struct Waiting<T> {
 pub struct Gate<T> {
     waiting: Vec<Waiting<T>>,
     nbytes: u64,
-    held: Vec<Waiting<T>>,
     reserve: Vec<Waiting<T>>,
     /// The node of the last one that came to the reserve.
     last_reserved: i64,
@@ -35,10 +34,10 @@ pub struct Gate<T> {
 
 impl<T> Default for Gate<T> {
     fn default() -> Self {
-        let (waiting, held, reserve) = (Vec::new(), Vec::new(), Vec::new());
+        let (waiting, reserve) = (Vec::new(), Vec::new());
         let (last_reserved, passed_sequence) = (0, 0);
         let look_at = FORGET_AT_MIN;
-        Self { waiting, nbytes: 0, held, reserve, last_reserved, passed_sequence, look_at }
+        Self { waiting, nbytes: 0, reserve, last_reserved, passed_sequence, look_at }
     }
 }
 
@@ -47,22 +46,6 @@ impl<T> Gate<T> {
     pub fn add(&mut self, one: Waiting<T>) {
         self.nbytes += one.nbytes;
         self.waiting.push(one);
-    }
-
-    /// Takes what waits until the program lets go of it, besides; no batch waits for it.
-    pub fn add_held(&mut self, one: Waiting<T>) {
-        self.held.push(one);
-    }
-
-    /// Takes out what waits until the program lets go of it.
-    pub fn take_held(&mut self) -> Vec<Waiting<T>> {
-        mem::take(&mut self.held)
-    }
-
-    /// Puts back what the program still holds, before what came meanwhile.
-    pub fn put_back_held(&mut self, mut held: Vec<Waiting<T>>) {
-        held.append(&mut self.held);
-        self.held = held;
     }
 
     /// Whether enough waits to be given to the disk, and the first of it has been passed; without
@@ -139,8 +122,7 @@ impl<T> Gate<T> {
 
     /// Whether there is something that can still be written.
     pub fn is_needed(&self, is_dead: impl Fn(&T) -> bool) -> bool {
-        let mut others = self.held.iter().chain(&self.reserve);
-        !self.waiting.is_empty() || others.any(|one| !is_dead(&one.item))
+        !self.waiting.is_empty() || self.reserve.iter().any(|one| !is_dead(&one.item))
     }
 }
 
@@ -196,19 +178,6 @@ mod tests {
         assert!(!gate.may_open(Some(6), 2 * MIB));
         assert!(gate.may_open(Some(7), 2 * MIB));
         assert_eq!(items(&gate.take()), [2, 3]);
-    }
-
-    #[test]
-    fn no_batch_waits_for_what_the_program_holds() {
-        let mut gate = Gate::default();
-        gate.add_held(waiting(1, 5));
-        assert!(!gate.may_open(Some(9), 0) && !gate.may_open(None, 0) && !gate.is_waiting());
-        assert!(gate.is_needed(|_| false) && !gate.is_needed(|_| true));
-        let held = gate.take_held();
-        gate.add_held(waiting(2, 6));
-        gate.put_back_held(held);
-        assert_eq!(items(&gate.take_held()), [1, 2]);
-        assert!(!gate.is_needed(|_| false));
     }
 
     #[test]

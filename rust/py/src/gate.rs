@@ -42,12 +42,6 @@ impl ThreadGate {
         Ok(())
     }
 
-    pub fn add_held(&self, record: &Bound<'_, Record>) -> PyResult<()> {
-        let one = waiting(record)?;
-        self.gate().add_held(one);
-        Ok(())
-    }
-
     pub fn add_to_reserve(&self, record: &Bound<'_, Record>) -> PyResult<()> {
         let (py, one) = (record.py(), waiting(record)?);
         let dead = self.gate().add_to_reserve(one, |record| is_dead(py, record));

@@ -17,6 +17,7 @@ mod gpu_calls;
 mod gpu_clock;
 mod gpu_waits;
 mod guides;
+mod held;
 mod hidden;
 mod hook_pair;
 mod kept;

@@ -149,7 +149,8 @@ impl Offloading {
             let (records, keeper) = (self.records.get(), self.keeper.bind(py));
             let known = records.of(&storage)?;
             if !known.is_empty() {
-                self.lock.locked(py, || records.renew(&known, tensor, &storage, keeper))?;
+                let part = (layout.offset, start + nbytes);
+                self.lock.locked(py, || records.renew(&known, tensor, &storage, part, keeper))?;
             }
             let packed = self.keep(tensor, &kept, nbytes, storage_bytes)?;
             // The hooks may have it written all the same.
@@ -250,7 +251,7 @@ impl Offloading {
         // newest node has not been passed; both may wait for the GPU.
         records.open_gate(keeper, Some(sequence))?;
         records.reap(keeper)?;
-        records.renew(&known, tensor, storage, keeper)?;
+        records.renew(&known, tensor, storage, part, keeper)?;
         let round = rounds.round_for(py, backward, self.teacher.bind(py))?;
         self.note_waits(&round, stream);
         let is_new = found.is_none();

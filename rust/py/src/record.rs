@@ -162,11 +162,10 @@ impl Record {
         end: u64,
     ) -> bool {
         let py = storage.py();
-        let is_dead = self.storage(py).is_none_or(|own| !own.is(storage));
         let counts_apart = self.root.bind(py).upgrade().is_none_or(|own| !own.is(root));
         let is_elsewhere = start < self.start || self.start + self.nbytes < end;
         let is_other = is_elsewhere
-            || is_dead // defence: identity with a look at life
+            || !self.is_on(storage) // defence: identity with a look at life
             || counts_apart // defence: identity with the version counter
             || self.version != version; // defence: version at pack
         !is_other
@@ -226,11 +225,19 @@ impl Record {
         usize::from(is_under_way)
     }
 
+    /// Whether it is of this storage.
+    pub fn is_on(&self, storage: &Bound<'_, PyAny>) -> bool {
+        self.storage(storage.py()).is_some_and(|own| own.is(storage))
+    }
+
+    /// Whether it has any of these bytes of its storage.
+    pub fn overlaps(&self, (start, end): (u64, u64)) -> bool {
+        self.start < end && start < self.start + self.nbytes
+    }
+
     /// Whether it is of this storage, and its version counter has seen no change.
     pub fn is_unchanged_on(&self, storage: &Bound<'_, PyAny>) -> PyResult<bool> {
-        let py = storage.py();
-        let is_its_own = self.storage(py).is_some_and(|own| own.is(storage));
-        Ok(is_its_own && self.version == version_of(self.counter.bind(py))?)
+        Ok(self.is_on(storage) && self.version == version_of(self.counter.bind(storage.py()))?)
     }
 
     /// The same tensor with the version counter of the original.

@@ -1,7 +1,7 @@
 //! The way of saved storages to the disk: when a write begins, and when its memory is freed.
 //!
-//! There is one record per saved storage and version, more where parts or counters are apart. What
-//! is saved again after its write began is held at the gate until the program has let go of it.
+//! There is one record per saved storage and version, more where parts or counters are apart. If
+//! its bytes are saved again after its write began, it is held until the program has let go of them.
 //!
 //! The gate. An operation may save a tensor before it has filled it (`rrelu` does), so no byte may
 //! be read while its node is being made. Autograd numbers nodes per thread; once this thread sees a
@@ -27,6 +27,7 @@ use crate::account::Account;
 use crate::books::Books;
 use crate::gate::{Gates, ThreadGate};
 use crate::gpu::Gpus;
+use crate::held::Held;
 use crate::record::{Part, Record};
 use crate::store::Store;
 use crate::timeline::{Moment, Timeline};
@@ -37,8 +38,6 @@ use crate::writing::{Writes, note_failure, upgraded};
 /// So much of a reserve is written when room is short: what comes next then finds writes under way
 /// to wait for, and not much more is written than must be.
 const RESERVE_BATCH_BYTES: u64 = 8 << 20;
-/// Users of a storage that only a record has: the source, and the object that is asked.
-const OWN_USERS: usize = 2;
 
 /// The records of one session, and what becomes of them.
 #[pyclass(frozen, module = "ssdtrain._core")]
@@ -50,9 +49,8 @@ pub struct Records {
     is_bounded: bool,
     /// So many bytes are given to the disk together.
     batch_bytes: u64,
-    /// Tells how many tensors lie on the storage at an address of C++.
-    count_users: Py<PyAny>,
     gates: Gates,
+    held: Held,
     is_forked: AtomicBool,
     writes: Writes,
     books: Mutex<Books>,
@@ -78,7 +76,8 @@ impl Records {
         count_users: Py<PyAny>,
     ) -> Self {
         let (account, books) = (account.0.clone(), Mutex::default());
-        let (gates, is_forked) = (Gates::new(threads), AtomicBool::new(false));
+        let (gates, held) = (Gates::new(threads), Held::new(count_users));
+        let is_forked = AtomicBool::new(false);
         let writes = Writes::new(give_back_bytes);
         Self {
             store,
@@ -87,8 +86,8 @@ impl Records {
             timeline,
             is_bounded,
             batch_bytes,
-            count_users,
             gates,
+            held,
             is_forked,
             writes,
             books,
@@ -156,10 +155,7 @@ impl Records {
 
     /// Begins the writes of all nodes of this thread, which has passed them.
     fn begin_all(&self, keeper: &Bound<'_, PyAny>) -> PyResult<()> {
-        let py = keeper.py();
-        if let Some(gate) = self.gates.here(py)? {
-            self.let_held_in(py, &gate)?;
-        }
+        self.write_held(keeper)?;
         self.open_gate(keeper, None)
     }
 
@@ -285,7 +281,7 @@ impl Records {
         alive.collect()
     }
 
-    /// Takes the bytes of a storage that is saved again from memory, if their writes have begun.
+    /// Takes bytes of a storage that are saved again from memory, if their writes have begun.
     ///
     /// Between the two saves the program may have changed them past the version counter
     /// (`tensor.data[...] = `), and plain autograd has one memory for both. They are written again
@@ -295,50 +291,54 @@ impl Records {
         known: &[Bound<'_, Record>],
         tensor: &Bound<'_, PyAny>,
         storage: &Bound<'_, PyAny>,
+        part: (u64, u64),
         keeper: &Bound<'_, PyAny>,
     ) -> PyResult<()> {
         for record in known {
-            if !record.get().has_handle() || !record.get().is_unchanged_on(storage)? {
+            let this = record.get();
+            if !this.has_handle() || !this.overlaps(part) || !this.is_unchanged_on(storage)? {
                 continue;
             }
             record.get().renew(tensor, self.is_bounded)?; // defence: bytes that are saved again
             if self.is_bounded {
                 keeper.call_method1(intern!(tensor.py(), "renewed"), (record,))?;
             } else {
-                self.gates.own(tensor.py())?.add_held(record)?;
+                self.held.add(record)?;
             }
         }
         Ok(())
     }
 
-    /// Has those of a gate's held records wait for their writes that the program has let go of.
-    fn let_held_in(&self, py: Python<'_>, gate: &ThreadGate) -> PyResult<()> {
-        let held = gate.gate().take_held();
+    /// Begins the writes of held records whose bytes the program has let go of.
+    ///
+    /// Any thread does: bytes that a node still fills are used by its operation.
+    fn write_held(&self, keeper: &Bound<'_, PyAny>) -> PyResult<()> {
         let (mut staying, mut outcome) = (Vec::new(), Ok(()));
-        for one in held {
-            let Some(record) = upgraded(py, &one.item)? else { continue };
-            match self.is_used(record.get(), py) {
-                Ok(false) => {
-                    gate.gate().add(one);
-                    continue;
+        for one in self.held.take() {
+            let Some(record) = upgraded(keeper.py(), &one)? else { continue };
+            if outcome.is_ok() {
+                match self.write_unless_used(&record, keeper) {
+                    Ok(true) => continue,
+                    Ok(false) => {}
+                    Err(error) => outcome = Err(error),
                 }
-                Ok(true) => {}
-                Err(error) => outcome = Err(error),
             }
             staying.push(one);
         }
-        gate.gate().put_back_held(staying);
+        self.held.put_back(staying);
         outcome
     }
 
-    /// Whether the program still uses the storage of a record.
-    fn is_used(&self, record: &Record, py: Python<'_>) -> PyResult<bool> {
-        let Some(source) = record.source(py) else { return Ok(false) };
+    fn write_unless_used(
+        &self,
+        record: &Bound<'_, Record>,
+        keeper: &Bound<'_, PyAny>,
+    ) -> PyResult<bool> {
+        let py = record.py();
+        let Some(source) = record.get().source(py) else { return Ok(true) };
         let storage = source.call_method0(intern!(py, "untyped_storage"))?;
-        let address = storage.getattr(intern!(py, "_cdata"))?;
-        // First: a write that ends in between leaves fewer users.
-        let own_count = OWN_USERS + record.replaced_count(py);
-        Ok(self.count_users.bind(py).call1((address,))?.extract::<usize>()? > own_count)
+        let known = self.of(&storage)?;
+        Ok(!self.held.is_used(&storage, &known)? && self.begin_write(record, keeper)?)
     }
 
     /// Makes a record, which is found by its storage from now on.
@@ -421,7 +421,7 @@ impl Records {
         sequence: Option<i64>,
         keeper: &Bound<'_, PyAny>,
     ) -> PyResult<()> {
-        self.let_held_in(py, gate)?;
+        self.write_held(keeper)?;
         let waiting = gate.gate().take();
         let (mut staying, mut is_busy, mut outcome) = (Vec::new(), false, Ok(()));
         for one in waiting {

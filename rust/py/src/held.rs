@@ -1,0 +1,55 @@
+//! Records that were saved again after their write began, until the program lets go of their bytes.
+
+use std::sync::{Mutex, PoisonError};
+
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::PyWeakrefReference;
+
+use crate::gate::RecordReference;
+use crate::record::Record;
+
+/// Those of all threads.
+pub struct Held {
+    records: Mutex<Vec<RecordReference>>,
+    /// Tells how many tensors lie on the storage at an address of C++.
+    count_users: Py<PyAny>,
+}
+
+impl Held {
+    pub fn new(count_users: Py<PyAny>) -> Self {
+        Self { records: Mutex::default(), count_users }
+    }
+
+    pub fn add(&self, record: &Bound<'_, Record>) -> PyResult<()> {
+        let reference = PyWeakrefReference::new(record)?.unbind();
+        self.put_back(vec![reference]);
+        Ok(())
+    }
+
+    pub fn take(&self) -> Vec<RecordReference> {
+        std::mem::take(&mut self.records.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    pub fn put_back(&self, mut records: Vec<RecordReference>) {
+        self.records.lock().unwrap_or_else(PoisonError::into_inner).append(&mut records);
+    }
+
+    /// Whether somebody else than these records, which are known of the storage, has tensors on it:
+    /// the program, or the operation of a node that is being made.
+    pub fn is_used(
+        &self,
+        storage: &Bound<'_, PyAny>,
+        known: &[Bound<'_, Record>],
+    ) -> PyResult<bool> {
+        let py = storage.py();
+        // Ours are the object that is asked, and of each record the source and a replaced write.
+        let mut own_count = 1;
+        for record in known.iter().map(Bound::get).filter(|one| one.is_on(storage)) {
+            // Counted first: a write that ends in between leaves fewer users.
+            own_count += record.replaced_count(py) + usize::from(record.has_source());
+        }
+        let address = storage.getattr(intern!(py, "_cdata"))?;
+        Ok(self.count_users.bind(py).call1((address,))?.extract::<usize>()? > own_count)
+    }
+}
