@@ -1,7 +1,7 @@
 //! The way of saved storages to the disk: when a write begins, and when its memory is freed.
 //!
 //! There is one record per saved storage and version, more where parts or counters are apart. If
-//! its bytes are saved again after its write began, it is held until the program has let go of them.
+//! its bytes are saved again after its write began, it is held until the program lets go of them.
 //!
 //! The gate. An operation may save a tensor before it has filled it (`rrelu` does), so no byte may
 //! be read while its node is being made. Autograd numbers nodes per thread; once this thread sees a
