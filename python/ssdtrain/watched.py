@@ -153,9 +153,7 @@ class Look:
         self._tensors = tensors
         self._stays = stays or function in GIVES_ADDRESS
         name = getattr(function, "__name__", "")
-        # Functions of lists are those of optimizers and of clipping.
-        is_of_lists = name.startswith(("_foreach_", "_amp_foreach_"))
-        self._is_training = is_of_lists or (name.endswith("_") and not name.endswith("__"))
+        self._is_training = name.endswith("_") and not name.endswith("__")
         self._watchers: list[Watcher] = []
         self._user = User()
         self._copies: dict[int, tuple[Tensor, int, str]] = {}

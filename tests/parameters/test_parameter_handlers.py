@@ -85,3 +85,35 @@ def test_a_handler_that_changes_a_weight_on_its_way_is_refused(tmp_path: Path) -
     with BetweenLines(change, every=3), torch.no_grad():
         model(numbered(1, 4, model[0].in_features))
     assert "set a flag there" in refused[0]
+
+
+@pytest.mark.parametrize("every", support.sizes(small=41, whole=7))
+def test_a_forward_between_any_two_lines_runs_or_is_refused(every: int, tmp_path: Path) -> None:
+    def trained(model: nn.Module) -> dict[str, Tensor]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for number in range(3):
+            squared(model, number).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return copies(model)
+
+    plain = layers(4)
+    expected = trained(plain)
+    model = offloaded(layers(4), tmp_path)
+    outcomes = []
+
+    def forward() -> None:
+        try:
+            with torch.no_grad():
+                squared(model, 7)
+        except UnsupportedError as error:
+            assert "set a flag there" in str(error)
+            outcomes.append("refused")
+        else:
+            outcomes.append("served")
+
+    with BetweenLines(forward, every=every):
+        found = trained(model)
+    assert set(outcomes) == {"refused", "served"}
+    support.assert_equal_bits(found, expected)
+    assert torch.equal(squared(model, 7), squared(plain, 7))

@@ -18,7 +18,7 @@ from torch import Tensor
 from ssdtrain._core import run_if_free
 from ssdtrain.away.known import KNOWN, known_of
 from ssdtrain.away.tensor import HELD, OffloadedTensor
-from ssdtrain.away.threads import is_held_here
+from ssdtrain.away.threads import is_held_here, refuse_handlers
 from ssdtrain.away.use_order import UseOrder
 from ssdtrain.away.writes import Writes
 from ssdtrain.errors import SsdtrainError
@@ -48,10 +48,9 @@ class OffloadedTensors:
     """Keeps tensors under a bound."""
 
     name: ClassVar[str]
-    """What they are called in the report of a session."""
+    """Their name in the report of a session."""
     too_many: ClassVar[str]
-    """What is said where they cannot be kept under the bound, before the causes; it has a place
-    for the bound."""
+    """The message where they do not fit, before the causes; it has a place for the bound."""
 
     def __init__(
         self, store: TensorStore, max_resident_bytes: int, room: Room | None = None
@@ -129,8 +128,7 @@ class OffloadedTensors:
             for number in [id(one.tensor) for one in self._alive()]:
                 KNOWN.pop(number, None)
         if self._room is not None:
-            # The traceback of what went wrong may keep all of this.
-            self._room.end()
+            self._room.end()  # the traceback of what went wrong may keep all of this
 
     def forget(self, one: OffloadedTensor) -> None:
         """Forget one whose tensor is gone.
@@ -143,6 +141,7 @@ class OffloadedTensors:
 
     def begin_use(self, some: Iterable[OffloadedTensor], user: object) -> None:
         """Have these in memory until ``end_use``."""
+        refuse_handlers(self._lock)
         for one in some:
             one.note_user(user)
         with self._lock:
@@ -155,6 +154,7 @@ class OffloadedTensors:
 
     def look(self, one: OffloadedTensor) -> None:
         """Bring back what training uses now."""
+        refuse_handlers(self._lock)
         user = User()
         # Nothing that is read ahead takes its place.
         one.note_user(user)
@@ -167,14 +167,13 @@ class OffloadedTensors:
     def begin_look(self, one: OffloadedTensor, user: object, *, in_training: bool) -> Tensor | None:
         """Bring back what a function of the program uses until ``end_look``.
 
-        [Note: looks] A look at one tensor lets none leave that was in memory before: its address
-        may have been asked for meanwhile, and its bytes may be read there later, as safetensors
-        does. So looks take the memory of one more tensor than the bound, of all whose addresses
-        were asked for, and of all that share their memory with a tensor (`weight.data`) that
-        lives. Forwards, backwards and changes in place let all others leave.
+        [Note: looks] A look at one tensor lets none leave that was in memory before: whoever asked
+        for its address may read there later, as safetensors does. So looks take the memory of one
+        more tensor than the bound, of all whose addresses were asked for, and of all that share
+        memory with a living tensor (`weight.data`). Forwards, backwards and changes in place let
+        all others leave.
         """
-        if is_held_here(self._lock):
-            # A handler of a signal, say, that came between two lines of ours.
+        if is_held_here(self._lock):  # by a line that a signal handler interrupts
             return one.copy(self._store)
         one.note_user(user)
         with self._lock:
@@ -198,7 +197,7 @@ class OffloadedTensors:
         with self._lock, plainly():
             if one.tensor is None or one.users or not one.is_attached():
                 return
-            # Its bytes stay in memory, for the next look at it and for whoever shares them.
+            # `source` keeps the bytes, for the next look at it and for whoever shares them.
             if not stays and one.may_leave() and self._empty(one, shared=True):
                 self._let_looked_leave(but=one)
                 self._looked.append(weakref.ref(one))
@@ -206,6 +205,7 @@ class OffloadedTensors:
 
     def bring(self, one: OffloadedTensor) -> None:
         """Bring back what is in use, outside of the order that is learned."""
+        refuse_handlers(self._lock)
         with self._lock:
             self._bring(one)
 

@@ -10,7 +10,16 @@ from concurrent.futures import thread as futures_thread
 from types import CodeType
 from typing import TypeVar
 
-__all__ = ["KNOWN_THREADS", "WAITING", "KnownThread", "is_held_here", "uses_no_tensor"]
+from ssdtrain.errors import UnsupportedError
+
+__all__ = [
+    "KNOWN_THREADS",
+    "WAITING",
+    "KnownThread",
+    "is_held_here",
+    "refuse_handlers",
+    "uses_no_tensor",
+]
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -31,6 +40,19 @@ def uses_no_tensor(function: F) -> F:
 def is_held_here(lock: threading.RLock) -> bool:
     """Return whether this thread holds a lock: a signal handler runs between two of our lines."""
     return lock._is_owned()  # type: ignore[attr-defined,no-any-return]  # noqa: SLF001 - as threading.Condition asks
+
+
+def refuse_handlers(lock: threading.RLock) -> None:
+    """Raise ``UnsupportedError`` if a signal handler, say, runs between two lines that hold a lock.
+
+    It may look at a tensor there, and gets a copy; a model cannot be given one.
+    """
+    if is_held_here(lock):
+        raise UnsupportedError(
+            "a signal handler, a __del__ or a callback of a weak reference runs a forward or a "
+            "backward, or enters parameters_in_memory, while ssdtrain is moving a weight or "
+            "gradient: set a flag there, and do it between two steps"
+        )
 
 
 class KnownThread(threading.Thread):
