@@ -107,8 +107,7 @@ def test_a_forward_between_any_two_lines_runs_or_is_refused(every: int, tmp_path
             with torch.no_grad():
                 squared(model, 7)
         except UnsupportedError as error:
-            assert "set a flag there" in str(error)
-            outcomes.append("refused")
+            outcomes.append("refused" if "set a flag there" in str(error) else str(error))
         else:
             outcomes.append("served")
 

@@ -19,6 +19,7 @@ from ssdtrain.away.classes import AwayParameter
 from ssdtrain.away.tensor import storage_key
 from ssdtrain.machine.torch_internals import Hooks, hide_hooks
 from ssdtrain.parameters.weight import Weight
+from ssdtrain.watched import User
 
 __all__ = ["ON_STORAGE", "WeightPair", "note_pair", "running_frames", "take_out_abandoned"]
 
@@ -75,17 +76,25 @@ class SavedWeight:
             self._version,
             lambda: f"the weight {self._weight.name} {describe(param.dtype, self._size)}",
         )
-        weight = self._weight
-        weight.look(param)
-        weight.note_memory()
+        weight, user = self._weight, User()
+        # So that a forward in a handler does not have it leave between these lines.
+        weight.note_user(user)
+        try:
+            weight.look(param)
+            weight.note_memory()
+            return self._view(param)
+        finally:
+            weight.end_use(user)
+
+    def _view(self, param: Tensor) -> Tensor:
         with torch.no_grad():
             saved = param.detach()
             if self._is_itself:
                 # Autograd too has the parameter as it is now.
                 return saved
             # defence: other memory of a saved weight
-            if weight.times_replaced != self._times_replaced:
-                raise RuntimeError(REPLACED.format(weight.name))
+            if self._weight.times_replaced != self._times_replaced:
+                raise RuntimeError(REPLACED.format(self._weight.name))
             return saved.as_strided(self._size, self._stride, self._offset)
 
 
