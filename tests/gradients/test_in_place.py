@@ -193,7 +193,8 @@ def test_a_change_that_another_counter_sees_gives_plain_bits(
         return x.grad
 
     expected = gradient(None)
-    rig = Rig(tmp_path, backend="simulated", faults={"paused": True})
+    # Both writes begin together: the second save finds none of the first under way.
+    rig = Rig(tmp_path, backend="simulated", faults={"paused": True}, min_bytes=COUNT)
     assert bits(gradient(rig)) == bits(expected)
     assert rig.stats.bytes_written > 0
     rig.assert_empty()

@@ -627,7 +627,6 @@ def test_weights_cast_by_autocast_are_never_written(tmp_path: Path) -> None:
     assert written_bytes(rig, forward) == 2 * 32 * 64 * 2
 
 
-@pytest.mark.defends("live memory before the disk")
 @pytest.mark.parametrize("training", [True, False])
 def test_running_statistics_give_plain_gradients(training: bool, tmp_path: Path) -> None:
     def step(flush: Flush) -> Result:

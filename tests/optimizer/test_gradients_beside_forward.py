@@ -166,9 +166,11 @@ def test_the_next_backward_waits_for_updates(
         if is_ours:
             gate.set()
         optimizer.step()
+        if is_ours:
+            # Before the looks of the comparison, which take the memory of one more.
+            assert optimizer.offload_stats.gradient_peak_bytes <= 4 * ONE
         results.append(everything(module, optimizer))
     support.assert_equal_bits(results[1], results[0])
-    assert optimizer.offload_stats.gradient_peak_bytes <= 4 * ONE + LOOKED
 
 
 @pytest.mark.parametrize("bound", [4, 5, 6])
@@ -183,7 +185,7 @@ def test_gradients_that_cannot_leave_take_the_room_of_updates_that_go_on(
     views = [one[0] for one in here[:count]]
     optimizer.step()
     optimizer.synchronize()
-    assert optimizer.offload_stats.gradient_peak_bytes <= bound * ONE + LOOKED
+    assert optimizer.offload_stats.gradient_peak_bytes <= bound * ONE
     del views
 
 
