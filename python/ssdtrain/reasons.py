@@ -109,9 +109,10 @@ class Gain:
     has_reason: bool
     """Whether the report tells why little was offloaded."""
     has_kept_to_learn: bool
-    """Whether steps kept all to learn the price of a byte: ``resident_bytes`` is of these steps."""
+    """Whether some steps offloaded nothing, to learn the price of a byte. Their peak is in
+    ``resident_bytes``, so the two peaks cannot be compared."""
     has_recomputed: bool
-    """Whether blocks were computed again: ``saved_bytes`` lacks what these did not save."""
+    """Whether blocks were computed again. Then a plain program saves more than ``saved_bytes``."""
     has_others: bool
     """Whether weights or state of an optimizer leave memory as well: that is a gain, too."""
 
@@ -210,7 +211,7 @@ def _why_no_operation(observed: Observed) -> Reason:
             is_warning=True,
         )
     if observed.has_reached_children:
-        # Whatever they computed: this process is not told the time of a fork server's children.
+        # Does not ask for ``child_s``: the time of a fork server's children is not counted there.
         return Reason(
             "no operation of this process was recorded for a backward; the child processes that "
             "Python started (multiprocessing, os.fork) have blocks and reports of their own",

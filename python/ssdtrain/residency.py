@@ -61,7 +61,7 @@ class Refusal:
         self.least_bytes = shortage.resident_bytes + shortage.needed_bytes
         """The bound that the pass needs for its operations until now."""
         self.is_told = False
-        """Whether the error was raised. Tensors that are saved later belong to another pass."""
+        """Whether the error was raised. A tensor that is saved afterwards begins another pass."""
         self._shortage = shortage
         self._staying = Account()
         self._storages: weakref.WeakKeyDictionary[UntypedStorage, int] = weakref.WeakKeyDictionary()

@@ -48,7 +48,8 @@ OF_THE_MOMENT = frozenset(
 STALL_SHARE_LITTLE = 0.01
 """A session that waits for a smaller share of the time is limited by computing."""
 OFFLOADED_SHARE_MUCH = 0.9
-"""Of what may leave memory. The rest is needed again too soon for any disk."""
+"""If this share of the bytes that may leave memory was offloaded, computing is the limit: backward
+needs the rest too soon for any disk."""
 
 ACTIVATIONS = "activations"
 

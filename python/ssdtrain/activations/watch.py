@@ -62,7 +62,7 @@ class Observed:
     """Backwards of all threads of the process."""
     fork_count: int
     has_reached_children: bool
-    """Whether child processes were started that have blocks of their own."""
+    """Whether Python started child processes, in which the block goes on by itself."""
     child_s: float
     """What child processes that have ended computed."""
     process_s: float

@@ -1,6 +1,6 @@
 //! Records that were saved again after their write began, until the program lets go of their bytes.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -9,7 +9,7 @@ use pyo3::types::PyWeakrefReference;
 use crate::gate::RecordReference;
 use crate::record::Record;
 
-/// Those of all threads.
+/// The held records of all threads.
 pub struct Held {
     records: Mutex<Vec<RecordReference>>,
     /// Tells how many tensors lie on the storage at an address of C++.
@@ -23,27 +23,31 @@ impl Held {
 
     pub fn add(&self, record: &Bound<'_, Record>) -> PyResult<()> {
         let reference = PyWeakrefReference::new(record)?.unbind();
-        self.put_back(vec![reference]);
+        self.records().push(reference);
         Ok(())
     }
 
     pub fn take(&self) -> Vec<RecordReference> {
-        std::mem::take(&mut self.records.lock().unwrap_or_else(PoisonError::into_inner))
+        std::mem::take(&mut self.records())
     }
 
     pub fn put_back(&self, mut records: Vec<RecordReference>) {
-        self.records.lock().unwrap_or_else(PoisonError::into_inner).append(&mut records);
+        self.records().append(&mut records);
     }
 
-    /// Whether somebody else than these records, which are known of the storage, has tensors on it:
-    /// the program, or the operation of a node that is being made.
+    fn records(&self) -> MutexGuard<'_, Vec<RecordReference>> {
+        self.records.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether the program, or the operation of a node that is being made, has tensors on a
+    /// storage; `known` are the records on it.
     pub fn is_used(
         &self,
         storage: &Bound<'_, PyAny>,
         known: &[Bound<'_, Record>],
     ) -> PyResult<bool> {
         let py = storage.py();
-        // Ours are the object that is asked, and of each record the source and a replaced write.
+        // `storage` itself is one user; source and replaced write of each record are others.
         let mut own_count = 1;
         for record in known.iter().map(Bound::get).filter(|one| one.is_on(storage)) {
             // Counted first: a write that ends in between leaves fewer users.

@@ -383,7 +383,8 @@ fn probe_direct(file: &OwnedFd) -> rustix::io::Result<()> {
     rustix::io::pread(file, &mut block.0, 0).map(drop)
 }
 
-/// What `statx(STATX_DIOALIGN)` (Linux 6.1) answers, or a safe guess; `None`: it is not direct.
+/// The alignment by `statx(STATX_DIOALIGN)` (Linux 6.1), or a safe guess if that is not known;
+/// `None` if the file system sends direct I/O through the page cache.
 fn direct_alignment(file: &OwnedFd) -> Option<usize> {
     const STATX_DIOALIGN: u32 = 0x2000;
     let wanted = StatxFlags::from_bits_retain(STATX_DIOALIGN);
