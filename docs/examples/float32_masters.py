@@ -3,7 +3,7 @@
     python docs/examples/float32_masters.py DIRECTORY
 
 Steps that are smaller than the last bit of a bfloat16 weight are not lost: the masters have them.
-Of each, the disk holds what the weight does not say. `docs/optimizer.md` tells what works.
+Of each, the disk holds what the weight does not say: `docs/guides/weights-and-optimizer.md`.
 """
 
 import sys

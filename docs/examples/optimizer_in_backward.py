@@ -3,8 +3,8 @@
     python docs/examples/optimizer_in_backward.py DIRECTORY
 
 Each part of the weights is updated as soon as its gradients are complete, and these are freed.
-`step()` puts the updates in place: the losses are those of the plain run. `docs/optimizer.md` tells
-what works, and what has to use another schedule (clipping).
+`step()` puts the updates in place: the losses are those of the plain run. Clipping needs
+`overlap="step"`: `docs/guides/weights-and-optimizer.md` tells why.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""``docs/integrations.md`` names the packages, tests and figures that there are."""
+"""Pages about trainers and the report name the packages, tests and figures that there are."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import tomllib
 from checkout import ROOT
 from ssdtrain.integrations.coverage import DONE, NOW
 
-PAGE = (ROOT / "docs" / "integrations.md").read_text()
+PAGE = (ROOT / "docs" / "guides" / "trainers.md").read_text()
+REPORT = (ROOT / "docs" / "reference" / "report.md").read_text()
 TESTED = re.findall(r"^\| `([a-z-]+)` \| ([0-9.]+) \| `(tests/\S+\.py)`", PAGE, re.MULTILINE)
 
 
@@ -38,5 +39,5 @@ def test_no_version_is_older_than_what_is_asked_for() -> None:
 
 
 def test_every_figure_in_the_log_is_told() -> None:
-    told = re.findall(r"^\| `ssdtrain/(\w+)` \|", PAGE, re.MULTILINE)
+    told = re.findall(r"^\| `ssdtrain/(\w+)` \|", REPORT, re.MULTILINE)
     assert told == [*DONE, *NOW]
