@@ -3,7 +3,7 @@
 //! The ring is driven without the store, on an unnamed `O_DIRECT` file. Every case is measured next
 //! to its baseline, in turns that change from round to round, and what is printed is the median of
 //! the ratios of such pairs: a neighbour that slows the machine slows both. A case that the kernel
-//! or the device refuses says so. `docs/storage.md` draws the conclusions.
+//! or the device refuses says so. `docs/internals/storage.md` draws the conclusions.
 //!
 //! `SSDTRAIN_BENCH_DIR` names the directory to measure; without it, it is one in the build folder.
 //! `SSDTRAIN_BENCH_SECONDS` bounds the rounds (150). A word after `--` keeps the sections and

@@ -1,4 +1,4 @@
-"""``docs/reliability.md`` names tests that exist."""
+"""``docs/internals/reliability.md`` names tests that exist."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def has_test(module: str, name: str) -> bool:
 
 
 def test_every_named_test_exists() -> None:
-    named = NAMED.findall((ROOT / "docs" / "reliability.md").read_text())
+    named = NAMED.findall((ROOT / "docs" / "internals" / "reliability.md").read_text())
     assert len(named) > 40
     assert not [f"{module}::{name}" for module, name in named if not has_test(module, name)]
 

@@ -5,8 +5,8 @@ use std::collections::VecDeque;
 use crate::round::{FORWARD, Round};
 
 /// Bytes read ahead: 32 MiB in flight is what one drive needs for its full rate (see
-/// `docs/storage.md`). A slow disk reads ahead as far as its plan says, and into the memory that
-/// its backward has freed: that never raises the peak.
+/// `docs/results/storage.md`). A slow disk reads ahead as far as its plan says, and into the memory
+/// that its backward has freed: that never raises the peak.
 pub const WINDOW_BYTES: u64 = 32 << 20;
 /// Where what goes to the disk is bounded by its price, the share of it that is read ahead at most:
 /// all of it would be back as soon as backward begins, at the peak, and have been paid for nothing.

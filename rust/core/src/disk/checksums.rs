@@ -7,8 +7,8 @@
 //!
 //! The worker that reads a block compares it, so the thread that waits does not pay for that. One
 //! block (4 MiB) takes it 0.2 to 0.6 ms, in which the kernel goes on with the other pieces in
-//! flight: with 16 of them the disk has 20 ms of work left at 3 GB/s. `docs/reliability.md` has the
-//! figures (`benches/io/verify_cost.py`).
+//! flight: with 16 of them the disk has 20 ms of work left at 3 GB/s. `docs/results/storage.md` has
+//! the figures (`benches/io/verify_cost.py`).
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
