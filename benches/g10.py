@@ -8,8 +8,8 @@ DIR has the folder `graphs/` with one `BATCH.kernels.tsv` and `BATCH.tensors.tsv
 batch. `plan` writes one JSON file per trace and class, or for those named (`VIT-1280-ssd`), and
 prints each score with its share of what no plan can beat. `replay` prints the scores of plans.
 `check` replays empty plans and, if DIR has `plans/`, G10's own, and compares with what is known.
-The work is done by `benches/planning/g10.rs`, which cargo builds first; `docs/planning.md` has the
-rules.
+The work is done by `benches/planning/g10.rs`, which cargo builds first.
+`docs/internals/planning.md` has the rules, `docs/results/planning.md` the scores.
 """
 
 from __future__ import annotations

@@ -1092,7 +1092,7 @@ class StepPlan:
 
 @final
 class Planner:
-    """A step, ready to be planned, without the GIL. `docs/planning.md` has the rules."""
+    """A step, ready to be planned, without the GIL. `docs/internals/planning.md` has the rules."""
 
     def __new__(
         cls,

@@ -531,9 +531,10 @@ def test_memory_that_a_step_takes_at_least() -> None:
 
 
 @pytest.mark.long
-def test_what_the_readme_says_of_its_example(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_example_of_the_guide_is_true(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
-    (line,) = re.findall("^ssdtrain (plan .*)$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    page = (ROOT / "docs" / "guides" / "planning-a-machine.md").read_text()
+    (line,) = re.findall("^ssdtrain (plan .*)$", page, re.MULTILINE)
     assert main([*line.split(), "--json"]) == 0
     ways = json.loads(capsys.readouterr().out)["ways"]
     assert not ways["keep"]["fits"]

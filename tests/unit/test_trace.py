@@ -38,9 +38,9 @@ def test_a_trace_comes_back_from_its_file(tmp_path: Path) -> None:
 
 
 def test_the_example_of_the_documentation_is_a_trace(tmp_path: Path) -> None:
-    page = Path(__file__).resolve().parents[2] / "docs" / "planning.md"
+    page = Path(__file__).resolve().parents[2] / "docs" / "internals" / "planning.md"
     text = page.read_text().split("```json\n")[1].split("```")[0]
-    example = Trace.of_document(json.loads(text), "docs/planning.md")
+    example = Trace.of_document(json.loads(text), "docs/internals/planning.md")
     assert example.tensors[1].lives_across_steps
     assert [one.uses for one in example.kernels] == [(0, 1), (1,), (0, 1)]
 

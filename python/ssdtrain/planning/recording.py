@@ -1,7 +1,7 @@
 """Makes a trace of what a session saw of one round. Pure.
 
 A session sees when tensors are saved and needed, and no kernels: each stretch of computing between
-two such events is a kernel of the trace (``docs/planning.md``, the format of a trace).
+two such events is a kernel of the trace (format: ``docs/internals/planning.md``).
 """
 
 from __future__ import annotations

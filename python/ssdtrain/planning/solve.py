@@ -340,7 +340,7 @@ class Step:
 
 
 def plan_document(step: Step, device: Device, plan: StepPlan) -> dict[str, Any]:
-    """Return a plan as its JSON file says it; `docs/planning.md` describes the format."""
+    """Return a plan as its JSON file says it; `docs/internals/planning.md` describes the format."""
     tensors = step.trace.tensors
     moved = {number: where for number, where, _, _ in plan.moves if where != "fetch"}
     recomputed = set(plan.recomputed)

@@ -1,4 +1,4 @@
-"""What one training step uses and when, as a file: `docs/planning.md` describes the format.
+"""The file of a training step: tensors and kernels. Format: `docs/internals/planning.md`.
 
 A recorder in a running session writes traces, `ssdtrain plan` derives them from shapes, and the
 planner reads them. Nothing here knows torch.
