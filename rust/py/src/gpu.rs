@@ -490,7 +490,7 @@ impl GpuWay {
 /// The stream as the driver knows it.
 pub fn user_stream(stream: GpuStream) -> UserStream {
     // SAFETY: the handles are what torch calls the current stream. Torch never destroys its own;
-    // one that a program made elsewhere has to outlive the session, as docs/gpu.md asks.
+    // one that a program made elsewhere has to outlive the session, as docs/guides/gpu.md asks.
     unsafe { UserStream::new(stream.handle) }
 }
 
