@@ -4,12 +4,11 @@ Llama-style blocks. All ways train the same weights in one process and take turn
 that all see the same machine. *keep* is plain PyTorch, and *keep again* too: their ratio tells the
 noise. *recompute* is `torch.utils.checkpoint` per block, *staged* is ssdtrain through pinned memory
 and *gds* the same by GPUDirect Storage, where that works, both with their defaults; *host* is
-*staged* with `max_host_bytes`. *bounded* and *bounded host*, if asked for by `--ways`, are these
-two with `slowdown_max=0.02`; they learn for some dozen rounds (`--warm-up 70`). *save_on_cpu* is
-PyTorch's own (pinned) and *streamed_to_host* the same on a stream of its own, as torchtune does it;
-these two are trained last, in turns with keep. Told are medians: the time of a step, its ratio to
-keep's in the same round, and the peak of what PyTorch has of the device's memory above what was
-there before the step. All losses must be bit-equal.
+*staged* with `max_host_bytes`. *save_on_cpu* is PyTorch's own (pinned) and *streamed_to_host* the
+same on a stream of its own, as torchtune does it; these two are trained last, in turns with keep.
+Told are medians: the time of a step, its ratio to keep's in the same round, and the peak of what
+PyTorch has of the device's memory above what was there before the step. All losses must be
+bit-equal.
 
     python benches/gpu_step.py [--dir DIR] [--hidden N] [--layers N] [--dtype NAME] [--ways NAME...]
                                [--rounds N] [--warm-up N] [--json FILE]
@@ -33,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "gpu"))
 
 from gpu_found import Found, run_step, step_parser
 from gpu_llama import Llama
-from gpu_modes import BOUNDED_WAYS, HOST_MODES, WAYS, Mode, free_host_bytes, modes
+from gpu_modes import HOST_MODES, WAYS, Mode, free_host_bytes, modes
 
 EXIT_NO_GPU = 3
 
@@ -223,9 +222,8 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("--seconds", type=float, default=600, help="begin no round after these")
     parser.add_argument(
-        "--ways", nargs="+", choices=(*WAYS, *BOUNDED_WAYS), default=WAYS, metavar="NAME",
-        help=", ".join((*WAYS, *BOUNDED_WAYS)),
-    )  # fmt: skip
+        "--ways", nargs="+", choices=WAYS, default=WAYS, metavar="NAME", help=", ".join(WAYS)
+    )
     options = parser.parse_args(arguments)
     if options.rounds < 1 or options.warm_up < 1 or options.hidden % 256:
         parser.error("--rounds and --warm-up must be at least 1, --hidden a multiple of 256")

@@ -19,7 +19,6 @@ from ssdtrain.machine import cufile
 Step = Callable[[Llama, Tensor], Tensor]
 """One forward and its backward; returns the loss."""
 
-SLOWDOWN_MAX = 0.02
 STASH_COUNT = 5
 """Tensors whose copy may be under way while the program goes on."""
 COPIED_BYTES_MIN = 1 << 10
@@ -134,7 +133,6 @@ def modes(
     ``offload`` has the options of ssdtrain but for the way to the disk; without any, it is as users
     get it. In ``host_bytes`` of the CPU's memory it may leave tensors by plan.
     """
-    bounded = {"gds": "disabled", "slowdown_max": SLOWDOWN_MAX}
     return {
         "keep": Mode(),
         "keep again": Mode(),
@@ -142,8 +140,6 @@ def modes(
         "staged": Offload(directory, {**offload, "gds": "disabled"}),
         "host": Offload(directory, {**offload, "gds": "disabled", "max_host_bytes": host_bytes}),
         "gds": Offload(directory, {**offload, "gds": "required"}),
-        "bounded": Offload(directory, {**offload, **bounded}),
-        "bounded host": Offload(directory, {**offload, **bounded, "max_host_bytes": host_bytes}),
         "save_on_cpu": Mode(lambda: save_on_cpu(pin_memory=True)),
         "streamed_to_host": Mode(StreamedCopies(model).hooks),
     }
@@ -153,8 +149,6 @@ HOST_MODES = ("save_on_cpu", "streamed_to_host")
 """Those that need as much memory of the CPU as the others need of the GPU, and are trained last, in
 turns with keep: they are so slow that there would be time for hardly any other step."""
 WAYS = ("keep", "keep again", "recompute", "staged", "host", "gds", *HOST_MODES)
-BOUNDED_WAYS = ("bounded", "bounded host")
-"""*staged* and *host* with ``slowdown_max``; they vary some dozen steps at first, to learn."""
 
 
 def free_host_bytes() -> int:

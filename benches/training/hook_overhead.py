@@ -8,7 +8,6 @@ disk are taken off: they are the session's stalls). Operations run in one thread
 that a core is left for the I/O worker: where all cores compute, the worker that a call wakes may
 interrupt it, and the submission of the request counts as the call's (--threads shows it).
 
-In the row of what is kept, only the first tensor of a round is followed (`rust/py/src/skim.rs`).
 The last row has next to nothing between the calls, so that caches stay warm: 200 tensors of 64 KiB
 are packed, each for a node of its own, wait until they are on the disk, and are unpacked and
 dropped. Its figures are the means of the fastest round, with all that a call does for several, and
@@ -30,7 +29,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from time import perf_counter_ns
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +38,6 @@ from torch.autograd.graph import saved_tensors_hooks
 import ssdtrain
 from ssdtrain.config import OffloadConfig, StoreConfig
 from ssdtrain.demo.machine import machine_facts
-from ssdtrain.planning.controller import Controller
 from ssdtrain.planning.policy import Policy
 
 OPERATION_COUNT = 200
@@ -61,21 +59,6 @@ class KeepNothing(Policy):
 
     def note_futile(self, key: int) -> None:
         """Write it again all the same."""
-
-
-class KeepsAll(Controller):
-    """To which nothing is worth its price, from the first step on."""
-
-    def __init__(self) -> None:
-        super().__init__(slowdown_max=0.02)
-
-    def allowance(self, *arguments: Any) -> int:  # noqa: ARG002 - whatever begins
-        """Allow nothing."""
-        return 0
-
-    def skims(self, opening: int) -> Literal["price"]:  # noqa: ARG002 - whatever begins
-        """Have no step followed."""
-        return "price"
 
 
 @dataclass(frozen=True)
@@ -133,7 +116,6 @@ def offloaded() -> Tensor:
     return x.sum()
 
 
-SKIMMED = "kept, as nothing is worth its price"
 TIGHT = "offloaded, tight loop"
 TIGHT_ELEMENTS = 1 << 14
 
@@ -142,7 +124,6 @@ KINDS: dict[str, Callable[[], Tensor]] = {
     "weights": weights,
     "deduplicated": deduplicated,
     "offloaded": offloaded,
-    SKIMMED: offloaded,
 }
 
 
@@ -204,10 +185,7 @@ def trivial_unpack(packed: Tensor) -> Tensor:
 def measure(kind: str, directory: str, rounds: int) -> Row:
     """Measure one kind of saved tensor."""
     store = StoreConfig(dirs=(directory,), direct_io="optional")
-    policy: Policy = KeepNothing()
-    if kind == SKIMMED:
-        policy.controller = KeepsAll()
-    session = ssdtrain.Session(OffloadConfig(store=store), policy)
+    session = ssdtrain.Session(OffloadConfig(store=store), KeepNothing())
     hooks: Any = session.context()
     nbytes_min = 4 * (SMALL_ELEMENTS if kind == "below min_bytes" else LARGE_ELEMENTS)
     trivial = Timed(trivial_pack, trivial_unpack, nbytes_min)

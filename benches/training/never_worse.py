@@ -7,8 +7,7 @@ program, which never imports ssdtrain. The other trains in several ways:
     again     the same once more: their ratio is the noise
     trivial   with hooks that do nothing: the time that torch takes to call hooks
     all       every saved tensor is written
-    cut       offloads what hides behind computing (the cut of SSDTrain, `slowdown_max=None`)
-    ours      as much of that as `slowdown_max` allows
+    ours      a session as it is by default: offloads what the disk hides (the cut of SSDTrain)
     teraio    what algorithm 1 of TERAIO (arXiv 2506.06472) chooses for the peak of `ours`
 
 A turn is two steps of each, in an order that rotates, so that other work on the machine meets all
@@ -17,7 +16,7 @@ The ratio of a way is the median over the turns of its time over that of the pla
 that turn, with the standard error of this median. In brackets is the ratio to `keep`, which has
 imported ssdtrain as well: the cost of offloading alone. The first turns, in which sessions adapt,
 are left out. The peak is the median over the turns of the most saved bytes in memory, over those of
-a plain step; where `ours` had its hooks off, it is 1.
+a plain step.
 
 A slower disk is a control group (blkio) that bounds reads and writes; only root may make one, and
 without it the disk is measured as it is.
@@ -49,7 +48,6 @@ from torch.autograd.graph import saved_tensors_hooks
 import ssdtrain
 from hook_overhead import KeepNothing, trivial_pack, trivial_unpack
 from plain_steps import Program, prepared
-from ssdtrain.activations import aside
 from ssdtrain.config import OffloadConfig, StoreConfig
 from ssdtrain.demo.machine import machine_facts
 from ssdtrain.demo.options import TrainingOptions
@@ -57,11 +55,13 @@ from ssdtrain.planning.policy import Policy
 from ssdtrain.planning.recording import Recording, trace_of
 from ssdtrain.planning.solve import Device, Step
 
-ADAPTING_TURNS = 30
-"""Three steps for plans, and as many as a campaign has at most, and some more."""
+ADAPTING_TURNS = 12
+"""Plans settle after three rounds, and the share of the disk's rates that they count on later."""
 TERAIO_TURN = ADAPTING_TURNS - 5
 """When TERAIO's choice is made: `ours` has found its peak, and some turns are left to settle."""
-WAYS = ("again", "trivial", "all", "cut", "ours", "teraio")
+PEAK_STEPS = 8
+"""Steps before that turn, of whose peaks the median is the peak of `ours`."""
+WAYS = ("again", "trivial", "all", "ours", "teraio")
 MEDIAN_ERROR = math.sqrt(math.pi / 2) / 1.349
 """So many times the width of the middle half, over the root of how many values there are, is the
 standard error of a median of normal values."""
@@ -105,11 +105,10 @@ class Given(KeepAll):
 class Way:
     """One session, which takes its step in each turn."""
 
-    def __init__(self, directory: str, policy: Policy, *, kept_bytes: int = 0) -> None:
+    def __init__(self, directory: str, policy: Policy) -> None:
         config = OffloadConfig(store=StoreConfig(dirs=(directory,)))
         self.policy = policy
         self.session = ssdtrain.Session(config, policy)
-        self._kept_bytes = kept_bytes
         self.seconds: list[float] = []
         self.peaks: list[int] = []
         self.written: list[int] = []
@@ -124,17 +123,11 @@ class Way:
         account.forget_peak()
         before = self.session.stats
         began_s = perf_counter()
-        # As around a function that `ssdtrain.offload` decorates, whose session is not given.
-        pair = self.session.context()
-        aside.put_on(pair)
-        try:
+        with self.session.context():
             step()
-        finally:
-            aside.take_off(pair)
         self.seconds.append(perf_counter() - began_s)
         after = self.session.stats
-        is_seen = after.steps_without_hooks == before.steps_without_hooks
-        self.peaks.append(account.peak_bytes if is_seen else self._kept_bytes)
+        self.peaks.append(account.peak_bytes)
         self.written.append(after.bytes_written - before.bytes_written)
         self.read.append(after.bytes_read - before.bytes_read)
         self.stalled.append(after.stall_s - before.stall_s)
@@ -230,24 +223,19 @@ def throttled(directory: str, rate: float | None) -> Iterator[None]:
         group.rmdir()
 
 
-def ways_of(
-    names: list[str], directory: str, slowdown_max: float, kept_bytes: int
-) -> dict[str, Way | Plain]:
+def ways_of(names: list[str], directory: str, kept_bytes: int) -> dict[str, Way | Plain]:
     """Return the ways that are compared with plain steps."""
     made: dict[str, Callable[[], Way | Plain]] = {
         "again": lambda: Plain(kept_bytes),
         "trivial": lambda: Trivial(kept_bytes),
         "all": lambda: Way(directory, KeepNothing()),
-        "cut": lambda: Way(directory, Policy()),
-        "ours": lambda: Way(directory, Policy(slowdown_max), kept_bytes=kept_bytes),
+        "ours": lambda: Way(directory, Policy()),
         "teraio": lambda: Way(directory, Given()),
     }
     return {name: made[name]() for name in names}
 
 
-def train(
-    options: TrainingOptions, rate: float, turns: int, slowdown_max: float, names: list[str]
-) -> dict[str, Any]:
+def train(options: TrainingOptions, rate: float, turns: int, names: list[str]) -> dict[str, Any]:
     """Take the turns beside the plain program; return the figures of each way."""
     assert options.directory is not None
     directory = options.directory
@@ -256,18 +244,18 @@ def train(
     counted.take(step_of(0))
     kept_bytes = counted.peaks[0]
     keep = Plain(kept_bytes)
-    ways = {"keep": keep, **ways_of(names, directory, slowdown_max, kept_bytes)}
+    ways = {"keep": keep, **ways_of(names, directory, kept_bytes)}
     program = Program(options)
     takers = [program.take, *(way.take for way in ways.values())]
     for turn in range(ADAPTING_TURNS + turns):
         step = step_of(turn)
         if turn == TERAIO_TURN and "teraio" in ways:
-            share = min(statistics.median(ways["ours"].peaks[-20:]) / kept_bytes, 1.0)
-            cut, teraio = ways["cut"], ways["teraio"]
-            assert isinstance(cut, Way)
+            ours, teraio = ways["ours"], ways["teraio"]
+            assert isinstance(ours, Way)
             assert isinstance(teraio, Way)
             assert isinstance(teraio.policy, Given)
-            teraio.policy.offload(chosen_by_teraio(newest(cut), rate, share))
+            share = min(statistics.median(ours.peaks[-PEAK_STEPS:]) / kept_bytes, 1.0)
+            teraio.policy.offload(chosen_by_teraio(newest(ours), rate, share))
         first = turn % len(takers)
         for taker in takers[first:] + takers[:first]:
             taker(step)
@@ -275,17 +263,7 @@ def train(
     program.close()
     plain_s, keep_s = counting(program.seconds, turns), counting(keep.seconds, turns)
     told = {name: _figures(way, plain_s, keep_s, kept_bytes) for name, way in ways.items()}
-    row = {"plain_s": statistics.median(plain_s), "plain_peak_bytes": kept_bytes, "ways": told}
-    ours = ways.get("ours")
-    if isinstance(ours, Way):
-        stats = ours.session.stats
-        row |= {
-            "price_s_per_gib": stats.price_s_per_gib,
-            "price_error_s_per_gib": stats.price_error_s_per_gib,
-            "slowdown_expected": stats.slowdown_expected,
-            "slowdown_error": stats.slowdown_error,
-        }
-    return row
+    return {"plain_s": statistics.median(plain_s), "plain_peak_bytes": kept_bytes, "ways": told}
 
 
 def counting(values: list[Any], turns: int) -> list[Any]:
@@ -326,7 +304,7 @@ def run_child(words: list[str]) -> int:
     options = TrainingOptions.from_json(given["options"])
     assert options.directory is not None
     with throttled(options.directory, given["rate"] if given["is_slowed"] else None):
-        told = train(options, given["rate"], given["turns"], given["slowdown_max"], given["ways"])
+        told = train(options, given["rate"], given["turns"], given["ways"])
     print(json.dumps(told))
     return 0
 
@@ -340,7 +318,6 @@ def measure(
         "rate": rate,
         "is_slowed": is_slowed,
         "turns": arguments.turns,
-        "slowdown_max": arguments.slowdown_max,
         "ways": arguments.ways,
     }
     command = [sys.executable, "-P", __file__, "--child", json.dumps(given)]
@@ -371,11 +348,8 @@ def show(row: dict[str, Any]) -> None:
         f"{one['over_keep_error']:.3f}) {one['peak']:.2f}"
         for one in row["ways"].values()
     ]
-    price = ""
-    if "ours" in row["ways"]:
-        price = f"{row['price_s_per_gib']:.3f} ± {row['price_error_s_per_gib']:.3f}"
     name = f"{row['model']} {row['dtype']} 1/{1 / row['share']:.0f}"
-    print(f"{name:<20} {row['plain_s']:6.3f}  " + "  ".join(cells) + f"  {price}", flush=True)
+    print(f"{name:<20} {row['plain_s']:6.3f}  " + "  ".join(cells), flush=True)
 
 
 def main(words: list[str]) -> int:
@@ -387,7 +361,6 @@ def main(words: list[str]) -> int:
     parser.add_argument("--shares", nargs="+", type=float, default=[1, 1 / 2, 1 / 5, 0.1, 1 / 30])
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--turns", type=int, default=60)
-    parser.add_argument("--slowdown-max", type=float, default=0.02)
     for name, value in (("layers", 4), ("hidden", 512), ("sequence", 256), ("batch", 4)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--dir", type=Path, default=None)
@@ -395,8 +368,8 @@ def main(words: list[str]) -> int:
     arguments = parser.parse_args(words)
     if arguments.turns <= len(WAYS) + 1:
         parser.error(f"--turns must be more than {len(WAYS) + 1}: the order of the ways rotates")
-    if "teraio" in arguments.ways and not {"cut", "ours"} <= set(arguments.ways):
-        parser.error("--ways teraio needs cut and ours, whose rounds and peak it is given")
+    if "teraio" in arguments.ways and "ours" not in arguments.ways:
+        parser.error("--ways teraio needs ours, whose rounds and peak it is given")
     with tempfile.TemporaryDirectory(dir=arguments.dir or Path.home()) as directory:
         rate = disk_rate(directory)
         can_throttle = os.geteuid() == 0 and BLKIO.is_dir()
@@ -404,7 +377,7 @@ def main(words: list[str]) -> int:
         print(f"disk: {rate / GIB:.2f} GiB/s" + ("" if can_throttle else "; cannot be throttled"))
         names = ["keep", *arguments.ways]
         heads = "  ".join(f"{f'{name} (over keep), peak':<34}" for name in names)
-        print(f"{'':<20} {'plain':>6}  {heads}  price, s per GiB")
+        print(f"{'':<20} {'plain':>6}  {heads}")
         rows = []
         for model in arguments.models:
             for dtype in arguments.dtypes:

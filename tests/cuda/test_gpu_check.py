@@ -212,21 +212,6 @@ def test_a_step_of_training_is_compared(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_step_is_compared_under_a_bound_on_its_time(tmp_path: Path) -> None:
-    told = tmp_path / "told.json"
-    ways = ("--ways", "bounded", "bounded host", "--warm-up", "3")
-    words = ("--tiny", "--dir", tmp_path, "--json", told, *ways)
-    done = run(AS_GPU, BENCHES / "gpu_step.py", *words, environment=fake_environment())
-    assert done.returncode == 0, done.stdout + done.stderr
-    figures = json.loads(told.read_text())["figures"]
-    assert list(figures["modes"]) == ["keep", "bounded", "bounded host"]
-    assert figures["losses_bit_equal"] is True
-    for way in ("bounded", "bounded host"):
-        assert figures["modes"][way]["stats"]["is_adapting"] == 1
-        assert figures["modes"][way]["stats"]["from_gpu_bytes"] > 0
-
-
-@pytest.mark.long
 def test_without_gpudirect_storage_a_line_says_why(tmp_path: Path) -> None:
     told = tmp_path / "told.json"
     words = ("--tiny", "--dir", tmp_path, "--json", told)
