@@ -14,9 +14,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import ParamSpec, TypeVar
 
-from ssdtrain.activations import aside
 from ssdtrain.activations.failed_backward import drop_failed_backwards
-from ssdtrain.activations.installed import pop_for_another, uninstall_all
+from ssdtrain.activations.installed import install, pop_for_another, uninstall, uninstall_all
 from ssdtrain.config import (
     MIN_BYTES_DEFAULT,
     PINNED_BYTES_DEFAULT,
@@ -298,11 +297,11 @@ class _Block:
             self._here.append(self)
             if self.uses is not None:
                 self.uses.blocks.append(self)
-            aside.put_on(self._pair)
+            install(self._pair)
             if self.uses is not None:
                 self.session.watch()
         except BaseException:
-            aside.take_off(self._pair)
+            uninstall(self._pair)
             self.end()
             raise
 
@@ -318,7 +317,7 @@ class _Block:
             return
         inner = here[here.index(self) + 1 :]
         try:
-            found = not self._is_on or aside.take_off(self._pair)
+            found = not self._is_on or uninstall(self._pair)
             self._is_on = False
             if not found:
                 pop_for_another()
@@ -328,7 +327,7 @@ class _Block:
         finally:
             if self._is_on:
                 # Ctrl-C, perhaps before they were removed.
-                aside.take_off(self._pair)
+                uninstall(self._pair)
                 self._is_on = False
             self.end()
         if any(one.session is not self.session for one in inner):

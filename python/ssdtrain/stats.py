@@ -159,9 +159,6 @@ class Stats:
     """Most bytes that a usual step may offload, as the disk can hide their I/O."""
     is_adapting: bool = False
     """Whether steps are varied at the moment, so that some of them may keep all in memory."""
-    steps_without_hooks: int = 0
-    """Steps that went by with ssdtrain's hooks off, as nothing of them would have gone: of what
-    they saved only the first tensor is in the other figures."""
     blocks_called: int = 0
     """Calls of blocks that ``ssdtrain.checkpoint`` marked, under ``max_resident_bytes``."""
     blocks_recomputed: int = 0
@@ -278,9 +275,6 @@ class Stats:
         else:
             offloaded = f"a step offloads {shown_bytes(self.amount_bytes)} {hidden}"
             text += f"{offloaded}, and takes {slowdown:+.1f} ± {error:.1f} % for it"
-        if self.steps_without_hooks:
-            unseen = shown_count(self.steps_without_hooks, "step")
-            text += f"; {unseen} without hooks, each counted here with its first tensor only"
         text += "; steps that learn it keep all, and the peak above is theirs"
         return text + ("; steps are varied now" if self.is_adapting else "")
 
@@ -439,7 +433,6 @@ def snapshot(
     bytes_eligible: int,
     reason: Reason | None,
     verdict: Verdict | None,
-    unseen_count: int,
     blocks: BlockCounts,
 ) -> Stats:
     """Join the counts of a session with those of its store (``_core.Store.stats``)."""
@@ -491,7 +484,6 @@ def snapshot(
         amount_bytes=0 if verdict is None else verdict.amount_bytes,
         planned_bytes=0 if verdict is None else verdict.planned_bytes,
         is_adapting=verdict is not None and verdict.is_adapting,
-        steps_without_hooks=unseen_count,
         reason=None if reason is None else reason.text,
         is_surprising=reason is not None and reason.is_warning,
     )

@@ -219,7 +219,6 @@ class Hooks:
                 bytes_eligible=self._seen.eligible.nbytes,
                 reason=reason_of(self._evidence(observed)),
                 verdict=self._prefetcher.verdict,
-                unseen_count=self._prefetcher.unseen_count,
                 blocks=self._blocks.counts,
             )
 

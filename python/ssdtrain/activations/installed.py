@@ -14,15 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ssdtrain._core import HookPair
 from ssdtrain.machine.torch_internals import hooks_allowed, pop_hooks, push_hooks, top_hooks
 
-__all__ = [
-    "Pair",
-    "install",
-    "is_ours",
-    "pop_for_another",
-    "put_below",
-    "uninstall",
-    "uninstall_all",
-]
+__all__ = ["Pair", "install", "is_ours", "pop_for_another", "uninstall", "uninstall_all"]
 
 Pair = saved_tensors_hooks
 Pack = Callable[[Tensor], object]
@@ -31,21 +23,6 @@ Pack = Callable[[Tensor], object]
 def install(pair: Pair) -> None:
     """Put a pair on top of what is on in this thread."""
     push_hooks(pair.pack_hook, pair.unpack_hook)
-
-
-def put_below(pair: Pair) -> None:
-    """Put a pair below all others that are on in this thread, wherever it was."""
-    others: list[tuple[Pack, Callable[..., Tensor]]] = []
-    try:
-        while (top := top_hooks(True)) is not None:
-            if top[0] is not pair.pack_hook:
-                others.append(top)
-            pop_hooks()
-    finally:
-        with hooks_allowed():
-            install(pair)
-            for pack, unpack in reversed(others):
-                push_hooks(pack, unpack)
 
 
 def uninstall(pair: Pair) -> bool:

@@ -8,13 +8,12 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Literal
 
 import torch
 
 from ssdtrain._core import Learned, Round, Rounds, SavedTensor
-from ssdtrain.activations.aside import leave, step_begins
 from ssdtrain.activations.followed import Followed
 from ssdtrain.activations.names import needing
 from ssdtrain.errors import SsdtrainError
@@ -95,8 +94,6 @@ class Prefetcher:
         """How long GPUs waited for loads, in the rounds that were learned from."""
         self.hooks_s = 0.0
         """Time in the hooks of tensors of the CPU, in the rounds that have ended, without waits."""
-        self.unseen_count = 0
-        """Steps of which no more than the first tensor was seen, as the hooks were off."""
         self._ended_s = float("-inf")
         """When the last round ended that was learned from, on the clock of the rounds."""
         residency.add_user(self)
@@ -199,18 +196,11 @@ class Prefetcher:
             if scope == "skimmed" and not self._policy.would_plan_anew():
                 return 0, "plan", False
             return None, None, scope != "whole"
-        spare_bytes = cache(partial(_spare_bytes, gpu))
-        nbytes = self._controller.allowance(opening, spare_bytes)
+        nbytes = self._controller.allowance(opening, partial(_spare_bytes, gpu))
         cause = None if nbytes else self._controller.skims(opening)
         if cause == "plan" and self._policy.would_plan_anew():
             # Rounds that are followed let the next plans have more.
             cause = None
-        # On GPUs steps without hooks were not tried.
-        is_skimmed = cause is not None and gpu is None
-        if self._controller.lets_go(
-            opening, is_skimmed=is_skimmed, is_first=step_begins(), spare_bytes=spare_bytes
-        ):
-            self.unseen_count += leave()
         return nbytes, cause, False
 
     def usual_round(self) -> PlannedRound | None:

@@ -37,7 +37,6 @@ __all__ = [
     "hide_hooks",
     "holders_of",
     "hooks_allowed",
-    "hooks_are_allowed",
     "in_shards",
     "in_transform",
     "is_below_autograd",
@@ -85,11 +84,9 @@ sequence_number: Callable[[], int] = _find("_C._autograd._get_sequence_nr")
 
 
 def has_hooks_on_all_steps() -> bool:
-    """Whether there are hooks on the steps of all optimizers, but for ours."""
+    """Whether there are hooks on the steps of all optimizers."""
     of_optimizers = import_module("torch.optim.optimizer")
-    of_both = (getattr(of_optimizers, f"_global_optimizer_{one}_hooks") for one in ("pre", "post"))
-    hooks = [hook for hooks in of_both for hook in hooks.values()]
-    return any(not getattr(hook, "__module__", "").startswith("ssdtrain.") for hook in hooks)
+    return any(getattr(of_optimizers, f"_global_optimizer_{one}_hooks") for one in ("pre", "post"))
 
 
 current_backward: Callable[[], int] = _find("_C._current_graph_task_id")
@@ -133,11 +130,6 @@ _why_disallowed: Callable[[], str | None] = _find(
 )
 _disallow: Callable[[str, bool], None] = _find("_C._autograd._saved_tensors_hooks_disable")
 _allow: Callable[[], None] = _find("_C._autograd._saved_tensors_hooks_enable")
-
-
-def hooks_are_allowed() -> bool:
-    """Whether hooks may be put on in this thread."""
-    return _why_disallowed() is None
 
 
 @contextmanager
