@@ -754,7 +754,6 @@ class Offloading:
         policy: object,
         eligible: Tally,
         planned: Tally,
-        priced: Tally,
     ) -> Offloading:
         """Take what is asked about all that is rare; see ``activations.hooks``."""
 

@@ -86,8 +86,6 @@ class OffloadConfig:
     """Smaller saved tensors stay in memory: they cost more calls than they free."""
     max_resident_bytes: int | None = None
     """Upper bound on the saved bytes in memory, at whatever time the disk needs."""
-    slowdown_max: float | None = None
-    """Share of a step's time that offloading may cost; ``None``: whatever it costs."""
     pinned_bytes: int = PINNED_BYTES_DEFAULT
     """Memory of the CPU, for each GPU, through which its tensors go; of the GPU, and half as much,
     by GPUDirect Storage."""
@@ -109,20 +107,13 @@ class OffloadConfig:
                 f"{words} are more than the {shown_bytes(memory_bytes)} of this machine, and "
                 f"pinned memory cannot be swapped; give less"
             )
-        if self.slowdown_max is not None:
-            check_share("slowdown_max", self.slowdown_max, " or None for no limit,")
-
-    @property
-    def slowdown_limit(self) -> float | None:
-        """The share that holds: a bound on memory wins, at whatever time it takes."""
-        return self.slowdown_max if self.max_resident_bytes is None else None
 
     def as_given(self) -> str:
         """Return the directories and what differs from the defaults, as arguments in a program."""
         store = self.store
         words = [repr(store.dirs[0] if len(store.dirs) == 1 else list(store.dirs))]
         for config, names in (
-            (self, ("min_bytes", "max_resident_bytes", "slowdown_max", "max_host_bytes", "gds")),
+            (self, ("min_bytes", "max_resident_bytes", "max_host_bytes", "gds")),
             (store, ("max_disk_bytes", "backend", "direct_io", "verify")),
         ):
             defaults = {field.name: field.default for field in fields(config)}
@@ -131,15 +122,6 @@ class OffloadConfig:
                 f"{name}={value!r}" for name, value in options.items() if value != defaults[name]
             ]
         return ", ".join(words)
-
-
-def check_share(name: str, given: object, otherwise: str = "") -> None:
-    """Raise ``ConfigError`` for what is no share of a whole."""
-    if isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given <= 1:
-        raise ConfigError(
-            f"{name} must be a share above 0 and at most 1, such as 0.02 for 2 %,{otherwise} "
-            f"not {given!r}"
-        )
 
 
 def directories(given: Directories) -> tuple[str, ...]:

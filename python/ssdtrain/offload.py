@@ -82,10 +82,6 @@ class offload:  # noqa: N801 - used like torch.no_grad
             for a slow disk: what cannot be hidden is kept. With it forward waits as it must, and
             raises ``BudgetError`` if the disk refuses what must leave memory.
         max_disk_bytes: Upper bound on the bytes reserved on disk; beyond it tensors are kept.
-        slowdown_max: Share of a step's time that offloading may cost: 0.02 allows 2 %. In its first
-            steps a session then learns what a byte costs, and offloads as much as this allows.
-            Without it, all that the disk can hide is offloaded. Without effect under
-            ``max_resident_bytes``.
         backend: ``"auto"``, ``"io_uring"`` or ``"psync"``.
         direct_io: ``"required"``, ``"optional"`` or ``"disabled"``: whether to bypass the page
             cache.
@@ -117,7 +113,6 @@ class offload:  # noqa: N801 - used like torch.no_grad
         min_bytes: Size = MIN_BYTES_DEFAULT,
         max_resident_bytes: Size | None = None,
         max_disk_bytes: Size | None = None,
-        slowdown_max: float | None = None,
         backend: Backend = "auto",
         direct_io: DirectIo = "required",
         verify: bool = False,
@@ -136,7 +131,6 @@ class offload:  # noqa: N801 - used like torch.no_grad
             store=store,
             min_bytes=in_bytes("min_bytes", min_bytes),
             max_resident_bytes=optional_bytes("max_resident_bytes", max_resident_bytes),
-            slowdown_max=slowdown_max,
             pinned_bytes=in_bytes("pinned_bytes", pinned_bytes),
             max_host_bytes=optional_bytes("max_host_bytes", max_host_bytes),
             gds=gds,
@@ -144,7 +138,7 @@ class offload:  # noqa: N801 - used like torch.no_grad
         self._prepare()
 
     def _prepare(self) -> None:
-        self._policy = Policy(self._config.slowdown_limit, self._config.max_host_bytes or 0)
+        self._policy = Policy(self._config.max_host_bytes or 0)
         self._choices = Choices()
         """What was learned outlives a session: the same object may be entered again."""
         self._said = Notices()

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from ssdtrain._core import Tally
 from ssdtrain.activations.seen import Seen
 from ssdtrain.activations.watch import INNER_BLOCK, Observed
-from ssdtrain.planning.controller import Verdict
 from ssdtrain.planning.policy import RATE_GUESS, Rates
 from ssdtrain.sizes import shown_bytes, shown_count
 
@@ -77,8 +76,6 @@ class Evidence:
     """Whether one node saves nearly all that a round does."""
     usual_round: Callable[[], PlannedRound | None]
     """Returns the round that keeps most by its plan; it searches all recorded rounds."""
-    verdict: Verdict | None
-    """What is known of the price of a byte; ``None`` where it plays no part."""
     observed: Observed | None
     """What happened around the hooks; ``None``: not known, or the block is still open."""
 
@@ -108,9 +105,6 @@ class Gain:
     elapsed_s: float
     has_reason: bool
     """Whether the report tells why little was offloaded."""
-    has_kept_to_learn: bool
-    """Whether some steps offloaded nothing, to learn the price of a byte. Their peak is in
-    ``resident_bytes``, so the two peaks cannot be compared."""
     has_recomputed: bool
     """Whether blocks were computed again. Then a plain program saves more than ``saved_bytes``."""
     has_others: bool
@@ -133,7 +127,7 @@ class Gain:
         text += (
             f"; hooks and waits took {self.lost_s:.3f} s of {self.elapsed_s:.3f} s ({share:.1%})"
         )
-        if self.has_others or self.has_kept_to_learn or self.has_recomputed:
+        if self.has_others or self.has_recomputed:
             return text
         is_much = gained_bytes >= GAINED_SHARE_LITTLE * self.saved_bytes
         if is_much and gained_bytes >= SEEN_SHARE_LITTLE * self.all_bytes:
@@ -264,16 +258,14 @@ def _why_little_went(known: Evidence) -> str:
     others = (seen.small, seen.apart, seen.detached, seen.foreign)
     if known.is_one_node and seen.eligible.nbytes > max(one.nbytes for one in others):
         return ONE_NODE
-    planned_bytes, priced_bytes = seen.planned.nbytes, seen.priced.nbytes
-    rest_bytes = seen.eligible.nbytes - planned_bytes - priced_bytes
+    planned_bytes = seen.planned.nbytes
     causes = (
         (seen.small.nbytes, _small),
         (seen.apart.nbytes, _apart),
         (seen.detached.nbytes, _detached),
         (seen.foreign.nbytes, _foreign),
         (planned_bytes, _planned),
-        (priced_bytes, _priced),
-        (rest_bytes, _late),
+        (seen.eligible.nbytes - planned_bytes, _late),
     )
     _, say = max(causes, key=lambda cause: cause[0])
     return say(known)
@@ -332,17 +324,6 @@ def _planned(known: Evidence) -> str:
     return (
         f"{text}; a faster disk, or several (dir=[...]), changes that, and under "
         "max_resident_bytes they go, at whatever time the disk needs"
-    )
-
-
-def _priced(known: Evidence) -> str:
-    text = "offloading more would have made steps longer than slowdown_max allows"
-    verdict = known.verdict
-    if verdict is None or verdict.price is None:
-        return f"{text}, or the steps that were to tell the price were the last ones"
-    return (
-        f"{text}: {verdict.shown_cost()}; a larger slowdown_max, or a bound by max_resident_bytes, "
-        "takes more of it to the disk"
     )
 
 

@@ -19,16 +19,15 @@ FIGURE = re.compile(r"[\d.]+( [KMGT]i?B)?")
 
 def say_begin(config: OffloadConfig, engines: Sequence[tuple[str, str]]) -> None:
     """Say where saved tensors go, and which."""
-    bound, slowdown = config.max_resident_bytes, config.slowdown_limit
-    limit = "as much as the disk hides" if slowdown is None else f"slowdown_max={slowdown}"
+    bound = config.max_resident_bytes
     log.info(
         "ssdtrain offloads saved tensors of at least %s to %s; %s",
         shown_bytes(config.min_bytes),
         ", ".join(f"{place} ({name})" for place, name in engines),
-        f"at most {shown_bytes(bound)} of all stay in memory" if bound else limit,
+        f"at most {shown_bytes(bound)} of all stay in memory"
+        if bound
+        else "as much as the disk hides",
     )
-    if config.slowdown_max is not None and config.slowdown_limit is None:
-        log.warning("slowdown_max has no effect beside max_resident_bytes, which holds anyway")
 
 
 def say_end(stats: Stats, said: Notices) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 from ssdtrain.machine.huge_pages import SMALL_PAGES_REMEDY, has_small_pages
 from ssdtrain.machine.process_memory import known_bytes
-from ssdtrain.planning.controller import Verdict
 from ssdtrain.planning.recompute import BlockCounts
 from ssdtrain.reasons import Gain, Reason
 from ssdtrain.residency import Residency
@@ -18,8 +17,6 @@ from ssdtrain.stalls import Stalls
 from ssdtrain.transfer.staged import OnGpus
 
 __all__ = ["Stats", "snapshot", "with_tenants"]
-
-GIB = 1 << 30
 
 OF_THE_MOMENT = frozenset(
     {
@@ -31,14 +28,6 @@ OF_THE_MOMENT = frozenset(
         "is_surprising",
         "pinned_bytes",
         "ring_bytes",
-        "price_s_per_gib",
-        "price_error_s_per_gib",
-        "price_pair_count",
-        "slowdown_expected",
-        "slowdown_error",
-        "amount_bytes",
-        "planned_bytes",
-        "is_adapting",
         "recompute_expected_s",
         "recompute_measured_s",
     }
@@ -143,22 +132,6 @@ class Stats:
     gpu_stall_s: float = 0.0
     """Time in which GPUs waited for tensors that came back, by their own clocks, in the steps whose
     ends they have come to. Threads may have waited meanwhile, which is in ``stall_s``."""
-    price_s_per_gib: float = 0.0
-    """By how much each GiB that is offloaded makes a step longer, by steps that were compared."""
-    price_error_s_per_gib: float = 0.0
-    """Its standard error."""
-    price_pair_count: int = 0
-    """Pairs of steps that were compared; 0: nothing is known of the price."""
-    slowdown_expected: float = 0.0
-    """By what share offloading makes a usual step longer, by that price; below 0: shorter."""
-    slowdown_error: float = 0.0
-    """Its standard error."""
-    amount_bytes: int = 0
-    """Bytes that a usual step offloads; 0 as well where no price plays a part."""
-    planned_bytes: int = 0
-    """Most bytes that a usual step may offload, as the disk can hide their I/O."""
-    is_adapting: bool = False
-    """Whether steps are varied at the moment, so that some of them may keep all in memory."""
     blocks_called: int = 0
     """Calls of blocks that ``ssdtrain.checkpoint`` marked, under ``max_resident_bytes``."""
     blocks_recomputed: int = 0
@@ -196,16 +169,13 @@ class Stats:
         """The bottleneck: why no more leaves memory, or why a step is not faster.
 
         ``"compute"`` if nearly all that may leave memory did and hardly a thread or GPU waited.
-        ``"slowdown_max"`` if it lets less go than the disk hides, and hardly anybody waited. Else
-        the link that was busy for longest: ``"the disk's writes"``, ``"the disk's reads"``,
+        Else the link that was busy for longest: ``"the disk's writes"``, ``"the disk's reads"``,
         ``"the PCIe copies to the host"`` or ``"the PCIe copies to the GPU"``.
         """
         stall_s = max(self.stall_s + self.full_disk_wait_s, self.gpu_stall_s)
         has_waited = stall_s > STALL_SHARE_LITTLE * self.elapsed_s
         if not has_waited and self.bytes_offloaded >= OFFLOADED_SHARE_MUCH * self.bytes_eligible:
             return "compute"
-        if not has_waited and self.price_pair_count and self.amount_bytes < self.planned_bytes:
-            return "slowdown_max"
         busy_s = {
             "the disk's writes": self.write_busy_s,
             "the disk's reads": self.read_busy_s,
@@ -251,7 +221,6 @@ class Stats:
             values.update({f"{prefix}_{name}": value for name, value in figures.items()})
         values["has_small_pages"] = int(self.has_small_pages)
         values["is_surprising"] = int(self.is_surprising)
-        values["is_adapting"] = int(self.is_adapting)
         values["reason"] = self.reason or ""
         values["engines"] = self._engines()
         values["hidden_s"] = self.hidden_s
@@ -260,23 +229,6 @@ class Stats:
 
     def _engines(self) -> str:
         return ", ".join(f"{name} in {place}" for place, name in self.engines)
-
-    def _shown_price(self) -> str:
-        # Below zero is noise: no step is the shorter for what it moves.
-        price, price_error = max(0.0, self.price_s_per_gib), self.price_error_s_per_gib
-        slowdown, error = max(0.0, 100 * self.slowdown_expected), 100 * self.slowdown_error
-        pairs = f"{self.price_pair_count} comparisons of steps (one forward and its backward)"
-        text = f"{price:.3f} ± {price_error:.3f} s per GiB, from {pairs}; "
-        hidden = f"of the {shown_bytes(self.planned_bytes)} that the disk hides"
-        if self.planned_bytes and not self.amount_bytes:
-            text += f"a step offloads nothing {hidden}, as that may cost more than slowdown_max"
-            if price_error > price:
-                text += " (on a machine with less noise the price would be known better)"
-        else:
-            offloaded = f"a step offloads {shown_bytes(self.amount_bytes)} {hidden}"
-            text += f"{offloaded}, and takes {slowdown:+.1f} ± {error:.1f} % for it"
-        text += "; steps that learn it keep all, and the peak above is theirs"
-        return text + ("; steps are varied now" if self.is_adapting else "")
 
     def _shown_blocks(self) -> str:
         text = (
@@ -326,8 +278,6 @@ class Stats:
         rows += [
             f"  {'' if number else 'of these':10} {one}" for number, one in enumerate(self.classes)
         ]
-        if self.price_pair_count:
-            rows.append(f"  price      {self._shown_price()}")
         if self.blocks_called:
             rows.append(f"  blocks     {self._shown_blocks()}")
         if self.pinned_bytes or self.ring_bytes:
@@ -356,7 +306,6 @@ class Stats:
             lost_s=max(self.exposed_s, self.gpu_stall_s) + (0 if on_gpu else self.hooks_s),
             elapsed_s=self.elapsed_s,
             has_reason=self.reason is not None,
-            has_kept_to_learn=self.is_adapting or bool(self.price_pair_count and self.amount_bytes),
             has_recomputed=self.blocks_recomputed > 0,
             has_others=bool(self.classes),
         )
@@ -432,7 +381,6 @@ def snapshot(
     elapsed_s: float,
     bytes_eligible: int,
     reason: Reason | None,
-    verdict: Verdict | None,
     blocks: BlockCounts,
 ) -> Stats:
     """Join the counts of a session with those of its store (``_core.Store.stats``)."""
@@ -444,7 +392,6 @@ def snapshot(
 
     engines: Any = store.get("engines", ())
     ended = residency.account.ended()
-    price = None if verdict is None else verdict.price
     return Stats(
         bytes_offloaded=ended["offloaded"][0],
         bytes_forwarded=ended["forwarded"][0],
@@ -476,14 +423,6 @@ def snapshot(
         process_bytes=known_bytes("VmRSS"),
         process_bytes_peak=known_bytes("VmHWM"),
         has_small_pages=has_small_pages(),
-        price_s_per_gib=0.0 if price is None else price.s_per_byte * GIB,
-        price_error_s_per_gib=0.0 if price is None else price.error * GIB,
-        price_pair_count=0 if price is None else price.pair_count,
-        slowdown_expected=0.0 if verdict is None else verdict.slowdown,
-        slowdown_error=0.0 if verdict is None else verdict.slowdown_error,
-        amount_bytes=0 if verdict is None else verdict.amount_bytes,
-        planned_bytes=0 if verdict is None else verdict.planned_bytes,
-        is_adapting=verdict is not None and verdict.is_adapting,
         reason=None if reason is None else reason.text,
         is_surprising=reason is not None and reason.is_warning,
     )

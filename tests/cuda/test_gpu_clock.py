@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from time import perf_counter
 from typing import Any
 
@@ -15,16 +16,13 @@ import ssdtrain
 from fake_device import FakeDevice
 from offloading import ELEMENTS, Everything, ToldWhen, chain, check, made, offloaded, settle
 from on_fake import on_fake_device
-from ssdtrain.activations.prefetch import _spare_bytes as spare_bytes
 from ssdtrain.errors import CudaError
-from ssdtrain.planning.controller import SETTLED_COUNT, Controller
-from ssdtrain.planning.policy import Item, Plan, Policy
-from ssdtrain.planning.steps import Step
+from ssdtrain.planning.policy import Item, Policy
+from ssdtrain.planning.recording import Recording
 from test_captures import captured, on_a_stream
 
 COUNT = 6
 HELD_S = 0.05
-HELD_BYTES = 64 << 20
 LARGE_ELEMENTS = 2 << 20
 """8 MiB in float32: each of them has moments of its own."""
 LARGE_COUNT = 4
@@ -34,30 +32,25 @@ MARKED_MAX = 16
 """So many rounds have events at once."""
 
 
-class Noted(Controller):
-    """Remembers the steps that it is told of; offloads all."""
+class Noted(Everything):
+    """Remembers the items of each round that it learns from; offloads all."""
 
     def __init__(self) -> None:
-        super().__init__(0.02)
-        self.steps: list[Step] = []
+        super().__init__()
+        self.rounds: list[list[Item]] = []
 
-    def note(self, step: Step) -> None:
-        self.steps.append(step)
+    def learn(self, signature: int, items: Sequence[Item], *rest: Any) -> None:
+        super().learn(signature, items, *rest)
+        self.rounds.append(list(items))
 
-    def allowance(self, *arguments: Any) -> None:
-        return None
-
-
-def controlled(controller: Controller) -> Everything:
-    policy = Everything()
-    policy.controller = controller
-    return policy
+    def saved_bytes(self) -> list[int]:
+        return [sum(item.nbytes for item in items) for items in self.rounds]
 
 
 @on_fake_device()
 def test_a_step_lasts_until_the_gpu_has_come_to_its_end(fake: FakeDevice) -> None:
     leaf, noted = made(0), Noted()
-    with offloaded(controlled(noted), pinned_bytes=64 << 20) as session:
+    with offloaded(noted, pinned_bytes=64 << 20) as session:
         saved = chain(leaf, COUNT)
         settle(session)
         fake.hold("kernels")
@@ -67,20 +60,26 @@ def test_a_step_lasts_until_the_gpu_has_come_to_its_end(fake: FakeDevice) -> Non
         # Python has gone through it, and through the next ones.
         for _ in range(3):
             chain(leaf, 1).sum().backward()
-        assert not noted.steps, "its end has not come"
+        assert not noted.rounds, "its end has not come"
         wait_while_held()
         held_s = perf_counter() - began_s
         fake.release()
         torch.cuda.synchronize()
         chain(leaf, 1)
-        step = noted.steps[0]
-        assert step.seconds >= held_s - 1e-3
-        assert step.saved_bytes == step.offered_bytes == COUNT * leaf.nbytes
-        assert step.hooks_s == 0
+        items = noted.rounds[0]
+        last_s = max(item.needed_s for item in items)
+        assert last_s - min(item.packed_s for item in items) >= held_s - 1e-3
+        assert noted.saved_bytes()[0] == COUNT * leaf.nbytes
 
 
 def wait_while_held() -> None:
     threading.Event().wait(HELD_S)
+
+
+def newest(session: ssdtrain.Session) -> Recording:
+    """Return the last round that was learned from."""
+    recorded: Recording = list(session._hooks._prefetcher.recorded.values())[-1]  # type: ignore[union-attr]
+    return recorded
 
 
 def learned_items(session: ssdtrain.Session) -> list[Item]:
@@ -287,28 +286,27 @@ def test_python_that_is_far_ahead_is_learned_from_all_the_same(
     fake: FakeDevice, ahead_count: int
 ) -> None:
     leaf, noted = made(0), Noted()
-    with offloaded(controlled(noted), pinned_bytes=64 << 20) as session:
+    with offloaded(noted, pinned_bytes=64 << 20) as session:
         for _ in range(3):
-            known_count = len(noted.steps)
+            known_count = len(noted.rounds)
             fake.hold("kernels")
             for _ in range(ahead_count):
                 chain(leaf, COUNT).sum().backward()
-            assert len(noted.steps) - known_count <= 1, "the one from before this at most"
+            assert len(noted.rounds) - known_count <= 1, "the one from before this at most"
             fake.release()
             torch.cuda.synchronize()
-            before_count = len(noted.steps)
+            before_count = len(noted.rounds)
             chain(leaf, 1).sum().backward()
             torch.cuda.synchronize()
-            assert len(noted.steps) - before_count == min(ahead_count, MARKED_MAX)
+            assert len(noted.rounds) - before_count == min(ahead_count, MARKED_MAX)
         assert session.stats.gpu_stall_s >= 0
-    told = {step.saved_bytes for step in noted.steps}
-    assert told <= {COUNT * leaf.nbytes, leaf.nbytes}
+    assert set(noted.saved_bytes()) <= {COUNT * leaf.nbytes, leaf.nbytes}
 
 
 @on_fake_device()
 def test_steps_of_reentrant_checkpoints_are_learned_from(fake: FakeDevice) -> None:
     leaf, noted = made(0), Noted()
-    with offloaded(controlled(noted), pinned_bytes=64 << 20):
+    with offloaded(noted, pinned_bytes=64 << 20):
         for _ in range(3):
             saved = leaf * 1.01
             for _ in range(3 * MARKED_MAX):
@@ -316,7 +314,7 @@ def test_steps_of_reentrant_checkpoints_are_learned_from(fake: FakeDevice) -> No
             saved.sum().backward()
         torch.cuda.synchronize()
         chain(leaf, 1)
-        assert len(noted.steps) == 3
+        assert len(noted.rounds) == 3
 
 
 @on_fake_device()
@@ -372,7 +370,7 @@ def test_tensors_of_the_cpu_have_moments_of_those_of_the_gpu(fake: FakeDevice) -
     """Their backward runs in another thread, which may be the first one to need a tensor."""
     leaf, noted = made(0, LARGE_ELEMENTS), Noted()
     on_cpu = torch.randn(ELEMENTS, requires_grad=True)
-    with offloaded(controlled(noted), pinned_bytes=PINNED_BYTES) as session:
+    with offloaded(noted, pinned_bytes=PINNED_BYTES) as session:
         for _ in range(2):
             total = chain(leaf, 2).sum() + chain(on_cpu, 1).sum().cuda()
             total.backward()
@@ -380,7 +378,7 @@ def test_tensors_of_the_cpu_have_moments_of_those_of_the_gpu(fake: FakeDevice) -
         chain(leaf, 1)
         torch.cuda.synchronize()
         assert session.traces
-        assert len(noted.steps) >= 1
+        assert noted.rounds
         items = learned_items(session)
         assert {item.gpu for item in items} == {None, 0}
         of_cpu = [item for item in items if item.gpu is None]
@@ -391,9 +389,8 @@ def test_tensors_of_the_cpu_have_moments_of_those_of_the_gpu(fake: FakeDevice) -
 
 @on_fake_device(devices=2)
 def test_a_round_on_two_gpus_is_learned_by_the_moments_of_the_hooks(fake: FakeDevice) -> None:
-    noted = Noted()
     leaves = [torch.randn(ELEMENTS, device=f"cuda:{gpu}", requires_grad=True) for gpu in (0, 1)]
-    with offloaded(controlled(noted), pinned_bytes=64 << 20) as session:
+    with offloaded(pinned_bytes=64 << 20) as session:
         for _ in range(2):
             first, second = (chain(leaf, 1).sum() for leaf in leaves)
             (first + second.to("cuda:0")).backward()
@@ -403,28 +400,6 @@ def test_a_round_on_two_gpus_is_learned_by_the_moments_of_the_hooks(fake: FakeDe
         (recorded,) = session._hooks._prefetcher.recorded.values()
         assert {item.gpu for item in recorded.items} == {0, 1}
         assert recorded.began_s > 0, "it is a moment of the session, and not of a GPU"
-    assert not noted.steps
-
-
-@on_fake_device()
-def test_the_price_of_a_byte_is_learned(fake: FakeDevice) -> None:
-    class PlansAll(Everything):
-        def learn(self, signature: int, items: Any, *arguments: Any) -> None:
-            self.plans[signature] = Plan(written_bytes=sum(item.nbytes for item in items))
-
-    policy = PlansAll()
-    policy.controller = Controller(0.02)
-    leaf = made(0)
-    with offloaded(policy) as session:
-        for _ in range(SETTLED_COUNT + 8):
-            leaf.grad = None
-            saved = chain(leaf, COUNT)
-            settle(session)
-            saved.sum().backward()
-            del saved
-            torch.cuda.synchronize()
-        assert session.stats.price_pair_count > 0
-        assert not fake.races()
 
 
 @on_fake_device(devices=2)
@@ -433,21 +408,19 @@ def test_rounds_on_two_gpus_in_turns_have_the_clock_of_each(fake: FakeDevice) ->
     leaves = [
         torch.randn(1 << (13 + gpu), device=f"cuda:{gpu}", requires_grad=True) for gpu in (0, 1)
     ]
-    with offloaded(controlled(noted)):
+    with offloaded(noted):
         for leaf in (*leaves, *leaves):
             chain(leaf, COUNT).sum().backward()
             torch.cuda.synchronize(0)
             torch.cuda.synchronize(1)
         chain(leaves[1], 1)
-    assert [step.saved_bytes for step in noted.steps] == [
-        COUNT * leaf.nbytes for leaf in (*leaves, *leaves)
-    ]
+    assert noted.saved_bytes() == [COUNT * leaf.nbytes for leaf in (*leaves, *leaves)]
 
 
 @on_fake_device()
-def test_a_graph_that_is_captured_is_not_broken_and_is_no_step(fake: FakeDevice) -> None:
+def test_a_graph_that_is_captured_is_not_broken_and_has_no_gpu_time(fake: FakeDevice) -> None:
     leaf, noted = made(0), Noted()
-    with offloaded(controlled(noted), pinned_bytes=64 << 20) as session, on_a_stream():
+    with offloaded(noted, pinned_bytes=64 << 20) as session, on_a_stream():
         for _ in range(2):
             saved = chain(leaf, COUNT)
             settle(session)
@@ -457,22 +430,23 @@ def test_a_graph_that_is_captured_is_not_broken_and_is_no_step(fake: FakeDevice)
         result = torch.zeros_like(leaf, requires_grad=False)
         with captured() as graph:
             result.copy_(chain(leaf, 1).detach())
-        assert len(noted.steps) == 2
+        assert len(noted.rounds) == 2
         graph.replay()
         torch.cuda.synchronize()
         assert torch.equal(result, chain(leaf, 1).detach())
-        for step_count in (2, 3):
+        for has_moments_of_hooks in (True, False):
             chain(leaf, 1).sum().backward()
             torch.cuda.synchronize()
             chain(leaf, 1)
-            assert len(noted.steps) == step_count, "the first one began in the graph"
+            # The first one began in the graph.
+            assert (newest(session).began_s > 0) == has_moments_of_hooks
     assert not fake.races()
 
 
 @on_fake_device()
 def test_a_driver_that_refuses_is_named_and_the_next_step_works(fake: FakeDevice) -> None:
-    leaf, noted = made(0), Noted()
-    with offloaded(controlled(noted), pinned_bytes=64 << 20) as session:
+    leaf = made(0)
+    with offloaded(pinned_bytes=64 << 20) as session:
         for _ in range(2):
             chain(leaf, COUNT).sum().backward()
             torch.cuda.synchronize()
@@ -487,21 +461,9 @@ def test_a_driver_that_refuses_is_named_and_the_next_step_works(fake: FakeDevice
             del saved
             check(leaf, COUNT)
         fake.fail("cuEventElapsedTime", nth=None)
-        known_count = len(noted.steps)
         for _ in range(3):
             chain(leaf, COUNT).sum().backward()
             torch.cuda.synchronize()
-        assert len(noted.steps) == known_count, "a step without a time tells nothing"
+        assert newest(session).began_s > 0, "it is a moment of the session, and not of a GPU"
         fake.recover()
     assert not fake.races()
-
-
-@on_fake_device()
-def test_memory_that_torch_has_cached_is_spare(fake: FakeDevice) -> None:
-    made(0)
-    before = spare_bytes(0)
-    held = torch.empty(HELD_BYTES, dtype=torch.uint8, device="cuda")
-    assert spare_bytes(0) == before - HELD_BYTES * 3 // 4
-    del held
-    assert torch.cuda.memory_reserved() >= HELD_BYTES
-    assert spare_bytes(0) == before

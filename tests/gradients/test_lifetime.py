@@ -492,7 +492,6 @@ gc.collect()
     ("options", "said"),
     [
         ({}, "as much as the disk hides"),
-        ({"slowdown_max": 0.1}, "slowdown_max=0.1"),
         ({"max_resident_bytes": "2MiB"}, "at most 2 MiB of all stay in memory"),
     ],
 )

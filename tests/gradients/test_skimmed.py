@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -13,19 +12,30 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ssdtrain.planning.steps import Step
-from support import KeepNothing, KeepsAll, Rig, skimming
+from ssdtrain.activations.followed import Scope
+from ssdtrain.machine.torch_internals import current_backward
+from ssdtrain.planning.policy import Policy
+from support import Rig
 
 LAYERS = 6
 PASSED_MAX = 16_384
 """So many tensors of a round are not followed at most."""
+SCOPES: tuple[Scope, ...] = ("whole", "skimmed")
 
 
-class Follows(KeepsAll):
-    """Keeps all as well, and has each round followed."""
+class OfForwards(set[int]):
+    """The keys of all that a forward packs."""
 
-    def skims(self, opening: int) -> None:
-        return None
+    def __contains__(self, key: object) -> bool:
+        return current_backward() == -1
+
+
+class KeepAll(Policy):
+    """A policy whose plans keep everything, so that followed rounds write nothing either."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keep = OfForwards()
 
 
 def layers() -> nn.Sequential:
@@ -49,25 +59,23 @@ def test_the_figures_are_those_of_followed_rounds(tmp_path: Path) -> None:
     model, x = layers(), torch.randn(32, 64)
     expected = list(torch.autograd.grad(model(x).square().sum(), list(model.parameters())))
     told = []
-    for controller in (Follows(), KeepsAll()):
-        policy = KeepNothing()
-        policy.controller = controller
-        rig = Rig(tmp_path, policy=policy)
+    for scope in SCOPES:
+        rig = Rig(tmp_path, policy=KeepAll(), scope=scope)
         for _ in range(3):
             assert all(map(torch.equal, step(rig, model, x), expected))
         stats, seen = rig.stats, rig._hooks._seen
         told.append((
             stats.bytes_eligible, stats.resident_bytes_peak, stats.bytes_kept, stats.tensors_kept,
-            stats.bytes_written, seen.priced.nbytes, seen.planned.nbytes, seen.count(),
+            stats.bytes_written, seen.planned.nbytes, seen.count(),
         ))  # fmt: skip
-        assert "slowdown_max" in str(rig.session)
+        assert "by plan tensors stay" in str(rig.session)
         rig.assert_empty()
     assert told[0] == told[1]
     assert told[0][0] > 0
 
 
 def test_one_tensor_of_a_round_is_followed_until_its_backward(tmp_path: Path) -> None:
-    rig = Rig(tmp_path, policy=skimming())
+    rig = Rig(tmp_path, scope="skimmed")
     model, x = layers(), torch.randn(32, 64)
     for _ in range(3):
         with rig.context():
@@ -82,7 +90,7 @@ def test_one_tensor_of_a_round_is_followed_until_its_backward(tmp_path: Path) ->
 
 @pytest.mark.defends("a skimmed round ends with its backward")
 def test_a_graph_that_is_retained_does_not_go_on_with_it(tmp_path: Path) -> None:
-    rig = Rig(tmp_path, policy=skimming())
+    rig = Rig(tmp_path, scope="skimmed")
     x = torch.randn(64, requires_grad=True)
     with rig.context():
         retained = x.sin().cos().sum()
@@ -94,7 +102,7 @@ def test_a_graph_that_is_retained_does_not_go_on_with_it(tmp_path: Path) -> None
 
 
 def test_a_forward_without_backward_ends_it(tmp_path: Path) -> None:
-    rig = Rig(tmp_path, policy=skimming())
+    rig = Rig(tmp_path, scope="skimmed")
     model, x = layers(), torch.randn(32, 64)
     with rig.context():
         for _ in range(2):
@@ -108,7 +116,7 @@ def test_a_forward_without_backward_ends_it(tmp_path: Path) -> None:
 
 
 def test_a_graph_that_lives_on_does_not_end_the_following_for_good(tmp_path: Path) -> None:
-    rig = Rig(tmp_path, policy=skimming())
+    rig = Rig(tmp_path, scope="skimmed")
     x = torch.randn(8, requires_grad=True)
     with rig.context():
         held = [(x * 1.0).sin() for _ in range(PASSED_MAX + 1)]
@@ -161,30 +169,19 @@ ROWS = torch.randn(32, 64)
 def test_the_bytes_are_those_of_followed_rounds(name: str, tmp_path: Path) -> None:
     w = torch.randn(64, 64, requires_grad=True)
     told = []
-    for controller in (Follows(), KeepsAll()):
-        policy = KeepNothing()
-        policy.controller = controller
-        rig = Rig(tmp_path, min_bytes=1024, policy=policy)
+    for scope in SCOPES:
+        rig = Rig(tmp_path, min_bytes=1024, policy=KeepAll(), scope=scope)
         x = torch.randn(32, 64)
         for _ in range(3):
             with rig.context():
                 SAVES[name](x, w).sum().backward()
         stats, seen = rig.stats, rig._hooks._seen
         told.append((
-            stats.bytes_eligible, stats.bytes_kept, stats.resident_bytes_peak, seen.priced.nbytes,
+            stats.bytes_eligible, stats.bytes_kept, stats.resident_bytes_peak, seen.planned.nbytes,
             seen.unusual.nbytes, seen.apart.nbytes,
         ))  # fmt: skip
     assert told[0] == told[1]
     assert told[0][0] > 0
-
-
-class FollowsSome(KeepsAll):
-    """Keeps all, and has a round followed where it is told to."""
-
-    follows = False
-
-    def skims(self, opening: int) -> Literal["price"] | None:
-        return None if self.follows else super().skims(opening)
 
 
 def saved_bytes(rig: Rig, loss: Callable[[], Tensor]) -> int:
@@ -207,10 +204,8 @@ def without_one(x: Tensor) -> Tensor:
 
 def test_where_a_round_saves_something_else_all_that_follows_is_looked_at(tmp_path: Path) -> None:
     x, told = torch.randn(32, 64), []
-    for controller in (Follows(), KeepsAll()):
-        policy = KeepNothing()
-        policy.controller = controller
-        rig = Rig(tmp_path, min_bytes=1024, policy=policy)
+    for scope in SCOPES:
+        rig = Rig(tmp_path, min_bytes=1024, policy=KeepAll(), scope=scope)
         losses: list[Callable[[], Tensor]] = [
             lambda: with_a_weight(x[:16]), lambda: without_one(x),
         ]  # fmt: skip
@@ -220,9 +215,7 @@ def test_where_a_round_saves_something_else_all_that_follows_is_looked_at(tmp_pa
 
 def test_what_is_as_large_counts_as_before_until_a_round_is_followed(tmp_path: Path) -> None:
     x = torch.randn(32, 64)
-    policy = KeepNothing()
-    policy.controller = controller = FollowsSome()
-    rig = Rig(tmp_path, min_bytes=1024, policy=policy)
+    rig = Rig(tmp_path, min_bytes=1024, policy=KeepAll(), scope="skimmed")
     for _ in range(2):
         saved_bytes(rig, lambda: with_a_weight(x))
     (expected,) = torch.autograd.grad(without_one(x), FULL)
@@ -230,63 +223,15 @@ def test_what_is_as_large_counts_as_before_until_a_round_is_followed(tmp_path: P
         (actual,) = torch.autograd.grad(without_one(x), FULL)
     assert torch.equal(actual, expected), "what it counts as is nothing to its bytes"
     mistaken_bytes = saved_bytes(rig, lambda: without_one(x))
-    controller.follows = True
+    rig.follow("whole")
     expected_bytes = saved_bytes(rig, lambda: without_one(x))
-    controller.follows = False
+    rig.follow("skimmed")
     assert saved_bytes(rig, lambda: without_one(x)) == expected_bytes
     assert mistaken_bytes < expected_bytes
 
 
-def test_what_a_skimmed_round_saved_is_counted_as_of_a_followed_one(tmp_path: Path) -> None:
-    class Told(KeepsAll):
-        def __init__(self) -> None:
-            super().__init__()
-            self.saved: list[int] = []
-
-        def pass_by(self, opening: int, saved_bytes: int) -> None:
-            self.saved.append(saved_bytes)
-
-        def note(self, step: Step) -> None:
-            self.saved.append(step.saved_bytes)
-
-    class Followed(Told):
-        def skims(self, opening: int) -> None:
-            return None
-
-    x = torch.randn(32, 64)
-    model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(), nn.GELU(), nn.Linear(64, 64))
-    skimmed, followed = Told(), Followed()
-    for controller in (skimmed, followed):
-        policy = KeepNothing()
-        policy.controller = controller
-        rig = Rig(tmp_path, min_bytes=1024, policy=policy)
-        for _ in range(3):
-            step(rig, model, x)
-    assert skimmed.saved == followed.saved
-    assert len(skimmed.saved) == 2
-    assert skimmed.saved[0] > 3 * x.nbytes
-
-
-def test_a_backward_gives_nothing_to_the_disk_while_nothing_is_worth_it(tmp_path: Path) -> None:
-    def penalty(rig: Rig, x: Tensor) -> None:
-        with rig.context():
-            (slope,) = torch.autograd.grad(x.sin().exp().sum(), x, create_graph=True)
-            rig.flush()
-            slope.square().sum().backward()
-
-    x = torch.randn(4096, requires_grad=True)
-    written = []
-    for policy in (KeepNothing(), skimming()):
-        assert policy.controller is None or policy.controller.verdict.is_off
-        rig = Rig(tmp_path, policy=policy)
-        penalty(rig, x)
-        written.append(rig.stats.bytes_written)
-    assert written[0] > 0
-    assert written[1] == 0
-
-
 def test_a_backward_of_an_older_graph_ends_nothing_of_a_newer_one(tmp_path: Path) -> None:
-    rig = Rig(tmp_path, policy=skimming())
+    rig = Rig(tmp_path, scope="skimmed")
     x = torch.randn(64, requires_grad=True)
     with rig.context():
         older = x.sin().cos().sum()
@@ -299,31 +244,29 @@ def test_a_backward_of_an_older_graph_ends_nothing_of_a_newer_one(tmp_path: Path
 
 
 def test_after_an_interrupt_as_a_round_begins_the_next_one_asks_again(tmp_path: Path) -> None:
-    class Interrupted(KeepsAll):
-        asked_count = 0
+    asked: list[int] = []
 
-        def allowance(self, *arguments: Any) -> int:
-            self.asked_count += 1
-            if self.asked_count == 1:
-                raise InterruptedError
-            return super().allowance(*arguments)
+    def scope(opening: int, _: int | None) -> Scope:
+        asked.append(opening)
+        if len(asked) == 1:
+            raise InterruptedError
+        return "skimmed"
 
-    policy = KeepNothing()
-    policy.controller = controller = Interrupted()
-    rig = Rig(tmp_path, policy=policy)
+    rig = Rig(tmp_path)
+    rig.prefetcher.scope = scope  # type: ignore[method-assign]
     model, x = layers(), torch.randn(32, 64)
     with rig.context():
         with pytest.raises(InterruptedError):
             model(x)
         loss = model(x).square().sum()
-        assert controller.asked_count == 2
+        assert len(asked) == 2
         rig.flush()
         loss.backward()
     assert rig.stats.bytes_written == 0
 
 
 def test_of_something_large_a_view_counts_with_its_own_part(tmp_path: Path) -> None:
-    rig = Rig(tmp_path, policy=skimming())
+    rig = Rig(tmp_path, scope="skimmed")
     large, x = torch.randn(100_000), torch.randn(1000, requires_grad=True)
     with rig.context():
         loss = (x.sin().cos() * large[5000:6000]).sum()
@@ -334,7 +277,7 @@ def test_of_something_large_a_view_counts_with_its_own_part(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("is_first", [True, False])
 def test_what_is_changed_in_place_is_refused(is_first: bool, tmp_path: Path) -> None:
-    rig = Rig(tmp_path, policy=skimming())
+    rig = Rig(tmp_path, scope="skimmed")
     x = torch.randn(1000, requires_grad=True)
     with rig.context():
         first = x * 2

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,13 +24,12 @@ from children import forked_python
 from ssdtrain.__main__ import main
 from ssdtrain._core import SavedTensor, SimulatedDisk
 from ssdtrain.activations.failed_backward import drop_failed_backwards
+from ssdtrain.activations.followed import Scope
 from ssdtrain.activations.hooks import Hooks
 from ssdtrain.config import OffloadConfig, StoreConfig
 from ssdtrain.machine.torch_internals import top_hooks
 from ssdtrain.offload import active
-from ssdtrain.planning.controller import Controller, Verdict
 from ssdtrain.planning.policy import Policy
-from ssdtrain.planning.price import Price
 from ssdtrain.session import Session
 from ssdtrain.sharing import Budget
 from ssdtrain.stats import Stats
@@ -67,29 +65,6 @@ class KeepNothing(Policy):
         """Write it again all the same."""
 
 
-class KeepsAll(Controller):
-    """To which nothing is worth its price, from the first step on."""
-
-    def __init__(self) -> None:
-        super().__init__(0.02)
-
-    def _verdict(self) -> Verdict:
-        return replace(super()._verdict(), price=Price(1.0, 0.0, 1), planned_bytes=1)
-
-    def allowance(self, *arguments: Any) -> int:
-        return 0
-
-    def skims(self, opening: int) -> Literal["plan", "price"] | None:
-        return "price"
-
-
-def skimming() -> Policy:
-    """Return a policy under which each round is only skimmed."""
-    policy = Policy()
-    policy.controller = KeepsAll()
-    return policy
-
-
 class Rig:
     """A session, and the only place where tests look inside one: what it does not show is here."""
 
@@ -100,6 +75,7 @@ class Rig:
         min_bytes: int = 1,
         max_resident_bytes: int | None = None,
         policy: Policy | None = None,
+        scope: Scope | None = None,
         others: Sequence[Path] = (),
         faults: Mapping[str, Any] | None = None,
         **store: Any,
@@ -122,6 +98,8 @@ class Rig:
         self.prefetcher, self.writeback = hooks._prefetcher, hooks._writeback
         self.records = self.writeback.records
         self.store = self.transfer.store
+        if scope is not None:
+            self.follow(scope)
 
     @classmethod
     def in_mode(cls, directory: Path, mode: Mode) -> Rig:
@@ -130,8 +108,12 @@ class Rig:
         if mode == "flight":
             return cls(directory, backend="simulated", faults={"seed": 1, "paused": True})
         if mode == "skimmed":
-            return cls(directory, policy=skimming())
+            return cls(directory, scope="skimmed")
         return cls(directory, min_bytes=1 << 40)
+
+    def follow(self, scope: Scope) -> None:
+        """Follow so much of each round that begins from now on; without this all, on a CPU."""
+        self.prefetcher.scope = lambda *_: scope  # type: ignore[method-assign]
 
     @property
     def stats(self) -> Stats:

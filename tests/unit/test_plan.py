@@ -588,7 +588,8 @@ def test_what_is_wrong_is_said(
 def test_more_than_the_whole_is_no_share(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["plan", "gpt2", "--compute-share", "7"])
-    assert "--compute-share must be a share above 0 and at most 1" in capsys.readouterr().err
+    said = "--compute-share: '7' is not a share above 0 and at most 1"
+    assert said in capsys.readouterr().err
 
 
 def test_models_have_their_published_sizes() -> None:

@@ -27,9 +27,7 @@ from disks import MIB
 from ssdtrain._core import Account
 from ssdtrain.activations.seen import Seen
 from ssdtrain.activations.watch import Observed
-from ssdtrain.planning.controller import Verdict
 from ssdtrain.planning.policy import RATE_GUESS, Copies, Policy, Rates
-from ssdtrain.planning.price import Price
 from ssdtrain.reasons import Evidence, PlannedRound, reason_of
 from ssdtrain.session_log import log
 from support import Rig, chain, shared_out
@@ -276,7 +274,6 @@ def evidence(**changes: Any) -> Evidence:
         budget_error_count=0,
         is_one_node=False,
         usual_round=round_with(Rates(100.0 * MIB, 200.0 * MIB)),
-        verdict=None,
         observed=None,
     )
     return replace(known, **changes)
@@ -353,14 +350,6 @@ def test_the_usual_round_is_looked_for_only_where_it_is_told() -> None:
     assert not asked
     assert reason_of(known) is not None
     assert asked
-
-
-def priced() -> Seen:
-    """As a session does that is too slow for ``slowdown_max``."""
-    seen = Seen(Account())
-    seen.eligible.add(100 * MIB)
-    seen.priced.add(95 * MIB)
-    return seen
 
 
 def parts() -> Seen:
@@ -459,26 +448,6 @@ def test_a_short_first_step_does_not_stand_for_others_that_keep_as_little(tmp_pa
     assert usual is not None
     assert usual.staying_bytes == 0
     assert usual.saved_bytes >= 6 * 4 * BIG
-
-
-def test_the_price_of_a_byte_is_a_reason() -> None:
-    verdict = Verdict(
-        price=Price(0.25 / (1 << 30), 0.0, 9),
-        slowdown=0.0,
-        slowdown_error=0.0,
-        amount_bytes=0,
-        planned_bytes=100 * MIB,
-        allowed_s=0.004,
-        hooks_s=0.0031,
-        is_adapting=False,
-    )
-    unknown = reason_of(evidence(seen=priced()))
-    known = reason_of(evidence(seen=priced(), verdict=verdict))
-    assert unknown is not None
-    assert known is not None
-    assert "longer than slowdown_max allows" in unknown.text
-    assert "may become 4.0 ms longer; to follow what it saves takes 3.1 ms" in known.text
-    assert "each GiB that moves 0.250 ± 0.000 s" in known.text
 
 
 def test_too_small_for_any_disk_is_said_so() -> None:

@@ -331,11 +331,6 @@ def test_each_rank_that_torchrun_starts_has_a_block_and_a_report(
             ["--dir", ".", "--max", "1GiB", "script.py"],
             "options of your script come after its name",
         ),
-        (
-            ["--dir", ".", "--slowdown-max", "2%", "script.py"],
-            "share above 0 and at most 1, such as 0.02 for 2 %, not '2%'",
-        ),
-        (["--dir", ".", "--slowdown-max", "2", "script.py"], "share above 0 and at most 1"),
         (["--dir", "none", "script.py"], "does not exist"),
         (["--dir", ".", "--min-bytes", "8G", "script.py"], "or text such as '8GiB'"),
         (["--dir", ".", "--report", ".", "script.py"], "is a directory; name a file in it"),

@@ -82,11 +82,6 @@ def test_the_report_begins_with_what_was_gained_and_lost(tmp_path: Path) -> None
     assert str(cheap).splitlines()[0].endswith("; leave the block out")
     with_state = with_tenants(little, {"optimizer state": Figures()}, Figures)
     assert "hardly anything" not in str(with_state)
-    learning = {"price_pair_count": 9, "amount_bytes": 1 << 20}
-    for known in ({"is_adapting": True}, learning):
-        assert "hardly anything" not in str(dataclasses.replace(little, **known)), known
-    is_off = dataclasses.replace(little, price_pair_count=9, planned_bytes=1 << 20)
-    assert "hardly anything was gained" in str(is_off)
     first = str(dataclasses.replace(little, blocks_recomputed=1)).splitlines()[0]
     assert "hardly anything" not in first
     assert "would take at least 210 MiB" in first
@@ -160,22 +155,6 @@ def test_the_report_has_the_words_for_one_and_for_several(tmp_path: Path) -> Non
     assert none.partition("exposed, ")[2].startswith("0 stalls")
 
 
-def test_where_nothing_is_worth_its_price_the_report_says_so(tmp_path: Path) -> None:
-    known = {"price_pair_count": 9, "price_s_per_gib": 2.5, "planned_bytes": 64 << 20}
-    nothing = str(dataclasses.replace(Rig(tmp_path).stats, **known))
-    some = str(dataclasses.replace(Rig(tmp_path).stats, **known, amount_bytes=1 << 20))
-    assert "offloads nothing of the 64 MiB that the disk hides, as that may cost more" in nothing
-    assert "offloads 1 MiB of the 64 MiB that the disk hides, and takes" in some
-
-
-def test_a_price_below_zero_is_shown_as_none(tmp_path: Path) -> None:
-    known = {"price_pair_count": 9, "price_s_per_gib": -0.051, "price_error_s_per_gib": 0.048}
-    shares = {"slowdown_expected": -0.018, "slowdown_error": 0.025}
-    report = str(dataclasses.replace(Rig(tmp_path).stats, **known, **shares))
-    assert "price      0.000 ± 0.048 s per GiB" in report
-    assert "and takes +0.0 ± 2.5 % for it" in report
-
-
 def test_the_limit_is_the_busiest_link_that_was_waited_for(tmp_path: Path) -> None:
     known = {"elapsed_s": 10.0, "bytes_eligible": 100, "bytes_offloaded": 95, "stall_s": 0.0}
     known["pinned_bytes"] = 1
@@ -183,10 +162,6 @@ def test_the_limit_is_the_busiest_link_that_was_waited_for(tmp_path: Path) -> No
     stats = dataclasses.replace(Rig(tmp_path).stats, **known, **links)
     # Nearly all left, and nobody waited: a faster disk would change nothing.
     assert stats.limit == "compute"
-    priced = {"price_pair_count": 9, "planned_bytes": 64 << 20, "amount_bytes": 1 << 20}
-    fewer = dataclasses.replace(stats, bytes_offloaded=20, **priced)
-    assert fewer.limit == "slowdown_max"
-    assert dataclasses.replace(fewer, stall_s=5.0).limit == "the disk's writes"
     for name, link in (
         ("write_busy_s", "the disk's writes"),
         ("read_busy_s", "the disk's reads"),

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Followed"]
+__all__ = ["Followed", "Scope"]
 
 Scope = Literal["whole", "partial", "skimmed"]
 

@@ -176,7 +176,6 @@ class Hooks:
             policy=self._policy,
             eligible=self._seen.eligible,
             planned=self._seen.planned,
-            priced=self._seen.priced,
         )
         pair = HookPair(
             RULES,
@@ -218,7 +217,6 @@ class Hooks:
                 elapsed_s=perf_counter() - self._began_s,
                 bytes_eligible=self._seen.eligible.nbytes,
                 reason=reason_of(self._evidence(observed)),
-                verdict=self._prefetcher.verdict,
                 blocks=self._blocks.counts,
             )
 
@@ -263,7 +261,6 @@ class Hooks:
             budget_error_count=self._residency.refused_count,
             is_one_node=prefetcher.is_one_node,
             usual_round=prefetcher.usual_round,
-            verdict=prefetcher.verdict,
             observed=observed,
         )
 

@@ -5,24 +5,18 @@ What each tensor goes through is in the compiled part (`_core.Rounds`), which as
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable
-from functools import partial
-from typing import Literal
 
 import torch
 
-from ssdtrain._core import Learned, Round, Rounds, SavedTensor
-from ssdtrain.activations.followed import Followed
+from ssdtrain._core import Round, Rounds, SavedTensor
+from ssdtrain.activations.followed import Followed, Scope
 from ssdtrain.activations.names import needing
 from ssdtrain.errors import SsdtrainError
-from ssdtrain.machine.process_memory import available_bytes
 from ssdtrain.notices import Notices, log
-from ssdtrain.planning.controller import Verdict
 from ssdtrain.planning.policy import Item, Policy, Rates
 from ssdtrain.planning.recording import Recording
-from ssdtrain.planning.steps import Step
 from ssdtrain.reasons import PlannedRound
 from ssdtrain.residency import WIDENING_BYTES, Residency
 from ssdtrain.shortage import Held
@@ -86,7 +80,6 @@ class Prefetcher:
         """Whether one node saves nearly all of a round."""
         self.recorded: dict[int, Recording] = {}
         """By signature, the last round that was learned from; the newest one last."""
-        self._controller = policy.controller if residency.limit_bytes is None else None
         self._followed = Followed()
         self._ended: deque[Round] = deque()
         """Rounds that have ended and were not learned from, the oldest one first."""
@@ -94,8 +87,6 @@ class Prefetcher:
         """How long GPUs waited for loads, in the rounds that were learned from."""
         self.hooks_s = 0.0
         """Time in the hooks of tensors of the CPU, in the rounds that have ended, without waits."""
-        self._ended_s = float("-inf")
-        """When the last round ended that was learned from, on the clock of the rounds."""
         residency.add_user(self)
 
     # What the rounds ask.
@@ -127,8 +118,6 @@ class Prefetcher:
     def _learn_from(self, one: Round, rates: Rates) -> None:
         learned = self.rounds.learned(one)
         if one.is_skimmed:
-            if self._controller is not None:
-                self._controller.pass_by(one.opening, one.skimmed_bytes)
             return
         items = list(map(Item._make, learned.items))
         if not items:
@@ -141,7 +130,6 @@ class Prefetcher:
         if one.is_partial:
             self._learn_from_partial(one, rates, stall_share)
             return
-        saved_bytes = sum(item.nbytes for item in items)
         if one.signature not in self._policy.plans:
             self._warn_of_one_node(one)
         self._policy.learn(one.signature, items, rates, stall_share)
@@ -151,14 +139,13 @@ class Prefetcher:
             self._followed.note_whole(
                 one.opening,
                 one.signature,
-                saved_bytes=saved_bytes,
+                saved_bytes=sum(item.nbytes for item in items),
                 leaving_bytes=self._policy.plans[one.signature].leaving_bytes,
             )
         self.recorded.pop(one.signature, None)
         self.recorded[one.signature] = Recording(items, learned.began_s, learned.ended_s)
         if len(self.recorded) > RECORDED_MAX:
             del self.recorded[next(iter(self.recorded))]
-        self._note_step(one, saved_bytes, learned)
 
     def _learn_from_partial(self, one: Round, rates: Rates, stall_share: float) -> None:
         """Plan with the stalls and rates of a round of which only what leaves was followed.
@@ -182,26 +169,13 @@ class Prefetcher:
                 self._notices.say("max_host_bytes", "no tensor stays in pinned memory: %s", error)
                 return
 
-    def allowance(
-        self, opening: int, gpu: int | None
-    ) -> tuple[int | None, Literal["plan", "price"] | None, bool]:
-        """Return how many bytes the round that begins now may give to the disk; ``None``: all.
-
-        And why it is only skimmed, if it is; and whether only what leaves memory need be followed.
-        ``gpu`` is that of its first tensor.
-        """
-        if self._controller is None:
-            scope = "whole" if gpu is None else self._followed.scope(opening)
-            # Rounds that are followed let the next plans have more, after stalls.
-            if scope == "skimmed" and not self._policy.would_plan_anew():
-                return 0, "plan", False
-            return None, None, scope != "whole"
-        nbytes = self._controller.allowance(opening, partial(_spare_bytes, gpu))
-        cause = None if nbytes else self._controller.skims(opening)
-        if cause == "plan" and self._policy.would_plan_anew():
-            # Rounds that are followed let the next plans have more.
-            cause = None
-        return nbytes, cause, False
+    def scope(self, opening: int, gpu: int | None) -> Scope:
+        """Say how much is followed of the round that begins now; ``gpu`` has its first tensor."""
+        scope = "whole" if gpu is None else self._followed.scope(opening)
+        # Rounds that are followed let the next plans have more, after stalls.
+        if scope == "skimmed" and self._policy.would_plan_anew():
+            return "partial"
+        return scope
 
     def usual_round(self) -> PlannedRound | None:
         """Return the round that keeps most by its plan, of the last of each kind.
@@ -227,55 +201,6 @@ class Prefetcher:
             rates=basis[0],
             caution=basis[1],
         )
-
-    @property
-    def is_off(self) -> bool:
-        """Whether nothing is worth its price now, so that a backward gives nothing to the disk."""
-        return self._controller is not None and self._controller.verdict.is_off
-
-    @property
-    def verdict(self) -> Verdict | None:
-        """What is known of the price of a byte; ``None`` where it plays no part."""
-        return None if self._controller is None else self._controller.verdict
-
-    def _note_step(self, finished: Round, saved_bytes: int, learned: Learned) -> None:
-        """Let the controller compare a round with those before it."""
-        began_s, ended_s = finished.span_s
-        overlaps = began_s < self._ended_s
-        self._ended_s = max(self._ended_s, ended_s)
-        # What other rounds did meanwhile, as in a pipeline, is no price of this one's bytes.
-        if self._controller is None or overlaps or learned.step_s is None:
-            return
-        plan = self._policy.plans.get(finished.signature)
-        planned_bytes = 0 if plan is None else plan.leaving_bytes
-        step = Step(
-            kind=finished.signature,
-            opening=finished.opening,
-            seconds=learned.step_s,
-            saved_bytes=saved_bytes,
-            offered_bytes=finished.offered_bytes,
-            planned_bytes=planned_bytes,
-            # A GPU computes on while the hooks run.
-            hooks_s=0.0 if learned.is_of_gpu else finished.hooks_s,
-        )
-        self._note(step)
-
-    def _note(self, step: Step) -> None:
-        """Let the controller learn from a step, and say what comes of it."""
-        assert self._controller is not None
-        self._controller.note(step)
-        verdict = self._controller.verdict
-        # Once for all blocks of an `offload` object, which share the controller.
-        if verdict.is_off and not verdict.is_adapting and self._controller.is_news:
-            self._controller.is_news = False
-            self._notices.say(
-                "price",
-                "offloading stays off for now: %s; slowdown_max=%s leaves room for hardly any, and "
-                "a larger one for more",
-                verdict.shown_cost(),
-                self._controller.slowdown_max,
-                level=logging.INFO,
-            )
 
     def make_room(self, saved: SavedTensor, nbytes: int) -> None:
         """Make room under the bound for the read of a tensor that is needed now."""
@@ -328,13 +253,3 @@ def _bytes_to_read(mates: list[SavedTensor]) -> int:
     handles = [one.handle for one in records if one.source is None and one.storage() is None]
     unread = [one.slot_bytes for one in handles if one is not None and not one.is_here()]
     return sum(unread) + WIDENING_BYTES * (1 + len(handles))
-
-
-def _spare_bytes(gpu: int | None) -> int:
-    """Return the memory that there is for what a step saves; the rest is for what it computes."""
-    if gpu is None:
-        return available_bytes() * 3 // 4
-    free_bytes, _ = torch.cuda.mem_get_info(gpu)
-    # What torch has of the GPU and does not use is free as well.
-    cached_bytes = torch.cuda.memory_reserved(gpu) - torch.cuda.memory_allocated(gpu)
-    return (free_bytes + cached_bytes) * 3 // 4

@@ -30,9 +30,6 @@ class Seen:
         """All others, once for each record."""
         self.planned = Tally()
         """Those of them that the plan kept in memory."""
-        self.priced = Tally()
-        """Those that the plan did not keep, and that would have made steps longer than
-        ``slowdown_max`` allows."""
 
     @property
     def small(self) -> Tally:

@@ -6,7 +6,7 @@ import argparse
 import math
 from collections.abc import Callable
 
-from ssdtrain.config import check_share, directories
+from ssdtrain.config import directories
 from ssdtrain.errors import ConfigError
 from ssdtrain.sizes import in_bytes
 
@@ -41,23 +41,6 @@ def size(name: str) -> Callable[[str], int]:
     return parse
 
 
-def share(name: str) -> Callable[[str], float]:
-    """Return what parses a share of a whole, such as ``0.02``, for the option ``name``."""
-
-    def parse(text: str) -> float:
-        try:
-            value: float | str = float(text)
-        except ValueError:
-            value = text
-        try:
-            check_share(name, value)
-        except ConfigError as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
-        return float(value)
-
-    return parse
-
-
 def directory(text: str) -> str:
     """Parse the path of a directory; whether it is usable, a store says later."""
     try:
@@ -80,6 +63,16 @@ def not_negative(text: str) -> float:
     if value is None or value < 0:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not a number of 0 or more, such as 0.02 for 2 %"
+        )
+    return value
+
+
+def share(text: str) -> float:
+    """Parse a share of a whole, above 0."""
+    value = _finite(text)
+    if value is None or not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a share above 0 and at most 1, such as 0.02 for 2 %"
         )
     return value
 

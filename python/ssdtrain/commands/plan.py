@@ -139,13 +139,13 @@ def _add_machine(machine: argparse._ArgumentGroup) -> None:
     )
     machine.add_argument(
         "--compute-share",
-        type=share("--compute-share"),
+        type=share,
         metavar="SHARE",
         help="of the FLOPs a second on the GPU's data sheet, how much the model reaches (0.6)",
     )
     machine.add_argument(
         "--memory-share",
-        type=share("--memory-share"),
+        type=share,
         metavar="SHARE",
         help="of the memory bandwidth on the GPU's data sheet, how much the model reaches (0.8)",
     )

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO, get_args
 
-from ssdtrain.commands.arguments import directory, share, size
+from ssdtrain.commands.arguments import directory, size
 from ssdtrain.commands.program import Program, ProgramError, find_module, find_script, run_program
 from ssdtrain.commands.reach import reach_from
 from ssdtrain.config import Backend, DirectIo, Gds
@@ -75,12 +75,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, what in SIZES.items():
         option = f"--{name.replace('_', '-')}"
         parser.add_argument(option, type=size(name), metavar="SIZE", help=what)
-    parser.add_argument(
-        "--slowdown-max",
-        type=share("--slowdown-max"),
-        metavar="SHARE",
-        help="share of a step's time that offloading may cost, such as 0.02 (default: no limit)",
-    )
     parser.add_argument("--backend", choices=get_args(Backend), help="(default: auto)")
     parser.add_argument("--direct-io", choices=get_args(DirectIo), help="(default: required)")
     parser.add_argument(
@@ -127,7 +121,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.dir is None:
         _say("ssdtrain run: the following arguments are required: --dir, before the script's name")
         return EXIT_USAGE
-    names = [*SIZES, "slowdown_max", "backend", "direct_io", "gds", "verify"]
+    names = [*SIZES, "backend", "direct_io", "gds", "verify"]
     given = {name: getattr(arguments, name) for name in names}
     options = {name: value for name, value in given.items() if value is not None}
     report = None if arguments.report is None else arguments.report.absolute()
@@ -230,7 +224,7 @@ def _enter(tool: offload, job: Job) -> None:
 def _open_in_child(job: Job) -> tuple[Session, Callable[[], None]]:
     """Open a session in a child process; return it with what makes its report."""
     config = offload(job.dirs, **job.options)._config  # noqa: SLF001 - entered by hooks of the child's own
-    session = Session(config, Policy(config.slowdown_limit, config.max_host_bytes or 0))
+    session = Session(config, Policy(config.max_host_bytes or 0))
     ending = Ending(job, session, is_child=True)
 
     def end() -> None:

@@ -23,7 +23,6 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from ssdtrain._core import hidden
-from ssdtrain.planning.controller import Controller
 
 __all__ = ["PAGE_BYTES", "RATE_GUESS", "Copies", "Item", "Plan", "Policy", "Rates", "plan"]
 
@@ -191,13 +190,10 @@ def plan(items: Sequence[Item], rates: Rates, host_bytes: int = 0) -> Plan:
 class Policy:
     """Learns from finished rounds which tensors to keep.
 
-    ``slowdown_max`` is the share of a step's time that offloading may cost; ``None``: whatever the
-    plan costs. Tensors of GPUs may stay in ``host_bytes`` of pinned memory.
+    Tensors of GPUs may stay in ``host_bytes`` of pinned memory.
     """
 
-    def __init__(self, slowdown_max: float | None = None, host_bytes: int = 0) -> None:
-        self.controller = None if slowdown_max is None else Controller(slowdown_max)
-        """How much of the plans is offloaded."""
+    def __init__(self, host_bytes: int = 0) -> None:
         self.plans: dict[int, Plan] = {}
         """The plan of each signature. For others to look at, not to change."""
         self.keep: set[int] = set()

@@ -35,7 +35,6 @@ pub struct Offloading {
     pub policy: Py<PyAny>,
     pub eligible: Py<Tally>,
     pub planned: Py<Tally>,
-    pub priced: Py<Tally>,
 }
 
 /// Why a tensor stays in memory.
@@ -57,7 +56,7 @@ impl Offloading {
     #[new]
     #[pyo3(signature = (
         torch, records, rounds, *, min_bytes, lock, hooks, keeper, teacher, policy,
-        eligible, planned, priced
+        eligible, planned
     ))]
     #[expect(clippy::too_many_arguments, reason = "keywords on the side of Python")]
     fn new(
@@ -72,7 +71,6 @@ impl Offloading {
         policy: Py<PyAny>,
         eligible: Py<Tally>,
         planned: Py<Tally>,
-        priced: Py<Tally>,
     ) -> PyResult<Self> {
         Ok(Self {
             torch,
@@ -86,7 +84,6 @@ impl Offloading {
             policy,
             eligible,
             planned,
-            priced,
         })
     }
 
@@ -158,11 +155,11 @@ impl Offloading {
                 return Ok(packed);
             }
         }
-        if may_pass_by && let Some(cause) = self.rounds.get().skims(py) {
+        if may_pass_by && self.rounds.get().skims(py) {
             let identity = storage.call_method0(intern!(py, "data_ptr"))?.extract()?;
             let is_leaf = is_true(tensor, intern!(py, "is_leaf"))?;
             let part = self.counted_part(py, start, nbytes, storage_bytes)?;
-            if let Some(kept) = self.pass_by(tensor, identity, part, is_leaf, cause)? {
+            if let Some(kept) = self.pass_by(tensor, identity, part, is_leaf)? {
                 return Ok(kept.into_any());
             }
         }
@@ -303,8 +300,7 @@ impl Offloading {
         }
     }
 
-    /// Sees to the write of a new record, unless the plan or the price of a byte keeps it and no
-    /// bound is set.
+    /// Sees to the write of a new record, unless the plan keeps it and no bound is set.
     fn write(
         &self,
         record: &Bound<'_, Record>,
@@ -316,17 +312,13 @@ impl Offloading {
         let keep = self.policy.bind(py).getattr(intern!(py, "keep"))?;
         let is_planned = keep.contains(record.get().key)? && !is_bounded;
         self.eligible.get().add(record.get().nbytes);
-        if is_planned {
+        if is_planned || round.lock().is_skimmed() {
             self.planned.get().add(record.get().nbytes);
             return Ok(());
         }
         // defence: checkpoint recognition
         let is_recomputed = backward != -1 && self.torch.get().is_recompute(py)?;
         if !is_recomputed {
-            if !round.lock().offer(record.get().nbytes) {
-                self.priced.get().add(record.get().nbytes);
-                return Ok(());
-            }
             if record.get().is_on_gpu() && !is_bounded {
                 record.get().plan(ByPlan::of(self.policy.bind(py), record.get().key)?);
             }

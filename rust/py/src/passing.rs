@@ -12,7 +12,7 @@ use crate::kept::Kept;
 use crate::offloading::Offloading;
 use crate::record::Record;
 use crate::rules::{OwnSize, Rules, is_managed_at_a_glance};
-use crate::skim::{Cause, CountedPart, CountsAs};
+use crate::skim::{CountedPart, CountsAs};
 
 impl Offloading {
     /// Keeps a tensor of a round that is only skimmed, and counts it as if it were followed; `None`
@@ -23,7 +23,6 @@ impl Offloading {
         storage: usize,
         part: CountedPart,
         is_leaf: bool,
-        cause: Cause,
     ) -> PyResult<Option<Py<Kept>>> {
         let records = self.records.get();
         let (identity, most_bytes) = part.shared(storage);
@@ -37,10 +36,7 @@ impl Offloading {
             self.eligible.get().add(more_bytes);
         }
         if skimmed_bytes > 0 {
-            match cause {
-                Cause::Plan => self.planned.get().add(skimmed_bytes),
-                Cause::Price => self.priced.get().add(skimmed_bytes),
-            }
+            self.planned.get().add(skimmed_bytes);
         }
         self.keep_passed(tensor, is_leaf, (identity, part.nbytes, most_bytes)).map(Some)
     }
@@ -136,8 +132,8 @@ impl Offloading {
         if records.is_forked() {
             return Ok(None);
         }
-        let cause = rounds.skims(py);
-        if cause.is_none() && !rounds.has_guide() {
+        let is_skimmed = rounds.skims(py);
+        if !is_skimmed && !rounds.has_guide() {
             return Ok(None);
         }
         let counts = if let Some(known) = rounds.known_count(own) {
@@ -153,9 +149,10 @@ impl Offloading {
                     return Ok(None);
                 };
                 let storage = address.extract::<usize>()?.wrapping_sub(offset_bytes);
-                match cause {
-                    Some(cause) => self.pass_by(tensor, storage, part, own.is_leaf, cause),
-                    None => self.pass_by_guide(tensor, storage, part, own.is_leaf),
+                if is_skimmed {
+                    self.pass_by(tensor, storage, part, own.is_leaf)
+                } else {
+                    self.pass_by_guide(tensor, storage, part, own.is_leaf)
                 }
             }
             CountsAs::Weight => {

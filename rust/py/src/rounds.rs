@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use pyo3::exceptions::PyRuntimeError;
+use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyWeakrefMethods, PyWeakrefReference};
@@ -29,7 +29,7 @@ use crate::guides::Guides;
 use crate::round::{Learned, Round};
 use crate::rules::OwnSize;
 use crate::saved_tensor::{SavedReference, SavedTensor, SharedRound, is_dead};
-use crate::skim::{Cause, CountsAs, Skim};
+use crate::skim::{CountsAs, Skim};
 use crate::store::Store;
 use crate::timeline::Moment;
 use crate::transfer::{Handle, Loading};
@@ -179,8 +179,8 @@ impl Rounds {
         next_key(round.lock().signature(), nbytes)
     }
 
-    /// Why a tensor that is packed now stays in memory, and need not be followed; `None`: it is.
-    pub fn skims(&self, py: Python<'_>) -> Option<Cause> {
+    /// Whether a tensor that is packed now need not be followed, as its round is only skimmed.
+    pub fn skims(&self, py: Python<'_>) -> bool {
         self.skim.go_on(py)
     }
 
@@ -228,16 +228,9 @@ impl Rounds {
         let of = Entry { sequence: this.sequence, nbytes, gpu: this.layout.gpu, is_new };
         let ordinal = round.lock().add(reference, of, now_s);
         this.take_place(round.clone(), ordinal);
-        if ordinal == 0 {
+        if ordinal == 0 && round.lock().phase() == FORWARD {
             let began = Instant::now();
-            if round.lock().phase() == FORWARD {
-                self.begin(saved, round, stream, teacher)?;
-            } else if self.limit_bytes.is_none()
-                && teacher.getattr(intern!(py, "is_off"))?.is_truthy()?
-            {
-                // What a backward packs has no price of its own.
-                round.lock().allow(0);
-            }
+            self.begin(saved, round, stream, teacher)?;
             self.count_taught(began);
         }
         if is_new {
@@ -246,8 +239,7 @@ impl Rounds {
         Ok(())
     }
 
-    /// Begins a round of a forward with its first tensor, and asks how much it may give to the
-    /// disk.
+    /// Begins a round of a forward with its first tensor, and asks how much of it is followed.
     fn begin(
         &self,
         first: &Bound<'_, SavedTensor>,
@@ -261,19 +253,22 @@ impl Rounds {
         self.clock.begin(py, round, stream)?;
         if self.limit_bytes.is_none() {
             let arguments = (round.lock().opening(), first.get().layout.gpu);
-            let allowance = teacher.call_method1(intern!(py, "allowance"), arguments)?;
-            let (allowed, cause, is_guided): (Option<u64>, Option<String>, bool) =
-                allowance.extract()?;
-            self.guides.begin(round, is_guided);
-            if let Some(cause) = cause {
-                self.skim.begin(first, round, Cause::of(&cause)?)?;
+            let scope: String = teacher.call_method1(intern!(py, "scope"), arguments)?.extract()?;
+            let (is_partial, is_skimmed) = match scope.as_str() {
+                "whole" => (false, false),
+                "partial" => (true, false),
+                "skimmed" => (false, true),
+                _ => {
+                    return Err(PyValueError::new_err(format!("{scope:?} is no scope of a round")));
+                }
+            };
+            self.guides.begin(round, is_partial);
+            if is_skimmed {
+                self.skim.begin(first, round)?;
             } else if self.guides.is_on() {
                 self.skim.count_anew();
             } else {
                 self.skim.forget_counts();
-            }
-            if let Some(allowed_bytes) = allowed {
-                round.lock().allow(allowed_bytes);
             }
         }
         round.lock().set_closed(false);

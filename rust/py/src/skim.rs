@@ -14,7 +14,6 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use pyo3::exceptions::PyValueError;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyWeakrefMethods, PyWeakrefReference};
@@ -25,15 +24,6 @@ use crate::saved_tensor::{SavedReference, SavedTensor, SharedRound};
 /// So many tensors of a round pass by at most, if its first one is neither asked for nor dropped:
 /// a graph that somebody holds for ever must not keep all later rounds from being followed.
 const COUNT_MAX: usize = 16_384;
-
-/// Why nothing of a round goes to the disk.
-#[derive(Clone, Copy)]
-pub enum Cause {
-    /// The plan keeps everything.
-    Plan,
-    /// Nothing is worth its price.
-    Price,
-}
 
 /// Which bytes of a storage a tensor counts with.
 #[derive(Clone, Copy)]
@@ -91,27 +81,11 @@ struct Skimmed {
     /// The address of its storage.
     identity: usize,
     count: usize,
-    cause: Cause,
-}
-
-impl Cause {
-    pub fn of(name: &str) -> PyResult<Self> {
-        match name {
-            "plan" => Ok(Self::Plan),
-            "price" => Ok(Self::Price),
-            _ => Err(PyValueError::new_err(format!("{name:?} is no cause to keep a round"))),
-        }
-    }
 }
 
 impl Skim {
     /// Begins with the first tensor of a round.
-    pub fn begin(
-        &self,
-        first: &Bound<'_, SavedTensor>,
-        round: &SharedRound,
-        cause: Cause,
-    ) -> PyResult<()> {
+    pub fn begin(&self, first: &Bound<'_, SavedTensor>, round: &SharedRound) -> PyResult<()> {
         let py = first.py();
         let Some(storage) = first.get().record.get().storage(py) else { return Ok(()) };
         let identity = storage.call_method0(intern!(py, "data_ptr"))?.extract()?;
@@ -119,23 +93,24 @@ impl Skim {
         round.lock().skim();
         self.count_anew();
         let round = round.clone();
-        let before = self.of().replace(Skimmed { round, first, identity, count: 0, cause });
+        let before = self.of().replace(Skimmed { round, first, identity, count: 0 });
         drop(before);
         self.is_on.store(true, Ordering::Relaxed);
         Ok(())
     }
 
-    /// The cause, for a tensor that is packed now, as long as the first one waits for its backward.
-    pub fn go_on(&self, py: Python<'_>) -> Option<Cause> {
+    /// Whether a tensor that is packed now is one of the round: the first one waits for its
+    /// backward.
+    pub fn go_on(&self, py: Python<'_>) -> bool {
         if !self.is_on.load(Ordering::Relaxed) {
-            return None;
+            return false;
         }
-        let first = self.of().as_ref().map(|one| (one.first.clone_ref(py), one.cause));
-        let cause = first.and_then(|(first, cause)| first.bind(py).upgrade().map(|_| cause));
-        if cause.is_none() {
+        let first = self.of().as_ref().map(|one| one.first.clone_ref(py));
+        let goes_on = first.is_some_and(|first| first.bind(py).upgrade().is_some());
+        if !goes_on {
             self.end();
         }
-        cause
+        goes_on
     }
 
     /// What the tensor at this place counted as before, if it was like this one. If it was not,
