@@ -557,20 +557,12 @@ class Round:
         """The name of its first tensor: all that is known of a round when it begins."""
 
     @property
-    def offered_bytes(self) -> int:
-        """Bytes that were given to the disk, of which some may have stayed in memory."""
-
-    @property
     def is_skimmed(self) -> bool:
         """Whether most of its tensors were not followed: nothing is learned from it."""
 
     @property
     def is_partial(self) -> bool:
         """Whether tensors that stayed by plan were not followed: nothing is learned of them."""
-
-    @property
-    def skimmed_bytes(self) -> int:
-        """What a skimmed round saved, followed or not."""
 
     @property
     def hooks_s(self) -> float:
@@ -609,10 +601,6 @@ class Learned:
     @property
     def stall_s(self) -> float:
         """The waits for its tensors: of its GPU, or else of threads."""
-
-    @property
-    def step_s(self) -> float | None:
-        """What the whole step took, with the waits; ``None`` if nothing tells."""
 
     @property
     def is_of_gpu(self) -> bool:

@@ -378,15 +378,6 @@ fn a_slow_disk_reads_ahead_as_far_as_its_plan_says() {
 }
 
 #[test]
-fn of_what_its_price_bounds_a_quarter_is_read_ahead() {
-    let mut desk = Desk::new();
-    let saved = desk.packs(&words("abcdefgh"), MIB);
-    saved[&'a'].round().lock().allow(8 * MIB);
-    assert!((0..8).all(|_| saved[&'a'].round().lock().offer(MIB)));
-    assert_eq!(desk.unpack(&saved[&'h']), "gf");
-}
-
-#[test]
 fn a_storage_with_two_users_is_read_ahead_by_its_plan_too() {
     let mut desk = Desk::new();
     let shared = desk.pack("a", 0, 20 * MIB);

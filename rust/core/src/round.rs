@@ -119,15 +119,10 @@ pub struct Round<E> {
     ended_s: f64,
     /// The key of the first tensor: all that is known of a round when it begins.
     opening: i64,
-    /// What may still be given to the disk, and what was.
-    allowance_bytes: u64,
-    offered_bytes: u64,
     /// Seconds that its tensors spent in the hooks.
     hooks_s: f64,
     /// Whether it need not see what comes after its first tensor.
     is_skimmed: bool,
-    /// What it saved then, followed or not.
-    skimmed_bytes: u64,
     /// Whether it goes on no more.
     is_closed: bool,
     /// Whether nothing tells when its tensors were packed and needed.
@@ -172,11 +167,8 @@ impl<E> Round<E> {
             began_s: 0.0,
             ended_s: 0.0,
             opening: 0,
-            allowance_bytes: u64::MAX,
-            offered_bytes: 0,
             hooks_s: 0.0,
             is_skimmed: false,
-            skimmed_bytes: 0,
             is_closed: false,
             is_untimed: false,
             along: Along::default(),
@@ -227,9 +219,6 @@ impl<E> Round<E> {
             (self.began_s, self.ended_s, self.opening) = (now_s, now_s, self.signature);
         }
         let packed = NewRecord { key: self.signature, nbytes, packed_s: now_s, gpu };
-        if self.is_skimmed && is_new {
-            self.skimmed_bytes += nbytes;
-        }
         self.packed.push(is_new.then_some(packed));
         self.keys.push(self.signature);
         self.along.step();
@@ -337,51 +326,15 @@ impl<E> Round<E> {
         self.packed.iter().flatten().filter_map(item).collect()
     }
 
-    /// Bounds what may be given to the disk from now on.
-    pub fn allow(&mut self, allowance_bytes: u64) {
-        self.allowance_bytes = allowance_bytes;
-    }
-
-    /// Whether a record of `nbytes` may be given to the disk; counts it if so.
-    ///
-    /// What comes after one that is too large may still go.
-    pub fn offer(&mut self, nbytes: u64) -> bool {
-        let Some(rest_bytes) = self.allowance_bytes.checked_sub(nbytes) else { return false };
-        // Without a bound the allowance never gets less.
-        if self.allowance_bytes != u64::MAX {
-            self.allowance_bytes = rest_bytes;
-        }
-        self.offered_bytes += nbytes;
-        true
-    }
-
-    /// What was given to the disk, if that was bounded.
-    #[must_use]
-    pub fn bounded_bytes(&self) -> Option<u64> {
-        (self.allowance_bytes != u64::MAX).then_some(self.offered_bytes)
-    }
-
     /// Gives nothing to the disk, and need not see what comes after the first tensor: nothing is
     /// learned from this round.
     pub fn skim(&mut self) {
-        self.allowance_bytes = 0;
         self.is_skimmed = true;
-        self.skimmed_bytes = self.packed.iter().flatten().map(|one| one.nbytes).sum();
     }
 
     /// Whether it need not see what comes after its first tensor.
     pub fn is_skimmed(&self) -> bool {
         self.is_skimmed
-    }
-
-    /// Counts a tensor that is not followed.
-    pub fn note_skimmed(&mut self, nbytes: u64) {
-        self.skimmed_bytes += nbytes;
-    }
-
-    /// What a skimmed round saved, followed or not.
-    pub fn skimmed_bytes(&self) -> u64 {
-        self.skimmed_bytes
     }
 
     /// Has a guide from now on.
@@ -452,11 +405,6 @@ impl<E> Round<E> {
     /// The time of the calls of the hooks, without the waits for the disk.
     pub fn hooks_s(&self) -> f64 {
         self.hooks_s
-    }
-
-    /// Bytes that were given to the disk, of which some may have stayed in memory all the same.
-    pub fn offered_bytes(&self) -> u64 {
-        self.offered_bytes
     }
 
     /// The key of the first tensor.

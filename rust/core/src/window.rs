@@ -8,9 +8,6 @@ use crate::round::{FORWARD, Round};
 /// `docs/results/storage.md`). A slow disk reads ahead as far as its plan says, and into the memory
 /// that its backward has freed: that never raises the peak.
 pub const WINDOW_BYTES: u64 = 32 << 20;
-/// Where what goes to the disk is bounded by its price, the share of it that is read ahead at most:
-/// all of it would be back as soon as backward begins, at the peak, and have been paid for nothing.
-const BOUNDED_SHARE: u64 = 4;
 /// Records read ahead at most: bounds the work of an unpack where tensors are small.
 pub const WINDOW_COUNT: usize = 64;
 /// The window is refilled by a quarter at a time: to wake the disk's thread costs more than all
@@ -52,7 +49,6 @@ pub struct Window {
 pub struct Walk {
     place: usize,
     following_place: usize,
-    window_bytes: u64,
     room_bytes: u64,
     /// Of what this backward has freed; may be read into beyond the window.
     spare_bytes: u64,
@@ -120,14 +116,12 @@ impl Window {
     /// be read into beyond the window.
     pub fn walk<E>(&self, round: &Round<E>, room_bytes: u64, spare_bytes: u64) -> Walk {
         let following_place = round.on_disk().partition_point(|&place| place <= self.index);
-        let window_bytes = window_bytes(round);
-        let quarter_bytes = window_bytes / REFILL_SHARE as u64;
-        let is_full = self.nbytes > window_bytes - quarter_bytes && spare_bytes < quarter_bytes;
+        let quarter_bytes = WINDOW_BYTES / REFILL_SHARE as u64;
+        let is_full = self.nbytes > WINDOW_BYTES - quarter_bytes && spare_bytes < quarter_bytes;
         let is_crowded = self.reads.len() > WINDOW_COUNT - WINDOW_COUNT / REFILL_SHARE;
         Walk {
             place: self.next_on_disk.max(following_place),
             following_place,
-            window_bytes,
             room_bytes,
             spare_bytes,
             unsettled_count: 0,
@@ -189,13 +183,7 @@ impl Window {
 
     /// Whether the read of what is not even next should begin now.
     fn is_wanted<E>(&self, round: &Round<E>, walk: &Walk, key: i64, slot_bytes: u64) -> bool {
-        let has_room =
-            slot_bytes <= walk.spare_bytes || self.nbytes + slot_bytes <= walk.window_bytes;
+        let has_room = slot_bytes <= walk.spare_bytes || self.nbytes + slot_bytes <= WINDOW_BYTES;
         self.reads.len() < WINDOW_COUNT && ((has_room && !walk.rests) || round.is_due(key))
     }
-}
-
-/// What is read ahead of a round in any case.
-fn window_bytes<E>(round: &Round<E>) -> u64 {
-    round.bounded_bytes().map_or(WINDOW_BYTES, |given| WINDOW_BYTES.min(given / BOUNDED_SHARE))
 }

@@ -85,8 +85,6 @@ pub struct GpuTimes {
     pub ended_s: f64,
     /// How long the GPU waited for loads, and for copies that by the plan had ended.
     pub stall_s: f64,
-    /// How long it waited for any transfer: no part of the moments.
-    pub waited_s: f64,
 }
 
 impl GpuClock {
@@ -286,7 +284,6 @@ impl Marked {
             items: items.iter().map(timed).collect::<Option<_>>()?,
             ended_s: needed_s.iter().fold(0.0, |last, moment_s| moment_s.max(last)),
             stall_s: stalls.before(f64::INFINITY),
-            waited_s: waits.before(f64::INFINITY),
         })
     }
 }

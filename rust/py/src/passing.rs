@@ -27,16 +27,15 @@ impl Offloading {
         let records = self.records.get();
         let (identity, most_bytes) = part.shared(storage);
         let more_bytes = records.account().shared_more_bytes(identity, part.nbytes, most_bytes);
-        // What a backward computes again was counted in forward.
-        let skimmed_bytes = if part.is_forward { more_bytes } else { 0 };
-        if !self.rounds.get().passes_by(storage, skimmed_bytes) {
+        if !self.rounds.get().passes_by(storage) {
             return Ok(None);
         }
         if more_bytes > 0 {
             self.eligible.get().add(more_bytes);
-        }
-        if skimmed_bytes > 0 {
-            self.planned.get().add(skimmed_bytes);
+            // What a backward computes again was counted in forward.
+            if part.is_forward {
+                self.planned.get().add(more_bytes);
+            }
         }
         self.keep_passed(tensor, is_leaf, (identity, part.nbytes, most_bytes)).map(Some)
     }

@@ -18,8 +18,6 @@ pub struct Learned {
     ended_s: f64,
     /// The waits for its tensors: of its GPU, or else of threads.
     stall_s: f64,
-    /// What the whole step took, with waits; `None` if nothing tells.
-    step_s: Option<f64>,
     /// Whether the times are those of a GPU.
     is_of_gpu: bool,
 }
@@ -62,11 +60,6 @@ impl Round {
         self.0.lock().opening()
     }
 
-    #[getter]
-    fn offered_bytes(&self) -> u64 {
-        self.0.lock().offered_bytes()
-    }
-
     /// Whether it need not see what came after its first tensor.
     #[getter]
     fn is_skimmed(&self) -> bool {
@@ -77,12 +70,6 @@ impl Round {
     #[getter]
     fn is_partial(&self) -> bool {
         self.0.lock().is_partial()
-    }
-
-    /// What a skimmed round saved, followed or not.
-    #[getter]
-    fn skimmed_bytes(&self) -> u64 {
-        self.0.lock().skimmed_bytes()
     }
 
     #[getter]
@@ -113,7 +100,6 @@ impl Learned {
             began_s: 0.0,
             ended_s: times.ended_s,
             stall_s: times.stall_s,
-            step_s: Some(times.ended_s + times.waited_s),
             is_of_gpu: true,
         }
     }
@@ -124,13 +110,11 @@ impl Learned {
             let round = round.0.lock();
             (round.span_s(), round.stall_s())
         };
-        let is_on_cpu = items.iter().all(|item| item.gpu.is_none());
         Self {
             items: items.iter().map(fields).collect(),
             began_s,
             ended_s,
             stall_s,
-            step_s: is_on_cpu.then_some(ended_s - began_s + stall_s),
             is_of_gpu: false,
         }
     }

@@ -186,8 +186,8 @@ impl Rounds {
 
     /// Counts a tensor that is not followed; `false`: it is to be followed all the same.
     #[must_use]
-    pub fn passes_by(&self, identity: usize, nbytes: u64) -> bool {
-        self.skim.passes_by(identity, nbytes)
+    pub fn passes_by(&self, identity: usize) -> bool {
+        self.skim.passes_by(identity)
     }
 
     /// What the tensor at this place of the round before counted as, if this one is like it.

@@ -151,14 +151,13 @@ impl Skim {
 
     /// Counts a tensor that is not followed; `false` if it has the memory of the first one, whose
     /// record counts it, or if there were too many.
-    pub fn passes_by(&self, identity: usize, nbytes: u64) -> bool {
+    pub fn passes_by(&self, identity: usize) -> bool {
         let mut of = self.of();
         let Some(one) = of.as_mut() else { return false };
         if one.identity == identity {
             return false;
         }
         one.count += 1;
-        one.round.lock().note_skimmed(nbytes);
         let goes_on = one.count <= COUNT_MAX;
         drop(of);
         if !goes_on {
