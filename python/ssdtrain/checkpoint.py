@@ -13,17 +13,38 @@ from typing import Any, TypeVar
 
 from torch import nn
 from torch.compiler import is_compiling
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from ssdtrain.activations.hooks import blocks_here
-from ssdtrain.errors import ConfigError
+from ssdtrain.errors import ConfigError, UnsupportedError
 
 __all__ = ["checkpoint", "remove_checkpoint"]
 
 C = TypeVar("C", bound=Callable[..., Any])
 
+PARTLY_WRITING = (nn.LSTM, nn.CTCLoss, nn.RReLU)
+"""Modules whose kernels for CPUs save memory that they write in part."""
+SAVES_UNWRITTEN = (
+    "saves memory of which its kernel writes a part, so the two runs cannot be compared. Mark "
+    "blocks without it"
+)
+MOVES_STATISTICS = (
+    "moves its running statistics in each forward. Mark blocks without it, take a norm that has "
+    "none (LayerNorm, GroupNorm, track_running_stats=False), or call eval() on it before the mark "
+    "if its statistics are frozen"
+)
+MOVES_VECTORS = (
+    "moves the vectors of spectral_norm in each forward of training. Mark blocks without it"
+)
+
 
 def checkpoint(block: C) -> C:
     """Let the plan say whether what a block saves is offloaded or computed again in backward.
+
+    Mark only what may run twice: a block that computes the same again from the same arguments, and
+    changes nothing but what it returns. That is the rule of ``torch.utils.checkpoint``, which
+    computes it again, without reentrance: dropout draws the same numbers, autocast is as it was.
 
     ``self.blocks = nn.ModuleList(ssdtrain.checkpoint(Block()) for _ in range(12))``, or around a
     call, ``x = ssdtrain.checkpoint(block)(x)``. A module is marked in place and returned, a
@@ -35,20 +56,18 @@ def checkpoint(block: C) -> C:
     In several processes (``torch.distributed``) all blocks are offloaded: each process would choose
     for itself, and what a block communicates would come in another order in each.
 
-    Computed again is a block by ``torch.utils.checkpoint`` without reentrance: what it does besides
-    computing (printing) it does twice. A call that changes arguments, buffers or attributes, or
-    draws from another generator than torch's own, is not computed again.
-
     Raises:
         ConfigError: ``block`` cannot be called, or is a class.
-        UnsupportedError: In backward: a block does not save the same bytes when it is computed
-            again, as something that it reads has changed since its forward; or its mode has; or
-            it changed something then that its forward did not.
+        UnsupportedError: A module in ``block`` is of a class of torch that may not run twice: a
+            norm that moves running statistics, spectral norm, an LSTM. In backward: the second run
+            of a block saved other bytes than its forward, or an argument of it was changed in
+            place.
 
     """
     if isinstance(block, nn.Module):
         if not isinstance(block, _Checkpointed):
-            _put_under(block, _checkpointed_class(type(block)))  # type: ignore[arg-type]
+            _refuse_once_only(block)
+            _mark(block)
         return block
     if isinstance(block, type):
         raise ConfigError(
@@ -79,6 +98,37 @@ def remove_checkpoint(module: nn.Module) -> None:
             _put_under(one, plain)
 
 
+def _refuse_once_only(block: nn.Module) -> None:
+    """Raise if a module of the block is of a class of torch that may not run twice."""
+    for name, module in block.named_modules():
+        why = _why_once_only(module)
+        if why is not None:
+            inner = f"its module {name!r} ({type(module).__name__})" if name else "it"
+            raise UnsupportedError(
+                f"ssdtrain.checkpoint cannot mark this {type(block).__name__}, whose forward may "
+                f"run twice: {inner} {why}"
+            )
+
+
+def _why_once_only(module: nn.Module) -> str | None:
+    if isinstance(module, PARTLY_WRITING):
+        return SAVES_UNWRITTEN
+    if not module.training:
+        return None
+    if getattr(module, "track_running_stats", False):
+        return MOVES_STATISTICS
+    hooks = module._forward_pre_hooks.values()  # noqa: SLF001 - no public way
+    if any(isinstance(each, SpectralNorm | _SpectralNorm) for each in (module, *hooks)):
+        return MOVES_VECTORS
+    return None
+
+
+def _mark(module: nn.Module) -> nn.Module:
+    if not isinstance(module, _Checkpointed):
+        _put_under(module, _checkpointed_class(type(module)))  # type: ignore[arg-type]
+    return module
+
+
 def _put_under(module: nn.Module, kind: type[nn.Module]) -> None:
     module.__class__ = kind
 
@@ -107,7 +157,8 @@ class _Checkpointed:
 
 
 def _marked(make: Callable[..., nn.Module], arguments: tuple[Any, ...]) -> nn.Module:
-    return checkpoint(make(*arguments))
+    # The copy gets its modules later; those of the original may run twice.
+    return _mark(make(*arguments))
 
 
 @functools.cache

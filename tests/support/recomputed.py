@@ -15,7 +15,6 @@ from support import Result, assert_equal_bits, batch, gradients
 
 ROWS, WIDTH = 64, 64
 STEPS = 3
-"""The first is plain: what a block changes in place is looked for there."""
 
 Step = Callable[[], Result]
 
@@ -70,23 +69,6 @@ class Plain(nn.Module):
         return out
 
 
-TURN = {"counts": False}
-"""No look at a block finds what is in a global dict."""
-
-
-class Counts(Plain):
-    """Counts a call if it is told to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("count", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if TURN["counts"]:
-            self.count.add_(1)
-        return super().forward(x)
-
-
 class Normalised(nn.Module):
     """Has statistics, which each forward in training moves."""
 
@@ -96,11 +78,6 @@ class Normalised(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.line(self.norm(x)).relu()
-        return out
-
-    def apart(self, x: Tensor) -> Tensor:
-        """Compute something without the statistics."""
-        out: Tensor = self.line(x).tanh()
         return out
 
 

@@ -36,7 +36,7 @@ def rounds(draw: st.DrawFn, most: int = 40) -> Measured:
     """Draw any round: blocks of any cost, of which some save no more than they are given."""
     sizes = st.integers(0, 200 * MIB)
     blocks = [
-        Block(key, draw(st.floats(0, 2)), draw(sizes), draw(sizes), draw(st.booleans()))
+        Block(key, draw(st.floats(0, 2)), draw(sizes), draw(sizes))
         for key in range(draw(st.integers(0, most)))
     ]
     return measured(blocks, other_bytes=draw(sizes), backward_factor=draw(st.floats(1, 3)))
@@ -60,7 +60,7 @@ def keys(blocks: Sequence[Block]) -> frozenset[int]:
 @given(rounds(), DISKS)
 def test_a_choice_is_never_worse_than_all_or_nothing(one: Measured, disk: Disk) -> None:
     ours_s = step_s(one, disk, choose(one, disk))
-    useful = [block for block in one.blocks if block.is_repeatable and block.freed_bytes]
+    useful = [block for block in one.blocks if block.freed_bytes]
     assert ours_s <= step_s(one, disk, frozenset()) * EPSILON
     assert ours_s <= step_s(one, disk, keys(useful)) * EPSILON
 
@@ -69,12 +69,10 @@ def test_a_choice_is_never_worse_than_all_or_nothing(one: Measured, disk: Disk) 
 def test_no_set_is_better_by_more_than_one_block(one: Measured, disk: Disk) -> None:
     """The best place along the order may lie inside of a block, of which there are no parts."""
     chosen = choose(one, disk)
-    repeatable = [block for block in one.blocks if block.is_repeatable]
-    assert chosen <= keys(repeatable)
-    counts = range(len(repeatable) + 1)
-    sets = (keys(some) for count in counts for some in combinations(repeatable, count))
+    counts = range(len(one.blocks) + 1)
+    sets = (keys(some) for count in counts for some in combinations(one.blocks, count))
     best_s = min(step_s(one, disk, some) for some in sets)
-    longest_s = max((block.forward_s for block in repeatable), default=0.0)
+    longest_s = max((block.forward_s for block in one.blocks), default=0.0)
     assert step_s(one, disk, chosen) <= (best_s + longest_s) * EPSILON
 
 
@@ -110,7 +108,6 @@ def test_cheap_bytes_come_first() -> None:
     cheap, dear = Block(1, 0.1, 100 * MIB, 0), Block(2, 0.3, 100 * MIB, 0)
     one = measured([dear, cheap])
     assert choose(one, Disk(1e3, 1e12, 100 * MIB)) == {1}
-    assert choose(measured([dear, replace(cheap, is_repeatable=False)]), Disk(1e3, 1e3)) == set()
 
 
 def learned(choices: Choices, one: Measured | None, disk: Disk, stall_s: float = 0.0) -> set[int]:

@@ -1,17 +1,18 @@
 """Calls the blocks of `ssdtrain.checkpoint`, plainly or so that backward computes them again.
 
 A block is known by its place in the round and the shapes that it gets, as saved tensors are by
-theirs. Of nested blocks the outermost is chosen for. What may be computed again, see `reach.py`.
+theirs. Of nested blocks the outermost is chosen for. A block may run its forward twice, as under
+`torch.utils.checkpoint`: `fingerprints.py` compares what the two runs save.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 import threading
-import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,14 +21,11 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint as computed_again
 
 from ssdtrain._core import Round, Rounds, Tally
-from ssdtrain.activations.fingerprints import Comparison, Fingerprints, saves_unwritten
-from ssdtrain.activations.reach import Reach, Snapshot, Versions, are_same
-from ssdtrain.errors import UnsupportedError
+from ssdtrain.activations.fingerprints import Fingerprints
 from ssdtrain.machine.torch_internals import (
     current_backward,
     memory_bytes,
     pop_hooks,
-    sequence_number,
     top_hooks,
     trains_with_others,
 )
@@ -39,56 +37,9 @@ from ssdtrain.transfer.host import HostTransfer
 
 __all__ = ["Blocks"]
 
-Seen = TypeVar("Seen")
-
 CALLS_MAX = 4096
 """Calls of one round; more are many forwards of which nothing was offloaded."""
 CODE_OF_TORCH = torch.utils.checkpoint.__file__
-MODES_MAX = 64
-"""Ways of calling one block that are remembered: a function made anew for each call is as many."""
-CHANGES_MAX = 4
-"""Calls that changed something, after which a block is given up."""
-CHANGES_LATE = (
-    "a block that was computed again in backward (ssdtrain.checkpoint) changed something that it "
-    "has or reads (a tensor, a buffer, an attribute) then, which its forward did not. Take the "
-    "mark off with ssdtrain.remove_checkpoint"
-)
-
-
-@dataclass
-class _Tried:
-    """What is known of a block in one mode."""
-
-    is_steady: bool = True
-    """Whether nothing else has changed, between two of its calls, what it reads."""
-    unchanged_count: int = 0
-    """Calls without a change, since the last one that changed something itself."""
-    changes_count: int = 0
-    """Calls that changed something, as one does that fills a cache."""
-    buffers: Versions = field(default_factory=list)
-    """As its last call left them."""
-    arguments: Versions = field(default_factory=list)
-    """Counters of the tensors that its last plain call was given, as it left them."""
-    standing: list[object] | None = None
-    """What else it reads, as its last call left it; ``None`` before there was one."""
-
-    @property
-    def is_repeatable(self) -> bool:
-        """Whether its next call may be computed again, as far as its last ones tell."""
-        return not self.is_given_up and self.unchanged_count >= max(1, self.changes_count)
-
-    @property
-    def is_given_up(self) -> bool:
-        """Whether it is plain for good."""
-        return not self.is_steady or self.changes_count >= CHANGES_MAX
-
-    def note(self, *, is_unchanged: bool) -> None:
-        """Note whether a call left all that it can reach as it was."""
-        self.unchanged_count = self.unchanged_count + 1 if is_unchanged else 0
-        self.changes_count += not is_unchanged
-
-
-Modes = dict[tuple[object, ...], _Tried]
 
 
 @dataclass
@@ -111,26 +62,14 @@ class _Round:
 class _Call:
     """A call under way."""
 
-    before: Snapshot
     key: int
     thread: int
-    have_bytes_stayed: Callable[[], bool] | None
-    """In a plain call that shows whether the next one may be computed again."""
+    input_bytes: int
+    """Of the tensors among the arguments."""
     is_recomputed: bool
     began_s: float
     eligible_bytes: int
     """What the session had been given before."""
-    sequence: int
-    """The number of the first node that it makes."""
-
-    def may_be_repeated(self, now: Snapshot, result: Any) -> bool:
-        """Whether it has left all that it can reach as it was, and saves only what it wrote."""
-        if not now.is_as(self.before):
-            return False
-        if self.have_bytes_stayed is None and not self.is_recomputed:
-            return True
-        have_stayed = self.have_bytes_stayed is None or self.have_bytes_stayed()
-        return have_stayed and not saves_unwritten(result, self.sequence)
 
 
 class Blocks:
@@ -164,8 +103,6 @@ class Blocks:
         self._residency = residency
         self._round: _Round | None = None
         self._call: _Call | None = None
-        self._tried: weakref.WeakKeyDictionary[Any, Modes] = weakref.WeakKeyDictionary()
-        """By object and mode."""
         self._lock = threading.RLock()
         self.counts = BlockCounts()
 
@@ -185,29 +122,19 @@ class Blocks:
             or _is_one_of_several()  # defence: blocks in several processes
         ):
             return function(*arguments, **keywords)
-        # A container that contains itself has no leaves, and torch's checkpoint takes none.
-        reach = _looked(
-            type(block).__name__, lambda: Reach(block, tree_leaves((arguments, keywords)))
-        )
-        if reach is None:
+        leaves = tree_leaves((arguments, keywords))
+        if _has_cache(leaves):
             return function(*arguments, **keywords)
         try:
-            call = self._begin(reach)
+            call = self._begin([leaf for leaf in leaves if isinstance(leaf, Tensor)])
             if call is None:
                 return function(*arguments, **keywords)
-            again = None
             if call.is_recomputed:
-                again = _Again(self, function, reach, arguments, keywords)
-                result = again.call()
+                name = getattr(block, "__qualname__", type(block).__name__)
+                result = _Again(self, function, name, arguments, keywords).call()
             else:
                 result = function(*arguments, **keywords)
-            now = _looked(reach.name, reach.snapshot)
-            is_unchanged = now is not None and bool(
-                _looked(reach.name, lambda: call.may_be_repeated(now, result))
-            )
-            if again is not None:
-                again.fingerprints.decide(is_repeatable=is_unchanged)
-            self._end(call, reach, now or call.before, is_unchanged=is_unchanged)
+            self._end(call)
         except BaseException:
             # Ctrl-C may come anywhere; at the beginning no call of this thread was under way.
             with self._lock:
@@ -226,40 +153,24 @@ class Blocks:
                 self._round.is_mixed = True
             return True
 
-    def _begin(self, reach: Reach) -> _Call | None:
-        """Return what is noted of this call, or ``None`` if nothing is: then it is plain."""
+    def _begin(self, given: list[Tensor]) -> _Call | None:
+        """Note a call that gets these tensors; ``None`` if none is noted: then it is plain."""
         # How long a GPU computes, the moments of calls do not tell.
         # Nested tensors do not tell their shapes.
-        if any(one.device.type != "cpu" or one.is_nested for one in reach.given):
+        if any(tensor.device.type != "cpu" or tensor.is_nested for tensor in given):
             return None
         with self._lock:
             if self._is_in_call():
                 return None
-            before = _looked(reach.name, reach.snapshot)
-            if before is None:
-                return None
-            tried, have_bytes_stayed = self._modes_of(reach).get(reach.mode, _Tried()), None
-            if tried.standing is not None:
-                tried.is_steady &= are_same(tried.buffers, before.buffers)
-                tried.is_steady &= tried.standing == before.standing()
-                # A caller that changes its arguments afterwards would do so with the next ones.
-                tried.is_steady &= all(one._version == was for one, was in tried.arguments)  # noqa: SLF001
-            if not (tried.is_repeatable or tried.is_given_up):
-                have_bytes_stayed = _looked(reach.name, lambda: reach.closely(before))
-                if have_bytes_stayed is None:
-                    return None
             here = self._open()
-            here.key = hash((here.key, *((tuple(one.shape), one.dtype) for one in reach.given)))
-            is_chosen = here.key in self._choices.chosen
+            here.key = hash((here.key, *((tuple(each.shape), each.dtype) for each in given)))
             self._call = _Call(
-                before,
                 here.key,
                 threading.get_ident(),
-                have_bytes_stayed,
-                is_chosen and tried.is_repeatable,
+                _bytes_of(given),
+                here.key in self._choices.chosen,
                 self._rounds.now_s,
                 self._eligible.nbytes,
-                sequence_number(),
             )
             return self._call
 
@@ -274,47 +185,29 @@ class Blocks:
         assert self._round is not None
         return self._round
 
-    def _end(self, call: _Call, reach: Reach, now: Snapshot, *, is_unchanged: bool) -> None:
+    def _end(self, call: _Call) -> None:
         with self._lock:
             self._call = None
             here, saved = self._round, self._rounds.current
             assert here is not None, "a call is in a round"
             if saved is not None and not saved.is_asked_for:
                 here.saved = saved
-            modes = self._modes_of(reach)
-            if len(modes) >= MODES_MAX:
-                modes.clear()
-            tried = modes.setdefault(reach.mode, _Tried())
-            tried.note(is_unchanged=is_unchanged)
-            tried.buffers = now.buffers
-            tried.standing = now.standing()
-            is_told = call.is_recomputed or tried.is_given_up
-            tried.arguments = [] if is_told else reach.counters()
             here.calls.append(
                 Block(
                     call.key,
                     self._rounds.now_s - call.began_s,
                     self._eligible.nbytes - call.eligible_bytes,
-                    _bytes_of(reach.given),
-                    tried.is_repeatable,
+                    call.input_bytes,
                 )
             )
             here.has_recomputed |= call.is_recomputed
-            is_recomputed = call.is_recomputed and is_unchanged
-            freed_bytes = self._choices.freed_bytes.get(call.key, 0) if is_recomputed else 0
+            freed_bytes = self._choices.freed_bytes.get(call.key, 0) if call.is_recomputed else 0
             self.counts = replace(
                 self.counts,
                 blocks_called=self.counts.blocks_called + 1,
-                blocks_recomputed=self.counts.blocks_recomputed + is_recomputed,
+                blocks_recomputed=self.counts.blocks_recomputed + call.is_recomputed,
                 bytes_not_written=self.counts.bytes_not_written + freed_bytes,
             )
-
-    def _modes_of(self, reach: Reach) -> Modes:
-        """Return what is known of a block; of one without weak references nothing stays known."""
-        try:
-            return self._tried.setdefault(reach.owner, {})
-        except TypeError:
-            return {}
 
     @property
     def now_s(self) -> float:
@@ -351,23 +244,6 @@ class Blocks:
         )
 
 
-def _looked(name: str, look: Callable[[], Seen]) -> Seen | None:
-    """Return what a look at a block shows; of one that cannot be looked at that is said once."""
-    try:
-        return look()
-    except Exception as error:  # noqa: BLE001 - what belongs to the user may raise anything
-        PROCESS.say(
-            f"no look at {name}",
-            "the block %s is offloaded and not computed again (ssdtrain.checkpoint), as something "
-            "that it has or is given cannot be looked at: %s: %s",
-            name,
-            type(error).__name__,
-            error,
-            level=logging.INFO,
-        )
-        return None
-
-
 def _is_one_of_several() -> bool:
     """Whether this is one of several processes that train together; that is said once.
 
@@ -386,6 +262,23 @@ def _is_one_of_several() -> bool:
     return True
 
 
+def _has_cache(leaves: Sequence[Any]) -> bool:
+    """Whether a block is given a cache of Transformers, as by default; that is said once.
+
+    Each run of the block appends to it.
+    """
+    caches: Any = sys.modules.get("transformers.cache_utils")
+    if caches is None or not any(isinstance(leaf, caches.Cache) for leaf in leaves):
+        return False
+    PROCESS.say(
+        "blocks with a cache",
+        "blocks marked by ssdtrain.checkpoint that are given a cache of keys and values are "
+        "offloaded, and none is computed again, because a second run would append to the cache; "
+        "train with use_cache=False",
+    )
+    return True
+
+
 class _Again:
     """A call whose tensors are saved, also those in containers; backward computes the rest again.
 
@@ -397,27 +290,26 @@ class _Again:
         self,
         blocks: Blocks,
         function: Callable[..., Any],
-        reach: Reach,
+        name: str,
         arguments: tuple[Any, ...],
         keywords: dict[str, Any],
     ) -> None:
         self._blocks = blocks
         self._function = function
-        self._block, self._mode = reach.block, reach.mode
         self._given: tuple[tuple[Any, ...], dict[str, Any]] | None = (arguments, keywords)
         """As they are for the first run, which may put something into containers of the caller."""
         self._form: Any = None
         self._places: list[int] = []
         """Of each leaf of the arguments among those that differ."""
-        self.fingerprints = Fingerprints(reach.name)
+        self._fingerprints = Fingerprints(name)
 
     def call(self) -> Any:
         """Run it for the first time."""
         leaves, self._form = tree_flatten(self._given)
         # What is given twice comes back as one thing, too: blocks ask whether `query is key`.
-        each = {id(one): one for one in leaves}
+        each = {id(leaf): leaf for leaf in leaves}
         places = {identity: place for place, identity in enumerate(each)}
-        self._places = [places[id(one)] for one in leaves]
+        self._places = [places[id(leaf)] for leaf in leaves]
         ours = top_hooks(True)
         try:
             return computed_again(
@@ -430,33 +322,23 @@ class _Again:
     def _run(self, *each: Any) -> Any:
         if self._given is not None:
             (arguments, keywords), self._given = self._given, None
-            with self.fingerprints.noting(each):
+            with self._fingerprints.noting(each):
                 return self._function(*arguments, **keywords)
-        comparison = self.fingerprints.compare(each)
+        comparison = self._fingerprints.compare(each)
         leaves = [each[place] for place in self._places]
-        reach = Reach(self._block, leaves)
-        reach.refuse_mode(self._mode)
-        before = reach.snapshot()
         arguments, keywords = tree_unflatten(leaves, self._form)
         began_s = self._blocks.now_s
         try:
             with comparison.hooks():
                 self._function(*arguments, **keywords)
         except Exception:
-            # torch raises one where nothing more is needed.
-            self._check_again(comparison, reach, before)
+            # torch raises an error of its own where nothing more is needed.
+            comparison.refuse_other()
             raise
         finally:
             self._blocks.note_again(self._blocks.now_s - began_s)
-        self._check_again(comparison, reach, before)
         comparison.check_count()
         return None
-
-    @staticmethod
-    def _check_again(comparison: Comparison, reach: Reach, before: Snapshot) -> None:
-        comparison.refuse_other()
-        if not reach.snapshot().is_as(before):
-            raise UnsupportedError(CHANGES_LATE)
 
 
 def _take_off_torchs(error: BaseException, ours: Any) -> None:

@@ -14,12 +14,11 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
-from torch.utils._pytree import tree_leaves
 
 from ssdtrain._core import Kept
 from ssdtrain.activations.eligibility import PLAIN_KEYS
 from ssdtrain.activations.names import describe
-from ssdtrain.activations.saved_tensor import NO_VERSION, check_version, exclude
+from ssdtrain.activations.saved_tensor import check_version, exclude, give_back, version_of
 from ssdtrain.errors import UnsupportedError
 from ssdtrain.geometry import checksum_of
 from ssdtrain.machine.torch_internals import (
@@ -29,27 +28,24 @@ from ssdtrain.machine.torch_internals import (
     top_hooks,
 )
 
-__all__ = ["Comparison", "Fingerprints", "saves_unwritten"]
+__all__ = ["Comparison", "Fingerprints"]
 
 OTHER_VALUES = (
     "the block {}, which is computed again in backward (ssdtrain.checkpoint), did not compute what "
-    "its forward did ({}): something that it reads has changed since then, such as a weight, an "
-    "attribute, a global name or a context (autocast, the number of threads), or it draws random "
-    "numbers of its own. No gradient was computed from it. Change it after backward, or take the "
-    "mark off with ssdtrain.remove_checkpoint"
+    "its forward did ({}): something that it reads has changed since then. The block may have "
+    "changed it (running statistics, a cache of keys and values, random numbers of its own), or "
+    "the program (a weight, an attribute, a global name, train() or eval(), autocast, the number "
+    "of threads). No gradient was computed from it. Take the mark off with "
+    "ssdtrain.remove_checkpoint, or change it after backward"
 )
 ARGUMENT_CHANGED = (
     "the block {}, which is computed again in backward (ssdtrain.checkpoint), needs its arguments "
-    "there, and one of them was changed in place after the call, as `x += block(x)` does. Write "
-    "`x = x + block(x)`, or take the mark off with ssdtrain.remove_checkpoint"
+    "there, and one of them was changed in place, by the block or after the call, as "
+    "`x += block(x)` does. Write `x = x + block(x)`, or take the mark off with "
+    "ssdtrain.remove_checkpoint"
 )
 IN_PLACE = "modified by an inplace operation"
 """What autograd says, and we, of a saved tensor that was changed."""
-SAVE_UNWRITTEN = frozenset(
-    {"CtcLossBackward0", "CtcLossBackward1", "MkldnnRnnLayerBackward0", "RreluWithNoiseBackward0"}
-)
-"""Nodes whose saved tensors have bytes that nobody wrote, and nobody reads. A random rectifier's
-noise is drawn anew where torch's checkpoint computes it again."""
 
 Form = tuple[object, ...]
 
@@ -73,17 +69,12 @@ Told = _Argument | _Bytes | None
 """``None`` is of a tensor that stays in the graph, as in a plain one."""
 
 
-class _Saved:
+class _Saved(NamedTuple):
     """What the graph of the forward has in the place of a tensor."""
 
-    __slots__ = ("below", "kept", "place")
-
-    def __init__(self, place: int, below: object, kept: Kept) -> None:
-        self.place = place
-        self.below = below
-        """What torch's checkpoint packed."""
-        self.kept: Kept | None = kept
-        """The tensor itself, until it is known whether it is computed again."""
+    place: int
+    below: object
+    """What torch's checkpoint packed."""
 
 
 class Comparison:
@@ -119,7 +110,7 @@ class Comparison:
     def _compare(self, tensor: Tensor) -> None:
         place, count = self._count, len(self._told)
         self._count += 1
-        self._versions[place] = NO_VERSION if tensor.is_inference() else tensor._version  # noqa: SLF001
+        self._versions[place] = version_of(tensor)
         is_known = place < count  # of one too many torch tells
         # defence: what is computed again is compared
         if is_known and not _is_as(self._told[place], tensor, self._leaves):
@@ -152,17 +143,12 @@ class Fingerprints:
     def __init__(self, name: str) -> None:
         self._name = name
         self._told: list[Told] = []
-        self._undecided: list[_Saved] = []
-        """All of a forward that has not been decided about."""
         self._versions: dict[int, int] = {}
         """Of what was computed again. Several backwards may run at once, or one in another."""
         self._runs_count = 0
 
     def noting(self, leaves: Sequence[Any]) -> saved_tensors_hooks:
-        """Return what notes all that is saved in a forward with these arguments, as a context.
-
-        It stays in memory until ``decide`` is called.
-        """
+        """Return what notes all that is saved in a forward with these arguments, as a context."""
         arguments = _by_address(leaves)
         hooks = top_hooks(False)
         assert hooks is not None, "torch's checkpoint has put its own on"
@@ -173,21 +159,13 @@ class Fingerprints:
             place = len(self._told)
             self._told.append(told)
             # Those of torch count what stays in the graph, too, and forget it.
-            packed, kept = pack_below(tensor), exclude(tensor)
-            if told is None:
-                return kept
-            saved = _Saved(place, packed, kept)
-            self._undecided.append(saved)
-            return saved
+            below = pack_below(tensor)
+            return exclude(tensor) if told is None else _Saved(place, below)
 
         def unpack(packed: _Saved | Kept) -> Tensor:
-            kept = packed if isinstance(packed, Kept) else packed.kept
-            if kept is not None:
-                own = kept.tensor
-                check_version(own, kept.version, lambda: describe(own.dtype, own.shape))
-                return own.detach()
-            assert isinstance(packed, _Saved)
-            return self._unpack(packed, unpack_below)
+            if isinstance(packed, _Saved):
+                return self._unpack(packed, unpack_below)
+            return give_back(packed.tensor, packed.version)
 
         return _Above(hooks, pack, unpack, arguments.clear)
 
@@ -205,33 +183,10 @@ class Fingerprints:
             check_version(tensor, version, lambda: describe(tensor.dtype, tensor.shape))
         return tensor
 
-    def decide(self, *, is_repeatable: bool) -> None:
-        """Say after the forward whether what it saved is computed again, or stays in memory."""
-        if is_repeatable:
-            for saved in self._undecided:
-                saved.kept = None
-        self._undecided.clear()
-
     def compare(self, leaves: Sequence[Any]) -> Comparison:
         """Return what compares it with what is saved now, from these arguments."""
         self._runs_count += 1
         return Comparison(self._name, self._told, self._versions, leaves)
-
-
-def saves_unwritten(result: Any, since: int) -> bool:
-    """Whether nodes that were made ``since`` a sequence number save bytes that nobody wrote."""
-    tensors = (one for one in tree_leaves(result) if isinstance(one, Tensor))
-    nodes = [one.grad_fn for one in tensors if one.grad_fn is not None]
-    seen = set(nodes)
-    while nodes:
-        node = nodes.pop()
-        if node.name() in SAVE_UNWRITTEN:
-            return True
-        inner = {one for one, _ in node.next_functions if one is not None} - seen
-        inner = {one for one in inner if one._sequence_nr() >= since}  # noqa: SLF001 - no public way
-        seen |= inner
-        nodes += inner
-    return False
 
 
 class _Above(saved_tensors_hooks):

@@ -34,7 +34,7 @@ from ssdtrain.activations.blocks import Blocks
 from ssdtrain.activations.eligibility import RULES
 from ssdtrain.activations.names import describe
 from ssdtrain.activations.prefetch import Prefetcher
-from ssdtrain.activations.saved_tensor import check_version, exclude
+from ssdtrain.activations.saved_tensor import check_version, exclude, give_back
 from ssdtrain.activations.seen import Seen
 from ssdtrain.activations.watch import Observed
 from ssdtrain.activations.writeback import Writeback
@@ -330,10 +330,7 @@ class Hooks:
         if isinstance(packed, Refused):
             with self._lock:
                 raise packed.refusal.error()
-        kept = packed.tensor
-        check_version(kept, packed.version, lambda: _describe_kept(kept))
-        # `detach` brings a weight that is away.
-        return kept.detach()
+        return give_back(packed.tensor, packed.version)
 
     def refuse_changed(self, saved: SavedTensor) -> None:
         """Raise because a saved tensor was changed in place since."""
@@ -396,8 +393,3 @@ def call_untraced(function: Callable[..., object], *arguments: object) -> object
     Traced, a version counter would be a constant.
     """
     return function(*arguments)
-
-
-def _describe_kept(tensor: Tensor) -> str:
-    # A nested tensor raises when it is asked for its shape, which would hide what is wrong.
-    return f"[nested {tensor.dtype}]" if tensor.is_nested else describe(tensor.dtype, tensor.shape)

@@ -45,8 +45,6 @@ class Block:
     """What its forward saved that may leave memory."""
     input_bytes: int
     """What is saved all the same if it is computed again."""
-    is_repeatable: bool = True
-    """Whether it may be computed again: it changed nothing that it did not make."""
 
     @property
     def freed_bytes(self) -> int:
@@ -103,7 +101,7 @@ def step_s(measured: Measured, disk: Disk, recomputed: AbstractSet[int]) -> floa
 
 def choose(measured: Measured, disk: Disk) -> frozenset[int]:
     """Return the keys of the blocks to compute again: the fewest that make the round shortest."""
-    useful = [block for block in measured.blocks if block.is_repeatable and block.freed_bytes]
+    useful = [block for block in measured.blocks if block.freed_bytes]
     useful.sort(key=lambda block: block.forward_s / block.freed_bytes)
     freed_bytes = [0, *accumulate(block.freed_bytes for block in useful)]
     again_s = [0.0, *accumulate(block.forward_s for block in useful)]
