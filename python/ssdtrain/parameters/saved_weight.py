@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,10 +14,10 @@ from torch.nn import Parameter
 
 from ssdtrain.activations.installed import uninstall
 from ssdtrain.activations.names import describe
-from ssdtrain.activations.saved_tensor import check_version
-from ssdtrain.away.classes import AwayParameter
+from ssdtrain.activations.saved_tensor import check_version, give_back, version_of
+from ssdtrain.away.classes import AwayParameter, is_away
 from ssdtrain.away.tensor import storage_key
-from ssdtrain.machine.torch_internals import Hooks, hide_hooks
+from ssdtrain.machine.torch_internals import Hooks, hide_hooks, outside_compiler
 from ssdtrain.parameters.weight import Weight
 from ssdtrain.watched import User
 
@@ -98,11 +98,34 @@ class SavedWeight:
             return saved.as_strided(self._size, self._stride, self._offset)
 
 
+class _Kept(NamedTuple):
+    """What a graph holds in the place of another tensor, where no hooks lie below."""
+
+    tensor: Tensor
+    """A leaf itself, which autograd holds, too: ``weight.data = ...`` changes what it gets."""
+    version: int
+    unswappable: weakref.ref[Tensor]
+    """``torch.utils.swap_tensors`` refuses a tensor that has a weak reference."""
+
+
+def _keep(tensor: Tensor) -> _Kept:
+    # The result of a node would hold the node, which holds what is returned here.
+    held = tensor if tensor.is_leaf else tensor.detach()
+    return _Kept(held, version_of(tensor), weakref.ref(held))
+
+
+def _give_back(kept: Any) -> Tensor:
+    was_away = is_away(kept.tensor)
+    # Traced, a version counter would be a constant.
+    brought = outside_compiler(lambda: give_back(kept.tensor, kept.version))
+    return brought if was_away else kept.tensor
+
+
 class WeightPair(saved_tensors_hooks):
     """Hooks on saved tensors, above those that are on."""
 
-    def __init__(self, below: Hooks | None, keeping: Hooks) -> None:
-        pack_below, unpack_below = keeping if below is None else below
+    def __init__(self, below: Hooks | None) -> None:
+        pack_below, unpack_below = (_keep, _give_back) if below is None else below
         # Not found through `self`, which has the hooks: a graph without such a cycle is freed as
         # soon as nobody has it, also the part of it that the hooks of a checkpoint lead to.
         packs_below: list[Any] = [pack_below]

@@ -15,8 +15,7 @@ from ssdtrain.away.tensor import OffloadedTensor, storage_key
 from ssdtrain.away.tensors import OffloadedTensors
 from ssdtrain.geometry import checksum_of
 from ssdtrain.machine.process_memory import release_free_memory
-from ssdtrain.machine.torch_internals import Hooks, in_transform, is_shared, top_hooks
-from ssdtrain.parameters.keeping import Keeping, keeping_hooks
+from ssdtrain.machine.torch_internals import in_transform, is_shared, top_hooks
 from ssdtrain.parameters.saved_weight import ON_STORAGE, WeightPair, note_pair, take_out_abandoned
 from ssdtrain.parameters.stats import ParameterStats
 from ssdtrain.parameters.successor import Successor
@@ -47,7 +46,6 @@ class Weights(OffloadedTensors):
     ) -> None:
         super().__init__(store, max_resident_bytes, room)
         self.is_failure_raised = True
-        self._keeping: Keeping | None = None
         self.staying_bytes = 0
         """Bytes of the model's weights that never leave."""
 
@@ -121,8 +119,7 @@ class Weights(OffloadedTensors):
 
     def pair(self) -> WeightPair:
         """Return hooks on saved tensors that pack weights by name, above those that are on."""
-        below = top_hooks(True)
-        return WeightPair(below, below or self._keeping_pair())
+        return WeightPair(top_hooks(True))
 
     def look_pair(self, frame: FrameType) -> WeightPair | None:
         """Return the same for a function of torch, which ``frame`` calls; ``None``: it needs none.
@@ -136,17 +133,9 @@ class Weights(OffloadedTensors):
         below = top_hooks(True)
         if below is not None and not is_ours(below[0]):
             return None
-        pair = WeightPair(below, below or self._keeping_pair())
+        pair = WeightPair(below)
         note_pair(pair, frame)
         return pair
-
-    def _keeping_pair(self) -> Hooks:
-        """Return hooks on saved tensors that keep them, as autograd does without any."""
-        with self._lock:
-            if self._keeping is None:
-                self._keeping = keeping_hooks(self._store)
-            pair = self._keeping.context()
-        return pair.pack_hook, pair.unpack_hook
 
     def stats(self) -> ParameterStats:
         """Return the figures of this moment."""
