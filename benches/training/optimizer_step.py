@@ -53,7 +53,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-SCHEDULES = ("step", "backward", "forward")
+SCHEDULES = ("step", "backward")
 STEPS_PER_TURN = 3
 """Of each way in each round, after one that only leaves its updates to the first of these."""
 
@@ -220,8 +220,6 @@ def turn_of(module: nn.Module, optimizer: Any, x: Tensor) -> dict[str, float]:
     began = perf_counter()
     compute_s = sum(_train(module, optimizer, x) for _ in range(STEPS_PER_TURN))
     took_s = perf_counter() - began
-    # Else its updates would go on beside the next way.
-    getattr(optimizer, "synchronize", int)()
     return {"seconds": took_s / STEPS_PER_TURN, "compute_s": compute_s / STEPS_PER_TURN}
 
 
@@ -244,7 +242,7 @@ def measure_schedules(
         first = number % len(turns)
         for name in [*turns, *turns][first : first + len(turns)]:
             found = program.ask("turn") if name == "plain" else turn_of(*ways[name], x)
-            # The first steps make the state, and learn the order.
+            # The first steps make the state.
             if number:
                 turns[name].append(found)
     weights = [dict(module.state_dict()) for module, _ in ways.values()]
@@ -273,7 +271,6 @@ def measure_schedules(
             for name, one in over_imported.items()
         },
         "backward_over_step_exposed": ratio(exposed["backward"], exposed["step"]),
-        "forward_over_step_exposed": ratio(exposed["forward"], exposed["step"]),
     }
 
 

@@ -46,7 +46,7 @@ WARM_UP_COUNT = 3
 """Steps before the timed ones: they make the state, teach the order, and settle the memory."""
 ASKED = ("optimizer", "overlap", "layers", "hidden", "sequence", "batch", "threads", "rounds")
 OPTIMIZERS = ("sgd", "adamw")
-OVERLAPS = ("step", "backward", "forward")
+OVERLAPS = ("step", "backward")
 RAW_BYTES = 256 << 20
 """How much is written and read in each round to know the disk's rates."""
 RAW_PIECE_BYTES = 16 << 20

@@ -145,10 +145,6 @@ class Room:
         """Fill it from now on in this thread."""
         self.thread = threading.get_ident()
 
-    def fill_elsewhere(self) -> None:
-        """Leave it to another thread, which fills and ends it."""
-        self.thread = None
-
     def note(self, nbytes: int) -> None:
         """Note what lies in it; of more than was reserved, the account tells as much."""
         if nbytes > self.nbytes and self._reservation is not None and self._budget is not None:

@@ -278,7 +278,6 @@ class Scaled(torch.optim.Optimizer):
 def refused(rank: int, directory: Path) -> None:
     module = sharded_model(init_device_mesh("cpu", (RANKS,)))
     refusals: dict[str, dict[str, Any]] = {
-        "overlap='forward'": {"overlap": "forward"},
         "overlap='backward'": {"overlap": "backward"},
         "max_gradient_bytes": {"max_gradient_bytes": "1MiB"},
     }
@@ -297,7 +296,7 @@ def refused(rank: int, directory: Path) -> None:
     early = MAKES["AdamW"](list(module.parameters())[:1])
     offload_optimizer(early, directory).add_param_group({"params": list(module.parameters())[1:]})
     whole = nn.Linear(WIDTH, WIDTH)
-    optimizer = offload_optimizer(MAKES["AdamW"](whole.parameters()), directory, overlap="forward")
+    optimizer = offload_optimizer(MAKES["AdamW"](whole.parameters()), directory, overlap="backward")
     with pytest.raises(UnsupportedError, match="in shards"):
         optimizer.add_param_group({"params": list(module.parameters())})
     assert len(optimizer.param_groups) == 1

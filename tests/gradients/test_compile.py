@@ -365,7 +365,7 @@ def test_a_second_handle_on_what_a_graph_saved_gives_equal_bits(tmp_path: Path) 
     prove(step, tmp_path)
 
 
-@pytest.mark.parametrize("overlap", ["forward", "backward"])
+@pytest.mark.parametrize("overlap", ["step", "backward"])
 def test_an_offloaded_optimizer_has_nothing_compiled_again(overlap: Any, tmp_path: Path) -> None:
     def trained(*, offloaded: bool) -> tuple[list[Tensor], int]:
         torch._dynamo.reset()
@@ -395,11 +395,10 @@ def test_an_offloaded_optimizer_has_nothing_compiled_again(overlap: Any, tmp_pat
 def test_an_optimizer_that_is_gone_breaks_no_graph(tmp_path: Path) -> None:
     module = nn.Linear(WIDTH, WIDTH)
     optimizer = torch.optim.AdamW(module.parameters())
-    ssdtrain.offload_optimizer(optimizer, tmp_path, overlap="forward")
+    ssdtrain.offload_optimizer(optimizer, tmp_path, overlap="backward")
     x = torch.ones(ROWS, WIDTH)
     module(x).sum().backward()
     optimizer.step()
-    optimizer.synchronize()
     del optimizer
     gc.collect()
     expected = nn.functional.linear(x, module.weight, module.bias)

@@ -25,7 +25,7 @@ pytestmark = [
     # Fabric loads with `torch.load`, of which it tells that it is not `weights_only`.
     pytest.mark.filterwarnings("ignore:.*weights_only:FutureWarning"),
 ]
-OVERLAPS = pytest.mark.parametrize("overlap", ["step", "forward", "backward"])
+OVERLAPS = pytest.mark.parametrize("overlap", ["step", "backward"])
 WIDTH = 160
 BATCHES = 4
 

@@ -8,7 +8,7 @@ import logging
 import pickle
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -108,10 +108,7 @@ def trainer_of(
     )
 
 
-@pytest.mark.parametrize("overlap", ["step", "forward"])
-def test_weights_and_optimizer_on_the_disk(
-    place: Path, overlap: Literal["step", "forward"]
-) -> None:
+def test_weights_and_optimizer_on_the_disk(place: Path) -> None:
     """Given to the trainer as its model, and as its optimizer."""
     config = GPT2Config(**(MODEL.to_dict() | {"n_embd": 128}))
     outcomes = []
@@ -123,9 +120,7 @@ def test_weights_and_optimizer_on_the_disk(
             ssdtrain.offload_parameters(model, place / "spill", max_resident_bytes="1MiB")
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         if is_offloaded:
-            ssdtrain.offload_optimizer(
-                optimizer, place / "spill", overlap=overlap, buffer_bytes="256KiB"
-            )
+            ssdtrain.offload_optimizer(optimizer, place / "spill", buffer_bytes="256KiB")
         callbacks = [offloads(place)] if is_offloaded else []
         trainer = trainer_of(place, *callbacks, model=model, optimizers=(optimizer, None))
         trainer.train()

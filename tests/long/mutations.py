@@ -57,7 +57,7 @@ INSTEAD = {
     "provenance: the walk to the parameter": "for _ in 0..0 {",
     "shared counters below autograd": "if True:",
     "storage offset": "offset: 0,",
-    "what changes in place beside a forward or a backward is an error": "if False:",
+    "what changes in place beside a backward is an error": "if False:",
     "what is computed again is compared": "if False:",
     "strides": ('let stride = empty.call_method1("new_empty", (&size,))?.call_method0("stride")?;'),
     "the gate": "records.begin_write(record, self.keeper.bind(py))?;",
@@ -100,9 +100,7 @@ INSTEAD = {
     "gradients on memory of others stay": "return True",
     "gradients stay that a graph or another library has": "return super().leave()",
     "a weight that changed past its counter since its update began": "changed = None",
-    "a backward waits for updates whose gradients are under the bound": "pass",
-    "gradients that another optimizer bounds are used at once": "if False:",
-    "gradients on memory of others are used at once": "if False:",
+    "gradients on memory of others are used in step()": "if False:",
     "weights stay that a graph or another library has": "return super().leave()",
     "bytes that are saved again": "continue;",
     "looks let none leave that was in memory": "self._use(one)",
@@ -110,7 +108,6 @@ INSTEAD = {
     "nothing is saved in the middle of a step": "return",
     "what may change unseen is read in step() only": "return None",
     "what parts of a step change differently is an error": "if False:",
-    "weights on the memory of another optimizer's are updated in step()": "pass",
     "shared weights stay": "return True",
 }
 """What stands in the place of a marked line where to remove it would break the code around it."""

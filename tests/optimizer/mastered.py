@@ -19,8 +19,7 @@ MakeOf = Callable[[Iterable[Any]], Optimizer]
 KINDS = (torch.bfloat16, torch.float16)
 WAYS: list[dict[str, Any]] = [
     {"overlap": "step"},
-    {"overlap": "forward"},
-    {"overlap": "forward", "looks_every": 3},
+    {"overlap": "step", "looks_every": 3},
     {"overlap": "backward"},
 ]
 
@@ -169,7 +168,6 @@ def train(
         if (number + 1) % looks_every:
             continue
         if directory is not None and number % 2:
-            optimizer.synchronize()
             # The next step has to read; without it, it may find what is on its way to the disk.
             optimizer._disk.flush()
         now = everything(module, optimizer)

@@ -76,25 +76,6 @@ class Run:
         return everything(self.module, self.optimizer)
 
 
-@pytest.mark.parametrize("with_optimizer", [True, False])
-def test_updates_beside_a_forward_are_waited_for(with_optimizer: bool, tmp_path: Path) -> None:
-    plain, ours = Run(), Run()
-    (tmp_path / "state").mkdir()
-    offload_optimizer(ours.optimizer, tmp_path / "state", overlap="forward", buffer_bytes="1MiB")
-    for run in (plain, ours):
-        run.steps(range(3))
-    given = (ours.optimizer,) if with_optimizer else ()
-    save(tmp_path / "saved", ours.module, *given)
-    # A load in the middle of the updates of another step takes their place.
-    ours.steps(range(3, 4))
-    load(tmp_path / "saved", ours.module, *given)
-    if with_optimizer:
-        support.assert_equal_bits(ours.now(), plain.now())
-    else:
-        for one, other in zip(ours.module.parameters(), plain.module.parameters(), strict=True):
-            assert torch.equal(one, other)
-
-
 def files_of(folder: Path) -> set[str]:
     return set(os.listdir(folder))
 

@@ -29,8 +29,10 @@ from gradients_away import (
     layers,
     numbered,
     resident_bytes,
+    steps,
 )
 from ssdtrain.away.classes import is_away
+from ssdtrain.away.known import KNOWN
 from stores import ChosenStore
 
 
@@ -303,3 +305,75 @@ class Failing(torch.optim.SGD):
         if self.fails and self.param_groups[0]["params"][-1].shape == (4,):
             raise ZeroDivisionError
         return result
+
+
+class Keeping(torch.optim.Optimizer):
+    """An optimizer that uses the gradient of the step before, too, and keeps it as it is."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for param in self.param_groups[0]["params"]:
+            if param.grad is not None:
+                param.add_(param.grad, alpha=-0.1)
+                if "before" in self.state[param]:
+                    param.add_(self.state[param]["before"], alpha=-0.01)
+                self.state[param]["before"] = param.grad
+
+
+class Replacing(torch.optim.SGD):
+    """An optimizer that gives parameters other gradients."""
+
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        for param in self.param_groups[0]["params"]:
+            param.grad = None if param.dim() == 1 else param.grad * 0.25
+        return result
+
+
+@pytest.mark.parametrize("bound", [3, LAYERS])
+def test_an_optimizer_that_keeps_gradients(bound: int, tmp_path: Path) -> None:
+    plain, ours = layers(), layers()
+    expected = steps(plain, Keeping(plain.parameters()))
+    optimizer = bounded(Keeping(ours.parameters()), tmp_path, max_gradient_bytes=bound * ONE)
+    for one, other in zip(steps(ours, optimizer), expected, strict=True):
+        support.assert_equal_bits(one, other)
+
+
+def test_an_optimizer_that_replaces_gradients(tmp_path: Path) -> None:
+    plain, ours = layers(), layers()
+    plainly = Replacing(plain.parameters(), lr=0.1)
+    optimizer = bounded(Replacing(ours.parameters(), lr=0.1), tmp_path)
+    found = []
+    for module, one in ((plain, plainly), (ours, optimizer)):
+        backwards(module, 0, 1, 2)
+        before = [param.grad for param in module.parameters()]
+        one.step()
+        # Those of before are nobody's any more, and whole.
+        found.append({str(n): one.clone() for n, one in enumerate(before)})
+        found[-1].update(support.gradients(module))
+        found[-1].update(module.state_dict())
+    support.assert_equal_bits(found[1], found[0])
+
+
+def test_a_gradient_is_not_taken_for_one_that_is_gone(tmp_path: Path) -> None:
+    """An interrupt may keep one from being forgotten, whose number the next one then has."""
+    plain, ours = layers(), layers()
+    with ssdtrain.TensorStore(tmp_path) as store:
+        optimizer = sgd(ours, store)
+        backwards(ours, 0)
+        entries = [KNOWN[id(one)] for one in large(ours).values()]
+        optimizer.zero_grad()
+        assert all(there() is None for there, _ in entries)
+        for module in (plain, ours):
+            for param in module.parameters():
+                param.grad = torch.zeros_like(param)
+        KNOWN.update(
+            (id(one), entry) for one, entry in zip(large(ours).values(), entries, strict=True)
+        )
+        backwards(plain, 0, 1, 2)
+        backwards(ours, 0, 1, 2)
+        assert resident_bytes(ours) <= BOUND
+        support.assert_equal_bits(support.gradients(ours), support.gradients(plain))

@@ -12,7 +12,6 @@ import ssdtrain
 import support
 from moments import BetweenLines
 from ssdtrain.errors import UnsupportedError
-from ssdtrain.optimizer.deferred import join_all
 
 WIDTH = 160
 STEPS_COUNT = 3
@@ -57,7 +56,7 @@ def equal(one: list[Tensor], other: list[Tensor]) -> bool:
 
 
 @pytest.mark.defends("nothing is saved in the middle of a step")
-@pytest.mark.parametrize("overlap", ["step", "backward", "forward"])
+@pytest.mark.parametrize("overlap", ["step", "backward"])
 @pytest.mark.parametrize("every", support.sizes(small=97, whole=11))
 def test_a_state_dict_is_of_one_moment_or_refused(every: int, overlap: str, tmp_path: Path) -> None:
     expected = moments()
@@ -85,51 +84,6 @@ def test_a_state_dict_is_of_one_moment_or_refused(every: int, overlap: str, tmp_
     assert "set a flag there" in refused[0]
     assert equal(state_of(optimizer.state_dict()), states[-1])
     assert equal(list(model.parameters()), expected[-1][1])
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("name", ["offload_stats", "state", "lost_parameters", "synchronize"])
-@pytest.mark.parametrize("every", support.sizes(small=7, whole=1))
-def test_a_look_in_a_step_loses_no_update_beside_the_forward(
-    every: int, name: str, tmp_path: Path
-) -> None:
-    expected = moments()
-    model = layers()
-    optimizer = torch.optim.AdamW(model.parameters())
-    ssdtrain.offload_optimizer(optimizer, tmp_path, overlap="forward", buffer_bytes="256KiB")
-    refused = []
-
-    def look() -> None:
-        try:
-            found = getattr(optimizer, name)
-            if callable(found):
-                found()
-        except UnsupportedError as error:
-            refused.append(str(error))
-
-    for number in range(STEPS_COUNT):
-        loss_of(model, number).backward()
-        with BetweenLines(look, every=every):
-            optimizer.step()
-        optimizer.zero_grad()
-        assert equal(list(model.parameters()), expected[number + 1][1])
-    assert refused
-    assert all("set a flag there" in one for one in refused)
-    assert equal(state_of(optimizer.state_dict()), expected[-1][0])
-
-
-@pytest.mark.timeout(60)
-def test_a_fork_in_a_step_joins_the_updates_that_it_has_begun(tmp_path: Path) -> None:
-    expected = moments()
-    model = layers()
-    optimizer = torch.optim.AdamW(model.parameters())
-    ssdtrain.offload_optimizer(optimizer, tmp_path, overlap="forward", buffer_bytes="256KiB")
-    for number in range(STEPS_COUNT):
-        loss_of(model, number).backward()
-        with BetweenLines(join_all, every=1):
-            optimizer.step()
-        optimizer.zero_grad()
-        assert equal(list(model.parameters()), expected[number + 1][1])
 
 
 @pytest.mark.parametrize("every", support.sizes(small=61, whole=7))

@@ -276,7 +276,7 @@ def steps(module: nn.Module, optimizer: Optimizer, count: int) -> None:
         plain_step(module, optimizer, torch.randn(8, WIDTH, generator=generator))
 
 
-SCHEDULES = pytest.mark.parametrize("overlap", ["step", "forward", "backward"])
+SCHEDULES = pytest.mark.parametrize("overlap", ["step", "backward"])
 
 
 @SCHEDULES
@@ -338,9 +338,8 @@ def test_hooks_that_change_a_state(overlap: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"overlap": "step"}, {"overlap": "step", "undo": True}, {"overlap": "forward"},
-     {"overlap": "backward"}],
-)  # fmt: skip
+    [{"overlap": "step"}, {"overlap": "step", "undo": True}, {"overlap": "backward"}],
+)
 @pytest.mark.parametrize("is_loaded", [False, True])
 def test_after_a_look_the_state_goes_to_the_disk_again(
     is_loaded: bool, options: dict[str, Any], tmp_path: Path
@@ -355,6 +354,5 @@ def test_after_a_look_the_state_goes_to_the_disk_again(
         for state in optimizer.state.values():
             state["exp_avg"].sum()
     steps(module, optimizer, 2)
-    optimizer.synchronize()
     assert away(optimizer) == 6, "two tensors for each of three weights"
     assert optimizer.offload_stats.on_disk_bytes > 0.9 * all_bytes

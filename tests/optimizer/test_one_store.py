@@ -93,7 +93,7 @@ def one_for_each(
 
 
 @pytest.mark.parametrize("in_hooks", [True, False])
-@pytest.mark.parametrize("overlap", ["step", "forward", "backward"])
+@pytest.mark.parametrize("overlap", ["step", "backward"])
 def test_an_optimizer_for_each_parameter(overlap: str, in_hooks: bool, tmp_path: Path) -> None:
     *_, plain = one_for_each(None, in_hooks=in_hooks)
     gc.collect()
@@ -101,7 +101,6 @@ def test_an_optimizer_for_each_parameter(overlap: str, in_hooks: bool, tmp_path:
     params, optimizers, found = one_for_each(tmp_path, in_hooks=in_hooks, overlap=overlap)
     assert all(map(torch.equal, found, plain))
     for optimizer in optimizers:
-        optimizer.synchronize()  # type: ignore[attr-defined]
         assert optimizer.offload_stats.written_bytes > 0  # type: ignore[attr-defined]
     (nbytes,) = spill_bytes(tmp_path)
     assert 0 < nbytes <= 2 * GROWTH_BYTES

@@ -25,7 +25,7 @@ from trained import WIDTH, everything, plain_step
 
 EVERY = support.sizes(small=17, whole=1)
 MASTERS = pytest.mark.parametrize("master_dtype", [None, torch.float32], ids=["plain", "masters"])
-OVERLAPS = pytest.mark.parametrize("overlap", ["step", "forward", "backward"])
+OVERLAPS = pytest.mark.parametrize("overlap", ["step", "backward"])
 Options = dict[str, Any]
 
 

@@ -20,16 +20,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ExponentialLR
 
 import support
-from gated import GATE, LATER, RATE, STEPS, backward, train
 from ssdtrain import UnsupportedError, offload_optimizer
-from ssdtrain.optimizer.deferred import Deferred, PendingPart
 from ssdtrain.optimizer.in_backward import InBackward
-from ssdtrain.optimizer.pending import in_update, is_pending
 from ssdtrain.optimizer.taken import TakenGradient
+from stepped import OVERLAPS, RATE, STEPS, backward, train
 from trained import everything, model
-
-LATER_STEPS: list[int] = []
-"""One for each update beside a forward."""
 
 
 @dataclass
@@ -186,9 +181,6 @@ class Momentum(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        if in_update():
-            assert GATE.wait(60)
-            LATER_STEPS.append(len(LATER_STEPS))
         for group in self.param_groups:
             own = group["own"] if self.own is None else self.own
             rate = KINDS[group["kind"]].read(own)
@@ -217,40 +209,34 @@ def trained(
             own.join()
         if is_before:
             kind.halve(value)
-        if overlap == "forward":
-            GATE.clear()
         optimizer.step()
         if not is_before:
             kind.halve(value)
-        GATE.set()
         optimizer.zero_grad()
     return everything(module, optimizer)
 
 
 @pytest.mark.parametrize("is_before", [True, False], ids=["before", "after"])
 @pytest.mark.parametrize("is_attribute", [True, False], ids=["attribute", "option"])
-@pytest.mark.parametrize("overlap", LATER)
 @pytest.mark.parametrize("name", support.shared_out(KINDS, quick=QUICK))
 def test_what_changes_in_place_counts_when_it_does_plainly(
-    name: str, overlap: str, is_attribute: bool, is_before: bool, tmp_path: Path
+    name: str, is_attribute: bool, is_before: bool, tmp_path: Path
 ) -> None:
+    overlap = "backward"
     expected = trained(None, overlap, name, is_attribute=is_attribute, is_before=is_before)
-    LATER_STEPS.clear()
     if is_attribute and name == CALLED_ITSELF:
         with pytest.raises(UnsupportedError, match="no attribute 'own'"):
             trained(tmp_path, overlap, name, is_attribute=True, is_before=is_before)
         return
     # Of attributes only what nobody can change in place, and small tensors.
     is_kept = KINDS[name].is_kept and (not is_attribute or name == "parameter")
-    if overlap == "backward" and is_before and is_kept:
+    if is_before and is_kept:
         # The updates have used what was there when the first gradient was.
         with pytest.raises(UnsupportedError, match=r"'own'.* was changed"):
             trained(tmp_path, overlap, name, is_attribute=is_attribute, is_before=is_before)
         return
     found = trained(tmp_path, overlap, name, is_attribute=is_attribute, is_before=is_before)
     support.assert_equal_bits(found, expected)
-    if overlap == "forward":
-        assert bool(LATER_STEPS) == is_kept
 
 
 @pytest.mark.parametrize("name", support.shared_out(KINDS, quick=QUICK))
@@ -265,7 +251,7 @@ def test_in_step_all_kinds_are_as_ever(name: str, is_attribute: bool, tmp_path: 
     support.assert_equal_bits(found, expected)
 
 
-@pytest.mark.parametrize("overlap", ["step", *LATER])
+@pytest.mark.parametrize("overlap", OVERLAPS)
 def test_a_scheduler_of_a_rate_that_is_a_parameter(overlap: str, tmp_path: Path) -> None:
     told = []
     for place in (None, tmp_path):
@@ -292,7 +278,7 @@ def test_attributes_are_copied_for_the_trial(tmp_path: Path) -> None:
     own = {"a": ([[RATE]],)}
     optimizer = Momentum(model().parameters(), "nested", own, is_attribute=True)
     optimizer.never_read = threading.Lock()  # type: ignore[attr-defined]
-    offload_optimizer(optimizer, tmp_path, overlap="forward")
+    offload_optimizer(optimizer, tmp_path, overlap="backward")
     assert optimizer.own is own
     assert own == {"a": ([[RATE]],)}
 
@@ -300,107 +286,9 @@ def test_attributes_are_copied_for_the_trial(tmp_path: Path) -> None:
 @pytest.mark.defends("what may change unseen is read in step() only")
 @pytest.mark.parametrize("name", ["dataclass", "object", "closure"])
 def test_what_may_change_unseen_is_read_in_the_step(name: str, tmp_path: Path) -> None:
-    expected = trained(None, "forward", name, is_attribute=False, is_before=False)
-    found = trained(tmp_path, "forward", name, is_attribute=False, is_before=False)
+    expected = trained(None, "backward", name, is_attribute=False, is_before=False)
+    found = trained(tmp_path, "backward", name, is_attribute=False, is_before=False)
     support.assert_equal_bits(found, expected)
-
-
-class Equal(Momentum):
-    """An optimizer that is equal to all others of its class."""
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Equal)
-
-    def __hash__(self) -> int:
-        return 1
-
-
-def on_one_array(place: Path | None, kind: Any, *overlaps: str) -> dict[str, Tensor]:
-    """Train two weights on the memory of one array, each with an optimizer of its own."""
-    torch.manual_seed(0)
-    memory = np.random.default_rng(0).standard_normal((512, 512), np.float32)
-    weights = [Parameter(torch.from_numpy(memory)) for _ in overlaps]
-    optimizers = [kind([one], "list", [RATE], is_attribute=False) for one in weights]
-    for optimizer, overlap in zip(optimizers, overlaps, strict=True):
-        if place is not None:
-            offload_optimizer(optimizer, place, overlap=overlap)  # type: ignore[arg-type]
-    for _ in range(STEPS):
-        sum(one.sin().sum() * factor for factor, one in enumerate(weights, 1)).backward()  # type: ignore[union-attr]
-        GATE.clear()
-        for optimizer in optimizers:
-            optimizer.step()
-        GATE.set()
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-    return {str(number): one.detach().clone() for number, one in enumerate(weights)}
-
-
-@pytest.mark.defends("weights on the memory of another optimizer's are updated in step()")
-@pytest.mark.parametrize("other", ["step", "forward"])
-def test_two_optimizers_of_weights_on_one_array(other: str, tmp_path: Path) -> None:
-    expected = on_one_array(None, Momentum, "forward", other)
-    support.assert_equal_bits(on_one_array(tmp_path, Momentum, "forward", other), expected)
-
-
-def test_optimizers_that_are_equal_are_still_two(tmp_path: Path) -> None:
-    expected = on_one_array(None, Equal, "forward", "step")
-    support.assert_equal_bits(on_one_array(tmp_path, Equal, "forward", "step"), expected)
-
-
-def test_to_offload_another_optimizer_waits_for_updates(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    join = Deferred.join
-
-    def opening(self: Deferred) -> None:
-        GATE.set()
-        join(self)
-
-    monkeypatch.setattr(Deferred, "join", opening)
-    module = model()
-    optimizer = Momentum(module.parameters(), "list", [RATE], is_attribute=False)
-    offload_optimizer(optimizer, tmp_path, overlap="forward", buffer_bytes="1MiB")
-    backward(module, 0)
-    GATE.clear()
-    optimizer.step()
-    assert any(map(is_pending, module.parameters()))
-    offload_optimizer(torch.optim.SGD(model().parameters(), lr=0.1), tmp_path)
-    is_waiting = any(map(is_pending, module.parameters()))
-    GATE.set()
-    assert not is_waiting
-
-
-@pytest.mark.parametrize("what", ["weight", "gradient"])
-def test_whoever_gives_a_weight_other_memory_waits(
-    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    wait_for = Deferred.wait_for
-
-    def opening(self: Deferred, part: PendingPart, tensor: Tensor) -> None:
-        GATE.set()
-        wait_for(self, part, tensor)
-
-    monkeypatch.setattr(Deferred, "wait_for", opening)
-    told = []
-    for place in (None, tmp_path):
-        module = model()
-        optimizer = Momentum(module.parameters(), "list", [RATE], is_attribute=False)
-        if place is not None:
-            offload_optimizer(optimizer, place, overlap="forward", buffer_bytes="1MiB")
-        for seed in range(STEPS):
-            backward(module, seed)
-            gradients = [param.grad for param in module.parameters()]
-            GATE.clear()
-            optimizer.step()
-            for param, gradient in zip(module.parameters(), gradients, strict=True):
-                changed = param if what == "weight" else gradient
-                assert changed is not None
-                with torch.no_grad():
-                    changed.set_(torch.full(tuple(changed.shape), 0.01))
-            GATE.set()
-            optimizer.zero_grad()
-        told.append(everything(module, optimizer))
-    support.assert_equal_bits(*told)
 
 
 def test_a_gradient_that_two_parameters_have_is_told(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ OPTIMIZERS: list[tuple[Any, dict[str, Any]]] = [
 
 @dataclass(frozen=True)
 class Program:
-    overlap: Literal["step", "forward", "backward"]
+    overlap: Literal["step", "backward"]
     masters: bool
     bounded: bool
     """Gradients leave memory between micro-batches."""
@@ -70,7 +70,7 @@ AFTER = ("evaluate", "look", "state", "gradient", "change", "part", "save")
 
 programs = some.builds(
     Program,
-    overlap=some.sampled_from(["step", "forward", "backward"]),
+    overlap=some.sampled_from(["step", "backward"]),
     masters=some.booleans(),
     bounded=some.booleans(),
     optimizer=some.integers(0, len(OPTIMIZERS) - 1),

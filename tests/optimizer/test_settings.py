@@ -19,11 +19,11 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 import support
-from gated import LATER, backward, trained
 from ssdtrain import UnsupportedError, offload_optimizer
 from ssdtrain.optimizer.offloaded import Offloaded
 from ssdtrain.optimizer.same import is_same
 from ssdtrain.optimizer.settings import Settings
+from stepped import OVERLAPS, backward, trained
 from trained import everything, model
 
 STEPS = 6
@@ -151,17 +151,16 @@ def test_what_a_step_changes_in_place_is_changed_once(
     assert is_same(found[1][1], found[0][1])
 
 
-@pytest.mark.parametrize("overlap", LATER)
 @pytest.mark.parametrize("is_option", [False, True], ids=["attribute", "option"])
 @pytest.mark.parametrize("name", support.shared_out(WAYS, quick=("list", "tensor")))
-def test_what_a_step_changes_in_place_is_refused_beside_others(
-    name: str, is_option: bool, overlap: Any, tmp_path: Path
+def test_what_a_step_changes_in_place_is_refused_in_backward(
+    name: str, is_option: bool, tmp_path: Path
 ) -> None:
     optimizer = changing(model().parameters(), WAYS[name], is_option=is_option)
     with pytest.raises(
         UnsupportedError, match=r"its (option 'own'|attributes \(own\)|.*attribute 'own')"
     ):
-        offload_optimizer(optimizer, tmp_path, overlap=overlap)
+        offload_optimizer(optimizer, tmp_path, overlap="backward")
     assert is_same(own_of(optimizer), WAYS[name].make())
 
 
@@ -181,29 +180,13 @@ class Late(torch.optim.SGD):
         return super().step(closure)
 
 
-@pytest.mark.defends("what changes in place beside a forward or a backward is an error")
-@pytest.mark.parametrize("overlap", LATER)
-def test_what_a_later_step_changes_in_place_is_told(overlap: Any, tmp_path: Path) -> None:
+@pytest.mark.defends("what changes in place beside a backward is an error")
+def test_what_a_later_step_changes_in_place_is_told(tmp_path: Path) -> None:
     module = model()
     optimizer = Late(module.parameters())
-    offload_optimizer(optimizer, tmp_path, overlap=overlap, buffer_bytes="1MiB")
+    offload_optimizer(optimizer, tmp_path, overlap="backward", buffer_bytes="1MiB")
     with pytest.raises(UnsupportedError, match="has changed its attribute 'own' in place"):
         trained(module, optimizer, steps=STEPS)
-
-
-@pytest.mark.parametrize("name", ["list", "dict"])
-def test_containers_that_a_later_step_changes_are_changed_in_step(
-    name: str, tmp_path: Path
-) -> None:
-    found = []
-    for is_offloaded in (False, True):
-        module = model()
-        optimizer = changing(module.parameters(), WAYS[name], is_option=False, begins=LATE)
-        if is_offloaded:
-            offload_optimizer(optimizer, tmp_path, overlap="forward", buffer_bytes="1MiB")
-        found.append((trained(module, optimizer, steps=STEPS), own_of(optimizer)))
-    support.assert_equal_bits(found[1][0], found[0][0])
-    assert found[1][1] == found[0][1]
 
 
 class OwnState(Optimizer):
@@ -375,7 +358,7 @@ def test_options_of_another_group_are_seen_where_they_are_equal(
         offload_optimizer(OfTheFirst(groups, lr=rate), tmp_path)
 
 
-@pytest.mark.parametrize("overlap", ["step", *LATER])
+@pytest.mark.parametrize("overlap", OVERLAPS)
 def test_a_group_that_couples_is_not_added(overlap: Any, tmp_path: Path) -> None:
     module = model()
     weights, last = list(module.parameters())[:-1], list(module.parameters())[-1]
@@ -434,22 +417,22 @@ def test_what_is_counted_in_the_state_of_no_parameter_is_refused(tmp_path: Path)
 class WithOurs(torch.optim.SGD):
     """Has a method with a name of ours."""
 
-    def synchronize(self) -> None:
+    def set_is_last_backward(self) -> None:
         """Do something of its own."""
 
 
-@pytest.mark.parametrize("name", ["_disk", "offload_stats", "synchronize"])
+@pytest.mark.parametrize("name", ["_disk", "offload_stats", "set_is_last_backward"])
 def test_a_name_of_ours_is_refused(name: str, tmp_path: Path) -> None:
-    optimizer = (WithOurs if name == "synchronize" else torch.optim.SGD)(
+    optimizer = (WithOurs if name == "set_is_last_backward" else torch.optim.SGD)(
         model().parameters(), lr=0.1
     )
-    if name != "synchronize":
+    if name != "set_is_last_backward":
         vars(optimizer)[name] = 1
     with pytest.raises(UnsupportedError, match=f"'{name}', a name that"):
         offload_optimizer(optimizer, tmp_path)
 
 
-@pytest.mark.parametrize("overlap", ["step", *LATER])
+@pytest.mark.parametrize("overlap", OVERLAPS)
 def test_each_attribute_of_ours_has_a_name_that_is_refused(overlap: Any, tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW(model().parameters(), lr=0.1)
     offload_optimizer(optimizer, tmp_path, overlap=overlap)
@@ -476,7 +459,7 @@ class ByName(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("has_masters", [False, True])
-@pytest.mark.parametrize("overlap", ["step", *LATER])
+@pytest.mark.parametrize("overlap", OVERLAPS)
 def test_a_part_has_the_names_of_its_parameters(
     overlap: Any, has_masters: bool, tmp_path: Path
 ) -> None:
@@ -617,7 +600,7 @@ def test_options_that_an_optimizer_was_made_with_are_kept(tmp_path: Path) -> Non
         module = model()
         optimizer = OfDefaults(module.parameters(), lr=0.1, momentum=0.9)
         if is_offloaded:
-            offload_optimizer(optimizer, tmp_path, overlap="forward", buffer_bytes="1MiB")
+            offload_optimizer(optimizer, tmp_path, overlap="backward", buffer_bytes="1MiB")
         for seed in range(STEPS):
             backward(module, seed)
             optimizer.step()

@@ -10,8 +10,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import support
-from gated import LATER, backward, trained
 from ssdtrain import UnsupportedError, offload_optimizer
+from stepped import OVERLAPS, backward, trained
 from trained import everything, model
 
 
@@ -50,14 +50,13 @@ class Scaled(torch.optim.SGD):
         return super().step()
 
 
-@pytest.mark.parametrize("overlap", ["step", "forward"])
-def test_a_step_takes_what_its_own_takes(overlap: Any, tmp_path: Path) -> None:
+def test_a_step_takes_what_its_own_takes(tmp_path: Path) -> None:
     found = []
     for is_offloaded in (False, True):
         module = model()
         optimizer: Any = Scaled(module.parameters(), lr=0.1, momentum=0.9)
         if is_offloaded:
-            offload_optimizer(optimizer, tmp_path, overlap=overlap)
+            offload_optimizer(optimizer, tmp_path)
         for given, named in [
             ((), {}),
             ((0.5,), {}),
@@ -133,7 +132,7 @@ class Calling(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("is_of_all", [False, True])
-@pytest.mark.parametrize("overlap", ["step", *LATER])
+@pytest.mark.parametrize("overlap", OVERLAPS)
 def test_hooks_that_would_run_for_each_part_are_told(
     overlap: Any, is_of_all: bool, tmp_path: Path
 ) -> None:
@@ -144,16 +143,12 @@ def test_hooks_that_would_run_for_each_part_are_told(
     trained(module, optimizer, steps=2)
     before = everything(module, optimizer)
 
-    def step_and_wait() -> None:
-        optimizer.step()
-        optimizer.synchronize()  # type: ignore[attr-defined]
-
     register = register_optimizer_step_pre_hook if is_of_all else optimizer.register_step_pre_hook
     handle = register(lambda *_: calls.append(None))
     try:
         backward(module, 2)
         with pytest.raises(UnsupportedError, match="there are hooks on steps"):
-            step_and_wait()
+            optimizer.step()
     finally:
         handle.remove()
     support.assert_equal_bits(everything(module, optimizer), before)

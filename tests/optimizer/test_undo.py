@@ -56,7 +56,6 @@ class Pair:
         self.plain.step()
         torch.manual_seed(7)
         self.optimizer.step()
-        self.optimizer.synchronize()
         self.optimizer._disk.flush()
 
     def assert_equal(self) -> None:
@@ -282,10 +281,9 @@ def test_a_disk_that_is_gone_for_good(tmp_path: Path) -> None:
         pair.assert_equal()
 
 
-@pytest.mark.parametrize("overlap", ["step", "forward"])
-def test_without_undo_only_what_is_lost_is_not_updated(overlap: str, tmp_path: Path) -> None:
+def test_without_undo_only_what_is_lost_is_not_updated(tmp_path: Path) -> None:
     with ChosenStore(tmp_path) as store:
-        pair = Pair(adamw, store, undo=False, overlap=overlap)
+        pair = Pair(adamw, store, undo=False)
         pair.gradients()
         pair.both_step()
         pair.gradients()
@@ -294,12 +292,8 @@ def test_without_undo_only_what_is_lost_is_not_updated(overlap: str, tmp_path: P
         pair.plain.step()
         store.fail_after(4)
 
-        def step_and_wait() -> None:
-            pair.optimizer.step()
-            pair.optimizer.synchronize()
-
         with pytest.raises(StorageError, match="could not be read back in a step") as raised:
-            step_and_wait()
+            pair.optimizer.step()
         lost = pair.optimizer.lost_parameters
         (number,) = (number for number, param in enumerate(params) if param is lost[0])
         assert len(lost) == 1
@@ -340,12 +334,4 @@ def test_undo_is_true_or_false(tmp_path: Path) -> None:
             torch.optim.AdamW(module.parameters()),
             tmp_path,
             undo="yes",  # type: ignore[arg-type]
-        )
-
-
-def test_no_undo_beside_a_forward(tmp_path: Path) -> None:
-    module = nn.Linear(4, 4)
-    with pytest.raises(ConfigError, match='undo=True needs overlap="step"'):
-        offload_optimizer(
-            torch.optim.AdamW(module.parameters()), tmp_path, undo=True, overlap="forward"
         )

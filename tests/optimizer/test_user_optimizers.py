@@ -15,9 +15,8 @@ from torch.nn import Parameter
 from torch.optim.lr_scheduler import ExponentialLR
 
 import support
-from gated import GATE, LATER, RATE, STEPS, backward, train
 from ssdtrain import UnsupportedError, offload_optimizer
-from ssdtrain.optimizer.pending import in_update
+from stepped import OVERLAPS, RATE, STEPS, backward, train
 from trained import WIDTH, everything, model
 
 
@@ -99,7 +98,7 @@ class WarmedUp(torch.optim.SGD):
         return super().step(closure)
 
 
-@pytest.mark.parametrize("overlap", ["step", *LATER])
+@pytest.mark.parametrize("overlap", OVERLAPS)
 def test_what_a_first_step_notes_is_there_in_the_second(overlap: str, tmp_path: Path) -> None:
     told = []
     for place in (None, tmp_path):
@@ -119,8 +118,6 @@ class Stepping(torch.optim.SGD):
     """Counts its steps in its groups, as many do, and takes a rate that is a tensor."""
 
     def step(self, closure: Any = None) -> Any:
-        if in_update():
-            assert GATE.wait(60)
         for group in self.param_groups:
             group["count"] = group.get("count", 0) + 1
             group["weight_decay"] = float(group["own"]) / group["count"]
@@ -134,13 +131,11 @@ def test_a_rate_of_a_step_that_changes_its_groups(tmp_path: Path) -> None:
         optimizer = Stepping(module.parameters(), lr=0.1, momentum=0.9)
         optimizer.param_groups[0]["own"] = rate
         if place is not None:
-            offload_optimizer(optimizer, place, overlap="forward", buffer_bytes="1MiB")
+            offload_optimizer(optimizer, place, overlap="backward", buffer_bytes="1MiB")
         for seed in range(STEPS):
             backward(module, seed)
-            GATE.clear()
             optimizer.step()
             rate.mul_(0.5)
-            GATE.set()
             optimizer.zero_grad()
         told.append(everything(module, optimizer))
         assert optimizer.param_groups[0]["count"] == STEPS
@@ -158,7 +153,7 @@ class Valued(torch.optim.SGD):
         super().__init__(params, lr=0.1, momentum=0.9)
 
 
-@pytest.mark.parametrize("overlap", ["step", *LATER])
+@pytest.mark.parametrize("overlap", OVERLAPS)
 def test_an_optimizer_that_is_a_dataclass(overlap: str, tmp_path: Path) -> None:
     told = []
     for place in (None, tmp_path):

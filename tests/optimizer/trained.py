@@ -66,8 +66,7 @@ def train(
 ) -> tuple[list[dict[str, Tensor]], Optimizer]:
     """Train, offloaded if a directory is given; return what there is after each step.
 
-    With ``looks_every`` nobody looks at the weights between the other steps, so updates may go on
-    beside the forwards.
+    With ``looks_every`` nobody looks at weights and state between the other steps.
     """
     module = build()
     optimizer = make(module)
@@ -83,7 +82,6 @@ def train(
         if (number + 1) % looks_every:
             continue
         if directory is not None and number % 2:
-            optimizer.synchronize()  # type: ignore[attr-defined]
             # The next step has to read; without it, it may find what is on its way to the disk.
             optimizer._disk.flush()  # type: ignore[attr-defined]
         after.append(everything(module, optimizer))
@@ -104,9 +102,7 @@ def prove(
     ``in_backward`` says whether the steps can be made on that schedule, too.
     """
     plain, _ = train(make, None, prepare, **options)
-    ways: list[dict[str, Any]] = [{"overlap": "step"}]
-    if not options.get("undo"):
-        ways += [{"overlap": "forward"}, {"overlap": "forward", "looks_every": 3}]
+    ways: list[dict[str, Any]] = [{"overlap": "step"}, {"overlap": "step", "looks_every": 3}]
     if in_backward:
         ways += [{"overlap": "backward"}]
     for way in ways:

@@ -325,11 +325,6 @@ def test_models(name: str, way: str, tmp_path: Path) -> None:
         prove(CASES[name], tmp_path, WAYS[way])
 
 
-@pytest.mark.parametrize("name", ["mlp", "tied", "shared"])
-def test_updates_beside_a_forward_are_made_in_step(name: str, tmp_path: Path) -> None:
-    prove(CASES[name], tmp_path, Way(optimizer="forward"))
-
-
 def unseen_step(training: Training, number: int) -> None:
     """Train without a look at gradients, which updates in backward take."""
     loss = training.loss(number)
@@ -344,7 +339,7 @@ def test_updates_in_backward(name: str, tmp_path: Path) -> None:
     prove(case, tmp_path, Way(optimizer="backward"))
 
 
-@pytest.mark.parametrize("schedule", ["step", "forward", "backward"])
+@pytest.mark.parametrize("schedule", ["step", "backward"])
 def test_masters(schedule: str, tmp_path: Path) -> None:
     case = Case(wide, of_wide_rows, unseen_step, masters=True)
     prove(case, tmp_path, Way(optimizer=schedule))

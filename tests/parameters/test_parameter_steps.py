@@ -470,7 +470,7 @@ def test_figures_from_the_first_moment(tmp_path: Path) -> None:
     assert replace(stats) == stats
 
 
-@pytest.mark.parametrize("schedule", [None, "step", "forward", "backward"])
+@pytest.mark.parametrize("schedule", [None, "step", "backward"])
 def test_a_checkpoint_of_weights_that_are_away(schedule: str | None, tmp_path: Path) -> None:
     """Saved and loaded by streaming, under the bound, into a model whose weights are away, too."""
     case = Case(layers, step=unlooked_step)
@@ -505,22 +505,3 @@ def unlooked_step(training: Training, number: int) -> None:
     training.note("loss", loss)
     loss.backward()
     training.update()
-
-
-def test_updates_beside_a_forward_end_before_weights_leave(tmp_path: Path) -> None:
-    """Until then they are of another class, which does not leave."""
-    expected, model = layers(), layers()
-    plain, optimizer = adamw(expected.parameters()), adamw(model.parameters())
-    ssdtrain.offload_optimizer(optimizer, tmp_path, overlap="forward", buffer_bytes="512KiB")
-    for one, its in ((expected, plain), (model, optimizer)):
-        squared(one, 1).backward()
-        its.step()
-    offloaded(model, tmp_path)
-    assert ssdtrain.parameter_stats(model).total_bytes == sum(
-        param.nbytes for param in unique(expected).values()
-    )
-    assert away(model)
-    support.assert_equal_bits(
-        {name: one.detach().clone() for name, one in model.named_parameters()},
-        dict(expected.named_parameters()),
-    )

@@ -66,7 +66,7 @@ def mapped(model: nn.Sequential, place: Path) -> nn.Sequential:
 
 
 LATER: list[Share] = [by_data, seen_by_numpy, transposed, in_part, bias_in_a_weight]
-SCHEDULES = (None, "step", "forward", "backward")
+SCHEDULES = (None, "step", "backward")
 
 
 def trained(

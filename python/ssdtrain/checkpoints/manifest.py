@@ -19,7 +19,6 @@ from ssdtrain.checkpoints.values import encode
 from ssdtrain.errors import ConfigError, CorruptError, UnsupportedError
 from ssdtrain.machine.torch_internals import is_in_shards
 from ssdtrain.optimizer.chunks import name_of
-from ssdtrain.optimizer.deferred import settle_param
 from ssdtrain.optimizer.disk import Away
 from ssdtrain.optimizer.exchange import own_kind
 
@@ -76,8 +75,6 @@ def weights_of(model: nn.Module) -> Weights:
         if is_extra:
             found.values[name] = encode(value, f"state_dict()[{name!r}]")
             continue
-        # An update that goes on beside a forward: its weight is of another class until then.
-        settle_param(value)
         refuse_odd(name, value)
         if id(value) not in live:
             raise UnsupportedError(

@@ -26,7 +26,6 @@ __all__ = [
     "as_plain_tensors",
     "clone_of",
     "communications",
-    "compiled_count",
     "copy_each",
     "count_users",
     "current_backward",
@@ -200,12 +199,6 @@ def with_default_device(device: torch.device) -> AbstractContextManager[object]:
     There it is the CPU anyway, and a mode would make each operation slower.
     """
     return nullcontext() if device.type == "cpu" else device
-
-
-def compiled_count() -> int:
-    """Return how many functions the compiler has looked at in this process; 1 if it is not told."""
-    compiler = sys.modules.get("torch._dynamo.convert_frame")
-    return 0 if compiler is None else int(getattr(compiler, "FRAME_COUNTER", 1))
 
 
 @contextmanager

@@ -148,22 +148,14 @@ class Buffers:
         return self._budget.reserve(least, most, lambda: WANTED)
 
     @contextmanager
-    def filled(self, room: Room, *, goes_on: bool = False) -> Iterator[None]:
-        """Fill a room in this thread, and give it back at the end.
-
-        If it ``goes_on``, another thread does both once this one is done.
-        """
+    def filled(self, room: Room) -> Iterator[None]:
+        """Fill a room in this thread, and give it back at the end."""
         room.fill_here()
         try:
             yield
-            if not goes_on and room.is_bounded:
+            if room.is_bounded:
                 self._disk.flush()
-        except BaseException:
-            room.end()
-            raise
-        if goes_on:
-            room.fill_elsewhere()
-        else:
+        finally:
             room.end()
 
     def try_to_reserve(self, nbytes: int) -> Room | None:

@@ -22,6 +22,7 @@ __all__ = [
     "Part",
     "arguments_of",
     "chunks_of",
+    "is_sparse",
     "name_of",
     "own_step",
     "parts_in_order",
@@ -118,6 +119,11 @@ def parts_in_order(
         total += size
     if chunks:
         yield Part(list(chunks.values()))
+
+
+def is_sparse(gradient: Tensor | None) -> bool:
+    """Whether a gradient has only some of its rows."""
+    return gradient is not None and gradient.layout is not torch.strided
 
 
 def own_step(kind: type[Optimizer]) -> Callable[..., Any]:

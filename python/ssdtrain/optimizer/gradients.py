@@ -9,7 +9,7 @@ so the sums have the bits of the plain run.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -122,8 +122,6 @@ class Gradients(OffloadedTensors):
         weakref.finalize(self, _remove_all, self._watched).atexit = False
         self._adding: weakref.WeakValueDictionary[int, Adding] = weakref.WeakValueDictionary()
         """By the number of the backward."""
-        self.end_updates: Callable[[], Callable[[], None] | None] = lambda: None
-        """A weak reference to what waits for updates beside the forward."""
         self.part_bytes = max_bytes // PARTS
         """So many gradients at most are used in one part of an update."""
 
@@ -167,10 +165,6 @@ class Gradients(OffloadedTensors):
         """Have the gradient of a parameter in memory, to which autograd is about to add."""
         number = current_backward()
         adding = self._adding.get(number)
-        end_updates = self.end_updates()
-        if end_updates is not None:
-            # defence: a backward waits for updates whose gradients are under the bound
-            end_updates()
         if adding is None:
             self._adding[number] = adding = Adding(self)
             queue_callback(adding.end)
@@ -214,34 +208,6 @@ class Gradients(OffloadedTensors):
         one = known_of(gradient)
         if one is not None:
             one.owner.begin_use([one], user)
-
-    def hold_back(self, user: User, params: Sequence[Tensor]) -> set[int]:
-        """Have gradients stay for updates that are made later, as long as there is this user.
-
-        Return the numbers of the parameters that can be updated later: those whose gradients are in
-        memory, and of these the last ones where room is needed for gradients on the disk.
-        """
-        with self._lock:
-            are_all_here = all(one.is_attached() for one in self._alive())
-            room_bytes = 0 if are_all_here else max(self.part_bytes, self._largest_bytes)
-            left_bytes = self.max_resident_bytes - room_bytes
-            later, held = set(), []
-            for param in reversed(params):
-                one = None if param.grad is None else known_of(param.grad)
-                if one is not None:
-                    if not one.is_attached() or one.nbytes > left_bytes:
-                        continue
-                    left_bytes -= one.nbytes
-                    held.append((param, one))
-                    # defence: gradients of updates beside the forward stay
-                    one.note_user(user)
-                later.add(id(param))
-            # Of the others some may be unable to leave, as somebody has their memory.
-            while held and not self._let_leave(room_bytes):
-                param, one = held.pop()
-                one.end_use(user)
-                later.discard(id(param))
-            return later
 
     def _may_leave(self, gradient: Tensor) -> bool:
         if trains_with_others():

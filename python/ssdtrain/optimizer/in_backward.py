@@ -48,7 +48,7 @@ SPENT = (
     "step() needs gradients that are gone: their updates freed them in an earlier step, or in one "
     "that was discarded by a look at the optimizer's state, or a backward that would add to them "
     "was refused. No weight was changed. Call optimizer.zero_grad() and begin the step again; or "
-    'use overlap="forward" or "step"'
+    'use overlap="step"'
 )
 OTHERS = (
     'another optimizer with overlap="backward" has taken the gradient of a parameter of this one, '

@@ -18,14 +18,13 @@ from torch.optim import Optimizer
 from ssdtrain.away.classes import AwayGradient
 from ssdtrain.machine.torch_internals import mode_count, trains_with_others
 from ssdtrain.optimizer.buffers import Buffers
-from ssdtrain.optimizer.deferred import why_not_of_another_thread
 from ssdtrain.optimizer.disk import Away, Disk
 from ssdtrain.optimizer.gradients import Gradients
 from ssdtrain.optimizer.masters import Masters
 from ssdtrain.optimizer.options import attributes, kept_groups, why_not_kept
 from ssdtrain.optimizer.same import is_same
 from ssdtrain.optimizer.settings import Settings
-from ssdtrain.optimizer.shared_memory import sharing_memory
+from ssdtrain.optimizer.shared_memory import sharing_memory, who_has_gradient
 from ssdtrain.optimizer.state import ParameterState
 from ssdtrain.optimizer.undo import Undo
 from ssdtrain.parameters.weights import weight_of
@@ -143,14 +142,27 @@ def why_nothing() -> str | None:
 
 def why_not(host: Host, now: Round, param: Tensor) -> str | None:
     """Return why a parameter has to be updated in place in ``step()``, or ``None``."""
-    # One that is away had memory of its own, and is brought for its update.
-    is_apart = isinstance(param.grad, AwayGradient)
-    reason = None if is_apart else why_not_of_another_thread(param, param.grad)
+    gradient = param.grad
+    assert gradient is not None, "its update is due"
+    reason = None
+    # A gradient that is away had memory of its own, and is brought for its update.
+    if not isinstance(gradient, AwayGradient):
+        reason = _why_not_used(gradient, param)
+    del gradient
     if reason is None and _references(param) > REFERENCES_ALONE:
         return "somebody holds their gradients"
     if reason is None and id(param) in now.sharing:
         return "they share memory with each other"
     return reason or _why_no_copy(host, param)
+
+
+def _why_not_used(gradient: Tensor, param: Tensor) -> str | None:
+    """Return why the thread of the updates must not use a gradient, or ``None``."""
+    if type(gradient) is not Tensor or gradient.layout is not torch.strided:
+        return "their gradients are no plain dense tensors"
+    if gradient.requires_grad:
+        return "their gradients are part of a graph"
+    return who_has_gradient(gradient, param)
 
 
 def _why_no_copy(host: Host, param: Tensor) -> str | None:

@@ -28,13 +28,13 @@ __all__ = ["CHANGED", "make_updates", "put_in_place", "roll_back"]
 
 CHANGED = (
     "was changed after updates of this step had begun in backward, so they would not have the bits "
-    'of the plain run. Change it before backward or after step(), or use overlap="forward" or '
-    '"step". No weight was updated; optimizer.zero_grad() discards what has begun'
+    'of the plain run. Change it before backward or after step(), or use overlap="step". '
+    "No weight was updated; optimizer.zero_grad() discards what has begun"
 )
 ALIAS = (
     'the optimizer keeps a view of the weight in its state, and with overlap="backward" an update '
-    'works on a copy of the weight; use overlap="forward" or "step". No weight was changed by this '
-    "step; optimizer.zero_grad() discards it"
+    'works on a copy of the weight; use overlap="step". No weight was changed by this step; '
+    "optimizer.zero_grad() discards it"
 )
 
 

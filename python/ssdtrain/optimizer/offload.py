@@ -65,14 +65,11 @@ def offload_optimizer(
             the session of a ``with ssdtrain.offload(...)`` block: its files, quota and report, and
             its ``max_resident_bytes``, which then holds for activations and updates together. The
             optimizer may be used after the block.
-        overlap: When updates are made. ``"step"``: in ``step()``. ``"forward"``: ``step()`` returns
-            at once, and they go on beside what comes next, in the order in which the forward needs
-            the weights. Whoever uses a weight, the state or the optimizer waits for what they use;
-            ``optimizer.synchronize()`` waits for all. An error of an update is raised there.
-            ``"backward"``: they are made in backward, as soon as gradients are complete, which are
-            freed, and ``step()`` puts them in place. Whoever clips, unscales or looks at gradients
-            then gets an ``UnsupportedError``. With several micro-batches in a step, say which is
-            the last: ``optimizer.set_is_last_backward(False)``, and ``(True)``.
+        overlap: When updates are made. ``"step"``: in ``step()``. ``"backward"``: they are made in
+            backward, as soon as gradients are complete, which are freed, and ``step()`` puts them
+            in place. Whoever clips, unscales or looks at gradients then gets an
+            ``UnsupportedError``. With several micro-batches in a step, say which is the last:
+            ``optimizer.set_is_last_backward(False)``, and ``(True)``.
         buffer_bytes: Memory for the state that is read, updated and written at the same time, in
             bytes or text such as ``"256MiB"``. A single parameter takes what it needs. Of the
             ``max_resident_bytes`` of a session a quarter is taken at most.
@@ -83,7 +80,7 @@ def offload_optimizer(
         undo: A step that fails or is interrupted is undone, so that model and optimizer are those
             of the last whole step. Costs a write of the weights in each step, and space on the
             disk for the state twice and the weights once. ``overlap="backward"`` does it in any
-            case, without that write; ``"forward"`` does not.
+            case, without that write.
         master_dtype: ``torch.float32`` keeps a float32 master of each bfloat16 and float16
             parameter: the step runs over the masters, with gradients and state in float32, and the
             parameter is the master, rounded. Of a bfloat16 one's master two bytes are stored for
@@ -92,19 +89,18 @@ def offload_optimizer(
         max_gradient_bytes: Bound on the gradients in memory, in bytes or text such as ``"8GiB"``.
             Where they alone exceed it, they leave memory between the micro-batches of a step, and
             come back when autograd adds to them and for their update. With ``"backward"`` the last
-            micro-batch has them updated and freed, and no more leaves. With ``"forward"`` those
-            that are on the disk are updated in ``step()``, those in memory beside the forward, and
-            the next backward waits for them. ``None``: they stay in memory.
+            micro-batch has them updated and freed, and no more leaves. ``None``: they stay in
+            memory.
 
     Returns:
-        The same optimizer, now also with ``offload_stats``, ``synchronize()``, ``lost_parameters``.
+        The same optimizer, now also with ``offload_stats`` and ``lost_parameters``.
 
     Raises:
         ConfigError: No optimizer of torch, one that is offloaded already, or whose ``step`` was
             replaced; a directory or options that cannot be used; a session that has ended, or
             whose ``max_resident_bytes`` is too small for a single parameter.
         UnsupportedError: The optimizer couples its parameters (LBFGS), or they are not on the CPU;
-            another ``overlap`` of one whose step draws random numbers or changes its attributes;
+            ``"backward"`` with one whose step draws random numbers or changes its attributes;
             ``"backward"`` or masters of one that keeps lists of its parameters; parameters in
             shards (DTensor) with more than ``"step"`` and ``undo``, or with an update that
             communicates, which is tried: call this in all processes. In backward, in ``step`` and
@@ -123,7 +119,7 @@ def offload_optimizer(
         name = type(optimizer).__name__
         raise ConfigError(f"this {name} is offloaded already; use it as it is")
     gradient_bytes = optional_bytes("max_gradient_bytes", max_gradient_bytes)
-    _refuse_what_does_not_go_together(overlap, undo)
+    _refuse_other_values(overlap, undo)
     has_masters = _has_masters(optimizer, master_dtype)
     refuse_options(
         optimizer,
@@ -132,10 +128,9 @@ def offload_optimizer(
         has_gradient_bound=gradient_bytes is not None,
     )
     habits = tried(optimizer, has_masters=has_masters)
-    if overlap != "step":
-        refuse_habits(type(optimizer).__name__, habits, overlap)
     if overlap == "backward":
-        refuse_lists_of_parameters(optimizer, 'overlap="backward"', 'overlap="forward" or "step"')
+        refuse_habits(type(optimizer).__name__, habits)
+        refuse_lists_of_parameters(optimizer, 'overlap="backward"', 'overlap="step"')
     if has_masters:
         refuse_lists_of_parameters(optimizer, "master_dtype", "master_dtype=None")
     buffer = in_bytes("buffer_bytes", buffer_bytes)
@@ -178,16 +173,16 @@ def offload_optimizer(
     return optimizer
 
 
-def _refuse_what_does_not_go_together(overlap: object, undo: object) -> None:
-    if overlap not in ("step", "backward", "forward"):
-        raise ConfigError(f'overlap is "step", "backward" or "forward", not {overlap!r}')
+def _refuse_other_values(overlap: object, undo: object) -> None:
+    if overlap == "forward":
+        raise ConfigError(
+            'overlap="forward" is not there: use "backward", which updates each parameter while '
+            "backward computes"
+        )
+    if overlap not in ("step", "backward"):
+        raise ConfigError(f'overlap is "step" or "backward", not {overlap!r}')
     if not isinstance(undo, bool):
         raise ConfigError(f"undo must be True or False, not {undo!r}")
-    if undo and overlap == "forward":
-        raise ConfigError(
-            'undo=True needs overlap="step": beside a forward, weights that were updated are used '
-            "before the step has ended"
-        )
 
 
 def _has_masters(optimizer: Optimizer, master_dtype: object) -> bool:

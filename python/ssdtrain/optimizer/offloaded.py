@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator
 from contextlib import suppress
 from itertools import zip_longest
 from time import perf_counter
@@ -27,30 +26,19 @@ from ssdtrain.optimizer.chunks import (
     Part,
     arguments_of,
     chunks_of,
+    is_sparse,
     own_step,
     parts_in_order,
     update,
 )
-from ssdtrain.optimizer.deferred import (
-    Deferred,
-    is_sparse,
-    join_all,
-    say_why_now,
-    settle_param,
-    why_none_later,
-    why_not_later,
-)
 from ssdtrain.optimizer.disk import Disk
-from ssdtrain.optimizer.forward_order import ForwardOrder
 from ssdtrain.optimizer.gradients import Gradients
 from ssdtrain.optimizer.in_backward import InBackward
 from ssdtrain.optimizer.lost import Lost
 from ssdtrain.optimizer.masters import Masters, refuse_shared_memory
-from ssdtrain.optimizer.options import kept_groups, stand_in_of, why_not_kept
-from ssdtrain.optimizer.pending import in_update
+from ssdtrain.optimizer.options import stand_in_of
 from ssdtrain.optimizer.settings import Settings
 from ssdtrain.optimizer.sharded import has_shards, refuse_options
-from ssdtrain.optimizer.shared_memory import note_optimizer
 from ssdtrain.optimizer.state import ParameterState
 from ssdtrain.optimizer.trial import Habits, refuse_habits, tried
 from ssdtrain.optimizer.undo import UNDONE_LATE, Undo, restore, undone_if_it_fails
@@ -60,10 +48,7 @@ from ssdtrain.watched import User
 
 __all__ = ["Offloaded", "Overlap"]
 
-PARTS_MIN = 16
-"""So many at least, if parameters are updated beside the forward: the first ones soon."""
-PART_BYTES_MIN = 1 << 20
-Overlap = Literal["step", "backward", "forward"]
+Overlap = Literal["step", "backward"]
 
 
 class Offloaded(WholeState):
@@ -73,7 +58,6 @@ class Offloaded(WholeState):
     _has_shards: bool
     _buffers: Buffers
     _part_bytes: int
-    _order: ForwardOrder | None
     _habits: Habits
     _ours: frozenset[str]
     _default_device: torch.device
@@ -96,30 +80,22 @@ class Offloaded(WholeState):
         self._own_kind = kind
         self._overlap = overlap
         self._habits = habits
-        self._order = ForwardOrder() if overlap == "forward" else None
         self._disk = disk
         self._buffers = buffers
         self._gradients = gradients
         self._masters = Masters(disk) if has_masters else None
         self._part_bytes = buffers.part_bytes
-        # Beside backward what cannot be computed there is undone, as all else is not put in place.
+        # With "backward", step() makes some updates in place; the undo log makes these whole, too.
         self._undo = Undo(disk) if undo or overlap == "backward" else None
         self._in_backward = None
         self._lost = Lost()
         self._is_stepping = False
         self._step_count_done = 0
-        self._step_s = self._waited_s = 0.0
-        self._updates = None
+        self._step_s = 0.0
         self._default_device = torch.get_default_device()
         self._has_shards = has_shards(self)
-        if self._order is not None:
-            self._order.begin_round()
-        if gradients is not None and overlap == "forward":
-            gradients.end_updates = weakref.WeakMethod(self._end_updates)
         if overlap == "backward":
             self._in_backward = InBackward(self)
-        join_all()
-        note_optimizer(self)
         self._ours = frozenset({*vars(self), "_ours"} - of_user)
         # torch's own wrapper around `step`, which runs the hooks, now goes around ours.
         self._patch_step_function()
@@ -135,8 +111,6 @@ class Offloaded(WholeState):
     @of_itself
     def param_groups(self) -> Any:
         """The groups of parameters, with the options that the next step will use."""
-        if self._order is not None and self._habits.changes_groups and not in_update():
-            self.synchronize()
         return vars(self)["param_groups"]
 
     @param_groups.setter
@@ -159,7 +133,7 @@ class Offloaded(WholeState):
         began_s = perf_counter()
         takes_closure = self._habits.takes_closure
         closure, options = arguments_of(self._own_kind, given, named, takes_closure=takes_closure)
-        self._end_step_before()
+        self._join()
         if self._undo is not None and self._undo.is_kept:
             restore(self._undo, self._states, self.param_groups)
             raise StorageError(UNDONE_LATE)
@@ -171,23 +145,14 @@ class Offloaded(WholeState):
             with torch.enable_grad():
                 loss = closure()
             self._is_stepping = True
-        for group in self.param_groups:
-            for param in group["params"]:
-                settle_param(param)
-        self._update_all(options)
-        self._step_count_done += 1
-        self._step_s += perf_counter() - began_s
-        if self._updates is None:
-            self._lost.refuse(self._states, self.param_groups)
-        return loss
-
-    def _update_all(self, options: dict[str, Any]) -> None:
         if self._in_backward is not None:
             self._step_after(self._in_backward, options)
-        elif self._order is not None and not self._makes_all_now(self._order, options):
-            self._step_beside(self._order, options)
         else:
             self._step_now(options)
+        self._step_count_done += 1
+        self._step_s += perf_counter() - began_s
+        self._lost.refuse(self._states, self.param_groups)
+        return loss
 
     def _step_now(self, options: dict[str, Any]) -> None:
         if self._gradients is not None:
@@ -202,8 +167,7 @@ class Offloaded(WholeState):
                 self._buffers.filled(room),
                 undone_if_it_fails(self._undo, self._states, groups),
             ):
-                for _ in self._updated(parts, self, settings, options, room):
-                    pass
+                self._update_all(parts, self, settings, options, room)
         except BaseException:
             (settings.apply if self._undo is None else settings.undo)(self)
             self._lost.forget_gradients()
@@ -227,8 +191,7 @@ class Offloaded(WholeState):
             undone_if_it_fails(self._undo, self._states, self.param_groups),
         ):
             # On another object: a look at the state of this one would discard what has begun.
-            for _ in self._updated(parts, self._stand_in(), settings, options, room):
-                pass
+            self._update_all(parts, self._stand_in(), settings, options, room)
             interrupt = updates.publish(self)
         updates.watch()
         if interrupt is not None:
@@ -239,7 +202,7 @@ class Offloaded(WholeState):
 
         With ``overlap="backward"`` the last one takes each gradient as soon as it is there, so call
         this with ``False`` before the other micro-batches of a step, and with ``True`` before the
-        last. It holds until it is called again. For other schedules it means nothing. The name is
+        last. It holds until it is called again. With ``"step"`` it means nothing. The name is
         that of torch's ``FSDPModule``.
         """
         if not isinstance(is_last, bool):
@@ -285,91 +248,21 @@ class Offloaded(WholeState):
             vars(made).pop(name, None)
         made.state = defaultdict(dict)
         habits = tried(made, has_masters=self._masters is not None)
-        if self._overlap != "step":
-            refuse_habits(self._own_kind.__name__, habits, self._overlap)
-
-    def _makes_all_now(self, order: ForwardOrder, options: dict[str, Any]) -> bool:
-        """Whether this step has to make all its updates at once; if so, say why."""
-        order.begin_round()
-        reason = why_none_later(options) or why_not_kept(self, self._ours)
-        if reason:
-            count = sum(len(group["params"]) for group in self.param_groups)
-            say_why_now([reason] * count, self._disk.notices)
-        return reason is not None
-
-    def _step_beside(self, order: ForwardOrder, options: dict[str, Any]) -> None:
-        """Update what others may look at past us, and begin the updates of all else."""
-        params = [param for group in self.param_groups for param in group["params"]]
-        reasons = why_not_later(params, self._gradients)
-        say_why_now(reasons, self._disk.notices)
-        # Schedulers and scalers set something else as soon as this step has returned.
-        groups = kept_groups(self.param_groups)
-        real_of = dict(zip(map(id, groups), self.param_groups, strict=True))
-        stand_in = self._stand_in()
-        pairs = [(group, param) for group in groups for param in group["params"]]
-        now = [pair for pair, reason in zip(pairs, reasons, strict=True) if reason]
-        later = [pair for pair, reason in zip(pairs, reasons, strict=True) if not reason]
-        later = order.sort(later, lambda pair: pair[1])
-        user = User()
-        if self._gradients is not None:
-            self._gradients.watch()
-            held = self._gradients.hold_back(user, [param for _, param in later])
-            now += [pair for pair in later if id(pair[1]) not in held]
-            later = [pair for pair in later if id(pair[1]) in held]
-        settings, known = Settings(self._ours, on_copies=True), set(self._states)
-        used = {id(group) for group, _ in pairs}
-        empty = [Part([Chunk(group, [])]) for group in groups if id(group) not in used]
-        parts = [*parts_in_order(now, self._bytes_with_gradient, self._part_bytes), *empty]
-        total = sum(self._bytes_of(param) for _, param in later)
-        bytes_max = min(self._part_bytes, max(PART_BYTES_MIN, total // PARTS_MIN))
-        beside = list(parts_in_order(later, self._bytes_of, bytes_max))
-        # Before anything is changed: what goes on beside the forward waits for nobody's memory.
-        room = self._buffers.reserve(map(self._size_of, [*parts, *beside]))
-        try:
-            with self._buffers.filled(room, goes_on=bool(later)):
-                for _ in self._updated(parts, stand_in, settings, options, room):
-                    pass
-        except BaseException:
-            self._lost.forget_gradients()
-            raise
-        if not later:
-            settings.apply(self, real_of)
-            return
-
-        def run(parts: list[Part], _holding: User = user) -> Iterator[Part]:
-            with self._buffers.filled(room):
-                yield from self._updated(parts, stand_in, settings, {}, room)
-            settings.apply(self, real_of)
-            self._states.put_last([param for _, param in pairs if param not in known])
-            self._lost.refuse(self._states, groups)
-
-        self._updates = Deferred(beside, run, order, self._disk.notices)
-        try:
-            self._updates.start()
-        except BaseException:
-            if self._updates.has_ended():
-                # An interrupt, and a step that was not begun.
-                room.end()
-            raise
-
-    def _end_updates(self) -> None:
-        """Wait for updates beside the forward; what went wrong is raised where somebody asks."""
-        updates = self._updates
-        if updates is not None and not in_update():
-            updates.join()
+        if self._overlap == "backward":
+            refuse_habits(self._own_kind.__name__, habits)
 
     def _stand_in(self) -> Optimizer:
         return stand_in_of(self, self._own_kind, self._ours)
 
-    def _updated(
+    def _update_all(
         self,
         parts: list[Part],
         on: Optimizer,
         settings: Settings,
         options: dict[str, Any],
         room: Room,
-    ) -> Iterator[Part]:
-        """Update one part after the other; give each as soon as its parameters are updated."""
+    ) -> None:
+        """Update one part after the other."""
         own, buffers = own_step(self._own_kind), self._buffers
         size_of = self._size_of if room.is_bounded else lambda _: 0
         is_ahead = False
@@ -394,8 +287,6 @@ class Offloaded(WholeState):
                     )
             del user  # gradients may leave
             buffers.note(room, size_of(part), ahead_bytes)
-            yield part
-            # From here on others may change gradients, which this thread must not look at.
             self._send(part, staying)
 
     def _states_of(self, part: Part) -> list[ParameterState]:
@@ -445,8 +336,7 @@ class Offloaded(WholeState):
         return Part(chunks)
 
     def _is_brought(self, param: Tensor, user: User) -> bool:
-        # Those of an update beside the forward are in memory, and stay there until it has ended.
-        if self._gradients is not None and param.grad is not None and not in_update():
+        if self._gradients is not None and param.grad is not None:
             try:
                 self._gradients.bring_for(user, param.grad)
             except SsdtrainError as error:

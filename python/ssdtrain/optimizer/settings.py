@@ -115,11 +115,11 @@ class Settings:
         _add(self._changes, _changed(self._before or {}, self._attributes(optimizer)))
         changed = [one.name for one in self._in_place(group) if one.note()]
         self.in_place.update(changed)
-        # defence: what changes in place beside a forward or a backward is an error
+        # defence: what changes in place beside a backward is an error
         if changed and self._on_copies:
             raise UnsupportedError(
                 f"the step of this optimizer has changed its {changed[0]} in place, in a copy, as "
-                'its updates are made beside a forward or a backward; use overlap="step"'
+                'its updates are made in a backward; use overlap="step"'
             )
 
     def apply(self, optimizer: object, to: Mapping[int, dict[str, Any]] | None = None) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable
 from functools import cache
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim import Optimizer
 
 from ssdtrain.away.classes import is_away
 from ssdtrain.away.known import known_of
@@ -17,35 +15,9 @@ from ssdtrain.machine.torch_internals import holders_of, is_shared, own_shard, p
 
 __all__ = [
     "is_given",
-    "note_optimizer",
     "sharing_memory",
-    "sharing_with_any",
     "who_has_gradient",
-    "who_has_weight",
 ]
-
-_optimizers: weakref.WeakValueDictionary[int, Optimizer] = weakref.WeakValueDictionary()
-"""The offloaded ones of this process, by their ids: classes may say what is equal."""
-
-
-def note_optimizer(optimizer: Optimizer) -> None:
-    """Have the parameters of an offloaded optimizer taken into account by the others."""
-    _optimizers[id(optimizer)] = optimizer
-
-
-def sharing_with_any(params: list[Tensor]) -> set[int]:
-    """Return the ids of these parameters and others that lie on memory of each other.
-
-    The others are those of all offloaded optimizers. A parameter of two optimizers is one object,
-    for which either of them waits.
-    """
-    all_params = {id(param): param for param in params}
-    for optimizer in list(_optimizers.values()):
-        # Past the property, which may wait.
-        for group in vars(optimizer)["param_groups"]:
-            # defence: weights on the memory of another optimizer's are updated in step()
-            all_params.update((id(param), param) for param in group["params"])
-    return sharing_memory(all_params.values())
 
 
 def is_given(gradient: Tensor, param: Tensor | None) -> bool:
@@ -64,22 +36,10 @@ def who_has_gradient(gradient: Tensor, param: Tensor) -> str | None:
         return "their gradients share memory with other tensors"
     if is_given(gradient, param):
         return "a graph or another library has their gradients"
-    # What has come back from the disk lies in memory of ours.
-    # defence: gradients on memory of others are used at once
+    # A gradient that has come back from the disk lies in memory of ours.
+    # defence: gradients on memory of others are used in step()
     if known_of(gradient) is None and _is_of_others(gradient):
         return "their gradients lie on memory of another library or process"
-    return None
-
-
-def who_has_weight(param: Tensor) -> str | None:
-    """Return who may look at a weight without waiting for its update, or ``None``."""
-    # Of memory that another library has given, as all have that were loaded (`from_pretrained`,
-    # `load_state_dict(assign=True)`), mostly nobody else makes use.
-    if is_shared(param) or param.untyped_storage().is_shared():
-        return (
-            "they share memory with other tensors, such as those of a state_dict that somebody "
-            "holds"
-        )
     return None
 
 

@@ -25,8 +25,6 @@ class OptimizerStats:
     """Time in ``step``, all steps together."""
     stall_s: float
     """Time in which updates waited for the disk."""
-    waited_s: float
-    """Time in which the training waited for updates outside of ``step`` (``overlap="forward"``)."""
     write_failed_count: int
     """Tensors that stayed in memory for a while because the disk did not take them."""
     gradient_on_disk_bytes: int = 0
@@ -85,8 +83,6 @@ class OptimizerStats:
             f"{shown_count(self.step_count, 'step')} in {self.step_s:.3f} s; "
             f"updates waited {self.stall_s:.3f} s for the disk"
         )
-        if self.waited_s:
-            text += f", {self.waited_s:.3f} s waited outside of step()"
         if self.gradient_written_bytes or self.gradient_peak_bytes:
             text += (
                 f"; gradients: {shown_bytes(self.gradient_on_disk_bytes)} on disk, at most "

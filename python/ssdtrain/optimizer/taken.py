@@ -24,10 +24,7 @@ from ssdtrain.watched import METADATA, User
 
 __all__ = ["INSTEAD", "LOOKED", "Taken", "TakenGradient", "take"]
 
-INSTEAD = (
-    'To clip, unscale, change or look at gradients before step(), use overlap="forward" (hidden '
-    'beside the next forward) or overlap="step"'
-)
+INSTEAD = 'To clip, unscale, change or look at gradients before step(), use overlap="step"'
 LOOKED = (
     'this gradient is gone: with overlap="backward" a gradient is freed in the backward that '
     f"completes it, by the update that uses it. {INSTEAD}. No weight was changed since the last "
@@ -37,17 +34,17 @@ AGAIN = (
     'a second backward would add to a gradient that an update has used already: overlap="backward" '
     "takes each gradient as soon as it is there. With several micro-batches in a step call "
     "optimizer.set_is_last_backward(False) before those that are not the last, and (True) before "
-    'the last; a trainer that accumulates by itself needs overlap="forward" or "step". A block of '
+    'the last; a trainer that accumulates by itself needs overlap="step". A block of '
     "checkpoint(use_reentrant=True) that uses a weight twice needs use_reentrant=False. If "
     "gradients are clipped before step(), or those of several steps added, "
-    'use overlap="forward" or "step". No weight was changed since the last step(); call '
+    'use overlap="step". No weight was changed since the last step(); call '
     "optimizer.zero_grad() and begin this step again"
 )
 FREED = (
     "a backward would add to a gradient that was freed by its update: call zero_grad() of the "
     "optimizer that updates this parameter between its step() and this backward. If a backward for "
     "another optimizer comes here (two models that train each other), call it right after the "
-    'step(); to keep gradients over a step(), use overlap="forward" or "step"'
+    'step(); to keep gradients over a step(), use overlap="step"'
 )
 
 

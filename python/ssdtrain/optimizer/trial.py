@@ -36,7 +36,6 @@ from ssdtrain.optimizer.small_copy import (
     params_of,
     set_numbers,
 )
-from ssdtrain.watched import look_at
 
 __all__ = [
     "Habits",
@@ -67,7 +66,6 @@ class Habits:
     """What a step does besides updating parameters and their state."""
 
     draws_random_numbers: bool = False
-    changes_groups: bool = False
     changed_attributes: set[str] = field(default_factory=set)
     changed_in_place: set[str] = field(default_factory=set)
     """Options and attributes, in words."""
@@ -263,22 +261,22 @@ def _state_share(param: Tensor, state: dict[Any, Any]) -> float:
     return sum(one.nbytes for one in alike) / max(1, param.nbytes)
 
 
-def refuse_habits(name: str, habits: Habits, overlap: str) -> None:
-    """Refuse an optimizer whose updates would have other bits beside a forward or a backward."""
+def refuse_habits(name: str, habits: Habits) -> None:
+    """Refuse an optimizer whose updates would have other bits in a backward."""
     if habits.draws_random_numbers:
         raise UnsupportedError(
-            f'{name} cannot be offloaded with overlap="{overlap}": its step draws random numbers, '
-            f'which would come in another order beside the {overlap}; use overlap="step". {UNLESS}'
+            f'{name} cannot be offloaded with overlap="backward": its step draws random numbers, '
+            f'which would come in another order in a backward; use overlap="step". {UNLESS}'
         )
     if habits.changed_in_place:
         raise UnsupportedError(
-            f'{name} cannot be offloaded with overlap="{overlap}": its step changes its '
+            f'{name} cannot be offloaded with overlap="backward": its step changes its '
             f"{', '.join(sorted(habits.changed_in_place))} in place, which would be seen too late; "
             'use overlap="step"'
         )
     if habits.changed_attributes:
         raise UnsupportedError(
-            f'{name} cannot be offloaded with overlap="{overlap}": its step changes its attributes '
+            f'{name} cannot be offloaded with overlap="backward": its step changes its attributes '
             f"({', '.join(sorted(habits.changed_attributes))}), which would be seen too late; use "
             'overlap="step"'
         )
@@ -418,7 +416,6 @@ def _surroundings(optimizer: Optimizer) -> tuple[Any, Any, dict[str, Any]]:
 
 def _note(habits: Habits, before: tuple[Any, Any, Any], after: tuple[Any, Any, Any]) -> None:
     habits.draws_random_numbers |= not is_same(before[0], after[0])
-    habits.changes_groups |= not is_same(before[1], after[1])
     habits.changed_attributes |= {
         name
         for name in before[2].keys() | after[2].keys()
@@ -464,8 +461,6 @@ def refuse_unfit(optimizer: object) -> None:
                     "device. Make the optimizer after ssdtrain.offload_parameters(model, dir) or "
                     "model.to_empty(device='cpu'), which give the model its parameters"
                 )
-            # Another optimizer may have an update of it under way beside the forward.
-            look_at(param)
             own = own_shard(param)
             if not own.is_cpu or type(own) not in (Tensor, Parameter, AwayParameter):
                 raise UnsupportedError(

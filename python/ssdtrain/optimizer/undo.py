@@ -20,8 +20,7 @@ from torch import Tensor
 
 from ssdtrain.errors import SsdtrainError, StorageError, UnsupportedError
 from ssdtrain.machine.torch_internals import clone_of, own_shard
-from ssdtrain.optimizer.chunks import Part
-from ssdtrain.optimizer.deferred import is_sparse
+from ssdtrain.optimizer.chunks import Part, is_sparse
 from ssdtrain.optimizer.disk import Away, Disk
 from ssdtrain.optimizer.lost import names_of
 from ssdtrain.optimizer.shared_memory import sharing_memory

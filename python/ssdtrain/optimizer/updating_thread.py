@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 import threading
+import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ssdtrain.away.threads import KnownThread, uses_no_tensor
-from ssdtrain.optimizer.pending import Updates, under_way, updating
 
-__all__ = ["Job", "UpdatingThread"]
+__all__ = ["Job", "UpdatingThread", "in_update"]
+
+_thread = threading.local()
+
+
+@contextmanager
+def _updating() -> Iterator[None]:
+    _thread.updates = True
+    try:
+        yield
+    finally:
+        _thread.updates = False
+
+
+def in_update() -> bool:
+    """Whether this thread makes updates."""
+    return getattr(_thread, "updates", False)
 
 
 @dataclass(frozen=True)
@@ -24,7 +43,7 @@ class Job:
     run: Callable[[list[Any]], None]
 
 
-class UpdatingThread(Updates):
+class UpdatingThread:
     """Does one job after the other, in their order."""
 
     def __init__(self) -> None:
@@ -75,10 +94,6 @@ class UpdatingThread(Updates):
                 if not self._jobs:
                     return
 
-    def settle(self) -> None:
-        """Wait likewise; what went wrong is raised by the optimizer's ``step``."""
-        self.join()
-
     @uses_no_tensor
     def _work_on(self) -> None:
         """Start a thread if there are jobs and none works."""
@@ -86,7 +101,7 @@ class UpdatingThread(Updates):
             if not self._jobs or self._is_working:
                 return
             thread = KnownThread(self._work, "ssdtrain-update")
-            under_way.add(self)
+            _working.add(self)
             self._is_working = True
             try:
                 # Started by the thread of the backward: it inherits how that one rounds.
@@ -99,7 +114,7 @@ class UpdatingThread(Updates):
             self._work()
 
     def _work(self) -> None:
-        with self._turn, updating():
+        with self._turn, _updating():
             try:
                 if torch.get_num_threads() != self._threads:
                     # How sums are cut among threads decides their last bits.
@@ -114,9 +129,27 @@ class UpdatingThread(Updates):
             if not self._jobs:
                 # Within the lock: who comes next finds that nobody works, and starts a thread.
                 self._is_working = False
-                under_way.discard(self)
+                _working.discard(self)
                 return False
             job = self._jobs.popleft()
             following = self._jobs[0].about if self._jobs else []
         job.run(following)
         return True
+
+
+_working: weakref.WeakSet[UpdatingThread] = weakref.WeakSet()
+
+
+def _join_all() -> None:
+    """Have no update under way.
+
+    A forked child has no thread that would end it, and a process that ends would abort in its
+    middle (after a step in ``atexit``; Python itself waits for the threads of those before).
+    """
+    if not in_update():
+        for thread in list(_working):
+            thread.join()
+
+
+os.register_at_fork(before=_join_all)
+atexit.register(_join_all)

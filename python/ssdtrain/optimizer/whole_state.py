@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 from ssdtrain.away.threads import is_held_here
 from ssdtrain.errors import StorageError, UnsupportedError
-from ssdtrain.optimizer.deferred import Deferred
 from ssdtrain.optimizer.disk import Disk
 from ssdtrain.optimizer.gradients import Gradients
 from ssdtrain.optimizer.in_backward import InBackward
@@ -64,18 +63,16 @@ class WholeState(Optimizer):
     _masters: Masters | None
     _undo: Undo | None
     _lost: Lost
-    _updates: Deferred | None
     _in_backward: InBackward | None
     _gradients: Gradients | None
     _is_stepping: bool
     """Whether some parameters may be updated, and others not."""
     _step_count_done: int
     _step_s: float
-    _waited_s: float
 
     @property
     def _states(self) -> Any:
-        """The state, for those who update it, or have waited."""
+        """The state, for updates and for callers that have waited for these."""
         states = vars(self)["state"]
         if type(states) is not States:
             # Whoever loads a state puts one of torch's own there. An interrupt may come before the
@@ -87,15 +84,13 @@ class WholeState(Optimizer):
     @property
     @of_itself
     def state(self) -> Any:
-        """The state of each parameter, after the last step and all its updates."""
-        self.synchronize()
+        """The state of each parameter, after the last step."""
         self._give_up()
         return self._states
 
     @state.setter
     @of_itself
     def state(self, states: Any) -> None:
-        self.synchronize()
         self._give_up()
         vars(self)["state"] = States(states)
 
@@ -107,14 +102,14 @@ class WholeState(Optimizer):
         As long as there are some, ``step`` raises. ``load_state_dict`` gives them a state;
         ``optimizer.state.pop(parameter)`` gives one up, so that the next step begins it anew.
         """
-        self.synchronize()
+        self._join()
         return self._lost.params(self._states)
 
     @property
     @of_itself
     def offload_stats(self) -> OptimizerStats:
         """What was done so far, and where the state is now."""
-        self.synchronize()
+        self._join()
         states = self._parameter_states()
         sizes = [state.nbytes() for state in states]
         disk, gradients = self._disk, self._gradients
@@ -127,7 +122,6 @@ class WholeState(Optimizer):
             step_count=self._step_count_done,
             step_s=self._step_s,
             stall_s=disk.stall_s,
-            waited_s=self._waited_s,
             write_failed_count=disk.failed_count + (gradients.failed_count if gradients else 0),
             gradient_on_disk_bytes=of_gradients.on_disk_bytes,
             gradient_peak_bytes=gradients.peak_bytes if gradients else 0,
@@ -140,43 +134,16 @@ class WholeState(Optimizer):
             write_buffer_bytes=disk.in_flight_bytes_max,
         )
 
-    @of_itself
-    def synchronize(self) -> None:
-        """Wait until all updates are made; raise what went wrong with them.
-
-        With ``overlap="forward"`` every use of a weight or of its gradient through torch waits for
-        them by itself. This is for what torch does not see: code in C++ that gets a weight of a
-        module other than the one called, ``torch.func``, ``torch.tensor(weight)`` and the like.
-        With ``overlap="backward"`` it waits for those that have begun; ``step`` puts them in place.
-
-        Raises:
-            StorageError: State could not be read back; see ``step``.
-            UnsupportedError: It is called in the middle of ``step``, by a handler of a signal.
-
-        """
-        if self._updates is not None:
-            # A wait here could be for updates that this very step has not handed over yet.
-            self._refuse_in_step("synchronize()")
-        self._end_step_before()
-
-    def _end_step_before(self) -> None:
-        """Wait as ``synchronize``, also within ``step``."""
+    def _join(self) -> None:
+        """Wait for the updates that have begun in backward."""
         if self._in_backward is not None:
             self._in_backward.join()
-        updates = self._updates
-        if updates is None:
-            return
-        try:
-            updates.settle()
-        finally:
-            if updates.has_ended():
-                self._waited_s += updates.waited_s
-                self._updates = None
 
     def _give_up(self) -> None:
         """Have weights and state of the last step, whatever has begun since in backward."""
         if self._in_backward is not None:
             self._refuse_in_step("the getter of optimizer.state")
+            self._in_backward.join()
             self._in_backward.give_up()
 
     def _refuse_in_step(self, caller: str) -> None:
@@ -190,7 +157,6 @@ class WholeState(Optimizer):
     def _refuse_half_done(self, caller: str) -> None:
         """Raise ``StorageError`` if the last step failed and left something that is not whole."""
         self._refuse_in_step(caller)
-        self.synchronize()
         self._give_up()
         if self._undo is not None and self._undo.is_kept:
             raise StorageError(f"{NOT_UNDONE} all that the step has updated")
@@ -207,7 +173,7 @@ class WholeState(Optimizer):
         self._refuse_in_step("state_dict()")
         found: dict[str, Any] = super().state_dict()
         # A hook may have made a step, or something else of what is returned.
-        self.synchronize()
+        self._join()
         states = found.get("state") if isinstance(found, dict) else None
         if isinstance(states, dict):
             found["state"] = {key: _copied(state) for key, state in states.items()}
@@ -222,7 +188,6 @@ class WholeState(Optimizer):
 
         """
         self._refuse_in_step("load_state_dict()")
-        self.synchronize()
         self._give_up()
         if self._masters is None:
             super().load_state_dict(state_dict)

@@ -24,7 +24,6 @@ from torch.nn.modules.module import (
 from ssdtrain.activations.installed import install, uninstall
 from ssdtrain.errors import UnsupportedError
 from ssdtrain.machine.torch_internals import in_transform
-from ssdtrain.optimizer.forward_order import READS_INNER_WEIGHTS
 from ssdtrain.parameters.saved_weight import WeightPair, running_frames, take_out_abandoned
 from ssdtrain.parameters.weight import Weight
 from ssdtrain.parameters.weights import weight_of
@@ -35,6 +34,15 @@ IN_TRANSFORM = (
     "{} of {} has weights on the disk (ssdtrain.offload_parameters), which {} cannot wait for; "
     "do it inside `with ssdtrain.parameters_in_memory(model):`"
 )
+
+READS_INNER_WEIGHTS = (
+    nn.MultiheadAttention,
+    nn.TransformerEncoder,
+    nn.TransformerEncoderLayer,
+    torch.jit.ScriptModule,
+)
+"""Modules that use the weights of modules in them without calling these: in C++, or on a way that
+they choose by the classes of the weights."""
 
 
 class Use:

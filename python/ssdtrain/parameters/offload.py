@@ -24,7 +24,7 @@ from ssdtrain.parameters.weights import NAME, Weights, weight_of
 from ssdtrain.place import Place, opened
 from ssdtrain.sharing import Budget
 from ssdtrain.sizes import shown_bytes
-from ssdtrain.watched import User, look_at
+from ssdtrain.watched import User
 
 __all__ = ["offload_parameters", "parameter_stats", "parameters_in_memory"]
 
@@ -94,9 +94,6 @@ def offload_parameters(
         raise ConfigError(f"offload_parameters takes a torch.nn.Module, not {type(model)!r}")
     given = optional_bytes("max_resident_bytes", max_resident_bytes)
     birth = birth_of(model)
-    for one in model.parameters():
-        # One that an update beside the forward still changes is of another class until then.
-        look_at(one)
     leaving, staying_bytes = _divide(model)
     store, share = opened(dir, max_disk_bytes, verify, caller="offload_parameters", name=NAME)
     budget = None if share is None else share.budget

@@ -1,8 +1,7 @@
-"""What tests of options and of users' optimizers share: a gate for updates, and a loop of steps."""
+"""What tests of options and of users' optimizers share: a loop of steps."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 
 import torch
@@ -13,10 +12,7 @@ from trained import WIDTH, everything
 
 RATE = 0.125
 STEPS = 3
-LATER = ["forward", "backward"]
-GATE = threading.Event()
-"""Updates beside a forward wait for it: so what changes after `step()` changes before them."""
-GATE.set()
+OVERLAPS = ["step", "backward"]
 
 
 def backward(module: nn.Module, seed: int) -> None:
