@@ -27,7 +27,7 @@ import ssdtrain
 import support
 from ranks import RANKS, run_ranks, stop_server
 from ssdtrain import StorageError, UnsupportedError, offload_optimizer
-from ssdtrain.optimizer.sharded import ShardAway
+from ssdtrain.optimizer.disk import ShardAway
 from stores import ChosenStore
 
 STEPS = 4

@@ -57,7 +57,6 @@ INSTEAD = {
     "provenance: the walk to the parameter": "for _ in 0..0 {",
     "shared counters below autograd": "if True:",
     "storage offset": "offset: 0,",
-    "what changes in place beside a backward is an error": "if False:",
     "what is computed again is compared": "if False:",
     "strides": ('let stride = empty.call_method1("new_empty", (&size,))?.call_method0("stride")?;'),
     "the gate": "records.begin_write(record, self.keeper.bind(py))?;",
@@ -106,8 +105,8 @@ INSTEAD = {
     "looks let none leave that was in memory": "self._use(one)",
     "a weight that was saved is brought back": "let is_away = is_plain && holder.is_none();",
     "nothing is saved in the middle of a step": "return",
-    "what may change unseen is read in step() only": "return None",
-    "what parts of a step change differently is an error": "if False:",
+    "options that cannot be copied are read in step() only": "pass",
+    "a number that parts of a step rebind to different values is an error": "if False:",
     "shared weights stay": "return True",
 }
 """What stands in the place of a marked line where to remove it would break the code around it."""

@@ -20,7 +20,7 @@ from moments import AtCall, interrupt
 from ssdtrain import TensorStore, offload_optimizer
 from ssdtrain.optimizer import offload
 from ssdtrain.optimizer.offloaded import Offloaded
-from ssdtrain.optimizer.trial import tried
+from ssdtrain.optimizer.trial import behaviour_of
 from trained import WIDTH, everything, plain_step
 
 EVERY = support.sizes(small=17, whole=1)
@@ -137,8 +137,8 @@ def test_in_the_call_that_offloads(
 ) -> None:
     options = {"overlap": overlap, "master_dtype": master_dtype}
     # The trial of steps on small tensors has most moments, and does not touch the optimizer.
-    habits = tried(adamw(small_model()), has_masters=master_dtype is not None)
-    monkeypatch.setattr(offload, "tried", lambda *_, **__: habits)
+    behaviour = behaviour_of(adamw(small_model()), has_masters=master_dtype is not None)
+    monkeypatch.setattr(offload, "behaviour_of", lambda *_, **__: behaviour)
     module = small_model()
     plain = adamw(module)
     step(module, plain, 0)

@@ -126,7 +126,7 @@ KINDS = {
     ),
     "parameter": Kind(parameter, lambda one: one, lambda one: one.data.mul_(0.5)),
     "array": Kind(lambda: np.array([RATE]), lambda one: float(one[0]), halve_item(0)),
-    "set": Kind(lambda: {RATE}, lambda one: next(iter(one)), halve_set, is_kept=False),
+    "set": Kind(lambda: {RATE}, lambda one: next(iter(one)), halve_set),
     "order": Kind(
         lambda: OrderedDict.fromkeys((RATE, RATE / 2)), lambda one: next(iter(one)), halve_order
     ),
@@ -136,39 +136,27 @@ KINDS = {
         lambda one: one.__setitem__(0, one[0] // 2),
         is_kept=False,
     ),
-    "array of Python": Kind(
-        lambda: array("d", [RATE]), lambda one: one[0], halve_item(0), is_kept=False
-    ),
-    "array of objects": Kind(
-        objects, lambda one: one[0][0], lambda one: halve_item(0)(one[0]), is_kept=False
-    ),
-    "chain": Kind(lambda: ChainMap({0: RATE}), lambda one: one[0], halve_item(0), is_kept=False),
-    "dataclass": Kind(lambda: Config(RATE), lambda one: one.rate, halve_rate, is_kept=False),
-    "list with an attribute": Kind(
-        lambda: Own([RATE]), lambda one: one.rate, halve_rate, is_kept=False
-    ),
+    "array of Python": Kind(lambda: array("d", [RATE]), lambda one: one[0], halve_item(0)),
+    "array of objects": Kind(objects, lambda one: one[0][0], lambda one: halve_item(0)(one[0])),
+    "chain": Kind(lambda: ChainMap({0: RATE}), lambda one: one[0], halve_item(0)),
+    "dataclass": Kind(lambda: Config(RATE), lambda one: one.rate, halve_rate),
+    "list with an attribute": Kind(lambda: Own([RATE]), lambda one: one.rate, halve_rate),
     "array of columns": Kind(
         lambda: np.asfortranarray(np.full((2, 3), RATE)),
         lambda one: float(one[0, 0]),
         halve_item(...),
     ),
-    "expanded": Kind(
-        lambda: torch.tensor(RATE).expand(4), lambda one: one[0], halve_first, is_kept=False
-    ),
+    "expanded": Kind(lambda: torch.tensor(RATE).expand(4), lambda one: one[0], halve_first),
     "a method of a list": Kind(
         lambda: [RATE].__getitem__, lambda one: one(0), halve_owner, is_kept=False
     ),
     "class": Kind(
         lambda: type("Config", (), {"rate": RATE}), lambda one: one.rate, halve_rate, is_kept=False
     ),
-    "namespace": Kind(
-        lambda: SimpleNamespace(rate=RATE), lambda one: one.rate, halve_rate, is_kept=False
-    ),
-    "object": Kind(lambda: Plain(RATE), lambda one: one.rate, halve_rate, is_kept=False),
+    "namespace": Kind(lambda: SimpleNamespace(rate=RATE), lambda one: one.rate, halve_rate),
+    "object": Kind(lambda: Plain(RATE), lambda one: one.rate, halve_rate),
     "closure": Kind(closure, lambda one: one()[0], lambda one: halve_item(0)(one()), is_kept=False),
 }
-CALLED_ITSELF = "a method of a list"
-"""A trial of it would use the list itself, so as an attribute it is refused."""
 QUICK = ["nested", "parameter", "set", "order", "dataclass", "object"]
 
 
@@ -224,13 +212,7 @@ def test_what_changes_in_place_counts_when_it_does_plainly(
 ) -> None:
     overlap = "backward"
     expected = trained(None, overlap, name, is_attribute=is_attribute, is_before=is_before)
-    if is_attribute and name == CALLED_ITSELF:
-        with pytest.raises(UnsupportedError, match="no attribute 'own'"):
-            trained(tmp_path, overlap, name, is_attribute=True, is_before=is_before)
-        return
-    # Of attributes only what nobody can change in place, and small tensors.
-    is_kept = KINDS[name].is_kept and (not is_attribute or name == "parameter")
-    if is_before and is_kept:
+    if is_before and KINDS[name].is_kept:
         # The updates have used what was there when the first gradient was.
         with pytest.raises(UnsupportedError, match=r"'own'.* was changed"):
             trained(tmp_path, overlap, name, is_attribute=is_attribute, is_before=is_before)
@@ -242,10 +224,6 @@ def test_what_changes_in_place_counts_when_it_does_plainly(
 @pytest.mark.parametrize("name", support.shared_out(KINDS, quick=QUICK))
 @pytest.mark.parametrize("is_attribute", [True, False], ids=["attribute", "option"])
 def test_in_step_all_kinds_are_as_ever(name: str, is_attribute: bool, tmp_path: Path) -> None:
-    if is_attribute and name == CALLED_ITSELF:
-        with pytest.raises(UnsupportedError, match="no attribute 'own'"):
-            trained(tmp_path, "step", name, is_attribute=True, is_before=False)
-        return
     expected = trained(None, "step", name, is_attribute=is_attribute, is_before=False)
     found = trained(tmp_path, "step", name, is_attribute=is_attribute, is_before=False)
     support.assert_equal_bits(found, expected)
@@ -283,11 +261,11 @@ def test_attributes_are_copied_for_the_trial(tmp_path: Path) -> None:
     assert own == {"a": ([[RATE]],)}
 
 
-@pytest.mark.defends("what may change unseen is read in step() only")
-@pytest.mark.parametrize("name", ["dataclass", "object", "closure"])
-def test_what_may_change_unseen_is_read_in_the_step(name: str, tmp_path: Path) -> None:
-    expected = trained(None, "backward", name, is_attribute=False, is_before=False)
-    found = trained(tmp_path, "backward", name, is_attribute=False, is_before=False)
+@pytest.mark.defends("options that cannot be copied are read in step() only")
+@pytest.mark.parametrize("name", ["a method of a list", "closure"])
+def test_what_cannot_be_copied_is_read_in_the_step(name: str, tmp_path: Path) -> None:
+    expected = trained(None, "backward", name, is_attribute=False, is_before=True)
+    found = trained(tmp_path, "backward", name, is_attribute=False, is_before=True)
     support.assert_equal_bits(found, expected)
 
 
@@ -300,4 +278,66 @@ def test_a_gradient_that_two_parameters_have_is_told(tmp_path: Path) -> None:
     assert type(second.grad) is TakenGradient
     first.grad = second.grad  # type: ignore[assignment]
     with pytest.raises(UnsupportedError, match="this gradient is gone"):
+        optimizer.step()
+
+
+class OfDefaults(torch.optim.SGD):
+    """Goes by the options that it was made with."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["lr"] = self.defaults["lr"]
+        return super().step(closure)
+
+
+def test_options_that_an_optimizer_was_made_with_are_kept(tmp_path: Path) -> None:
+    found = []
+    for is_offloaded in (False, True):
+        module = model()
+        optimizer = OfDefaults(module.parameters(), lr=0.1, momentum=0.9)
+        if is_offloaded:
+            offload_optimizer(optimizer, tmp_path, overlap="backward", buffer_bytes="1MiB")
+        for seed in range(STEPS):
+            backward(module, seed)
+            optimizer.step()
+            optimizer.defaults["lr"] *= 0.5
+            optimizer.zero_grad()
+        found.append(everything(module, optimizer))
+    support.assert_equal_bits(found[1], found[0])
+
+
+@pytest.mark.parametrize("name", ["lr", "weight_decay", "maximize"])
+def test_each_option_that_is_changed_after_backward_is_seen(name: str, tmp_path: Path) -> None:
+    module = model()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=np.float64(0.1))  # type: ignore[arg-type]
+    offload_optimizer(optimizer, tmp_path, overlap="backward", buffer_bytes="1MiB")
+    backward(module, 0)
+    optimizer.param_groups[0][name] = np.float64(0.5)
+    with pytest.raises(UnsupportedError, match=f"'{name}'\\] was changed"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("is_in_place", [True, False])
+def test_a_tensor_of_a_rate_that_is_changed_after_backward_is_seen(
+    is_in_place: bool, tmp_path: Path
+) -> None:
+    module = model()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=torch.tensor(0.1), foreach=False)
+    offload_optimizer(optimizer, tmp_path, overlap="backward", buffer_bytes="1MiB")
+    backward(module, 0)
+    if is_in_place:
+        optimizer.param_groups[0]["lr"].mul_(0.5)
+    else:
+        optimizer.param_groups[0]["lr"] = torch.tensor(0.05)
+    with pytest.raises(UnsupportedError, match=r"'lr'\] was changed"):
+        optimizer.step()
+
+
+def test_options_that_an_optimizer_was_made_with_are_seen(tmp_path: Path) -> None:
+    module = model()
+    optimizer = OfDefaults(module.parameters(), lr=0.1, momentum=0.9)
+    offload_optimizer(optimizer, tmp_path, overlap="backward", buffer_bytes="1MiB")
+    backward(module, 0)
+    optimizer.defaults["lr"] = 0.5
+    with pytest.raises(UnsupportedError, match="attribute 'defaults' was changed"):
         optimizer.step()

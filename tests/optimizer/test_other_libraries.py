@@ -324,13 +324,12 @@ class Meeting(torch.optim.SGD):
 
     def step(self, closure: Any = None) -> Any:
         if not TRIALS:
-            module = nn.Linear(8, 8)
-            optimizer = torch.optim.SGD(module.parameters(), momentum=0.9)
+            optimizer = Watching(nn.Linear(8, 8).parameters(), lr=0.1)
             TRIALS.append(threading.Thread(target=offload_optimizer, args=(optimizer, PLACES[0])))
             TRIALS[0].start()
-        support.wait_until(lambda: is_past("tried"), "a second trial")
+        support.wait_until(lambda: is_past("behaviour_of"), "a second trial")
         support.pause()
-        GOES_ON.append(is_past("_tried_alone"))
+        GOES_ON.append(is_past("_tried"))
         return super().step(closure)
 
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ssdtrain.errors import UnsupportedError
 from ssdtrain.machine.torch_internals import has_hooks_on_all_steps
-from ssdtrain.optimizer.settings import NAMES, Settings
+from ssdtrain.optimizer.contract import NAMES, Rebound
 
 __all__ = [
     "CLOSURE",
@@ -208,11 +208,11 @@ def update(
     optimizer: Optimizer,
     step: Callable[..., Any],
     chunk: Chunk,
-    settings: Settings,
+    rebound: Rebound,
     options: dict[str, Any],
 ) -> None:
     """Run the optimizer's own step over one chunk."""
-    settings.begin(optimizer, chunk.group)
+    rebound.begin(optimizer)
     groups = optimizer.param_groups
     group = dict(chunk.group, params=chunk.params)
     names = chunk.names()
@@ -223,4 +223,4 @@ def update(
         run(optimizer, step, options)
     finally:
         optimizer.param_groups = groups
-    settings.note(optimizer, chunk.group, group)
+    rebound.note(optimizer, chunk.group, group)

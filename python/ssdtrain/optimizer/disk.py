@@ -14,12 +14,18 @@ from torch.nn import Parameter
 from ssdtrain.away.classes import AwayParameter
 from ssdtrain.errors import BusyError, ConfigError, NoSpaceError, SsdtrainError
 from ssdtrain.machine.process_memory import FreedMemory
-from ssdtrain.machine.torch_internals import STORAGE_USERS_ALONE, own_shard, plainly, storage_users
+from ssdtrain.machine.torch_internals import (
+    STORAGE_USERS_ALONE,
+    in_shards,
+    own_shard,
+    plainly,
+    storage_users,
+)
 from ssdtrain.notices import Notices
 from ssdtrain.store import PendingRead, StoredTensor, TensorStore
 from ssdtrain.watched import look_at
 
-__all__ = ["Away", "Disk"]
+__all__ = ["Away", "Disk", "ShardAway"]
 
 
 class Away:
@@ -126,6 +132,29 @@ class Away:
                 return self.source.clone()
         assert self.stored is not None
         return self._disk.store.read(self.stored).result()
+
+
+class ShardAway(Away):
+    """Stands in a state for a tensor in shards, of which this process has one on the disk."""
+
+    __slots__ = ("_spec",)
+
+    def __init__(self, disk: Disk, whole: Any) -> None:
+        super().__init__(disk, None, own_shard(whole))
+        self._spec = whole._spec  # noqa: SLF001 - the way of torch itself to make another such tensor
+
+    def settled(self) -> Away | Tensor:
+        """Wait for the write; return this, or the tensor itself if it had to stay in memory."""
+        settled = super().settled()
+        return settled if isinstance(settled, Away) else in_shards(settled, self._spec)
+
+    def tensor(self) -> Tensor:
+        """Wait for the shard, and return the tensor of which it is one."""
+        return in_shards(super().tensor(), self._spec)
+
+    def copy(self) -> Tensor:
+        """Return a tensor of its own with a copy of the shard, which stays where it is."""
+        return in_shards(super().copy(), self._spec)
 
 
 class Disk:

@@ -19,11 +19,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ssdtrain.away.known import known_of
 from ssdtrain.errors import SsdtrainError, StorageError, UnsupportedError
 from ssdtrain.machine.torch_internals import current_backward, no_compilation, outside_compiler
 from ssdtrain.optimizer.chunks import Chunk, name_of
+from ssdtrain.optimizer.contract import Rebound
 from ssdtrain.optimizer.in_backward_round import Host, Round, why_not, why_nothing
 from ssdtrain.optimizer.in_backward_update import (
     CHANGED,
@@ -32,7 +34,6 @@ from ssdtrain.optimizer.in_backward_update import (
     put_in_place,
     roll_back,
 )
-from ssdtrain.optimizer.settings import Settings
 from ssdtrain.optimizer.shared_memory import sharing_memory
 from ssdtrain.optimizer.state import ParameterState
 from ssdtrain.optimizer.taken import INSTEAD, LOOKED, Taken, TakenGradient, take
@@ -141,8 +142,8 @@ class InBackward:
         """Wait for the updates that have begun."""
         self._thread.join()
 
-    def finish(self, host: Host, options: dict[str, Any]) -> tuple[Settings, list[Chunk]]:
-        """Make all updates that are left, and return what has to be updated in place.
+    def finish(self, host: Host, options: dict[str, Any]) -> tuple[Rebound, list[Chunk], Optimizer]:
+        """Make all updates that are left; return what has to be updated in place, and on what.
 
         Nothing is changed before ``publish``. What raises may be tried again.
         """
@@ -193,7 +194,8 @@ class InBackward:
         self._raise()
         if changed is not None:
             raise UnsupportedError(f"a weight ({self._name_of(changed)}) {CHANGED}")
-        return now.settings, chunks
+        vars(now.stand_in)["state"] = host._states
+        return now.rebound, chunks, now.stand_in
 
     def publish(self, host: Host) -> BaseException | None:
         """Put all updates in place, in whole; return an interrupt that came meanwhile.
@@ -480,7 +482,7 @@ class InBackward:
                     record.is_published = True
                     record.updated = record.before = None
                     record.is_state_new = False
-        now.settings.apply(host, {id(group): real for group, real in now.groups})
+        now.rebound.apply(host, {id(group): real for group, real in now.groups})
         host._states.put_last([param for param in now.params if param not in now.known])
         if host._undo is not None:
             # From here on an interrupt of the other thread must not undo a part of the step.

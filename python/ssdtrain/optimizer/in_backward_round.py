@@ -8,7 +8,7 @@ Everything that an update uses is noted when the first gradient is complete, and
 from __future__ import annotations
 
 import sys
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,19 +18,19 @@ from torch.optim import Optimizer
 from ssdtrain.away.classes import AwayGradient
 from ssdtrain.machine.torch_internals import mode_count, trains_with_others
 from ssdtrain.optimizer.buffers import Buffers
+from ssdtrain.optimizer.contract import Rebound, is_same, kept, own_attributes
 from ssdtrain.optimizer.disk import Away, Disk
 from ssdtrain.optimizer.gradients import Gradients
 from ssdtrain.optimizer.masters import Masters
-from ssdtrain.optimizer.options import attributes, kept_groups, why_not_kept
-from ssdtrain.optimizer.same import is_same
-from ssdtrain.optimizer.settings import Settings
 from ssdtrain.optimizer.shared_memory import sharing_memory, who_has_gradient
 from ssdtrain.optimizer.state import ParameterState
+from ssdtrain.optimizer.trial import is_of_torch
 from ssdtrain.optimizer.undo import Undo
 from ssdtrain.parameters.weights import weight_of
 
 __all__ = ["Host", "Round", "why_not", "why_nothing"]
 
+Key = TypeVar("Key")
 PARTS_MIN = 16
 """So many at least: the first ones soon, and the last one, which backward cannot hide, small."""
 PART_BYTES_MIN = 1 << 20
@@ -56,7 +56,6 @@ class Host(Protocol):
     def param_groups(self) -> Any:
         """Its groups of parameters."""
 
-    def _stand_in(self) -> Optimizer: ...
     def _bytes_of(self, param: Tensor) -> int: ...
     def _bytes_with_gradient(self, param: Tensor) -> int: ...
 
@@ -67,14 +66,19 @@ class Round:
     def __init__(self, host: Host) -> None:
         self.groups: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self.group_of: dict[int, dict[str, Any]] = {}
-        self.settings = Settings(host._ours, on_copies=True)
-        self.stand_in = host._stand_in()
-        self.attributes = attributes(host, host._ours)
+        self.rebound = Rebound(host._ours)
+        self.attributes = own_attributes(host, host._ours)
+        """Of a class of torch no step reads them, so they are not copied."""
         self.known = set(host._states)
         self.unkept: str | None = None
-        """Why no update may be made before ``step()``, if there is something that is not kept."""
-        self.add_groups(host)
+        """Why no update may be made before ``step()``, if something could not be copied."""
         params = [param for group in host.param_groups for param in group["params"]]
+        if not is_of_torch(host._own_kind):
+            self.attributes = self._copied(self.attributes, params, "attribute of the optimizer")
+        self.stand_in: Optimizer = object.__new__(host._own_kind)
+        """What updates run on: a look at the optimizer itself would discard what has begun."""
+        vars(self.stand_in).update({**vars(host), **self.attributes})
+        self.add_groups(host)
         self.sharing = sharing_memory(params)
         """Those that share memory with each other."""
         total = sum(map(host._bytes_of, params))
@@ -83,12 +87,26 @@ class Round:
     def add_groups(self, host: Host) -> None:
         """Note groups that were added since."""
         added = host.param_groups[len(self.groups) :]
-        if not added:
-            return
-        self.unkept = why_not_kept(host, host._ours)
-        for group, real in zip(kept_groups(added), added, strict=True):
+        # Together: two groups may have one tensor.
+        options = self._copied(
+            {number: _options_of(real) for number, real in enumerate(added)},
+            [param for real in added for param in real["params"]],
+            "option of a group",
+        )
+        for number, real in enumerate(added):
+            group = {**options[number], "params": list(real["params"])}
             self.groups.append((group, real))
             self.group_of.update({id(param): group for param in group["params"]})
+
+    def _copied(self, values: dict[Key, Any], params: list[Tensor], noun: str) -> dict[Key, Any]:
+        """Return copies. If a value cannot be copied, the updates run in ``step()``."""
+        try:
+            # defence: options that cannot be copied are read in step() only
+            _refuse_code(values)
+            return kept(values, params)
+        except Exception as error:  # noqa: BLE001 - whatever it is: there is no copy
+            self.unkept = f"an {noun} cannot be copied ({error})"
+            return values
 
     def changed(self, host: Host) -> str | None:
         """Name an option that differs from what the updates used."""
@@ -98,11 +116,13 @@ class Round:
         for number, (group, real) in enumerate(self.groups):
             if number >= len(reals) or reals[number] is not real or group.keys() != real.keys():
                 return f"param_groups[{number}]"
-            for name, value in group.items():
-                if not _is_same(name, value, real[name]):
+            if list(map(id, group["params"])) != list(map(id, real["params"])):
+                return f"param_groups[{number}]['params']"
+            for name, value in _options_of(group).items():
+                if not is_same(value, real[name]):
                     return f"param_groups[{number}][{name!r}]"
         # Last: `defaults` has the first group's options, too.
-        now = attributes(host, host._ours)
+        now = own_attributes(host, host._ours)
         for name in self.attributes.keys() | now.keys():
             both = name in self.attributes and name in now
             if not both or not is_same(self.attributes[name], now[name]):
@@ -115,10 +135,17 @@ class Round:
         return [param for group, _ in self.groups for param in group["params"]]
 
 
-def _is_same(name: str, one: Any, other: Any) -> bool:
-    if name == "params":
-        return list(map(id, one)) == list(map(id, other))
-    return is_same(one, other)
+def _refuse_code(value: Any) -> None:
+    """Raise ``TypeError`` for a function, which may go by something that no copy of it has."""
+    if callable(value):
+        raise TypeError(f"a {type(value).__name__} has no copy")
+    if isinstance(value, dict | list | tuple):
+        for one in value.values() if isinstance(value, dict) else value:
+            _refuse_code(one)
+
+
+def _options_of(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}
 
 
 def _references(param: Tensor) -> int:

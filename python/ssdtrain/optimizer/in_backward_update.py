@@ -157,7 +157,7 @@ def _leaf_of(host: Host, record: Taken, view: dict[Tensor, Any]) -> Leaf:
 def _update_all(host: Host, now: Round, chunks: dict[int, Chunk]) -> None:
     own = own_step(host._own_kind)
     for chunk in chunks.values():
-        update(now.stand_in, own, chunk, now.settings, {})
+        update(now.stand_in, own, chunk, now.rebound, {})
 
 
 def _has_view_of(state: dict[Any, Any], weight: Tensor) -> bool:

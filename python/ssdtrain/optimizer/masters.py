@@ -25,8 +25,8 @@ from ssdtrain.away.classes import is_away
 from ssdtrain.errors import ConfigError, UnsupportedError
 from ssdtrain.machine.torch_internals import copy_each, plainly
 from ssdtrain.optimizer.chunks import Chunk, name_of, update
+from ssdtrain.optimizer.contract import Rebound
 from ssdtrain.optimizer.disk import Away, Disk
-from ssdtrain.optimizer.settings import Settings
 from ssdtrain.optimizer.state import ParameterState
 from ssdtrain.watched import HOLDER
 
@@ -154,7 +154,7 @@ class Masters:
         on: Optimizer,
         step: Callable[..., Any],
         chunk: Chunk,
-        settings: Settings,
+        rebound: Rebound,
         options: dict[str, Any],
         *,
         states: Any,
@@ -167,7 +167,7 @@ class Masters:
         unknown = [param for param in chunk.params if param not in states]
         try:
             self._begin_all(chunk, states, leaves, params)
-            update(on, step, Chunk(chunk.group, params, chunk.params), settings, options)
+            update(on, step, Chunk(chunk.group, params, chunk.params), rebound, options)
             params.clear()
             for leaf in leaves:
                 # From here on only what the step has left counts.

@@ -11,6 +11,11 @@ from torch.optim import Optimizer
 from ssdtrain.config import Size, optional_bytes
 from ssdtrain.errors import ConfigError
 from ssdtrain.optimizer.buffers import NAME, Buffers, part_of, refuse_small_bound, within
+from ssdtrain.optimizer.contract import (
+    refuse_lists_of_parameters,
+    refuse_options_of_shards,
+    refuse_unfit,
+)
 from ssdtrain.optimizer.disk import Disk
 from ssdtrain.optimizer.gradients import gradients_of
 from ssdtrain.optimizer.masters import (
@@ -20,13 +25,7 @@ from ssdtrain.optimizer.masters import (
 )
 from ssdtrain.optimizer.offloaded import Offloaded, Overlap
 from ssdtrain.optimizer.offloaded_class import become_offloaded
-from ssdtrain.optimizer.sharded import refuse_options
-from ssdtrain.optimizer.trial import (
-    refuse_habits,
-    refuse_lists_of_parameters,
-    refuse_unfit,
-    tried,
-)
+from ssdtrain.optimizer.trial import behaviour_of, refuse_in_backward
 from ssdtrain.place import Place, opened
 from ssdtrain.sizes import in_bytes
 
@@ -50,6 +49,7 @@ def offload_optimizer(
     undo: bool = False,
     master_dtype: torch.dtype | None = None,
     max_gradient_bytes: Size | None = None,
+    per_parameter: bool = False,
 ) -> AnyOptimizer:
     """Keep the state of an optimizer on SSDs, and return the same optimizer.
 
@@ -59,8 +59,10 @@ def offload_optimizer(
     ever. The idea is that of ZeRO-Infinity (arXiv 2104.07857) and Fuyou (arXiv 2403.06504).
 
     Args:
-        optimizer: One whose update is per parameter: AdamW, SGD with momentum, Adafactor and the
-            like, also of classes that torch does not know. That is tried on small tensors.
+        optimizer: One that keeps the contract: ``step()`` writes parameters and ``state[param]``,
+            and may rebind numbers on its groups or on itself, to the same value for each part of
+            the parameters; it changes nothing else in place. torch's own classes do, but LBFGS.
+            Others are tried on small tensors.
         dir: A local directory, a list of them, a ``TensorStore``, to be kept open meanwhile, or
             the session of a ``with ssdtrain.offload(...)`` block: its files, quota and report, and
             its ``max_resident_bytes``, which then holds for activations and updates together. The
@@ -91,6 +93,7 @@ def offload_optimizer(
             come back when autograd adds to them and for their update. With ``"backward"`` the last
             micro-batch has them updated and freed, and no more leaves. ``None``: they stay in
             memory.
+        per_parameter: The optimizer keeps the contract: it is trusted, and not tried.
 
     Returns:
         The same optimizer, now also with ``offload_stats`` and ``lost_parameters``.
@@ -99,8 +102,8 @@ def offload_optimizer(
         ConfigError: No optimizer of torch, one that is offloaded already, or whose ``step`` was
             replaced; a directory or options that cannot be used; a session that has ended, or
             whose ``max_resident_bytes`` is too small for a single parameter.
-        UnsupportedError: The optimizer couples its parameters (LBFGS), or they are not on the CPU;
-            ``"backward"`` with one whose step draws random numbers or changes its attributes;
+        UnsupportedError: The optimizer breaks the contract (LBFGS), or its parameters are not on
+            the CPU; ``"backward"`` with an optimizer whose step draws random numbers;
             ``"backward"`` or masters of one that keeps lists of its parameters; parameters in
             shards (DTensor) with more than ``"step"`` and ``undo``, or with an update that
             communicates, which is tried: call this in all processes. In backward, in ``step`` and
@@ -119,24 +122,24 @@ def offload_optimizer(
         name = type(optimizer).__name__
         raise ConfigError(f"this {name} is offloaded already; use it as it is")
     gradient_bytes = optional_bytes("max_gradient_bytes", max_gradient_bytes)
-    _refuse_other_values(overlap, undo)
+    _refuse_other_values(overlap, undo=undo, per_parameter=per_parameter)
     has_masters = _has_masters(optimizer, master_dtype)
-    refuse_options(
+    refuse_options_of_shards(
         optimizer,
         overlap=overlap,
         has_masters=has_masters,
         has_gradient_bound=gradient_bytes is not None,
     )
-    habits = tried(optimizer, has_masters=has_masters)
+    behaviour = behaviour_of(optimizer, has_masters=has_masters, per_parameter=per_parameter)
     if overlap == "backward":
-        refuse_habits(type(optimizer).__name__, habits)
+        refuse_in_backward(type(optimizer).__name__, behaviour)
         refuse_lists_of_parameters(optimizer, 'overlap="backward"', 'overlap="step"')
     if has_masters:
         refuse_lists_of_parameters(optimizer, "master_dtype", "master_dtype=None")
     buffer = in_bytes("buffer_bytes", buffer_bytes)
     store, share = opened(dir, max_disk_bytes, verify, caller="offload_optimizer", name=NAME)
     budget = None if share is None else share.budget
-    refuse_small_bound(optimizer, budget, habits.state_share, has_masters=has_masters)
+    refuse_small_bound(optimizer, budget, behaviour.state_share, has_masters=has_masters)
     buffer = within(buffer, budget)
     disk = Disk(store, in_flight_bytes_max=part_of(buffer), min_bytes=STATE_MIN_BYTES)
     buffers = Buffers(optimizer, disk, budget, buffer)
@@ -150,7 +153,7 @@ def offload_optimizer(
         disk=disk,
         buffers=buffers,
         overlap=overlap,
-        habits=habits,
+        behaviour=behaviour,
         undo=undo,
         has_masters=has_masters,
         gradients=gradients,
@@ -173,7 +176,7 @@ def offload_optimizer(
     return optimizer
 
 
-def _refuse_other_values(overlap: object, undo: object) -> None:
+def _refuse_other_values(overlap: object, **flags: object) -> None:
     if overlap == "forward":
         raise ConfigError(
             'overlap="forward" is not there: use "backward", which updates each parameter while '
@@ -181,8 +184,9 @@ def _refuse_other_values(overlap: object, undo: object) -> None:
         )
     if overlap not in ("step", "backward"):
         raise ConfigError(f'overlap is "step" or "backward", not {overlap!r}')
-    if not isinstance(undo, bool):
-        raise ConfigError(f"undo must be True or False, not {undo!r}")
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise ConfigError(f"{name} must be True or False, not {flag!r}")
 
 
 def _has_masters(optimizer: Optimizer, master_dtype: object) -> bool:

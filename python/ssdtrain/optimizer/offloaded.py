@@ -31,16 +31,14 @@ from ssdtrain.optimizer.chunks import (
     parts_in_order,
     update,
 )
+from ssdtrain.optimizer.contract import Rebound, has_shards, refuse_options_of_shards
 from ssdtrain.optimizer.disk import Disk
 from ssdtrain.optimizer.gradients import Gradients
 from ssdtrain.optimizer.in_backward import InBackward
 from ssdtrain.optimizer.lost import Lost
 from ssdtrain.optimizer.masters import Masters, refuse_shared_memory
-from ssdtrain.optimizer.options import stand_in_of
-from ssdtrain.optimizer.settings import Settings
-from ssdtrain.optimizer.sharded import has_shards, refuse_options
 from ssdtrain.optimizer.state import ParameterState
-from ssdtrain.optimizer.trial import Habits, refuse_habits, tried
+from ssdtrain.optimizer.trial import Behaviour, behaviour_of, refuse_in_backward
 from ssdtrain.optimizer.undo import UNDONE_LATE, Undo, restore, undone_if_it_fails
 from ssdtrain.optimizer.whole_state import WholeState, of_itself
 from ssdtrain.sharing import Room
@@ -58,7 +56,7 @@ class Offloaded(WholeState):
     _has_shards: bool
     _buffers: Buffers
     _part_bytes: int
-    _habits: Habits
+    _behaviour: Behaviour
     _ours: frozenset[str]
     _default_device: torch.device
     """torch's default device, which each step has in another thread as well."""
@@ -69,7 +67,7 @@ class Offloaded(WholeState):
         disk: Disk,
         buffers: Buffers,
         overlap: Overlap,
-        habits: Habits,
+        behaviour: Behaviour,
         *,
         undo: bool,
         has_masters: bool,
@@ -79,7 +77,7 @@ class Offloaded(WholeState):
         self._itself = weakref.ref(self)
         self._own_kind = kind
         self._overlap = overlap
-        self._habits = habits
+        self._behaviour = behaviour
         self._disk = disk
         self._buffers = buffers
         self._gradients = gradients
@@ -131,7 +129,7 @@ class Offloaded(WholeState):
 
     def _step(self, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
         began_s = perf_counter()
-        takes_closure = self._habits.takes_closure
+        takes_closure = self._behaviour.takes_closure
         closure, options = arguments_of(self._own_kind, given, named, takes_closure=takes_closure)
         self._join()
         if self._undo is not None and self._undo.is_kept:
@@ -159,7 +157,7 @@ class Offloaded(WholeState):
             self._gradients.watch()
         chunks = chunks_of(self.param_groups, self._bytes_with_gradient, self._part_bytes)
         parts = [Part([chunk]) for chunk in chunks]
-        settings = Settings(self._ours)
+        rebound = Rebound(self._ours)
         room = self._buffers.reserve(map(self._size_of, parts))
         groups = self.param_groups
         try:
@@ -167,21 +165,21 @@ class Offloaded(WholeState):
                 self._buffers.filled(room),
                 undone_if_it_fails(self._undo, self._states, groups),
             ):
-                self._update_all(parts, self, settings, options, room)
+                self._update_all(parts, self, rebound, options, room)
         except BaseException:
-            (settings.apply if self._undo is None else settings.undo)(self)
+            (rebound.apply if self._undo is None else rebound.begin)(self)
             self._lost.forget_gradients()
             raise
         finally:
             # Each update does so; an interrupt may come just before it does.
             self.param_groups = groups
-        settings.apply(self)
+        rebound.apply(self)
 
     def _step_after(self, updates: InBackward, options: dict[str, Any]) -> None:
         """Make the updates that backward has left, and put all of them in place."""
         if self._gradients is not None:
             self._gradients.watch()
-        settings, chunks = updates.finish(self, options)
+        rebound, chunks, stand_in = updates.finish(self, options)
         pairs = [(chunk.group, param) for chunk in chunks for param in chunk.params]
         parts = list(parts_in_order(pairs, self._bytes_with_gradient, self._part_bytes))
         parts += [Part([chunk]) for chunk in chunks if not chunk.params]
@@ -191,7 +189,7 @@ class Offloaded(WholeState):
             undone_if_it_fails(self._undo, self._states, self.param_groups),
         ):
             # On another object: a look at the state of this one would discard what has begun.
-            self._update_all(parts, self._stand_in(), settings, options, room)
+            self._update_all(parts, stand_in, rebound, options, room)
             interrupt = updates.publish(self)
         updates.watch()
         if interrupt is not None:
@@ -225,7 +223,7 @@ class Offloaded(WholeState):
         try:
             if self._masters is not None:
                 refuse_shared_memory(self.param_groups)
-            refuse_options(
+            refuse_options_of_shards(
                 self,
                 overlap=self._overlap,
                 has_masters=self._masters is not None,
@@ -239,26 +237,22 @@ class Offloaded(WholeState):
         self._watch()
 
     def _try_again(self) -> None:
-        """Try steps over all groups that there are now: one alone shows less of what couples."""
-        # What its constructor makes no added group has. In shards all processes would have to.
-        if self._has_shards or self._habits.needs_state:
+        """Try steps over all groups that there are now: fewer show less of what couples them."""
+        # In shards all processes would have to.
+        if self._has_shards or not self._behaviour.is_tried:
             return
-        made = self._stand_in()
-        for name in self._ours:
-            vars(made).pop(name, None)
-        made.state = defaultdict(dict)
-        habits = tried(made, has_masters=self._masters is not None)
+        made: Optimizer = object.__new__(self._own_kind)
+        own = {name: one for name, one in vars(self).items() if name not in self._ours}
+        vars(made).update(own, state=defaultdict(dict))
+        behaviour = behaviour_of(made, has_masters=self._masters is not None)
         if self._overlap == "backward":
-            refuse_habits(self._own_kind.__name__, habits)
-
-    def _stand_in(self) -> Optimizer:
-        return stand_in_of(self, self._own_kind, self._ours)
+            refuse_in_backward(self._own_kind.__name__, behaviour)
 
     def _update_all(
         self,
         parts: list[Part],
         on: Optimizer,
-        settings: Settings,
+        rebound: Rebound,
         options: dict[str, Any],
         room: Room,
     ) -> None:
@@ -280,10 +274,10 @@ class Offloaded(WholeState):
             staying = {id(param) for param in part.params if is_sparse(param.grad)}
             for chunk in found.chunks:
                 if self._masters is None:
-                    update(on, own, chunk, settings, options)
+                    update(on, own, chunk, rebound, options)
                 else:
                     self._masters.update(
-                        on, own, chunk, settings, options, states=self._states, staying=staying
+                        on, own, chunk, rebound, options, states=self._states, staying=staying
                     )
             del user  # gradients may leave
             buffers.note(room, size_of(part), ahead_bytes)
@@ -297,7 +291,7 @@ class Offloaded(WholeState):
     def _bytes_of(self, param: Tensor) -> int:
         has_masters = self._masters is not None
         state = self._states.get(param)
-        return bytes_of(param, state, self._habits.state_share, has_masters=has_masters)
+        return bytes_of(param, state, self._behaviour.state_share, has_masters=has_masters)
 
     def _bytes_with_gradient(self, param: Tensor) -> int:
         """As ``_bytes_of``, or more, so that the gradients of a part keep under their bound."""

@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 from ssdtrain.errors import UnsupportedError
 from ssdtrain.machine.torch_internals import outside_compiler
 from ssdtrain.optimizer.chunks import own_step
+from ssdtrain.optimizer.contract import take_over_step
 from ssdtrain.optimizer.offloaded import Offloaded
-from ssdtrain.optimizer.trial import take_over_step
 from ssdtrain.optimizer.whole_state import WholeState
 
 __all__ = ["become_offloaded"]
@@ -65,7 +65,6 @@ def _offloaded_class(kind: type[Optimizer]) -> type[Optimizer]:
     # What asks which arguments a step takes (`GradScaler`) is told those of its own.
     vars(step)["__signature__"] = inspect.signature(own_step(kind))
     vars(step).update(vars(Offloaded.step))
-    # A step that changes `type(self)` changes this class: it is looked at as its own is.
     names = {"__doc__": kind.__doc__, "__module__": kind.__module__, "step": step}
 
     class OffloadedFirst(type(kind)):  # type: ignore[misc]

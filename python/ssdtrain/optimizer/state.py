@@ -22,8 +22,7 @@ from ssdtrain.machine.torch_internals import (
     own_shard,
     plainly,
 )
-from ssdtrain.optimizer.disk import Away, Disk
-from ssdtrain.optimizer.sharded import ShardAway
+from ssdtrain.optimizer.disk import Away, Disk, ShardAway
 from ssdtrain.store import StoredTensor
 
 __all__ = ["ParameterState", "States"]
