@@ -35,7 +35,7 @@ try:
     from ssdtrain.checkpoints.saving import save
     from ssdtrain.offload import active, leave_all, offload
     from ssdtrain.optimizer.offload import offload_optimizer
-    from ssdtrain.optimizer.stats import OptimizerStats
+    from ssdtrain.optimizer.whole_state import OptimizerStats
     from ssdtrain.parameters.offload import (
         offload_parameters,
         parameter_stats,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ssdtrain import Stats, offload_optimizer
-from ssdtrain.optimizer.stats import OptimizerStats
+from ssdtrain.optimizer.whole_state import OptimizerStats
 from ssdtrain.parameters.stats import ParameterStats
 from ssdtrain.sharing import Figures
 from ssdtrain.stats import with_tenants

@@ -34,8 +34,8 @@ from ssdtrain.checkpoints.manifest import (
 from ssdtrain.checkpoints.shards import fill, form_of, refuse_changed
 from ssdtrain.checkpoints.values import decode
 from ssdtrain.errors import ConfigError, CorruptError, UnsupportedError
-from ssdtrain.optimizer.exchange import give_state, has_masters, note_loaded
 from ssdtrain.optimizer.masters import MASTER
+from ssdtrain.optimizer.offloaded import give_state, has_masters, note_loaded
 from ssdtrain.sizes import shown_count
 
 __all__ = ["load"]

@@ -20,7 +20,7 @@ from ssdtrain.errors import ConfigError, CorruptError, UnsupportedError
 from ssdtrain.machine.torch_internals import is_in_shards
 from ssdtrain.optimizer.chunks import name_of
 from ssdtrain.optimizer.disk import Away
-from ssdtrain.optimizer.exchange import own_kind
+from ssdtrain.optimizer.offloaded import own_kind
 
 __all__ = [
     "EXTRA_STATE",

@@ -23,7 +23,7 @@ from ssdtrain.checkpoints.shards import Item, shards_of, write_shard
 from ssdtrain.checkpoints.values import encode
 from ssdtrain.config import Size
 from ssdtrain.errors import NoSpaceError
-from ssdtrain.optimizer.exchange import refuse_half_done
+from ssdtrain.optimizer.offloaded import refuse_half_done
 from ssdtrain.sizes import in_bytes, shown_bytes
 
 __all__ = ["save"]

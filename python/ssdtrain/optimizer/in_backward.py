@@ -26,13 +26,16 @@ from ssdtrain.errors import SsdtrainError, StorageError, UnsupportedError
 from ssdtrain.machine.torch_internals import current_backward, no_compilation, outside_compiler
 from ssdtrain.optimizer.chunks import Chunk, name_of
 from ssdtrain.optimizer.contract import Rebound
-from ssdtrain.optimizer.in_backward_round import Host, Round, why_not, why_nothing
 from ssdtrain.optimizer.in_backward_update import (
     CHANGED,
+    Host,
+    Round,
     let_weight_go,
     make_updates,
     put_in_place,
     roll_back,
+    why_not,
+    why_nothing,
 )
 from ssdtrain.optimizer.shared_memory import sharing_memory
 from ssdtrain.optimizer.state import ParameterState
@@ -164,8 +167,7 @@ class InBackward:
         now.sharing = sharing_memory(now.params)
         if not now.sharing.isdisjoint(self._taken):
             raise UnsupportedError(f"a weight {CHANGED}")
-        reason = "step() was given more than a closure" if options else why_nothing()
-        reason = reason or now.unkept
+        reason = why_nothing(options) or now.unkept
         chunks = [Chunk(group, []) for group, _ in now.groups]
         for (group, _), chunk in zip(now.groups, chunks, strict=True):
             for param in group["params"]:
@@ -374,7 +376,7 @@ class InBackward:
             raise UnsupportedError(f"{name} {CHANGED}")
         if not all(record.is_weight_unchanged for record in self._taken.values()):
             raise UnsupportedError(f"a weight {CHANGED}")
-        reason = "step() was given more than a closure" if options else why_nothing()
+        reason = why_nothing(options)
         if reason:
             raise UnsupportedError(f"{reason}, and updates had begun in backward. {INSTEAD}")
 
@@ -395,12 +397,8 @@ class InBackward:
         return reason
 
     def _say(self, host: Host, reason: str) -> None:
-        host._disk.notices.say(
-            reason,
-            "parameters are updated in step(), and not in backward: %s",
-            reason,
-            level=logging.INFO,
-        )
+        text = "parameters are updated in step(), and not in backward: %s"
+        host._disk.notices.say(reason, text, reason, level=logging.INFO)
 
     # What follows runs on the thread.
 

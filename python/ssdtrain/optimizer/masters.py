@@ -12,7 +12,6 @@ import logging
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -27,7 +26,9 @@ from ssdtrain.machine.torch_internals import copy_each, plainly
 from ssdtrain.optimizer.chunks import Chunk, name_of, update
 from ssdtrain.optimizer.contract import Rebound
 from ssdtrain.optimizer.disk import Away, Disk
+from ssdtrain.optimizer.shared_memory import sharing_memory
 from ssdtrain.optimizer.state import ParameterState
+from ssdtrain.store import is_dense
 from ssdtrain.watched import HOLDER
 
 __all__ = [
@@ -383,20 +384,19 @@ def refuse_cast_masters(optimizer: Optimizer) -> None:
 
 def refuse_shared_memory(groups: list[dict[str, Any]]) -> None:
     """Refuse parameters that lie upon each other: each would have a master of its own."""
-    ranges = sorted(
-        (param.data_ptr(), param.data_ptr() + param.nbytes)
+    params = [
+        param
         for group in groups
         for param in group["params"]
         # Of one with holes, another may lie in these. One that is away lies alone.
-        if wants_master(param) and param.numel() and _is_dense(param) and not is_away(param)
-    )
-    for (_, end), (begin, _) in pairwise(ranges):
-        if begin < end:
-            raise UnsupportedError(
-                "two parameters of this optimizer lie in the same memory, and with master_dtype "
-                "each would have a master of its own, of which only the last one counted; use the "
-                "same Parameter in both places"
-            )
+        if wants_master(param) and is_dense(param) and not is_away(param)
+    ]
+    if sharing_memory(params, own_elements=True):
+        raise UnsupportedError(
+            "two parameters of this optimizer lie in the same memory, and with master_dtype "
+            "each would have a master of its own, of which only the last one counted; use the "
+            "same Parameter in both places"
+        )
 
 
 def _form_of(tensor: Tensor) -> Tensor:
@@ -415,13 +415,8 @@ def _lie_alike(master: Tensor, weight: Tensor) -> bool:
         and weight.is_cpu
         and weight.numel() > 0
         and (weight.shape, weight.stride()) == (master.shape, master.stride())
-        and _is_dense(weight)
+        and is_dense(weight)
     )
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether the elements lie one after the other, in whatever order of the dimensions."""
-    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
 def _is_rounded_to(master: object, weight: Tensor) -> bool:

@@ -1,20 +1,28 @@
-"""``ssdtrain.offload_optimizer``: keep the state of an optimizer on SSDs."""
+"""``ssdtrain.offload_optimizer``: keep the state of an optimizer on SSDs.
+
+The optimizer gets the class of offloaded ones, which is derived from its own class, too.
+"""
 
 from __future__ import annotations
 
-from functools import partial
-from typing import TypeVar
+import inspect
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.optim import Optimizer
 
 from ssdtrain.config import Size, optional_bytes
-from ssdtrain.errors import ConfigError
+from ssdtrain.errors import ConfigError, UnsupportedError
+from ssdtrain.machine.torch_internals import outside_compiler
 from ssdtrain.optimizer.buffers import NAME, Buffers, part_of, refuse_small_bound, within
+from ssdtrain.optimizer.chunks import own_step
 from ssdtrain.optimizer.contract import (
     refuse_lists_of_parameters,
     refuse_options_of_shards,
     refuse_unfit,
+    take_over_step,
 )
 from ssdtrain.optimizer.disk import Disk
 from ssdtrain.optimizer.gradients import gradients_of
@@ -24,8 +32,8 @@ from ssdtrain.optimizer.masters import (
     say_if_there_are_none,
 )
 from ssdtrain.optimizer.offloaded import Offloaded, Overlap
-from ssdtrain.optimizer.offloaded_class import become_offloaded
 from ssdtrain.optimizer.trial import behaviour_of, refuse_in_backward
+from ssdtrain.optimizer.whole_state import WholeState
 from ssdtrain.place import Place, opened
 from ssdtrain.sizes import in_bytes
 
@@ -197,3 +205,67 @@ def _has_masters(optimizer: Optimizer, master_dtype: object) -> bool:
     refuse_cast_masters(optimizer)
     refuse_shared_memory(optimizer.param_groups)
     return True
+
+
+def become_offloaded(optimizer: Optimizer, begin: Callable[..., object]) -> Offloaded:
+    """Give an optimizer the class of offloaded ones; a failure leaves it as it was."""
+    kind: type[Optimizer] = type(optimizer)
+    attributes = dict(vars(optimizer))
+    _refuse_names(kind, set(attributes))
+    try:
+        take_over_step(optimizer)
+        optimizer.__class__ = _offloaded_class(kind)  # type: ignore[arg-type]
+        begin(optimizer, kind)
+    except BaseException:
+        optimizer.__class__ = kind
+        vars(optimizer).clear()
+        vars(optimizer).update(attributes)
+        raise
+    return cast("Offloaded", optimizer)
+
+
+def _refuse_names(kind: type[Optimizer], attributes: set[str]) -> None:
+    """Refuse an optimizer that has an attribute or a method with a name of ours."""
+    ours = {
+        name
+        for base in (Offloaded, WholeState)
+        for name in (*base.__annotations__, *vars(base))
+        if not (name.startswith("__") or hasattr(Optimizer, name))
+    } - {"param_groups", "state"}
+    own = {name for base in kind.__mro__ if base is not Optimizer for name in vars(base)}
+    taken = sorted(ours & (own | attributes))
+    if taken:
+        raise UnsupportedError(
+            f"{kind.__name__} cannot be offloaded: it has {taken[0]!r}, a name that an offloaded "
+            "optimizer needs for itself; give it another name"
+        )
+
+
+@cache
+def _offloaded_class(kind: type[Optimizer]) -> type[Optimizer]:
+    """Return the class of the offloaded optimizers of this kind."""
+
+    def step(self: Any, *given: Any, **named: Any) -> Any:
+        # Around it torch puts the hooks on steps, into which the compiler may look.
+        return outside_compiler(partial(Offloaded.step, self._itself(), *given, **named))
+
+    step.__doc__ = kind.step.__doc__
+    # What asks which arguments a step takes (`GradScaler`) is told those of its own.
+    vars(step)["__signature__"] = inspect.signature(own_step(kind))
+    vars(step).update(vars(Offloaded.step))
+    names = {"__doc__": kind.__doc__, "__module__": kind.__module__, "step": step}
+
+    class OffloadedFirst(type(kind)):  # type: ignore[misc]
+        """Looks methods up in our class first, though the optimizer's own is the first base.
+
+        Python lets an object change its class only where the first bases lead to the same memory
+        layout. They would not if ours came first and `kind` had `ABC` or `Generic` as first base.
+        """
+
+        def mro(cls) -> list[type]:
+            if Offloaded not in cls.__bases__:
+                return cast("list[type]", super().mro())
+            return [cls, Offloaded, WholeState, *kind.__mro__]
+
+    made: type[Optimizer] = OffloadedFirst(f"Offloaded{kind.__name__}", (kind, Offloaded), names)
+    return made

@@ -1,15 +1,17 @@
-"""The class of an optimizer whose state lies on SSDs.
+"""The class of an optimizer whose state lies on SSDs, and what checkpoints ask of one.
 
 The optimizer stays the object it was; its class becomes one of ours that is derived from its own.
 So schedulers, scalers and trainers that hold it go on as before, and nobody has an older object
 left whose state is empty.
 """
+# ruff: noqa: SLF001 - an offloaded optimizer keeps the names of its own class free
 
 from __future__ import annotations
 
 import logging
 import weakref
 from collections import defaultdict
+from collections.abc import Iterable
 from contextlib import suppress
 from itertools import zip_longest
 from time import perf_counter
@@ -35,16 +37,23 @@ from ssdtrain.optimizer.contract import Rebound, has_shards, refuse_options_of_s
 from ssdtrain.optimizer.disk import Disk
 from ssdtrain.optimizer.gradients import Gradients
 from ssdtrain.optimizer.in_backward import InBackward
-from ssdtrain.optimizer.lost import Lost
 from ssdtrain.optimizer.masters import Masters, refuse_shared_memory
 from ssdtrain.optimizer.state import ParameterState
 from ssdtrain.optimizer.trial import Behaviour, behaviour_of, refuse_in_backward
-from ssdtrain.optimizer.undo import UNDONE_LATE, Undo, restore, undone_if_it_fails
+from ssdtrain.optimizer.undo import UNDONE_LATE, Lost, Undo, restore, undone_if_it_fails
 from ssdtrain.optimizer.whole_state import WholeState, of_itself
 from ssdtrain.sharing import Room
 from ssdtrain.watched import User
 
-__all__ = ["Offloaded", "Overlap"]
+__all__ = [
+    "Offloaded",
+    "Overlap",
+    "give_state",
+    "has_masters",
+    "note_loaded",
+    "own_kind",
+    "refuse_half_done",
+]
 
 Overlap = Literal["step", "backward"]
 
@@ -125,7 +134,7 @@ class Offloaded(WholeState):
             self._is_stepping = False
 
     # A scheduler puts nothing around a step that has this mark.
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # noqa: SLF001
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
     def _step(self, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
         began_s = perf_counter()
@@ -365,3 +374,37 @@ class Offloaded(WholeState):
             else:
                 state.send(self._disk)
         self._disk.make_room()
+
+
+def own_kind(optimizer: Optimizer) -> type[Optimizer]:
+    """Return the class of an optimizer, the one from before if it is offloaded."""
+    return optimizer._own_kind if isinstance(optimizer, Offloaded) else type(optimizer)
+
+
+def has_masters(optimizer: Optimizer) -> bool:
+    """Whether an optimizer keeps float32 masters of its parameters of 16 bits."""
+    return isinstance(optimizer, Offloaded) and optimizer._masters is not None
+
+
+def give_state(
+    optimizer: Optimizer, param: Tensor, values: Iterable[tuple[Any, Any]] | None
+) -> None:
+    """Give one parameter another state, or none; an offloaded optimizer's goes to the disk."""
+    if values is None:
+        optimizer.state.pop(param, None)
+    elif isinstance(optimizer, Offloaded):
+        optimizer._give_state(param, values)
+    else:
+        optimizer.state[param] = dict(values)
+
+
+def note_loaded(optimizer: Optimizer) -> None:
+    """Let an offloaded optimizer go on whose state has been replaced in whole."""
+    if isinstance(optimizer, Offloaded):
+        optimizer._note_loaded()
+
+
+def refuse_half_done(optimizer: Optimizer) -> None:
+    """Raise if a step is under way, or the last one failed and left what is not whole."""
+    if isinstance(optimizer, Offloaded):
+        optimizer._refuse_half_done("ssdtrain.save()")

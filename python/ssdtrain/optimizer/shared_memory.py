@@ -62,8 +62,11 @@ def _holders_alone() -> tuple[int, int]:
         return alone_count, holders_of(gradient)
 
 
-def sharing_memory(params: Iterable[Tensor]) -> set[int]:
-    """Return the ids of those parameters whose storages lie on memory of others of these, too."""
+def sharing_memory(params: Iterable[Tensor], *, own_elements: bool = False) -> set[int]:
+    """Return the ids of those parameters whose storages lie on memory of others of these, too.
+
+    ``own_elements``: only their elements count, not all of their storages.
+    """
     spans = []
     for param in params:
         own = own_shard(param)
@@ -76,10 +79,11 @@ def sharing_memory(params: Iterable[Tensor]) -> set[int]:
         # Of other classes nobody knows where their bytes lie.
         if type(own) not in (Tensor, Parameter) or own.layout is not torch.strided:
             continue
-        storage = own.untyped_storage()
+        lying = own if own_elements else own.untyped_storage()
+        nbytes = lying.nbytes if isinstance(lying, Tensor) else lying.nbytes()
         # Storages without bytes have one address.
-        if storage.nbytes():
-            spans.append((storage.data_ptr(), storage.nbytes(), id(param)))
+        if nbytes:
+            spans.append((lying.data_ptr(), nbytes, id(param)))
     # Two storages may be one memory: of an array of numpy each tensor has a storage of its own.
     sharing: set[int] = set()
     end, reaching_there = 0, 0
