@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,6 @@ __all__ = [
     "Chunk",
     "Part",
     "arguments_of",
-    "chunks_of",
     "is_sparse",
     "name_of",
     "own_step",
@@ -71,26 +70,6 @@ class Part:
         return [param for chunk in self.chunks for param in chunk.params]
 
 
-def chunks_of(
-    groups: Iterable[dict[str, Any]], nbytes: Callable[[Tensor], int], bytes_max: int
-) -> Iterator[Chunk]:
-    """Cut groups into chunks of about ``bytes_max``, in the order of the parameters.
-
-    A parameter that is larger makes a chunk alone. ``nbytes`` says how much one brings into memory.
-    """
-    for group in groups:
-        params: list[Tensor] = []
-        total = 0
-        for param in group["params"]:
-            size = nbytes(param)
-            if params and total + size > bytes_max:
-                yield Chunk(group, params)
-                params, total = [], 0
-            params.append(param)
-            total += size
-        yield Chunk(group, params)
-
-
 def name_of(groups: list[dict[str, Any]], param: Tensor) -> str:
     """Name a parameter as its optimizer knows it."""
     for number, group in enumerate(groups):
@@ -103,22 +82,26 @@ def name_of(groups: list[dict[str, Any]], param: Tensor) -> str:
 
 
 def parts_in_order(
-    pairs: Iterable[tuple[dict[str, Any], Tensor]],
-    nbytes: Callable[[Tensor], int],
-    bytes_max: int,
-) -> Iterator[Part]:
-    """Cut parameters, each with its group, into parts of about ``bytes_max``, in their order."""
+    whole: list[Chunk], nbytes: Callable[[Tensor], int], bytes_max: int
+) -> list[Part]:
+    """Cut chunks into parts of about ``bytes_max``, in the order of their parameters.
+
+    ``nbytes`` says how much a parameter brings into memory. One that is larger makes a part alone.
+    Groups without parameters come last.
+    """
+    parts: list[Part] = []
     chunks: dict[int, Chunk] = {}
     total = 0
-    for group, param in pairs:
+    for group, param in [(chunk.group, param) for chunk in whole for param in chunk.params]:
         size = nbytes(param)
         if chunks and total + size > bytes_max:
-            yield Part(list(chunks.values()))
+            parts.append(Part(list(chunks.values())))
             chunks, total = {}, 0
         chunks.setdefault(id(group), Chunk(group, [])).params.append(param)
         total += size
     if chunks:
-        yield Part(list(chunks.values()))
+        parts.append(Part(list(chunks.values())))
+    return parts + [Part([chunk]) for chunk in whole if not chunk.params]
 
 
 def is_sparse(gradient: Tensor | None) -> bool:

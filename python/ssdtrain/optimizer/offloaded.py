@@ -27,7 +27,6 @@ from ssdtrain.optimizer.chunks import (
     Chunk,
     Part,
     arguments_of,
-    chunks_of,
     is_sparse,
     own_step,
     parts_in_order,
@@ -164,8 +163,8 @@ class Offloaded(WholeState):
     def _step_now(self, options: dict[str, Any]) -> None:
         if self._gradients is not None:
             self._gradients.watch()
-        chunks = chunks_of(self.param_groups, self._bytes_with_gradient, self._part_bytes)
-        parts = [Part([chunk]) for chunk in chunks]
+        chunks = [Chunk(group, group["params"]) for group in self.param_groups]
+        parts = parts_in_order(chunks, self._bytes_with_gradient, self._part_bytes)
         rebound = Rebound(self._ours)
         room = self._buffers.reserve(map(self._size_of, parts))
         groups = self.param_groups
@@ -189,9 +188,7 @@ class Offloaded(WholeState):
         if self._gradients is not None:
             self._gradients.watch()
         rebound, chunks, stand_in = updates.finish(self, options)
-        pairs = [(chunk.group, param) for chunk in chunks for param in chunk.params]
-        parts = list(parts_in_order(pairs, self._bytes_with_gradient, self._part_bytes))
-        parts += [Part([chunk]) for chunk in chunks if not chunk.params]
+        parts = parts_in_order(chunks, self._bytes_with_gradient, self._part_bytes)
         room = self._buffers.reserve(map(self._size_of, parts))
         with (
             self._buffers.filled(room),

@@ -7,32 +7,15 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ssdtrain.away.threads import KnownThread, uses_no_tensor
+from ssdtrain.away.threads import KnownThread, is_held_here, uses_no_tensor
 
-__all__ = ["Job", "UpdatingThread", "in_update"]
-
-_thread = threading.local()
-
-
-@contextmanager
-def _updating() -> Iterator[None]:
-    _thread.updates = True
-    try:
-        yield
-    finally:
-        _thread.updates = False
-
-
-def in_update() -> bool:
-    """Whether this thread makes updates."""
-    return getattr(_thread, "updates", False)
+__all__ = ["Job", "UpdatingThread"]
 
 
 @dataclass(frozen=True)
@@ -82,8 +65,11 @@ class UpdatingThread:
 
     @uses_no_tensor
     def join(self) -> None:
-        """Wait until all jobs are done, and nothing of the thread is left."""
-        while True:
+        """Wait until all jobs are done, and nothing of the thread is left.
+
+        A job of its own that forks, say, does not wait.
+        """
+        while not is_held_here(self._turn):
             self._work_on()
             thread = self._thread
             if thread is not None:
@@ -114,7 +100,7 @@ class UpdatingThread:
             self._work()
 
     def _work(self) -> None:
-        with self._turn, _updating():
+        with self._turn:
             try:
                 if torch.get_num_threads() != self._threads:
                     # How sums are cut among threads decides their last bits.
@@ -146,9 +132,8 @@ def _join_all() -> None:
     A forked child has no thread that would end it, and a process that ends would abort in its
     middle (after a step in ``atexit``; Python itself waits for the threads of those before).
     """
-    if not in_update():
-        for thread in list(_working):
-            thread.join()
+    for thread in list(_working):
+        thread.join()
 
 
 os.register_at_fork(before=_join_all)
