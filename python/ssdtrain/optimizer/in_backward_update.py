@@ -10,6 +10,8 @@ from __future__ import annotations
 import copy
 import sys
 from collections import defaultdict
+from collections.abc import Iterator
+from itertools import chain
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -18,11 +20,12 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ssdtrain.away.classes import AwayGradient
-from ssdtrain.away.known import in_use
+from ssdtrain.away.known import in_use, known_of
 from ssdtrain.errors import SsdtrainError, UnsupportedError
 from ssdtrain.geometry import checksum_of
 from ssdtrain.machine.torch_internals import (
     clone_of,
+    is_shared,
     mode_count,
     trains_with_others,
     with_default_device,
@@ -33,7 +36,7 @@ from ssdtrain.optimizer.contract import Rebound, is_same, kept, own_attributes
 from ssdtrain.optimizer.disk import Away, Disk
 from ssdtrain.optimizer.gradients import Gradients
 from ssdtrain.optimizer.masters import Leaf, Masters, drop_stale, wants_master
-from ssdtrain.optimizer.shared_memory import sharing_memory, who_has_gradient
+from ssdtrain.optimizer.shared_memory import is_given, is_of_others, sharing_memory
 from ssdtrain.optimizer.state import ParameterState
 from ssdtrain.optimizer.taken import Taken
 from ssdtrain.optimizer.trial import is_of_torch
@@ -207,56 +210,52 @@ def why_nothing(options: dict[str, Any] | None = None) -> str | None:
 
 def why_not(host: Host, now: Round, param: Tensor) -> str | None:
     """Return why a parameter has to be updated in place in ``step()``, or ``None``."""
+    if _references(param) > REFERENCES_ALONE:
+        return "somebody holds their gradients"
+    if id(param) in now.sharing:
+        return "they share memory with each other"
     gradient = param.grad
     assert gradient is not None, "its update is due"
-    reason = None
+    return next(chain(_against(gradient, param), _against_copy(host, gradient, param)), None)
+
+
+def _against(gradient: Tensor, param: Tensor) -> Iterator[str]:
+    """Give reasons against a use of a gradient by the thread of the updates."""
     # A gradient that is away had memory of its own, and is brought for its update.
     if not isinstance(gradient, AwayGradient):
-        reason = _why_not_used(gradient, param)
-    del gradient
-    if reason is None and _references(param) > REFERENCES_ALONE:
-        return "somebody holds their gradients"
-    if reason is None and id(param) in now.sharing:
-        return "they share memory with each other"
-    return reason or _why_no_copy(host, param)
+        if type(gradient) is not Tensor or gradient.layout is not torch.strided:
+            yield "their gradients are no plain dense tensors"
+        if gradient.requires_grad:
+            yield "their gradients are part of a graph"
+        if is_shared(gradient):
+            yield "their gradients share memory with other tensors"
+        if is_given(gradient, param):
+            yield "a graph or another library has their gradients"
+        # A gradient that has come back from the disk lies in memory of ours.
+        # defence: gradients on memory of others are used in step()
+        if known_of(gradient) is None and is_of_others(gradient):
+            yield "their gradients lie on memory of another library or process"
 
 
-def _why_not_used(gradient: Tensor, param: Tensor) -> str | None:
-    """Return why the thread of the updates must not use a gradient, or ``None``."""
-    if type(gradient) is not Tensor or gradient.layout is not torch.strided:
-        return "their gradients are no plain dense tensors"
-    if gradient.requires_grad:
-        return "their gradients are part of a graph"
-    return who_has_gradient(gradient, param)
-
-
-def _why_no_copy(host: Host, param: Tensor) -> str | None:
+def _against_copy(host: Host, gradient: Tensor, param: Tensor) -> Iterator[str]:
+    """Give reasons against an update of a copy of a weight."""
+    state = host._states.get(param)
     if not param.requires_grad:
-        return "they were frozen in the backward"
+        yield "they were frozen in the backward"
     # Of a weight that may be away all this was asked before.
     if weight_of(param) is None:
         if type(param) not in (Tensor, Parameter) or param.is_inference():
-            return "they are no plain parameters"
+            yield "they are no plain parameters"
         if param.untyped_storage().is_shared():
-            return "they share memory with other processes"
-    reason = _why_other_copy(param)
-    if reason is not None:
-        return reason
-    state = host._states.get(param)
-    if state is not None and not _is_streamed(state, host._disk):
-        return "their state is in memory, because somebody looked at it, or the disk has no room"
-    return None
-
-
-def _why_other_copy(param: Tensor) -> str | None:
-    """Return what a copy of a weight would not have of it, or ``None``."""
+            yield "they share memory with other processes"
     if torch.empty_like(param, device="meta").stride() != param.stride():
-        return "a copy of them has other strides"
+        yield "a copy of them has other strides"
     if param.is_conj() or param.is_neg():
-        return "a copy of them has other bytes, as they are conjugated or negated lazily"
-    if param.grad is not None and param.grad.dtype != param.dtype:
-        return "their gradients have another dtype"
-    return None
+        yield "a copy of them has other bytes, as they are conjugated or negated lazily"
+    if gradient.dtype != param.dtype:
+        yield "their gradients have another dtype"
+    if state is not None and not _is_streamed(state, host._disk):
+        yield "their state is in memory, because somebody looked at it, or the disk has no room"
 
 
 def _is_streamed(state: Any, disk: Disk) -> bool:

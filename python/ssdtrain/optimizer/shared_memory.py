@@ -11,12 +11,12 @@ from torch.nn import Parameter
 
 from ssdtrain.away.classes import is_away
 from ssdtrain.away.known import known_of
-from ssdtrain.machine.torch_internals import holders_of, is_shared, own_shard, plainly
+from ssdtrain.machine.torch_internals import holders_of, own_shard, plainly
 
 __all__ = [
     "is_given",
+    "is_of_others",
     "sharing_memory",
-    "who_has_gradient",
 ]
 
 
@@ -30,20 +30,7 @@ def is_given(gradient: Tensor, param: Tensor | None) -> bool:
     return holders_of(gradient) > (of_a_parameter_count if is_its_own else alone_count)
 
 
-def who_has_gradient(gradient: Tensor, param: Tensor) -> str | None:
-    """Return who may change a gradient while nobody waits for it, or ``None``."""
-    if is_shared(gradient):
-        return "their gradients share memory with other tensors"
-    if is_given(gradient, param):
-        return "a graph or another library has their gradients"
-    # A gradient that has come back from the disk lies in memory of ours.
-    # defence: gradients on memory of others are used in step()
-    if known_of(gradient) is None and _is_of_others(gradient):
-        return "their gradients lie on memory of another library or process"
-    return None
-
-
-def _is_of_others(tensor: Tensor) -> bool:
+def is_of_others(tensor: Tensor) -> bool:
     """Whether a tensor lies on memory that torch has from somebody else, who may use it past torch.
 
     Arrays of numpy, DLPack, mapped files, and memory that several processes share.
