@@ -103,12 +103,16 @@ def test_an_optimizer_that_is_a_dataclass(overlap: str, tmp_path: Path) -> None:
 
 
 class Failing(torch.optim.SGD):
-    """Counts its steps in its groups, and fails at a parameter of some shape."""
+    """Counts its steps in its groups and in itself, and fails at a parameter of some shape."""
+
+    calls = 0
+    fails = True
 
     def step(self, closure: Any = None) -> Any:
+        self.calls += 1
         for group in self.param_groups:
             group["count"] = group.get("count", 0) + 1
-            if any(param.shape == (WIDTH, WIDTH) for param in group["params"]):
+            if self.fails and any(param.shape == (WIDTH, WIDTH) for param in group["params"]):
                 raise ValueError("a mistake of the user")
         return super().step(closure)
 
@@ -119,9 +123,14 @@ def test_what_a_failed_step_has_counted(undo: bool, tmp_path: Path) -> None:
     optimizer = Failing(module.parameters(), lr=0.1, momentum=0.9)
     offload_optimizer(optimizer, tmp_path, buffer_bytes="64KiB", undo=undo)
     backward(module, 0)
-    with pytest.raises(ValueError, match="of the user"):
-        optimizer.step()
-    assert optimizer.param_groups[0].get("count", 0) == (0 if undo else 1)
+    for number in range(1, 3):
+        with pytest.raises(ValueError, match="of the user"):
+            optimizer.step()
+        count = 0 if undo else number
+        assert (optimizer.calls, optimizer.param_groups[0].get("count", 0)) == (count, count)
+    optimizer.fails = False
+    optimizer.step()
+    assert (optimizer.calls, optimizer.param_groups[0]["count"]) == (count + 1, count + 1)
 
 
 class Bound(torch.optim.SGD):
