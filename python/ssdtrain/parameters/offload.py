@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -16,9 +17,9 @@ from ssdtrain.config import Size, optional_bytes
 from ssdtrain.errors import ConfigError, NoSpaceError, UnsupportedError
 from ssdtrain.machine.torch_internals import is_in_shards
 from ssdtrain.notices import PROCESS
-from ssdtrain.parameters.birth import Birth, birth_of
 from ssdtrain.parameters.compiled import bring_before_compiled, is_compiled
 from ssdtrain.parameters.hooks import uses_inner_weights, watch_modules
+from ssdtrain.parameters.materialize import InitFn, check_first_values, is_on_meta, materialize
 from ssdtrain.parameters.stats import ParameterStats
 from ssdtrain.parameters.weights import NAME, Weights, weight_of
 from ssdtrain.place import Place, opened
@@ -45,6 +46,7 @@ def offload_parameters(
     max_resident_bytes: Size | None = None,
     max_disk_bytes: Size | None = None,
     verify: bool = False,
+    init_fn: InitFn | None = None,
 ) -> AnyModule:
     """Keep the weights of a model on SSDs, and return the same model.
 
@@ -54,11 +56,11 @@ def offload_parameters(
     only read. The idea is that of ZeRO-Infinity (arXiv 2104.07857) and Fuyou (arXiv 2403.06504).
 
     Args:
-        model: Its plain parameters of 64 KiB and more on the CPU may leave; all others stay. Of one
-            that was built on ``torch.device("meta")`` each module gets its weights by its own
-            ``reset_parameters``, and they leave before those of the next one are made; models of
-            Transformers initialize theirs as in their constructor. Then the parameters are new
-            objects, so make the optimizer afterwards.
+        model: Its plain parameters of 64 KiB and more on the CPU may leave; all others stay. If it
+            was built on ``torch.device("meta")``, each module gets its weights by its own
+            ``reset_parameters``, and they leave before those of the next module are made; a model
+            of Transformers initializes its weights as in its constructor. The parameters are new
+            objects then, so make the optimizer afterwards.
         dir: A local directory, a list of them, a ``TensorStore``, to be kept open meanwhile, or the
             session of a ``with ssdtrain.offload(...)`` block: its files, quota and report, and its
             ``max_resident_bytes``, in which the bound on these weights is reserved. The model may
@@ -72,6 +74,9 @@ def offload_parameters(
             until the new ones are whole. Without it, all that name the same directories share a
             file.
         verify: Checksum each weight before its write and after its read.
+        init_fn: For a model on the meta device: ``model.apply(init_fn)`` is called when all modules
+            have memory, as many constructors end with ``self.apply(self._init_weights)``. It has to
+            give values to tensors that ``reset_parameters`` leaves without.
 
     Returns:
         The same model. ``parameter_stats`` tells its figures; ``parameters_in_memory`` keeps its
@@ -80,7 +85,7 @@ def offload_parameters(
     Raises:
         ConfigError: No module, no weight that could leave, one that is offloaded already, a bound
             that is smaller than the weights of one module or larger than a session has left, a
-            module without bytes that nothing gives first values, or those of its constructor, a
+            tensor on the meta device that nothing gives the first values of its constructor, a
             session that has ended, or options that cannot be used.
         UnsupportedError: All weights are in shards (DTensor), as FSDP2 makes them.
         BudgetError: What else is in memory leaves too little of the session's bound just now; the
@@ -93,7 +98,7 @@ def offload_parameters(
     if not isinstance(model, nn.Module):
         raise ConfigError(f"offload_parameters takes a torch.nn.Module, not {type(model)!r}")
     given = optional_bytes("max_resident_bytes", max_resident_bytes)
-    birth = birth_of(model)
+    check_first_values(model, init_fn)
     leaving, staying_bytes = _divide(model)
     store, share = opened(dir, max_disk_bytes, verify, caller="offload_parameters", name=NAME)
     budget = None if share is None else share.budget
@@ -108,8 +113,8 @@ def offload_parameters(
             if not param.is_meta:
                 weights.add(param, name)
         weights.begin()
-        if birth is not None:
-            _take_born(birth, weights)
+        if is_on_meta(model):
+            materialize(model, init_fn, partial(_take_module, weights))
         # From here on nobody else would tell of a write that fails.
         weights.is_failure_raised = False
     except BaseException as error:
@@ -171,18 +176,12 @@ def parameters_in_memory(model: nn.Module) -> Iterator[None]:
             weight.end_use(user)
 
 
-def _take_born(birth: Birth, weights: Weights) -> None:
-    """Take the weights of a model that has none over, module by module, as they get bytes."""
-    try:
-        for name, module in birth.modules():
-            for key, param in module.named_parameters(prefix=name, recurse=False):
-                if weight_of(param) is None and why_staying(param, Parameter) is None:
-                    weights.add(param, key)
-            weights.begin()
-    except BaseException:
-        # Before others come back: what is new need not.
-        birth.undo()
-        raise
+def _take_module(weights: Weights, name: str, module: nn.Module) -> None:
+    """Take the own weights of a module over, and let others leave for them."""
+    for key, param in module.named_parameters(prefix=name, recurse=False):
+        if weight_of(param) is None and why_staying(param, Parameter) is None:
+            weights.add(param, key)
+    weights.begin()
 
 
 def _bound_of(

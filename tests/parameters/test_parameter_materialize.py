@@ -1,13 +1,13 @@
-"""Models that were built without bytes, whose weights have the bits of the plain construction."""
+"""Models built on the meta device get the first values of the plain construction."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import peft
 import pytest
 import torch
@@ -44,7 +44,7 @@ TWO_SIDED: dict[str, Any] = {
 }
 
 CONFIGS: dict[str, Callable[[], Any]] = {
-    # Its Conv1D draws in its constructor, and its blocks draw weights of theirs anew.
+    # Conv1D draws its weight in its constructor, and the blocks draw some weights again.
     "gpt2": lambda: transformers.GPT2Config(
         vocab_size=TOKENS, n_positions=128, n_embd=HIDDEN, n_layer=2, n_head=4, **no_tokens()
     ),
@@ -58,7 +58,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         rope_parameters={"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4}, **COMMON
     ),
     "qwen2": lambda: transformers.Qwen2Config(**CACHED),
-    # Its experts' weights are parameters of a module that has no method for their first values.
+    # The weights of the experts belong to a module without reset_parameters().
     "mixtral": lambda: transformers.MixtralConfig(num_local_experts=4, **CACHED),
     "gpt_neox": lambda: transformers.GPTNeoXConfig(**COMMON),
     "bloom": lambda: transformers.BloomConfig(
@@ -67,6 +67,14 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "opt": lambda: transformers.OPTConfig(ffn_dim=256, word_embed_proj_dim=HIDDEN, **COMMON),
     "mamba": lambda: transformers.MambaConfig(
         vocab_size=TOKENS, hidden_size=HIDDEN, num_hidden_layers=2, **no_tokens()
+    ),
+    # Draws random numbers of the default dtype; two of its layers share their attention.
+    "zamba2": lambda: transformers.Zamba2Config(
+        n_mamba_heads=8,
+        mamba_headdim=32,
+        mamba_d_state=16,
+        layers_block_type=["mamba", "hybrid", "hybrid"],
+        **{**COMMON, "num_hidden_layers": 3},
     ),
 }
 QUICK = ("gpt2", "bert", "t5", "llama, tied", "mixtral")
@@ -87,8 +95,8 @@ def on_meta(build: Build) -> Any:
         return build()
 
 
-def born(model: nn.Module, directory: Path, bound_bytes: int, **options: Any) -> Tensor:
-    """Give a model its weights, and return what random numbers come next."""
+def materialized(model: nn.Module, directory: Path, bound_bytes: int, **options: Any) -> Tensor:
+    """Offload a model on the meta device, and return the state of the random numbers after it."""
     torch.manual_seed(0)
     ssdtrain.offload_parameters(model, directory, max_resident_bytes=bound_bytes, **options)
     return torch.get_rng_state()
@@ -115,11 +123,16 @@ def ties(model: nn.Module) -> list[list[str]]:
     return list(names.values())
 
 
-def prove_born(build: Build, directory: Path) -> tuple[Any, Any]:
-    """Compare a model that was built without bytes with the plain one; return both."""
+def prove(build: Build, directory: Path, init_fn: Any = None) -> tuple[Any, Any]:
+    """Compare a model that was built on the meta device with the plain one; return both.
+
+    ``init_fn`` is a function of the model and a module.
+    """
     expected, random_state = plain(build)
     model = on_meta(build)
-    assert torch.equal(born(model, directory, quarter(expected)), random_state)
+    options = {"init_fn": None if init_fn is None else partial(init_fn, model)}
+    found = materialized(model, directory, quarter(expected), **options)
+    assert torch.equal(found, random_state)
     assert ties(model) == ties(expected)
     assert list(model.state_dict()) == list(expected.state_dict())
     support.assert_equal_bits(all_tensors(model), all_tensors(expected))
@@ -131,7 +144,7 @@ def prove_born(build: Build, directory: Path) -> tuple[Any, Any]:
 
 @pytest.fixture
 def peaks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return the most bytes of weights between any two modules of a birth."""
+    """Return the most bytes of weights in memory before each module lets others leave."""
     found: list[int] = []
     begin = Weights.begin
 
@@ -149,8 +162,8 @@ def test_a_model_of_transformers(name: str, peaks: list[int], tmp_path: Path) ->
     expected, _ = plain(build)
     bound = quarter(expected)
     model = on_meta(build)
-    born(model, tmp_path, bound)
-    # What is born is above the bound until others have left for it.
+    materialized(model, tmp_path, bound)
+    # The weights of a new module are above the bound until others have left for them.
     assert max(peaks) <= bound + largest_bytes(expected) < total_bytes(expected)
     stats = ssdtrain.parameter_stats(model)
     assert stats.peak_resident_bytes <= bound
@@ -177,16 +190,16 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_it_has_the_bits_of_the_plain_construction(name: str, tmp_path: Path) -> None:
-    prove_born(partial(built, name), tmp_path)
+    prove(partial(built, name), tmp_path)
 
 
-@pytest.mark.parametrize("name", support.shared_out(CONFIGS, quick=["gpt2"]))
+@pytest.mark.parametrize("name", support.shared_out(CONFIGS, quick=["gpt2", "zamba2"]))
 def test_it_has_them_in_bfloat16(name: str, tmp_path: Path) -> None:
     build = partial(built, name, dtype=torch.bfloat16)
     expected, random_state = plain(build)
     model = on_meta(build)
     bound = largest_bytes(expected)
-    assert torch.equal(born(model, tmp_path, bound), random_state)
+    assert torch.equal(materialized(model, tmp_path, bound), random_state)
     support.assert_equal_bits(all_tensors(model), all_tensors(expected))
 
 
@@ -199,11 +212,11 @@ def around_llama() -> nn.Module:
 
 
 def test_a_model_of_transformers_in_another(tmp_path: Path) -> None:
-    prove_born(around_llama, tmp_path)
+    prove(around_llama, tmp_path)
 
 
-def test_what_has_bytes_keeps_them(tmp_path: Path) -> None:
-    """Weights that were loaded before are no new ones, nor what is tied to them."""
+def test_loaded_weights_keep_their_values(tmp_path: Path) -> None:
+    """Weights that were loaded before keep their values, and so do weights tied to them."""
     build = partial(built, "llama, tied")
     model = on_meta(build)
     held = {
@@ -213,7 +226,7 @@ def test_what_has_bytes_keeps_them(tmp_path: Path) -> None:
     }
     model.load_state_dict({name: one.clone() for name, one in held.items()}, False, assign=True)
     model.tie_weights()
-    born(model, tmp_path, quarter(model))
+    materialized(model, tmp_path, quarter(model))
     assert ties(model) == ties(plain(build)[0])
     now = all_tensors(model)
     support.assert_equal_bits({name: now[name] for name in held}, held)
@@ -225,23 +238,34 @@ def test_a_model_that_was_moved_to_meta(tmp_path: Path) -> None:
     expected, random_state = plain(build)
     model = plain(build)[0].to("meta")
     model.tie_weights()
-    assert torch.equal(born(model, tmp_path, quarter(expected)), random_state)
+    assert torch.equal(materialized(model, tmp_path, quarter(expected)), random_state)
     support.assert_equal_bits(all_tensors(model), all_tensors(expected))
 
 
-def test_a_birth_that_fails_leaves_the_model_as_it_was(tmp_path: Path, caplog: Any) -> None:
+def test_a_failure_leaves_the_model_on_the_meta_device(tmp_path: Path, caplog: Any) -> None:
     build = partial(built, "llama, tied")
     expected, random_state = plain(build)
     model = on_meta(build)
     before = dict(model.named_parameters(remove_duplicate=False))
     with pytest.raises(NoSpaceError) as caught:
-        born(model, tmp_path, quarter(expected), max_disk_bytes="300KiB")
+        materialized(model, tmp_path, quarter(expected), max_disk_bytes="300KiB")
     assert "the disk has to hold" in caught.value.__notes__[-1]
     assert "training goes on" not in caplog.text
     after = dict(model.named_parameters(remove_duplicate=False))
     assert all(after[name] is param and param.is_meta for name, param in before.items())
     assert all(buffer.is_meta for buffer in model.buffers())
-    assert torch.equal(born(model, tmp_path, quarter(expected)), random_state)
+    assert torch.equal(materialized(model, tmp_path, quarter(expected)), random_state)
+    support.assert_equal_bits(all_tensors(model), all_tensors(expected))
+
+
+def test_a_model_of_accelerate(tmp_path: Path) -> None:
+    """`init_empty_weights` lets the constructor initialize on the meta device, without effect."""
+    build = partial(built, "llama, tied")
+    expected, random_state = plain(build)
+    with accelerate.init_empty_weights(include_buffers=True):
+        model = build()
+    assert torch.equal(materialized(model, tmp_path, quarter(expected)), random_state)
+    assert ties(model) == ties(expected)
     support.assert_equal_bits(all_tensors(model), all_tensors(expected))
 
 
@@ -249,7 +273,7 @@ def test_a_birth_that_fails_leaves_the_model_as_it_was(tmp_path: Path, caplog: A
 
 
 class Tied(nn.Module):
-    """A model as nanoGPT is written: ties, then gives all modules first values."""
+    """A model as nanoGPT is written: shares a weight, then gives all modules first values."""
 
     def __init__(self, norm: Any = nn.LayerNorm, scaled: bool = False, applied: bool = True):
         super().__init__()
@@ -262,18 +286,69 @@ class Tied(nn.Module):
         if applied:
             self.apply(self._init_weights)
         if scaled:
-            nn.init.normal_(self.down.weight, std=0.01)
+            self.scale()
+
+    def scale(self) -> None:
+        for name, param in self.named_parameters():
+            if name.endswith("down.weight"):
+                nn.init.normal_(param, std=0.01)
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear | nn.Embedding):
-            nn.init.normal_(module.weight, std=0.02)
+            # As minGPT writes it; torch does not count such a change.
+            module.weight.data.normal_(std=0.02)
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
 
 
+def first_values(model: Tied, module: nn.Module) -> None:
+    model._init_weights(module)
+    if module is model:
+        model.scale()
+
+
 def test_a_model_that_applies_first_values_in_its_constructor(tmp_path: Path) -> None:
-    model, _ = prove_born(Tied, tmp_path)
+    model, _ = prove(Tied, tmp_path, Tied._init_weights)
     assert model.embedding.weight is model.head.weight
+
+
+def test_an_init_fn_that_does_all_that_the_constructor_does(tmp_path: Path) -> None:
+    prove(partial(Tied, scaled=True), tmp_path, first_values)
+
+
+def test_an_init_fn_gives_values_to_tensors_that_no_reset_knows(tmp_path: Path) -> None:
+    def init_fn(_: Any, module: nn.Module) -> None:
+        if isinstance(module, Scale):
+            nn.init.ones_(module.weight)
+        if isinstance(module, Masked):
+            module.mask.fill_(1)
+        if isinstance(module, Noted):
+            module.angles = torch.arange(HIDDEN)
+
+    def build() -> nn.Module:
+        return nn.Sequential(
+            *(Masked(kind) for kind in (torch.float32, torch.int64, torch.bool)),
+            *(Scale(HIDDEN), Noted()),
+        )
+
+    model, expected = prove(build, tmp_path, init_fn)
+    assert torch.equal(model[-1].angles, expected[-1].angles)
+
+
+def test_an_init_fn_for_a_model_with_values_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has its values: call model\.apply\(init_fn\)"):
+        ssdtrain.offload_parameters(Tied(), tmp_path, init_fn=nn.Module.requires_grad_)
+
+
+def test_attributes_of_parameters_stay(tmp_path: Path) -> None:
+    """S4 and Mamba mark parameters that weight decay must pass over."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(HIDDEN, HIDDEN) for _ in range(4)))
+        model[1].bias._no_weight_decay = True  # type: ignore[attr-defined]
+        model[2].weight._no_weight_decay = True  # type: ignore[attr-defined]
+    materialized(model, tmp_path, quarter(model))
+    marked = [name for name, one in model.named_parameters() if hasattr(one, "_no_weight_decay")]
+    assert marked == ["1.bias", "2.weight"]
 
 
 class Whole(nn.Module):
@@ -291,22 +366,29 @@ class Whole(nn.Module):
 
 
 def test_a_model_that_resets_the_modules_in_it(tmp_path: Path) -> None:
-    prove_born(Whole, tmp_path)
+    prove(Whole, tmp_path)
 
 
-def test_first_values_that_nobody_applied_are_not(tmp_path: Path, caplog: Any) -> None:
-    class Unapplied(Tied):
-        pass
-
-    build = partial(Unapplied, applied=False)
-    model = on_meta(build)
-    with caplog.at_level(logging.WARNING, "ssdtrain"):
-        born(model, tmp_path, quarter(model))
-    assert "nothing tells that its constructor applied _init_weights" in caplog.text
-    assert torch.equal(model.up.weight, plain(build)[0].up.weight)
+def test_a_reset_of_all_modules_leaves_loaded_weights(tmp_path: Path) -> None:
+    model = on_meta(Whole)
+    loaded = torch.full((2 * HIDDEN, HIDDEN), 3.0)
+    model.load_state_dict({"up.weight": loaded, "up.bias": loaded[:, 0]}, False, assign=True)
+    with pytest.raises(ConfigError, match=r"down\.weight was changed by a constructor"):
+        materialized(model, tmp_path, quarter(model))
+    materialized(model, tmp_path, quarter(model), init_fn=lambda module: None)
+    assert torch.equal(model.up.weight, loaded)
 
 
-# What cannot be born
+def test_layers_that_are_copies_have_the_distribution_of_the_plain_ones(tmp_path: Path) -> None:
+    """The constructor draws one layer and copies it; here each layer draws for itself."""
+    model = on_meta(partial(nn.Transformer, HIDDEN, 4, 1, 1, 200, batch_first=True))
+    materialized(model, tmp_path, 1 << 20)
+    weight = model.encoder.layers[0].linear1.weight
+    of_the_linear, of_the_model = HIDDEN**-0.5, (6 / (HIDDEN + 200)) ** 0.5
+    assert of_the_linear < weight.abs().max() < of_the_model
+
+
+# Models that are refused
 
 
 class Scale(nn.Module):
@@ -341,37 +423,8 @@ class Extended(transformers.LlamaForCausalLM):
         self.temperature = nn.Parameter(torch.tensor(2.0))
 
 
-def adapted() -> nn.Module:
-    options = peft.LoraConfig(r=4, target_modules=["q_proj"])
-    return peft.get_peft_model(built("llama"), options)
-
-
-UNBORN: dict[str, tuple[Build, str]] = {
-    "without a method": (lambda: nn.Sequential(Scale(9), nn.Linear(200, 200)), "weight of .* 0 "),
-    "not in _init_weights": (partial(Tied, Scale), "norm.weight has no bytes, .*_init_weights"),
-    "a buffer": (lambda: nn.Sequential(Masked(torch.float32)), "0.mask has no bytes"),
-    "a buffer of integers": (partial(Masked, torch.int64), "mask has no bytes"),
-    "a buffer of truths": (partial(Masked, torch.bool), "mask has no bytes"),
-    "a lone tensor": (lambda: nn.Sequential(Noted()), r"angles of the module 0 \(Noted\)"),
-    "more in the constructor": (partial(Tied, scaled=True), "down.weight was changed by"),
-    "of Transformers": (Extended, "temperature has no bytes"),
-    "adapters": (adapted, "q_proj.lora_A.default.weight was changed by a constructor"),
-}
-
-
-@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
-@pytest.mark.parametrize("name", UNBORN)
-def test_what_cannot_be_born_is_refused(name: str, tmp_path: Path) -> None:
-    build, message = UNBORN[name]
-    model = on_meta(build)
-    with pytest.raises(ConfigError, match=message):
-        born(model, tmp_path, 1 << 20)
-    assert all(one.is_meta for one in [*model.parameters(), *model.buffers()])
-    assert len(unique(model)) > 0, "the bound has to be of use"
-
-
 class Drawing(nn.Module):
-    """Draws in its constructor what nobody can draw again: how wide it is it does not say."""
+    """A weight that the constructor draws, and no method does."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -391,24 +444,62 @@ class WithDrawing(transformers.LlamaForCausalLM):
             nn.init.zeros_(module.weight)
 
 
-def test_a_constructor_that_draws_is_told_of(tmp_path: Path, caplog: Any) -> None:
-    model = on_meta(WithDrawing)
-    with caplog.at_level(logging.WARNING, "ssdtrain"):
-        born(model, tmp_path, quarter(model))
-    assert "Drawing draws its weights in its constructor" in caplog.text
-    assert not model.drawing.weight.any()
+def adapted() -> nn.Module:
+    options = peft.LoraConfig(r=4, target_modules=["q_proj"])
+    return peft.get_peft_model(built("llama"), options)
 
 
-def test_an_optimizer_that_was_made_before_is_refused(tmp_path: Path) -> None:
+REFUSED: dict[str, tuple[Build, str]] = {
+    "without a method": (lambda: nn.Sequential(Scale(9), nn.Linear(200, 200)), "for 0.weight: "),
+    "shared": (partial(Tied, applied=False), "head.weight is also embedding.weight, .* init_fn"),
+    "a buffer": (lambda: nn.Sequential(Masked(torch.float32)), "for 0.mask: .* init_fn"),
+    "a buffer of integers": (partial(Masked, torch.int64), "for mask: "),
+    "a buffer of truths": (partial(Masked, torch.bool), "for mask: "),
+    "a lone tensor": (lambda: nn.Sequential(Noted()), "for 0.angles: "),
+    "of Transformers": (Extended, "for temperature: "),
+    "drawn in a constructor": (WithDrawing, "drawing.weight was changed by a constructor"),
+    "adapters": (adapted, "q_proj.lora_A.default.weight was changed by .* add adapters after"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_model_without_its_first_values_is_refused(name: str, tmp_path: Path) -> None:
+    build, message = REFUSED[name]
+    model = on_meta(build)
+    with pytest.raises(ConfigError, match=message):
+        materialized(model, tmp_path, 1 << 20)
+    assert all(one.is_meta for one in [*model.parameters(), *model.buffers()])
+    assert len(unique(model)) > 0, "the bound has to be of use"
+
+
+def test_a_value_that_the_init_fn_forgets_is_named(tmp_path: Path) -> None:
+    model = on_meta(partial(Tied, Scale))
+    with pytest.raises(ConfigError, match=r"for norm\.weight: "):
+        materialized(model, tmp_path, 1 << 20, init_fn=model._init_weights)
+    assert all(one.is_meta for one in model.parameters())
+
+
+def test_a_constructor_that_writes_more_is_refused(tmp_path: Path) -> None:
+    class Zeroed(nn.Sequential):
+        def __init__(self) -> None:
+            super().__init__(nn.Linear(HIDDEN, 2 * HIDDEN), nn.Linear(2 * HIDDEN, HIDDEN))
+            nn.init.zeros_(self[1].weight)
+
+    model = on_meta(Zeroed)
+    with pytest.raises(ConfigError, match=r"1\.weight was changed by a constructor .* init_fn"):
+        materialized(model, tmp_path, 1 << 20)
+    assert all(one.is_meta for one in model.parameters())
+
+
+def test_an_optimizer_that_was_made_before_raises(tmp_path: Path) -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
-    optimizer = torch.optim.AdamW(model.parameters())
-    optimizer.known_to_itself = optimizer  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError, match="an optimizer \\(AdamW\\) has parameters of this model"):
-        ssdtrain.offload_parameters(model, tmp_path, max_resident_bytes="300KiB")
-    assert all(param.is_meta for param in model.parameters())
-    del optimizer
+    early = torch.optim.AdamW(model.parameters())
     ssdtrain.offload_parameters(model, tmp_path, max_resident_bytes="300KiB")
+    for use in (early.zero_grad, early.step):
+        with pytest.raises(ConfigError, match="make the optimizer after that call"):
+            use()
     optimizer = torch.optim.AdamW(model.parameters())
     before = model[0].weight.detach().clone()
     model(torch.randn(8, 256)).square().mean().backward()
