@@ -7,12 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ssdtrain._core import Tally
-from ssdtrain.activations.seen import Seen
-from ssdtrain.activations.watch import INNER_BLOCK, Observed
 from ssdtrain.planning.policy import RATE_GUESS, Rates
+from ssdtrain.seen import Seen
 from ssdtrain.sizes import shown_bytes, shown_count
 
-__all__ = ["Evidence", "Gain", "PlannedRound", "Reason", "reason_of"]
+__all__ = ["INNER_BLOCK", "Evidence", "Gain", "Observed", "PlannedRound", "Reason", "reason_of"]
 
 LITTLE_SHARE_MAX = 0.1
 """A session that offloaded a smaller share of its saved bytes did not lower the peak visibly."""
@@ -30,6 +29,8 @@ SEEN_SHARE_LITTLE = 0.02
 """The same of a smaller share of the memory of the process, or of GPUs."""
 LOST_SHARE_LITTLE = 0.01
 """The report gives no advice about a loss of a smaller share of the time in the block."""
+INNER_BLOCK = "an inner block of ssdtrain"
+"""The name of hooks on top that are those of another block."""
 NO_BACKWARD = "the block ended before a backward used what was saved"
 ONE_NODE = (
     "one node of the graph saves nearly all at once, so nothing of it can be gone before it is "
@@ -51,6 +52,25 @@ class PlannedRound:
     """The rates that the plan was made with."""
     caution: float
     """The share of these rates that the plan counts on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observed:
+    """Counts from the beginning of a block to its end, of which the hooks see nothing."""
+
+    node_count: int
+    """Nodes of autograd's graph that the thread made."""
+    backward_count: int
+    """Backwards of all threads of the process."""
+    fork_count: int
+    has_reached_children: bool
+    """Whether Python started child processes, in which the block goes on by itself."""
+    child_s: float
+    """What child processes that have ended computed."""
+    process_s: float
+    """What this process computed, in all threads."""
+    others: str | None
+    """Whose hooks were seen on top of ours."""
 
 
 @dataclass(frozen=True, kw_only=True)

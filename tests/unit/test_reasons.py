@@ -25,10 +25,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import offload_
 import ssdtrain
 from disks import MIB
 from ssdtrain._core import Account
-from ssdtrain.activations.seen import Seen
-from ssdtrain.activations.watch import Observed
 from ssdtrain.planning.policy import RATE_GUESS, Copies, Policy, Rates
-from ssdtrain.reasons import Evidence, PlannedRound, reason_of
+from ssdtrain.reasons import Evidence, Observed, PlannedRound, reason_of
+from ssdtrain.seen import Seen
 from ssdtrain.session_log import log
 from support import Rig, chain, shared_out
 

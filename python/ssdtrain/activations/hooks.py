@@ -35,8 +35,6 @@ from ssdtrain.activations.eligibility import RULES
 from ssdtrain.activations.names import describe
 from ssdtrain.activations.prefetch import Prefetcher
 from ssdtrain.activations.saved_tensor import check_version, exclude, give_back
-from ssdtrain.activations.seen import Seen
-from ssdtrain.activations.watch import Observed
 from ssdtrain.activations.writeback import Writeback
 from ssdtrain.errors import ClosedError, SsdtrainError
 from ssdtrain.geometry import TORCH
@@ -46,8 +44,9 @@ from ssdtrain.planning.policy import Policy
 from ssdtrain.planning.recompute import Choices
 from ssdtrain.planning.recording import trace_of
 from ssdtrain.planning.trace import Trace
-from ssdtrain.reasons import Evidence, reason_of
+from ssdtrain.reasons import Evidence, Observed, reason_of
 from ssdtrain.residency import Refused, Residency
+from ssdtrain.seen import Seen
 from ssdtrain.sharing import Budget, Figures
 from ssdtrain.sizes import shown_bytes
 from ssdtrain.stalls import Stalls

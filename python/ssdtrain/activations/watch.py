@@ -13,19 +13,17 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from ssdtrain._core import HookPair
 from ssdtrain.activations.failed_backward import Probe, probe_backward
 from ssdtrain.machine.torch_internals import sequence_number, top_hooks
+from ssdtrain.reasons import INNER_BLOCK, Observed
 
-__all__ = ["INNER_BLOCK", "Observed", "Watch", "note_reached_child"]
+__all__ = ["Watch", "note_reached_child"]
 
 OUR_OTHERS = ("ssdtrain.parameters.", "ssdtrain.activations.fingerprints.")
 """Where hooks of ours are made that hand on what they are given."""
-INNER_BLOCK = "an inner block of ssdtrain"
-"""Whose hooks they are, if they are our own."""
 
 
 class Forks:
@@ -50,25 +48,6 @@ def _note_fork() -> None:
 
 
 os.register_at_fork(after_in_parent=_note_fork)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Observed:
-    """Counts from the beginning of a block to its end."""
-
-    node_count: int
-    """Nodes of autograd's graph that the thread made."""
-    backward_count: int
-    """Backwards of all threads of the process."""
-    fork_count: int
-    has_reached_children: bool
-    """Whether Python started child processes, in which the block goes on by itself."""
-    child_s: float
-    """What child processes that have ended computed."""
-    process_s: float
-    """What this process computed, in all threads."""
-    others: str | None
-    """Whose hooks were seen on top of ours."""
 
 
 class Watch:

@@ -16,13 +16,13 @@ from ssdtrain._core import Handle, Kept, Record, Records, Timeline
 from ssdtrain.activations.failed_backward import drop_failed_backwards
 from ssdtrain.activations.lender import Lender
 from ssdtrain.activations.names import saving
-from ssdtrain.activations.seen import Seen, kept_parts
 from ssdtrain.errors import DiskBoundError, SsdtrainError, UnsupportedError
 from ssdtrain.machine.process_memory import release_free_memory
 from ssdtrain.machine.torch_internals import count_users, sequence_number
 from ssdtrain.notices import Notices
 from ssdtrain.planning.policy import Policy
 from ssdtrain.residency import Refused, Residency
+from ssdtrain.seen import Seen, kept_parts
 from ssdtrain.shortage import Held
 from ssdtrain.sizes import shown_count
 from ssdtrain.transfer.host import HostTransfer

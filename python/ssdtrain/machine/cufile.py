@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ssdtrain import _core
+from ssdtrain._core import __file__ as core_file
 
 __all__ = ["Trial", "direct_bytes", "find_library", "keep_log_away", "try_out"]
 
@@ -76,7 +76,7 @@ def try_out(directory: str, gpu: int, *, allows_compat: bool = False) -> Trial:
     if not sys.executable:
         return Trial(works=False, told="there is no interpreter for a child process that tries it")
     directory = os.path.abspath(directory)
-    words = [sys.executable, "-I", "-S", "-c", CHILD, _core.__file__, str(2 * TIMEOUT_S)]
+    words = [sys.executable, "-I", "-S", "-c", CHILD, core_file, str(2 * TIMEOUT_S)]
     words += [library or "", directory, str(gpu), str(allows_compat)]
     mode = {"CUFILE_ALLOW_COMPAT_MODE": "true" if allows_compat else "false"}
     keep_log_away()
