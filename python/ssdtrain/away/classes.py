@@ -1,4 +1,4 @@
-"""The classes that tensors have while their bytes are not in memory."""
+"""Classes of tensors whose bytes are not in memory."""
 
 from __future__ import annotations
 
@@ -39,28 +39,28 @@ WITHOUT_BYTES = (
         )
     }
 )
-"""What a tensor can answer without its bytes."""
+"""Functions of torch that need no bytes of the tensor."""
 
-ONE_BY_ONE = {
+FOREACH = {
     getattr(torch, name)
     for name in (
         *("_foreach_norm", "_foreach_mul_", "_foreach_zero_"),
         "_amp_foreach_non_finite_check_and_unscale_",
     )
 }
-"""Functions of a list of tensors that do the same to each of them, also in the CPU's kernels."""
+"""Functions that treat each tensor of a list alone, also in the CPU's kernels."""
 
 CALLS_MAX = 8
-"""More functions of torch that ask within each other are one that asks for ever."""
+"""Recursion limit of nested looks."""
 
 
 class AwayTensor(Watched):
     """A tensor whose bytes are on the disk."""
 
     plain: ClassVar[type[Tensor]]
-    """The class that it has with its bytes."""
+    """The class of the tensor when it has its bytes."""
     not_in_python: ClassVar[str]
-    """What is said to who asks for the bytes past Python."""
+    """The error for code that asks for the bytes past Python."""
 
     @classmethod
     def _is_let_through(cls, func: object, types: Iterable[type]) -> bool:  # noqa: ARG003
@@ -68,8 +68,8 @@ class AwayTensor(Watched):
 
     @classmethod
     def _look_everywhere(cls) -> None:
-        # Mostly another thread has brought it since torch looked at the class. If it has not, the
-        # function of torch comes here again and again, with it in a container of its own.
+        # Mostly another thread has brought the tensor since torch looked at the class. Otherwise
+        # the function has the tensor in a container of its own, and torch asks here for ever.
         code = Watched.__torch_function__.__code__
         calls, frame = 0, sys._getframe(1)  # noqa: SLF001 - the public way lists them all
         while (caller := frame.f_back) is not None:
@@ -106,30 +106,30 @@ class AwayGradient(AwayTensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Look at gradients as at all that may be away; at those of a long list one by one."""
+        """Look at gradients; at the gradients of a long list in turn."""
         others = (*args[1:], *(kwargs or {}).values())
-        # Of several lists each tensor of one belongs to one of the other.
-        is_one_list = args and not any(isinstance(one, list | tuple) for one in others)
-        if func not in ONE_BY_ONE or not is_one_list or len(args[0]) == 1:
+        # The tensors of two lists belong together in pairs.
+        is_one_list = args and not any(isinstance(other, list | tuple) for other in others)
+        if func not in FOREACH or not is_one_list or len(args[0]) == 1:
             return super().__torch_function__(func, types, args, kwargs)
-        # What unscales and clips has all gradients in a list: together they exceed the bound.
-        results = [func([one], *args[1:], **(kwargs or {})) for one in args[0]]
-        return tuple(one for found in results for one in found or ()) or None
+        # Clipping passes all gradients in a list, which together exceed the bound.
+        results = [func([gradient], *args[1:], **(kwargs or {})) for gradient in args[0]]
+        return tuple(result for found in results for result in found or ()) or None
 
 
 def is_away(tensor: Tensor) -> bool:
-    """Whether the bytes of a tensor are not in memory, or not where it lies."""
+    """Return whether a tensor has a class of a tensor without its bytes."""
     return isinstance(tensor, AwayTensor)
 
 
 def plain_storage(tensor: Tensor) -> UntypedStorage:
-    """Return the storage of a tensor that is away, which mostly has no bytes."""
+    """Return the storage of a tensor that is away, without a look."""
     storage: UntypedStorage = as_plain_tensors(Tensor.untyped_storage, (), (tensor,), {})
     return storage
 
 
 def husk_of(tensor: Tensor, kind: type[AwayTensor]) -> Tensor:
-    """Return a tensor of the same form that has no bytes, and says so to whoever asks for them."""
+    """Return a tensor of the same form without bytes, which raises in C++ if it is read."""
     with plainly():
         husk = torch.empty_strided(
             tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
@@ -141,7 +141,7 @@ def husk_of(tensor: Tensor, kind: type[AwayTensor]) -> Tensor:
 
 
 def attach(tensor: Tensor, memory: Tensor, kind: type[AwayTensor]) -> None:
-    """Give a tensor that is away its bytes, and let everybody use it again."""
-    # The bytes first: another thread that sees the plain class uses them without asking.
+    """Give a tensor that is away its bytes and its plain class."""
+    # The bytes first: another thread that sees the plain class reads them at once.
     as_plain_tensors(Tensor.data.__set__, (), (tensor, memory), {})  # type: ignore[attr-defined]
     tensor.__class__ = kind.plain

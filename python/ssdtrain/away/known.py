@@ -1,4 +1,4 @@
-"""Which tensors may be away, of all owners."""
+"""A table of all tensors of the process that may be away."""
 
 from __future__ import annotations
 
@@ -14,33 +14,32 @@ from ssdtrain.watched import User
 __all__ = ["KNOWN", "in_use", "known_of"]
 
 KNOWN: dict[int, tuple[weakref.ref[Tensor], OffloadedTensor]] = {}
-"""By the number of the tensor: those of all owners. An entry goes with its tensor."""
+"""By the id of a tensor. An entry ends with its tensor."""
 
 
 def known_of(tensor: Tensor) -> OffloadedTensor | None:
-    """Return what is known of a tensor, if it may be away."""
-    entry = KNOWN.get(id(tensor))
-    if entry is None:
+    """Return the entry of a tensor that may be away, or ``None``."""
+    reference, entry = KNOWN.get(id(tensor), (None, None))
+    if reference is None or entry is None:
         return None
-    there, one = entry
-    if there() is tensor:
-        return one
-    # Of a tensor that is gone: an interrupt kept it from being forgotten.
+    if reference() is tensor:
+        return entry
+    # The tensor of this entry is gone, and an interrupt has kept the entry from being forgotten.
     KNOWN.pop(id(tensor), None)
-    one.forget()
+    entry.forget()
     return None
 
 
 @contextmanager
 def in_use(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Have tensors in memory while a block runs, on a thread that says what it uses."""
+    """Have tensors in memory while a block runs on one of our own threads."""
     user = User()
-    found = [one for tensor in tensors if (one := known_of(tensor)) is not None]
+    found = [entry for tensor in tensors if (entry := known_of(tensor)) is not None]
     try:
-        for one in found:
-            one.note_user(user)
-            one.owner.bring(one)
+        for entry in found:
+            entry.note_user(user)
+            entry.owner.bring(entry)
         yield
     finally:
-        for one in found:
-            one.end_use(user)
+        for entry in found:
+            entry.end_use(user)

@@ -26,7 +26,7 @@ from ssdtrain.watched import HOLDER, Watcher
 __all__ = ["HELD", "MIN_BYTES", "OffloadedTensor", "Owner", "storage_key", "why_staying"]
 
 MIN_BYTES = 64 << 10
-"""Smaller tensors (biases, norms) stay in memory: to bring one costs more than it frees."""
+"""Smaller tensors (biases, norms) stay in memory: a read costs more than their memory is worth."""
 
 IN_USE = "{} in use at once"
 LEFT_ALONE = (
@@ -42,7 +42,7 @@ BESIDE_A_THREAD = "{} that another thread, which is busy, may be using"
 
 @cache
 def leaving_of(kind: type[AwayTensor]) -> Leaving:
-    """Return what takes the bytes out of tensors of one kind."""
+    """Return the compiled object that takes the bytes out of tensors of a kind."""
     with plainly():
         # As `Parameter` does it: `as_subclass` would make a view, whose base has the storage too.
         alone = Tensor._make_subclass(kind.plain, torch.zeros(1, device="cpu"))  # noqa: SLF001
@@ -63,7 +63,10 @@ def leaving_of(kind: type[AwayTensor]) -> Leaving:
 
 
 def why_staying(tensor: Tensor, plain: type[Tensor]) -> str | None:
-    """Return why the bytes of a tensor that should be of a class cannot leave, or ``None``."""
+    """Return why the bytes of a tensor cannot leave memory, or ``None``.
+
+    ``plain`` is the class that such a tensor has to have.
+    """
     if type(tensor) is not plain or tensor.is_inference():
         return f"of the class {type(tensor).__name__}"
     if not tensor.is_cpu or tensor.layout is not torch.strided:
@@ -79,103 +82,105 @@ def why_staying(tensor: Tensor, plain: type[Tensor]) -> str | None:
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Return what tells the storage of a tensor from all others that are alive."""
+    """Return a number that no other living storage has."""
     storage = plain_storage(tensor) if is_away(tensor) else tensor.untyped_storage()
     address: int = storage._cdata  # noqa: SLF001 - its address in C++
     return address
 
 
 class Owner(Protocol):
-    """What such a tensor asks of all those under the same bound."""
+    """The object that keeps the tensors of a bound; see `OffloadedTensors`."""
 
     max_resident_bytes: int
 
     @property
     def kept_bytes_max(self) -> int:
-        """So many bytes may wait in memory for updates in backward."""
+        """The most bytes that may wait in memory for updates in backward."""
 
-    def look(self, one: OffloadedTensor) -> None:
-        """Bring one back."""
+    def look(self, entry: OffloadedTensor) -> None:
+        """Bring a tensor back."""
 
-    def begin_look(self, one: OffloadedTensor, user: object, *, in_training: bool) -> Tensor | None:
-        """Bring one back for a function, or return a copy of it."""
+    def begin_look(
+        self, entry: OffloadedTensor, user: object, *, in_training: bool
+    ) -> Tensor | None:
+        """Bring a tensor back for a function, or return a copy of it."""
 
-    def end_look(self, one: OffloadedTensor, user: object, *, stays: bool) -> None:
-        """Let one leave again that a function has used."""
+    def end_look(self, entry: OffloadedTensor, user: object, *, stays: bool) -> None:
+        """Let a tensor leave again that a function has used."""
 
-    def begin_use(self, some: Iterable[OffloadedTensor], user: object) -> None:
-        """Bring several back, and have them stay."""
+    def begin_use(self, entries: Iterable[OffloadedTensor], user: object) -> None:
+        """Bring tensors back, and have them stay until ``end_use``."""
 
-    def bring(self, one: OffloadedTensor) -> None:
-        """Bring one back that is in use, and expect no more of it."""
+    def bring(self, entry: OffloadedTensor) -> None:
+        """Bring a tensor back without a note in the order of uses."""
 
-    def note_use(self, one: OffloadedTensor) -> None:
-        """Note that one, which is in memory, was used."""
+    def note_use(self, entry: OffloadedTensor) -> None:
+        """Note that a tensor in memory was used."""
 
-    def forget(self, one: OffloadedTensor) -> None:
-        """Forget one whose tensor is gone."""
+    def forget(self, entry: OffloadedTensor) -> None:
+        """Forget an entry whose tensor is gone."""
 
 
 class OffloadedTensor(Watcher):
-    """A tensor, and where its bytes are. All of it is used under the lock of its owner.
+    """The entry of a tensor that may be away. It is used under the lock of its owner.
 
     Either the tensor has its own class and its bytes, or it is away. Then ``source`` has the bytes
-    as long as they are in memory still; without it ``stored`` has them.
+    while they are still in memory, and afterwards ``stored`` has them.
     """
 
     kind: ClassVar[type[AwayTensor]]
     """The class of such a tensor while it is away."""
     noun: ClassVar[str]
-    """What messages call it."""
+    """The noun for such a tensor in messages."""
 
-    def __init__(self, owner: Owner, tensor: Tensor, name: str, place: int) -> None:
+    def __init__(self, owner: Owner, tensor: Tensor, name: str, use_key: int) -> None:
         self.owner = owner
         self._tensor = weakref.ref(tensor)
         self._name = name
-        self.place = place
-        """What it is in the order of uses: the same number in each step."""
+        self.use_key = use_key
+        """The key in the order of uses, which is the same in each step."""
         self.husk = husk_of(tensor, self.kind)
         self.nbytes = tensor.nbytes
         self.source: Tensor | None = None
         self.stored: StoredTensor[Tensor] | None = None
-        """Where the disk has bytes of it, of this moment or an earlier one."""
+        """The bytes on the disk, which may be older than those in memory."""
         self.sum: int | None = None
-        """The checksum of what the disk has; ``None`` where it is not known to have it in whole."""
+        """The checksum of ``stored``; ``None`` if a write of it may be incomplete."""
         self.written_sum: int | None = None
-        """That of what is being written."""
+        """The checksum of the bytes that are being written."""
         self.pending: PendingRead[Tensor] | None = None
         """A read that has begun."""
         self.users = set[weakref.ref[object]]()
-        """Who needs it in memory: modules in their forward, functions, and blocks of the user. An
-        interrupt may keep one from saying that it has ended, but not from going."""
+        """Objects that need the tensor in memory: for a forward of a module, a function, a block of
+        the program. If an interrupt keeps a user from ``end_use``, its death ends the use."""
         self.stays = False
-        """Whether it stays in memory, because the disk did not take it."""
+        """Whether the tensor stays in memory, because its write has failed."""
         self._leaving = leaving_of(self.kind)
         self._memory = _identity_of(tensor)
-        """The memory that the tensor was given last, by us or, as far as we know, by others."""
+        """The memory that the tensor was last known to have."""
         self.times_replaced = 0
-        """How often others gave it memory."""
+        """How often the program gave the tensor other memory."""
         self.has_foreign_memory = False
-        """Whether it lies on such memory, at which nobody has looked yet."""
+        """Whether the tensor has such memory, and ``may_leave`` has not yet checked it."""
 
     @property
     def name(self) -> str:
-        """What messages call this one."""
+        """The name of this tensor in messages."""
         return self._name
 
     @property
     def tensor(self) -> Tensor | None:
-        """The tensor, as long as somebody has it."""
+        """The tensor, or ``None`` if it is gone."""
         return self._tensor()
 
     def is_in_memory(self) -> bool:
-        """Whether it takes memory: attached, being written, or being read."""
+        """Return whether it takes memory: attached, being written, or being read."""
         if self.source is not None or self.pending is not None:
             return True
         return self.is_attached()
 
     def is_attached(self) -> bool:
-        """Whether the tensor has its bytes."""
+        """Return whether the tensor has its bytes."""
         tensor = self.tensor
         return tensor is not None and not is_away(tensor)
 
@@ -194,11 +199,11 @@ class OffloadedTensor(Watcher):
         return self.owner.begin_look(self, user, in_training=in_training)
 
     def end_look(self, user: object, *, stays: bool) -> None:
-        """Let the bytes go again, unless somebody may have kept their address."""
+        """Let the bytes go again, unless the function gave their address out (``stays``)."""
         self.owner.end_look(self, user, stays=stays)
 
     def note_user(self, user: object) -> None:
-        """Have the bytes stay until ``end_use``, or until nobody has the user any more."""
+        """Have the bytes stay until ``end_use``, or until the user is gone."""
         self.users.add(weakref.ref(user, self.users.discard))
 
     def end_use(self, user: object) -> None:
@@ -210,7 +215,7 @@ class OffloadedTensor(Watcher):
         self.owner.forget(self)
 
     def note_memory(self) -> None:
-        """Note whether somebody gave the tensor other memory (``tensor.data = ...``)."""
+        """Note that the program gave the tensor other memory (``tensor.data = ...``), if it did."""
         tensor = self.tensor
         if tensor is None or is_away(tensor) or self._memory.cdata == storage_key(tensor):
             return
@@ -219,16 +224,16 @@ class OffloadedTensor(Watcher):
         self.has_foreign_memory = True
 
     def may_leave(self) -> bool:
-        """Whether the tensor still is one whose bytes can leave; takes over what it is now."""
+        """Return whether the bytes can leave; take over a new form or new memory of the tensor."""
         tensor = self.tensor
         assert tensor is not None
         self.note_memory()
         if self.has_foreign_memory or not self._has_form_of(tensor):
             why = why_staying(tensor, self.kind.plain)
-            # Of memory of a file, of numpy or of another library torch cannot tell who has it.
-            is_whose = self.has_foreign_memory and not tensor.untyped_storage().resizable()
+            # torch does not know the users of memory of a file, of numpy or of another library.
+            is_of_others = self.has_foreign_memory and not tensor.untyped_storage().resizable()
             # defence: weights on memory of others stay
-            if why is not None or is_whose:
+            if why is not None or is_of_others:
                 return False
             self.has_foreign_memory = False
             self._take_form()
@@ -236,7 +241,7 @@ class OffloadedTensor(Watcher):
         return not tensor.untyped_storage().is_shared()
 
     def _has_form_of(self, tensor: Tensor) -> bool:
-        """Whether a tensor still lies on its memory as it did (``tensor.t_()``)."""
+        """Return whether a tensor still has its shape, strides and dtype (``tensor.t_()``)."""
         form = self.husk
         return (
             tensor.shape == form.shape
@@ -247,7 +252,7 @@ class OffloadedTensor(Watcher):
         )
 
     def _take_form(self) -> None:
-        """Forget what the disk has, which is of another form than the tensor is now."""
+        """Take over the form of the tensor, and forget the bytes on the disk, which differ."""
         tensor = self.tensor
         assert tensor is not None
         self.husk = husk_of(tensor, self.kind)
@@ -255,9 +260,9 @@ class OffloadedTensor(Watcher):
         self.stored = self.sum = None
 
     def leave(self, *, shared: bool = False) -> bool:
-        """Take the bytes out of the tensor, unless others may be using them, or have them.
+        """Take the bytes out of the tensor, unless others use or have them.
 
-        ``shared``: others may have them, as long as ``source`` does.
+        With ``shared`` others may have them, because ``source`` keeps the memory.
         """
         tensor = self.tensor
         assert tensor is not None
@@ -268,16 +273,16 @@ class OffloadedTensor(Watcher):
         return self.source is not None and is_shared(self.source)
 
     def why_in_memory(self, *, in_look: bool) -> str:
-        """Return why a tensor does not leave now; it has a place for a size."""
+        """Return why the tensor does not leave now; ``{}`` stands for a size."""
         if self.users:
             return IN_USE
         if self.is_held():
             return HELD
-        # Nothing else forbids it.
+        # No other cause is left.
         return LEFT_ALONE if in_look else BESIDE_A_THREAD
 
     def is_held(self) -> bool:
-        """Whether others have the memory of this tensor, which has its bytes."""
+        """Return whether others have the memory of this tensor, which has its bytes."""
         tensor = self.tensor
         assert tensor is not None
         return not self.may_leave() or is_shared(tensor)
@@ -285,14 +290,15 @@ class OffloadedTensor(Watcher):
     def copy(self, store: TensorStore) -> Tensor:
         """Return a copy of the tensor, wherever its bytes are, and change nothing.
 
-        For whoever comes between two lines of what moves it: each of them leaves it whole.
+        A signal handler may look at a tensor between two lines that move it; each line leaves the
+        bytes in one place.
         """
         tensor = self.tensor
         assert tensor is not None, "it is looked at"
         memory: Tensor | None = self.source
         with plainly():
             if storage_key(tensor) != storage_key(self.husk):
-                # It is about to get its class back.
+                # It has its memory again, and not yet its class.
                 memory = as_plain_tensors(Tensor.detach, (), (tensor,), {})
             if memory is None:
                 assert self.stored is not None, "what is not in memory is on the disk"
@@ -302,13 +308,13 @@ class OffloadedTensor(Watcher):
             return Tensor._make_subclass(self.kind.plain, memory, tensor.requires_grad)  # noqa: SLF001
 
     def checksum(self) -> int:
-        """Return that of the bytes, which have left the tensor and are in memory still."""
+        """Return the checksum of ``source``."""
         assert self.source is not None
         return checksum_of(self.source)
 
     def return_to(self, tensor: Tensor, memory: Tensor) -> None:
         """Give the tensor its bytes."""
-        # First: memory that an interrupt left unknown would be taken for that of others.
+        # First: after an interrupt, unknown memory would be taken for memory of the program.
         self._memory = _identity_of(memory)
         attach(tensor, memory, self.kind)
         self.source = self.pending = None
@@ -316,5 +322,5 @@ class OffloadedTensor(Watcher):
 
 
 def _identity_of(tensor: Tensor) -> StorageWeakRef:
-    """Return what tells the memory of a tensor; its address is nobody else's meanwhile."""
+    """Return a reference that keeps the address of a storage from being used again."""
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Beside which threads a tensor may leave: those of which is known that none is using it."""
+"""Lists the threads and the code beside which a tensor may leave memory."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ __all__ = [
 F = TypeVar("F", bound=Callable[..., object])
 
 KNOWN_THREADS = set[int]()
-"""The numbers of our own threads, which use such tensors only where they say so (`in_use`)."""
+"""The ids of our own threads, which use such tensors only inside `in_use`."""
 
 WAITING = set[CodeType]()
-"""The code in which threads wait, begin and end: from it no function of torch is called. A thread
-in any other code may be inside of one, with such a tensor among its arguments."""
+"""Code in which threads wait, begin and end, and which calls no function of torch. A thread in any
+other code may be inside a function of torch that has such a tensor as an argument."""
 
 
 def uses_no_tensor(function: F) -> F:
-    """Let tensors leave beside a thread that is in this function, and in none that it calls."""
+    """Let tensors leave beside a thread in this function, but not in a function it calls."""
     WAITING.add(function.__code__)
     return function
 
 
 def is_held_here(lock: threading.RLock) -> bool:
-    """Return whether this thread holds a lock: a signal handler runs between two of our lines."""
+    """Return whether this thread holds a lock, so that a signal handler interrupts our code."""
     return lock._is_owned()  # type: ignore[attr-defined,no-any-return]  # noqa: SLF001 - as threading.Condition asks
 
 
 def refuse_handlers(lock: threading.RLock) -> None:
-    """Raise ``UnsupportedError`` if a signal handler, say, runs between two lines that hold a lock.
+    """Raise ``UnsupportedError`` if a signal handler runs between two lines that hold a lock.
 
-    It may look at a tensor there, and gets a copy; a model cannot be given one.
+    A look at a tensor there gets a copy, but a model cannot be given a copy.
     """
     if is_held_here(lock):
         raise UnsupportedError(
@@ -59,15 +59,15 @@ class KnownThread(threading.Thread):
     """A thread of ours, beside which tensors leave from its start to its end."""
 
     def __init__(self, work: Callable[[], None], name: str) -> None:
-        """Make a thread that will do ``work``, which is written in Python."""
+        """Make a thread that will call ``work``, a function written in Python."""
         super().__init__(name=name)
         self._work: Callable[[], None] | None = work
 
     @uses_no_tensor
     def begins(self) -> bool:
-        """Start; ``False`` if no thread can, so that the caller has to do the work.
+        """Start, or return ``False`` if no thread can start, so that the caller does the work.
 
-        From Python 3.12 on none can while the interpreter ends, as in a function of ``atexit``.
+        From Python 3.12 on no thread can start while the interpreter ends, as in ``atexit``.
         """
         try:
             self.start()
@@ -91,7 +91,7 @@ class KnownThread(threading.Thread):
             assert work is not None, "a thread runs once"
             work()
         finally:
-            # The next thread may have the same number.
+            # The next thread may get the same id.
             KNOWN_THREADS.discard(number)
 
 
@@ -103,7 +103,7 @@ for _waits in (
 ):
     uses_no_tensor(_waits)
 
-# How threads begin and end; not `run`, which calls what the user gave.
+# Code in which threads begin and end; not `run`, which calls a function of the user.
 for _begins in (
     *(threading.Thread.start, threading.Event.set),
     *(threading.Condition.notify_all, threading.Condition.notify),
@@ -111,7 +111,7 @@ for _begins in (
 ):
     uses_no_tensor(_begins)
 
-# The same in private functions, which differ from one Python to the next.
+# The same in private functions, which differ between versions of Python.
 for _name in (
     *("_bootstrap", "_bootstrap_inner", "_set_ident", "_set_tstate_lock", "_set_native_id"),
     *("_delete", "_stop", "_wait_for_tstate_lock"),

@@ -1,4 +1,4 @@
-"""In which order things are used, learned from how they were used before."""
+"""Learns the order in which tensors are used."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ LOG_MIN = 4096
 
 
 class UseOrder:
-    """Expects that what follows a use is what followed it the last time.
+    """Expects after two uses the use that followed them the last time.
 
-    A training step uses its weights in the order of the forward and then in that of the backward,
-    so a use alone does not tell what comes next; together with the one before it mostly does. The
-    place that was found is followed for as long as it holds.
+    A training step uses its weights in the order of the forward and then in the order of the
+    backward. So a single use does not tell the next one, but two uses in a row mostly do. The
+    position found in the log is followed as long as the uses match.
     """
 
     def __init__(self) -> None:
         self._log: list[int] = []
-        self._places: dict[int, list[int]] = {}
+        self._positions: dict[int, list[int]] = {}
         self._after: dict[tuple[int, int], int] = {}
-        """Where two uses came one after the other last: the place of the second."""
+        """By two uses in a row, the last position in the log of the second."""
         self._at: int | None = None
-        """The place in the log that this moment repeats; ``None`` if there is none."""
+        """The position in the log that the last use repeats, or ``None``."""
 
     def note(self, key: int) -> None:
-        """Note a use; several of the same in a row are one."""
+        """Note a use; the same key again is no new use."""
         log = self._log
         if log and log[-1] == key:
             return
@@ -38,43 +38,43 @@ class UseOrder:
         pair = (log[-1] if log else -1, key)
         self._at = at + 1 if follows and at is not None else self._after.get(pair)
         self._after[pair] = len(log)
-        self._places.setdefault(key, []).append(len(log))
+        self._positions.setdefault(key, []).append(len(log))
         log.append(key)
-        if len(log) > LOG_MIN and len(log) > 8 * len(self._places):
+        if len(log) > LOG_MIN and len(log) > 8 * len(self._positions):
             self._forget_half()
 
     def coming(self, count: int) -> Iterator[int]:
-        """Give what is expected next, at most so many."""
+        """Return the keys that are expected next, at most ``count``."""
         if self._at is None:
             return iter(())
         return islice(self._log, self._at + 1, self._at + 1 + count)
 
     def distance(self, key: int) -> float:
-        """Return after how many other uses this is expected.
+        """Return after how many other uses a key is expected.
 
-        What is not expected is farther away than all that is, and the farther the longer it was
-        not used; what never was used is infinitely far away.
+        A key that is not expected is farther away than all that are, and the farther the longer it
+        was not used. A key that was never used is infinitely far away.
         """
-        places = self._places.get(key)
-        if not places:
+        positions = self._positions.get(key)
+        if not positions:
             return math.inf
         if self._at is not None:
-            following = bisect_right(places, self._at)
-            # The end of the log is this moment: what stands there has just been used.
-            if following < len(places) and places[following] < len(self._log) - 1:
-                return places[following] - self._at
-        return 2 * len(self._log) - places[-1]
+            following = bisect_right(positions, self._at)
+            # The key at the end of the log has just been used.
+            if following < len(positions) and positions[following] < len(self._log) - 1:
+                return positions[following] - self._at
+        return 2 * len(self._log) - positions[-1]
 
     def forget(self, key: int) -> None:
-        """Expect a key no more: there is nothing of this name any longer."""
-        self._places.pop(key, None)
+        """Forget a key whose tensor is gone."""
+        self._positions.pop(key, None)
 
     def _forget_half(self) -> None:
         half = len(self._log) // 2
         log = self._log[half:]
         at = None if self._at is None or self._at < half else self._at - half
-        self._log, self._places, self._after, self._at = [], {}, {}, None
-        for place, key in enumerate(log):
-            self._after[(log[place - 1] if place else -1, key)] = place
-            self._places.setdefault(key, []).append(place)
+        self._log, self._positions, self._after, self._at = [], {}, {}, None
+        for position, key in enumerate(log):
+            self._after[(log[position - 1] if position else -1, key)] = position
+            self._positions.setdefault(key, []).append(position)
         self._log, self._at = log, at

@@ -1,4 +1,4 @@
-"""Tensors that have left and are on their way to the disk."""
+"""Writes of tensors that have left and are on their way to the disk."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ __all__ = ["Writes"]
 class Writes:
     """Writes that have begun, in their order.
 
-    ``ended`` is called with one whose bytes are on the disk, ``failed`` with one that the disk
-    did not take, and why.
+    ``ended`` is called with an entry whose bytes are on the disk, ``failed`` with an entry whose
+    write has failed and the error.
     """
 
     def __init__(
@@ -32,59 +32,59 @@ class Writes:
     ) -> None:
         self._store = store
         self._queue: deque[OffloadedTensor] = deque()
-        # Methods of who has this: without cycles all goes with the last of them.
+        # Weak, as the methods' object has this one: a cycle would wait for the collector.
         self._ended = weakref.WeakMethod(ended)
         self._failed = weakref.WeakMethod(failed)
         self.freed = freed
         self.written_bytes = 0
 
     def __bool__(self) -> bool:
-        """Whether there are some."""
+        """Return whether a write is under way."""
         return bool(self._queue)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are free as soon as these writes have ended."""
-        return sum(one.nbytes for one in list(self._queue))
+        """The bytes that are free as soon as all these writes have ended."""
+        return sum(entry.nbytes for entry in list(self._queue))
 
-    def send(self, one: OffloadedTensor) -> None:
-        """Have the disk take the bytes of one that has left, unless it has them already."""
-        total = one.checksum()
-        if one.sum == total:  # defence: a changed weight is written again
-            one.source = None
+    def send(self, entry: OffloadedTensor) -> None:
+        """Write the bytes of a tensor that has left, unless the disk has them already."""
+        total = entry.checksum()
+        if entry.sum == total:  # defence: a changed weight is written again
+            entry.source = None
             return
-        if one.sum is None:
-            # An interrupt or a failure left there what nobody knows.
-            one.stored = None
-        one.sum = None
+        if entry.sum is None:
+            # An interrupt or a failure may have left half a write there.
+            entry.stored = None
+        entry.sum = None
         while True:
             try:
-                self._begin(one)
+                self._begin(entry)
             except SsdtrainError as error:
-                if not self._can_try_again(one, error):
-                    self._fail(one, error)
+                if not self._can_try_again(entry, error):
+                    self._fail(entry, error)
                     return
             else:
                 break
-        self.written_bytes += one.nbytes
-        self.add(one, total)
+        self.written_bytes += entry.nbytes
+        self.add(entry, total)
 
-    def lack(self, one: OffloadedTensor) -> bool:
-        """Whether one has left and is not here, because of an interrupt in between."""
-        return one.source is not None and one not in self._queue
+    def lack(self, entry: OffloadedTensor) -> bool:
+        """Return whether a tensor has left and an interrupt kept it from this queue."""
+        return entry.source is not None and entry not in self._queue
 
-    def add(self, one: OffloadedTensor, total: int) -> None:
-        """Wait later for a write that has begun, of bytes with this checksum."""
-        one.written_sum = total
-        self._queue.append(one)
+    def add(self, entry: OffloadedTensor, total: int) -> None:
+        """Add a write that has begun, of bytes with this checksum."""
+        entry.written_sum = total
+        self._queue.append(entry)
 
-    def forget(self, one: OffloadedTensor) -> None:
-        """Wait for one no more: it is gone, or what is written is out of date."""
+    def forget(self, entry: OffloadedTensor) -> None:
+        """Wait no more for a write whose tensor is gone or whose bytes are out of date."""
         with suppress(ValueError):  # mostly it is not among them
-            self._queue.remove(one)
+            self._queue.remove(entry)
 
     def end_done(self) -> None:
-        """Let those go whose writes have ended."""
+        """Free the memory of all writes that have ended."""
         while self._queue:
             oldest = self._queue[0]
             if oldest.stored is not None and not oldest.stored.done():
@@ -92,57 +92,57 @@ class Writes:
             self.end_oldest()
 
     def end_oldest(self) -> None:
-        """Wait for the one that was begun first."""
+        """Wait for the oldest write."""
         self.end(self._queue[0])
 
     def end_all(self) -> None:
-        """Wait for all."""
+        """Wait for all writes."""
         while self._queue:
             self.end_oldest()
 
-    def end(self, one: OffloadedTensor) -> None:
-        """Wait for the write of one, if there is one."""
-        if one not in self._queue:
-            if one.source is not None and one.sum is None:
-                # What an interrupt has left there may be half a write, which holds the memory.
-                one.stored = None
+    def end(self, entry: OffloadedTensor) -> None:
+        """Wait for the write of a tensor, if it has one."""
+        if entry not in self._queue:
+            if entry.source is not None and entry.sum is None:
+                # An interrupt may have left half a write there, which holds the memory.
+                entry.stored = None
             return
         try:
-            if one.stored is not None:
-                one.stored.wait()
+            if entry.stored is not None:
+                entry.stored.wait()
         except SsdtrainError as error:
-            self.forget(one)
-            self._fail(one, error)
+            self.forget(entry)
+            self._fail(entry, error)
             return
-        one.sum = one.written_sum
-        one.source = None
-        self.freed.note_freed(one.nbytes)
-        # An interrupt above leaves it in the queue, and asks again.
-        self.forget(one)
+        entry.sum = entry.written_sum
+        entry.source = None
+        self.freed.note_freed(entry.nbytes)
+        # Last: after an interrupt above it is still in the queue, and is ended again.
+        self.forget(entry)
         ended = self._ended()
         if ended is not None:
-            ended(one)
+            ended(entry)
 
-    def _fail(self, one: OffloadedTensor, error: SsdtrainError) -> None:
+    def _fail(self, entry: OffloadedTensor, error: SsdtrainError) -> None:
         failed = self._failed()
         if failed is not None:
-            failed(one, error)
+            failed(entry, error)
 
-    def _begin(self, one: OffloadedTensor) -> None:
-        assert one.source is not None
-        if one.stored is None:
-            one.stored = self._store.write(one.source)
+    def _begin(self, entry: OffloadedTensor) -> None:
+        assert entry.source is not None
+        if entry.stored is None:
+            entry.stored = self._store.write(entry.source)
         else:
-            self._store.overwrite(one.stored, one.source)
+            self._store.overwrite(entry.stored, entry.source)
 
-    def _can_try_again(self, one: OffloadedTensor, error: SsdtrainError) -> bool:
-        """Make what the store lacks, if that can be done."""
+    def _can_try_again(self, entry: OffloadedTensor, error: SsdtrainError) -> bool:
+        """Make room for a write that the store refused; return whether that was possible."""
         if isinstance(error, BusyError | NoSpaceError) and self._queue:
-            # One that ends makes room in the queue, and gives the place of its older bytes back.
+            # A write that ends makes room in the queue, and gives its older extent back.
             self.end_oldest()
             return True
-        if isinstance(error, NoSpaceError) and one.stored is not None:
-            # The bytes are in memory, so the older ones are of no use.
-            one.stored = None
+        if isinstance(error, NoSpaceError) and entry.stored is not None:
+            # The newer bytes are in memory, so the older extent can be given back.
+            entry.stored = None
             return True
         return False

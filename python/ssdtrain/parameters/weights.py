@@ -157,7 +157,7 @@ class Weights(OffloadedTensors):
 
     def _forget(self, one: OffloadedTensor) -> None:
         super()._forget(one)
-        self._order.forget(one.place)
+        self._order.forget(one.use_key)
 
     def _note(self, one: OffloadedTensor) -> None:
         param = one.tensor
