@@ -30,7 +30,7 @@ WIDENING_BYTES = 2 * 4096
 """A read takes up to two blocks more than the tensor has, depending on where it lay."""
 
 IN_USE_COUNT = 4
-"""So many tensors that were read back for other nodes may still be in use."""
+"""Tensors that were read back for other nodes and may still be in use."""
 
 
 class User(Protocol):
@@ -75,9 +75,10 @@ class Refusal:
     def refuse(
         self, storage: UntypedStorage, nbytes: int, *, stays: bool, beside_bytes: int
     ) -> Refused:
-        """Count a tensor of the node that is being made; ``stays``: it could not leave memory.
+        """Count a tensor of the node that is being made.
 
-        ``beside_bytes`` are in memory, and cannot leave it now.
+        With ``stays`` the tensor could not leave memory. ``beside_bytes`` are in memory and cannot
+        leave it now.
         """
         sequence = sequence_number()
         if sequence != self._sequence:
@@ -280,6 +281,6 @@ class Residency:
             needed_bytes=nbytes,
             wanted=wanted,
             resident_bytes=self.resident_bytes(),
-            held=[one for user in users for one in user.held()],
+            held=[held for user in users for held in user.held()],
             failure=next((user.failure for user in users if user.failure is not None), None),
         )

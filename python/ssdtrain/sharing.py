@@ -1,8 +1,8 @@
-"""What else of training uses the store and the bound of a session: its tenants.
+"""Lets the state of optimizers, weights and gradients use the store and the bound of a session.
 
-A session is there for activations. Whoever keeps something else on its disks, such as the state of
-an optimizer, is a *tenant*: it has a share of the store with memory of its own, a budget that is a
-part of the session's bound, and a row in the session's report.
+A session is made for activations. An object that keeps other tensors on its disks is a *tenant*: it
+has a share of the store with memory of its own, a budget that is a part of the session's bound, and
+a row in the session's report.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from ssdtrain.sizes import shown_bytes
 __all__ = ["Budget", "ClassStats", "Figures", "Room", "Share", "Tenant", "Tenants"]
 
 LOOK_S = 0.1
-"""So often who waits for room looks whether it was given back by a thread that could not tell."""
+"""A wait for room looks so often, as a thread without the lock wakes nobody when it ends a room."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """What a tenant has now and did so far. Sizes in bytes, times in seconds."""
+    """The figures of a tenant. Sizes in bytes, times in seconds."""
 
     resident_bytes: int = 0
-    """In memory now, of what may leave it."""
+    """Bytes in memory now that may leave it."""
     on_disk_bytes: int = 0
-    """On the disk now, and not in memory."""
+    """Bytes on the disk now that are not in memory."""
     bytes_written: int = 0
     bytes_read: int = 0
     stall_s: float = 0.0
-    """Time in which somebody waited for these bytes."""
+    """Time in which a computing thread waited for these bytes."""
 
     def __add__(self, other: Figures) -> Figures:
         return Figures(
@@ -51,15 +51,15 @@ class Figures:
 
 @dataclass(frozen=True, kw_only=True)
 class ClassStats(Figures):
-    """What one class of training's memory has of a session. Sizes in bytes, times in seconds."""
+    """The figures of a class of tensors in a session. Sizes in bytes, times in seconds."""
 
     name: str
     """``"activations"``, ``"optimizer state"``, ``"weights"``."""
     hidden_s: float = 0.0
-    """I/O time that nobody waited for, if its share of the drives' time is that of its bytes."""
+    """I/O time without a wait; a class is taken to use the drives in proportion to its bytes."""
 
     def since(self, earlier: ClassStats) -> ClassStats:
-        """Return what was done after ``earlier``; what is resident or on the disk is of now."""
+        """Return the traffic after ``earlier``, with the bytes in memory and on the disk now."""
         return replace(
             self,
             bytes_written=self.bytes_written - earlier.bytes_written,
@@ -79,28 +79,28 @@ class ClassStats(Figures):
 
 
 class Tenant(Protocol):
-    """What has a row in the report of a session."""
+    """An object with a row in the report of a session."""
 
     @property
     def name(self) -> str:
-        """What the row is called; those of one name are one row."""
+        """The name of the row; tenants of the same name share a row."""
 
     def figures(self) -> Figures:
-        """Return the figures of now, without a wait, on whichever thread."""
+        """Return the figures of now, without a wait, on any thread."""
 
 
 class Tenants:
-    """The tenants of one session; they do not live longer for it."""
+    """The tenants of a session, by weak references."""
 
     def __init__(self) -> None:
         self._tenants: list[weakref.ref[Tenant]] = []
 
     def add(self, tenant: Tenant) -> None:
-        """Ask a tenant for its figures from now on."""
+        """Add a tenant to the report."""
         self._tenants.append(weakref.ref(tenant))
 
     def figures(self) -> dict[str, Figures]:
-        """Return the figures by name, in the order in which they came."""
+        """Return the figures by name, in the order in which the tenants came."""
         found: dict[str, Figures] = {}
         for reference in self._tenants:
             tenant = reference()
@@ -110,7 +110,7 @@ class Tenants:
 
 
 class Room:
-    """Memory that a tenant may fill until ``end``; without a bound it is as much as it likes."""
+    """Memory that a tenant may fill until ``end``; without a bound of any size."""
 
     def __init__(
         self,
@@ -124,36 +124,36 @@ class Room:
         self._budget = budget
         self._standing = standing
         self.thread: int | None = None
-        """Who fills it, and must not wait for it."""
+        """The thread that fills it, which must not wait for its end."""
 
     @property
     def is_bounded(self) -> bool:
-        """Whether there is a bound at all."""
+        """Whether the session has a bound."""
         return self._reservation is not None
 
     @property
     def is_open(self) -> bool:
-        """Whether it is reserved still."""
+        """Whether it is still reserved."""
         return self._reservation is not None and self._reservation.nbytes > 0
 
     @property
     def is_standing(self) -> bool:
-        """Whether it is given back when its holder dies, for which nobody waits."""
+        """Whether it ends when its holder dies; no wait for room counts on that."""
         return self._standing is not None
 
     def fill_here(self) -> None:
-        """Fill it from now on in this thread."""
+        """Note that this thread fills it from now on."""
         self.thread = threading.get_ident()
 
     def note(self, nbytes: int) -> None:
-        """Note what lies in it; of more than was reserved, the account tells as much."""
+        """Note the bytes in it; the reservation grows if they are more."""
         if nbytes > self.nbytes and self._reservation is not None and self._budget is not None:
             self.nbytes = nbytes
             self._reservation.resize(nbytes)
             self._budget.note_peak()
 
     def end(self) -> None:
-        """Give it back; what was in it has left memory. Idempotent."""
+        """Give it back when its bytes have left memory; a second call does nothing."""
         if self._reservation is not None and self._budget is not None:
             if self._standing is not None:
                 self._standing.resize(0)
@@ -164,8 +164,9 @@ class Room:
 class Budget:
     """A tenant's part in the bound of a session, which is reserved before memory is filled.
 
-    Who has reserved room waits for the disk alone, never for who else wants some. So whoever is
-    short of room may wait for its end, also with the session's lock, which it does not take.
+    A thread with reserved room waits for the disk only, never for other rooms. So a thread that is
+    short of room may wait for the end of a room, also while it holds the session's lock, because
+    no end takes that lock.
     """
 
     def __init__(self, residency: Residency, lock: threading.RLock, name: str) -> None:
@@ -175,7 +176,7 @@ class Budget:
         self._name = name
         self._advice = ""
         self._rooms: weakref.WeakSet[Room] = weakref.WeakSet()
-        """Weak, so that room which nobody can give back any more ends with who had it."""
+        """Weak, so that a room ends with its holder, which may be gone without ``end``."""
         self.failure: str | None = None
         """Always ``None``; see ``residency.User``."""
         residency.add_user(self)
@@ -187,16 +188,16 @@ class Budget:
 
     @property
     def left_bytes(self) -> int | None:
-        """What others have not set aside of it, of whom some may be dead."""
+        """The bytes of the bound that no tenant has set aside; some tenants may be gone by now."""
         return self._residency.left_bytes()
 
     def reserve(self, least_bytes: int, most_bytes: int, wanted: Callable[[], str]) -> Room:
-        """Reserve what there is, at most ``most_bytes``; wait for ``least_bytes`` of it.
+        """Reserve the room there is, at most ``most_bytes``; wait for ``least_bytes`` of it.
 
-        ``wanted`` says who needs them.
+        ``wanted`` returns the name of the tenant for an error.
 
         Raises:
-            BudgetError: There will never be as much: nothing that is in memory can leave it.
+            BudgetError: So much room can never be free: no tensor in memory can leave it.
 
         """
         if self._is_unbounded():
@@ -207,7 +208,7 @@ class Budget:
             return self._reserved(nbytes)
 
     def try_to_reserve(self, nbytes: int) -> Room | None:
-        """Reserve so much if there is room now."""
+        """Reserve room if there is enough now, or return ``None``."""
         if self._is_unbounded():
             return Room(UNLIMITED_BYTES)
         with self._changed:
@@ -216,7 +217,7 @@ class Budget:
             return self._reserved(nbytes)
 
     def set_aside(self, nbytes: int, wanted: Callable[[], str], advice: str) -> Room:
-        """Reserve so much for as long as the room lives; ``advice`` says what makes it smaller.
+        """Reserve room for as long as its holder lives; an error shows ``advice``.
 
         Raises:
             BudgetError: As ``reserve``.
@@ -230,7 +231,7 @@ class Budget:
             return self._reserved(nbytes, self._residency.standing.reserve(nbytes))
 
     def _is_unbounded(self) -> bool:
-        # In a forked process the lock may be held for ever, by a thread that is not there.
+        # In a forked process a thread that is not there may hold the lock for ever.
         return self.limit_bytes is None or self._process != os.getpid()
 
     def _reserved(self, nbytes: int, standing: Reservation | None = None) -> Room:
@@ -240,22 +241,22 @@ class Budget:
         return room
 
     def note_peak(self) -> None:
-        """Compare what is in memory with the peak."""
+        """Compare the bytes in memory with the peak."""
         self._residency.note_peak()
 
     def note_end(self) -> None:
-        """Wake who waits for room; whom this cannot tell looks by itself."""
-        # Not waiting for the lock: who has it may be waiting for what this thread does next.
+        """Wake waits for room; after LOOK_S a wait looks by itself."""
+        # No wait for the lock: its holder may wait for the next line of this thread.
         if self._changed.acquire(blocking=False):
             try:
                 self._changed.notify_all()
             finally:
                 self._changed.release()
 
-    # What the residency asks, with the session's lock held.
+    # The methods of a User, called with the session's lock held.
 
     def wait_for_room(self) -> bool:
-        """Wait until room is given back, without the lock; ``False`` if none will be."""
+        """Wait without the lock until a room ends; ``False`` if none will end."""
         taken = [
             weakref.ref(room) for room in list(self._rooms) if room.is_open and not room.is_standing
         ]
@@ -266,13 +267,13 @@ class Budget:
         return True
 
     def give_way(self) -> None:
-        """Let go of what was set aside for the dead; what else is reserved is needed."""
+        """Give back rooms whose holders are gone; all other rooms are needed."""
         if any(room.is_open and room.is_standing for room in list(self._rooms)):
-            # Who was dropped may be in a cycle, and wait for Python's collector.
+            # A dropped holder may be in a cycle, and wait for Python's collector.
             gc.collect()
 
     def held(self) -> list[Held]:
-        """Return what cannot leave memory before this thread goes on."""
+        """Return the bytes that cannot leave memory before this thread goes on."""
         nbytes = sum(room.nbytes for room in list(self._rooms) if room.is_open)
         return [Held(nbytes, f"is reserved for {self._name}", self._advice)]
 
@@ -288,10 +289,10 @@ def _is_open(reference: weakref.ref[Room]) -> bool:
 
 @dataclass(frozen=True)
 class Share:
-    """What a tenant has of a session."""
+    """The parts of a session that a tenant gets."""
 
     store: Store
-    """On the session's disks, with memory of its own for what it reads."""
+    """A store on the session's disks, with memory of its own for reads."""
     budget: Budget
     register: Callable[[Tenant], None]
-    """Has the tenant's figures in the session's report."""
+    """Adds the tenant to the session's report."""

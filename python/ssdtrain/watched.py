@@ -1,8 +1,8 @@
-"""Tensors that somebody has to be asked about before their bytes are used.
+"""Lets an object be asked before the bytes of a tensor are used.
 
-Meanwhile the class of such a tensor is one of ours, derived from its own, so torch asks us before
-each function that gets it from Python. The tensor stays the same object, and has its own class
-again afterwards: from then on nothing stands between it and its users.
+While a tensor is watched it has a class of ours that is derived from its own, so torch calls
+``__torch_function__`` before each function that gets the tensor from Python. The tensor stays the
+same object. Afterwards it has its own class again, and costs nothing more.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CHANGED_A_COPY = (
 )
 
 HOLDER = "_ssdtrain_holder"
-"""The attribute of a watched tensor that has what is asked."""
+"""The attribute of a watched tensor that has its `Watcher`."""
 
 NEW_PARAMETER = Parameter.__new__.__code__
 
@@ -63,7 +63,7 @@ METADATA = frozenset(
         ),
     ]
 )
-"""What tells nothing of the bytes, and so needs no wait."""
+"""Functions that read no bytes, and so need no wait."""
 
 
 GIVES_ADDRESS = frozenset(
@@ -73,34 +73,34 @@ GIVES_ADDRESS = frozenset(
 
 
 class User:
-    """One use of the bytes of tensors; it has ended at the latest when nobody has this object."""
+    """An object that needs bytes of tensors in memory; its death ends the use."""
 
     __slots__ = ("__weakref__",)
 
 
 class Watcher(ABC):
-    """Who is asked before a tensor is used."""
+    """Is asked before the bytes of a tensor are used."""
 
     noun: ClassVar[str] = "tensor"
     """The noun for such a tensor in messages."""
 
     @abstractmethod
     def look(self, tensor: Tensor) -> None:
-        """Wait until the bytes may be used; raise what went wrong."""
+        """Wait until the bytes may be used."""
 
     @abstractmethod
     def begin_look(self, tensor: Tensor, user: object, *, in_training: bool) -> Tensor | None:
         """Wait like ``look``, for a function that has the bytes until ``end_look``.
 
-        ``in_training``: it is one that optimizers use, as it changes tensors in place. Return a
-        copy that the function gets instead, if the tensor cannot have its bytes now.
+        ``in_training`` is true for a function that changes tensors in place, as optimizers use
+        them. If the tensor cannot have its bytes now, return a copy for the function.
         """
 
     @abstractmethod
     def end_look(self, user: object, *, stays: bool) -> None:
-        """Note that the function of this user, who may not have begun, has ended.
+        """Note that the function of this user has ended, or failed before it began.
 
-        ``stays``: the function gave the address of the bytes out.
+        With ``stays`` the function gave the address of the bytes out.
         """
 
     def pair(self, frame: FrameType) -> Any:  # noqa: ARG002 - most tensors need none
@@ -120,7 +120,7 @@ def look_at(tensor: Tensor) -> None:
 
 
 def _found(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Give the watched tensors among arguments, also those in lists and dicts."""
+    """Yield the watched tensors among arguments, also those in lists and dicts."""
     for value in values:
         if isinstance(value, Watched):
             yield value
@@ -131,21 +131,21 @@ def _found(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def _with_copies(value: Any, copies: dict[int, Tensor]) -> Any:
-    """Return arguments with copies in the place of the tensors with these numbers."""
+    """Return arguments with copies in the place of the tensors with these ids."""
     if isinstance(value, Tensor):
         return copies.get(id(value), value)
     if isinstance(value, list | tuple):
-        made = [_with_copies(one, copies) for one in value]
+        made = [_with_copies(item, copies) for item in value]
         return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
     if isinstance(value, set | frozenset):
-        return type(value)(_with_copies(one, copies) for one in value)
+        return type(value)(_with_copies(item, copies) for item in value)
     if isinstance(value, dict):
-        return {key: _with_copies(one, copies) for key, one in value.items()}
+        return {key: _with_copies(item, copies) for key, item in value.items()}
     return value
 
 
 class Look:
-    """Has watched tensors in memory while a function uses them."""
+    """Brings watched tensors for a function, and lets them leave when it has ended."""
 
     def __init__(
         self, tensors: Iterable[Tensor], function: Any = None, *, stays: bool = False
@@ -160,7 +160,7 @@ class Look:
         self._pair: Any = None
 
     def __enter__(self) -> Self:
-        """Bring them."""
+        """Bring the tensors."""
         try:
             for tensor in self._tensors:
                 watcher: Watcher | None = vars(tensor).get(HOLDER)
@@ -171,7 +171,7 @@ class Look:
                 if copied is not None:
                     self._copies[id(tensor)] = copied, copied._version, watcher.noun  # noqa: SLF001
                 elif self._pair is None:
-                    self._pair = watcher.pair(sys._getframe(1))  # noqa: SLF001 - who looks
+                    self._pair = watcher.pair(sys._getframe(1))  # noqa: SLF001 - the frame that looks
                     if self._pair is not None:
                         install(self._pair)
         except BaseException:
@@ -180,7 +180,7 @@ class Look:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        """Let them leave again, unless the function gave their address out."""
+        """Let the tensors leave again, unless the function gave an address out."""
         self._end()
         if kind is None:
             for copied, version, noun in self._copies.values():
@@ -195,40 +195,42 @@ class Look:
             watcher.end_look(self._user, stays=self._stays)
 
     def given(self, arguments: Any) -> Any:
-        """Return what the function gets: the arguments, or copies among them."""
+        """Return the arguments of the function, with copies of tensors that cannot be brought."""
         if not self._copies:
             return arguments
-        return _with_copies(arguments, {key: one for key, (one, _, _) in self._copies.items()})
+        return _with_copies(
+            arguments, {key: copied for key, (copied, _, _) in self._copies.items()}
+        )
 
 
 class Watched(Tensor):
-    """What the classes of watched tensors share. No tensor is ever constructed as one."""
+    """The base of the classes of watched tensors; no tensor is constructed with it."""
 
-    # Each class has its own; the metaclass of tensors knows no abstract methods.
+    # Each subclass has its own function; the metaclass of tensors knows no abstract methods.
     _look_everywhere: ClassVar[Callable[[], None]]
-    """Has all looked at that a function of torch may have found in a container of its own."""
+    """Looks at all tensors that a function of torch may have in a container of its own."""
 
     @classmethod
     def _is_let_through(cls, func: Any, types: Iterable[type]) -> bool:  # noqa: ARG003
-        """Whether a function that gets such tensors of these classes needs no look."""
+        """Return whether a function that gets watched tensors of these classes needs no look."""
         return func in METADATA
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Look at what a function of torch gets, then call it."""
+        """Look at the tensors that a function of torch gets, then call it."""
         kwargs = kwargs or {}
         if cls._is_let_through(func, types):
             return as_plain_tensors(func, types, args, kwargs)
         found = list(_found((args, kwargs)))
-        # `nn.Parameter(weight)` has seen our class, and wants the weight's own one back.
+        # `nn.Parameter(weight)` has seen our class, and needs the own class of the weight.
         makes_parameter = (
             func is Tensor.detach and sys._getframe(1).f_code is NEW_PARAMETER  # noqa: SLF001
         )
         with Look(found, func, stays=makes_parameter) as look:
             if not found:
-                # In some container of the function's own, unless all was looked at just now.
+                # The tensor is in a container of the function's own, or was just brought.
                 cls._look_everywhere()
             given, named = look.given((args, kwargs))
             result = func(*given, **named)
@@ -236,15 +238,15 @@ class Watched(Tensor):
                 return result.as_subclass(type(given[0]))
         return result
 
-    # These look at the class before they look at the bytes, or do not ask it at all.
+    # Functions that look at the class before they ask it, or do not ask it.
 
     def as_subclass(self, cls: Any) -> Any:
-        """Return it as a tensor of another class."""
+        """Return the tensor as another class."""
         with Look([self]) as look:
             return Tensor.as_subclass(look.given(self), cls)
 
     def set_(self, *arguments: Any, **options: Any) -> Any:
-        """Give it other memory."""
+        """Give the tensor other memory."""
         with Look([self]) as look:
             return Tensor.set_(look.given(self), *arguments, **options)
 

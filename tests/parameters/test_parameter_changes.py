@@ -496,7 +496,7 @@ def test_a_model_whose_parameters_were_replaced_is_offloaded_again(tmp_path: Pat
     values = {name: one + 1 for name, one in plain.state_dict().items()}
     for one in (model, plain):
         one.load_state_dict({name: value.clone() for name, value in values.items()}, assign=True)
-    with pytest.raises(ssdtrain.ConfigError, match="parameters were replaced since"):
+    with pytest.raises(ssdtrain.ConfigError, match="after a replacement of parameters"):
         ssdtrain.parameter_stats(model)
     offloaded(model, tmp_path)
     for one in (model, plain):

@@ -1,8 +1,8 @@
 """Weights of modules whose forward is compiled (``module.compile()``).
 
-Compiled code uses weights past Python, and of the hooks of modules it runs those alone that were
-compiled into it. So what calls it brings all weights in the module before, and lets them go after
-it. To autograd such a call is one operation, so the hooks on saved tensors see what it saves.
+Compiled code uses weights past Python, and runs only those hooks of modules that were compiled into
+it. So the call of the compiled forward brings all weights in the module, and lets them leave at its
+end. For autograd such a call is a single operation, so hooks on saved tensors see what it saves.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["bring_before_compiled", "is_compiled"]
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether the forward of a module was compiled, with all modules in it."""
+    """Return whether the forward of a module was compiled, with all modules in it."""
     return getattr(module, "_compiled_call_impl", None) is not None
 
 
@@ -29,12 +29,12 @@ class CompiledCall:
     """Calls the compiled forward of a module with the weights in memory."""
 
     def __init__(self, module: nn.Module, compiled: Callable[..., Any]) -> None:
-        # The compiled forward has the module, too.
+        # No cycle that was not there: the compiled forward has the module, too.
         self._module = module
         self._compiled = compiled
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call it; who compiles a module around this one looks through it."""
+        """Call the compiled forward; a compiler of a module around this module sees only that."""
         if is_dynamo_compiling():
             return self._compiled(*args, **kwargs)
         weights = weights_in(self._module)
@@ -49,7 +49,7 @@ class CompiledCall:
 
 
 def bring_before_compiled(model: nn.Module) -> None:
-    """Have the compiled modules of a model bring their weights, and those compiled from now on."""
+    """Let the compiled modules of a model bring their weights, also if compiled from now on."""
     for module in model.modules():
         _bring_before(module)
     _Watch.begin()
@@ -63,7 +63,7 @@ def _bring_before(module: nn.Module) -> None:
 
 
 class _Watch:
-    """In the place of ``Module.compile``, of which torch tells nobody."""
+    """Wraps ``Module.compile``, because torch has no hook for it."""
 
     is_on = False
 

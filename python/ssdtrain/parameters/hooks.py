@@ -1,9 +1,9 @@
-"""What is done around the forward of a module whose weights may be away, and for its backward.
+"""Hooks around the forward of each module: they bring its weights, and pack them by name.
 
-Hooks of torch for all modules of the process bring a module's own weights, so nothing is added to
-the module, and a copy or a pickle of it has nothing of us. Meanwhile a pair of hooks on saved
-tensors stands on top of those that were on: it packs a weight as its name, so that the graph does
-not hold its bytes, and hands all else on.
+The hooks are torch's hooks for all modules of the process. So nothing is added to the module, and a
+copy or a pickle of it has nothing of us. During the forward a pair of hooks on saved tensors stands
+on top of the pair that was on: it packs a weight as its name, so that the graph does not hold its
+bytes, and hands all other tensors on.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ READS_INNER_WEIGHTS = (
     nn.TransformerEncoderLayer,
     torch.jit.ScriptModule,
 )
-"""Modules that use the weights of modules in them without calling these: in C++, or on a way that
-they choose by the classes of the weights."""
+"""Modules that use the weights of modules in them without calling these modules: in C++, or on a
+path that they choose by the classes of the weights."""
 
 
-class Use:
-    """One forward of a module with weights of its own."""
+class Forward:
+    """A forward of a module with weights of its own; it is a user of these weights."""
 
     __slots__ = ("__weakref__", "_pair", "_weights", "frame", "module")
 
@@ -57,7 +57,7 @@ class Use:
         self._pair: WeightPair | None = None
 
     def begin(self) -> None:
-        """Bring the weights, and put the pair of hooks on."""
+        """Bring the weights, and install the pair of hooks."""
         for owner in {id(weight.owner): weight.owner for weight in self._weights}.values():
             owner.begin_use([weight for weight in self._weights if weight.owner is owner], self)
         if torch.is_grad_enabled():
@@ -65,7 +65,7 @@ class Use:
             install(pair)
 
     def end(self) -> None:
-        """Take the hooks off, and let the weights go."""
+        """Remove the hooks, and let the weights leave."""
         if self._pair is not None:
             uninstall(self._pair)
             self._pair.let_go()
@@ -74,18 +74,18 @@ class Use:
             weight.end_use(self)
 
 
-class _Uses(threading.local):
+class _Forwards(threading.local):
     def __init__(self) -> None:
-        self.stack: list[Use] = []
+        self.stack: list[Forward] = []
 
 
-_uses = _Uses()
+_forwards = _Forwards()
 
 
 def uses_inner_weights(module: nn.Module) -> bool:
-    """Whether a module uses the weights of the modules in it past their forwards.
+    """Return whether a module uses the weights of modules in it past their forwards.
 
-    So does what ``torch.compile(module)`` returns.
+    The module that ``torch.compile(module)`` returns does, too.
     """
     inner = module._modules  # noqa: SLF001 - its own ones only, and fast
     return isinstance(module, READS_INNER_WEIGHTS) or "_orig_mod" in inner
@@ -98,7 +98,7 @@ def weights_in(module: nn.Module) -> list[Weight]:
 
 def _before(module: nn.Module, _: Any) -> None:
     if is_dynamo_compiling():
-        # What calls the code that is compiled now brings all weights in it.
+        # The call of the compiled code brings all weights in it; see compiled.py.
         return
     own = module._parameters  # noqa: SLF001 - as above
     if uses_inner_weights(module):
@@ -115,19 +115,19 @@ def _before(module: nn.Module, _: Any) -> None:
 
 
 def begin_forward(module: nn.Module, weights: list[Weight], frame: FrameType) -> None:
-    """Have the weights of a module in memory until the end of its forward, which a frame runs."""
+    """Bring the weights of a module until the end of its forward, which ``frame`` runs."""
     if (what := in_transform()) is not None:
         if all(weight.users for weight in weights):
             return
         raise UnsupportedError(IN_TRANSFORM.format("a forward", type(module).__name__, what))
     take_out_abandoned(frame)
-    stack = _uses.stack
+    stack = _forwards.stack
     if stack:
         _end_abandoned(stack, frame)
-    # From here on `end_forward` finds it, also if the weights cannot be brought.
-    use = Use(module, weights, frame)
-    stack.append(use)
-    use.begin()
+    # On the stack first: if the weights cannot be brought, `end_forward` finds it.
+    forward = Forward(module, weights, frame)
+    stack.append(forward)
+    forward.begin()
 
 
 def _after(module: nn.Module, _: Any, __: Any) -> None:
@@ -136,27 +136,27 @@ def _after(module: nn.Module, _: Any, __: Any) -> None:
 
 
 def end_forward(module: nn.Module) -> None:
-    """Let the weights of a module's last forward go, if it used some."""
-    stack = _uses.stack
-    # No generator: Python loses an interrupt that comes while it drops one.
-    modules = [use.module for use in stack]
+    """Let the weights of the last forward of a module leave."""
+    stack = _forwards.stack
+    # A list, no generator: Python loses an interrupt that comes while it drops a generator.
+    modules = [forward.module for forward in stack]
     if module in modules:
-        # Those above it were abandoned in its forward, which has caught what went wrong there.
+        # Forwards above it were abandoned: they raised, and this forward caught the error.
         while stack[-1].module is not module:
             _end_last(stack)
         _end_last(stack)
 
 
-def _end_abandoned(stack: list[Use], frame: FrameType) -> None:
-    """End those whose forward has ended without a word: torch tells of errors, not of Ctrl-C."""
+def _end_abandoned(stack: list[Forward], frame: FrameType) -> None:
+    """End forwards whose frame is gone: torch calls no hook after Ctrl-C."""
     running = running_frames(frame)
     while stack and id(stack[-1].frame) not in running:
         _end_last(stack)
 
 
-def _end_last(stack: list[Use]) -> None:
+def _end_last(stack: list[Forward]) -> None:
     stack[-1].end()
-    # Afterwards: who is interrupted above finds it again.
+    # Last: after an interrupt above, the next call ends it again.
     stack.pop()
 
 
@@ -165,7 +165,7 @@ class _Watch:
 
 
 def watch_modules() -> None:
-    """Have modules bring their weights from now on, in this process."""
+    """Let all modules of this process bring their weights from now on."""
     if not _Watch.is_on:
         _Watch.is_on = True
         register_module_forward_pre_hook(_before)

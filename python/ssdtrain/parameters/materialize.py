@@ -50,7 +50,7 @@ class Entry(NamedTuple):
 
 
 class ReplacedParameter(Parameter):
-    """A parameter on the meta device that another one has replaced."""
+    """A parameter on the meta device in whose place the model has another parameter."""
 
     @property
     def grad(self) -> Tensor | None:  # type: ignore[override]
@@ -321,8 +321,10 @@ def _is_unset(tensor: Tensor) -> bool:
 @contextmanager
 def _marked(model: nn.Module) -> Iterator[None]:
     """Let Transformers initialize the tensors on the meta device, and no others."""
-    kept = [one for one in (*model.parameters(), *model.buffers()) if not one.is_meta]
-    marked = [tensor for tensor in kept if not hasattr(tensor, INITIALIZED)]
+    tensors = (*model.parameters(), *model.buffers())
+    marked = [
+        tensor for tensor in tensors if not tensor.is_meta and not hasattr(tensor, INITIALIZED)
+    ]
     for tensor in marked:
         setattr(tensor, INITIALIZED, True)
     try:

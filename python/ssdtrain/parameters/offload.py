@@ -1,4 +1,4 @@
-"""``ssdtrain.offload_parameters``: keep the weights of a model on SSDs."""
+"""The public ``offload_parameters``, and the functions that look at its work."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from ssdtrain.watched import User
 __all__ = ["offload_parameters", "parameter_stats", "parameters_in_memory"]
 
 LARGEST_TIMES = 3
-"""One module is in use, the next one is read, and the last one is written."""
+"""A module is in use, the next module is read, and the last module is written."""
 BOUND_PARTS = 2
-"""Of a session's bound, weights of which nothing is said get one part of so many."""
+"""Weights without a bound of their own get one part in so many of a session's bound."""
 WANTED = "offload_parameters, whose weights share this bound,"
 ADVICE = "give offload_parameters a smaller max_resident_bytes"
 
@@ -51,9 +51,10 @@ def offload_parameters(
     """Keep the weights of a model on SSDs, and return the same model.
 
     The parameters stay the same objects. A module's own weights are brought before its forward, and
-    may leave after it; backward brings those that it needs, and whoever else uses one through torch
-    has it brought. What was changed is found by a checksum when it leaves, and written; all else is
-    only read. The idea is that of ZeRO-Infinity (arXiv 2104.07857) and Fuyou (arXiv 2403.06504).
+    may leave after it. Backward brings the weights that it needs, and so does each function of
+    torch that gets a weight. A checksum tells whether a weight was changed when it leaves; only
+    then is it written. The idea is that of ZeRO-Infinity (arXiv 2104.07857) and Fuyou
+    (arXiv 2403.06504).
 
     Args:
         model: Its plain parameters of 64 KiB and more on the CPU may leave; all others stay. If it
@@ -62,37 +63,38 @@ def offload_parameters(
             of Transformers initializes its weights as in its constructor. The parameters are new
             objects then, so make the optimizer afterwards.
         dir: A local directory, a list of them, a ``TensorStore``, to be kept open meanwhile, or the
-            session of a ``with ssdtrain.offload(...)`` block: its files, quota and report, and its
-            ``max_resident_bytes``, in which the bound on these weights is reserved. The model may
-            be used after the block.
+            session of a ``with ssdtrain.offload(...)`` block. Then the weights use the files, the
+            quota and the report of the session, and their bound is reserved in its
+            ``max_resident_bytes``. The model may be used after the block.
         max_resident_bytes: Bound on these weights in memory, in bytes or text such as ``"8GiB"``.
-            Weights that fit are kept. ``None``: three times those of the module with the most; in a
-            session with a bound, half of what other models' weights leave of it, and one module's
-            at least. Gradients, activations and the optimizer's state are not among them.
+            Weights that fit are kept. The default is three times the weights of the largest module;
+            in a session with a bound, half of the bound that other models leave, and the weights of
+            the largest module at least. Gradients, activations and the optimizer's state do not
+            count.
         max_disk_bytes: Bound on the bytes that this call reserves on disk, in a file of its own. It
-            has to hold these weights, and one module's more, as the older bytes of a weight stay
-            until the new ones are whole. Without it, all that name the same directories share a
-            file.
+            has to hold all weights and the weights of the largest module once more, because the
+            older bytes of a weight stay until the new bytes are whole. Without it, all calls that
+            name the same directories share a file.
         verify: Checksum each weight before its write and after its read.
         init_fn: For a model on the meta device: ``model.apply(init_fn)`` is called when all modules
             have memory, as many constructors end with ``self.apply(self._init_weights)``. It has to
             give values to tensors that ``reset_parameters`` leaves without.
 
     Returns:
-        The same model. ``parameter_stats`` tells its figures; ``parameters_in_memory`` keeps its
-        weights in memory for a while.
+        The same model. ``parameter_stats`` returns its figures; ``parameters_in_memory`` keeps its
+        weights in memory during a block.
 
     Raises:
-        ConfigError: No module, no weight that could leave, one that is offloaded already, a bound
-            that is smaller than the weights of one module or larger than a session has left, a
-            tensor on the meta device that nothing gives the first values of its constructor, a
-            session that has ended, or options that cannot be used.
+        ConfigError: No module, no weight that could leave, a weight that is offloaded already, a
+            bound that is smaller than the weights of a module or larger than a session has left, a
+            tensor on the meta device without its first values, a session that has ended, or options
+            that cannot be used.
         UnsupportedError: All weights are in shards (DTensor), as FSDP2 makes them.
-        BudgetError: What else is in memory leaves too little of the session's bound just now; the
-            model is as it was.
+        BudgetError: Other tensors in memory leave too little of the session's bound now; the model
+            is as it was.
         NoSpaceError: The disk has no room; the model is as it was.
-        StorageError: In a forward, a backward, and whatever else uses a weight: it could not be
-            read. It is on the disk still, and the next use reads it again.
+        StorageError: Later, in a forward, a backward, or a function that uses a weight: a read has
+            failed. The weight is still on the disk, and the next use reads it again.
 
     """
     if not isinstance(model, nn.Module):
@@ -115,7 +117,7 @@ def offload_parameters(
         weights.begin()
         if is_on_meta(model):
             materialize(model, init_fn, partial(_take_module, weights))
-        # From here on nobody else would tell of a write that fails.
+        # From here on a failed write is logged, because no caller gets the error.
         weights.is_failure_raised = False
     except BaseException as error:
         weights.give_back()
@@ -134,7 +136,7 @@ def parameter_stats(model: nn.Module) -> ParameterStats:
     """Return the figures of a model whose weights are offloaded.
 
     Raises:
-        ConfigError: They are not.
+        ConfigError: The weights are not offloaded.
 
     """
     if not isinstance(model, nn.Module):
@@ -142,9 +144,9 @@ def parameter_stats(model: nn.Module) -> ParameterStats:
     owners = _owners(model)
     if not owners:
         raise ConfigError(
-            f"no weight of this {type(model).__name__} is one that ssdtrain.offload_parameters has "
-            "taken; call it, also again if the parameters were replaced since, as "
-            "load_state_dict(assign=True) does"
+            f"ssdtrain.offload_parameters has taken no weight of this {type(model).__name__}; call "
+            "it, and call it again after a replacement of parameters such as "
+            "load_state_dict(assign=True)"
         )
     if len(owners) > 1:
         raise ConfigError(
@@ -158,8 +160,8 @@ def parameter_stats(model: nn.Module) -> ParameterStats:
 def parameters_in_memory(model: nn.Module) -> Iterator[None]:
     """Keep all weights of a model in memory, beyond any bound, while a block runs.
 
-    For what gets weights past Python's functions of torch: ``torch.func``, ``torch.jit.trace``,
-    ``torch.export``, extensions in C++.
+    Code that gets weights past Python's functions of torch needs it: ``torch.func``,
+    ``torch.jit.trace``, ``torch.export``, extensions in C++.
 
     Raises:
         StorageError: A weight could not be read.
@@ -198,12 +200,12 @@ def _bound_of(
     if budget is None or budget.limit_bytes is None:
         return LARGEST_TIMES * largest_bytes if given is None else given
     if budget.left_bytes != budget.limit_bytes:
-        # A model that was dropped may be in a cycle, and wait for Python's collector.
+        # A dropped model may be in a cycle, and wait for Python's collector.
         gc.collect()
     left_bytes = budget.left_bytes
     assert left_bytes is not None
     wanted_bytes = max(largest_bytes, left_bytes // BOUND_PARTS) if given is None else given
-    # What is reserved for more than there is would be lost to all others.
+    # A reservation for more than all weights would be lost to others.
     bound = min(wanted_bytes, sum(param.nbytes for param in leaving.values()))
     if bound > left_bytes:
         raise ConfigError(_too_large(budget, bound, f"{name} alone uses", largest_bytes))
@@ -245,8 +247,8 @@ def _divide(model: nn.Module) -> tuple[dict[str, Tensor], int]:
     for name, param in model.named_parameters():
         if weight_of(param) is not None:
             raise ConfigError(
-                f"the weight {name!r} of this model is offloaded already: one call is enough, and "
-                "other options need a model that is built anew"
+                f"the weight {name!r} of this model is offloaded already: a call is enough, and "
+                "other options need a newly built model"
             )
         is_small = param.nbytes < MIN_BYTES
         why = (
@@ -281,7 +283,7 @@ def _divide(model: nn.Module) -> tuple[dict[str, Tensor], int]:
 
 
 def _largest_module(model: nn.Module, leaving: dict[str, Tensor]) -> tuple[str, int]:
-    """Return the module that uses the most at once, and how many bytes these are."""
+    """Return the name of the module with the most weights at once, and their bytes."""
     wanted = {id(param) for param in leaving.values()}
 
     def nbytes(module: nn.Module) -> int:

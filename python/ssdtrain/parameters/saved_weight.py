@@ -24,17 +24,17 @@ from ssdtrain.watched import User
 __all__ = ["ON_STORAGE", "WeightPair", "note_pair", "running_frames", "take_out_abandoned"]
 
 ON_STORAGE: weakref.WeakValueDictionary[int, Weight] = weakref.WeakValueDictionary()
-"""By the address of the storage: the weights of all models."""
+"""The weights of all models, by the address of their storage."""
 
 
 def _on_storage_of(tensor: Tensor) -> Weight | None:
-    """Return the weight on whose storage a tensor lies, whether it has its bytes or not."""
+    """Return the weight that has the storage of a tensor, also if it is away."""
     key = storage_key(tensor)
     weight = ON_STORAGE.get(key)
     if weight is None:
         return None
     param = weight.tensor
-    # Somebody may have given the parameter other memory, and this storage another's address.
+    # The program may have given the parameter other memory, and another storage this address.
     return weight if param is not None and storage_key(param) == key else None
 
 
@@ -46,7 +46,7 @@ REPLACED = (
 
 
 class SavedWeight:
-    """What a graph holds in the place of a weight, or of a view of it."""
+    """An object that a graph holds in the place of a weight, or of a view of it."""
 
     __slots__ = (
         "_is_itself",
@@ -77,7 +77,7 @@ class SavedWeight:
             lambda: f"the weight {self._weight.name} {describe(param.dtype, self._size)}",
         )
         weight, user = self._weight, User()
-        # So that a forward in a handler does not have it leave between these lines.
+        # A use: a forward in a signal handler must not let it leave between these lines.
         weight.note_user(user)
         try:
             weight.look(param)
@@ -90,7 +90,7 @@ class SavedWeight:
         with torch.no_grad():
             saved = param.detach()
             if self._is_itself:
-                # Autograd too has the parameter as it is now.
+                # Autograd, too, uses the parameter as it is now.
                 return saved
             # defence: other memory of a saved weight
             if self._weight.times_replaced != self._times_replaced:
@@ -98,20 +98,20 @@ class SavedWeight:
             return saved.as_strided(self._size, self._stride, self._offset)
 
 
-class _Kept(NamedTuple):
-    """What a graph holds in the place of another tensor, where no hooks lie below."""
+class _HeldTensor(NamedTuple):
+    """An object that a graph holds in the place of another tensor, if no hooks lie below."""
 
     tensor: Tensor
-    """A leaf itself, which autograd holds, too: ``weight.data = ...`` changes what it gets."""
+    """A leaf itself, as autograd holds it: ``weight.data = ...`` changes the bytes it gets."""
     version: int
     unswappable: weakref.ref[Tensor]
     """``torch.utils.swap_tensors`` refuses a tensor that has a weak reference."""
 
 
-def _keep(tensor: Tensor) -> _Kept:
-    # The result of a node would hold the node, which holds what is returned here.
+def _keep(tensor: Tensor) -> _HeldTensor:
+    # The result of a node would hold the node, which holds this object: a cycle.
     held = tensor if tensor.is_leaf else tensor.detach()
-    return _Kept(held, version_of(tensor), weakref.ref(held))
+    return _HeldTensor(held, version_of(tensor), weakref.ref(held))
 
 
 def _give_back(kept: Any) -> Tensor:
@@ -122,12 +122,12 @@ def _give_back(kept: Any) -> Tensor:
 
 
 class WeightPair(saved_tensors_hooks):
-    """Hooks on saved tensors, above those that are on."""
+    """Hooks on saved tensors, above the hooks that are on."""
 
     def __init__(self, below: Hooks | None) -> None:
         pack_below, unpack_below = (_keep, _give_back) if below is None else below
-        # Not found through `self`, which has the hooks: a graph without such a cycle is freed as
-        # soon as nobody has it, also the part of it that the hooks of a checkpoint lead to.
+        # Not through `self`, which has the hooks: without such a cycle a graph is freed with its
+        # last user, also the part to which the hooks of a checkpoint lead.
         packs_below: list[Any] = [pack_below]
         self._below = packs_below
 
@@ -149,9 +149,9 @@ class WeightPair(saved_tensors_hooks):
         super().__init__(pack, unpack)
 
     def let_go(self) -> None:
-        """Hold the hooks below no more than the graph must: they may reach back to it."""
+        """Let go of the hooks below, which may hold the graph."""
         if _pairs.on:
-            _pairs.on = [one for one in _pairs.on if one[0] is not self]
+            _pairs.on = [(pair, frame) for pair, frame in _pairs.on if pair is not self]
         self._below.clear()
         hide_hooks(self.pack_hook, None)
 
@@ -162,16 +162,16 @@ class _Pairs(threading.local):
 
 
 _pairs = _Pairs()
-"""The pairs of a thread's looks that may be on, each with the frame that looks."""
+"""The installed pairs of looks of each thread, with the frame that looks."""
 
 
 def note_pair(pair: WeightPair, frame: FrameType) -> None:
-    """Note the pair of a look before it is put on."""
+    """Note the pair of a look before it is installed."""
     _pairs.on.append((pair, frame))
 
 
 def take_out_abandoned(frame: FrameType) -> None:
-    """Take out the pairs of looks whose frame an interrupt has ended; ``frame`` runs."""
+    """Remove pairs of looks whose frame an interrupt has ended; ``frame`` is running."""
     if not _pairs.on:
         return
     running = running_frames(frame)
@@ -182,7 +182,7 @@ def take_out_abandoned(frame: FrameType) -> None:
 
 
 def running_frames(frame: FrameType | None) -> set[int]:
-    """Return the ids of a frame and of all that called it."""
+    """Return the ids of a frame and of all its callers."""
     running = set[int]()
     while frame is not None:
         running.add(id(frame))

@@ -11,18 +11,18 @@ __all__ = ["ParameterStats"]
 
 @dataclass(frozen=True)
 class ParameterStats:
-    """What was done so far, and where the weights are now. Sizes in bytes, times in seconds."""
+    """Traffic so far, and places of the weights now. Sizes in bytes, times in seconds."""
 
     total_bytes: int
-    """Of the weights that may leave memory."""
+    """Bytes of all weights that may leave memory."""
     resident_bytes: int
-    """Of these, in memory: in use, kept as they fit, being read, or still being written."""
+    """Bytes of these in memory: in use, kept because they fit, being read, or being written."""
     peak_resident_bytes: int
-    """The most that was in memory since the call."""
+    """The most bytes of these in memory since the call."""
     on_disk_bytes: int
-    """Of these, on the disk only."""
+    """Bytes of these on the disk only."""
     staying_bytes: int
-    """Of the weights that never leave: small ones, and those of which others have the memory."""
+    """Bytes of weights that never leave: small weights, and weights on memory of others."""
     read_bytes: int
     written_bytes: int
     stall_s: float

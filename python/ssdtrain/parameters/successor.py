@@ -1,4 +1,4 @@
-"""The bytes that a weight is to have, on the disk beside those that it has."""
+"""An update of a weight that waits on the disk, beside the bytes that the weight has."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ __all__ = ["Successor"]
 
 
 class Successor:
-    """An updated weight that takes its place later, or never."""
+    """An updated weight that is put in the place of the old bytes later, or never."""
 
     __slots__ = ("source", "stored", "sum")
 
     def __init__(self, updated: Tensor, store: TensorStore) -> None:
-        """Begin to write a tensor that nobody else has."""
+        """Begin to write a tensor that has no other user."""
         self.source: Tensor | None = updated
-        """The bytes, until the disk has them in whole; for good if it does not take them."""
+        """The bytes until their write has ended; for good if it fails."""
         self.sum = checksum_of(updated)
         self.stored: StoredTensor[Tensor] | None = None
         try:
             self.stored = store.write(updated)
         except SsdtrainError:
-            # It stays in memory. Whether the disk takes it is asked again when it leaves.
+            # The bytes stay in memory. The weight is written again when it leaves.
             return
 
     def settle(self) -> None:
@@ -35,7 +35,7 @@ class Successor:
         try:
             self.stored.wait()
         except SsdtrainError:
-            # As above: the bytes are in memory still.
+            # As above: the bytes are still in memory.
             self.stored = None
         else:
             self.source = None
@@ -44,7 +44,7 @@ class Successor:
         """Return the bytes.
 
         Raises:
-            StorageError: They could not be read.
+            StorageError: The read has failed.
 
         """
         self.settle()

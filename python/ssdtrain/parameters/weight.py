@@ -1,4 +1,4 @@
-"""A weight among the tensors whose bytes may be on the disk."""
+"""The entry of a parameter among the tensors that may be away."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from ssdtrain.parameters.successor import Successor
 __all__ = ["Weight"]
 
 HOLDERS_ALONE = holders_of(torch.zeros(1, device="cpu"))
-"""Of a tensor that nobody has but Python."""
+"""The count for a tensor that only Python holds."""
 
 
 class WeightOwner(Owner, Protocol):
-    """What a weight asks of all those of its model."""
+    """The object that keeps the weights of a model; see `Weights`."""
 
     def precede(self, updated: Tensor) -> Successor:
-        """Begin to write the bytes that a weight is to have."""
+        """Begin to write the updated bytes of a weight beside its old bytes."""
         ...
 
     def succeed(self, weight: Weight, successor: Successor) -> None:
-        """Put such bytes in the place of those that a weight has."""
+        """Put updated bytes in the place of the old bytes of a weight."""
 
     def times_replaced(self, weight: Weight) -> int:
-        """Return how often others gave a weight other memory so far."""
+        """Return how often the program gave a weight other memory."""
         ...
 
     def sum_of(self, weight: Weight) -> int | None:
-        """Return the checksum of the bytes that a weight has, if it is known."""
+        """Return the checksum of the bytes of a weight, if it is known."""
         ...
 
     def pair(self) -> Any:
@@ -59,20 +59,20 @@ class Weight(OffloadedTensor):
         return self.owner.look_pair(frame)
 
     def leave(self, *, shared: bool = False) -> bool:
-        """Take the bytes out of the weight, unless others may be using them, or have them."""
+        """Take the bytes out of the weight, unless others use or have them."""
         # defence: weights stay that a graph or another library has
         return not self._is_given() and super().leave(shared=shared)
 
     def is_held(self) -> bool:
-        """Whether others have the memory of this weight, which has its bytes."""
+        """Return whether others have the memory of this weight, which has its bytes."""
         return self._is_given() or super().is_held()
 
     def _is_given(self) -> bool:
-        """Whether a graph or another library (DLPack) has the weight, which Python does not count.
+        """Return whether a graph or another library (DLPack) has the weight in C++.
 
-        A graph has a weight that was saved outside of the forward of its module, while it was in
-        memory. Beside it there is the node that accumulates the gradient. Where several processes
-        train together, torch has the weights for the exchange of gradients.
+        A graph has a weight that was saved outside of the forward of its module while it was in
+        memory. The node that accumulates the gradient has each weight that trains. If several
+        processes train together, torch has the weights for the exchange of gradients.
         """
         tensor = self.tensor
         assert tensor is not None

@@ -1,4 +1,4 @@
-"""The weights of a model, under their bound."""
+"""Keeps the weights of a model under a bound."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from ssdtrain.store import TensorStore
 __all__ = ["NAME", "Weights", "weight_of"]
 
 NAME = "weights"
-"""What they are called in the report of a session."""
+"""The name of their row in the report of a session."""
 
 
 def weight_of(param: Tensor) -> Weight | None:
-    """Return what is known of a parameter, if it may be away."""
+    """Return the entry of a parameter that may be away, or ``None``."""
     found = known_of(param)
     return found if isinstance(found, Weight) else None
 
 
 class Weights(OffloadedTensors):
-    """Keeps the weights of one model under a bound."""
+    """Keeps the weights of a model under a bound."""
 
     name = NAME
     too_many = "more than max_resident_bytes=%s of a model's weights are in memory"
@@ -50,16 +50,16 @@ class Weights(OffloadedTensors):
         """Bytes of the model's weights that never leave."""
 
     def add(self, param: Tensor, name: str) -> None:
-        """Take a parameter over, whose bytes may leave from now on."""
-        # A weight that is tied to another, or of which there is a view, stays what others see.
+        """Take a parameter over: its bytes may leave from now on."""
+        # A weight that shares its memory with another tensor keeps that memory.
         if not param.untyped_storage().resizable() and not is_shared(param):
-            # Memory of a file, of numpy or of another library: others may have it, unseen by torch.
+            # Memory of a file or of another library may have users that torch does not see.
             with torch.no_grad():
                 param.data = param.detach().clone()
         self.take(Weight(self, param, name))
 
     def begin(self) -> None:
-        """Let so many leave as the bound wants; raise what the disk refuses."""
+        """Let weights leave until the bound holds; raise the error of a failed write."""
         with self._lock:
             self._make_room(0)
             self._writes.end_all()
@@ -70,19 +70,19 @@ class Weights(OffloadedTensors):
         release_free_memory()
 
     def precede(self, updated: Tensor) -> Successor:
-        """Begin to write the bytes that a weight is to have, beside those that it has."""
+        """Begin to write the updated bytes of a weight beside its old bytes."""
         self._writes.written_bytes += updated.nbytes
         return Successor(updated, self._store)
 
     def succeed(self, weight: Weight, successor: Successor) -> None:
-        """Put such bytes in the place of those that a weight has, as an update in place does."""
+        """Put updated bytes in the place of the old bytes, as an update in place does."""
         with self._lock:
             param = weight.tensor
             assert param is not None, "its optimizer has it"
             weight.note_memory()
             fits = not weight.has_foreign_memory
             if fits and not weight.is_attached():
-                # What is being written is out of date.
+                # The write under way has old bytes.
                 self._writes.forget(weight)
             if fits and successor.stored is not None and self._is_free(weight):
                 weight.source, weight.pending = successor.source, None
@@ -100,17 +100,17 @@ class Weights(OffloadedTensors):
             self._note(weight)
 
     def _is_free(self, weight: Weight) -> bool:
-        """Have a weight without bytes in memory, unless others have them or may be using them."""
+        """Take the bytes out of a weight; return whether no others use or have them."""
         return self._empty(weight) if weight.is_attached() else not weight.is_shared()
 
     def times_replaced(self, weight: Weight) -> int:
-        """Return how often others gave a weight other memory so far (``weight.data = ...``)."""
+        """Return how often the program gave a weight other memory (``weight.data = ...``)."""
         with self._lock:
             weight.note_memory()
             return weight.times_replaced
 
     def sum_of(self, weight: Weight) -> int | None:
-        """Return the checksum of the bytes that a weight has, wherever they are, if it is known."""
+        """Return the checksum of the bytes of a weight, wherever they are, if it is known."""
         with self._lock:
             param = weight.tensor
             if param is not None and weight.is_attached():
@@ -118,14 +118,14 @@ class Weights(OffloadedTensors):
             return weight.sum if weight.source is None else weight.checksum()
 
     def pair(self) -> WeightPair:
-        """Return hooks on saved tensors that pack weights by name, above those that are on."""
+        """Return hooks on saved tensors that pack weights by name, above the hooks that are on."""
         return WeightPair(top_hooks(True))
 
     def look_pair(self, frame: FrameType) -> WeightPair | None:
-        """Return the same for a function of torch, which ``frame`` calls; ``None``: it needs none.
+        """Return such hooks for a function of torch that ``frame`` calls, or ``None``.
 
-        None stand above hooks of others: torch's checkpoint counts what is saved, and would count
-        a weight in memory, and not one that is away.
+        No hooks stand above hooks of others: torch's checkpoint counts saved tensors, and would
+        count a weight in memory, but not a weight that is away.
         """
         if not torch.is_grad_enabled() or in_transform() is not None or is_dynamo_compiling():
             return None
@@ -142,10 +142,12 @@ class Weights(OffloadedTensors):
         with self._lock:
             self._forget_gone()
             return ParameterStats(
-                total_bytes=sum(one.nbytes for one in self._alive()),
+                total_bytes=sum(entry.nbytes for entry in self._alive()),
                 resident_bytes=self._resident_bytes,
                 peak_resident_bytes=self._peak_bytes,
-                on_disk_bytes=sum(one.nbytes for one in self._alive() if not one.is_in_memory()),
+                on_disk_bytes=sum(
+                    entry.nbytes for entry in self._alive() if not entry.is_in_memory()
+                ),
                 staying_bytes=self.staying_bytes,
                 read_bytes=self._read_bytes,
                 written_bytes=self._writes.written_bytes,
@@ -155,20 +157,20 @@ class Weights(OffloadedTensors):
 
     # From here on the lock is held.
 
-    def _forget(self, one: OffloadedTensor) -> None:
-        super()._forget(one)
-        self._order.forget(one.use_key)
+    def _forget(self, entry: OffloadedTensor) -> None:
+        super()._forget(entry)
+        self._order.forget(entry.use_key)
 
-    def _note(self, one: OffloadedTensor) -> None:
-        param = one.tensor
-        if param is not None and isinstance(one, Weight):
-            ON_STORAGE[storage_key(one.husk)] = one
-            if one.is_attached():
-                ON_STORAGE[storage_key(param)] = one
-        super()._note(one)
+    def _note(self, entry: OffloadedTensor) -> None:
+        param = entry.tensor
+        if param is not None and isinstance(entry, Weight):
+            ON_STORAGE[storage_key(entry.husk)] = entry
+            if entry.is_attached():
+                ON_STORAGE[storage_key(param)] = entry
+        super()._note(entry)
 
-    def _empty(self, one: OffloadedTensor, *, shared: bool = False) -> bool:
-        param = one.tensor
+    def _empty(self, entry: OffloadedTensor, *, shared: bool = False) -> bool:
+        param = entry.tensor
         assert param is not None, "its caller has it"
         ON_STORAGE.pop(storage_key(param), None)
-        return super()._empty(one, shared=shared)
+        return super()._empty(entry, shared=shared)
