@@ -61,7 +61,7 @@ class Refusal:
         self.least_bytes = shortage.resident_bytes + shortage.needed_bytes
         """The bound that the pass needs for its operations until now."""
         self.is_told = False
-        """Whether the error was raised. A tensor that is saved afterwards begins another pass."""
+        """True if the error was raised. A tensor that is saved afterwards begins another pass."""
         self._shortage = shortage
         self._staying = Account()
         self._storages: weakref.WeakKeyDictionary[UntypedStorage, int] = weakref.WeakKeyDictionary()
@@ -237,7 +237,7 @@ class Residency:
         else:
             # Bytes that can leave memory are not counted below, so wait until they have left.
             self._comes_to_fit(UNLIMITED_BYTES, may_give_way=False)
-        # Where writes fail, or are not allowed, nothing can leave.
+        # If writes fail, or are not allowed, no tensor can leave.
         stays = stays or any(user.failure is not None for user in self._present())
         return refusal.refuse(storage, nbytes, stays=stays, beside_bytes=self.resident_bytes())
 

@@ -128,17 +128,17 @@ class Room:
 
     @property
     def is_bounded(self) -> bool:
-        """Whether the session has a bound."""
+        """Return whether the session has a bound."""
         return self._reservation is not None
 
     @property
     def is_open(self) -> bool:
-        """Whether it is still reserved."""
+        """Return whether it is still reserved."""
         return self._reservation is not None and self._reservation.nbytes > 0
 
     @property
     def is_standing(self) -> bool:
-        """Whether it ends when its holder dies; no wait for room counts on that."""
+        """Return whether it ends when its holder dies; no wait for room counts on that."""
         return self._standing is not None
 
     def fill_here(self) -> None:

@@ -154,14 +154,14 @@ class OffloadedTensor(Watcher):
         """Objects that need the tensor in memory: for a forward of a module, a function, a block of
         the program. If an interrupt keeps a user from ``end_use``, its death ends the use."""
         self.stays = False
-        """Whether the tensor stays in memory, because its write has failed."""
+        """True if the tensor stays in memory, because its write has failed."""
         self._leaving = leaving_of(self.kind)
         self._memory = _identity_of(tensor)
         """The memory that the tensor was last known to have."""
         self.times_replaced = 0
         """How often the program gave the tensor other memory."""
         self.has_foreign_memory = False
-        """Whether the tensor has such memory, and ``may_leave`` has not yet checked it."""
+        """True if the tensor has such memory, and ``may_leave`` has not yet checked it."""
 
     @property
     def name(self) -> str:

@@ -77,7 +77,7 @@ class OffloadedTensors:
         self._looked = deque[weakref.ref[OffloadedTensor]](maxlen=LOOKED_COUNT_MAX)
         """Tensors that looks brought last and emptied again; ``source`` still has their bytes."""
         self._is_over = False
-        """Whether a read did not fit under the bound, and nothing has fitted since."""
+        """True if a read did not fit under the bound, and nothing has fitted since."""
         self._notices = Notices()
         self._process = os.getpid()
         self._peak_bytes = self._read_bytes = self._failed_count = 0
@@ -87,7 +87,7 @@ class OffloadedTensors:
         self._error: SsdtrainError | None = None
         """The error of the last failed write."""
         self.is_failure_raised = False
-        """Whether ``offload_parameters`` raises a failed write; else the log names it."""
+        """True if ``offload_parameters`` raises a failed write; else the log names it."""
         _alive.add(self)
 
     @property

@@ -1,1 +1,1 @@
-"""What is worth a write, decided from measured times; knows numbers, no tensors."""
+"""Decides from measured times which tensors are worth a write; has numbers, no tensors."""

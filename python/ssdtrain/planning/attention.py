@@ -1,4 +1,4 @@
-"""Attention as GPUs compute it, for models that are run on `meta` tensors."""
+"""Computes attention with the operators of GPUs, for models on `meta` tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FLASH, EFFICIENT = "_scaled_dot_product_flash_attention", "_scaled_dot_product_e
 
 
 class FusedAttention(TorchFunctionMode):
-    """Lets attention be what GPUs do: fused, whose backward needs no matrix of weights."""
+    """Lets models use fused attention, whose backward needs no matrix of attention weights."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -1,10 +1,10 @@
 """Derives the trace of a step from a model without memory: runs it on `meta` tensors.
 
-Every operation of forward and backward goes by with its shapes: which storages it reads and writes
-says what lives how long, the counters of `torch.utils.flop_counter` say what it computes, and a
-roofline says how long that takes. Nothing is known of any architecture. Where layers repeat, a few
-are run and one of those is repeated, if three in a row did exactly the same. A model that does not
-run them in their order, each once and nothing in between, is run in whole.
+Each operation of forward and backward is recorded with its shapes. The storages that it reads and
+writes give the life of each tensor, `torch.utils.flop_counter` gives the floating point operations,
+and a roofline gives the time. No architecture is known here. If layers repeat, five are run and the
+middle layer is repeated, if its neighbours did exactly the same. A model that does not run its
+layers in their order, each once and with nothing in between, is run in whole.
 """
 
 from __future__ import annotations
@@ -34,24 +34,23 @@ from ssdtrain.planning.trace import Kernel, Phase, Trace, TracedTensor
 __all__ = ["Optimizer", "Roofline", "derive"]
 
 VALUE = "_local_scalar_dense"
-"""What ``Tensor.item()`` calls."""
+"""The operation behind ``Tensor.item()``."""
 ASKED_MAX = 10_000
-"""Times that one line may ask for the value of a bool tensor; who waits for one waits for ever."""
+"""Times that a line may ask for the value of a bool tensor; a loop that waits for it never ends."""
 LAYERS_RUN = 5
-"""Of repeated layers: the second to the fourth have neighbours like their own on both sides."""
-
+"""Repeated layers that are run: the second to the fourth have such layers on both sides."""
 KERNELS_MAX = 1_000_000
-"""Of a step with all of its micro-batches."""
+"""Kernels of a step with all of its micro-batches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roofline:
-    """How long an operation takes: what it computes, or what it moves, or its launch."""
+    """The time of an operation: that of its computing, its memory traffic or its launch."""
 
     tensor_flops: float
     """Floating point operations per second in 16 bits."""
     single_flops: float
-    """The same in float32."""
+    """Floating point operations per second in float32."""
     memory_bytes_per_s: float
     launch_s: float = 3e-6
 
@@ -63,25 +62,25 @@ class Roofline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Optimizer:
-    """What an optimizer keeps for each parameter."""
+    """The state that an optimizer keeps for each parameter."""
 
     states: int
     """Tensors of the parameter's shape."""
     state_bytes: int | None
-    """Bytes of each of their values; ``None``: as many as the parameter's have."""
+    """Bytes of each of their values; ``None`` stands for those of the parameter."""
     has_master: bool = False
-    """Whether it keeps parameters of 16 bits in float32 as well."""
+    """True if it keeps a float32 copy of parameters of 16 bits."""
 
-    def bytes_of(self, parameter: torch.Tensor) -> int:
-        """Return what it keeps for a parameter, in bytes."""
-        own = parameter.element_size()
+    def bytes_of(self, param: torch.Tensor) -> int:
+        """Return the bytes of the state of a parameter."""
+        own = param.element_size()
         each = self.states * (self.state_bytes or own)
-        return parameter.numel() * (each + (4 if self.has_master and own < 4 else 0))
+        return param.numel() * (each + (4 if self.has_master and own < 4 else 0))
 
 
 @dataclass
 class _Recorder(TorchDispatchMode):
-    """Writes down each operation with the storages that it uses."""
+    """Records each operation with the storages that it uses."""
 
     roofline: Roofline
     storages: list[Storage] = field(default_factory=list)
@@ -90,13 +89,13 @@ class _Recorder(TorchDispatchMode):
     segment: tuple[str, int] = NONE
     phase: str = FORWARD
     layers_run: list[int] = field(default_factory=list)
-    """The layers of the list that is repeated, as forward ran them."""
+    """The repeated layers in the order in which forward ran them."""
     operations_after: int = 0
-    """How many operations there were when the last of them ended."""
+    """The count of operations when the last of these layers ended."""
     assumed: dict[str, int] = field(default_factory=dict)
-    """The lines of the user's that asked for the value of a bool tensor, and how often."""
+    """How often each line of the user asked for the value of a bool tensor."""
     is_cast: bool = False
-    """Whether a region of autocast was made, which does nothing to tensors on `meta`."""
+    """True if the model uses autocast, which does nothing to tensors on `meta`."""
     _numbers: dict[int, int] = field(default_factory=dict)
     _held: list[torch.UntypedStorage] = field(default_factory=list)
 
@@ -104,7 +103,7 @@ class _Recorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
 
     def number(self, tensor: torch.Tensor) -> int:
-        """Return the number of a tensor's storage, which stays alive: its address is its name."""
+        """Return the number of a tensor's storage, which is held to keep its address its own."""
         storage = tensor.untyped_storage()
         address = _address(storage)
         found = self._numbers.get(address)
@@ -124,10 +123,10 @@ class _Recorder(TorchDispatchMode):
                 "shapes alone do not tell; give a recorded trace instead (--trace FILE)"
             )
         out = func(*args, **kwargs)
-        read = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
-        made = [one for one in tree_leaves(out) if isinstance(one, torch.Tensor)]
-        before = {_address(one.untyped_storage()) for one in read}
-        is_view = all(_address(one.untyped_storage()) in before for one in made)
+        read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        before = {_address(tensor.untyped_storage()) for tensor in read}
+        is_view = all(_address(tensor.untyped_storage()) in before for tensor in made)
         changes = func._schema.is_mutable  # noqa: SLF001 - nothing public tells
         if made and (changes or not is_view):
             packet = func._overloadpacket  # noqa: SLF001 - as torch's flop counter does
@@ -137,13 +136,13 @@ class _Recorder(TorchDispatchMode):
         return out
 
     def _assumed(self) -> bool:
-        """Answer whether all of a mask is set, and the like: of plain batches it is.
+        """Answer ``True`` for a bool tensor: the masks of plain batches are set.
 
-        Nobody knows here, so where a line of the user's asks, that is noted.
+        The value is not known here, so the line of the user that asks is noted.
         """
         stack = traceback.extract_stack()
-        # What called this module is not the model: the script of the command, say.
-        first = next(number for number, one in enumerate(stack) if one.filename == __file__)
+        # Frames before this module are those of the command, not of the model.
+        first = next(number for number, frame in enumerate(stack) if frame.filename == __file__)
         line = line_of_user(stack[first:], LIBRARIES)
         if line is None:
             return True
@@ -158,10 +157,10 @@ class _Recorder(TorchDispatchMode):
     def _record(
         self, name: str, flops: float, read: list[torch.Tensor], made: list[torch.Tensor]
     ) -> None:
-        numbers = dict.fromkeys(self.number(one) for one in (*read, *made))
+        numbers = dict.fromkeys(self.number(tensor) for tensor in (*read, *made))
         moved = sum(
-            min(one.numel() * one.element_size(), one.untyped_storage().nbytes())
-            for one in (*read, *made)
+            min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+            for tensor in (*read, *made)
         )
         is_half = made[0].element_size() <= 2
         self.operations.append(
@@ -178,7 +177,7 @@ class _Recorder(TorchDispatchMode):
 
 @contextmanager
 def _casts(recorder: _Recorder) -> Iterator[None]:
-    """Note whether a region of autocast is made, also one that torch disables for want of a GPU."""
+    """Note each use of autocast, also if torch disables it because there is no GPU."""
     make = torch.autocast.__init__
 
     @functools.wraps(make)
@@ -195,7 +194,7 @@ def _casts(recorder: _Recorder) -> Iterator[None]:
 
 
 def _address(storage: torch.UntypedStorage) -> int:
-    """Return what tensors on one storage have in common: on `meta` their data has no address."""
+    """Return the address of a storage in C++: on `meta` its data has no address."""
     return int(storage._cdata)  # noqa: SLF001 - nothing public tells
 
 
@@ -208,8 +207,8 @@ def derive(
 ) -> Trace:
     """Return the trace of a step of a model, which ``build`` makes together with its loss.
 
-    It is called where tensors are made on `meta`. The loss is computed and differentiated once for
-    each of the ``accumulate`` micro-batches of a step. Its origin tells which lines of the user's
+    It is called in a context that makes tensors on `meta`. The loss is computed and differentiated
+    once for each of the ``accumulate`` micro-batches. The origin of the trace names the lines that
     asked for the value of a bool tensor, which is taken as true. Raises ``ConfigError``.
     """
     try:
@@ -233,8 +232,8 @@ def _derived(
     cut = cut_layers(model, LAYERS_RUN) if is_shortened else None
     recorder = _Recorder(roofline)
     parameters = dict(model.named_parameters())
-    for where, one in parameters.items():
-        number = recorder.number(one)
+    for where, param in parameters.items():
+        number = recorder.number(param)
         recorder.storages[number].kind = "weight"
         recorder.storages[number].part = where
     for where, buffer in model.named_buffers():
@@ -250,7 +249,7 @@ def _derived(
                 cut.check(recorder.layers_run)
             recorder.phase = BACKWARD
             loss.backward()  # type: ignore[no-untyped-call]
-    # What computes a loss may call sys.exit, and does not mean to end the command.
+    # A function of the user may call sys.exit, which must not end the command.
     except (Exception, SystemExit) as error:
         if cut is None:
             _refuse(error, recorder)
@@ -258,13 +257,13 @@ def _derived(
         cut.undo(model)
         raise NotShortenedError from error
     updates = []
-    for where, one in parameters.items():
-        if one.grad is None:
+    for where, param in parameters.items():
+        if param.grad is None:
             continue
-        gradient = recorder.number(one.grad)
+        gradient = recorder.number(param.grad)
         recorder.storages[gradient].kind = "gradient"
         recorder.storages[gradient].part = where
-        updates.append((recorder.number(one), gradient, optimizer.bytes_of(one)))
+        updates.append((recorder.number(param), gradient, optimizer.bytes_of(param)))
     operations, storages = recorder.operations, recorder.storages
     if cut is not None and cut.left_out:
         try:
@@ -284,7 +283,7 @@ def _derived(
 
 
 def _refuse_lazy(model: nn.Module) -> None:
-    lazy = [name for name, one in model.named_parameters() if is_lazy(one)]
+    lazy = [name for name, param in model.named_parameters() if is_lazy(param)]
     if lazy:
         raise ConfigError(
             f"{', '.join(lazy[:3])} of the model get their shapes from the first batch; give the "
@@ -293,7 +292,7 @@ def _refuse_lazy(model: nn.Module) -> None:
 
 
 def _check_loss(loss: object, parameters: list[nn.Parameter]) -> None:
-    if not any(one.requires_grad for one in parameters):
+    if not any(param.requires_grad for param in parameters):
         raise ConfigError(
             "no weight of the model asks for a gradient (requires_grad), so there is no step"
         )
@@ -308,7 +307,7 @@ def _check_loss(loss: object, parameters: list[nn.Parameter]) -> None:
             "the loss does not depend on the weights: something detaches it, or computes it "
             "without gradients"
         )
-    if any(one.grad is not None for one in parameters):
+    if any(param.grad is not None for param in parameters):
         raise ConfigError(
             "the weights have gradients before backward was called; let the function that computes "
             "the loss return it, without a call of backward()"
@@ -316,12 +315,12 @@ def _check_loss(loss: object, parameters: list[nn.Parameter]) -> None:
 
 
 def _weights_in(parameters: Mapping[str, torch.Tensor]) -> str:
-    names = dict.fromkeys(str(one.dtype).removeprefix("torch.") for one in parameters.values())
+    names = dict.fromkeys(str(param.dtype).removeprefix("torch.") for param in parameters.values())
     return f", weights in {' and '.join(names)}"
 
 
 def _taken(recorder: _Recorder) -> str:
-    """Say what the step was taken for that it may not be."""
+    """Return the assumptions of the trace that may be wrong, for its origin."""
     taken = ""
     if recorder.is_cast:
         taken = (
@@ -348,16 +347,16 @@ def _refuse(error: BaseException, recorder: _Recorder) -> NoReturn:
 
 @contextmanager
 def _parts(model: nn.Module, cut: Cut | None, recorder: _Recorder) -> Iterator[None]:
-    """Tell the recorder which module runs, and where each of the repeated layers begins."""
+    """Tell the recorder the module that runs, and the begin of each repeated layer."""
     with ExitStack() as stack:
         for where, module in model.named_modules():
             enter = functools.partial(_enter, recorder, where)
             leave = functools.partial(_leave, recorder, where.rpartition(".")[0])
             stack.callback(module.register_forward_pre_hook(enter).remove)
             stack.callback(module.register_forward_hook(leave).remove)
-        for place, layer in enumerate(cut.layers if cut is not None else ()):
-            begin = functools.partial(_begin, recorder, place)
-            end = functools.partial(_end, recorder, place)
+        for index, layer in enumerate(cut.layers if cut is not None else ()):
+            begin = functools.partial(_begin, recorder, index)
+            end = functools.partial(_end, recorder, index)
             stack.callback(layer.register_forward_pre_hook(begin, with_kwargs=True).remove)
             stack.callback(layer.register_forward_hook(end).remove)
         yield
@@ -371,31 +370,31 @@ def _leave(recorder: _Recorder, outside: str, *_: object) -> None:
     recorder.part = outside
 
 
-def _begin(recorder: _Recorder, place: int, _: object, args: Any, kwargs: Any) -> None:
+def _begin(recorder: _Recorder, index: int, _: object, args: Any, kwargs: Any) -> None:
     if recorder.phase == FORWARD:
         if recorder.layers_run and len(recorder.operations) != recorder.operations_after:
             raise NotShortenedError
-        recorder.layers_run.append(place)
-    recorder.segment = (FORWARD, place)
-    if place == 0:
+        recorder.layers_run.append(index)
+    recorder.segment = (FORWARD, index)
+    if index == 0:
         _mark(recorder, NONE, (args, kwargs))
 
 
-def _end(recorder: _Recorder, place: int, _module: object, _args: object, out: Any) -> None:
+def _end(recorder: _Recorder, index: int, _module: object, _args: object, out: Any) -> None:
     recorder.segment = NONE
     recorder.operations_after = len(recorder.operations)
-    _mark(recorder, (BACKWARD, place), out)
+    _mark(recorder, (BACKWARD, index), out)
 
 
 def _mark(recorder: _Recorder, segment: tuple[str, int], tensors: Any) -> None:
-    """Let a segment begin where backward has the gradient of the first tensor that has one."""
+    """Let a segment begin when backward has the gradient of the first tensor that needs one."""
 
     def reached(_: torch.Tensor) -> None:
         recorder.segment = segment
 
-    for one in tree_leaves(tensors):
-        if isinstance(one, torch.Tensor) and one.requires_grad:
-            one.register_hook(reached)  # type: ignore[no-untyped-call]
+    for leaf in tree_leaves(tensors):
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            leaf.register_hook(reached)  # type: ignore[no-untyped-call]
             return
 
 
@@ -415,7 +414,7 @@ def _trace(
             f"be planned ({KERNELS_MAX:,} kernels); all are alike, so plan a step of fewer"
         )
     again = _recompute_seconds(operations, storages)
-    kinds = [one.kind for one in storages]
+    kinds = [storage.kind for storage in storages]
     saved = again.keys()
     tensors: list[TracedTensor] = []
     kernels: list[Kernel] = []
@@ -427,13 +426,13 @@ def _trace(
         found = kept.get(number)
         if found is None:
             found = kept[number] = len(tensors)
-            one = storages[number]
+            storage = storages[number]
             kind = kinds[number] or ("activation" if number in saved else "workspace")
             tensors.append(
                 TracedTensor(
-                    one.nbytes,
+                    storage.nbytes,
                     kind=kind,
-                    part=one.part,
+                    part=storage.part,
                     lives_across_steps=kind == "weight",
                     recompute_seconds=again.get(number),
                 )
@@ -443,12 +442,12 @@ def _trace(
     for _ in range(accumulate):
         own: dict[int, int] = {}
         phase = ""
-        for one in operations:
-            if one.phase != phase:
-                phase = one.phase
+        for operation in operations:
+            if operation.phase != phase:
+                phase = operation.phase
                 phases.append(Phase(phase, len(kernels)))
-            uses = tuple(tensor(number, own) for number in one.uses)
-            kernels.append(Kernel(one.seconds, uses, one.name, one.flops))
+            uses = tuple(tensor(number, own) for number in operation.uses)
+            kernels.append(Kernel(operation.seconds, uses, operation.name, operation.flops))
     if updates:
         phases.append(Phase("update", len(kernels)))
     for weight, gradient, state_bytes in updates:
@@ -468,33 +467,34 @@ def _trace(
 
 
 def _recompute_seconds(operations: list[Operation], storages: list[Storage]) -> dict[int, float]:
-    """Return the storages of forward that backward needs, and how long each takes to make again.
+    """Return the storages of forward that backward needs, and the seconds to compute each again.
 
-    That is the time of the operations that made it and of what they need that is not saved. What
-    several need counts once, with the first of them: all of them together take forward's time.
+    They include the operations that made its inputs if these are not saved. An input of several
+    operations counts once, for the first: all storages together take the time of the forward.
     """
     made: set[int] = set()
     needed: set[int] = set()
-    for one in operations:
-        if one.phase == FORWARD:
-            made.update(one.uses)
+    for operation in operations:
+        if operation.phase == FORWARD:
+            made.update(operation.uses)
         else:
-            needed.update(one.uses)
-    saved = {one for one in made & needed if not storages[one].kind}
+            needed.update(operation.uses)
+    saved = {number for number in made & needed if not storages[number].kind}
     seconds: dict[int, float] = {}
     seen: set[int] = set()
-    for one in operations:
-        if one.phase != FORWARD:
+    for operation in operations:
+        if operation.phase != FORWARD:
             continue
-        new = [number for number in one.uses if number not in seen]
+        new = [number for number in operation.uses if number not in seen]
         seen.update(new)
-        inputs = [number for number in one.uses if number not in new]
+        inputs = [number for number in operation.uses if number not in new]
         before = sum(seconds.get(number, 0.0) for number in inputs if number not in saved)
-        # What is changed in place is an input: its last use makes it whole.
+        # A storage that is changed in place is an input: its last use completes it.
         for number in inputs:
             if number not in saved:
                 seconds[number] = 0.0
         made_now = new or inputs[:1]
         for number in made_now:
-            seconds[number] = seconds.get(number, 0.0) + (one.seconds + before) / len(made_now)
+            again_s = (operation.seconds + before) / len(made_now)
+            seconds[number] = seconds.get(number, 0.0) + again_s
     return {number: seconds.get(number, 0.0) for number in saved}

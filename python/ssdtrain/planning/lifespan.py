@@ -1,4 +1,4 @@
-"""How long drives live under offloading: the model of SSDTrain, with every assumption a parameter.
+"""Estimates how long drives live under offloading, by SSDTrain's model with its assumptions.
 
 The source is *SSDTrain* (arXiv 2408.10013, figures 5 and 8). A drive is worn
 out when the endurance it is rated for has been written. The paper multiplies that twice: by 2.5,
@@ -31,27 +31,27 @@ RETENTION_GAIN = 86.0
 """The paper's factor for retention relaxed from three years to one day."""
 
 
-def _check_positive(one: object) -> None:
-    for field in fields(one):  # type: ignore[arg-type]
-        value = getattr(one, field.name)
+def _check_positive(figures: object) -> None:
+    for field in fields(figures):  # type: ignore[arg-type]
+        value = getattr(figures, field.name)
         if not (math.isfinite(value) and value > 0):
             raise ConfigError(f"{field.name} must be a finite number above 0, not {value!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wear:
-    """What is written to some drives, and what they bear. Raises ``ConfigError`` if not above 0."""
+    """Writes to drives, and their rated endurance. Raises ``ConfigError`` if not above 0."""
 
     rated_bytes: float
-    """What all drives together are rated to have written."""
+    """The bytes that all drives together are rated to have written."""
     written_bytes_per_s: float
-    """Written to all of them together, on average over the time they are in use."""
+    """Bytes written to all of them together, on average over the time they are in use."""
     rated_amplification: float = RATED_AMPLIFICATION
     """Bytes that flash takes for each byte written, in the workload behind the rating."""
     own_amplification: float = 1.0
-    """The same in the workload of offloading."""
+    """The same for the workload of offloading."""
     retention_gain: float = RETENTION_GAIN
-    """How many times more cycles flash bears that keeps data for as long as a step only."""
+    """How many times more cycles flash bears if it keeps data only for a step."""
 
     def __post_init__(self) -> None:
         """Check the figures."""
@@ -70,7 +70,7 @@ class Wear:
         return self.sequential_days() * self.retention_gain
 
     def budget_bytes_per_day(self, years: float) -> float:
-        """Return what may be written each day so that the rating lasts for some years."""
+        """Return the bytes that may be written each day so that the rating lasts for some years."""
         if not (math.isfinite(years) and years > 0):
             raise ConfigError(f"years must be a finite number above 0, not {years!r}")
         return self.rated_bytes / (years * DAYS_PER_YEAR)
@@ -78,7 +78,7 @@ class Wear:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transformer:
-    """Sizes of a transformer's step on one of the GPUs that share its tensors.
+    """Sizes of a transformer's step on each of the GPUs that share its tensors.
 
     Raises ``ConfigError`` if not above 0.
     """
@@ -94,16 +94,16 @@ class Transformer:
         _check_positive(self)
 
     def activation_bytes(self) -> float:
-        """Return what forward saves on each GPU, in bytes, in 16 bits and with flash attention.
+        """Return the bytes that forward saves on each GPU, in 16 bits and with flash attention.
 
-        It is s·b·h·(10 + 24/t) for each layer (Korthikanti et al., arXiv 2205.05198, without
-        what attention keeps of s² values), and gives table III of SSDTrain.
+        They are s·b·h·(10 + 24/t) for each layer (Korthikanti et al., arXiv 2205.05198, without
+        the s² values of attention), and give table III of SSDTrain.
         """
         per_layer = self.sequence * self.batch * self.hidden * (10 + 24 / self.tensor_parallel)
         return per_layer * self.layers
 
     def step_flops(self) -> float:
-        """Return what forward and backward compute on each GPU.
+        """Return the floating point operations of forward and backward on each GPU.
 
         Forward is 24·b·s·h² + 4·b·s²·h for each layer, and backward twice that.
         """

@@ -1,4 +1,4 @@
-"""Models by name, without their weights: a small table of published configurations, or yours.
+"""Builds models by name, without their weights: from a small table, or by a user's function.
 
 `transformers` builds them from their numbers alone, so nothing is downloaded.
 """
@@ -23,7 +23,7 @@ from ssdtrain.notices import PROCESS
 __all__ = ["DTYPES", "LIBRARIES", "MODELS", "Build", "builder", "line_of_user", "raised"]
 
 Build = Callable[[], tuple[nn.Module, Callable[[], torch.Tensor]]]
-"""Makes a model, and what computes its loss on one micro-batch."""
+"""Makes a model, and a function that computes its loss on a micro-batch."""
 
 DTYPES: Final[Mapping[str, torch.dtype]] = {
     "bfloat16": torch.bfloat16,
@@ -86,7 +86,7 @@ MODELS: Final[Mapping[str, tuple[str, dict[str, Any]]]] = {
         },
     ),
 }
-"""For each name the class of its configuration and the numbers that differ from its defaults."""
+"""By name, the class of the configuration and the numbers that differ from its defaults."""
 
 FOREIGN: Final = (
     "<",
@@ -94,9 +94,9 @@ FOREIGN: Final = (
     str(Path(__file__).parent.parent),
     str(Path(traceback.__file__).parent / "importlib"),
 )
-"""Where files begin whose lines do not help the user."""
+"""Prefixes of paths whose lines do not help the user."""
 LIBRARIES: Final = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
-"""What the paths of installed packages have."""
+"""Parts of the paths of installed packages."""
 HEADS: Final = {
     "LlamaConfig": "LlamaForCausalLM",
     "GPT2Config": "GPT2LMHeadModel",
@@ -105,10 +105,10 @@ HEADS: Final = {
 
 
 def builder(name: str, batch: int, sequence: int, dtype: torch.dtype) -> Build:
-    """Return what builds a model: one of ``MODELS``, or ``FILE.py:FUNCTION``.
+    """Return a function that builds a model of ``MODELS``, or calls ``FILE.py:FUNCTION``.
 
-    The function is given ``batch``, ``sequence`` and ``dtype`` and returns a model and what
-    computes its loss. Raises ``ConfigError`` for names that lead nowhere.
+    FUNCTION gets ``batch``, ``sequence`` and ``dtype``, and returns a model and a function that
+    computes its loss. Raises ``ConfigError`` if there is no such model or function.
     """
     file, colon, function = name.rpartition(":")
     if not colon and name.endswith(".py"):
@@ -133,7 +133,7 @@ def builder(name: str, batch: int, sequence: int, dtype: torch.dtype) -> Build:
             is_pair = isinstance(made, tuple) and len(made) == 2
             if not (is_pair and isinstance(made[0], nn.Module) and callable(made[1])):
                 parts = made if isinstance(made, tuple) else (made,)
-                kinds = ", ".join(type(one).__name__ for one in parts) or "nothing"
+                kinds = ", ".join(type(part).__name__ for part in parts) or "nothing"
                 raise ConfigError(
                     f"{name} returned {kinds}, not a model and a function without arguments that "
                     "computes its loss: return model, lambda: ..."
@@ -177,7 +177,7 @@ def _named(
         head = getattr(transformers, HEADS[kind])
         model = head._from_config(config, dtype=dtype, attn_implementation="sdpa")  # noqa: SLF001
         if kind == "GPT2Config":
-            # It takes this one in any case, and warns that its name does not say so.
+            # GPT-2 uses this loss anyway, and warns because its class name does not tell.
             model.loss_type = "ForCausalLM"
         model.train()
 
@@ -199,11 +199,11 @@ def _function(file: str, function: str) -> Callable[..., Any]:
         raise ConfigError(f"{file} is no Python file; give FILE.py:FUNCTION")
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(path.stem, module)
-    # As `python FILE.py` does, also for what the function imports later.
+    # As `python FILE.py` does, also for later imports of the function.
     sys.path.insert(0, str(path.parent.resolve()))
     try:
         spec.loader.exec_module(module)
-    # A file that calls sys.exit does not mean to end the command that looks into it.
+    # A file may call sys.exit, which must not end the command.
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{file} raised {raised(error)}") from error
     found = getattr(module, function, None)
@@ -213,7 +213,7 @@ def _function(file: str, function: str) -> Callable[..., Any]:
 
 
 def raised(error: BaseException) -> str:
-    """Return an exception as messages tell it: its kind, its first line, and the user's line."""
+    """Return an exception for messages: its class, its first line, and the user's line."""
     first = next(iter(str(error).strip().splitlines()), "")
     told = f"{type(error).__name__}: {first}" if first else type(error).__name__
     line = line_of_user(traceback.extract_tb(error.__traceback__))
@@ -223,10 +223,11 @@ def raised(error: BaseException) -> str:
 def line_of_user(
     frames: Sequence[traceback.FrameSummary], passed: Sequence[str] = ()
 ) -> str | None:
-    """Return the innermost line that is the user's own, if one is; not of paths with ``passed``."""
+    """Return the innermost line of the user, or ``None``; paths with ``passed`` do not count."""
     own = [
-        one
-        for one in frames
-        if not one.filename.startswith(FOREIGN) and not any(part in one.filename for part in passed)
+        frame
+        for frame in frames
+        if not frame.filename.startswith(FOREIGN)
+        and not any(part in frame.filename for part in passed)
     ]
     return f"{own[-1].filename}, line {own[-1].lineno}" if own else None

@@ -1,4 +1,4 @@
-"""A page with the memory of a step before and after planning, drawn without help from anywhere."""
+"""Draws a page with the memory of a step before and after planning, without other packages."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Line:
 
 def page(title: str, lines: Sequence[Line], limit_bytes: int, report: str) -> str:
     """Return an HTML page with the lines, the memory there is, and the report below."""
-    # A step of kernels that take no time is a point, and nothing is divided by 0.
+    # A step of kernels that take no time must not divide by 0.
     last_s = max(line.end_s for line in lines) or 1.0
     most = max(limit_bytes, *(nbytes for line in lines for _, nbytes in line.points)) * 1.05
 
@@ -80,7 +80,7 @@ def _axes(most: float, last_s: float, place: object) -> str:
 
 
 def _stairs(line: Line) -> list[tuple[float, int]]:
-    """Return the corners of a line, of so many stretches the highest point of each."""
+    """Return the corners of a line, with the highest point of each stretch of points."""
     stretch = max(1, -(-len(line.points) // POINTS_MAX))
     kept = [
         (line.points[start][0], max(nbytes for _, nbytes in line.points[start : start + stretch]))

@@ -1,7 +1,6 @@
 """Named GPUs and drives, with the figures of their data sheets. Pure.
 
-A data sheet says what a part does at its best. What share of it training gets is an assumption of
-whoever asks, never of this table.
+A data sheet gives the best rate of a part. The caller assumes the share of it that training gets.
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ class Gpu:
     tensor_flops: float
     """Floating point operations per second of its tensor cores: bf16 and fp16, dense."""
     single_flops: float
-    """The same for float32 as PyTorch computes by default, without TF32."""
+    """Floating point operations per second in float32, without TF32, as PyTorch does by default."""
     memory_bytes_per_s: float
     pcie_generation: int
 
 
 PCIE_BYTES_PER_S: Mapping[int, float] = {3: 12e9, 4: 25e9, 5: 55e9, 6: 110e9}
-"""What 16 lanes of each generation carry in one direction in practice; of 6 by doubling."""
+"""Measured rates of 16 lanes of each generation, in one direction; 6 is 5 doubled."""
 
 DRIVES: Mapping[str, Drive] = {
     "980-pro-1tb": Drive(
@@ -147,7 +146,7 @@ Part = TypeVar("Part")
 
 
 def named(parts: Mapping[str, Part], name: str, what: str) -> Part:
-    """Return the part of a name. Raises ``ConfigError``, which lists the names there are."""
+    """Return the part of a name. Raises ``ConfigError`` with the known names."""
     known = parts.get(name.strip().lower().replace(" ", "-").replace("_", "-"))
     if known is None:
         raise ConfigError(f"no {what} is called {name!r} here; there are {', '.join(parts)}")

@@ -1,15 +1,16 @@
-"""Which blocks are computed again in backward instead of being written: swap or recompute.
+"""Chooses the blocks to compute again in backward instead of writing them: swap or recompute.
 
 Fuyou (arXiv 2403.06504, section 4) chooses how much of the activations to swap by the length of a
-step, max(compute, writes) + max(compute + recomputation, reads). Here a bound on memory says how
-many bytes have to leave: what fits under it costs neither. Blocks are taken in the order of the
-seconds that a byte costs which is not saved. Along that order each of the two maxima is convex, so
-the first place from which the next block makes the step no shorter is the best one.
+step, max(compute, writes) + max(compute + recomputation, reads). Here a bound on memory gives the
+bytes that have to leave: bytes that fit under it cost no write. Blocks are taken in the order of
+the seconds of recomputation for each byte that is not saved. Along that order both maxima are
+convex, so the step is shortest at the first block that does not make it shorter.
 
-[Note: a choice that stays] A kind of rounds is chosen for once it was measured, and again only if a
-rate moved by more than ``RATE_CHANGE``, or if two rounds in a row waited longer than was expected:
-then, twice at most, a smaller share of the rates is counted with. Another choice takes the place of
-the older one only if it makes the step shorter by ``GAIN_MIN``, both judged by the same figures.
+[Note: a choice that stays] Blocks are chosen for a kind of rounds once it was measured. They are
+chosen again only if a rate moved by more than ``RATE_CHANGE``, or if two rounds in a row waited
+longer than expected: then, twice at most, the plan counts with a smaller share of the rates. A new
+choice replaces the old choice only if it makes the step shorter by ``GAIN_MIN``, both judged by the
+same figures.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from ssdtrain.planning.policy import RATE_CHANGE, STALL_SHARE_MAX, Rates
 __all__ = ["Block", "BlockCounts", "Choices", "Disk", "Measured", "choose", "step_s"]
 
 MEASURED_COUNT = 2
-"""Rounds of a kind before the first choice: the first one finds memory and caches cold."""
+"""Rounds of a kind before the first choice: the first finds memory and caches cold."""
 RATE_SHARES = (0.8, 0.56, 0.4)
-"""Of the measured rates: what a plan counts with, at first and after waits that nobody expected."""
+"""Shares of the measured rates that a plan counts with, at first and after unexpected waits."""
 SURPRISES_MAX = 2
 """Rounds in a row with such waits before the next share is taken."""
 GAIN_MIN = 0.02
@@ -37,45 +38,45 @@ KINDS_MAX = 64
 
 @dataclass(frozen=True)
 class Block:
-    """One call of a block in a round, as measured while nothing was computed again."""
+    """A call of a block in a round, as measured while no block was computed again."""
 
     key: int
     forward_s: float
     saved_bytes: int
-    """What its forward saved that may leave memory."""
+    """Bytes that its forward saved and that may leave memory."""
     input_bytes: int
-    """What is saved all the same if it is computed again."""
+    """Bytes that are saved even if it is computed again."""
 
     @property
     def freed_bytes(self) -> int:
-        """What is not saved if it is computed again."""
+        """Bytes that are not saved if it is computed again."""
         return max(0, self.saved_bytes - self.input_bytes)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A round in which nothing was computed again; times without waits for the disk."""
+    """A round without recomputation; times without waits for the disk."""
 
     blocks: tuple[Block, ...]
     other_bytes: int
-    """What was saved outside of the blocks."""
+    """Bytes that were saved outside of the blocks."""
     forward_s: float
     backward_s: float
 
     @property
     def saved_bytes(self) -> int:
-        """All that was saved."""
+        """Bytes that were saved in all."""
         return self.other_bytes + sum(block.saved_bytes for block in self.blocks)
 
     @property
     def compute_s(self) -> float:
-        """How long the round takes if nothing has to leave memory."""
+        """The time of the round if no tensor has to leave memory."""
         return self.forward_s + self.backward_s
 
 
 @dataclass(frozen=True)
 class Disk:
-    """Bytes per second of each direction, and how many saved bytes may stay in memory."""
+    """Bytes per second of each direction, and the saved bytes that may stay in memory."""
 
     write: float
     read: float
@@ -86,14 +87,14 @@ class Disk:
         return replace(self, write=self.write * share, read=self.read * share)
 
     def step_s(self, measured: Measured, freed_bytes: int, again_s: float) -> float:
-        """Return how long a round takes if so much is not saved, for so much computing."""
+        """Return the time of a round with so many bytes fewer and so much computing more."""
         leaving_bytes = max(0.0, measured.saved_bytes - freed_bytes - self.bound_bytes)
         forward_s = max(measured.forward_s, leaving_bytes / self.write)
         return forward_s + max(measured.backward_s + again_s, leaving_bytes / self.read)
 
 
 def step_s(measured: Measured, disk: Disk, recomputed: AbstractSet[int]) -> float:
-    """Return how long a round takes if the blocks with these keys are computed again."""
+    """Return the time of a round if the blocks with these keys are computed again."""
     chosen = [block for block in measured.blocks if block.key in recomputed]
     again_s = sum(block.forward_s for block in chosen)
     return disk.step_s(measured, sum(block.freed_bytes for block in chosen), again_s)
@@ -121,7 +122,7 @@ def choose(measured: Measured, disk: Disk) -> frozenset[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockCounts:
-    """What became of the blocks of a session; for its report."""
+    """Counts of the blocks of a session, for its report."""
 
     blocks_called: int = 0
     blocks_recomputed: int = 0
@@ -133,12 +134,12 @@ class BlockCounts:
 
 @dataclass
 class _Kind:
-    """What is known of the rounds that call blocks with the same shapes in the same order."""
+    """Measurements of the rounds that call blocks with the same shapes in the same order."""
 
     measured: Measured | None = None
     measured_count: int = 0
     basis: Disk | None = None
-    """The disk that the choice was made for last."""
+    """The disk of the last choice."""
     chosen: frozenset[int] = frozenset()
     shares_tried: int = 0
     surprises: int = 0
@@ -149,18 +150,18 @@ class Choices:
 
     def __init__(self) -> None:
         self.chosen: set[int] = set()
-        """Keys of the blocks that are computed again. Looked at in every call."""
+        """Keys of the blocks that are computed again. Each call of a block looks at them."""
         self.freed_bytes: dict[int, int] = {}
-        """What each of them does not save."""
+        """The bytes that each of them does not save."""
         self._learning = threading.Lock()
-        """Several sessions of one `offload` object learn together, each under its own lock."""
+        """Sessions of the same `offload` object learn together, each under its own lock."""
         self._kinds: dict[int, _Kind] = {}
 
     def learn(self, kind: int, measured: Measured | None, disk: Disk, stall_s: float) -> float:
-        """Choose for the next round of this kind; return how long this one was expected to take.
+        """Choose for the next round of this kind; return the expected time of this round.
 
-        ``measured`` is ``None`` if something was computed again in it: then what was measured
-        before still holds. The expectation is 0 where there was none.
+        ``measured`` is ``None`` if a block was computed again in this round: then the last
+        measurement still holds. The expected time is 0 without an expectation.
         """
         with self._learning:
             if len(self._kinds) >= KINDS_MAX and kind not in self._kinds:
@@ -187,12 +188,12 @@ class Choices:
 
     @staticmethod
     def _note_stall(known: _Kind, measured: Measured, expected_s: float, stall_s: float) -> None:
-        again_s = sum(one.forward_s for one in measured.blocks if one.key in known.chosen)
+        again_s = sum(block.forward_s for block in measured.blocks if block.key in known.chosen)
         stall_max_s = expected_s * (1 + STALL_SHARE_MAX) - measured.compute_s - again_s
         known.surprises = known.surprises + 1 if stall_s > stall_max_s else 0
 
     def _choose(self, known: _Kind, measured: Measured, disk: Disk) -> None:
-        """Choose anew. See [Note: a choice that stays]."""
+        """Choose again. See [Note: a choice that stays]."""
         known.basis, known.surprises = disk, 0
         counted = disk.times(RATE_SHARES[known.shares_tried])
         found = choose(measured, counted)
@@ -209,7 +210,7 @@ class Choices:
 
 
 def disk_of(rates: Rates, bound_bytes: int) -> Disk:
-    """Return the disk as this module sees it."""
+    """Return the disk with these rates and this bound."""
     return Disk(rates.write, rates.read, bound_bytes)
 
 

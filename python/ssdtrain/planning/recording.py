@@ -1,4 +1,4 @@
-"""Makes a trace of what a session saw of one round. Pure.
+"""Makes a trace of a recorded round of a session. Pure.
 
 A session sees when tensors are saved and needed, and no kernels: each stretch of computing between
 two such events is a kernel of the trace (format: ``docs/internals/planning.md``).
@@ -19,7 +19,7 @@ PACKED, NEEDED = 0, 1
 
 @dataclass(frozen=True)
 class Recording:
-    """What was seen of the last round of one kind."""
+    """The saved tensors of the last round of a kind."""
 
     items: Sequence[Item]
     """Each storage that was saved and needed, on a clock that stands still in waits for I/O."""
@@ -30,12 +30,12 @@ class Recording:
 def trace_of(recorded: Recording, *, name: str, origin: str) -> Trace:
     """Return a round as a step whose kernels are the stretches between its events.
 
-    A tensor is used by the stretch at whose end it was saved, and by the one after it was first
-    needed: until then it has to be back, and then its node computes. In between it lies idle.
+    A tensor is used by the stretch that ends when it is saved, and by the stretch that begins when
+    it is needed, in which its node computes. In between it is idle.
     """
     events = sorted(
-        [(item.packed_s, PACKED, place) for place, item in enumerate(recorded.items)]
-        + [(item.needed_s, NEEDED, place) for place, item in enumerate(recorded.items)]
+        [(item.packed_s, PACKED, index) for index, item in enumerate(recorded.items)]
+        + [(item.needed_s, NEEDED, index) for index, item in enumerate(recorded.items)]
     )
     uses: list[list[int]] = [[] for _ in range(len(events) + 1)]
     moments = [recorded.began_s, *(moment for moment, _, _ in events)]

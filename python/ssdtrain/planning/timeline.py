@@ -1,7 +1,7 @@
-"""Draws when each saved tensor was where, as a Chrome trace, which Perfetto opens.
+"""Draws the places of each saved tensor over time, as a Chrome trace, which Perfetto opens.
 
 The clock is that of PyTorch's profiler (nanoseconds since 1970), whose file can be joined: then the
-operations and the tensors are in one picture.
+operations and the tensors are in the same picture.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["events_of", "save_timeline"]
 
 PROCESS = "ssdtrain: saved tensors"
 PROCESS_NUMBER = 1 << 30
-"""No process has so large a number, so the rows stand apart from those of a profile."""
+"""No process has so large a number, so the rows are apart from those of a profile."""
 COLOURS = {
     "in memory": "thread_state_running",
     "on its way to the disk": "thread_state_iowait",
@@ -33,14 +33,14 @@ Life = tuple[int, int, Sequence[int]]
 
 
 def events_of(lives: Sequence[Life], base_ns: int) -> list[dict[str, Any]]:
-    """Return the bars of tensors, each in a row where no other one is at that time.
+    """Return the bars of tensors, each in a row without another bar at that time.
 
     ``base_ns`` is the moment that the file calls 0; times in a file are in microseconds.
     """
     named = {"ph": "M", "pid": PROCESS_NUMBER, "name": "process_name", "args": {"name": PROCESS}}
     events: list[dict[str, Any]] = [named]
     free: list[tuple[int, int]] = []
-    """When each row is free again, and its number."""
+    """The time at which each row is free again, and its number."""
     row_count = 0
     for key, nbytes, moments in sorted(lives, key=lambda life: life[2][0]):
         packed_ns, dropped_ns = moments[0], moments[5]
@@ -66,9 +66,9 @@ def events_of(lives: Sequence[Life], base_ns: int) -> list[dict[str, Any]]:
 
 
 def _bars(moments: Sequence[int]) -> list[tuple[str, int, int]]:
-    """Return name, begin and end of the stretches of one life that are longer than nothing."""
+    """Return name, begin and end of the stretches of a life that take any time."""
     packed, writing, freed, reading, _, dropped = moments
-    # A write that was cancelled, or a tensor that somebody else held, was in memory all the time.
+    # A tensor whose write was cancelled, or that others held, was in memory all the time.
     steps = [("in memory", packed), ("on its way to the disk", writing), ("on the disk", freed)]
     steps.append(("back", reading if freed else 0))
     begun = [(name, begin) for name, begin in steps if begin]
@@ -83,10 +83,10 @@ def save_timeline(
     lives: Sequence[Life],
     beside: str | os.PathLike[str] | None = None,
 ) -> None:
-    """Write a Chrome trace; with ``beside``, of what is in that one, too.
+    """Write a Chrome trace, with the events of the trace ``beside`` if that is given.
 
-    Raises ``ConfigError`` for a file that is no Chrome trace, ``OSError`` where one cannot be read
-    or written.
+    Raises ``ConfigError`` if ``beside`` is no Chrome trace, ``OSError`` if a file cannot be read or
+    written.
     """
     document: dict[str, Any] = {"traceEvents": [], "displayTimeUnit": "ms"}
     if beside is not None:

@@ -1,7 +1,7 @@
-"""The file of a training step: tensors and kernels. Format: `docs/internals/planning.md`.
+"""Reads and writes traces: the tensors of a training step, and the kernels that use them.
 
-A recorder in a running session writes traces, `ssdtrain plan` derives them from shapes, and the
-planner reads them. Nothing here knows torch.
+`docs/internals/planning.md` describes the format. A running session records traces, `ssdtrain plan`
+derives them from shapes, and the planner reads them. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ __all__ = ["CLASSES", "Kernel", "Phase", "TensorClass", "Trace", "TracedTensor",
 FORMAT: Final = "ssdtrain-trace-1"
 
 TensorClass = Literal["activation", "weight", "gradient", "optimizer_state", "workspace"]
-"""``activation``: what forward makes for backward; ``workspace``: scratch memory of kernels."""
+"""Forward makes an ``activation`` for backward; a ``workspace`` is scratch memory of kernels."""
 
 CLASSES: Final[tuple[TensorClass, ...]] = get_args(TensorClass)
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A stretch of computing between whose begin and end no tensor comes or goes."""
+    """A stretch of computing in which no tensor comes or goes."""
 
     seconds: float
-    """Its time when everything that it uses is there; 0 or more."""
+    """Its time if all tensors that it uses are in memory; 0 or more."""
     uses: tuple[int, ...]
-    """The tensors that have to be in memory while it runs, each once, by their places."""
+    """The indices of the tensors that have to be in memory while it runs, each once."""
     name: str = ""
     flops: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class TracedTensor:
-    """One tensor, or several that share a storage.
+    """A tensor of a step.
 
-    It lives from the begin of the first kernel that uses it to the end of the last one, or, if it
-    lives across steps, always.
+    It lives from the begin of the first kernel that uses it to the end of the last kernel that uses
+    it, or, if it lives across steps, always.
     """
 
     nbytes: int
@@ -54,17 +54,17 @@ class TracedTensor:
     part: str = ""
     """The part of the model that it belongs to, such as ``layers.3.mlp``."""
     storage: int | None = None
-    """Tensors with the same number lie on one storage: they count once, and move together."""
+    """Tensors with the same number share a storage: they count once, and move together."""
     lives_across_steps: bool = False
     is_fixed: bool = False
-    """Whether it must stay in memory, because it is small or somebody else holds it."""
+    """True if it must stay in memory, because it is small or others hold it."""
     recompute_seconds: float | None = None
-    """How long it takes to compute it again from what is kept; ``None`` if that cannot be done."""
+    """The time to compute it again from tensors that are kept; ``None`` if that cannot be done."""
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A named stretch of the step, such as ``forward``, up to the next one."""
+    """A named stretch of the step, such as ``forward``, up to the next phase."""
 
     name: str
     first_kernel: int
@@ -72,102 +72,108 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """One step that repeats: its first kernel follows its last one."""
+    """A step that repeats: its first kernel follows its last kernel."""
 
     name: str
     kernels: tuple[Kernel, ...]
     tensors: tuple[TracedTensor, ...]
     phases: tuple[Phase, ...] = ()
     origin: str = ""
-    """Who made it and from what, for people."""
+    """The source of the trace, for people."""
 
     def __post_init__(self) -> None:
-        """Raise ``ConfigError`` for what is no step."""
+        """Raise ``ConfigError`` if this is no step."""
         if not self.kernels:
             raise ConfigError(f"the trace {self.name!r} has no kernel; a step has at least one")
-        for place, kernel in enumerate(self.kernels):
-            self._check_kernel(place, kernel)
-        for place, one in enumerate(self.tensors):
-            self._check_tensor(place, one)
-        seconds = sum(one.seconds for one in self.kernels)
-        if not math.isfinite(seconds + sum(one.recompute_seconds or 0.0 for one in self.tensors)):
+        for index, kernel in enumerate(self.kernels):
+            self._check_kernel(index, kernel)
+        for index, tensor in enumerate(self.tensors):
+            self._check_tensor(index, tensor)
+        seconds = sum(kernel.seconds for kernel in self.kernels)
+        if not math.isfinite(
+            seconds + sum(tensor.recompute_seconds or 0.0 for tensor in self.tensors)
+        ):
             self._refuse("its kernels, and what can be computed again, take for ever together")
-        total = sum(one.nbytes for one in self.tensors)
+        total = sum(tensor.nbytes for tensor in self.tensors)
         if total > SIZE_MAX:
             self._refuse(f"its tensors have {total:,} bytes, and at most {SIZE_MAX:,} are counted")
         firsts = [phase.first_kernel for phase in self.phases]
-        if firsts != sorted(set(firsts)) or not all(0 <= one < len(self.kernels) for one in firsts):
+        if firsts != sorted(set(firsts)) or not all(
+            0 <= first < len(self.kernels) for first in firsts
+        ):
             self._refuse(f"its phases begin at the kernels {firsts}, which is no order of them")
 
-    def _check_kernel(self, place: int, kernel: Kernel) -> None:
+    def _check_kernel(self, index: int, kernel: Kernel) -> None:
         if not (math.isfinite(kernel.seconds) and kernel.seconds >= 0):
-            self._refuse(f"kernel {place} takes {kernel.seconds!r} s")
+            self._refuse(f"kernel {index} takes {kernel.seconds!r} s")
         if len(set(kernel.uses)) < len(kernel.uses):
-            self._refuse(f"kernel {place} names a tensor twice; name each use once")
+            self._refuse(f"kernel {index} names a tensor twice; name each use once")
         for tensor in kernel.uses:
             if not 0 <= tensor < len(self.tensors):
                 self._refuse(
-                    f"kernel {place} uses tensor {tensor}, but there are {len(self.tensors)}"
+                    f"kernel {index} uses tensor {tensor}, but there are {len(self.tensors)}"
                 )
 
-    def _check_tensor(self, place: int, one: TracedTensor) -> None:
-        if one.nbytes < 0:
-            self._refuse(f"tensor {place} has {one.nbytes} bytes")
-        if one.kind not in CLASSES:
-            self._refuse(f"tensor {place} is of class {one.kind!r}, not {', '.join(CLASSES)}")
-        again = one.recompute_seconds
+    def _check_tensor(self, index: int, tensor: TracedTensor) -> None:
+        if tensor.nbytes < 0:
+            self._refuse(f"tensor {index} has {tensor.nbytes} bytes")
+        if tensor.kind not in CLASSES:
+            self._refuse(f"tensor {index} is of class {tensor.kind!r}, not {', '.join(CLASSES)}")
+        again = tensor.recompute_seconds
         if again is not None and not (math.isfinite(again) and again >= 0):
-            self._refuse(f"tensor {place} takes {again!r} s to compute again")
+            self._refuse(f"tensor {index} takes {again!r} s to compute again")
 
     def _refuse(self, why: str) -> None:
         raise ConfigError(f"the trace {self.name!r} makes no sense: {why}; record it again")
 
     def on_storages(self) -> tuple[Trace, tuple[int, ...]]:
-        """Return the trace with one tensor for each storage, and the new place of every tensor.
+        """Return the trace with a tensor for each storage, and the new index of every tensor.
 
-        A storage has the bytes of its largest tensor, is used where any of them is, is fixed if
-        one of them is, and can be computed again only if all of them can.
+        A storage has the bytes of its largest tensor, and the uses of all its tensors. It is fixed
+        if a tensor on it is, and can be computed again if all tensors on it can.
         """
         first_of: dict[int, int] = {}
         places: list[int] = []
         merged: list[list[TracedTensor]] = []
-        for one in self.tensors:
-            known = None if one.storage is None else first_of.get(one.storage)
+        for tensor in self.tensors:
+            known = None if tensor.storage is None else first_of.get(tensor.storage)
             if known is None:
                 known = len(merged)
                 merged.append([])
-                if one.storage is not None:
-                    first_of[one.storage] = known
-            merged[known].append(one)
+                if tensor.storage is not None:
+                    first_of[tensor.storage] = known
+            merged[known].append(tensor)
             places.append(known)
         if len(merged) == len(self.tensors):
             return self, tuple(places)
         kernels = tuple(
             Kernel(
-                one.seconds,
-                tuple(dict.fromkeys(places[tensor] for tensor in one.uses)),
-                one.name,
-                one.flops,
+                kernel.seconds,
+                tuple(dict.fromkeys(places[tensor] for tensor in kernel.uses)),
+                kernel.name,
+                kernel.flops,
             )
-            for one in self.kernels
+            for kernel in self.kernels
         )
         tensors = tuple(_joined(parts) for parts in merged)
         return Trace(self.name, kernels, tensors, self.phases, self.origin), tuple(places)
 
     def as_document(self) -> dict[str, Any]:
-        """Return it as its JSON file says it, without what has its usual value."""
+        """Return the content of its JSON file, without values that are the default."""
         return {
             "format": FORMAT,
             "name": self.name,
             "origin": self.origin,
-            "phases": [{"name": one.name, "first_kernel": one.first_kernel} for one in self.phases],
-            "tensors": [_tensor_row(one) for one in self.tensors],
-            "kernels": [_kernel_row(one) for one in self.kernels],
+            "phases": [
+                {"name": phase.name, "first_kernel": phase.first_kernel} for phase in self.phases
+            ],
+            "tensors": [_tensor_row(tensor) for tensor in self.tensors],
+            "kernels": [_kernel_row(kernel) for kernel in self.kernels],
         }
 
     @classmethod
     def of_document(cls, document: object, source: str) -> Trace:
-        """Make it of a parsed file; ``source`` names that in errors. Raises ``ConfigError``."""
+        """Make a trace of a parsed file, which errors call ``source``. Raises ``ConfigError``."""
         if not isinstance(document, dict) or document.get("format") != FORMAT:
             raise ConfigError(
                 f"{source} is not a trace of the format {FORMAT}; record it again with this version"
@@ -192,7 +198,7 @@ class Trace:
 
 
 def load(path: str | os.PathLike[str]) -> Trace:
-    """Read a trace. Raises ``ConfigError`` for a file that is none, ``OSError`` without one."""
+    """Read a trace. Raises ``ConfigError`` if the file is no trace, ``OSError`` without a file."""
     if not Path(path).exists():
         why = "there is no trace; session.save_trace(FILE) writes one"
         raise FileNotFoundError(errno.ENOENT, why, os.fspath(path))
@@ -204,14 +210,14 @@ def load(path: str | os.PathLike[str]) -> Trace:
 
 
 def save(trace: Trace, path: str | os.PathLike[str]) -> None:
-    """Write a trace; readers see the old file or the new one, never a part. Raises ``OSError``."""
+    """Write a trace; readers see the old file or the new file, never a part. Raises ``OSError``."""
     target = Path(path)
     if target.is_dir():
         raise IsADirectoryError(errno.EISDIR, "is a folder; name a file in it", str(target))
     if not target.parent.is_dir():
         why = "a trace goes into a folder that exists; make it first"
         raise FileNotFoundError(errno.ENOENT, why, str(target.parent))
-    # Not by `tempfile`, whose files nobody else may read.
+    # Not by `tempfile`, because only the user could read its files.
     temporary = target.with_name(f".{target.name}-{secrets.token_hex(8)}")
     file = temporary.open("x", encoding="utf-8")
     try:
@@ -225,30 +231,30 @@ def save(trace: Trace, path: str | os.PathLike[str]) -> None:
 
 
 def _joined(parts: list[TracedTensor]) -> TracedTensor:
-    """Make one tensor of those on a storage."""
+    """Join the tensors on a storage."""
     first = parts[0]
     if len(parts) == 1:
         return first
-    again = [one.recompute_seconds for one in parts]
-    known = [one for one in again if one is not None]
+    again = [part.recompute_seconds for part in parts]
+    known = [seconds for seconds in again if seconds is not None]
     return TracedTensor(
-        nbytes=max(one.nbytes for one in parts),
+        nbytes=max(part.nbytes for part in parts),
         kind=first.kind,
         name=first.name,
         part=first.part,
         storage=first.storage,
-        lives_across_steps=any(one.lives_across_steps for one in parts),
-        is_fixed=any(one.is_fixed for one in parts),
+        lives_across_steps=any(part.lives_across_steps for part in parts),
+        is_fixed=any(part.is_fixed for part in parts),
         recompute_seconds=sum(known) if len(known) == len(again) else None,
     )
 
 
-def _kernel_row(one: Kernel) -> dict[str, Any]:
-    row: dict[str, Any] = {"seconds": one.seconds, "uses": list(one.uses)}
-    if one.name:
-        row["name"] = one.name
-    if one.flops:
-        row["flops"] = one.flops
+def _kernel_row(kernel: Kernel) -> dict[str, Any]:
+    row: dict[str, Any] = {"seconds": kernel.seconds, "uses": list(kernel.uses)}
+    if kernel.name:
+        row["name"] = kernel.name
+    if kernel.flops:
+        row["flops"] = kernel.flops
     return row
 
 
@@ -261,24 +267,24 @@ def _kernel(row: dict[str, Any]) -> Kernel:
     )
 
 
-def _tensor_row(one: TracedTensor) -> dict[str, Any]:
+def _tensor_row(tensor: TracedTensor) -> dict[str, Any]:
     told = {
-        "name": one.name,
-        "part": one.part,
-        "across_steps": one.lives_across_steps,
-        "fixed": one.is_fixed,
+        "name": tensor.name,
+        "part": tensor.part,
+        "across_steps": tensor.lives_across_steps,
+        "fixed": tensor.is_fixed,
     }
-    numbers = {"storage": one.storage, "recompute_seconds": one.recompute_seconds}
+    numbers = {"storage": tensor.storage, "recompute_seconds": tensor.recompute_seconds}
     return {
-        "bytes": one.nbytes,
-        "class": one.kind,
+        "bytes": tensor.nbytes,
+        "class": tensor.kind,
         **{name: value for name, value in told.items() if value},
         **{name: number for name, number in numbers.items() if number is not None},
     }
 
 
 def _text(row: dict[str, Any], name: str) -> str:
-    """Return a text as it can be written again: JSON may have halves of characters."""
+    """Return a text that can be written again: JSON may have half a surrogate pair."""
     return str(row.get(name, "")).encode(errors="backslashreplace").decode()
 
 
