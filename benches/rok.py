@@ -31,14 +31,11 @@ import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
-from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 # Benchmarks that share what they do lie there.
 sys.path.insert(0, str(Path(__file__).resolve().parent / "training"))
@@ -48,7 +45,7 @@ from plain_steps import Program
 from ssdtrain.config import OffloadConfig, StoreConfig
 from ssdtrain.demo.counting import SavedStorageCounter
 from ssdtrain.demo.machine import machine_facts
-from ssdtrain.demo.models import build_trainee
+from ssdtrain.demo.models import blocks_of, build_trainee, recompute_block
 from ssdtrain.demo.options import MODEL_NAMES, TrainingOptions
 from ssdtrain.demo.text import ByteBatches, load_text
 from ssdtrain.planning.policy import Policy
@@ -71,12 +68,6 @@ COLOURS = {
 MARKERS = {"keep": "o", "recompute": "s", "offload": "^", "half": "D", "both": "v"}
 
 
-def blocks_of(module: nn.Module) -> list[nn.Module]:
-    """Return the blocks of a transformer: its longest list of modules."""
-    lists = [list(one) for one in module.modules() if isinstance(one, nn.ModuleList)]
-    return max(lists, key=len)
-
-
 class Way:
     """One model that is trained in one way."""
 
@@ -88,13 +79,7 @@ class Way:
         every = RECOMPUTED_SHARE[name]
         for place, block in enumerate(blocks_of(self.trainee.module)):
             if every and place % every == 0:
-                again: Any = partial(
-                    checkpoint,
-                    block.forward,
-                    use_reentrant=False,
-                    context_fn=self.counter.checkpoint_contexts,
-                )
-                block.forward = again
+                recompute_block(block, self.counter.checkpoint_contexts)
         self.session: ssdtrain.Session | None = None
         if name in OFFLOADS:
             assert options.directory is not None

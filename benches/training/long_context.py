@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 import ssdtrain
 from ssdtrain.demo.counting import SavedStorageCounter
 from ssdtrain.demo.machine import busy_cpu_s
-from ssdtrain.demo.modes import gradients_digest
+from ssdtrain.demo.process import gradients_digest
 from ssdtrain.machine.process_memory import reset_high_water_mark, status_bytes
 from turns import Child, answer, parser_of, started, write_record
 

@@ -40,8 +40,8 @@ from plain_steps import Program
 from ssdtrain.config import OffloadConfig, StoreConfig
 from ssdtrain.demo.counting import SavedStorageCounter
 from ssdtrain.demo.models import build_trainee
-from ssdtrain.demo.modes import gradients_digest
 from ssdtrain.demo.options import TrainingOptions
+from ssdtrain.demo.process import gradients_digest
 from ssdtrain.demo.text import ByteBatches, load_text
 from ssdtrain.machine.process_memory import reset_high_water_mark, status_bytes
 from ssdtrain.planning.policy import Policy

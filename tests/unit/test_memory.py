@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from checkout import BENCHES
 from ssdtrain.activations import writeback
@@ -95,6 +96,18 @@ def test_memory_between_blocks_in_use_goes_back_to_the_system() -> None:
     kept, given = map(int, run(HOLES).stdout.split())
     assert kept < 20, "glibc gave it back by itself: nothing was tried"
     assert given > 80
+
+
+def test_the_high_water_mark_starts_again_and_sees_the_next_peak() -> None:
+    size = 64 << 20
+    # More than an earlier peak of this process could hide.
+    held = torch.ones(size, dtype=torch.uint8)
+    del held
+    before = process_memory.reset_high_water_mark()
+    assert process_memory.status_bytes("VmHWM") - before < size // 2
+    held = torch.ones(size, dtype=torch.uint8)
+    del held
+    assert process_memory.status_bytes("VmHWM") - before > size // 2
 
 
 def test_what_writes_freed_is_given_back_in_portions(

@@ -13,7 +13,7 @@ from ssdtrain.machine.drive import mount_of
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """The facts without which the times mean nothing."""
+    """The facts about a machine and the place where offload writes."""
 
     cpu: str
     core_count: int

@@ -1,214 +1,293 @@
-"""What the demo says at its end: one table for people, the same as JSON for programs."""
+"""The demo's results: a dict of all figures for JSON, and from it a table and a picture for people.
+
+A time of a process is the median of its timed steps; a figure of a mode is the median over the
+repeats. A ratio is the median over the repeats of the quotient with plain, or keep, *of the same
+repeat*, which ran just before: a machine that slows down for a while slows both.
+"""
 
 from __future__ import annotations
 
-import json
-import textwrap
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+import importlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from ssdtrain.demo.options import WITHOUT_SSDTRAIN
+from ssdtrain.demo.options import WITHOUT_SSDTRAIN, Mode, Run, TrainingOptions
+from ssdtrain.sizes import shown_bytes
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from ssdtrain.demo.machine import Machine
-    from ssdtrain.demo.options import ModeRun, TrainingOptions
-    from ssdtrain.demo.summary import Comparison, ModeSummary
-from ssdtrain.sizes import shown_bytes
 
-UNKNOWN = "-"
 MIB = 1 << 20
+ADAMW_BYTES = 16
+"""Of a parameter with AdamW in float32: weight, gradient and two numbers of state."""
+FOREIGN_CORES_MAX = 0.3
+"""If other processes keep more cores busy than this, times of steps say nothing about modes."""
+
 LABEL_WIDTH = 34
 COLUMN_WIDTH = 16
-LINE_WIDTH = 99
-
-TIME_NOTE = """\
-A time is the median of a repeat's timed steps, then the median over the repeats; a ratio is the
-median over the repeats of the ratio to plain within each repeat. A step is forward, backward and
-optimizer. Every run is a fresh process; the modes take turns."""
-
-MODES_NOTE = """\
-plain and recompute never import ssdtrain. keep is plain in a process that has imported it, which
-switches on torch's huge pages (THP_MEM_ALLOC_ENABLE=1), but offloads nothing: a ratio over keep is
-what offloading alone does."""
-
-ACTIVATION_NOTE = """\
-Activation peak: the largest sum of the bytes of saved tensors in memory, parameters excluded. For
-offload over all steps, by its own account; for the others counted in one more step, not timed."""
-
-RSS_NOTE = """\
-RSS peak above resident: VmHWM over the timed steps, less VmRSS (weights, gradients, libraries)
-before them."""
-
-FOREIGN_CORES_MAX = 0.3
-"""More cores busy with other processes than this, and times of step say nothing about modes."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Report:
-    """Everything that a demo found out."""
-
-    options: TrainingOptions
-    repeats: int
-    machine: Machine
-    runs: Sequence[ModeRun]
-    summaries: Sequence[ModeSummary]
-    comparison: Comparison
-
-    @property
-    def succeeded(self) -> bool:
-        """Whether every mode finished and no bit differed."""
-        finished = all(summary.failure is None for summary in self.summaries)
-        return finished and self.comparison.bit_identical is not False
+ROWS = (
+    ("step time, s", "step_s_median", 1, ".2f", "step_s"),
+    ("activation peak, MiB", "activation_bytes_peak", MIB, ",.0f", "activation_bytes_peak"),
+    ("RSS peak above resident, MiB", "rss_bytes_peak", MIB, ",.0f", "rss_bytes_peak"),
+    ("RSS peak of the process, MiB", "rss_bytes_high", MIB, ",.0f", ""),
+    ("written per step, MiB", "bytes_written_per_step", MIB, ",.0f", ""),
+    ("read per step, MiB", "bytes_read_per_step", MIB, ",.0f", ""),
+    ("exposed stall per step, s", "stall_s", 1, ".3f", ""),
+    ("tokens per second", "tokens_per_s", 1, ",.0f", ""),
+    ("cores busy with other processes", "foreign_cores", 1, ".2f", ""),
+    ("loss of the last step", "last_loss", 1, ".7f", ""),
+)
+"""Label, name of the figure, unit, format, and the name of its ratios to plain and to keep."""
+STYLES = {
+    "plain": ("#d55e00", "--"),
+    "keep": ("#cc79a7", ":"),
+    "recompute": ("#56b4e9", "-."),
+    "offload": ("#009e73", "-"),
+    "whole": ("#009e73", "-"),
+}
+"""Colours of Okabe and Ito, also for readers who do not see all colours; lines for print."""
 
 
-def write_json(report: Report, path: Path) -> None:
-    """Write the figures, and everything they were computed from."""
-    document: dict[str, Any] = {
-        "modes": {summary.mode: asdict(summary) for summary in report.summaries},
-        "bit_identical": report.comparison.bit_identical,
-        "comparison_notes": report.comparison.notes,
-        "machine": asdict(report.machine),
+def document(
+    options: TrainingOptions, modes: Sequence[Mode], repeats: int, machine: Machine, runs: list[Run]
+) -> dict[str, Any]:
+    """Return all figures, and all that they were computed from."""
+    reference, is_identical, notes = compare(runs)
+    found: dict[str, Any] = {
+        "date": datetime.now(UTC).date().isoformat(),
+        "modes": {mode: summarise(runs, mode, options.tokens_per_step) for mode in modes},
+        "bit_identical": is_identical,
+        "reference": reference,
+        "comparison_notes": notes,
+        "machine": asdict(machine),
         "arguments": {
-            **asdict(report.options),
-            "dropout": report.options.dropout_probability,
-            "repeats": report.repeats,
-            "modes": [summary.mode for summary in report.summaries],
+            **asdict(options),
+            "dropout": options.dropout_probability,
+            "repeats": repeats,
+            "modes": list(modes),
         },
         "without_ssdtrain": sorted(WITHOUT_SSDTRAIN),
-        "runs": [run.to_dict() for run in report.runs],
+        "runs": [asdict(run) for run in runs],
     }
-    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-
-
-def render(report: Report) -> str:
-    """Lay out the table, the losses, the verdict and the footnotes."""
-    blocks = [_heading(report), _figures(report), _losses(report), _verdict(report)]
-    sessions = [run for run in report.runs if run.summary and run.repeat == 1]
-    blocks += [f"The offload session of repeat 1 about itself:\n{run.summary}" for run in sessions]
-    blocks.append(_footnotes(report))
-    return "\n\n".join(blocks)
-
-
-def _heading(report: Report) -> str:
-    options, machine = report.options, report.machine
-    parameters_count = max((run.parameters_count for run in report.runs), default=0)
-    text = options.data or "the sources of Python's standard library"
-    return (
-        f"{options.model}, {parameters_count / 1e6:.1f}M parameters: {options.layers} layers, "
-        f"hidden {options.hidden}, sequence {options.sequence}, batch {options.batch}, "
-        f"{options.dtype}, dropout {options.dropout_probability:g}\n"
-        f"trained on {text}; timed steps: {options.steps}, repeats: {report.repeats}\n"
-        f"{machine.cpu}, {machine.core_count} cores, {shown_bytes(machine.memory_bytes)}, "
-        f"{machine.kernel}, torch {machine.torch}, Python {machine.python}"
-        + (
-            f"\n{machine.directory}: {machine.file_system or 'unknown'}"
-            if machine.directory
-            else ""
-        )
-    )
-
-
-def _figures(report: Report) -> str:
-    def row(label: str, cell: Callable[[ModeSummary], str]) -> str:
-        return _row(label, [cell(summary) for summary in report.summaries])
-
-    lines = [
-        _row("", [summary.mode for summary in report.summaries]),
-        _rule(report),
-        row("step time, s", lambda s: _with_ratio(s.step_s_median, s.ratio_to_plain.step_s, ".2f")),
-        row("  over keep", lambda s: _with_ratio(None, s.ratio_to_keep.step_s, "")),
-        row(
-            "activation peak, MiB",
-            lambda s: _with_ratio(
-                _mib(s.activation_bytes_peak), s.ratio_to_plain.activation_bytes_peak, ",.0f"
-            ),
-        ),
-        row(
-            "RSS peak above resident, MiB",
-            lambda s: _with_ratio(_mib(s.rss_bytes_peak), s.ratio_to_plain.rss_bytes_peak, ",.0f"),
-        ),
-        row("  over keep", lambda s: _with_ratio(None, s.ratio_to_keep.rss_bytes_peak, "")),
-        row("RSS peak of the process, MiB", lambda s: _number(_mib(s.rss_bytes_high), ",.0f")),
-        row("written per step, MiB", lambda s: _number(_mib(s.bytes_written_per_step), ",.0f")),
-        row("read per step, MiB", lambda s: _number(_mib(s.bytes_read_per_step), ",.0f")),
-        row("exposed stall per step, s", lambda s: _number(s.stall_s, ".3f")),
-        row("tokens per second", lambda s: _number(s.tokens_per_s, ",.0f")),
-        row("cores busy with other processes", lambda s: _number(s.foreign_cores, ".2f")),
-    ]
-    disturbed = [
-        f"{_number(summary.foreign_cores, '.1f')} during {summary.mode}"
-        for summary in report.summaries
-    ]
-    if any((summary.foreign_cores or 0) > FOREIGN_CORES_MAX for summary in report.summaries):
-        lines.append(
-            f"TIMES ARE NOT COMPARABLE: other processes kept cores busy ({', '.join(disturbed)}); "
-            "run it alone"
-        )
-    return "\n".join(lines)
-
-
-def _losses(report: Report) -> str:
-    lines = [_row("loss", [summary.mode for summary in report.summaries]), _rule(report)]
-    count = max((len(summary.losses) for summary in report.summaries), default=0)
-    for index in range(count):
-        cells = [
-            f"{summary.losses[index]:.7f}" if index < len(summary.losses) else UNKNOWN
-            for summary in report.summaries
-        ]
-        kinds = {
-            run.steps[index].kind
-            for run in report.runs
-            if run.repeat == 1 and index < len(run.steps)
+    taken = found["modes"].get("whole", {}).get("rss_bytes_peak")
+    if options.given_bytes is not None and taken is not None:
+        count = max(run.parameters_count for run in runs)
+        peaks = [mode["activation_bytes_peak"] or 0 for mode in found["modes"].values()]
+        all_bytes = ADAMW_BYTES * count + max(peaks)
+        found["figures"] = {
+            "all_bytes": all_bytes,
+            "over_given": all_bytes / options.given_bytes,
+            "over_taken": all_bytes / taken,
+            "has_sufficed": taken <= options.given_bytes,
         }
-        lines.append(_row(f"step {index + 1} ({', '.join(sorted(kinds))})", cells))
-    return "\n".join(lines)
+    return found
 
 
-def _verdict(report: Report) -> str:
-    comparison = report.comparison
-    answer = {True: "yes", False: "NO", None: "not compared"}[comparison.bit_identical]
-    lines = [f"losses and all gradients bit-identical to {comparison.reference}: {answer}"]
-    lines += [f"  {note}" for note in comparison.notes]
-    lines += [
-        textwrap.fill(f"{summary.mode} FAILED: {summary.failure}", LINE_WIDTH)
-        for summary in report.summaries
-        if summary.failure is not None
-    ]
-    return "\n".join(lines)
+def summarise(runs: Sequence[Run], mode: Mode, tokens_per_step: int) -> dict[str, Any]:
+    """Compute the figures of a mode; None where they are unknown."""
+    own = [run for run in runs if run.mode == mode]
+    by_repeat = _figures_by_repeat(own)
 
-
-def _footnotes(report: Report) -> str:
-    notes = [TIME_NOTE, MODES_NOTE, ACTIVATION_NOTE, RSS_NOTE]
-    notes += sorted(
-        {
-            f"RSS is unknown: {run.memory.rss_note}"
-            for run in report.runs
-            if run.memory is not None and run.memory.rss_note is not None
+    def ratios_to(other: Mode) -> dict[str, float | None]:
+        base = _figures_by_repeat(run for run in runs if run.mode == other)
+        return {
+            ratio: _median(
+                figures[key] / base[repeat][key]
+                for repeat, figures in by_repeat.items()
+                if repeat in base and figures[key] is not None and base[repeat][key]
+            )
+            for _, key, _, _, ratio in ROWS
+            if ratio
         }
+
+    medians = {
+        key: _median(figures[key] for figures in by_repeat.values() if figures[key] is not None)
+        for key in next(iter(by_repeat.values()), {})
+    }
+    losses = [float.fromhex(step.loss) for step in own[0].steps] if own else []
+    step_s = medians.get("step_s_median")
+    return {
+        "mode": mode,
+        **dict.fromkeys((key for _, key, *_ in ROWS), None),
+        **medians,
+        "tokens_per_s": None if step_s is None else tokens_per_step / step_s,
+        "ratio_to_plain": ratios_to("plain"),
+        "ratio_to_keep": ratios_to("keep"),
+        "losses": losses,
+        "last_loss": losses[-1] if losses else None,
+        "step_s": [[step.seconds for step in run.timed] for run in own],
+        "failure": next((run.failure for run in own if run.failure is not None), None),
+    }
+
+
+def _figures_by_repeat(runs: Iterable[Run]) -> dict[int, dict[str, Any]]:
+    return {
+        run.repeat: {
+            "step_s_median": median(step.seconds for step in run.timed),
+            "activation_bytes_peak": run.end.activation_bytes_peak,
+            "rss_bytes_peak": run.end.rss_bytes_peak,
+            "rss_bytes_high": run.end.rss_bytes_high,
+            "bytes_written_per_step": median(step.bytes_written for step in run.timed),
+            "bytes_read_per_step": median(step.bytes_read for step in run.timed),
+            "stall_s": median(step.stall_s for step in run.timed),
+            "foreign_cores": median(step.foreign_cpu_s / step.seconds for step in run.timed),
+        }
+        for run in runs
+        if run.end is not None and run.failure is None
+    }
+
+
+def _median(values: Iterable[float]) -> float | None:
+    found = list(values)
+    return median(found) if found else None
+
+
+def compare(runs: Sequence[Run]) -> tuple[Mode, bool | None, list[str]]:
+    """Hold every finished run against the first of plain, or of keep where plain was not run.
+
+    Return that mode, whether all losses, gradients and weights have its bits (None if there was
+    nothing to compare), and the differences.
+    """
+    done = [run for run in runs if run.end is not None and run.failure is None]
+    name: Mode = "plain" if any(run.mode == "plain" for run in runs) else "keep"
+    reference = next((run for run in done if run.mode == name), None)
+    if reference is None or all(run.mode == name for run in done):
+        lacking = name if reference is None else f"no other mode than {name}"
+        return name, None, [f"{lacking} has not finished: there is nothing to compare"]
+    differences = [(run, _difference(run, reference)) for run in done]
+    notes = [f"{run.mode}, repeat {run.repeat}: {words}" for run, words in differences if words]
+    return name, not notes, notes
+
+
+def _difference(run: Run, reference: Run) -> str:
+    """Name the first difference between two runs; the later ones follow from it."""
+    for number, (step, other) in enumerate(zip(run.steps, reference.steps, strict=False), start=1):
+        if step.loss != other.loss:
+            return f"loss of step {number} differs from {reference.mode}'s"
+        if step.gradients_digest != other.gradients_digest:
+            return f"gradients of step {number} differ from {reference.mode}'s"
+    assert run.end is not None
+    assert reference.end is not None
+    # A run without a measured step ends a step earlier.
+    is_as_long = len(run.steps) == len(reference.steps)
+    if is_as_long and run.end.weights_digest != reference.end.weights_digest:
+        return f"weights differ from {reference.mode}'s"
+    return ""
+
+
+def succeeded(found: dict[str, Any]) -> bool:
+    """Whether every mode finished, no bit differed, and the given memory sufficed."""
+    has_finished = all(mode["failure"] is None for mode in found["modes"].values())
+    has_sufficed: bool = "figures" not in found or found["figures"]["has_sufficed"]
+    return has_finished and found["bit_identical"] is not False and has_sufficed
+
+
+def render(found: dict[str, Any]) -> str:
+    """Lay out the heading, the table and the verdict."""
+    return "\n\n".join("\n".join(part(found)) for part in (_heading, _table, _verdict))
+
+
+def _heading(found: dict[str, Any]) -> Iterator[str]:
+    options, machine = found["arguments"], found["machine"]
+    count = max((run["parameters_count"] for run in found["runs"]), default=0)
+    text = options["data"] or "the sources of Python's standard library"
+    yield (
+        f"{options['model']}, {count / 1e6:.1f}M parameters: {options['layers']} layers, "
+        f"hidden {options['hidden']}, sequence {options['sequence']}, batch {options['batch']}, "
+        f"{options['dtype']}, dropout {options['dropout']:g}"
     )
-    return "\n".join(notes)
+    yield f"trained on {text}; timed steps: {options['steps']}, repeats: {options['repeats']}"
+    yield (
+        f"{machine['cpu']}, {machine['core_count']} cores, {shown_bytes(machine['memory_bytes'])}, "
+        f"{machine['kernel']}, torch {machine['torch']}, Python {machine['python']}"
+    )
+    yield f"{machine['directory']}: {machine['file_system'] or 'unknown'}"
 
 
-def _row(label: str, cells: Sequence[str]) -> str:
+def _table(found: dict[str, Any]) -> Iterator[str]:
+    modes = found["modes"].values()
+    yield _row("", found["modes"])
+    yield "-" * (LABEL_WIDTH + COLUMN_WIDTH * len(modes))
+    for label, key, unit, form, ratio in ROWS:
+        cells = [_number(mode[key], unit, form) for mode in modes]
+        if ratio:
+            # A fixed width, so that the numbers stand below each other.
+            ratios = [_number(mode["ratio_to_plain"][ratio], 1, ".3f", "x") for mode in modes]
+            cells = [f"{cell} {over:>7}" for cell, over in zip(cells, ratios, strict=True)]
+        yield _row(label, cells)
+        if ratio in ("step_s", "rss_bytes_peak") and "keep" in found["modes"]:
+            over = [_number(mode["ratio_to_keep"][ratio], 1, ".3f", "x") for mode in modes]
+            yield _row("  over keep", over)
+
+
+def _verdict(found: dict[str, Any]) -> Iterator[str]:
+    answer = {True: "yes", False: "NO", None: "not compared"}[found["bit_identical"]]
+    # --whole frees its gradients in backward.
+    gradients = ", all gradients" if found["arguments"]["given_bytes"] is None else ""
+    yield f"losses{gradients} and last weights bit-identical to {found['reference']}: {answer}"
+    yield from (f"  {note}" for note in found["comparison_notes"])
+    modes = found["modes"].values()
+    yield from (f"{mode['mode']} FAILED: {mode['failure']}" for mode in modes if mode["failure"])
+    if max(mode["foreign_cores"] or 0 for mode in modes) > FOREIGN_CORES_MAX:
+        yield "TIMES ARE NOT COMPARABLE: other processes kept cores busy; run the demo alone"
+    if "figures" in found:
+        figures, given_bytes = found["figures"], found["arguments"]["given_bytes"]
+        yield (
+            f"weights, gradients, AdamW's state, activations: {shown_bytes(figures['all_bytes'])}, "
+            f"{figures['over_given']:.1f} times the {shown_bytes(given_bytes)} that whole was given"
+        )
+        if not figures["has_sufficed"]:
+            yield "WHOLE TOOK MORE MEMORY THAN IT WAS GIVEN"
+
+
+def _row(label: str, cells: Iterable[str]) -> str:
     return f"{label:<{LABEL_WIDTH}}" + "".join(f"{cell:>{COLUMN_WIDTH}}" for cell in cells)
 
 
-def _rule(report: Report) -> str:
-    return "-" * (LABEL_WIDTH + COLUMN_WIDTH * len(report.summaries))
+def _number(value: float | None, unit: int, form: str, suffix: str = "") -> str:
+    return "-" if value is None else format(value / unit, form) + suffix
 
 
-def _with_ratio(value: float | None, ratio: float | None, form: str) -> str:
-    # Both parts have a fixed width, so that the numbers stand below each other.
-    number = "" if value is None and ratio is not None else _number(value, form)
-    return f"{number} {'' if ratio is None else f'{ratio:.3f}x':>7}"
+def draw(found: dict[str, Any], path: Path) -> None:
+    """Draw bytes in memory over the measured step, a curve for each mode.
 
+    Raises:
+        ImportError: matplotlib, an extra, is not installed.
 
-def _number(value: float | None, form: str) -> str:
-    return UNKNOWN if value is None else format(value, form)
-
-
-def _mib(size_bytes: float | None) -> float | None:
-    return None if size_bytes is None else size_bytes / MIB
+    """
+    # By name, as type checkers need not have it. Without pyplot: no window, no display needed.
+    backend: Any = importlib.import_module("matplotlib.backends.backend_agg")
+    figure = importlib.import_module("matplotlib.figure").Figure((9, 5), layout="constrained")
+    backend.FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for run in found["runs"]:
+        if run["end"] is None or not run["end"]["curve"]:
+            continue
+        seconds, sizes = zip(*run["end"]["curve"], strict=True)
+        mib = [size / MIB for size in sizes]
+        colour, line = STYLES[run["mode"]]
+        label = f"{run['mode']} (sampled peak {max(mib):,.0f} MiB)"
+        axes.plot(seconds, mib, line, color=colour, linewidth=2, label=label)
+        axes.fill_between(seconds, mib, color=colour, alpha=0.12, linewidth=0)
+    options = found["arguments"]
+    kind = "saved tensors"
+    if options["given_bytes"] is not None:
+        kind = "memory above that of the libraries"
+        given = options["given_bytes"] / MIB
+        axes.axhline(given, color="#333333", linewidth=1.2, label=f"given: {given:,.0f} MiB")
+    title = f"{options['model']}, {options['dtype']}: {kind} over a training step"
+    axes.set_title(title, loc="left", fontsize=13)
+    axes.set_xlabel("seconds since the step began", fontsize=12)
+    axes.set_ylabel(f"{kind}, MiB", fontsize=12)
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="#dddddd", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.legend(frameon=False, fontsize=11)
+    figure.savefig(path, dpi=150)

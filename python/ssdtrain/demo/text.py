@@ -14,21 +14,17 @@ FOREIGN_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
 """Folders inside the standard library's that are not the standard library."""
 
 
-def standard_library_text(root: Path | None = None, *, bytes_max: int = TEXT_BYTES_MAX) -> bytes:
+def standard_library_text(*, bytes_max: int = TEXT_BYTES_MAX) -> bytes:
     """Read the sources of Python's standard library, in the order of their names.
 
     Every machine that runs this has them, nothing is downloaded, and all processes on one machine
     read the same bytes.
     """
-    root = Path(sysconfig.get_paths()["stdlib"]) if root is None else root
-    names = sorted(
-        path.relative_to(root)
-        for path in root.rglob("*.py")
-        if FOREIGN_FOLDERS.isdisjoint(path.relative_to(root).parts)
-    )
+    root = Path(sysconfig.get_paths()["stdlib"])
     text = bytearray()
-    for name in names:
-        text += (root / name).read_bytes()
+    for path in sorted(root.rglob("*.py")):
+        if FOREIGN_FOLDERS.isdisjoint(path.relative_to(root).parts):
+            text += path.read_bytes()
         if len(text) >= bytes_max:
             break
     if not text:
@@ -39,11 +35,11 @@ def standard_library_text(root: Path | None = None, *, bytes_max: int = TEXT_BYT
     return bytes(text[:bytes_max])
 
 
-def load_text(path: Path | None) -> bytes:
+def load_text(path: str | None) -> bytes:
     """Read the first `TEXT_BYTES_MAX` bytes of the user's own text, or the standard library."""
     if path is None:
         return standard_library_text()
-    with path.open("rb") as file:
+    with open(path, "rb") as file:
         return file.read(TEXT_BYTES_MAX)
 
 

@@ -1,10 +1,10 @@
 """Runs a module or a script of this project as a program that never imports ssdtrain.
 
-The demo's models and clocks are modules of the package. Whoever imports one of them imports the
-package first, which switches on torch's huge pages. The plain program, with which others are
-compared, must not do that. So it is started as this file, by its path, which puts an empty package
-in the place of `ssdtrain`. This package only knows the folder of the modules: `ssdtrain.demo.gpt`
-can be imported, `ssdtrain/__init__.py` does not run, and the compiled part cannot be loaded.
+The demo's models and clocks are modules of the package, and to import one imports the package
+first, which switches on torch's huge pages. The plain program, with which others are compared, must
+not do that. So it is started as this file, by its path, which puts an empty package in the place of
+`ssdtrain`. This package only knows the folder of the modules: `ssdtrain.demo.models` can be
+imported, `ssdtrain/__init__.py` does not run, and the compiled part cannot be loaded.
 """
 
 from __future__ import annotations

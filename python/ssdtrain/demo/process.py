@@ -1,0 +1,296 @@
+"""A process of the demo: trains in a mode, and tells its parent, a line of JSON for each event.
+
+The parent runs it as `python -m ssdtrain.demo.process MODE MEASURED OPTIONS`, or by `without.py`,
+under which the package `ssdtrain` is empty.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import asdict
+from operator import sub
+from time import perf_counter, process_time
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+import ssdtrain
+from ssdtrain.demo.counting import SavedStorageCounter
+from ssdtrain.demo.machine import busy_cpu_s
+from ssdtrain.demo.models import blocks_of, build_trainee, recompute_block
+from ssdtrain.demo.options import OTHER_BYTES, End, Mode, Step, StepKind, TrainingOptions
+from ssdtrain.demo.text import ByteBatches, load_text
+from ssdtrain.errors import SsdtrainError
+from ssdtrain.machine.process_memory import (
+    MemoryUnknownError,
+    known_bytes,
+    reset_high_water_mark,
+    status_bytes,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import nn
+
+SGD_RATE = 1e-3
+ADAMW_RATE = 2e-5
+"""Small enough for a loss that falls from the first step on, without a schedule."""
+SAMPLE_INTERVAL_S = 0.004
+
+Emit = Callable[..., None]
+"""Writes a line: the name of the event, and its fields by keyword."""
+
+
+class Training:
+    """The training of a mode, step by step."""
+
+    def __init__(self, mode: Mode, options: TrainingOptions, stack: ExitStack) -> None:
+        self.options = options
+        self.is_whole = options.given_bytes is not None
+        self.rss_bytes_before = _reset_high_water_mark() if self.is_whole else None
+        self.session: Any = None
+        if mode in ("offload", "whole"):
+            assert options.directory is not None, "the demo names a directory for this mode"
+            bound = None if options.given_bytes is None else options.given_bytes - OTHER_BYTES
+            session = ssdtrain.offload(options.directory, max_resident_bytes=bound)
+            self.session = stack.enter_context(session)
+        # Of a model on meta each module gets its bytes under the bound, after those before it left.
+        with torch.device("meta") if mode == "whole" else nullcontext():
+            self.trainee = build_trainee(options)
+        module: Any = self.trainee.module
+        if mode == "whole":
+            ssdtrain.offload_parameters(module, self.session)
+        if self.is_whole:
+            # The same numbers in both modes, however the model was built.
+            torch.manual_seed(options.seed)
+            module.reset_parameters()
+        self.parameters: list[nn.Parameter] = list(module.parameters())
+        # A session counts by itself, and a counter would hold the memory of weights that leave.
+        self.counter = SavedStorageCounter([] if self.session else self.parameters)
+        if mode == "recompute":
+            for block in blocks_of(module):
+                recompute_block(block, self.counter.checkpoint_contexts)
+        self._optimizer: Any = (
+            torch.optim.AdamW(self.parameters, lr=ADAMW_RATE, fused=True)
+            if self.is_whole
+            else torch.optim.SGD(self.parameters, lr=SGD_RATE)
+        )
+        if mode == "whole":
+            ssdtrain.offload_optimizer(self._optimizer, self.session)
+            ends = module.tokens, module.positions, module.norm, module.head
+            for each in (*module.blocks, *ends):
+                _update_in_backward(self._optimizer, list(each.parameters()), stack)
+        self._batches = ByteBatches(
+            load_text(options.data),
+            batch=options.batch,
+            sequence=options.sequence,
+            seed=options.seed,
+        )
+        self._step_count = 0
+
+    def step(self, kind: StepKind) -> Step:
+        """Train a step; only forward, backward and optimizer are timed."""
+        text = self._batches.at(self._step_count)
+        self._step_count += 1
+        before, foreign_s = self._traffic(), _foreign_cpu_s()
+        began_s = perf_counter()
+        loss = self._train(text)
+        seconds, foreign_s = perf_counter() - began_s, _foreign_cpu_s() - foreign_s
+        written, read, stall_s = map(sub, self._traffic(), before)
+        return Step(
+            kind=kind,
+            seconds=seconds,
+            loss=loss.hex(),
+            gradients_digest=gradients_digest(self.parameters),
+            bytes_written=int(written),
+            bytes_read=int(read),
+            stall_s=stall_s,
+            # The kernel counts in ticks of 10 ms, so a little less than nothing is possible.
+            foreign_cpu_s=max(0.0, foreign_s),
+        )
+
+    def measured_step(self) -> tuple[Step, list[tuple[float, int]]]:
+        """Train a step that is watched, which takes time, and return its curve with it."""
+        counted = self.counter.measure() if self.session is None else nullcontext()
+        with sampled(self._sampled_bytes) as samples, counted:
+            record = self.step("measured")
+        # After the step comes its digest, which is no part of its curve.
+        return record, [sample for sample in samples if sample[0] <= record.seconds]
+
+    def activation_bytes_peak(self) -> int | None:
+        """Return the peak: the session's over all steps, or the counter's over the measured one."""
+        if self.session is not None:
+            return int(self.session.stats.saved_resident_bytes_peak)
+        return self.counter.resident_bytes_peak or None
+
+    def _train(self, text: Tensor) -> float:
+        if not self.is_whole:
+            # Zeroed, not dropped: then gradients are resident before a step as the weights are, and
+            # a step needs more memory for saved tensors alone.
+            self._optimizer.zero_grad(set_to_none=False)
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.options.dtype == "bfloat16"):
+            loss = self.trainee.loss(text)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._optimizer.step()
+        if self.is_whole:
+            self._optimizer.zero_grad()
+        return float(loss.item())
+
+    def _traffic(self) -> tuple[float, float, float]:
+        """Return the bytes written, the bytes read and the stalls so far, of all classes."""
+        if self.session is None:
+            return 0.0, 0.0, 0.0
+        stats = self.session.stats
+        classes = stats.classes or (stats,)
+        written = sum(each.bytes_written for each in classes)
+        read = sum(each.bytes_read for each in classes)
+        return float(written), float(read), float(sum(each.stall_s for each in classes))
+
+    def _sampled_bytes(self) -> int:
+        if self.is_whole:
+            return max(0, known_bytes("VmRSS") - (self.rss_bytes_before or 0))
+        if self.session is not None:
+            return int(self.session.stats.resident_bytes)
+        return self.counter.resident_bytes
+
+
+def _update_in_backward(
+    optimizer: torch.optim.Optimizer, group: list[nn.Parameter], stack: ExitStack
+) -> None:
+    """Update parameters as soon as all of them have their gradients, and free these.
+
+    AdamW looks at a parameter alone, so the bits are those of a step over all at the end.
+    """
+    left = len(group)
+
+    def note(_: Tensor) -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            left = len(group)
+            # Other parameters have no gradient now, and are passed over.
+            optimizer.step()
+            optimizer.zero_grad()
+
+    for parameter in group:
+        hook = parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
+        # The collector does not see the cycle of parameter, hook and optimizer.
+        stack.callback(hook.remove)
+
+
+def _foreign_cpu_s() -> float:
+    return (busy_cpu_s() or 0.0) - process_time()
+
+
+@contextmanager
+def sampled(read_bytes: Callable[[], int]) -> Iterator[list[tuple[float, int]]]:
+    """Sample a number of bytes in a thread while the block runs: (seconds since then, bytes)."""
+    samples: list[tuple[float, int]] = []
+    ended = threading.Event()
+    began_s = perf_counter()
+
+    def run() -> None:
+        while not ended.wait(SAMPLE_INTERVAL_S):
+            samples.append((perf_counter() - began_s, read_bytes()))
+
+    thread = threading.Thread(target=run, name="ssdtrain-demo-sampler")
+    thread.start()
+    try:
+        yield samples
+    finally:
+        ended.set()
+        thread.join()
+
+
+def gradients_digest(parameters: Iterable[nn.Parameter]) -> str:
+    """Hash the bytes of every gradient, in the order of the parameters.
+
+    On all threads, because a pause between the steps changes their times: memory that lies idle may
+    go back to a virtual machine's host, and is dear to touch again.
+    """
+    with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+        digests = threads.map(_digest, [parameter.grad for parameter in parameters])
+        return hashlib.sha256(b"".join(digests)).hexdigest()
+
+
+def weights_digest(parameters: Iterable[nn.Parameter]) -> str:
+    """Hash the bytes of every weight, one after the other: they may not fit in memory together."""
+    return hashlib.sha256(b"".join(map(_digest, parameters))).hexdigest()
+
+
+def _digest(tensor: Tensor | None) -> bytes:
+    if tensor is None:
+        return hashlib.sha256(b"none").digest()
+    raw = tensor.detach().contiguous().view(torch.uint8)
+    return hashlib.sha256(raw.numpy().data).digest()
+
+
+def _reset_high_water_mark() -> int | None:
+    try:
+        return reset_high_water_mark()
+    except MemoryUnknownError:
+        return None  # The report shows "-".
+
+
+def train(mode: Mode, options: TrainingOptions, *, is_measured: bool, emit: Emit) -> None:
+    """Train in a mode: a warm-up step, the timed steps, and perhaps a measured one."""
+    with ExitStack() as stack:
+        training = Training(mode, options, stack)
+        emit("start", parameters_count=sum(p.numel() for p in training.parameters))
+        emit("step", **asdict(training.step("warm-up")))
+        if not training.is_whole:
+            training.rss_bytes_before = _reset_high_water_mark()
+        for _ in range(options.steps):
+            emit("step", **asdict(training.step("timed")))
+        before = training.rss_bytes_before
+        # Without a reset the mark would be that of an earlier moment.
+        high = None if before is None else status_bytes("VmHWM")
+        curve: list[tuple[float, int]] = []
+        if is_measured:
+            record, curve = training.measured_step()
+            emit("step", **asdict(record))
+        end = End(
+            weights_digest=weights_digest(training.parameters),
+            activation_bytes_peak=training.activation_bytes_peak(),
+            rss_bytes_before=before,
+            rss_bytes_high=high,
+            curve=curve,
+        )
+        emit("end", **asdict(end))
+
+
+def main(words: list[str]) -> int:
+    """Train in the mode that is named, and return the exit code of the process."""
+    # Standard output is for the protocol; other prints go to standard error.
+    sys.stdout.flush()
+    protocol = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+
+    def emit(event: str, **fields: Any) -> None:
+        print(json.dumps({"event": event, **fields}), file=protocol, flush=True)
+
+    mode, measured, given = words
+    try:
+        options = TrainingOptions.from_json(given)
+        train(cast("Mode", mode), options, is_measured=measured == "measured", emit=emit)
+    except (ImportError, OSError, SsdtrainError, ValueError) as error:
+        # A user can mend these: the message says how, a traceback would bury it.
+        emit("failure", message=f"{type(error).__name__}: {error}")
+        return 1
+    except Exception as error:
+        emit("failure", message=f"{type(error).__name__}: {error} (traceback above)")
+        raise
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
