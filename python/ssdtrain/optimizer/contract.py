@@ -41,9 +41,9 @@ __all__ = [
 CONTRACT = (
     "The contract: step() writes parameters and state[param], and may rebind numbers on its groups "
     "or on itself, to the same value for each part of the parameters; it changes nothing else in "
-    'place (docs/optimizer.md, "The contract"). Keep what is counted in self.state[p], and compute '
-    "what needs all gradients before step(), as clip_grad_norm_ does; or use AdamW or another "
-    "optimizer of torch"
+    'place (docs/guides/weights-and-optimizer.md, "Which optimizers"). Keep counts in '
+    "self.state[p], and compute what needs all gradients before step(), as clip_grad_norm_ does; "
+    "or use AdamW or another optimizer of torch"
 )
 NAMES = "param_names"
 """The option with a list of names, one for each parameter of the group."""
