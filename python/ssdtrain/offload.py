@@ -1,7 +1,7 @@
 """``with ssdtrain.offload(dir):`` makes a session, installs its hooks, and closes in order.
 
 START HERE. A tensor's way: ``hooks.pack`` → ``writeback`` → ``transfer`` → ``_core`` → the disk,
-and back through ``hooks.unpack``; ``docs/architecture.md`` tells it step by step.
+and back through ``hooks.unpack``; ``docs/internals/architecture.md`` tells it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The tree keeps the rules of docs/architecture.md and CONTRIBUTING.md that no linter knows."""
+"""The tree keeps the rules of CONTRIBUTING.md, and of the page on the architecture."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 
 from checkout import ROOT
 
+PAGE = "docs/internals/architecture.md"
 PACKAGE = Path("python", "ssdtrain")
 RULED = ("rust", "python", "tests", "benches")
 TOLD = (".ci", ".github", "docs", *RULED)
@@ -50,8 +51,8 @@ def files(root: Path, folders: tuple[str, ...], *suffixes: str) -> Iterator[tupl
 
 
 def rooms_that_look_up(root: Path) -> Iterator[str]:
-    """A room of Python imports only rooms on lines above its own in docs/architecture.md."""
-    page = (root / "docs/architecture.md").read_text()
+    """A room of Python imports only rooms on lines above its own in the list of the page."""
+    page = (root / PAGE).read_text()
     block = page.partition("```rooms\n")[2].partition("```")[0]
     level = {room: line for line, rooms in enumerate(block.splitlines()) for room in rooms.split()}
     modules = {
@@ -138,7 +139,7 @@ def test_the_tree_keeps(rule: Callable[[Path], Iterator[str]]) -> None:
 
 def test_what_breaks_a_rule_is_found(tmp_path: Path) -> None:
     tree = {
-        "docs/architecture.md": "```rooms\nerrors away/known\naway\n__init__\n```\n",
+        PAGE: "```rooms\nerrors away/known\naway\n__init__\n```\n",
         "docs/install.md": "from pypi" + ".org",
         "python/ssdtrain/errors.py": "def f():\n    import ssdtrain.away.known\n",
         "python/ssdtrain/away/known.py": "from ssdtrain import offload\n",

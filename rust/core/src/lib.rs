@@ -17,7 +17,7 @@
 //! file; a *slot* is a range of the arena; a *source* is memory that the kernel reads, a *target*
 //! is memory that it writes into.
 //!
-//! `docs/architecture.md` says what each module is for and which may use which.
+//! `docs/internals/architecture.md` walks a tensor through the modules, and gives the reasons.
 
 pub mod account;
 pub mod allocator;
