@@ -22,7 +22,7 @@ from ssdtrain.machine.torch_internals import sequence_number
 from ssdtrain.shortage import Held, Shortage
 from ssdtrain.stalls import Stalls
 
-__all__ = ["Refused", "Residency", "User"]
+__all__ = ["MemoryUser", "Refused", "Residency"]
 
 UNLIMITED_BYTES = 1 << 62
 """More than any machine has, and small enough that sums of it stay exact in 64 bits."""
@@ -33,7 +33,7 @@ IN_USE_COUNT = 4
 """Tensors that were read back for other nodes and may still be in use."""
 
 
-class User(Protocol):
+class MemoryUser(Protocol):
     """Holds bytes in memory, and can free some when another user needs room."""
 
     failure: str | None
@@ -139,10 +139,10 @@ class Residency:
         self._stalls = stalls
         self.refused_count = 0
         """Errors for lack of room, and refused passes; a pass counts once, with its errors."""
-        self._users: list[weakref.ref[User]] = []
+        self._users: list[weakref.ref[MemoryUser]] = []
         """Weak, because they know this account: a cycle would keep the store open."""
 
-    def add_user(self, user: User) -> None:
+    def add_user(self, user: MemoryUser) -> None:
         """Ask ``user`` for room too when there is too little."""
         self._users.append(weakref.ref(user))
 
@@ -268,7 +268,7 @@ class Residency:
         self.account.limit_small(0)
         return self.resident_bytes() + nbytes > self.limit_bytes
 
-    def _present(self) -> list[User]:
+    def _present(self) -> list[MemoryUser]:
         return [user for reference in self._users if (user := reference()) is not None]
 
     def _counted_shortage(self, nbytes: int, wanted: str) -> Shortage:

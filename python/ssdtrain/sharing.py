@@ -178,7 +178,7 @@ class Budget:
         self._rooms: weakref.WeakSet[Room] = weakref.WeakSet()
         """Weak, so that a room ends with its holder, which may be gone without ``end``."""
         self.failure: str | None = None
-        """Always ``None``; see ``residency.User``."""
+        """Always ``None``; see ``residency.MemoryUser``."""
         residency.add_user(self)
 
     @property

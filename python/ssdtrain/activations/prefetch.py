@@ -75,7 +75,7 @@ class Prefetcher:
         )
         """The rounds, and what is read ahead."""
         self.failure: str | None = None
-        """Always ``None``: what is read ahead can be dropped; see ``residency.User``."""
+        """Always ``None``: what is read ahead can be dropped; see ``residency.MemoryUser``."""
         self.is_one_node = False
         """Whether one node saves nearly all of a round."""
         self.recorded: dict[int, Recording] = {}
@@ -232,7 +232,7 @@ class Prefetcher:
     # What the residency asks.
 
     def wait_for_room(self) -> bool:
-        """Return ``False``: when a read ends, no memory is freed; see ``residency.User``."""
+        """Return ``False``: when a read ends, no memory is freed; see ``residency.MemoryUser``."""
         return False
 
     def give_way(self) -> None:
@@ -240,7 +240,7 @@ class Prefetcher:
         self.rounds.give_way()
 
     def held(self) -> list[Held]:
-        """Return nothing: what was read ahead is given up for room; see ``residency.User``."""
+        """Return nothing: reads ahead are given up for room; see ``residency.MemoryUser``."""
         return []
 
 

@@ -229,7 +229,7 @@ class Writeback:
         return self.records.wait_for_room(self)
 
     def give_way(self) -> None:
-        """Let go of what a backward that raised left behind; see ``residency.User``."""
+        """Let go of what a backward that raised left behind; see ``residency.MemoryUser``."""
         drop_failed_backwards()
 
     def held(self) -> list[Held]:

@@ -41,7 +41,7 @@ from ssdtrain.optimizer.shared_memory import sharing_memory
 from ssdtrain.optimizer.state import ParameterState
 from ssdtrain.optimizer.taken import INSTEAD, LOOKED, Taken, TakenGradient, take
 from ssdtrain.optimizer.updating_thread import Job, UpdatingThread
-from ssdtrain.parameters.successor import Successor
+from ssdtrain.parameters.parked_update import ParkedUpdate
 from ssdtrain.parameters.weights import weight_of
 from ssdtrain.sharing import Room
 from ssdtrain.watched import User
@@ -98,7 +98,7 @@ class InBackward:
         self._kept_bytes = Counter[int]()
         """Of weights and gradients that stay for their updates, since all updates were made, by
         the number of their owner."""
-        self._settling: list[Successor] = []
+        self._settling: list[ParkedUpdate] = []
         """Updated weights that are on their way to the disk."""
 
     def watch(self) -> None:
@@ -428,10 +428,10 @@ class InBackward:
 
     def _settle(self, records: list[Taken]) -> None:
         """Wait for the weights of the part before, which the disk has taken beside this one."""
-        updated = [one.updated for one in records if isinstance(one.updated, Successor)]
+        updated = [one.updated for one in records if isinstance(one.updated, ParkedUpdate)]
         settling, self._settling = self._settling, updated
-        for successor in settling:
-            successor.settle()
+        for parked in settling:
+            parked.settle()
 
     def _make(
         self, host: Host, now: Round, records: list[Taken], following: list[Taken], room: Room

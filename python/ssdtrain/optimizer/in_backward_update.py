@@ -41,7 +41,7 @@ from ssdtrain.optimizer.state import ParameterState
 from ssdtrain.optimizer.taken import Taken
 from ssdtrain.optimizer.trial import is_of_torch
 from ssdtrain.optimizer.undo import Undo
-from ssdtrain.parameters.successor import Successor
+from ssdtrain.parameters.parked_update import ParkedUpdate
 from ssdtrain.parameters.weights import weight_of
 from ssdtrain.watched import HOLDER
 
@@ -301,9 +301,9 @@ def put_in_place(host: Host, record: Taken) -> None:
     """Give a weight its updated bytes, and the tensors of its state, which others may have."""
     param, updated = record.param, record.updated
     weight = weight_of(param)
-    if isinstance(updated, Successor):
+    if isinstance(updated, ParkedUpdate):
         assert weight is not None, "it had an owner, which only goes with it"
-        weight.owner.succeed(weight, updated)
+        weight.owner.commit_update(weight, updated)
     elif updated is not None:
         param.copy_(updated)
     state = host._states.get(param)
@@ -353,7 +353,7 @@ def _run(host: Host, now: Round, records: list[Taken], states: Any) -> None:
         if weight is not None and isinstance(record.updated, Tensor):
             # What refers to the leaf refers to these bytes, which the disk takes now.
             leaf.let_go()
-            record.updated = weight.owner.precede(record.updated)
+            record.updated = weight.owner.park_update(record.updated)
 
 
 def _leaf_of(host: Host, record: Taken, view: dict[Tensor, Any]) -> Leaf:

@@ -18,7 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 from ssdtrain.errors import UnsupportedError
 from ssdtrain.geometry import checksum_of
 from ssdtrain.machine.torch_internals import are_same_type, as_plain_tensors
-from ssdtrain.parameters.successor import Successor
+from ssdtrain.parameters.parked_update import ParkedUpdate
 from ssdtrain.parameters.weights import weight_of
 from ssdtrain.watched import METADATA, User
 
@@ -93,7 +93,7 @@ class Taken:
     """With the version: whether somebody has changed the parameter since."""
     sum: int | None = None
     """The checksum of the weight that its update began with, once it has begun."""
-    updated: Tensor | Successor | None = None
+    updated: Tensor | ParkedUpdate | None = None
     """The weight after the update, until ``step()`` puts it into the parameter."""
     before: dict[Any, Any] | None = None
     """The older state, where the update has made a new one."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from ssdtrain.away.classes import AwayParameter
 from ssdtrain.away.tensor import OffloadedTensor, Owner
 from ssdtrain.machine.torch_internals import holders_of, trains_with_others
-from ssdtrain.parameters.successor import Successor
+from ssdtrain.parameters.parked_update import ParkedUpdate
 
 __all__ = ["Weight"]
 
@@ -22,11 +22,11 @@ HOLDERS_ALONE = holders_of(torch.zeros(1, device="cpu"))
 class WeightOwner(Owner, Protocol):
     """The object that keeps the weights of a model; see `Weights`."""
 
-    def precede(self, updated: Tensor) -> Successor:
+    def park_update(self, updated: Tensor) -> ParkedUpdate:
         """Begin to write the updated bytes of a weight beside its old bytes."""
         ...
 
-    def succeed(self, weight: Weight, successor: Successor) -> None:
+    def commit_update(self, weight: Weight, parked: ParkedUpdate) -> None:
         """Put updated bytes in the place of the old bytes of a weight."""
 
     def times_replaced(self, weight: Weight) -> int:

@@ -16,9 +16,9 @@ from ssdtrain.away.tensors import OffloadedTensors
 from ssdtrain.geometry import checksum_of
 from ssdtrain.machine.process_memory import release_free_memory
 from ssdtrain.machine.torch_internals import in_transform, is_shared, top_hooks
+from ssdtrain.parameters.parked_update import ParkedUpdate
 from ssdtrain.parameters.saved_weight import ON_STORAGE, WeightPair, note_pair, take_out_abandoned
 from ssdtrain.parameters.stats import ParameterStats
-from ssdtrain.parameters.successor import Successor
 from ssdtrain.parameters.weight import Weight
 from ssdtrain.sharing import Room
 from ssdtrain.store import TensorStore
@@ -69,12 +69,12 @@ class Weights(OffloadedTensors):
             raise error
         release_free_memory()
 
-    def precede(self, updated: Tensor) -> Successor:
+    def park_update(self, updated: Tensor) -> ParkedUpdate:
         """Begin to write the updated bytes of a weight beside its old bytes."""
         self._writes.written_bytes += updated.nbytes
-        return Successor(updated, self._store)
+        return ParkedUpdate(updated, self._store)
 
-    def succeed(self, weight: Weight, successor: Successor) -> None:
+    def commit_update(self, weight: Weight, parked: ParkedUpdate) -> None:
         """Put updated bytes in the place of the old bytes, as an update in place does."""
         with self._lock:
             param = weight.tensor
@@ -84,16 +84,16 @@ class Weights(OffloadedTensors):
             if fits and not weight.is_attached():
                 # The write under way has old bytes.
                 self._writes.forget(weight)
-            if fits and successor.stored is not None and self._is_free(weight):
-                weight.source, weight.pending = successor.source, None
-                weight.stored, weight.sum = successor.stored, successor.sum
+            if fits and parked.stored is not None and self._is_free(weight):
+                weight.source, weight.pending = parked.source, None
+                weight.stored, weight.sum = parked.stored, parked.sum
                 if weight.source is not None:
                     weight.sum = None
-                    self._writes.add(weight, successor.sum)
+                    self._writes.add(weight, parked.sum)
                 self._reads.pop(id(weight), None)
                 increment_version(param)
             else:
-                memory = successor.tensor(self._store)
+                memory = parked.tensor(self._store)
                 self._bring(weight)
                 with torch.no_grad():
                     param.copy_(memory)

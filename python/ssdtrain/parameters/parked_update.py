@@ -8,10 +8,10 @@ from ssdtrain.errors import SsdtrainError
 from ssdtrain.geometry import checksum_of
 from ssdtrain.store import StoredTensor, TensorStore
 
-__all__ = ["Successor"]
+__all__ = ["ParkedUpdate"]
 
 
-class Successor:
+class ParkedUpdate:
     """An updated weight that is put in the place of the old bytes later, or never."""
 
     __slots__ = ("source", "stored", "sum")
