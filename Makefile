@@ -194,7 +194,7 @@ wheel: need-rust need-readelf $(WHEEL_TOOLS)/.installed ## dist/: wheel and sdis
 		--pythons '$(PYTHONS)'
 
 .PHONY: defences
-defences: $(VENV)/bin/python ## write the table of defences in docs/correctness.md
+defences: $(VENV)/bin/python ## write the table of defences in docs/internals/correctness.md
 	PYTHONPATH=tests/support $(ENV_PYTHON) tests/support/defences.py
 
 .PHONY: clean

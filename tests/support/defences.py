@@ -5,8 +5,8 @@
 A line of the package that keeps a wrong gradient, a lost byte or a leak away carries a mark: the
 comment ``# defence: NAME`` (in Rust ``// defence: NAME``) at its end, or alone on the line above.
 Several lines may share a name. A test that fails without it says so:
-``@pytest.mark.defends("NAME")``. The table in docs/correctness.md is made of both, and ``make
-mutations`` removes the marked lines, one defence after the other.
+``@pytest.mark.defends("NAME")``. The table in docs/internals/correctness.md is made of both, and
+``make mutations`` removes the marked lines, one defence after the other.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from checkout import ROOT, TESTS
 
 PACKAGE = ROOT / "python" / "ssdtrain"
 COMPILED = (ROOT / "rust" / "py" / "src", ROOT / "rust" / "core" / "src")
-PAGE = ROOT / "docs" / "correctness.md"
+PAGE = ROOT / "docs" / "internals" / "correctness.md"
 MARK = re.compile(r"(?P<code>.*?)\s*(?:#|//) defence: (?P<name>.+)$")
 HEAD = "| defence | where | without it fails |\n|---|---|---|\n"
 TABLE = re.compile(re.escape(HEAD) + r"(?:\|.*\n)*")
@@ -84,7 +84,7 @@ def defended_by(test: ast.FunctionDef) -> Iterator[str]:
 
 
 def table() -> str:
-    """Return the table of docs/correctness.md."""
+    """Return the table of docs/internals/correctness.md."""
     tests = guards()
     rows = {
         (mark.defence, mark.module): ", ".join(f"`{test}`" for test in tests[mark.defence])

@@ -1,4 +1,4 @@
-"""``docs/correctness.md`` names tests that exist, and its table of defences is the tree's."""
+"""``docs/internals/correctness.md`` names tests that exist, and the tree's defences."""
 
 from __future__ import annotations
 
