@@ -1,51 +1,52 @@
-//! The bytes that are in memory because of us: what each holder holds, and how it ended.
+//! The bytes that are in memory because of `ssdtrain`: the bytes of each holder, and how they
+//! ended.
 //!
-//! A holding is the entry of one holder; it ends when it is dropped, on whichever thread that is.
-//! What several holders share (views of one storage) is counted once.
+//! A holding is the entry of one holder. It ends when it is dropped, on any thread. Bytes that
+//! several holders share (views of one storage) count once.
 
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// How what was held ended, or would end now.
+/// The way in which a holding ended, or would end now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fate {
-    /// Stayed in memory.
+    /// It stayed in memory.
     Kept,
-    /// Written, or under way to the disk, but still in memory when it was needed.
+    /// It was written, or was under way to the disk, but was still in memory when it was needed.
     Forwarded,
-    /// Written, and its memory freed.
+    /// It was written, and its memory was freed.
     Offloaded,
 }
 
-/// How much ended in one way.
+/// The holdings that ended in one way.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Ended {
     /// Bytes of the holdings.
     pub bytes: u64,
-    /// How many there were.
+    /// Number of holdings.
     pub count: u64,
 }
 
-/// What came by, whatever became of it since.
+/// Storages that were counted, wherever they are now.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Passed {
-    /// How many there were; each counts as often as it came.
+    /// Number of storages; a storage counts as often as it came.
     pub count: u64,
-    /// Their bytes.
+    /// Sum of their bytes.
     pub bytes: u64,
-    /// Of the largest.
+    /// Bytes of the largest storage.
     pub largest_bytes: u64,
 }
 
-/// What several holders of one storage hold together.
+/// The bytes that several holders of one storage hold together.
 #[derive(Debug)]
 struct Shared {
     bytes: u64,
     holder_count: u64,
 }
 
-/// Spreads addresses over a table; who chooses them is our own allocator, and not an attacker.
+/// Spreads addresses over a table. Our own allocator chooses the addresses, not an attacker.
 #[derive(Debug, Default)]
 struct AddressHasher(u64);
 
@@ -71,20 +72,20 @@ impl Hasher for AddressHasher {
 #[derive(Debug, Default)]
 struct Books {
     held_bytes: u64,
-    /// Of these, what is reserved.
+    /// The reserved part of `held_bytes`.
     reserved_bytes: u64,
     peak_bytes: u64,
-    /// The peak of what is in memory and not reserved.
+    /// The peak of the bytes that are in memory and not reserved.
     saved_peak_bytes: u64,
-    /// What all holders need, in memory or not, and the most at once: without us, all of it would
-    /// be in memory.
+    /// The bytes that all holders need, in memory or not, and their peak. Without `ssdtrain` all of
+    /// them would be in memory.
     alive_bytes: u64,
     alive_peak_bytes: u64,
     kept: Ended,
     forwarded: Ended,
     offloaded: Ended,
     small: Passed,
-    /// What small tensors that nobody is asked for may fill; none before somebody says so.
+    /// Bytes in memory up to which `hold_small` holds storages; zero until it is set.
     small_limit_bytes: u64,
     weight_count: u64,
     shared: HashMap<usize, Shared, BuildHasherDefault<AddressHasher>>,
@@ -127,7 +128,7 @@ impl Books {
     }
 }
 
-/// One account; clones are the same one.
+/// An account. Clones share one set of books.
 #[derive(Clone, Debug, Default)]
 pub struct Account(Arc<Mutex<Books>>);
 
@@ -149,7 +150,7 @@ impl Account {
         Holding { account: self.clone(), nbytes, state }
     }
 
-    /// Counts bytes that somebody may fill, whatever is in them; none of them ends in any way.
+    /// Counts bytes of memory that others may fill, full or empty. A reservation has no [`Fate`].
     #[must_use]
     pub fn reserve(&self, nbytes: u64) -> Reservation {
         let reservation = Reservation { account: self.clone(), nbytes: Mutex::new(0) };
@@ -157,17 +158,19 @@ impl Account {
         reservation
     }
 
-    /// Counts bytes of a storage that stays; all its holders count together at most as much as it.
+    /// Counts bytes of a storage that stays. All its holders together count at most
+    /// `storage_bytes`.
     ///
-    /// `identity` is the storage's for as long as one of them lives.
+    /// `identity` identifies the storage while one of its holders lives.
     #[must_use]
     pub fn hold_shared(&self, identity: usize, nbytes: u64, storage_bytes: u64) -> SharedHolding {
         self.books().hold_shared(identity, nbytes, storage_bytes);
         SharedHolding { account: self.clone(), identity }
     }
 
-    /// The same for a small storage as a whole, and for the peak, with what transfers hold beside.
-    /// `None` if there is no room below the limit of [`limit_small`](Self::limit_small).
+    /// Like [`hold_shared`](Self::hold_shared) for a small storage as a whole; notes the peak too,
+    /// with the bytes that transfers hold. `None` if there is no room below the limit of
+    /// [`limit_small`](Self::limit_small).
     #[must_use]
     pub fn hold_small(
         &self,
@@ -189,23 +192,23 @@ impl Account {
         Some(SharedHolding { account: self.clone(), identity })
     }
 
-    /// Lets `hold_small` hold as long as not more than so many bytes are in memory.
+    /// Lets `hold_small` hold storages while at most `nbytes` are in memory.
     pub fn limit_small(&self, nbytes: u64) {
         self.books().small_limit_bytes = nbytes;
     }
 
-    /// Counts a weight, which is not held because of us.
+    /// Counts a weight. Its bytes are not in memory because of `ssdtrain`.
     pub fn note_weight(&self) {
         self.books().weight_count += 1;
     }
 
-    /// What `hold_small` was called for so far.
+    /// The storages that `hold_small` held so far.
     #[must_use]
     pub fn small(&self) -> Passed {
         self.books().small
     }
 
-    /// How many weights were noted.
+    /// Number of weights that were noted.
     #[must_use]
     pub fn weight_count(&self) -> u64 {
         self.books().weight_count
@@ -223,7 +226,7 @@ impl Account {
         self.books().held_bytes
     }
 
-    /// The sum over all reservations, which is a part of that.
+    /// The sum over all reservations, which is a part of [`held_bytes`](Self::held_bytes).
     #[must_use]
     pub fn reserved_bytes(&self) -> u64 {
         self.books().reserved_bytes
@@ -247,18 +250,18 @@ impl Account {
         self.books().alive_peak_bytes
     }
 
-    /// Forgets the peaks of what was in memory until now.
+    /// Resets the peaks of the bytes in memory.
     pub fn forget_peak(&self) {
         let mut books = self.books();
         (books.peak_bytes, books.saved_peak_bytes) = (0, 0);
     }
 
-    /// Compares what is held, and what transfers hold beside it, with the peak.
+    /// Compares the bytes held here and by transfers with the peak.
     pub fn note_peak(&self, transfer_bytes: u64) {
         self.books().note_peak(transfer_bytes);
     }
 
-    /// What ended in one way.
+    /// The holdings that ended in one way.
     #[must_use]
     pub fn ended(&self, fate: Fate) -> Ended {
         let books = self.books();
@@ -301,7 +304,7 @@ impl Holding {
         state.is_held = false;
     }
 
-    /// Notes that somebody else holds the bytes: they are not in memory because of us.
+    /// Notes that another owner holds the bytes: they are not in memory because of `ssdtrain`.
     pub fn lend(&self) {
         let mut state = self.state();
         let mut books = self.account.books();
@@ -315,7 +318,7 @@ impl Holding {
         state.is_lent = true;
     }
 
-    /// Notes that nobody else holds the bytes any more.
+    /// Notes that the other owner does not hold the bytes any more.
     pub fn take_back(&self) {
         let mut state = self.state();
         let mut books = self.account.books();
@@ -329,7 +332,7 @@ impl Holding {
         state.is_lent = false;
     }
 
-    /// Says how it would end now.
+    /// Sets the way in which it would end now.
     pub fn set_fate(&self, fate: Fate) {
         self.state().fate = fate;
     }
@@ -353,7 +356,7 @@ impl Drop for Holding {
     }
 }
 
-/// Memory that somebody may fill; counted until it is given back or dropped.
+/// Memory that others may fill; counted until it is given back or dropped.
 #[derive(Debug)]
 pub struct Reservation {
     account: Account,
@@ -361,7 +364,7 @@ pub struct Reservation {
 }
 
 impl Reservation {
-    /// Counts so many bytes from now on.
+    /// Counts `nbytes` from now on.
     pub fn resize(&self, nbytes: u64) {
         let mut reserved = self.nbytes.lock().unwrap_or_else(PoisonError::into_inner);
         let mut books = self.account.books();
@@ -370,7 +373,7 @@ impl Reservation {
         *reserved = nbytes;
     }
 
-    /// How many bytes are counted.
+    /// Number of bytes that are counted.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         *self.nbytes.lock().unwrap_or_else(PoisonError::into_inner)
@@ -383,7 +386,7 @@ impl Drop for Reservation {
     }
 }
 
-/// The part of one holder in what several hold.
+/// The share of one holder in a storage that several hold.
 #[derive(Debug)]
 pub struct SharedHolding {
     account: Account,

@@ -1,17 +1,18 @@
-//! Which bytes of a file (or of the arena) are taken: pure bookkeeping, no I/O.
+//! Bookkeeping of the bytes that are taken in a file or in the arena. It does no I/O.
 //!
-//! Activations are a stack, so what was freed last is asked for first, and it is also the best
-//! place to write: its blocks exist, and its pages are resident. The allocator therefore tries the
-//! regions freed most recently, then the smallest region that fits, and grows only when none does.
+//! Activations are a stack: the region freed last has the size that is asked for next. It is also
+//! the best place to write, because its blocks exist and its pages are resident. The allocator
+//! therefore tries the regions freed most recently, then the smallest region that fits, and grows
+//! only if no region fits.
 
 use std::collections::{BTreeMap, BTreeSet};
 
-/// How many recently freed regions are tried before the search by size. One backward step frees
-/// several tensors before the next one is written, but they merge where they lie side by side; a
-/// longer list would be walked in vain at every allocation of a size that fits nowhere.
+/// Number of recently freed regions that are tried before the search by size. One backward step
+/// frees several tensors before the next write, but neighbouring regions merge. A longer list would
+/// be walked in vain at every allocation of a size that fits nowhere.
 const RECENT_MAX: usize = 16;
 
-/// Hands out ranges of `[0, limit)`, merges what comes back.
+/// Hands out ranges of `[0, limit)` and merges the ranges that come back.
 #[derive(Debug)]
 pub struct ExtentAllocator {
     granularity: u64,
@@ -48,12 +49,13 @@ impl ExtentAllocator {
         self.used
     }
 
-    /// End of the range in use or once used: what must exist behind the allocator.
+    /// End of the highest range in use or once used; the file or the arena must be at least this
+    /// long.
     pub fn end(&self) -> u64 {
         self.end
     }
 
-    /// `len` rounded up to what [`ExtentAllocator::allocate`] takes for it; `None` on overflow.
+    /// The bytes that [`ExtentAllocator::allocate`] takes for `len`; `None` on overflow.
     pub fn rounded(&self, len: u64) -> Option<u64> {
         len.max(1).checked_next_multiple_of(self.granularity)
     }
@@ -73,7 +75,8 @@ impl ExtentAllocator {
         Some(offset)
     }
 
-    /// Gives `[offset, offset + len)` back; `len` as it was asked for.
+    /// Gives `[offset, offset + len)` back; `len` is the length passed to
+    /// [`ExtentAllocator::allocate`].
     ///
     /// # Panics
     /// If the range was not handed out: a double free would give two tensors the same bytes.
@@ -186,7 +189,7 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn what_was_freed_last_is_reused_first() {
+    fn the_region_freed_last_is_reused_first() {
         let mut space = ExtentAllocator::new(512, 1 << 30);
         let offsets: Vec<u64> = (0..4).map(|_| space.allocate(4096).unwrap()).collect();
         space.free(offsets[0], 4096);
@@ -196,7 +199,7 @@ mod tests {
         assert_eq!(space.end(), 4 * 4096);
     }
 
-    /// `count` regions of `len` bytes, each with a taken one behind it, so that none merges.
+    /// `count` regions of `len` bytes, each with a taken region behind it, so that none merges.
     fn apart(space: &mut ExtentAllocator, count: usize, len: u64) -> Vec<u64> {
         let pair = |_| (space.allocate(len).unwrap(), space.allocate(1).unwrap());
         (0..count).map(pair).map(|(offset, _)| offset).collect()
@@ -217,7 +220,7 @@ mod tests {
     }
 
     #[test]
-    fn of_what_was_freed_long_ago_the_smallest_that_fits_is_taken() {
+    fn of_old_free_regions_the_smallest_that_fits_is_taken() {
         let mut space = ExtentAllocator::new(512, 1 << 30);
         let fitting: Vec<u64> = [8192, 2048, 4096].map(|len| apart(&mut space, 1, len)[0]).into();
         let newer = apart(&mut space, super::RECENT_MAX, 512);
@@ -250,7 +253,7 @@ mod tests {
         space.free(offset, 1024);
     }
 
-    /// The same ranges as a map of granules, and the order in which they were freed.
+    /// The same ranges as a map of granules, and the live ranges.
     struct Model {
         granularity: u64,
         taken: Vec<bool>,
@@ -278,8 +281,9 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(512))]
 
-        /// Against a map of granules: aligned, no overlap, nothing lost, neighbours merged at once,
-        /// what was freed last reused first, growth only when nothing fits, and a true end.
+        /// Compares with a map of granules: ranges are aligned and do not overlap, no byte is lost,
+        /// neighbours merge at once, the range freed last is reused first, the end grows only if no
+        /// free range fits, and `end` is true.
         #[test]
         fn no_byte_is_handed_out_twice(
             granularity in prop::sample::select(vec![1u64, 512, 4096]),
@@ -290,11 +294,11 @@ mod tests {
             let (taken, live) = (vec![false; 96], Vec::new());
             let mut model = Model { granularity, taken, live };
             let mut last_freed = None;
-            for (what, granules, pick) in steps {
+            for (action, granules, pick) in steps {
                 // Not every length is a whole number of granules.
                 let len = granules * granularity - (pick as u64 % granularity);
                 let (end, need) = (space.end(), granules * granularity);
-                match what {
+                match action {
                     0..5 => {
                         let fits = model.free_runs(end).into_iter().any(|run| run >= granules);
                         if let Some(offset) = space.allocate(len) {

@@ -1,13 +1,13 @@
-//! What a store is opened with.
+//! The options of a store.
 
 use std::path::PathBuf;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
-/// Freed arena memory that stays resident: four times what is read ahead at once, so that a
-/// backward finds its pages resident.
+/// Freed arena memory that stays resident. It is four times the window that is read ahead, so that
+/// a backward finds its pages resident.
 pub const ARENA_RETAIN_BYTES: usize = 128 << 20;
 
-/// Which engine moves the bytes.
+/// The engine that moves the bytes.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub enum Backend {
     /// `io_uring` where the kernel allows it, else a thread pool; the reason is noted once.
@@ -21,7 +21,7 @@ pub enum Backend {
     Simulated(Faults),
 }
 
-/// Whether the file bypasses the page cache (`O_DIRECT`).
+/// The choice between direct I/O (`O_DIRECT`) and the page cache.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum DirectIo {
     /// `O_DIRECT`, or an error that names the file system.
@@ -36,64 +36,64 @@ pub enum DirectIo {
 /// The seeded plan of a simulated disk. Rates are per piece of I/O, from 0 to 1.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Faults {
-    /// Equal seeds give equal faults for equal requests.
+    /// Seed of the plan. Equal seeds give equal faults for equal requests.
     pub seed: u64,
-    /// How often a piece moves fewer bytes than asked, but some.
+    /// Rate of pieces that move fewer bytes than asked, but some.
     pub short_rate: f64,
-    /// How often a piece moves no bytes and does not fail, as at the end of a file.
+    /// Rate of pieces that move no bytes and do not fail, as at the end of a file.
     pub zero_rate: f64,
-    /// How often a piece fails with `EIO`.
+    /// Rate of pieces that fail with `EIO`.
     pub io_error_rate: f64,
-    /// How often a write fails with `ENOSPC`, `EDQUOT` or `EFBIG`.
+    /// Rate of writes that fail with `ENOSPC`, `EDQUOT` or `EFBIG`.
     pub space_error_rate: f64,
-    /// How often a piece is told to try again (`EINTR`, `EAGAIN`).
+    /// Rate of pieces that fail with `EINTR` or `EAGAIN`, which ask for another try.
     pub retry_rate: f64,
-    /// How often a read flips one bit of what was written.
+    /// Rate of reads that flip one bit.
     pub bit_flip_rate: f64,
-    /// How often a piece is held back until others have overtaken it.
+    /// Rate of pieces that are held back until others have overtaken them.
     pub late_rate: f64,
     /// Writes beyond this offset in bytes fail with `ENOSPC`.
     pub capacity_bytes: Option<u64>,
-    /// After so many pieces the device is gone: all others fail with `ENODEV`.
+    /// After so many pieces the device is gone: all later pieces fail with `ENODEV`.
     pub gone_after_count: Option<u64>,
-    /// Stops the disk and lets it go on; whoever made the plan keeps a clone of it.
+    /// Stops the disk and resumes it; the test keeps a clone.
     pub pause: PauseSwitch,
 }
 
-/// Stops simulated disks before their next piece: then they are infinitely slow. Clones are one and
-/// the same switch. A store that is closed waits for no switch.
+/// Stops simulated disks before their next piece. Clones share one switch. A store that is closed
+/// waits for no switch.
 #[derive(Clone, Debug, Default)]
 pub struct PauseSwitch(Arc<(Mutex<bool>, Condvar)>);
 
 impl PauseSwitch {
-    /// A switch by which nothing moves until [`PauseSwitch::resume`].
+    /// A switch that stops the disks until [`PauseSwitch::resume`].
     pub fn paused() -> Self {
         let switch = Self::default();
         switch.pause();
         switch
     }
 
-    /// Nothing moves from now on.
+    /// Stops the disks.
     pub fn pause(&self) {
         *self.lock() = true;
     }
 
-    /// Everything may move again.
+    /// Lets the disks go on.
     pub fn resume(&self) {
         *self.lock() = false;
         self.0.1.notify_all();
     }
 
-    /// Waits until things may move, or `is_over` says that it does not matter any more.
+    /// Waits until the switch is resumed or `is_over` returns true.
     pub fn wait_unless(&self, is_over: impl Fn() -> bool) {
         let still = |paused: &mut bool| *paused && !is_over();
         let _guard =
             self.0.1.wait_while(self.lock(), still).unwrap_or_else(PoisonError::into_inner);
     }
 
-    /// Has those who wait ask again whether it is over.
+    /// Wakes the threads in `wait_unless`, so that they call `is_over` again.
     pub fn ask_again(&self) {
-        // Under the lock, so that nobody is between the question and the wait.
+        // Under the lock, so that no thread is between its check and its wait.
         let _guard = self.lock();
         self.0.1.notify_all();
     }
@@ -109,7 +109,7 @@ impl PartialEq for PauseSwitch {
     }
 }
 
-/// How the engine of one directory splits and overlaps its I/O.
+/// The division and the overlap of I/O in the engine of one directory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tuning {
     /// Pieces in flight.
@@ -120,8 +120,8 @@ pub struct Tuning {
 
 impl Default for Tuning {
     /// 16 pieces of 4 MiB keep one NVMe drive as busy as 32 of 1 MiB, and wake the worker a quarter
-    /// as often, which matters where it takes turns with compute; much larger ones would make a
-    /// demand read wait longer behind the writes that are in flight.
+    /// as often, which matters if it takes turns with compute. Much larger pieces would make a
+    /// demand read wait longer behind the writes in flight.
     fn default() -> Self {
         Self { queue_depth: 16, piece_bytes: 4 << 20 }
     }
@@ -130,9 +130,9 @@ impl Default for Tuning {
 /// A directory for one spill file, which has an engine of its own.
 #[derive(Clone, Debug)]
 pub struct Directory {
-    /// Where; on a local file system.
+    /// Its path, on a local file system.
     pub path: PathBuf,
-    /// What suits the drive behind it.
+    /// The tuning for its drive.
     pub tuning: Tuning,
     /// An engine for this directory alone.
     pub backend: Option<Backend>,
@@ -144,18 +144,18 @@ impl From<PathBuf> for Directory {
     }
 }
 
-/// How a store is opened. Sizes are in bytes.
+/// The options of a store. Sizes are in bytes.
 #[derive(Clone, Debug)]
 pub struct StoreConfig {
     /// One spill file and one engine per directory.
     pub dirs: Vec<Directory>,
-    /// Which engine moves the bytes.
+    /// The engine that moves the bytes.
     pub backend: Backend,
-    /// Whether the page cache is bypassed.
+    /// The choice between direct I/O and the page cache.
     pub direct_io: DirectIo,
     /// Upper bound on the bytes reserved over all directories.
     pub max_disk_bytes: Option<u64>,
-    /// Sum up what is written, and compare what is read with it.
+    /// Takes checksums of writes and compares reads with them.
     pub verify: bool,
     /// Requests that may wait in the submission queue of one engine, per direction.
     pub queue_capacity: usize,
@@ -172,8 +172,8 @@ impl StoreConfig {
             direct_io: DirectIo::Required,
             max_disk_bytes: None,
             verify: false,
-            // More than the tensors of any step that is worth its writes: a queue that is full
-            // keeps tensors in memory, and an entry of it costs 16 bytes.
+            // More than the tensors of any step that is worth its writes. A full queue keeps
+            // tensors in memory, and an entry costs 16 bytes.
             queue_capacity: 1 << 14,
             arena_retain_bytes: ARENA_RETAIN_BYTES,
         }

@@ -1,4 +1,4 @@
-//! One directory of a store: its file, its queue, its engine, and what is thought of it.
+//! One directory of a store: its file, its queue, its engine, and its health.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -28,17 +28,18 @@ pub struct Device {
     setup: Setup,
     engine: Mutex<Box<dyn IoEngine>>,
     engine_name: &'static str,
-    /// Whether the engine moves memory of GPUs, and no other.
+    /// True if the engine moves memory of GPUs only.
     is_for_gpus: bool,
     /// Bytes of writes that have not ended.
     backlog: Arc<AtomicU64>,
 }
 
-/// What keeps cuFile busy: it splits large pieces itself, and each call costs some microseconds.
+/// The tuning for cuFile. It splits large pieces itself, and each call costs some microseconds.
 const ON_GPUS: Tuning = Tuning { queue_depth: 4, piece_bytes: 16 << 20 };
 
 impl Device {
-    /// Opens the file and starts the engine; the sentences name the fallbacks that were taken.
+    /// Opens the file and starts the engine. The returned sentences name the fallbacks that were
+    /// taken.
     pub fn open(
         dir: &Directory,
         config: &StoreConfig,
@@ -54,9 +55,9 @@ impl Device {
         Ok((device, file_fallback.into_iter().chain(fallback).collect()))
     }
 
-    /// Another file in the same directory, to and from which cuFile moves memory of GPUs.
+    /// Opens another file in the same directory, for cuFile to move memory of GPUs.
     ///
-    /// Both count as one disk, with one quota and one rate; but one may be out of use alone.
+    /// Both files count as one disk, with one quota and one rate; but each can be out of use alone.
     pub fn open_for_gpus(&self, library: &'static Library) -> Result<Self> {
         let (dir, quota) = (self.file.dir(), self.file.quota());
         let (file, registered) =
@@ -84,26 +85,26 @@ impl Device {
         self.engine_name
     }
 
-    /// How busy and how fast it is, for who shares a tensor out.
+    /// The backlog and the cost of this device, to share a tensor out.
     pub fn candidate(&self, device: usize) -> Candidate {
         let backlog_bytes = self.backlog.load(Ordering::Relaxed);
         let cost = |direction| self.setup.statistics.ns_per_byte(direction);
-        // What is written is read once: a device slow at either is slow.
+        // Each written byte is read once, so a device that is slow at either is slow.
         let with_read = |write: f64| write + cost(Direction::Read).unwrap_or(0.0);
         Candidate { device, backlog_bytes, ns_per_byte: cost(Direction::Write).map(with_read) }
     }
 
-    /// Bytes per second of late, while it was busy; `None` before enough has moved to tell.
+    /// Recent bytes per second of busy time; `None` before enough has moved to tell.
     pub fn rate(&self, direction: Direction) -> Option<f64> {
         self.setup.statistics.ns_per_byte(direction).map(|ns_per_byte| 1e9 / ns_per_byte)
     }
 
-    /// Whether the next write shall leave it out, because it had no space.
+    /// Returns true if the next write should leave this device out because it had no space.
     pub fn leaves_out_next(&self) -> bool {
         self.setup.health.leaves_out_next()
     }
 
-    /// Why it is out of use, if it is.
+    /// The reason that the device is out of use; `None` if it is in use.
     pub fn out_of_use(&self) -> Option<String> {
         let failure = self.setup.health.out_of_use()?;
         let dir = self.file.dir().display();
@@ -113,7 +114,8 @@ impl Device {
         ))
     }
 
-    /// Reserves space for `len` bytes; if they shall be verified, `own` are those of the caller.
+    /// Reserves space for `len` bytes. With `own`, the range of the caller's bytes, they get
+    /// checksums.
     pub fn reserve(&self, len: usize, own: Option<Range<usize>>) -> Result<Arc<Extent>> {
         let extent = self.file.reserve(len as u64)?;
         Ok(Arc::new(match own {
@@ -122,7 +124,7 @@ impl Device {
         }))
     }
 
-    /// Queues a write of `source` to `extent`, and what to do when it has ended well.
+    /// Queues a write of `source` to `extent`; `on_success` runs after it succeeded.
     pub fn write(
         &self,
         extent: &Arc<Extent>,
@@ -163,21 +165,21 @@ impl Device {
         Ok((request, ticket))
     }
 
-    /// Ends what has begun and gives the blocks back.
+    /// Ends the work that has begun and gives the blocks back.
     pub fn close(&self) {
         self.engine.lock().unwrap_or_else(PoisonError::into_inner).close();
-        // Refused truncation leaves the blocks until the last handle is dropped.
+        // If truncation is refused, the blocks stay until the last handle is dropped.
         let _kept = self.file.discard();
     }
 
-    /// In a forked process: forgets the engine, whose threads are the parent's; joining them would
-    /// wait for ever.
+    /// For a forked process: forgets the engine. Its threads are the parent's, and joining them
+    /// would wait for ever.
     pub fn leave_to_parent(self) {
         std::mem::forget(self.engine);
     }
 }
 
-/// Sums up what is about to be queued; see `disk/checksums.rs` for why not later.
+/// Sums up bytes before they are queued; `disk/checksums.rs` says why not later.
 fn sum_up(source: &HostSource, checksums: &Checksums) {
     for start in (0..source.len()).step_by(checksums.block_bytes()) {
         let len = checksums.block_bytes().min(source.len() - start);

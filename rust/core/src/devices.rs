@@ -1,4 +1,4 @@
-//! The devices of a store, which all stores beside each other share.
+//! The devices of a store. Stores beside each other share them.
 
 use std::ops::Deref;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -8,30 +8,30 @@ use crate::direction::Direction;
 use crate::disk::stripe::Candidate;
 use crate::error::{Error, ErrorKind, Result};
 
-/// One device for each directory; closed with the last store on them, if not before.
+/// One device for each directory. They close with the last store on them, if not before.
 pub struct Devices {
     all: Vec<Device>,
-    /// Of every device: a tensor may lie on all of them.
+    /// The largest alignment of all devices: a tensor may lie on all of them.
     alignment: usize,
     verify: bool,
     closed: AtomicBool,
     process: u32,
     fallbacks: Vec<String>,
-    /// What other stores than the one that opened them gave to be written, and to be read.
+    /// Bytes of writes and of reads that other stores than the first have queued.
     queued_beside_bytes: [AtomicU64; 2],
 }
 
-/// What the disks did of late, in bytes per second of the time in which they were busy.
+/// The recent rates of the disks, in bytes per second of the time in which they were busy.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Rates {
-    /// Of writes; `None` before enough was written to tell.
+    /// Rate of writes; `None` before enough was written to tell.
     pub write: Option<f64>,
-    /// Of reads; `None` before enough was read to tell.
+    /// Rate of reads; `None` before enough was read to tell.
     pub read: Option<f64>,
 }
 
 impl Devices {
-    /// Devices that were opened, with the fallbacks that this took.
+    /// Devices that were opened, with the fallbacks taken while opening.
     pub fn new(devices: Vec<Device>, verify: bool, fallbacks: Vec<String>) -> Self {
         let alignments = devices.iter().map(|device| device.file().alignment());
         Self {
@@ -45,12 +45,12 @@ impl Devices {
         }
     }
 
-    /// What the place and the length of each extent are a multiple of.
+    /// The offset and the length of each extent are multiples of this.
     pub fn alignment(&self) -> usize {
         self.alignment
     }
 
-    /// Whether what is written is summed up, and compared when it is read.
+    /// Returns true if checksums are taken of writes and compared with reads.
     pub fn verifies(&self) -> bool {
         self.verify
     }
@@ -60,25 +60,25 @@ impl Devices {
         &self.fallbacks
     }
 
-    /// Counts what another store than the first one gave to be moved.
+    /// Counts bytes that another store than the first has queued.
     pub fn note_queued_beside(&self, direction: Direction, bytes: u64) {
         self.queued_beside_bytes[direction as usize].fetch_add(bytes, Ordering::Relaxed);
     }
 
-    /// The sum of that.
+    /// The sum of the bytes that [`note_queued_beside`](Self::note_queued_beside) counted.
     pub fn queued_beside_bytes(&self, direction: Direction) -> u64 {
         self.queued_beside_bytes[direction as usize].load(Ordering::Relaxed)
     }
 
-    /// Refuses new work and ends what has begun. Idempotent; not for a forked process.
+    /// Refuses new work and ends the work that has begun. Idempotent; not for a forked process.
     pub fn close(&self) {
         if !self.closed.swap(true, Ordering::SeqCst) {
             self.all.iter().for_each(Device::close);
         }
     }
 
-    /// What the disks did of late. Directories work in parallel, so their rates are summed up;
-    /// those that are out of use, or moved too little to tell, add nothing.
+    /// The recent rates of the disks. Directories work in parallel, so their rates are added.
+    /// Devices that are out of use, or moved too little to tell, add nothing.
     pub fn rates(&self) -> Result<Rates> {
         self.refuse_if_forked()?;
         let sum = |direction| {
@@ -88,12 +88,12 @@ impl Devices {
         Ok(Rates { write: sum(Direction::Write), read: sum(Direction::Read) })
     }
 
-    /// Whether this process was forked from the one that opened them.
+    /// Returns true if this process was forked from the process that opened the devices.
     pub fn is_forked(&self) -> bool {
         self.process != std::process::id()
     }
 
-    /// Raises `Closed` in a forked process, which has copies, but not the threads.
+    /// Returns `Closed` in a forked process, which has copies of the devices but not their threads.
     pub fn refuse_if_forked(&self) -> Result<()> {
         if self.is_forked() {
             return Err(Error::new(
@@ -107,7 +107,7 @@ impl Devices {
         Ok(())
     }
 
-    /// Raises `Closed` if they take no new work.
+    /// Returns `Closed` if the devices take no new work.
     pub fn refuse_if_down(&self) -> Result<()> {
         self.refuse_if_forked()?;
         if self.closed.load(Ordering::SeqCst) {
@@ -116,7 +116,8 @@ impl Devices {
         Ok(())
     }
 
-    /// The devices that may be written to; those without space only if there are no others.
+    /// The devices that may be written to. Devices without space are among them only if all lack
+    /// space.
     pub fn candidates(&self) -> Result<Vec<Candidate>> {
         let numbered = || self.all.iter().enumerate();
         let in_use: Vec<_> =

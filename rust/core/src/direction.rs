@@ -1,6 +1,6 @@
-//! Which way bytes go.
+//! The direction of a transfer.
 
-/// Which way the bytes go.
+/// The direction in which bytes go.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Direction {
     /// From the disk into memory.

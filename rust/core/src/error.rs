@@ -1,7 +1,7 @@
-//! What can go wrong, as a kind, a sentence and, where the kernel spoke, its errno.
+//! Errors: a kind, a sentence and, if the kernel answered, its errno.
 //!
-//! A message says what, where, why and what next. Errors are `Clone` because several waiters may
-//! ask the same ticket.
+//! A message names the operation, the place, the cause and the next step. Errors are `Clone`
+//! because several threads may ask the same ticket.
 
 use std::fmt;
 use std::io;
@@ -17,13 +17,13 @@ pub enum ErrorKind {
     NoSpace,
     /// `max_disk_bytes` has no room.
     OverBound,
-    /// Bytes came back that are not the bytes that were written.
+    /// The bytes that were read are not the bytes that were written.
     Corrupt,
-    /// The kernel, the file system or the build lacks what was asked for.
+    /// The kernel, the file system or the build lacks a requested feature.
     Unsupported,
     /// The store was closed, or belongs to another process.
     Closed,
-    /// A worker died; nothing it held can be trusted.
+    /// A worker died; nothing that it held can be trusted.
     Poisoned,
     /// The operation was cancelled before it began.
     Cancelled,
@@ -45,7 +45,7 @@ pub struct Error {
 pub type Result<T> = std::result::Result<T, Error>;
 
 impl Error {
-    /// An error of `kind` whose message says what, where, why and what next.
+    /// An error of `kind`. Its message names the operation, the place, the cause and the next step.
     pub fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
         Self { kind, message: message.into(), errno: None }
     }
@@ -54,7 +54,7 @@ impl Error {
     pub fn from_io(message: impl fmt::Display, source: &io::Error) -> Self {
         let errno = source.raw_os_error();
         let kind = match errno {
-            // EFBIG: a file-size limit is a full disk in another coat.
+            // EFBIG: a limit on the file's size is treated like a full disk.
             Some(libc::ENOSPC | libc::EDQUOT | libc::EFBIG) => ErrorKind::NoSpace,
             _ => ErrorKind::Io,
         };
@@ -67,7 +67,7 @@ impl Error {
         Self { kind, ..self }
     }
 
-    /// The same error with something added to its message.
+    /// The same error with `note` added to its message.
     #[must_use]
     pub fn with_note(self, note: &str) -> Self {
         Self { message: format!("{}{note}", self.message), ..self }
@@ -92,7 +92,7 @@ impl fmt::Display for Error {
 
 impl std::error::Error for Error {}
 
-/// A size as messages write it: `"71.2 MiB"`; as `ssdtrain.sizes.shown_bytes` does in Python.
+/// A size as messages write it, `"71.2 MiB"`; the same as `ssdtrain.sizes.shown_bytes` in Python.
 #[must_use]
 pub fn shown_bytes(bytes: u64) -> String {
     if bytes < 1 << 10 {
@@ -101,7 +101,7 @@ pub fn shown_bytes(bytes: u64) -> String {
     let mut size = bytes as f64;
     let mut shown = "";
     for unit in ["KiB", "MiB", "GiB", "TiB"] {
-        // By the rounded figure, so that nothing is shown as 1024 of the smaller unit.
+        // Compares the rounded figure, so that no size is shown as 1024 of the smaller unit.
         if !shown.is_empty() && (size * 10.0).round() < 10_240.0 {
             break;
         }

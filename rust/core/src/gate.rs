@@ -1,32 +1,33 @@
-//! What one thread saved and has not been given to the disk.
+//! The tensors that one thread saved and that have not been given to the disk.
 //!
-//! What is saved by a node waits until the thread has passed the node: until it makes one with a
-//! higher number. Then it goes in batches, because to wake the disk's thread costs more than all
-//! else. Beside it lies a reserve, which is written only if room is short.
+//! A saved tensor waits until the thread has passed its node, that is, until the thread makes a
+//! node with a higher number. Tensors then go to the disk in batches, because waking the disk's
+//! thread costs more than all else. The gate also keeps a reserve, which is written only if room is
+//! short.
 
 use std::mem;
 
-/// At so many in a reserve, those that are dead are forgotten for the first time.
+/// Number of tensors in a reserve at which the dead ones are forgotten for the first time.
 const FORGET_AT_MIN: usize = 1024;
 
-/// Something that waits, with the number of its node and its size.
+/// A tensor that waits, with the number of its node and its size.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Waiting<T> {
-    /// What waits.
+    /// The tensor.
     pub item: T,
-    /// The number of the node after the one that saved it: passed nodes have lower ones.
+    /// The number of the node after the node that saved it: passed nodes have lower numbers.
     pub sequence: i64,
-    /// How much is written.
+    /// Bytes to write.
     pub nbytes: u64,
 }
 
-/// What one thread saved, in the order of packing.
+/// The tensors that one thread saved, in the order of packing.
 #[derive(Debug)]
 pub struct Gate<T> {
     waiting: Vec<Waiting<T>>,
     nbytes: u64,
     reserve: Vec<Waiting<T>>,
-    /// The node of the last one that came to the reserve.
+    /// The node of the tensor that came to the reserve last.
     last_reserved: i64,
     passed_sequence: i64,
     look_at: usize,
@@ -42,14 +43,14 @@ impl<T> Default for Gate<T> {
 }
 
 impl<T> Gate<T> {
-    /// Takes what is to be written once its node has been passed.
-    pub fn add(&mut self, one: Waiting<T>) {
-        self.nbytes += one.nbytes;
-        self.waiting.push(one);
+    /// Takes a tensor that is written once its node has been passed.
+    pub fn add(&mut self, entry: Waiting<T>) {
+        self.nbytes += entry.nbytes;
+        self.waiting.push(entry);
     }
 
-    /// Whether enough waits to be given to the disk, and the first of it has been passed; without
-    /// a `sequence` the thread has passed all, and anything is enough.
+    /// Returns true if enough waits for a batch and the first node has been passed. Without a
+    /// `sequence` the thread has passed all nodes, and any amount is enough.
     pub fn may_open(&self, sequence: Option<i64>, batch_bytes: u64) -> bool {
         let is_time = |first: &Waiting<T>| match sequence {
             Some(sequence) => self.nbytes >= batch_bytes && first.sequence < sequence,
@@ -58,37 +59,37 @@ impl<T> Gate<T> {
         self.waiting.first().is_some_and(is_time)
     }
 
-    /// Takes all that waits out, in the order of packing.
+    /// Takes all waiting tensors out, in the order of packing.
     pub fn take(&mut self) -> Vec<Waiting<T>> {
         self.nbytes = 0;
         mem::take(&mut self.waiting)
     }
 
-    /// Puts back what waits on, before what came meanwhile.
+    /// Puts back tensors that go on waiting, before the tensors that came meanwhile.
     pub fn put_back(&mut self, mut staying: Vec<Waiting<T>>) {
-        self.nbytes += staying.iter().map(|one| one.nbytes).sum::<u64>();
+        self.nbytes += staying.iter().map(|entry| entry.nbytes).sum::<u64>();
         staying.append(&mut self.waiting);
         self.waiting = staying;
     }
 
-    /// Takes what is to be written only if room is short; returns those that have died of what
-    /// was taken before, now and then.
+    /// Takes a tensor that is written only if room is short. Now and then it removes the dead
+    /// tensors from the reserve and returns them.
     pub fn add_to_reserve(
         &mut self,
-        one: Waiting<T>,
+        entry: Waiting<T>,
         is_dead: impl Fn(&T) -> bool,
     ) -> Vec<Waiting<T>> {
         let mut dead = Vec::new();
         if self.reserve.len() >= self.look_at {
-            dead.extend(self.reserve.extract_if(.., |one| is_dead(&one.item)));
+            dead.extend(self.reserve.extract_if(.., |entry| is_dead(&entry.item)));
             self.look_at = FORGET_AT_MIN.max(2 * self.reserve.len());
         }
-        self.last_reserved = one.sequence;
-        self.reserve.push(one);
+        self.last_reserved = entry.sequence;
+        self.reserve.push(entry);
         dead
     }
 
-    /// Whether there is a reserve.
+    /// Returns true if the reserve holds tensors.
     pub fn has_reserve(&self) -> bool {
         !self.reserve.is_empty()
     }
@@ -98,31 +99,32 @@ impl<T> Gate<T> {
         mem::take(&mut self.reserve)
     }
 
-    /// Puts back what was not written of it, before what came meanwhile.
+    /// Puts back the tensors of the reserve that were not written, before those that came
+    /// meanwhile.
     pub fn put_back_reserve(&mut self, mut rest: Vec<Waiting<T>>) {
         rest.append(&mut self.reserve);
         self.reserve = rest;
     }
 
-    /// Notes that the thread has passed all nodes before this one; kept for the reserve.
+    /// Notes that the thread has passed all nodes before this number; kept for the reserve.
     pub fn note_passed(&mut self, sequence: i64) {
         self.passed_sequence = sequence;
     }
 
-    /// The node before which the thread had passed all when it said so last.
+    /// The number that [`note_passed`](Self::note_passed) noted last.
     pub fn passed_sequence(&self) -> i64 {
         self.passed_sequence
     }
 
-    /// Whether more may be written once the thread says that it has passed another node.
+    /// Returns true if more may be written after the thread has passed another node.
     pub fn is_waiting(&self) -> bool {
         let is_passed = self.reserve.is_empty() || self.last_reserved < self.passed_sequence;
         !self.waiting.is_empty() || !is_passed
     }
 
-    /// Whether there is something that can still be written.
+    /// Returns true if the gate holds a tensor that can still be written.
     pub fn is_needed(&self, is_dead: impl Fn(&T) -> bool) -> bool {
-        !self.waiting.is_empty() || self.reserve.iter().any(|one| !is_dead(&one.item))
+        !self.waiting.is_empty() || self.reserve.iter().any(|entry| !is_dead(&entry.item))
     }
 }
 
@@ -137,7 +139,7 @@ mod tests {
     }
 
     fn items(waiting: &[Waiting<u32>]) -> Vec<u32> {
-        waiting.iter().map(|one| one.item).collect()
+        waiting.iter().map(|entry| entry.item).collect()
     }
 
     #[test]
@@ -166,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_put_back_stays_before_what_came_meanwhile() {
+    fn tensors_that_are_put_back_stay_before_later_tensors() {
         let mut gate = Gate::default();
         gate.add(waiting(1, 5));
         gate.add(waiting(2, 6));
@@ -197,7 +199,7 @@ mod tests {
     }
 
     #[test]
-    fn a_gate_waits_until_its_thread_has_passed_what_is_in_it() {
+    fn a_gate_waits_until_its_thread_has_passed_its_nodes() {
         let mut gate = Gate::default();
         assert!(!gate.is_waiting());
         gate.add_to_reserve(waiting(1, 5), |_| false);

@@ -1,47 +1,47 @@
-//! What a round may leave out: the tensors that stayed in memory by plan in the last round of its
-//! kind.
+//! The guide of a round: the tensors of an earlier round of the same kind, in order. By the guide,
+//! hooks skip the tensors that stayed in memory by plan.
 //!
-//! To follow a tensor takes some ten microseconds in its two hooks. Where a GPU waits for Python,
-//! that is lost. So between rounds that are followed in whole, from which plans are made, there are
-//! rounds in which only those tensors are followed that leave memory. Each place of such a round is
-//! compared with the guide, so that a round which packs something else is found out at once.
+//! Following a tensor takes some ten microseconds in its two hooks. That time is lost if a GPU
+//! waits for Python. Plans are made from rounds that are followed in whole. In the rounds between
+//! them only the tensors that leave memory are followed. Each tensor of such a round is compared
+//! with the guide, so that a round which packs another tensor is noticed at once.
 
 use std::sync::Arc;
 
-/// A tensor of the round that is the guide.
+/// A tensor of the earlier round.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Place {
-    /// Its key: it stands for all sizes until then.
+    /// Its key, which depends on the sizes of all tensors until this one.
     pub key: i64,
-    /// Whether it brought a record of its own.
+    /// True if the tensor opened a record of its own.
     pub is_new: bool,
-    /// The GPU on which that is; `None`: the CPU.
+    /// The GPU that holds the record; `None`: the CPU.
     pub gpu: Option<usize>,
 }
 
-/// How far a round has come along its guide.
+/// The place a round has reached in its guide.
 #[derive(Debug, Default)]
-pub struct Along {
+pub struct GuideCursor {
     guide: Option<Arc<[Place]>>,
-    /// How many tensors were packed, followed or not.
+    /// Number of packed tensors, followed or not.
     place: usize,
     passed_bytes: u64,
 }
 
-impl Along {
-    /// Begins with what comes next.
+impl GuideCursor {
+    /// Follows this guide from the next tensor on.
     pub fn begin(&mut self, guide: Arc<[Place]>) {
         self.guide = Some(guide);
     }
 
-    /// Whether a tensor that is packed now has a guide.
+    /// Returns true if there is a guide for the tensor that is packed now.
     #[must_use]
     pub fn has_guide(&self) -> bool {
         self.guide.is_some()
     }
 
-    /// The place of the tensor with this key, which is packed now. One that the guide does not have
-    /// there ends it: nothing is known of what comes then.
+    /// The place of the tensor with this key, which is packed now. If the guide has another tensor
+    /// there, the guide ends, because the tensors after it are unknown.
     pub fn place(&mut self, key: i64) -> Option<Place> {
         let found = self.guide.as_ref()?.get(self.place).copied();
         let found = found.filter(|place| place.key == key);
@@ -51,18 +51,18 @@ impl Along {
         found
     }
 
-    /// Goes on by one tensor.
+    /// Counts a tensor that is followed.
     pub fn step(&mut self) {
         self.place += 1;
     }
 
-    /// Counts one that is not followed.
+    /// Counts a tensor that is not followed.
     pub fn pass(&mut self, nbytes: u64) {
         self.place += 1;
         self.passed_bytes += nbytes;
     }
 
-    /// Whether some tensor was not followed.
+    /// Returns true if some tensor was not followed.
     #[must_use]
     pub fn has_passed(&self) -> bool {
         self.passed_bytes > 0

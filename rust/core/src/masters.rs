@@ -1,8 +1,8 @@
-//! A float32 master of a bfloat16 weight, stored as what the weight does not already say. Pure.
+//! A float32 master of a bfloat16 weight, stored as its difference from the weight. Pure.
 //!
-//! The weight is the master, rounded to the nearest bfloat16 (ties to the even one). As integers
-//! the master's bits and those of the weight, widened, differ by at most half of a unit of the
-//! weight, which is 32,768 units of the master, whatever sign and exponent they have:
+//! The weight is the master, rounded to the nearest bfloat16, ties to even. As integers, the bits
+//! of the master and of the widened weight differ by at most half a unit of the weight, which is
+//! 32,768 units of the master, for every sign and exponent:
 //!
 //! ```text
 //! master  3F80_5000   weight 3F80   master - (weight << 16) =  0x5000   rounded down
@@ -12,27 +12,28 @@
 //! master  7F7F_FFFF   weight 7F80                             -0x0001   rounded up to infinity
 //! ```
 //!
-//! So an `i16` says all but the tie that was rounded down, 65,537 values being one too many: where
-//! one is (about every 131,072nd place), a *carry* is noted. Every place is looked at, whether that
-//! holds. It does not where the weight is not the master, rounded, and for most NaN; then there is
-//! no code, and the master has to be stored as it is.
+//! An `i16` holds all of these 65,537 differences but +0x8000, the tie that was rounded down (about
+//! every 131,072nd place). Such a place is noted as a *carry*. The code checks every place. If a
+//! weight is not its rounded master, and for most NaN, there is no code, and the master has to be
+//! stored as it is.
 
 use std::hint::black_box;
 
 use xxhash_rust::xxh3::Xxh3Default;
 
-/// Weights that are looked at together: few enough to stay in the processor's cache.
+/// Number of weights in a block; a block stays in the processor's cache.
 const BLOCK_LEN: usize = 4096;
-/// With more carries than one for so many weights they are a bit of each in the payload.
+/// If there is more than one carry for so many weights, the carries are stored as one bit for each
+/// weight in the payload.
 const WEIGHTS_PER_CARRY: usize = 2048;
 const TIE_DOWN: i32 = 0x8000;
 const CARRY: u32 = 0x1_0000;
 
-/// What is known of a packed master besides its payload.
+/// The length, the checksum and the carries of a packed master; its differences are in the payload.
 #[derive(Debug)]
 pub struct MasterCode {
     len: usize,
-    /// A checksum of the bits of the weights, without which the payload says nothing.
+    /// A checksum of the bits of the weights. The payload is of use only with the same weights.
     weights: u64,
     carries: Carries,
 }
@@ -44,16 +45,16 @@ enum Carries {
     InPayload,
 }
 
-/// Returns how many `i16` a payload for `len` weights has at most.
+/// Returns the largest number of `i16` in a payload for `len` weights.
 pub fn payload_len_max(len: usize) -> usize {
     len + len.div_ceil(16)
 }
 
 impl MasterCode {
-    /// Packs masters into a payload, or returns `None` if the weights are not the masters, rounded.
+    /// Packs masters into a payload, or returns `None` if the weights are not the rounded masters.
     ///
     /// # Panics
-    /// If there are not as many weights as masters, or the payload is not of
+    /// If the weights and masters differ in number, or the length of the payload is not
     /// [`payload_len_max`].
     pub fn pack(weights: &[u16], masters: &[u32], payload: &mut [i16]) -> Option<Self> {
         let len = weights.len();
@@ -83,12 +84,12 @@ impl MasterCode {
         Some(Self { len, weights: sum.digest(), carries })
     }
 
-    /// How many weights there are.
+    /// Number of weights.
     pub fn weight_count(&self) -> usize {
         self.len
     }
 
-    /// How many `i16` of the payload are needed.
+    /// Number of `i16` of the payload that are needed.
     pub fn payload_len(&self) -> usize {
         match self.carries {
             Carries::Few(_) => self.len,
@@ -96,11 +97,11 @@ impl MasterCode {
         }
     }
 
-    /// Unpacks the masters, and returns whether these are the weights that they were packed with.
-    /// If not, what was unpacked is of no use.
+    /// Unpacks the masters. Returns false if the weights differ from those they were packed with;
+    /// the masters are then wrong.
     ///
     /// # Panics
-    /// If there are not as many weights and masters as were packed, or the payload is another.
+    /// If the number of weights, of masters, or the length of the payload differs from the packed.
     pub fn unpack(&self, weights: &[u16], payload: &[i16], masters: &mut [u32]) -> bool {
         let is_like = (weights.len(), masters.len(), payload.len())
             == (self.len, self.len, self.payload_len());
@@ -139,7 +140,7 @@ impl MasterCode {
     }
 }
 
-/// Whether the weights are the masters, rounded; any NaN is the rounding of any other.
+/// Returns true if the weights are the rounded masters; every NaN counts as rounded to every other.
 pub fn is_rounded(weights: &[u16], masters: &[u32]) -> bool {
     let mut blocks = weights.chunks(BLOCK_LEN).zip(masters.chunks(BLOCK_LEN));
     weights.len() == masters.len()
@@ -160,20 +161,21 @@ fn widened(weight: u16) -> u32 {
     u32::from(weight) << 16
 }
 
-/// Copies weights, so that all that is said of them is said of the same bits: other threads may
-/// change weights at any time (training without locks does).
+/// Copies weights, so that all steps see the same bits: other threads may change weights at any
+/// time (training without locks does).
 fn copied<'a>(weights: &[u16], copy: &'a mut [u16; BLOCK_LEN]) -> &'a [u16] {
     copy[..weights.len()].copy_from_slice(weights);
-    // Else the compiler may read the weights themselves once more.
+    // Without this the compiler may read the weights themselves again.
     &black_box(copy)[..weights.len()]
 }
 
-/// Whether a weight is at the same distance from its master as the one that it is rounded to.
+/// Returns true if the weight is an odd neighbour of a tie, which rounds to the even neighbour.
 fn is_tie_to_odd(weight: u16, difference: i32) -> bool {
     difference.unsigned_abs() == TIE_DOWN.unsigned_abs() && weight & 1 == 1
 }
 
-/// Writes the differences of a block; returns whether each is what was written.
+/// Writes the differences of a block. Returns true if all fit and no weight is an odd neighbour of
+/// a tie.
 fn pack_block(weights: &[u16], masters: &[u32], differences: &mut [i16]) -> bool {
     let mut rest = 0;
     for ((difference, weight), master) in differences.iter_mut().zip(weights).zip(masters) {
@@ -185,7 +187,8 @@ fn pack_block(weights: &[u16], masters: &[u32], differences: &mut [i16]) -> bool
     rest == 0
 }
 
-/// Notes where in a block a tie was rounded down; `None` if a weight is not its master, rounded.
+/// Notes the places of a block in which a tie was rounded down; `None` if a weight is not its
+/// rounded master.
 fn note_carries(
     weights: &[u16],
     masters: &[u32],
@@ -219,7 +222,7 @@ fn sum_up(weights: &[u16], sum: &mut Xxh3Default) {
 mod tests {
     use super::*;
 
-    /// Rounds to the nearest bfloat16, ties to the even one, as torch does; any NaN to one of them.
+    /// Rounds to the nearest bfloat16, ties to even, as torch does; every NaN becomes 0x7FC0.
     fn rounded(master: u32) -> u16 {
         if f32::from_bits(master).is_nan() {
             return 0x7FC0;
@@ -289,20 +292,20 @@ mod tests {
             assert!(packed(&weights, &masters).is_none(), "{place}");
             assert!(!is_rounded(&weights, &masters), "{place}");
         }
-        // A tie goes to the even one, up or down.
+        // A tie rounds to even, up or down.
         for (weight, master) in [(0x3F81, 0x3F80_8000), (0xBF81, 0xBF81_8000)] {
             let neighbour = if master < 0x8000_0000 { weight - 1 } else { weight + 1 };
             assert!(packed(&[weight], &[master]).is_none());
             assert!(packed(&[neighbour], &[master]).is_some());
         }
-        // One NaN is no bfloat16, the other rounds to a difference that fits.
+        // This NaN has a larger difference than an `i16` holds; another NaN below fits.
         assert!(packed(&[0x7FC0], &[0x7FFF_FFFF]).is_none());
         // The largest of all differences is that of both zeros.
         assert!(packed(&[0], &[0x8000_0000]).is_none());
         assert!(packed(&[0x7FC0], &[0x7FC0_0000]).is_some());
         assert!(is_rounded(&[0x7FC0], &[0xFFFF_FFFF]));
         assert!(is_rounded(&[0xFFFF], &[0x7F80_0001]));
-        // The carry of a NaN would make a number of it, and infinity is none.
+        // A carry would make a number of this NaN, and infinity is no NaN.
         assert!(!is_rounded(&[0], &[0xFFFF_FFFF]));
         assert!(!is_rounded(&[0x7F80], &[0x7F80_0001]));
     }

@@ -1,8 +1,8 @@
-//! How fast one setting moves bytes in one directory: the measuring side of `ssdtrain bench`.
+//! The measurement behind `ssdtrain bench`: the rate of one setting in one directory.
 //!
-//! All settings share one file and one set of buffers, so that they differ in nothing else. Blocks
-//! that were never written cost the file system a change of its books: write every request once
-//! before anything is compared.
+//! All settings share one file and one set of buffers, so that they differ in nothing else. The
+//! first write of a block costs the file system an allocation: write every request once before a
+//! comparison.
 
 use std::ops::Range;
 use std::path::Path;
@@ -21,19 +21,19 @@ use crate::memory::landing::Landing;
 use crate::queue::{Job, JobMemory, Request, SubmitQueue};
 use crate::ticket::{Ticket, ticket};
 
-/// Size of one request: that of a tensor which is worth a write.
+/// Size of one request, like a tensor that is worth a write.
 pub const REQUEST_BYTES: usize = 16 << 20;
 
-/// An unnamed file and memory of its size, which runs move to each other.
+/// An unnamed file and memory of its size. Runs move bytes between them.
 #[derive(Debug)]
 pub struct Probe {
     pairs: Vec<(Arc<Extent>, Arc<Slot>)>,
     alignment: usize,
 }
 
-/// Requests on their way through an engine of their own.
+/// Requests on their way through an engine of this run alone.
 pub struct ProbeRun {
-    // First, so that an early drop drains and ends the engine while its tickets are there.
+    // The first field, so that an early drop ends the engine while its tickets live.
     engine: Box<dyn IoEngine>,
     tickets: Vec<Ticket>,
     ended_count: usize,
@@ -59,7 +59,7 @@ impl Probe {
         self.alignment
     }
 
-    /// Begins to move the requests of `range`, all at once, and counts the time from here.
+    /// Begins to move the requests of `range`, all at once. The time counts from here.
     pub fn begin(
         &self,
         backend: &Backend,
@@ -70,9 +70,9 @@ impl Probe {
         let count = self.pairs.len();
         let pairs = self.pairs.get(range.clone()).filter(|pairs| !pairs.is_empty());
         let pairs = pairs.ok_or_else(|| {
-            let what =
+            let message =
                 format!("requests {range:?} of {count} cannot be measured; name some of them");
-            Error::new(ErrorKind::Config, what)
+            Error::new(ErrorKind::Config, message)
         })?;
         let setup = Setup::new(tuning, self.alignment, count)?;
         let queue = Arc::clone(&setup.queue);
@@ -84,7 +84,7 @@ impl Probe {
 }
 
 impl ProbeRun {
-    /// Waits at most `limit` for the next request to end; the time of all once the last has ended.
+    /// Waits at most `limit` for the next request. Returns the time of all requests after the last.
     pub fn wait_for(&mut self, limit: Duration) -> Option<Result<Duration>> {
         let Some(ticket) = self.tickets.get(self.ended_count) else {
             return Some(Ok(self.begin.elapsed()));
@@ -116,7 +116,8 @@ fn push(
     Ok(ticket)
 }
 
-/// Noise that no drive can compress, with a number in each page: some drives store equal ones once.
+/// Noise that no drive can compress, with a number in each page: some drives store equal pages
+/// once.
 fn fill(target: &HostTarget, seed: usize) {
     let mut page = [0; PAGE_BYTES];
     let mut word = 0x9e37_79b9_7f4a_7c15_u64;
@@ -153,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_written_comes_back_under_every_setting() {
+    fn written_bytes_come_back_under_every_setting() {
         let dir = tempfile::tempdir_in(".").unwrap();
         let probe = Probe::open(dir.path(), 2).unwrap();
         assert!(probe.alignment().is_power_of_two());

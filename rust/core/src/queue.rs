@@ -1,8 +1,8 @@
 //! The way from any thread to an I/O worker: bounded, lock-free, and quiet when nobody sleeps.
 //!
-//! Several threads submit (the forward thread, backward threads, whoever reads ahead), one or more
-//! workers take. Reads and writes wait apart, and workers take reads first: somebody waits for
-//! them.
+//! Several threads submit requests: the forward thread, backward threads, threads that read ahead.
+//! One worker or several take them. Reads and writes have queues of their own, and workers take
+//! reads first, because a thread waits for them.
 
 use std::fmt;
 use std::ops::Range;
@@ -18,18 +18,19 @@ use crate::memory::landing::Landing;
 use crate::sync::{ArrayQueue, AtomicBool, AtomicUsize, Bell, Mutex, Ordering, fence};
 use crate::ticket::Completer;
 
-/// What a worker needs to move the bytes of one extent.
+/// The bytes of one extent and their memory, for a worker to move.
 pub struct Job {
-    /// Where on the disk. Held until the kernel is done with it, whoever drops the tensor.
+    /// The place on the disk. The job holds it until the kernel is done with it, even after the
+    /// tensor is dropped.
     pub extent: Arc<Extent>,
-    /// Where in memory; as long as the extent.
+    /// The memory; as long as the extent.
     pub memory: JobMemory,
     completer: Completer,
     backlog: Option<Backlog>,
     on_success: Option<OnSuccess>,
 }
 
-/// The memory of a job; its kind decides which way the bytes go.
+/// The memory of a job. Its kind decides the direction of the bytes.
 pub enum JobMemory {
     /// Memory that the kernel reads from: a write.
     From(HostSource),
@@ -37,10 +38,10 @@ pub enum JobMemory {
     Into(Landing),
 }
 
-/// What the worker does when a job has ended well, before anybody is told.
+/// An action that the worker runs after a job succeeded, before the ticket is answered.
 pub type OnSuccess = Box<dyn FnOnce() + Send>;
 
-/// Counts bytes into a device's backlog for as long as it lives.
+/// Counts the bytes of a job into a device's backlog while the job lives.
 #[derive(Debug)]
 pub struct Backlog(Arc<AtomicU64>, u64);
 
@@ -67,12 +68,12 @@ impl JobMemory {
         }
     }
 
-    /// Whether there are no bytes.
+    /// Returns true if the memory has no bytes.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Whether it is memory of a GPU.
+    /// Returns true if the memory belongs to a GPU.
     pub fn is_on_gpu(&self) -> bool {
         match self {
             Self::From(source) => source.is_on_gpu(),
@@ -82,7 +83,7 @@ impl JobMemory {
 }
 
 impl Job {
-    /// Moves bytes between `extent` and `memory`, and tells `completer`.
+    /// Moves bytes between `extent` and `memory`, and gives the answer to `completer`.
     pub fn new(extent: Arc<Extent>, memory: JobMemory, completer: Completer) -> Self {
         Self { extent, memory, completer, backlog: None, on_success: None }
     }
@@ -93,13 +94,13 @@ impl Job {
         Self { backlog: Some(backlog), ..self }
     }
 
-    /// The same job, with something to do when it has ended well.
+    /// The same job, with an action to run after it succeeded.
     #[must_use]
     pub fn then(self, on_success: OnSuccess) -> Self {
         Self { on_success: Some(on_success), ..self }
     }
 
-    /// Which way the bytes go.
+    /// The direction of the bytes.
     pub fn direction(&self) -> Direction {
         match self.memory {
             JobMemory::From(_) => Direction::Write,
@@ -107,7 +108,7 @@ impl Job {
         }
     }
 
-    /// What a worker does before the first piece: a write needs blocks to go to.
+    /// Prepares the extent before the first piece: a write needs blocks on the disk.
     pub fn prepare(&self) -> Result<()> {
         match self.direction() {
             Direction::Read => Ok(()),
@@ -115,7 +116,7 @@ impl Job {
         }
     }
 
-    /// Compares a block that has been read with what was written, if the store verifies.
+    /// Compares a block that has been read with its checksum, if the store verifies.
     pub fn check(&self, start: usize, len: usize) -> Result<()> {
         let (JobMemory::Into(landing), Some(checksums)) = (&self.memory, self.extent.checksums())
         else {
@@ -140,14 +141,16 @@ impl Job {
         ))
     }
 
-    /// Brings bytes that have been read to the memory that the caller lent, if they are not there.
+    /// Copies bytes that have been read to the memory that the caller lent, unless they are there
+    /// already.
     pub fn deliver(&self, start: usize, len: usize) {
         if let JobMemory::Into(landing) = &self.memory {
             landing.deliver(start, len);
         }
     }
 
-    /// Ends the job: memory and extent first, so that whoever sees the answer sees them free.
+    /// Ends the job. Memory and extent go first, so that a thread that sees the answer finds them
+    /// free.
     pub fn finish(self, answer: Result<()>) {
         let Self { extent, memory, completer, backlog, on_success } = self;
         drop(memory);
@@ -169,13 +172,13 @@ impl Job {
     }
 }
 
-/// A job that is claimed once: by a worker that begins it, or by somebody who cancels it.
+/// A job that is claimed once: by the worker that begins it, or by the thread that cancels it.
 #[derive(Clone)]
 pub struct Request(Arc<Shared>);
 
 struct Shared {
     direction: Direction,
-    /// Which bytes of the file the job moves, also for who has not claimed it.
+    /// The bytes of the file that the job moves; readable without claiming the job.
     file_range: Range<u64>,
     job: Mutex<Option<Job>>,
     abandoned: AtomicBool,
@@ -199,18 +202,19 @@ impl Request {
         Self(Arc::new(Shared { direction, file_range, job, abandoned }))
     }
 
-    /// Which bytes of the file it moves.
+    /// The bytes of the file that the job moves.
     pub fn file_range(&self) -> Range<u64> {
         self.0.file_range.clone()
     }
 
-    /// Takes the job, if nobody did before.
+    /// Takes the job, unless it was taken before.
     pub fn claim(&self) -> Option<Job> {
         self.0.job.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
-    /// Cancels: `true` if it had not begun, so that its memory is free now. If it had, its
-    /// remaining pieces are not sent and its ticket is answered when those in flight have ended.
+    /// Cancels. Returns true if the job had not begun, so that its memory is free now. If it had
+    /// begun, its remaining pieces are not sent, and its ticket is answered after the pieces in
+    /// flight have ended.
     pub fn cancel(&self) -> bool {
         self.0.abandoned.store(true, Ordering::Relaxed);
         let Some(job) = self.claim() else { return false };
@@ -218,7 +222,7 @@ impl Request {
         true
     }
 
-    /// Whether somebody cancelled it, also after it began.
+    /// Returns true if the request was cancelled, even after its job began.
     pub fn is_cancel_asked(&self) -> bool {
         self.0.abandoned.load(Ordering::Relaxed)
     }
@@ -294,7 +298,7 @@ impl SubmitQueue {
         }))
     }
 
-    /// How many requests of one direction may wait.
+    /// Number of requests of one direction that may wait.
     pub fn capacity(&self) -> usize {
         self.writes.capacity()
     }
@@ -311,8 +315,8 @@ impl SubmitQueue {
             ));
         }
         self.waker.wake_one();
-        // A close that began between the look and the push may not have seen this request. If a
-        // worker has it already, it ends as any other.
+        // A close that began between the check and the push may have missed this request. If a
+        // worker has taken it already, it ends like any other.
         if let Err(error) = self.refuse_if_down()
             && let Some(job) = request.claim()
         {
@@ -327,13 +331,13 @@ impl SubmitQueue {
         self.waiting(direction).pop()
     }
 
-    /// Whether nothing waits.
+    /// Returns true if no request waits.
     pub fn is_empty(&self) -> bool {
         self.reads.is_empty() && self.writes.is_empty()
     }
 
-    /// Tells producers that a worker is about to sleep; `false` if there is work after all, to
-    /// which writes count only if `may_write`.
+    /// Tells producers that a worker is about to sleep. Returns false if there is work after all;
+    /// writes count as work only if `may_write`.
     pub fn may_sleep(&self, may_write: bool) -> bool {
         self.waker.announce_sleep();
         let has_work = !self.reads.is_empty() || (may_write && !self.writes.is_empty());
@@ -344,7 +348,7 @@ impl SubmitQueue {
         false
     }
 
-    /// Takes back what [`SubmitQueue::may_sleep`] announced, after waking for another reason.
+    /// Takes the announcement of [`SubmitQueue::may_sleep`] back, after waking for another reason.
     pub fn woke(&self) {
         self.waker.withdraw_sleep();
     }
@@ -362,12 +366,12 @@ impl SubmitQueue {
         }
     }
 
-    /// Whether [`SubmitQueue::close`] was called.
+    /// Returns true if [`SubmitQueue::close`] was called.
     pub fn is_closed(&self) -> bool {
         self.closed.load(Ordering::SeqCst)
     }
 
-    /// Marks the queue as served by nobody.
+    /// Marks the queue as dead: no worker serves it any more.
     pub fn poison(&self) {
         self.poisoned.store(true, Ordering::SeqCst);
         self.cancel_all();

@@ -1,26 +1,27 @@
-//! What is packed between two backwards, and in which order it is asked for.
+//! The tensors that are packed between two backwards, and the order in which they are asked for.
 //!
 //! A *round* is one micro-batch, or several. Within a backward `PyTorch` runs nodes in the reverse
-//! order of their creation and unpacks each node's tensors in the order of packing, so that is the
-//! first guess; what a round really did is the guess for the next of the same signature (gradient
-//! penalties and partial backwards differ). The order is a hint: a wrong guess costs a stall, never
-//! a wrong byte.
+//! order of their creation and unpacks each node's tensors in the order of packing. That is the
+//! first guess. The order in which a round really asked is the guess for the next round of the same
+//! signature (gradient penalties and partial backwards differ). The order is a hint: a wrong guess
+//! costs a stall, never a wrong byte.
 
 use std::cmp::Reverse;
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use crate::guide::{Along, Place};
+use crate::guide::{GuideCursor, Place};
 
-/// The phase of what a forward packs; else it is the number of a backward.
+/// The phase of tensors that a forward packs. The phase of all others is the number of a backward.
 pub const FORWARD: i64 = -1;
-/// First keys of rounds.
+/// Keys that a round starts from, before its first tensor.
 const FORWARD_SEED: i64 = 1;
 const BACKWARD_SEED: i64 = 2;
-/// A round of so many tensors may be many forwards whose graphs were dropped: look whether it is.
+/// A round of so many tensors may be many forwards whose graphs were dropped; its older tensors are
+/// then checked.
 const DEAD_ROUND_COUNT: usize = 4096;
 
-/// One storage of a round, as the plans learn of it. Times are in seconds.
+/// One storage of a round, from which plans are made. Times are in seconds.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Item {
     /// The name of the storage.
@@ -31,11 +32,11 @@ pub struct Item {
     pub packed_s: f64,
     /// When the first of its tensors was asked for.
     pub needed_s: f64,
-    /// The GPU that it is on; `None`: the CPU.
+    /// The GPU that holds it; `None`: the CPU.
     pub gpu: Option<usize>,
 }
 
-/// A record that a round brought.
+/// A record that a tensor of this round opened.
 #[derive(Debug)]
 struct NewRecord {
     key: i64,
@@ -44,27 +45,27 @@ struct NewRecord {
     gpu: Option<usize>,
 }
 
-/// What is packed, as a round takes note of it.
+/// A packed tensor, as it is entered in a round.
 #[derive(Clone, Copy, Debug)]
 pub struct Entry {
-    /// The number of the node that saves it.
+    /// The number of the node that saves the tensor.
     pub sequence: i64,
     /// Its size.
     pub nbytes: u64,
-    /// The GPU that it is on; `None`: the CPU.
+    /// The GPU that holds it; `None`: the CPU.
     pub gpu: Option<usize>,
-    /// Whether it brought a record of its own.
+    /// True if the tensor opened a record of its own.
     pub is_new: bool,
 }
 
-/// What a plan says about the reads of a round, on the clock of the round that it was made from.
+/// A plan for the reads of a round, on the clock of the round that it was made from.
 #[derive(Debug, Default)]
 pub struct Plan {
-    /// When each storage was needed: how far a later round has come.
+    /// When each storage was needed. It tells how far a later round has come.
     pub needed_s: HashMap<i64, f64>,
     /// When the read of a storage must begin at the latest.
     pub start_by_s: HashMap<i64, f64>,
-    /// The longest time between two needs: how late a read may be begun, as needs begin reads.
+    /// The longest time between two needs. Needs begin reads, so a read may begin this much late.
     pub longest_gap_s: f64,
 }
 
@@ -73,67 +74,68 @@ pub struct Plan {
 pub struct Heaviest {
     /// Its bytes.
     pub nbytes: u64,
-    /// How many tensors it saved.
+    /// Number of tensors it saved.
     pub tensor_count: u64,
     /// The bytes of all nodes.
     pub all_bytes: u64,
 }
 
-/// In which order the tensors of a round are expected back.
+/// The order in which the tensors of a round are expected back.
 #[derive(Debug)]
 struct Expected {
-    /// Ordinals, the first one first.
+    /// Ordinals of tensors, the first expected first.
     order: Arc<[usize]>,
-    /// By ordinal, where it stands in the order.
+    /// The place of each ordinal in the order.
     position: Vec<Option<usize>>,
-    /// Places in the order of what was given to the disk: all that can be read ahead.
+    /// Places in the order of the tensors that were given to the disk: only these can be read
+    /// ahead.
     on_disk: Vec<usize>,
 }
 
-/// What was packed between two backwards. `E` leads to a saved tensor, which it does not keep
+/// The tensors packed between two backwards. `E` leads to a saved tensor and does not keep it
 /// alive.
 #[derive(Debug)]
 pub struct Round<E> {
     phase: i64,
-    /// The key of the last tensor: it stands for all that were packed until then.
+    /// The key of the last tensor; it depends on the sizes of all tensors packed until then.
     signature: i64,
     entries: Vec<E>,
     keys: Vec<i64>,
     sequences: Vec<i64>,
-    /// For each entry that brought a record of its own.
+    /// For each tensor the record that it opened, if it opened a record.
     packed: Vec<Option<NewRecord>>,
-    /// Ordinals, in the order in which they were asked for first.
+    /// Ordinals, in the order of their first unpacks.
     needed: Vec<usize>,
     is_needed: Vec<bool>,
-    /// Key of a record to the time when the first of its tensors was asked for.
+    /// Time of the first unpack of each record, by the key of the record.
     record_needed_s: HashMap<i64, f64>,
     expected: Option<Expected>,
     plan: Option<Arc<Plan>>,
-    /// How far this round has come, on the clock of its plan.
+    /// The place this round has reached on the clock of its plan.
     progress_s: f64,
     /// The most saved bytes in memory since this round was first asked for a tensor.
     resident_bytes: u64,
     stall_s: f64,
-    /// When the first tensor was packed, and when one was asked for last.
+    /// When the first tensor was packed, and when the last unpack happened.
     began_s: f64,
     ended_s: f64,
-    /// The key of the first tensor: all that is known of a round when it begins.
+    /// The key of the first tensor: nothing else is known of a round when it begins.
     opening: i64,
-    /// Seconds that its tensors spent in the hooks.
+    /// Seconds spent in the hooks for its tensors.
     hooks_s: f64,
-    /// Whether it need not see what comes after its first tensor.
+    /// True if the round need not see the tensors after its first.
     is_skimmed: bool,
-    /// Whether it goes on no more.
+    /// True if the next packed tensor begins another round.
     is_closed: bool,
-    /// Whether nothing tells when its tensors were packed and needed.
+    /// True if the times of packs and unpacks are not known.
     is_untimed: bool,
-    /// What it may leave out, and how far it has come.
-    along: Along,
-    /// At this many entries, look whether the older are dead.
+    /// The guide of this round, and the place reached in it.
+    cursor: GuideCursor,
+    /// Number of entries at which the older entries are checked for dead tensors.
     look_at: usize,
 }
 
-/// The key of the tensor of `nbytes` that is packed after the one with `key`.
+/// The key of the tensor of `nbytes` that is packed after the tensor with `key`.
 ///
 /// Rounds that begin alike have equal keys, so a decision is found before the round is complete.
 #[must_use]
@@ -171,7 +173,7 @@ impl<E> Round<E> {
             is_skimmed: false,
             is_closed: false,
             is_untimed: false,
-            along: Along::default(),
+            cursor: GuideCursor::default(),
             look_at: DEAD_ROUND_COUNT,
         }
     }
@@ -181,32 +183,32 @@ impl<E> Round<E> {
         self.phase
     }
 
-    /// What rounds of the same kind have in common.
+    /// The signature, equal for all rounds of the same kind.
     pub fn signature(&self) -> i64 {
         self.signature
     }
 
-    /// How many tensors were packed.
+    /// Number of packed tensors.
     pub fn len(&self) -> usize {
         self.entries.len()
     }
 
-    /// Whether nothing was packed.
+    /// Returns true if no tensor was packed.
     pub fn is_empty(&self) -> bool {
         self.entries.is_empty()
     }
 
-    /// The tensor that was packed at this place.
+    /// The tensor with this ordinal.
     pub fn entry(&self, ordinal: usize) -> &E {
         &self.entries[ordinal]
     }
 
-    /// Whether some tensor was asked for.
+    /// Returns true if some tensor was asked for.
     pub fn is_asked_for(&self) -> bool {
         !self.needed.is_empty()
     }
 
-    /// Ordinals, in the order in which they were asked for first.
+    /// Ordinals, in the order of their first unpacks.
     pub fn needed(&self) -> &[usize] {
         &self.needed
     }
@@ -221,14 +223,14 @@ impl<E> Round<E> {
         let packed = NewRecord { key: self.signature, nbytes, packed_s: now_s, gpu };
         self.packed.push(is_new.then_some(packed));
         self.keys.push(self.signature);
-        self.along.step();
+        self.cursor.step();
         self.sequences.push(sequence);
         self.is_needed.push(false);
         self.entries.push(entry);
         self.entries.len() - 1
     }
 
-    /// Whether the older of many entries are dead: forwards whose graphs were dropped.
+    /// Returns true if the older half of many entries is dead: forwards whose graphs were dropped.
     pub fn is_dead(&mut self, is_dead: impl Fn(&E) -> bool) -> bool {
         if self.entries.len() < self.look_at {
             return false;
@@ -237,18 +239,18 @@ impl<E> Round<E> {
         self.entries[..self.entries.len() / 2].iter().all(is_dead)
     }
 
-    /// Whether every tensor was asked for, or is dead.
+    /// Returns true if every tensor was asked for or is dead.
     pub fn is_finished(&self, is_dead: impl Fn(&E) -> bool) -> bool {
         self.entries.iter().zip(&self.is_needed).all(|(entry, needed)| *needed || is_dead(entry))
     }
 
-    /// Whether an order is expected; else it is to be predicted before anything is read ahead.
+    /// Returns true if an order is expected. Without an order nothing is read ahead.
     pub fn is_predicted(&self) -> bool {
         self.expected.is_some()
     }
 
     /// Expects the order that was learned from a round of the same signature, or the reverse of the
-    /// nodes. `is_on_disk` tells what was given to the disk.
+    /// nodes. `is_on_disk` returns true for a tensor that was given to the disk.
     pub fn predict(
         &mut self,
         learned: Option<Arc<[usize]>>,
@@ -292,7 +294,8 @@ impl<E> Round<E> {
         self.stall_s += stall_s;
     }
 
-    /// Notes how much is in memory; returns by how much it was more at some time of its backward.
+    /// Notes the bytes in memory; returns how far they are below the most seen since its first
+    /// unpack.
     pub fn note_resident(&mut self, resident_bytes: u64) -> u64 {
         self.resident_bytes = self.resident_bytes.max(resident_bytes);
         self.resident_bytes - resident_bytes
@@ -303,78 +306,79 @@ impl<E> Round<E> {
         let mut nodes: HashMap<i64, (u64, u64)> = HashMap::new();
         let mut all_bytes = 0;
         for (sequence, packed) in self.sequences.iter().zip(&self.packed) {
-            if let Some(one) = packed {
+            if let Some(record) = packed {
                 let node = nodes.entry(*sequence).or_default();
-                *node = (node.0 + one.nbytes, node.1 + 1);
-                all_bytes += one.nbytes;
+                *node = (node.0 + record.nbytes, node.1 + 1);
+                all_bytes += record.nbytes;
             }
         }
         let (nbytes, tensor_count) = nodes.into_values().max().unwrap_or_default();
         Heaviest { nbytes, tensor_count, all_bytes }
     }
 
-    /// What the plans learn from; nothing if nothing tells of times.
+    /// The storages that plans are made from; empty if their times are not known.
     pub fn learned_items(&self) -> Vec<Item> {
         if self.is_untimed {
             return Vec::new();
         }
         let item = |&NewRecord { key, nbytes, packed_s, gpu }: &NewRecord| {
-            // Where several threads wait at once, the clock that stands still meanwhile goes back.
+            // If several threads wait at once, the clock, which stands still during waits, can go
+            // back.
             let needed_s = self.record_needed_s.get(&key)?.max(packed_s);
             Some(Item { key, nbytes, packed_s, needed_s, gpu })
         };
         self.packed.iter().flatten().filter_map(item).collect()
     }
 
-    /// Gives nothing to the disk, and need not see what comes after the first tensor: nothing is
-    /// learned from this round.
+    /// Makes this a round that gives nothing to the disk and need not see the tensors after its
+    /// first. Nothing is learned from it.
     pub fn skim(&mut self) {
         self.is_skimmed = true;
     }
 
-    /// Whether it need not see what comes after its first tensor.
+    /// Returns true if the round need not see the tensors after its first.
     pub fn is_skimmed(&self) -> bool {
         self.is_skimmed
     }
 
-    /// Has a guide from now on.
+    /// Follows this guide from now on.
     pub fn begin_guide(&mut self, guide: Arc<[Place]>) {
-        self.along.begin(guide);
+        self.cursor.begin(guide);
     }
 
-    /// Where a tensor of `nbytes` that is packed now stands in the guide: if there is one, if
-    /// nothing was asked for, and if all went along it so far.
+    /// The place in the guide of a tensor of `nbytes` that is packed now. `None` without a guide,
+    /// after the first unpack, or once a tensor differed from the guide.
     pub fn guided(&mut self, nbytes: u64) -> Option<Place> {
-        if !self.along.has_guide() || self.is_closed || self.is_asked_for() {
+        if !self.cursor.has_guide() || self.is_closed || self.is_asked_for() {
             return None;
         }
-        self.along.place(next_key(self.signature, nbytes))
+        self.cursor.place(next_key(self.signature, nbytes))
     }
 
     /// Counts a tensor that is not followed.
     pub fn pass(&mut self, nbytes: u64) {
         self.signature = next_key(self.signature, nbytes);
-        self.along.pass(nbytes);
+        self.cursor.pass(nbytes);
     }
 
-    /// Whether it lacks tensors that were not followed: then it teaches nothing of the others.
+    /// Returns true if tensors of this round were not followed; it then teaches nothing about them.
     pub fn is_partial(&self) -> bool {
-        self.along.has_passed()
+        self.cursor.has_passed()
     }
 
-    /// What it packed, for later rounds of its kind.
+    /// The tensors that it packed, as a guide for later rounds of its kind.
     pub fn guide(&self) -> Arc<[Place]> {
         let places = self.keys.iter().zip(&self.packed);
         let place = |(&key, packed): (&i64, &Option<NewRecord>)| Place {
             key,
             is_new: packed.is_some(),
-            gpu: packed.as_ref().and_then(|one| one.gpu),
+            gpu: packed.as_ref().and_then(|record| record.gpu),
         };
         places.map(place).collect()
     }
 
-    /// Under which name its order is remembered: one that lacks tensors has others in the same
-    /// places.
+    /// The name under which its order is remembered. A round that lacks tensors gets another name,
+    /// because its ordinals stand for other tensors.
     pub(crate) fn order_name(&self) -> i64 {
         if self.is_partial() {
             return next_key(self.signature, self.entries.len() as u64);
@@ -382,22 +386,22 @@ impl<E> Round<E> {
         self.signature
     }
 
-    /// Says that nothing tells when its tensors were packed and needed.
+    /// Says that the times of its packs and unpacks are not known.
     pub fn set_untimed(&mut self) {
         self.is_untimed = true;
     }
 
-    /// Says whether what is packed next begins another round.
+    /// Says whether the next packed tensor begins another round.
     pub fn set_closed(&mut self, is_closed: bool) {
         self.is_closed = is_closed;
     }
 
-    /// Whether what is packed next begins another round.
+    /// Returns true if the next packed tensor begins another round.
     pub fn is_closed(&self) -> bool {
         self.is_closed
     }
 
-    /// Counts the time of a call of a hook.
+    /// Counts the time of one call of a hook.
     pub fn note_hook(&mut self, seconds: f64) {
         self.hooks_s += seconds;
     }
@@ -412,7 +416,7 @@ impl<E> Round<E> {
         self.opening
     }
 
-    /// When the first tensor was packed, and when one was asked for last.
+    /// When the first tensor was packed, and when the last unpack happened.
     pub fn span_s(&self) -> (f64, f64) {
         (self.began_s, self.ended_s)
     }
@@ -422,23 +426,23 @@ impl<E> Round<E> {
         self.stall_s
     }
 
-    /// Where a tensor stands in the expected order; `None` for what was packed after its backward
-    /// had begun: nothing is known of its place.
+    /// The place of a tensor in the expected order; `None` for a tensor that was packed after the
+    /// order was predicted, because nothing is known of its place.
     pub fn position(&self, ordinal: usize) -> Option<usize> {
         self.expected.as_ref()?.position.get(ordinal).copied().flatten()
     }
 
-    /// Places in the order of what can be read ahead.
+    /// Places in the order of the tensors that can be read ahead.
     pub(crate) fn on_disk(&self) -> &[usize] {
         self.expected.as_ref().map_or(&[], |expected| &expected.on_disk)
     }
 
-    /// The ordinal at a place of the order.
+    /// The ordinal at a place in the order.
     pub(crate) fn at(&self, place: usize) -> usize {
         self.expected.as_ref().map_or(0, |expected| expected.order[place])
     }
 
-    /// Whether by the plan the read of a record should begin before the next need.
+    /// Returns true if, by the plan, the read of a record should begin before the next need.
     pub(crate) fn is_due(&self, key: i64) -> bool {
         let Some(plan) = &self.plan else { return false };
         let due = |start_s: &f64| *start_s <= self.progress_s + plan.longest_gap_s;

@@ -1,4 +1,5 @@
-//! The rounds of one session: which one is packed, which have ended, whose backward is followed.
+//! The rounds of one session: the round that is packed now, the rounds without an end, and the
+//! round whose backward the window follows.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -6,12 +7,12 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use crate::round::{Plan, Round};
 use crate::window::{Look, Walk, Window};
 
-/// Learned orders that are remembered: more than any training has kinds of steps.
+/// Number of learned orders that are remembered; no training has so many kinds of steps.
 pub const ORDERS_MAX: usize = 64;
-/// Rounds without an end that are watched; older ones teach nothing any more.
+/// Number of rounds without an end that are watched. Older rounds teach nothing any more.
 pub const UNFINISHED_MAX: usize = 32;
 
-/// A round, which its tensors keep. Whoever locks it calls nothing meanwhile.
+/// A round, which its tensors keep alive. A thread that holds its lock calls no other code.
 #[derive(Debug)]
 pub struct SharedRound<E>(Arc<Mutex<Round<E>>>);
 
@@ -24,26 +25,26 @@ pub struct Of<E> {
     pub ordinals: Vec<usize>,
 }
 
-/// Where a tensor belongs that is packed.
+/// The round that a packed tensor belongs to.
 #[derive(Debug)]
 pub struct Opened<E> {
     /// The round that is packed now.
     pub round: SharedRound<E>,
-    /// Rounds that have ended, for who learns from them; their orders are remembered.
+    /// Rounds that have ended, to learn from; their orders are remembered.
     pub finished: Vec<SharedRound<E>>,
-    /// Rounds that are watched no longer.
+    /// Rounds that are not watched any more.
     pub forgotten: Vec<SharedRound<E>>,
 }
 
-/// The rounds of one session, and what was read ahead.
+/// The rounds of one session, and the tensors that were read ahead.
 #[derive(Debug)]
 pub struct Rounds<E> {
     current: Option<SharedRound<E>>,
     unfinished: VecDeque<SharedRound<E>>,
-    /// By signature, the order of the last round that has ended.
+    /// The order of the last round that has ended, by signature.
     orders: HashMap<i64, Arc<[usize]>>,
     window: Window,
-    /// Whose backward the window follows.
+    /// The round whose backward the window follows.
     followed: Option<SharedRound<E>>,
 }
 
@@ -59,7 +60,7 @@ impl<E> SharedRound<E> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether two are one.
+    /// Returns true if both are the same round.
     pub fn is(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
     }
@@ -83,8 +84,9 @@ impl<E> Rounds<E> {
         self.current.as_ref()
     }
 
-    /// The round that a tensor which is packed in `phase` belongs to: a new one if this pack is the
-    /// first of one. `goes_on` says that a round goes on when one of its tensors was asked for.
+    /// The round of a tensor that is packed in `phase`. It is a new round if the current round
+    /// cannot take the tensor. With `goes_on` a round takes tensors even after the first of its
+    /// unpacks.
     pub fn open(
         &mut self,
         phase: i64,
@@ -120,7 +122,8 @@ impl<E> Rounds<E> {
         finished
     }
 
-    /// The same with the round that is packed now, if its backward has begun and it has ended.
+    /// Like [`take_finished`](Self::take_finished), also for the current round if its backward has
+    /// begun and ended.
     pub fn take_ended(&mut self, is_dead: impl Fn(&E) -> bool + Copy) -> Vec<SharedRound<E>> {
         let has_ended = |round: &mut SharedRound<E>| {
             let round = round.lock();
@@ -142,8 +145,8 @@ impl<E> Rounds<E> {
         round.predict(learned, plan, is_on_disk);
     }
 
-    /// Has the window follow the backward of a round, which uses a tensor now; returns what was
-    /// read ahead in vain. `None` if the window should stay where it is.
+    /// Makes the window follow the backward of a round, which uses a tensor now; returns the
+    /// tensors that were read ahead in vain. `None` if the window should stay where it is.
     pub fn follow(&mut self, round: &SharedRound<E>, ordinal: usize) -> Option<Vec<Of<E>>> {
         if !Window::follows(&round.lock(), ordinal) {
             return None;
@@ -159,18 +162,18 @@ impl<E> Rounds<E> {
         Some(given_up)
     }
 
-    /// Whether the window follows the backward of this round.
+    /// Returns true if the window follows the backward of this round.
     pub fn follows(&self, round: &SharedRound<E>) -> bool {
         self.followed.as_ref().is_some_and(|followed| followed.is(round))
     }
 
-    /// Empties the window; returns what was read ahead.
+    /// Empties the window; returns the tensors that were read ahead.
     pub fn clear(&mut self) -> Option<Of<E>> {
         let ordinals = self.window.clear();
         Some(Of { round: self.followed.take()?, ordinals })
     }
 
-    /// Begins to look for what should be read ahead while so much is in memory; see
+    /// Begins a walk along the tensors that may be read ahead while so much is in memory; see
     /// [`Window::walk`].
     pub fn walk(&self, round: &SharedRound<E>, resident_bytes: u64, room_bytes: u64) -> Walk {
         let mut round = round.lock();
@@ -178,7 +181,7 @@ impl<E> Rounds<E> {
         self.window.walk(&round, room_bytes, spare_bytes)
     }
 
-    /// The next tensor that should be read now; tell [`note`](Self::note) about it.
+    /// The next tensor that should be read now; pass it to [`note`](Self::note).
     pub fn next(
         &mut self,
         round: &SharedRound<E>,
@@ -188,8 +191,8 @@ impl<E> Rounds<E> {
         self.window.next(&round.lock(), walk, look)
     }
 
-    /// Notes whether the read was begun; `false` if the window follows another round by now, so
-    /// that it should be given up.
+    /// Notes whether the read was begun. Returns false if the window follows another round by now;
+    /// the caller should then give the read up.
     #[must_use]
     pub fn note(
         &mut self,

@@ -1,7 +1,9 @@
-//! The store: bytes go down as [`Stored`], and come up into a slot of memory or the caller's own.
+//! The store. It writes bytes as [`Stored`], and reads them into a slot of its own memory or into
+//! the caller's.
 //!
-//! It does not know what it keeps. Dropping a [`Stored`] is the release: a write that has not begun
-//! is cancelled, one that is under way keeps its extent and its source until the kernel is done.
+//! It does not know the meaning of the bytes. Dropping a [`Stored`] releases it: a write that has
+//! not begun is cancelled, and a write under way keeps its extent and its source until the kernel
+//! is done.
 
 use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
@@ -28,13 +30,13 @@ pub struct TensorStore {
     devices: Arc<Devices>,
     arena: Arc<Arena>,
     abandoned: Arc<Abandoned>,
-    /// Whether it lies beside the store that opened the devices.
+    /// True if another store opened the devices, and this store lies beside it.
     is_beside: bool,
-    /// The store for memory of GPUs, once there is one.
+    /// The store for memory of GPUs, once it was opened.
     for_gpus: OnceLock<Arc<Self>>,
 }
 
-/// A read on its way to memory of the store. Dropping it cancels what has not begun.
+/// A read on its way to memory of the store. Dropping it cancels the parts that have not begun.
 #[derive(Debug)]
 pub struct Pending {
     transfer: Transfer,
@@ -43,8 +45,8 @@ pub struct Pending {
     len: usize,
 }
 
-/// A read on its way to memory of the caller. Dropping it cancels what has not begun; if it has
-/// begun, the memory is in use until the store drops its owner.
+/// A read on its way to memory of the caller. Dropping it cancels the parts that have not begun. If
+/// it has begun, the memory is in use until the store drops its owner.
 #[derive(Debug)]
 #[must_use = "a read that nobody holds is cancelled"]
 pub struct PendingInto(Transfer);
@@ -70,9 +72,9 @@ pub struct Stats {
     pub disk_used_bytes: u64,
     /// Bytes of the files that have blocks on the disk.
     pub disk_reserved_bytes: u64,
-    /// What stores beside the one that opened the devices gave to be written so far.
+    /// Bytes of writes that stores beside the first have queued so far.
     pub beside_written_bytes: u64,
-    /// What they gave to be read.
+    /// Bytes of reads that stores beside the first have queued so far.
     pub beside_read_bytes: u64,
     /// Bytes of slots in use.
     pub arena_live_bytes: u64,
@@ -108,15 +110,16 @@ impl TensorStore {
 
     /// Another store on the same files, queues and quota, whose transfers hold memory of their own.
     ///
-    /// What one has written the other can read. They are closed together.
+    /// Each store can read the tensors that the other has written. They are closed together.
     pub fn beside(&self, arena_retain_bytes: usize) -> Result<Self> {
         self.devices.refuse_if_down()?;
         Ok(Self::over(Arc::clone(&self.devices), Arena::new(arena_retain_bytes)?, true))
     }
 
-    /// The store beside this one for memory of GPUs, which cuFile moves without the CPU's.
+    /// The store beside this store for memory of GPUs, which cuFile moves without memory of the
+    /// CPU.
     ///
-    /// It has a file of its own in each directory, and the same quota. This one counts its bytes.
+    /// It has a file of its own in each directory, and the same quota. This store counts its bytes.
     pub fn for_gpus(&self, library: &'static Library) -> Result<Arc<Self>> {
         self.devices.refuse_if_down()?;
         if self.verifies() {
@@ -130,12 +133,12 @@ impl TensorStore {
             self.devices.iter().map(|device| device.open_for_gpus(library)).collect();
         let devices = Arc::new(Devices::new(devices?, false, Vec::new()));
         let store = Self::over(devices, Arena::new(0)?, false);
-        // Another thread may have been faster.
+        // Another thread may have opened it meanwhile.
         Ok(Arc::clone(self.for_gpus.get_or_init(|| Arc::new(store))))
     }
 
-    /// What users should know, one sentence each: the fallbacks that were taken while opening, and
-    /// the directories that are out of use.
+    /// Notes for users, one sentence each: the fallbacks that were taken while opening, and the
+    /// directories that are out of use.
     pub fn notes(&self) -> Vec<String> {
         let out_of_use = self.all_devices().filter_map(Device::out_of_use);
         self.devices.fallbacks().iter().cloned().chain(out_of_use).collect()
@@ -143,8 +146,8 @@ impl TensorStore {
 
     /// Queues a write of `source` and returns at once.
     ///
-    /// The source needs no alignment: the write is widened to the blocks around it. What is stored
-    /// is unspecified if its bytes change before the write has ended.
+    /// The source needs no alignment: the write is widened to the blocks around it. If the source
+    /// changes before the write has ended, the stored bytes are unspecified.
     pub fn write(&self, source: HostSource) -> Result<Stored> {
         self.devices.refuse_if_down()?;
         if source.is_empty() {
@@ -160,11 +163,11 @@ impl TensorStore {
         Ok(Stored::new(transfer, version, len))
     }
 
-    /// Queues a write of `source` that replaces what `stored` holds, and returns at once.
+    /// Queues a write of `source` that replaces the bytes of `stored`, and returns at once.
     ///
-    /// The old bytes stay on the disk, and reads give them, until the new ones are there in whole;
-    /// so for a while both take space. If the overwrite fails or is cancelled, the old bytes stay.
-    /// There is one overwrite of a tensor at a time: a second one is refused with `Busy`.
+    /// The old bytes stay on the disk, and reads give them, until all new bytes are there; for a
+    /// while both take space. If the overwrite fails or is cancelled, the old bytes stay. A tensor
+    /// has one overwrite at a time: a second is refused with `Busy`.
     pub fn overwrite(&self, stored: &Stored, source: HostSource) -> Result<Overwrite> {
         self.devices.refuse_if_down()?;
         self.own_version(stored)?;
@@ -180,9 +183,9 @@ impl TensorStore {
         Ok(Overwrite::new(transfer, is_wanted))
     }
 
-    /// Queues a read of what `stored` holds and returns at once.
+    /// Queues a read of the bytes of `stored` and returns at once.
     ///
-    /// Its write must have ended well: before that the bytes are in memory anyway.
+    /// Its write must have succeeded. Before that the caller still has the bytes in memory.
     pub fn read(&self, stored: &Stored) -> Result<Pending> {
         self.devices.refuse_if_down()?;
         let version = self.own_version(stored)?;
@@ -191,12 +194,13 @@ impl TensorStore {
         Ok(Pending { transfer, slot, head: version.head, len: stored.len() })
     }
 
-    /// Queues a read of what `stored` holds into `target`, which has as many bytes, and returns at
-    /// once.
+    /// Queues a read of the bytes of `stored` into `target`, which has the same length, and returns
+    /// at once.
     ///
-    /// The bytes go straight there if the target begins at the same offset within a block of the
-    /// disk as the source did, but for the blocks at the ends; else they go through a slot. No byte
-    /// around the target changes. What it holds is unspecified until the read has ended well.
+    /// The bytes go straight there, except the blocks at the ends, if the target begins at the same
+    /// offset within a block of the disk as the source did. Otherwise they go through a slot. No
+    /// byte around the target changes. The bytes of the target are unspecified until the read has
+    /// succeeded.
     pub fn read_into(&self, stored: &Stored, target: HostTarget) -> Result<PendingInto> {
         self.devices.refuse_if_down()?;
         let version = self.own_version(stored)?;
@@ -208,8 +212,8 @@ impl TensorStore {
         self.begin_read(&version, &landing, len).map(PendingInto)
     }
 
-    /// Reserves the extents for a write of `whole_len` bytes, of which `len` from `head` on are the
-    /// caller's.
+    /// Reserves the extents for a write of `whole_len` bytes. The caller's `len` bytes begin at
+    /// `head`.
     fn reserve(&self, whole_len: usize, head: usize, len: usize) -> Result<Version> {
         let (mut extents, mut start) = (Vec::new(), 0);
         for (device, part_len) in stripe::shares(whole_len, &self.devices.candidates()?) {
@@ -221,7 +225,7 @@ impl TensorStore {
         Ok(Version { extents, head })
     }
 
-    /// Queues the write of each part; if one is refused, the parts before it are cancelled.
+    /// Queues the write of each part. If a part is refused, the parts before it are cancelled.
     fn begin_write(
         &self,
         source: &HostSource,
@@ -240,7 +244,7 @@ impl TensorStore {
         Ok(transfer)
     }
 
-    /// Queues the read of each part; if one is refused, the parts before it are cancelled.
+    /// Queues the read of each part. If a part is refused, the parts before it are cancelled.
     fn begin_read(
         &self,
         version: &Version,
@@ -284,50 +288,50 @@ impl TensorStore {
         drop(stored);
     }
 
-    /// Gives the space beyond what is stored back to the disks; returns how many bytes that was.
+    /// Gives the free space of the files back to the disks; returns the number of bytes.
     pub fn trim(&self) -> Result<u64> {
         self.devices.refuse_if_down()?;
         self.all_devices().map(|device| device.file().trim()).sum()
     }
 
-    /// Its devices, and those of the store for memory of GPUs.
+    /// The devices of this store and of its store for memory of GPUs.
     fn all_devices(&self) -> impl Iterator<Item = &Device> {
         let for_gpus = self.for_gpus.get().map_or(&[][..], |store| &store.devices[..]);
         self.devices.iter().chain(for_gpus)
     }
 
-    /// Bytes of memory in use for transfers beyond what callers hold on to: of slots, and of the
-    /// memory that was lent to transfers which were abandoned and have not ended.
+    /// Bytes of memory that transfers use and callers do not hold: the slots, and the memory lent
+    /// to abandoned transfers that have not ended.
     pub fn resident_bytes(&self) -> usize {
-        // In a forked process a thread that is not there may hold the lock that a look takes.
+        // In a forked process a thread that does not exist may hold the lock of `abandoned`.
         if self.abandoned.lent_bytes() > 0 && !self.devices.is_forked() {
             self.abandoned.look();
         }
         self.arena.live_bytes() + self.abandoned.lent_bytes()
     }
 
-    /// Whether writes are summed up when they are queued, and reads compared.
+    /// Returns true if checksums are taken of writes when they are queued, and compared with reads.
     pub fn verifies(&self) -> bool {
         self.devices.verifies()
     }
 
-    /// Whether the memory at an address is a slot's of this store.
+    /// Returns true if the address lies in a slot of this store.
     pub fn owns(&self, address: usize) -> bool {
         self.arena.contains(address)
     }
 
-    /// Waits at most `limit` until a transfer that was abandoned has ended, and holds no memory any
-    /// more: `false` if there is none, `None` if the time is over.
+    /// Waits at most `limit` until an abandoned transfer has ended and released its memory. Returns
+    /// `false` if there is none, `None` if the time is over.
     pub fn wait_for_abandoned(&self, limit: Duration) -> Option<bool> {
         if self.devices.is_forked() { Some(false) } else { self.abandoned.wait_for_one(limit) }
     }
 
-    /// What the disks did of late.
+    /// The recent rates of the disks.
     pub fn rates(&self) -> Result<Rates> {
         self.devices.rates()
     }
 
-    /// What the store did so far; `Closed` in a forked process, where the counts stand still.
+    /// The counts of this store so far; `Closed` in a forked process, where the counts stand still.
     pub fn stats(&self) -> Result<Stats> {
         self.devices.refuse_if_forked()?;
         let sum = |direction| {
@@ -349,9 +353,9 @@ impl TensorStore {
         })
     }
 
-    /// Refuses new work, ends what has begun, answers the rest with `Closed`. Idempotent.
+    /// Refuses new work, ends the work that has begun, answers the rest with `Closed`. Idempotent.
     ///
-    /// Slots that are tensors by now stay valid; the blocks on the disk are free.
+    /// Slots that tensors use stay valid; the blocks on the disk are free.
     pub fn close(&self) {
         // After a fork the threads and rings are the parent's: the child must not wait for them.
         if self.devices.is_forked() {
@@ -364,38 +368,38 @@ impl TensorStore {
     }
 }
 
-/// Refuses memory that is not as long as what is stored.
-fn refuse_other_len(what: &str, len: usize, stored_len: usize) -> Result<()> {
+/// Refuses memory whose length differs from the stored length.
+fn refuse_other_len(operation: &str, len: usize, stored_len: usize) -> Result<()> {
     if len == stored_len {
         return Ok(());
     }
     Err(Error::new(
         ErrorKind::Config,
-        format!("{what} needs {stored_len} bytes, as many as are stored, not {len}"),
+        format!("{operation} needs {stored_len} bytes, as many as are stored, not {len}"),
     ))
 }
 
 impl Drop for TensorStore {
     fn drop(&mut self) {
         if !self.devices.is_forked() {
-            drop(self.for_gpus.take()); // Whoever moves memory of a GPU holds it, and it goes last.
+            drop(self.for_gpus.take()); // A staging holds it too, so it may live longer.
         }
     }
 }
 
 impl Pending {
-    /// Is the read done?
+    /// The answer of the read.
     pub fn ticket(&self) -> &Transfer {
         &self.transfer
     }
 
-    /// Cancels the read: `true` if it had not begun. If it had, its slot is held until the ticket
-    /// tells that the last piece has ended.
+    /// Cancels the read. Returns true if it had not begun. If it had begun, its slot is held until
+    /// the last piece has ended and the ticket is answered.
     pub fn cancel(&self) -> bool {
         self.transfer.cancel()
     }
 
-    /// The bytes, once the ticket says that they are there.
+    /// The bytes, once the ticket has answered.
     pub fn restored(&self) -> Result<Restored> {
         match self.transfer.answer() {
             Some(answer) => answer?,
@@ -408,20 +412,20 @@ impl Pending {
 }
 
 impl PendingInto {
-    /// Is the read done? If it ended well, the bytes are in the caller's memory.
+    /// The answer of the read. If it succeeded, the bytes are in the caller's memory.
     pub fn ticket(&self) -> &Transfer {
         &self.0
     }
 
-    /// Cancels the read: `true` if it had not begun, so that the memory is free now. If it had, the
-    /// ticket tells when the last piece has ended.
+    /// Cancels the read. Returns true if it had not begun, so that the memory is free now. If it
+    /// had begun, the ticket is answered after the last piece has ended.
     pub fn cancel(&self) -> bool {
         self.0.cancel()
     }
 }
 
 impl Restored {
-    /// Address of the first byte; its remainder modulo the alignment is the source's.
+    /// Address of the first byte. Modulo the alignment it equals the address of the source.
     pub fn address(&self) -> *mut u8 {
         self.slot.address().wrapping_add(self.head)
     }
@@ -431,7 +435,7 @@ impl Restored {
         self.len
     }
 
-    /// Whether there are no bytes.
+    /// Returns true if there are no bytes.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }

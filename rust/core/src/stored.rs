@@ -1,17 +1,17 @@
-//! What is stored: which bytes a tensor has on the disk, and how others take their place.
+//! The bytes of a tensor on the disk, and the way in which new bytes replace them.
 //!
-//! An overwrite never touches the extents of the bytes that are there. It goes to new ones, and the
-//! worker that ends its last part puts the new *version* in the place of the old, at once and
-//! whole:
+//! An overwrite never touches the extents of the current bytes. It writes to new extents. The
+//! worker that ends the last part puts the new *version* in the place of the old version, in one
+//! step:
 //!
 //! ```text
-//! Stored ──► Current ──► Version (extents A)      what a read takes, with its hold on the extents
+//! Stored ──► Current ──► Version (extents A)      a read takes it, and holds its extents
 //!                   ╲
 //!    Replacement ────► Version (extents B)        takes the place of A when all of B is written
 //! ```
 //!
-//! A read takes one version and holds its extents, so it gives the old bytes or the new ones, never
-//! some of each; and the old extents are free when the last read of them has ended.
+//! A read takes one version and holds its extents. It gives the old bytes or the new bytes, never
+//! some of each. The old extents are free when the last read of them has ended.
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -23,12 +23,12 @@ use crate::memory::arena::round_to_page;
 use crate::queue::OnSuccess;
 use crate::transfer::Transfer;
 
-/// All bytes of a tensor as they were written at once.
+/// All bytes of a tensor that one write brought to the disk.
 #[derive(Debug)]
 pub struct Version {
-    /// Where the parts lie, in the order of the tensor: device and extent.
+    /// The parts, in the order of the tensor: device and extent.
     pub extents: Vec<(usize, Arc<Extent>)>,
-    /// Where the caller's first byte lies in the first extent, which begins on an aligned address.
+    /// Offset of the caller's first byte in the first extent, which begins on an aligned address.
     pub head: usize,
 }
 
@@ -38,7 +38,7 @@ impl Version {
         self.extents.iter().map(|(_, extent)| extent.len() as usize).sum()
     }
 
-    /// Never: a tensor without bytes is refused.
+    /// Always false: a tensor without bytes is refused.
     pub fn is_empty(&self) -> bool {
         self.extents.is_empty()
     }
@@ -51,8 +51,8 @@ pub struct Stored {
     len: usize,
 }
 
-/// The version that reads take. Who holds the lock does nothing but look or exchange; a forked
-/// process, in which it may be held for ever, does not come here.
+/// The version that reads take. A thread that holds the lock only looks or exchanges. A forked
+/// process, in which the lock may be held for ever, never takes it.
 struct Current {
     state: Mutex<State>,
     process: u32,
@@ -76,17 +76,17 @@ impl Stored {
         Self { transfer, current: Arc::new(Current { state, process: std::process::id() }), len }
     }
 
-    /// Is the write done? Overwrites have tickets of their own.
+    /// The answer of the first write. Overwrites have tickets of their own.
     pub fn ticket(&self) -> &Transfer {
         &self.transfer
     }
 
-    /// The caller's bytes, without the widening.
+    /// Number of the caller's bytes, without the widening.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Never: a tensor without bytes is refused.
+    /// Always false: a tensor without bytes is refused.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
@@ -96,13 +96,14 @@ impl Stored {
         round_to_page(self.current.lock().version.len())
     }
 
-    /// Cancels the write: `true` if it had not begun, so that its source is free now. If it had,
-    /// pieces that were not sent yet never are, and the ticket tells when the last has ended.
+    /// Cancels the write. Returns true if it had not begun, so that its source is free now. If it
+    /// had begun, its remaining pieces are not sent, and the ticket is answered after the last
+    /// piece has ended.
     pub fn cancel(&self) -> bool {
         self.transfer.cancel()
     }
 
-    /// The version that is there, once its write has ended well.
+    /// The current version, once its write has succeeded.
     pub(crate) fn version(&self) -> Result<Arc<Version>> {
         match self.transfer.answer() {
             Some(Ok(())) => Ok(Arc::clone(&self.current.lock().version)),
@@ -114,7 +115,7 @@ impl Stored {
         }
     }
 
-    /// Begins to replace the version that is there; one overwrite at a time.
+    /// Begins to replace the current version. A tensor has one overwrite at a time.
     pub(crate) fn replace(&self) -> Result<Replacement> {
         let mut state = self.current.lock();
         if state.is_overwriting {
@@ -135,22 +136,22 @@ impl fmt::Debug for Stored {
     }
 }
 
-/// The right to replace a version; while it lives, nobody else has it.
+/// The right to replace a version. Only one exists at a time for a tensor.
 pub(crate) struct Replacement {
     current: Weak<Current>,
-    /// Shared with the overwrite: whoever dropped that has no way to learn when it ends.
+    /// Shared with the overwrite. After the overwrite is dropped nobody can learn when it ends.
     is_wanted: Arc<AtomicBool>,
 }
 
 impl Replacement {
-    /// What the overwrite takes back when it is dropped.
+    /// The flag that the overwrite clears when it is dropped.
     pub(crate) fn is_wanted(&self) -> Arc<AtomicBool> {
         Arc::clone(&self.is_wanted)
     }
 
-    /// What each of `part_count` parts does when it is written. The last one makes `version` the
-    /// one that reads take, and gives the old one up. If any part fails, or its job is dropped,
-    /// that never happens.
+    /// The action of each of `part_count` parts after it is written. The last part makes `version`
+    /// the version that reads take, and gives the old version up. If any part fails, or its job is
+    /// dropped, that never happens.
     pub(crate) fn on_success(
         self,
         version: Version,
@@ -171,13 +172,13 @@ impl Replacement {
     }
 
     fn install(&self, version: Arc<Version>) {
-        // Released meanwhile: then nobody wants the new version either.
+        // The tensor was released meanwhile, so nobody wants the new version either.
         let Some(current) = self.current.upgrade() else { return };
         let mut state = current.lock();
         let is_wanted = self.is_wanted.load(Ordering::SeqCst);
         let rest = if is_wanted { std::mem::replace(&mut state.version, version) } else { version };
         drop(state);
-        // Not under the lock: the last holder gives extents back.
+        // Dropped without the lock, because the last holder gives extents back.
         drop(rest);
     }
 }
@@ -192,8 +193,8 @@ impl Drop for Replacement {
     }
 }
 
-/// An overwrite on its way. Until it has ended well, and if it never does, the old bytes are there.
-/// Dropping it leaves the old bytes there, also where the new ones are under way.
+/// An overwrite on its way. The old bytes stay until it has succeeded, and for ever if it fails.
+/// Dropping it leaves the old bytes there, even if the new bytes are under way.
 #[derive(Debug)]
 #[must_use = "an overwrite that nobody holds is cancelled"]
 pub struct Overwrite {
@@ -206,13 +207,13 @@ impl Overwrite {
         Self { transfer, is_wanted }
     }
 
-    /// Have the new bytes replaced the old ones? An error says why the old ones are still there.
+    /// The answer of the overwrite. An error says why the old bytes are still there.
     pub fn ticket(&self) -> &Transfer {
         &self.transfer
     }
 
-    /// Cancels: `true` if it had not begun, so that its source is free now. If it had, the ticket
-    /// tells when it has ended, and how.
+    /// Cancels. Returns true if the overwrite had not begun, so that its source is free now. If it
+    /// had begun, the ticket tells when it has ended, and how.
     pub fn cancel(&self) -> bool {
         self.transfer.cancel()
     }

@@ -1,4 +1,5 @@
-//! What threads meet at: locks, atomics, the ring of requests, and the bell that wakes a sleeper.
+//! The primitives that threads share: locks, atomics, the queue of requests, and the bell that
+//! wakes a sleeping worker.
 //!
 //! Under `--cfg loom` they are those of a model checker, which runs `tests/rust/loom.rs` through
 //! every order of threads and every value that weak memory may show (`make loom`).
@@ -14,7 +15,7 @@ mod real {
     pub use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering, fence};
     pub use std::sync::{Condvar, Mutex};
 
-    /// A count of wake-ups that a worker can also wait for in a ring or a poll: an eventfd.
+    /// A counter of wake-ups, an eventfd. A worker can also wait for it in a ring or a poll.
     #[derive(Debug)]
     pub struct Bell(OwnedFd);
 
@@ -67,7 +68,7 @@ mod model {
     pub use loom::sync::Mutex;
     pub use loom::sync::atomic::{AtomicBool, AtomicUsize, Ordering, fence};
 
-    /// In the model time stands still: a wait ends by what is waited for, or is a deadlock.
+    /// In the model time stands still: a wait ends because its condition changed, or is a deadlock.
     #[derive(Debug)]
     pub struct Condvar(loom::sync::Condvar);
 
@@ -93,7 +94,7 @@ mod model {
         }
     }
 
-    /// A counting semaphore, as an eventfd is one.
+    /// A counting semaphore, like an eventfd.
     #[derive(Debug)]
     pub struct Bell {
         count: Mutex<u64>,
@@ -124,7 +125,7 @@ mod model {
         }
     }
 
-    /// Whether it is empty is asked without a lock and orders nothing by itself, as in crossbeam's.
+    /// `is_empty` takes no lock and orders nothing by itself, as in crossbeam's queue.
     pub struct ArrayQueue<T> {
         items: Mutex<VecDeque<T>>,
         capacity: usize,

@@ -1,4 +1,4 @@
-//! What the kernel tells of another thread of this process.
+//! The state of another thread of this process, as the kernel reports it.
 
 use std::fs;
 
@@ -25,16 +25,17 @@ const WAITS: &[libc::c_long] = &[
     libc::SYS_select,
 ];
 
-/// Whether the kernel holds a thread in a call in which it waits and computes nothing; `false` also
-/// where that cannot be told.
+/// Returns true if the kernel holds a thread in a call in which it waits and computes nothing.
+/// Returns false also if that is not known.
 ///
-/// A lock is no such call: threads that compute together wait for each other with the same one.
+/// Calls that wait for a lock do not count: threads that compute together wait for each other with
+/// them.
 pub fn is_waiting(thread: u32) -> bool {
     // The number of the call, or "running".
-    let Ok(told) = fs::read_to_string(format!("/proc/self/task/{thread}/syscall")) else {
+    let Ok(line) = fs::read_to_string(format!("/proc/self/task/{thread}/syscall")) else {
         return false;
     };
-    let number = told.split_whitespace().next().and_then(|word| word.parse().ok());
+    let number = line.split_whitespace().next().and_then(|word| word.parse().ok());
     number.is_some_and(|number| WAITS.contains(&number))
 }
 
@@ -53,16 +54,16 @@ mod tests {
 
     #[test]
     fn a_thread_that_computes_does_not_wait() {
-        let (tell, told) = mpsc::channel();
+        let (sender, receiver) = mpsc::channel();
         let is_over = Arc::new(AtomicBool::new(false));
         let ends = Arc::clone(&is_over);
         let computing = thread::spawn(move || {
-            tell.send(number()).unwrap();
+            sender.send(number()).unwrap();
             while !ends.load(Ordering::Relaxed) {
                 std::hint::spin_loop();
             }
         });
-        let other = told.recv().unwrap();
+        let other = receiver.recv().unwrap();
         assert!((0..100).all(|_| !is_waiting(other)));
         is_over.store(true, Ordering::Relaxed);
         computing.join().unwrap();
@@ -71,12 +72,12 @@ mod tests {
     #[test]
     fn a_thread_that_reads_from_a_pipe_waits() {
         let (mut reader, mut writer): (PipeReader, _) = pipe().unwrap();
-        let (tell, told) = mpsc::channel();
+        let (sender, receiver) = mpsc::channel();
         let waiting = thread::spawn(move || {
-            tell.send(number()).unwrap();
+            sender.send(number()).unwrap();
             reader.read_exact(&mut [0]).unwrap();
         });
-        let other = told.recv().unwrap();
+        let other = receiver.recv().unwrap();
         while !is_waiting(other) {
             thread::yield_now();
         }

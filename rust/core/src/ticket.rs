@@ -1,6 +1,6 @@
-//! Is it done? A one-shot answer from an engine to whoever waits.
+//! The answer to one operation, which an engine gives once to all threads that wait.
 //!
-//! [`Completer`] is held by the engine, [`Ticket`] by everybody else. A completer that is dropped
+//! The engine holds the [`Completer`], all others hold a [`Ticket`]. A completer that is dropped
 //! without an answer answers `Poisoned`: a dead worker must not look like a slow disk.
 
 use std::sync::{Arc, PoisonError};
@@ -13,21 +13,21 @@ use crate::sync::{AtomicBool, Condvar, Mutex, Ordering};
 struct Shared {
     /// A forked process inherits the ticket but not the worker that would answer it.
     process: u32,
-    /// Set with `answer`, under its lock; lets the hooks ask without touching it.
+    /// Set together with `answer`, under its lock. Hooks read it without the lock.
     done: AtomicBool,
     answer: Mutex<Option<Result<()>>>,
     answered: Condvar,
 }
 
-/// The reader's side of one operation.
+/// The waiting side of one operation.
 #[derive(Clone, Debug)]
 pub struct Ticket(Arc<Shared>);
 
-/// The engine's side: answers exactly once.
+/// The engine's side. It answers exactly once.
 #[derive(Debug)]
 pub struct Completer(Option<Arc<Shared>>);
 
-/// A fresh pair.
+/// A new completer with its ticket.
 pub fn ticket() -> (Completer, Ticket) {
     let shared = Arc::new(Shared {
         process: std::process::id(),
@@ -39,12 +39,12 @@ pub fn ticket() -> (Completer, Ticket) {
 }
 
 impl Ticket {
-    /// Whether the answer is there; never blocks.
+    /// Returns true if the answer is there; never blocks.
     pub fn is_done(&self) -> bool {
         self.0.done.load(Ordering::Acquire)
     }
 
-    /// Whether this process was forked from the one whose worker answers.
+    /// Returns true if this process was forked from the process whose worker answers.
     pub fn is_forked(&self) -> bool {
         self.0.process != std::process::id()
     }
@@ -59,8 +59,8 @@ impl Ticket {
 
     /// Waits at most `limit` for the answer; `None` if it did not come.
     ///
-    /// In a forked process it is `Closed` at once: an answer that is not there will never come, and
-    /// of one that is there the lock may be held by a worker that did not come along.
+    /// In a forked process it returns `Closed` at once. The worker does not exist there: a missing
+    /// answer never comes, and the lock of an answer may be held for ever.
     pub fn wait_for(&self, limit: Duration) -> Option<Result<()>> {
         if self.is_forked() {
             return Some(Err(Error::new(
@@ -91,7 +91,7 @@ impl Ticket {
 }
 
 impl Completer {
-    /// Answers, and wakes everyone who waits.
+    /// Sets the answer and wakes all threads that wait.
     pub fn complete(mut self, answer: Result<()>) {
         self.send(answer);
     }
@@ -100,7 +100,7 @@ impl Completer {
         if let Some(shared) = self.0.take() {
             let mut guard = shared.answer.lock().unwrap_or_else(PoisonError::into_inner);
             *guard = Some(answer);
-            // Under the lock: whoever has waited and asks again must not hear "not yet".
+            // Under the lock: a thread that was woken must not find `done` unset.
             shared.done.store(true, Ordering::Release);
             drop(guard);
             shared.answered.notify_all();

@@ -1,8 +1,9 @@
-//! The parts of one tensor on their way: done when all are, failed when one is.
+//! The parts of one tensor on their way. A transfer is done when all parts are, and fails if one
+//! part fails.
 //!
-//! A transfer that is dropped before it has begun is cancelled. One that has begun goes on until
-//! its last piece has ended, and holds its memory until then: it is *abandoned*, and the store
-//! remembers it ([`Abandoned`]), so that its memory is counted and can be waited for.
+//! A transfer that is dropped before it has begun is cancelled. If it has begun, it goes on until
+//! its last piece has ended, and holds its memory until then. It is *abandoned*: the store keeps it
+//! in [`Abandoned`], counts its memory and can wait for it.
 
 use std::mem;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -19,7 +20,7 @@ use crate::ticket::Ticket;
 pub struct Transfer {
     direction: Direction,
     parts: Parts,
-    /// How many bytes of a caller's memory it holds until it has ended.
+    /// Bytes of a caller's memory that it holds until it has ended.
     lent_bytes: usize,
     abandoned: Arc<Abandoned>,
 }
@@ -29,7 +30,7 @@ pub struct Transfer {
 struct Parts(Vec<(Request, Ticket)>);
 
 impl Transfer {
-    /// A transfer without parts, which holds `lent_bytes` of a caller's memory once it has some.
+    /// A transfer without parts. Once it has parts, it holds `lent_bytes` of a caller's memory.
     pub fn new(direction: Direction, lent_bytes: usize, abandoned: &Arc<Abandoned>) -> Self {
         Self { direction, parts: Parts::default(), lent_bytes, abandoned: Arc::clone(abandoned) }
     }
@@ -39,12 +40,12 @@ impl Transfer {
         self.parts.0.push(part);
     }
 
-    /// Whether every part has its answer; never blocks.
+    /// Returns true if every part has its answer; never blocks.
     pub fn is_done(&self) -> bool {
         self.parts.is_done()
     }
 
-    /// The answer, if every part has one: the first failure, if any.
+    /// The first failure, or `Ok` if there is none; `None` while a part has no answer.
     pub fn answer(&self) -> Option<Result<()>> {
         self.parts.0.iter().try_fold(Ok(()), |sum: Result<()>, (_, ticket)| {
             ticket.answer().map(|answer| sum.and(answer))
@@ -65,8 +66,8 @@ impl Transfer {
         sum
     }
 
-    /// Cancels: `true` if no part had begun, so that the memory is free now. Of parts that had,
-    /// pieces that were not sent yet never are, and the answer tells when the last has ended.
+    /// Cancels. Returns true if no part had begun, so that the memory is free now. Parts that had
+    /// begun send no further pieces, and the answer comes after their last piece has ended.
     pub fn cancel(&self) -> bool {
         let cancelled_count = self.parts.0.iter().filter(|(request, _)| request.cancel()).count();
         let is_cancelled = cancelled_count == self.parts.0.len();
@@ -76,7 +77,7 @@ impl Transfer {
         is_cancelled
     }
 
-    /// Whether this process was forked from the one whose workers answer.
+    /// Returns true if this process was forked from the process whose workers answer.
     fn is_forked(&self) -> bool {
         self.parts.0.iter().any(|(_, ticket)| ticket.is_forked())
     }
@@ -104,15 +105,15 @@ impl Parts {
     }
 }
 
-/// The transfers of a store that began and that nobody wants any more.
+/// The transfers of a store that were dropped after they had begun.
 ///
-/// No worker comes here, only who abandons, counts or waits; and none holds the lock for longer
-/// than a look at each transfer.
+/// No worker takes the lock, only threads that drop, count or wait. They hold it for a look at each
+/// transfer, not longer.
 #[derive(Debug, Default)]
 pub struct Abandoned {
-    /// Those that have not ended, each with how many bytes of a caller's memory it holds.
+    /// Transfers that have not ended, each with the bytes of a caller's memory that it holds.
     transfers: Mutex<Vec<(Arc<Parts>, usize)>>,
-    /// The sum of those bytes when somebody looked last; hooks ask often, mostly for nothing.
+    /// The sum of those bytes at the last look. Hooks read it often, and it is mostly zero.
     lent_bytes: AtomicUsize,
     cancelled_count: AtomicU64,
 }
@@ -127,24 +128,25 @@ impl Abandoned {
         self.under_way(Some((Arc::new(parts), lent_bytes)));
     }
 
-    /// Bytes of callers' memory that are held until the last piece has ended, when somebody looked
-    /// last: no fewer than now.
+    /// Bytes of callers' memory that abandoned transfers held at the last look. Now they hold at
+    /// most as much.
     pub fn lent_bytes(&self) -> usize {
         self.lent_bytes.load(Ordering::Relaxed)
     }
 
-    /// Looks which of them have ended.
+    /// Forgets the transfers that have ended.
     pub fn look(&self) {
         self.under_way(None);
     }
 
-    /// Waits at most `limit` for one to end: `false` if there is none, `None` if the time is over.
+    /// Waits at most `limit` for the oldest to end. Returns `false` if there is none, `None` if the
+    /// time is over.
     pub fn wait_for_one(&self, limit: Duration) -> Option<bool> {
         let first = self.under_way(None);
         first.map_or(Some(false), |parts| parts.wait_for(limit).map(|_answer| true))
     }
 
-    /// Takes one in, forgets those that have ended, and returns the oldest of the others.
+    /// Adds a transfer, forgets those that have ended, and returns the oldest of the others.
     fn under_way(&self, another: Option<(Arc<Parts>, usize)>) -> Option<Arc<Parts>> {
         let mut transfers = self.transfers.lock().unwrap_or_else(PoisonError::into_inner);
         transfers.extend(another);

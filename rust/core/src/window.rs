@@ -1,4 +1,4 @@
-//! Which reads to begin before they are asked for, and what becomes of a wrong guess.
+//! The choice of reads that begin before their tensors are asked for, and the end of a wrong guess.
 
 use std::collections::VecDeque;
 
@@ -14,10 +14,10 @@ pub const WINDOW_COUNT: usize = 64;
 /// else that an unpack does (`benches/training/hook_overhead.py`).
 const REFILL_SHARE: usize = 4;
 
-/// How a saved tensor stands when it is looked at.
+/// The state of a saved tensor that may be read ahead.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Look {
-    /// It is dead, stays in memory, or is being read: nothing is to be done for it.
+    /// It is dead, stays in memory, or is being read: it needs no read.
     Settled,
     /// It is in memory now, but may have to be read when its turn comes.
     Leaving,
@@ -27,44 +27,44 @@ pub enum Look {
         key: i64,
         /// The memory that a read takes.
         slot_bytes: u64,
-        /// Whether the bytes are in memory, or on their way, for another tensor of the record.
+        /// True if another tensor of the record has the bytes in memory or on their way.
         joins: bool,
     },
 }
 
-/// What was read ahead of one backward.
+/// The tensors that were read ahead of one backward.
 #[derive(Debug, Default)]
 pub struct Window {
     /// Ordinals, each with the bytes that its read adds to memory, in the order of beginning.
     reads: VecDeque<(usize, u64)>,
     nbytes: u64,
-    /// How far the backward has come, in its order.
+    /// The place in the order that the backward has reached.
     index: usize,
-    /// Where reading ahead goes on, in the round's list of what is on the disk.
+    /// The next entry to read ahead, in the round's list of tensors on the disk.
     next_on_disk: usize,
 }
 
-/// One walk along what may be read ahead.
+/// One walk along the tensors that may be read ahead.
 #[derive(Debug)]
 pub struct Walk {
     place: usize,
     following_place: usize,
     room_bytes: u64,
-    /// Of what this backward has freed; may be read into beyond the window.
+    /// Bytes that this backward has freed. Reads may use them beyond the window.
     spare_bytes: u64,
-    /// What is leaving memory is looked at again the next time.
+    /// Number of tensors that are leaving memory; the next walk looks at them again.
     unsettled_count: usize,
-    /// Whether too little could be read ahead to be worth it now.
-    rests: bool,
-    /// What the read that is to begin now adds to memory.
+    /// True if too little can be read ahead now to be worth it.
+    is_resting: bool,
+    /// Bytes that the next read adds to memory.
     added_bytes: u64,
 }
 
 impl Window {
-    /// Moves to a tensor that is used now; returns what was read ahead of it in vain. `None` if
-    /// nothing is read ahead from there.
+    /// Moves to a tensor that is used now; returns the tensors that were read ahead in vain. `None`
+    /// if the place of the tensor in the order is not known.
     ///
-    /// `is_another` says that this window is of another round, and must be emptied first.
+    /// `is_another` says that the window was emptied because it followed another round.
     pub fn move_to<E>(
         &mut self,
         round: &Round<E>,
@@ -79,22 +79,23 @@ impl Window {
         Some(self.leave_behind(round, ordinal))
     }
 
-    /// Whether a window should follow the backward of this round: what the forward saved goes on
-    /// being read ahead while a region is computed again, none of which is on the disk.
+    /// Returns true if a window should follow the backward of this round. While a region is
+    /// computed again, and nothing of it is on the disk, reading ahead goes on for the forward's
+    /// tensors.
     pub fn follows<E>(round: &Round<E>, ordinal: usize) -> bool {
         round.position(ordinal).is_some()
             && (round.phase() == FORWARD || !round.on_disk().is_empty())
     }
 
-    /// Empties the window; returns what was read ahead.
+    /// Empties the window; returns the tensors that were read ahead.
     pub fn clear(&mut self) -> Vec<usize> {
         self.nbytes = 0;
         self.reads.drain(..).map(|(ordinal, _)| ordinal).collect()
     }
 
-    /// Takes out of the window what is used now, and what was passed over.
+    /// Removes the tensor that is used now from the window, and the tensors that were passed over.
     fn leave_behind<E>(&mut self, round: &Round<E>, ordinal: usize) -> Vec<usize> {
-        if let Some(place) = self.reads.iter().position(|(one, _)| *one == ordinal)
+        if let Some(place) = self.reads.iter().position(|(read, _)| *read == ordinal)
             && let Some((_, nbytes)) = self.reads.remove(place)
         {
             self.nbytes -= nbytes;
@@ -110,10 +111,10 @@ impl Window {
         passed_over
     }
 
-    /// Begins to look for what should be read ahead, in the expected order.
+    /// Begins a walk along the expected order, to find tensors to read ahead.
     ///
-    /// No read may take more than `room_bytes`. `spare_bytes` of what this backward has freed may
-    /// be read into beyond the window.
+    /// No read may take more than `room_bytes`. Beyond the window, reads may use `spare_bytes` that
+    /// this backward has freed.
     pub fn walk<E>(&self, round: &Round<E>, room_bytes: u64, spare_bytes: u64) -> Walk {
         let following_place = round.on_disk().partition_point(|&place| place <= self.index);
         let quarter_bytes = WINDOW_BYTES / REFILL_SHARE as u64;
@@ -125,12 +126,12 @@ impl Window {
             room_bytes,
             spare_bytes,
             unsettled_count: 0,
-            rests: is_full || is_crowded,
+            is_resting: is_full || is_crowded,
             added_bytes: 0,
         }
     }
 
-    /// The ordinal of the next read that should begin now; tell [`note`](Self::note) about it.
+    /// The ordinal of the next read that should begin now; pass it to [`note`](Self::note).
     pub fn next<E>(
         &mut self,
         round: &Round<E>,
@@ -162,8 +163,8 @@ impl Window {
         None
     }
 
-    /// Notes whether the read that [`next`](Self::next) asked for was begun. A refusal is not lost:
-    /// the demand read meets it again.
+    /// Notes whether the read that [`next`](Self::next) returned was begun. A refusal is not lost:
+    /// the read on demand meets it again.
     pub fn note(&mut self, walk: &mut Walk, ordinal: usize, is_begun: bool) {
         if is_begun {
             self.reads.push_back((ordinal, walk.added_bytes));
@@ -181,9 +182,9 @@ impl Window {
         }
     }
 
-    /// Whether the read of what is not even next should begin now.
+    /// Returns true if a read should begin now although its tensor is not the next to be used.
     fn is_wanted<E>(&self, round: &Round<E>, walk: &Walk, key: i64, slot_bytes: u64) -> bool {
         let has_room = slot_bytes <= walk.spare_bytes || self.nbytes + slot_bytes <= WINDOW_BYTES;
-        self.reads.len() < WINDOW_COUNT && ((has_room && !walk.rests) || round.is_due(key))
+        self.reads.len() < WINDOW_COUNT && ((has_room && !walk.is_resting) || round.is_due(key))
     }
 }

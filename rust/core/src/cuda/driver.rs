@@ -1,9 +1,9 @@
 //! The CUDA driver: opened at run time by its exact name, with every function looked up at once.
 //!
-//! The types of handles are those of the crate `cudarc`. Its functions are not used. They panic
-//! where the library or a symbol is missing, try `libcuda.so` first, which may be a stub for
-//! linkers, and return an enum: a code that the enum lacks is undefined behaviour, and new drivers
-//! bring new codes. Here a code is a plain number.
+//! The types of handles are those of the crate `cudarc`, without its functions. Those panic if the
+//! library or a symbol is missing. They try `libcuda.so` first, which may be a stub for linkers.
+//! They return an enum: a code that the enum lacks is undefined behaviour, and new drivers bring
+//! new codes. Here a code is a plain number.
 #![expect(unsafe_code, reason = "looks up and declares foreign functions")]
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
@@ -18,11 +18,11 @@ use crate::error::{Error, ErrorKind, Result};
 
 const SONAME: &str = "libcuda.so.1";
 
-/// The codes that mean something to a caller; all others are failures.
+/// The codes that a caller treats specially; all others are failures.
 pub mod code {
     use std::ffi::c_int;
 
-    /// It went well.
+    /// Success.
     pub const SUCCESS: c_int = 0;
     /// There is a driver, but no GPU.
     pub const NO_DEVICE: c_int = 100;
@@ -103,7 +103,7 @@ impl fmt::Debug for Driver {
 }
 
 impl Driver {
-    /// Opens the driver, once per process; `Unsupported` where there is none.
+    /// Opens the driver, once per process; `Unsupported` if there is none.
     pub fn get() -> Result<&'static Self> {
         static DRIVER: OnceLock<Result<Driver>> = OnceLock::new();
         DRIVER.get_or_init(Self::open).as_ref().map_err(Clone::clone)
@@ -111,7 +111,7 @@ impl Driver {
 
     fn open() -> Result<Self> {
         // SAFETY: opening runs the driver's own constructors. A library of that name that is
-        // loaded already, as under PyTorch, is the one that is returned.
+        // loaded already, as under PyTorch, is returned.
         let opened = unsafe { Library::open(Some(SONAME), RTLD_NOW | RTLD_LOCAL) };
         let library = opened.map_err(|error| {
             let message = format!("there is no NVIDIA driver on this machine: {error}");

@@ -1,5 +1,5 @@
-//! A GPU: its primary context, which torch uses too. Where it is not current, it is made so only
-//! for the time of a call.
+//! A GPU and its primary context, which torch uses too. If the context is not current, it is made
+//! current for the time of a call.
 #![expect(unsafe_code, reason = "calls the CUDA driver, and maps a page")]
 
 use std::cell::Cell;
@@ -21,57 +21,57 @@ pub struct Gpu {
     driver: &'static Driver,
     ordinal: usize,
     context: Context,
-    birth: Birth,
+    owner: OwnerProcess,
 }
 
-/// The process in which something was made.
+/// The process that made a [`Gpu`].
 ///
-/// Its forked children are asked about at every call of the driver, and to ask the kernel for the
-/// number of the process takes longer than some of those calls.
+/// Every call of the driver checks for a forked child, and asking the kernel for the number of the
+/// process takes longer than some of those calls.
 #[derive(Debug)]
-struct Birth {
+struct OwnerProcess {
     process: u32,
-    /// True here, and wiped by the kernel in a child, however that was forked; without it the
-    /// kernel is asked.
-    is_here: Option<&'static AtomicBool>,
+    /// True here. The kernel wipes it in every forked child. Without it the number of the process
+    /// tells.
+    is_owner: Option<&'static AtomicBool>,
 }
 
-impl Birth {
-    fn here() -> Self {
+impl OwnerProcess {
+    fn current() -> Self {
         let flags = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE);
         // SAFETY: a new mapping at an address that the kernel chooses touches no other memory.
         let mapped =
             unsafe { rustix::mm::mmap_anonymous(ptr::null_mut(), PAGE_BYTES, flags.0, flags.1) };
-        let is_here = mapped.ok().and_then(|page| {
+        let is_owner = mapped.ok().and_then(|page| {
             // SAFETY: the page was just mapped, and nobody else knows it.
             let wiped = unsafe { rustix::mm::madvise(page, PAGE_BYTES, Advice::LinuxWipeOnFork) };
-            // An older kernel cannot; the page is as good as lost then, once per GPU.
+            // An older kernel cannot wipe it; the page is then lost, once per GPU.
             wiped.ok()?;
             // SAFETY: the page holds zeros, which is a bool, and it is never unmapped.
             Some(unsafe { &*page.cast::<AtomicBool>() })
         });
-        if let Some(is_here) = is_here {
-            is_here.store(true, Ordering::Relaxed);
+        if let Some(is_owner) = is_owner {
+            is_owner.store(true, Ordering::Relaxed);
         }
-        Self { process: std::process::id(), is_here }
+        Self { process: std::process::id(), is_owner }
     }
 
-    fn is_elsewhere(&self) -> bool {
-        match self.is_here {
-            Some(is_here) => !is_here.load(Ordering::Relaxed),
+    fn is_forked(&self) -> bool {
+        match self.is_owner {
+            Some(is_owner) => !is_owner.load(Ordering::Relaxed),
             None => self.process != std::process::id(),
         }
     }
 }
 
 thread_local! {
-    /// The context that is current in this thread for a [`Gpu::within`]; 0 outside of it.
+    /// The context that is current in this thread inside of [`Gpu::within`]; 0 outside of it.
     static WITHIN: Cell<usize> = const { Cell::new(0) };
-    /// Why the context before could not be made current again.
-    static UNTOLD: Cell<Option<Error>> = const { Cell::new(None) };
+    /// The error of a context that could not be made current again.
+    static UNREPORTED: Cell<Option<Error>> = const { Cell::new(None) };
 }
 
-/// Notes at its end that the context before is current again.
+/// Restores the noted context when it is dropped.
 struct Entered(usize);
 
 impl Drop for Entered {
@@ -92,8 +92,8 @@ unsafe impl Sync for Context {}
 impl Gpu {
     /// The GPU with this number, as torch counts them.
     ///
-    /// Its primary context is retained once per process and never released: torch, whose it is,
-    /// may still use it while the interpreter ends.
+    /// Its primary context is retained once per process and never released: torch owns it, and may
+    /// still use it while the interpreter ends.
     pub fn get(ordinal: usize) -> Result<Arc<Self>> {
         static KNOWN: Mutex<Vec<Arc<Gpu>>> = Mutex::new(Vec::new());
         let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
@@ -120,7 +120,7 @@ impl Gpu {
         let answer =
             unsafe { (driver.functions.cuDevicePrimaryCtxRetain)(&raw mut context, device) };
         driver.check("cuDevicePrimaryCtxRetain", answer)?;
-        Ok(Self { driver, ordinal, context: Context(context), birth: Birth::here() })
+        Ok(Self { driver, ordinal, context: Context(context), owner: OwnerProcess::current() })
     }
 
     /// Its number.
@@ -128,21 +128,21 @@ impl Gpu {
         self.ordinal
     }
 
-    /// Calls the driver with this GPU's context current; afterwards the caller's is current again.
+    /// Calls `run` with this GPU's context current; afterwards the caller's is current again.
     ///
-    /// Mostly it is current before, because torch leaves it so in each thread that computes on the
-    /// GPU; to ask is one call, to enter and to leave are two. Calls inside of `run` do not even
-    /// ask. If only the way back to the caller's context fails, what `run` has begun must not be
-    /// lost: the next call in this thread tells of it.
+    /// The context is mostly current before, because torch leaves it so in each thread that
+    /// computes on the GPU. Asking is one call; entering and leaving are two. Calls inside of `run`
+    /// do not even ask. If only the way back to the caller's context fails, the result of `run`
+    /// must not be lost: the next call in this thread returns that error.
     pub fn within<T>(&self, run: impl FnOnce(&Driver) -> Result<T>) -> Result<T> {
         let driver = self.driver;
         let own = self.context.0.addr();
-        // No thread forks in here, so this is no forked child.
+        // No thread forks in here, so this process is no forked child.
         if WITHIN.get() == own {
             return run(driver);
         }
         self.refuse_if_forked()?;
-        if let Some(error) = UNTOLD.take() {
+        if let Some(error) = UNREPORTED.take() {
             return Err(error);
         }
         let is_current = self.is_current()?;
@@ -155,13 +155,13 @@ impl Gpu {
         driver.check("cuCtxPushCurrent_v2", answer)?;
         let ran = run(driver);
         let mut popped = ptr::null_mut();
-        // SAFETY: takes off what was put on above; `popped` outlives the call.
+        // SAFETY: pops the context that was pushed above; `popped` outlives the call.
         let answer = unsafe { (driver.functions.cuCtxPopCurrent_v2)(&raw mut popped) };
-        UNTOLD.set(driver.check("cuCtxPopCurrent_v2", answer).err());
+        UNREPORTED.set(driver.check("cuCtxPopCurrent_v2", answer).err());
         ran
     }
 
-    /// Whether its context is current in this thread.
+    /// Returns true if its context is current in this thread.
     fn is_current(&self) -> Result<bool> {
         let mut current = ptr::null_mut();
         // SAFETY: `current` outlives the call.
@@ -170,10 +170,10 @@ impl Gpu {
         Ok(current == self.context.0)
     }
 
-    /// Whether this process was forked from the one that retained the context, which CUDA does not
-    /// allow to be used in a child.
+    /// Returns true if this process was forked from the process that retained the context. CUDA
+    /// forbids its use in a child.
     pub fn is_forked(&self) -> bool {
-        self.birth.is_elsewhere()
+        self.owner.is_forked()
     }
 
     fn refuse_if_forked(&self) -> Result<()> {

@@ -1,6 +1,7 @@
-//! CUDA as far as staged transfers need it: the driver, one context per GPU, streams and events.
+//! The part of CUDA that staged transfers need: the driver, one context per GPU, streams and
+//! events.
 //!
-//! Everything is found at run time. Without an NVIDIA driver the answer is an error of the kind
+//! Everything is looked up at run time. Without an NVIDIA driver the answer is an error of the kind
 //! `Unsupported`, never a panic.
 
 pub mod driver;

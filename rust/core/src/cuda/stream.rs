@@ -1,7 +1,7 @@
 //! Streams, the events that order them, and copies.
 //!
-//! A stream runs what is put on it in order. Two streams are ordered only by an event: recorded on
-//! one, waited for on the other. The CPU waits for nothing here.
+//! A stream runs its work in order. Only an event orders two streams: it is recorded on one stream,
+//! and the other waits for it. The CPU waits for nothing here.
 #![expect(unsafe_code, reason = "calls the CUDA driver")]
 
 use std::cell::Cell;
@@ -20,14 +20,14 @@ use crate::memory::pinned::PinnedSlot;
 
 /// `CU_STREAM_NON_BLOCKING`: not ordered with the legacy default stream, on which torch computes.
 const NON_BLOCKING: u32 = 1;
-/// `CU_EVENT_DISABLE_TIMING`: the event only orders, which is cheaper.
+/// `CU_EVENT_DISABLE_TIMING`: the event orders and has no time, which is cheaper.
 const DISABLE_TIMING: u32 = 2;
-/// `CU_EVENT_DEFAULT`: the event knows when it was reached.
+/// `CU_EVENT_DEFAULT`: the event has the time at which it was reached.
 const TIMED: u32 = 0;
-/// `CU_STREAM_CAPTURE_MODE_RELAXED`: nothing that this thread does breaks a graph.
+/// `CU_STREAM_CAPTURE_MODE_RELAXED`: no call of this thread breaks a graph.
 const RELAXED: c_int = 2;
 
-/// A stream of torch, which never destroys those that it gives out.
+/// A stream of torch. Torch never destroys its streams.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct UserStream(CUstream);
 
@@ -37,7 +37,7 @@ unsafe impl Send for UserStream {}
 unsafe impl Sync for UserStream {}
 
 impl UserStream {
-    /// Takes the handle as torch tells it.
+    /// Takes the handle that torch gives.
     ///
     /// # Safety
     /// It is the handle of a stream of the GPU that it is used with, or 0 for the default stream,
@@ -58,8 +58,8 @@ impl DeviceRange {
     /// Names `len` bytes at `address`.
     ///
     /// # Safety
-    /// They are allocated on the GPU that they are used with. They stay so until a stream on which
-    /// the allocator gives them to others has waited for whatever is begun with them.
+    /// The bytes are allocated on the GPU that they are used with. They stay allocated until a
+    /// stream on which the allocator reuses them has waited for all work that was begun with them.
     pub unsafe fn new(address: u64, len: usize) -> Self {
         Self { address, len }
     }
@@ -69,13 +69,13 @@ impl DeviceRange {
         self.len
     }
 
-    /// Whether there are no bytes.
+    /// Returns true if there are no bytes.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 }
 
-/// A stream of our own, for the copies of one direction.
+/// A stream of `ssdtrain`, for the copies of one direction.
 #[derive(Debug)]
 pub struct Stream {
     gpu: Arc<Gpu>,
@@ -101,9 +101,9 @@ impl Stream {
         self.raw
     }
 
-    /// Copies from the GPU to a slot, once the stream comes to it.
+    /// Puts a copy from the GPU to a slot on the stream.
     ///
-    /// Whoever calls keeps the slot until an event that was recorded afterwards has been reached.
+    /// The caller keeps the slot until an event that was recorded afterwards has been reached.
     ///
     /// # Panics
     /// If the slot is shorter.
@@ -114,7 +114,7 @@ impl Stream {
                 return self.copy_within(driver, on_gpu, source.address, source.len);
             }
             // SAFETY: the slot is pinned, long enough, and kept by the caller until the copy has
-            // ended; whoever made the source promised the same of it.
+            // ended; the maker of the source promised the same of it.
             let answer = unsafe {
                 (driver.functions.cuMemcpyDtoHAsync_v2)(
                     slot.address().cast(),
@@ -127,8 +127,7 @@ impl Stream {
         })
     }
 
-    /// Copies from a slot to the GPU, once the stream comes to it; see
-    /// [`copy_down`](Self::copy_down).
+    /// Puts a copy from a slot to the GPU on the stream; see [`copy_down`](Self::copy_down).
     ///
     /// # Panics
     /// If the slot is shorter.
@@ -151,7 +150,7 @@ impl Stream {
         })
     }
 
-    /// Copies between a slot on the GPU and other memory of it.
+    /// Copies between a slot on the GPU and other memory of the GPU.
     fn copy_within(
         &self,
         driver: &Driver,
@@ -164,7 +163,7 @@ impl Stream {
         driver.check("cuMemcpyDtoDAsync_v2", answer)
     }
 
-    /// Blocks the calling thread until the stream has done all that was put on it.
+    /// Blocks the calling thread until the stream has done all its work.
     pub fn synchronize(&self) -> Result<()> {
         self.gpu.within(|driver| {
             // SAFETY: the stream is ours and alive.
@@ -176,8 +175,8 @@ impl Stream {
 
 impl Drop for Stream {
     fn drop(&mut self) {
-        // What was put on it still runs. A driver that is going down with the process refuses, and
-        // then there is nothing left to give back.
+        // Its work goes on. A driver that ends with the process refuses, and then there is nothing
+        // left to free.
         let _gone = self.gpu.within(|driver| {
             // SAFETY: the stream is ours, and nobody uses it any more.
             let answer = unsafe { (driver.functions.cuStreamDestroy_v2)(self.raw.0) };
@@ -186,7 +185,7 @@ impl Drop for Stream {
     }
 }
 
-/// Whether a CUDA graph is being made of what is put on this stream.
+/// Returns true if a CUDA graph is being captured from this stream.
 pub fn is_capturing(gpu: &Gpu, stream: UserStream) -> Result<bool> {
     gpu.within(|driver| {
         let mut status = 0;
@@ -198,19 +197,19 @@ pub fn is_capturing(gpu: &Gpu, stream: UserStream) -> Result<bool> {
 }
 
 thread_local! {
-    /// Whether this thread has told the driver that it never breaks a graph.
+    /// True if this thread has told the driver that its calls break no graph.
     static IS_RELAXED: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Tells the driver, once for all that this thread asks from now on, that it breaks no CUDA graph;
-/// for threads of our own. If that fails it is told at each question, as for other threads.
+/// Tells the driver, once for the life of this thread, that its calls break no CUDA graph; for
+/// threads of `ssdtrain`. If that fails, each call of `ask` tells it, as in other threads.
 pub fn relax_thread(gpu: &Gpu) {
     let relaxed = gpu.within(|driver| exchange_capture_mode(driver, RELAXED));
     IS_RELAXED.set(relaxed.is_ok());
 }
 
-/// Asks the driver something that it takes for a mistake while somebody makes a CUDA graph, which
-/// breaks the graph, unless the thread says that it knows what it does.
+/// Makes a call that the driver takes for a mistake while a CUDA graph is captured. It would break
+/// the graph if the thread had not relaxed the driver's check.
 fn ask(driver: &Driver, question: impl FnOnce() -> c_int) -> Result<c_int> {
     if IS_RELAXED.get() {
         return Ok(question());
@@ -221,7 +220,7 @@ fn ask(driver: &Driver, question: impl FnOnce() -> c_int) -> Result<c_int> {
     Ok(answer)
 }
 
-/// Says how strict the driver shall be with this thread while graphs are made; returns how it was.
+/// Sets the strictness of the driver's check for this thread during captures; returns the old one.
 fn exchange_capture_mode(driver: &Driver, mode: c_int) -> Result<c_int> {
     let mut mode = mode;
     // SAFETY: `mode` outlives the call.
@@ -230,7 +229,7 @@ fn exchange_capture_mode(driver: &Driver, mode: c_int) -> Result<c_int> {
     Ok(mode)
 }
 
-/// Events of one GPU that are used again: to make one costs more than to record it.
+/// Events of one GPU, reused because making an event costs more than recording it.
 #[derive(Debug)]
 pub struct EventPool {
     gpu: Arc<Gpu>,
@@ -246,15 +245,15 @@ unsafe impl Send for RawEvent {}
 
 /// A place on a stream.
 ///
-/// Who waits for it waits for the place that it marked when the wait was begun. So it may be
-/// dropped, and recorded anew by somebody else, while a stream still waits.
+/// A wait on an event is for the place that it marked when the wait was begun. So the event may be
+/// dropped and recorded again while a stream still waits.
 #[derive(Debug)]
 pub struct Event {
     pool: Arc<EventPool>,
     raw: RawEvent,
-    /// The place before it from which its time counts.
+    /// The earlier place from which its time counts.
     begun: Option<Arc<Event>>,
-    /// Whether somebody has seen that it was reached, which it stays.
+    /// True if the event was seen reached; it stays reached.
     is_known_reached: AtomicBool,
 }
 
@@ -262,12 +261,12 @@ pub struct Event {
 unsafe impl Sync for Event {}
 
 impl EventPool {
-    /// An empty pool of events that order.
+    /// An empty pool of events without times.
     pub fn new(gpu: &Arc<Gpu>) -> Arc<Self> {
         Self::with_flags(gpu, DISABLE_TIMING)
     }
 
-    /// An empty pool of events that know their time as well.
+    /// An empty pool of events with times.
     pub fn timed(gpu: &Arc<Gpu>) -> Arc<Self> {
         Self::with_flags(gpu, TIMED)
     }
@@ -276,7 +275,7 @@ impl EventPool {
         Arc::new(Self { gpu: Arc::clone(gpu), flags, free: Mutex::default() })
     }
 
-    /// Marks the place that the stream has been filled up to.
+    /// Marks the end of the work that is on the stream now.
     pub fn record(self: &Arc<Self>, stream: UserStream) -> Result<Event> {
         let free = self.free.lock().unwrap_or_else(PoisonError::into_inner).pop();
         self.gpu.within(|driver| {
@@ -290,7 +289,7 @@ impl EventPool {
         })
     }
 
-    /// Marks the end of what began no earlier than `begun`, an event of this pool.
+    /// Marks the end of work that began after `begun`, an event of this pool.
     pub fn record_end(self: &Arc<Self>, begun: Arc<Event>, stream: UserStream) -> Result<Event> {
         let mut event = self.record(stream)?;
         event.begun = Some(begun);
@@ -307,10 +306,9 @@ fn create(driver: &Driver, flags: u32) -> Result<RawEvent> {
 }
 
 impl Event {
-    /// Makes what is put on the stream from now on wait until the event has been reached.
+    /// Makes the later work of the stream wait until the event has been reached.
     ///
-    /// What was seen to be over is over for all that is put on any stream from now on: then there
-    /// is nothing to wait for.
+    /// If the event was seen reached, there is nothing to wait for on any stream.
     pub fn wait_on(&self, stream: UserStream) -> Result<()> {
         if self.is_known_reached() {
             return Ok(());
@@ -322,12 +320,12 @@ impl Event {
         })
     }
 
-    /// Whether somebody has seen that it was reached; asks nobody.
+    /// Returns true if the event was seen reached; does not ask the driver.
     pub fn is_known_reached(&self) -> bool {
         self.is_known_reached.load(Ordering::Acquire)
     }
 
-    /// Whether it has been reached; an error says that the GPU failed before.
+    /// Returns true if the event has been reached; an error says that the GPU failed before.
     pub fn is_reached(&self) -> Result<bool> {
         if self.is_known_reached() {
             return Ok(true);
@@ -339,29 +337,29 @@ impl Event {
                 return Ok(false);
             }
             driver.check("cuEventQuery", answer)?;
-            // Whoever sees it goes on after what was before the event.
+            // A thread that reads true goes on after all work before the event.
             self.is_known_reached.store(true, Ordering::Release);
             Ok(true)
         })
     }
 
-    /// How long the GPU took from the event's beginning to its end; ask once it has been reached.
+    /// The time on the GPU from `begun` to this event. Call it after the event has been reached.
     ///
-    /// `None` if it has no beginning, or the driver does not tell. That is no failure: what failed
-    /// on the GPU, [`is_reached`](Self::is_reached) and the streams tell.
+    /// `None` if it has no beginning, or the driver gives no time. That is no failure:
+    /// [`is_reached`](Self::is_reached) and the streams report failures of the GPU.
     pub fn took(&self) -> Option<Duration> {
         self.since(self.begun.as_ref()?)
     }
 
-    /// The same from another event; `None` also if that came later.
+    /// The time from `before` to this event; `None` also if `before` came later.
     pub fn since(&self, before: &Event) -> Option<Duration> {
         Duration::try_from_secs_f64(self.seconds_since(before)?).ok()
     }
 
-    /// The seconds from another event of the same GPU, below 0 if that came later. Both know their
-    /// times, and have been reached. `None` if the driver does not tell.
+    /// The seconds from another event of the same GPU to this event, below 0 if the other came
+    /// later. Both have times and have been reached. `None` if the driver gives no time.
     pub fn seconds_since(&self, before: &Event) -> Option<f64> {
-        let told = self.pool.gpu.within(|driver| {
+        let measured = self.pool.gpu.within(|driver| {
             let mut milliseconds = 0.0;
             let took = &raw mut milliseconds;
             // SAFETY: both events are alive; `milliseconds` outlives the call.
@@ -371,13 +369,13 @@ impl Event {
             driver.check("cuEventElapsedTime", answer)?;
             Ok(f64::from(milliseconds))
         });
-        Some(told.ok()? / 1e3)
+        Some(measured.ok()? / 1e3)
     }
 }
 
 impl Drop for Event {
     fn drop(&mut self) {
-        // In a forked child the lock may be held for ever, and the event is the parent's.
+        // In a forked child the lock may be held for ever, and the event belongs to the parent.
         if self.pool.gpu.is_forked() {
             return;
         }

@@ -11,7 +11,7 @@ use crate::cufile::ring::RingRange;
 use crate::direction::Direction;
 use crate::error::Result;
 
-/// The registration of a file. Whoever holds it keeps the file open.
+/// The registration of a file. Its owner keeps the file open.
 #[derive(Debug)]
 pub struct Registered {
     library: &'static Library,
@@ -25,18 +25,19 @@ unsafe impl Send for Registered {}
 unsafe impl Sync for Registered {}
 
 impl Registered {
-    /// Registers a file, which must have a name now: cuFile opens it a second time by that.
+    /// Registers a file. It must have a name now, because cuFile opens it again by its name.
     pub fn new(library: &'static Library, file: BorrowedFd<'_>) -> Result<Self> {
         let mut description = Description::of(file.as_raw_fd());
         let mut raw = ptr::null_mut();
-        // SAFETY: both outlive the call, which copies what it needs.
+        // SAFETY: both outlive the call, which copies the values.
         let answer =
             unsafe { (library.functions.cuFileHandleRegister)(&raw mut raw, &raw mut description) };
         library.check("cuFileHandleRegister", answer)?;
         Ok(Self { library, raw, process: std::process::id() })
     }
 
-    /// Moves `len` bytes between a ring and the file; returns how many, which may be fewer.
+    /// Moves `len` bytes between a ring and the file; returns the number moved, which may be
+    /// smaller.
     ///
     /// The caller keeps the ring, and nothing else uses the range until this returns.
     pub fn transfer(
@@ -46,7 +47,8 @@ impl Registered {
         len: usize,
         offset: u64,
     ) -> io::Result<usize> {
-        // A stale address would be taken for one of the CPU's: only what lies in a ring is moved.
+        // cuFile would take a stale address for an address of the CPU, so only bytes of a ring are
+        // moved.
         let ring = RingRange::around(address, len)
             .ok_or_else(|| io::Error::other("an address that lies in no ring of cuFile"))?;
         let (at, start) = (offset as libc::off_t, (address - ring.address) as libc::off_t);
@@ -82,10 +84,10 @@ impl Drop for Registered {
     }
 }
 
-/// Why a transfer failed: cuFile answers with -1 and the code in `errno`, or with the code itself.
+/// The error of a failed transfer: cuFile returns -1 and sets `errno`, or returns the negated code.
 fn failure(direction: Direction, answer: isize) -> io::Error {
     let errno = io::Error::last_os_error();
-    let told = if answer < -1 {
+    let code = if answer < -1 {
         c_int::try_from(-answer).unwrap_or(c_int::MAX)
     } else {
         errno.raw_os_error().unwrap_or(0)
@@ -94,14 +96,14 @@ fn failure(direction: Direction, answer: isize) -> io::Error {
         Direction::Write => "cuFileWrite",
         Direction::Read => "cuFileRead",
     };
-    match told {
-        // What the engine has an answer of its own to stays the kernel's.
+    match code {
+        // The engine handles these codes itself, so they stay the kernel's.
         libc::EINTR | libc::EAGAIN | libc::ENOSPC | libc::EDQUOT => {
-            io::Error::from_raw_os_error(told)
+            io::Error::from_raw_os_error(code)
         }
-        CODE_MIN.. => io::Error::other(format!("{name} failed with {told}: {}", meaning(told))),
+        CODE_MIN.. => io::Error::other(format!("{name} failed with {code}: {}", meaning(code))),
         _ => {
-            let meaning = io::Error::from_raw_os_error(told);
+            let meaning = io::Error::from_raw_os_error(code);
             io::Error::other(format!("{name} failed: {meaning}"))
         }
     }

@@ -1,6 +1,6 @@
 //! `libcufile`: opened at run time by its exact name, with every function looked up at once.
 //!
-//! A code is a plain number: new versions bring new ones, and an enum that lacks one would be
+//! A code is a plain number: new versions bring new codes, and an enum that lacks a code would be
 //! undefined behaviour.
 #![expect(unsafe_code, reason = "looks up and declares foreign functions")]
 
@@ -17,7 +17,7 @@ use crate::error::{Error, ErrorKind, Result};
 const SONAME: &str = "libcufile.so.0";
 /// `CUFILE_PARAM_PROPERTIES_ALLOW_COMPAT_MODE`.
 const ALLOW_COMPAT_MODE: c_int = 1;
-/// Codes of cuFile begin behind this one; smaller ones are the kernel's.
+/// Codes of cuFile begin here; smaller codes are the kernel's.
 pub const CODE_MIN: c_int = 5001;
 const DRIVER_ALREADY_OPEN: Code = Code(5026);
 const CUDA_DRIVER_ERROR: Code = Code(5011);
@@ -27,7 +27,7 @@ const CUDA_DRIVER_ERROR: Code = Code(5011);
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Code(pub c_int);
 
-/// `CUfileError_t`: how a call ended.
+/// `CUfileError_t`: the result of a call.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Status {
@@ -43,7 +43,7 @@ pub type RawHandle = *mut c_void;
 #[repr(C)]
 pub struct Description {
     kind: c_int,
-    /// The header has a union of it with a pointer here.
+    /// The header has a union of a descriptor and a pointer here.
     fd: FdOrPointer,
     operations: *const c_void,
 }
@@ -134,7 +134,7 @@ fn missing(name: &str, error: &libloading::Error) -> Error {
     Error::new(ErrorKind::Unsupported, message)
 }
 
-/// What cuFile says of one of its codes, in short.
+/// The meaning of a code of cuFile, in short.
 pub fn meaning(code: c_int) -> &'static str {
     match code {
         5001 => "nvidia-fs is not loaded and compatibility mode is off",
@@ -183,8 +183,8 @@ impl PartialEq for Library {
 }
 
 impl Library {
-    /// The library: the one that is loaded already (PyTorch loads it), else that at `path`, else
-    /// the system's. It stays for as long as the process; `Unsupported` where there is none.
+    /// The library: the loaded library (PyTorch loads it), else the file at `path`, else the
+    /// system's. It stays as long as the process; `Unsupported` if there is none.
     pub fn find(path: Option<&Path>) -> Result<&'static Self> {
         static FOUND: Mutex<Option<&'static Library>> = Mutex::new(None);
         let mut found = FOUND.lock().unwrap_or_else(PoisonError::into_inner);
@@ -201,11 +201,11 @@ impl Library {
         Ok(library)
     }
 
-    /// Opens cuFile's driver, once per process. With `allows_compat` its *compatibility mode* may
-    /// serve, which copies through the CPU and is no GPUDirect Storage.
+    /// Opens cuFile's driver, once per process. `allows_compat` permits *compatibility mode*, which
+    /// copies through the CPU and is no GPUDirect Storage.
     ///
-    /// Where `/proc/modules` is missing some versions never return from this: ask in a process that
-    /// can be ended before (see `trial.rs`).
+    /// If `/proc/modules` is missing, some versions never return from this. Call it first in a
+    /// process that can be ended (see `trial.rs`).
     pub fn open_driver(&self, allows_compat: bool) -> Result<()> {
         let mut is_open = self.is_open.lock().unwrap_or_else(PoisonError::into_inner);
         if *is_open {
@@ -214,7 +214,7 @@ impl Library {
         // SAFETY: a number of the header's enum and a flag; the library keeps nothing of them.
         let set =
             unsafe { (self.functions.cuFileSetParameterBool)(ALLOW_COMPAT_MODE, allows_compat) };
-        // Somebody who opened it before chose the mode.
+        // If another user opened the driver before, that user chose the mode.
         if set.code != DRIVER_ALREADY_OPEN {
             self.check("cuFileSetParameterBool", set)?;
         }
@@ -227,17 +227,18 @@ impl Library {
         Ok(())
     }
 
-    /// The version, as NVIDIA counts (1170 is 1.17), and the flags of what works.
+    /// The version, as NVIDIA counts (1170 is 1.17), and the flag for compatibility mode.
     pub fn facts(&self) -> Result<Facts> {
         let mut version = 0;
         // SAFETY: `version` outlives the call.
-        let told = unsafe { (self.functions.cuFileGetVersion)(&raw mut version) };
-        self.check("cuFileGetVersion", told)?;
-        // The structure has grown before: a longer one must not be written past its end.
+        let answer = unsafe { (self.functions.cuFileGetVersion)(&raw mut version) };
+        self.check("cuFileGetVersion", answer)?;
+        // The structure has grown before, so there is room for a longer structure.
         let mut room = [Properties::default(); 4];
         // SAFETY: `room` outlives the call, and begins with the structure of the header.
-        let told = unsafe { (self.functions.cuFileDriverGetProperties)(room.as_mut_ptr().cast()) };
-        self.check("cuFileDriverGetProperties", told)?;
+        let answer =
+            unsafe { (self.functions.cuFileDriverGetProperties)(room.as_mut_ptr().cast()) };
+        self.check("cuFileDriverGetProperties", answer)?;
         let allows_compat = room[0].control_flags & (1 << ALLOW_COMPAT_MODE) != 0;
         Ok(Facts { version, allows_compat })
     }
@@ -256,12 +257,12 @@ impl Library {
     }
 }
 
-/// What an open library tells of itself.
+/// The version and the mode of an open library.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Facts {
     /// 1170 is 1.17.
     pub version: c_int,
-    /// Whether compatibility mode may serve.
+    /// True if compatibility mode is permitted.
     pub allows_compat: bool,
 }
 

@@ -1,4 +1,4 @@
-//! Memory of a GPU that cuFile may use: allocated by us and registered once.
+//! Memory of a GPU that cuFile may use. It is allocated here and registered once.
 //!
 //! PyTorch's own memory is never registered: each registration costs as much as a transfer, its
 //! blocks are aligned to 512 bytes only, and segments that can grow refuse it.
@@ -17,7 +17,7 @@ use crate::memory::arena::PAGE_BYTES;
 const MEMORY_TYPE: c_int = 2;
 const DEVICE: c_uint = 2;
 
-/// All that there are: what does not lie in one of them is not moved.
+/// All rings of the process. Bytes outside of them are not moved.
 static RINGS: RwLock<Vec<RingRange>> = RwLock::new(Vec::new());
 
 /// A piece of a GPU's memory, registered with cuFile.
@@ -27,10 +27,10 @@ pub struct Ring {
     range: RingRange,
 }
 
-/// Where a ring lies.
+/// The GPU and the addresses of a ring.
 #[derive(Clone, Debug)]
 pub struct RingRange {
-    /// Whose memory it is.
+    /// The GPU that the memory belongs to.
     pub gpu: Arc<Gpu>,
     /// Its first byte.
     pub address: u64,
@@ -73,7 +73,7 @@ impl Ring {
         self.range.len
     }
 
-    /// Never: a ring has at least one page.
+    /// Always false: a ring has at least one page.
     pub fn is_empty(&self) -> bool {
         self.range.len == 0
     }
@@ -86,14 +86,14 @@ impl Drop for Ring {
             return;
         }
         let mut rings = RINGS.write().unwrap_or_else(PoisonError::into_inner);
-        rings.retain(|one| one.address != range.address);
+        rings.retain(|ring| ring.address != range.address);
         drop(rings);
         let deregistered = range.gpu.within(|_driver| {
             // SAFETY: it was registered, and no transfer uses it any more.
             let answer = unsafe { (library.functions.cuFileBufDeregister)(range.pointer()) };
             library.check("cuFileBufDeregister", answer)
         });
-        // What cuFile may still use stays; the process gives it back at its end.
+        // If cuFile may still use the memory, it stays until the process ends.
         if deregistered.is_ok() {
             free(range);
         }
@@ -101,7 +101,7 @@ impl Drop for Ring {
 }
 
 impl RingRange {
-    /// The ring in which a range lies, if there is one.
+    /// The ring that holds the range; `None` if there is none.
     pub fn around(address: u64, len: usize) -> Option<Self> {
         let rings = RINGS.read().unwrap_or_else(PoisonError::into_inner);
         let end = address.checked_add(len as u64)?;
@@ -110,12 +110,12 @@ impl RingRange {
         rings.iter().find(lies_in).cloned()
     }
 
-    /// What cuFile takes for its first byte.
+    /// Its first byte as a pointer, for cuFile.
     pub fn pointer(&self) -> *mut c_void {
         std::ptr::with_exposed_provenance_mut(self.address as usize)
     }
 
-    /// Refuses memory that is not a GPU's: cuFile would take its address for one of the CPU's.
+    /// Refuses memory that is not a GPU's: cuFile would take its address for an address of the CPU.
     pub fn check(&self, driver: &Driver) -> Result<()> {
         let mut kind: c_uint = 0;
         // SAFETY: `kind` outlives the call and has the type of this attribute.
@@ -140,7 +140,8 @@ fn allocate(driver: &Driver, len: usize) -> Result<u64> {
     // SAFETY: a context is current; `address` outlives the call.
     let answer = unsafe { (driver.functions.cuMemAlloc_v2)(&raw mut address, len) };
     driver.check("cuMemAlloc_v2", answer)?;
-    // Large allocations begin at a page of the GPU. Direct I/O needs it of one of the CPU.
+    // Large allocations begin at a page of the GPU. Direct I/O needs the start of a page of the
+    // CPU.
     if !address.is_multiple_of(PAGE_BYTES as u64) {
         // SAFETY: it was just allocated.
         let answer = unsafe { (driver.functions.cuMemFree_v2)(address) };
@@ -152,8 +153,7 @@ fn allocate(driver: &Driver, len: usize) -> Result<u64> {
 }
 
 fn free(range: &RingRange) {
-    // A driver that is going down with the process refuses, and then there is nothing left to give
-    // back.
+    // A driver that ends with the process refuses, and then there is nothing left to free.
     let _gone = range.gpu.within(|driver| {
         // SAFETY: the memory is ours, and nobody uses it any more.
         let answer = unsafe { (driver.functions.cuMemFree_v2)(range.address) };

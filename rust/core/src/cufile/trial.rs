@@ -1,8 +1,8 @@
-//! Tries GPUDirect Storage out: whether bytes go to a file in a directory, and come back.
+//! Tries GPUDirect Storage: writes bytes to a file in a directory and reads them back.
 //!
-//! [Note: in a child] Some versions of the library never return from `cuFileDriverOpen` where
-//! `/proc/modules` is missing, and end the process when CUDA fails them. So the first who asks is a
-//! child process that can be ended, with compatibility mode off: what it says holds for the parent.
+//! [Note: in a child] Some versions of the library never return from `cuFileDriverOpen` if
+//! `/proc/modules` is missing, and end the process if CUDA fails. So a child process that can be
+//! ended tries first, with compatibility mode off. Its result holds for the parent.
 #![expect(unsafe_code, reason = "names memory of a GPU")]
 
 use std::path::Path;
@@ -21,7 +21,7 @@ const LEN: usize = 1 << 20;
 
 /// Opens the library, registers memory of a GPU and a file, and writes and reads 1 MiB.
 ///
-/// Without `allows_compat` an answer says that bytes go directly. See [Note: in a child].
+/// Without `allows_compat` a success shows that bytes go directly. See [Note: in a child].
 pub fn run(library: Option<&Path>, dir: &Path, gpu: usize, allows_compat: bool) -> Result<Facts> {
     let library = Library::find(library)?;
     let gpu = Gpu::get(gpu)?;
@@ -57,7 +57,7 @@ pub fn run(library: Option<&Path>, dir: &Path, gpu: usize, allows_compat: bool) 
     Ok(facts)
 }
 
-/// A byte that differs from its neighbours and from those of other pages.
+/// A byte that differs from its neighbours and from the same byte of other pages.
 fn pattern(index: usize) -> u8 {
     (index ^ (index >> 12)) as u8
 }

@@ -1,31 +1,31 @@
-//! The checksums of an extent: one for each block of bytes that travels as one piece.
+//! The checksums of an extent: one for each block.
 //!
 //! The thread that gives bytes to the store sums all of them up before it returns. Later the memory
-//! may change, which must be found, or be gone: `resize_` and `share_memory_` free the memory of a
-//! tensor that somebody holds. The kernel answers then that the address is bad; a worker that
-//! looked there would end the process.
+//! may change, which must be noticed, or be gone: `resize_` and `share_memory_` free the memory of
+//! a tensor that is still held. The kernel then reports a bad address; a worker that read there
+//! would end the process.
 //!
-//! The worker that reads a block compares it, so the thread that waits does not pay for that. One
-//! block (4 MiB) takes it 0.2 to 0.6 ms, in which the kernel goes on with the other pieces in
-//! flight: with 16 of them the disk has 20 ms of work left at 3 GB/s. `docs/results/storage.md` has
-//! the figures (`benches/io/verify_cost.py`).
+//! The worker that reads a block compares it, so the waiting thread does not pay for that. A block
+//! of 4 MiB takes it 0.2 to 0.6 ms, in which the kernel goes on with the other pieces in flight:
+//! with 16 of them the disk has 20 ms of work left at 3 GB/s. `docs/results/storage.md` has the
+//! figures (`benches/io/verify_cost.py`).
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Checksums by block, and which bytes of the extent they are about.
+/// Checksums by block, and the bytes of the extent that they cover.
 #[derive(Debug)]
 pub struct Checksums {
-    /// The bytes that were given to the store. Those around them, to which a write was widened,
-    /// belong to somebody else and may change at any time.
+    /// The bytes that the caller gave to the store. The bytes around them, to which a write was
+    /// widened, belong to other objects and may change at any time.
     own: Range<usize>,
     block_bytes: usize,
-    /// Written before the write is queued, and read after its ticket was answered.
+    /// Written before the write is queued; read after its ticket was answered.
     sums: Box<[AtomicU64]>,
 }
 
 impl Checksums {
-    /// For an extent of `len` bytes of which `own` were given to the store.
+    /// Checksums for an extent of `len` bytes; the caller gave the bytes of `own`.
     ///
     /// # Panics
     /// If a block has no bytes.
@@ -35,12 +35,12 @@ impl Checksums {
         Self { own, block_bytes, sums }
     }
 
-    /// Bytes of a block; the last one may have fewer.
+    /// Bytes of a block; the last block may have fewer.
     pub fn block_bytes(&self) -> usize {
         self.block_bytes
     }
 
-    /// Of the bytes `[start, start + len)`, those that a checksum is about.
+    /// The part of `[start, start + len)` that a checksum covers.
     pub fn own_bytes(&self, start: usize, len: usize) -> Range<usize> {
         let first = start.max(self.own.start);
         first..(start + len).min(self.own.end).max(first)

@@ -1,8 +1,8 @@
-//! The directory of a spill file: what is refused there, and a file without a name in what is not.
+//! The directory of a spill file: the checks on it, and the unnamed file in it.
 //!
-//! The directory is opened once, without following a link, and everything after speaks to that
-//! descriptor: what was checked is what is used, whatever happens to the path meanwhile. The file
-//! never has a name that survives: the kernel frees its blocks when the process is gone, also after
+//! The directory is opened once, without following a link, and all later calls use that descriptor:
+//! the checked directory is the used directory, even if the path changes meanwhile. The file never
+//! has a name that survives: the kernel frees its blocks when the process is gone, even after
 //! `kill -9`. Only its owner may open it (mode 0600), because widening a tensor to the alignment of
 //! direct I/O writes up to one block of neighbouring heap bytes on either side.
 
@@ -19,17 +19,17 @@ use rustix::io::Errno;
 use crate::config::DirectIo;
 use crate::error::{Error, ErrorKind, Result, shown_bytes};
 
-/// A directory with less free space than this is refused at the start: it is what the spill file
-/// takes at its first write.
+/// A directory with less free space is refused when it is opened: the spill file takes this much at
+/// its first write.
 const FREE_BYTES_MIN: u64 = 64 << 20;
-/// Without an answer of `statx` every known device takes this alignment.
+/// Alignment if `statx` gives none; every known device takes it.
 const ALIGNMENT_DEFAULT: usize = 4096;
-/// Through the page cache any would do; small enough that little is widened.
+/// Alignment for buffered I/O. Any would do; a small alignment widens little.
 const ALIGNMENT_BUFFERED: usize = 512;
-/// How many random names are tried where a file must have one for a moment. Two are equal once in
-/// 2^64 tries, so a second name that is taken means that something else is wrong.
+/// Number of random names that are tried for a file that needs a name for a moment. Two are equal
+/// once in 2^64 tries, so a second collision means that something else is wrong.
 const NAMES_MAX: u32 = 16;
-/// The descriptor of the last standard stream, that of errors.
+/// The descriptor of standard error, the last standard stream.
 const STREAM_MAX: i32 = 2;
 const OWNER_ONLY: Mode = Mode::RUSR.union(Mode::WUSR);
 /// The magic number of btrfs for `statfs(2)`.
@@ -38,31 +38,30 @@ const BTRFS: u32 = 0x9123_683e;
 /// A directory that may hold a spill file.
 #[derive(Debug)]
 pub struct SpillDirectory {
-    /// Opened as a path only: nothing can be listed through it, so it needs no right to read.
+    /// Opened as a path only: that needs no right to read the directory.
     directory: OwnedFd,
     path: PathBuf,
     is_btrfs: bool,
 }
 
-/// An unnamed file, and how it is to be used.
+/// An unnamed file and its properties.
 #[derive(Debug)]
 pub struct Opened {
     /// The file.
     pub file: OwnedFd,
     /// Multiple of every address, offset and length.
     pub alignment: usize,
-    /// Whether the page cache is bypassed.
+    /// True if the file bypasses the page cache.
     pub is_direct: bool,
-    /// The fallback that was taken, if one was.
+    /// The fallback that was taken, if any.
     pub fallback: Option<String>,
 }
 
 impl SpillDirectory {
-    /// Opens the directory at `path` and refuses it if offloading there could not help or not be
-    /// safe.
+    /// Opens the directory at `path`. Refuses it if offloading there could not help or not be safe.
     pub fn open(path: &Path) -> Result<Self> {
         occupy_closed_streams();
-        // Without a slash or a dot at its end, which would make the kernel follow a link there.
+        // Without a slash or dot at the end, which would make the kernel follow a link.
         let bare = path.components().as_path();
         let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let directory = rustix::fs::openat(CWD, bare, flags, Mode::empty())
@@ -94,8 +93,8 @@ impl SpillDirectory {
         Ok(Opened { file, alignment, is_direct, fallback })
     }
 
-    /// The alignment of direct I/O. Some file systems take the flag at open and go through the page
-    /// cache all the same, as ext4 does with `data=journal`: they say so when asked about the file.
+    /// The alignment of direct I/O. Some file systems accept the flag at open and use the page
+    /// cache all the same, as ext4 does with `data=journal`; `statx` reports them.
     fn alignment_of(&self, file: &OwnedFd) -> Result<usize> {
         let alignment = direct_alignment(file).ok_or_else(|| {
             config(format!(
@@ -118,8 +117,8 @@ impl SpillDirectory {
         Ok(alignment)
     }
 
-    /// Where everyone may write and nothing protects what is there, a name (this directory's
-    /// children, or the one a file needs for a moment) can be replaced by anybody.
+    /// Refuses a directory that everyone may write to, without a sticky bit. Anybody could replace
+    /// a name in it: the spill directory, or the name that a file needs for a moment.
     fn check_mode(&self) -> Result<()> {
         let facts = rustix::fs::fstat(&self.directory).map_err(|errno| self.unseen(errno))?;
         let mode = Mode::from_raw_mode(facts.st_mode);
@@ -135,7 +134,8 @@ impl SpillDirectory {
         Ok(())
     }
 
-    /// Returns the file system's magic number, if it is one to offload to and has room.
+    /// Returns the magic number of the file system; refuses a file system that cannot help or is
+    /// full.
     fn check_file_system(&self) -> Result<u32> {
         let shown = self.path.display();
         let facts = rustix::fs::fstatfs(&self.directory).map_err(|errno| self.unseen(errno))?;
@@ -158,7 +158,7 @@ impl SpillDirectory {
         Ok(facts.f_type as u32)
     }
 
-    /// A file that bypasses the page cache, and the alignment which that needs.
+    /// A file that bypasses the page cache, and its alignment.
     fn create_direct(&self) -> Result<(OwnedFd, usize)> {
         let file = self.create_unnamed(OFlags::DIRECT)?;
         self.forbid_copies(&file)?;
@@ -176,8 +176,8 @@ impl SpillDirectory {
         Ok((file, alignment))
     }
 
-    /// Has btrfs write an empty file in place. Else it sums up what is written, for which it copies
-    /// it into the page cache first, though the file was opened with `O_DIRECT`.
+    /// Makes btrfs write an empty file in place. Otherwise btrfs takes checksums, and for that it
+    /// copies the bytes into the page cache first, even for a file opened with `O_DIRECT`.
     fn forbid_copies(&self, file: &OwnedFd) -> Result<()> {
         if !self.is_btrfs {
             return Ok(());
@@ -197,9 +197,10 @@ impl SpillDirectory {
             })
     }
 
-    /// An unnamed file: `O_TMPFILE`, or where the file system lacks it, created and unlinked.
+    /// An unnamed file by `O_TMPFILE`; if the file system lacks that, a file that is created and
+    /// unlinked.
     fn create_unnamed(&self, extra: OFlags) -> Result<OwnedFd> {
-        // With O_EXCL nobody can give it a name later either.
+        // With O_EXCL the file cannot get a name later either.
         let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::TMPFILE | OFlags::EXCL | extra;
         match rustix::fs::openat(&self.directory, ".", flags, OWNER_ONLY) {
             Err(Errno::OPNOTSUPP | Errno::ISDIR | Errno::NOENT) => self.create_and_unlink(extra),
@@ -208,8 +209,8 @@ impl SpillDirectory {
         .map_err(|errno| self.refuse_file(extra, errno))
     }
 
-    /// Makes a file past the page cache that has a name until `meanwhile` returns: some libraries
-    /// open it a second time by that. A process killed before leaves it, empty.
+    /// Makes a file that bypasses the page cache and has a name until `meanwhile` returns, because
+    /// cuFile opens it again by its name. A process killed before that leaves the file, empty.
     pub fn create_named<T>(
         &self,
         meanwhile: impl FnOnce(&OwnedFd) -> Result<T>,
@@ -235,13 +236,14 @@ impl SpillDirectory {
         Ok(file)
     }
 
-    /// A file, and its name, which tells the process that made it.
+    /// A file and its name, which contains the number of the process.
     fn create_with_name(&self, extra: OFlags) -> rustix::io::Result<(OwnedFd, String)> {
-        // With O_EXCL a link there is not followed. O_NOFOLLOW would say so again, but stays a flag
+        // O_EXCL does not follow a link there. O_NOFOLLOW would say the same, but it stays a flag
         // of the file, and cuFile refuses files with flags that it does not know.
         let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::CREATE | OFlags::EXCL | extra;
         for _ in 0..NAMES_MAX {
-            // The hasher's keys come from the kernel: nobody can guess the name and be there first.
+            // The hasher's keys come from the kernel, so nobody can guess the name and create it
+            // first.
             let random = RandomState::new().build_hasher().finish();
             let name = format!(".ssdtrain-{}-{random:016x}", std::process::id());
             match rustix::fs::openat(&self.directory, &name, flags, OWNER_ONLY) {
@@ -265,8 +267,8 @@ impl SpillDirectory {
                  XFS, or direct_io='optional'"
             )),
             Errno::MFILE => {
-                let what = format!("cannot create a file in {shown}; raise `ulimit -n`");
-                Error::from_io(what, &source)
+                let message = format!("cannot create a file in {shown}; raise `ulimit -n`");
+                Error::from_io(message, &source)
             }
             _ => Error::from_io(format_args!("cannot create a file in {shown}"), &source),
         }
@@ -277,17 +279,16 @@ impl SpillDirectory {
     }
 }
 
-/// Opens the file to its owner, whatever the umask is.
+/// Makes the file private to its owner, for every umask.
 fn make_private(file: &OwnedFd) -> rustix::io::Result<()> {
     rustix::fs::fchmod(file, OWNER_ONLY)
 }
 
-/// Takes the numbers of closed standard streams, so that no file, eventfd or ring gets one: others
-/// would print into it.
+/// Takes the numbers of closed standard streams, so that no file, eventfd or ring gets one: other
+/// code would print into it.
 ///
-/// The numbers stay taken until the process ends, because other threads open stores, too. Each
-/// leads to the root as a path only: to write to it fails with `EBADF`, as to write to a closed
-/// stream.
+/// The numbers stay taken until the process ends, because other threads open stores, too. Each is
+/// the root opened as a path only. Writing to it fails with `EBADF`, as to a closed stream.
 fn occupy_closed_streams() {
     let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
     while let Ok(root) = rustix::fs::openat(CWD, "/", flags, Mode::empty())
@@ -301,7 +302,7 @@ fn config(message: String) -> Error {
     Error::new(ErrorKind::Config, message)
 }
 
-/// Why a path cannot be opened as a directory. Only words depend on what is looked at here.
+/// The error for a path that cannot be opened as a directory. The look here chooses only the words.
 fn refuse_path(path: &Path, errno: Errno) -> Error {
     let shown = path.display();
     let found = rustix::fs::openat(CWD, path, OFlags::PATH | OFlags::NOFOLLOW, Mode::empty())
@@ -311,8 +312,8 @@ fn refuse_path(path: &Path, errno: Errno) -> Error {
             config(format!("{shown} does not exist; create it, or pass another directory"))
         }
         (Errno::MFILE, _) => {
-            let what = format!("cannot open {shown}; raise `ulimit -n`");
-            Error::from_io(what, &errno.into())
+            let message = format!("cannot open {shown}; raise `ulimit -n`");
+            Error::from_io(message, &errno.into())
         }
         (Errno::NOTDIR | Errno::LOOP, Ok((FileType::Symlink, link))) => {
             let target = link_target(path, &link);
@@ -333,7 +334,7 @@ fn refuse_path(path: &Path, errno: Errno) -> Error {
     }
 }
 
-/// Where a link leads, as a path that can be passed instead of it.
+/// The target of a link, as a path that can be passed instead of it.
 fn link_target(path: &Path, link: &OwnedFd) -> PathBuf {
     path.canonicalize().unwrap_or_else(|_| {
         let target = rustix::fs::readlinkat(link, "", Vec::new()).unwrap_or_default();
@@ -351,7 +352,7 @@ fn describe(kind: FileType) -> &'static str {
     }
 }
 
-/// File systems on which an offload cannot help, by the magic numbers of `statfs(2)`.
+/// File systems that cannot hold a spill file, by the magic numbers of `statfs(2)`.
 fn refused_file_system(magic: u64) -> Option<(&'static str, &'static str)> {
     const MEMORY: &str = "which is memory itself, so nothing would be saved";
     const NETWORK: &str = "which is reached over a network";
@@ -374,8 +375,8 @@ fn refused_file_system(magic: u64) -> Option<(&'static str, &'static str)> {
     })
 }
 
-/// Writes nothing, but lets the file system say whether it takes an aligned direct request: some
-/// accept the flag at open and refuse every request.
+/// Sends an empty aligned direct read, because some file systems accept the flag at open and refuse
+/// every request.
 fn probe_direct(file: &OwnedFd) -> rustix::io::Result<()> {
     #[repr(align(4096))]
     struct Block([u8; 4096]);
@@ -383,7 +384,7 @@ fn probe_direct(file: &OwnedFd) -> rustix::io::Result<()> {
     rustix::io::pread(file, &mut block.0, 0).map(drop)
 }
 
-/// The alignment by `statx(STATX_DIOALIGN)` (Linux 6.1), or a safe guess if that is not known;
+/// The alignment from `statx(STATX_DIOALIGN)` (Linux 6.1), or a safe guess if it is not known;
 /// `None` if the file system sends direct I/O through the page cache.
 fn direct_alignment(file: &OwnedFd) -> Option<usize> {
     const STATX_DIOALIGN: u32 = 0x2000;
@@ -393,7 +394,7 @@ fn direct_alignment(file: &OwnedFd) -> Option<usize> {
             None
         }
         Ok(facts) if facts.stx_mask & STATX_DIOALIGN != 0 => {
-            // One number for both keeps the widening of addresses and of lengths the same.
+            // One alignment for addresses and lengths keeps their widening the same.
             Some(facts.stx_dio_mem_align.max(facts.stx_dio_offset_align).max(512) as usize)
         }
         _ => Some(ALIGNMENT_DEFAULT),
@@ -433,7 +434,7 @@ mod tests {
         let (checked, elsewhere) = (dir.path().join("checked"), dir.path().join("elsewhere"));
         std::fs::create_dir(&checked).unwrap();
         let directory = SpillDirectory::open(&checked).unwrap();
-        // The path leads elsewhere by now, through a link even; the descriptor does not.
+        // The path is a broken link by now; the descriptor still leads to the moved directory.
         std::fs::rename(&checked, &elsewhere).unwrap();
         std::os::unix::fs::symlink("/no/such/place", &checked).unwrap();
         let file = directory.create_unnamed(OFlags::empty()).unwrap();

@@ -1,34 +1,35 @@
-//! Whether a device may be written to, by how its last writes ended.
+//! The health of a device: the results of its last writes decide whether it may be written to.
 //!
-//! What lies on a device is read whatever is thought of it: there is nowhere else to read it from.
+//! Reads go on from an unhealthy device, because its bytes lie nowhere else.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crate::direction::Direction;
 use crate::error::{Error, ErrorKind, Result};
 
-/// After so many failed writes in a row a device is out of use. One or two bad blocks fail alone;
-/// five in a row are the device, and each of them kept a tensor in memory that should have left it.
+/// Number of failed writes in a row after which a device is out of use. One or two bad blocks fail
+/// alone; five in a row are the device's fault, and each kept a tensor in memory that should have
+/// left it.
 const FAILED_IN_A_ROW_MAX: u32 = 5;
-/// After it had no space, a device is left out until so many writes went elsewhere: about as many
-/// as a step has, so that it is asked once a step whether somebody freed some.
+/// Number of later writes that leave a device out after it had no space. It is about as many as a
+/// step has, so the device is tried again once a step.
 const LEFT_OUT_COUNT: u32 = 64;
 
-/// What the writes of one device say about it.
+/// The results of the last writes of one device.
 #[derive(Debug, Default)]
 pub struct Health(Mutex<State>);
 
 #[derive(Debug, Default)]
 struct State {
     failed_in_a_row_count: u32,
-    /// Why the last write failed.
+    /// The error of the last failed write before the device went out of use.
     failure: Option<Error>,
-    /// So many writes more leave the device out.
+    /// Number of writes that still leave the device out.
     left_out_count: u32,
 }
 
 impl Health {
-    /// Takes notice of how a request ended.
+    /// Notes the answer of a request.
     pub fn note(&self, direction: Direction, answer: &Result<()>) {
         if direction == Direction::Read {
             return;
@@ -40,11 +41,12 @@ impl Health {
             return;
         };
         match error.kind() {
-            // Somebody's wish, not the device's fault.
+            // A cancelled write, or a closed store, is not the device's fault.
             ErrorKind::Cancelled | ErrorKind::Closed => {}
             ErrorKind::NoSpace => state.left_out_count = LEFT_OUT_COUNT,
             _ => {
-                // What took it out of use stays the reason, whatever else was in flight.
+                // The failure that took the device out of use stays the reason; later failures do
+                // not replace it.
                 if state.failed_in_a_row_count < FAILED_IN_A_ROW_MAX {
                     state.failure = Some(error.clone());
                 }
@@ -53,7 +55,7 @@ impl Health {
         }
     }
 
-    /// Why the device is out of use, if it is.
+    /// The failure that took the device out of use; `None` if it is in use.
     pub fn out_of_use(&self) -> Option<Error> {
         let state = self.lock();
         if state.failed_in_a_row_count < FAILED_IN_A_ROW_MAX {
@@ -62,7 +64,7 @@ impl Health {
         state.failure.clone()
     }
 
-    /// Whether the next write shall leave the device out, because it had no space.
+    /// Returns true if the next write should leave the device out because it had no space.
     pub fn leaves_out_next(&self) -> bool {
         let mut state = self.lock();
         let leaves_out = state.left_out_count > 0;
@@ -86,12 +88,12 @@ mod tests {
     }
 
     #[test]
-    fn what_took_it_out_of_use_stays_the_reason() {
+    fn the_failure_that_took_it_out_of_use_stays_the_reason() {
         let health = Health::default();
         let fail = |number: u32| fail(&health, ErrorKind::Io, &format!("failure {number}"));
         (1..FAILED_IN_A_ROW_MAX).for_each(fail);
         assert!(health.out_of_use().is_none());
-        // Others were in flight then; they fail later, each with its own words.
+        // Other writes were in flight then; they fail later, each with its own message.
         (FAILED_IN_A_ROW_MAX..10).for_each(fail);
         let reason = health.out_of_use().expect("it is out of use");
         assert_eq!(reason.to_string(), format!("failure {FAILED_IN_A_ROW_MAX}"));

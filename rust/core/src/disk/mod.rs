@@ -1,5 +1,5 @@
-//! One directory on a disk: what is refused there, its file, how it is shared out, what it did,
-//! and whether it may be written to.
+//! One directory on a disk: its checks, its file, the division among devices, its traffic and its
+//! health.
 
 pub mod checksums;
 pub mod directory;

@@ -1,12 +1,12 @@
 //! One unnamed file per directory: grown, trimmed, and shared out as extents.
 //!
-//! [Note: blocks] Two locks, taken in this order. `blocks` says how far the file has blocks on the
-//! disk and is held while that changes, which may take as long as the disk likes; so only workers
-//! and `trim` take it. `books` is the bookkeeping and is held for moments. What is in flight lies
-//! in a live extent, a live extent lies below the end of the allocator, and a write begins only
-//! after `ensure_blocks` found its extent below `blocks`. So whoever holds `blocks` may cut the
-//! file at the allocator's end: nothing in flight lies beyond it, and an extent that is reserved
-//! there meanwhile waits in `ensure_blocks` for the lock and then sees the lower mark.
+//! [Note: blocks] Two locks, taken in this order. `blocks` is the end of the file's blocks on the
+//! disk. It is held while that changes, which may take as long as the disk needs; so only workers
+//! and `trim` take it. `books` is the bookkeeping and is held for moments. Each piece in flight
+//! lies in a live extent, a live extent lies below the end of the allocator, and a write begins
+//! only after `ensure_blocks` found its extent below `blocks`. So a thread that holds `blocks` may
+//! cut the file at the allocator's end: no piece in flight lies beyond it. An extent reserved there
+//! meanwhile waits in `ensure_blocks` for the lock and then sees the lower mark.
 
 use std::fs::File;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
@@ -24,10 +24,9 @@ use crate::disk::checksums::Checksums;
 use crate::disk::directory::{Opened, SpillDirectory};
 use crate::error::{Error, ErrorKind, Result, shown_bytes};
 
-/// The file grows by at least this much: blocks for 16 writes of the usual piece cost one call.
+/// Least growth of the file: blocks for 16 writes of the usual piece cost one call.
 const GROWTH_BYTES_MIN: u64 = 64 << 20;
-/// And it grows by no more than this beyond what is needed, so that it takes little from others on
-/// a disk that is nearly full.
+/// Largest growth beyond the need, so that the file takes little from others on a nearly full disk.
 const GROWTH_BYTES_MAX: u64 = 1 << 30;
 
 /// A bound on booked bytes that several files share.
@@ -71,8 +70,8 @@ pub struct SpillFile {
     books: Mutex<Books>,
     /// Bytes of the file that have blocks on the disk; see [Note: blocks].
     blocks: Mutex<u64>,
-    /// The same figure for those who only want to tell it: the lock may be held for long.
-    blocks_told: AtomicU64,
+    /// A copy of `blocks` for reports, because the lock may be held for long.
+    blocks_shown: AtomicU64,
     process: u32,
 }
 
@@ -83,18 +82,18 @@ struct Books {
     booked: u64,
 }
 
-/// A range of the file; it goes back when the last holder drops it.
+/// A range of the file. It is freed when the last holder drops it.
 #[derive(Debug)]
 pub struct Extent {
     file: Arc<SpillFile>,
     offset: u64,
     len: u64,
-    /// If the store verifies.
+    /// Checksums, if the store verifies.
     checksums: Option<Checksums>,
 }
 
 impl SpillFile {
-    /// Opens an unnamed file in `dir`; the second value names the fallback, if one was taken.
+    /// Opens an unnamed file in `dir`. The second value names the fallback that was taken.
     pub fn open(
         dir: &Path,
         direct: DirectIo,
@@ -105,7 +104,7 @@ impl SpillFile {
         Ok((Self::of(opened, dir, quota), fallback))
     }
 
-    /// Opens a file in `dir`, past the page cache, whose name goes once `meanwhile` returns.
+    /// Opens a file in `dir` that bypasses the page cache; its name goes after `meanwhile` returns.
     pub fn open_named<T>(
         dir: &Path,
         quota: &Arc<Quota>,
@@ -121,7 +120,7 @@ impl SpillFile {
         let extents =
             ExtentAllocator::new(alignment as u64, i64::MAX as u64 & !(alignment as u64 - 1));
         let (books, blocks) = (Mutex::new(Books { extents, booked: 0 }), Mutex::new(0));
-        let (blocks_told, process) = (AtomicU64::new(0), std::process::id());
+        let (blocks_shown, process) = (AtomicU64::new(0), std::process::id());
         let (dir, quota, file) = (dir.to_owned(), Arc::clone(quota), File::from(file));
         Arc::new(Self {
             file,
@@ -131,17 +130,17 @@ impl SpillFile {
             quota,
             books,
             blocks,
-            blocks_told,
+            blocks_shown,
             process,
         })
     }
 
-    /// The bound that it shares with other files.
+    /// The bound that this file shares with other files.
     pub fn quota(&self) -> &Arc<Quota> {
         &self.quota
     }
 
-    /// The directory this file stands in.
+    /// The directory of this file.
     pub fn dir(&self) -> &Path {
         &self.dir
     }
@@ -151,7 +150,7 @@ impl SpillFile {
         self.alignment
     }
 
-    /// Whether the page cache is bypassed.
+    /// Returns true if the file bypasses the page cache.
     pub fn is_direct(&self) -> bool {
         self.is_direct
     }
@@ -166,12 +165,12 @@ impl SpillFile {
         self.lock().extents.used()
     }
 
-    /// Bytes of the file that have blocks on the disk: what others cannot use meanwhile.
+    /// Bytes of the file that have blocks on the disk; nobody else can use them meanwhile.
     pub fn reserved(&self) -> u64 {
-        self.blocks_told.load(Ordering::Relaxed)
+        self.blocks_shown.load(Ordering::Relaxed)
     }
 
-    /// Books `len` bytes; the disk is not touched, see [`Extent::prepare`].
+    /// Books `len` bytes. It does not touch the disk; see [`Extent::prepare`].
     pub fn reserve(self: &Arc<Self>, len: u64) -> Result<Extent> {
         let mut books = self.lock();
         let offset = books.extents.allocate(len).ok_or_else(|| {
@@ -187,15 +186,16 @@ impl SpillFile {
         Ok(Extent { file: Arc::clone(self), offset, len, checksums: None })
     }
 
-    /// Gives all blocks back to the disk; nothing may be in flight, and nothing is readable after.
+    /// Gives all blocks back to the disk. Nothing may be in flight, and nothing is readable
+    /// afterwards.
     pub fn discard(&self) -> Result<()> {
         let mut blocks = self.lock_blocks();
         self.set_blocks(&mut blocks, 0);
         self.cut(0)
     }
 
-    /// Gives the blocks beyond the last extent back to the disk; returns how many bytes they were.
-    /// What is stored stays, and writes may go on meanwhile; see [Note: blocks].
+    /// Gives the blocks beyond the last extent back to the disk; returns their bytes. Live extents
+    /// stay, and writes may go on meanwhile; see [Note: blocks].
     pub fn trim(&self) -> Result<u64> {
         let mut blocks = self.lock_blocks();
         let end = self.lock().extents.shrink();
@@ -204,8 +204,8 @@ impl SpillFile {
             self.cut(end)?;
             self.set_blocks(&mut blocks, end);
         }
-        // Only now, so that a quota shared with other files is never passed; and only down to where
-        // the extents end by now, because that may have moved since.
+        // Only now, so that files together never pass the shared quota; and only down to the
+        // current end of the extents, which may have moved since.
         let mut books = self.lock();
         let unbooked = books.booked - books.extents.end();
         books.booked -= unbooked;
@@ -216,14 +216,14 @@ impl SpillFile {
     fn cut(&self, end: u64) -> Result<()> {
         rustix::fs::ftruncate(&self.file, end).map_err(|errno| {
             let dir = self.dir.display();
-            let what = format!("cannot give space back in {dir}; closing the store does");
-            Error::from_io(what, &errno.into())
+            let message = format!("cannot give space back in {dir}; closing the store does");
+            Error::from_io(message, &errno.into())
         })
     }
 
     fn set_blocks(&self, blocks: &mut u64, end: u64) {
         *blocks = end;
-        self.blocks_told.store(end, Ordering::Relaxed);
+        self.blocks_shown.store(end, Ordering::Relaxed);
     }
 
     fn lock_blocks(&self) -> MutexGuard<'_, u64> {
@@ -234,7 +234,7 @@ impl SpillFile {
         self.books.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Books up to the end of the extents with the quota, and some more if it allows.
+    /// Books bytes up to the end of the extents with the quota, and some more if it allows.
     fn book(&self, books: &mut Books) -> Result<()> {
         let end = books.extents.end();
         let Some(need) = end.checked_sub(books.booked).filter(|&need| need > 0) else {
@@ -257,35 +257,35 @@ impl SpillFile {
         Err(Error::new(ErrorKind::OverBound, message))
     }
 
-    /// Reserves blocks up to `end`, and as far as is booked if there is room.
+    /// Reserves blocks up to `end`, or up to the booked bytes if there is room.
     fn ensure_blocks(&self, end: u64) -> Result<()> {
         let mut blocks = self.lock_blocks();
         if end <= *blocks {
             return Ok(());
         }
         let booked = self.lock().booked.max(end);
-        // No room for all that is booked? Then perhaps for what is needed now.
+        // If there is no room for all booked bytes, there may be room for the needed bytes.
         let grown = self.grow(*blocks, booked).or_else(|_| self.grow(*blocks, end));
         let grown = grown.map_err(|errno| {
             let (need, dir) = (shown_bytes(end - *blocks), self.dir.display());
             let next =
                 if errno == Errno::FBIG { "raise `ulimit -f`" } else { "free some space there" };
-            let what = format!("cannot reserve {need} in {dir}; {next}");
-            Error::from_io(what, &errno.into())
+            let message = format!("cannot reserve {need} in {dir}; {next}");
+            Error::from_io(message, &errno.into())
         })?;
         self.set_blocks(&mut blocks, grown);
         Ok(())
     }
 
-    /// Gives the file blocks from `start` to `end`, or leaves it as it was.
+    /// Gives the file blocks from `start` to `end`; on failure the file stays as it was.
     fn grow(&self, start: u64, end: u64) -> rustix::io::Result<u64> {
-        // The kernel's answer to this limit is SIGXFSZ, which ends a process that does not ignore
-        // it: asking for too much has to be refused here.
+        // Passing this limit raises SIGXFSZ, which ends a process that does not ignore it. So
+        // growth beyond it is refused here.
         if getrlimit(Resource::Fsize).current.is_some_and(|most| end > most) {
             return Err(Errno::FBIG);
         }
         self.allocate_blocks(start, end - start).map_err(|errno| {
-            // A reservation that failed has taken all the room there was: others need it more.
+            // A failed reservation has taken all the free room; others need it more.
             match rustix::fs::ftruncate(&self.file, start) {
                 Ok(()) => errno,
                 Err(second) => second,
@@ -298,7 +298,7 @@ impl SpillFile {
         loop {
             match rustix::fs::fallocate(&self.file, FallocateFlags::empty(), offset, bytes) {
                 Err(Errno::INTR) => {}
-                // No reservation on this file system: the writes themselves will find the room.
+                // This file system has no reservation: the writes themselves will find the room.
                 Err(Errno::OPNOTSUPP) => return rustix::fs::ftruncate(&self.file, offset + bytes),
                 other => return other,
             }
@@ -320,12 +320,12 @@ impl Drop for SpillFile {
 }
 
 impl Extent {
-    /// The file this range lies in.
+    /// The file of this range.
     pub fn file(&self) -> &Arc<SpillFile> {
         &self.file
     }
 
-    /// First byte in the file.
+    /// Offset of the first byte in the file.
     pub fn offset(&self) -> u64 {
         self.offset
     }
@@ -335,24 +335,24 @@ impl Extent {
         self.len
     }
 
-    /// Whether the range has no bytes.
+    /// Returns true if the range has no bytes.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// The same range, with room for the checksums of what is written there.
+    /// The same range, with checksums for its bytes.
     #[must_use]
     pub fn with_checksums(mut self, checksums: Checksums) -> Self {
         self.checksums = Some(checksums);
         self
     }
 
-    /// The checksums of what was written here, if the store verifies.
+    /// The checksums of the bytes written here, if the store verifies.
     pub fn checksums(&self) -> Option<&Checksums> {
         self.checksums.as_ref()
     }
 
-    /// Sees to it that the range has blocks on the disk. For workers: it may wait for the disk.
+    /// Reserves blocks on the disk for the range. Only workers call it: it may wait for the disk.
     pub fn prepare(&self) -> Result<()> {
         self.file.ensure_blocks(self.offset + self.len)
     }
@@ -360,8 +360,8 @@ impl Extent {
 
 impl Drop for Extent {
     fn drop(&mut self) {
-        // In a forked process the lock may be held by a thread that is not there, and the
-        // bookkeeping of the parent is not ours to change.
+        // In a forked process a thread that does not exist may hold the lock, and the parent's
+        // bookkeeping must not change.
         if self.file.process == std::process::id() {
             self.file.lock().extents.free(self.offset, self.len);
         }

@@ -1,27 +1,27 @@
-//! How many bytes moved, how long the device was busy with them, and its rate of late.
+//! The traffic of a device: bytes moved, busy time, and its recent rate.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::direction::Direction;
 
-/// What moved in one direction since the store was opened.
+/// The requests of one direction since the store was opened.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Traffic {
-    /// Bytes of requests that ended well.
+    /// Bytes of requests that succeeded.
     pub bytes: u64,
-    /// Requests that ended well.
+    /// Requests that succeeded.
     pub count: u64,
     /// Requests that failed.
     pub failed_count: u64,
-    /// Reads or writes asked of the kernel: fewer than requests where small ones were joined.
+    /// Reads or writes sent to the kernel: fewer than requests if small requests were joined.
     pub operation_count: u64,
     /// Nanoseconds in which at least one request was in flight.
     pub busy_ns: u64,
 }
 
 impl Traffic {
-    /// The sum of two.
+    /// The sum of this and `other`.
     #[must_use]
     pub fn plus(self, other: Self) -> Self {
         Self {
@@ -34,13 +34,13 @@ impl Traffic {
     }
 }
 
-/// A rate is that of so many bytes of late, at most. It is a few steps of training of a small
-/// model, so that the estimate follows a disk that slows down, and no single step turns it.
+/// A rate covers at most this many recent bytes. They are a few training steps of a small model, so
+/// the estimate follows a disk that slows down, and no single step turns it.
 const RECENT_BYTES_MAX: u64 = 256 << 20;
 /// Fewer bytes than this, in a shorter time than [`RATE_BUSY_MIN`], say nothing about a rate: a
 /// drive takes a first burst into its own memory, at many times the rate it can keep up.
 const RATE_BYTES_MIN: u64 = 64 << 20;
-/// A disk so slow that it needs this long for fewer bytes is told from a fast one all the same.
+/// A disk that needs this long for fewer bytes is slow, and its rate is known all the same.
 const RATE_BUSY_MIN: Duration = Duration::from_millis(500);
 
 /// The counts of one direction.
@@ -48,13 +48,13 @@ const RATE_BUSY_MIN: Duration = Duration::from_millis(500);
 struct Counts {
     traffic: Traffic,
     in_flight_count: u64,
-    /// Until when the busy time is counted, while something is in flight.
+    /// Time up to which busy time is counted; set while a request is in flight.
     counted_until: Option<Instant>,
     recent: Recent,
 }
 
-/// Bytes and busy time of late, of a disk or of another link. Both are halved whenever the bytes
-/// are many, so the past fades.
+/// Recent bytes and busy time of a disk or of another link. Both are halved whenever the bytes pass
+/// a limit, so the past fades.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Recent {
     bytes: u64,
@@ -62,7 +62,7 @@ pub struct Recent {
 }
 
 impl Recent {
-    /// Counts bytes that moved, and time in which any did.
+    /// Counts bytes that moved, and nanoseconds in which bytes moved.
     pub fn add(&mut self, bytes: u64, busy_ns: u64) {
         self.bytes += bytes;
         self.busy_ns += busy_ns;
@@ -82,7 +82,7 @@ impl Recent {
 }
 
 impl Counts {
-    /// Counts the time since the last look as busy, if something was in flight.
+    /// Counts the time since the last look as busy if a request was in flight.
     fn look(&mut self, now: Instant) {
         if let Some(last) = self.counted_until {
             let busy_ns = now.saturating_duration_since(last).as_nanos() as u64;
@@ -122,17 +122,17 @@ pub struct Statistics {
 }
 
 impl Statistics {
-    /// A request begins.
+    /// Counts a request that begins.
     pub fn begin(&self, direction: Direction) {
         self.counts(direction).begin(Instant::now());
     }
 
-    /// The kernel is asked for one read or write.
+    /// Counts a read or write that is sent to the kernel.
     pub fn operation(&self, direction: Direction) {
         self.counts(direction).traffic.operation_count += 1;
     }
 
-    /// A request of `bytes` that began has ended, well or not.
+    /// Counts a request of `bytes` that has ended.
     pub fn end(&self, direction: Direction, bytes: u64, is_ok: bool) {
         self.counts(direction).end(Instant::now(), bytes, is_ok);
     }
@@ -142,7 +142,7 @@ impl Statistics {
         self.counted_until_now(direction).traffic
     }
 
-    /// Nanoseconds of busy time for each byte of late; `None` before enough has moved to tell.
+    /// Recent nanoseconds of busy time for a byte; `None` before enough has moved to tell.
     pub fn ns_per_byte(&self, direction: Direction) -> Option<f64> {
         self.counted_until_now(direction).recent.ns_per_byte()
     }
@@ -169,7 +169,7 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
 
-    /// Moves `bytes` in `time`, beginning at `now`; returns when it ended.
+    /// Moves `bytes` in `time`, beginning at `now`; returns the end.
     fn move_bytes(counts: &mut Counts, now: Instant, bytes: u64, time: Duration) -> Instant {
         counts.begin(now);
         counts.end(now + time, bytes, true);

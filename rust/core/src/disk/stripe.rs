@@ -1,7 +1,7 @@
-//! How one tensor is shared out among several devices. Pure.
+//! The division of one tensor among several devices. Pure.
 //!
-//! All parts should end together. A device that is busy for longer, or slower, gets less, and one
-//! that would end after the others even with the smallest part gets nothing:
+//! All parts should end together. A slower or busier device gets less. A device that would end
+//! after the others even with the smallest part gets nothing:
 //!
 //! ```text
 //! device 0  |backlog|#########|
@@ -9,8 +9,8 @@
 //! device 2  |backlog               |
 //! ```
 
-/// Parts are multiples of this, but for the last. It is half of the usual piece: a smaller part
-/// would cost its device a call of its own and hardly end sooner.
+/// Parts are multiples of this, except the last. It is half of the usual piece: a smaller part
+/// would cost its device a call and hardly end sooner.
 pub const STRIPE_BYTES: usize = 2 << 20;
 
 /// A device that may take a part.
@@ -20,30 +20,31 @@ pub struct Candidate {
     pub device: usize,
     /// Bytes that wait there already.
     pub backlog_bytes: u64,
-    /// What a byte costs there; `None` if it is not known yet.
+    /// Nanoseconds for a byte there; `None` if not known yet.
     pub ns_per_byte: Option<f64>,
 }
 
-/// The devices that take a part of `len` bytes, and how many bytes each; in the order of the file.
+/// The devices that take a part of `len` bytes, and the bytes of each part, in the order of the
+/// file.
 ///
 /// # Panics
-/// If there is no candidate, or nothing to share out.
+/// If there is no candidate, or `len` is zero.
 pub fn shares(len: usize, candidates: &[Candidate]) -> Vec<(usize, usize)> {
     assert!(!candidates.is_empty() && len > 0, "nothing to share, or nobody to share it with");
     if let [only] = candidates {
         return vec![(only.device, len)];
     }
-    let known: Vec<f64> = candidates.iter().filter_map(|one| one.ns_per_byte).collect();
+    let known: Vec<f64> = candidates.iter().filter_map(|candidate| candidate.ns_per_byte).collect();
     let usual = if known.is_empty() { 1.0 } else { known.iter().sum::<f64>() / known.len() as f64 };
-    // (when it is free, what a byte costs, its device)
+    // (time when it is free, cost of a byte, device)
     let mut free: Vec<(f64, f64, usize)> = candidates
         .iter()
-        .map(|one| {
-            let cost = one.ns_per_byte.unwrap_or(usual).max(f64::MIN_POSITIVE);
-            (one.backlog_bytes as f64 * cost, cost, one.device)
+        .map(|candidate| {
+            let cost = candidate.ns_per_byte.unwrap_or(usual).max(f64::MIN_POSITIVE);
+            (candidate.backlog_bytes as f64 * cost, cost, candidate.device)
         })
         .collect();
-    free.sort_by(|one, other| one.0.total_cmp(&other.0));
+    free.sort_by(|device, other| device.0.total_cmp(&other.0));
     let end = common_end(len, &free);
     let mut parts: Vec<(usize, usize)> = Vec::new();
     let mut rest = len;
@@ -55,15 +56,15 @@ pub fn shares(len: usize, candidates: &[Candidate]) -> Vec<(usize, usize)> {
             rest -= share;
         }
     }
-    // What rounding left goes where it ends first.
-    let first = |one: &&(f64, f64, usize), other: &&(f64, f64, usize)| {
+    // The rest left by rounding goes to the device that would end it first.
+    let first = |device: &&(f64, f64, usize), other: &&(f64, f64, usize)| {
         let end = |&(begin, cost, device): &(f64, f64, usize)| {
             let own = parts.iter().find(|part| part.0 == device).map_or(0, |part| part.1);
             begin + (own + rest) as f64 * cost
         };
-        end(one).total_cmp(&end(other))
+        end(device).total_cmp(&end(other))
     };
-    let device = free.iter().min_by(first).map_or(free[0].2, |one| one.2);
+    let device = free.iter().min_by(first).map_or(free[0].2, |device| device.2);
     if rest > 0 {
         match parts.iter_mut().find(|part| part.0 == device) {
             Some(part) => part.1 += rest,
@@ -71,7 +72,7 @@ pub fn shares(len: usize, candidates: &[Candidate]) -> Vec<(usize, usize)> {
         }
     }
     parts.sort_unstable();
-    // An end that is no multiple belongs last, so that every part but one begins on a stripe.
+    // A part that is no multiple goes last, so that every part begins on a stripe.
     if let Some(index) = parts.iter().position(|part| !part.1.is_multiple_of(STRIPE_BYTES)) {
         let odd = parts.remove(index);
         parts.push(odd);
@@ -79,7 +80,7 @@ pub fn shares(len: usize, candidates: &[Candidate]) -> Vec<(usize, usize)> {
     parts
 }
 
-/// When all are done if the first devices, as many as it needs, share `len` bytes.
+/// The time at which all end if the first devices, as many as needed, share `len` bytes.
 fn common_end(len: usize, free: &[(f64, f64, usize)]) -> f64 {
     let (mut rate, mut done) = (0.0, 0.0);
     let mut end = f64::INFINITY;

@@ -1,13 +1,13 @@
-//! Requests that lie side by side in the file travel as one.
+//! A batch joins requests that lie side by side in the file.
 //!
 //! ```text
 //! tensors   [ 64 KiB ][ 64 KiB ][ 64 KiB ]      each with memory of its own
 //! file       |------------------------|         one piece, one system call, one vector of buffers
 //! ```
 //!
-//! A disk needs large requests to be fast, and small tensors do not make any. The allocator hands
-//! out neighbouring extents to tensors that are written one after the other, so the worker joins
-//! what waits in the queue; it never waits for more to come.
+//! A disk needs large requests to be fast, and small tensors make none. The allocator hands out
+//! neighbouring extents to tensors that are written one after the other. The worker joins requests
+//! that wait in the queue; it never waits for more to come.
 
 use std::io;
 
@@ -18,15 +18,15 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::memory::landing::Span;
 use crate::queue::{Job, JobMemory, Request};
 
-/// A vectored call takes 1024 runs of memory, and a member has three at most. With a quarter of
-/// that, members of 16 KiB fill the usual piece of 4 MiB.
+/// A vectored call takes 1024 runs of memory, and a member has at most three. With 256 members of
+/// 16 KiB a batch fills the usual piece of 4 MiB.
 const MEMBERS_MAX: usize = 256;
 
-/// One or more neighbouring requests on their way, claimed from the queue.
+/// A request on its way, or several neighbouring requests, claimed from the queue.
 pub struct Batch {
     direction: Direction,
     members: Vec<Member>,
-    /// Where the first member lies in the file.
+    /// Offset of the first member in the file.
     offset: u64,
     len: usize,
     piece_len: usize,
@@ -36,13 +36,13 @@ pub struct Batch {
 struct Member {
     request: Request,
     job: Job,
-    /// Where its bytes begin in the batch.
+    /// Offset of its bytes in the batch.
     start: usize,
-    /// What is wrong with the bytes that came back for it, if anything.
+    /// The error of a checksum that did not match.
     corruption: Option<Error>,
 }
 
-/// The memory of a piece, by what the kernel does with it; neighbours in memory are one span.
+/// The memory of a piece, by direction. Neighbours in memory form one span.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Spans {
     /// The kernel reads from here: a write.
@@ -62,9 +62,10 @@ pub struct Part<'a> {
 }
 
 impl Batch {
-    /// Takes what waits first in `direction`, with its neighbours up to the size of a piece.
+    /// Takes the first waiting request in `direction`, with its neighbours up to the size of a
+    /// piece.
     ///
-    /// `held` is the request that was taken last and did not fit; it comes first next time.
+    /// `held` is the request that was taken last and did not fit. It begins the next batch.
     pub fn take(setup: &Setup, held: &mut Option<Request>, direction: Direction) -> Option<Self> {
         let mut next = || held.take().or_else(|| setup.queue.pop(direction));
         let (request, job) = loop {
@@ -85,7 +86,7 @@ impl Batch {
                 *held = Some(request);
                 break;
             }
-            // One that was cancelled leaves a gap, and so does one without room on the disk.
+            // A request that was cancelled, or has no room on the disk, leaves a gap.
             let Some(job) = begin(setup, &request) else { break };
             let index = if is_after { members.len() } else { 0 };
             members.insert(index, Member { request, job, start: 0, corruption: None });
@@ -105,17 +106,17 @@ impl Batch {
         Self { direction, members, offset, len, piece_len, progress }
     }
 
-    /// Which way.
+    /// The direction of the bytes.
     pub fn direction(&self) -> Direction {
         self.direction
     }
 
-    /// Whether its bytes are compared with checksums when they come.
+    /// Returns true if its bytes are compared with checksums after they were read.
     pub fn is_compared(&self) -> bool {
         self.direction == Direction::Read && self.members[0].job.extent.checksums().is_some()
     }
 
-    /// Where in the file a piece begins.
+    /// Offset of a piece in the file.
     pub fn offset(&self, piece: &Piece) -> u64 {
         self.offset + piece.start as u64
     }
@@ -125,20 +126,19 @@ impl Batch {
         self.members[0].job.extent.file().fd()
     }
 
-    /// The next piece to send, if there is one now; none is left when nobody wants the batch any
-    /// more.
+    /// The next piece to send; `None` if there is none now, or if all members were cancelled.
     pub fn next_piece(&mut self) -> Option<Piece> {
         self.look_for_cancels();
         self.progress.next_piece()
     }
 
-    /// Whether [`Batch::next_piece`] has something to give.
+    /// Returns true if [`Batch::next_piece`] would return a piece.
     pub fn has_next(&mut self) -> bool {
         self.look_for_cancels();
         self.progress.has_next()
     }
 
-    /// Takes the kernel's result for a piece: bytes moved, or why not. A block that has been read
+    /// Takes the kernel's result for a piece: bytes moved, or an error. A block that has been read
     /// to its end is compared with its checksum and delivered.
     pub fn finish_piece(&mut self, piece: Piece, moved: io::Result<usize>) {
         let is_whole = moved.as_ref().is_ok_and(|&moved| moved == piece.len);
@@ -146,7 +146,8 @@ impl Batch {
         if self.direction == Direction::Write || !is_whole {
             return;
         }
-        // After short reads the piece is the rest of its block; all before it is there already.
+        // After short reads the piece is the rest of its block; the bytes before it were read
+        // earlier.
         let start = piece.start / self.piece_len * self.piece_len;
         let (block, first) = (start..piece.start + piece.len, self.member_at(start));
         for member in &mut self.members[first..] {
@@ -169,7 +170,7 @@ impl Batch {
         }
     }
 
-    /// The index of the member in which a byte of the batch lies.
+    /// The index of the member that holds a byte of the batch.
     fn member_at(&self, start: usize) -> usize {
         self.members.partition_point(|member| member.start <= start) - 1
     }
@@ -213,7 +214,8 @@ impl Batch {
         }
     }
 
-    /// Answers every member; returns those that shall be tried alone, each a batch of its own.
+    /// Answers every member. After a fault it returns the members as batches of their own, to be
+    /// tried alone.
     ///
     /// One bad block must not fail its neighbours.
     pub fn finish(self, setup: &Setup, answer: &Result<()>) -> Vec<Self> {
@@ -233,14 +235,14 @@ impl Batch {
         Vec::new()
     }
 
-    /// The jobs, for an engine that cannot go on.
+    /// The jobs, for an engine that must stop.
     pub fn into_jobs(self) -> impl Iterator<Item = Job> {
         self.members.into_iter().map(|member| member.job)
     }
 }
 
 impl Member {
-    /// Where a range of the batch lies in the member's memory, as start and length.
+    /// The part of a range of the batch that lies in the member's memory, as start and length.
     fn overlap(&self, range: &std::ops::Range<usize>) -> Option<(usize, usize)> {
         let start = range.start.max(self.start);
         let end = range.end.min(self.start + self.job.memory.len());
@@ -248,7 +250,7 @@ impl Member {
     }
 }
 
-/// Adds a span, or makes the last one longer if it begins where that ends.
+/// Adds a span, or extends the last span if the new span begins at its end.
 fn push<Address: PartialEq>(
     spans: &mut Vec<Span<Address>>,
     span: Span<Address>,
@@ -260,7 +262,7 @@ fn push<Address: PartialEq>(
     }
 }
 
-/// Claims a request and readies it; `None` if it was cancelled, or has failed already.
+/// Claims and prepares a request; `None` if it was cancelled or could not be prepared.
 fn begin(setup: &Setup, request: &Request) -> Option<Job> {
     let job = request.claim()?;
     setup.statistics.begin(job.direction());

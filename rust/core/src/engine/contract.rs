@@ -1,4 +1,4 @@
-//! What an engine is, and what it is given.
+//! The trait of an engine, and the setup that every engine gets.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -9,43 +9,43 @@ use crate::disk::statistics::Statistics;
 use crate::error::Result;
 use crate::queue::{Job, SubmitQueue};
 
-/// More entries than this a ring need not have, and the kernel would refuse eight times as many.
+/// Largest depth of a ring. The kernel refuses rings with eight times as many entries.
 const DEPTH_MAX: u32 = 4096;
 /// A single system call moves less than 2 GiB.
 const PIECE_BYTES_MAX: usize = 1 << 30;
-/// Sixteen pieces of 4 MiB take so long on a disk of 0.6 GiB/s; a faster one is given all of them.
+/// Sixteen pieces of 4 MiB take so long on a disk of 0.6 GiB/s; a faster disk gets all of them.
 const WRITE_PATIENCE: Duration = Duration::from_millis(100);
 
-/// What serves a submission queue.
+/// Serves a submission queue.
 pub trait IoEngine: Send + Sync {
     /// The name users see.
     fn name(&self) -> &'static str;
 
-    /// Ends after what has begun has ended; what waits is answered with `Closed`. Idempotent.
+    /// Ends the work that has begun, and answers waiting requests with `Closed`. Idempotent.
     fn close(&mut self);
 }
 
-/// What every engine needs.
+/// The setup of an engine.
 #[derive(Clone)]
 pub struct Setup {
-    /// Where requests come from.
+    /// The queue that requests come from.
     pub queue: Arc<SubmitQueue>,
-    /// Where traffic is counted.
+    /// The counts of the device's traffic.
     pub statistics: Arc<Statistics>,
-    /// Who judges by its answers whether the device may be written to.
+    /// The judge of the device's writes, which decides whether it stays in use.
     pub health: Arc<Health>,
-    /// Multiple of every address, offset and length.
+    /// Every address, offset and length is a multiple of this.
     pub alignment: usize,
     /// Pieces in flight.
     pub depth: u32,
     /// Bytes per piece.
     pub piece_len: usize,
-    /// How long a piece of a write should be in flight at most.
+    /// Longest time that a piece of a write should be in flight.
     pub write_patience: Duration,
 }
 
 impl Setup {
-    /// A queue for `queue_capacity` requests each way, and engines that work as `tuning` says.
+    /// A setup with a queue for `queue_capacity` requests in each direction.
     pub fn new(tuning: Tuning, alignment: usize, queue_capacity: usize) -> Result<Self> {
         let piece_len = tuning.piece_bytes.min(PIECE_BYTES_MAX).next_multiple_of(alignment);
         Ok(Self {
@@ -59,7 +59,7 @@ impl Setup {
         })
     }
 
-    /// Ends a job that began: counts it, judges by it, and answers.
+    /// Ends a job that began: counts it, notes the device's health, and answers.
     pub fn end(&self, job: Job, answer: Result<()>) {
         let direction = job.direction();
         self.statistics.end(direction, job.memory.len() as u64, answer.is_ok());

@@ -10,20 +10,21 @@ use crate::engine::batch::{Batch, Spans};
 use crate::engine::progress::Piece;
 use crate::engine::psync::Disk;
 
-/// A file that cuFile moves to and from.
+/// A file to and from which cuFile moves bytes.
 pub struct CuFile {
-    // In this order: the registration ends before the file is closed.
+    // In this order, so that the registration ends before the file is closed.
     registered: Registered,
     _file: Arc<SpillFile>,
 }
 
 impl CuFile {
-    /// Serves a file that is registered.
+    /// Serves a registered file.
     pub fn new(registered: Registered, file: &Arc<SpillFile>) -> Self {
         Self { registered, _file: Arc::clone(file) }
     }
 
-    /// Moves runs of memory that follow each other in the file; all before one that fails count.
+    /// Moves runs of memory that follow each other in the file. If a run fails, the bytes of the
+    /// runs before it count.
     fn transfer_all(
         &self,
         direction: Direction,
@@ -40,7 +41,7 @@ impl CuFile {
                     }
                 }
                 Err(error) if moved_bytes == 0 => return Err(error),
-                // It is asked for again, and if it fails then, that is the answer.
+                // The rest of the piece is sent again; if it fails then, that error is the answer.
                 Err(_later) => break,
             }
             offset += len as u64;

@@ -1,7 +1,7 @@
 //! Engines move bytes; one trait, one conformance suite (`tests/rust/store.rs`).
 //!
-//! [`open`] walks the ladder: `io_uring`, or where the kernel forbids it (containers often do) a
-//! pool of threads. Such a fallback is said once, with its reason.
+//! [`open`] tries `io_uring` first. If the kernel forbids it (containers often do), it starts a
+//! pool of threads. The fallback is reported once, with its reason.
 
 pub mod batch;
 pub mod contract;
@@ -16,8 +16,7 @@ use crate::config::Backend;
 use crate::engine::contract::{IoEngine, Setup};
 use crate::error::Result;
 
-/// Starts the engine that `backend` asks for; the second value names the fallback, if one was
-/// taken.
+/// Starts the engine that `backend` names. The second value names the fallback that was taken.
 pub fn open(backend: &Backend, setup: Setup) -> Result<(Box<dyn IoEngine>, Option<String>)> {
     match backend {
         Backend::IoUring => match uring::Uring::start(setup) {

@@ -1,4 +1,4 @@
-//! How one request becomes pieces, and what each result means. Pure: no I/O, no memory.
+//! The division of one request into pieces, and the effect of each result. Pure: no I/O, no memory.
 //!
 //! ```text
 //! request  |------------------------------| len
@@ -11,11 +11,11 @@ use std::io;
 use crate::direction::Direction;
 use crate::error::{Error, ErrorKind, Result};
 
-/// A piece whose read fails is asked for again so many times. A drive has tried long before it
-/// reports an error, so more would only delay the report; but a timeout on the way may pass.
+/// Number of times that a failed piece of a read is sent again. A drive has tried long before it
+/// reports an error, so more tries would only delay the report; but a timeout on the way may pass.
 const READS_AGAIN_MAX: u32 = 3;
-/// A piece that neither moves bytes nor fails for good is refused after so many tries in a row:
-/// they take milliseconds, and a kernel that says "again" a thousand times will say it for ever.
+/// Number of tries in a row for a piece that neither moves bytes nor fails for good. They take
+/// milliseconds, and a kernel that says "again" a thousand times will say it for ever.
 const ATTEMPTS_MAX: u32 = 1000;
 
 /// A part of a request, small enough for one system call.
@@ -36,7 +36,7 @@ pub struct Progress {
     len: usize,
     piece_len: usize,
     alignment: usize,
-    /// Where the request lies in the file, for messages.
+    /// Offset of the request in the file, for messages.
     offset: u64,
     issued: usize,
     in_flight: usize,
@@ -73,12 +73,12 @@ impl Progress {
         Some(piece)
     }
 
-    /// Whether [`Progress::next_piece`] has something to give.
+    /// Returns true if [`Progress::next_piece`] would return a piece.
     pub fn has_next(&self) -> bool {
         self.failure.is_none() && (!self.again.is_empty() || self.issued < self.len)
     }
 
-    /// Takes the kernel's result for a piece: bytes moved, or why not.
+    /// Takes the kernel's result for a piece: bytes moved, or an error.
     ///
     /// # Panics
     /// If no piece is in flight: the engine counted wrong.
@@ -92,15 +92,15 @@ impl Progress {
             Ok(moved) => {
                 // Direct I/O can go on only at an aligned offset.
                 let moved = moved - moved % self.alignment;
-                // Progress starts the count of tries anew.
+                // Progress resets the number of tries.
                 let attempt_count = if moved > 0 { 0 } else { piece.attempt_count };
                 let (start, len) = (piece.start + moved, piece.len - moved);
                 self.retry(Piece { start, len, attempt_count, ..piece });
             }
             Err(error) => match error.raw_os_error() {
                 Some(libc::EAGAIN | libc::EINTR) => self.retry(piece),
-                // A write that fails keeps its tensor; a read that fails costs the whole step. What
-                // has no number of the kernel comes from a library.
+                // After a failed write the tensor stays in memory; a failed read costs the whole
+                // step. An error without an errno comes from a library.
                 Some(libc::EIO | libc::ETIMEDOUT) | None
                     if self.direction == Direction::Read
                         && piece.failed_count < READS_AGAIN_MAX =>
@@ -112,7 +112,7 @@ impl Progress {
         }
     }
 
-    /// Stops sending pieces because nobody wants the request any more.
+    /// Stops sending pieces, because the request was cancelled.
     pub fn abandon(&mut self) {
         if self.has_next() {
             self.failure = Some(Error::new(ErrorKind::Cancelled, "cancelled on its way"));
@@ -141,14 +141,14 @@ impl Progress {
             Direction::Read => "read",
             Direction::Write => "write",
         };
-        let what = format!(
+        let message = format!(
             "{verb} of {} bytes at file offset {} {how}",
             piece.len,
             self.offset + piece.start as u64
         );
         let error = match source {
-            Some(source) => Error::from_io(what, source),
-            None => Error::new(ErrorKind::Io, what),
+            Some(source) => Error::from_io(message, source),
+            None => Error::new(ErrorKind::Io, message),
         };
         self.failure.get_or_insert(error);
     }
@@ -213,7 +213,7 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever the kernel moves, in whatever order: each byte exactly once, aligned.
+        /// For all sizes and orders of the kernel's results, each byte moves exactly once, aligned.
         #[test]
         fn every_byte_moves_exactly_once(
             blocks in 1usize..400,

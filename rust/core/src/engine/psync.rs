@@ -12,16 +12,16 @@ use crate::engine::contract::{IoEngine, Setup};
 use crate::engine::progress::Piece;
 use crate::error::{Error, Result};
 
-/// More threads than this gain nothing on one device: each moves whole pieces of megabytes, of
-/// which four keep a drive busy.
+/// More threads gain nothing on one device: each moves whole pieces of megabytes, and four of them
+/// keep a drive busy.
 const THREADS_MAX: u32 = 4;
 
-/// Something that moves bytes between memory and a file.
+/// Moves bytes between memory and a file.
 pub trait Disk: Send + Sync + 'static {
     /// The name users see.
     fn name(&self) -> &'static str;
 
-    /// Moves a piece, or the beginning of it; returns how many bytes, like `preadv(2)` and
+    /// Moves a piece, or the beginning of it. Returns the number of bytes, like `preadv(2)` and
     /// `pwritev(2)`.
     fn transfer(&self, batch: &Batch, piece: &Piece) -> io::Result<usize>;
 }
@@ -56,7 +56,7 @@ impl Disk for Kernel {
     }
 }
 
-/// The kernel has one type of entry for both ways, which cannot say that a source is only read.
+/// The kernel's entry has one type for both directions; it cannot say that a source is only read.
 fn entry(address: *mut u8, len: usize) -> libc::iovec {
     libc::iovec { iov_base: address.cast(), iov_len: len }
 }
@@ -115,7 +115,7 @@ impl<D: Disk> Drop for Psync<D> {
     }
 }
 
-/// Poisons the queue if a worker unwinds; the job it held answers `Poisoned` as it is dropped.
+/// Poisons the queue if a worker unwinds. The dropped job of that worker answers `Poisoned`.
 struct PoisonGuard<'a>(&'a Setup);
 
 impl Drop for PoisonGuard<'_> {
@@ -129,7 +129,7 @@ impl Drop for PoisonGuard<'_> {
 fn work<D: Disk>(setup: &Setup, disk: &D) {
     let guard = PoisonGuard(setup);
     let queue = &setup.queue;
-    // Taken from the queue and waiting for this thread, by direction.
+    // Requests that this thread took from the queue and has not begun, by direction.
     let mut held = [None, None];
     while !queue.is_closed() {
         let [read, write] = &mut held;

@@ -1,11 +1,11 @@
 //! A disk in memory that fails by a seeded plan: short I/O, errors of every kind, bit flips, pieces
 //! that others overtake, a device that goes away, and a pause that lasts until it is lifted.
 //!
-//! The faults of a piece depend on the seed, the direction, its offset and how often that offset
-//! was asked for: not on threads or time, so a seed reproduces. Time is a clock that ticks with
-//! every piece that ends, so a late piece costs no waiting. The order of the threads is not ours:
-//! it decides who overtakes whom and which piece is the last before the device goes away, unless
-//! the queue is one piece deep.
+//! The faults of a piece depend on the seed, the direction, the offset and the number of requests
+//! for that offset. They do not depend on threads or time, so a seed reproduces them. The clock
+//! ticks with every piece that ends, so a late piece costs no waiting. The order of the threads is
+//! not under control: it decides which piece overtakes which, and which piece is the last before
+//! the device goes away, unless the queue is one piece deep.
 
 use std::collections::HashMap;
 use std::io;
@@ -21,8 +21,8 @@ use crate::engine::psync::{Disk, Psync};
 use crate::error::Result;
 use crate::queue::{JobMemory, SubmitQueue};
 
-/// A late piece is overtaken by at most so many others: more than there are threads, so that each
-/// of them can end a piece and begin another meanwhile.
+/// Largest number of pieces that overtake a late piece: more than there are threads, so that each
+/// thread can end a piece and begin another meanwhile.
 const LATE_TICKS_MAX: f64 = 6.0;
 
 /// The threads of [`crate::engine::psync`] in front of a simulated disk.
@@ -49,7 +49,7 @@ impl IoEngine for Simulated {
     }
 
     fn close(&mut self) {
-        // What waits for a paused disk has to move; what comes after it must not begin any more.
+        // Pieces that wait for a paused disk must move; later pieces must not begin.
         self.queue.close(0);
         self.is_closing.store(true, Ordering::SeqCst);
         self.pause.ask_again();
@@ -76,13 +76,13 @@ struct State {
     bytes: Vec<u8>,
     asked: HashMap<(Direction, u64), u64>,
     begun_count: u64,
-    /// Threads that have a piece here, and the times at which those that are late may go on.
+    /// Threads that have a piece here, and the times at which the late threads may go on.
     inside_count: usize,
     due: Vec<u64>,
     clock: u64,
 }
 
-/// A piece, and how often its offset was asked for: what chance depends on.
+/// The input of chance: a piece, and the number of requests for its offset.
 struct Ask {
     seed: u64,
     direction: Direction,
@@ -90,7 +90,7 @@ struct Ask {
     asked: u64,
 }
 
-/// What chance is asked; each question has an answer of its own.
+/// The questions that chance answers, each independently.
 #[derive(Clone, Copy)]
 enum Question {
     Retry,
@@ -108,7 +108,7 @@ enum Question {
 }
 
 impl Ask {
-    /// A number in `[0, 1)`.
+    /// A number in `[0, 1)` for this question.
     fn chance(&self, question: Question) -> f64 {
         let way = u64::from(self.direction == Direction::Write);
         let mut mixed = self.seed;
@@ -134,10 +134,10 @@ impl SimulatedDisk {
             .unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits until others have overtaken, or there is nobody left who could.
+    /// Waits until other pieces have overtaken this piece, or no other can.
     fn be_late(&self, ask: &Ask) {
         let ticks = 1 + (ask.chance(Question::HowLate) * LATE_TICKS_MAX) as u64;
-        // Others may come meanwhile.
+        // Lets other threads come meanwhile.
         std::thread::yield_now();
         let mut state = self.lock();
         let due = state.clock + ticks;
@@ -150,7 +150,7 @@ impl SimulatedDisk {
         state.due.swap_remove(index.expect("only its owner takes a time back"));
     }
 
-    /// The error that the plan has for a piece, if any.
+    /// The error that the plan has for a piece; `None` if the piece succeeds.
     fn failure(&self, ask: &Ask, end: u64, begun_count: u64) -> Option<i32> {
         let Faults { retry_rate, io_error_rate, space_error_rate, .. } = self.faults;
         if self.faults.gone_after_count.is_some_and(|most| begun_count > most) {
@@ -173,7 +173,7 @@ impl SimulatedDisk {
         self.faults.capacity_bytes.is_some_and(|most| end > most).then_some(libc::ENOSPC)
     }
 
-    /// How many of `len` bytes this piece moves.
+    /// Number of bytes that this piece moves, of `len`.
     fn moved_len(&self, ask: &Ask, len: usize) -> usize {
         if ask.chance(Question::Zero) < self.faults.zero_rate {
             0
@@ -191,12 +191,12 @@ impl Disk for SimulatedDisk {
     }
 
     fn transfer(&self, batch: &Batch, piece: &Piece) -> io::Result<usize> {
-        // The rest of the piece is asked for again, as after any short transfer.
+        // The rest of the piece is sent again, as after any short transfer.
         let Some(Part { job, start, len }) = batch.parts(piece).next() else { return Ok(0) };
         let (direction, extent) = (batch.direction(), &job.extent);
         let (seed, offset) = (self.faults.seed, extent.offset() + start as u64);
-        // What direct I/O refuses; `alignment` is a power of two, so all are its multiples if the
-        // bits of all together are.
+        // Direct I/O refuses unaligned addresses, offsets and lengths. `alignment` is a power of
+        // two, so all of them are multiples if their bitwise or is.
         let bits = match &job.memory {
             JobMemory::From(source) => source.address(start, len) as usize | len,
             JobMemory::Into(landing) => landing
@@ -242,7 +242,7 @@ impl Disk for SimulatedDisk {
 }
 
 impl State {
-    /// Takes a piece in; how often its offset was asked for by now.
+    /// Counts a piece that begins; returns the number of requests for its offset so far.
     fn ask(&mut self, direction: Direction, offset: u64) -> u64 {
         self.inside_count += 1;
         self.begun_count += 1;
@@ -251,7 +251,8 @@ impl State {
         *count
     }
 
-    /// If everybody here is late, the clock moves on to the first who may go.
+    /// If every thread here is late, moves the clock to the earliest time at which a thread may go
+    /// on.
     fn skip_idle_time(&mut self) {
         if self.due.len() == self.inside_count
             && let Some(&next) = self.due.iter().min()
@@ -260,7 +261,7 @@ impl State {
         }
     }
 
-    /// The bytes of a range; a file has zeros where nothing was written.
+    /// The bytes of a range. Bytes that were never written are zero.
     fn stored(&mut self, offset: u64, len: usize) -> &mut [u8] {
         let (start, end) = (offset as usize, offset as usize + len);
         if self.bytes.len() < end {

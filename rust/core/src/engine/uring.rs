@@ -1,9 +1,9 @@
 //! One thread owns one `io_uring`: it takes requests, keeps pieces in flight, checks every result.
 //!
-//! It sleeps in the ring with the queue's eventfd armed, so idle costs nothing. **The ring dies
-//! first**: buffers and extents of pieces in flight belong to the worker, which leaves its loop
-//! only when none is in flight. If it cannot (the ring itself fails), they are leaked on purpose:
-//! the kernel may still write into them.
+//! The worker sleeps in the ring with the queue's eventfd armed, so idle costs nothing. **The ring
+//! dies first**: buffers and extents of pieces in flight belong to the worker, which leaves its
+//! loop only when no piece is in flight. If the ring itself fails, they are leaked on purpose,
+//! because the kernel may still write into them.
 #![expect(unsafe_code, reason = "pushes buffer addresses into the submission ring")]
 
 use std::collections::VecDeque;
@@ -23,7 +23,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::memory::landing::Span;
 use crate::queue::{Job, Request};
 
-/// Marks the completion of the eventfd's poll among those of pieces.
+/// Marks the completion of the eventfd's poll.
 const WAKE: u64 = u64::MAX;
 
 /// The engine's handle: a thread and the way to end it.
@@ -38,7 +38,7 @@ impl Uring {
         let (report, started) = mpsc::channel();
         let for_worker = setup.clone();
         let spawned = std::thread::Builder::new().name("ssdtrain-uring".into()).spawn(move || {
-            // The ring is built where it is used: SINGLE_ISSUER binds it to this thread.
+            // The ring is built in the thread that uses it: SINGLE_ISSUER binds it to this thread.
             match build_ring(for_worker.depth) {
                 Ok(ring) => {
                     let worker = Worker::new(for_worker, ring);
@@ -46,7 +46,7 @@ impl Uring {
                         worker.run();
                     }
                 }
-                // The starter waits for the report below; it cannot have gone away.
+                // The starting thread waits for this report below, so it still exists.
                 Err(error) => drop(report.send(Err(error))),
             }
         });
@@ -82,7 +82,7 @@ impl Drop for Uring {
 }
 
 fn build_ring(depth: u32) -> Result<IoUring> {
-    // One entry more than pieces, for the poll of the eventfd.
+    // An entry for each piece, and one for the poll of the eventfd.
     let entries = depth + 1;
     let modern = IoUring::builder().setup_single_issuer().setup_defer_taskrun().build(entries);
     // Kernels before 6.1 refuse the flags; the plain ring does the same work.
@@ -95,12 +95,12 @@ fn build_ring(depth: u32) -> Result<IoUring> {
             Some(libc::EMFILE) => " (raise `ulimit -n`)",
             _ => "",
         };
-        let what = format!("cannot create an io_uring{next}");
-        Error::from_io(what, &source).with_kind(ErrorKind::Unsupported)
+        let message = format!("cannot create an io_uring{next}");
+        Error::from_io(message, &source).with_kind(ErrorKind::Unsupported)
     })
 }
 
-/// Sends a request that does nothing: a filter may allow rings to be made and not to be entered.
+/// Sends an empty request, because a filter may allow a ring to be made but not to be entered.
 fn try_ring(mut ring: IoUring) -> io::Result<IoUring> {
     // SAFETY: the request has no buffer and no file.
     let pushed = unsafe { ring.submission().push(&opcode::Nop::new().build()) };
@@ -135,7 +135,7 @@ struct Worker {
     vacant: Vec<usize>,
     /// Batches with pieces to send, in order of arrival; reads are served first.
     sending: [VecDeque<usize>; 2],
-    /// Taken from the queue, and first in the next batch of their direction.
+    /// Requests that were taken from the queue and begin the next batch of their direction.
     held: [Option<Request>; 2],
     /// Pieces in flight, by the number the kernel hands back.
     flights: Vec<Option<Flight>>,
@@ -178,7 +178,7 @@ impl Worker {
                 return Ok(());
             }
             let full = self.vacant_flights.is_empty();
-            // Writes that may not be sent yet are no reason to stay awake: one is in flight.
+            // If writes may not be sent yet, one is in flight, and its completion wakes the worker.
             let announced = !full && !closed && self.setup.queue.may_sleep(self.writes.may_send());
             if full || closed || announced {
                 self.arm_wake()?;
@@ -193,7 +193,7 @@ impl Worker {
         }
     }
 
-    /// Fills the ring: first what has begun, then new requests; reads before writes.
+    /// Fills the ring: batches that have begun, then new requests; reads before writes.
     fn send_pieces(&mut self) -> Result<()> {
         for direction in [Direction::Read, Direction::Write] {
             while !self.vacant_flights.is_empty() && self.may_send(direction) {
@@ -214,7 +214,7 @@ impl Worker {
         direction == Direction::Read || self.writes.may_send()
     }
 
-    /// The batch whose piece goes next, taking a new one if none is under way.
+    /// The batch that sends the next piece. If none has begun, it takes a new one.
     fn front(&mut self, direction: Direction) -> Option<usize> {
         if let Some(&number) = self.sending[index(direction)].front() {
             return Some(number);
@@ -302,21 +302,21 @@ impl Worker {
         match self.ring.submit_and_wait(completions) {
             Ok(_) => Ok(()),
             Err(source) => match source.raw_os_error() {
-                // Interrupted, or completions must be reaped before more is taken: the loop does.
+                // Interrupted, or completions must be reaped first: the loop does that.
                 Some(libc::EINTR | libc::EAGAIN | libc::EBUSY) => Ok(()),
                 _ => Err(Error::from_io("io_uring_enter failed", &source)),
             },
         }
     }
 
-    /// Takes the answers that are there, or the first that took long; the rest come next time.
+    /// Takes the completions that are there, up to the first that is compared with a checksum.
     fn reap(&mut self) -> Result<()> {
         loop {
             let Some(completion) = self.ring.completion().next() else { return Ok(()) };
             let result = completion.result();
             if completion.user_data() == WAKE {
                 self.wake_armed = false;
-                // A poll that failed rang nothing, and taking a ring would wait for one.
+                // If the poll failed, the bell was not rung, and `consume` would wait for a ring.
                 if result >= 0 {
                     self.setup.queue.waker().consume()?;
                 }
@@ -345,7 +345,7 @@ impl Worker {
                 self.end_if_done(number);
             }
             if is_compared {
-                // To compare took long: what may be sent goes before the next one is compared.
+                // The comparison took long, so pieces are sent before the next comparison.
                 return Ok(());
             }
         }
@@ -362,7 +362,7 @@ impl Worker {
         }
     }
 
-    /// At close: requests that began but have pieces left are answered, none being in flight.
+    /// At close: answers batches that have pieces left. No piece is in flight.
     fn end_unsent(&mut self) {
         let closed = Err(Error::new(ErrorKind::Closed, "the store was closed"));
         for batch in self.active.iter_mut().filter_map(Option::take) {
@@ -374,7 +374,7 @@ impl Worker {
         }
     }
 
-    /// The ring is lost: nobody can say what the kernel still does to the buffers, so they stay.
+    /// The ring is lost, and the kernel may still use the buffers, so they are leaked.
     fn fail_all(mut self, error: &Error) {
         self.setup.queue.poison();
         for job in self.active_jobs() {
@@ -392,7 +392,7 @@ impl Drop for Worker {
     fn drop(&mut self) {
         if std::thread::panicking() {
             self.setup.queue.poison();
-            // As in `fail_all`: a panic must not free what the kernel may still use.
+            // As in `fail_all`: a panic must not free memory that the kernel may still use.
             for job in self.active_jobs() {
                 let message = "the I/O worker died; open a new store";
                 job.leak(Err(Error::new(ErrorKind::Poisoned, message)));
@@ -401,7 +401,7 @@ impl Drop for Worker {
     }
 }
 
-/// The kernel has one type of entry for both ways, which cannot say that a source is only read.
+/// The kernel's entry has one type for both directions; it cannot say that a source is only read.
 fn iovec(address: *mut u8, len: usize) -> libc::iovec {
     libc::iovec { iov_base: address.cast(), iov_len: len }
 }

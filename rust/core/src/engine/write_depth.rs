@@ -1,23 +1,23 @@
-//! How many pieces of writes may be in flight: as many as the disk takes in a short time.
+//! The limit of writes in flight: as many pieces as the disk takes in a short time.
 //!
-//! What is in flight cannot be cancelled, and a read waits behind it: on a disk that takes
-//! 100 MB/s, sixteen pieces of 4 MiB are two thirds of a second in which backward would stand
-//! still. A fast disk needs all of them, so the limit follows how long pieces take: it is halved
-//! when one took too long, and grows by one with each that did not while the limit was reached.
+//! Pieces in flight cannot be cancelled, and a read waits behind them. On a disk that takes 100
+//! MB/s, sixteen pieces of 4 MiB are two thirds of a second in which backward would stand still. A
+//! fast disk needs all of them, so the limit follows the time that pieces take. It is halved after
+//! a piece that took too long, and grows by one after each fast piece while it was reached.
 
 use std::time::{Duration, Instant};
 
-/// A disk is kept busy while one piece is on its way to it and another one waits there.
+/// A disk stays busy with one piece on its way and another waiting there.
 const LEAST: usize = 2;
 
-/// The limit, and what counts towards it.
+/// The limit, and the number of pieces that count towards it.
 pub struct WriteDepth {
     most: usize,
     limit: usize,
     in_flight: usize,
     /// A piece that takes longer than this waited behind too many others.
     patience: Duration,
-    /// Pieces that were sent before the last cut tell nothing of the limit since.
+    /// Time of the last cut. Pieces that were sent before it say nothing about the new limit.
     cut_at: Option<Instant>,
 }
 
@@ -27,7 +27,8 @@ impl WriteDepth {
         Self { most, limit: most, in_flight: 0, patience, cut_at: None }
     }
 
-    /// Whether one more piece may be sent. If not, one is in flight, and its end is to come.
+    /// Returns true if another piece may be sent. If not, a piece is in flight, and its end is to
+    /// come.
     pub fn may_send(&self) -> bool {
         self.in_flight < self.limit
     }
@@ -37,7 +38,7 @@ impl WriteDepth {
         self.in_flight += 1;
     }
 
-    /// Counts a piece that was sent at `sent_at` and has ended at `now`, and judges by it.
+    /// Counts a piece that was sent at `sent_at` and has ended at `now`, and adjusts the limit.
     pub fn ended(&mut self, sent_at: Instant, now: Instant) {
         let was_full = self.in_flight >= self.limit;
         self.in_flight -= 1;
@@ -61,8 +62,8 @@ mod tests {
 
     const PATIENCE: Duration = Duration::from_millis(100);
 
-    /// A disk that serves one piece after the other, each in `piece`; returns how long the last
-    /// of `count` pieces was in flight, sent as soon as the limit allows.
+    /// A disk that serves pieces one after the other, each in `piece`. The pieces are sent as soon
+    /// as the limit allows; returns the time in flight of the last of `count` pieces.
     fn last_took(depth: &mut WriteDepth, start: Instant, piece: Duration, count: u32) -> Duration {
         let mut sent = std::collections::VecDeque::new();
         let (mut now, mut took, mut left) = (start, Duration::ZERO, count);

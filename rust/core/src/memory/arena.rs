@@ -19,8 +19,9 @@ use crate::error::{Error, ErrorKind, Result};
 /// Slots start on this boundary, which satisfies direct I/O on every file system.
 pub const PAGE_BYTES: usize = 4096;
 const HUGE_PAGE_BYTES: usize = 2 << 20;
-/// The arena becomes accessible in steps, so that strict overcommit counts only what is used. A
-/// step is what is read ahead at once (32 MiB), so most reads need no system call for their memory.
+/// The arena becomes accessible in steps, so that strict overcommit counts only used memory. A step
+/// is as large as the window that is read ahead (32 MiB), so most reads need no system call for
+/// their memory.
 const COMMIT_STEP_BYTES: usize = 32 << 20;
 
 /// One reserved range of addresses from which slots are cut.
@@ -37,8 +38,8 @@ struct Usage {
     extents: ExtentAllocator,
     /// Bytes from the base that may be accessed.
     committed: usize,
-    /// About how many bytes are resident: the most that were in use at once, since pages were
-    /// last given back.
+    /// An estimate of the resident bytes: the most that were in use since pages were last given
+    /// back.
     resident: usize,
 }
 
@@ -51,7 +52,7 @@ unsafe impl Sync for Arena {}
 impl Arena {
     /// Reserves as many addresses as the machine has memory; nothing is resident yet.
     ///
-    /// Of what is not in use, up to `retain` bytes stay resident for the next slots.
+    /// Up to `retain` unused bytes stay resident for the next slots.
     pub fn new(retain: usize) -> Result<Arc<Self>> {
         let mut reserved = physical_bytes().next_multiple_of(HUGE_PAGE_BYTES);
         // An address-space limit (`ulimit -v`) may refuse the first size.
@@ -60,8 +61,8 @@ impl Arena {
                 Ok(base) => break base,
                 Err(_) if reserved > COMMIT_STEP_BYTES => reserved /= 2,
                 Err(source) => {
-                    let what = "cannot reserve 32 MiB of addresses for reads; raise `ulimit -v`";
-                    return Err(Error::from_io(what, &source.into()));
+                    let message = "cannot reserve 32 MiB of addresses for reads; raise `ulimit -v`";
+                    return Err(Error::from_io(message, &source.into()));
                 }
             }
         };
@@ -75,7 +76,7 @@ impl Arena {
         Ok(Arc::new(Self { base, reserved, retain, usage, live, process }))
     }
 
-    /// A slot of `len` bytes. Its content is whatever an earlier slot left.
+    /// A slot of `len` bytes. Its content is unspecified.
     pub fn slot(self: &Arc<Self>, len: usize) -> Result<Slot> {
         let mut usage = self.lock();
         let offset = usage.extents.allocate(len as u64).ok_or_else(|| {
@@ -106,7 +107,7 @@ impl Arena {
         self.live.load(Ordering::Relaxed)
     }
 
-    /// Whether an address lies in the arena.
+    /// Returns true if an address lies in the arena.
     pub fn contains(&self, address: usize) -> bool {
         let base = self.base.as_ptr() as usize;
         (base..base + self.reserved).contains(&address)
@@ -130,7 +131,7 @@ impl Arena {
                 &errno.into(),
             )
         })?;
-        // A kernel without transparent huge pages refuses; small pages work, only slower.
+        // A kernel without transparent huge pages refuses; small pages work, only more slowly.
         // SAFETY: advice on our own mapping; it changes no content.
         let _advice = unsafe { rustix::mm::madvise(start.cast(), len, Advice::LinuxHugepage) };
         usage.committed = target;
@@ -147,14 +148,14 @@ impl Arena {
         let mut usage = self.lock();
         usage.extents.free(offset as u64, len as u64);
         self.live.fetch_sub(round_to_page(len), Ordering::Relaxed);
-        // Seldom, so that what goes up and down within a backward is not faulted in again.
+        // Seldom, so that memory which goes up and down within a backward is not faulted in again.
         let used = usage.extents.used() as usize;
         if used <= usage.resident / 4 && usage.resident - used > self.retain {
             self.drop_pages(&mut usage);
         }
     }
 
-    /// Gives the pages that no slot covers back to the system, but for the first `retain` bytes.
+    /// Gives the pages that no slot covers back to the system, except the first `retain` bytes.
     fn drop_pages(&self, usage: &mut Usage) {
         let mut retain = self.retain;
         for (offset, len) in usage.extents.free_ranges() {
@@ -202,12 +203,12 @@ fn physical_bytes() -> usize {
     usize::try_from(pages).unwrap_or(0).max(1 << 16).saturating_mul(rustix::param::page_size())
 }
 
-/// What a slot of `len` bytes takes of the arena.
+/// The bytes that a slot of `len` bytes takes of the arena.
 pub fn round_to_page(len: usize) -> usize {
     len.max(1).next_multiple_of(PAGE_BYTES)
 }
 
-/// A range of the arena; it goes back when the last holder drops it, on whichever thread.
+/// A range of the arena. It is freed when the last holder drops it, on any thread.
 pub struct Slot {
     arena: Arc<Arena>,
     offset: usize,
@@ -225,7 +226,7 @@ impl Slot {
         self.len
     }
 
-    /// Whether the slot has no bytes.
+    /// Returns true if the slot has no bytes.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
@@ -233,7 +234,7 @@ impl Slot {
 
 impl Drop for Slot {
     fn drop(&mut self) {
-        // In a forked process a thread that is not there may hold the lock, and nobody reads into
+        // In a forked process a thread that does not exist may hold the lock, and no read goes into
         // this arena any more.
         if self.arena.process == std::process::id() {
             self.arena.give_back(self.offset, self.len);
@@ -276,8 +277,8 @@ mod tests {
         let len = arena.lock().committed;
         let mut pages = vec![0_u8; len / PAGE_BYTES];
         // SAFETY: the range lies in the arena's mapping, and `pages` has a byte for each page.
-        let told = unsafe { libc::mincore(arena.base.as_ptr().cast(), len, pages.as_mut_ptr()) };
-        assert_eq!(told, 0, "{}", std::io::Error::last_os_error());
+        let answer = unsafe { libc::mincore(arena.base.as_ptr().cast(), len, pages.as_mut_ptr()) };
+        assert_eq!(answer, 0, "{}", std::io::Error::last_os_error());
         pages.iter().filter(|&&page| page & 1 == 1).count() * PAGE_BYTES
     }
 
@@ -296,7 +297,7 @@ mod tests {
             assert!(resident_bytes(&arena) >= 64 * len);
             let live = slots.swap_remove(live_index);
             drop(slots);
-            // While some were in use their pages were kept, and then the last quarter was not.
+            // The pages were kept while many slots were in use, and given back at the last quarter.
             let resident = resident_bytes(&arena);
             assert!(resident <= 64 * len / 4 + retain, "{resident} bytes are resident");
             // SAFETY: the slot is in use and was filled above.

@@ -1,15 +1,15 @@
-//! Memory by what the kernel may do with it: read from it, or write into it. It is the CPU's, but
-//! for slots on a GPU.
+//! Memory by the access of the kernel: it reads from it, or writes into it. It is memory of the
+//! CPU, except slots on a GPU.
 //!
 //! ```text
 //! HostSource   the kernel reads        a tensor that is written to the disk
 //! HostTarget   the kernel writes too   a slot of the arena, or memory lent for a read
 //! ```
 //!
-//! Two types, so that no engine can be made to write into memory that was lent for reading: a
-//! source has no way to give a `*mut`, and a target is made only by somebody who promises that
-//! nobody else uses the memory. Memory of a GPU says that it is some: only an engine that moves
-//! such memory is given it, and no function here touches its bytes.
+//! There are two types, so that no engine can write into memory that was lent for reading: a source
+//! never gives a `*mut`, and the maker of a target promises that nobody else uses the memory.
+//! Memory of a GPU is marked: only an engine that moves such memory gets it, and no function here
+//! touches its bytes.
 #![expect(unsafe_code, reason = "hands out raw addresses to the kernel")]
 
 use std::any::Any;
@@ -20,13 +20,14 @@ use std::sync::Arc;
 
 use crate::memory::arena::{PAGE_BYTES, Slot};
 
-/// What keeps memory alive. It is dropped some day, on any thread, and never looked at.
+/// An object that keeps memory alive. It is dropped at some time, on any thread, and never
+/// accessed.
 struct Owner(#[expect(dead_code, reason = "held for its drop")] Box<dyn Any + Send>);
 
 // SAFETY: no method takes `&self`, so several threads that share it can do nothing at once.
 unsafe impl Sync for Owner {}
 
-/// Host memory that the kernel may read from, and that nobody here writes into.
+/// Memory that the kernel may read from, and that nobody here writes into.
 #[derive(Clone)]
 pub struct HostSource {
     address: NonNull<u8>,
@@ -42,13 +43,13 @@ unsafe impl Send for HostSource {}
 unsafe impl Sync for HostSource {}
 
 impl HostSource {
-    /// The same, of memory of a GPU, which the CPU cannot reach.
+    /// The same bytes as memory of a GPU, which the CPU cannot reach.
     #[must_use]
     pub fn on_gpu(self) -> Self {
         Self { is_on_gpu: true, ..self }
     }
 
-    /// Whether it is memory of a GPU.
+    /// Returns true if it is memory of a GPU.
     pub fn is_on_gpu(&self) -> bool {
         self.is_on_gpu
     }
@@ -56,9 +57,9 @@ impl HostSource {
     /// Lends `len` bytes at `address` for reading.
     ///
     /// # Safety
-    /// The address is one that the CPU can read, or it is [`on_gpu`](Self::on_gpu). The pages that
-    /// hold the bytes must stay mapped and readable until `owner` is dropped. The bytes may change
-    /// meanwhile: then what is stored is unspecified bytes, which the caller must not use.
+    /// The address is readable by the CPU, or is memory [`on_gpu`](Self::on_gpu). The pages that
+    /// hold the bytes must stay mapped and readable until `owner` is dropped. If the bytes change
+    /// meanwhile, the stored bytes are unspecified, and the caller must not use them.
     pub unsafe fn new(address: NonNull<u8>, len: usize, owner: Box<dyn Any + Send>) -> Self {
         Self { address, len, is_on_gpu: false, owner: Arc::new(Owner(owner)) }
     }
@@ -68,16 +69,16 @@ impl HostSource {
         self.len
     }
 
-    /// Whether there are no bytes.
+    /// Returns true if there are no bytes.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// The blocks of `alignment` bytes that the source touches, and where it starts in them. Such a
-    /// widening is what spares unaligned tensors a copy.
+    /// The blocks of `alignment` bytes that the source touches, and the offset of the source in
+    /// them. This widening spares unaligned tensors a copy.
     ///
     /// # Panics
-    /// If `alignment` is more than a page: then the blocks might not be mapped.
+    /// If `alignment` is more than a page, because the blocks might not be mapped.
     #[must_use]
     pub fn widened(self, alignment: usize) -> (Self, usize) {
         assert!(alignment <= PAGE_BYTES && alignment.is_power_of_two(), "widened beyond a page");
@@ -118,11 +119,12 @@ impl HostSource {
         unsafe { std::ptr::copy_nonoverlapping(from, bytes.as_mut_ptr(), bytes.len()) }
     }
 
-    /// Takes the bytes of `range` into a checksum. If they change meanwhile, it is of no use.
+    /// Adds the bytes of `range` to a checksum. If they change meanwhile, the checksum is of no
+    /// use.
     pub fn hash(&self, range: Range<usize>, sum: &mut Checksum) {
         assert_on_cpu(self.is_on_gpu);
         let address = self.address(range.start, range.len());
-        // SAFETY: `address` checked the range, and whoever lent the memory promised that it is
+        // SAFETY: `address` checked the range, and the lender of the memory promised that it is
         // readable.
         sum.update(unsafe { std::slice::from_raw_parts(address, range.len()) });
     }
@@ -135,7 +137,7 @@ impl From<Arc<Slot>> for HostSource {
     }
 }
 
-/// Host memory that the kernel may write into, and that nobody else uses meanwhile.
+/// Memory that the kernel may write into, and that nobody else uses meanwhile.
 #[derive(Clone)]
 pub struct HostTarget {
     address: NonNull<u8>,
@@ -144,20 +146,20 @@ pub struct HostTarget {
     owner: Arc<Owner>,
 }
 
-// SAFETY: the memory belongs to whoever holds the target, its owner is `Send` and never looked at,
+// SAFETY: the memory belongs to the holder of the target, its owner is `Send` and never accessed,
 // and the promise made to `HostTarget::new` holds on every thread.
 unsafe impl Send for HostTarget {}
 // SAFETY: as above; no two threads are given the same bytes of one read.
 unsafe impl Sync for HostTarget {}
 
 impl HostTarget {
-    /// The same, of memory of a GPU, which the CPU cannot reach.
+    /// The same bytes as memory of a GPU, which the CPU cannot reach.
     #[must_use]
     pub fn on_gpu(self) -> Self {
         Self { is_on_gpu: true, ..self }
     }
 
-    /// Whether it is memory of a GPU.
+    /// Returns true if it is memory of a GPU.
     pub fn is_on_gpu(&self) -> bool {
         self.is_on_gpu
     }
@@ -165,9 +167,9 @@ impl HostTarget {
     /// Lends `len` bytes at `address` for a read to write into.
     ///
     /// # Safety
-    /// The address is one that the CPU can write to, or it is [`on_gpu`](Self::on_gpu). The bytes
-    /// must stay mapped and writable until `owner` is dropped, and nobody else may read or write
-    /// them before that.
+    /// The address is writable by the CPU, or is memory [`on_gpu`](Self::on_gpu). The bytes must
+    /// stay mapped and writable until `owner` is dropped, and nobody else may read or write them
+    /// before that.
     pub unsafe fn new(address: NonNull<u8>, len: usize, owner: Box<dyn Any + Send>) -> Self {
         Self { address, len, is_on_gpu: false, owner: Arc::new(Owner(owner)) }
     }
@@ -177,7 +179,7 @@ impl HostTarget {
         self.len
     }
 
-    /// Whether there are no bytes.
+    /// Returns true if there are no bytes.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
@@ -220,7 +222,7 @@ impl HostTarget {
         unsafe { std::ptr::copy_nonoverlapping(from, bytes.as_mut_ptr(), bytes.len()) }
     }
 
-    /// Copies `len` bytes at `start` to those at `other_start` of another target.
+    /// Copies `len` bytes at `start` to `other_start` of another target.
     pub fn copy_to(&self, start: usize, other: &Self, other_start: usize, len: usize) {
         assert_on_cpu(self.is_on_gpu || other.is_on_gpu);
         let (from, to) = (self.address(start, len), other.address(other_start, len));
@@ -228,7 +230,7 @@ impl HostTarget {
         unsafe { std::ptr::copy(from, to, len) }
     }
 
-    /// Takes the bytes of `range`, which have been read, into a checksum.
+    /// Adds the bytes of `range`, which have been read, to a checksum.
     pub fn hash(&self, range: Range<usize>, sum: &mut Checksum) {
         assert_on_cpu(self.is_on_gpu);
         let address = self.address(range.start, range.len());
@@ -244,17 +246,17 @@ impl From<Arc<Slot>> for HostTarget {
     }
 }
 
-/// xxh3 of bytes that come in several runs: the same number as that of all at once.
+/// xxh3 of bytes that come in several runs. It equals the xxh3 of all bytes at once.
 #[derive(Default)]
 pub struct Checksum(xxhash_rust::xxh3::Xxh3);
 
 impl Checksum {
-    /// Takes in the next run.
+    /// Adds the next run.
     pub fn update(&mut self, bytes: &[u8]) {
         self.0.update(bytes);
     }
 
-    /// The sum of what was taken in.
+    /// The checksum of all runs so far.
     pub fn value(&self) -> u64 {
         self.0.digest()
     }

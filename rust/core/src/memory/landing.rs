@@ -1,10 +1,10 @@
-//! Where the bytes of a read land: in a slot, in memory that the caller lends, or some in each.
+//! The memory that a read fills: a slot, memory that the caller lends, or parts of both.
 //!
-//! Direct I/O moves whole blocks to aligned addresses. What was written had been widened to whole
-//! blocks, so a read moves more bytes than the caller asks for:
+//! Direct I/O moves whole blocks to aligned addresses. The write had been widened to whole blocks,
+//! so a read moves more bytes than the caller asks for:
 //!
 //! ```text
-//! on the disk    |..hhhh|mmmmmm|mmmmmm|tt....|    what the caller wants, and what surrounds it
+//! on the disk    |..hhhh|mmmmmm|mmmmmm|tt....|    the caller's bytes, and the bytes around them
 //! lent memory        hhhh mmmmmm mmmmmm tt        nothing around it may be written
 //! ```
 //!
@@ -19,7 +19,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::memory::arena::{Arena, Slot};
 use crate::memory::host::{Checksum, HostTarget};
 
-/// Where the bytes of one read land, or a part of them.
+/// The memory for the bytes of a read, or for a part of them.
 #[derive(Clone, Debug)]
 pub struct Landing {
     layout: Arc<Layout>,
@@ -30,9 +30,9 @@ pub struct Landing {
 /// Positions count from the first byte that is read.
 #[derive(Debug)]
 struct Layout {
-    /// What does not go straight to lent memory.
+    /// The memory for bytes that do not go straight to lent memory.
     slot: Option<HostTarget>,
-    /// What goes straight to lent memory; empty if nothing does.
+    /// The bytes that go straight to lent memory; empty if none do.
     direct: Range<usize>,
     lent: Option<Lent>,
 }
@@ -40,7 +40,7 @@ struct Layout {
 #[derive(Debug)]
 struct Lent {
     target: HostTarget,
-    /// Where its first byte lies.
+    /// Position of its first byte.
     start: usize,
 }
 
@@ -62,7 +62,7 @@ impl From<Arc<Slot>> for Landing {
 }
 
 impl Landing {
-    /// Lays out a read of `len` bytes of which those from `head` on shall come to `target`.
+    /// Lays out a read of `len` bytes. The bytes from `head` on come to `target`.
     ///
     /// # Panics
     /// If the target ends beyond the read.
@@ -74,7 +74,7 @@ impl Landing {
         arena: &Arc<Arena>,
     ) -> Result<Self> {
         let end = head + target.len();
-        assert!(end <= len, "a read is as long as what it is for");
+        assert!(end <= len, "the target ends beyond the read");
         let address = target.address(0, target.len()) as usize;
         let (first, last) = (head.next_multiple_of(alignment), end / alignment * alignment);
         let fits = address % alignment == head % alignment && first < last;
@@ -89,7 +89,7 @@ impl Landing {
         Ok(Self { layout: Arc::new(layout), start: 0, len })
     }
 
-    /// Whether the bytes land in memory of a GPU.
+    /// Returns true if the bytes go to memory of a GPU.
     pub fn is_on_gpu(&self) -> bool {
         self.layout.lent.as_ref().is_some_and(|lent| lent.target.is_on_gpu())
     }
@@ -99,7 +99,7 @@ impl Landing {
         self.len
     }
 
-    /// Whether there are no bytes.
+    /// Returns true if there are no bytes.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
@@ -122,7 +122,7 @@ impl Landing {
         })
     }
 
-    /// Copies `bytes` to where those at `start` land, as the kernel would.
+    /// Copies `bytes` to the memory for the bytes at `start`, as the kernel would.
     pub fn copy_in(&self, start: usize, bytes: &[u8]) {
         let mut rest = bytes;
         for (target, range) in self.runs(start, bytes.len()) {
@@ -132,15 +132,15 @@ impl Landing {
         }
     }
 
-    /// Takes the bytes of `range`, which have been read, into a checksum.
+    /// Adds the bytes of `range`, which have been read, to a checksum.
     pub fn hash(&self, range: Range<usize>, sum: &mut Checksum) {
         for (target, range) in self.runs(range.start, range.len()) {
             target.hash(range, sum);
         }
     }
 
-    /// Copies what has been read of `[start, start + len)` from the slot to the lent memory, if
-    /// there is any and the bytes are not there already.
+    /// Copies the bytes of `[start, start + len)` from the slot to the lent memory, if there is any
+    /// and the bytes are not there already.
     pub fn deliver(&self, start: usize, len: usize) {
         let Layout { slot: Some(slot), direct, lent: Some(lent) } = &*self.layout else { return };
         let (start, end) = (self.start + start, self.start + start + len);
@@ -164,7 +164,7 @@ impl Landing {
         let inside = start.max(direct.start)..end.min(direct.end);
         let behind = start.max(direct.end)..end;
         let lent = lent.as_ref();
-        // In the slot, what lies behind the direct part follows on what lies before it.
+        // In the slot, the bytes behind the direct part follow directly on the bytes before it.
         [
             (slot.as_ref(), before, 0),
             (lent.map(|lent| &lent.target), inside, lent.map_or(0, |lent| lent.start)),
@@ -190,8 +190,8 @@ mod tests {
     const BLOCK: usize = 512;
 
     proptest! {
-        /// Whatever the offset and the length: each byte arrives once, where it belongs, and no
-        /// other byte of the memory changes.
+        /// For all offsets and lengths, each byte arrives once in its place, and no other byte of
+        /// the memory changes.
         #[test]
         fn bytes_arrive_in_their_range_and_nowhere_else(
             head in 0..BLOCK,
@@ -203,7 +203,7 @@ mod tests {
             let lent_offset = if is_same_offset { head } else { lent_offset };
             let len = (head + lent_len).next_multiple_of(BLOCK);
             let arena = Arena::new(0).unwrap();
-            // Lent memory is a part of a slot here, so that its surroundings can be looked at.
+            // Lent memory is a part of a slot here, so that the bytes around it can be checked.
             let around = HostTarget::from(Arc::new(arena.slot(16 * BLOCK).unwrap()));
             around.copy_in(0, &[0xee; 16 * BLOCK]);
             let lent = around.part(2 * BLOCK + lent_offset, lent_len);

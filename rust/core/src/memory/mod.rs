@@ -1,4 +1,4 @@
-//! Memory that I/O touches: the arena, and what the kernel may read from or write into.
+//! Memory that I/O touches: the arena, sources and targets for the kernel, and pinned memory.
 
 pub mod arena;
 pub mod host;

@@ -1,9 +1,9 @@
-//! Pinned memory: memory of the CPU that a GPU copies from and to by itself, in slots; or memory of
-//! the GPU that a drive does, which is pinned for it by cuFile.
+//! Pinned memory, cut into slots: memory of the CPU that a GPU copies from and to by itself, or
+//! memory of a GPU that cuFile pins for a drive.
 //!
-//! It is made once, in few large blocks. To pin memory takes long (a second for some GiB), stalls
-//! the GPU, and inside a collective operation it can wait for other ranks for ever; so nothing is
-//! pinned while training runs. The blocks are ours, mapped and then registered with the driver:
+//! It is made once, in few large blocks. Pinning takes long (a second for some GiB), stalls the
+//! GPU, and inside a collective operation it can wait for other ranks for ever; so nothing is
+//! pinned while training runs. The blocks are mapped here and then registered with the driver:
 //! memory that the driver allocates itself cannot be registered with `io_uring` on some kernels.
 #![expect(unsafe_code, reason = "maps memory and registers it with the CUDA driver")]
 
@@ -36,10 +36,10 @@ pub struct PinnedPool {
 }
 
 struct Block {
-    /// Of memory of the GPU, an address that the CPU cannot reach.
+    /// For memory of the GPU, an address that the CPU cannot reach.
     base: NonNull<u8>,
     len: usize,
-    /// What it is of, if it is memory of the GPU.
+    /// The ring that the block lies in, if it is memory of the GPU.
     ring: Option<Ring>,
     extents: Mutex<ExtentAllocator>,
 }
@@ -67,7 +67,7 @@ impl PinnedPool {
         let mut left = nbytes.next_multiple_of(PAGE_BYTES);
         while left > 0 {
             let len = left.min(BLOCK_BYTES_MAX);
-            // Entered at once: dropped with an error, the pool gives its blocks back.
+            // Added at once, so that the pool frees its blocks if it is dropped with an error.
             pool.add_block(len)?;
             left -= len;
         }
@@ -111,7 +111,7 @@ impl PinnedPool {
         Ok(())
     }
 
-    /// Cuts a slot of at least `len` bytes; `None` if no block has so many in one piece now.
+    /// Cuts a slot of at least `len` bytes; `None` if no block has a free range so long now.
     pub fn slot(self: &Arc<Self>, len: usize) -> Option<PinnedSlot> {
         let whole = len.next_multiple_of(PAGE_BYTES);
         let (block, offset) = self.blocks.iter().enumerate().find_map(|(index, block)| {
@@ -121,7 +121,7 @@ impl PinnedPool {
         Some(PinnedSlot { pool: Arc::clone(self), block, offset, len: whole })
     }
 
-    /// The longest slot that there can ever be.
+    /// The length of the longest possible slot.
     pub fn slot_bytes_max(&self) -> usize {
         self.blocks.iter().map(|block| block.len).max().unwrap_or(0)
     }
@@ -131,7 +131,7 @@ impl PinnedPool {
         self.blocks.iter().map(|block| block.len).sum()
     }
 
-    /// Whether there are no bytes.
+    /// Returns true if the pool has no bytes.
     pub fn is_empty(&self) -> bool {
         self.blocks.is_empty()
     }
@@ -154,7 +154,7 @@ impl fmt::Debug for PinnedPool {
 
 impl Drop for PinnedPool {
     fn drop(&mut self) {
-        // A forked child has no copy of the blocks.
+        // In a forked child the blocks are not mapped.
         if self.gpu.is_forked() {
             return;
         }
@@ -165,7 +165,7 @@ impl Drop for PinnedPool {
                 let answer = unsafe { (driver.functions.cuMemHostUnregister)(address) };
                 driver.check("cuMemHostUnregister", answer)
             });
-            // What the driver may still use stays mapped; the process gives it back at its end.
+            // If the driver may still use a block, it stays mapped until the process ends.
             if unregistered.is_ok() {
                 unmap(block.base, block.len);
             }
@@ -185,8 +185,8 @@ fn map(len: usize) -> Result<NonNull<u8>> {
     };
     let size = shown_bytes(len as u64);
     let mapped = mapped.map_err(|errno| {
-        let what = format!("cannot map {size} for copies to and from the GPU");
-        Error::from_io(what, &errno.into())
+        let message = format!("cannot map {size} for copies to and from the GPU");
+        Error::from_io(message, &errno.into())
     })?;
     let Some(base) = NonNull::new(mapped.cast::<u8>()) else {
         return Err(Error::new(ErrorKind::Io, format!("{size} were mapped at address 0")));
@@ -194,7 +194,7 @@ fn map(len: usize) -> Result<NonNull<u8>> {
     // A hint; a kernel without huge pages refuses it, which costs time and nothing else.
     // SAFETY: the range was just mapped.
     let _advice = unsafe { rustix::mm::madvise(mapped, len, Advice::LinuxHugepage) };
-    // Else a write to a page would move it away from under the GPU while a child has it too.
+    // Otherwise a write to a page would move it away from under the GPU while a child shares it.
     // SAFETY: as above.
     let kept = unsafe { rustix::mm::madvise(mapped, len, Advice::LinuxDontFork) };
     kept.map_err(|errno| {
@@ -210,7 +210,7 @@ fn unmap(base: NonNull<u8>, len: usize) {
     debug_assert!(unmapped.is_ok(), "munmap refuses only ranges that were never mapped");
 }
 
-/// A range of a pool. Dropping it gives the range to others: no copy and no I/O may use it then.
+/// A range of a pool. Dropping it frees the range: no copy and no I/O may use it then.
 #[derive(Debug)]
 pub struct PinnedSlot {
     pool: Arc<PinnedPool>,
@@ -225,7 +225,7 @@ impl PinnedSlot {
         self.block().base.as_ptr().wrapping_add(self.offset as usize)
     }
 
-    /// The same, if the slot lies on the GPU.
+    /// The address on the GPU, if the slot lies there.
     pub fn gpu_address(&self) -> Option<u64> {
         self.block().ring.as_ref().map(|ring| ring.address() + self.offset)
     }
@@ -239,13 +239,13 @@ impl PinnedSlot {
         self.len
     }
 
-    /// Never: a slot has at least one page.
+    /// Always false: a slot has at least one page.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// The first `len` bytes, for a write to the disk; on a GPU those of whole pages, because only
-    /// whole blocks can go from there.
+    /// The first `len` bytes, for a write to the disk. On a GPU they are rounded up to whole pages,
+    /// because only whole blocks can go from there.
     ///
     /// # Panics
     /// If the slot is shorter.
@@ -258,8 +258,8 @@ impl PinnedSlot {
         if self.block().ring.is_some() { source.on_gpu() } else { source }
     }
 
-    /// The first `len` bytes, or whole pages as for `source`, for a read to fill. Nobody else may
-    /// use them until it has ended.
+    /// The first `len` bytes, or whole pages as in `source`, for a read to fill. Nobody else may
+    /// use them until the read has ended.
     ///
     /// # Panics
     /// If the slot is shorter.
@@ -282,7 +282,7 @@ impl PinnedSlot {
 
 impl Drop for PinnedSlot {
     fn drop(&mut self) {
-        // In a forked child the lock may be held for ever, and there is no memory behind the slot.
+        // In a forked child the lock may be held for ever, and the slot has no memory.
         if self.pool.gpu.is_forked() {
             return;
         }

@@ -1,4 +1,4 @@
-//! A load on its way back to a GPU: from a slot that still holds the bytes, or from the disk.
+//! A load on its way back to a GPU, from a slot that still holds the bytes or from the disk.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -44,7 +44,7 @@ impl Loading {
         let stored = match &*parcel.place() {
             Place::OnDisk(stored) => Arc::clone(stored),
             Place::Lost(error) => return Err(error.clone()),
-            // No place follows on these but the two above, and the slot was gone before.
+            // Only the two places above follow on these, and the slot was gone before.
             Place::Copying(_) | Place::Writing(..) | Place::Pinned(..) => {
                 unreachable!("bytes never come back into a slot")
             }
@@ -55,17 +55,17 @@ impl Loading {
         Ok(loading)
     }
 
-    /// Whether `lend` would not wait.
+    /// Returns true if `lend` would not wait.
     pub fn is_enqueued(&self) -> bool {
         !matches!(&*self.upload.progress(), Progress::Coming)
     }
 
-    /// Waits at most `limit` until `lend` would not wait; `false` if the time is over.
+    /// Waits at most `limit` until `lend` would not wait. Returns `false` if the time is over.
     pub fn wait(&self, limit: Duration) -> bool {
         self.is_enqueued() || self.shared.wait_for(limit, |_turn| self.is_enqueued())
     }
 
-    /// When the bytes are there, if their copy is on its way.
+    /// The event of the end of its copy; `None` if the copy has not begun.
     pub fn loaded(&self) -> Option<Arc<Event>> {
         match &*self.upload.progress() {
             Progress::Enqueued(loaded) => Some(Arc::clone(loaded)),
@@ -73,7 +73,7 @@ impl Loading {
         }
     }
 
-    /// Why the bytes will never come, if they will not.
+    /// The error of a load that has failed; `None` if it has not.
     pub fn failure(&self) -> Option<Error> {
         match &*self.upload.progress() {
             Progress::Failed(error) => Some(error.clone()),
@@ -81,11 +81,11 @@ impl Loading {
         }
     }
 
-    /// Makes what is put on `stream` from now on wait until the bytes are there.
+    /// Makes the later work of `stream` wait until the bytes are there.
     ///
-    /// `None` if they have not come from the disk within `limit`: call it again.
+    /// Returns `None` if they have not come from the disk within `limit`: call it again.
     ///
-    /// Each stream that uses the target has to be lent it.
+    /// Call it for each stream that uses the target.
     pub fn lend(&self, stream: UserStream, limit: Duration) -> Option<Result<()>> {
         if !self.wait(limit) {
             return None;
@@ -100,8 +100,9 @@ impl Loading {
         })
     }
 
-    /// Gives the target up: a copy to it that has not begun never does. The stream that gives its
-    /// memory to others has to wait for the end of one that has, which is returned.
+    /// Gives the target up. A copy to it that has not begun never begins. If the copy has begun,
+    /// this returns its event; the stream that gives the memory to other tensors has to wait for
+    /// it.
     pub fn give_up(&self) -> Option<Arc<Event>> {
         let mut progress = self.upload.progress();
         match &*progress {
@@ -116,8 +117,8 @@ impl Loading {
     }
 }
 
-/// A copy that was begun outside of a CUDA graph is no part of it: at its next launch the graph
-/// would use what lies there then.
+/// Refuses to load into a CUDA graph. A copy that was begun outside of the graph is no part of it:
+/// at its next launch the graph would use other bytes.
 fn refuse_if_capturing(shared: &Shared, stream: UserStream) -> Result<()> {
     if is_capturing(&shared.gpu, stream)? {
         let message = "a CUDA graph is being captured, which needs a tensor that was offloaded \
@@ -128,9 +129,9 @@ fn refuse_if_capturing(shared: &Shared, stream: UserStream) -> Result<()> {
     Ok(())
 }
 
-/// Begins the read of what is on the disk, which takes a slot, and a place in the store's queue.
+/// Begins the read of bytes on the disk. It needs a slot and a place in the store's queue.
 ///
-/// If there is none now, it has to wait: that is a task as well. An error is the answer of the load
+/// If one of them is missing, the returned task waits for it. The load gets an error as its answer,
 /// too.
 pub fn read(shared: &Shared, upload: Owed, stored: Arc<Stored>) -> Result<Task> {
     let len = upload.0.target.len();
@@ -146,9 +147,9 @@ pub fn read(shared: &Shared, upload: Owed, stored: Arc<Stored>) -> Result<Task> 
     }
 }
 
-/// Puts the copy from a slot on its stream, unless the target was given up.
+/// Puts the copy from a slot on the stream for copies up, unless the target was given up.
 ///
-/// `parcel` is given if the slot may still be filled by the copy from the GPU.
+/// Pass `parcel` if the copy from the GPU may still be filling the slot.
 pub fn enqueue(shared: &Shared, upload: &Upload, slot: Arc<PinnedSlot>, parcel: Option<&Parcel>) {
     let mut progress = upload.progress();
     if !matches!(*progress, Progress::Coming) {
@@ -156,7 +157,7 @@ pub fn enqueue(shared: &Shared, upload: &Upload, slot: Arc<PinnedSlot>, parcel: 
     }
     let mut after = Vec::new();
     after.push(&upload.allocated); // defence: a load waits for the memory of its target
-    // Mostly the target's stream has waited for this copy, when the source was let go.
+    // The target's stream has mostly waited for this copy already, when the source was released.
     after.extend(parcel.map(|parcel| &*parcel.copied));
     let copied = shared.up.copy(&shared.copies, &slot, &after, None, |stream, slot| {
         stream.copy_up(slot, upload.target)

@@ -1,4 +1,4 @@
-//! What the threads of the program ask the worker to follow, and how they wake it.
+//! The tasks that the threads of the program give to the worker, and its wake-up.
 
 use std::sync::atomic::{AtomicBool, Ordering, fence};
 use std::sync::{Arc, OnceLock};
@@ -14,20 +14,20 @@ use crate::staging::upload::Owed;
 use crate::store::PendingInto;
 use crate::stored::Stored;
 
-/// What the worker is asked to follow.
+/// A task that the worker follows.
 #[derive(Debug)]
 pub enum Task {
-    /// A copy from the GPU, which is to be written once it has ended.
+    /// A copy from the GPU. Its slot is written to the disk after it has ended.
     Copying(Arc<Parcel>),
-    /// A read from the disk, which is to be copied to the GPU.
+    /// A read from the disk. Its slot is copied to the GPU after it has ended.
     Reading(Reading),
-    /// A load for which there was no slot.
+    /// A load that had no slot.
     Waiting(Owed, Arc<Stored>),
-    /// A copy to the GPU, whose slot is free once it has ended.
+    /// A copy to the GPU. Its slot is free after it has ended.
     Uploading(Uploading),
 }
 
-/// A copy to the GPU under way, of so many bytes.
+/// A copy of `len` bytes to the GPU under way.
 #[derive(Debug)]
 pub struct Uploading {
     pub slot: Arc<PinnedSlot>,
@@ -43,25 +43,25 @@ pub struct Reading {
     pub pending: PendingInto,
 }
 
-/// Where tasks are put; without a lock, and with a system call only if the worker sleeps.
+/// A queue of tasks without a lock. It makes a system call only if the worker sleeps.
 #[derive(Debug, Default)]
 pub struct Mailbox {
     tasks: SegQueue<Task>,
     is_asleep: AtomicBool,
     is_closed: AtomicBool,
-    /// Whether the worker has ended.
+    /// True if the worker has ended.
     is_left: AtomicBool,
     worker: OnceLock<Thread>,
 }
 
 impl Mailbox {
-    /// Says which thread takes the tasks, before any is posted.
+    /// Sets the thread that takes the tasks, before any task is posted.
     pub fn belongs_to(&self, worker: &Thread) {
         let is_first = self.worker.set(worker.clone()).is_ok();
         assert!(is_first, "a mailbox has one worker");
     }
 
-    /// Takes a task, if there is one.
+    /// Takes a task; `None` if there is none.
     pub fn take(&self) -> Option<Task> {
         self.tasks.pop()
     }
@@ -77,18 +77,18 @@ impl Mailbox {
         self.wake();
     }
 
-    /// Refuses new work; the worker ends once nothing is under way.
+    /// Refuses new work. The worker ends after nothing is under way.
     pub fn close(&self) {
         self.is_closed.store(true, Ordering::SeqCst);
         self.wake();
     }
 
-    /// Whether the worker has ended.
+    /// Returns true if the worker has ended.
     pub fn is_left(&self) -> bool {
         self.is_left.load(Ordering::SeqCst)
     }
 
-    /// Whether new work is refused.
+    /// Returns true if new work is refused.
     pub fn is_closed(&self) -> bool {
         self.is_closed.load(Ordering::SeqCst)
     }
@@ -105,14 +105,15 @@ impl Mailbox {
         Ok(())
     }
 
-    /// Whether there is no task.
+    /// Returns true if there is no task.
     pub fn is_empty(&self) -> bool {
         self.tasks.is_empty()
     }
 
     fn wake(&self) {
-        // As in `queue::Waker`: whoever posts looks for a sleeper after it pushed, and the worker
-        // looks at the tasks after it said that it sleeps; the fences let one see the other.
+        // As in `queue::Waker`: a thread pushes first and then looks for a sleeper; the worker
+        // announces its sleep first and then looks at the tasks. The fences make sure that one sees
+        // the other.
         fence(Ordering::SeqCst);
         if self.is_asleep.swap(false, Ordering::SeqCst)
             && let Some(worker) = self.worker.get()
@@ -121,7 +122,7 @@ impl Mailbox {
         }
     }
 
-    /// Blocks the worker until there is a task, or no more will come.
+    /// Blocks the worker until there is a task, or the mailbox is closed.
     pub fn sleep(&self) {
         self.is_asleep.store(true, Ordering::SeqCst);
         fence(Ordering::SeqCst);

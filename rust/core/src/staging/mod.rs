@@ -1,4 +1,4 @@
-//! Tensors of a GPU on their way to the store and back, through pinned memory.
+//! Moves tensors of a GPU to the store and back, through pinned memory.
 //!
 //! ```text
 //!            stream of the user                copy stream              worker
@@ -8,14 +8,15 @@
 //! lend       waits for loaded ◄──────────────● loaded
 //! ```
 //!
-//! Everything on the GPU is ordered by events that streams wait for; the CPU waits only where it
-//! must: for room in the ring, and in `lend` for a read that has not come from the disk. Whatever
-//! is begun must be waited for by the stream that gives its memory to others, also if nobody wants
-//! it any more: a source by [`Staged::release`], a target by what [`Loading::give_up`] returns.
-//! Not while a CUDA graph is being made of that stream, of which the wait would become a part.
+//! Events order all work on the GPU; streams wait for them. The CPU waits only for room in the
+//! ring, and in `lend` for a read that has not come from the disk. A stream that gives memory to
+//! other tensors must first wait for the copy that uses it, even if nobody wants the copy any more:
+//! for a source by [`Staged::release`], for a target by the event of [`Loading::give_up`]. It must
+//! not wait while a CUDA graph is captured from it, because the wait would become a part of the
+//! graph.
 //!
-//! Each direction has its own pinned memory, so that a load finds room however many saves wait for
-//! the disk, or stay in their slots because it failed.
+//! Each direction has its own pinned memory. So a load finds room even if many saves wait for the
+//! disk, or stay in their slots because the disk failed.
 
 mod loading;
 mod mailbox;
@@ -43,65 +44,65 @@ pub use loading::Loading;
 pub use shared::PinnedBytes;
 pub use staged::{Staged, Tier};
 
-/// How a stream is ordered after a copy.
+/// The order of a stream after a copy.
 #[derive(Debug)]
 pub enum Ordered {
-    /// Not at all: a CUDA graph is being made of it.
+    /// None: a CUDA graph is being captured from the stream.
     Captured,
-    /// It waits, from the place that was marked.
+    /// The stream waits, from the marked place on.
     Waits(Option<Event>),
 }
 
-/// Why there is no slot for another save.
+/// The reason that there is no slot for another save.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Full {
-    /// The GPU has not come to the copies yet: the program is ahead of it, and waiting costs
+    /// The GPU has not reached the copies yet: the program is ahead of it, and waiting costs
     /// nothing.
     GpuBehind,
     /// All slots wait for the disk.
     DiskBehind,
-    /// All slots are taken for good, by what stays in pinned memory: waiting would not help.
+    /// Tensors that stay in pinned memory hold all slots: waiting would not help.
     Pinned,
-    /// No slot can ever be as long as this tensor.
+    /// The tensor is longer than the longest slot.
     TooLong,
 }
 
-/// What came of a save.
+/// The result of a save.
 #[derive(Debug)]
 pub enum Saved {
     /// The copy has begun.
     Begun(Staged),
-    /// It has not: the tensor stays where it is, unless somebody waits and tries again.
+    /// There is no slot: the tensor stays on the GPU, unless the caller waits and tries again.
     Full(Full),
-    /// A CUDA graph is being made of the stream: the tensor has to stay.
+    /// A CUDA graph is being captured from the stream: the tensor has to stay.
     Capturing,
 }
 
-/// What a staging did so far.
+/// The counts of a staging so far.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counts {
     /// Bytes copied from the GPU.
     pub down_bytes: u64,
-    /// Of these, bytes that were to stay in pinned memory.
+    /// The part of `down_bytes` that was to stay in pinned memory.
     pub staying_bytes: u64,
     /// Bytes copied to the GPU.
     pub up_bytes: u64,
-    /// Nanoseconds that the GPU took for the copies from it, one after the other, waits excluded.
+    /// Nanoseconds that the GPU took for the copies from it, without waits.
     pub down_ns: u64,
-    /// The same of the copies to it.
+    /// Nanoseconds that the GPU took for the copies to it, without waits.
     pub up_ns: u64,
-    /// Loads that came from a slot, because the bytes had not left it for the disk.
+    /// Loads from a slot, because the bytes were still in it.
     pub from_slot_count: u64,
-    /// Saves whose write failed, so that they stay in their slot.
+    /// Saves that stay in their slot because the write failed.
     pub write_failed_count: u64,
-    /// The same of those that `max_disk_bytes` did not allow.
+    /// Saves that stay in their slot because of `max_disk_bytes`.
     pub write_refused_count: u64,
 }
 
-/// What the copies of one GPU did of late, in bytes per second of the time that they took; `None`
-/// before enough was copied to tell.
+/// The recent rates of the copies of one GPU, in bytes per second of the time that they took;
+/// `None` before enough was copied to tell.
 ///
-/// Where both directions share a link, what both did at once is in their times.
+/// If both directions share a link, their times include each other's traffic.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct CopyRates {
     /// From the GPU.
@@ -110,12 +111,12 @@ pub struct CopyRates {
     pub up: Option<f64>,
 }
 
-/// The way between one GPU and the store.
+/// The copies between one GPU and the store.
 #[derive(Debug)]
 pub struct Staging(Option<Arc<Shared>>);
 
 impl Staging {
-    /// Pins the memory and starts the worker; call it where nothing waits for the GPU.
+    /// Pins the memory and starts the worker. Call it while nothing waits for the GPU.
     pub fn open(gpu: &Arc<Gpu>, store: Arc<TensorStore>, pinned: PinnedBytes) -> Result<Self> {
         let pool = |nbytes| PinnedPool::new(gpu, nbytes);
         let shared = Arc::new(Shared::open(gpu, store, pinned, pool)?);
@@ -123,8 +124,8 @@ impl Staging {
         Ok(Self(Some(shared)))
     }
 
-    /// The same past the CPU's memory (GPUDirect Storage): the slots lie on the GPU, and `store` is
-    /// one [for memory of GPUs](TensorStore::for_gpus).
+    /// Opens a staging without the CPU's memory (GPUDirect Storage): the slots lie on the GPU, and
+    /// `store` is [for memory of GPUs](TensorStore::for_gpus).
     pub fn open_direct(
         gpu: &Arc<Gpu>,
         store: Arc<TensorStore>,
@@ -137,9 +138,10 @@ impl Staging {
         Ok(Self(Some(shared)))
     }
 
-    /// Begins the copy of what `stream` has computed, and its way to the disk.
+    /// Begins the copy of `source` after the work of `stream` so far, and then its write to the
+    /// disk.
     ///
-    /// The source may be given to others once a stream of its allocator has waited for
+    /// The allocator may reuse the source after one of its streams has waited for
     /// [`Staged::release`].
     pub fn save(&self, source: DeviceRange, stream: UserStream, tier: Tier) -> Result<Saved> {
         self.shared().gpu.within(|_| self.begin_save(source, stream, tier))
@@ -163,7 +165,7 @@ impl Staging {
             return Ok(Saved::Full(full));
         };
         let slot = Arc::new(slot);
-        // The copy begins there, or where the one before it ends.
+        // The copy begins here, or at the end of the copy before it.
         let ready = Arc::new(shared.copies.record(stream)?);
         // defence: a copy down waits for what computes its source
         let after: [&Event; 1] = [&ready];
@@ -181,9 +183,9 @@ impl Staging {
         Ok(Saved::Begun(Staged::new(parcel)))
     }
 
-    /// Makes what is put on `stream` from now on wait for the end of a copy, unless a CUDA graph is
-    /// being made of it, of which the wait would become a part. Marks where the stream may wait, if
-    /// that `is_noted`.
+    /// Makes the later work of `stream` wait for the end of a copy, unless a CUDA graph is being
+    /// captured from it, because the wait would become a part of the graph. With `is_noted` it
+    /// marks the place from which the stream may wait.
     pub fn order(&self, after: &Event, stream: UserStream, is_noted: bool) -> Result<Ordered> {
         self.shared().gpu.within(|_| {
             if is_capturing(&self.shared().gpu, stream)? {
@@ -210,21 +212,21 @@ impl Staging {
         }
     }
 
-    /// Waits at most `limit` until something has ended since `turn`, which [`turn`](Self::turn)
-    /// told before the room was found too small; `false` if the time is over.
+    /// Waits at most `limit` until something has ended since `turn`. Read [`turn`](Self::turn)
+    /// before the check that found too little room. Returns `false` if the time is over.
     pub fn wait_for_turn(&self, turn: u64, limit: Duration) -> bool {
         self.shared().wait_for(limit, |now| now != turn)
     }
 
-    /// How often something has ended.
+    /// Number of times that something has ended.
     pub fn turn(&self) -> u64 {
         *self.shared().turn()
     }
 
-    /// Begins to bring back what was saved, into memory that was allocated for `stream`.
+    /// Begins to load a saved tensor into memory that was allocated for `stream`.
     ///
-    /// Who uses the target makes its stream wait by [`Loading::lend`]; who gives it up calls
-    /// [`Loading::give_up`] first.
+    /// Before a stream uses the target, [`Loading::lend`] makes it wait. To give the target up,
+    /// call [`Loading::give_up`] first.
     pub fn load(
         &self,
         staged: &Staged,
@@ -242,12 +244,12 @@ impl Staging {
         self.shared().gpu.within(|_| Loading::begin(self.shared(), staged, target, stream))
     }
 
-    /// Whether this process was forked from the one that opened it.
+    /// Returns true if this process was forked from the process that opened the staging.
     pub fn is_forked(&self) -> bool {
         self.shared().gpu.is_forked()
     }
 
-    /// What was done so far.
+    /// The counts so far.
     pub fn counts(&self) -> Counts {
         let count = |of: &AtomicU64| of.load(Ordering::Relaxed);
         let refusals = self.shared().refusals();
@@ -263,52 +265,53 @@ impl Staging {
         }
     }
 
-    /// What the copies did of late.
+    /// The recent rates of the copies.
     pub fn rates(&self) -> CopyRates {
         CopyRates { down: self.shared().down.rate(), up: self.shared().up.rate() }
     }
 
-    /// Why bytes stayed in their slots that were to be written, since this was called last: of
-    /// those beyond `max_disk_bytes`, and of all others, the last error and how many there were.
+    /// The errors that left bytes in their slots since the last call: the last error beyond
+    /// `max_disk_bytes` and the last of any other kind, each with its count.
     pub fn take_refusals(&self) -> Vec<(Error, u64)> {
         self.shared().refusals().take()
     }
 
-    /// Why the last save was not written that stayed in its slot.
+    /// The error of the last write that left its bytes in a slot.
     pub fn last_refusal(&self) -> Option<Error> {
         self.shared().refusals().last()
     }
 
-    /// The longest memory that can be saved to the disk, and brought back.
+    /// The largest tensor that can be saved to the disk and loaded.
     pub fn longest_bytes(&self) -> usize {
         let shared = self.shared();
         shared.down.pool.slot_bytes_max().min(shared.up.pool.slot_bytes_max())
     }
 
-    /// Bytes of pinned memory, and how many of them are in slots.
+    /// Bytes of pinned memory, and the bytes of it in slots.
     pub fn pinned_bytes(&self) -> (usize, usize) {
         let pools = [&self.shared().down.pool, &self.shared().up.pool];
         let sizes = pools.iter().map(|pool| (pool.len(), pool.live_bytes()));
-        sizes.fold(self.tier_bytes(), |sum, one| (sum.0 + one.0, sum.1 + one.1))
+        sizes.fold(self.tier_bytes(), |sum, pool| (sum.0 + pool.0, sum.1 + pool.1))
     }
 
-    /// Bytes of the pinned memory in which tensors stay, and how many of them are in slots.
+    /// Bytes of the pinned memory in which tensors stay, and the bytes of it in slots.
     pub fn tier_bytes(&self) -> (usize, usize) {
         self.shared().tier.bytes()
     }
 
-    /// Pins one more block for tensors that stay there; call it between steps.
+    /// Pins another block for tensors that stay there. Call it between steps.
     pub fn grow_tier(&self, nbytes: usize) -> Result<()> {
         self.shared().tier.grow(&self.shared().gpu, nbytes)
     }
 
-    /// Refuses new work and waits until nothing is under way: the copies have ended, what was to
-    /// be written is written, and loads that had not come from the disk have failed with `Closed`.
+    /// Refuses new work and waits until nothing is under way: copies have ended, writes have ended,
+    /// and loads that had not come from the disk have failed with `Closed`. Returns `false` if the
+    /// time is over.
     pub fn close(&self, limit: Duration) -> bool {
         self.shared().mailbox.close();
         let end = Instant::now() + limit;
         loop {
-            // Before the look: the worker takes its last turn after it has left.
+            // Read before the check: the worker takes its last turn after it has left.
             let turn = self.turn();
             if self.shared().mailbox.is_left() {
                 return true;
@@ -324,8 +327,8 @@ impl Staging {
 
 impl Drop for Staging {
     fn drop(&mut self) {
-        // A finalizer posts and returns: the worker ends by itself, and with it go the rings. To
-        // give them back waits for the GPU, so the worker has to be the last one that has them.
+        // Dropping posts and returns: the worker ends by itself, and the rings go with it. Giving
+        // the rings back waits for the GPU, so the worker must hold them last.
         let Some(shared) = self.0.take() else { return };
         let mailbox = Arc::clone(&shared.mailbox);
         drop(shared);

@@ -1,4 +1,4 @@
-//! What the threads of the program share with the worker.
+//! The state that the threads of the program share with the worker.
 
 use std::fmt;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -14,13 +14,13 @@ use crate::staging::mailbox::Mailbox;
 use crate::staging::pinned_tier::PinnedTier;
 use crate::store::TensorStore;
 
-/// How much memory each direction gets, in bytes: pinned memory of the CPU, or for GPUDirect
-/// Storage memory of the GPU.
+/// The memory of each direction, in bytes: pinned memory of the CPU, or memory of the GPU for
+/// GPUDirect Storage.
 #[derive(Clone, Copy, Debug)]
 pub struct PinnedBytes {
-    /// For what goes to the disk.
+    /// For tensors that go to the disk.
     pub down: usize,
-    /// For what comes back.
+    /// For tensors that come back.
     pub up: usize,
 }
 
@@ -29,63 +29,64 @@ pub struct PinnedBytes {
 pub struct Lane {
     pub pool: Arc<PinnedPool>,
     pub stream: Stream,
-    /// How long its copies took, in nanoseconds of the GPU, without what they waited for.
+    /// Nanoseconds that the GPU took for its copies, without waits.
     copy_ns: AtomicU64,
     recent: Mutex<Recent>,
 }
 
-/// Writes that left their bytes in a slot, by why.
+/// Writes that left their bytes in a slot, by reason.
 #[derive(Debug, Default)]
 pub struct Refusals {
-    /// Beyond `max_disk_bytes`, and for another reason: their counts since the session began.
+    /// Number of writes beyond `max_disk_bytes`, and of writes that failed for another reason,
+    /// since the session began.
     pub refused_count: u64,
     pub failed_count: u64,
-    /// The last of either kind, and how many there were, since somebody was told.
-    untold: Vec<(Error, u64)>,
+    /// The last error of either kind and the number of errors since the last call of `take`.
+    unreported: Vec<(Error, u64)>,
     last: Option<Error>,
 }
 
 impl Refusals {
     fn note(&mut self, error: &Error) {
-        // Nobody asks any more for what a closed store did not write.
+        // After a close or a cancel nobody needs the write.
         if matches!(error.kind(), ErrorKind::Cancelled | ErrorKind::Closed) {
             return;
         }
         let is_bound = |error: &Error| error.kind() == ErrorKind::OverBound;
         *(if is_bound(error) { &mut self.refused_count } else { &mut self.failed_count }) += 1;
         self.last = Some(error.clone());
-        match self.untold.iter_mut().find(|(one, _)| is_bound(one) == is_bound(error)) {
+        match self.unreported.iter_mut().find(|(known, _)| is_bound(known) == is_bound(error)) {
             Some((last, count)) => (*last, *count) = (error.clone(), *count + 1),
-            None => self.untold.push((error.clone(), 1)),
+            None => self.unreported.push((error.clone(), 1)),
         }
     }
 
-    /// What came since this was called last: at most one error of each kind, and how many.
+    /// The errors since the last call: at most one of each kind, with its count.
     pub fn take(&mut self) -> Vec<(Error, u64)> {
-        std::mem::take(&mut self.untold)
+        std::mem::take(&mut self.unreported)
     }
 
-    /// Why the last of them was not written.
+    /// The error of the last of these writes.
     pub fn last(&self) -> Option<Error> {
         self.last.clone()
     }
 }
 
-/// What all threads share.
+/// The state that all threads share.
 pub struct Shared {
     pub gpu: Arc<Gpu>,
     pub store: Arc<TensorStore>,
     pub events: Arc<EventPool>,
-    /// Of copies, which are timed.
+    /// Events with times, for copies.
     pub copies: Arc<EventPool>,
     pub down: Lane,
     pub up: Lane,
     pub tier: PinnedTier,
     pub mailbox: Arc<Mailbox>,
-    /// Saves whose copy has not been seen to end, and those whose write has not.
+    /// Number of saves whose copy has not been seen to end, and of saves whose write has not.
     pub copying_count: AtomicUsize,
     pub writing_count: AtomicUsize,
-    /// How often something has ended; who waits for room or for a load waits for it to change.
+    /// Number of times that something has ended. Threads that wait for room or for a load watch it.
     turn: Mutex<u64>,
     turned: Condvar,
     pub down_bytes: AtomicU64,
@@ -151,13 +152,13 @@ impl Shared {
         self.turn.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Says that something has ended.
+    /// Counts that something has ended, and wakes the threads that wait.
     pub fn take_turn(&self) {
         *self.turn() += 1;
         self.turned.notify_all();
     }
 
-    /// Waits at most `limit` until something has ended that makes `is_enough` true.
+    /// Waits at most `limit` until `is_enough` returns true for the number of turns.
     pub fn wait_for(&self, limit: Duration, mut is_enough: impl FnMut(u64) -> bool) -> bool {
         let turn = self.turn();
         let waited = self.turned.wait_timeout_while(turn, limit, |turn| !is_enough(*turn));
@@ -167,11 +168,11 @@ impl Shared {
 }
 
 impl Lane {
-    /// Copies once all of `after` have been reached; returns the event that tells the end, and how
-    /// long it took since `begun`, or since the stream had come to it.
+    /// Copies after all events in `after` have been reached. Returns the event of the end, which
+    /// measures the time since `begun`, or since the stream reached the copy.
     ///
-    /// If a call fails, the copy may be under way all the same. Then the stream is waited for, and
-    /// if that fails too, the slot is never given to others.
+    /// If a call fails, the copy may be under way all the same. Then this waits for the stream. If
+    /// that fails too, the slot is never used again.
     pub fn copy(
         &self,
         events: &Arc<EventPool>,
@@ -195,8 +196,8 @@ impl Lane {
         ended
     }
 
-    /// Counts the time of a copy of so many bytes that has ended, which had to wait for the end of
-    /// the one before.
+    /// Counts the time of a copy of `len` bytes that has ended. The copy had to wait for the end of
+    /// `before`.
     pub fn count(&self, copied: &Event, before: Option<&Event>, len: usize) {
         let Some(took) = copied.took() else { return };
         let since_before = before.and_then(|before| copied.since(before));
@@ -205,7 +206,7 @@ impl Lane {
         self.recent().add(len as u64, took_ns);
     }
 
-    /// Bytes per second of its copies of late; `None` before enough was copied to tell.
+    /// Recent bytes per second of its copies; `None` before enough was copied to tell.
     pub fn rate(&self) -> Option<f64> {
         self.recent().ns_per_byte().map(|ns_per_byte| 1e9 / ns_per_byte)
     }
@@ -214,7 +215,7 @@ impl Lane {
         self.recent.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// How long all copies took that were counted, in nanoseconds.
+    /// Nanoseconds that all counted copies took.
     pub fn copy_ns(&self) -> u64 {
         self.copy_ns.load(Ordering::Relaxed)
     }

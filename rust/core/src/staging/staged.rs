@@ -1,4 +1,4 @@
-//! What was saved from a GPU: where its bytes are, from the copy until nobody wants them.
+//! A saved tensor of a GPU and the place of its bytes, from the copy until it is dropped.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 use crate::memory::pinned::PinnedSlot;
 use crate::stored::Stored;
 
-/// Where what is saved shall stay.
+/// The place in which a saved tensor should stay.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Tier {
     /// On the disk.
@@ -17,10 +17,10 @@ pub enum Tier {
     Pinned,
 }
 
-/// What was saved; dropping it gives its slot and its space on the disk back.
+/// A saved tensor. Dropping it frees its slot and its space on the disk.
 ///
-/// A copy that is under way goes on: before the source is given to others, a stream has to wait for
-/// it, by [`release`](Self::release).
+/// A copy that is under way goes on. Before the source is given to other tensors, a stream has to
+/// wait for the copy by [`release`](Self::release).
 #[derive(Debug)]
 pub struct Staged(Arc<Parcel>);
 
@@ -44,38 +44,38 @@ impl Staged {
         self.0.len
     }
 
-    /// Whether there are no bytes.
+    /// Returns true if there are no bytes.
     pub fn is_empty(&self) -> bool {
         self.0.len == 0
     }
 
-    /// Makes what is put on `stream` from now on wait until the source has been copied.
+    /// Makes the later work of `stream` wait until the source has been copied.
     pub fn release(&self, stream: UserStream) -> Result<()> {
         self.0.copied.wait_on(stream)
     }
 
-    /// The end of the copy of the source, for who waits for it later.
+    /// The event of the end of the copy, to wait for later.
     pub fn copied(&self) -> Arc<Event> {
         Arc::clone(&self.0.copied)
     }
 
-    /// Whether the end of the copy was seen, or its failure: the worker asks the driver, and nobody
-    /// else has to.
+    /// Returns true if the worker has seen the end or the failure of the copy; does not ask the
+    /// driver.
     pub fn is_seen_copied(&self) -> bool {
         self.0.copied.is_known_reached() || !matches!(&*self.0.place(), Place::Copying(_))
     }
 
-    /// Whether it has come where it stays: to the disk, or into its slot for good.
+    /// Returns true if the bytes are in their last place: on the disk, or in the slot for good.
     pub fn is_settled(&self) -> bool {
         matches!(&*self.0.place(), Place::Pinned(..) | Place::OnDisk(_) | Place::Lost(_))
     }
 
-    /// Whether its bytes are in pinned memory.
+    /// Returns true if the bytes are in pinned memory.
     pub fn is_pinned(&self) -> bool {
         self.0.slot().is_some()
     }
 
-    /// Why it is not on the disk, where it should be.
+    /// The error that kept the bytes from the disk; `None` if there was none.
     pub fn failure(&self) -> Option<Error> {
         match &*self.0.place() {
             Place::Pinned(_, failure) => failure.clone(),
@@ -91,19 +91,19 @@ pub struct Parcel {
     pub copied: Arc<Event>,
     pub len: usize,
     pub tier: Tier,
-    /// Whether somebody may still load it; else it need not be written.
+    /// True if a load may still come; otherwise the bytes need not be written.
     pub is_wanted: AtomicBool,
     place: Mutex<Place>,
 }
 
-/// Where its bytes are.
+/// The place of its bytes.
 #[derive(Debug)]
 pub enum Place {
     /// On their way to the slot.
     Copying(Arc<PinnedSlot>),
     /// In the slot, and on their way to the disk.
     Writing(Arc<PinnedSlot>, Arc<Stored>),
-    /// In the slot, where they stay: they were to stay there, or the disk did not take them.
+    /// In the slot for good, by plan or because the disk did not take them.
     Pinned(Arc<PinnedSlot>, Option<Error>),
     /// On the disk.
     OnDisk(Arc<Stored>),
@@ -117,12 +117,12 @@ impl Parcel {
         Self { copied: Arc::new(copied), len, tier, is_wanted, place }
     }
 
-    /// Where the bytes are; whoever holds the lock calls no other thread's code.
+    /// The place of the bytes. A thread that holds the lock waits for no other thread.
     pub fn place(&self) -> MutexGuard<'_, Place> {
         self.place.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The slot that holds the bytes, or will.
+    /// The slot that holds the bytes, or will hold them.
     pub fn slot(&self) -> Option<Arc<PinnedSlot>> {
         match &*self.place() {
             Place::Copying(slot) | Place::Writing(slot, _) | Place::Pinned(slot, _) => {

@@ -1,25 +1,25 @@
-//! The target of a load, and how far it has come.
+//! The target of a load, and its progress.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::cuda::stream::{DeviceRange, Event};
 use crate::error::{Error, ErrorKind};
 
-/// A load, as its consumer and the worker share it.
+/// A load, shared by its consumer and the worker.
 #[derive(Debug)]
 pub struct Upload {
     pub target: DeviceRange,
-    /// Reached once whoever had the target's memory before is done with it.
+    /// Reached once the earlier user of the target's memory is done with it.
     pub allocated: Event,
     progress: Mutex<Progress>,
 }
 
-/// How far a load has come.
+/// The progress of a load.
 #[derive(Debug)]
 pub enum Progress {
     /// The copy has not begun.
     Coming,
-    /// The copy is on its stream; the event tells when it has ended.
+    /// The copy is on its stream; the event marks its end.
     Enqueued(Arc<Event>),
     /// It will never begin.
     Failed(Error),
@@ -43,8 +43,8 @@ impl Upload {
     }
 }
 
-/// A load that its consumer waits for: dropped without an answer, it answers that nobody works on
-/// it any more.
+/// A load that its consumer waits for. If it is dropped without an answer, the load fails with
+/// `Poisoned`.
 #[derive(Debug)]
 pub struct Owed(pub Arc<Upload>);
 

@@ -1,4 +1,5 @@
-//! The thread that follows the copies: it gives slots to the store, and what was read to the GPU.
+//! The thread that follows the copies. It gives filled slots to the store, and copies slots that
+//! were read to the GPU.
 
 use std::collections::VecDeque;
 use std::io;
@@ -18,12 +19,12 @@ use crate::staging::staged::{Parcel, Place, Tier};
 use crate::staging::upload::Owed;
 use crate::stored::Stored;
 
-/// How long the worker sleeps while something is under way. An event of the GPU wakes nobody by
-/// itself. A copy of 1 MiB takes 20 to 40 microseconds on a bus of 55 and of 25 GB/s.
+/// Sleep of the worker while something is under way, because an event of the GPU wakes no thread. A
+/// copy of 1 MiB takes 20 to 40 microseconds on a bus of 55 and of 25 GB/s.
 const POLL: Duration = Duration::from_micros(50);
 
-/// Starts the worker of a staging, once it has the GPU's context: it could not tell the end of a
-/// copy without. It holds what all threads share until it has ended.
+/// Starts the worker of a staging, and waits until it has the GPU's context, without which it could
+/// not see the end of a copy. The worker holds the shared state until it has ended.
 pub fn start(shared: &Arc<Shared>) -> Result<()> {
     let worker = Worker {
         shared: Arc::clone(shared),
@@ -34,14 +35,14 @@ pub fn start(shared: &Arc<Shared>) -> Result<()> {
         reading: Vec::new(),
         uploading: VecDeque::new(),
     };
-    let (tells, told) = mpsc::channel();
+    let (report, started) = mpsc::channel();
     let named = thread::Builder::new().name(format!("ssdtrain-gpu{}", shared.gpu.ordinal()));
-    let began = named.spawn(move || worker.run_on_gpu(&tells)).map_err(|error: io::Error| {
+    let began = named.spawn(move || worker.run_on_gpu(&report)).map_err(|error: io::Error| {
         Error::from_io("cannot start the worker of the copies to and from the GPU", &error)
     })?;
-    // Nothing was posted before, so nobody has looked for it.
+    // Nothing was posted before, so no thread has needed the worker's handle.
     shared.mailbox.belongs_to(began.thread());
-    told.recv().unwrap_or_else(|_ended| {
+    started.recv().unwrap_or_else(|_ended| {
         let message = "the worker of the copies to and from the GPU ended as it began";
         Err(Error::new(ErrorKind::Poisoned, message))
     })
@@ -49,7 +50,7 @@ pub fn start(shared: &Arc<Shared>) -> Result<()> {
 
 struct Worker {
     shared: Arc<Shared>,
-    /// In the order of the stream: the first ends first.
+    /// In the order of the stream: the first copy ends first.
     copying: VecDeque<Arc<Parcel>>,
     /// The end of the last copy that was counted.
     copied_before: Option<Arc<Event>>,
@@ -63,13 +64,13 @@ struct Worker {
 /// A write under way.
 struct Writing {
     parcel: Weak<Parcel>,
-    /// Alive until the disk is done with it, also if nobody wants the parcel any more.
+    /// Alive until the disk is done with it, even if the parcel was dropped.
     slot: Weak<PinnedSlot>,
 }
 
 impl Drop for Worker {
     fn drop(&mut self) {
-        // Also after a panic: who waits shall not wait for ever.
+        // After a panic too: threads that wait must not wait for ever.
         self.waiting.clear();
         self.reading.clear();
         self.shared.mailbox.leave();
@@ -78,18 +79,18 @@ impl Drop for Worker {
 }
 
 impl Worker {
-    /// Runs with the GPU's context current all the time; tells whether that can be had.
-    fn run_on_gpu(self, tells: &Sender<Result<()>>) {
+    /// Runs with the GPU's context current all the time; reports whether that worked.
+    fn run_on_gpu(self, report: &Sender<Result<()>>) {
         let gpu = Arc::clone(&self.shared.gpu);
         let ran = gpu.within(|_| {
             relax_thread(&gpu);
-            // Whoever started this thread listens until it is told.
-            let _heard = tells.send(Ok(()));
+            // The thread that started this thread waits for the message.
+            let _received = report.send(Ok(()));
             self.run();
             Ok(())
         });
         if let Err(error) = ran {
-            let _heard = tells.send(Err(error));
+            let _received = report.send(Err(error));
         }
     }
 
@@ -136,13 +137,13 @@ impl Worker {
         has_taken
     }
 
-    /// Begins the writes of what has been copied.
+    /// Begins the writes of slots that have been filled.
     fn follow_copies(&mut self) -> bool {
         let mut has_moved = false;
         while let Some(parcel) = self.copying.front().map(Arc::clone) {
             match ended(&parcel.copied, &self.shared.down) {
                 Ok(false) => break, // defence: a slot is written after it is filled
-                // If the store takes no more now, this one and those behind it wait.
+                // If the store is busy, this parcel and those behind it wait.
                 Ok(true) => {
                     if !self.begin_write(&parcel) {
                         self.look_at_copies();
@@ -156,7 +157,7 @@ impl Worker {
                     self.copied_before = Some(Arc::clone(&parcel.copied));
                 }
                 Err(error) => {
-                    // Whether the copy still runs is not known: the slot is never given to others.
+                    // The copy may still run, so the slot is never used again.
                     std::mem::forget(parcel.slot());
                     *parcel.place() = Place::Lost(error);
                 }
@@ -168,15 +169,15 @@ impl Worker {
         has_moved
     }
 
-    /// Sees which copies have ended, though the first cannot be written now: their sources need not
-    /// wait for the disk.
+    /// Marks the copies that have ended although the first cannot be written now: their sources
+    /// need not wait for the disk.
     fn look_at_copies(&self) {
-        // A failure is told when its turn comes.
+        // A failure is reported in its turn.
         let is_reached = |parcel: &Arc<Parcel>| matches!(parcel.copied.is_reached(), Ok(true));
         self.copying.iter().all(is_reached);
     }
 
-    /// Gives a slot to the store, or leaves the bytes there; `false` if the store is busy.
+    /// Gives a slot to the store, or leaves the bytes in it. Returns `false` if the store is busy.
     fn begin_write(&mut self, parcel: &Arc<Parcel>) -> bool {
         if !parcel.is_wanted.load(Ordering::Relaxed) {
             return true;
@@ -205,13 +206,13 @@ impl Worker {
         *parcel.place() = Place::Pinned(slot, Some(error));
     }
 
-    /// Gives the slots back of what is on the disk.
+    /// Frees the slots whose bytes are on the disk.
     fn follow_writes(&mut self) -> bool {
         let before = self.writing.len();
         let shared = Arc::clone(&self.shared);
         self.writing.retain(|writing| {
             let Some(parcel) = writing.parcel.upgrade() else {
-                // Given up; what has not begun is cancelled, and the rest ends.
+                // The parcel was dropped: a write that has not begun is cancelled, any other ends.
                 return writing.slot.strong_count() > 0;
             };
             let (slot, stored) = match &*parcel.place() {
@@ -249,15 +250,15 @@ impl Worker {
                     break;
                 }
                 Ok(begun) => self.shared.mailbox.post(begun),
-                // It was told to the load, and whoever waits for that gets it.
-                Err(_told) => {}
+                // The load has this error as its answer.
+                Err(_answered) => {}
             }
             has_moved = true;
         }
         has_moved
     }
 
-    /// Copies to the GPU what has been read.
+    /// Copies slots that have been read to the GPU.
     fn follow_reads(&mut self) -> bool {
         let ended: Vec<_> =
             self.reading.extract_if(.., |reading| reading.pending.ticket().is_done()).collect();
@@ -272,7 +273,7 @@ impl Worker {
         has_moved
     }
 
-    /// Gives the slots back of what is on the GPU.
+    /// Frees the slots whose bytes are on the GPU.
     fn follow_uploads(&mut self) -> bool {
         let mut has_moved = false;
         while let Some(uploading) = self.uploading.front() {
@@ -285,7 +286,7 @@ impl Worker {
             if is_over.is_ok() {
                 self.shared.up.count(&loaded, None, len);
             } else {
-                // As above. The stream that was lent the target tells its user of the failure.
+                // As above. The stream that was lent the target reports the failure to its user.
                 std::mem::forget(slot);
             }
             has_moved = true;
@@ -294,7 +295,8 @@ impl Worker {
     }
 }
 
-/// Whether a copy has ended. If the driver does not answer, its whole stream is waited for.
+/// Returns true if a copy has ended. If the driver does not answer, this waits for the whole
+/// stream.
 fn ended(event: &Event, lane: &Lane) -> Result<bool> {
     event.is_reached().or_else(|_unanswered| lane.stream.synchronize().map(|()| true))
 }
