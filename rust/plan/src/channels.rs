@@ -1,13 +1,13 @@
-//! The four channels: what waits for each, and the one transfer that each carries.
+//! The four channels: the queue of each, and the transfer that each carries.
 
 use crate::machine::{Machine, Tier, Way};
 use std::cmp::Ordering;
 use std::collections::BTreeSet;
 
-/// Transfers never take more of the computing than what leaves this share.
+/// Least share of its speed that computing keeps beside transfers.
 const SPEED_MIN: f64 = 0.1;
 
-/// Number of channels: each tier, each way.
+/// Number of channels: each tier, each direction.
 pub const CHANNEL_COUNT: usize = 4;
 
 /// The place of a channel in the order in which transfers end.
@@ -24,14 +24,15 @@ pub const fn channel(tier: Tier, way: Way) -> usize {
 const CHANNELS: [(Tier, Way); CHANNEL_COUNT] =
     [(Tier::Ssd, Way::Out), (Tier::Host, Way::Out), (Tier::Ssd, Way::In), (Tier::Host, Way::In)];
 
-/// The rank of what waits: what a kernel waits for goes before what was planned.
+/// The rank of a transfer in a queue. Transfers that a kernel waits for go before planned
+/// transfers.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Rank {
-    /// Whether nobody waits for it yet.
+    /// True if no kernel waits for it yet.
     pub is_planned: bool,
-    /// Lower goes first.
+    /// Lower numbers go first.
     pub priority: f64,
-    /// The order of asking.
+    /// Number of the request, in order.
     pub sequence: u64,
 }
 
@@ -56,7 +57,7 @@ impl PartialOrd for Rank {
 #[derive(Clone, Copy, Debug)]
 struct Transfer {
     tensor: u32,
-    /// What is left of it, latency included, at `since` and at this rate.
+    /// Bytes left of it at `since`, latency included, and their rate.
     left_bytes: f64,
     rate: f64,
     since: f64,
@@ -70,13 +71,13 @@ pub struct Channels {
     running: [Option<Transfer>; CHANNEL_COUNT],
     queues: [BTreeSet<(Rank, u32)>; CHANNEL_COUNT],
     sequence: u64,
-    /// Seconds for which each channel has carried something.
+    /// Seconds for which each channel has carried a transfer.
     busy_s: [f64; CHANNEL_COUNT],
     moved_bytes: [u64; CHANNEL_COUNT],
 }
 
 impl Channels {
-    /// Put a tensor into a queue, behind its equals.
+    /// Puts a tensor into a queue, behind its equals.
     pub fn push(&mut self, to: usize, tensor: u32, is_planned: bool, priority: f64) -> Rank {
         self.sequence += 1;
         let rank = Rank { is_planned, priority, sequence: self.sequence };
@@ -84,38 +85,38 @@ impl Channels {
         rank
     }
 
-    /// Take a tensor out of a queue.
+    /// Takes a tensor out of a queue.
     pub fn remove(&mut self, from: usize, rank: Rank, tensor: u32) {
         let was_there = self.queues[from].remove(&(rank, tensor));
         debug_assert!(was_there, "tensor {tensor} was not in queue {from}");
     }
 
-    /// What waits for a channel, first in, first out within its rank.
+    /// The tensors that wait for a channel, in the order of their ranks.
     pub fn queue(&self, of: usize) -> impl Iterator<Item = (Rank, u32)> + '_ {
         self.queues[of].iter().copied()
     }
 
-    /// Whether a channel carries nothing.
-    pub fn is_idle(&self, one: usize) -> bool {
-        self.running[one].is_none()
+    /// Returns true if a channel carries nothing.
+    pub fn is_idle(&self, on: usize) -> bool {
+        self.running[on].is_none()
     }
 
     /// The tensor that a channel carries.
-    pub fn carries(&self, one: usize) -> Option<u32> {
-        self.running[one].map(|transfer| transfer.tensor)
+    pub fn carries(&self, on: usize) -> Option<u32> {
+        self.running[on].map(|transfer| transfer.tensor)
     }
 
     /// Seconds until the transfer of a channel ends, 0 if it carries nothing.
-    pub fn busy_for(&self, one: usize, now: f64) -> f64 {
-        self.running[one].map_or(0.0, |transfer| transfer.end - now)
+    pub fn busy_for(&self, on: usize, now: f64) -> f64 {
+        self.running[on].map_or(0.0, |transfer| transfer.end - now)
     }
 
-    /// Seconds for which a channel has carried something, up to its last transfer's end.
-    pub fn busy_seconds(&self, one: usize) -> f64 {
-        self.busy_s[one]
+    /// Seconds for which a channel has carried transfers, up to the end of the last.
+    pub fn busy_seconds(&self, on: usize) -> f64 {
+        self.busy_s[on]
     }
 
-    /// Begin a transfer on an idle channel.
+    /// Begins a transfer on an idle channel.
     pub fn start(&mut self, on: usize, tensor: u32, bytes: u64, machine: &Machine, now: f64) {
         debug_assert!(self.is_idle(on), "channel {on} carries something");
         let (tier, way) = CHANNELS[on];
@@ -132,23 +133,25 @@ impl Channels {
         self.moved_bytes
     }
 
-    /// The share of its speed that computing has while these transfers run.
+    /// The share of its speed that computing has beside the running transfers.
     pub fn speed(&self, machine: &Machine) -> f64 {
         let running = self.running.iter().zip(CHANNELS);
         let lost: f64 = running
-            .filter_map(|(one, (_, way))| Some(one.as_ref()?.rate * machine.price.of(way)))
+            .filter_map(|(transfer, (_, way))| {
+                Some(transfer.as_ref()?.rate * machine.price.of(way))
+            })
             .sum();
-        // However dear a byte is, computing goes on: a price is measured at a moderate rate.
+        // Computing goes on at any price, because a price is measured at a moderate rate.
         (1.0 - lost).max(SPEED_MIN)
     }
 
     /// The transfers that end at `now`, in the order of the channels.
     pub fn take_ended(&mut self, machine: &Machine, now: f64) -> [Option<u32>; CHANNEL_COUNT] {
         let mut ended = [None; CHANNEL_COUNT];
-        for (one, slot) in ended.iter_mut().enumerate() {
-            if let Some(transfer) = self.running[one].filter(|transfer| transfer.end <= now) {
-                self.running[one] = None;
-                self.busy_s[one] += now - transfer.since;
+        for (on, slot) in ended.iter_mut().enumerate() {
+            if let Some(transfer) = self.running[on].filter(|transfer| transfer.end <= now) {
+                self.running[on] = None;
+                self.busy_s[on] += now - transfer.since;
                 *slot = Some(transfer.tensor);
             }
         }
@@ -156,12 +159,12 @@ impl Channels {
         ended
     }
 
-    /// When the next transfer ends.
+    /// The time at which the next transfer ends.
     pub fn next_end(&self) -> f64 {
-        self.running.iter().flatten().fold(f64::INFINITY, |first, one| first.min(one.end))
+        self.running.iter().flatten().fold(f64::INFINITY, |first, transfer| first.min(transfer.end))
     }
 
-    /// The rate that a transfer has now.
+    /// The rate of a transfer now.
     fn rate(&self, tier: Tier, way: Way, machine: &Machine) -> f64 {
         let is_busy = |way| !self.is_idle(channel(Tier::Ssd, way));
         let rate = machine.rate(tier, way, is_busy(way));
@@ -172,14 +175,14 @@ impl Channels {
         }
     }
 
-    /// Give each transfer the rate that the others leave it now.
+    /// Gives each transfer the rate that the others leave it now.
     fn share(&mut self, machine: &Machine, now: f64) {
-        for (one, (tier, way)) in CHANNELS.into_iter().enumerate() {
+        for (on, (tier, way)) in CHANNELS.into_iter().enumerate() {
             let rate = self.rate(tier, way, machine);
-            let Some(transfer) = &mut self.running[one] else { continue };
-            // Equal rates were made by the same expression.
+            let Some(transfer) = &mut self.running[on] else { continue };
+            // Equal rates come from the same expression, so their bits are equal.
             if rate.to_bits() != transfer.rate.to_bits() {
-                self.busy_s[one] += now - transfer.since;
+                self.busy_s[on] += now - transfer.since;
                 transfer.left_bytes -= (now - transfer.since) * transfer.rate;
                 transfer.rate = rate;
                 transfer.since = now;

@@ -1,5 +1,5 @@
-//! By how much a budget is exceeded while each kernel of a step runs, in blocks of kernels, so that
-//! a tensor that is away for thousands of them changes and asks for little.
+//! The bytes over a budget while each kernel of a step runs. Kernels are in blocks, so that a
+//! tensor which is away for thousands of kernels changes and reads few entries.
 
 use std::ops::Range;
 
@@ -7,16 +7,16 @@ const BLOCK: usize = 128;
 
 #[derive(Clone, Debug)]
 struct Block {
-    /// What was added to all of its kernels, and not to each.
+    /// Bytes added to all kernels of the block together.
     added: i64,
     most: i64,
     least: i64,
-    /// Seconds of all of its kernels, and of those with excess.
+    /// Seconds of all its kernels, and of its kernels with excess.
     seconds: f64,
     short_s: f64,
 }
 
-/// Bytes over a budget for each kernel; below 0 there is room.
+/// Bytes over a budget for each kernel; negative if there is room.
 #[derive(Clone, Debug)]
 pub struct Excess {
     seconds: Vec<f64>,
@@ -25,18 +25,18 @@ pub struct Excess {
 }
 
 impl Excess {
-    /// For kernels of these times, each over its budget by so much.
+    /// For kernels with these times and these bytes over the budget.
     ///
     /// # Panics
-    /// If there are not as many of one as of the other.
+    /// If the lengths differ.
     pub fn new(seconds: &[f64], bytes: Vec<i64>) -> Self {
         assert_eq!(seconds.len(), bytes.len(), "each kernel has a time and an excess");
         let empty = Block { added: 0, most: 0, least: 0, seconds: 0.0, short_s: 0.0 };
         let blocks = vec![empty; bytes.len().div_ceil(BLOCK)];
         let mut made = Self { seconds: seconds.to_vec(), bytes, blocks };
-        for one in 0..made.blocks.len() {
-            made.blocks[one].seconds = made.seconds[made.kernels(one)].iter().sum();
-            made.refresh(one);
+        for index in 0..made.blocks.len() {
+            made.blocks[index].seconds = made.seconds[made.kernels(index)].iter().sum();
+            made.refresh(index);
         }
         made
     }
@@ -45,9 +45,9 @@ impl Excess {
         block * BLOCK..((block + 1) * BLOCK).min(self.bytes.len())
     }
 
-    fn refresh(&mut self, one: usize) {
-        let kernels = self.kernels(one);
-        let block = &mut self.blocks[one];
+    fn refresh(&mut self, index: usize) {
+        let kernels = self.kernels(index);
+        let block = &mut self.blocks[index];
         let bytes = &self.bytes[kernels.clone()];
         block.most = bytes.iter().copied().max().unwrap_or(0) + block.added;
         block.least = bytes.iter().copied().min().unwrap_or(0) + block.added;
@@ -59,41 +59,41 @@ impl Excess {
             .sum();
     }
 
-    /// Add bytes to some kernels, as they come after each other in a step that repeats: what goes
-    /// beyond the last kernel goes on with the first.
+    /// Adds bytes to a range of kernels of a step that repeats: a range beyond the last kernel goes
+    /// on with the first.
     pub fn add(&mut self, kernels: Range<usize>, bytes: i64) {
         for part in self.parts(kernels) {
             let (first, last) = (part.start / BLOCK, (part.end - 1) / BLOCK);
-            for one in first..=last {
-                let own = self.kernels(one);
+            for index in first..=last {
+                let own = self.kernels(index);
                 let inside = part.start.max(own.start)..part.end.min(own.end);
                 if inside.len() == own.len() {
-                    let block = &mut self.blocks[one];
+                    let block = &mut self.blocks[index];
                     let was = (block.least > 0, block.most > 0);
                     block.added += bytes;
                     block.most += bytes;
                     block.least += bytes;
                     if was != (block.least > 0, block.most > 0) || (block.most > 0) != was.0 {
-                        self.refresh(one);
+                        self.refresh(index);
                     }
                 } else {
                     for kernel in &mut self.bytes[inside] {
                         *kernel += bytes;
                     }
-                    self.refresh(one);
+                    self.refresh(index);
                 }
             }
         }
     }
 
-    /// Seconds of kernels with excess among some, and the most excess there.
+    /// Seconds of the kernels with excess in a range, and the largest excess there.
     pub fn short(&self, kernels: Range<usize>) -> (f64, i64) {
         let (mut seconds, mut most) = (0.0, i64::MIN);
         for part in self.parts(kernels) {
             let (first, last) = (part.start / BLOCK, (part.end - 1) / BLOCK);
-            for one in first..=last {
-                let own = self.kernels(one);
-                let block = &self.blocks[one];
+            for index in first..=last {
+                let own = self.kernels(index);
+                let block = &self.blocks[index];
                 let inside = part.start.max(own.start)..part.end.min(own.end);
                 if inside.len() == own.len() || block.most <= 0 {
                     seconds += block.short_s;
@@ -110,13 +110,13 @@ impl Excess {
         (seconds, most)
     }
 
-    /// The most excess of all kernels.
+    /// The largest excess of all kernels.
     pub fn most(&self) -> i64 {
         self.blocks.iter().map(|block| block.most).max().unwrap_or(0)
     }
 
-    /// The kernels with excess before each kernel: their seconds, and one entry more. For those who
-    /// look at many ranges between two changes.
+    /// Seconds of the kernels with excess before each kernel, and of all as a last entry; for many
+    /// ranges between two changes.
     pub fn short_before(&self) -> Vec<f64> {
         let mut before = Vec::with_capacity(self.bytes.len() + 1);
         let mut sum = 0.0;
@@ -151,7 +151,7 @@ mod tests {
 
         /// Steps of up to five blocks, and changes that may go beyond the last kernel.
         #[test]
-        fn it_counts_as_one_would_kernel_by_kernel(
+        fn it_counts_as_a_plain_list_of_kernels(
             start in prop::collection::vec(-50i64..50, 1..600),
             changes in prop::collection::vec((0usize..1000, 0usize..1000, -60i64..60), 0..30),
             asked in (0usize..1000, 0usize..1000),
@@ -170,13 +170,16 @@ mod tests {
                 }
                 excess.add(range(first, length), bytes);
             }
-            let inside: Vec<usize> = range(asked.0, asked.1).map(|one| one % count).collect();
-            let short: f64 =
-                inside.iter().filter(|&&one| plain[one] > 0).map(|&one| seconds[one]).sum();
+            let inside: Vec<usize> = range(asked.0, asked.1).map(|kernel| kernel % count).collect();
+            let short: f64 = inside
+                .iter()
+                .filter(|&&kernel| plain[kernel] > 0)
+                .map(|&kernel| seconds[kernel])
+                .sum();
             let (found, most) = excess.short(range(asked.0, asked.1));
             prop_assert!((found - short).abs() < 1e-9, "{found} s instead of {short} s");
-            let expected = inside.iter().map(|&one| plain[one]).max();
-            // Where there is no excess, how much room there is does not matter.
+            let expected = inside.iter().map(|&kernel| plain[kernel]).max();
+            // Without an excess the amount of room does not matter.
             prop_assert_eq!(most.max(0), expected.unwrap_or(0).max(0));
             prop_assert_eq!(Some(excess.most()), plain.iter().copied().max());
             let all: f64 = excess.short_before()[count];

@@ -1,13 +1,13 @@
-//! What of a round hides behind its computing: the longest prefix of what it saved that can go to
-//! the disk and come back in time.
+//! The offload that hides behind the computing of a round: the longest prefix of its storages that
+//! can go to the disk and come back in time.
 //!
-//! `SSDTrain` (arXiv 2408.10013, section 3.3) solves once for the amount that hides. Here a session
-//! asks after a round, with what that measured: writes go one after the other from the front, reads
-//! are chained backwards from their deadlines, and the first read begins when the last write has
-//! ended. What is on a GPU takes the link of that GPU as well, and what stays in the memory of the
-//! CPU takes that link alone.
+//! `SSDTrain` (arXiv 2408.10013, section 3.3) solves this once. Here a session solves it after a
+//! round, with the times of that round. Writes go one after the other from the front. Reads are
+//! chained backwards from their deadlines, and the first read begins after the last write has
+//! ended. Storages on a GPU use the link of that GPU too. Storages that stay in the memory of the
+//! CPU use only that link.
 
-/// A storage of a round. Moments are in seconds, on any clock.
+/// A storage of a round. Times are in seconds, on any clock.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Item {
     /// Its size.
@@ -16,58 +16,58 @@ pub struct Item {
     pub packed_s: f64,
     /// When it was first needed.
     pub needed_s: f64,
-    /// The GPU that it is on, if it is on one.
+    /// The GPU that holds it; `None`: the CPU.
     pub gpu: Option<usize>,
 }
 
-/// What the copies from a GPU and to it do, in bytes per second.
+/// The rates of the copies of a GPU, in bytes per second.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Copies {
-    /// Its number.
+    /// Number of the GPU.
     pub gpu: usize,
-    /// From it.
+    /// Rate from the GPU.
     pub down: f64,
-    /// To it.
+    /// Rate to the GPU.
     pub up: f64,
 }
 
-/// What bytes move over, and what is asked of a way out and back.
+/// The rates of all links, and the limits on a round trip.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Links {
     /// Bytes per second to the disk.
     pub write: f64,
     /// Bytes per second from the disk.
     pub read: f64,
-    /// Of the GPUs whose tensors go through the CPU's memory.
+    /// The GPUs whose tensors go through the CPU's memory.
     pub copies: Vec<Copies>,
-    /// Memory of the CPU in which tensors of these may stay.
+    /// Memory of the CPU in which tensors of these GPUs may stay.
     pub host_bytes: u64,
-    /// It is given out in whole pages of this size.
+    /// Size of the pages in which that memory is given out.
     pub page_bytes: u64,
-    /// So much earlier than it is needed each item has to be back.
+    /// Seconds by which each item has to be back before it is needed.
     pub margin_s: f64,
-    /// For so many times its own way out and back an item has to lie idle.
+    /// Multiple of its own round trip for which an item has to lie idle.
     pub round_trip_factor: f64,
 }
 
 /// An item that leaves.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Leaving {
-    /// Its place among the items.
+    /// Its index among the items.
     pub place: usize,
-    /// When its way back has to begin at the latest.
+    /// The latest start of its way back.
     pub start_by_s: f64,
-    /// When it has been copied from its GPU; `None` if nothing is known of its copies, or it is on
-    /// none.
+    /// When its copy from the GPU has ended; `None` if the rate of its copies is not known, or it
+    /// is on the CPU.
     pub copied_s: Option<f64>,
-    /// Whether it stays in the memory of the CPU.
+    /// True if it stays in the memory of the CPU.
     pub is_pinned: bool,
 }
 
-/// Chooses what leaves of items that are in the order of packing.
+/// Chooses the items that leave. Items are in the order of packing.
 ///
-/// An item that is needed again before it could be brought out and back is left out beforehand. The
-/// last of the prefix stay in the memory of the CPU, as far as that goes.
+/// An item that is needed again before its round trip could end never leaves. The last items of the
+/// prefix stay in the memory of the CPU, as far as it has room.
 pub fn hidden(items: &[Item], links: &Links) -> Vec<Leaving> {
     let near = |place: &usize| links.lies_idle(&items[*place], false);
     let near: Vec<usize> = (0..items.len()).filter(near).collect();
@@ -87,12 +87,12 @@ pub fn hidden(items: &[Item], links: &Links) -> Vec<Leaving> {
 
 impl Links {
     fn of(&self, item: &Item) -> Option<&Copies> {
-        self.copies.iter().find(|one| Some(one.gpu) == item.gpu)
+        self.copies.iter().find(|copies| Some(copies.gpu) == item.gpu)
     }
 
-    /// What the copies of an item's GPU do; those of which nothing is known bound nothing.
+    /// The rates of the copies of an item's GPU; infinite if they are not known.
     fn copies_of(&self, item: &Item) -> (f64, f64) {
-        self.of(item).map_or((f64::INFINITY, f64::INFINITY), |one| (one.down, one.up))
+        self.of(item).map_or((f64::INFINITY, f64::INFINITY), |copies| (copies.down, copies.up))
     }
 
     /// The bytes that an item takes in the memory of the CPU.
@@ -100,7 +100,7 @@ impl Links {
         item.nbytes.div_ceil(self.page_bytes) * self.page_bytes
     }
 
-    /// Whether a way out and back leaves enough of the time until an item is needed again.
+    /// Returns true if an item lies idle for long enough for its round trip.
     fn lies_idle(&self, item: &Item, goes_to_disk: bool) -> bool {
         let (down, up) = self.copies_of(item);
         let nbytes = item.nbytes as f64;
@@ -111,8 +111,8 @@ impl Links {
         item.needed_s - item.packed_s > self.round_trip_factor * round_trip_s + self.margin_s
     }
 
-    /// Which of a prefix leave, and which of these stay in the memory of the CPU. When their ways
-    /// back begin is not known yet.
+    /// The items of a prefix that leave, and of these the items that stay in the memory of the CPU.
+    /// The starts of their ways back are not set yet.
     fn divided(&self, items: &[Item], prefix: &[usize]) -> Vec<Leaving> {
         let mut left_bytes = self.host_bytes;
         let mut leaving = Vec::with_capacity(prefix.len());
@@ -130,46 +130,48 @@ impl Links {
         leaving
     }
 
-    /// What leaves, with the latest start of each way back; `None` if the traffic does not fit.
+    /// The leaving items with the latest start of each way back; `None` if the traffic does not
+    /// fit.
     fn starts(&self, items: &[Item], mut leaving: Vec<Leaving>) -> Option<Vec<Leaving>> {
         let mut copied_s = PerGpu::new(0.0);
         let (mut away_s, mut end_s) = (Vec::with_capacity(leaving.len()), 0.0_f64);
-        for one in &mut leaving {
-            let item = &items[one.place];
-            // Of a GPU whose link is behind, the disk gets a tensor when that has copied it.
+        for entry in &mut leaving {
+            let item = &items[entry.place];
+            // The disk gets a tensor of a GPU after it was copied, which is later if the link is
+            // behind.
             let copied_s = copied_s.of(item.gpu);
             *copied_s = copied_s.max(item.packed_s) + item.nbytes as f64 / self.copies_of(item).0;
-            if !one.is_pinned {
+            if !entry.is_pinned {
                 end_s = end_s.max(*copied_s) + item.nbytes as f64 / self.write;
             }
-            away_s.push(if one.is_pinned { *copied_s } else { end_s });
+            away_s.push(if entry.is_pinned { *copied_s } else { end_s });
             let is_known = self.of(item).is_some_and(|copies| copies.down.is_finite());
-            one.copied_s = is_known.then_some(*copied_s);
+            entry.copied_s = is_known.then_some(*copied_s);
         }
         let mut order: Vec<usize> = (0..leaving.len()).collect();
         let needed_s = |number: usize| items[leaving[number].place].needed_s;
-        order.sort_by(|&one, &other| needed_s(other).total_cmp(&needed_s(one)));
+        order.sort_by(|&number, &other| needed_s(other).total_cmp(&needed_s(number)));
         let (mut upload_s, mut read_s) = (PerGpu::new(f64::INFINITY), f64::INFINITY);
         for number in order {
-            let one = &mut leaving[number];
-            let item = &items[one.place];
+            let entry = &mut leaving[number];
+            let item = &items[entry.place];
             let upload_s = upload_s.of(item.gpu);
             *upload_s = upload_s.min(item.needed_s - self.margin_s)
                 - item.nbytes as f64 / self.copies_of(item).1;
-            if !one.is_pinned {
+            if !entry.is_pinned {
                 read_s = read_s.min(*upload_s) - item.nbytes as f64 / self.read;
             }
-            one.start_by_s = if one.is_pinned { *upload_s } else { read_s };
-            if one.start_by_s < away_s[number] {
+            entry.start_by_s = if entry.is_pinned { *upload_s } else { read_s };
+            if entry.start_by_s < away_s[number] {
                 return None;
             }
         }
-        // The disk reads and writes by turns.
+        // The disk first writes everything and then reads.
         (read_s >= end_s).then_some(leaving)
     }
 }
 
-/// A moment for each GPU, and one for the CPU.
+/// A time for each GPU, and a time for the CPU.
 struct PerGpu {
     first_s: f64,
     known: Vec<(Option<usize>, f64)>,

@@ -1,23 +1,24 @@
 //! The time of one channel that is not booked yet, kernel by kernel of a step that repeats.
 //!
-//! G10 (MICRO '23) and TERAIO (arXiv 2506.06472) book bandwidth this way: a transfer takes what is
-//! free in the kernels after its begin, or before its deadline, whole or in parts.
+//! G10 (MICRO '23) and TERAIO (arXiv 2506.06472) book bandwidth this way: a transfer takes the free
+//! time of the kernels after its begin, or before its deadline, in whole or in parts.
 
 /// A kernel with less free time than this has none.
 const NOTHING_S: f64 = 1e-12;
 
-/// Free seconds in each kernel. Kernels are counted on through the steps: with 10 of them, 13 is
+/// Free seconds in each kernel. Kernels are counted on through the steps: with 10 kernels, 13 is
 /// the fourth of the second step, and its time is that of kernel 3.
 #[derive(Clone, Debug)]
 pub struct Ledger {
     free: Vec<f64>,
-    /// The next kernel with free time from each on, as far as it was looked for; and the last.
+    /// The next and the last kernel with free time from each kernel, as far as a search has found
+    /// them.
     later: Vec<u32>,
     earlier: Vec<u32>,
 }
 
-/// The first kernel of the step that a kernel is in. Most are in the first or second one, and to
-/// divide takes longer than all else here.
+/// The first kernel of a kernel's step. Most kernels are in the first or second step, and a
+/// division takes longer than all else here.
 fn step_start(kernel: usize, count: usize) -> usize {
     match kernel {
         _ if kernel < count => 0,
@@ -26,7 +27,7 @@ fn step_start(kernel: usize, count: usize) -> usize {
     }
 }
 
-/// Which way time is taken.
+/// The order in which time is taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Order {
     /// As early as possible.
@@ -36,7 +37,7 @@ pub enum Order {
 }
 
 impl Ledger {
-    /// With nothing booked.
+    /// A ledger without bookings.
     pub fn new(seconds: &[f64]) -> Self {
         let count = seconds.len() as u32;
         Self {
@@ -46,7 +47,7 @@ impl Ledger {
         }
     }
 
-    /// The first kernel with free time from one on, the count of kernels if there is none.
+    /// The first kernel with free time from `kernel` on; the number of kernels if there is none.
     fn next_free(&mut self, kernel: usize) -> usize {
         let mut found = kernel;
         while self.later[found] as usize != found {
@@ -57,7 +58,7 @@ impl Ledger {
         found
     }
 
-    /// One more than the last kernel with free time below one, 0 if there is none.
+    /// One more than the last kernel with free time below `kernel`; 0 if there is none.
     fn last_free(&mut self, kernel: usize) -> usize {
         let mut found = kernel;
         while self.earlier[found] as usize != found {
@@ -68,7 +69,7 @@ impl Ledger {
         found
     }
 
-    /// The kernels with free time between two, in the order in which they are taken.
+    /// The next kernel with free time between two kernels, in the order in which time is taken.
     fn step(&mut self, from: usize, to: usize, order: Order) -> Option<usize> {
         let count = self.free.len();
         match order {
@@ -78,7 +79,7 @@ impl Ledger {
                     let base = step_start(kernel, count);
                     let found = self.next_free(kernel - base);
                     if found < count {
-                        return Some(base + found).filter(|&one| one < to);
+                        return Some(base + found).filter(|&kernel| kernel < to);
                     }
                     kernel = base + count;
                 }
@@ -90,7 +91,7 @@ impl Ledger {
                     let base = step_start(end - 1, count);
                     let found = self.last_free(end - base);
                     if found > 0 {
-                        return Some(base + found - 1).filter(|&one| one >= from);
+                        return Some(base + found - 1).filter(|&kernel| kernel >= from);
                     }
                     end = base;
                 }
@@ -99,9 +100,9 @@ impl Ledger {
         }
     }
 
-    /// The kernel in which a transfer ends that is booked between two kernels as early as possible,
-    /// or in which one begins that is booked as late as possible; none if it does not fit. `part`
-    /// is given each kernel and the seconds that are taken of it.
+    /// Takes time between two kernels. Returns the kernel in which the transfer ends (`Early`) or
+    /// begins (`Late`); `None` if it does not fit. Calls `part` with each kernel and the seconds
+    /// taken of it.
     fn walk(
         &mut self,
         (mut from, mut to): (usize, usize),
@@ -126,15 +127,15 @@ impl Ledger {
         }
     }
 
-    /// Where a transfer would end, or begin, if it were booked.
+    /// The kernel in which a transfer would end (`Early`) or begin (`Late`) if it were booked.
     pub fn find(&mut self, between: (usize, usize), seconds: f64, order: Order) -> Option<usize> {
         self.walk(between, seconds, order, |_, _| {})
     }
 
-    /// Book a transfer, which has to fit.
+    /// Books a transfer, which has to fit.
     ///
     /// # Panics
-    /// If it does not.
+    /// If it does not fit.
     pub fn book(&mut self, between: (usize, usize), seconds: f64, order: Order) {
         let mut parts = Vec::new();
         let end = self.walk(between, seconds, order, |kernel, taken| parts.push((kernel, taken)));
@@ -158,10 +159,10 @@ mod tests {
     #[test]
     fn a_transfer_goes_on_in_the_next_step() {
         let mut ledger = Ledger::new(&[1.0, 2.0, 3.0]);
-        // 2.5 s from kernel 2 on take all of it but half a second.
+        // 2.5 s from kernel 2 on leave half a second of it.
         assert_eq!(ledger.find((2, 5), 2.5, Order::Early), Some(2));
         ledger.book((2, 5), 2.5, Order::Early);
-        // Then half a second is left there, and a second of the next step's first kernel.
+        // Half a second is left there, and a second of the next step's first kernel.
         assert_eq!(ledger.find((2, 5), 1.5, Order::Early), Some(3));
         assert_eq!(ledger.find((2, 5), 4.0, Order::Early), None);
         assert_eq!(ledger.find((0, 5), 3.0, Order::Late), Some(3));
@@ -174,7 +175,7 @@ mod tests {
         })]
 
         #[test]
-        fn what_is_booked_is_taken_once_and_where_it_should(
+        fn time_is_booked_once_and_in_its_place(
             seconds in prop::collection::vec(1u32..5, 1..12),
             asked in prop::collection::vec((0usize..12, 1usize..12, 1u32..8, any::<bool>()), 1..20),
         ) {

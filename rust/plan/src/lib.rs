@@ -1,8 +1,9 @@
-//! Which tensor goes where, and when it comes back.
+//! Plans: the tensors that leave memory, the tier that each goes to, and the time at which it
+//! returns.
 //!
-//! A *trace* says what one training step uses and when, a *machine* how much fits where and how
-//! fast bytes move. A *plan* is a list of moves. The *simulator* plays a trace under a plan, says
-//! how long a step takes, what waited for what and what was resident, and so judges every plan.
+//! A *trace* lists the kernels of one training step and their tensors. A *machine* has the
+//! capacities and the rates. A *plan* is a list of moves. The *simulator* plays a trace under a
+//! plan and reports the time of a step, the waits and the resident bytes; it judges every plan.
 //!
 //! Nothing here reads a file, a clock or a device: the same input gives the same output everywhere.
 

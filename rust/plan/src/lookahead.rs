@@ -1,9 +1,9 @@
-//! The director that looks one step ahead, and whose moves become a plan.
+//! The director that looks one step ahead. Its moves become a plan.
 //!
-//! At the end of each kernel it asks what will not fit (the *outlook*) and decides four things in
-//! turn: what has to leave so that the next kernel can start, what the drives write next, what the
-//! host has to take because the drives are too slow, and what comes back. What leaves is what
-//! covers the excess for longest.
+//! At the end of each kernel it computes the bytes that will not fit (the *outlook*). Then it
+//! decides in turn: evictions that the next kernel needs, writes to the drives, evictions to the
+//! host because the drives are too slow, and fetches. It evicts the tensors that cover the excess
+//! for longest.
 
 use crate::channels::channel;
 use crate::machine::{Machine, Tier, Way};
@@ -13,22 +13,23 @@ use crate::returns::Returns;
 use crate::simulator::{Director, Place, World};
 use crate::trace::{Places, Trace};
 
-/// How the director weighs. A planner tries several.
+/// The weights of the director. A planner tries several.
 #[derive(Clone, Copy, Debug)]
 pub struct Weights {
-    /// Seconds of work that channels have beyond the next kernel.
+    /// Seconds of work that channels get beyond the next kernel.
     pub window_s: f64,
-    /// Seconds by which evictions are to end early.
+    /// Seconds by which evictions should end early.
     pub margin_s: f64,
-    /// The share of the device's memory that is kept free.
+    /// The share of the device's memory that stays free.
     pub reserve: f64,
     /// The share of the excess that a tensor has to cover to leave before it must.
     pub cover_share: f64,
-    /// How many times its transfer a tensor comes back before its use, at the latest.
+    /// Largest time before its use at which a tensor comes back, as a multiple of its transfer.
     pub lead: f64,
-    /// The share of their rate at which evictions to the host are trusted to go on.
+    /// The share of its rate at which evictions to the host are expected to go on.
     pub host_trust: f64,
-    /// How many times its transfer a tensor comes back from the host before its use.
+    /// Time before its use at which a tensor comes back from the host, as a multiple of its
+    /// transfer.
     pub host_lead: f64,
 }
 
@@ -38,7 +39,7 @@ pub struct Decision {
     /// The step.
     pub step: usize,
     /// The move, with its kernel within the step.
-    pub one: Move,
+    pub chosen: Move,
 }
 
 /// The director.
@@ -47,13 +48,13 @@ pub struct LookAhead<'a> {
     machine: &'a Machine,
     weights: Weights,
     outlook: Outlook,
-    /// For each tensor the place in its list of users of its next one, and the step of that.
+    /// For each tensor the index of its next use in its list of users, and the step of that use.
     next: Vec<(usize, usize)>,
-    /// Globals that are used at all, and the locals that live.
+    /// Globals that are used, and the living locals.
     alive: Vec<u32>,
-    /// Tensors with fewer bytes stay: a move of them is worth nothing.
+    /// Smallest size of a tensor that leaves: a move of fewer bytes is worth nothing.
     smallest: u64,
-    /// What was decided, in order.
+    /// All decisions, in order.
     pub decisions: Vec<Decision>,
     after: usize,
 }
@@ -61,7 +62,7 @@ pub struct LookAhead<'a> {
 const NEVER: usize = usize::MAX;
 
 impl<'a> LookAhead<'a> {
-    /// For steps in which each kernel takes `seconds`, its wait included.
+    /// For steps in which each kernel takes its time in `seconds`, its wait included.
     pub fn new(trace: &'a Trace, machine: &'a Machine, seconds: &[f64], weights: Weights) -> Self {
         let count = trace.tensors().len();
         Self {
@@ -71,8 +72,8 @@ impl<'a> LookAhead<'a> {
             outlook: Outlook::new(trace, machine, seconds, weights.reserve),
             next: vec![(0, 0); count],
             alive: (0..count as u32)
-                .filter(|&one| trace.tensors()[one as usize].is_global)
-                .filter(|&one| !trace.users(one).is_empty())
+                .filter(|&tensor| trace.tensors()[tensor as usize].is_global)
+                .filter(|&tensor| !trace.users(tensor).is_empty())
                 .collect(),
             smallest: machine.device_bytes >> 15,
             decisions: Vec::new(),
@@ -84,7 +85,7 @@ impl<'a> LookAhead<'a> {
         self.trace.tensors()[tensor as usize].bytes
     }
 
-    /// The next kernel that uses a tensor, counted from the first step on.
+    /// The next kernel that uses a tensor, counted from the first step.
     fn next_use(&self, tensor: u32) -> usize {
         let (place, step) = self.next[tensor as usize];
         match self.trace.users(tensor).get(place) {
@@ -117,13 +118,13 @@ impl<'a> LookAhead<'a> {
     fn decide(&mut self, tensor: u32, action: Action, priority: f64, moves: &mut Vec<Move>) {
         let count = self.trace.kernels().len();
         let step = self.after / count;
-        let one = Move { tensor, action, after: (self.after % count) as u32, priority };
-        self.decisions.push(Decision { step, one });
-        moves.push(one);
+        let chosen = Move { tensor, action, after: (self.after % count) as u32, priority };
+        self.decisions.push(Decision { step, chosen });
+        moves.push(chosen);
     }
 }
 
-/// A tensor that is not in memory, or will not be.
+/// A tensor that is not in memory, or soon will not be.
 #[derive(Clone, Copy, Debug)]
 struct Missing {
     tensor: u32,
@@ -131,21 +132,22 @@ struct Missing {
     /// Seconds from now until its memory is free.
     from_s: f64,
     next: usize,
-    /// When it has to begin to come back.
+    /// Latest start of its way back, in seconds from now.
     back_s: f64,
 }
 
-/// What the director knows of one instant.
+/// The state of one instant, for the director.
 struct Scene {
-    /// In memory, not about to leave, not used by the next kernel, with the next use.
+    /// Tensors in memory that are not about to leave and not used by the next kernel, with the next
+    /// use.
     candidates: Vec<(u32, usize)>,
-    /// Away, leaving or queued to, and nobody has asked for it. By next use.
+    /// Tensors that are away, leaving or queued to leave, with no fetch, by next use.
     missing: Vec<Missing>,
-    /// What the drives have to bring back.
+    /// The transfers back from the drives.
     returns: Returns,
     /// Seconds of work that each channel has.
     queued_s: [f64; 4],
-    /// Bytes of the host that are taken or will be.
+    /// Bytes of the host that are taken, or will be.
     host_bytes: u64,
 }
 
@@ -189,59 +191,59 @@ impl LookAhead<'_> {
     }
 
     fn survey_channel(&self, world: &World, tier: Tier, way: Way, scene: &mut Scene) {
-        let one = channel(tier, way);
-        let mut end = world.channels().busy_for(one, world.now());
+        let on = channel(tier, way);
+        let mut end = world.channels().busy_for(on, world.now());
         let mut add = |tensor, from_s| {
             let next = self.next_use(tensor);
             scene.missing.push(Missing { tensor, tier, from_s, next, back_s: 0.0 });
         };
-        if let (Way::Out, Some(tensor)) = (way, world.channels().carries(one)) {
-            // Somebody may have asked for it already.
+        if let (Way::Out, Some(tensor)) = (way, world.channels().carries(on)) {
+            // It may have a fetch already.
             if !world.is_queued(tensor) {
                 add(tensor, end);
             }
         }
-        for (_, tensor) in world.channels().queue(one) {
+        for (_, tensor) in world.channels().queue(on) {
             end += self.seconds_of(tensor, tier, way);
             if way == Way::Out {
                 add(tensor, end);
                 scene.host_bytes += if tier == Tier::Host { self.bytes(tensor) } else { 0 };
             }
         }
-        scene.queued_s[one] = end;
+        scene.queued_s[on] = end;
     }
 
-    /// Find out anew when what is missing has to be back, and what will not fit.
+    /// Computes the returns of missing tensors and the excess again.
     fn look(&mut self, scene: &mut Scene) {
         self.outlook.begin(self.after + 1);
-        scene.missing.sort_unstable_by_key(|one| (one.next, one.tensor));
-        let ssd = |one: &&mut Missing| one.tier == Tier::Ssd;
+        scene.missing.sort_unstable_by_key(|missing| (missing.next, missing.tensor));
+        let ssd = |missing: &&mut Missing| missing.tier == Tier::Ssd;
         let transfers: Vec<(f64, f64)> = scene
             .missing
             .iter()
-            .filter(|one| one.tier == Tier::Ssd)
-            .map(|one| {
-                let seconds = self.seconds_of(one.tensor, Tier::Ssd, Way::In);
-                (self.outlook.seconds_to(one.next) - self.weights.margin_s, seconds)
+            .filter(|missing| missing.tier == Tier::Ssd)
+            .map(|missing| {
+                let seconds = self.seconds_of(missing.tensor, Tier::Ssd, Way::In);
+                (self.outlook.seconds_to(missing.next) - self.weights.margin_s, seconds)
             })
             .collect();
         scene.returns.chain(transfers.into_iter());
-        for (place, one) in scene.missing.iter_mut().filter(ssd).enumerate() {
-            let earliest = self.earliest_return(one.tensor, one.next);
-            one.back_s = scene.returns.start(place).max(earliest);
+        for (place, missing) in scene.missing.iter_mut().filter(ssd).enumerate() {
+            let earliest = self.earliest_return(missing.tensor, missing.next);
+            missing.back_s = scene.returns.start(place).max(earliest);
         }
-        for one in scene.missing.iter_mut().filter(|one| one.tier == Tier::Host) {
-            one.back_s = self.host_return(one.tensor, one.next);
+        for missing in scene.missing.iter_mut().filter(|missing| missing.tier == Tier::Host) {
+            missing.back_s = self.host_return(missing.tensor, missing.next);
         }
         let away: Vec<_> = scene
             .missing
             .iter()
-            .map(|one| (self.bytes(one.tensor), one.from_s, one.back_s))
+            .map(|missing| (self.bytes(missing.tensor), missing.from_s, missing.back_s))
             .collect();
         self.outlook.look(self.after + 1, &away);
     }
 
-    /// No tensor comes back from the drives earlier than this many of its transfers before its use.
+    /// The earliest return of a tensor from the drives: `lead` transfers before its use.
     fn earliest_return(&self, tensor: u32, next: usize) -> f64 {
         let seconds = self.seconds_of(tensor, Tier::Ssd, Way::In);
         self.outlook.seconds_to(next) - self.weights.margin_s - self.weights.lead * seconds
@@ -269,7 +271,7 @@ impl LookAhead<'_> {
         self.outlook.short_seconds(from, until)
     }
 
-    /// The candidate that covers the excess for longest, and for how long.
+    /// The candidate that covers the excess for longest, with its seconds.
     fn best(&self, scene: &Scene, tier: Tier) -> Option<(usize, f64)> {
         let mut best: Vec<(f64, usize, usize)> = Vec::new();
         for (place, &(tensor, next)) in scene.candidates.iter().enumerate() {
@@ -312,7 +314,8 @@ impl LookAhead<'_> {
         self.decide(tensor, Action::Evict(tier), priority, moves);
     }
 
-    /// Whether what is queued is too little: nothing is decided before the next kernel ends.
+    /// Returns true if the queued evictions are too few: no more are decided before the next kernel
+    /// ends.
     fn is_behind(&self, bytes_per_s: f64, queued_s: f64) -> bool {
         let from = queued_s.max(self.outlook.starts[1] + self.weights.margin_s);
         self.outlook.is_behind(bytes_per_s, from)
@@ -324,7 +327,7 @@ impl LookAhead<'_> {
             && scene.host_bytes + self.bytes(tensor) <= self.machine.host_bytes
     }
 
-    /// Evict what has to leave before the next kernel can start.
+    /// Evicts tensors that have to leave before the next kernel can start.
     fn make_room(&mut self, world: &World, scene: &mut Scene, moves: &mut Vec<Move>) {
         let count = self.trace.kernels().len();
         let first = (self.after + 1) % count;
@@ -386,18 +389,18 @@ impl LookAhead<'_> {
         }
     }
 
-    /// Whether a tensor can come back now and stay until its use. What the drives hold for later
-    /// uses comes later.
+    /// Returns true if a tensor can come back now and stay until its use. Tensors on the drives
+    /// with later uses come back later.
     fn has_room(&mut self, scene: &Scene, asked: Missing) -> bool {
         let away: Vec<_> = scene
             .missing
             .iter()
-            .map(|one| {
-                let until_s = match one.tier {
-                    Tier::Ssd => self.outlook.seconds_to(one.next),
-                    Tier::Host => one.back_s,
+            .map(|missing| {
+                let until_s = match missing.tier {
+                    Tier::Ssd => self.outlook.seconds_to(missing.next),
+                    Tier::Host => missing.back_s,
                 };
-                (self.bytes(one.tensor), one.from_s, until_s)
+                (self.bytes(missing.tensor), missing.from_s, until_s)
             })
             .collect();
         self.outlook.look_for_room(&away);
@@ -410,9 +413,9 @@ impl LookAhead<'_> {
         for tier in Tier::ALL {
             let on = channel(tier, Way::In);
             let mut place = 0;
-            while let Some(&one) = scene.missing.get(place) {
-                let asks = one.tier == tier
-                    && matches!(world.place(one.tensor), Place::Away(_) | Place::Leaving(_));
+            while let Some(&missing) = scene.missing.get(place) {
+                let asks = missing.tier == tier
+                    && matches!(world.place(missing.tensor), Place::Away(_) | Place::Leaving(_));
                 if !asks {
                     place += 1;
                     continue;
@@ -420,8 +423,8 @@ impl LookAhead<'_> {
                 if scene.queued_s[on] > window {
                     break;
                 }
-                let is_due = one.back_s <= window;
-                let is_early = tier == Tier::Ssd && self.has_room(scene, one);
+                let is_due = missing.back_s <= window;
+                let is_early = tier == Tier::Ssd && self.has_room(scene, missing);
                 if !is_due && !is_early {
                     if tier == Tier::Host {
                         place += 1;
@@ -429,10 +432,11 @@ impl LookAhead<'_> {
                     }
                     break;
                 }
-                scene.queued_s[on] += self.seconds_of(one.tensor, tier, Way::In);
+                scene.queued_s[on] += self.seconds_of(missing.tensor, tier, Way::In);
                 scene.missing.remove(place);
                 self.look(scene);
-                self.decide(one.tensor, Action::Fetch, (one.next - step_start) as f64, moves);
+                let priority = (missing.next - step_start) as f64;
+                self.decide(missing.tensor, Action::Fetch, priority, moves);
             }
         }
     }

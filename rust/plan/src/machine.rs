@@ -1,6 +1,6 @@
-//! The machine that a plan is for: how much fits where, and how fast bytes move.
+//! The machine that a plan is for: capacities, and rates of transfers.
 
-/// Where bytes of the device's memory can go.
+/// A place outside of the device's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Tier {
     /// The drives: slow, without a limit.
@@ -10,11 +10,11 @@ pub enum Tier {
 }
 
 impl Tier {
-    /// Both, in the order in which the simulator asks them.
+    /// Both tiers, in the order in which the simulator starts their transfers.
     pub const ALL: [Self; 2] = [Self::Ssd, Self::Host];
 }
 
-/// Which way bytes go, seen from the device's memory.
+/// The direction of bytes, seen from the device's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Way {
     /// Away, to a tier.
@@ -23,7 +23,7 @@ pub enum Way {
     In,
 }
 
-/// A rate each way, in bytes a second.
+/// A rate for each direction, in bytes per second.
 #[derive(Clone, Copy, Debug)]
 pub struct Rates {
     /// Away from the device.
@@ -33,7 +33,7 @@ pub struct Rates {
 }
 
 impl Rates {
-    /// The rate of one way.
+    /// The rate of one direction.
     pub fn of(&self, way: Way) -> f64 {
         match way {
             Way::Out => self.out,
@@ -42,8 +42,9 @@ impl Rates {
     }
 }
 
-/// Which share of its full rate a transfer of so many bytes attains: four points in rising order of
-/// bytes, straight lines between them. With (1 MiB, 0.5) and (4 MiB, 1.0) one of 2.5 MiB has 0.75.
+/// The share of its full rate that a transfer of a size reaches: four points in rising order of
+/// bytes, straight lines between them. With (1 MiB, 0.5) and (4 MiB, 1.0) a transfer of 2.5 MiB has
+/// 0.75.
 #[derive(Clone, Copy, Debug)]
 pub struct SizeShares(pub [(u64, f64); 4]);
 
@@ -68,49 +69,50 @@ impl Default for SizeShares {
     }
 }
 
-/// How a session writes, which the plain rules of the simulator do not know: there a transfer waits
-/// in the queue until the channel is idle, and a tensor is in one place.
+/// The writes of a session. The plain rules of the simulator do not have them: under those a
+/// transfer waits in the queue until the channel is idle, and a tensor is in one place.
 ///
 /// - A write is *given* to the disk before its turn, while fewer than `in_flight_bytes` are under
-///   way. Only what was not given yet can be cancelled; the rest is written, whoever needs it.
-/// - Who needs a tensor that is on its way to the disk uses it from memory, and need not wait.
-/// - A fetch of what still waits to be written comes after the write. It does not cancel it: that
-///   does the kernel that needs the tensor.
-/// - Memory of what was written is free when the next kernel begins: a session looks in its hooks.
+///   way. A write can be cancelled until it was given; after that it is carried out.
+/// - A kernel that needs a tensor on its way to the disk uses it from memory, without a wait.
+/// - A fetch of a tensor whose write is queued comes after the write and does not cancel it. The
+///   kernel that needs the tensor cancels the write.
+/// - Memory of a written tensor is free when the next kernel begins: a session looks in its hooks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Writeback {
-    /// Bytes under way to the drives, from which on no more is given to them.
+    /// Bytes under way to the drives at which no more is given to them.
     pub in_flight_bytes: u64,
 }
 
-/// Capacities and rates. By default nothing has a limit, and nothing costs.
+/// Capacities and rates. By default nothing has a limit or a cost.
 #[derive(Clone, Copy, Debug)]
 pub struct Machine {
-    /// Memory of the device that computes.
+    /// Memory of the computing device.
     pub device_bytes: u64,
-    /// Memory of the host that may be used; 0 if none may.
+    /// Usable memory of the host; 0 if there is none.
     pub host_bytes: u64,
     /// The drives.
     pub ssd: Rates,
-    /// The bus that host and drives share; a transfer of the host has what the drives leave.
+    /// The bus that host and drives share. Transfers of the host get the rest that the drives
+    /// leave.
     pub bus: Rates,
-    /// What each transfer takes before its first byte.
+    /// Time of each transfer before its first byte.
     pub latency_s: f64,
     /// The rates of copies to and from the host's memory, as far as the bus allows.
     pub host: Rates,
     /// The share of its rate that each way of the drives keeps while the other is busy.
     pub duplex_share: f64,
-    /// How the drives' rates depend on the size of a transfer.
+    /// The dependence of the drives' rates on the size of a transfer.
     pub sizes: SizeShares,
-    /// The price of a byte: seconds of computing that are lost for each byte that moves.
+    /// The price of a byte: seconds of computing lost for each byte that moves.
     pub price: Rates,
-    /// How a session writes to the drives; none for the plain rules.
+    /// The writes of a session to the drives; `None` for the plain rules.
     pub writeback: Option<Writeback>,
 }
 
 impl Default for Machine {
     fn default() -> Self {
-        // Not infinite, so that what remains of a rate is a number.
+        // Not infinite, so that the rest of a rate is a number.
         let unlimited = Rates { out: 1e15, back: 1e15 };
         Self {
             device_bytes: u64::MAX >> 1,
@@ -128,7 +130,7 @@ impl Default for Machine {
 }
 
 impl Machine {
-    /// The rate of a transfer while the drives do or do not move bytes the same way.
+    /// The rate of a transfer. `ssd_busy` says that the drives move bytes in the same direction.
     pub fn rate(&self, tier: Tier, way: Way, ssd_busy: bool) -> f64 {
         match tier {
             Tier::Ssd => self.ssd.of(way),
@@ -137,7 +139,7 @@ impl Machine {
         }
     }
 
-    /// What a transfer counts as at the full rate of its tier: small ones count as more.
+    /// Bytes of a transfer at the full rate of its tier: small transfers count as more.
     pub fn charged_bytes(&self, tier: Tier, bytes: u64) -> f64 {
         match tier {
             Tier::Ssd => bytes as f64 / self.sizes.of(bytes),
@@ -145,7 +147,7 @@ impl Machine {
         }
     }
 
-    /// Whether computing is slower while bytes move.
+    /// Returns true if computing is slower while bytes move.
     pub fn has_price(&self) -> bool {
         self.price.out > 0.0 || self.price.back > 0.0
     }

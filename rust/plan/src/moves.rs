@@ -1,10 +1,10 @@
-//! A plan: which tensor is moved where, and after which kernel.
+//! A plan: a list of moves, each with its tensor, its tier and the kernel after which it begins.
 
 use crate::machine::{Machine, Tier};
 use crate::trace::Trace;
 use std::fmt;
 
-/// What is done with a tensor.
+/// The action of a move.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Action {
     /// It leaves the device's memory.
@@ -16,17 +16,17 @@ pub enum Action {
 /// One move of a plan.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Move {
-    /// Which tensor.
+    /// The tensor.
     pub tensor: u32,
-    /// What is done with it.
+    /// The action.
     pub action: Action,
     /// The kernel at whose end the move is asked for.
     pub after: u32,
-    /// Lower numbers go first among what waits for the same channel.
+    /// Among transfers that wait for the same channel, lower numbers go first.
     pub priority: f64,
 }
 
-/// Why a list of moves is no plan for a trace.
+/// The error of moves that are no plan for a trace.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PlanError(String);
 
@@ -38,47 +38,47 @@ impl fmt::Display for PlanError {
 
 impl std::error::Error for PlanError {}
 
-/// The tier to which a move may not bring its tensor.
-fn refused(one: &Move, trace: &Trace) -> Option<Tier> {
-    match one.action {
+/// The tier of an eviction that its tensor does not allow; `None` if the move is allowed.
+fn refused(planned: &Move, trace: &Trace) -> Option<Tier> {
+    match planned.action {
         Action::Evict(tier) => {
-            Some(tier).filter(|&tier| !trace.tensors()[one.tensor as usize].places.has(tier))
+            Some(tier).filter(|&tier| !trace.tensors()[planned.tensor as usize].places.has(tier))
         }
         Action::Fetch => None,
     }
 }
 
-/// The moves of one step, the same in each, sorted by the kernel they follow.
+/// The moves of a step, the same in each step, sorted by the kernel that they follow.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Plan {
     moves: Vec<Move>,
-    /// Where the moves after each kernel begin, and one entry more.
+    /// The index of the first move after each kernel, and the number of moves as a last entry.
     starts: Vec<usize>,
 }
 
 impl Plan {
-    /// Check moves against a trace and a machine. Moves after one kernel stay in their order.
+    /// Checks moves against a trace and a machine. Moves after the same kernel keep their order.
     pub fn new(mut moves: Vec<Move>, trace: &Trace, machine: &Machine) -> Result<Self, PlanError> {
         let (kernel_count, tensor_count) = (trace.kernels().len(), trace.tensors().len());
-        for (index, one) in moves.iter().enumerate() {
-            let wrong = if one.tensor as usize >= tensor_count {
-                format!("tensor {}, but there are {tensor_count}", one.tensor)
-            } else if one.after as usize >= kernel_count {
-                format!("kernel {}, but there are {kernel_count}", one.after)
-            } else if one.action == Action::Evict(Tier::Host) && machine.host_bytes == 0 {
+        for (index, planned) in moves.iter().enumerate() {
+            let wrong = if planned.tensor as usize >= tensor_count {
+                format!("tensor {}, but there are {tensor_count}", planned.tensor)
+            } else if planned.after as usize >= kernel_count {
+                format!("kernel {}, but there are {kernel_count}", planned.after)
+            } else if planned.action == Action::Evict(Tier::Host) && machine.host_bytes == 0 {
                 "host memory, of which this machine lends none".to_owned()
-            } else if let Some(tier) = refused(one, trace) {
-                format!("{tier:?} as a place of tensor {}, which may not go there", one.tensor)
-            } else if !one.priority.is_finite() {
-                format!("priority {}; it has to be finite", one.priority)
+            } else if let Some(tier) = refused(planned, trace) {
+                format!("{tier:?} as a place of tensor {}, which may not go there", planned.tensor)
+            } else if !planned.priority.is_finite() {
+                format!("priority {}; it has to be finite", planned.priority)
             } else {
                 continue;
             };
             return Err(PlanError(format!("move {index} names {wrong}")));
         }
-        moves.sort_by_key(|one| one.after);
+        moves.sort_by_key(|planned| planned.after);
         let starts = (0..=kernel_count)
-            .map(|kernel| moves.partition_point(|one| (one.after as usize) < kernel))
+            .map(|kernel| moves.partition_point(|planned| (planned.after as usize) < kernel))
             .collect();
         Ok(Self { moves, starts })
     }
@@ -88,12 +88,12 @@ impl Plan {
         Self { moves: Vec::new(), starts: vec![0; trace.kernels().len() + 1] }
     }
 
-    /// Every move.
+    /// All moves.
     pub fn moves(&self) -> &[Move] {
         &self.moves
     }
 
-    /// The moves after one kernel.
+    /// The moves after a kernel.
     pub fn after(&self, kernel: usize) -> &[Move] {
         &self.moves[self.starts[kernel]..self.starts[kernel + 1]]
     }

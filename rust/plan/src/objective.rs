@@ -1,9 +1,8 @@
-//! What a plan is to achieve, and the plan that does: the shortest step within a memory, or the
-//! least memory within a step.
+//! The two objectives of a plan: the shortest step within a memory, or the least memory within a
+//! time of a step.
 //!
-//! A draft (`greedy.rs`) is made in a fraction of a second for any size of step. As long as tries
-//! are left, the look-ahead then looks for a better one. Whatever is found is judged by the same
-//! simulator.
+//! A draft (`greedy.rs`) takes a fraction of a second for a step of any size. If tries are left,
+//! the look-ahead then searches for a better plan. The same simulator judges all of them.
 
 use crate::bound::least_step_seconds;
 use crate::greedy::{Budget, Manner, draft};
@@ -16,66 +15,67 @@ use crate::timeline::{LastStep, Stuck};
 use crate::trace::{Class, Tensor, Trace};
 use std::collections::HashSet;
 
-/// Steps that the judge plays; the last one is told.
+/// Steps that the simulator plays. The last step is reported.
 const STEPS: usize = 3;
 
-/// Halvings of the range in which the least memory lies: to a thousandth of it.
+/// Number of halvings in the search for the least memory: its error is a thousandth of the range.
 const HALVINGS: usize = 10;
 
-/// Shares of what can be computed again, in the order of its price, that are tried at first.
+/// Shares of the tensors that can be computed again, the cheapest first, which are tried first.
 const SHARES: [f64; 4] = [0.25, 0.5, 0.75, 1.0];
 
-/// Drafts for each of those.
+/// Number of drafts for each share.
 const ADVICE_DRAFTS: usize = 2;
 
-/// A step that is shorter by less is not worth what it takes.
+/// A relative gain below this is not worth its cost.
 const NOTABLE: f64 = 1e-3;
 
-/// What is asked for.
+/// The input of a search.
 #[derive(Clone, Debug)]
 pub struct Request<'a> {
     /// The step.
     pub trace: &'a Trace,
-    /// The machine; its memory is the budget of all tensors.
+    /// The machine. Its memory is the budget of all tensors.
     pub machine: &'a Machine,
-    /// Budgets of some tensors besides.
+    /// Further budgets, each for some tensors.
     pub budgets: &'a [Budget],
-    /// Drafts that may be made of each manner, at least one.
+    /// Number of drafts for each manner, at least one.
     pub drafts: usize,
-    /// Look-aheads that may be tried then.
+    /// Number of look-aheads that may be tried after the drafts.
     pub tries: usize,
-    /// Whether tensors may be computed again where a step is longer otherwise.
+    /// True if tensors may be computed again when a step would be longer otherwise.
     pub may_recompute: bool,
 }
 
-/// A plan, and what the simulator says of its last step.
+/// A plan, with the simulator's report of its last step.
 #[derive(Clone, Debug)]
 pub struct Judged {
-    /// The plan, for the step with what is computed again.
+    /// The plan, for the step with the recomputed tensors.
     pub plan: Plan,
     /// Tensors that are computed again.
     pub recomputed: Vec<u32>,
-    /// By how much budgets besides the device's memory are exceeded, by what was booked.
+    /// Most bytes over a further budget, by the booked transfers.
     pub left_bytes: u64,
-    /// How long the step takes.
+    /// Seconds of the step.
     pub step_s: f64,
-    /// How long it takes its kernels to wait, of that.
+    /// Seconds of the step in which kernels wait.
     pub stall_s: f64,
-    /// How long it takes to compute tensors again, of that.
+    /// Seconds of the step that compute tensors again.
     pub recompute_s: f64,
-    /// Bytes that began to move: to the drives, to the host, back from the drives, from the host.
+    /// Bytes of transfers that began: to the drives, to the host, back from the drives, back from
+    /// the host.
     pub moved_bytes: [u64; 4],
-    /// The most that was in use.
+    /// The peaks of the last step.
     pub most: LastStep,
-    /// Bytes in the device's memory from each of these times of the step on.
+    /// Times of the step, each with the bytes in the device's memory from then on.
     pub resident: Vec<(f64, u64)>,
-    /// What each kernel took, its wait included.
+    /// Seconds of each kernel, its wait included.
     taken: Vec<f64>,
 }
 
-/// Let the simulator judge a plan.
+/// Lets the simulator judge a plan.
 pub fn judge(trace: &Trace, machine: &Machine, plan: Plan) -> Result<Judged, Stuck> {
-    let seconds: Vec<f64> = trace.kernels().iter().map(|one| one.seconds).collect();
+    let seconds: Vec<f64> = trace.kernels().iter().map(|kernel| kernel.seconds).collect();
     let timeline = simulator::run(trace, machine, &seconds, STEPS, &plan)?;
     let first = seconds.len() * (STEPS - 1);
     let start = timeline.ends()[first - 1];
@@ -83,25 +83,28 @@ pub fn judge(trace: &Trace, machine: &Machine, plan: Plan) -> Result<Judged, Stu
     let resident = timeline.resident_bytes();
     let ends = timeline.ends();
     let taken = (first..ends.len()).map(|at| ends[at] - ends[at - 1]).collect();
-    let before = resident.partition_point(|one| one.0 <= start).saturating_sub(1);
+    let before = resident.partition_point(|point| point.0 <= start).saturating_sub(1);
     Ok(Judged {
         recomputed: Vec::new(),
         left_bytes: 0,
         step_s: timeline.steady_seconds(),
-        stall_s: stalls.iter().map(|one| one.seconds).sum(),
+        stall_s: stalls.iter().map(|stall| stall.seconds).sum(),
         recompute_s: 0.0,
         moved_bytes: timeline.last_moved_bytes(),
         most: *timeline.last_step(),
-        resident: resident[before..].iter().map(|one| ((one.0 - start).max(0.0), one.1)).collect(),
+        resident: resident[before..]
+            .iter()
+            .map(|point| ((point.0 - start).max(0.0), point.1))
+            .collect(),
         plan,
         taken,
     })
 }
 
-/// The most bytes of some tensors that are in the device's memory at once in a plan's last step.
+/// The peak in the device's memory of the tensors in `counts`, in a plan's last step.
 ///
 /// # Panics
-/// If the plan is for another step, or there are not as many counts as tensors.
+/// If the plan is for another step, or the lengths of `counts` and of the tensors differ.
 pub fn peak_of(
     trace: &Trace,
     machine: &Machine,
@@ -109,38 +112,42 @@ pub fn peak_of(
     counts: &[bool],
 ) -> Result<u64, Stuck> {
     let chosen: HashSet<u32> = judged.recomputed.iter().copied().collect();
-    // The cheapest are chosen first, so they have the order that they had then.
-    let again: Vec<Candidate> =
-        candidates(trace).into_iter().filter(|one| chosen.contains(&one.tensor)).collect();
+    // Recomputed tensors are the cheapest candidates, so the order of the candidates is their
+    // order.
+    let again: Vec<Candidate> = candidates(trace)
+        .into_iter()
+        .filter(|candidate| chosen.contains(&candidate.tensor))
+        .collect();
     let changed = with_recomputed(trace, &again);
-    let counted = counts.iter().copied().chain(again.iter().map(|one| counts[one.tensor as usize]));
-    // The simulator counts by class, and treats all classes alike.
-    let marked = changed.tensors().iter().zip(counted).map(|(&one, is_counted)| Tensor {
+    let second_lives = again.iter().map(|candidate| counts[candidate.tensor as usize]);
+    let counted = counts.iter().copied().chain(second_lives);
+    // The simulator counts by class and treats all classes alike.
+    let marked = changed.tensors().iter().zip(counted).map(|(&tensor, is_counted)| Tensor {
         class: if is_counted { Class::Activation } else { Class::Workspace },
-        ..one
+        ..tensor
     });
     let marked = Trace::new(changed.kernels().to_vec(), marked.collect()).expect("as it was");
     let same = judge(&marked, machine, judged.plan.clone())?;
     Ok(same.most.class_peak_bytes[Class::Activation as usize])
 }
 
-/// Every budget of a request, the device's memory first. What is computed again has its second
-/// lives behind the other tensors, and they count as the first ones do.
+/// All budgets of a request, the device's memory first. The second life of a recomputed tensor
+/// comes after all other tensors, and counts in the same budgets as the first.
 fn all_budgets(request: &Request, recomputed: &[Candidate]) -> Vec<Budget> {
     let tensor_count = request.trace.tensors().len() + recomputed.len();
     let device = Budget { bytes: request.machine.device_bytes, counts: vec![true; tensor_count] };
-    let more = request.budgets.iter().map(|one| {
-        let again = recomputed.iter().map(|candidate| one.counts[candidate.tensor as usize]);
-        let counts = one.counts.iter().copied().chain(again).collect();
-        Budget { bytes: one.bytes, counts }
+    let more = request.budgets.iter().map(|budget| {
+        let again = recomputed.iter().map(|candidate| budget.counts[candidate.tensor as usize]);
+        let counts = budget.counts.iter().copied().chain(again).collect();
+        Budget { bytes: budget.bytes, counts }
     });
     std::iter::once(device).chain(more).collect()
 }
 
-/// The best draft of a step in which some tensors are computed again. If the step may come without
-/// waits, kernels are taken to need what they compute. Otherwise, and in the next drafts, they are
-/// taken to need what they took under the best plan so far, or without a plan: waits are where
-/// bytes have to move, and there a draft has time to move them.
+/// The best draft of a step in which some tensors are computed again. If the step may have no
+/// waits, the first draft expects kernels to take their computing time. Otherwise, and in later
+/// drafts, it expects the times of the best plan so far, or of no plan. Those contain waits where
+/// bytes have to move, so the draft has time there to move them.
 fn drafted(request: &Request, recomputed: &[Candidate]) -> Result<Judged, Stuck> {
     let machine = request.machine;
     let changed;
@@ -151,7 +158,7 @@ fn drafted(request: &Request, recomputed: &[Candidate]) -> Result<Judged, Stuck>
         &changed
     };
     let budgets = all_budgets(request, recomputed);
-    let undisturbed: Vec<f64> = trace.kernels().iter().map(|one| one.seconds).collect();
+    let undisturbed: Vec<f64> = trace.kernels().iter().map(|kernel| kernel.seconds).collect();
     let manners: &[bool] = if machine.host_bytes > 0 { &[false, true] } else { &[false] };
     let must_wait = least_step_seconds(trace, machine) > trace.ideal_seconds() * (1.0 + NOTABLE);
     let mut best = judge(trace, machine, Plan::none(trace))?;
@@ -164,7 +171,8 @@ fn drafted(request: &Request, recomputed: &[Candidate]) -> Result<Judged, Stuck>
             let made = draft(trace, machine, &budgets, Manner { seconds, host_first });
             let mut found = judge(trace, machine, made.plan)?;
             let waits = found.stall_s > NOTABLE * found.step_s;
-            // A budget that no simulator holds has to be covered by what was booked.
+            // The simulator does not check further budgets, so the booked transfers must cover
+            // them.
             found.left_bytes = if request.budgets.is_empty() { 0 } else { made.left_bytes };
             let is_done = !waits && found.left_bytes == 0;
             if is_better(&found, &best) {
@@ -177,23 +185,24 @@ fn drafted(request: &Request, recomputed: &[Candidate]) -> Result<Judged, Stuck>
             }
         }
     }
-    best.recomputed = recomputed.iter().map(|one| one.tensor).collect();
+    best.recomputed = recomputed.iter().map(|candidate| candidate.tensor).collect();
     best.recompute_s = trace.ideal_seconds() - request.trace.ideal_seconds();
     Ok(best)
 }
 
-/// Nearer to the budgets, or shorter; among equals the one that writes less to the drives.
-fn is_better(one: &Judged, other: &Judged) -> bool {
-    if one.left_bytes != other.left_bytes {
-        return one.left_bytes < other.left_bytes;
+/// Returns true if a plan is nearer to the budgets, or shorter, or equally short with fewer bytes
+/// written.
+fn is_better(judged: &Judged, other: &Judged) -> bool {
+    if judged.left_bytes != other.left_bytes {
+        return judged.left_bytes < other.left_bytes;
     }
-    if (one.step_s / other.step_s - 1.0).abs() < NOTABLE {
-        return one.moved_bytes[0] < other.moved_bytes[0];
+    if (judged.step_s / other.step_s - 1.0).abs() < NOTABLE {
+        return judged.moved_bytes[0] < other.moved_bytes[0];
     }
-    one.step_s < other.step_s
+    judged.step_s < other.step_s
 }
 
-/// The shortest step that is found within the machine's memory and the budgets.
+/// Finds the shortest step within the machine's memory and the budgets.
 pub fn least_step(request: &Request) -> Result<Judged, Stuck> {
     let mut best = drafted(request, &[])?;
     let ideal = request.trace.ideal_seconds();
@@ -210,9 +219,9 @@ pub fn least_step(request: &Request) -> Result<Judged, Stuck> {
     Ok(best)
 }
 
-/// Look for the share of what can be computed again, the cheapest first, with the shortest step of
-/// those that keep the budgets: what moves costs nothing as long as it hides, so the step falls
-/// with the share and then rises.
+/// Searches for the share of recomputed tensors, the cheapest first, with the shortest step that
+/// keeps the budgets. Transfers that hide cost nothing, so the time of the step falls with the
+/// share and then rises.
 fn with_advice(request: &Request, without: Judged) -> Result<Judged, Stuck> {
     let candidates = candidates(request.trace);
     let tried = |share: f64| -> Result<Judged, Stuck> {
@@ -248,8 +257,8 @@ fn with_advice(request: &Request, without: Judged) -> Result<Judged, Stuck> {
     Ok(best.1)
 }
 
-/// The least memory, in bytes, within which a step is found that is at most so much longer than one
-/// that never waits; and that step.
+/// The least memory, in bytes, with a step at most `slowdown_max` longer than a step without waits;
+/// and that step.
 pub fn least_peak(request: &Request, slowdown_max: f64) -> Result<(u64, Judged), Stuck> {
     let trace = request.trace;
     let step_max = trace.ideal_seconds() * (1.0 + slowdown_max);
@@ -257,8 +266,8 @@ pub fn least_peak(request: &Request, slowdown_max: f64) -> Result<(u64, Judged),
     let within = |device_bytes: u64| -> Option<Judged> {
         let machine = Machine { device_bytes, ..*request.machine };
         let found = least_step(&Request { machine: &machine, ..request.clone() });
-        // A memory in which some kernel cannot run is too small.
-        found.ok().filter(|one| one.step_s <= step_max)
+        // A memory in which a kernel cannot run is too small.
+        found.ok().filter(|judged| judged.step_s <= step_max)
     };
     let all = Machine { device_bytes: most, ..*request.machine };
     let mut best = (most, least_step(&Request { machine: &all, ..request.clone() })?);
@@ -273,12 +282,13 @@ pub fn least_peak(request: &Request, slowdown_max: f64) -> Result<(u64, Judged),
     Ok(best)
 }
 
-/// Bytes below which no peak comes in a step that is at most so much longer than its kernels, if
-/// nothing is computed again: what the bound on the step allows, and what one kernel uses.
+/// A lower bound of the peak, in bytes, for a step at most `slowdown_max` longer than its kernels,
+/// if nothing is computed again: from the bound on the step and from the largest kernel.
 pub fn least_peak_bytes(trace: &Trace, machine: &Machine, slowdown_max: f64) -> u64 {
     let step_max = trace.ideal_seconds() * (1.0 + slowdown_max);
-    let used = |uses: &[u32]| uses.iter().map(|&one| trace.tensors()[one as usize].bytes).sum();
-    let floor: u64 = trace.kernels().iter().map(|one| used(&one.uses)).max().unwrap_or(0);
+    let used =
+        |uses: &[u32]| uses.iter().map(|&tensor| trace.tensors()[tensor as usize].bytes).sum();
+    let floor: u64 = trace.kernels().iter().map(|kernel| used(&kernel.uses)).max().unwrap_or(0);
     let most = trace.live_bytes().into_iter().max().unwrap_or(0);
     let (mut low, mut high) = (0, most);
     while low + 1 < high {

@@ -1,4 +1,4 @@
-//! What lies ahead of one instant: when each kernel will run, and by how much memory will be short.
+//! The outlook from one instant: the times of the coming kernels, and the bytes that will not fit.
 
 use crate::machine::Machine;
 use crate::trace::Trace;
@@ -6,35 +6,35 @@ use std::ops::Range;
 
 const NONE: usize = usize::MAX;
 
-/// The coming kernels, one step of them, if nothing more is moved than what has been decided.
+/// One step of coming kernels, if no moves follow beyond those decided.
 #[derive(Clone, Debug)]
 pub struct Outlook {
     kernel_count: usize,
-    /// Living bytes beyond the room there is while each kernel of two steps runs.
+    /// Living bytes beyond the capacity while each kernel of two steps runs.
     live: Vec<i64>,
     /// Seconds before each kernel of two steps, expected waits included.
     before: Vec<f64>,
-    /// The first kernel ahead, counted from the first step on.
+    /// The first kernel ahead, counted from the first step.
     pub first: usize,
-    /// Seconds from now to the start of each kernel ahead, and of the one after the last.
+    /// Seconds from now to the start of each kernel ahead, and to the end of the last.
     pub starts: Vec<f64>,
-    /// Bytes that do not fit while each kernel ahead runs; below 0 there is room.
+    /// Bytes that do not fit while each kernel ahead runs; negative if there is room.
     pub excess: Vec<i64>,
-    /// The same for `has_room`.
+    /// Like `excess`, for `has_room`.
     lacking: Vec<i64>,
     /// Seconds of kernels with excess before each kernel ahead.
     short_before: Vec<f64>,
 }
 
 impl Outlook {
-    /// For a trace whose unused globals stay away; `seconds` has what each kernel takes.
+    /// For a trace whose unused globals stay away; `seconds` has the time of each kernel.
     pub fn new(trace: &Trace, machine: &Machine, seconds: &[f64], reserve: f64) -> Self {
         let unused: u64 = trace
             .tensors()
             .iter()
             .enumerate()
-            .filter(|(tensor, one)| one.is_global && trace.users(*tensor as u32).is_empty())
-            .map(|(_, one)| one.bytes)
+            .filter(|(tensor, entry)| entry.is_global && trace.users(*tensor as u32).is_empty())
+            .map(|(_, entry)| entry.bytes)
             .sum();
         let live = trace.live_bytes();
         let most = live.iter().copied().max().unwrap_or(1).max(1) as f64;
@@ -48,8 +48,8 @@ impl Outlook {
             .collect();
         let kernel_count = live.len();
         let mut before = vec![0.0];
-        before.extend(seconds.iter().chain(seconds).scan(0.0, |sum, one| {
-            *sum += one;
+        before.extend(seconds.iter().chain(seconds).scan(0.0, |sum, kernel_s| {
+            *sum += kernel_s;
             Some(*sum)
         }));
         Self {
@@ -64,7 +64,7 @@ impl Outlook {
         }
     }
 
-    /// Look from the end of the kernel before `first`; `away` has the bytes of each tensor that is
+    /// Looks from the end of the kernel before `first`. `away` has the bytes of each tensor that is
     /// not in memory, and the seconds from now between which its room is free.
     pub fn look(&mut self, first: usize, away: &[(u64, f64, f64)]) {
         self.begin(first);
@@ -81,7 +81,7 @@ impl Outlook {
         self.short_before[self.kernel_count] = short;
     }
 
-    /// Find what fits if some bytes come back otherwise, for `has_room`.
+    /// Computes `lacking` for `has_room`, with other times of return in `away`.
     pub fn look_for_room(&mut self, away: &[(u64, f64, f64)]) {
         let mut lacking = std::mem::take(&mut self.lacking);
         self.count(away, &mut lacking);
@@ -102,13 +102,13 @@ impl Outlook {
         }
         let from = self.first % self.kernel_count;
         let mut away_bytes = 0;
-        for (one, live) in excess.iter_mut().zip(&self.live[from..]) {
-            away_bytes += *one;
-            *one = away_bytes + live;
+        for (here, live) in excess.iter_mut().zip(&self.live[from..]) {
+            away_bytes += *here;
+            *here = away_bytes + live;
         }
     }
 
-    /// Find the times of the kernels from `first` on.
+    /// Finds the times of the kernels from `first` on.
     pub fn begin(&mut self, first: usize) {
         if self.first == first {
             return;
@@ -121,10 +121,10 @@ impl Outlook {
         }
     }
 
-    /// The kernels ahead that start at or after one moment and end before another.
+    /// The kernels ahead that start at or after `from_s` and end by `until_s`.
     fn range(&self, from_s: f64, until_s: f64) -> Range<usize> {
         let starts = &self.starts[..self.kernel_count];
-        let first = if from_s <= 0.0 { 0 } else { starts.partition_point(|&one| one < from_s) };
+        let first = if from_s <= 0.0 { 0 } else { starts.partition_point(|&start| start < from_s) };
         let end = self.starts[1..].partition_point(|&end| end <= until_s);
         first..end.max(first)
     }
@@ -138,7 +138,7 @@ impl Outlook {
         self.starts[self.kernel_count] + self.starts[ahead - self.kernel_count]
     }
 
-    /// Seconds of kernels with excess between two moments from now.
+    /// Seconds of kernels with excess between two times from now.
     pub fn short_seconds(&self, from: f64, to: f64) -> f64 {
         if to <= from { 0.0 } else { self.short_by(to) - self.short_by(from) }
     }
@@ -161,20 +161,21 @@ impl Outlook {
         self.short_before[self.kernel_count]
     }
 
-    /// Whether, at some kernel ahead, more is to be evicted than goes out by then.
+    /// Returns true if, at some kernel ahead, the excess is larger than the bytes that go out by
+    /// then.
     pub fn is_behind(&self, bytes_per_s: f64, busy_for: f64) -> bool {
         self.excess.iter().zip(&self.starts).any(|(&excess, &start)| {
             excess > 0 && excess as f64 > bytes_per_s * (start - busy_for).max(0.0)
         })
     }
 
-    /// Whether there is room for some bytes from now to a moment.
+    /// Returns true if there is room for some bytes from now to a time.
     pub fn has_room(&self, bytes: u64, until_s: f64) -> bool {
         self.lacking[self.range(0.0, until_s)].iter().all(|&excess| excess + bytes as i64 <= 0)
     }
 
-    /// What one tensor of this size would cover of the excess up to a kernel: the mean over its
-    /// bytes of the seconds for which a byte of it would be missed.
+    /// The part of the excess up to a kernel that a tensor of this size would cover: the mean, over
+    /// its bytes, of the seconds in which a byte of it would be missing.
     pub fn covered(&self, bytes: u64, until: usize) -> f64 {
         let until = until.saturating_sub(self.first).min(self.kernel_count);
         let byte_seconds: f64 = self.excess[..until]

@@ -1,9 +1,9 @@
-//! Looks for the plan with the shortest steady step; among equals for the one that bears other
-//! kernel times better, and then for the one that writes less.
+//! Searches for the plan with the shortest steady step; of equals, for the plan that bears other
+//! kernel times better, and then for the plan that writes less.
 //!
-//! The look-ahead director makes a plan for any weights; the simulator says what it is worth. The
-//! planner tries weights that did well on other traces first, then ones near the best so far. Times
-//! of a plan that was already judged tell the director of the next try when kernels really run.
+//! The look-ahead director makes a plan for any weights, and the simulator judges it. The planner
+//! first tries weights that did well on other traces, then weights near the best so far. The times
+//! of a judged plan tell the director of the next try when kernels really run.
 
 use crate::lookahead::{LookAhead, Weights};
 use crate::machine::{Machine, Tier};
@@ -13,41 +13,41 @@ use crate::simulator;
 use crate::timeline::Stuck;
 use crate::trace::Trace;
 
-/// Steps that the look-ahead plays; the moves of the last become the plan.
+/// Steps that the look-ahead plays. The moves of the last step become the plan.
 const STEPS: usize = 3;
 
 /// Steps that are judged under other kernel times.
 const ROBUST_STEPS: usize = 2;
 
-/// Steps this close are equal.
+/// Steps whose times differ relatively by less are equal.
 const EQUAL: f64 = 1e-6;
 
-/// With other kernel times, plans whose shares of waiting are this close are equal.
+/// Under other kernel times, plans whose `troubled` differs by less are equal.
 const EQUALLY_ROBUST: f64 = 1e-3;
 
 /// Seeds of the kernel times under which a plan is judged besides the trace's own.
 const OTHER_TIMES: [u64; 3] = [1_000_003, 1_000_033, 1_000_037];
 
-/// Further tries once a plan without any wait was found, for one that bears other times.
+/// Further tries after a plan without waits, for a plan that bears other kernel times.
 const ROBUST_TRIES: usize = 8;
 
-/// A plan, judged.
+/// A judged plan.
 #[derive(Clone, Debug)]
 pub struct Found {
     /// The moves.
     pub plan: Plan,
-    /// How long its steady step takes.
+    /// Seconds of its steady step.
     pub seconds: f64,
-    /// What it takes at most under other kernel times, as a multiple of those.
+    /// Its longest step under other kernel times, as a multiple of those times.
     pub troubled: f64,
-    /// What it writes to the drives in a step.
+    /// Bytes that it writes to the drives in a step.
     pub written_bytes: u64,
-    /// What each kernel of the last step took, its wait included.
+    /// Seconds of each kernel of the last step, its wait included.
     taken: Vec<f64>,
 }
 
 impl Found {
-    /// Let the simulator judge a plan.
+    /// Lets the simulator judge a plan.
     pub fn judge(trace: &Trace, machine: &Machine, plan: Plan) -> Result<Self, Stuck> {
         let undisturbed = kernel_seconds(trace, 0);
         let timeline = simulator::run(trace, machine, &undisturbed, STEP_COUNT, &plan)?;
@@ -63,8 +63,8 @@ impl Found {
         let written_bytes = plan
             .moves()
             .iter()
-            .filter(|one| one.action == Action::Evict(Tier::Ssd))
-            .map(|one| trace.tensors()[one.tensor as usize].bytes)
+            .filter(|planned| planned.action == Action::Evict(Tier::Ssd))
+            .map(|planned| trace.tensors()[planned.tensor as usize].bytes)
             .sum();
         let seconds = timeline.steady_seconds();
         Ok(Self { plan, seconds, troubled, written_bytes, taken })
@@ -81,7 +81,7 @@ impl Found {
     }
 }
 
-/// Weights that do well: on machines that lend host memory, and on others.
+/// Weights that did well on machines with host memory, or on machines without.
 fn proven(machine: &Machine) -> Vec<Weights> {
     let host = Weights {
         window_s: 0.3,
@@ -119,13 +119,13 @@ fn random(attempt: usize, question: u64) -> f64 {
     (mix(attempt as u64 * 64 + question) >> 11) as f64 / (1u64 << 53) as f64
 }
 
-/// Other weights near some.
+/// Random weights near the given weights.
 fn near(weights: Weights, attempt: usize) -> Weights {
     let change = |question: u64, value: f64, low: f64, high: f64| {
         if random(attempt, 2 * question) < 0.6 {
             return value;
         }
-        // Values reach over decades, so their logarithm moves.
+        // Values range over decades, so the change is to their logarithm.
         let factor = (2.0 * random(attempt, 2 * question + 1) - 1.0) * 1.1;
         (value.max(low / 4.0) * factor.exp()).clamp(low, high)
     };
@@ -144,7 +144,7 @@ fn near(weights: Weights, attempt: usize) -> Weights {
 /// The plan that a director with these weights makes.
 ///
 /// # Panics
-/// Never: a director names only what is there.
+/// Never: a director names only tensors and kernels of the trace.
 pub fn look_ahead(
     trace: &Trace,
     machine: &Machine,
@@ -157,12 +157,12 @@ pub fn look_ahead(
         .decisions
         .iter()
         .filter(|decision| decision.step == STEPS - 1)
-        .map(|decision| decision.one)
+        .map(|decision| decision.chosen)
         .collect();
     Ok(Plan::new(moves, trace, machine).expect("a director names only what is there"))
 }
 
-/// The best plan of some tries; fewer if a step without any wait was found.
+/// The best plan of some tries. The search ends early after a step without waits.
 pub fn search(trace: &Trace, machine: &Machine, tries: usize) -> Result<Found, Stuck> {
     let undisturbed = kernel_seconds(trace, 0);
     let ideal: f64 = undisturbed.iter().sum();

@@ -1,7 +1,7 @@
-//! Takes out of a plan what it does as well without.
+//! Takes moves out of a plan that it does as well without.
 //!
-//! A look-ahead evicts for an excess that it expects; what in the end was not needed costs writes,
-//! and where the drives are what a step waits for, it costs time.
+//! A look-ahead evicts for an excess that it expects. An eviction that was not needed costs writes,
+//! and if a step waits for the drives, it costs time.
 
 use crate::machine::Machine;
 use crate::moves::{Action, Move, Plan};
@@ -10,7 +10,7 @@ use crate::score::mix;
 use crate::timeline::Stuck;
 use crate::trace::Trace;
 
-/// How much longer a step may become under other kernel times.
+/// Share by which a step may become longer under other kernel times.
 const TROUBLE: f64 = 1e-3;
 
 /// An eviction and the fetch that undoes it, by their places in the plan.
@@ -27,11 +27,11 @@ fn pairs(moves: &[Move]) -> Vec<(usize, usize)> {
         .collect()
 }
 
-/// Leave out pairs of moves, one after the other, as long as the step gets no longer, nor
-/// noticeably so under other kernel times. At most so many plans are judged.
+/// Leaves out pairs of moves, one after the other, as long as the step gets no longer, nor
+/// noticeably longer under other kernel times. Judges at most `judged_max` plans.
 ///
 /// # Panics
-/// Never: what is left of a plan is a plan.
+/// Never: a part of a plan is a plan.
 pub fn prune(
     trace: &Trace,
     machine: &Machine,
@@ -39,15 +39,16 @@ pub fn prune(
     judged_max: usize,
 ) -> Result<Found, Stuck> {
     let moves = best.plan.moves().to_vec();
-    // Under other kernel times a move may be worth more than it seems.
+    // Under other kernel times a move may be worth more.
     let troubled_max = best.troubled * (1.0 + TROUBLE);
     let mut is_kept = vec![true; moves.len()];
     let mut pairs = pairs(&moves);
-    // In no order, so that what is left out is spread over the step.
+    // In a scattered order, so that the left-out pairs are spread over the step.
     pairs.sort_by_key(|&(place, _)| mix(place as u64));
     for (evict, fetch) in pairs.into_iter().take(judged_max) {
         (is_kept[evict], is_kept[fetch]) = (false, false);
-        let kept = moves.iter().zip(&is_kept).filter(|one| *one.1).map(|one| *one.0).collect();
+        let kept =
+            moves.iter().zip(&is_kept).filter(|entry| *entry.1).map(|entry| *entry.0).collect();
         let plan = Plan::new(kept, trace, machine).expect("every move was in a plan");
         let found = Found::judge(trace, machine, plan)?;
         if found.seconds <= best.seconds && found.troubled <= troubled_max {

@@ -1,8 +1,9 @@
-//! When what lies on the drives has to come back: one after the other, each before its use.
+//! The times at which tensors on the drives have to come back: one after the other, each before its
+//! use.
 
-/// The latest times at which one channel can begin to bring back what it has to, in seconds from
-/// now. Three tensors of 2 s that are needed at 5, 6 and 20 s begin at 2, 4 and 18: two *blocks* of
-/// work without a pause, [2, 6] and [18, 20].
+/// The latest times at which a channel can begin its transfers back, in seconds from now. Three
+/// tensors of 2 s that are needed at 5, 6 and 20 s begin at 2, 4 and 18: two *blocks* of work
+/// without a pause, [2, 6] and [18, 20].
 #[derive(Clone, Debug, Default)]
 pub struct Returns {
     deadlines: Vec<f64>,
@@ -12,7 +13,7 @@ pub struct Returns {
 }
 
 impl Returns {
-    /// Chain transfers back from their deadlines, which are sorted; each has its duration.
+    /// Chains transfers back from their deadlines, which are sorted. Each has its duration.
     pub fn chain(&mut self, transfers: impl DoubleEndedIterator<Item = (f64, f64)>) {
         self.deadlines.clear();
         self.starts.clear();
@@ -32,19 +33,19 @@ impl Returns {
         self.starts.reverse();
     }
 
-    /// The latest start of a transfer, by its place among the deadlines.
+    /// The latest start of a transfer, by its index among the deadlines.
     pub fn start(&self, place: usize) -> f64 {
         self.starts[place]
     }
 
-    /// How much earlier the channel has to begin if it brings back one more: the new front of the
-    /// block that this transfer would be part of.
+    /// The start of the block that another transfer would be part of: the channel has to begin that
+    /// early to bring it back, too.
     pub fn front_with(&self, deadline: f64, seconds: f64) -> f64 {
-        let later = self.deadlines.partition_point(|&one| one < deadline);
+        let later = self.deadlines.partition_point(|&other| other < deadline);
         let end = self.starts.get(later).map_or(deadline, |&start| start.min(deadline));
         let mut front = end - seconds;
         let mut owed = seconds;
-        // What is in the way goes forward by as much as it overlaps.
+        // A block in the way moves forward by its overlap.
         for &(block_front, block_end) in &self.blocks {
             if block_front >= end {
                 continue;
@@ -92,7 +93,7 @@ mod tests {
             for (place, &(deadline, seconds)) in list.iter().enumerate() {
                 let end = returns.start(place) + seconds;
                 let next = if place + 1 < list.len() { returns.start(place + 1) } else { deadline };
-                // Not earlier than it must be, either.
+                // It is not earlier than it must be, either.
                 prop_assert!((end - deadline.min(next)).abs() < 1e-9);
             }
         }
@@ -106,7 +107,7 @@ mod tests {
             let (deadline, seconds) = (f64::from(deadline), f64::from(seconds));
             let found = chained(&list).front_with(deadline, seconds);
             let mut more = list.clone();
-            let place = more.partition_point(|one| one.0 < deadline);
+            let place = more.partition_point(|transfer| transfer.0 < deadline);
             more.insert(place, (deadline, seconds));
             let anew = chained(&more);
             // The block reaches back over transfers that follow each other without a pause.

@@ -1,4 +1,4 @@
-//! The score of a plan: five steps with the same moves, and kernel times that may be noisy.
+//! The score of a plan: five steps with the same moves, and kernel times with optional noise.
 
 use crate::machine::Machine;
 use crate::moves::Plan;
@@ -9,10 +9,10 @@ use crate::trace::Trace;
 /// Steps that are played. The first warms up.
 pub const STEP_COUNT: usize = 5;
 
-/// How far a noisy time may be from the trace's, as a share of it.
+/// Largest difference of a noisy time from the trace's, as a share of it.
 pub const NOISE: f64 = 0.25;
 
-/// The kernel times of a trace, with the noise of a seed; seed 0 is without.
+/// The kernel times of a trace with the noise of a seed. Seed 0 adds no noise.
 pub fn kernel_seconds(trace: &Trace, seed: u64) -> Vec<f64> {
     trace
         .kernels()
@@ -39,7 +39,7 @@ pub(crate) fn mix(number: u64) -> u64 {
     mixed ^ (mixed >> 31)
 }
 
-/// The kernels' time as a share of the longest step's: 1 when nothing ever waits.
+/// The kernels' time as a share of the longest step's: 1 if no kernel ever waits.
 pub fn score(trace: &Trace, machine: &Machine, plan: &Plan, seed: u64) -> Result<f64, Stuck> {
     let seconds = kernel_seconds(trace, seed);
     let timeline = simulator::run(trace, machine, &seconds, STEP_COUNT, plan)?;

@@ -1,9 +1,9 @@
-//! Plays a trace on a machine while a director moves tensors; it judges every plan, ours included.
+//! Plays a trace on a machine while a director moves tensors. It judges every plan.
 //!
-//! What falls on one instant is taken in a fixed order: transfers end, the kernel ends and the
-//! director speaks, the next kernel waits, room is made, transfers start, the kernel starts. What a
-//! director leaves out is fetched on demand, and evicted by least recent use: a bad plan is slow,
-//! never wrong.
+//! The events of one instant have a fixed order: transfers end, the kernel ends and the director
+//! adds moves, the next kernel waits, room is made, transfers start, the kernel starts. A tensor
+//! that the director does not fetch is fetched on demand, and room is made by least recent use: a
+//! bad plan is slow, never wrong.
 
 use crate::machine::Machine;
 use crate::moves::{Move, Plan};
@@ -11,9 +11,9 @@ use crate::timeline::{Stall, Stuck, Timeline};
 use crate::trace::Trace;
 pub use crate::world::{Place, World};
 
-/// Who decides what is moved.
+/// Decides the moves.
 pub trait Director {
-    /// The moves asked for at the end of a kernel, counted from the first step on.
+    /// Adds the moves asked for at the end of a kernel, counted from the first step.
     fn moves_after(&mut self, kernel: usize, world: &World, moves: &mut Vec<Move>);
 }
 
@@ -29,7 +29,7 @@ impl Director for &Plan {
     }
 }
 
-/// Play some steps. `seconds` has the time of each kernel, which may differ from the trace's.
+/// Plays some steps. `seconds` has the time of each kernel, which may differ from the trace's.
 pub fn run(
     trace: &Trace,
     machine: &Machine,
@@ -43,7 +43,7 @@ pub fn run(
     let mut moves = Vec::new();
     let mut waiting_since = 0.0;
     let mut kernel_end = f64::INFINITY;
-    // What is left of the running kernel at full speed, once bytes have moved beside it.
+    // Seconds left of the running kernel at full speed; set after bytes have moved beside it.
     let mut kernel_left_s: Option<f64> = None;
     let mut last_arrival = None;
     world.begin_waiting(0);
@@ -53,7 +53,7 @@ pub fn run(
             let blamed = world
                 .uses()
                 .iter()
-                .find(|&&one| !matches!(world.place(one), Place::Device | Place::Nowhere));
+                .find(|&&tensor| !matches!(world.place(tensor), Place::Device | Place::Nowhere));
             last_arrival = blamed.copied().or(last_arrival);
             if world.try_start_kernel() {
                 let stall_s = world.now - waiting_since;
@@ -84,8 +84,8 @@ pub fn run(
             timeline.end(now, &world.channels);
             moves.clear();
             director.moves_after(world.kernel, &world, &mut moves);
-            for one in &moves {
-                world.issue(one);
+            for planned in &moves {
+                world.issue(planned);
             }
             if world.kernel + 1 == kernel_count * step_count {
                 timeline.close(&world.channels);

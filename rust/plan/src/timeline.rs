@@ -1,4 +1,4 @@
-//! What the simulator saw: when kernels ran, what they waited for, and what was resident.
+//! The record of a simulation: the times of kernels, their waits, and the resident bytes.
 
 use crate::channels::{CHANNEL_COUNT, Channels};
 use crate::trace::CLASS_COUNT;
@@ -7,16 +7,16 @@ use std::fmt;
 /// A kernel's wait.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Stall {
-    /// How long.
+    /// Its duration.
     pub seconds: f64,
-    /// The tensor that came last; none if only room was missing.
+    /// The tensor that came last; `None` if only room was missing.
     pub tensor: Option<u32>,
 }
 
-/// A kernel that can never start: what it uses does not fit into the device.
+/// A kernel that can never start, because its tensors do not fit into the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stuck {
-    /// Which kernel.
+    /// The kernel.
     pub kernel: usize,
     /// The room that it still waited for.
     pub need_bytes: u64,
@@ -49,7 +49,7 @@ pub struct Timeline {
     step_count: usize,
 }
 
-/// The most that was in use while the last step ran.
+/// The peaks of the last step.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct LastStep {
     /// Bytes in the device's memory.
@@ -108,8 +108,8 @@ impl Timeline {
     }
 
     pub(crate) fn close(&mut self, channels: &Channels) {
-        for (one, busy) in self.busy_s.iter_mut().enumerate() {
-            *busy = channels.busy_seconds(one);
+        for (on, busy) in self.busy_s.iter_mut().enumerate() {
+            *busy = channels.busy_seconds(on);
         }
     }
 
@@ -123,17 +123,17 @@ impl Timeline {
         &self.ends
     }
 
-    /// What each kernel of every step waited for.
+    /// The wait of each kernel of every step.
     pub fn stalls(&self) -> &[Stall] {
         &self.stalls
     }
 
-    /// Bytes in the device's memory from each of these times on.
+    /// Times, each with the bytes in the device's memory from then on.
     pub fn resident_bytes(&self) -> &[(f64, u64)] {
         &self.resident
     }
 
-    /// Seconds for which each channel carried something: out to the drives, out to the host, back
+    /// Seconds for which each channel carried transfers: out to the drives, out to the host, back
     /// from the drives, back from the host.
     pub fn busy_seconds(&self) -> &[f64] {
         &self.busy_s
@@ -150,12 +150,12 @@ impl Timeline {
         last
     }
 
-    /// The most that was in use while the last step ran.
+    /// The peaks of the last step.
     pub fn last_step(&self) -> &LastStep {
         &self.last
     }
 
-    /// How long each step took, from the end of the step before it.
+    /// Seconds of each step, from the end of the step before it.
     pub fn step_seconds(&self) -> Vec<f64> {
         let mut before = 0.0;
         self.ends
@@ -169,7 +169,7 @@ impl Timeline {
             .collect()
     }
 
-    /// The longest step but the first, which warms up.
+    /// The longest step, except the first, which warms up.
     pub fn steady_seconds(&self) -> f64 {
         self.step_seconds().into_iter().skip(1).fold(0.0, f64::max)
     }

@@ -1,9 +1,10 @@
-//! What one training step does: its kernels, its tensors, and which kernel uses which tensor.
+//! One training step: its kernels, its tensors, and the tensors that each kernel uses.
 
 use crate::machine::Tier;
 use std::fmt;
 
-/// What a tensor is for. The simulator treats all alike; budgets and reports tell them apart.
+/// The purpose of a tensor. The simulator treats all classes alike; budgets and reports tell them
+/// apart.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 pub enum Class {
     /// Made in forward for backward.
@@ -11,9 +12,9 @@ pub enum Class {
     Activation,
     /// A parameter of the model.
     Weight,
-    /// What backward makes for the optimizer.
+    /// Made in backward for the optimizer.
     Gradient,
-    /// What the optimizer keeps from step to step.
+    /// State that the optimizer keeps from step to step.
     OptimizerState,
     /// Scratch memory of one kernel.
     Workspace,
@@ -22,7 +23,7 @@ pub enum Class {
 /// Number of classes.
 pub const CLASS_COUNT: usize = 5;
 
-/// Where a tensor may go when it leaves the device's memory.
+/// The tiers to which a tensor may go.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Places {
     /// To the drives.
@@ -32,10 +33,10 @@ pub struct Places {
 }
 
 impl Places {
-    /// Nowhere: it stays.
+    /// No tier: the tensor stays.
     pub const NONE: Self = Self { ssd: false, host: false };
 
-    /// Whether a tier is among them.
+    /// Returns true if the tensor may go to a tier.
     pub fn has(&self, tier: Tier) -> bool {
         match tier {
             Tier::Ssd => self.ssd,
@@ -55,26 +56,27 @@ impl Default for Places {
 pub struct Tensor {
     /// Its size.
     pub bytes: u64,
-    /// What it is for.
+    /// Its purpose.
     pub class: Class,
-    /// Whether it lives across steps. Others live from their first to their last use in a step.
+    /// True if it lives across steps. Other tensors, the locals, live from their first to their
+    /// last use in a step.
     pub is_global: bool,
-    /// Where it may go.
+    /// The tiers to which it may go.
     pub places: Places,
-    /// How long it takes to compute it again from what is kept, if that can be done.
+    /// Seconds to compute it again from tensors that are kept; `None` if that cannot be done.
     pub recompute_s: Option<f64>,
 }
 
-/// One kernel as a recorder wrote it down.
+/// One kernel, as a recorder wrote it down.
 #[derive(Clone, Debug)]
 pub struct Kernel {
-    /// How long it computes when everything it uses is there.
+    /// Seconds that it computes when all its tensors are there.
     pub seconds: f64,
     /// The tensors it reads or writes, each once.
     pub uses: Vec<u32>,
 }
 
-/// Why a list of kernels and tensors is no trace.
+/// The error of kernels and tensors that are no trace.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TraceError(String);
 
@@ -86,7 +88,7 @@ impl fmt::Display for TraceError {
 
 impl std::error::Error for TraceError {}
 
-/// One training step that repeats: kernel 0 follows the last one.
+/// One training step that repeats: kernel 0 follows the last kernel.
 #[derive(Clone, Debug)]
 pub struct Trace {
     kernels: Vec<Kernel>,
@@ -98,7 +100,7 @@ pub struct Trace {
 }
 
 impl Trace {
-    /// Check a step and find where its tensors begin and end.
+    /// Checks a step and finds the first and the last use of its tensors.
     pub fn new(kernels: Vec<Kernel>, tensors: Vec<Tensor>) -> Result<Self, TraceError> {
         let mut uses_of = vec![Vec::new(); tensors.len()];
         for (index, kernel) in kernels.iter().enumerate() {
@@ -165,23 +167,24 @@ impl Trace {
         &self.deaths[kernel]
     }
 
-    /// Whether a kernel is where a local comes into being.
+    /// Returns true if a kernel is the first use of a local.
     pub fn is_born_at(&self, tensor: u32, kernel: usize) -> bool {
         !self.tensors[tensor as usize].is_global
             && self.users[tensor as usize].first() == Some(&(kernel as u32))
     }
 
-    /// How long a step takes when nothing ever waits.
+    /// Seconds of a step in which no kernel waits.
     pub fn ideal_seconds(&self) -> f64 {
         self.kernels.iter().map(|kernel| kernel.seconds).sum()
     }
 
-    /// What the living tensors occupy while each kernel runs, if nothing is ever moved away.
+    /// Bytes of the living tensors while each kernel runs, if none is moved away.
     pub fn live_bytes(&self) -> Vec<u64> {
-        let globals = self.tensors.iter().filter(|one| one.is_global).map(|one| one.bytes).sum();
+        let globals =
+            self.tensors.iter().filter(|tensor| tensor.is_global).map(|tensor| tensor.bytes).sum();
         let mut live: u64 = globals;
         let bytes = |list: &[u32]| -> u64 {
-            list.iter().map(|&one| self.tensors[one as usize].bytes).sum()
+            list.iter().map(|&tensor| self.tensors[tensor as usize].bytes).sum()
         };
         (0..self.kernels.len())
             .map(|kernel| {

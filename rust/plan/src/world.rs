@@ -1,4 +1,4 @@
-//! The device, its tiers and its channels at one instant, and what happens then.
+//! The device, its tiers and its channels at one instant, and the events of that instant.
 
 use crate::channels::{Channels, Rank, channel};
 use crate::given::{Given, Write};
@@ -7,7 +7,7 @@ use crate::moves::{Action, Move};
 use crate::trace::{CLASS_COUNT, Places, Trace};
 use std::collections::VecDeque;
 
-/// Where a tensor is. There are no copies.
+/// The place of a tensor. It has no copies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Place {
     /// A local outside its life.
@@ -30,23 +30,23 @@ pub struct World<'a> {
     pub(crate) channels: Channels,
     given: Given,
     places: Vec<Place>,
-    /// The queue that a tensor stands in. It cannot stand in two.
+    /// The queue that a tensor stands in. It cannot stand in two queues.
     queued: Vec<Option<(usize, Rank)>>,
     /// When a tensor was last used or came back.
     stamps: Vec<f64>,
-    /// Stamps as they were given, the oldest first, with those that were renewed since.
+    /// The stamps in the order of their setting, with stamps that were renewed since.
     recent: VecDeque<(f64, u32)>,
-    /// The kernel that last waited for a tensor, plus 1.
+    /// Number of the last kernel that waited for a tensor, plus 1.
     wanted_by: Vec<usize>,
     pub(crate) now: f64,
     pub(crate) used_bytes: u64,
     pub(crate) used_by_class: [u64; CLASS_COUNT],
     pub(crate) host_used_bytes: u64,
-    /// What is moving out or queued to.
+    /// Bytes of tensors that are moving out, or queued for it.
     leaving_bytes: u64,
-    /// What the waiting kernel still has to be given room for.
+    /// Bytes that the waiting kernel still needs room for.
     pub(crate) need_bytes: u64,
-    /// The kernel that waits or runs, counted from the first step on.
+    /// The kernel that waits or runs, counted from the first step.
     pub(crate) kernel: usize,
     pub(crate) is_waiting: bool,
 }
@@ -56,7 +56,7 @@ impl<'a> World<'a> {
         let places = trace
             .tensors()
             .iter()
-            .map(|one| if one.is_global { Place::Away(Tier::Ssd) } else { Place::Nowhere })
+            .map(|tensor| if tensor.is_global { Place::Away(Tier::Ssd) } else { Place::Nowhere })
             .collect::<Vec<_>>();
         let count = places.len();
         Self {
@@ -85,12 +85,12 @@ impl<'a> World<'a> {
         self.now
     }
 
-    /// Where a tensor is.
+    /// The place of a tensor.
     pub fn place(&self, tensor: u32) -> Place {
         self.places[tensor as usize]
     }
 
-    /// Whether a tensor waits for a channel, in either direction.
+    /// Returns true if a tensor waits for a channel, in either direction.
     pub fn is_queued(&self, tensor: u32) -> bool {
         self.queued[tensor as usize].is_some()
     }
@@ -105,7 +105,7 @@ impl<'a> World<'a> {
         self.host_used_bytes
     }
 
-    /// Bytes moving out, or queued to.
+    /// Bytes that are moving out, or queued for it.
     pub fn leaving_bytes(&self) -> u64 {
         self.leaving_bytes
     }
@@ -120,15 +120,15 @@ impl<'a> World<'a> {
     }
 
     fn take(&mut self, tensor: u32) {
-        let one = &self.trace.tensors()[tensor as usize];
-        self.used_bytes += one.bytes;
-        self.used_by_class[one.class as usize] += one.bytes;
+        let entry = &self.trace.tensors()[tensor as usize];
+        self.used_bytes += entry.bytes;
+        self.used_by_class[entry.class as usize] += entry.bytes;
     }
 
     fn give_back(&mut self, tensor: u32) {
-        let one = &self.trace.tensors()[tensor as usize];
-        self.used_bytes -= one.bytes;
-        self.used_by_class[one.class as usize] -= one.bytes;
+        let entry = &self.trace.tensors()[tensor as usize];
+        self.used_bytes -= entry.bytes;
+        self.used_by_class[entry.class as usize] -= entry.bytes;
     }
 
     pub(crate) fn step_kernel(&self) -> usize {
@@ -168,24 +168,27 @@ impl<'a> World<'a> {
         self.dequeue(tensor);
     }
 
-    pub(crate) fn issue(&mut self, one: &Move) {
-        let is_queued = self.is_queued(one.tensor);
-        match (one.action, self.place(one.tensor)) {
-            // What is on its way to the disk, and was needed meanwhile, is not given twice.
-            (Action::Evict(tier), Place::Device) if !is_queued && !self.given.has(one.tensor) => {
-                self.queue_eviction(one.tensor, tier, true, one.priority);
+    pub(crate) fn issue(&mut self, planned: &Move) {
+        let is_queued = self.is_queued(planned.tensor);
+        match (planned.action, self.place(planned.tensor)) {
+            // A tensor that is on its way to the disk, and was needed meanwhile, is not given
+            // twice.
+            (Action::Evict(tier), Place::Device)
+                if !is_queued && !self.given.has(planned.tensor) =>
+            {
+                self.queue_eviction(planned.tensor, tier, true, planned.priority);
             }
             (Action::Fetch, Place::Device) if is_queued => {
                 if self.machine.writeback.is_some() {
-                    self.given.ask_later(one.tensor, one.priority);
+                    self.given.ask_later(planned.tensor, planned.priority);
                 } else {
-                    self.cancel_eviction(one.tensor);
+                    self.cancel_eviction(planned.tensor);
                 }
             }
             (Action::Fetch, Place::Away(tier) | Place::Leaving(tier)) if !is_queued => {
-                self.enqueue(channel(tier, Way::In), one.tensor, true, one.priority);
+                self.enqueue(channel(tier, Way::In), planned.tensor, true, planned.priority);
             }
-            // A move that does not fit what is the case is passed over.
+            // A move that does not fit the place of its tensor is skipped.
             _ => {}
         }
     }
@@ -236,7 +239,7 @@ impl<'a> World<'a> {
         }
         for &tensor in self.trace.deaths(self.step_kernel()) {
             debug_assert_eq!(self.place(tensor), Place::Device, "tensor {tensor} dies elsewhere");
-            // What is still being written is needed for that.
+            // A write that is under way still needs the memory.
             if !self.given.drop_tensor(tensor) {
                 self.give_back(tensor);
             }
@@ -263,14 +266,14 @@ impl<'a> World<'a> {
         self.free_written();
     }
 
-    /// Let the waiting kernel start if everything is there. Whether it did.
+    /// Starts the waiting kernel if all its tensors are there. Returns true if it did.
     pub(crate) fn try_start_kernel(&mut self) -> bool {
         let is_ready = self.is_waiting
             && self.used_bytes + self.need_bytes <= self.machine.device_bytes
             && self
                 .uses()
                 .iter()
-                .all(|&one| matches!(self.place(one), Place::Device | Place::Nowhere));
+                .all(|&tensor| matches!(self.place(tensor), Place::Device | Place::Nowhere));
         if is_ready {
             for &tensor in self.trace.births(self.step_kernel()) {
                 self.places[tensor as usize] = Place::Device;
@@ -282,7 +285,7 @@ impl<'a> World<'a> {
         is_ready
     }
 
-    /// Make room and start transfers until nothing changes.
+    /// Makes room and starts transfers until nothing changes.
     pub(crate) fn settle(&mut self) {
         loop {
             let is_short = self.used_bytes + self.need_bytes > self.machine.device_bytes;
@@ -310,7 +313,7 @@ impl<'a> World<'a> {
                 has_changed = true;
                 continue;
             }
-            // The host is full: the drives take it, and at once if they have nothing to do.
+            // The host is full, so the drives take the tensor, at once if they are idle.
             self.dequeue(tensor);
             self.enqueue(ssd, tensor, rank.is_planned, rank.priority);
             self.start_first_eviction(Tier::Ssd);
@@ -347,7 +350,7 @@ impl<'a> World<'a> {
                 .channels
                 .queue(on)
                 .map(|(_, tensor)| tensor)
-                .find(|&one| matches!(self.place(one), Place::Away(_)));
+                .find(|&tensor| matches!(self.place(tensor), Place::Away(_)));
             let Some(tensor) = first else { continue };
             let bytes = self.bytes(tensor);
             let is_wanted = self.is_wanted(tensor);
@@ -369,8 +372,8 @@ impl<'a> World<'a> {
         let own: u64 = self
             .uses()
             .iter()
-            .filter(|&&one| matches!(self.place(one), Place::Leaving(_)))
-            .map(|&one| self.bytes(one))
+            .filter(|&&tensor| matches!(self.place(tensor), Place::Leaving(_)))
+            .map(|&tensor| self.bytes(tensor))
             .sum();
         let mut has_changed = false;
         while self.used_bytes + self.need_bytes
@@ -384,10 +387,11 @@ impl<'a> World<'a> {
         has_changed
     }
 
-    /// The tensor that was not used for longest among those that may leave now; of several with one
-    /// stamp the one with the lowest number.
+    /// The tensor that was not used for longest, of those that may leave now; of equal stamps, the
+    /// tensor with the lowest number.
     fn least_recent(&mut self) -> Option<u32> {
-        // What was used again, or left, has a newer entry or will have one when it is back.
+        // A tensor that was used again, or left, has a newer entry or gets a newer entry when it is
+        // back.
         while let Some(&(stamp, tensor)) = self.recent.front() {
             let is_newest = self.stamps[tensor as usize].to_bits() == stamp.to_bits();
             if is_newest && self.place(tensor) == Place::Device {
@@ -413,7 +417,7 @@ impl<'a> World<'a> {
         found.map(|(_, tensor)| tensor)
     }
 
-    /// Note that a tensor is used, or has come back.
+    /// Notes that a tensor is used, or has come back.
     fn touch(&mut self, tensor: u32) {
         self.stamps[tensor as usize] = self.now;
         if self.trace.tensors()[tensor as usize].places != Places::NONE {
@@ -421,7 +425,7 @@ impl<'a> World<'a> {
         }
     }
 
-    /// Where a tensor goes when room is made: to the host if it fits there.
+    /// The tier for a tensor that makes room: the host if it fits there.
     fn refuge(&self, tensor: u32) -> Option<Tier> {
         let places = self.trace.tensors()[tensor as usize].places;
         let fits = self.host_used_bytes + self.bytes(tensor) <= self.machine.host_bytes;
@@ -433,7 +437,7 @@ impl<'a> World<'a> {
 
     // --- writes of a session ----------------------------------------------------
 
-    /// Give queued writes to the disk until so many bytes are under way.
+    /// Gives queued writes to the disk until `in_flight_bytes` are under way.
     fn give_writes(&mut self, in_flight_bytes: u64) -> bool {
         let on = channel(Tier::Ssd, Way::Out);
         let mut has_changed = false;
@@ -455,7 +459,7 @@ impl<'a> World<'a> {
         has_changed
     }
 
-    /// The oldest write has ended.
+    /// Ends the oldest write.
     fn end_given(&mut self) {
         let Some(write) = self.given.end() else { return };
         self.leaving_bytes -= write.bytes;
@@ -464,17 +468,17 @@ impl<'a> World<'a> {
         }
     }
 
-    /// Use a tensor from memory that is on its way to the disk.
+    /// Uses a tensor on its way to the disk from memory.
     fn forward(&mut self, tensor: u32) {
         self.dequeue(tensor);
         self.places[tensor as usize] = Place::Device;
     }
 
-    /// Free the memory of what has reached the disk; whether that was anything.
+    /// Frees the memory of tensors that have reached the disk. Returns true if there were any.
     fn free_written(&mut self) -> bool {
         let mut has_changed = false;
         for tensor in self.given.take_unfreed() {
-            // What was needed meanwhile stays.
+            // A tensor that was needed meanwhile stays.
             if self.place(tensor) == Place::Leaving(Tier::Ssd) {
                 self.give_back(tensor);
                 self.places[tensor as usize] = Place::Away(Tier::Ssd);
