@@ -20,7 +20,7 @@ KINDS = (torch.bfloat16, torch.float16)
 WAYS: list[dict[str, Any]] = [
     {"overlap": "step"},
     {"overlap": "step", "looks_every": 3},
-    {"overlap": "backward"},
+    {"overlap": "backward", "per_parameter": True},
 ]
 
 

@@ -64,7 +64,9 @@ def begun(directory: Any, make: Callable[[nn.Module], Optimizer] = adamw) -> tup
     module = model()
     optimizer: Any = make(module)
     if directory is not None:
-        offload_optimizer(optimizer, directory, overlap="backward", buffer_bytes="1MiB")
+        offload_optimizer(
+            optimizer, directory, overlap="backward", buffer_bytes="1MiB", per_parameter=True
+        )
     plain_step(module, optimizer, batch(0))
     backward(module)
     assert directory is None or taken_count(module) > 0
@@ -614,7 +616,7 @@ def test_a_change_that_updates_have_not_seen_is_told(change: str, tmp_path: Path
 def test_a_state_that_is_a_view_of_its_weight_is_refused(tmp_path: Path) -> None:
     module = model()
     optimizer: Any = Viewing(module.parameters())
-    offload_optimizer(optimizer, tmp_path, overlap="backward")
+    offload_optimizer(optimizer, tmp_path, overlap="backward", per_parameter=True)
     before = [param.detach().clone() for param in module.parameters()]
     backward(module)
     with pytest.raises(UnsupportedError, match="keeps a view of the weight in its state"):

@@ -236,7 +236,12 @@ class Rebinding(torch.optim.SGD):
         return super().step(closure)
 
 
-@pytest.mark.parametrize("options", [{}, {"undo": True}, {"overlap": "backward"}], ids=str)
+IN_BACKWARD = {"overlap": "backward", "per_parameter": True}
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"undo": True}, {"overlap": "backward"}, IN_BACKWARD], ids=str
+)
 def test_numbers_that_are_rebound_count_steps(options: dict[str, Any], tmp_path: Path) -> None:
     found = []
     for is_offloaded in (False, True):
@@ -296,16 +301,16 @@ class Caching(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_what_a_first_step_fills_is_refused_in_backward_only(tmp_path: Path) -> None:
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_a_first_step_may_fill_a_table(overlap: Any, tmp_path: Path) -> None:
     found = []
     for is_offloaded in (False, True):
         module = model()
         optimizer = Caching(module.parameters())
         if is_offloaded:
-            with pytest.raises(UnsupportedError, match="first step changes its attribute 'table'"):
-                offload_optimizer(optimizer, tmp_path, overlap="backward")
-            offload_optimizer(optimizer, tmp_path, buffer_bytes="1MiB")
+            offload_optimizer(optimizer, tmp_path, overlap=overlap, buffer_bytes="1MiB")
         found.append(trained(module, optimizer, steps=3))
+        assert list(optimizer.table) == ["scale"]
     support.assert_equal_bits(found[1], found[0])
 
 
@@ -476,15 +481,40 @@ class Drawing(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_a_step_that_draws_random_numbers(tmp_path: Path) -> None:
+def test_the_trial_puts_generators_back(tmp_path: Path) -> None:
     random.seed(1)
     np.random.seed(1)  # noqa: NPY002
     state = random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state()  # noqa: NPY002
     offload_optimizer(Drawing(model().parameters(), lr=0.1), tmp_path)
     now = random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state()  # noqa: NPY002
-    assert is_same(now, state), "the trial puts them back"
-    with pytest.raises(UnsupportedError, match="draws random numbers"):
-        offload_optimizer(Drawing(model().parameters(), lr=0.1), tmp_path, overlap="backward")
+    assert is_same(now, state)
+
+
+class Projecting(torch.optim.SGD):
+    """Draws random numbers for large parameters alone, as those do that project gradients."""
+
+    def step(self, closure: Any = None) -> Any:
+        for param in params_of(self):
+            if param.grad is not None and param.numel() > 1000:
+                param.grad += torch.rand_like(param)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_random_numbers_are_drawn_in_the_order_of_the_plain_step(
+    overlap: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = []
+    for is_offloaded in (False, True):
+        module = model()
+        optimizer = Projecting(module.parameters(), lr=0.1, momentum=0.9)
+        if is_offloaded:
+            offload_optimizer(optimizer, tmp_path, overlap=overlap, buffer_bytes="1MiB")
+        torch.manual_seed(5)
+        with caplog.at_level("INFO"):
+            found.append(trained(module, optimizer, steps=3))
+    support.assert_equal_bits(found[1], found[0])
+    assert ("pass per_parameter=True to offload_optimizer" in caplog.text) == (overlap != "step")
 
 
 class Locked(torch.optim.SGD):

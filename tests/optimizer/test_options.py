@@ -189,7 +189,13 @@ def trained(
     value = kind.make()
     optimizer = Momentum(module.parameters(), name, value, is_attribute=is_attribute)
     if place is not None:
-        offload_optimizer(optimizer, place, overlap=overlap, buffer_bytes="1MiB")  # type: ignore[arg-type]
+        offload_optimizer(
+            optimizer,
+            place,
+            overlap=overlap,  # type: ignore[arg-type]
+            buffer_bytes="1MiB",
+            per_parameter=True,
+        )
     for seed in range(STEPS):
         backward(module, seed)
         own = getattr(optimizer, "_in_backward", None)
@@ -296,7 +302,9 @@ def test_options_that_an_optimizer_was_made_with_are_kept(tmp_path: Path) -> Non
         module = model()
         optimizer = OfDefaults(module.parameters(), lr=0.1, momentum=0.9)
         if is_offloaded:
-            offload_optimizer(optimizer, tmp_path, overlap="backward", buffer_bytes="1MiB")
+            offload_optimizer(
+                optimizer, tmp_path, overlap="backward", buffer_bytes="1MiB", per_parameter=True
+            )
         for seed in range(STEPS):
             backward(module, seed)
             optimizer.step()
@@ -336,7 +344,9 @@ def test_a_tensor_of_a_rate_that_is_changed_after_backward_is_seen(
 def test_options_that_an_optimizer_was_made_with_are_seen(tmp_path: Path) -> None:
     module = model()
     optimizer = OfDefaults(module.parameters(), lr=0.1, momentum=0.9)
-    offload_optimizer(optimizer, tmp_path, overlap="backward", buffer_bytes="1MiB")
+    offload_optimizer(
+        optimizer, tmp_path, overlap="backward", buffer_bytes="1MiB", per_parameter=True
+    )
     backward(module, 0)
     optimizer.defaults["lr"] = 0.5
     with pytest.raises(UnsupportedError, match="attribute 'defaults' was changed"):

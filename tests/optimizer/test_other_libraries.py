@@ -237,7 +237,13 @@ def test_a_default_device(device: str, overlap: Any, on_device: Any, tmp_path: P
         optimizer = Marking(module.parameters(), lr=0.1, momentum=0.9)
         with on_device(device):
             if place is not None:
-                offload_optimizer(optimizer, place, overlap=overlap, buffer_bytes="1MiB")
+                offload_optimizer(
+                    optimizer,
+                    place,
+                    overlap=overlap,
+                    buffer_bytes="1MiB",
+                    per_parameter=overlap != "step",
+                )
             for _ in range(3):
                 plain_step(module, optimizer, x)
         marks = {state["mark"].device.type for state in optimizer.state.values()}
@@ -262,7 +268,9 @@ def test_updates_in_backward_go_on_with_a_default_device(on_device: Any, tmp_pat
 def test_a_default_device_that_is_set_after_backward_is_told(tmp_path: Path) -> None:
     module, x = model(), torch.ones(8, WIDTH)
     optimizer = Marking(module.parameters(), lr=0.1, momentum=0.9)
-    offload_optimizer(optimizer, tmp_path, overlap="backward", buffer_bytes="1MiB")
+    offload_optimizer(
+        optimizer, tmp_path, overlap="backward", buffer_bytes="1MiB", per_parameter=True
+    )
     module(x).square().mean().backward()
     with torch.device("meta"):
         with pytest.raises(UnsupportedError, match="torch's default device was changed after"):
@@ -409,7 +417,9 @@ class WithHalved(torch.optim.Optimizer):
                     param.add_(momentum, alpha=-group["lr"])
 
 
-@pytest.mark.parametrize("options", [{}, {"undo": True}, {"overlap": "backward"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"undo": True}, {"overlap": "backward", "per_parameter": True}], ids=str
+)
 def test_state_of_a_class_without_clone(options: dict[str, Any], tmp_path: Path) -> None:
     found = []
     for place in (None, tmp_path):
@@ -476,7 +486,13 @@ def test_state_in_containers_stays_and_is_told(
         module, x = model(), torch.ones(8, WIDTH)
         optimizer: Any = Nesting(module.parameters())
         if place is not None:
-            offload_optimizer(optimizer, place, overlap=overlap, buffer_bytes="1MiB")
+            offload_optimizer(
+                optimizer,
+                place,
+                overlap=overlap,
+                buffer_bytes="1MiB",
+                per_parameter=overlap != "step",
+            )
         for _ in range(3):
             plain_step(module, optimizer, x)
         weights = {name: one.clone() for name, one in module.state_dict().items()}

@@ -139,7 +139,13 @@ def test_hooks_that_would_run_for_each_part_are_told(
     torch.optim.SGD(model().parameters(), lr=0.1)
     module, calls = model(), list[object]()
     optimizer = Calling(module.parameters(), lr=0.1, momentum=0.9)
-    offload_optimizer(optimizer, tmp_path, overlap=overlap, buffer_bytes="1MiB")
+    offload_optimizer(
+        optimizer,
+        tmp_path,
+        overlap=overlap,
+        buffer_bytes="1MiB",
+        per_parameter=overlap != "step",
+    )
     trained(module, optimizer, steps=2)
     before = everything(module, optimizer)
 

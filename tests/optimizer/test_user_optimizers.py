@@ -40,7 +40,13 @@ def test_what_a_first_step_notes_is_there_in_the_second(overlap: str, tmp_path: 
         module = model()
         optimizer = WarmedUp(module.parameters(), lr=0.1, momentum=0.9)
         if place is not None:
-            offload_optimizer(optimizer, place, overlap=overlap, buffer_bytes="1MiB")  # type: ignore[arg-type]
+            offload_optimizer(
+                optimizer,
+                place,
+                overlap=overlap,
+                buffer_bytes="1MiB",
+                per_parameter=overlap != "step",
+            )  # type: ignore[arg-type]
         scheduler = ExponentialLR(optimizer, 0.5)
         for _ in train(module, optimizer):
             scheduler.step()
@@ -66,7 +72,9 @@ def test_a_rate_of_a_step_that_changes_its_groups(tmp_path: Path) -> None:
         optimizer = Stepping(module.parameters(), lr=0.1, momentum=0.9)
         optimizer.param_groups[0]["own"] = rate
         if place is not None:
-            offload_optimizer(optimizer, place, overlap="backward", buffer_bytes="1MiB")
+            offload_optimizer(
+                optimizer, place, overlap="backward", buffer_bytes="1MiB", per_parameter=True
+            )
         for seed in range(STEPS):
             backward(module, seed)
             optimizer.step()
@@ -95,7 +103,13 @@ def test_an_optimizer_that_is_a_dataclass(overlap: str, tmp_path: Path) -> None:
         module = model()
         optimizer: Any = Valued(list(module.parameters()), time.localtime())
         if place is not None:
-            offload_optimizer(optimizer, place, overlap=overlap, buffer_bytes="1MiB")  # type: ignore[arg-type]
+            offload_optimizer(
+                optimizer,
+                place,
+                overlap=overlap,
+                buffer_bytes="1MiB",
+                per_parameter=overlap != "step",
+            )  # type: ignore[arg-type]
         for _ in train(module, optimizer):
             pass
         told.append(everything(module, optimizer))
@@ -151,7 +165,9 @@ class Bound(torch.optim.SGD):
 def test_a_look_past_self_in_a_step_after_backward_is_told(tmp_path: Path) -> None:
     module = model()
     optimizer = Bound(module.parameters())
-    offload_optimizer(optimizer, tmp_path, overlap="backward", buffer_bytes="1MiB")
+    offload_optimizer(
+        optimizer, tmp_path, overlap="backward", buffer_bytes="1MiB", per_parameter=True
+    )
     backward(module, 0)
     with pytest.raises(UnsupportedError, match="step calls it, use self"):
         optimizer.step()

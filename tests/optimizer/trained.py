@@ -104,7 +104,7 @@ def prove(
     plain, _ = train(make, None, prepare, **options)
     ways: list[dict[str, Any]] = [{"overlap": "step"}, {"overlap": "step", "looks_every": 3}]
     if in_backward:
-        ways += [{"overlap": "backward"}]
+        ways += [{"overlap": "backward", "per_parameter": True}]
     for way in ways:
         offloaded, optimizer = train(make, directory, prepare, **options, **way)
         expected = plain[way.get("looks_every", 1) - 1 :: way.get("looks_every", 1)]

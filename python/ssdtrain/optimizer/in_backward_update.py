@@ -39,7 +39,7 @@ from ssdtrain.optimizer.masters import Leaf, Masters, drop_stale, wants_master
 from ssdtrain.optimizer.shared_memory import is_given, is_of_others, sharing_memory
 from ssdtrain.optimizer.state import ParameterState
 from ssdtrain.optimizer.taken import Taken
-from ssdtrain.optimizer.trial import is_of_torch
+from ssdtrain.optimizer.trial import Behaviour, is_of_torch
 from ssdtrain.optimizer.undo import Undo
 from ssdtrain.parameters.parked_update import ParkedUpdate
 from ssdtrain.parameters.weights import weight_of
@@ -65,6 +65,10 @@ CHANGED = (
     'of the plain run. Change it before backward or after step(), or use overlap="step". '
     "No weight was updated; optimizer.zero_grad() discards what has begun"
 )
+UNTRUSTED = (
+    "the optimizer's class is not torch's; pass per_parameter=True to offload_optimizer if its "
+    "step keeps the contract and draws no random numbers"
+)
 ALIAS = (
     'the optimizer keeps a view of the weight in its state, and with overlap="backward" an update '
     'works on a copy of the weight; use overlap="step". No weight was changed by this step; '
@@ -76,6 +80,7 @@ class Host(Protocol):
     """What is used of an offloaded optimizer."""
 
     _own_kind: type[Optimizer]
+    _behaviour: Behaviour
     _disk: Disk
     _buffers: Buffers
     _part_bytes: int
@@ -106,10 +111,10 @@ class Round:
         self.attributes = own_attributes(host, host._ours)
         """Of a class of torch no step reads them, so they are not copied."""
         self.known = set(host._states)
-        self.unkept: str | None = None
-        """Why no update may be made before ``step()``, if something could not be copied."""
+        self.unkept: str | None = None if host._behaviour.is_trusted else UNTRUSTED
+        """Why no update may be made before ``step()``, for all of them."""
         params = [param for group in host.param_groups for param in group["params"]]
-        if not is_of_torch(host._own_kind):
+        if not (self.unkept or is_of_torch(host._own_kind)):
             self.attributes = self._copied(self.attributes, params, "attribute of the optimizer")
         self.stand_in: Optimizer = object.__new__(host._own_kind)
         """What updates run on: a look at the optimizer itself would discard what has begun."""

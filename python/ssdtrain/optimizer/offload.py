@@ -32,7 +32,7 @@ from ssdtrain.optimizer.masters import (
     say_if_there_are_none,
 )
 from ssdtrain.optimizer.offloaded import Offloaded, Overlap
-from ssdtrain.optimizer.trial import behaviour_of, refuse_in_backward
+from ssdtrain.optimizer.trial import behaviour_of
 from ssdtrain.optimizer.whole_state import WholeState
 from ssdtrain.place import Place, opened
 from ssdtrain.sizes import in_bytes
@@ -101,7 +101,9 @@ def offload_optimizer(
             come back when autograd adds to them and for their update. With ``"backward"`` the last
             micro-batch has them updated and freed, and no more leaves. ``None``: they stay in
             memory.
-        per_parameter: The optimizer keeps the contract: it is trusted, and not tried.
+        per_parameter: The optimizer keeps the contract: it is trusted, and not tried. With
+            ``"backward"`` it draws no random numbers either. Of a class that is not torch's, and
+            not trusted, updates are made in ``step()``.
 
     Returns:
         The same optimizer, now also with ``offload_stats`` and ``lost_parameters``.
@@ -111,8 +113,7 @@ def offload_optimizer(
             replaced; a directory or options that cannot be used; a session that has ended, or
             whose ``max_resident_bytes`` is too small for a single parameter.
         UnsupportedError: The optimizer breaks the contract (LBFGS), or its parameters are not on
-            the CPU; ``"backward"`` with an optimizer whose step draws random numbers;
-            ``"backward"`` or masters of one that keeps lists of its parameters; parameters in
+            the CPU; ``"backward"`` or masters of one that keeps lists of its parameters; those in
             shards (DTensor) with more than ``"step"`` and ``undo``, or with an update that
             communicates, which is tried: call this in all processes. In backward, in ``step`` and
             for what uses a gradient: too late for ``overlap="backward"``, see there.
@@ -140,7 +141,6 @@ def offload_optimizer(
     )
     behaviour = behaviour_of(optimizer, has_masters=has_masters, per_parameter=per_parameter)
     if overlap == "backward":
-        refuse_in_backward(type(optimizer).__name__, behaviour)
         refuse_lists_of_parameters(optimizer, 'overlap="backward"', 'overlap="step"')
     if has_masters:
         refuse_lists_of_parameters(optimizer, "master_dtype", "master_dtype=None")

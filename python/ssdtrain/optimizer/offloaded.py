@@ -38,7 +38,7 @@ from ssdtrain.optimizer.gradients import Gradients
 from ssdtrain.optimizer.in_backward import InBackward
 from ssdtrain.optimizer.masters import Masters, refuse_shared_memory
 from ssdtrain.optimizer.state import ParameterState
-from ssdtrain.optimizer.trial import Behaviour, behaviour_of, refuse_in_backward
+from ssdtrain.optimizer.trial import Behaviour, behaviour_of
 from ssdtrain.optimizer.undo import UNDONE_LATE, Lost, Undo, restore, undone_if_it_fails
 from ssdtrain.optimizer.whole_state import WholeState, of_itself
 from ssdtrain.sharing import Room
@@ -250,9 +250,7 @@ class Offloaded(WholeState):
         made: Optimizer = object.__new__(self._own_kind)
         own = {name: one for name, one in vars(self).items() if name not in self._ours}
         vars(made).update(own, state=defaultdict(dict))
-        behaviour = behaviour_of(made, has_masters=self._masters is not None)
-        if self._overlap == "backward":
-            refuse_in_backward(self._own_kind.__name__, behaviour)
+        behaviour_of(made, has_masters=self._masters is not None)
 
     def _update_all(
         self,

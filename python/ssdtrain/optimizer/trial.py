@@ -35,7 +35,7 @@ from ssdtrain.optimizer.contract import (
 )
 from ssdtrain.optimizer.masters import MASTER, wants_master
 
-__all__ = ["Behaviour", "behaviour_of", "is_of_torch", "refuse_in_backward"]
+__all__ = ["Behaviour", "behaviour_of", "is_of_torch"]
 
 STEPS = 3
 SCALES = {torch.float16: (1.0, 0.125, 8.0)}
@@ -66,11 +66,10 @@ OF_TORCH = frozenset(
 class Behaviour:
     """What an optimizer's step does besides updating parameters and their state."""
 
-    draws_random_numbers: bool = False
-    filled: set[str] = field(default_factory=set)
-    """Attributes and options that its first step changes in place, such as a cache; in words."""
     takes_closure: bool = True
     """Whether it calls a closure once, before all else."""
+    is_trusted: bool = True
+    """Whether it is known to keep the contract: a class of torch, or the user has said so."""
     is_tried: bool = False
     """Whether its step was tried, on parameters that began without state."""
     state_share: float = STATE_SHARE_ASSUMED
@@ -129,23 +128,6 @@ def behaviour_of(
             _set_numbers(numbers)
 
 
-def refuse_in_backward(name: str, behaviour: Behaviour) -> None:
-    """Refuse an optimizer whose updates would have other bits in a backward."""
-    if behaviour.draws_random_numbers:
-        raise UnsupportedError(
-            f'{name} cannot be offloaded with overlap="backward": its step draws random numbers, '
-            'which would come in another order in a backward; use overlap="step". Another thread '
-            "that draws random numbers during the call can cause this error: call "
-            "offload_optimizer before such threads begin"
-        )
-    if behaviour.filled:
-        raise UnsupportedError(
-            f'{name} cannot be offloaded with overlap="backward": its first step changes its '
-            f"{', '.join(sorted(behaviour.filled))} in place, and in a backward updates work on "
-            f'copies; use overlap="step". {CONTRACT}'
-        )
-
-
 def _tried(optimizer: Optimizer, *, has_masters: bool) -> Behaviour:
     name, trial = type(optimizer).__name__, Trial(optimizer, has_masters)
     try:
@@ -200,13 +182,13 @@ def _state_share(param: Tensor, state: dict[Any, Any]) -> float:
 
 def _compared(trial: Trial) -> Behaviour:
     """Compare steps over all parameters with steps over one after the other."""
-    found = _small_step(trial)
-    numbers = _numbers_drawn()
-    together = _trained(trial, found, at_once=True)
-    found.draws_random_numbers = not is_same(numbers, _numbers_drawn())
+    numbers, found = _numbers_drawn(), _small_step(trial)
+    found.is_trusted = False
+    _set_numbers(numbers)
+    together = _trained(trial, at_once=True)
     # Optimizers that round at random are compared where they draw the same numbers twice.
     _set_numbers(numbers)
-    apart = _trained(trial, found, at_once=False)
+    apart = _trained(trial, at_once=False)
     if not is_same(together[:3], apart[:3]):
         raise UnsupportedError(
             "it couples its parameters (updated one after the other they get other values than "
@@ -230,7 +212,7 @@ def _compared(trial: Trial) -> Behaviour:
     return found
 
 
-def _trained(trial: Trial, found: Behaviour, *, at_once: bool) -> list[Any]:
+def _trained(trial: Trial, *, at_once: bool) -> list[Any]:
     """Return all that a copy of the optimizer ends with after some steps on small parameters."""
     copied = _small_copy(trial)
     for number in range(STEPS):
@@ -246,9 +228,9 @@ def _trained(trial: Trial, found: Behaviour, *, at_once: bool) -> list[Any]:
             for name, value in _named_values(copied).items()
             if value is before.get(name) and not is_same(value, copies[name])
         }
+        # The first step may fill a table.
         if changed and number:
             raise UnsupportedError(f"its step changes its {min(changed)} in place. {CONTRACT}")
-        found.filled |= changed
     return _left(copied)
 
 
