@@ -167,7 +167,7 @@ class Trivial(Plain):
 def newest(way: Way) -> Recording:
     """Return the last round of a session that has ended."""
     hooks: Any = way.session._hooks  # noqa: SLF001 - the items of a round have names only there
-    recorded: Recording = next(reversed(hooks._prefetcher.recorded.values()))  # noqa: SLF001
+    recorded: Recording = next(reversed(hooks.prefetcher.recorded.values()))
     return recorded
 
 

@@ -2,12 +2,15 @@
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, TypedDict, final
+from types import ModuleType
+from typing import Any, Final, Protocol, TypedDict, final
 
 import torch
 from torch import Tensor, UntypedStorage
 
+from ssdtrain.activations.partners import Planning, SessionHooks, Writing
 from ssdtrain.errors import SsdtrainError
+from ssdtrain.stalls import Stalls
 
 __all__ = [
     "Account",
@@ -208,8 +211,8 @@ class HookPair:
         """
 
     @property
-    def hooks(self) -> object:
-        """What ``offloading`` asks about what is rare: the hooks of its session."""
+    def hooks(self) -> SessionHooks:
+        """The hooks of the session that ``offloading`` belongs to."""
 
     def pack(self, tensor: Tensor) -> object:
         """Take a tensor that a node saves; return what autograd keeps in its place."""
@@ -447,7 +450,8 @@ class SavedTensor:
 class Records:
     """The records of one session, their gates and their writes.
 
-    ``keeper`` decides what is rare: an ``activations.writeback.Writeback``.
+    ``writing`` is the ``Writeback`` that holds these records: it handles failed writes, the bound
+    and memory of others.
     """
 
     def __new__(
@@ -466,7 +470,7 @@ class Records:
         """Open the books.
 
         ``batch_bytes`` are given to the disk together; once writes have freed ``give_back_bytes``,
-        ``keeper.give_memory_back`` is called. ``count_users`` tells how many tensors lie on the
+        ``writing.give_memory_back`` is called. ``count_users`` tells how many tensors lie on the
         storage at an address of C++.
         """
 
@@ -491,13 +495,13 @@ class Records:
     def under_way(self) -> list[Handle]:
         """Return the writes that were begun and not seen to end, the oldest first."""
 
-    def begin_write(self, record: Record, keeper: object) -> bool:
+    def begin_write(self, record: Record, writing: Writing) -> bool:
         """Give a record to the disk, or keep it; ``False`` if the disk can take no more now."""
 
-    def begin_all(self, keeper: object) -> None:
+    def begin_all(self, writing: Writing) -> None:
         """Begin the writes of this thread's nodes, which it has passed all."""
 
-    def open_gate(self, keeper: object, sequence: int) -> None:
+    def open_gate(self, writing: Writing, sequence: int) -> None:
         """Begin the writes of this thread's nodes before ``sequence``, once there is a batch."""
 
     def write_later(self, record: Record) -> None:
@@ -513,19 +517,19 @@ class Records:
     def cancel_queued(self) -> None:
         """Keep what is still in the queue, unless there is a bound."""
 
-    def end_all(self, keeper: object) -> None:
+    def end_all(self, writing: Writing) -> None:
         """Free the memory of all that has reached the disk, however much it is."""
 
-    def end_oldest(self, keeper: object) -> bool:
+    def end_oldest(self, writing: Writing) -> bool:
         """Wait for the oldest write and end it; ``False`` if there is none."""
 
     def has_waiting_gate(self) -> bool:
         """Whether more may be written once some thread says that it has passed another node."""
 
-    def wait_for_transfer(self, keeper: object) -> bool:
+    def wait_for_transfer(self, writing: Writing) -> bool:
         """Wait for the oldest write, or for what nobody wants any more; ``False`` without one."""
 
-    def wait_for_room(self, keeper: object) -> bool:
+    def wait_for_room(self, writing: Writing) -> bool:
         """Wait for something that frees memory when it ends; ``False`` if there is nothing."""
 
 @final
@@ -617,8 +621,8 @@ class Rounds:
         account: Account,
         *,
         limit_bytes: int | None,
-        policy: object,
-        stalls: object,
+        policy: Planning,
+        stalls: Stalls,
     ) -> Rounds:
         """Open the books; ``policy`` has the plans, and ``stalls`` the waits of the session."""
 
@@ -668,7 +672,17 @@ class _Given(TypedDict):
     """The numbers of threads that say which weights they use."""
     clock_of: Callable[[int], int]
     """A function of ``time``."""
-    collector: object
+    collector: ModuleType
+    """The module ``gc``."""
+
+class _Entry(Protocol):
+    """The entry of a weight or gradient that may be away: an ``away.tensor.OffloadedTensor``."""
+
+    source: Tensor | None
+    """The bytes of the tensor, once they have left it."""
+    @property
+    def users(self) -> set[Any]:
+        """The objects that need the bytes in memory."""
 
 @final
 class Leaving:
@@ -679,12 +693,12 @@ class Leaving:
 
     def __new__(cls, given: _Given, alone: Tensor) -> Leaving: ...
     def leave(
-        self, weight: Tensor, keeper: object, husk: Tensor, attribute: str, shared: bool
+        self, weight: Tensor, entry: _Entry, husk: Tensor, attribute: str, shared: bool
     ) -> bool:
-        """Take the bytes out of a weight, and give them to ``keeper.source``.
+        """Take the bytes out of a weight, and give them to ``entry.source``.
 
         The weight is then of the class ``away``, lies on the storage of ``husk``, and has
-        ``keeper`` as ``attribute``. Returns ``False``, and changes nothing, if ``keeper.users`` has
+        ``entry`` as ``attribute``. Returns ``False``, and changes nothing, if ``entry.users`` has
         some, if somebody else has its storage, if another thread may be using it, or if it is not
         of the class ``plain``.
         """
@@ -735,15 +749,12 @@ class Offloading:
         rounds: Rounds,
         *,
         min_bytes: int,
-        lock: Any,
-        hooks: object,
-        keeper: object,
-        teacher: object,
-        policy: object,
+        lock: threading.RLock,
+        hooks: SessionHooks,
         eligible: Tally,
         planned: Tally,
     ) -> Offloading:
-        """Take what is asked about all that is rare; see ``activations.hooks``."""
+        """Take the parts of one session; ``hooks`` packs and unpacks what is rare."""
 
     def pack(self, tensor: Tensor) -> object:
         """Take a tensor that a node saves; return what autograd keeps in its place."""

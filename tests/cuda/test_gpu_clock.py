@@ -78,13 +78,13 @@ def wait_while_held() -> None:
 
 def newest(session: ssdtrain.Session) -> Recording:
     """Return the last round that was learned from."""
-    recorded: Recording = list(session._hooks._prefetcher.recorded.values())[-1]  # type: ignore[union-attr]
+    recorded: Recording = list(session._hooks.prefetcher.recorded.values())[-1]  # type: ignore[union-attr]
     return recorded
 
 
 def learned_items(session: ssdtrain.Session) -> list[Item]:
     """Return what the last round taught, in the order in which it was needed."""
-    (recorded,) = session._hooks._prefetcher.recorded.values()
+    (recorded,) = session._hooks.prefetcher.recorded.values()
     return sorted(recorded.items, key=lambda item: item.needed_s)
 
 
@@ -173,7 +173,7 @@ def test_a_gpu_that_waits_until_memory_has_been_copied_is_seen(
         torch.cuda.synchronize()
         chain(leaf, 1)
         torch.cuda.synchronize()
-        items = list(session._hooks._prefetcher.recorded.values())[-1].items
+        items = list(session._hooks.prefetcher.recorded.values())[-1].items
         assert len(items) == COUNT
         # It is no time of computing, in which the link could copy more.
         packed_s = [item.packed_s for item in items]
@@ -216,7 +216,7 @@ def check_stalls(session: ssdtrain.Session, leaf: Tensor, held_s: float) -> None
     torch.cuda.synchronize()
     assert session.traces
     assert HELD_S - 1e-3 <= session.stats.gpu_stall_s <= held_s
-    for recorded in session._hooks._prefetcher.recorded.values():
+    for recorded in session._hooks.prefetcher.recorded.values():
         assert all(item.needed_s >= item.packed_s for item in recorded.items)
 
 
@@ -397,7 +397,7 @@ def test_a_round_on_two_gpus_is_learned_by_the_moments_of_the_hooks(fake: FakeDe
             torch.cuda.synchronize(0)
             torch.cuda.synchronize(1)
         chain(leaves[0], 1)
-        (recorded,) = session._hooks._prefetcher.recorded.values()
+        (recorded,) = session._hooks.prefetcher.recorded.values()
         assert {item.gpu for item in recorded.items} == {0, 1}
         assert recorded.began_s > 0, "it is a moment of the session, and not of a GPU"
 

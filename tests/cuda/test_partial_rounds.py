@@ -96,7 +96,7 @@ def test_every_case_gives_the_bits_of_a_plain_run(device: Device, case: str) -> 
 def test_only_what_leaves_is_followed(device: Device) -> None:
     leaf = made(0)
     with scopes() as seen, offloaded(EachSecond(), pinned_bytes=RING) as session:
-        rounds = session._hooks._prefetcher.rounds  # type: ignore[union-attr]
+        rounds = session._hooks.prefetcher.rounds  # type: ignore[union-attr]
         counts, left, kept, grads = [], [], [], []
         for _ in range(8):
             before = session.stats
@@ -126,7 +126,7 @@ def test_only_what_leaves_is_followed(device: Device) -> None:
 def test_a_round_that_packs_something_else_is_followed_from_there(device: Device) -> None:
     leaf = made(0)
     with scopes() as seen, offloaded(EachSecond(), pinned_bytes=RING) as session:
-        rounds = session._hooks._prefetcher.rounds  # type: ignore[union-attr]
+        rounds = session._hooks.prefetcher.rounds  # type: ignore[union-attr]
         for _ in range(3):
             step(session, chain(leaf, COUNT).sum())
         assert seen == ["whole", "partial", "whole"]
@@ -217,7 +217,7 @@ def test_a_model_that_moves_to_another_gpu_is_followed_there(fake: FakeDevice) -
     leaves = [made(0), made(0).detach().to("cuda:1").requires_grad_()]
     grads: list[Tensor] = []
     with scopes() as seen, offloaded(EachSecond(), pinned_bytes=RING) as session:
-        rounds = session._hooks._prefetcher.rounds  # type: ignore[union-attr]
+        rounds = session._hooks.prefetcher.rounds  # type: ignore[union-attr]
         for number in range(6):
             leaf = leaves[number // 3]
             leaf.grad = None

@@ -121,7 +121,7 @@ def test_who_needs_room_waits_with_who_waits_for_the_gpu(fake: FakeDevice) -> No
         saving = threading.Thread(target=save)
         saving.start()
         until_waiting(session, saving)
-        writeback = session._hooks._writeback  # type: ignore[union-attr]
+        writeback = session._hooks.writeback  # type: ignore[union-attr]
         wait_for_room = writeback.wait_for_room
 
         def wait() -> bool:

@@ -59,7 +59,7 @@ INSTEAD = {
     "storage offset": "offset: 0,",
     "what is computed again is compared": "if False:",
     "strides": ('let stride = empty.call_method1("new_empty", (&size,))?.call_method0("stride")?;'),
-    "the gate": "records.begin_write(record, self.keeper.bind(py))?;",
+    "the gate": "records.begin_write(record, self.session.writing(py))?;",
     "version at pack": "|| false;",
     "verify": "verify=False,",
     "version of what is kept": "let is_same = true;",

@@ -95,7 +95,7 @@ class Rig:
         self._hooks, self.stalls = hooks, hooks._stalls
         self._writes_end_at_once = False
         self.transfer, self.residency = hooks._transfer, hooks._residency
-        self.prefetcher, self.writeback = hooks._prefetcher, hooks._writeback
+        self.prefetcher, self.writeback = hooks.prefetcher, hooks.writeback
         self.records = self.writeback.records
         self.store = self.transfer.store
         if scope is not None:

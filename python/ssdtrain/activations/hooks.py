@@ -85,7 +85,8 @@ class Hooks:
         max_resident_bytes: int | None,
     ) -> None:
         self._transfer = transfer
-        self._policy = policy
+        self.policy = policy
+        """The plans, which other sessions of the same ``offload`` object use too."""
         self._min_bytes = min_bytes
         self._lock = lock
         self._notices = Notices()
@@ -99,19 +100,19 @@ class Hooks:
             self._stalls,
         )
         self._seen = Seen(self._residency.account)
-        self._writeback = Writeback(
+        self.writeback = Writeback(
             transfer, self._residency, policy, self._notices, self._seen, min_bytes=min_bytes
         )
-        self._prefetcher = Prefetcher(
+        self.prefetcher = Prefetcher(
             transfer,
             policy,
             self._residency,
             stalls=self._stalls,
             notices=self._notices,
-            look=self._writeback.note_failures_on_gpus,
+            look=self.writeback.note_failures_on_gpus,
         )
         self._blocks = Blocks(
-            self._prefetcher.rounds,
+            self.prefetcher.rounds,
             transfer,
             choices,
             stalls=self._stalls,
@@ -122,13 +123,13 @@ class Hooks:
 
     def leave_to_parent(self) -> None:
         """Take no part in a forked child: what it saves is kept, what is on the disk is refused."""
-        self._writeback.records.leave_to_parent()
+        self.writeback.records.leave_to_parent()
         self._lock = threading.RLock()  # defence: a forked child owns nothing
 
     @property
     def is_forked(self) -> bool:
         """Whether this process was forked from the one with the disk."""
-        return self._writeback.records.is_forked
+        return self.writeback.records.is_forked
 
     @property
     def blocks(self) -> Blocks | None:
@@ -151,7 +152,7 @@ class Hooks:
             return Figures(resident_bytes=account.held_bytes - account.reserved_bytes)
         with self._lock:
             store = self._transfer.stats()
-            alive = self._writeback.records.alive()
+            alive = self.writeback.records.alive()
             return Figures(
                 resident_bytes=self._residency.resident_bytes() - account.reserved_bytes,
                 on_disk_bytes=sum(one.nbytes for one in alive if one.source is None),
@@ -165,14 +166,11 @@ class Hooks:
         # Not kept here: they know this object, and the store goes when nobody knows it any more.
         offloading = Offloading(
             TORCH,
-            self._writeback.records,
-            self._prefetcher.rounds,
+            self.writeback.records,
+            self.prefetcher.rounds,
             min_bytes=self._min_bytes,
             lock=self._lock,
             hooks=self,
-            keeper=self._writeback,
-            teacher=self._prefetcher,
-            policy=self._policy,
             eligible=self._seen.eligible,
             planned=self._seen.planned,
         )
@@ -199,7 +197,7 @@ class Hooks:
                 resident_bytes, store = residency.account.held_bytes, {}
                 gpus = OnGpus()
             else:
-                self._writeback.note_failures_on_gpus()
+                self.writeback.note_failures_on_gpus()
                 resident_bytes = residency.resident_bytes()
                 store = self._transfer.stats()
                 gpus = self._transfer.on_gpus()
@@ -207,12 +205,12 @@ class Hooks:
                 residency,
                 self._stalls,
                 resident_bytes=resident_bytes,
-                write_failed_count=self._writeback.failed_count,
-                write_refused_count=self._writeback.refused_count,
+                write_failed_count=self.writeback.failed_count,
+                write_refused_count=self.writeback.refused_count,
                 store=store,
                 on_gpus=gpus,
-                gpu_stall_s=self._prefetcher.gpu_stall_s,
-                hooks_s=self._prefetcher.hooks_s,
+                gpu_stall_s=self.prefetcher.gpu_stall_s,
+                hooks_s=self.prefetcher.hooks_s,
                 elapsed_s=perf_counter() - self._began_s,
                 bytes_eligible=self._seen.eligible.nbytes,
                 reason=reason_of(self._evidence(observed)),
@@ -223,12 +221,12 @@ class Hooks:
         """Learn from all rounds that have ended and whose ends a GPU has come to by now."""
         if not self.is_forked:
             with self._lock:
-                self._prefetcher.learn_from_last()
+                self.prefetcher.learn_from_last()
 
     def traces(self) -> tuple[Trace, ...]:
         """Return the last round of each kind that was learned from as a trace, the newest last."""
         with self._lock:
-            recorded = list(self._prefetcher.recorded.values())
+            recorded = list(self.prefetcher.recorded.values())
         return tuple(
             trace_of(
                 one,
@@ -242,10 +240,10 @@ class Hooks:
     @property
     def timeline(self) -> Timeline:
         """When each tensor was where."""
-        return self._writeback.timeline
+        return self.writeback.timeline
 
     def _evidence(self, observed: Observed | None) -> Evidence:
-        account, prefetcher = self._residency.account, self._prefetcher
+        account, prefetcher = self._residency.account, self.prefetcher
         ended = account.ended()
         return Evidence(
             seen=self._seen,
@@ -253,10 +251,10 @@ class Hooks:
             offloaded_bytes=ended["offloaded"][0],
             saved_bytes=sum(nbytes for nbytes, _ in ended.values()),
             peak_bytes=account.peak_bytes,
-            failed_count=self._writeback.failed_count + self._writeback.refused_count,
-            failure=self._writeback.failure,
-            stayed_count=self._writeback.stayed_count,
-            stayed=self._writeback.stayed,
+            failed_count=self.writeback.failed_count + self.writeback.refused_count,
+            failure=self.writeback.failure,
+            stayed_count=self.writeback.stayed_count,
+            stayed=self.writeback.stayed,
             budget_error_count=self._residency.refused_count,
             is_one_node=prefetcher.is_one_node,
             usual_round=prefetcher.usual_round,
@@ -281,7 +279,7 @@ class Hooks:
         if self.is_forked:
             return
         with self._lock:
-            handles = self._writeback.begin_all()
+            handles = self.writeback.begin_all()
         if not wait:
             return
         for handle in handles:
@@ -289,7 +287,7 @@ class Hooks:
             with suppress(SsdtrainError):
                 handle.wait()
         with self._lock:
-            self._writeback.end_all()
+            self.writeback.end_all()
 
     def _pack_below(self, pair: HookPair, tensor: Tensor) -> object:
         """Pack what comes from inside an operation.
@@ -305,7 +303,7 @@ class Hooks:
         self._note_excluded(tensor)
         return exclude(tensor)
 
-    # What the way of tensors that may leave memory asks (``_core.Offloading``).
+    # Questions of the compiled part; see ``partners.SessionHooks``.
 
     def exclude(self, tensor: Tensor) -> Kept:
         """Pack a tensor in a forked child, which has no disk."""
@@ -322,7 +320,7 @@ class Hooks:
         with self._lock:
             tally: Tally = getattr(self._seen, kind)
             tally.add(nbytes)
-            return self._writeback.keep(tensor, nbytes, storage_bytes)
+            return self.writeback.keep(tensor, nbytes, storage_bytes)
 
     def unpack_kept(self, packed: Kept | Refused) -> Tensor:
         """Give a node back what was kept, and has changed since or is needed in an operation."""

@@ -1,16 +1,11 @@
 //! What the plan of its round says of a tensor on a GPU: where it goes, and when it is packed,
-//! needed and copied. `planning/policy.py` makes the plans; its object is the `policy` here.
+//! needed and copied. `planning/policy.py` makes the plans.
 
-use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
 use ssdtrain_core::staging::Tier;
 
 use crate::gpu::Gpus;
-
-/// Seconds since the first pack of its round: when a tensor is packed, when it is needed, and, if
-/// it leaves, when it has been copied from its GPU.
-type Moments = (f64, f64, Option<f64>);
+use crate::partners::Planning;
 
 /// What a plan says of a tensor that leaves a GPU.
 #[derive(Clone, Copy)]
@@ -37,10 +32,9 @@ impl Default for ByPlan {
 
 impl ByPlan {
     /// What the last plan says of the tensor with this key.
-    pub fn of(policy: &Bound<'_, PyAny>, key: i64) -> PyResult<Self> {
-        let pinned = policy.getattr(intern!(policy.py(), "pinned"))?;
-        let tier = if pinned.contains(key)? { Tier::Pinned } else { Tier::Disk };
-        let copied_s = moments(policy, key)?.and_then(|(_, _, copied_s)| copied_s);
+    pub fn of(py: Python<'_>, planning: &Planning, key: i64) -> PyResult<Self> {
+        let tier = if planning.pins(py, key)? { Tier::Pinned } else { Tier::Disk };
+        let copied_s = planning.moments(py, key)?.and_then(|(_, _, copied_s)| copied_s);
         Ok(Self { tier, copied_s })
     }
 }
@@ -50,13 +44,14 @@ impl Gpus {
     /// come by the plan of its round. What no plan knows tells nothing.
     pub fn note_progress(
         &self,
-        policy: &Bound<'_, PyAny>,
+        py: Python<'_>,
+        planning: &Planning,
         gpu: usize,
         key: i64,
         of: Use,
     ) -> PyResult<()> {
         let Some(way) = self.known(gpu) else { return Ok(()) };
-        if let Some((packed_s, needed_s, _)) = moments(policy, key)? {
+        if let Some((packed_s, needed_s, _)) = planning.moments(py, key)? {
             way.note_progress(match of {
                 Use::Pack => packed_s,
                 Use::Need => needed_s,
@@ -64,9 +59,4 @@ impl Gpus {
         }
         Ok(())
     }
-}
-
-fn moments(policy: &Bound<'_, PyAny>, key: i64) -> PyResult<Option<Moments>> {
-    let known = policy.getattr(intern!(policy.py(), "moments"))?;
-    known.cast::<PyDict>()?.get_item(key)?.map(|one| one.extract()).transpose()
 }

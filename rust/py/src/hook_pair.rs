@@ -68,7 +68,7 @@ impl HookPair {
 
     #[getter]
     fn hooks(&self, py: Python<'_>) -> Py<PyAny> {
-        self.offloading.get().hooks.clone_ref(py)
+        self.offloading.get().session.object(py)
     }
 
     fn pack(slf: &Bound<'_, Self>, tensor: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {

@@ -12,6 +12,8 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PySet, PyType};
 use ssdtrain_core as core;
 
+use crate::partners::AwayEntry;
+
 #[pyclass(frozen, module = "ssdtrain._core")]
 pub struct Leaving {
     given: Given,
@@ -55,12 +57,12 @@ impl Leaving {
         Ok(Self { given, alone: users })
     }
 
-    /// Takes the bytes of `weight` out of it and gives them to `keeper.source`, unless somebody
+    /// Takes the bytes of `weight` out of it and gives them to `entry`, unless somebody
     /// else may be using them or, if they are not to be `shared`, has them.
     fn leave(
         &self,
         weight: &Bound<'_, PyAny>,
-        keeper: &Bound<'_, PyAny>,
+        entry: AwayEntry<'_, '_>,
         husk: &Bound<'_, PyAny>,
         attribute: &str,
         shared: bool,
@@ -71,13 +73,13 @@ impl Leaving {
         }
         // What makes objects comes first: a collection of garbage would run finalisers.
         let memory = weight.getattr(intern!(py, "data"))?;
-        weight.setattr(attribute, keeper)?;
+        entry.attach(weight, attribute)?;
         let collector = self.given.collector.bind(py);
         let is_collecting = collector.call_method0(intern!(py, "isenabled"))?.is_truthy()?;
         if is_collecting {
             collector.call_method0(intern!(py, "disable"))?;
         }
-        let left = self.leave_at_once(weight, keeper, husk, &memory, shared);
+        let left = self.leave_at_once(weight, entry, husk, &memory, shared);
         if is_collecting {
             collector.call_method0(intern!(py, "enable"))?;
         }
@@ -92,7 +94,7 @@ impl Leaving {
     fn leave_at_once(
         &self,
         weight: &Bound<'_, PyAny>,
-        keeper: &Bound<'_, PyAny>,
+        entry: AwayEntry<'_, '_>,
         husk: &Bound<'_, PyAny>,
         memory: &Bound<'_, PyAny>,
         shared: bool,
@@ -103,14 +105,14 @@ impl Leaving {
             return Ok(false);
         }
         // defence: no weight leaves that is used
-        if keeper.getattr(intern!(py, "users"))?.is_truthy()? {
+        if entry.has_users()? {
             return Ok(false);
         }
         // defence: no weight leaves that others have
         if !shared && users_of(self.given.count_users.bind(py), weight)? != self.alone {
             return Ok(false);
         }
-        keeper.setattr(intern!(py, "source"), memory)?;
+        entry.take_bytes(memory)?;
         weight.setattr(intern!(py, "data"), husk)?;
         if let Err(error) = weight.setattr(intern!(py, "__class__"), &self.given.away) {
             weight.setattr(intern!(py, "data"), memory)?;

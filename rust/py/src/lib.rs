@@ -25,6 +25,7 @@ mod leaving;
 mod masters;
 mod offloading;
 mod owner;
+mod partners;
 mod passing;
 mod plan;
 mod probe;

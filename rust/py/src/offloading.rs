@@ -9,6 +9,7 @@ use crate::by_plan::{ByPlan, Use};
 use crate::geometry::{Layout, is_memory_of_others, shares_no_counter};
 use crate::gpu_calls::GpuStream;
 use crate::kept::is_true;
+use crate::partners::{KeepReason, SessionHooks};
 use crate::record::{Part, Record};
 use crate::rounds::Rounds;
 use crate::saved_tensor::{SavedTensor, SharedRound};
@@ -20,8 +21,8 @@ use crate::writeback::Records;
 
 /// The way of one session's tensors down and up.
 ///
-/// `hooks` and `keeper` are asked about what is rare. The lock of the session is held while the
-/// books change, and never while a read or a GPU is waited for.
+/// The lock of the session is held while the books change, and never while a thread waits for a
+/// read or for a GPU.
 #[pyclass(frozen, module = "ssdtrain._core")]
 pub struct Offloading {
     pub torch: Py<Torch>,
@@ -29,20 +30,9 @@ pub struct Offloading {
     pub rounds: Py<Rounds>,
     min_bytes: u64,
     pub lock: SessionLock,
-    pub hooks: Py<PyAny>,
-    pub keeper: Py<PyAny>,
-    teacher: Py<PyAny>,
-    pub policy: Py<PyAny>,
+    pub session: SessionHooks,
     pub eligible: Py<Tally>,
     pub planned: Py<Tally>,
-}
-
-/// Why a tensor stays in memory.
-pub enum Kept {
-    Small,
-    Apart,
-    Detached,
-    Foreign,
 }
 
 /// What is found for a saved tensor that a node needs.
@@ -55,8 +45,7 @@ enum Found<'py> {
 impl Offloading {
     #[new]
     #[pyo3(signature = (
-        torch, records, rounds, *, min_bytes, lock, hooks, keeper, teacher, policy,
-        eligible, planned
+        torch, records, rounds, *, min_bytes, lock, hooks, eligible, planned
     ))]
     #[expect(clippy::too_many_arguments, reason = "keywords on the side of Python")]
     fn new(
@@ -65,10 +54,7 @@ impl Offloading {
         rounds: Py<Rounds>,
         min_bytes: u64,
         lock: &Bound<'_, PyAny>,
-        hooks: Py<PyAny>,
-        keeper: Py<PyAny>,
-        teacher: Py<PyAny>,
-        policy: Py<PyAny>,
+        hooks: &Bound<'_, PyAny>,
         eligible: Py<Tally>,
         planned: Py<Tally>,
     ) -> PyResult<Self> {
@@ -78,10 +64,7 @@ impl Offloading {
             rounds,
             min_bytes,
             lock: SessionLock::new(lock)?,
-            hooks,
-            keeper,
-            teacher,
-            policy,
+            session: SessionHooks::new(hooks)?,
             eligible,
             planned,
         })
@@ -92,18 +75,18 @@ impl Offloading {
     }
 
     pub fn unpack(&self, packed: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
-        let (py, hooks, began) = (packed.py(), self.hooks.bind(packed.py()), Instant::now());
+        let (py, session, began) = (packed.py(), &self.session, Instant::now());
         let Ok(saved) = packed.cast::<SavedTensor>() else {
             // What has changed since comes here, or is asked for from inside an operation.
-            return Ok(hooks.call_method1(intern!(py, "unpack_kept"), (packed,))?.unbind());
+            return session.unpack_kept(packed).map(Bound::unbind);
         };
         let this = saved.get();
         if !this.is_unchanged(py)? {
             // defence: version at unpack
-            hooks.call_method1(intern!(py, "refuse_changed"), (saved,))?;
+            session.refuse_changed(saved)?;
         }
         if self.records.get().is_forked() {
-            return Ok(hooks.call_method1(intern!(py, "from_memory"), (saved,))?.unbind());
+            return session.unpack_in_child(saved).map(Bound::unbind);
         }
         let other_before = self.rounds.get().taught_and_waited(py)?;
         let tensor = match self.lock.locked(py, || self.find(saved))? {
@@ -128,28 +111,24 @@ impl Offloading {
     pub fn pack_plain(&self, tensor: &Bound<'_, PyAny>, may_pass_by: bool) -> PyResult<Py<PyAny>> {
         let (py, began) = (tensor.py(), Instant::now());
         if self.records.get().is_forked() {
-            return Ok(self
-                .hooks
-                .bind(py)
-                .call_method1(intern!(py, "exclude"), (tensor,))?
-                .unbind());
+            return self.session.exclude(tensor).map(Bound::unbind);
         }
         let storage = tensor.call_method0(intern!(py, "untyped_storage"))?;
         let storage_bytes: u64 = storage.call_method0(intern!(py, "nbytes"))?.extract()?;
         // What is too small mostly has a small storage, and shall cost no more than a look at it.
         if storage_bytes < self.min_bytes {
-            return self.keep(tensor, &Kept::Small, storage_bytes, storage_bytes);
+            return self.keep(tensor, KeepReason::Small, storage_bytes, storage_bytes);
         }
         let layout = Layout::of(tensor)?;
         let (start, nbytes) = layout.part(tensor, storage_bytes)?;
-        if let Some(kept) = self.kept_as(tensor, &storage, nbytes, storage_bytes)? {
-            let (records, keeper) = (self.records.get(), self.keeper.bind(py));
+        if let Some(reason) = self.keep_reason(tensor, &storage, nbytes, storage_bytes)? {
+            let (records, writing) = (self.records.get(), self.session.writing(py));
             let known = records.of(&storage)?;
             if !known.is_empty() {
                 let part = (layout.offset, start + nbytes);
-                self.lock.locked(py, || records.renew(&known, tensor, &storage, part, keeper))?;
+                self.lock.locked(py, || records.renew(&known, tensor, &storage, part, writing))?;
             }
-            let packed = self.keep(tensor, &kept, nbytes, storage_bytes)?;
+            let packed = self.keep(tensor, reason, nbytes, storage_bytes)?;
             // The hooks may have it written all the same.
             if !packed.is_none(py) {
                 return Ok(packed);
@@ -186,45 +165,37 @@ impl Offloading {
     }
 
     /// As what a part of a large storage stays in memory; `None` if it may leave it.
-    pub fn kept_as(
+    pub fn keep_reason(
         &self,
         tensor: &Bound<'_, PyAny>,
         storage: &Bound<'_, PyAny>,
         nbytes: u64,
         storage_bytes: u64,
-    ) -> PyResult<Option<Kept>> {
+    ) -> PyResult<Option<KeepReason>> {
         if nbytes < self.min_bytes {
-            return Ok(Some(Kept::Small));
+            return Ok(Some(KeepReason::Small));
         }
         if shares_no_counter(tensor, storage_bytes)? {
             let has_history = !tensor.getattr(intern!(tensor.py(), "grad_fn"))?.is_none();
-            return Ok(Some(if has_history { Kept::Apart } else { Kept::Detached }));
+            return Ok(Some(if has_history { KeepReason::Apart } else { KeepReason::Detached }));
         }
         let store = self.records.get().store();
         let is_foreign = is_memory_of_others(storage, |address| store.has_given_out(address))?;
-        Ok(is_foreign.then_some(Kept::Foreign))
+        Ok(is_foreign.then_some(KeepReason::Foreign))
     }
 
     fn keep(
         &self,
         tensor: &Bound<'_, PyAny>,
-        kept: &Kept,
+        reason: KeepReason,
         nbytes: u64,
         storage_bytes: u64,
     ) -> PyResult<Py<PyAny>> {
-        let (py, hooks) = (tensor.py(), self.hooks.bind(tensor.py()));
-        let kind = match kept {
-            Kept::Small => intern!(py, "small_here"),
-            Kept::Apart => intern!(py, "apart"),
-            Kept::Detached => intern!(py, "detached"),
-            Kept::Foreign => intern!(py, "foreign"),
-        };
-        let arguments = (tensor, kind, nbytes, storage_bytes);
-        Ok(hooks.call_method1(intern!(py, "keep"), arguments)?.unbind())
+        self.session.keep(tensor, reason, nbytes, storage_bytes).map(Bound::unbind)
     }
 
-    /// Packs a tensor whose bytes may leave memory. If the bound has no room, the keeper returns a
-    /// `Refused`, which is packed instead.
+    /// Packs a tensor whose bytes may leave memory. If the bound has no room, it is packed as a
+    /// `Refused`.
     fn offload<'py>(
         &self,
         tensor: &Bound<'py, PyAny>,
@@ -234,7 +205,8 @@ impl Offloading {
         nbytes: u64,
     ) -> PyResult<Bound<'py, PyAny>> {
         let (py, torch, records) = (tensor.py(), self.torch.get(), self.records.get());
-        let (rounds, keeper) = (self.rounds.get(), self.keeper.bind(py));
+        let (rounds, session) = (self.rounds.get(), &self.session);
+        let (writing, prefetching) = (session.writing(py), session.prefetching(py));
         // Known before any memory is let go below: this stream is about to use the tensor.
         let stream = self.stream(py, &layout)?;
         let (sequence, backward) = (torch.sequence_number(py)?, torch.current_backward(py)?);
@@ -246,10 +218,10 @@ impl Offloading {
         }
         // `open_gate` and `reap` come after `wait_for_node`, so that they write no record whose
         // newest node has not been passed; both may wait for the GPU.
-        records.open_gate(keeper, Some(sequence))?;
-        records.reap(keeper)?;
-        records.renew(&known, tensor, storage, part, keeper)?;
-        let round = rounds.round_for(py, backward, self.teacher.bind(py))?;
+        records.open_gate(writing, Some(sequence))?;
+        records.reap(writing)?;
+        records.renew(&known, tensor, storage, part, writing)?;
+        let round = rounds.round_for(py, backward, prefetching)?;
         self.note_waits(&round, stream);
         let is_new = found.is_none();
         let record = if let Some(record) = found {
@@ -264,7 +236,7 @@ impl Offloading {
             }
         };
         let saved = SavedTensor::new(tensor, layout, &record, sequence)?;
-        rounds.enter(&saved, &round, is_new, stream, self.teacher.bind(py))?;
+        rounds.enter(&saved, &round, is_new, stream, prefetching)?;
         if is_new {
             self.write(&record, &round, backward)?;
         }
@@ -272,23 +244,23 @@ impl Offloading {
         Ok(saved.into_any())
     }
 
-    /// A record for a tensor, or the keeper's `Refused` if the bound has no room for it.
+    /// A record for a tensor, or a `Refused` if the bound has no room for it.
     fn new_record<'py>(
         &self,
         tensor: &Bound<'py, PyAny>,
         storage: &Bound<'py, PyAny>,
         part: &Part<'_>,
     ) -> PyResult<Result<Bound<'py, Record>, Bound<'py, PyAny>>> {
-        let (py, records, keeper) =
-            (tensor.py(), self.records.get(), self.keeper.bind(tensor.py()));
+        let (records, writing) = (self.records.get(), self.session.writing(tensor.py()));
         if !records.is_bounded() {
             return records.make(self.torch.get(), tensor, storage, part).map(Ok);
         }
-        let arguments = (tensor, storage, part.nbytes, part.sequence);
-        let answer = keeper.call_method1(intern!(py, "make_room"), arguments)?;
-        let Ok(may_be_lent) = answer.extract::<bool>() else { return Ok(Err(answer)) };
+        let may_be_lent = match writing.make_room(tensor, storage, part.nbytes, part.sequence)? {
+            Ok(may_be_lent) => may_be_lent,
+            Err(refused) => return Ok(Err(refused)),
+        };
         let record = records.make(self.torch.get(), tensor, storage, part)?;
-        keeper.call_method1(intern!(py, "enter"), (&record, storage, may_be_lent))?;
+        writing.enter(&record, storage, may_be_lent)?;
         Ok(Ok(record))
     }
 
@@ -309,8 +281,8 @@ impl Offloading {
     ) -> PyResult<()> {
         let (py, records) = (record.py(), self.records.get());
         let is_bounded = records.is_bounded();
-        let keep = self.policy.bind(py).getattr(intern!(py, "keep"))?;
-        let is_planned = keep.contains(record.get().key)? && !is_bounded;
+        let (planning, key) = (self.session.planning(), record.get().key);
+        let is_planned = planning.keeps(py, key)? && !is_bounded;
         self.eligible.get().add(record.get().nbytes);
         if is_planned || round.lock().is_skimmed() {
             self.planned.get().add(record.get().nbytes);
@@ -320,7 +292,7 @@ impl Offloading {
         let is_recomputed = backward != -1 && self.torch.get().is_recompute(py)?;
         if !is_recomputed {
             if record.get().is_on_gpu() && !is_bounded {
-                record.get().plan(ByPlan::of(self.policy.bind(py), record.get().key)?);
+                record.get().plan(ByPlan::of(py, planning, key)?);
             }
             records.write_later(record)?; // defence: the gate
         } else if is_bounded {
@@ -349,7 +321,7 @@ impl Offloading {
     ) -> PyResult<()> {
         match (stream, self.records.get().gpus()) {
             (Some(stream), Some(gpus)) => {
-                gpus.note_progress(self.policy.bind(py), stream.gpu, key, of)
+                gpus.note_progress(py, self.session.planning(), stream.gpu, key, of)
             }
             _ => Ok(()),
         }
@@ -360,15 +332,15 @@ impl Offloading {
     /// A backward asks, so this thread has passed all its nodes: their writes begin.
     fn find<'py>(&self, saved: &Bound<'py, SavedTensor>) -> PyResult<Found<'py>> {
         let (py, records) = (saved.py(), self.records.get());
-        let (rounds, keeper, teacher) =
-            (self.rounds.get(), self.keeper.bind(py), self.teacher.bind(py));
+        let (rounds, session) = (self.rounds.get(), &self.session);
+        let (writing, prefetching) = (session.writing(py), session.prefetching(py));
         // A stream that uses the tensor is known before its memory is let go.
         let stream = self.stream(py, &saved.get().layout)?;
         self.note_progress(py, stream, saved.get().record.get().key, Use::Need)?;
-        records.open_gate(keeper, None)?;
+        records.open_gate(writing, None)?;
         self.take_back(saved)?;
-        let storage = records.in_memory(saved.get().record.bind(py), keeper)?;
-        records.reap(keeper)?;
+        let storage = records.in_memory(saved.get().record.bind(py), writing)?;
+        records.reap(writing)?;
         if let Some((round, _)) = saved.get().place() {
             self.note_waits(round, stream);
         }
@@ -378,9 +350,9 @@ impl Offloading {
         let found = if let Some(storage) = storage {
             Found::InMemory(storage)
         } else {
-            Found::Read(rounds.demand(saved, teacher)?)
+            Found::Read(rounds.demand(saved, prefetching)?)
         };
-        rounds.advance(saved, teacher)?;
+        rounds.advance(saved, prefetching)?;
         records.account().note_peak(records.transfer_bytes(py));
         Ok(found)
     }
@@ -391,13 +363,10 @@ impl Offloading {
         if !record.is_lent() || !record.has_source() {
             return Ok(());
         }
-        let arguments = (&saved.get().record,);
-        let keeper = self.keeper.bind(py);
-        if keeper.call_method1(intern!(py, "is_held_by_others"), arguments)?.is_truthy()? {
+        if self.session.writing(py).is_held_by_others(saved.get().record.bind(py))? {
             return Ok(());
         }
-        let teacher = self.teacher.bind(py);
-        teacher.call_method1(intern!(py, "make_room"), (saved, record.nbytes))?;
+        self.session.prefetching(py).make_room(saved, record.nbytes)?;
         record.take_back();
         Ok(())
     }
@@ -410,7 +379,7 @@ impl Offloading {
     ) -> PyResult<Bound<'py, PyAny>> {
         let py = saved.py();
         if !loading.get().is_here() {
-            self.hooks.bind(py).call_method1(intern!(py, "wait_for"), (saved, loading))?;
+            self.session.wait_for(saved, loading)?;
         }
         let tensor = loading.get().restore(py, self.torch.get(), &saved.get().layout)?;
         if let Some(loaded) = loading.get().loaded() {

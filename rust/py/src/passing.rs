@@ -71,8 +71,7 @@ impl Offloading {
         let own_gpu = tensor.call_method0(intern!(py, "get_device"))?.extract::<i64>()?;
         let own_gpu = usize::try_from(own_gpu).ok();
         let stays = if place.is_new {
-            let keep = self.policy.bind(py).getattr(intern!(py, "keep"))?;
-            own_gpu == place.gpu && keep.contains(place.key)?
+            own_gpu == place.gpu && self.session.planning().keeps(py, place.key)?
         } else {
             // It may share the bytes of one that leaves.
             !self.has_record(tensor)?
@@ -111,11 +110,11 @@ impl Offloading {
 
     /// Begins the writes that have waited for their nodes, and frees what has left.
     fn let_leave(&self, py: Python<'_>) -> PyResult<()> {
-        let (records, keeper) = (self.records.get(), self.keeper.bind(py));
+        let (records, writing) = (self.records.get(), self.session.writing(py));
         let sequence = self.torch.get().sequence_number(py)?;
         self.lock.locked(py, || {
-            records.open_gate(keeper, Some(sequence))?;
-            records.reap(keeper)
+            records.open_gate(writing, Some(sequence))?;
+            records.reap(writing)
         })
     }
 
@@ -192,7 +191,7 @@ impl Offloading {
         }
         let storage_bytes: u64 = storage.call_method0(intern!(py, "nbytes"))?.extract()?;
         let (start, nbytes) = Layout::of(tensor)?.part(tensor, storage_bytes)?;
-        if self.kept_as(tensor, &storage, nbytes, storage_bytes)?.is_some() {
+        if self.keep_reason(tensor, &storage, nbytes, storage_bytes)?.is_some() {
             return Ok(CountsAs::Unclear);
         }
         let address: usize = tensor.call_method0(intern!(py, "data_ptr"))?.extract()?;

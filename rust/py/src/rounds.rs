@@ -1,18 +1,16 @@
 //! Follows the rounds of a session, and begins reads before they are asked for.
 //!
-//! `activations/prefetch.py` learns from what has ended, and makes room under a bound: its object
-//! is the `teacher` of these functions. The books and the rounds are locked as [Note: no calls] in
-//! `writeback.rs` says, the books first.
+//! `activations/prefetch.py` learns from rounds that have ended, and makes room under a bound. The
+//! books and the rounds are locked as [Note: no calls] in `writeback.rs` says, the books first.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use pyo3::exceptions::{PyRuntimeError, PyValueError};
-use pyo3::intern;
+use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyWeakrefMethods, PyWeakrefReference};
+use pyo3::types::{PyWeakrefMethods, PyWeakrefReference};
 use ssdtrain_core as core;
 use ssdtrain_core::cuda::stream::Event;
 use ssdtrain_core::guide::Place;
@@ -26,6 +24,7 @@ use crate::gpu::Gpus;
 use crate::gpu_calls::GpuStream;
 use crate::gpu_clock::{GpuClock, What};
 use crate::guides::Guides;
+use crate::partners::{Planning, Prefetching, Scope, Stalls};
 use crate::round::{Learned, Round};
 use crate::rules::OwnSize;
 use crate::saved_tensor::{SavedReference, SavedTensor, SharedRound, is_dead};
@@ -41,9 +40,9 @@ pub struct Rounds {
     gpus: Option<Py<Gpus>>,
     account: core::Account,
     limit_bytes: Option<u64>,
-    policy: Py<PyAny>,
+    policy: Planning,
     /// The waits of the session, which are no part of a step's time.
-    stalls: Py<PyAny>,
+    stalls: Stalls,
     epoch: Instant,
     books: Mutex<Books>,
     /// The round of which only the first tensor is followed, if there is one.
@@ -72,8 +71,8 @@ impl Rounds {
         gpus: Option<Py<Gpus>>,
         account: &Account,
         limit_bytes: Option<u64>,
-        policy: Py<PyAny>,
-        stalls: Py<PyAny>,
+        policy: Planning,
+        stalls: Stalls,
     ) -> Self {
         Self {
             store,
@@ -106,7 +105,7 @@ impl Rounds {
     /// Seconds since some moment, on a clock that stands still while threads wait for the disk.
     #[getter]
     fn now_s(&self, py: Python<'_>) -> PyResult<f64> {
-        Ok(self.epoch.elapsed().as_secs_f64() - self.stalls_s(py)?)
+        Ok(self.epoch.elapsed().as_secs_f64() - self.stalls.total_s(py)?)
     }
 
     /// Whether an ended round cannot be learned from yet, as a GPU has not come to its end.
@@ -138,13 +137,13 @@ impl Rounds {
 impl Rounds {
     /// The round that a tensor which is packed in `phase` belongs to.
     ///
-    /// Begins a new round if this pack is the first of one, and has `teacher` learn from those that
+    /// Begins a new round if this pack is the first of one, and has the policy learn from those that
     /// have ended.
     pub fn round_for(
         &self,
         py: Python<'_>,
         phase: i64,
-        teacher: &Bound<'_, PyAny>,
+        prefetching: Prefetching<'_, '_>,
     ) -> PyResult<SharedRound> {
         // Under a bound, what one region of reentrant checkpoints computes again may have to be
         // read, so it is a round of its own, with an order. Else all regions are one round.
@@ -153,7 +152,7 @@ impl Rounds {
         if !opened.finished.is_empty() {
             let rounds: Vec<_> = opened.finished.into_iter().map(Round).collect();
             let began = Instant::now();
-            teacher.call_method1(intern!(py, "learn"), (rounds,))?;
+            prefetching.learn(rounds)?;
             self.count_taught(began);
         }
         Ok(opened.round)
@@ -162,12 +161,8 @@ impl Rounds {
     /// How long hooks have learned from rounds, or waited for room under a bound, so far.
     pub fn taught_and_waited(&self, py: Python<'_>) -> PyResult<Duration> {
         let taught = Duration::from_nanos(self.taught_ns.load(Ordering::Relaxed));
-        let waited_s = if self.limit_bytes.is_some() { self.stalls_s(py)? } else { 0.0 };
+        let waited_s = if self.limit_bytes.is_some() { self.stalls.total_s(py)? } else { 0.0 };
         Ok(taught + Duration::from_secs_f64(waited_s))
-    }
-
-    fn stalls_s(&self, py: Python<'_>) -> PyResult<f64> {
-        self.stalls.bind(py).getattr(intern!(py, "total_s"))?.extract()
     }
 
     fn count_taught(&self, began: Instant) {
@@ -220,7 +215,7 @@ impl Rounds {
         round: &SharedRound,
         is_new: bool,
         stream: Option<GpuStream>,
-        teacher: &Bound<'_, PyAny>,
+        prefetching: Prefetching<'_, '_>,
     ) -> PyResult<()> {
         let (py, this) = (saved.py(), saved.get());
         let reference = PyWeakrefReference::new(saved)?.unbind(); // defence: lifetime by handle
@@ -230,7 +225,7 @@ impl Rounds {
         this.take_place(round.clone(), ordinal);
         if ordinal == 0 && round.lock().phase() == FORWARD {
             let began = Instant::now();
-            self.begin(saved, round, stream, teacher)?;
+            self.begin(saved, round, stream, prefetching)?;
             self.count_taught(began);
         }
         if is_new {
@@ -245,25 +240,17 @@ impl Rounds {
         first: &Bound<'_, SavedTensor>,
         round: &SharedRound,
         stream: Option<GpuStream>,
-        teacher: &Bound<'_, PyAny>,
+        prefetching: Prefetching<'_, '_>,
     ) -> PyResult<()> {
         let py = first.py();
         // If a signal interrupts this, or it fails, the next pack begins a round that asks again.
         round.lock().set_closed(true);
         self.clock.begin(py, round, stream)?;
         if self.limit_bytes.is_none() {
-            let arguments = (round.lock().opening(), first.get().layout.gpu);
-            let scope: String = teacher.call_method1(intern!(py, "scope"), arguments)?.extract()?;
-            let (is_partial, is_skimmed) = match scope.as_str() {
-                "whole" => (false, false),
-                "partial" => (true, false),
-                "skimmed" => (false, true),
-                _ => {
-                    return Err(PyValueError::new_err(format!("{scope:?} is no scope of a round")));
-                }
-            };
-            self.guides.begin(round, is_partial);
-            if is_skimmed {
+            let opening = round.lock().opening();
+            let scope = prefetching.scope(opening, first.get().layout.gpu)?;
+            self.guides.begin(round, scope == Scope::Partial);
+            if scope == Scope::Skimmed {
                 self.skim.begin(first, round)?;
             } else if self.guides.is_on() {
                 self.skim.count_anew();
@@ -310,15 +297,14 @@ impl Rounds {
         if !is_first {
             return Ok(false);
         }
-        let is_known = self.policy.bind(py).call_method1(intern!(py, "knows"), (key,))?;
-        Ok(!is_known.is_truthy()?)
+        Ok(!self.policy.knows(py, key)?)
     }
 
     /// The read of a tensor that is needed now: the one begun ahead, or a new one.
     pub fn demand<'py>(
         &self,
         saved: &Bound<'py, SavedTensor>,
-        teacher: &Bound<'py, PyAny>,
+        prefetching: Prefetching<'_, 'py>,
     ) -> PyResult<Bound<'py, Loading>> {
         let (py, this) = (saved.py(), saved.get());
         if let Some(ahead) = this.set_ahead(None) {
@@ -328,8 +314,7 @@ impl Rounds {
             PyRuntimeError::new_err("a record has its bytes in memory, or a handle")
         })?;
         if self.limit_bytes.is_some() && !handle.get().is_here(py) {
-            let arguments = (saved, handle.get().slot_bytes());
-            teacher.call_method1(intern!(py, "make_room"), arguments)?;
+            prefetching.make_room(saved, handle.get().slot_bytes() as u64)?;
         }
         this.record.get().life.note(Moment::ReadBegan);
         let loading = match Handle::begin_read(&handle, self.store.get()) {
@@ -347,7 +332,7 @@ impl Rounds {
     pub fn advance(
         &self,
         saved: &Bound<'_, SavedTensor>,
-        teacher: &Bound<'_, PyAny>,
+        prefetching: Prefetching<'_, '_>,
     ) -> PyResult<()> {
         let py = saved.py();
         let Some((round, ordinal)) = saved.get().place() else { return Ok(()) };
@@ -369,7 +354,7 @@ impl Rounds {
         let mut walk = self.books().rounds.walk(round, resident_bytes, room_bytes);
         while let Some(ordinal) = self.next(py, round, &mut walk) {
             let reference = round.lock().entry(ordinal).clone_ref(py);
-            let is_begun = self.begin_ahead(py, &reference, teacher)?;
+            let is_begun = self.begin_ahead(py, &reference, prefetching)?;
             if !self.books().rounds.note(round, &mut walk, ordinal, is_begun) {
                 // A handler of a signal ran in these calls: its backward has the window now.
                 give_up(py, &[Of { round: round.clone(), ordinals: vec![ordinal] }]);
@@ -388,7 +373,7 @@ impl Rounds {
         &self,
         py: Python<'_>,
         reference: &SavedReference,
-        teacher: &Bound<'_, PyAny>,
+        prefetching: Prefetching<'_, '_>,
     ) -> PyResult<bool> {
         let Some(saved) = reference.bind(py).upgrade_as::<SavedTensor>()? else {
             return Ok(false);
@@ -401,7 +386,7 @@ impl Rounds {
                 Ok(true)
             }
             Err(error) if error.is_instance_of::<SsdtrainError>(py) => {
-                teacher.call_method1(intern!(py, "note_refused"), (error.value(py),))?;
+                prefetching.note_refused(&error)?;
                 Ok(false)
             }
             Err(error) if self.is_out_of_memory(py, &error) => {
@@ -411,7 +396,7 @@ impl Rounds {
                 let before = std::mem::replace(&mut self.books().short, round);
                 drop(before);
                 self.give_way(py);
-                teacher.call_method1(intern!(py, "note_refused"), (error.value(py),))?;
+                prefetching.note_refused(&error)?;
                 Ok(false)
             }
             Err(error) => Err(error),
@@ -435,18 +420,13 @@ impl Rounds {
 
     /// What the policy has planned for rounds of this signature.
     fn plan(&self, py: Python<'_>, signature: i64) -> PyResult<Option<Arc<Plan>>> {
-        let plans = self.policy.bind(py).getattr(intern!(py, "plans"))?;
-        let Some(plan) = plans.cast::<PyDict>()?.get_item(signature)? else { return Ok(None) };
+        let Some(plan) = self.policy.plan(py, signature)? else { return Ok(None) };
         if let Some((known, used)) = self.books().plans.get(&signature)
             && known.is(&plan)
         {
             return Ok(Some(Arc::clone(used)));
         }
-        let used = Arc::new(Plan {
-            needed_s: plan.getattr(intern!(py, "needed_s"))?.extract()?,
-            start_by_s: plan.getattr(intern!(py, "start_by_s"))?.extract()?,
-            longest_gap_s: plan.getattr(intern!(py, "longest_gap_s"))?.extract()?,
-        });
+        let used = Arc::new(Planning::readahead_plan(&plan)?);
         let mut books = self.books();
         let is_full = books.plans.len() >= ORDERS_MAX;
         let forgotten = if is_full { std::mem::take(&mut books.plans) } else { HashMap::new() };

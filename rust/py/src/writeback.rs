@@ -13,7 +13,7 @@
 //! calls nothing and drops nothing, and what was looked at before a call is looked at again.
 //! Whoever waits for a GPU lets all other threads run as well (`session_lock.rs`).
 //!
-//! `activations/writeback.py` decides what is rare: its object is the `keeper` of these functions.
+//! `activations/writeback.py` handles failed writes, the bound, and memory of others.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -28,12 +28,13 @@ use crate::books::Books;
 use crate::gate::{Gates, ThreadGate};
 use crate::gpu::Gpus;
 use crate::held::Held;
+use crate::partners::Writing;
 use crate::record::{Part, Record};
 use crate::store::Store;
 use crate::timeline::{Moment, Timeline};
 use crate::torch::Torch;
 use crate::transfer::Handle;
-use crate::writing::{Writes, note_failure, upgraded};
+use crate::writing::{Writes, upgraded};
 
 /// So much of a reserve is written when room is short: what comes next then finds writes under way
 /// to wait for, and not much more is written than must be.
@@ -118,12 +119,12 @@ impl Records {
     pub fn begin_write(
         &self,
         record: &Bound<'_, Record>,
-        keeper: &Bound<'_, PyAny>,
+        writing: Writing<'_, '_>,
     ) -> PyResult<bool> {
         let (py, this) = (record.py(), record.get());
         let Some(source) = this.source(py) else { return Ok(true) };
         let storage = source.call_method0(intern!(py, "untyped_storage"))?;
-        if !this.is_whole(&storage)? || (self.is_bounded && is_lent(record, keeper)?) {
+        if !this.is_whole(&storage)? || (self.is_bounded && is_lent(record, writing)?) {
             return Ok(true);
         }
         // An earlier call may have begun it, and been interrupted before it was entered below.
@@ -134,16 +135,16 @@ impl Records {
                 // A forked process inherited the hooks but not the disk: it keeps its tensors.
                 core::ErrorKind::Closed => return Ok(true),
                 core::ErrorKind::Busy if self.is_bounded => {
-                    if !wait_for_transfer(keeper)? {
+                    if !writing.wait_for_transfer()? {
                         return Ok(false);
                     }
                 }
                 core::ErrorKind::Busy => {
-                    keeper.call_method1(intern!(py, "note_busy"), (error.to_string(),))?;
+                    writing.note_busy(&error)?;
                     return Ok(true);
                 }
                 _ => {
-                    note_failure(py, keeper, &error)?;
+                    writing.note_failure(&error)?;
                     return Ok(true);
                 }
             }
@@ -154,9 +155,9 @@ impl Records {
     }
 
     /// Begins the writes of all nodes of this thread, which has passed them.
-    fn begin_all(&self, keeper: &Bound<'_, PyAny>) -> PyResult<()> {
-        self.write_held(keeper)?;
-        self.open_gate(keeper, None)
+    fn begin_all(&self, writing: Writing<'_, '_>) -> PyResult<()> {
+        self.write_held(writing)?;
+        self.open_gate(writing, None)
     }
 
     pub fn write_later(&self, record: &Bound<'_, Record>) -> PyResult<()> {
@@ -170,8 +171,8 @@ impl Records {
     /// Begins the writes of this thread's nodes before `sequence`, once there is a batch; of all
     /// nodes, however few, without it.
     #[pyo3(name = "open_gate")]
-    fn open_own_gate(&self, keeper: &Bound<'_, PyAny>, sequence: i64) -> PyResult<()> {
-        self.open_gate(keeper, Some(sequence))
+    fn open_own_gate(&self, writing: Writing<'_, '_>, sequence: i64) -> PyResult<()> {
+        self.open_gate(writing, Some(sequence))
     }
 
     fn under_way<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, Handle>>> {
@@ -191,24 +192,24 @@ impl Records {
         if self.is_bounded { Ok(()) } else { self.writes.cancel_queued(py) }
     }
 
-    fn end_all(&self, keeper: &Bound<'_, PyAny>) -> PyResult<()> {
-        self.let_held_go(keeper.py());
-        self.writes.end_all(keeper)
+    fn end_all(&self, writing: Writing<'_, '_>) -> PyResult<()> {
+        self.let_held_go(writing.py());
+        self.writes.end_all(writing)
     }
 
-    fn end_oldest(&self, keeper: &Bound<'_, PyAny>) -> PyResult<bool> {
-        self.writes.end_oldest(keeper)
+    fn end_oldest(&self, writing: Writing<'_, '_>) -> PyResult<bool> {
+        self.writes.end_oldest(writing)
     }
 
     fn has_waiting_gate(&self) -> bool {
         self.gates.all().iter().any(|gate| gate.is_waiting())
     }
 
-    fn wait_for_transfer(&self, keeper: &Bound<'_, PyAny>) -> PyResult<bool> {
-        if self.writes.end_oldest(keeper)? {
+    fn wait_for_transfer(&self, writing: Writing<'_, '_>) -> PyResult<bool> {
+        if self.writes.end_oldest(writing)? {
             return Ok(true);
         }
-        let py = keeper.py();
+        let py = writing.py();
         if self.store.get().wait_for_abandoned(py, None)? {
             return Ok(true);
         }
@@ -216,25 +217,25 @@ impl Records {
         self.gpus().map_or(Ok(false), |gpus| gpus.wait_with_others(py))
     }
 
-    fn wait_for_room(&self, keeper: &Bound<'_, PyAny>) -> PyResult<bool> {
-        let py = keeper.py();
-        if wait_for_transfer(keeper)? {
+    fn wait_for_room(&self, writing: Writing<'_, '_>) -> PyResult<bool> {
+        let py = writing.py();
+        if writing.wait_for_transfer()? {
             return Ok(true);
         }
         for gate in self.gates.all() {
             if gate.is_of_ended_thread() {
-                self.open(py, &gate, None, keeper)?;
+                self.open(py, &gate, None, writing)?;
             }
-            self.write_reserve(py, &gate, keeper)?;
+            self.write_reserve(py, &gate, writing)?;
         }
-        wait_for_transfer(keeper)
+        writing.wait_for_transfer()
     }
 }
 
 impl Records {
-    pub fn reap(&self, keeper: &Bound<'_, PyAny>) -> PyResult<()> {
-        self.let_held_go(keeper.py());
-        self.writes.reap(keeper)
+    pub fn reap(&self, writing: Writing<'_, '_>) -> PyResult<()> {
+        self.let_held_go(writing.py());
+        self.writes.reap(writing)
     }
 
     fn let_held_go(&self, py: Python<'_>) {
@@ -292,7 +293,7 @@ impl Records {
         tensor: &Bound<'_, PyAny>,
         storage: &Bound<'_, PyAny>,
         part: (u64, u64),
-        keeper: &Bound<'_, PyAny>,
+        writing: Writing<'_, '_>,
     ) -> PyResult<()> {
         for record in known {
             let this = record.get();
@@ -301,7 +302,7 @@ impl Records {
             }
             record.get().renew(tensor, self.is_bounded)?; // defence: bytes that are saved again
             if self.is_bounded {
-                keeper.call_method1(intern!(tensor.py(), "renewed"), (record,))?;
+                writing.renewed(record)?;
             } else {
                 self.held.add(record)?;
             }
@@ -312,12 +313,12 @@ impl Records {
     /// Begins the writes of held records whose bytes the program has let go of.
     ///
     /// Any thread does: bytes that a node still fills are used by its operation.
-    fn write_held(&self, keeper: &Bound<'_, PyAny>) -> PyResult<()> {
+    fn write_held(&self, writing: Writing<'_, '_>) -> PyResult<()> {
         let (mut staying, mut outcome) = (Vec::new(), Ok(()));
         for one in self.held.take() {
-            let Some(record) = upgraded(keeper.py(), &one)? else { continue };
+            let Some(record) = upgraded(writing.py(), &one)? else { continue };
             if outcome.is_ok() {
-                match self.write_unless_used(&record, keeper) {
+                match self.write_unless_used(&record, writing) {
                     Ok(true) => continue,
                     Ok(false) => {}
                     Err(error) => outcome = Err(error),
@@ -332,13 +333,13 @@ impl Records {
     fn write_unless_used(
         &self,
         record: &Bound<'_, Record>,
-        keeper: &Bound<'_, PyAny>,
+        writing: Writing<'_, '_>,
     ) -> PyResult<bool> {
         let py = record.py();
         let Some(source) = record.get().source(py) else { return Ok(true) };
         let storage = source.call_method0(intern!(py, "untyped_storage"))?;
         let known = self.of(&storage)?;
-        Ok(!self.held.is_used(&storage, &known)? && self.begin_write(record, keeper)?)
+        Ok(!self.held.is_used(&storage, &known)? && self.begin_write(record, writing)?)
     }
 
     /// Makes a record, which is found by its storage from now on.
@@ -362,7 +363,7 @@ impl Records {
     pub fn in_memory<'py>(
         &self,
         record: &Bound<'py, Record>,
-        keeper: &Bound<'py, PyAny>,
+        writing: Writing<'_, 'py>,
     ) -> PyResult<Option<Bound<'py, PyAny>>> {
         let (py, this) = (record.py(), record.get());
         if let Some(source) = this.source(py) {
@@ -375,7 +376,7 @@ impl Records {
                 } else {
                     this.holding.set_fate(core::Fate::Forwarded);
                     if self.is_bounded {
-                        keeper.call_method1(intern!(py, "learn_held"), (record, &storage))?;
+                        writing.learn_held(record, &storage)?;
                     }
                 }
             }
@@ -389,7 +390,7 @@ impl Records {
         }
         this.holding.set_fate(core::Fate::Forwarded);
         if self.is_bounded || !this.was_found() {
-            keeper.call_method1(intern!(py, "learn_held"), (record, &storage))?;
+            writing.learn_held(record, &storage)?;
         }
         Ok(Some(storage))
     }
@@ -397,18 +398,18 @@ impl Records {
     /// Begins the writes of this thread's nodes before `sequence`, once there is a batch.
     ///
     /// Of all nodes, however few, without it.
-    pub fn open_gate(&self, keeper: &Bound<'_, PyAny>, sequence: Option<i64>) -> PyResult<()> {
-        let py = keeper.py();
+    pub fn open_gate(&self, writing: Writing<'_, '_>, sequence: Option<i64>) -> PyResult<()> {
+        let py = writing.py();
         let Some(gate) = self.gates.here(py)? else { return Ok(()) };
         if gate.gate().has_reserve() {
             let passed = match sequence {
                 Some(sequence) => sequence,
-                None => keeper.call_method0(intern!(py, "sequence_number"))?.extract()?,
+                None => writing.sequence_number()?,
             };
             gate.gate().note_passed(passed);
         }
         if gate.gate().may_open(sequence, self.batch_bytes) {
-            self.open(py, &gate, sequence, keeper)?;
+            self.open(py, &gate, sequence, writing)?;
         }
         Ok(())
     }
@@ -419,16 +420,16 @@ impl Records {
         py: Python<'_>,
         gate: &ThreadGate,
         sequence: Option<i64>,
-        keeper: &Bound<'_, PyAny>,
+        writing: Writing<'_, '_>,
     ) -> PyResult<()> {
-        self.write_held(keeper)?;
-        let waiting = gate.gate().take();
+        self.write_held(writing)?;
+        let taken = gate.gate().take();
         let (mut staying, mut is_busy, mut outcome) = (Vec::new(), false, Ok(()));
-        for one in waiting {
+        for one in taken {
             let Some(record) = upgraded(py, &one.item)? else { continue };
             let is_closed = sequence.is_some_and(|passed| record.get().sequence() >= passed);
             if !is_closed && !is_busy && outcome.is_ok() {
-                match self.begin_write(&record, keeper) {
+                match self.begin_write(&record, writing) {
                     Ok(true) => continue,
                     Ok(false) => is_busy = true,
                     // What an interrupt left is begun the next time.
@@ -446,7 +447,7 @@ impl Records {
         &self,
         py: Python<'_>,
         gate: &ThreadGate,
-        keeper: &Bound<'_, PyAny>,
+        writing: Writing<'_, '_>,
     ) -> PyResult<()> {
         let (passed, reserve) = (gate.passed(), gate.gate().take_reserve());
         let (mut rest, mut nbytes, mut outcome) = (Vec::new(), 0, Ok(()));
@@ -456,7 +457,7 @@ impl Records {
                 continue;
             }
             if outcome.is_ok() && nbytes < RESERVE_BATCH_BYTES && record.get().sequence() < passed {
-                match self.begin_write(&record, keeper) {
+                match self.begin_write(&record, writing) {
                     Ok(true) => {
                         nbytes += one.nbytes;
                         continue;
@@ -481,14 +482,10 @@ fn identity(storage: &Bound<'_, PyAny>) -> usize {
     storage.as_ptr() as usize
 }
 
-fn wait_for_transfer(keeper: &Bound<'_, PyAny>) -> PyResult<bool> {
-    keeper.call_method0(intern!(keeper.py(), "wait_for_transfer"))?.is_truthy()
-}
-
 /// Whether others hold what is about to be written, so that to write it frees nothing.
-fn is_lent(record: &Bound<'_, Record>, keeper: &Bound<'_, PyAny>) -> PyResult<bool> {
+fn is_lent(record: &Bound<'_, Record>, writing: Writing<'_, '_>) -> PyResult<bool> {
     if record.get().is_lent() {
         return Ok(true);
     }
-    keeper.call_method1(intern!(record.py(), "lends"), (record,))?.is_truthy()
+    writing.lends(record)
 }

@@ -3,13 +3,12 @@
 use std::collections::VecDeque;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyWeakrefMethods, PyWeakrefReference};
 use ssdtrain_core as core;
 
-use crate::error::to_python;
 use crate::gate::RecordReference;
+use crate::partners::Writing;
 use crate::record::Record;
 use crate::timeline::Moment;
 use crate::transfer::Handle;
@@ -72,9 +71,9 @@ impl Writes {
     }
 
     /// Frees the memory of all that has reached the disk, however much it is.
-    pub fn end_all(&self, keeper: &Bound<'_, PyAny>) -> PyResult<()> {
-        for reference in self.all(keeper.py()) {
-            if self.take_ended(&reference, keeper)? {
+    pub fn end_all(&self, writing: Writing<'_, '_>) -> PyResult<()> {
+        for reference in self.all(writing.py()) {
+            if self.take_ended(&reference, writing)? {
                 self.forget(&reference);
             }
         }
@@ -82,13 +81,13 @@ impl Writes {
     }
 
     /// Waits for the oldest write that can end now, and ends it; `false` if there is none.
-    pub fn end_oldest(&self, keeper: &Bound<'_, PyAny>) -> PyResult<bool> {
-        let (py, mut place) = (keeper.py(), 0);
+    pub fn end_oldest(&self, writing: Writing<'_, '_>) -> PyResult<bool> {
+        let (py, mut place) = (writing.py(), 0);
         while let Some(reference) = self.at(py, place) {
             if let Some(record) = upgraded(py, &reference)?
                 && let Some((source, handle)) = under_way(py, &record)
             {
-                if self.end_write(&record, &source, &handle, keeper)? {
+                if self.end_write(&record, &source, &handle, writing)? {
                     return Ok(true);
                 }
                 place += 1;
@@ -103,14 +102,14 @@ impl Writes {
     ///
     /// Writes end nearly in order, so the oldest tells. One that hangs must not hold the others
     /// back, so each call looks at one more of them.
-    pub fn reap(&self, keeper: &Bound<'_, PyAny>) -> PyResult<()> {
-        let py = keeper.py();
+    pub fn reap(&self, writing: Writing<'_, '_>) -> PyResult<()> {
+        let py = writing.py();
         for _ in 0..REAP_MAX {
             let Some(reference) = self.at(py, 0) else { return Ok(()) };
-            if !self.take_ended(&reference, keeper)? {
+            if !self.take_ended(&reference, writing)? {
                 let another = self.list().next_looked_at(py);
                 if let Some(another) = another
-                    && self.take_ended(&another, keeper)?
+                    && self.take_ended(&another, writing)?
                 {
                     self.forget(&another);
                 }
@@ -122,11 +121,11 @@ impl Writes {
     }
 
     /// Ends a write that is done; `false` if it is still under way.
-    fn take_ended(&self, reference: &RecordReference, keeper: &Bound<'_, PyAny>) -> PyResult<bool> {
-        let py = keeper.py();
+    fn take_ended(&self, reference: &RecordReference, writing: Writing<'_, '_>) -> PyResult<bool> {
+        let py = writing.py();
         let Some(record) = upgraded(py, reference)? else { return Ok(true) };
         let Some((source, handle)) = under_way(py, &record) else { return Ok(true) };
-        Ok(handle.get().is_done(py) && self.end_write(&record, &source, &handle, keeper)?)
+        Ok(handle.get().is_done(py) && self.end_write(&record, &source, &handle, writing)?)
     }
 
     /// Waits for a write and frees its source, unless the bytes on the disk are not its own;
@@ -136,7 +135,7 @@ impl Writes {
         record: &Bound<'_, Record>,
         source: &Bound<'_, PyAny>,
         handle: &Bound<'_, Handle>,
-        keeper: &Bound<'_, PyAny>,
+        writing: Writing<'_, '_>,
     ) -> PyResult<bool> {
         let (py, this) = (record.py(), record.get());
         match handle.get().ended(py)? {
@@ -145,7 +144,7 @@ impl Writes {
                 this.free_source();
                 this.life.note(Moment::Freed);
                 if self.is_time_to_give_back(this.nbytes) {
-                    keeper.call_method0(intern!(py, "give_memory_back"))?;
+                    writing.give_memory_back()?;
                 }
             }
             // The bytes on the disk are not those that were saved; the source is what plain
@@ -157,7 +156,7 @@ impl Writes {
                 // Cancelled, or the store was closed while the graph lived.
                 if !matches!(error.kind(), core::ErrorKind::Cancelled | core::ErrorKind::Closed) {
                     this.holding.set_fate(core::Fate::Kept);
-                    note_failure(py, keeper, &error)?;
+                    writing.note_failure(&error)?;
                 }
             }
         }
@@ -219,15 +218,4 @@ fn under_way<'py>(
 ) -> Option<(Bound<'py, PyAny>, Bound<'py, Handle>)> {
     let record = record.get();
     Some((record.source(py)?, record.handle(py)?))
-}
-
-/// Tells why a tensor that should be written stays in memory.
-pub fn note_failure(
-    py: Python<'_>,
-    keeper: &Bound<'_, PyAny>,
-    error: &core::Error,
-) -> PyResult<()> {
-    let raised = to_python(py, error);
-    keeper.call_method1(intern!(py, "note_failure"), (raised.value(py),))?;
-    Ok(())
 }

@@ -1,0 +1,358 @@
+//! The Python objects that compiled code calls: one typed method here for each question.
+//!
+//! No other file names their methods and attributes. Their classes are in
+//! `python/ssdtrain/activations`; `partners.py` there has the same questions as protocols, so that
+//! mypy checks the answers.
+//!
+//! `Writeback` holds its `Records`, and `Prefetcher` its `Rounds`. A reference in the other
+//! direction would make a cycle that Python's collector cannot see. So `Records` and `Rounds` get
+//! [`Writing`] and [`Prefetching`] as arguments, and hold neither.
+
+use std::convert::Infallible;
+
+use pyo3::Borrowed;
+use pyo3::exceptions::PyValueError;
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+use ssdtrain_core as core;
+
+use crate::error::to_python;
+use crate::record::Record;
+use crate::round::Round;
+use crate::saved_tensor::SavedTensor;
+use crate::transfer::Loading;
+
+/// Seconds since the first pack of its round: when a tensor is packed, when it is needed, and, if
+/// it leaves, when it has been copied from its GPU.
+pub type Moments = (f64, f64, Option<f64>);
+
+/// The `Hooks` of a session, with its `Writeback`, `Prefetcher` and `Policy`.
+pub struct SessionHooks {
+    hooks: Py<PyAny>,
+    writeback: Py<PyAny>,
+    prefetcher: Py<PyAny>,
+    policy: Planning,
+}
+
+/// The `Writeback` of a session: failed writes, room under the bound, memory of others.
+#[derive(Clone, Copy)]
+pub struct Writing<'a, 'py>(Borrowed<'a, 'py, PyAny>);
+
+/// The `Prefetcher` of a session: learning from rounds, and room for reads.
+#[derive(Clone, Copy)]
+pub struct Prefetching<'a, 'py>(Borrowed<'a, 'py, PyAny>);
+
+/// The `Policy` of a session: the plans of its rounds.
+#[derive(FromPyObject)]
+#[pyo3(transparent)]
+pub struct Planning(Py<PyAny>);
+
+/// The `Stalls` of a session: how long its threads have waited for I/O.
+#[derive(FromPyObject)]
+#[pyo3(transparent)]
+pub struct Stalls(Py<PyAny>);
+
+/// The `OffloadedTensor` of a weight or a gradient.
+#[derive(Clone, Copy)]
+pub struct AwayEntry<'a, 'py>(Borrowed<'a, 'py, PyAny>);
+
+/// The reason for which `Hooks` keeps a tensor in memory.
+#[derive(Clone, Copy)]
+pub enum KeepReason {
+    Small,
+    Apart,
+    Detached,
+    Foreign,
+}
+
+/// How much of a round is followed; see `activations/followed.py`.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Scope {
+    Whole,
+    Partial,
+    Skimmed,
+}
+
+impl SessionHooks {
+    pub fn new(hooks: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let py = hooks.py();
+        Ok(Self {
+            hooks: hooks.clone().unbind(),
+            writeback: hooks.getattr(intern!(py, "writeback"))?.unbind(),
+            prefetcher: hooks.getattr(intern!(py, "prefetcher"))?.unbind(),
+            policy: hooks.getattr(intern!(py, "policy"))?.extract()?,
+        })
+    }
+
+    /// The `Hooks` itself.
+    pub fn object(&self, py: Python<'_>) -> Py<PyAny> {
+        self.hooks.clone_ref(py)
+    }
+
+    pub fn writing<'a, 'py>(&'a self, py: Python<'py>) -> Writing<'a, 'py> {
+        Writing(self.writeback.bind_borrowed(py))
+    }
+
+    pub fn prefetching<'a, 'py>(&'a self, py: Python<'py>) -> Prefetching<'a, 'py> {
+        Prefetching(self.prefetcher.bind_borrowed(py))
+    }
+
+    pub fn planning(&self) -> &Planning {
+        &self.policy
+    }
+
+    /// Packs a tensor in a forked child, which has no disk.
+    pub fn exclude<'py>(&self, tensor: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+        let py = tensor.py();
+        self.hooks.bind(py).call_method1(intern!(py, "exclude"), (tensor,))
+    }
+
+    /// Packs a tensor that stays in memory; the answer is a `Kept` or a `Refused`.
+    pub fn keep<'py>(
+        &self,
+        tensor: &Bound<'py, PyAny>,
+        reason: KeepReason,
+        nbytes: u64,
+        storage_bytes: u64,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let py = tensor.py();
+        let kind = match reason {
+            KeepReason::Small => intern!(py, "small_here"),
+            KeepReason::Apart => intern!(py, "apart"),
+            KeepReason::Detached => intern!(py, "detached"),
+            KeepReason::Foreign => intern!(py, "foreign"),
+        };
+        let arguments = (tensor, kind, nbytes, storage_bytes);
+        self.hooks.bind(py).call_method1(intern!(py, "keep"), arguments)
+    }
+
+    /// Unpacks a `Kept` or a `Refused`.
+    pub fn unpack_kept<'py>(&self, packed: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+        let py = packed.py();
+        self.hooks.bind(py).call_method1(intern!(py, "unpack_kept"), (packed,))
+    }
+
+    /// Raises, because the program changed a saved tensor in place.
+    pub fn refuse_changed(&self, saved: &Bound<'_, SavedTensor>) -> PyResult<()> {
+        let py = saved.py();
+        self.hooks.bind(py).call_method1(intern!(py, "refuse_changed"), (saved,)).map(drop)
+    }
+
+    /// Unpacks a saved tensor in a forked child, which has its memory but not its disk.
+    pub fn unpack_in_child<'py>(
+        &self,
+        saved: &Bound<'py, SavedTensor>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let py = saved.py();
+        self.hooks.bind(py).call_method1(intern!(py, "from_memory"), (saved,))
+    }
+
+    /// Waits for a read, and counts the wait.
+    pub fn wait_for<'py>(
+        &self,
+        saved: &Bound<'py, SavedTensor>,
+        loading: &Bound<'py, Loading>,
+    ) -> PyResult<()> {
+        let py = saved.py();
+        self.hooks.bind(py).call_method1(intern!(py, "wait_for"), (saved, loading)).map(drop)
+    }
+}
+
+impl<'py> Writing<'_, 'py> {
+    pub fn py(self) -> Python<'py> {
+        self.0.py()
+    }
+
+    /// Makes room under the bound for a new record; answers whether others may hold its bytes, or
+    /// with the `Refused` that is packed if there is no room.
+    pub fn make_room(
+        self,
+        tensor: &Bound<'py, PyAny>,
+        storage: &Bound<'py, PyAny>,
+        nbytes: u64,
+        sequence: i64,
+    ) -> PyResult<Result<bool, Bound<'py, PyAny>>> {
+        let arguments = (tensor, storage, nbytes, sequence);
+        let answer = self.0.call_method1(intern!(self.py(), "make_room"), arguments)?;
+        Ok(answer.extract::<bool>().map_err(|_| answer))
+    }
+
+    /// Notes a new record under the bound.
+    pub fn enter(
+        self,
+        record: &Bound<'py, Record>,
+        storage: &Bound<'py, PyAny>,
+        may_be_lent: bool,
+    ) -> PyResult<()> {
+        let arguments = (record, storage, may_be_lent);
+        self.0.call_method1(intern!(self.py(), "enter"), arguments).map(drop)
+    }
+
+    /// Notes a record under the bound that was saved again after its write began.
+    pub fn renewed(self, record: &Bound<'py, Record>) -> PyResult<()> {
+        self.0.call_method1(intern!(self.py(), "renewed"), (record,)).map(drop)
+    }
+
+    /// True if tensors of the program still lie on the storage of a lent record.
+    pub fn is_held_by_others(self, record: &Bound<'py, Record>) -> PyResult<bool> {
+        self.0.call_method1(intern!(self.py(), "is_held_by_others"), (record,))?.is_truthy()
+    }
+
+    /// True if the program holds the bytes of a record, so that to write them frees nothing.
+    pub fn lends(self, record: &Bound<'py, Record>) -> PyResult<bool> {
+        self.0.call_method1(intern!(self.py(), "lends"), (record,))?.is_truthy()
+    }
+
+    /// Remembers that the program holds a storage, if it does.
+    pub fn learn_held(
+        self,
+        record: &Bound<'py, Record>,
+        storage: &Bound<'py, PyAny>,
+    ) -> PyResult<()> {
+        self.0.call_method1(intern!(self.py(), "learn_held"), (record, storage)).map(drop)
+    }
+
+    /// Says that the disk could take no more, so that a tensor stays in memory.
+    pub fn note_busy(self, reason: &core::Error) -> PyResult<()> {
+        self.0.call_method1(intern!(self.py(), "note_busy"), (reason.to_string(),)).map(drop)
+    }
+
+    /// Counts a write that failed, and says why its tensor stays in memory.
+    pub fn note_failure(self, error: &core::Error) -> PyResult<()> {
+        let raised = to_python(self.py(), error);
+        let arguments = (raised.value(self.py()),);
+        self.0.call_method1(intern!(self.py(), "note_failure"), arguments).map(drop)
+    }
+
+    /// Waits for the oldest write or an abandoned transfer; `false` if there is none.
+    pub fn wait_for_transfer(self) -> PyResult<bool> {
+        self.0.call_method0(intern!(self.py(), "wait_for_transfer"))?.is_truthy()
+    }
+
+    /// Gives free memory back to the system.
+    pub fn give_memory_back(self) -> PyResult<()> {
+        self.0.call_method0(intern!(self.py(), "give_memory_back")).map(drop)
+    }
+
+    /// The sequence number that the next node of this thread will get.
+    pub fn sequence_number(self) -> PyResult<i64> {
+        self.0.call_method0(intern!(self.py(), "sequence_number"))?.extract()
+    }
+}
+
+impl<'a, 'py> FromPyObject<'a, 'py> for Writing<'a, 'py> {
+    type Error = Infallible;
+
+    fn extract(object: Borrowed<'a, 'py, PyAny>) -> Result<Self, Self::Error> {
+        Ok(Self(object))
+    }
+}
+
+impl<'py> Prefetching<'_, 'py> {
+    fn py(self) -> Python<'py> {
+        self.0.py()
+    }
+
+    /// Lets the policy plan with rounds that have ended.
+    pub fn learn(self, finished: Vec<Round>) -> PyResult<()> {
+        self.0.call_method1(intern!(self.py(), "learn"), (finished,)).map(drop)
+    }
+
+    /// How much is followed of a round that begins with the tensor of the key `opening`.
+    pub fn scope(self, opening: i64, gpu: Option<usize>) -> PyResult<Scope> {
+        let answer = self.0.call_method1(intern!(self.py(), "scope"), (opening, gpu))?;
+        match answer.extract::<String>()?.as_str() {
+            "whole" => Ok(Scope::Whole),
+            "partial" => Ok(Scope::Partial),
+            "skimmed" => Ok(Scope::Skimmed),
+            other => Err(PyValueError::new_err(format!("{other:?} is no scope of a round"))),
+        }
+    }
+
+    /// Makes room under the bound for the read of a tensor that a node needs now.
+    pub fn make_room(self, saved: &Bound<'py, SavedTensor>, nbytes: u64) -> PyResult<()> {
+        self.0.call_method1(intern!(self.py(), "make_room"), (saved, nbytes)).map(drop)
+    }
+
+    /// Logs that a read could not begin ahead of its need.
+    pub fn note_refused(self, error: &PyErr) -> PyResult<()> {
+        let arguments = (error.value(self.py()),);
+        self.0.call_method1(intern!(self.py(), "note_refused"), arguments).map(drop)
+    }
+}
+
+impl Planning {
+    /// True if the last plan keeps the tensor with this key in memory.
+    pub fn keeps(&self, py: Python<'_>, key: i64) -> PyResult<bool> {
+        self.0.bind(py).getattr(intern!(py, "keep"))?.contains(key)
+    }
+
+    /// True if the last plan has the tensor with this key stay in pinned memory.
+    pub fn pins(&self, py: Python<'_>, key: i64) -> PyResult<bool> {
+        self.0.bind(py).getattr(intern!(py, "pinned"))?.contains(key)
+    }
+
+    /// The moments of the tensor with this key, if the last plan has a tensor of a GPU with it.
+    pub fn moments(&self, py: Python<'_>, key: i64) -> PyResult<Option<Moments>> {
+        let known = self.0.bind(py).getattr(intern!(py, "moments"))?;
+        let moments = known.cast::<PyDict>()?.get_item(key)?;
+        moments.map(|moments| moments.extract()).transpose()
+    }
+
+    /// True if a plan was made with this key in it.
+    pub fn knows(&self, py: Python<'_>, key: i64) -> PyResult<bool> {
+        self.0.bind(py).call_method1(intern!(py, "knows"), (key,))?.is_truthy()
+    }
+
+    /// The `Plan` for rounds of a signature, if there is one.
+    pub fn plan<'py>(
+        &self,
+        py: Python<'py>,
+        signature: i64,
+    ) -> PyResult<Option<Bound<'py, PyAny>>> {
+        let plans = self.0.bind(py).getattr(intern!(py, "plans"))?;
+        plans.cast::<PyDict>()?.get_item(signature)
+    }
+
+    /// The part of a `Plan` by which reads begin ahead of their needs.
+    pub fn readahead_plan(plan: &Bound<'_, PyAny>) -> PyResult<core::round::Plan> {
+        let py = plan.py();
+        Ok(core::round::Plan {
+            needed_s: plan.getattr(intern!(py, "needed_s"))?.extract()?,
+            start_by_s: plan.getattr(intern!(py, "start_by_s"))?.extract()?,
+            longest_gap_s: plan.getattr(intern!(py, "longest_gap_s"))?.extract()?,
+        })
+    }
+}
+
+impl Stalls {
+    pub fn total_s(&self, py: Python<'_>) -> PyResult<f64> {
+        self.0.bind(py).getattr(intern!(py, "total_s"))?.extract()
+    }
+}
+
+impl<'py> AwayEntry<'_, 'py> {
+    /// Sets the entry as an attribute of its tensor.
+    pub fn attach(self, tensor: &Bound<'py, PyAny>, attribute: &str) -> PyResult<()> {
+        tensor.setattr(attribute, self.0)
+    }
+
+    /// True if a forward, a function or a block of the program uses the tensor.
+    pub fn has_users(self) -> PyResult<bool> {
+        self.0.getattr(intern!(self.0.py(), "users"))?.is_truthy()
+    }
+
+    /// Gives the entry the bytes of its tensor.
+    pub fn take_bytes(self, memory: &Bound<'py, PyAny>) -> PyResult<()> {
+        self.0.setattr(intern!(self.0.py(), "source"), memory)
+    }
+}
+
+impl<'a, 'py> FromPyObject<'a, 'py> for AwayEntry<'a, 'py> {
+    type Error = Infallible;
+
+    fn extract(object: Borrowed<'a, 'py, PyAny>) -> Result<Self, Self::Error> {
+        Ok(Self(object))
+    }
+}
