@@ -54,68 +54,68 @@ __all__ = [
 
 @final
 class Account:
-    """The bytes that are in memory because of us; see ``residency``."""
+    """The bytes in memory because of ssdtrain; see ``residency``."""
 
     def __new__(cls) -> Account:
         """Open an account in which nothing is held."""
 
     def hold(self, nbytes: int) -> Holding:
-        """Count ``nbytes`` until the holding dies, or until it is freed."""
+        """Count ``nbytes`` until the holding is freed or dies."""
 
     def reserve(self, nbytes: int) -> Reservation:
-        """Count ``nbytes`` that somebody may fill, until the reservation dies or is made none."""
+        """Count ``nbytes`` that a tenant may fill, until it resizes or drops the reservation."""
 
     def keep(self, tensor: Tensor, nbytes: int, storage_bytes: int, is_from_below: bool) -> Kept:
         """Hold a tensor in memory, and count ``nbytes`` of it.
 
-        All that is kept on one storage counts together at most as much as the storage.
-        ``is_from_below`` says that it is packed from inside an operation, and asked for there.
+        All kept tensors on one storage count together at most as much as the storage. With
+        ``is_from_below`` the tensor is packed inside an operation, and unpacked there.
         """
 
     def shared_more_bytes(self, identity: int, nbytes: int, storage_bytes: int) -> int:
         """Return the bytes that ``keep`` would add; ``identity`` is the address of the storage."""
 
     def note_peak(self, transfer_bytes: int) -> None:
-        """Compare what is held, and what transfers hold beside it, with the peak."""
+        """Raise the peak to the held bytes and ``transfer_bytes``, if their sum is larger."""
 
     def forget_peak(self) -> None:
         """Forget the peak until now."""
 
     def ended(self) -> dict[str, tuple[int, int]]:
-        """Return bytes and number of what ended "offloaded", "forwarded" and "kept"."""
+        """Return bytes and number of holdings that ended "offloaded", "forwarded" and "kept"."""
 
     def small(self) -> tuple[int, int, int]:
-        """Return number and bytes of what hook pairs kept for its size, and the largest of them."""
+        """Return number, bytes and largest size of the small tensors that hook pairs kept."""
 
     def limit_small(self, nbytes: int) -> None:
-        """Let hook pairs keep what is small while not more than ``nbytes`` are in memory.
+        """Let hook pairs keep small tensors while at most ``nbytes`` are in memory.
 
-        At first it is none.
+        The limit is 0 at first.
         """
 
     @property
     def weight_count(self) -> int:
-        """How many weights hook pairs have packed."""
+        """The number of weights that hook pairs have packed."""
 
     @property
     def held_bytes(self) -> int:
-        """The sum over all that is held, or reserved."""
+        """The bytes that are held or reserved."""
 
     @property
     def reserved_bytes(self) -> int:
-        """The part of it that is reserved."""
+        """The bytes that are reserved."""
 
     @property
     def peak_bytes(self) -> int:
-        """The most that was in memory at once."""
+        """The most bytes that were in memory at once."""
 
     @property
     def saved_peak_bytes(self) -> int:
-        """The most that was in memory at once and not reserved."""
+        """The most bytes that were in memory at once, without reserved ones."""
 
     @property
     def alive_peak_bytes(self) -> int:
-        """The most that all holders needed at once, in memory or not."""
+        """The most bytes that all holders needed at once, in memory or not."""
 
 @final
 class Holding:
@@ -125,38 +125,38 @@ class Holding:
         """Note that the bytes are on the disk, and in memory no more."""
 
     def lend(self) -> None:
-        """Note that somebody else holds the bytes: they are not in memory because of us."""
+        """Note that the program holds the bytes, so that they do not count."""
 
     def take_back(self) -> None:
-        """Note that nobody else holds the bytes any more."""
+        """Note that the program no longer holds the bytes, so that they count again."""
 
     def forward(self) -> None:
-        """Note that they were needed while they were still in memory."""
+        """Note that the bytes were needed while they were still in memory."""
 
     def keep(self) -> None:
-        """Note that they stay in memory."""
+        """Note that the bytes stay in memory."""
 
 @final
 class Reservation:
-    """Memory that somebody may fill, in an account; not among what ended there."""
+    """Memory in an account that a tenant may fill; ``Account.ended`` does not count it."""
 
     def resize(self, nbytes: int) -> None:
-        """Count so many bytes from now on."""
+        """Count ``nbytes`` from now on."""
 
     @property
     def nbytes(self) -> int:
-        """How many bytes are counted."""
+        """The bytes that are counted."""
 
 @final
 class Kept:
-    """What autograd holds in the place of a tensor that stays in memory."""
+    """Autograd holds this object in the place of a tensor that stays in memory."""
 
     def __new__(cls, tensor: Tensor, version: int) -> Kept:
-        """Hold ``tensor``, which was saved at ``version`` (-1: it has none), and count nothing."""
+        """Hold ``tensor``, saved at ``version`` (-1 if it has none), and count nothing."""
 
     @property
     def tensor(self) -> Tensor:
-        """The tensor; if a node had made it, one without history on the same bytes."""
+        """The tensor; if a node made it, a tensor without history on the same bytes."""
 
     @property
     def version(self) -> int:
@@ -164,7 +164,7 @@ class Kept:
 
 @final
 class Rules:
-    """What the hooks know of torch, which the compiled part does not import."""
+    """Classes and functions of torch, which the compiled part does not import."""
 
     def __new__(
         cls,
@@ -201,13 +201,14 @@ class HookPair:
         pack_below: Callable[[HookPair, Tensor], object],
         untraced: Callable[..., object],
     ) -> HookPair:
-        """Pack weights, and what is on a storage of fewer than ``small_bytes``, without Python.
+        """Pack weights, and tensors on a storage of fewer than ``small_bytes``, without Python.
 
-        ``offloading`` packs the rest, and what finds no room below ``account.limit_small``; it
-        unpacks what is not ``Kept``, or was changed since. ``pack_unusual`` takes what is no plain
-        tensor of the CPU or a GPU, and ``pack_below`` what comes from inside an operation.
-        ``untraced`` calls them where the compiler does not look. With ``is_bounded`` a detached
-        part of a storage counts as the whole, which is what it keeps in memory.
+        ``offloading`` packs other plain tensors, and small tensors that find no room below
+        ``account.limit_small``; it unpacks all objects but a ``Kept`` that has not changed.
+        ``pack_unusual`` packs a tensor that is no plain tensor of the CPU or a GPU, and
+        ``pack_below`` a tensor that is saved inside an operation. ``untraced`` calls these
+        functions so that the compiler does not trace them. With ``is_bounded`` a detached part of a
+        storage counts as the whole storage, which it keeps in memory.
         """
 
     @property
@@ -215,27 +216,27 @@ class HookPair:
         """The hooks of the session that ``offloading`` belongs to."""
 
     def pack(self, tensor: Tensor) -> object:
-        """Take a tensor that a node saves; return what autograd keeps in its place."""
+        """Take a tensor that a node saves; return the object that autograd keeps in its place."""
 
     def pack_here(self, tensor: Tensor) -> object:
-        """Pack a tensor without asking whether this is called from inside an operation."""
+        """Pack a tensor without a look for an operation around the call."""
 
     def unpack(self, packed: object) -> Tensor:
         """Give a node its saved tensor back."""
 
 @final
 class Timeline:
-    """When each saved tensor was where; noted once it was started."""
+    """The moments of each saved tensor, noted once the timeline is started."""
 
     def __new__(cls) -> Timeline:
-        """Begin with none, and note nothing."""
+        """Begin with no tensor, and note nothing."""
 
     def start(self) -> None:
-        """Note from now on what is packed."""
+        """Note tensors that are packed from now on."""
 
     @property
     def is_on(self) -> bool:
-        """Whether it was started."""
+        """True if it was started."""
 
     def lives(self) -> list[tuple[int, int, list[int]]]:
         """Return key, bytes and moments of each tensor that has ended, the first one first.
@@ -249,22 +250,22 @@ class Tally:
     """Tensors of one kind, each pack counted."""
 
     def __new__(cls, count: int = 0, nbytes: int = 0, largest_bytes: int = 0) -> Tally:
-        """Begin with so many."""
+        """Begin with these counts."""
 
     def add(self, nbytes: int) -> None:
         """Count a tensor of ``nbytes``."""
 
     @property
     def count(self) -> int:
-        """How many were counted."""
+        """The number of tensors."""
 
     @property
     def nbytes(self) -> int:
-        """Their bytes."""
+        """The bytes of all tensors."""
 
     @property
     def largest_bytes(self) -> int:
-        """Of the largest."""
+        """The bytes of the largest tensor."""
 
 @final
 class Torch:
@@ -311,34 +312,34 @@ class Geometry:
         """Bytes from the start of the storage."""
 
     def span_bytes(self) -> int:
-        """Return the bytes from the first element to the end of the last, if there are some."""
+        """Return the bytes from the first element to the end of the last."""
 
     def build(self, storage: UntypedStorage, start: int) -> Tensor:
         """Return a tensor on ``storage``, whose first byte was at ``start`` of the original."""
 
 @final
 class Handle:
-    """A range of a storage on its way to the store, or there; its death gives the space back."""
+    """A range of a storage on its way to the store, or there. Its death gives the space back."""
 
     @property
     def address(self) -> int:
-        """Where it was written from: torch can move the memory of a live storage."""
+        """The address that was written: torch can move the memory of a live storage."""
 
     @property
     def slot_bytes(self) -> int:
         """The memory that a read of it takes."""
 
     def is_here(self) -> bool:
-        """Whether a read would take no more memory: one is under way, or its bytes are in use."""
+        """True if a read takes no more memory: a read is under way, or its bytes are in use."""
 
     def done(self) -> bool:
-        """Whether the write has ended, well or not."""
+        """True if the write has ended, well or not."""
 
     def wait(self) -> None:
-        """Wait for the write; raises what went wrong.
+        """Wait for the write; raise its error.
 
-        Of a GPU's memory, until it may be let go in the order of its streams, or a CUDA graph that
-        is being captured holds it.
+        For memory of a GPU, wait until it may be let go in the order of its streams, or until it is
+        known that a capture of a CUDA graph holds it.
         """
 
     def cancel(self) -> bool:
@@ -346,13 +347,13 @@ class Handle:
 
 @final
 class Loading:
-    """A read that was begun, or bytes that are here; whoever holds this holds its memory."""
+    """A read that was begun, or bytes that are here; it holds their memory."""
 
     def done(self) -> bool:
-        """Whether the bytes are there, or will never be."""
+        """True if the bytes are there, or will never be."""
 
     def wait(self) -> None:
-        """Wait for the bytes with the GIL released; raises what went wrong."""
+        """Wait for the bytes with the GIL released; raise the error of the read."""
 
 @final
 class Record:
@@ -360,7 +361,7 @@ class Record:
 
     @property
     def nbytes(self) -> int:
-        """Of the part of the storage that it covers."""
+        """The bytes of the part of the storage that it covers."""
 
     @property
     def sequence(self) -> int:
@@ -380,38 +381,38 @@ class Record:
 
     @property
     def is_lent(self) -> bool:
-        """Whether somebody else holds its memory anyway; see ``lender``."""
+        """True if the program holds its memory anyway; see ``lender``."""
 
     @property
     def was_found(self) -> bool:
-        """Whether a backward has found its bytes in memory.
+        """True if a backward has found its bytes in memory.
 
-        The tensor that it was given then lies on the storage too, and must not be taken for
-        somebody else's.
+        The tensor that backward got then lies on the storage too, and must not be taken for a
+        tensor of the program.
         """
 
     def storage(self) -> UntypedStorage | None:
-        """Return the storage, while somebody uses it."""
+        """Return the storage, while it lives."""
 
     def is_leaving(self) -> bool:
-        """Whether it is in memory now, but may have to be read when its turn comes.
+        """True if it is in memory now, but may have to be read when its node needs it.
 
-        Its write has not been seen to end, or somebody else still has its memory.
+        Its write has not been seen to end, or the program still has its memory.
         """
 
     def lend(self) -> None:
-        """Note that somebody else holds the bytes; they no longer count."""
+        """Note that the program holds the bytes; they no longer count."""
 
     def take_back(self) -> None:
-        """Note that nobody else holds the bytes any more; they count again."""
+        """Note that the program no longer holds the bytes; they count again."""
 
 @final
 class SavedTensor:
-    """What autograd holds instead of a tensor whose bytes a record manages."""
+    """Autograd holds this object in the place of a tensor whose bytes a record manages."""
 
     @property
     def record(self) -> Record:
-        """Its bytes."""
+        """The record of its bytes."""
 
     @property
     def sequence(self) -> int:
@@ -423,7 +424,7 @@ class SavedTensor:
 
     @property
     def counter(self) -> Tensor:
-        """A tensor without bytes that shares the version counter of the saved one."""
+        """A tensor without bytes that shares the version counter of the saved tensor."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -435,16 +436,16 @@ class SavedTensor:
 
     @property
     def is_ahead(self) -> bool:
-        """Whether its read was begun before it was asked for."""
+        """True if its read was begun before a node needed it."""
 
     def mates(self) -> list[SavedTensor]:
         """Return the other tensors of its node, which needs all of them at once."""
 
     def note_stall(self, stall_s: float) -> None:
-        """Count a wait for this tensor to its round."""
+        """Count a wait for this tensor in its round."""
 
     def on_memory(self, torch: Torch, storage: UntypedStorage) -> Tensor:
-        """Return a tensor like the saved one on memory that is still there."""
+        """Return a tensor like the saved tensor, on memory that is still there."""
 
 @final
 class Records:
@@ -470,27 +471,27 @@ class Records:
         """Open the books.
 
         ``batch_bytes`` are given to the disk together; once writes have freed ``give_back_bytes``,
-        ``writing.give_memory_back`` is called. ``count_users`` tells how many tensors lie on the
+        ``writing.give_memory_back`` is called. ``count_users`` returns the number of tensors on the
         storage at an address of C++.
         """
 
     @property
     def is_bounded(self) -> bool:
-        """Whether there is a bound on what is in memory."""
+        """True if there is a bound on the bytes in memory."""
 
     @property
     def is_forked(self) -> bool:
-        """Whether this is a forked child, where the disk is not ours."""
+        """True in a forked child, which does not own the disk."""
 
     @property
     def writing_count(self) -> int:
-        """How many writes were begun and not seen to end."""
+        """The number of writes that were begun and not seen to end."""
 
     def leave_to_parent(self) -> None:
         """Note that this is a forked child."""
 
     def alive(self) -> list[Record]:
-        """Return every record that is alive, but for those of changed and regained storages."""
+        """Return the records that are alive; of each storage, the newest ones."""
 
     def under_way(self) -> list[Handle]:
         """Return the writes that were begun and not seen to end, the oldest first."""
@@ -499,7 +500,7 @@ class Records:
         """Give a record to the disk, or keep it; ``False`` if the disk can take no more now."""
 
     def begin_all(self, writing: Writing) -> None:
-        """Begin the writes of this thread's nodes, which it has passed all."""
+        """Begin the writes of all nodes of this thread, which has passed them."""
 
     def open_gate(self, writing: Writing, sequence: int) -> None:
         """Begin the writes of this thread's nodes before ``sequence``, once there is a batch."""
@@ -508,45 +509,45 @@ class Records:
         """Write this record once its node has been passed."""
 
     def write_if_short(self, record: Record) -> None:
-        """Write this record only if room is short: it will be needed in a moment.
+        """Write this record only if room is short, because a node needs it in a moment.
 
-        That is so for what a reentrant checkpoint computes again. Under a bound a whole region may
-        not fit, and its backward begins with what was packed last: the oldest is needed last.
+        This is for tensors that a reentrant checkpoint computes again. Under a bound a whole region
+        may not fit, and its backward begins with the newest tensor: the oldest is needed last.
         """
 
     def cancel_queued(self) -> None:
-        """Keep what is still in the queue, unless there is a bound."""
+        """Cancel the writes that are still in the queue, unless there is a bound."""
 
     def end_all(self, writing: Writing) -> None:
-        """Free the memory of all that has reached the disk, however much it is."""
+        """Free the memory of all writes that have ended, however many."""
 
     def end_oldest(self, writing: Writing) -> bool:
         """Wait for the oldest write and end it; ``False`` if there is none."""
 
     def has_waiting_gate(self) -> bool:
-        """Whether more may be written once some thread says that it has passed another node."""
+        """True if records wait for some thread to pass another node."""
 
     def wait_for_transfer(self, writing: Writing) -> bool:
-        """Wait for the oldest write, or for what nobody wants any more; ``False`` without one."""
+        """Wait for the oldest write or an abandoned transfer; ``False`` if there is none."""
 
     def wait_for_room(self, writing: Writing) -> bool:
-        """Wait for something that frees memory when it ends; ``False`` if there is nothing."""
+        """Wait for a write or transfer that frees memory as it ends; ``False`` if there is none."""
 
 @final
 class Round:
-    """What is packed between two backwards."""
+    """The tensors that are packed between two backwards."""
 
     @property
     def count(self) -> int:
-        """How many tensors were entered."""
+        """The number of its tensors."""
 
     @property
     def is_asked_for(self) -> bool:
-        """Whether its backward has begun."""
+        """True if its backward has begun."""
 
     @property
     def is_finished(self) -> bool:
-        """Whether each of its tensors was asked for, or is dead."""
+        """True if each of its tensors was needed, or is dead."""
 
     @property
     def phase(self) -> int:
@@ -554,65 +555,65 @@ class Round:
 
     @property
     def signature(self) -> int:
-        """What rounds of the same kind have in common."""
+        """A number that rounds with the same tensors have in common."""
 
     @property
     def opening(self) -> int:
-        """The name of its first tensor: all that is known of a round when it begins."""
+        """The key of its first tensor, which alone is known when the round begins."""
 
     @property
     def is_skimmed(self) -> bool:
-        """Whether most of its tensors were not followed: nothing is learned from it."""
+        """True if only its first tensor was followed: nothing is learned from the round."""
 
     @property
     def is_partial(self) -> bool:
-        """Whether tensors that stayed by plan were not followed: nothing is learned of them."""
+        """True if tensors that stayed by plan were not followed: nothing is learned of them."""
 
     @property
     def hooks_s(self) -> float:
-        """The time of the calls of the hooks, without the waits for the disk."""
+        """The time of the hooks' calls, without their waits for the disk."""
 
     @property
     def span_s(self) -> tuple[float, float]:
-        """When the first tensor was packed, and when one was asked for last; without stalls."""
+        """The moments of the first pack and of the last need, on a clock without stalls."""
 
     def learned_items(self) -> list[tuple[int, int, float, float, int | None]]:
-        """Return what the policy learns from: the fields of ``planning.policy.Item``."""
+        """Return the items that the policy learns from: the fields of ``planning.policy.Item``."""
 
     def heaviest_node(self) -> tuple[int, int, int]:
         """Return bytes and tensors of the node that saved most, and the bytes of all nodes."""
 
 @final
 class Learned:
-    """What an ended round teaches.
+    """The times of an ended round.
 
-    Times are in seconds, on the clock of the GPU that it was on, or on that of the hooks; both
-    stand still in waits for the disk.
+    They are in seconds, on the clock of its GPU or on that of the hooks; both stand still in waits
+    for the disk.
     """
 
     @property
     def items(self) -> list[tuple[int, int, float, float, int | None]]:
-        """Of each storage that was needed: the fields of ``planning.policy.Item``."""
+        """For each storage that was needed, the fields of ``planning.policy.Item``."""
 
     @property
     def began_s(self) -> float:
-        """When the first tensor was packed."""
+        """The moment of the first pack."""
 
     @property
     def ended_s(self) -> float:
-        """When one was needed last."""
+        """The moment of the last need."""
 
     @property
     def stall_s(self) -> float:
-        """The waits for its tensors: of its GPU, or else of threads."""
+        """The waits of its GPU, or else of threads, for its tensors."""
 
     @property
     def is_of_gpu(self) -> bool:
-        """Whether the times are those of a GPU."""
+        """True if the times are those of a GPU."""
 
 @final
 class Rounds:
-    """The rounds of one session, the order of return, and what is read ahead."""
+    """The rounds of one session, their order of return, and the reads ahead."""
 
     def __new__(
         cls,
@@ -635,10 +636,10 @@ class Rounds:
         """Seconds on the clock of the rounds, which stands still while threads wait for I/O."""
 
     def take_ended(self) -> list[Round]:
-        """Return the rounds that have ended, with that of now if no more of it is needed."""
+        """Return the rounds that have ended, with the current round if no more of it is needed."""
 
     def is_awaited(self, ended: Round) -> bool:
-        """Whether an ended round cannot be learned from yet: a GPU has not come to its end.
+        """True if a GPU has not come to the end of an ended round, so that nothing can be learned.
 
         Raises:
             CudaError: The GPU failed before.
@@ -646,32 +647,32 @@ class Rounds:
         """
 
     def learned(self, ended: Round) -> Learned:
-        """Return what an ended round teaches, which is not awaited; ask once."""
+        """Return the times of an ended round that is not awaited; call this once for each round."""
 
     def set_guide(self, ended: Round) -> None:
-        """Make a round that was followed in whole the guide of those that begin as it did."""
+        """Make a round, followed in whole, the guide of rounds with the same first tensor."""
 
     def give_way(self) -> None:
-        """Give up what was read ahead."""
+        """Give up all reads ahead."""
 
 class _Given(TypedDict):
-    """What ``Leaving`` is given of Python and of torch."""
+    """The classes and functions of Python and torch that ``Leaving`` needs."""
 
     plain: type
     """The class of weights."""
     away: type
-    """The class of those that are away."""
+    """The class of weights that are away."""
     count_users: Callable[[int], int]
     current_frames: Callable[[], dict[int, Any]]
-    """A function of ``sys``."""
+    """The function ``_current_frames`` of ``sys``."""
     thread: Callable[[], int]
-    """A function of ``threading``."""
+    """The function ``get_ident`` of ``threading``."""
     idle: set[Any]
-    """The code in which a thread waits and calls nothing of torch."""
+    """Code objects in which a thread waits and calls nothing of torch."""
     known: set[int]
-    """The numbers of threads that say which weights they use."""
+    """The numbers of threads that note the weights that they use."""
     clock_of: Callable[[int], int]
-    """A function of ``time``."""
+    """The function ``pthread_getcpuclockid`` of ``time``."""
     collector: ModuleType
     """The module ``gc``."""
 
@@ -686,7 +687,7 @@ class _Entry(Protocol):
 
 @final
 class Leaving:
-    """How weights and gradients leave memory, each in one call without other threads of Python.
+    """Take weights and gradients out of memory, each in a call without other threads of Python.
 
     ``alone`` is a weight whose storage nobody else has.
     """
@@ -697,45 +698,45 @@ class Leaving:
     ) -> bool:
         """Take the bytes out of a weight, and give them to ``entry.source``.
 
-        The weight is then of the class ``away``, lies on the storage of ``husk``, and has
-        ``entry`` as ``attribute``. Returns ``False``, and changes nothing, if ``entry.users`` has
-        some, if somebody else has its storage, if another thread may be using it, or if it is not
-        of the class ``plain``.
+        The weight is then of the class ``away``, lies on the storage of ``husk``, and has ``entry``
+        as ``attribute``. Returns ``False``, and changes nothing, if ``entry.users`` is not empty,
+        if somebody else has the storage of the weight, if another thread may be using it, or if it
+        is not of the class ``plain``.
         """
 
 @final
 class MasterCode:
-    """What is known of float32 masters that were packed, besides their payload.
+    """The metadata of packed float32 masters, whose payload lies elsewhere.
 
-    A payload is what bfloat16 weights, which are the masters rounded to the nearest, do not say of
-    them. All memory is given by its address: ``count`` weights of 2 bytes, masters of 4 bytes, and
-    the payload's numbers of 2 bytes, each in one piece and in the same order. Nobody may change it
-    meanwhile; the GIL is released.
+    bfloat16 weights are the masters, rounded to the nearest; a payload is the difference of both.
+    All memory is given by its address: ``count`` weights of 2 bytes, masters of 4 bytes, and the
+    payload's numbers of 2 bytes, each in one piece and in the same order. Nobody may change the
+    memory during a call; the GIL is released.
     """
 
     @staticmethod
     def payload_len_max(count: int) -> int:
-        """Return how many int16 a payload for so many weights has at most."""
+        """Return the most int16 that a payload for ``count`` weights has."""
 
     @staticmethod
     def is_rounded(weights: int, masters: int, count: int) -> bool:
-        """Whether the weights are the masters, rounded; any NaN is the rounding of any other."""
+        """True if the weights are the masters, rounded; each NaN is the rounding of any NaN."""
 
     @staticmethod
     def pack(weights: int, masters: int, payload: int, count: int) -> MasterCode | None:
         """Write the payload, of ``payload_len_max``.
 
-        Returns ``None`` if a weight is not its master, rounded, or a NaN that cannot be told.
+        Returns ``None`` if a weight is not its master, rounded, or a NaN that cannot be restored.
         """
 
     @property
     def payload_len(self) -> int:
-        """How many int16 of the payload are needed, from its first on."""
+        """The number of int16 at the start of the payload that are needed."""
 
     def unpack(self, weights: int, payload: int, masters: int) -> bool:
-        """Write the masters, and return whether these are the weights they were packed with.
+        """Write the masters; return ``True`` if the weights are those of ``pack``.
 
-        A checksum tells. If not, what was written is of no use.
+        A checksum tells. If it returns ``False``, the written masters are of no use.
         """
 
 @final
@@ -754,10 +755,10 @@ class Offloading:
         eligible: Tally,
         planned: Tally,
     ) -> Offloading:
-        """Take the parts of one session; ``hooks`` packs and unpacks what is rare."""
+        """Take the parts of a session; ``hooks`` packs and unpacks tensors in rare cases."""
 
     def pack(self, tensor: Tensor) -> object:
-        """Take a tensor that a node saves; return what autograd keeps in its place."""
+        """Take a tensor that a node saves; return the object that autograd keeps in its place."""
 
     def unpack(self, packed: object) -> Tensor:
         """Give a node its saved tensor back."""
@@ -784,10 +785,11 @@ class Gpus:
     ) -> Gpus:
         """Take the functions, and how much memory each GPU's tensors go through.
 
-        Whoever waits for a GPU lets go of ``lock``, which is the session's, meanwhile.
-        ``down_bytes`` and ``up_bytes`` are of the CPU, and twice ``ring_bytes`` of the GPU where
-        ``choose_direct`` says where cuFile is, and whether its compatibility mode may serve.
-        Tensors of all GPUs may stay in ``tier_bytes_max`` of pinned memory, beside that.
+        A thread that waits for a GPU releases ``lock``, the lock of the session, meanwhile.
+        ``down_bytes`` and ``up_bytes`` are memory of the CPU. ``choose_direct`` returns the path of
+        cuFile for a GPU and ``True`` if its compatibility mode is allowed; such a GPU has twice
+        ``ring_bytes`` of its own memory instead. Tensors of all GPUs may stay in ``tier_bytes_max``
+        of pinned memory, beside that.
         """
 
     def loaded_bytes(self) -> int:
@@ -800,42 +802,43 @@ class Gpus:
         """Return the bytes of GPUs' memory for GPUDirect Storage, and how many are in use."""
 
     def full_ring(self) -> tuple[float, float, int]:
-        """Return what it cost that all memory of a ring was in use.
+        """Return the cost of full rings.
 
-        Seconds of waits because a GPU was behind, and because the disk was; and how many tensors
-        stayed on their GPU because of either.
+        These are the seconds of waits because a GPU was behind, and because the disk was, and the
+        number of tensors that stayed on their GPU for either reason.
         """
 
     def staying_bytes(self) -> int:
         """Return the bytes copied from GPUs that were to stay in pinned memory."""
 
     def pin_for_tier(self, gpu: int, nbytes: int) -> None:
-        """Pin memory, so that so many bytes of a GPU's tensors can stay there, if that is allowed.
+        """Pin memory, so that ``nbytes`` of a GPU's tensors can stay there, up to the limit.
 
-        Nothing where they go past the CPU's memory. Raises `CudaError` if it cannot be pinned.
+        Does nothing for a GPU whose tensors go past the CPU's memory. Raises ``CudaError`` if the
+        memory cannot be pinned.
         """
 
     @property
     def waiting_count(self) -> int:
-        """How many threads wait now until a GPU comes to the copies."""
+        """The number of threads that wait now until a GPU comes to the copies."""
 
     def copied_bytes(self) -> tuple[int, int]:
         """Return the bytes that were copied from and to GPUs."""
 
     def copy_seconds(self) -> tuple[float, float]:
-        """Return the seconds that these copies took, without what they waited for."""
+        """Return the seconds that these copies took, without their waits."""
 
     def copy_rates(self) -> list[tuple[int, float | None, float | None]]:
-        """Return each GPU whose tensors go through the CPU's memory, and its bytes per second.
+        """Return each GPU whose tensors go through the CPU's memory, and bytes per second.
 
-        Those of the copies from it and to it, of late, in the time that they took; ``None`` before
-        enough was copied to tell.
+        The rates are those of recent copies from it and to it, in the time that they took; ``None``
+        before enough was copied to tell.
         """
 
     def take_refusals(self) -> list[tuple[SsdtrainError, int]]:
-        """Return why bytes were not written that stay in pinned memory, and for how many tensors.
+        """Return errors of writes whose bytes stay in pinned memory, with the number of tensors.
 
-        Since this was called last, and at most one error of each kind.
+        They are errors since the last call, at most one of each kind.
         """
 
     def away_bytes_peaks(self) -> list[tuple[int, int]]:
@@ -860,70 +863,72 @@ class Store:
 
         A directory may come with its tuning: pieces in flight, and bytes per piece. Up to
         ``retain_bytes`` (128 MiB unless given) of the memory of ended reads stays resident for the
-        next. ``simulated_disk`` is what ``backend="simulated"`` writes to. Raises ``ConfigError``,
+        next reads. ``backend="simulated"`` writes to ``simulated_disk``. Raises ``ConfigError``,
         ``NoSpaceError``, ``UnsupportedError`` or ``StorageError``.
         """
 
     def beside(self, *, retain_bytes: int | None = None) -> Store:
         """Return another store on the same files, queues and quota.
 
-        Its transfers hold memory of their own. What one has written, the other can read; both are
-        closed together, or with the last of them.
+        Its transfers hold memory of their own. Each store can read the bytes that the other has
+        written; both are closed together, or with the last of them.
         """
 
     def write(self, address: int, nbytes: int, owner: object) -> Stored:
         """Queue a write of ``nbytes`` bytes at ``address``, which ``owner`` keeps alive."""
 
     def overwrite(self, stored: Stored, address: int, nbytes: int, owner: object) -> Overwrite:
-        """Queue a write that replaces what ``stored`` holds, which must be as many bytes.
+        """Queue a write of ``nbytes`` that replaces the bytes of ``stored``, which must be as many.
 
         The old bytes stay readable until the new ones are written in whole, and if they never are.
         Raises ``BusyError`` if another overwrite of ``stored`` has not ended.
         """
 
     def read(self, stored: Stored) -> Pending:
-        """Queue a read of what ``stored`` holds; its write must have ended well."""
+        """Queue a read of the bytes of ``stored``, whose write must have ended well."""
 
     def read_into(self, stored: Stored, address: int, nbytes: int, owner: object) -> PendingInto:
-        """Queue a read of what ``stored`` holds into ``nbytes`` writable bytes at ``address``.
+        """Queue a read of ``stored`` into ``nbytes`` writable bytes at ``address``.
 
         ``owner`` keeps them alive, and nobody else may use them before the read has ended.
         """
 
     def trim(self) -> int:
-        """Give the space beyond what is stored back to the disks; return its bytes."""
+        """Give the space beyond stored bytes back to the disks; return its size in bytes."""
 
     def resident_bytes(self) -> int:
-        """Bytes of slots in use, and of memory lent to abandoned transfers that have not ended.
+        """Return the bytes of slots in use, and of memory lent to abandoned transfers under way.
 
         Slots are in use while they are read, and then until their last user is gone.
         """
 
     def owns(self, address: int) -> bool:
-        """Whether the memory at an address is a slot's of this store."""
+        """True if the memory at an address is a slot of this store."""
 
     def wait_for_abandoned(self, *, limit_s: float | None = None) -> bool:
-        """Wait until a transfer that nobody wants any more has ended; ``False`` if there is none.
+        """Wait until an abandoned transfer has ended; ``False`` if there is none.
 
-        With ``limit_s``, at most so many seconds; ``False`` too if the time is over.
+        With ``limit_s``, wait at most so many seconds; return ``False`` if the time is over.
 
-        Abandoned is what died after it had begun; it holds memory until its last piece has ended.
+        An abandoned transfer is an object that died after it had begun; it holds memory until its
+        last piece has ended.
         """
 
     def rates(self) -> tuple[float | None, float | None]:
-        """Bytes per second of late, of writes and of reads, while the disks were busy.
+        """Return the recent bytes per second of writes and of reads, while the disks were busy.
 
-        Summed over directories, which work in parallel; ``None`` before enough has moved to tell.
+        The rates are sums over directories, which work in parallel; ``None`` before enough has
+        moved to tell.
         """
 
     def notes(self) -> list[str]:
-        """Fallbacks taken while opening, and directories out of use, one sentence each."""
+        """Return fallbacks of the opening, and directories out of use, one sentence each."""
 
     def stats(self) -> dict[str, Any]:
-        """Traffic in bytes and counts, busy times in nanoseconds, engines by directory."""
+        """Return traffic in bytes and counts, busy times in nanoseconds, engines by directory."""
 
     def close(self) -> None:
-        """Refuse new work, end what has begun, answer the rest with ``ClosedError``."""
+        """Refuse new transfers, end those that have begun, answer the rest with ``ClosedError``."""
 
 @final
 class Stored:
@@ -935,13 +940,13 @@ class Stored:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of memory that a read of it takes: its blocks on the disk, in whole pages."""
+        """The memory that a read takes: the blocks on the disk, in whole pages."""
 
     def done(self) -> bool:
-        """Whether the write has ended, well or not."""
+        """True if the write has ended, well or not."""
 
     def wait(self) -> None:
-        """Wait for the write with the GIL released; raises what went wrong."""
+        """Wait for the write with the GIL released; raise its error."""
 
     def cancel(self) -> bool:
         """Cancel the write; ``True`` if it had not begun."""
@@ -951,10 +956,10 @@ class Overwrite:
     """New bytes on their way to take the place of stored ones; its death cancels the overwrite."""
 
     def done(self) -> bool:
-        """Whether the overwrite has ended, well or not."""
+        """True if the overwrite has ended, well or not."""
 
     def wait(self) -> None:
-        """Wait with the GIL released; raises why the old bytes are still there."""
+        """Wait with the GIL released; raise the error that left the old bytes in place."""
 
     def cancel(self) -> bool:
         """Cancel the overwrite; ``True`` if it had not begun."""
@@ -964,24 +969,24 @@ class PendingInto:
     """A read on its way into the caller's memory; its death cancels the read."""
 
     def done(self) -> bool:
-        """Whether the read has ended, well or not."""
+        """True if the read has ended, well or not."""
 
     def wait(self) -> None:
-        """Wait with the GIL released; raises what went wrong."""
+        """Wait for the read with the GIL released; raise its error."""
 
 @final
 class Pending:
     """A read on its way; its death cancels the read."""
 
     def done(self) -> bool:
-        """Whether the read has ended, well or not."""
+        """True if the read has ended, well or not."""
 
     def wait(self) -> Slot:
-        """Wait for the read with the GIL released; raises what went wrong."""
+        """Wait for the read with the GIL released; raise its error."""
 
 @final
 class Slot:
-    """Bytes that came back: a writable buffer, freed when its last user is gone."""
+    """Bytes of a read: a writable buffer, freed when its last user is gone."""
 
     @property
     def nbytes(self) -> int:
@@ -1035,23 +1040,23 @@ class StepPlan:
 
     @property
     def step_s(self) -> float:
-        """How long the step takes."""
+        """The seconds that the step takes."""
 
     @property
     def stall_s(self) -> float:
-        """How long its kernels wait, of that."""
+        """The seconds of it in which its kernels wait."""
 
     @property
     def recompute_s(self) -> float:
-        """How long it takes to compute tensors again, of that."""
+        """The seconds of it in which tensors are computed again."""
 
     @property
     def bound_s(self) -> float:
-        """Below this no step comes with this memory, if nothing is computed again."""
+        """A lower bound of the step with this memory, if nothing is computed again."""
 
     @property
     def bound_bytes(self) -> int:
-        """Below this no peak comes within the slow-down that was asked for."""
+        """A lower bound of the peak within the slow-down that was asked for."""
 
     @property
     def device_bytes(self) -> int:
@@ -1059,33 +1064,33 @@ class StepPlan:
 
     @property
     def peak_bytes(self) -> int:
-        """The most that is in the device's memory."""
+        """The most bytes in the device's memory."""
 
     @property
     def class_peak_bytes(self) -> list[int]:
-        """The same of each class, at its own peak, in the order of ``planning.trace.CLASSES``."""
+        """The most bytes of each class there, in the order of ``planning.trace.CLASSES``."""
 
     @property
     def host_peak_bytes(self) -> int:
-        """The most that is in the host's memory."""
+        """The most bytes in the host's memory."""
 
     @property
     def moved_bytes(self) -> list[int]:
-        """To the drives, to the host, back from the drives, back from the host."""
+        """The bytes moved to the drives, to the host, back from the drives, back from the host."""
 
     @property
     def recomputed(self) -> list[int]:
-        """Tensors that are computed again."""
+        """The tensors that are computed again."""
 
     @property
     def resident(self) -> list[tuple[float, int]]:
-        """Bytes in the device's memory from each of these seconds of the step on."""
+        """Pairs of a second of the step, and the bytes in the device's memory from then on."""
 
     @property
     def moves(self) -> list[tuple[int, str, int, float]]:
-        """Tensor, ``"ssd"``, ``"host"`` or ``"fetch"``, the kernel after which, and priority.
+        """Tensor, ``"ssd"``, ``"host"`` or ``"fetch"``, the kernel before the move, and priority.
 
-        A number beyond the step's tensors is the second life of one that is computed again.
+        A number beyond the step's tensors is the second life of a tensor that is computed again.
         """
 
 @final
@@ -1100,10 +1105,10 @@ class Planner:
     ) -> Planner:
         """Take the time of each kernel, above 0, and the tensors that it uses, each once.
 
-        Each tensor is its bytes, the place of its class in ``planning.trace.CLASSES``, whether it
-        lives across steps, whether it may go to the drives and to the host, and the seconds that it
-        takes to compute it again, if that can be done. Raises ``ConfigError``, ``IndexError`` or
-        ``ValueError``.
+        Each tensor is its bytes, the place of its class in ``planning.trace.CLASSES``, ``True`` if
+        it lives across steps, if it may go to the drives, and if it may go to the host, and the
+        seconds that it takes to compute it again, if that can be done. Raises ``ConfigError``,
+        ``IndexError`` or ``ValueError``.
         """
 
     @property
@@ -1111,7 +1116,7 @@ class Planner:
         """The time of a step that never waits."""
 
     def live_bytes(self) -> list[int]:
-        """Return what lives while each kernel runs, if nothing is moved."""
+        """Return the bytes that live while each kernel runs, if nothing is moved."""
 
     def least_step(
         self,
@@ -1137,9 +1142,10 @@ class Planner:
         tries: int,
         slowdown_max: float,
     ) -> StepPlan:
-        """Return the plan with the least peak found whose step is at most so much longer.
+        """Return the plan with the least peak found, within the slow-down.
 
-        The machine's memory does not count. ``slowdown_max`` is a share of ``ideal_s``.
+        The machine's memory does not count. The step is longer than ``ideal_s`` by a share of
+        ``slowdown_max`` at most.
         """
 
     def peaks_of(
@@ -1147,10 +1153,10 @@ class Planner:
     ) -> list[int]:
         """Return the most bytes of each group of tensors that a plan has in memory at once.
 
-        Groups are given as budgets are; ``machine`` has to be the one of the plan.
+        Groups are given as budgets are; ``machine`` has to be that of the plan.
         """
 
-    def judged(self, machine: PlanMachine, whose: str) -> StepPlan:
+    def judged(self, machine: PlanMachine, system: str) -> StepPlan:
         """Judge ``"keep"``, ``"recompute"`` (all that can be), ``"ssdtrain"`` or ``"teraio"``.
 
         The last two are those papers' plans (arXiv 2408.10013 and 2506.06472).
@@ -1161,13 +1167,13 @@ class Planner:
     ) -> StepPlan:
         """Judge moves as in ``StepPlan.moves``, which repeat in each step.
 
-        Raises ``ValueError`` for moves that name what is not there, ``ConfigError`` if the step
-        does not fit.
+        Raises ``ValueError`` for moves with an unknown tensor or kernel, ``ConfigError`` if the
+        step does not fit.
         """
 
 @final
 class Probe:
-    """One file and memory of its size, on which settings of the engines are timed."""
+    """A file and memory of its size, on which settings of the engines are timed."""
 
     REQUEST_BYTES: Final[int]
     QUEUE_DEPTH_DEFAULT: Final[int]
@@ -1178,7 +1184,7 @@ class Probe:
 
     @property
     def alignment(self) -> int:
-        """Addresses, offsets and lengths of direct I/O there are multiples of this."""
+        """Addresses, offsets and lengths of direct I/O there are multiples of this number."""
 
     def seconds(
         self,
@@ -1199,7 +1205,7 @@ class Probe:
 def checksum(address: int, item_bytes: int, sizes: Sequence[int], strides: Sequence[int]) -> int:
     """Return the xxh3 checksum of a strided tensor's elements, in the order of their addresses.
 
-    Nobody may change them meanwhile. The GIL is released for a MiB and more.
+    Nobody may change them during the call. The GIL is released for a MiB and more.
     """
 
 def hidden(
@@ -1213,18 +1219,18 @@ def hidden(
     margin_s: float,
     round_trip_factor: float,
 ) -> dict[int, tuple[float, float | None, int | None]]:
-    """Choose what leaves memory of a round, as ``planning.policy.plan`` says.
+    """Choose the tensors of a round that leave memory, as ``planning.policy.plan`` says.
 
     ``items`` have the fields of ``planning.policy.Item``; ``copies`` are those of each GPU, from it
     and to it. Rates are in bytes per second.
 
-    Returns, by the key of each item that leaves, the latest start of its way back; when it has been
-    copied from its GPU, or ``None`` if no rate of that is known; and the bytes that it takes in
+    Returns, by the key of each item that leaves, the latest start of its way back; the end of its
+    copy from its GPU, or ``None`` if no rate of that is known; and the bytes that it takes in
     pinned memory, or ``None`` if it does not stay there.
     """
 
 def run_if_free(lock: threading.RLock, function: Callable[[], object]) -> bool:
-    """Call a function under a lock, unless another thread has it; return whether it was called.
+    """Call a function under a lock and return ``True``, unless another thread has the lock.
 
     An interrupt comes before or after, and never leaves the lock taken.
     """
@@ -1232,7 +1238,7 @@ def run_if_free(lock: threading.RLock, function: Callable[[], object]) -> bool:
 def try_cufile(
     library: str | None, directory: str, gpu: int, allows_compat: bool
 ) -> tuple[bool, str]:
-    """Return whether GPUDirect Storage works, and cuFile's version, or why it does not.
+    """Return ``True`` and cuFile's version if GPUDirect Storage works, else ``False`` and why.
 
-    Some versions of cuFile never return, or end the process: ask in a child process.
+    Some versions of cuFile never return, or end the process: call this in a child process.
     """

@@ -1,7 +1,7 @@
-//! The account of what is in memory, as Python sees it.
+//! The account of the bytes in memory, as a class of Python.
 //!
-//! All that reaches the account holds the GIL, also a death, and so does a fork by Python: a forked
-//! child never finds the account locked by a thread that it does not have.
+//! Every call of the account holds the GIL, also the drop of a holding, and Python forks with the
+//! GIL held. So a forked child never finds the account locked by a thread that it does not have.
 
 use pyo3::intern;
 use pyo3::prelude::*;

@@ -1,4 +1,4 @@
-//! The records of a session, by the storages that they are of.
+//! The records of a session, by their storages.
 
 use std::collections::HashMap;
 
@@ -7,10 +7,10 @@ use pyo3::types::PyWeakrefMethods;
 
 use crate::gate::RecordReference;
 
-/// At so many known storages, those that are gone are forgotten for the first time.
+/// At this many storages, entries of dead records are removed for the first time.
 const FORGET_AT_MIN: usize = 1024;
-/// So many records of one storage are known, the newest ones: bounds the work of a pack that saves
-/// one of many slices.
+/// The most records that are listed for one storage, the newest ones. This bounds the work of a
+/// pack that saves one of many slices.
 const RECORDS_MAX: usize = 16;
 
 /// The records of one session.
@@ -27,27 +27,28 @@ impl Default for Books {
 }
 
 impl Books {
-    /// The records of a storage, the newest first. Several cover parts of it, or count its changes
-    /// apart.
+    /// The records of a storage, the newest first. There are several if they cover parts of it, or
+    /// follow different version counters.
     pub fn of(&self, py: Python<'_>, identity: usize) -> Vec<RecordReference> {
         let records = self.known.get(&identity).into_iter().flatten();
-        records.rev().map(|one| one.clone_ref(py)).collect()
+        records.rev().map(|reference| reference.clone_ref(py)).collect()
     }
 
     /// All records.
     pub fn all(&self, py: Python<'_>) -> Vec<RecordReference> {
-        self.known.values().flatten().map(|one| one.clone_ref(py)).collect()
+        self.known.values().flatten().map(|reference| reference.clone_ref(py)).collect()
     }
 
-    /// Enters a record; returns what is to be dropped: dead entries, of its storage and, as the
-    /// table doubles, of all others.
+    /// Enters a record. Returns the entries that the caller drops once the books are unlocked: dead
+    /// ones of this storage or, when the table has doubled, of all storages, and the oldest beyond
+    /// [`RECORDS_MAX`].
     pub fn remember(
         &mut self,
         py: Python<'_>,
         identity: usize,
         reference: RecordReference,
     ) -> Vec<RecordReference> {
-        let is_dead = |one: &mut RecordReference| one.bind(py).upgrade().is_none();
+        let is_dead = |reference: &mut RecordReference| reference.bind(py).upgrade().is_none();
         let mut dropped = Vec::new();
         if self.known.len() >= self.forget_at {
             for records in self.known.values_mut() {

@@ -1,5 +1,5 @@
-//! What the plan of its round says of a tensor on a GPU: where it goes, and when it is packed,
-//! needed and copied. `planning/policy.py` makes the plans.
+//! The plan for a tensor on a GPU: its destination, and the moments of its pack, its need and its
+//! copy. `planning/policy.py` makes the plans.
 
 use pyo3::prelude::*;
 use ssdtrain_core::staging::Tier;
@@ -7,16 +7,16 @@ use ssdtrain_core::staging::Tier;
 use crate::gpu::Gpus;
 use crate::partners::Planning;
 
-/// What a plan says of a tensor that leaves a GPU.
+/// The plan for a tensor that leaves a GPU.
 #[derive(Clone, Copy)]
 pub struct ByPlan {
-    /// Where it shall stay.
+    /// The disk or pinned memory.
     pub tier: Tier,
-    /// When it has been copied, in seconds since the first pack of its round.
+    /// The end of its copy, in seconds since the first pack of its round.
     pub copied_s: Option<f64>,
 }
 
-/// What a program comes to.
+/// A use of a saved tensor by the program.
 #[derive(Clone, Copy)]
 pub enum Use {
     Pack,
@@ -24,14 +24,14 @@ pub enum Use {
 }
 
 impl Default for ByPlan {
-    /// Of which no plan says anything.
+    /// For a tensor that no plan has.
     fn default() -> Self {
         Self { tier: Tier::Disk, copied_s: None }
     }
 }
 
 impl ByPlan {
-    /// What the last plan says of the tensor with this key.
+    /// The last plan for the tensor with this key.
     pub fn of(py: Python<'_>, planning: &Planning, key: i64) -> PyResult<Self> {
         let tier = if planning.pins(py, key)? { Tier::Pinned } else { Tier::Disk };
         let copied_s = planning.moments(py, key)?.and_then(|(_, _, copied_s)| copied_s);
@@ -40,19 +40,19 @@ impl ByPlan {
 }
 
 impl Gpus {
-    /// Notes that the program packs, or needs, the tensor with this key on a GPU now: so far it has
-    /// come by the plan of its round. What no plan knows tells nothing.
+    /// Notes the progress of the program on a GPU: it packs, or needs, the tensor with this key
+    /// now. A key that no plan has changes nothing.
     pub fn note_progress(
         &self,
         py: Python<'_>,
         planning: &Planning,
         gpu: usize,
         key: i64,
-        of: Use,
+        used: Use,
     ) -> PyResult<()> {
         let Some(way) = self.known(gpu) else { return Ok(()) };
         if let Some((packed_s, needed_s, _)) = planning.moments(py, key)? {
-            way.note_progress(match of {
+            way.note_progress(match used {
                 Use::Pack => packed_s,
                 Use::Need => needed_s,
             });

@@ -1,4 +1,4 @@
-//! `checksum`: tells whether the bytes of a tensor are what they were.
+//! `checksum` of the bytes of a tensor: another value shows a change.
 #![expect(unsafe_code, reason = "takes the address of a tensor")]
 
 use std::slice;
@@ -7,12 +7,13 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use ssdtrain_core as core;
 
-/// Sums of at least so many bytes let others run Python; for fewer that costs more than it gives.
+/// A checksum of at least this many bytes releases the GIL; for fewer that costs more than it
+/// gives.
 const DETACHED_BYTES_MIN: usize = 1 << 20;
 
 /// The xxh3 checksum of the elements of a strided tensor, in the order in which they lie in memory.
 #[pyfunction]
-#[expect(clippy::needless_pass_by_value, reason = "what Python gives")]
+#[expect(clippy::needless_pass_by_value, reason = "PyO3 extracts lists of Python")]
 pub fn checksum(
     py: Python<'_>,
     address: usize,
@@ -34,8 +35,8 @@ pub fn checksum(
         let mut sum = core::Checksum::default();
         form.each_run(&mut |offset| {
             // SAFETY: the caller passes the address, sizes and strides of a tensor that it holds
-            // and that nobody changes before this returns. `offset` is that of one of its
-            // elements, and the run is of elements without a gap between them.
+            // and that nobody changes before this returns. `offset` is that of an element, and the
+            // run is of elements without a gap between them.
             sum.update(unsafe { run_at(address + offset, form.run_bytes) });
         });
         sum.value()
@@ -45,7 +46,7 @@ pub fn checksum(
 
 /// # Safety
 ///
-/// So many bytes from `address` can be read, and nobody changes them as long as the slice is used.
+/// `nbytes` bytes from `address` can be read, and nobody changes them while the slice is used.
 unsafe fn run_at<'a>(address: usize, nbytes: usize) -> &'a [u8] {
     // SAFETY: the caller promises it.
     unsafe { slice::from_raw_parts(address as *const u8, nbytes) }
@@ -55,7 +56,7 @@ unsafe fn run_at<'a>(address: usize, nbytes: usize) -> &'a [u8] {
 #[derive(Debug, PartialEq, Eq)]
 struct Form {
     run_bytes: usize,
-    /// How many runs, or groups of runs, lie so many bytes apart; those farthest apart first.
+    /// Count and distance in bytes of runs, or of groups of runs; the largest distance first.
     outer: Vec<(usize, usize)>,
 }
 
@@ -64,7 +65,7 @@ impl Form {
         if sizes.contains(&0) {
             return Self { run_bytes: 0, outer: Vec::new() };
         }
-        // An expanded dimension has the same bytes again and again.
+        // An expanded dimension repeats the same bytes.
         let mut dimensions: Vec<_> = sizes
             .iter()
             .zip(strides)

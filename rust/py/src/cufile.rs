@@ -1,12 +1,12 @@
-//! `try_cufile`: whether GPUDirect Storage works, asked in a child process by `machine/cufile.py`.
+//! `try_cufile` tries GPUDirect Storage; `machine/cufile.py` calls it in a child process.
 
 use std::path::PathBuf;
 
 use pyo3::prelude::*;
 use ssdtrain_core::cufile::trial;
 
-/// Says whether it works, and the version of cuFile, or why it does not. It raises nothing: a child
-/// that asks has none of the package's exceptions.
+/// Returns `true` and the version of cuFile if GPUDirect Storage works, else `false` and the
+/// reason. It raises nothing, because the child process has none of the package's exceptions.
 #[pyfunction]
 pub fn try_cufile(
     py: Python<'_>,

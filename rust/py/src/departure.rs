@@ -10,7 +10,7 @@ use crate::gpu::{Departure, GpuWay, Gpus, user_stream};
 use crate::gpu_waits::Wait;
 
 impl Gpus {
-    /// How streams of a GPU have waited since this was asked last.
+    /// Takes the waits of a GPU's streams since the last call.
     pub fn take_waits(&self, gpu: usize) -> Vec<Wait> {
         self.known(gpu).map_or_else(Vec::new, |way| way.waits.take())
     }
@@ -18,51 +18,52 @@ impl Gpus {
 
 impl GpuWay {
     /// Makes the stream wait for the copy, and tells the allocator of all streams that may use the
-    /// memory; `false` if a CUDA graph is being captured, of which the wait would become a part.
-    /// `is_planned`: the wait is noted, and whether by the plan there is none.
+    /// memory. Returns `false` while a CUDA graph is being captured, because the wait would become
+    /// a part of the graph. `is_planned` has the wait noted, and is `true` if the copy should have
+    /// ended by the plan.
     pub fn order(
         &self,
         py: Python<'_>,
-        one: &Departure,
+        departure: &Departure,
         is_planned: Option<bool>,
     ) -> PyResult<core::Result<bool>> {
-        let stream = user_stream(one.stream);
-        let from = match self.staging.order(&one.after, stream, is_planned.is_some()) {
+        let stream = user_stream(departure.stream);
+        let from = match self.staging.order(&departure.after, stream, is_planned.is_some()) {
             Ok(Ordered::Captured) => return Ok(Ok(false)),
             Ok(Ordered::Waits(from)) => from,
             Err(error) => return Ok(Err(error)),
         };
         if let (Some(from), Some(is_planned)) = (from, is_planned) {
-            let (from, copied) = (Arc::new(from), Arc::clone(&one.after));
+            let (from, copied) = (Arc::new(from), Arc::clone(&departure.after));
             self.waits.add(Wait { from, copied, is_planned });
         }
-        if one.is_shared {
+        if departure.is_shared {
             // defence: streams that use a source
-            self.seen.record_all(one.memory.bind(py), self.gpu)?;
+            self.seen.record_all(departure.memory.bind(py), self.gpu)?;
         }
         Ok(Ok(true))
     }
 
-    /// Lets memory go now, or once no graph is captured any more.
-    pub fn let_go(&self, py: Python<'_>, one: Departure) {
+    /// Lets memory go now, or at the end of the capture of a CUDA graph.
+    pub fn let_go(&self, py: Python<'_>, departure: Departure) {
         // The interpreter drops graphs also while an exception is on its way.
         let under_way = PyErr::take(py);
-        match self.order(py, &one, None) {
-            Ok(Ok(true)) => drop(one),
-            Ok(Ok(false)) => self.held().push(one),
-            // The copy may use the memory for ever.
-            Ok(Err(_)) | Err(_) => std::mem::forget(one.memory),
+        match self.order(py, &departure, None) {
+            Ok(Ok(true)) => drop(departure),
+            Ok(Ok(false)) => self.held().push(departure),
+            // The copy may use the memory for ever, so it is never freed.
+            Ok(Err(_)) | Err(_) => std::mem::forget(departure.memory),
         }
         if let Some(error) = under_way {
             error.restore(py);
         }
     }
 
-    /// Lets go of what a capture held back, if it has ended.
+    /// Lets go of memory that a capture held back, if the capture has ended.
     pub fn let_held_go(&self, py: Python<'_>) {
         let held = std::mem::take(&mut *self.held());
-        for one in held {
-            self.let_go(py, one);
+        for departure in held {
+            self.let_go(py, departure);
         }
     }
 }
@@ -70,9 +71,9 @@ impl GpuWay {
 impl Drop for GpuWay {
     fn drop(&mut self) {
         let held = std::mem::take(&mut *self.held());
-        // With nobody left who asks whether the capture has ended, it stays where it is.
-        for one in held {
-            std::mem::forget(one.memory);
+        // Nobody is left to notice the end of the capture, so this memory is never freed.
+        for departure in held {
+            std::mem::forget(departure.memory);
         }
     }
 }

@@ -17,7 +17,7 @@ pyo3::import_exception!(ssdtrain.errors, SsdtrainError);
 pyo3::import_exception!(ssdtrain.errors, StorageError);
 pyo3::import_exception!(ssdtrain.errors, UnsupportedError);
 
-/// One Python exception per kind; the errno, where there is one, becomes its attribute.
+/// One Python exception per kind; an errno becomes its attribute.
 pub fn to_python(py: Python<'_>, error: &Error) -> PyErr {
     let message = error.to_string();
     let raised = match error.kind() {

@@ -13,7 +13,7 @@ use crate::record::Record;
 /// A weak reference to a record.
 pub type RecordReference = Py<PyWeakrefReference>;
 
-/// What one thread saved.
+/// The gate of one thread, with the records that wait there.
 #[derive(Default)]
 pub struct ThreadGate {
     has_ended: AtomicBool,
@@ -21,30 +21,30 @@ pub struct ThreadGate {
 }
 
 impl ThreadGate {
-    /// Whether its thread has ended, and so has passed all its nodes.
+    /// True if its thread has ended, and so has passed all its nodes.
     pub fn is_of_ended_thread(&self) -> bool {
         self.has_ended.load(Ordering::Relaxed)
     }
 
-    /// Whether more may be written once its thread says that it has passed another node.
+    /// True if records wait for the thread to pass another node.
     pub fn is_waiting(&self) -> bool {
         !self.is_of_ended_thread() && self.gate().is_waiting()
     }
 
-    /// The node before which the thread has passed all; known only for a reserve.
+    /// The sequence number before which the thread has passed all nodes; known only for a reserve.
     pub fn passed(&self) -> i64 {
         if self.is_of_ended_thread() { i64::MAX } else { self.gate().passed_sequence() }
     }
 
     pub fn add(&self, record: &Bound<'_, Record>) -> PyResult<()> {
-        let one = waiting(record)?;
-        self.gate().add(one);
+        let waiting_record = waiting(record)?;
+        self.gate().add(waiting_record);
         Ok(())
     }
 
     pub fn add_to_reserve(&self, record: &Bound<'_, Record>) -> PyResult<()> {
-        let (py, one) = (record.py(), waiting(record)?);
-        let dead = self.gate().add_to_reserve(one, |record| is_dead(py, record));
+        let (py, waiting_record) = (record.py(), waiting(record)?);
+        let dead = self.gate().add_to_reserve(waiting_record, |record| is_dead(py, record));
         drop(dead);
         Ok(())
     }
@@ -59,9 +59,9 @@ impl ThreadGate {
     }
 }
 
-/// Those of all threads; those of threads that have ended go when another is made.
+/// The gates of all threads. Those of ended threads are removed when another gate is made.
 pub struct Gates {
-    /// A `threading.local`: what it holds dies with its thread.
+    /// A `threading.local`: its objects die with their thread.
     threads: Py<PyAny>,
     all: Mutex<Vec<Arc<ThreadGate>>>,
 }
@@ -71,11 +71,12 @@ impl Gates {
         Self { threads, all: Mutex::default() }
     }
 
-    /// That of this thread, if it has one.
+    /// The gate of this thread, if it has one.
     pub fn here(&self, py: Python<'_>) -> PyResult<Option<Arc<ThreadGate>>> {
         let (threads, name) = (self.threads.bind(py), intern!(py, "gate"));
         let Some(own) = threads.getattr_opt(name)? else {
-            // A thread that runs backwards alone looks often: not to find it costs an exception.
+            // A thread that only runs backwards comes here often, and a missing attribute costs an
+            // exception.
             threads.setattr(name, py.None())?;
             return Ok(None);
         };
@@ -85,7 +86,7 @@ impl Gates {
         Ok(Some(Arc::clone(&own.cast::<OwnGate>()?.get().0)))
     }
 
-    /// That of this thread.
+    /// The gate of this thread, which is made if there is none.
     pub fn own(&self, py: Python<'_>) -> PyResult<Arc<ThreadGate>> {
         if let Some(gate) = self.here(py)? {
             return Ok(gate);
@@ -94,7 +95,7 @@ impl Gates {
         let own = Bound::new(py, OwnGate(Arc::clone(&gate)))?;
         self.threads.bind(py).setattr(intern!(py, "gate"), own)?;
         let mut all = self.list();
-        all.retain(|one| one.is_needed(py));
+        all.retain(|gate| gate.is_needed(py));
         all.push(Arc::clone(&gate));
         Ok(gate)
     }
@@ -108,8 +109,8 @@ impl Gates {
     }
 }
 
-/// A thread's hold on its gate, which dies with the thread. A thread's number would not do: another
-/// thread gets it later.
+/// The hold of a thread on its gate; it dies with the thread. A thread's number would not do,
+/// because a later thread may get the same number.
 #[pyclass(frozen, module = "ssdtrain._core")]
 struct OwnGate(Arc<ThreadGate>);
 

@@ -1,4 +1,4 @@
-//! How a tensor lies in its storage, and which part of the storage holds it.
+//! The layout of a tensor in its storage, and the part of the storage that holds it.
 
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -19,7 +19,7 @@ pub struct Layout {
     item_bytes: u64,
     /// Bytes from the start of the storage.
     pub offset: u64,
-    /// The number of the GPU that it is on, if it is.
+    /// The number of its GPU; `None` for the CPU.
     pub gpu: Option<usize>,
 }
 
@@ -38,9 +38,9 @@ impl Layout {
 
     /// Start and length, in bytes, of the part of its storage that is managed for the tensor.
     ///
-    /// The whole storage if the tensor spans half of it or more: the slices of a fused projection
-    /// are saved one after the other, and one write serves them all. A small view of something
-    /// large (a batch of a data set in memory) takes its own part only.
+    /// The part is the whole storage if the tensor spans half of it or more: the slices of a fused
+    /// projection are saved one after the other, and one write serves them all. A small view of
+    /// something large (a batch of a data set in memory) takes its own part only.
     pub fn part(&self, tensor: &Bound<'_, PyAny>, storage_bytes: u64) -> PyResult<(u64, u64)> {
         let py = tensor.py();
         let nbytes: u64 = tensor.getattr(intern!(py, "nbytes"))?.extract()?;
@@ -70,7 +70,7 @@ impl Layout {
         PyTuple::new(py, self.dimensions.iter().map(|(_, step)| step))
     }
 
-    /// Whether a tensor lies in its storage like this.
+    /// True if a tensor has this layout.
     pub fn is_of(&self, tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
         let py = tensor.py();
         Ok(tensor.getattr(intern!(py, "dtype"))?.is(&self.dtype)
@@ -94,7 +94,7 @@ impl Layout {
     }
 }
 
-/// The same for Python.
+/// The layout of a tensor, as a class of Python.
 #[pyclass(frozen, module = "ssdtrain._core")]
 pub struct Geometry {
     torch: Py<Torch>,
@@ -137,27 +137,28 @@ impl Geometry {
     }
 }
 
-/// The tensor whose version counter this one shares: what it is a view of, or itself.
+/// The tensor whose version counter this tensor shares: its base if it is a view, else itself.
 ///
-/// Not all tensors on one storage share one: `.data` counts for itself, and so does each part that
-/// `unsafe_chunk` returns, which torch's LSTM cells fill one after the other.
+/// Tensors on one storage may have several counters: `.data` has its own, and so has each part that
+/// `unsafe_chunk` returns. Torch's LSTM cells fill such parts one after the other.
 pub fn root_of<'py>(tensor: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
     let base = tensor.getattr(intern!(tensor.py(), "_base"))?;
     Ok(if base.is_none() { tensor.clone() } else { base })
 }
 
-/// Whether other tensors on its storage may change without the version counter of this one.
+/// True if other tensors on its storage may be changed without the version counter of this tensor.
 ///
-/// Bytes around it could not be told from its own once they are on the disk.
+/// Such a tensor stays in memory: the counter of a record would not show changes of the other bytes
+/// that the record covers.
 pub fn shares_no_counter(tensor: &Bound<'_, PyAny>, storage_bytes: u64) -> PyResult<bool> {
     let root_bytes: u64 = root_of(tensor)?.getattr(intern!(tensor.py(), "nbytes"))?.extract()?;
     Ok(root_bytes < storage_bytes) // defence: parts that count apart stay
 }
 
-/// Whether its memory is neither torch's nor ours: an array's, or that of a mapped file.
+/// True if the memory of a storage belongs to an array or a mapped file, not to torch or the store.
 ///
-/// Whoever owns it may change it when torch's storage is long gone, and keeps it anyway. `owns`
-/// tells whether an address is in memory that the store gave out.
+/// The owner keeps that memory anyway, and may change it after torch's storage is gone. `owns` is
+/// true for an address in memory that the store gave out.
 pub fn is_memory_of_others(
     storage: &Bound<'_, PyAny>,
     owns: impl FnOnce(usize) -> bool,
@@ -170,7 +171,7 @@ pub fn is_memory_of_others(
     Ok(!owns(address)) // defence: memory of others stays
 }
 
-/// The number of the GPU that a tensor is on, if it is; plain tensors are there or on the CPU.
+/// The number of a plain tensor's GPU; `None` for the CPU.
 fn gpu_of(tensor: &Bound<'_, PyAny>) -> PyResult<Option<usize>> {
     let number: i64 = tensor.call_method0(intern!(tensor.py(), "get_device"))?.extract()?;
     Ok(usize::try_from(number).ok())
@@ -183,7 +184,7 @@ fn dimensions(tensor: &Bound<'_, PyAny>) -> PyResult<Box<[(i64, i64)]>> {
     shape
         .iter()
         .zip(stride.iter())
-        .map(|(one, step)| Ok((one.extract()?, step.extract()?)))
+        .map(|(count, step)| Ok((count.extract()?, step.extract()?)))
         .collect()
 }
 

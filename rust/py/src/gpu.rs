@@ -21,11 +21,10 @@ use crate::gpu_waits::Waits;
 use crate::session_lock::SessionLock;
 use crate::store::{SIGNAL_CHECK, Store};
 
-/// Memory of which no plan tells when it has been copied is let go once so much more has been
-/// saved.
+/// If no plan tells the end of a copy, its source is let go after this many more bytes are saved.
 const WINDOW_BYTES: u64 = 64 << 20;
 
-/// Pinned memory for tensors that stay there grows by so much.
+/// Pinned memory in which tensors stay grows by blocks of this size.
 const TIER_BLOCK_BYTES: usize = 1 << 30;
 
 /// Memory that may be let go once its stream waits for the end of a copy.
@@ -34,9 +33,9 @@ pub struct Departure {
     pub after: Arc<Event>,
     /// The stream for which it was allocated, or under which it was packed.
     pub stream: GpuStream,
-    /// What holds it.
+    /// The object that holds the memory.
     pub memory: Py<PyAny>,
-    /// Whether other streams may use it as well.
+    /// True if other streams may use it as well.
     pub is_shared: bool,
 }
 
@@ -45,13 +44,13 @@ pub struct Departure {
 pub struct Gpus {
     store: Arc<core::TensorStore>,
     pinned: PinnedBytes,
-    /// For each direction, where a GPU's tensors go past the CPU's memory.
+    /// The same on a GPU, for tensors that go past the CPU's memory.
     ring: PinnedBytes,
     /// The most pinned memory in which tensors of all GPUs may stay.
     tier_bytes_max: usize,
-    /// Says for a GPU where cuFile is and whether its compatibility mode may serve, or `None`.
+    /// Function: the path of cuFile for a GPU and if its compatibility mode is allowed, or `None`.
     choose_direct: Py<PyAny>,
-    /// Is told why the chosen way cannot be opened; it raises if there shall be no other.
+    /// Function: takes the error of cuFile, and raises if the user requires it.
     direct_refused: Py<PyAny>,
     pub calls: Arc<TorchCalls>,
     pub seen: Arc<SeenStreams>,
@@ -63,14 +62,14 @@ pub struct Gpus {
 pub struct GpuWay {
     pub gpu: usize,
     pub staging: Staging,
-    /// Whether it goes past the CPU's memory.
+    /// True if its tensors go past the CPU's memory.
     is_direct: bool,
     pub calls: Arc<TorchCalls>,
     pub seen: Arc<SeenStreams>,
     lock: Arc<SessionLock>,
-    /// The threads that wait until this GPU comes to the copies.
+    /// The number of threads that wait until this GPU comes to the copies.
     waiting_count: AtomicUsize,
-    /// The turn at which one gave up waiting, with one added.
+    /// The last turn at which a thread gave up waiting, plus 1.
     given_up_at: AtomicU64,
     window_bytes: u64,
     pub waits: Waits,
@@ -81,31 +80,31 @@ pub struct GpuWay {
 #[derive(Default)]
 struct Books {
     saved_bytes: u64,
-    /// How far the program has come in its round, by the moments of the last plan.
+    /// The progress of the program in its round, in seconds of the last plan.
     progress_s: f64,
     loaded_bytes: u64,
-    /// Saved, their source let go, and still wanted.
+    /// Saved bytes whose source was let go, and whose tensor is not dropped.
     released_bytes: u64,
-    /// The most of these that had no memory on the GPU by a load either.
+    /// The largest difference of `released_bytes` and `loaded_bytes`.
     away_bytes_peak: u64,
     full: FullRing,
-    /// Dead once nobody has the memory of a load any more; by a number of their own.
+    /// By number, weak references to the storages of loads.
     loads: HashMap<u64, Py<PyWeakrefReference>>,
     load_count: u64,
 }
 
-/// What it cost that the ring was full.
+/// The cost of full rings.
 #[derive(Clone, Copy, Default)]
 struct FullRing {
     /// Waits for a GPU that was behind: the program would only have run further ahead of it.
     gpu_wait: Duration,
-    /// Waits for the disk, which there are only under a bound.
+    /// Waits for the disk, which happen only under a bound.
     disk_wait: Duration,
     /// Tensors that stayed on the GPU.
     stayed_count: u64,
 }
 
-/// Called by the interpreter when the storage of a load dies.
+/// The callback of the weak reference to the storage of a load.
 #[pyclass(frozen, module = "ssdtrain._core")]
 struct Unloaded {
     way: Weak<GpuWay>,
@@ -193,25 +192,25 @@ impl Gpus {
     fn copied_bytes(&self) -> (u64, u64) {
         let ways = self.ways();
         let counts = ways.iter().map(|(_, way)| way.staging.counts());
-        counts.fold((0, 0), |sum, one| (sum.0 + one.down_bytes, sum.1 + one.up_bytes))
+        counts.fold((0, 0), |sum, counts| (sum.0 + counts.down_bytes, sum.1 + counts.up_bytes))
     }
 
-    /// Seconds that the copies from and to GPUs took, without what they waited for.
+    /// Seconds that the copies from and to GPUs took, without their waits.
     fn copy_seconds(&self) -> (f64, f64) {
         let ways = self.ways();
         let counts = ways.iter().map(|(_, way)| way.staging.counts());
-        let sum = counts.fold((0, 0), |sum, one| (sum.0 + one.down_ns, sum.1 + one.up_ns));
+        let sum = counts.fold((0, 0), |sum, counts| (sum.0 + counts.down_ns, sum.1 + counts.up_ns));
         (sum.0 as f64 / 1e9, sum.1 as f64 / 1e9)
     }
 
-    /// Seconds for which threads waited because all memory of a ring was in use, as the GPU was
-    /// behind, and as the disk was; and tensors that stayed on their GPU because of either.
+    /// Seconds of waits for a full ring because a GPU was behind, and because the disk was; and the
+    /// number of tensors that stayed on their GPU for either reason.
     fn full_ring(&self) -> (f64, f64, u64) {
         let ways = self.ways();
         let all = ways.iter().map(|(_, way)| way.books().full);
-        all.fold((0.0, 0.0, 0), |sum, one| {
-            let (gpu_s, disk_s) = (one.gpu_wait.as_secs_f64(), one.disk_wait.as_secs_f64());
-            (sum.0 + gpu_s, sum.1 + disk_s, sum.2 + one.stayed_count)
+        all.fold((0.0, 0.0, 0), |sum, full| {
+            let (gpu_s, disk_s) = (full.gpu_wait.as_secs_f64(), full.disk_wait.as_secs_f64());
+            (sum.0 + gpu_s, sum.1 + disk_s, sum.2 + full.stayed_count)
         })
     }
 
@@ -220,8 +219,8 @@ impl Gpus {
         self.ways().iter().map(|(_, way)| way.staging.counts().staying_bytes).sum()
     }
 
-    /// Pins memory until so many bytes of a GPU's tensors can stay there, or all GPUs have what is
-    /// allowed; nothing where they go past the CPU's memory.
+    /// Pins memory until `nbytes` of a GPU's tensors can stay there, or the limit is reached. Does
+    /// nothing for a GPU whose tensors go past the CPU's memory.
     fn pin_for_tier(&self, py: Python<'_>, gpu: usize, nbytes: usize) -> PyResult<()> {
         let Some(way) = self.known(gpu).filter(|way| !way.is_direct) else { return Ok(()) };
         while way.staging.tier_bytes().0 < nbytes {
@@ -235,8 +234,8 @@ impl Gpus {
         Ok(())
     }
 
-    /// Each GPU whose tensors go through the CPU's memory, and the bytes per second of its copies
-    /// from it and to it, of late.
+    /// Each GPU whose tensors go through the CPU's memory, and the recent bytes per second of the
+    /// copies from it and to it.
     fn copy_rates(&self) -> Vec<(usize, Option<f64>, Option<f64>)> {
         let ways = self.ways();
         let ways = ways.iter().filter(|(_, way)| !way.is_direct);
@@ -244,8 +243,7 @@ impl Gpus {
         rates.map(|(gpu, rates)| (gpu, rates.down, rates.up)).collect()
     }
 
-    /// Why bytes are not on the disk that were to be written, since this was called last: errors,
-    /// and for how many tensors each stands.
+    /// The errors of writes since the last call, each with the number of its tensors.
     fn take_refusals(&self, py: Python<'_>) -> Vec<(Py<PyAny>, u64)> {
         let ways = self.ways();
         let all: Vec<_> = ways.iter().flat_map(|(_, way)| way.staging.take_refusals()).collect();
@@ -261,7 +259,7 @@ impl Gpus {
 }
 
 impl Gpus {
-    /// The way of a GPU; takes its memory if this is the first tensor there.
+    /// The way of a GPU; the first call allocates its memory.
     pub fn way(&self, py: Python<'_>, gpu: usize) -> PyResult<core::Result<Arc<GpuWay>>> {
         if let Some(way) = self.known(gpu) {
             return Ok(Ok(way));
@@ -334,10 +332,10 @@ impl Gpus {
         let ways = self.ways();
         let ways = ways.iter().filter(|(_, way)| way.is_direct == is_direct);
         let sizes = ways.map(|(_, way)| way.staging.pinned_bytes());
-        sizes.fold((0, 0), |sum, one| (sum.0 + one.0, sum.1 + one.1))
+        sizes.fold((0, 0), |sum, bytes| (sum.0 + bytes.0, sum.1 + bytes.1))
     }
 
-    /// The stream of a tensor that is packed, or unpacked, now.
+    /// The current stream of a GPU, noted as a stream that uses tensors.
     pub fn stream(&self, py: Python<'_>, gpu: usize) -> PyResult<GpuStream> {
         let handle = self.calls.current_stream(py, gpu)?; // defence: the current stream
         let stream = GpuStream { gpu, handle };
@@ -345,7 +343,7 @@ impl Gpus {
         Ok(stream)
     }
 
-    /// Lets go of what captures of CUDA graphs held back, if they have ended.
+    /// Lets go of memory that captures of CUDA graphs held back, if they have ended.
     pub fn let_held_go(&self, py: Python<'_>) {
         let has_held = |way: &&Arc<GpuWay>| !way.held().is_empty();
         let ways: Vec<_> =
@@ -357,8 +355,8 @@ impl Gpus {
 
     /// Waits a moment with another thread that waits for a GPU; `false` if there is none.
     ///
-    /// What that thread has taken out of the books is on its way out of memory, though nobody else
-    /// can find it there.
+    /// That thread has taken its record out of the books: the record is on its way out of memory,
+    /// but other threads cannot find it.
     pub fn wait_with_others(&self, py: Python<'_>) -> PyResult<bool> {
         let is_waited_for = |way: &GpuWay| way.waiting_count.load(Ordering::Relaxed) > 0;
         let found = self.ways().iter().find(|(_, way)| is_waited_for(way)).cloned();
@@ -378,13 +376,13 @@ impl Gpus {
 }
 
 impl GpuWay {
-    /// Whether this process is a child of the one that opened it.
+    /// True in a child that was forked from the process that opened the way.
     pub fn is_forked(&self) -> bool {
         self.staging.is_forked()
     }
 
-    /// Waits for the GPU to come to a copy, after there was no room at this turn; another thread
-    /// that looks meanwhile is told of it by [`Gpus::wait_with_others`].
+    /// Waits for the GPU to come to a copy, after there was no room at this turn. Meanwhile
+    /// [`Gpus::wait_with_others`] of another thread waits too.
     pub fn wait_for_room(&self, py: Python<'_>, turn: u64) -> PyResult<()> {
         self.waiting_count.fetch_add(1, Ordering::Relaxed);
         let waited = self.wait_for_turn(py, turn);
@@ -397,12 +395,12 @@ impl GpuWay {
         self.lock.without(py, || self.staging.wait_for_turn(turn, SIGNAL_CHECK)).map(drop)
     }
 
-    /// Notes that a thread waited in vain: until the GPU comes to a copy, nobody else has to.
+    /// Notes that a thread waited in vain: until the GPU comes to a copy, no other thread waits.
     pub fn give_up_waiting(&self, turn: u64) {
         self.given_up_at.store(turn + 1, Ordering::Relaxed);
     }
 
-    /// Whether a thread has waited in vain, and nothing has ended since.
+    /// True if a thread waited in vain at this turn.
     pub fn is_given_up(&self, turn: u64) -> bool {
         self.given_up_at.load(Ordering::Relaxed) == turn + 1
     }
@@ -421,24 +419,24 @@ impl GpuWay {
         self.books().full.stayed_count += 1;
     }
 
-    /// Counts a save; returns how much has been saved with it.
+    /// Counts a save; returns the sum of all saves so far.
     pub fn count_saved(&self, nbytes: u64) -> u64 {
         let mut books = self.books();
         books.saved_bytes += nbytes;
         books.saved_bytes
     }
 
-    /// Notes that the program has come to this moment of a round, as plans tell it.
+    /// Notes the progress of the program in its round, in seconds of the plan.
     pub fn note_progress(&self, moment_s: f64) {
         self.books().progress_s = moment_s;
     }
 
-    /// Whether the program has come to this moment of its round.
+    /// True if the program has reached this moment of its round.
     pub fn has_come_to(&self, moment_s: f64) -> bool {
         self.books().progress_s >= moment_s
     }
 
-    /// Whether so much has been saved since that the copy has mostly ended.
+    /// True if so much was saved after `saved_bytes` that their copy has mostly ended.
     pub fn is_past_window(&self, saved_bytes: u64) -> bool {
         self.books().saved_bytes - saved_bytes >= self.window_bytes
     }
@@ -447,17 +445,17 @@ impl GpuWay {
     pub fn count_released(&self, nbytes: u64) {
         let mut books = self.books();
         books.released_bytes += nbytes;
-        // A load may outlive what was saved.
+        // A load may outlive the saved bytes.
         let away_bytes = books.released_bytes.saturating_sub(books.loaded_bytes);
         books.away_bytes_peak = books.away_bytes_peak.max(away_bytes);
     }
 
-    /// Counts that nobody wants any more what was let go.
+    /// Counts released bytes whose tensor is dropped.
     pub fn count_dropped(&self, nbytes: u64) {
         self.books().released_bytes -= nbytes;
     }
 
-    /// Counts the memory of a load for as long as somebody has it.
+    /// Counts the memory of a load for as long as its storage lives.
     pub fn count_loaded(self: &Arc<Self>, storage: &Bound<'_, PyAny>, nbytes: u64) -> PyResult<()> {
         let number = {
             let mut books = self.books();
@@ -477,7 +475,7 @@ impl GpuWay {
         self.books().loaded_bytes
     }
 
-    /// What a capture held back.
+    /// The memory that captures of CUDA graphs held back.
     pub fn held(&self) -> MutexGuard<'_, Vec<Departure>> {
         self.held.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -489,8 +487,8 @@ impl GpuWay {
 
 /// The stream as the driver knows it.
 pub fn user_stream(stream: GpuStream) -> UserStream {
-    // SAFETY: the handles are what torch calls the current stream. Torch never destroys its own;
-    // one that a program made elsewhere has to outlive the session, as docs/guides/gpu.md asks.
+    // SAFETY: the handles are those of torch's current streams. Torch never destroys its own; a
+    // program's own streams have to outlive the session, as docs/guides/gpu.md asks.
     unsafe { UserStream::new(stream.handle) }
 }
 

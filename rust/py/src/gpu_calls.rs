@@ -1,4 +1,4 @@
-//! What the ways of GPUs ask torch, and the streams that they saw.
+//! Calls of torch for tensors of GPUs, and the streams that were current in hooks.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -11,7 +11,7 @@ pub struct GpuStream {
     /// The number of the GPU, as torch counts.
     pub gpu: usize,
     /// Its handle. It was current when the tensor was packed: autograd runs its node's backward
-    /// under the same one.
+    /// under the same stream.
     pub handle: usize,
 }
 
@@ -22,7 +22,7 @@ pub struct SeenStreams(Mutex<Vec<(GpuStream, Arc<Py<PyAny>>)>>);
 impl SeenStreams {
     /// Notes that a stream uses tensors.
     pub fn note(&self, py: Python<'_>, stream: GpuStream, calls: &TorchCalls) -> PyResult<()> {
-        if !self.locked().iter().any(|(one, _)| *one == stream) {
+        if !self.locked().iter().any(|(seen, _)| *seen == stream) {
             let made = calls.stream_object.bind(py).call1((stream.gpu, stream.handle))?;
             let object = Arc::new(made.unbind());
             self.locked().push((stream, object));
@@ -30,17 +30,17 @@ impl SeenStreams {
         Ok(())
     }
 
-    /// Tells the allocator that a stream uses the memory of a tensor, too; nothing if the memory
-    /// was allocated for that stream.
+    /// Tells the allocator that a stream uses the memory of a tensor, too; the allocator ignores
+    /// the stream for which it allocated the memory.
     pub fn record(&self, tensor: &Bound<'_, PyAny>, stream: GpuStream) -> PyResult<()> {
-        let objects = self.objects(|one| one == stream);
+        let objects = self.objects(|seen| seen == stream);
         assert!(!objects.is_empty(), "a stream is noted before it is recorded");
         record(tensor, &objects)
     }
 
-    /// The same for all streams of a GPU that use tensors.
+    /// Tells the allocator that all noted streams of a GPU use the memory of a tensor.
     pub fn record_all(&self, tensor: &Bound<'_, PyAny>, gpu: usize) -> PyResult<()> {
-        record(tensor, &self.objects(|one| one.gpu == gpu))
+        record(tensor, &self.objects(|seen| seen.gpu == gpu))
     }
 
     fn objects(&self, is_meant: impl Fn(GpuStream) -> bool) -> Vec<Arc<Py<PyAny>>> {
@@ -73,7 +73,7 @@ impl TorchCalls {
         self.current_stream.bind(py).call1((gpu,))?.extract()
     }
 
-    /// Whether torch has no memory of a GPU left.
+    /// True if an error says that torch has no memory of a GPU left.
     pub fn is_out_of_memory(&self, py: Python<'_>, error: &PyErr) -> bool {
         error.matches(py, self.out_of_memory.bind(py)).unwrap_or(false)
     }

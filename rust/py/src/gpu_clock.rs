@@ -1,11 +1,11 @@
-//! When the rounds of a GPU did what, by its own clock.
+//! The times of rounds on a GPU, by the clock of the GPU.
 //!
-//! Python runs ahead of a GPU, so the moments of the hooks tell what Python did, and not when the
-//! GPU came to it. A round that begins on a GPU has events there: where it begins, and where its
-//! tensors are packed and needed. It is learned from once the GPU has come to all of them. A round
-//! with tensors of several GPUs, whose clocks differ, is learned from by the moments of the hooks,
-//! as is one that began in a CUDA graph that is being captured. Where Python is so far ahead that
-//! too many rounds have events already, the next ones get none, and teach nothing.
+//! Python runs ahead of a GPU, so the moments of hooks are not those of the GPU. A round that
+//! begins on a GPU records events on its streams: at its beginning, and at packs and needs of its
+//! tensors. The policy learns from the round once the GPU has reached all of them. Clocks of GPUs
+//! differ, so a round with tensors of several GPUs has the moments of the hooks instead; so has a
+//! round that began while a CUDA graph was being captured. If Python is so far ahead that too many
+//! rounds have events already, the next rounds get none, and nothing is learned from them.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -22,13 +22,13 @@ use crate::gpu_calls::GpuStream;
 use crate::gpu_waits::Wait;
 use crate::saved_tensor::SharedRound;
 
-/// So much is packed, or needed, from one event to the next: a driver has better to do than to tell
-/// small tensors apart, which are packed within a moment.
+/// The bytes that are packed, or needed, between two events: small tensors that follow each other
+/// share one.
 const MARK_BYTES: u64 = 8 << 20;
-/// Rounds with events at once.
+/// The most rounds that have events at once.
 const MARKED_MAX: usize = 16;
-/// A round that has events for longer than so many others took to begin never ends: somebody holds
-/// its graph.
+/// A round loses its events after this many later rounds: the program holds its graph, and it may
+/// never end.
 const AGE_MAX: u64 = 256;
 
 /// The clocks of the GPUs of one session.
@@ -43,52 +43,52 @@ pub struct GpuClock {
 /// A round with events.
 struct Marked {
     round: SharedRound,
-    /// How many rounds had begun with it.
+    /// Its number in the order of beginning.
     number: u64,
     gpu: usize,
     begun: Arc<Event>,
     packed: Marks,
     needed: Marks,
-    /// Of what was loaded: when it was needed, and when it was there.
+    /// For each load, the event of the need and the event of its end.
     loads: Vec<(Arc<Event>, Arc<Event>)>,
-    /// Of what was let go: where streams waited for its copy, and the end of that.
+    /// The waits of streams for copies of memory that was let go.
     waits: Vec<Wait>,
-    /// What is needed now, if it got an event for that, until its load is known.
+    /// Key and event of the storage that is needed now, until its load is known.
     needed_now: Option<(i64, Arc<Event>)>,
     has_other_gpus: bool,
 }
 
-/// When the storages of a round were packed, or needed.
+/// The events of the packs, or of the needs, of a round.
 #[derive(Default)]
 struct Marks {
     events: Vec<Arc<Event>>,
     /// By the key of a storage, the place of its event.
     places: HashMap<i64, usize>,
-    /// What came since the last event.
+    /// The bytes since the last event.
     nbytes: u64,
 }
 
-/// What happens to a storage.
+/// A use of a storage by the program.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub enum What {
+pub enum StorageUse {
     Packed,
     Needed {
-        /// Whether the GPU may have to wait for it, which an event of its own tells.
+        /// True if the GPU may have to wait for it; then it gets an event of its own.
         waits: bool,
     },
 }
 
-/// What a round did by the clock of its GPU, in seconds since it began.
+/// The times of a round by the clock of its GPU, in seconds since it began.
 pub struct GpuTimes {
     pub items: Vec<Item>,
-    /// When the last storage was needed.
+    /// The moment of the last need.
     pub ended_s: f64,
-    /// How long the GPU waited for loads, and for copies that by the plan had ended.
+    /// The waits of the GPU for loads, and for copies that should have ended by the plan.
     pub stall_s: f64,
 }
 
 impl GpuClock {
-    /// Notes that a round begins, with a tensor of this stream; `None`: of no GPU.
+    /// Notes that a round begins with a tensor of this stream, or of the CPU (`None`).
     pub fn begin(
         &self,
         py: Python<'_>,
@@ -99,13 +99,13 @@ impl GpuClock {
         let number = self.begun_count.fetch_add(1, Ordering::Relaxed);
         let is_full = {
             let mut marked = self.marked();
-            let is_old = |one: &Marked| one.number + AGE_MAX < number;
-            let count = marked.iter().take_while(|one| is_old(one)).count();
+            let is_old = |marked_round: &Marked| marked_round.number + AGE_MAX < number;
+            let count = marked.iter().take_while(|marked_round| is_old(marked_round)).count();
             let old: Vec<_> = marked.drain(..count).collect();
             let is_full = marked.len() >= MARKED_MAX;
             drop(marked);
-            for one in &old {
-                one.round.lock().set_untimed();
+            for marked_round in &old {
+                marked_round.round.lock().set_untimed();
             }
             is_full
         };
@@ -118,64 +118,67 @@ impl GpuClock {
         Ok(())
     }
 
-    /// Notes that a storage is packed, or needed, on this stream now; `None`: on no GPU.
+    /// Notes that a storage is packed, or needed, on this stream now, or on the CPU (`None`).
     pub fn note(
         &self,
         py: Python<'_>,
         round: &SharedRound,
-        what: What,
+        used: StorageUse,
         (key, nbytes): (i64, u64),
         stream: Option<GpuStream>,
     ) -> PyResult<()> {
         let is_due = {
             let mut marked = self.marked();
-            let Some(one) = find(&mut marked, round) else { return Ok(()) };
-            one.has_other_gpus |= stream.is_some_and(|stream| stream.gpu != one.gpu);
-            let is_wanted = match what {
-                What::Needed { waits: true } => true,
-                What::Packed | What::Needed { waits: false } => one.marks(what).is_due(key, nbytes),
+            let Some(marked_round) = find(&mut marked, round) else { return Ok(()) };
+            marked_round.has_other_gpus |=
+                stream.is_some_and(|stream| stream.gpu != marked_round.gpu);
+            let is_wanted = match used {
+                StorageUse::Needed { waits: true } => true,
+                StorageUse::Packed | StorageUse::Needed { waits: false } => {
+                    marked_round.marks(used).is_due(key, nbytes)
+                }
             };
-            is_wanted && !one.has_other_gpus && stream.is_some()
+            is_wanted && !marked_round.has_other_gpus && stream.is_some()
         };
-        // Without the lock of the interpreter: a stream that is full has the program wait.
+        // `record` releases the GIL, because a full stream makes the program wait.
         let event = match stream {
             Some(stream) if is_due => self.record(py, stream)?,
             _ => None,
         };
-        if let Some(one) = find(&mut self.marked(), round) {
-            if what != What::Packed {
-                one.needed_now = event.clone().map(|event| (key, event));
+        if let Some(marked_round) = find(&mut self.marked(), round) {
+            if used != StorageUse::Packed {
+                marked_round.needed_now = event.clone().map(|event| (key, event));
             }
-            one.marks(what).enter(key, nbytes, event);
+            marked_round.marks(used).enter(key, nbytes, event);
         }
         Ok(())
     }
 
-    /// Notes that what is needed now is there once an event is reached.
+    /// Notes the event at which the load of a needed storage ends.
     pub fn note_load(&self, round: &SharedRound, key: i64, loaded: Arc<Event>) {
         let mut marked = self.marked();
-        let Some(one) = find(&mut marked, round) else { return };
-        // From an event of another need on, other work was done as well.
-        if let Some((of, needed)) = one.needed_now.take()
+        let Some(marked_round) = find(&mut marked, round) else { return };
+        // After another need the GPU has done other work as well.
+        if let Some((of, needed)) = marked_round.needed_now.take()
             && of == key
         {
-            one.loads.push((needed, loaded));
+            marked_round.loads.push((needed, loaded));
         }
     }
 
-    /// Notes where streams of the round's GPU waited until memory had been copied.
+    /// Notes waits of streams of the round's GPU for copies of memory that was let go.
     pub fn note_waits(&self, round: &SharedRound, waits: Vec<Wait>) {
-        if let Some(one) = find(&mut self.marked(), round) {
-            one.waits.extend(waits);
+        if let Some(marked_round) = find(&mut self.marked(), round) {
+            marked_round.waits.extend(waits);
         }
     }
 
-    /// Whether the GPU of an ended round has not come to its end yet.
+    /// True if the GPU of an ended round has not reached all its events yet.
     pub fn is_awaited(&self, py: Python<'_>, round: &SharedRound) -> PyResult<bool> {
         let events: Vec<_> = {
             let mut marked = self.marked();
-            let Some(one) = find(&mut marked, round) else { return Ok(false) };
-            one.events().cloned().collect()
+            let Some(marked_round) = find(&mut marked, round) else { return Ok(false) };
+            marked_round.events().cloned().collect()
         };
         for event in events {
             if !raised(py, event.is_reached())? {
@@ -185,14 +188,15 @@ impl GpuClock {
         Ok(false)
     }
 
-    /// Gives up the events of an ended round, which is not awaited; with them, the times of its
-    /// `items`, which have those of the hooks. `None` if there are none.
+    /// Takes the events of an ended round that is not awaited. Returns the times of its `items` by
+    /// the clock of the GPU, or `None` if the round has no such times.
     pub fn take(&self, round: &SharedRound, items: &[Item]) -> Option<GpuTimes> {
         let taken = take(&mut self.marked(), round);
         taken?.times(items)
     }
 
-    /// Marks where a stream is; `None` if it is captured into a graph, which has no time.
+    /// Records an event on a stream; `None` while the stream is captured into a CUDA graph, which
+    /// has no time.
     fn record(&self, py: Python<'_>, stream: GpuStream) -> PyResult<Option<Arc<Event>>> {
         let record = || -> core::Result<Option<Arc<Event>>> {
             let opened = Gpu::get(stream.gpu)?;
@@ -236,10 +240,10 @@ impl Marked {
         }
     }
 
-    fn marks(&mut self, what: What) -> &mut Marks {
-        match what {
-            What::Packed => &mut self.packed,
-            What::Needed { .. } => &mut self.needed,
+    fn marks(&mut self, used: StorageUse) -> &mut Marks {
+        match used {
+            StorageUse::Packed => &mut self.packed,
+            StorageUse::Needed { .. } => &mut self.needed,
         }
     }
 
@@ -277,7 +281,7 @@ impl Marked {
         let timed = |item: &Item| {
             let packed_s = *packed_s.get(*self.packed.places.get(&item.key)?)?;
             let needed_s = *needed_s.get(*self.needed.places.get(&item.key)?)?;
-            // A stall of another stream may lie between them.
+            // A stall of another stream may lie between the two moments.
             Some(Item { packed_s, needed_s: needed_s.max(packed_s), ..*item })
         };
         Some(GpuTimes {
@@ -289,14 +293,14 @@ impl Marked {
 }
 
 impl Marks {
-    /// Whether a storage that comes now is to have an event of its own.
+    /// True if the storage that comes now gets an event of its own.
     fn is_due(&self, key: i64, nbytes: u64) -> bool {
         !self.places.contains_key(&key)
             && (self.events.is_empty() || self.nbytes + nbytes >= MARK_BYTES)
     }
 
-    /// Enters a storage with its event, or with the one before. What comes before the first one
-    /// has that: backward may need a tensor of the CPU first, in another thread.
+    /// Enters a storage with its event, or else with the last event. A storage before the first
+    /// event gets the first: backward may need a tensor of the CPU first, in another thread.
     fn enter(&mut self, key: i64, nbytes: u64, event: Option<Arc<Event>>) {
         self.nbytes += nbytes;
         if let Some(event) = event {
@@ -307,18 +311,18 @@ impl Marks {
     }
 }
 
-/// When a GPU waited, on whichever stream: spans that do not overlap, in their order.
+/// The waits of a GPU on any stream: spans that do not overlap, in their order.
 struct Stalls(Vec<(f64, f64)>);
 
 impl Stalls {
-    /// Joins waits, each from the moment when something was needed to that when it was there. Of
-    /// one that began before the round, what lies in the round counts.
+    /// Joins waits, each from the need of a storage to the end of its load. A wait that began
+    /// before the round counts from the beginning of the round.
     fn of(mut waits: Vec<(f64, f64)>) -> Self {
         for (needed_s, _) in &mut waits {
             *needed_s = needed_s.max(0.0);
         }
         waits.retain(|(needed_s, loaded_s)| needed_s < loaded_s);
-        waits.sort_by(|one, other| one.0.total_cmp(&other.0));
+        waits.sort_by(|wait, other| wait.0.total_cmp(&other.0));
         let mut joined: Vec<(f64, f64)> = Vec::new();
         for (begun_s, ended_s) in waits {
             match joined.last_mut() {
@@ -329,7 +333,7 @@ impl Stalls {
         Self(joined)
     }
 
-    /// How long it had waited at a moment.
+    /// The sum of the waits before a moment.
     fn before(&self, moment_s: f64) -> f64 {
         let spans = self.0.iter().take_while(|(begun_s, _)| *begun_s < moment_s);
         spans.map(|(begun_s, ended_s)| ended_s.min(moment_s) - begun_s).sum()
@@ -337,10 +341,10 @@ impl Stalls {
 }
 
 fn find<'a>(marked: &'a mut VecDeque<Marked>, round: &SharedRound) -> Option<&'a mut Marked> {
-    marked.iter_mut().rev().find(|one| one.round.is(round))
+    marked.iter_mut().rev().find(|marked_round| marked_round.round.is(round))
 }
 
 fn take(marked: &mut VecDeque<Marked>, round: &SharedRound) -> Option<Marked> {
-    let place = marked.iter().position(|one| one.round.is(round))?;
+    let place = marked.iter().position(|marked_round| marked_round.round.is(round))?;
     marked.remove(place)
 }

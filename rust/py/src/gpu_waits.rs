@@ -1,23 +1,23 @@
-//! How streams of a GPU have waited for copies of what was let go.
+//! The waits of a GPU's streams for copies of memory that was let go.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use ssdtrain_core::cuda::stream::Event;
 
-/// Of waits that nobody asks for no more are noted.
+/// The most waits that are noted until they are taken.
 const WAITS_MAX: usize = 4096;
 
-/// A wait of a stream until memory had been copied that was let go.
+/// A wait of a stream for the copy of memory that was let go.
 pub struct Wait {
-    /// Where it began, if it did before the copy had ended.
+    /// The beginning of the wait; after `copied`, if there was none.
     pub from: Arc<Event>,
     /// The end of the copy.
     pub copied: Arc<Event>,
-    /// Whether by the plan the copy had ended.
+    /// True if the copy should have ended by the plan.
     pub is_planned: bool,
 }
 
-/// Those of a GPU since somebody asked for them.
+/// The waits of a GPU since they were taken last.
 #[derive(Default)]
 pub struct Waits(Mutex<Vec<Wait>>);
 

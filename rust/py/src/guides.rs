@@ -1,6 +1,7 @@
-//! The guides of rounds in which only what leaves memory is followed; see `core/src/guide.rs`.
+//! The guides of partial rounds, in which only tensors that leave memory are followed; see
+//! `core/src/guide.rs`.
 //!
-//! `activations/followed.py` decides which rounds those are.
+//! `activations/followed.py` chooses the partial rounds.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -14,14 +15,14 @@ use crate::saved_tensor::SharedRound;
 /// The guides of one session.
 #[derive(Default)]
 pub struct Guides {
-    /// Whether the round that began last has one. Looked at in every pack.
+    /// True if the round that began last has a guide. Every pack looks at it.
     is_on: AtomicBool,
     /// By the key of the first tensor.
     known: Mutex<HashMap<i64, Arc<[Place]>>>,
 }
 
 impl Guides {
-    /// Makes a round that was followed in whole the guide of those that begin as it did.
+    /// Makes a round that was followed in whole the guide of rounds with the same first tensor.
     pub fn set(&self, ended: &SharedRound) {
         let (opening, guide) = {
             let round = ended.lock();
@@ -34,7 +35,7 @@ impl Guides {
         known.insert(opening, guide);
     }
 
-    /// Gives a round that begins its guide, if it `is_wanted` and there is one.
+    /// Gives a new round its guide, if it `is_wanted` and there is one.
     pub fn begin(&self, round: &SharedRound, is_wanted: bool) {
         let opening = round.lock().opening();
         let guide = self.known().get(&opening).filter(|_| is_wanted).map(Arc::clone);
@@ -44,7 +45,7 @@ impl Guides {
         }
     }
 
-    /// Whether the round that began last has one.
+    /// True if the round that began last has a guide.
     pub fn is_on(&self) -> bool {
         self.is_on.load(Ordering::Relaxed)
     }

@@ -12,7 +12,7 @@ use crate::record::Record;
 /// The held records of all threads.
 pub struct Held {
     records: Mutex<Vec<RecordReference>>,
-    /// Tells how many tensors lie on the storage at an address of C++.
+    /// Function: the number of tensors on the storage at an address of C++.
     count_users: Py<PyAny>,
 }
 
@@ -39,7 +39,7 @@ impl Held {
         self.records.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether the program, or the operation of a node that is being made, has tensors on a
+    /// True if the program, or the operation of a node that is being made, has tensors on a
     /// storage; `known` are the records on it.
     pub fn is_used(
         &self,
@@ -47,10 +47,11 @@ impl Held {
         known: &[Bound<'_, Record>],
     ) -> PyResult<bool> {
         let py = storage.py();
-        // `storage` itself is one user; source and replaced write of each record are others.
+        // `storage` itself is a user; so are source and replaced write of each record.
         let mut own_count = 1;
-        for record in known.iter().map(Bound::get).filter(|one| one.is_on(storage)) {
-            // Counted first: a write that ends in between leaves fewer users.
+        for record in known.iter().map(Bound::get).filter(|record| record.is_on(storage)) {
+            // Our own users are counted first: a write that ends in between leaves fewer of torch's
+            // users.
             own_count += record.replaced_count(py) + usize::from(record.has_source());
         }
         let address = storage.getattr(intern!(py, "_cdata"))?;

@@ -1,4 +1,4 @@
-//! `hidden`: what of a round leaves memory, asked of the planner.
+//! `hidden` asks the planner for the tensors of a round that leave memory.
 
 use std::collections::HashMap;
 
@@ -8,11 +8,11 @@ use ssdtrain_plan::hidden::{self as plan, Copies, Item, Links};
 /// The fields of `planning.policy.Item`.
 type Fields = (i64, u64, f64, f64, Option<usize>);
 
-/// Of what leaves: the latest start of its way back; when it has been copied from its GPU, if that
-/// is known; and the bytes of pinned memory in which it stays, if it does.
+/// For a tensor that leaves: the latest start of its way back; the end of its copy from its GPU, if
+/// that is known; and the bytes of pinned memory in which it stays, if it does.
 type Leaving = (f64, Option<f64>, Option<u64>);
 
-/// What leaves of a round, by its key.
+/// The tensors of a round that leave memory, by key.
 #[pyfunction]
 #[pyo3(signature = (
     items, *, write, read, copies, host_bytes, page_bytes, margin_s, round_trip_factor
@@ -20,7 +20,7 @@ type Leaving = (f64, Option<f64>, Option<u64>);
 #[expect(
     clippy::too_many_arguments,
     clippy::needless_pass_by_value,
-    reason = "what Python gives, with its keywords"
+    reason = "keywords on the side of Python, with lists that PyO3 extracts"
 )]
 pub fn hidden(
     items: Vec<Fields>,
@@ -38,9 +38,9 @@ pub fn hidden(
         |&(_, nbytes, packed_s, needed_s, gpu): &Fields| Item { nbytes, packed_s, needed_s, gpu };
     let own: Vec<_> = items.iter().map(item).collect();
     let leaving = plan::hidden(&own, &links);
-    let entry = |one: &plan::Leaving| {
-        let pinned_bytes = one.is_pinned.then(|| links.pages(&own[one.place]));
-        (items[one.place].0, (one.start_by_s, one.copied_s, pinned_bytes))
+    let entry = |leaving: &plan::Leaving| {
+        let pinned_bytes = leaving.is_pinned.then(|| links.pages(&own[leaving.place]));
+        (items[leaving.place].0, (leaving.start_by_s, leaving.copied_s, pinned_bytes))
     };
     leaving.iter().map(entry).collect()
 }

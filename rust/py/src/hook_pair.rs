@@ -1,9 +1,9 @@
 //! The two functions that autograd calls for each saved tensor.
 //!
 //! Most saved tensors are weights or small. Those are packed and unpacked here, because functions
-//! in Python would cost more than all else (`benches/training/small_tensors.py` measures it); the
-//! others go on to `offloading.rs`, and what is unusual to the hooks in Python. No lock is held
-//! while Python runs: any of its calls may come back here.
+//! in Python would cost more than all else (`benches/training/small_tensors.py` measures it); other
+//! plain tensors go on to `offloading.rs`, and unusual tensors to the hooks in Python. No lock is
+//! held while Python runs, because any call of it may come back here.
 
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -75,7 +75,7 @@ impl HookPair {
         let (this, py) = (slf.get(), slf.py());
         let rules = this.rules.get();
         let outline = rules.outline(tensor)?;
-        // A weight that is a leaf is held as it is, wherever this is called from.
+        // A weight that is a leaf is held itself, also inside an operation.
         let is_own = matches!(outline, Some(Outline::Weight));
         if !is_own && rules.is_below_autograd(py)? {
             return this.in_python(py, &this.pack_below, &[slf.as_any(), tensor]);
@@ -98,7 +98,7 @@ impl HookPair {
             return Ok(tensor.clone().unbind());
         }
         if self.is_traced(py)? {
-            return self.out_of_sight(&self.method(py, intern!(py, "unpack"))?, &[packed]);
+            return self.call_untraced(&self.method(py, intern!(py, "unpack"))?, &[packed]);
         }
         self.offloading.get().unpack(packed)
     }
@@ -135,7 +135,7 @@ impl HookPair {
         }
     }
 
-    /// Packs what need not be judged; `None`: it has to be.
+    /// Packs a tensor that need not be judged; `None` if it has to be.
     fn pack_at_a_glance(
         &self,
         tensor: &Bound<'_, PyAny>,
@@ -143,7 +143,7 @@ impl HookPair {
         is_from_below: bool,
     ) -> PyResult<Option<Py<PyAny>>> {
         let (rules, py) = (self.rules.get(), tensor.py());
-        // In a round that is only skimmed, to look at it would cost more than all else.
+        // In a skimmed round, a look at the tensor would cost more than all else.
         let may_pass_by = !is_from_below;
         let is_large = own.nbytes >= self.small_bytes;
         let pass_by = || -> PyResult<Option<Py<PyAny>>> {
@@ -164,7 +164,7 @@ impl HookPair {
             Some(Glance::Small { identity, nbytes }) => {
                 let on_gpus = self.gpus.as_ref().map_or(0, |gpus| gpus.get().loaded_bytes());
                 let transfer_bytes = self.store.get().transfer_bytes(py) + on_gpus;
-                // No code runs in between, so that both are of one moment.
+                // No other code runs in between, so both numbers are of the same moment.
                 let Some(holding) = self.account.hold_small(identity, nbytes, transfer_bytes)
                 else {
                     return self.pack_other(tensor, is_from_below).map(Some);
@@ -172,22 +172,22 @@ impl HookPair {
                 let kept = Kept::hold(tensor, own.is_leaf, is_from_below, Some(holding))?;
                 Ok(Some(kept.into_any()))
             }
-            // A small view of something large.
+            // A small view of a large tensor.
             Some(Glance::Large) if !is_large && may_pass_by => pass_by(),
             Some(Glance::Large) | None => Ok(None),
         }
     }
 
-    /// Packs what may leave memory, out of the compiler's sight if it looks into this thread.
+    /// Packs a tensor that may leave memory; untraced, if the compiler traces this thread.
     fn pack_other(&self, tensor: &Bound<'_, PyAny>, is_from_below: bool) -> PyResult<Py<PyAny>> {
         let py = tensor.py();
         if self.is_traced(py)? {
-            return self.out_of_sight(&self.method(py, intern!(py, "pack"))?, &[tensor]);
+            return self.call_untraced(&self.method(py, intern!(py, "pack"))?, &[tensor]);
         }
         self.offloading.get().pack_plain(tensor, !is_from_below)
     }
 
-    /// Calls a function in Python, out of the compiler's sight in the same way.
+    /// Calls a function of Python; untraced, if the compiler traces this thread.
     fn in_python<'py>(
         &self,
         py: Python<'py>,
@@ -196,25 +196,25 @@ impl HookPair {
     ) -> PyResult<Py<PyAny>> {
         let function = function.bind(py);
         if self.is_traced(py)? {
-            return self.out_of_sight(function, arguments);
+            return self.call_untraced(function, arguments);
         }
         function.call1(PyTuple::new(py, arguments)?).map(Bound::unbind)
     }
 
-    /// Whether the compiler looks into what this thread calls.
+    /// True if the compiler traces this thread.
     fn is_traced(&self, py: Python<'_>) -> PyResult<bool> {
         self.rules.get().tracer.bind(py).call0()?.is_truthy()
     }
 
-    /// Calls a function where the compiler does not look.
-    fn out_of_sight<'py>(
+    /// Calls a function that the compiler does not trace.
+    fn call_untraced<'py>(
         &self,
         function: &Bound<'py, PyAny>,
         arguments: &[&Bound<'py, PyAny>],
     ) -> PyResult<Py<PyAny>> {
         let py = function.py();
-        let words = [&[function], arguments].concat();
-        self.untraced.bind(py).call1(PyTuple::new(py, words)?).map(Bound::unbind)
+        let arguments = [&[function], arguments].concat();
+        self.untraced.bind(py).call1(PyTuple::new(py, arguments)?).map(Bound::unbind)
     }
 
     fn method<'py>(

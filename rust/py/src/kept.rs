@@ -1,4 +1,4 @@
-//! What autograd holds in the place of a tensor that stays in memory.
+//! `Kept`: autograd holds it in the place of a tensor that stays in memory.
 
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -10,22 +10,23 @@ pub const NO_VERSION: i64 = -1;
 
 /// A tensor that stays in memory.
 ///
-/// Those that have ended are used again, up to 2 MB of them: to make one anew counts for Python's
-/// collector of garbage, which would run more often and never find one.
+/// Dead objects are used again, up to 2 MB of them: each new object would count for Python's
+/// garbage collector, which would run more often and find no garbage.
 #[pyclass(frozen, freelist = 16_384, module = "ssdtrain._core")]
 pub struct Kept {
-    /// What it counts for in the account; a weight counts for nothing. Stands before the tensor,
-    /// so that it ends before the storage, whose identity another may have then.
+    /// Its entry in the account; a weight has none. The field stands before `tensor`, so that the
+    /// entry ends before the storage, whose address another storage may get.
     _holding: Option<core::SharedHolding>,
     #[pyo3(get)]
     tensor: Py<PyAny>,
-    /// To a leaf: `torch.utils.swap_tensors` does not take a tensor that has one. Autograd's own
-    /// hold on a leaf would refuse it too, but ours is one of Python, which it does not count.
+    /// A weak reference to a leaf, because `torch.utils.swap_tensors` refuses a tensor that has
+    /// one. Without hooks it refuses a saved leaf because of autograd's own reference; it does not
+    /// count ours, which is of Python.
     _unswappable: Option<Py<PyWeakrefReference>>,
     #[pyo3(get)]
     version: i64,
-    /// Whether it was packed from inside an operation, and is asked for there: it might become the
-    /// result, which is changed then.
+    /// True if it was packed inside an operation, and is needed there: it might become the result
+    /// of the operation, which is changed then.
     pub is_from_below: bool,
 }
 
@@ -68,7 +69,7 @@ impl Kept {
         Py::new(py, kept)
     }
 
-    /// The tensor, if it is as it was when it was packed.
+    /// The tensor, if its version is that of the pack.
     pub fn unchanged<'py>(&self, py: Python<'py>) -> PyResult<Option<&Bound<'py, PyAny>>> {
         let tensor = self.tensor.bind(py);
         // defence: version of what is kept

@@ -1,10 +1,10 @@
-//! `Leaving`: how a tensor leaves memory, in one call during which no other thread runs Python.
+//! `Leaving` takes a tensor out of memory, in one call during which no other thread runs Python.
 //!
-//! What leaves is a weight or a gradient; here it is called a weight in any case.
+//! The tensor is a weight or a gradient; here it is called a weight in any case.
 //!
-//! Whoever gets a weight from Python is asked by its class while it is away. But between a look at
-//! the class and the moment in which the bytes are gone another thread could begin to use them.
-//! So all of it happens here: nothing below runs Python code or lets go of the GIL.
+//! While a weight is away, its class brings the bytes back for code that uses it. But between a
+//! look at the class and the moment in which the bytes are gone, another thread could begin to use
+//! them. So all of it happens here: nothing below runs Python code or releases the GIL.
 #![expect(unsafe_code, reason = "takes the address of a tensor, and counts references")]
 
 use pyo3::intern;
@@ -17,11 +17,11 @@ use crate::partners::AwayEntry;
 #[pyclass(frozen, module = "ssdtrain._core")]
 pub struct Leaving {
     given: Given,
-    /// What is counted for a weight whose storage nobody else has.
+    /// The users of a weight whose storage nobody else has.
     alone: Users,
 }
 
-/// What Python gives, each by its name in a dict.
+/// Classes and functions of Python, by their names in a dict.
 #[derive(FromPyObject)]
 #[pyo3(from_item_all)]
 struct Given {
@@ -30,16 +30,16 @@ struct Given {
     count_users: Py<PyAny>,
     current_frames: Py<PyAny>,
     thread: Py<PyAny>,
-    /// The code in which a thread waits for others, and calls nothing of torch.
+    /// Code objects in which a thread waits for others, and calls nothing of torch.
     idle: Py<PySet>,
-    /// The numbers of threads that say which weights they use.
+    /// The numbers of threads that note the weights that they use.
     known: Py<PySet>,
-    /// Tells the clock of a thread, which says how the kernel knows it.
+    /// Function: the number of a thread's clock, which contains the kernel's number of the thread.
     clock_of: Py<PyAny>,
     collector: Py<PyAny>,
 }
 
-/// Who has a storage: tensors, as C++ counts them, and references to its object in Python.
+/// The users of a storage: tensors, as C++ counts them, and references to its Python object.
 #[derive(Clone, Copy, PartialEq, Eq)]
 struct Users {
     tensors: usize,
@@ -57,8 +57,8 @@ impl Leaving {
         Ok(Self { given, alone: users })
     }
 
-    /// Takes the bytes of `weight` out of it and gives them to `entry`, unless somebody
-    /// else may be using them or, if they are not to be `shared`, has them.
+    /// Takes the bytes out of `weight` and gives them to `entry`. Returns `false` if somebody else
+    /// may be using them or, without `shared`, has them.
     fn leave(
         &self,
         weight: &Bound<'_, PyAny>,
@@ -71,7 +71,8 @@ impl Leaving {
         if !weight.get_type().is(&self.given.plain) {
             return Ok(false);
         }
-        // What makes objects comes first: a collection of garbage would run finalisers.
+        // Calls that make objects come before the check: a collection of garbage would run
+        // finalisers.
         let memory = weight.getattr(intern!(py, "data"))?;
         entry.attach(weight, attribute)?;
         let collector = self.given.collector.bind(py);
@@ -121,7 +122,7 @@ impl Leaving {
         Ok(true)
     }
 
-    /// Whether another thread runs code that may use a weight: any that is not known to wait.
+    /// True if another thread may use a weight: any thread that is not known to wait.
     fn is_a_thread_busy(&self, py: Python<'_>) -> PyResult<bool> {
         let own: u64 = self.given.thread.bind(py).call0()?.extract()?;
         let frames = self.given.current_frames.bind(py).call0()?;
@@ -139,11 +140,11 @@ impl Leaving {
 }
 
 impl Leaving {
-    /// Whether the kernel holds a thread in a call in which it cannot be using a weight. When it
-    /// goes on it needs the GIL before it comes to one.
+    /// True if the kernel holds a thread in a call in which it cannot be using a weight. After that
+    /// call the thread needs the GIL before it can use a weight.
     fn is_waiting(&self, thread: &Bound<'_, PyAny>) -> PyResult<bool> {
         let clock: i64 = self.given.clock_of.bind(thread.py()).call1((thread,))?.extract()?;
-        // The kernel's numbers of such clocks are made of those of threads: clock_getcpuclockid(3).
+        // The number of such a clock contains that of its thread: clock_getcpuclockid(3).
         Ok(u32::try_from(!(clock >> 3)).is_ok_and(core::threads::is_waiting))
     }
 }

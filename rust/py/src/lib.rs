@@ -1,5 +1,5 @@
-//! The Python boundary. The store gets addresses and lengths; the hooks get tensors, and ask them
-//! by the names of Python. Nothing is linked against torch, so one wheel serves every torch.
+//! The Python boundary. The store gets addresses and lengths; the hooks get tensors, and call their
+//! methods by name. Nothing is linked against torch, so one wheel serves every torch.
 //!
 //! Signatures and docstrings stand in `python/ssdtrain/_core.pyi`.
 

@@ -19,7 +19,7 @@ use crate::torch::Torch;
 use crate::transfer::Loading;
 use crate::writeback::Records;
 
-/// The way of one session's tensors down and up.
+/// Pack and unpack of one session.
 ///
 /// The lock of the session is held while the books change, and never while a thread waits for a
 /// read or for a GPU.
@@ -35,7 +35,7 @@ pub struct Offloading {
     pub planned: Py<Tally>,
 }
 
-/// What is found for a saved tensor that a node needs.
+/// The bytes of a saved tensor that a node needs: in memory, or the read that brings them.
 enum Found<'py> {
     InMemory(Bound<'py, PyAny>),
     Read(Bound<'py, Loading>),
@@ -77,7 +77,7 @@ impl Offloading {
     pub fn unpack(&self, packed: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
         let (py, session, began) = (packed.py(), &self.session, Instant::now());
         let Ok(saved) = packed.cast::<SavedTensor>() else {
-            // What has changed since comes here, or is asked for from inside an operation.
+            // A `Kept` comes here if it has changed, or is needed inside an operation.
             return session.unpack_kept(packed).map(Bound::unbind);
         };
         let this = saved.get();
@@ -106,8 +106,8 @@ impl Offloading {
 }
 
 impl Offloading {
-    /// Packs a tensor that is none of the kinds that always stay. `may_pass_by` says that it may be
-    /// kept as small ones are, if its round is only skimmed.
+    /// Packs a plain tensor that is no weight. With `may_pass_by` it may be kept as small tensors
+    /// are, if its round is skimmed.
     pub fn pack_plain(&self, tensor: &Bound<'_, PyAny>, may_pass_by: bool) -> PyResult<Py<PyAny>> {
         let (py, began) = (tensor.py(), Instant::now());
         if self.records.get().is_forked() {
@@ -115,7 +115,7 @@ impl Offloading {
         }
         let storage = tensor.call_method0(intern!(py, "untyped_storage"))?;
         let storage_bytes: u64 = storage.call_method0(intern!(py, "nbytes"))?.extract()?;
-        // What is too small mostly has a small storage, and shall cost no more than a look at it.
+        // Most small tensors have a small storage, and cost no more than a look at it.
         if storage_bytes < self.min_bytes {
             return self.keep(tensor, KeepReason::Small, storage_bytes, storage_bytes);
         }
@@ -129,7 +129,7 @@ impl Offloading {
                 self.lock.locked(py, || records.renew(&known, tensor, &storage, part, writing))?;
             }
             let packed = self.keep(tensor, reason, nbytes, storage_bytes)?;
-            // The hooks may have it written all the same.
+            // A `keep` that returns `None` has the tensor offloaded.
             if !packed.is_none(py) {
                 return Ok(packed);
             }
@@ -151,8 +151,8 @@ impl Offloading {
         Ok(packed.unbind())
     }
 
-    /// Counts a hook that began at `began`, when hooks had spent `other_before` on something else
-    /// than their tensors.
+    /// Counts the time of a hook since `began`, less the time that hooks have spent since then on
+    /// learning and waiting; `other_before` was their time for these at `began`.
     fn note_hook(
         &self,
         saved: &Bound<'_, SavedTensor>,
@@ -164,7 +164,7 @@ impl Offloading {
         Ok(())
     }
 
-    /// As what a part of a large storage stays in memory; `None` if it may leave it.
+    /// The reason for which a part of a large storage stays in memory; `None` if it may leave.
     pub fn keep_reason(
         &self,
         tensor: &Bound<'_, PyAny>,
@@ -194,8 +194,8 @@ impl Offloading {
         self.session.keep(tensor, reason, nbytes, storage_bytes).map(Bound::unbind)
     }
 
-    /// Packs a tensor whose bytes may leave memory. If the bound has no room, it is packed as a
-    /// `Refused`.
+    /// Packs a tensor whose bytes may leave memory. If the bound has no room, a `Refused` is
+    /// packed.
     fn offload<'py>(
         &self,
         tensor: &Bound<'py, PyAny>,
@@ -207,7 +207,7 @@ impl Offloading {
         let (py, torch, records) = (tensor.py(), self.torch.get(), self.records.get());
         let (rounds, session) = (self.rounds.get(), &self.session);
         let (writing, prefetching) = (session.writing(py), session.prefetching(py));
-        // Known before any memory is let go below: this stream is about to use the tensor.
+        // Noted before memory is let go below, because this stream is about to use the tensor.
         let stream = self.stream(py, &layout)?;
         let (sequence, backward) = (torch.sequence_number(py)?, torch.current_backward(py)?);
         let known = records.of(storage)?;
@@ -272,7 +272,7 @@ impl Offloading {
         }
     }
 
-    /// Sees to the write of a new record, unless the plan keeps it and no bound is set.
+    /// Has a new record written, unless the plan keeps it and there is no bound.
     fn write(
         &self,
         record: &Bound<'_, Record>,
@@ -301,7 +301,7 @@ impl Offloading {
         Ok(())
     }
 
-    /// Notes how a stream's GPU has waited for what was let go, in a round.
+    /// Notes in a round the waits of a stream's GPU for memory that was let go.
     pub fn note_waits(&self, round: &SharedRound, stream: Option<GpuStream>) {
         if let (Some(stream), Some(gpus)) = (stream, self.records.get().gpus()) {
             let waits = gpus.take_waits(stream.gpu);
@@ -311,30 +311,30 @@ impl Offloading {
         }
     }
 
-    /// Notes how far the program has come on the GPU of a tensor, if it is on one.
+    /// Notes the progress of the program on the GPU of a tensor, if it is on one.
     pub fn note_progress(
         &self,
         py: Python<'_>,
         stream: Option<GpuStream>,
         key: i64,
-        of: Use,
+        used: Use,
     ) -> PyResult<()> {
         match (stream, self.records.get().gpus()) {
             (Some(stream), Some(gpus)) => {
-                gpus.note_progress(py, self.session.planning(), stream.gpu, key, of)
+                gpus.note_progress(py, self.session.planning(), stream.gpu, key, used)
             }
             _ => Ok(()),
         }
     }
 
-    /// The storage if its bytes are in memory, else the read that brings them.
+    /// The storage of a saved tensor if its bytes are in memory, else the read that brings them.
     ///
-    /// A backward asks, so this thread has passed all its nodes: their writes begin.
+    /// A backward calls this, so the thread has passed all its nodes: their writes begin.
     fn find<'py>(&self, saved: &Bound<'py, SavedTensor>) -> PyResult<Found<'py>> {
         let (py, records) = (saved.py(), self.records.get());
         let (rounds, session) = (self.rounds.get(), &self.session);
         let (writing, prefetching) = (session.writing(py), session.prefetching(py));
-        // A stream that uses the tensor is known before its memory is let go.
+        // Noted before memory is let go below, because this stream is about to use the tensor.
         let stream = self.stream(py, &saved.get().layout)?;
         self.note_progress(py, stream, saved.get().record.get().key, Use::Need)?;
         records.open_gate(writing, None)?;
@@ -357,7 +357,7 @@ impl Offloading {
         Ok(found)
     }
 
-    /// Counts bytes under the bound that the program has let go of, and that are needed now.
+    /// Under a bound, counts a lent record again if the program has let go of its bytes.
     fn take_back(&self, saved: &Bound<'_, SavedTensor>) -> PyResult<()> {
         let (py, record) = (saved.py(), saved.get().record.get());
         if !record.is_lent() || !record.has_source() {
@@ -371,7 +371,8 @@ impl Offloading {
         Ok(())
     }
 
-    /// A tensor on what a read brought; the hooks wait for what is not there, or say what failed.
+    /// A tensor on the bytes of a read. `Hooks` waits for a read that has not ended, and raises its
+    /// error.
     fn read<'py>(
         &self,
         saved: &Bound<'py, SavedTensor>,

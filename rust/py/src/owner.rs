@@ -1,4 +1,4 @@
-//! What keeps the bytes of a write alive: given back by workers, let go by a thread with the GIL.
+//! The owners of the bytes of writes: workers give them back, and a thread with the GIL drops them.
 //!
 //! `PyO3` would defer the decrement as well, but behind a lock: a process that is forked while a
 //! worker holds it could never enter this module again. Here a worker gives an owner back by one
@@ -26,7 +26,7 @@ pub struct Owner(*mut Node);
 unsafe impl Send for Owner {}
 
 impl Owner {
-    /// Allocates here what giving back needs, so that a worker does not.
+    /// Allocates the node of the list here, so that a worker allocates nothing.
     pub fn new(object: Py<PyAny>) -> Self {
         let next = AtomicPtr::new(ptr::null_mut());
         Self(Box::into_raw(Box::new(Node { object, next })))
@@ -40,7 +40,7 @@ impl Drop for Owner {
         let mut head = GIVEN_BACK.load(Ordering::Relaxed);
         loop {
             node.next.store(head, Ordering::Relaxed);
-            // Whoever takes the list sees the node as it was written here.
+            // The thread that takes the list sees the node as it was written here.
             let exchanged = GIVEN_BACK.compare_exchange_weak(
                 head,
                 self.0,
@@ -55,12 +55,12 @@ impl Drop for Owner {
     }
 }
 
-/// Lets go of what was given back until now; whether there was something.
+/// Drops the owners that were given back until now; `true` if there were some.
 pub fn let_go(py: Python<'_>) -> bool {
     if GIVEN_BACK.load(Ordering::Relaxed).is_null() {
         return false;
     }
-    // Taken as a whole before anything is let go: that may run code which comes here again.
+    // The list is taken as a whole first, because a drop may run code that comes here again.
     let mut next = GIVEN_BACK.swap(ptr::null_mut(), Ordering::Acquire);
     while !next.is_null() {
         // SAFETY: the exchange above made this thread the only one that knows these nodes, each of
@@ -72,12 +72,12 @@ pub fn let_go(py: Python<'_>) -> bool {
     true
 }
 
-/// As the last field of an object it lets go of what the fields before it gave back.
+/// As the last field of an object, it drops the owners that the fields before it gave back.
 pub struct LetGo;
 
 impl Drop for LetGo {
     fn drop(&mut self) {
-        // Without an interpreter there is nothing to let go of any more.
+        // Without an interpreter there is nothing to drop any more.
         let _ended = Python::try_attach(let_go);
     }
 }

@@ -1,6 +1,6 @@
-//! Tensors that stay in memory, of rounds that are not followed in whole: skimmed ones (`skim.rs`),
-//! and those of which only what leaves is followed (`guides.rs`). They are kept as small ones are,
-//! and counted as if they were followed.
+//! Tensors that stay in memory in rounds that are not followed in whole: skimmed rounds (`skim.rs`)
+//! and partial rounds (`guides.rs`). They are kept as small tensors are, and counted as if they
+//! were followed.
 
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -15,8 +15,8 @@ use crate::rules::{OwnSize, Rules, is_managed_at_a_glance};
 use crate::skim::{CountedPart, CountsAs};
 
 impl Offloading {
-    /// Keeps a tensor of a round that is only skimmed, and counts it as if it were followed; `None`
-    /// if it is to be followed.
+    /// Keeps a tensor of a skimmed round, and counts it as if it were followed; `None` if it has to
+    /// be followed.
     pub fn pass_by(
         &self,
         tensor: &Bound<'_, PyAny>,
@@ -32,7 +32,7 @@ impl Offloading {
         }
         if more_bytes > 0 {
             self.eligible.get().add(more_bytes);
-            // What a backward computes again was counted in forward.
+            // Tensors that a backward computes again were counted in forward.
             if part.is_forward {
                 self.planned.get().add(more_bytes);
             }
@@ -40,8 +40,8 @@ impl Offloading {
         self.keep_passed(tensor, is_leaf, (identity, part.nbytes, most_bytes)).map(Some)
     }
 
-    /// Holds a tensor that is not followed, and counts its bytes of a storage, which has so many at
-    /// most.
+    /// Holds a tensor that is not followed, and counts its bytes; all tensors with the same
+    /// `identity` count `most_bytes` at most.
     fn keep_passed(
         &self,
         tensor: &Bound<'_, PyAny>,
@@ -54,8 +54,8 @@ impl Offloading {
         Kept::hold(tensor, is_leaf, false, Some(holding))
     }
 
-    /// Keeps a tensor that stays by plan in a round of which only what leaves is followed, and sees
-    /// to what has left before it; `None` if it is to be followed.
+    /// Keeps a tensor that stays by the plan of a partial round, and begins and ends the writes of
+    /// tensors before it; `None` if it has to be followed.
     fn pass_by_guide(
         &self,
         tensor: &Bound<'_, PyAny>,
@@ -73,14 +73,14 @@ impl Offloading {
         let stays = if place.is_new {
             own_gpu == place.gpu && self.session.planning().keeps(py, place.key)?
         } else {
-            // It may share the bytes of one that leaves.
+            // The tensor may share the bytes of a tensor that leaves.
             !self.has_record(tensor)?
         };
         if !stays {
             return Ok(None);
         }
         let stream = match (own_gpu, records.gpus()) {
-            // It may use what is let go.
+            // This stream may use memory that is let go below.
             (Some(gpu), Some(gpus)) => Some(gpus.stream(py, gpu)?),
             _ => None,
         };
@@ -97,7 +97,7 @@ impl Offloading {
         self.keep_passed(tensor, is_leaf, (identity, part.nbytes, most_bytes)).map(Some)
     }
 
-    /// Whether what is known of the tensor's storage has its bytes at its version.
+    /// True if a record has the tensor's bytes at its version.
     fn has_record(&self, tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
         let storage = tensor.call_method0(intern!(tensor.py(), "untyped_storage"))?;
         let storage_bytes: u64 = storage.call_method0(intern!(tensor.py(), "nbytes"))?.extract()?;
@@ -108,7 +108,7 @@ impl Offloading {
         Ok(Record::find(&known, tensor, &storage, part)?.is_some())
     }
 
-    /// Begins the writes that have waited for their nodes, and frees what has left.
+    /// Begins writes whose nodes have been passed, and frees the memory of writes that have ended.
     fn let_leave(&self, py: Python<'_>) -> PyResult<()> {
         let (records, writing) = (self.records.get(), self.session.writing(py));
         let sequence = self.torch.get().sequence_number(py)?;
@@ -118,8 +118,8 @@ impl Offloading {
         })
     }
 
-    /// Does either for a large tensor that nobody has judged, at the least cost. `None`: it has to
-    /// be judged.
+    /// Keeps a large tensor of a skimmed or partial round at the least cost, before it is judged;
+    /// `None` if it has to be judged.
     pub fn pass_by_at_a_glance(
         &self,
         rules: &Rules,
@@ -161,7 +161,7 @@ impl Offloading {
         }
     }
 
-    /// What a tensor counts with that is packed now.
+    /// The part of its storage with which a tensor that is packed now counts.
     pub fn counted_part(
         &self,
         py: Python<'_>,
@@ -173,7 +173,7 @@ impl Offloading {
         Ok(CountedPart { start: start as usize, nbytes, storage_bytes, is_forward })
     }
 
-    /// Looks at a large tensor as closely as counting it needs.
+    /// Finds out how a large tensor is counted in such a round.
     fn counts_as(&self, rules: &Rules, tensor: &Bound<'_, PyAny>) -> PyResult<CountsAs> {
         let py = tensor.py();
         // Tensors without memory of their own (of zeros, of function transforms) raise.

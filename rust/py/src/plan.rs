@@ -15,8 +15,8 @@ use ssdtrain_plan::trace::{Class, Kernel, Places, Tensor, Trace};
 
 pyo3::import_exception!(ssdtrain.errors, ConfigError);
 
-/// Bytes, class, whether it lives across steps, whether it may go to the drives and to the host,
-/// and how long it takes to compute it again.
+/// A tensor: bytes, class; `true` if it lives across steps, if it may go to the drives, and if it
+/// may go to the host; and the seconds that it takes to compute it again.
 type Row = (u64, usize, bool, bool, bool, Option<f64>);
 
 const CLASSES: [Class; 5] =
@@ -44,9 +44,9 @@ impl PlanMachine {
         in_flight_bytes: Option<u64>,
     ) -> PyResult<Self> {
         let rates = |(out, back): (f64, f64)| Rates { out, back };
-        let positive = [ssd, bus, host].iter().all(|one| one.0 > 0.0 && one.1 > 0.0)
+        let positive = [ssd, bus, host].iter().all(|pair| pair.0 > 0.0 && pair.1 > 0.0)
             && duplex_share > 0.0
-            && sizes.iter().all(|one| one.1 > 0.0);
+            && sizes.iter().all(|pair| pair.1 > 0.0);
         let is_sorted = sizes.windows(2).all(|pair| pair[0].0 <= pair[1].0);
         let is_free = latency_s >= 0.0 && price.0 >= 0.0 && price.1 >= 0.0;
         if !(positive && is_sorted && is_free) {
@@ -139,19 +139,19 @@ impl StepPlan {
         self.judged.resident.clone()
     }
 
-    /// Moves in the order of their kernels; a tensor beyond the step's is the second life of one
-    /// that is computed again.
+    /// Moves in the order of their kernels; a tensor beyond the step's is the second life of a
+    /// tensor that is computed again.
     #[getter]
     fn moves(&self) -> Vec<(u32, &'static str, u32, f64)> {
         let moves = self.judged.plan.moves().iter();
         moves
-            .map(|one| {
-                let action = match one.action {
+            .map(|step_move| {
+                let action = match step_move.action {
                     Action::Fetch => "fetch",
                     Action::Evict(Tier::Ssd) => "ssd",
                     Action::Evict(Tier::Host) => "host",
                 };
-                (one.tensor, action, one.after, one.priority)
+                (step_move.tensor, action, step_move.after, step_move.priority)
             })
             .collect()
     }
@@ -168,7 +168,7 @@ fn refused(stuck: Stuck) -> PyErr {
 }
 
 impl Planner {
-    fn told(&self, machine: &Machine, slowdown_max: f64, judged: Judged) -> StepPlan {
+    fn step_plan(&self, machine: &Machine, slowdown_max: f64, judged: Judged) -> StepPlan {
         StepPlan {
             device_bytes: machine.device_bytes,
             bound_s: least_step_seconds(&self.0, machine),
@@ -181,9 +181,11 @@ impl Planner {
         rows.into_iter()
             .map(|(bytes, members)| {
                 let mut counts = vec![false; self.0.tensors().len()];
-                for one in members {
-                    *counts.get_mut(one as usize).ok_or_else(|| {
-                        PyIndexError::new_err(format!("a budget names tensor {one}"))
+                for member in members {
+                    *counts.get_mut(member as usize).ok_or_else(|| {
+                        PyIndexError::new_err(format!(
+                            "a budget names tensor {member}, which is not there"
+                        ))
                     })? = true;
                 }
                 Ok(Budget { bytes, counts })
@@ -240,7 +242,7 @@ impl Planner {
         let found = py.detach(|| {
             let request =
                 Request { trace, machine, budgets: &budgets, drafts, tries, may_recompute };
-            Ok(self.told(machine, 0.0, objective::least_step(&request)?))
+            Ok(self.step_plan(machine, 0.0, objective::least_step(&request)?))
         });
         found.map_err(refused)
     }
@@ -263,7 +265,7 @@ impl Planner {
                 Request { trace, machine: asked, budgets: &budgets, drafts, tries, may_recompute };
             let (device_bytes, judged) = objective::least_peak(&request, slowdown_max)?;
             let machine = Machine { device_bytes, ..*asked };
-            Ok(self.told(&machine, slowdown_max, judged))
+            Ok(self.step_plan(&machine, slowdown_max, judged))
         });
         found.map_err(refused)
     }
@@ -278,16 +280,17 @@ impl Planner {
         groups: Vec<(u64, Vec<u32>)>,
     ) -> PyResult<Vec<u64>> {
         let (groups, machine) = (self.budgets(groups)?, &machine.0);
-        let peak = |one: &Budget| objective::peak_of(&self.0, machine, &plan.judged, &one.counts);
+        let peak =
+            |group: &Budget| objective::peak_of(&self.0, machine, &plan.judged, &group.counts);
         py.detach(|| groups.iter().map(peak).collect::<Result<_, _>>()).map_err(refused)
     }
 
-    /// Judge a plan that somebody else would make: `keep`, `ssdtrain`, `teraio` or `recompute`.
-    fn judged(&self, py: Python<'_>, machine: &PlanMachine, whose: &str) -> PyResult<StepPlan> {
+    /// Judges the plan of another system: `keep`, `ssdtrain`, `teraio` or `recompute`.
+    fn judged(&self, py: Python<'_>, machine: &PlanMachine, system: &str) -> PyResult<StepPlan> {
         let machine = &machine.0;
         let trace = &self.0;
         let found = py.detach(|| {
-            let plan = match whose {
+            let plan = match system {
                 "keep" => Plan::none(trace),
                 "ssdtrain" => ssdtrain_cut(trace, machine),
                 "teraio" => teraio(trace, machine),
@@ -295,7 +298,7 @@ impl Planner {
                     let chosen = candidates(trace);
                     let again = with_recomputed(trace, &chosen);
                     let mut judged = objective::judge(&again, machine, Plan::none(&again))?;
-                    judged.recomputed = chosen.iter().map(|one| one.tensor).collect();
+                    judged.recomputed = chosen.iter().map(|candidate| candidate.tensor).collect();
                     judged.recompute_s = again.ideal_seconds() - trace.ideal_seconds();
                     return Ok(Some(judged));
                 }
@@ -304,12 +307,12 @@ impl Planner {
             objective::judge(trace, machine, plan).map(Some)
         });
         let judged = found.map_err(refused)?;
-        let judged = judged
-            .ok_or_else(|| PyValueError::new_err(format!("nobody's plan is called {whose}")))?;
-        Ok(self.told(machine, 0.0, judged))
+        let judged =
+            judged.ok_or_else(|| PyValueError::new_err(format!("no plan is called {system:?}")))?;
+        Ok(self.step_plan(machine, 0.0, judged))
     }
 
-    /// Judge a plan that somebody else made, as the moves of a step.
+    /// Judges a plan that is given as the moves of a step.
     fn judged_moves(
         &self,
         py: Python<'_>,
@@ -330,6 +333,6 @@ impl Planner {
         let plan = Plan::new(moves, trace, machine)
             .map_err(|error| PyValueError::new_err(error.to_string()))?;
         let judged = py.detach(|| objective::judge(trace, machine, plan)).map_err(refused)?;
-        Ok(self.told(machine, 0.0, judged))
+        Ok(self.step_plan(machine, 0.0, judged))
     }
 }

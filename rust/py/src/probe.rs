@@ -10,7 +10,7 @@ use ssdtrain_core::{Backend, Direction, Tuning};
 
 use crate::error::to_python;
 
-/// How long a wait lasts before Ctrl-C is looked for.
+/// The time between two checks for Ctrl-C during a wait.
 const SIGNAL_CHECK: Duration = Duration::from_millis(100);
 
 #[pyclass(frozen, module = "ssdtrain._core")]
@@ -80,7 +80,7 @@ impl Probe {
                 break Err(interrupt);
             }
         };
-        // The engine ends what is in flight before it goes.
+        // The engine ends the transfers in flight before it goes.
         py.detach(|| drop(run));
         answer.map(|all| all.as_secs_f64())
     }

@@ -1,4 +1,4 @@
-//! One saved storage at one version, and where its bytes are.
+//! `Record`: one saved storage at one version.
 
 use std::sync::atomic::{AtomicI64, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
@@ -20,18 +20,18 @@ use crate::transfer::{Handle, Way};
 /// One saved storage at one version: its bytes in memory, on the way, or on the disk.
 #[pyclass(frozen, weakref, freelist = 4096, module = "ssdtrain._core")]
 pub struct Record {
-    /// Dead once nobody uses the storage any more: then its memory is gone.
+    /// A weak reference to the storage; once it is dead, the memory is gone.
     storage: Py<PyWeakrefReference>,
-    /// Whose version counter is meant; see [`root_of`].
+    /// A weak reference to the tensor with the version counter; see [`root_of`].
     root: Py<PyWeakrefReference>,
-    /// A tensor without bytes that shares this counter. Nothing ever changes it, as torch reads it
-    /// without the interpreter's lock.
+    /// A tensor without bytes that shares this counter. Nothing ever changes it, because torch
+    /// reads it without the GIL.
     pub counter: Py<PyAny>,
     /// First byte of the part of the storage that it covers; see [`Layout::part`].
     start: u64,
     #[pyo3(get)]
     pub nbytes: u64,
-    /// The identity of the content.
+    /// The version at the pack, which identifies the content.
     pub version: i64,
     /// Autograd's sequence number when this was packed last: the gate.
     sequence: AtomicI64,
@@ -40,11 +40,11 @@ pub struct Record {
     pub key: i64,
     /// The stream that it belongs to, if it is on a GPU.
     stream: Option<GpuStream>,
-    /// What the plan says of its way, if it leaves a GPU by a plan.
+    /// The plan for its way, if it leaves a GPU by a plan.
     by_plan: OnceLock<ByPlan>,
     /// Its bytes in the account; they end with it.
     pub holding: core::Holding,
-    /// When it was where, if somebody asked.
+    /// Its moments, if the timeline was started.
     pub life: Life,
     state: Mutex<State>,
 }
@@ -60,7 +60,7 @@ struct State {
     replaced: Option<Py<Handle>>,
 }
 
-/// What a new record is made of, beside its tensor.
+/// The parts of a new record beside its tensor.
 pub struct Part<'a> {
     pub layout: &'a Layout,
     pub start: u64,
@@ -72,7 +72,7 @@ pub struct Part<'a> {
 }
 
 impl Record {
-    /// The policy's name for it, and its size.
+    /// Its key and its size.
     pub fn name(&self) -> (i64, u64) {
         (self.key, self.nbytes)
     }
@@ -124,19 +124,19 @@ impl Record {
         self.sequence.fetch_max(sequence, Ordering::Relaxed);
     }
 
-    /// Whether it is on a GPU whose tensors may leave it.
+    /// True if it is on a GPU whose tensors may leave it.
     pub fn is_on_gpu(&self) -> bool {
         self.stream.is_some()
     }
 
-    /// Notes what the plan says of its way from the GPU, before that begins.
+    /// Notes the plan for its way from the GPU, before the way begins.
     pub fn plan(&self, by_plan: ByPlan) {
         self.by_plan.get_or_init(|| by_plan);
     }
 
-    /// Of these records that of the tensor's part of the storage at its version.
+    /// Finds the record of the tensor's part of the storage at its version.
     ///
-    /// The version is that of one counter; tensors that count apart never share a record.
+    /// Tensors with different version counters never share a record.
     pub fn find<'py>(
         known: &[Bound<'py, Self>],
         tensor: &Bound<'py, PyAny>,
@@ -147,11 +147,12 @@ impl Record {
             return Ok(None);
         }
         let (version, root) = (version_of(tensor)?, root_of(tensor)?);
-        let is_own = |one: &&Bound<'py, Self>| one.get().is_of(storage, version, &root, start, end);
+        let is_own =
+            |record: &&Bound<'py, Self>| record.get().is_of(storage, version, &root, start, end);
         Ok(known.iter().find(is_own).cloned())
     }
 
-    /// Whether it is of this storage, and of a version of the counter of `root`, and has the bytes
+    /// True if it is of this storage, at this version of the counter of `root`, and has the bytes
     /// from `start` to `end` of the storage.
     fn is_of(
         &self,
@@ -198,11 +199,11 @@ impl Record {
 
     /// Takes the bytes from memory again, because they were saved again after their write began.
     ///
-    /// Under a bound the older write is given up, so that what it still holds counts.
+    /// Under a bound the older write is given up, so that the memory that it still holds counts.
     pub fn renew(&self, tensor: &Bound<'_, PyAny>, is_bounded: bool) -> PyResult<()> {
         let source = self.counted(tensor)?.unbind();
         let py = tensor.py();
-        let handle = self.handle(py).filter(|one| !is_bounded && !one.get().cancel(py));
+        let handle = self.handle(py).filter(|handle| !is_bounded && !handle.get().cancel(py));
         let before = {
             let mut state = self.state();
             let replaced = std::mem::replace(&mut state.replaced, handle.map(Bound::unbind));
@@ -214,10 +215,10 @@ impl Record {
         Ok(())
     }
 
-    /// How many tensors a write from before the last save holds on the storage.
+    /// The number of tensors on the storage that a write from before the last save holds.
     pub fn replaced_count(&self, py: Python<'_>) -> usize {
-        let replaced = self.state().replaced.as_ref().map(|one| one.clone_ref(py));
-        let is_under_way = replaced.is_some_and(|one| !one.get().is_done(py));
+        let replaced = self.state().replaced.as_ref().map(|handle| handle.clone_ref(py));
+        let is_under_way = replaced.is_some_and(|handle| !handle.get().is_done(py));
         if !is_under_way {
             let before = self.state().replaced.take();
             drop(before);
@@ -225,25 +226,25 @@ impl Record {
         usize::from(is_under_way)
     }
 
-    /// Whether it is of this storage.
+    /// True if it is of this storage.
     pub fn is_on(&self, storage: &Bound<'_, PyAny>) -> bool {
         self.storage(storage.py()).is_some_and(|own| own.is(storage))
     }
 
-    /// Whether it has any of these bytes of its storage.
+    /// True if it has any of these bytes of its storage.
     pub fn overlaps(&self, (start, end): (u64, u64)) -> bool {
         self.start < end && start < self.start + self.nbytes
     }
 
-    /// Whether it is of this storage, and its version counter has seen no change.
+    /// True if it is of this storage, and its version counter has seen no change.
     pub fn is_unchanged_on(&self, storage: &Bound<'_, PyAny>) -> PyResult<bool> {
         Ok(self.is_on(storage) && self.version == version_of(self.counter.bind(storage.py()))?)
     }
 
-    /// The same tensor with the version counter of the original.
+    /// A tensor on the same bytes with the version counter of the saved tensor.
     ///
-    /// So a backward that changes what it got in place, or a change between a backward and the
-    /// backward of that, is noticed by every other node that saved the same tensor.
+    /// So every other node that saved the same tensor notices a backward that changes its tensor in
+    /// place, and a change between a backward and its double backward.
     pub fn counted<'py>(&self, tensor: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
         let (py, counter) = (tensor.py(), self.counter.bind(tensor.py()));
         // defence: one counter for all who saved it
@@ -252,7 +253,7 @@ impl Record {
         Ok(twin)
     }
 
-    /// Notes that a backward has found its bytes in memory; `false` if one had before.
+    /// Notes that a backward has found its bytes in memory; `false` if another had before.
     pub fn note_found(&self) -> bool {
         !std::mem::replace(&mut self.state().was_found, true)
     }
@@ -261,21 +262,22 @@ impl Record {
         self.state().was_found
     }
 
-    /// The storage, while somebody uses it.
+    /// The storage, while it lives.
     pub fn storage<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyAny>> {
         self.storage.bind(py).upgrade()
     }
 
-    /// Whether a storage has the bytes that it covers (`resize_` may have taken them).
+    /// True if a storage has the bytes that it covers (`resize_` may have taken them).
     pub fn is_whole(&self, storage: &Bound<'_, PyAny>) -> PyResult<bool> {
         let nbytes: u64 = storage.call_method0(intern!(storage.py(), "nbytes"))?.extract()?;
         Ok(nbytes >= self.start + self.nbytes)
     }
 
-    /// Whether the bytes that were written are those that were saved.
+    /// True if the bytes that were written are those that were saved.
     ///
-    /// Neither changed in place on the way, nor moved: sharing a tensor with another process swaps
-    /// the memory of its storage and frees the old one, without a word to the version counter.
+    /// The program neither changed them in place on the way, nor moved them: sharing a tensor with
+    /// another process swaps the memory of its storage and frees the old one, and the version
+    /// counter does not change.
     pub fn is_unchanged(&self, source: &Bound<'_, PyAny>, handle: &Handle) -> PyResult<bool> {
         let py = source.py();
         let storage = source.call_method0(intern!(py, "untyped_storage"))?;
@@ -372,7 +374,7 @@ impl Record {
         self.holding.take_back();
     }
 
-    /// Whether it is in memory now, but may have to be read when its turn comes.
+    /// True if it is in memory now, but may have to be read when its node needs it.
     pub fn is_leaving(&self, py: Python<'_>) -> bool {
         self.has_handle() && (self.has_source() || self.storage(py).is_some())
     }

@@ -1,4 +1,4 @@
-//! A round as Python sees it, and what one teaches that has ended.
+//! Classes of Python for a round, and for the times of a round that has ended.
 
 use pyo3::prelude::*;
 use ssdtrain_core::round::Item;
@@ -9,8 +9,8 @@ use crate::saved_tensor::{SharedRound, is_dead};
 /// The fields of an item, in their order in Python.
 type ItemFields = (i64, u64, f64, f64, Option<usize>);
 
-/// What an ended round teaches. Times are in seconds, on the clock of the GPU that it was on, or on
-/// that of the hooks; both stand still in waits for the disk.
+/// The times of an ended round, in seconds, on the clock of its GPU or on that of the hooks; both
+/// stand still in waits for the disk.
 #[pyclass(frozen, get_all, module = "ssdtrain._core")]
 pub struct Learned {
     items: Vec<ItemFields>,
@@ -18,11 +18,11 @@ pub struct Learned {
     ended_s: f64,
     /// The waits for its tensors: of its GPU, or else of threads.
     stall_s: f64,
-    /// Whether the times are those of a GPU.
+    /// True if the times are those of a GPU.
     is_of_gpu: bool,
 }
 
-/// A round, for who learns from it.
+/// A round, for `Prefetcher`, which learns from it.
 #[pyclass(frozen, module = "ssdtrain._core")]
 pub struct Round(pub SharedRound);
 
@@ -38,13 +38,13 @@ impl Round {
         self.0.lock().signature()
     }
 
-    /// How many tensors were entered.
+    /// The number of its tensors.
     #[getter]
     fn count(&self) -> usize {
         self.0.lock().len()
     }
 
-    /// Whether its backward has begun.
+    /// True if its backward has begun.
     #[getter]
     fn is_asked_for(&self) -> bool {
         self.0.lock().is_asked_for()
@@ -52,7 +52,7 @@ impl Round {
 
     #[getter]
     fn is_finished(&self, py: Python<'_>) -> bool {
-        self.0.lock().is_finished(|one| is_dead(py, one))
+        self.0.lock().is_finished(|saved| is_dead(py, saved))
     }
 
     #[getter]
@@ -60,13 +60,13 @@ impl Round {
         self.0.lock().opening()
     }
 
-    /// Whether it need not see what came after its first tensor.
+    /// True if only its first tensor is followed.
     #[getter]
     fn is_skimmed(&self) -> bool {
         self.0.lock().is_skimmed()
     }
 
-    /// Whether it lacks tensors that were not followed.
+    /// True if tensors that stay by the plan were not followed.
     #[getter]
     fn is_partial(&self) -> bool {
         self.0.lock().is_partial()
@@ -93,7 +93,7 @@ impl Round {
 }
 
 impl Learned {
-    /// By the clock of a GPU.
+    /// The times by the clock of a GPU.
     pub fn of_gpu(times: &GpuTimes) -> Self {
         Self {
             items: times.items.iter().map(fields).collect(),
@@ -104,7 +104,7 @@ impl Learned {
         }
     }
 
-    /// By the moments of the hooks, which do not tell how long a GPU computes.
+    /// The times by the moments of the hooks, which do not show how long a GPU computes.
     pub fn of_hooks(round: &Round, items: &[Item]) -> Self {
         let ((began_s, ended_s), stall_s) = {
             let round = round.0.lock();

@@ -1,4 +1,4 @@
-//! Follows the rounds of a session, and begins reads before they are asked for.
+//! Follows the rounds of a session, and begins reads before backward needs them.
 //!
 //! `activations/prefetch.py` learns from rounds that have ended, and makes room under a bound. The
 //! books and the rounds are locked as [Note: no calls] in `writeback.rs` says, the books first.
@@ -22,7 +22,7 @@ use crate::account::Account;
 use crate::error::SsdtrainError;
 use crate::gpu::Gpus;
 use crate::gpu_calls::GpuStream;
-use crate::gpu_clock::{GpuClock, What};
+use crate::gpu_clock::{GpuClock, StorageUse};
 use crate::guides::Guides;
 use crate::partners::{Planning, Prefetching, Scope, Stalls};
 use crate::round::{Learned, Round};
@@ -45,11 +45,11 @@ pub struct Rounds {
     stalls: Stalls,
     epoch: Instant,
     books: Mutex<Books>,
-    /// The round of which only the first tensor is followed, if there is one.
+    /// The skimmed round, if there is one.
     skim: Skim,
     guides: Guides,
     pub clock: GpuClock,
-    /// How long was learned from rounds, in nanoseconds.
+    /// The time that hooks spent on learning from rounds, in nanoseconds.
     taught_ns: AtomicU64,
 }
 
@@ -58,7 +58,7 @@ struct Books {
     rounds: core::rounds::Rounds<SavedReference>,
     /// The round in whose backward a GPU had no memory left to read ahead.
     short: Option<SharedRound>,
-    /// By signature, the plan that was looked at last, as Python has it and as it is used.
+    /// By signature, the last plan: the object of Python, and the same in Rust.
     plans: HashMap<i64, (Py<PyAny>, Arc<Plan>)>,
 }
 
@@ -96,9 +96,9 @@ impl Rounds {
         self.books().rounds.current().cloned().map(Round)
     }
 
-    /// The rounds that have ended, with the one that is packed now if no more of it is needed.
+    /// The rounds that have ended, with the current round if no more of it is needed.
     fn take_ended(&self, py: Python<'_>) -> Vec<Round> {
-        let ended = self.books().rounds.take_ended(|one| is_dead(py, one));
+        let ended = self.books().rounds.take_ended(|saved| is_dead(py, saved));
         ended.into_iter().map(Round).collect()
     }
 
@@ -108,12 +108,12 @@ impl Rounds {
         Ok(self.epoch.elapsed().as_secs_f64() - self.stalls.total_s(py)?)
     }
 
-    /// Whether an ended round cannot be learned from yet, as a GPU has not come to its end.
+    /// True if a GPU has not come to the end of an ended round, so that nothing can be learned yet.
     fn is_awaited(&self, py: Python<'_>, ended: &Round) -> PyResult<bool> {
         self.clock.is_awaited(py, &ended.0)
     }
 
-    /// What an ended round teaches, which is not awaited.
+    /// The times of an ended round that is not awaited.
     fn learned(&self, ended: &Round) -> Learned {
         let items = ended.0.lock().learned_items();
         match self.clock.take(&ended.0, &items) {
@@ -122,12 +122,13 @@ impl Rounds {
         }
     }
 
-    /// Makes an ended round, which was followed in whole, the guide of those that begin as it did.
+    /// Makes an ended round, which was followed in whole, the guide of rounds with the same first
+    /// tensor.
     fn set_guide(&self, ended: &Round) {
         self.guides.set(&ended.0);
     }
 
-    /// Gives up what was read ahead.
+    /// Gives up all reads ahead.
     fn give_way(&self, py: Python<'_>) {
         let given_up = self.books().rounds.clear();
         give_up(py, given_up.as_slice());
@@ -135,20 +136,21 @@ impl Rounds {
 }
 
 impl Rounds {
-    /// The round that a tensor which is packed in `phase` belongs to.
+    /// The round of a tensor that is packed in `phase`.
     ///
-    /// Begins a new round if this pack is the first of one, and has the policy learn from those that
-    /// have ended.
+    /// Begins a new round if this pack is the first of it, and has the policy learn from rounds
+    /// that have ended.
     pub fn round_for(
         &self,
         py: Python<'_>,
         phase: i64,
         prefetching: Prefetching<'_, '_>,
     ) -> PyResult<SharedRound> {
-        // Under a bound, what one region of reentrant checkpoints computes again may have to be
-        // read, so it is a round of its own, with an order. Else all regions are one round.
+        // Under a bound, the tensors that a region of reentrant checkpoints computes again may have
+        // to be read, so the region is a round of its own, with an order. Without a bound all
+        // regions are one round.
         let may_be_asked_for = phase != FORWARD && self.limit_bytes.is_none();
-        let opened = self.books().rounds.open(phase, may_be_asked_for, |one| is_dead(py, one));
+        let opened = self.books().rounds.open(phase, may_be_asked_for, |saved| is_dead(py, saved));
         if !opened.finished.is_empty() {
             let rounds: Vec<_> = opened.finished.into_iter().map(Round).collect();
             let began = Instant::now();
@@ -158,7 +160,7 @@ impl Rounds {
         Ok(opened.round)
     }
 
-    /// How long hooks have learned from rounds, or waited for room under a bound, so far.
+    /// The time in which hooks learned from rounds, or waited for room under a bound, so far.
     pub fn taught_and_waited(&self, py: Python<'_>) -> PyResult<Duration> {
         let taught = Duration::from_nanos(self.taught_ns.load(Ordering::Relaxed));
         let waited_s = if self.limit_bytes.is_some() { self.stalls.total_s(py)? } else { 0.0 };
@@ -169,39 +171,39 @@ impl Rounds {
         self.taught_ns.fetch_add(began.elapsed().as_nanos() as u64, Ordering::Relaxed);
     }
 
-    /// The name that a new record of `nbytes` gets in a round.
+    /// The key that a new record of `nbytes` gets in a round.
     pub fn next_key(round: &SharedRound, nbytes: u64) -> i64 {
         next_key(round.lock().signature(), nbytes)
     }
 
-    /// Whether a tensor that is packed now need not be followed, as its round is only skimmed.
+    /// True if a tensor that is packed now need not be followed, because its round is skimmed.
     pub fn skims(&self, py: Python<'_>) -> bool {
         self.skim.go_on(py)
     }
 
-    /// Counts a tensor that is not followed; `false`: it is to be followed all the same.
+    /// Counts a tensor that is not followed; `false` if it has to be followed all the same.
     #[must_use]
     pub fn passes_by(&self, identity: usize) -> bool {
         self.skim.passes_by(identity)
     }
 
-    /// What the tensor at this place of the round before counted as, if this one is like it.
+    /// The count of the tensor at this place of an earlier round, if this tensor is like it.
     pub fn known_count(&self, own: OwnSize) -> Option<CountsAs> {
         self.skim.known_count(own)
     }
 
-    /// Notes what a tensor counts as of which nothing was known.
+    /// Notes the count of a tensor that had none at this place.
     pub fn note_count(&self, own: OwnSize, counts: CountsAs) {
         self.skim.note_count(own, counts);
     }
 
-    /// Whether the round that began last has a guide.
+    /// True if the round that began last has a guide.
     pub fn has_guide(&self) -> bool {
         self.guides.is_on()
     }
 
     /// The round that is packed now, and the place that a tensor of `nbytes` has in its guide;
-    /// `None` if it is to be followed whatever the plan says.
+    /// `None` if the tensor has to be followed.
     pub fn guided(&self, nbytes: u64) -> Option<(SharedRound, Place)> {
         let round = self.books().rounds.current()?.clone();
         let place = round.lock().guided(nbytes)?;
@@ -229,12 +231,12 @@ impl Rounds {
             self.count_taught(began);
         }
         if is_new {
-            self.clock.note(py, round, What::Packed, this.record.get().name(), stream)?;
+            self.clock.note(py, round, StorageUse::Packed, this.record.get().name(), stream)?;
         }
         Ok(())
     }
 
-    /// Begins a round of a forward with its first tensor, and asks how much of it is followed.
+    /// Begins a round of a forward with its first tensor, and asks `Prefetcher` for its scope.
     fn begin(
         &self,
         first: &Bound<'_, SavedTensor>,
@@ -262,15 +264,15 @@ impl Rounds {
         Ok(())
     }
 
-    /// Notes that what was asked for is there once an event of its GPU is reached.
+    /// Notes the event at which the load of a needed tensor ends on its GPU.
     pub fn note_load(&self, saved: &SavedTensor, loaded: Arc<Event>) {
         if let Some((round, _)) = saved.place() {
             self.clock.note_load(round, saved.record.get().key, loaded);
         }
     }
 
-    /// Notes that a tensor is asked for, which is in memory or `is_away`; `true` if it is the first
-    /// of an unknown round.
+    /// Notes that a node needs a tensor, which is in memory or `is_away`; `true` if this is the
+    /// first need of a round that no plan knows.
     pub fn note_unpack(
         &self,
         saved: &Bound<'_, SavedTensor>,
@@ -280,8 +282,8 @@ impl Rounds {
         let (py, this) = (saved.py(), saved.get());
         let Some((round, ordinal)) = this.place() else { return Ok(false) };
         let (now_s, key) = (self.now_s(py)?, this.record.get().key);
-        let what = What::Needed { waits: is_away && !this.is_loaded_ahead() };
-        self.clock.note(py, round, what, this.record.get().name(), stream)?;
+        let used = StorageUse::Needed { waits: is_away && !this.is_loaded_ahead() };
+        self.clock.note(py, round, used, this.record.get().name(), stream)?;
         let (is_first, is_predicted, is_skimmed) = {
             let round = round.lock();
             (!round.is_asked_for(), round.is_predicted(), round.is_skimmed())
@@ -300,7 +302,7 @@ impl Rounds {
         Ok(!self.policy.knows(py, key)?)
     }
 
-    /// The read of a tensor that is needed now: the one begun ahead, or a new one.
+    /// The read of a tensor that is needed now: the read ahead, or a new read.
     pub fn demand<'py>(
         &self,
         saved: &Bound<'py, SavedTensor>,
@@ -318,7 +320,8 @@ impl Rounds {
         }
         this.record.get().life.note(Moment::ReadBegan);
         let loading = match Handle::begin_read(&handle, self.store.get()) {
-            // What was read ahead of others may be in the way; else torch's own error is told.
+            // Reads ahead may hold the memory. If there is still none without them, torch's error
+            // is raised.
             Err(error) if self.is_out_of_memory(py, &error) => {
                 self.give_way(py);
                 Handle::begin_read(&handle, self.store.get())?
@@ -343,7 +346,7 @@ impl Rounds {
         let Some(given_up) = self.books().rounds.follow(round, *ordinal) else { return Ok(()) };
         give_up(py, &given_up);
         if self.limit_bytes.is_some() {
-            // What is found to be free here must not be taken before it is used.
+            // Small tensors must not take the room that is found here before the reads do.
             self.account.limit_small(0);
         }
         let on_gpus = self.gpus.as_ref().map_or(0, |gpus| gpus.get().loaded_bytes());
@@ -365,10 +368,11 @@ impl Rounds {
     }
 
     fn next(&self, py: Python<'_>, round: &SharedRound, walk: &mut Walk) -> Option<usize> {
-        self.books().rounds.next(round, walk, |one| look(py, one))
+        self.books().rounds.next(round, walk, |saved| look(py, saved))
     }
 
-    /// Begins to read ahead; a refusal is not lost: the demand read meets it again and raises.
+    /// Begins a read ahead. An error is only logged, because the read on demand meets it again and
+    /// raises it.
     fn begin_ahead(
         &self,
         py: Python<'_>,
@@ -390,8 +394,8 @@ impl Rounds {
                 Ok(false)
             }
             Err(error) if self.is_out_of_memory(py, &error) => {
-                // To ask again would empty the allocator's cache each time. The rest of this
-                // backward reads what it needs when it needs it.
+                // Each further attempt would empty the allocator's cache. The rest of this backward
+                // reads each tensor when a node needs it.
                 let round = saved.get().place().map(|(round, _)| round.clone());
                 let before = std::mem::replace(&mut self.books().short, round);
                 drop(before);
@@ -403,7 +407,7 @@ impl Rounds {
         }
     }
 
-    /// Whether torch has no memory of a GPU left for a read.
+    /// True if an error says that torch has no memory of a GPU left for a read.
     fn is_out_of_memory(&self, py: Python<'_>, error: &PyErr) -> bool {
         let gpus = self.gpus.as_ref().map(Py::get);
         gpus.is_some_and(|gpus| gpus.calls.is_out_of_memory(py, error))
@@ -412,13 +416,13 @@ impl Rounds {
     fn predict(&self, py: Python<'_>, round: &SharedRound) -> PyResult<()> {
         let signature = round.lock().signature();
         let plan = self.plan(py, signature)?;
-        self.books().rounds.predict(round, plan, |one| {
-            saved_of(py, one).is_some_and(|saved| saved.get().record.get().has_handle())
+        self.books().rounds.predict(round, plan, |reference| {
+            saved_of(py, reference).is_some_and(|saved| saved.get().record.get().has_handle())
         });
         Ok(())
     }
 
-    /// What the policy has planned for rounds of this signature.
+    /// The policy's plan for rounds of this signature.
     fn plan(&self, py: Python<'_>, signature: i64) -> PyResult<Option<Arc<Plan>>> {
         let Some(plan) = self.policy.plan(py, signature)? else { return Ok(None) };
         if let Some((known, used)) = self.books().plans.get(&signature)
@@ -457,7 +461,7 @@ fn saved_of<'py>(py: Python<'py>, reference: &SavedReference) -> Option<Bound<'p
     Some(saved.cast_into().expect("rounds have references to saved tensors alone"))
 }
 
-/// How a tensor stands that could be read ahead.
+/// The state of a tensor that could be read ahead.
 fn look(py: Python<'_>, reference: &SavedReference) -> Look {
     let Some(saved) = saved_of(py, reference) else { return Look::Settled };
     let record = saved.get().record.get();

@@ -1,4 +1,4 @@
-//! Which saved tensors are weights, and which are of a kind that is not managed.
+//! Tells weights, plain tensors and kinds that are not managed apart.
 
 use std::sync::OnceLock;
 
@@ -10,20 +10,20 @@ use crate::kept::{is_true, storage_of};
 
 /// Views and casts of a weight are a few nodes away from it; this bounds the work of a pack.
 const DERIVATION_DEPTH_MAX: usize = 8;
-/// As many users as a storage has that nobody else needs: the result of an operation, the detached
+/// The users of a storage that the program does not hold: the result of an operation, the detached
 /// tensor that a selective checkpoint packs, and the Python object of the storage.
 const FRESH_USERS_MAX: usize = 3;
 
-/// What the hooks know of torch, which this crate does not import.
+/// Classes and functions of torch, which this crate does not import.
 #[pyclass(frozen, module = "ssdtrain._core")]
 pub struct Rules {
     tensor_type: Py<PyType>,
     parameter_type: Py<PyType>,
     dispatch_keys: Py<PyAny>,
     plain_keys: Py<PyAny>,
-    /// Tells those of a plain tensor of a GPU, of which it is given some tensor.
+    /// Function: the dispatch keys of a plain tensor on the GPU of the tensor that it gets.
     find_gpu_keys: Py<PyAny>,
-    /// The same on every GPU; found at the first tensor of one.
+    /// The dispatch keys of a plain tensor on any GPU, found at the first tensor on a GPU.
     gpu_keys: OnceLock<Py<PyAny>>,
     passes_weights_on: Py<PyFrozenSet>,
     is_below_autograd: Py<PyAny>,
@@ -33,47 +33,47 @@ pub struct Rules {
     float32: Py<PyAny>,
 }
 
-/// What is to be done with a saved tensor.
+/// The kind of a saved tensor.
 pub enum Verdict {
     /// Of a class, layout or device that is not managed.
     Unusual,
-    /// A parameter, a leaf that asks for a gradient, or made of one.
+    /// A parameter, a leaf that requires a gradient, or a tensor made of a parameter.
     Weight,
     /// All others.
     Plain,
 }
 
-/// What is seen of a tensor before anything else.
+/// The first look at a tensor.
 #[derive(Clone, Copy)]
 pub enum Outline {
-    /// A parameter, or another leaf that asks for a gradient.
+    /// A parameter, or another leaf that requires a gradient.
     Weight,
     /// Any other.
     Other(OwnSize),
 }
 
-/// What a tensor says of itself, and not of its storage.
+/// Facts of a tensor that need no look at its storage.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct OwnSize {
     pub is_leaf: bool,
     pub nbytes: u64,
 }
 
-/// What a look at a saved tensor tells.
+/// The second look at a saved tensor.
 #[derive(Clone, Copy)]
 pub enum Glance {
-    /// It is a view of a weight, or cast from one.
+    /// It is a view of a weight, or cast from a weight.
     Weight,
-    /// It is too small to be worth a write; its storage is at that address.
+    /// It is too small to be worth a write; its storage is at the address `identity`.
     Small { identity: usize, nbytes: u64 },
-    /// It is on the CPU or a GPU, and it or what it is a view of is large.
+    /// It is on the CPU or a GPU, and it or its base is large.
     Large,
 }
 
-/// Whether a large tensor is of a kind that is managed, at the least cost. `false`:
+/// True if a large tensor is of a kind that is managed, found at the least cost. If not,
 /// [`judge`](Rules::judge) tells.
 ///
-/// Of the other kinds that the dispatch keys tell, quantised tensors and lazy conjugates are not of
+/// Of the kinds that the dispatch keys exclude, quantised tensors and lazy conjugates are not of
 /// floating point, and the rest has no memory on the CPU or a GPU, or is never given to the hooks.
 pub fn is_managed_at_a_glance(tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
     let py = tensor.py();
@@ -127,12 +127,12 @@ impl Rules {
 }
 
 impl Rules {
-    /// Whether this is called from inside an operation.
+    /// True inside an operation.
     pub fn is_below_autograd(&self, py: Python<'_>) -> PyResult<bool> {
         self.is_below_autograd.bind(py).call0()?.is_truthy()
     }
 
-    /// Tells weights that are leaves. `None`: [`judge`](Self::judge) tells.
+    /// Tells weights that are leaves from others; `None` if [`judge`](Self::judge) has to tell.
     pub fn outline(&self, tensor: &Bound<'_, PyAny>) -> PyResult<Option<Outline>> {
         let py = tensor.py();
         let kind = tensor.get_type();
@@ -144,19 +144,20 @@ impl Rules {
         if is_leaf && (is_parameter || is_true(tensor, intern!(py, "requires_grad"))?) {
             return Ok(Some(Outline::Weight));
         }
-        // Sparse tensors, and others without one memory of their own, raise.
+        // Sparse tensors, and others without memory of their own, raise.
         let Ok(nbytes) = tensor.getattr(intern!(py, "nbytes")) else { return Ok(None) };
         Ok(Some(Outline::Other(OwnSize { is_leaf, nbytes: nbytes.extract()? })))
     }
 
-    /// Tells other weights and small tensors at the least cost. Of what is left ask
-    /// [`judge`](Self::judge).
+    /// Tells other weights and small tensors at the least cost; [`judge`](Self::judge) tells the
+    /// rest.
     ///
     /// It makes hardly an object that torch has not made already: the node and the storage of a
     /// tensor cost more to wrap than all that is done here. So the nodes behind a tensor are looked
-    /// at only where it may be cast from a weight, which is mostly of the widest type.
+    /// at only if it may be cast from a weight, which is mostly of the widest type.
     ///
-    /// `is_exact` asks the storage also where the tensor is no view: it may be a detached part.
+    /// With `is_exact` the storage counts also for a tensor that is no view: it may be a detached
+    /// part.
     pub fn glance(
         &self,
         tensor: &Bound<'_, PyAny>,
@@ -199,7 +200,7 @@ impl Rules {
         Ok(Some(Glance::Small { identity, nbytes }))
     }
 
-    /// Says what is to be done with a tensor of which [`glance`](Self::glance) could not tell.
+    /// The kind of a tensor that [`glance`](Self::glance) could not tell.
     pub fn judge(&self, tensor: &Bound<'_, PyAny>) -> PyResult<Verdict> {
         let py = tensor.py();
         let kind = tensor.get_type();
@@ -208,9 +209,9 @@ impl Rules {
             return Ok(Verdict::Unusual);
         }
         // Dense, strided tensors whose bytes say everything about them, on the CPU or a GPU.
-        // Torch's own list of what handles a tensor tells: sparse, nested and quantised tensors,
-        // lazy conjugates, tensors without bytes, of inference mode, of function transforms and of
-        // other devices each have an entry more, or one less, than a plain one.
+        // Torch's dispatch keys tell: sparse, nested and quantised tensors, lazy conjugates,
+        // tensors without bytes, of inference mode, of function transforms and of other devices
+        // each have a key more, or one less, than a plain tensor.
         let keys = self.dispatch_keys.bind(py).call1((tensor,))?;
         let plain_keys = if is_true(tensor, intern!(py, "is_cuda"))? {
             self.gpu_keys(tensor)?
@@ -223,7 +224,8 @@ impl Rules {
         Ok(if self.is_weight(tensor)? { Verdict::Weight } else { Verdict::Plain })
     }
 
-    /// Whether a tensor has its bytes: `offload_parameters` gives a weight another class meanwhile.
+    /// True if a tensor has its bytes: `offload_parameters` gives a weight that is away another
+    /// class.
     pub fn is_in_memory(&self, tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
         let (py, class) = (tensor.py(), tensor.get_type());
         let is_plain = class.is(&self.tensor_type) || class.is(&self.parameter_type);
@@ -233,7 +235,7 @@ impl Rules {
         Ok(!is_away)
     }
 
-    /// Whether a tensor that is no weight by its [`outline`](Self::outline) was made of one.
+    /// True if a tensor that is no weight by its [`outline`](Self::outline) was made of a weight.
     pub fn is_weight(&self, tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
         let base = tensor.getattr(intern!(tensor.py(), "_base"))?;
         // defence: provenance: the base of a view
@@ -248,12 +250,13 @@ impl Rules {
         }
     }
 
-    /// The keys of a plain tensor of a GPU, of which `tensor` is some tensor.
+    /// The dispatch keys of a plain tensor on the GPU of `tensor`.
     fn gpu_keys(&self, tensor: &Bound<'_, PyAny>) -> PyResult<&Py<PyAny>> {
         if let Some(known) = self.gpu_keys.get() {
             return Ok(known);
         }
-        // Not while the cell is locked: torch may let other threads run, which come here as well.
+        // Called before the cell is locked: torch may let other threads run, which come here as
+        // well.
         let found = self.find_gpu_keys.bind(tensor.py()).call1((tensor,))?.unbind();
         Ok(self.gpu_keys.get_or_init(|| found))
     }
@@ -268,10 +271,10 @@ impl Rules {
         Ok(is_true(base, intern!(py, "is_leaf"))? && is_true(base, intern!(py, "requires_grad"))?)
     }
 
-    /// Autograd calls pack with grad mode off. If it is on, a selective checkpoint hands over a
-    /// tensor of its cache, which has no history to look at. It may be a view of a weight, and
-    /// FSDP2 empties its weights after their forward, even while they are being written. Such a
-    /// view is told by the other users of its storage.
+    /// True if others use the storage of a tensor without history. Autograd calls pack with grad
+    /// mode off. If it is on, a selective checkpoint hands over a tensor of its cache, which has no
+    /// history to look at. It may be a view of a weight, and FSDP2 empties its weights after their
+    /// forward, even while they are being written. The other users of its storage show such a view.
     fn is_used_by_others(&self, tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
         let py = tensor.py();
         if !self.is_grad_enabled.bind(py).call0()?.is_truthy()? {
@@ -281,8 +284,8 @@ impl Rules {
         Ok(users > FRESH_USERS_MAX) // defence: weights without history
     }
 
-    /// Whether only nodes that pass a weight on, with another shape or type, lie between the
-    /// tensor and a parameter.
+    /// True if only nodes that pass a weight on, with another shape or type, lie between the tensor
+    /// and a parameter.
     fn is_made_of_weight<'py>(
         &self,
         tensor: &Bound<'py, PyAny>,
@@ -312,7 +315,7 @@ impl Rules {
         Ok(false)
     }
 
-    /// Whether this was made of a parameter, and is not one row of it repeated for a whole batch.
+    /// True if this was made of a parameter, and is not a row of it repeated for a whole batch.
     fn is_no_larger(&self, tensor: &Bound<'_, PyAny>, leaf: &Bound<'_, PyAny>) -> PyResult<bool> {
         let py = tensor.py();
         if !leaf.is_instance(self.parameter_type.bind(py))? {

@@ -1,4 +1,4 @@
-//! What autograd holds instead of a tensor whose bytes may leave memory.
+//! `SavedTensor`: autograd holds it in the place of a tensor whose bytes may leave memory.
 //!
 //! The packed object is the lifetime: autograd drops it when its node has run, when the graph is
 //! dropped, or after an exception, and with its last user a record gives up its memory, its write
@@ -20,7 +20,7 @@ use crate::transfer::Loading;
 
 /// A weak reference to a saved tensor.
 pub type SavedReference = Py<PyWeakrefReference>;
-/// What was packed between two backwards; its tensors keep it.
+/// The tensors that are packed between two backwards; they keep their round alive.
 pub type SharedRound = core::rounds::SharedRound<SavedReference>;
 
 /// The packed object of a tensor whose bytes a record manages.
@@ -31,9 +31,9 @@ pub struct SavedTensor {
     #[pyo3(get)]
     pub sequence: i64,
     leaf: Option<Py<PyWeakrefReference>>,
-    /// Its round, and its place among the tensors of that, in the order of packing.
+    /// Its round, and its place there in the order of packing.
     place: OnceLock<(SharedRound, usize)>,
-    /// A read begun before it was asked for.
+    /// A read that was begun before a node needed it.
     ahead: Mutex<Option<Py<Loading>>>,
 }
 
@@ -61,7 +61,7 @@ impl SavedTensor {
         Bound::new(py, saved)
     }
 
-    /// Whether the tensor was not changed in place since it was saved.
+    /// True if the tensor was not changed in place since it was saved.
     ///
     /// With hooks set autograd itself no longer checks, and the gradient would be silently wrong.
     pub fn is_unchanged(&self, py: Python<'_>) -> PyResult<bool> {
@@ -72,9 +72,9 @@ impl SavedTensor {
 
     /// The very tensor that was saved, if it is a leaf that still lies on `storage`.
     ///
-    /// Autograd would hand it out. A backward may return it as a gradient, and a gradient that
-    /// nobody else holds becomes a parameter's own, to which others are added in place: a second
-    /// tensor on the same bytes would let the user's own tensor change.
+    /// Autograd hands out the leaf itself. A backward may return it as a gradient, and a gradient
+    /// that nobody else holds becomes a parameter's own, to which others are added in place: a
+    /// second tensor on the same bytes would let the user's own tensor change.
     pub fn original<'py>(
         &self,
         torch: &Torch,
@@ -90,7 +90,7 @@ impl SavedTensor {
         Ok(is_original.then_some(leaf))
     }
 
-    /// The same tensor with the version counter of the original.
+    /// A tensor on the same bytes with the version counter of the saved tensor.
     pub fn counted<'py>(&self, tensor: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
         self.record.get().counted(tensor)
     }
@@ -112,12 +112,12 @@ impl SavedTensor {
         self.place.get()
     }
 
-    /// Exchanges the read that was begun before it was asked for; returns the one before.
+    /// Replaces the read ahead; returns the read ahead before.
     pub fn set_ahead(&self, ahead: Option<Py<Loading>>) -> Option<Py<Loading>> {
         std::mem::replace(&mut *self.ahead(), ahead)
     }
 
-    /// Whether it was read ahead to its GPU, and is there.
+    /// True if a read ahead has brought it to its GPU.
     pub fn is_loaded_ahead(&self) -> bool {
         let ahead = self.ahead();
         let loaded = ahead.as_ref().and_then(|loading| loading.get().loaded());
@@ -131,7 +131,7 @@ impl SavedTensor {
 
 #[pymethods]
 impl SavedTensor {
-    /// A tensor like the saved one on the memory that is still there.
+    /// A tensor like the saved tensor, on memory that is still there.
     pub fn on_memory<'py>(
         &self,
         torch: &Torch,
@@ -195,7 +195,7 @@ impl SavedTensor {
     }
 }
 
-/// Whether nobody has a saved tensor any more.
+/// True if the saved tensor is dead.
 pub fn is_dead(py: Python<'_>, reference: &SavedReference) -> bool {
     reference.bind(py).upgrade().is_none()
 }

@@ -1,8 +1,8 @@
-//! The lock of a session, and how a thread that has it waits for a GPU without it.
+//! The lock of a session; a thread releases it while it waits for a GPU.
 //!
-//! A GPU may wait for something that another thread of the program does next, on the way to which
-//! that thread comes to a hook. So whoever waits for a GPU holds neither this lock nor the
-//! interpreter's, and looks again at what it had looked at before.
+//! A GPU may wait for work that another thread of the program submits next, and that thread may
+//! come to a hook before. So a thread that waits for a GPU holds neither this lock nor the GIL, and
+//! looks again at all state after the wait.
 
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -12,8 +12,8 @@ pub struct SessionLock {
     acquire: Py<PyAny>,
     release: Py<PyAny>,
     is_owned: Py<PyAny>,
-    /// Let it go however often this thread has taken it, and take it as often again: what
-    /// `threading.Condition` calls when it waits.
+    /// Release the lock however often this thread has taken it, and take it as often again;
+    /// `threading.Condition` calls these when it waits.
     release_all: Py<PyAny>,
     acquire_all: Py<PyAny>,
 }
@@ -37,7 +37,7 @@ impl SessionLock {
         change()
     }
 
-    /// Waits with neither this lock nor the interpreter's.
+    /// Waits with neither this lock nor the GIL.
     pub fn without<T: Send>(&self, py: Python<'_>, wait: impl FnOnce() -> T + Send) -> PyResult<T> {
         // defence: no lock while waiting for a GPU
         if !self.is_owned.bind(py).call0()?.is_truthy()? {
@@ -65,7 +65,7 @@ pub fn run_if_free(lock: &Bound<'_, PyAny>, function: &Bound<'_, PyAny>) -> PyRe
     Ok(true)
 }
 
-/// Holds the lock of a session, and lets it go also where something panics.
+/// Holds the lock of a session, and releases it also after a panic.
 struct Locked<'a, 'py>(&'a Bound<'py, PyAny>);
 
 impl Drop for Locked<'_, '_> {

@@ -9,7 +9,7 @@ use ssdtrain_core::{Faults, PauseSwitch};
 pub struct SimulatedDisk(Faults);
 
 impl SimulatedDisk {
-    /// The plan; its switch is the one of this object.
+    /// The plan; it shares the switch of this object.
     pub fn faults(&self) -> Faults {
         self.0.clone()
     }

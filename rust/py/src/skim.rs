@@ -1,15 +1,14 @@
-//! Stays out of the way of a round of which nothing goes to the disk.
+//! Skimmed rounds: nothing of such a round goes to the disk, and only its first tensor is followed.
 //!
-//! To follow a tensor takes some microseconds, and several times as many where computing has just
-//! filled the processor's caches. So where it is known beforehand that all of a round stays in
-//! memory, only its first tensor is followed, which is mostly the last one that its backward asks
-//! for. All others are kept as small ones are.
+//! Following a tensor takes some microseconds, and several times as many where computing has just
+//! filled the processor's caches. The first tensor of a round is mostly the last that its backward
+//! needs. All others are kept as small tensors are.
 //!
-//! They are counted all the same: as how many bytes, or as a weight. To find that out costs more
-//! than to keep them. But one such round mostly saves what the other did, so it is remembered by
-//! the place in the round, until a round is followed again. Where a tensor is not like the one
-//! before, it and all that come after it are looked at again. A mistake makes a figure of the
-//! report wrong, and nothing else: all of these tensors stay in memory in the same way.
+//! They are counted all the same, as bytes or as a weight, and a look at a tensor for that costs
+//! more than keeping it. But most such rounds save the same tensors as the one before, so the count
+//! of each place is remembered, until a round is followed again. If a tensor differs from the
+//! tensor before at its place, it and all after it are looked at again. A mistake makes a figure of
+//! the report wrong, and nothing else: all of these tensors stay in memory in the same way.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -21,24 +20,24 @@ use pyo3::types::{PyWeakrefMethods, PyWeakrefReference};
 use crate::rules::OwnSize;
 use crate::saved_tensor::{SavedReference, SavedTensor, SharedRound};
 
-/// So many tensors of a round pass by at most, if its first one is neither asked for nor dropped:
-/// a graph that somebody holds for ever must not keep all later rounds from being followed.
+/// The most tensors of a skimmed round whose first tensor is neither needed nor dropped: a graph
+/// that the program holds for ever must not keep all later rounds from being followed.
 const COUNT_MAX: usize = 16_384;
 
-/// Which bytes of a storage a tensor counts with.
+/// The bytes of a storage with which a tensor counts.
 #[derive(Clone, Copy)]
 pub struct CountedPart {
     pub start: usize,
     pub nbytes: u64,
     pub storage_bytes: u64,
-    /// Whether it was packed in a forward: what a backward packs is no more than the forward did.
+    /// True if it was packed in a forward. A backward packs no more than its forward did.
     pub is_forward: bool,
 }
 
 impl CountedPart {
-    /// Under which address it is counted, and how many bytes there are at most.
+    /// The address under which it is counted, and the most bytes that count there.
     ///
-    /// A part counts apart from its storage, so that each layer may save the same one.
+    /// A part counts apart from its storage, so that each layer may save the same storage.
     pub fn shared(&self, storage: usize) -> (usize, u64) {
         if self.nbytes < self.storage_bytes {
             return (storage.wrapping_add(self.start), self.nbytes);
@@ -47,27 +46,27 @@ impl CountedPart {
     }
 }
 
-/// What a tensor counts as that is large, or a view of something large, and is not followed.
+/// The count of a large tensor, or of a view of a large tensor, that is not followed.
 #[derive(Clone, Copy)]
 pub enum CountsAs {
     /// Bytes of its storage, in which it begins after `offset_bytes`.
     Bytes { offset_bytes: usize, part: CountedPart },
-    /// What was made of a weight.
+    /// A tensor made of a weight.
     Weight,
     /// It has to be judged each time.
     Unclear,
 }
 
-/// The round that is skimmed, if there is one.
+/// The skimmed round, if there is one.
 #[derive(Default)]
 pub struct Skim {
-    /// Looked at in every pack.
+    /// True while a round is skimmed. Every pack looks at it.
     is_on: AtomicBool,
     of: Mutex<Option<Skimmed>>,
     known: Mutex<Known>,
 }
 
-/// What the tensors of the round before counted as, one after the other.
+/// The counts of the tensors of the last round, in the order of packing.
 #[derive(Default)]
 struct Known {
     tensors: Vec<(OwnSize, CountsAs)>,
@@ -99,13 +98,13 @@ impl Skim {
         Ok(())
     }
 
-    /// Whether a tensor that is packed now is one of the round: the first one waits for its
-    /// backward.
+    /// True if a tensor that is packed now belongs to the skimmed round, whose first tensor is
+    /// alive.
     pub fn go_on(&self, py: Python<'_>) -> bool {
         if !self.is_on.load(Ordering::Relaxed) {
             return false;
         }
-        let first = self.of().as_ref().map(|one| one.first.clone_ref(py));
+        let first = self.of().as_ref().map(|skimmed| skimmed.first.clone_ref(py));
         let goes_on = first.is_some_and(|first| first.bind(py).upgrade().is_some());
         if !goes_on {
             self.end();
@@ -113,8 +112,8 @@ impl Skim {
         goes_on
     }
 
-    /// What the tensor at this place counted as before, if it was like this one. If it was not,
-    /// what comes after it is unknown too.
+    /// The count of the tensor at this place before, if that was like this tensor. If it was not,
+    /// the counts of all later places are forgotten.
     pub fn known_count(&self, own: OwnSize) -> Option<CountsAs> {
         let mut known = self.known();
         let next = known.next;
@@ -130,7 +129,7 @@ impl Skim {
         }
     }
 
-    /// Notes what the tensor at this place counts as, of the first ones of a round.
+    /// Notes the count of the tensor at this place, for the first [`COUNT_MAX`] places.
     pub fn note_count(&self, own: OwnSize, counts: CountsAs) {
         let mut known = self.known();
         if known.tensors.len() < COUNT_MAX {
@@ -139,26 +138,26 @@ impl Skim {
         }
     }
 
-    /// Begins with the tensor that comes after the first one of a round.
+    /// Begins again with the tensor after the first of a round.
     pub fn count_anew(&self) {
         self.known().next = 0;
     }
 
-    /// Has all tensors looked at again.
+    /// Forgets all counts, so that all tensors are looked at again.
     pub fn forget_counts(&self) {
         self.known().tensors.clear();
     }
 
-    /// Counts a tensor that is not followed; `false` if it has the memory of the first one, whose
-    /// record counts it, or if there were too many.
+    /// Counts a tensor that is not followed; `false` if it lies on the memory of the first tensor,
+    /// whose record counts it, or if there were too many.
     pub fn passes_by(&self, identity: usize) -> bool {
         let mut of = self.of();
-        let Some(one) = of.as_mut() else { return false };
-        if one.identity == identity {
+        let Some(skimmed) = of.as_mut() else { return false };
+        if skimmed.identity == identity {
             return false;
         }
-        one.count += 1;
-        let goes_on = one.count <= COUNT_MAX;
+        skimmed.count += 1;
+        let goes_on = skimmed.count <= COUNT_MAX;
         drop(of);
         if !goes_on {
             self.end();
@@ -166,20 +165,20 @@ impl Skim {
         goes_on
     }
 
-    /// Ends with a round, because its backward has come; one that ended before ends nothing.
+    /// Ends the skimmed round if it is `round`, because its backward has begun.
     pub fn end_of(&self, round: &SharedRound) {
-        let is_its_own = self.of().as_ref().is_some_and(|one| one.round.is(round));
+        let is_its_own = self.of().as_ref().is_some_and(|skimmed| skimmed.round.is(round));
         if is_its_own {
             self.end();
         }
     }
 
-    /// Ends, because its backward has come, or never will. What is packed next begins a new round.
+    /// Ends the skimmed round. The next pack begins a new round.
     fn end(&self) {
         self.is_on.store(false, Ordering::Relaxed);
         let before = self.of().take();
-        if let Some(one) = &before {
-            one.round.lock().set_closed(true);
+        if let Some(skimmed) = &before {
+            skimmed.round.lock().set_closed(true);
         }
         drop(before);
     }

@@ -1,11 +1,11 @@
-//! One tensor of a GPU on the staged way: what was saved of it, and a load of that.
+//! One tensor of a GPU on the staged way: its saved bytes, and a load of them.
 //!
 //! Memory of a GPU may be given to others only once the stream for which it was allocated has
-//! waited for all that uses it. Which stream that is only torch's allocator knows, and in a plain
-//! run autograd holds the memory for as long as any stream may use it. So before a source is let go
-//! its stream waits for the copy, and the allocator is told of every stream that was seen in a hook
-//! (`record_stream`, which does nothing for the stream of the allocation): it gives the memory to
-//! nobody before all of them have come to where they are now.
+//! waited for all work that uses it. Only torch's allocator knows that stream, and in a plain run
+//! autograd holds the memory for as long as any stream may use it. So before a source is let go,
+//! its stream waits for the copy, and `record_stream` tells the allocator of every stream that was
+//! seen in a hook (it does nothing for the stream of the allocation). Then the allocator gives the
+//! memory to nobody before each of these streams has done the work that it has now.
 #![expect(unsafe_code, reason = "names memory of torch")]
 
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -25,18 +25,18 @@ use crate::gpu::{Departure, GpuWay, raised, user_stream};
 use crate::gpu_calls::GpuStream;
 use crate::store::SIGNAL_CHECK;
 
-/// How long a pack waits for a GPU that is behind. It may wait for something that this very program
-/// does later, as communication on another stream; then the tensor stays.
+/// The longest wait of a pack for a GPU that is behind. The GPU may wait for work that this program
+/// submits later, such as communication on another stream; then the tensor stays.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// What was saved of a GPU's memory. Dropping it gives the copy up, in the order of the streams.
+/// Saved bytes of a GPU's memory. Dropping them gives the copy up, in the order of the streams.
 pub struct GpuBytes {
     way: Arc<GpuWay>,
     staged: Staged,
     stream: GpuStream,
     /// Held until the streams have waited for its copy.
     source: Mutex<Option<Py<PyAny>>>,
-    /// How much had been saved with it.
+    /// The sum of all saves on this way until then, with this save.
     saved_bytes: u64,
     /// See [`ByPlan`].
     copied_s: Option<f64>,
@@ -46,8 +46,8 @@ impl GpuBytes {
     /// Begins the copy of memory that `source` holds.
     ///
     /// If the ring is full because the GPU is behind, waiting costs nothing: the program would only
-    /// run further ahead of it. If the disk is behind, the tensor stays, unless `waits_for_disk`.
-    /// What shall stay in pinned memory goes to the disk if there is no room for it.
+    /// run further ahead of it. If the disk is behind, the tensor stays, unless `waits_for_disk`. A
+    /// tensor that should stay in pinned memory goes to the disk if there is no room for it.
     pub fn save(
         way: &Arc<GpuWay>,
         source: &Bound<'_, PyAny>,
@@ -95,17 +95,17 @@ impl GpuBytes {
                 Full::Pinned => {
                     let full = "all pinned memory holds tensors for good";
                     let refusal = way.staging.last_refusal();
-                    let note = format!("; {full}, so this one stays on the GPU");
-                    return Ok(
-                        Err(refusal.map_or_else(|| stays(full), |one| one.with_note(&note))),
-                    );
+                    let note = format!("; {full}, so this tensor stays on the GPU");
+                    return Ok(Err(
+                        refusal.map_or_else(|| stays(full), |refusal| refusal.with_note(&note))
+                    ));
                 }
                 Full::TooLong => return Ok(Err(too_long(nbytes, way.staging.longest_bytes()))),
             }
             if !waits_for_disk && (way.is_given_up(turn) || began.elapsed() > PATIENCE) {
                 way.give_up_waiting(turn);
                 way.count_stayed();
-                let message = "the GPU is behind, and may wait for what this program does next";
+                let message = "the GPU is behind, and may wait for later work of this program";
                 return Ok(Err(Error::new(ErrorKind::Busy, message)));
             }
             let waits_since = Instant::now();
@@ -114,11 +114,12 @@ impl GpuBytes {
         }
     }
 
-    /// Whether the source may be let go without a long wait on the GPU: a capture may hold it.
+    /// True if the source may be let go without a long wait on the GPU; a capture may still hold
+    /// it.
     ///
-    /// A forward mostly computes faster than the link copies what it saves. So where a plan tells
-    /// when the copy ends, the streams have to come to that moment; what they waited for before it
-    /// would be lost.
+    /// Most forwards save faster than the link copies. So if a plan tells the end of the copy, the
+    /// program has to come to that moment first: before it, the stream would wait for the copy, and
+    /// that time would be lost.
     pub fn is_done(&self) -> bool {
         self.staged.is_seen_copied()
             || self.is_released()
@@ -128,7 +129,7 @@ impl GpuBytes {
             }
     }
 
-    /// Whether the source was let go: somebody waited for it before the worker saw its copy end.
+    /// True if the source was let go: a thread waited for it before the worker saw its copy end.
     fn is_released(&self) -> bool {
         self.source.lock().unwrap_or_else(PoisonError::into_inner).is_none()
     }
@@ -142,7 +143,7 @@ impl GpuBytes {
         if matches!(answer, Ok(Ok(true))) {
             self.way.count_released(self.nbytes() as u64);
         } else {
-            // It is not known that nobody uses the memory any more.
+            // The copy may still use the memory.
             self.put_back(departure.memory);
         }
         answer
@@ -213,13 +214,13 @@ impl Drop for GpuBytes {
     }
 }
 
-/// A load on its way to a GPU, or there; whoever holds this holds its memory.
+/// A load on its way to a GPU, or there; it holds its memory.
 pub struct GpuLoad {
     way: Arc<GpuWay>,
     pub loading: Arc<Loading>,
     stream: GpuStream,
     storage: Option<Py<PyAny>>,
-    /// Whether a stream has waited for it, or will, for somebody else's sake.
+    /// True if a stream waits for it, here or through the load that this load joined.
     was_lent: AtomicBool,
 }
 
@@ -249,19 +250,19 @@ impl GpuLoad {
         self.way.seen.note(py, stream, &self.way.calls)?;
         // defence: every stream waits for a load
         let lent = self.loading.lend(user_stream(stream), SIGNAL_CHECK);
-        if let Err(error) = lent.expect("what is enqueued is lent at once") {
+        if let Err(error) = lent.expect("an enqueued load is lent at once") {
             return Ok(Err(error));
         }
         if stream != self.stream {
             // defence: streams that use a target
             self.way.seen.record(tensor, stream)?;
         }
-        // Last: until then it is given up as if nobody had used it.
+        // Set last: before that, a drop gives up a load that nobody used.
         self.was_lent.store(true, Ordering::Relaxed);
         Ok(Ok(()))
     }
 
-    /// Whether the bytes are there, or on their way on a stream.
+    /// True if the bytes are there, or on their way on a stream.
     pub fn is_here(&self) -> bool {
         self.loading.is_enqueued() && self.loading.failure().is_none()
     }
@@ -273,7 +274,7 @@ impl Drop for GpuLoad {
         if self.was_lent.load(Ordering::Relaxed) || self.way.is_forked() {
             return;
         }
-        // Read ahead and given up: the copy may still go there.
+        // The load was read ahead and given up: its copy may still write there.
         let Some(after) = self.loading.give_up() else { return };
         let memory = self.storage.take().expect("it is taken only here");
         let departure = Departure { after, stream: self.stream, memory, is_shared: false };

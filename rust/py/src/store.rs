@@ -17,7 +17,7 @@ use crate::error::to_python;
 use crate::owner::{LetGo, Owner, let_go};
 use crate::simulated::SimulatedDisk;
 
-/// How long a wait lasts before Ctrl-C is looked for.
+/// The time between two checks for Ctrl-C during a wait.
 pub const SIGNAL_CHECK: Duration = Duration::from_millis(100);
 
 #[pyclass(frozen, module = "ssdtrain._core")]
@@ -136,7 +136,7 @@ impl Store {
         let target = unsafe { core::HostTarget::new(address, nbytes, owner) };
         let pending = py.detach(|| self.0.read_into(&stored.0, target));
         let_go(py);
-        pending.map(|one| PendingInto(one, LetGo)).map_err(|error| to_python(py, &error))
+        pending.map(|pending| PendingInto(pending, LetGo)).map_err(|error| to_python(py, &error))
     }
 
     fn trim(&self, py: Python<'_>) -> PyResult<u64> {
@@ -146,8 +146,8 @@ impl Store {
     pub fn resident_bytes(&self, py: Python<'_>) -> usize {
         loop {
             let resident_bytes = self.0.resident_bytes();
-            // What ended before it was counted is let go before the count is told. That may run
-            // code which changes it: a count that is told is the last that was done here.
+            // Owners that were given back before the count are dropped before it is returned. A
+            // drop may run code that changes the count, so the bytes are then counted again.
             if !let_go(py) {
                 return resident_bytes;
             }
@@ -214,7 +214,7 @@ impl Store {
 }
 
 impl Store {
-    /// The store itself, for who moves tensors of other memory.
+    /// The store itself, for the ways of GPUs.
     pub fn shared(&self) -> Arc<core::TensorStore> {
         Arc::clone(&self.0)
     }
@@ -228,8 +228,8 @@ impl Store {
         owner: Py<PyAny>,
     ) -> PyResult<core::Result<core::Stored>> {
         let source = source(address, nbytes, owner)?;
-        // To queue takes a moment. To sum up what shall be verified does not, and is no reason for
-        // other threads to wait.
+        // Queueing takes a moment. The checksum for `verify` takes longer, and other threads run
+        // meanwhile.
         let begun = if self.0.verifies() {
             py.detach(|| self.0.write(source))
         } else {
@@ -239,7 +239,7 @@ impl Store {
         Ok(begun)
     }
 
-    /// Queues a read of what `stored` holds.
+    /// Queues a read of stored bytes.
     pub fn begin_read(&self, stored: &core::Stored) -> core::Result<core::Pending> {
         self.0.read(stored)
     }
@@ -268,7 +268,7 @@ impl Stored {
 
     fn done(&self, py: Python<'_>) -> bool {
         let done = self.0.ticket().is_done();
-        // Whoever sees a write done sees its source let go.
+        // A caller that sees a write done sees its source dropped.
         let_go(py);
         done
     }
@@ -331,7 +331,7 @@ impl Pending {
     fn wait(&self, py: Python<'_>) -> PyResult<Slot> {
         let answer = wait(py, self.0.ticket())?;
         let restored = answer.and_then(|()| self.0.restored());
-        restored.map(|one| Slot(Arc::new(one))).map_err(|error| to_python(py, &error))
+        restored.map(|restored| Slot(Arc::new(restored))).map_err(|error| to_python(py, &error))
     }
 }
 
@@ -372,9 +372,9 @@ impl Slot {
     }
 }
 
-/// Waits with the GIL released, and lets Ctrl-C through: that is the outer error.
+/// Waits with the GIL released; Ctrl-C is the outer error.
 pub fn wait(py: Python<'_>, ticket: &core::Transfer) -> PyResult<core::Result<()>> {
-    // What has ended is worth no change of threads.
+    // A transfer that has ended is not worth a change of threads.
     if ticket.is_done()
         && let Some(answer) = ticket.wait_for(Duration::ZERO)
     {

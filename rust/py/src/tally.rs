@@ -1,4 +1,4 @@
-//! Counts what is packed by what becomes of it; each pack counts.
+//! Counts packed tensors of one kind; each pack counts.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 

@@ -1,4 +1,4 @@
-//! When each saved tensor was where, for a picture of a step; noted only while somebody asked.
+//! The moments of each saved tensor, for a picture of a step; noted only once `start` was called.
 //!
 //! Locked with the GIL held, and for a change alone that calls nothing; see [Note: no calls] in
 //! `writeback.rs`.
@@ -13,10 +13,10 @@ use pyo3::prelude::*;
 /// Tensors that are remembered; older ones are forgotten.
 const LIVES_MAX: usize = 200_000;
 
-/// Nanoseconds since 1970, in the order of [`Moment`]; 0 where it never came.
+/// Nanoseconds since 1970, in the order of [`Moment`]; 0 for a moment that never came.
 type Moments = [u64; 6];
 
-/// What happens to a saved tensor.
+/// A moment in the life of a saved tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Moment {
     Packed,
@@ -37,7 +37,7 @@ struct Shared {
     ended: Mutex<VecDeque<(i64, u64, Moments)>>,
 }
 
-/// One tensor's; entered in the timeline as it ends.
+/// The moments of one tensor; entered in the timeline as it ends.
 pub struct Life(Option<Box<Noted>>);
 
 struct Noted {
@@ -54,7 +54,7 @@ impl Timeline {
         Self(Arc::default())
     }
 
-    /// Notes from now on what is packed.
+    /// Notes tensors that are packed from now on.
     fn start(&self) {
         self.0.is_on.store(true, Ordering::Relaxed);
     }

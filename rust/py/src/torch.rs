@@ -1,4 +1,4 @@
-//! What the compiled part calls of torch for tensors that may leave memory.
+//! The functions of torch that the compiled part calls for tensors that may leave memory.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -12,11 +12,11 @@ use crate::store::Slot;
 #[pyclass(frozen, module = "ssdtrain._core")]
 pub struct Torch {
     empties: Py<PyDict>,
-    /// Those of GPUs that were needed so far; there are few types and few GPUs.
+    /// Empty tensors of GPUs that were needed so far; there are few types and few GPUs.
     empties_on_gpus: Mutex<Vec<EmptyOnGpu>>,
     make_empty: Py<PyAny>,
     frombuffer: Py<PyAny>,
-    /// What `frombuffer` is told beside the buffer: that its items are bytes.
+    /// The keyword arguments of `frombuffer`: its items are bytes.
     as_bytes: Py<PyDict>,
     sequence_number: Py<PyAny>,
     current_backward: Py<PyAny>,
@@ -100,8 +100,8 @@ impl Torch {
         gpu: usize,
     ) -> Option<Bound<'py, PyAny>> {
         let known = self.empties_on_gpus();
-        let one = known.iter().find(|one| one.gpu == gpu && one.dtype.is(dtype))?;
-        Some(one.empty.bind(dtype.py()).clone())
+        let found = known.iter().find(|known| known.gpu == gpu && known.dtype.is(dtype))?;
+        Some(found.empty.bind(dtype.py()).clone())
     }
 
     /// Locked for a look or a change that calls nothing.
@@ -119,12 +119,13 @@ impl Torch {
         self.current_backward.bind(py).call0()?.extract()
     }
 
-    /// Whether this is called from inside an operation.
+    /// True inside an operation.
     pub fn is_below_autograd(&self, py: Python<'_>) -> PyResult<bool> {
         self.is_below_autograd.bind(py).call0()?.is_truthy()
     }
 
-    /// Whether a reentrant checkpoint recomputes: what is saved now is needed in a moment.
+    /// True while a reentrant checkpoint recomputes: tensors that are saved now are needed in a
+    /// moment.
     pub fn is_recompute(&self, py: Python<'_>) -> PyResult<bool> {
         let node = self.current_node.bind(py).call0()?;
         if node.is_none() {

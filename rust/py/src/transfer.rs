@@ -1,9 +1,9 @@
-//! Handles and loadings: what every kind of memory offers to every user.
+//! Handles and loadings, which every kind of memory offers to every user.
 //!
 //! A *handle* is a range of a storage in the store, and a *loading* is its way back. Neither knows
-//! who uses them: activations are one user, and what else training keeps in memory can be another.
-//! Memory of the CPU is written in place, and read into memory that becomes the tensor, without a
-//! copy; that of a GPU goes through pinned memory (`staged.rs`).
+//! its user: activations use them, and other memory of training could. Memory of the CPU is written
+//! in place, and read into memory that becomes the tensor, without a copy; that of a GPU goes
+//! through pinned memory (`staged.rs`).
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
@@ -27,7 +27,7 @@ use crate::torch::Torch;
 #[pyclass(frozen, freelist = 4096, module = "ssdtrain._core")]
 pub struct Handle {
     bytes: Bytes,
-    /// Where it was written from: torch can move the memory of a live storage.
+    /// The address that was written: torch can move the memory of a live storage.
     pub address: usize,
     /// First byte of the range in its storage.
     start: u64,
@@ -40,13 +40,13 @@ enum Bytes {
     Gpu(GpuBytes),
 }
 
-/// Which way a write takes.
+/// The way of a write.
 pub enum Way<'a> {
     Host,
     Gpu {
         way: &'a Arc<GpuWay>,
         stream: GpuStream,
-        /// Whether it waits where the disk takes no more now.
+        /// True if the write waits while the disk takes no more.
         waits_for_disk: bool,
         by_plan: ByPlan,
     },
@@ -57,12 +57,13 @@ struct LastRead {
     loading: Option<Py<PyWeakrefReference>>,
     /// The memory of the CPU that it filled; alive as long as some tensor lies on it.
     slot: Weak<core::Restored>,
-    /// The same on a GPU, with the load that fills it.
+    /// The storage on a GPU, with the load that fills it.
     on_gpu: Option<(Py<PyWeakrefReference>, Arc<core::staging::Loading>)>,
 }
 
 impl Handle {
-    /// Begins the write of a range of the storage of `source`, which is held as long as need be.
+    /// Begins the write of a range of the storage of `source`, which is held until its bytes are
+    /// safe.
     pub fn save(
         store: &Store,
         source: &Bound<'_, PyAny>,
@@ -92,9 +93,9 @@ impl Handle {
         }
     }
 
-    /// Waits until the source may be let go, which of a GPU is so in the order of its streams; or
-    /// tells why it may not. `false` if it may not now, however long somebody waits: a CUDA graph
-    /// is being captured.
+    /// Waits until the source may be let go; on a GPU, in the order of its streams. Returns the
+    /// error of a write that failed, or `false` if no wait helps, because a CUDA graph is being
+    /// captured.
     pub fn ended(&self, py: Python<'_>) -> PyResult<Result<bool, core::Error>> {
         match &self.bytes {
             Bytes::Host(stored) => {
@@ -110,7 +111,7 @@ impl Handle {
         match &self.bytes {
             Bytes::Host(stored) => {
                 let done = stored.ticket().is_done();
-                // Whoever sees a write done sees its source let go.
+                // A caller that sees a write done sees its source dropped.
                 let_go(py);
                 done
             }
@@ -136,7 +137,7 @@ impl Handle {
         Ok(loading)
     }
 
-    /// Begins a read, unless some node still holds a tensor on these very bytes.
+    /// Begins a read, unless a node still holds a tensor on the bytes of the last read.
     fn begin(&self, py: Python<'_>, store: &Store) -> PyResult<LoadState> {
         match &self.bytes {
             Bytes::Host(stored) => {
@@ -160,7 +161,7 @@ impl Handle {
         }
     }
 
-    /// The last read if it did not fail and somebody still holds it: others can join.
+    /// The last read, if it lives and did not fail: another user can join it.
     fn joinable<'py>(&self, py: Python<'py>) -> Option<Bound<'py, Loading>> {
         let reference = self.last().loading.as_ref()?.clone_ref(py);
         let loading = reference.bind(py).upgrade()?;
@@ -170,7 +171,7 @@ impl Handle {
         (!has_failed).then_some(loading)
     }
 
-    /// The memory of the last load to a GPU and that load, if somebody still has it.
+    /// The memory of the last load to a GPU and that load, if the memory is still in use.
     fn on_gpu<'py>(
         &self,
         py: Python<'py>,
@@ -228,7 +229,7 @@ impl Handle {
     }
 }
 
-/// A read that was begun, or bytes that are here; whoever holds this holds its memory.
+/// A read that was begun, or bytes that are here; it holds their memory.
 #[pyclass(frozen, weakref, freelist = 4096, module = "ssdtrain._core")]
 pub struct Loading {
     handle: Py<Handle>,
@@ -256,7 +257,7 @@ impl Loading {
         let answer = wait(py, pending.ticket())?;
         let restored = answer.and_then(|()| pending.restored());
         let outcome = restored.as_ref().map(|_| ()).map_err(Clone::clone);
-        // Several threads may have waited for the same read; the first one's slot counts.
+        // Several threads may have waited for the same read; the slot of the first counts.
         let mut state = self.locked();
         if matches!(*state, LoadState::Pending(_)) {
             *state = match restored {
@@ -267,7 +268,7 @@ impl Loading {
         Ok(outcome)
     }
 
-    /// A tensor of that layout on the bytes, waiting for them.
+    /// Waits for the bytes, and returns a tensor of a layout on them.
     pub fn restore<'py>(
         &self,
         py: Python<'py>,
@@ -291,7 +292,7 @@ impl Loading {
         }
     }
 
-    /// Of a GPU's memory, when the bytes are there, if a copy is on its way.
+    /// The event at which the bytes are on their GPU, if a copy is on its way.
     pub fn loaded(&self) -> Option<Arc<Event>> {
         match self.state() {
             LoadState::Gpu(load) => load.loading.loaded(),
@@ -299,7 +300,7 @@ impl Loading {
         }
     }
 
-    /// Whether the bytes are there.
+    /// True if the bytes are there.
     pub fn is_here(&self) -> bool {
         match self.state() {
             LoadState::Here(_) => true,
@@ -309,7 +310,7 @@ impl Loading {
         }
     }
 
-    /// Whether the bytes are there, or will never be.
+    /// True if the bytes are there, or will never be.
     pub fn is_done(&self) -> bool {
         match self.state() {
             LoadState::Here(_) | LoadState::Failed(_) => true,
@@ -326,7 +327,7 @@ impl Loading {
         }
     }
 
-    /// What it is now; a copy, so that no lock is held while torch is called.
+    /// A copy of the state, so that no lock is held while torch is called.
     fn state(&self) -> LoadState {
         self.locked().clone()
     }

@@ -1,4 +1,4 @@
-//! The way of saved storages to the disk: when a write begins, and when its memory is freed.
+//! The way of saved storages to the disk, from the gate to the free memory.
 //!
 //! There is one record per saved storage and version, more where parts or counters are apart. If
 //! its bytes are saved again after its write began, it is held until the program lets go of them.
@@ -8,10 +8,10 @@
 //! larger number at a later pack, or runs a backward, the node has been passed and the write may
 //! begin.
 //!
-//! [Note: no calls] All that is called here may run a handler of a signal, which may pack tensors
-//! itself, and torch may let other threads run. So the books are locked for a look or a change that
-//! calls nothing and drops nothing, and what was looked at before a call is looked at again.
-//! Whoever waits for a GPU lets all other threads run as well (`session_lock.rs`).
+//! [Note: no calls] Every call here may run a handler of a signal, which may pack tensors itself,
+//! and torch may let other threads run. So the books are locked for a look or a change that calls
+//! nothing and drops nothing, and after a call all state is looked at again. A thread that waits
+//! for a GPU lets all other threads run as well (`session_lock.rs`).
 //!
 //! `activations/writeback.py` handles failed writes, the bound, and memory of others.
 
@@ -36,11 +36,11 @@ use crate::torch::Torch;
 use crate::transfer::Handle;
 use crate::writing::{Writes, upgraded};
 
-/// So much of a reserve is written when room is short: what comes next then finds writes under way
-/// to wait for, and not much more is written than must be.
+/// The bytes of a reserve that are written when room is short: the next wait then finds writes
+/// under way, and not much more is written than must be.
 const RESERVE_BATCH_BYTES: u64 = 8 << 20;
 
-/// The records of one session, and what becomes of them.
+/// The records of one session, with their gates and their writes.
 #[pyclass(frozen, module = "ssdtrain._core")]
 pub struct Records {
     store: Py<Store>,
@@ -48,7 +48,7 @@ pub struct Records {
     account: core::Account,
     timeline: Py<Timeline>,
     is_bounded: bool,
-    /// So many bytes are given to the disk together.
+    /// The bytes that are given to the disk together.
     batch_bytes: u64,
     gates: Gates,
     held: Held,
@@ -107,8 +107,8 @@ impl Records {
     /// Every record that is alive.
     fn alive(&self, py: Python<'_>) -> PyResult<Vec<Py<Record>>> {
         let known = self.books().all(py);
-        let alive = known.iter().filter_map(|one| upgraded(py, one).transpose());
-        alive.map(|one| one.map(Bound::unbind)).collect()
+        let alive = known.iter().filter_map(|reference| upgraded(py, reference).transpose());
+        alive.map(|record| record.map(Bound::unbind)).collect()
     }
 
     #[getter]
@@ -168,8 +168,7 @@ impl Records {
         self.gates.own(record.py())?.add_to_reserve(record)
     }
 
-    /// Begins the writes of this thread's nodes before `sequence`, once there is a batch; of all
-    /// nodes, however few, without it.
+    /// Begins the writes of this thread's nodes before `sequence`, once there is a batch.
     #[pyo3(name = "open_gate")]
     fn open_own_gate(&self, writing: Writing<'_, '_>, sequence: i64) -> PyResult<()> {
         self.open_gate(writing, Some(sequence))
@@ -184,10 +183,10 @@ impl Records {
         self.writes.count()
     }
 
-    /// Keeps what is still in the queue, unless there is a bound.
+    /// Cancels the writes that are still in the queue, unless there is a bound.
     ///
-    /// Called when a backward begins of which nothing is known: what was not written by now may be
-    /// needed before it is, and on a slow disk the reads need its time.
+    /// Called when a backward begins that no plan knows: it may need a tensor before its write
+    /// ends, and on a slow disk its reads need the time of the writes.
     pub fn cancel_queued(&self, py: Python<'_>) -> PyResult<()> {
         if self.is_bounded { Ok(()) } else { self.writes.cancel_queued(py) }
     }
@@ -244,12 +243,12 @@ impl Records {
         }
     }
 
-    /// Whether something is on its way out of memory, or waits to be.
+    /// True if writes are under way, or records wait at a gate.
     pub fn has_leaving(&self) -> bool {
         self.writes.count() > 0 || self.has_waiting_gate()
     }
 
-    /// Whether somebody asked when each tensor is where.
+    /// True if the timeline was started.
     pub fn is_timed(&self) -> bool {
         self.timeline.get().is_on()
     }
@@ -278,11 +277,12 @@ impl Records {
     pub fn of<'py>(&self, storage: &Bound<'py, PyAny>) -> PyResult<Vec<Bound<'py, Record>>> {
         let py = storage.py();
         let known = self.books().of(py, identity(storage));
-        let alive = known.iter().filter_map(|one| upgraded(py, one).transpose());
+        let alive = known.iter().filter_map(|reference| upgraded(py, reference).transpose());
         alive.collect()
     }
 
-    /// Takes bytes of a storage that are saved again from memory, if their writes have begun.
+    /// Has the records of bytes that are saved again take them from memory, if their writes have
+    /// begun.
     ///
     /// Between the two saves the program may have changed them past the version counter
     /// (`tensor.data[...] = `), and plain autograd has one memory for both. They are written again
@@ -312,11 +312,11 @@ impl Records {
 
     /// Begins the writes of held records whose bytes the program has let go of.
     ///
-    /// Any thread does: bytes that a node still fills are used by its operation.
+    /// Any thread may call this: the operation of a node uses the bytes that it still fills.
     fn write_held(&self, writing: Writing<'_, '_>) -> PyResult<()> {
         let (mut staying, mut outcome) = (Vec::new(), Ok(()));
-        for one in self.held.take() {
-            let Some(record) = upgraded(writing.py(), &one)? else { continue };
+        for reference in self.held.take() {
+            let Some(record) = upgraded(writing.py(), &reference)? else { continue };
             if outcome.is_ok() {
                 match self.write_unless_used(&record, writing) {
                     Ok(true) => continue,
@@ -324,7 +324,7 @@ impl Records {
                     Err(error) => outcome = Err(error),
                 }
             }
-            staying.push(one);
+            staying.push(reference);
         }
         self.held.put_back(staying);
         outcome
@@ -353,13 +353,13 @@ impl Records {
         let py = tensor.py();
         let record = Record::new(torch, tensor, storage, part, &self.account, self.timeline.get())?;
         let reference = PyWeakrefReference::new(&record)?.unbind();
-        // The identity is one only while the storage lives, which the look-up checks.
+        // The address identifies a storage only while it lives, which the look-up checks.
         let before = self.books().remember(py, identity(storage), reference);
         drop(before);
         Ok(record)
     }
 
-    /// The storage if its bytes are still in memory; then its write is not needed.
+    /// The storage of a record if its bytes are still in memory; then its write is not needed.
     pub fn in_memory<'py>(
         &self,
         record: &Bound<'py, Record>,
@@ -397,7 +397,7 @@ impl Records {
 
     /// Begins the writes of this thread's nodes before `sequence`, once there is a batch.
     ///
-    /// Of all nodes, however few, without it.
+    /// Without `sequence`, begins the writes of all nodes, however few.
     pub fn open_gate(&self, writing: Writing<'_, '_>, sequence: Option<i64>) -> PyResult<()> {
         let py = writing.py();
         let Some(gate) = self.gates.here(py)? else { return Ok(()) };
@@ -414,7 +414,7 @@ impl Records {
         Ok(())
     }
 
-    /// Begins the writes of a gate's records before `sequence`; what cannot begin now stays.
+    /// Begins the writes of a gate's records before `sequence`; records that cannot begin now stay.
     fn open(
         &self,
         py: Python<'_>,
@@ -425,24 +425,24 @@ impl Records {
         self.write_held(writing)?;
         let taken = gate.gate().take();
         let (mut staying, mut is_busy, mut outcome) = (Vec::new(), false, Ok(()));
-        for one in taken {
-            let Some(record) = upgraded(py, &one.item)? else { continue };
+        for waiting_record in taken {
+            let Some(record) = upgraded(py, &waiting_record.item)? else { continue };
             let is_closed = sequence.is_some_and(|passed| record.get().sequence() >= passed);
             if !is_closed && !is_busy && outcome.is_ok() {
                 match self.begin_write(&record, writing) {
                     Ok(true) => continue,
                     Ok(false) => is_busy = true,
-                    // What an interrupt left is begun the next time.
+                    // Records that an interrupt left begin the next time.
                     Err(error) => outcome = Err(error),
                 }
             }
-            staying.push(one);
+            staying.push(waiting_record);
         }
         gate.gate().put_back(staying);
         outcome
     }
 
-    /// Begins to write the oldest of a reserve whose nodes have been passed.
+    /// Begins the writes of the oldest records of a reserve whose nodes have been passed.
     fn write_reserve(
         &self,
         py: Python<'_>,
@@ -451,22 +451,22 @@ impl Records {
     ) -> PyResult<()> {
         let (passed, reserve) = (gate.passed(), gate.gate().take_reserve());
         let (mut rest, mut nbytes, mut outcome) = (Vec::new(), 0, Ok(()));
-        for one in reserve {
-            let Some(record) = upgraded(py, &one.item)? else { continue };
+        for waiting_record in reserve {
+            let Some(record) = upgraded(py, &waiting_record.item)? else { continue };
             if !record.get().has_source() || record.get().has_handle() {
                 continue;
             }
             if outcome.is_ok() && nbytes < RESERVE_BATCH_BYTES && record.get().sequence() < passed {
                 match self.begin_write(&record, writing) {
                     Ok(true) => {
-                        nbytes += one.nbytes;
+                        nbytes += waiting_record.nbytes;
                         continue;
                     }
                     Ok(false) => {}
                     Err(error) => outcome = Err(error),
                 }
             }
-            rest.push(one);
+            rest.push(waiting_record);
         }
         gate.gate().put_back_reserve(rest);
         outcome
@@ -477,12 +477,12 @@ impl Records {
     }
 }
 
-/// What tells one storage from others while it lives.
+/// The address of a storage's Python object, which identifies the storage while it lives.
 fn identity(storage: &Bound<'_, PyAny>) -> usize {
     storage.as_ptr() as usize
 }
 
-/// Whether others hold what is about to be written, so that to write it frees nothing.
+/// True if the program holds the bytes of a record, so that to write them frees nothing.
 fn is_lent(record: &Bound<'_, Record>, writing: Writing<'_, '_>) -> PyResult<bool> {
     if record.get().is_lent() {
         return Ok(true);

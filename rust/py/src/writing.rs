@@ -1,4 +1,4 @@
-//! What is on its way to the disk, and what becomes of it when it has ended.
+//! The writes that are under way, and the memory that they free when they end.
 
 use std::collections::VecDeque;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -19,7 +19,7 @@ const REAP_MAX: usize = 64;
 ///
 /// Locked as [Note: no calls] in `writeback.rs` says.
 pub struct Writes {
-    /// Once writes have freed so much, free memory goes back to the system.
+    /// Once writes have freed this many bytes, free memory goes back to the system.
     give_back_bytes: u64,
     list: Mutex<List>,
 }
@@ -27,9 +27,9 @@ pub struct Writes {
 #[derive(Default)]
 struct List {
     writing: VecDeque<RecordReference>,
-    /// Which of the writes behind the oldest was looked at last.
+    /// The place of the write behind the oldest that was looked at last.
     look_at: usize,
-    /// Of sources, since free memory was given back last.
+    /// The bytes of sources freed since memory was given back last.
     freed_bytes: u64,
 }
 
@@ -48,16 +48,16 @@ impl Writes {
         self.list().writing.len()
     }
 
-    /// The handles of what is under way, the oldest first.
+    /// The handles of the writes under way, the oldest first.
     pub fn under_way<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, Handle>>> {
         let mut handles = Vec::new();
         for reference in self.all(py) {
-            handles.extend(upgraded(py, &reference)?.and_then(|one| one.get().handle(py)));
+            handles.extend(upgraded(py, &reference)?.and_then(|record| record.get().handle(py)));
         }
         Ok(handles)
     }
 
-    /// Cancels what has not begun; it is kept.
+    /// Cancels writes that have not begun; their tensors are kept.
     pub fn cancel_queued(&self, py: Python<'_>) -> PyResult<()> {
         for reference in self.all(py) {
             if let Some(record) = upgraded(py, &reference)?
@@ -70,7 +70,7 @@ impl Writes {
         Ok(())
     }
 
-    /// Frees the memory of all that has reached the disk, however much it is.
+    /// Frees the memory of all writes that have ended, however many.
     pub fn end_all(&self, writing: Writing<'_, '_>) -> PyResult<()> {
         for reference in self.all(writing.py()) {
             if self.take_ended(&reference, writing)? {
@@ -98,10 +98,10 @@ impl Writes {
         Ok(false)
     }
 
-    /// Frees the memory of what has reached the disk.
+    /// Frees the memory of writes that have ended, [`REAP_MAX`] of them at most.
     ///
-    /// Writes end nearly in order, so the oldest tells. One that hangs must not hold the others
-    /// back, so each call looks at one more of them.
+    /// Writes end nearly in order, so the oldest is looked at first. A write that hangs must not
+    /// hold the others back, so each call looks at one more of them.
     pub fn reap(&self, writing: Writing<'_, '_>) -> PyResult<()> {
         let py = writing.py();
         for _ in 0..REAP_MAX {
@@ -128,8 +128,8 @@ impl Writes {
         Ok(handle.get().is_done(py) && self.end_write(&record, &source, &handle, writing)?)
     }
 
-    /// Waits for a write and frees its source, unless the bytes on the disk are not its own;
-    /// `false` if the source may not be let go now, however long somebody waits.
+    /// Waits for a write and frees its source, unless its bytes changed on the way; `false` if no
+    /// wait helps (see [`Handle::ended`]).
     fn end_write(
         &self,
         record: &Bound<'_, Record>,
@@ -147,13 +147,13 @@ impl Writes {
                     writing.give_memory_back()?;
                 }
             }
-            // The bytes on the disk are not those that were saved; the source is what plain
-            // autograd would use, and unpack raises if it was changed in place.
+            // The bytes on the disk are not those that were saved. Plain autograd would use the
+            // source, and unpack raises if it was changed in place.
             Ok(true) => this.set_handle(None),
             Err(error) => {
                 // The source is still here, so nothing is lost.
                 this.set_handle(None);
-                // Cancelled, or the store was closed while the graph lived.
+                // It was cancelled, or the store was closed while the graph lived: no failure.
                 if !matches!(error.kind(), core::ErrorKind::Cancelled | core::ErrorKind::Closed) {
                     this.holding.set_fate(core::Fate::Kept);
                     writing.note_failure(&error)?;
@@ -163,10 +163,10 @@ impl Writes {
         Ok(true)
     }
 
-    /// Takes a write that has ended out of the list; a look mostly finds it in front.
+    /// Takes a write that has ended out of the list; it is mostly the first.
     fn forget(&self, reference: &RecordReference) {
         let mut list = self.list();
-        let place = list.writing.iter().position(|one| one.is(reference));
+        let place = list.writing.iter().position(|known| known.is(reference));
         let taken = place.and_then(|place| list.writing.remove(place));
         drop(list);
         drop(taken);
@@ -182,13 +182,13 @@ impl Writes {
         is_time
     }
 
-    /// The one that is so far behind the oldest.
+    /// The write at a place behind the oldest.
     fn at(&self, py: Python<'_>, place: usize) -> Option<RecordReference> {
-        self.list().writing.get(place).map(|one| one.clone_ref(py))
+        self.list().writing.get(place).map(|known| known.clone_ref(py))
     }
 
     fn all(&self, py: Python<'_>) -> Vec<RecordReference> {
-        self.list().writing.iter().map(|one| one.clone_ref(py)).collect()
+        self.list().writing.iter().map(|known| known.clone_ref(py)).collect()
     }
 
     fn list(&self) -> MutexGuard<'_, List> {
@@ -199,7 +199,7 @@ impl Writes {
 impl List {
     fn next_looked_at(&mut self, py: Python<'_>) -> Option<RecordReference> {
         self.look_at = (self.look_at + 1) % self.writing.len().max(1);
-        self.writing.get(self.look_at).map(|one| one.clone_ref(py))
+        self.writing.get(self.look_at).map(|known| known.clone_ref(py))
     }
 }
 
