@@ -19,7 +19,7 @@ from torch import UntypedStorage
 from ssdtrain._core import Account, Holding
 from ssdtrain.errors import BudgetError
 from ssdtrain.machine.torch_internals import sequence_number
-from ssdtrain.shortage import Held, Shortage
+from ssdtrain.notices import Held, Shortage
 from ssdtrain.stalls import Stalls
 
 __all__ = ["MemoryUser", "Refused", "Residency"]
@@ -211,9 +211,7 @@ class Residency:
         if rest_bytes is not None and (refusal := self._refusal()) is not None:
             raise refusal.error()
         shortage = self._counted_shortage(nbytes, wanted())
-        if rest_bytes is None:
-            raise BudgetError(shortage.of_point())
-        raise BudgetError(shortage.of_backward(rest_bytes()))
+        raise BudgetError(shortage.of_point(None if rest_bytes is None else rest_bytes()))
 
     def take_in(
         self,

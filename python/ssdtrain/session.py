@@ -12,13 +12,12 @@ from ssdtrain.activations.installed import Pair
 from ssdtrain.activations.watch import Watch
 from ssdtrain.config import OffloadConfig
 from ssdtrain.errors import ConfigError, SsdtrainError
-from ssdtrain.notices import Notices, log
+from ssdtrain.notices import Notices, log, say_begin
 from ssdtrain.open_store import open_store
 from ssdtrain.planning.policy import Policy
 from ssdtrain.planning.recompute import Choices
 from ssdtrain.planning.timeline import save_timeline
 from ssdtrain.planning.trace import Trace, save
-from ssdtrain.session_log import say_begin, say_end
 from ssdtrain.sharing import Share, Tenants
 from ssdtrain.stats import Stats, with_tenants
 from ssdtrain.transfer.direct import DirectWay
@@ -67,7 +66,7 @@ class Session:
             self._final_traces: tuple[Trace, ...] = ()
             self._timeline: Timeline | None = None
             self._watch: Watch | None = None
-            say_begin(config, self._hooks.stats().engines)
+            say_begin(config.min_bytes, bound, self._hooks.stats().engines)
         except BaseException:
             # Ctrl-C: its traceback, which a notebook keeps, would hold the store open.
             store.close()
@@ -196,4 +195,4 @@ class Session:
             # store from being let go.
             self._final_traces = hooks.traces()
             self._hooks = None
-            say_end(self._final, self._said)
+            self._said.say_end(self._final.reason, is_surprising=self._final.is_surprising)

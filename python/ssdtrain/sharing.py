@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from ssdtrain._core import Reservation, Store
+from ssdtrain.notices import Held
 from ssdtrain.residency import UNLIMITED_BYTES, Residency
-from ssdtrain.shortage import Held
 from ssdtrain.sizes import shown_bytes
 
 __all__ = ["Budget", "ClassStats", "Figures", "Room", "Share", "Tenant", "Tenants"]

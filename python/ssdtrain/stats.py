@@ -9,7 +9,7 @@ from typing import Any
 from ssdtrain.machine.huge_pages import SMALL_PAGES_REMEDY, has_small_pages
 from ssdtrain.machine.process_memory import known_bytes
 from ssdtrain.planning.recompute import BlockCounts
-from ssdtrain.reasons import Gain, Reason
+from ssdtrain.reasons import Reason
 from ssdtrain.residency import Residency
 from ssdtrain.sharing import ClassStats, Figures
 from ssdtrain.sizes import shown_bytes, shown_count, shown_rate
@@ -39,6 +39,13 @@ STALL_SHARE_LITTLE = 0.01
 OFFLOADED_SHARE_MUCH = 0.9
 """If this share of the bytes that may leave memory was offloaded, computing is the limit: backward
 needs the rest too soon for any disk."""
+
+GAINED_SHARE_LITTLE = 0.1
+"""The report calls a smaller share of the bytes of saved tensors hardly a gain."""
+SEEN_SHARE_LITTLE = 0.02
+"""The same of a smaller share of the memory of the process, or of GPUs."""
+LOST_SHARE_LITTLE = 0.01
+"""The report gives no advice about a loss of a smaller share of the time in the block."""
 
 ACTIVATIONS = "activations"
 
@@ -297,19 +304,37 @@ class Stats:
         return "\n".join(rows)
 
     def _shown_gain(self) -> str:
+        """Return the first line: gain and cost, with advice if hardly anything was gained."""
+        if not self.saved_bytes_peak and not self.classes:
+            return "nothing was saved for a backward here, so there was nothing to gain"
         on_gpu = self.pinned_bytes or self.ring_bytes
-        gain = Gain(
-            saved_bytes=self.saved_bytes_peak,
-            resident_bytes=self.saved_resident_bytes_peak,
-            all_bytes=self.device_bytes_peak if on_gpu else self.process_bytes_peak,
-            away_bytes=self.away_bytes_peak if on_gpu else None,
-            lost_s=max(self.exposed_s, self.gpu_stall_s) + (0 if on_gpu else self.hooks_s),
-            elapsed_s=self.elapsed_s,
-            has_reason=self.reason is not None,
-            has_recomputed=self.blocks_recomputed > 0,
-            has_others=bool(self.classes),
+        gained_bytes = self.saved_bytes_peak - self.saved_resident_bytes_peak
+        all_bytes = self.process_bytes_peak
+        lost_s = max(self.exposed_s, self.gpu_stall_s)
+        least = "at least " if self.blocks_recomputed else ""
+        text = (
+            f"saved tensors took {shown_bytes(self.saved_resident_bytes_peak)} of memory at the "
+            f"peak, and would take {least}{shown_bytes(self.saved_bytes_peak)} without ssdtrain"
         )
-        return str(gain)
+        if on_gpu:
+            gained_bytes, all_bytes = self.away_bytes_peak, self.device_bytes_peak
+            text = f"without ssdtrain GPUs would hold up to {shown_bytes(gained_bytes)} more"
+        else:
+            lost_s += self.hooks_s
+        share = lost_s / max(self.elapsed_s, 1e-9)
+        text += f"; hooks and waits took {lost_s:.3f} s of {self.elapsed_s:.3f} s ({share:.1%})"
+        # Weights and state that leave memory are a gain, too.
+        if self.classes or self.blocks_recomputed:
+            return text
+        is_much = gained_bytes >= GAINED_SHARE_LITTLE * self.saved_bytes_peak
+        if is_much and gained_bytes >= SEEN_SHARE_LITTLE * all_bytes:
+            return text
+        advice = "leave the block out"
+        if self.reason is not None:
+            advice = "the last line tells why, and what to change"
+        elif share >= LOST_SHARE_LITTLE:
+            advice += ", or raise min_bytes so that it takes less time"
+        return f"hardly anything was gained: {text}; {advice}"
 
     def _shown_stalls(self) -> str:
         stalls = shown_count(self.stall_count, "stall")

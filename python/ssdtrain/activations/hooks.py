@@ -253,7 +253,6 @@ class Hooks:
             peak_bytes=account.peak_bytes,
             failed_count=self.writeback.failed_count + self.writeback.refused_count,
             failure=self.writeback.failure,
-            stayed_count=self.writeback.stayed_count,
             stayed=self.writeback.stayed,
             budget_error_count=self._residency.refused_count,
             is_one_node=prefetcher.is_one_node,

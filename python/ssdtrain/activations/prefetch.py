@@ -14,13 +14,11 @@ from ssdtrain._core import Round, Rounds, SavedTensor
 from ssdtrain.activations.followed import Followed, Scope
 from ssdtrain.activations.names import needing
 from ssdtrain.errors import SsdtrainError
-from ssdtrain.notices import Notices, log
+from ssdtrain.notices import Held, Notices, log
 from ssdtrain.planning.policy import Item, Policy, Rates
 from ssdtrain.planning.recording import Recording
-from ssdtrain.reasons import PlannedRound
+from ssdtrain.reasons import ONE_NODE, PlannedRound
 from ssdtrain.residency import WIDENING_BYTES, Residency
-from ssdtrain.shortage import Held
-from ssdtrain.sizes import shown_bytes
 from ssdtrain.stalls import Stalls
 from ssdtrain.transfer.host import HostTransfer
 
@@ -220,14 +218,7 @@ class Prefetcher:
         is_one = heaviest_bytes >= ONE_NODE_SHARE_MIN * all_bytes
         if is_one and tensors_count >= ONE_NODE_TENSORS_MIN:
             self.is_one_node = True
-            self._notices.say(
-                "one node",
-                "one node of the graph saves %s of the %s that are saved in forward, at "
-                "once and at its end, so offloading cannot lower the peak; if torch.compile made "
-                "it of the whole model, compile block by block instead (block.compile())",
-                shown_bytes(heaviest_bytes),
-                shown_bytes(all_bytes),
-            )
+            self._notices.say("one node", "%s", ONE_NODE)
 
     # What the residency asks.
 

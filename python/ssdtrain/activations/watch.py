@@ -26,12 +26,6 @@ OUR_OTHERS = ("ssdtrain.parameters.", "ssdtrain.activations.fingerprints.")
 """Where hooks of ours are made that hand on what they are given."""
 
 
-class Forks:
-    """How often this process was forked."""
-
-    count = 0
-
-
 class Reached:
     """How many child processes were given a block of their own, by `ssdtrain run`."""
 
@@ -43,13 +37,6 @@ def note_reached_child() -> None:
     Reached.count += 1
 
 
-def _note_fork() -> None:
-    Forks.count += 1
-
-
-os.register_at_fork(after_in_parent=_note_fork)
-
-
 class Watch:
     """Looks at the thread in which it is made, from ``begin`` to ``end``."""
 
@@ -59,7 +46,7 @@ class Watch:
         self._thread = threading.get_ident()
         self._probe = probe_backward()
         self._sequence = sequence_number()
-        self._fork_count, self._reached_count = Forks.count, Reached.count
+        self._reached_count = Reached.count
         self._child_s, self._process_s = _child_seconds(), time.process_time()
 
     def begin(self) -> None:
@@ -91,7 +78,6 @@ class Watch:
             # Each probe of this thread made one node, and was one backward.
             node_count=node_count - (after.here_count - before.here_count - 1),
             backward_count=_backwards_between(before, after),
-            fork_count=Forks.count - self._fork_count,
             has_reached_children=Reached.count > self._reached_count,
             child_s=_child_seconds() - self._child_s,
             process_s=time.process_time() - self._process_s,

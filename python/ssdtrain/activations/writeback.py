@@ -19,11 +19,10 @@ from ssdtrain.activations.names import saving
 from ssdtrain.errors import DiskBoundError, SsdtrainError, UnsupportedError
 from ssdtrain.machine.process_memory import release_free_memory
 from ssdtrain.machine.torch_internals import count_users, sequence_number
-from ssdtrain.notices import Notices
+from ssdtrain.notices import Held, Notices
 from ssdtrain.planning.policy import Policy
 from ssdtrain.residency import Refused, Residency
-from ssdtrain.seen import Seen, kept_parts
-from ssdtrain.shortage import Held
+from ssdtrain.seen import Seen
 from ssdtrain.sizes import shown_count
 from ssdtrain.transfer.host import HostTransfer
 
@@ -83,10 +82,8 @@ class Writeback:
         """Writes that `max_disk_bytes` did not allow; their tensors were kept."""
         self.failure: str | None = None
         """Why the last write failed; the error itself would hold its frames, and their records."""
-        self.stayed_count = 0
-        """Tensors of GPUs that cannot take the way from there: nothing has failed."""
         self.stayed: str | None = None
-        """Why the last of them cannot."""
+        """Why the last tensor that cannot leave its GPU stays there; no write has failed."""
         residency.add_user(self)
 
     # What the hooks ask.
@@ -196,7 +193,7 @@ class Writeback:
     def note_failure(self, error: SsdtrainError, count: int = 1) -> None:
         """Count and say why a tensor that should be written, or several, stay in memory."""
         if isinstance(error, UnsupportedError):
-            self.stayed_count, self.stayed = self.stayed_count + count, str(error)
+            self.stayed = str(error)
             self._notices.say("stayed", "%s", error, level=logging.INFO)
             return
         self.failure = str(error)
@@ -242,7 +239,7 @@ class Writeback:
         # What is reserved is told by those who reserved it.
         kept_bytes = account.held_bytes - account.reserved_bytes - sum(one.nbytes for one in saved)
         return [
-            *kept_parts(self._seen, kept_bytes, self._min_bytes),
+            *self._seen.kept_parts(kept_bytes, self._min_bytes),
             Held(
                 sum(unwritten),
                 f"in {shown_count(len(unwritten), 'tensor')} whose operation has not ended or "
