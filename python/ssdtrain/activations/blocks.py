@@ -1,8 +1,8 @@
 """Calls the blocks of `ssdtrain.checkpoint`, plainly or so that backward computes them again.
 
-A block is known by its place in the round and the shapes that it gets, as saved tensors are by
-theirs. Of nested blocks the outermost is chosen for. A block may run its forward twice, as under
-`torch.utils.checkpoint`: `fingerprints.py` compares what the two runs save.
+The key of a call is its place in the round and the shapes of its arguments. The choice is made for
+the outermost of nested blocks. A block may run its forward twice, as under
+`torch.utils.checkpoint`: `fingerprints.py` compares the tensors that the two runs save.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ from ssdtrain.transfer.host import HostTransfer
 __all__ = ["Blocks"]
 
 CALLS_MAX = 4096
-"""Calls of one round; more are many forwards of which nothing was offloaded."""
+"""Calls of one round. A round with more calls is many forwards that offloaded nothing."""
 CODE_OF_TORCH = torch.utils.checkpoint.__file__
 
 
 @dataclass
-class _Round:
+class _CallsOfRound:
     """The calls between two backwards."""
 
     stalls_s: float
-    """The waits of the session when it began."""
+    """The waits of the session when the round began."""
     key: int = 0
-    """That of the last call: it stands for all until then."""
+    """The key of the last call, a hash of all calls until then."""
     calls: list[Block] = field(default_factory=list)
     saved: Round | None = None
-    """What was saved meanwhile."""
+    """The round of saved tensors that these calls belong to."""
     has_recomputed: bool = False
     is_mixed: bool = False
-    """Whether another thread called blocks at the same time, so that nothing can be measured."""
+    """True if another thread called blocks at the same time, so that nothing can be measured."""
 
 
 @dataclass
@@ -65,23 +65,23 @@ class _Call:
     key: int
     thread: int
     input_bytes: int
-    """Of the tensors among the arguments."""
+    """Bytes of the tensors among the arguments."""
     is_recomputed: bool
     began_s: float
     eligible_bytes: int
-    """What the session had been given before."""
+    """Eligible bytes of the session before the call."""
 
 
 class Blocks:
     """The blocks of one session that has a bound; their choices outlive it.
 
     Args:
-        rounds: Tells the times of what was saved.
+        rounds: Tells the times of saved tensors.
         transfer: Tells the rates of the disk.
-        choices: Which blocks are computed again.
+        choices: The blocks that are computed again.
         stalls: The waits of the session.
-        eligible: What was saved so far and may leave memory.
-        residency: Has the bound; without one nothing waits for the disk, and all calls are plain.
+        eligible: Counts the saved tensors that may leave memory.
+        residency: Has the bound. Without a bound nothing waits for the disk: all calls are plain.
 
     """
 
@@ -101,7 +101,7 @@ class Blocks:
         self._transfer = transfer
         self._choices = choices
         self._residency = residency
-        self._round: _Round | None = None
+        self._round: _CallsOfRound | None = None
         self._call: _Call | None = None
         self._lock = threading.RLock()
         self.counts = BlockCounts()
@@ -119,7 +119,7 @@ class Blocks:
             or not torch.is_grad_enabled()
             or current_backward() != -1
             or self._is_in_call()
-            or _is_one_of_several()  # defence: blocks in several processes
+            or _trains_in_several_processes()  # defence: blocks in several processes
         ):
             return function(*arguments, **keywords)
         leaves = tree_leaves((arguments, keywords))
@@ -131,7 +131,7 @@ class Blocks:
                 return function(*arguments, **keywords)
             if call.is_recomputed:
                 name = getattr(block, "__qualname__", type(block).__name__)
-                result = _Again(self, function, name, arguments, keywords).call()
+                result = _RecomputedCall(self, function, name, arguments, keywords).call()
             else:
                 result = function(*arguments, **keywords)
             self._end(call)
@@ -144,7 +144,7 @@ class Blocks:
         return result
 
     def _is_in_call(self) -> bool:
-        """Whether a call is under way; one of another thread is noted."""
+        """Return whether a call is under way; note it if it is that of another thread."""
         with self._lock:
             call = self._call
             if call is None:
@@ -154,16 +154,15 @@ class Blocks:
             return True
 
     def _begin(self, given: list[Tensor]) -> _Call | None:
-        """Note a call that gets these tensors; ``None`` if none is noted: then it is plain."""
-        # How long a GPU computes, the moments of calls do not tell.
-        # Nested tensors do not tell their shapes.
+        """Note a call that gets these tensors; return ``None`` if the call must be plain."""
+        # The clock of calls does not tell how long a GPU computes; nested tensors have no shapes.
         if any(tensor.device.type != "cpu" or tensor.is_nested for tensor in given):
             return None
         with self._lock:
             if self._is_in_call():
                 return None
             here = self._open()
-            here.key = hash((here.key, *((tuple(each.shape), each.dtype) for each in given)))
+            here.key = hash((here.key, *((tuple(tensor.shape), tensor.dtype) for tensor in given)))
             self._call = _Call(
                 here.key,
                 threading.get_ident(),
@@ -174,14 +173,14 @@ class Blocks:
             )
             return self._call
 
-    def _open(self) -> _Round:
-        """Return the round that is called now; one whose backward has begun is learned from."""
+    def _open(self) -> _CallsOfRound:
+        """Return the round of this call; learn from the last one if its backward has begun."""
         before = self._round
         has_turned = before is not None and before.saved is not None and before.saved.is_asked_for
         if before is None or has_turned or len(before.calls) >= CALLS_MAX:
             if before is not None and before.saved is not None:
                 self._learn(before, before.saved)
-            self._round = _Round(self._stalls.total_s)
+            self._round = _CallsOfRound(self._stalls.total_s)
         assert self._round is not None
         return self._round
 
@@ -215,11 +214,11 @@ class Blocks:
         return self._rounds.now_s
 
     def note_again(self, seconds: float) -> None:
-        """Note how long something was computed again."""
+        """Note the time of a second run."""
         with self._lock:
             self.counts = replace(self.counts, recomputed_s=self.counts.recomputed_s + seconds)
 
-    def _learn(self, ended: _Round, saved: Round) -> None:
+    def _learn(self, ended: _CallsOfRound, saved: Round) -> None:
         """Let the choices learn from a round, if its backward has come to its end."""
         items = saved.learned_items()
         if ended.is_mixed or not items or not saved.is_finished:
@@ -244,11 +243,11 @@ class Blocks:
         )
 
 
-def _is_one_of_several() -> bool:
-    """Whether this is one of several processes that train together; that is said once.
+def _trains_in_several_processes() -> bool:
+    """Return whether several processes train together; log once that blocks run once then.
 
-    What a block computes again it may communicate again, and each process would choose for itself:
-    the others would wait for ever, or take its tensors for what they wait for.
+    A block that runs again may communicate again. Each process chooses for itself, so the others
+    would wait for ever, or receive the wrong tensors.
     """
     if not trains_with_others() or torch.distributed.get_world_size() == 1:
         return False
@@ -263,9 +262,9 @@ def _is_one_of_several() -> bool:
 
 
 def _has_cache(leaves: Sequence[Any]) -> bool:
-    """Whether a block is given a cache of Transformers, as by default; that is said once.
+    """Return whether an argument is a cache of Transformers, to which each run appends.
 
-    Each run of the block appends to it.
+    Transformers passes one by default. A warning is logged once.
     """
     caches: Any = sys.modules.get("transformers.cache_utils")
     if caches is None or not any(isinstance(leaf, caches.Cache) for leaf in leaves):
@@ -279,11 +278,11 @@ def _has_cache(leaves: Sequence[Any]) -> bool:
     return True
 
 
-class _Again:
-    """A call whose tensors are saved, also those in containers; backward computes the rest again.
+class _RecomputedCall:
+    """A call that torch's checkpoint runs: it saves the arguments; backward runs it again.
 
-    All are given by place to torch: what is given by name would stay in memory, and a name could be
-    one of its own.
+    All tensors among the arguments, also those in containers, are given to torch as positional
+    arguments: keyword arguments would stay in memory, and a name could be one of torch's own.
     """
 
     def __init__(
@@ -297,42 +296,42 @@ class _Again:
         self._blocks = blocks
         self._function = function
         self._given: tuple[tuple[Any, ...], dict[str, Any]] | None = (arguments, keywords)
-        """As they are for the first run, which may put something into containers of the caller."""
+        """The caller's own containers, for the first run only: the block may change them."""
         self._form: Any = None
-        self._places: list[int] = []
-        """Of each leaf of the arguments among those that differ."""
+        self._indices: list[int] = []
+        """Index of each leaf of the arguments in the list without duplicates."""
         self._fingerprints = Fingerprints(name)
 
     def call(self) -> Any:
-        """Run it for the first time."""
+        """Run the block for the first time."""
         leaves, self._form = tree_flatten(self._given)
-        # What is given twice comes back as one thing, too: blocks ask whether `query is key`.
-        each = {id(leaf): leaf for leaf in leaves}
-        places = {identity: place for place, identity in enumerate(each)}
-        self._places = [places[id(leaf)] for leaf in leaves]
+        # An object that is given twice stays one object: blocks ask whether `query is key`.
+        unique = {id(leaf): leaf for leaf in leaves}
+        indices = {identity: index for index, identity in enumerate(unique)}
+        self._indices = [indices[id(leaf)] for leaf in leaves]
         ours = top_hooks(True)
         try:
             return computed_again(
-                self._run, *each.values(), use_reentrant=False, preserve_rng_state=True
+                self._run, *unique.values(), use_reentrant=False, preserve_rng_state=True
             )
         except BaseException as error:
-            _take_off_torchs(error, ours)
+            _take_off_hooks_of_torch(error, ours)
             raise
 
-    def _run(self, *each: Any) -> Any:
+    def _run(self, *unique: Any) -> Any:
         if self._given is not None:
             (arguments, keywords), self._given = self._given, None
-            with self._fingerprints.noting(each):
+            with self._fingerprints.noting(unique):
                 return self._function(*arguments, **keywords)
-        comparison = self._fingerprints.compare(each)
-        leaves = [each[place] for place in self._places]
+        comparison = self._fingerprints.compare(unique)
+        leaves = [unique[index] for index in self._indices]
         arguments, keywords = tree_unflatten(leaves, self._form)
         began_s = self._blocks.now_s
         try:
             with comparison.hooks():
                 self._function(*arguments, **keywords)
         except Exception:
-            # torch raises an error of its own where nothing more is needed.
+            # torch raises an error of its own once it has all tensors that it needs.
             comparison.refuse_other()
             raise
         finally:
@@ -341,15 +340,15 @@ class _Again:
         return None
 
 
-def _take_off_torchs(error: BaseException, ours: Any) -> None:
-    """Take hooks off that torch's checkpoint has left on, which Ctrl-C in the midst of it does.
+def _take_off_hooks_of_torch(error: BaseException, ours: Any) -> None:
+    """Take off the hooks that torch's checkpoint has left on because Ctrl-C interrupted it.
 
-    All that is saved afterwards would go to a call that has failed.
+    Else all tensors that are saved afterwards would go to the call that has failed.
     """
     trace = error.__traceback__
     while trace is not None:
         if trace.tb_frame.f_code.co_filename == CODE_OF_TORCH:
-            # It has a generator that takes its hooks off when it ends: now, and not at any time.
+            # This ends the generator of torch that takes its hooks off.
             trace.tb_frame.clear()
         trace = trace.tb_next
     while (top := top_hooks(True)) is not None and top != ours:
@@ -357,8 +356,8 @@ def _take_off_torchs(error: BaseException, ours: Any) -> None:
 
 
 def _bytes_of(tensors: list[Tensor]) -> int:
-    """Return the bytes of what a call was given, each storage once."""
-    return sum({_memory_of(one): memory_bytes(one) for one in tensors}.values())
+    """Return the bytes of some tensors; each storage counts once."""
+    return sum({_memory_of(tensor): memory_bytes(tensor) for tensor in tensors}.values())
 
 
 def _memory_of(tensor: Tensor) -> int:

@@ -1,4 +1,4 @@
-"""Which saved tensors are not ours to write: weights and odd tensors."""
+"""Rules for saved tensors that are never written: weights and tensors of unusual classes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ PASSES_WEIGHTS_ON = frozenset(
         "_ToTorchTensorBackward",
     }
 )
-"""Nodes that change the shape or the type of a weight (autocast does) and make no activation.
+"""Nodes that change the shape or the type of a weight (as autocast does) and make no activation.
 
 Two are of distributed tensors: shards are gathered, and a plain tensor is taken out.
 """
@@ -56,7 +56,7 @@ tensor it reads the switch for huge pages, and at import that would be too early
 
 
 def find_gpu_keys(tensor: Tensor) -> object:
-    """Return the keys of an ordinary tensor of a GPU, of which ``tensor`` is some tensor."""
+    """Return the dispatch keys of an ordinary tensor on the GPU of ``tensor``."""
     with plainly():
         return dispatch_keys(torch.empty(0, device=tensor.device))
 
@@ -74,10 +74,10 @@ RULES = Rules(
     tracer=tracer,
     float32=torch.float32,
 )
-"""By these the compiled part tells weights and odd tensors from all others.
+"""The compiled part tells weights and unusual tensors from all others by these rules.
 
-Weights are parameters, leaves that ask for a gradient, and what is made of them: views, which are
-found by their base (a linear layer saves ``weight.t()``), cast copies (autocast), and parts of
-these, by the nodes between them and the parameter. Such tensors stay alive for the optimizer
-anyway, so writing them would free nothing.
+Weights are parameters, leaves that ask for a gradient, and tensors that are made of them: views
+(known by their base: a linear layer saves ``weight.t()``), cast copies (autocast), and parts of
+these (known by the nodes between them and the parameter). Weights stay alive for the optimizer
+anyway, so to write them would free nothing.
 """

@@ -1,12 +1,12 @@
-"""What a backward that raised leaves in its thread, and how it is let go.
+"""Drops the nodes that a backward that raised has left in its thread.
 
 On the CPU a backward keeps the nodes that are ready in a queue of its thread, highest sequence
-number first. When a node raises, the rest stays there with its graph and all that it saved, until
-the thread ends. In the main thread that is after the interpreter has ended: torch then drops what
-hooks packed, needs Python for it, and the process may die (torch 2.15, with any hooks).
+number first. When a node raises, the other nodes stay there with their graph and its saved tensors
+until the thread ends. The main thread ends after the interpreter: torch then drops the packed
+objects, needs Python for it, and the process may die (torch 2.15, with any hooks).
 
-The next backward drops what is left above its own nodes, and ends with its own last node. So one
-whose last node has the lowest number drops everything.
+The next backward drops the nodes above its own, and ends with its own last node. So a backward
+whose last node has the lowest number of all drops everything.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from ssdtrain.machine.torch_internals import current_backward
 __all__ = ["Probe", "drop_failed_backwards", "prepare_to_drop", "probe_backward"]
 
 _lowest: list[tuple[Tensor, Tensor]] = []
-"""A leaf, and what the node with the lowest number made of it."""
+"""A leaf, and the result of the node with the lowest number."""
 _making = threading.Lock()
 
 
 @dataclass(frozen=True)
 class Probe:
-    """Where torch's count of backwards stands, told by a backward of our own."""
+    """Torch's count of backwards, read by a backward of ssdtrain."""
 
     number: int
-    """Of that backward; -1 if there was none, because it would have been inside another one."""
+    """The number of that backward; -1 if none was run, because the thread is in a backward."""
     here_count: int
-    """Backwards of our own that this thread has run so far, this one included."""
+    """Backwards of ssdtrain that this thread has run so far, this one included."""
     all_count: int
     """The same in all threads."""
 
 
 class _Runs(threading.local):
-    """Backwards of our own that this thread has run."""
+    """Backwards of ssdtrain that this thread has run."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -49,15 +49,15 @@ class _Runs(threading.local):
 
 _runs_here = _Runs()
 _runs = itertools.count(1)
-"""Of all threads. Not a number and a lock, which a forked child might find taken."""
+"""Counts them in all threads. It needs no lock, which a forked child might find taken."""
 
 
 def prepare_to_drop() -> None:
-    """See to it that nothing is left when the interpreter ends; called before hooks are used."""
+    """Register the drop at the end of the interpreter; called before hooks are used."""
     with _making:
         if not _lowest:
-            # Each thread numbers its nodes from 0.
-            # With a name: the numbers in the names of the program's own threads stay as without.
+            # A new thread, because each thread numbers its nodes from 0. It has a name, so that the
+            # default names of the program's threads do not change.
             maker = threading.Thread(target=_make_lowest, name="ssdtrain")
             maker.start()
             maker.join()
@@ -65,12 +65,12 @@ def prepare_to_drop() -> None:
 
 
 def drop_failed_backwards() -> None:
-    """Drop what failed backwards of this thread left; in a backward, leave it to the next call."""
+    """Drop the nodes that failed backwards of this thread left; in a backward do nothing."""
     probe_backward()
 
 
 def probe_backward() -> Probe:
-    """Do the same, and return how many backwards this process has run, as torch numbers them."""
+    """Drop them, and return how many backwards this process has run by torch's count."""
     if not _lowest or current_backward() != -1:  # defence: what a refused backward left is dropped
         return Probe(-1, 0, 0)
     leaf, made = _lowest[0]

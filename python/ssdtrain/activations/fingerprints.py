@@ -1,9 +1,9 @@
-"""Tells whether a block that is computed again saves what its forward saved, bit for bit.
+"""Compares, bit for bit, the tensors that a block saves in its two runs.
 
-The graph of a call that is computed again is that of its forward: only the tensors that it saved
-come anew. If each of them is what it was, so is every gradient, whatever the block reads besides
-its arguments. So the forward notes of each saved tensor the form and a checksum, or which argument
-it is, and backward compares. Weights, and tensors whose bytes cannot be told, stay in the graph.
+The second run keeps the graph of the forward and replaces only the saved tensors. If each of them
+is equal, so is every gradient, whatever the block reads besides its arguments. So the forward notes
+the form and a checksum of each saved tensor, or the argument that it is, and backward compares.
+Weights, and tensors whose bytes cannot be read, stay in the graph.
 """
 
 from __future__ import annotations
@@ -45,57 +45,61 @@ ARGUMENT_CHANGED = (
     "ssdtrain.remove_checkpoint"
 )
 IN_PLACE = "modified by an inplace operation"
-"""What autograd says, and we, of a saved tensor that was changed."""
+"""Autograd and ``check_version`` say this of a saved tensor that was changed."""
 
 Form = tuple[object, ...]
 
 
 class _Argument(NamedTuple):
-    """The bytes of an argument, which torch's checkpoint keeps, and brings back as they were."""
+    """The fingerprint of an argument, which torch's checkpoint saves and brings back."""
 
     form: Form
-    places: frozenset[int]
-    """Of the arguments that lie there: several may share their memory."""
+    indices: frozenset[int]
+    """Indices of the arguments at this address: several may share their memory."""
 
 
 class _Bytes(NamedTuple):
-    """What the block computed, or has from elsewhere."""
+    """The fingerprint of a tensor that the block computed, or has from elsewhere."""
 
     form: Form
     checksum: int
 
 
-Told = _Argument | _Bytes | None
-"""``None`` is of a tensor that stays in the graph, as in a plain one."""
+Fingerprint = _Argument | _Bytes | None
+"""``None`` stands for a tensor that stays in the graph."""
 
 
 class _Saved(NamedTuple):
-    """What the graph of the forward has in the place of a tensor."""
+    """The packed object in the graph of the forward."""
 
-    place: int
+    number: int
     below: object
-    """What torch's checkpoint packed."""
+    """The packed object of torch's checkpoint."""
 
 
 class Comparison:
-    """What a block saves when it is computed again, beside what its forward saved."""
+    """Compares the tensors of a second run with the fingerprints of the forward."""
 
     def __init__(
-        self, name: str, told: Sequence[Told], versions: dict[int, int], leaves: Sequence[Any]
+        self,
+        name: str,
+        fingerprints: Sequence[Fingerprint],
+        versions: dict[int, int],
+        leaves: Sequence[Any],
     ) -> None:
         self._name = name
-        self._told = told
+        self._fingerprints = fingerprints
         self._versions = versions
-        """Those of the tensors when they were saved, by their places; the same in each run."""
+        """Versions of the tensors when they were saved, by index; the same in each run."""
         self._leaves = [*leaves]
         self._count = 0
         self._failure: str | None = None
-        """Why it is of no use; an error would keep its frames."""
+        """Why the second run failed; an error would keep its frames."""
 
     def hooks(self) -> saved_tensors_hooks:
-        """Return what compares all that is saved meanwhile, as a context.
+        """Return a context whose hooks compare each tensor that is saved in it.
 
-        Raises ``UnsupportedError`` where something else is saved.
+        A hook raises ``UnsupportedError`` if a tensor differs.
         """
         hooks = top_hooks(False)
         assert hooks is not None, "torch's checkpoint has put its own on"
@@ -108,59 +112,59 @@ class Comparison:
         return _Above(hooks, pack, unpack_below, self._leaves.clear)
 
     def _compare(self, tensor: Tensor) -> None:
-        place, count = self._count, len(self._told)
+        index, count = self._count, len(self._fingerprints)
         self._count += 1
-        self._versions[place] = version_of(tensor)
-        is_known = place < count  # of one too many torch tells
+        self._versions[index] = version_of(tensor)
+        is_known = index < count  # torch raises if there are more
         # defence: what is computed again is compared
-        if is_known and not _is_as(self._told[place], tensor, self._leaves):
-            self._fail(f"tensor {place + 1} of {count} that it saves is another")
+        if is_known and not _has_fingerprint(self._fingerprints[index], tensor, self._leaves):
+            self._fail(f"tensor {index + 1} of {count} that it saves is another")
         self.refuse_other()
 
-    def _fail(self, what: str) -> None:
-        self._failure = OTHER_VALUES.format(self._name, what)
+    def _fail(self, difference: str) -> None:
+        self._failure = OTHER_VALUES.format(self._name, difference)
 
     def refuse_other(self) -> None:
-        """Raise what was found; the block may have caught it."""
+        """Raise if a tensor differed; the block may have caught the first error."""
         if self._failure is not None:
             raise UnsupportedError(self._failure)
 
     def check_count(self) -> None:
-        """Raise if fewer tensors than in the forward were saved when the block came to its end."""
-        if self._count < len(self._told):
-            self._fail(f"it saved {self._count} tensors instead of {len(self._told)}")
+        """Raise if the block has saved fewer tensors than in the forward."""
+        if self._count < len(self._fingerprints):
+            self._fail(f"it saved {self._count} tensors instead of {len(self._fingerprints)}")
         self.refuse_other()
 
 
 class Fingerprints:
-    """What one call of the block ``name`` saved.
+    """The fingerprints of the tensors that one call of a block saved.
 
     Args:
-        name: How messages name the block.
+        name: Names the block in messages.
 
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._told: list[Told] = []
+        self._fingerprints: list[Fingerprint] = []
         self._versions: dict[int, int] = {}
-        """Of what was computed again. Several backwards may run at once, or one in another."""
+        """Versions of recomputed tensors. Several backwards may run at once, or nested."""
         self._runs_count = 0
 
     def noting(self, leaves: Sequence[Any]) -> saved_tensors_hooks:
-        """Return what notes all that is saved in a forward with these arguments, as a context."""
+        """Return a context whose hooks note each tensor that a forward saves."""
         arguments = _by_address(leaves)
         hooks = top_hooks(False)
         assert hooks is not None, "torch's checkpoint has put its own on"
         pack_below, unpack_below = hooks
 
         def pack(tensor: Tensor) -> object:
-            told = _tell(tensor, arguments)
-            place = len(self._told)
-            self._told.append(told)
-            # Those of torch count what stays in the graph, too, and forget it.
+            fingerprint = _fingerprint_of(tensor, arguments)
+            index = len(self._fingerprints)
+            self._fingerprints.append(fingerprint)
+            # Torch's own hooks have to count also the tensors that stay in the graph.
             below = pack_below(tensor)
-            return exclude(tensor) if told is None else _Saved(place, below)
+            return exclude(tensor) if fingerprint is None else _Saved(index, below)
 
         def unpack(packed: _Saved | Kept) -> Tensor:
             if isinstance(packed, _Saved):
@@ -174,23 +178,23 @@ class Fingerprints:
         try:
             tensor = unpack_below(packed.below)
         except RuntimeError as error:
-            # Nothing was computed again yet: so it was the arguments.
+            # The second run has not begun, so an argument was changed.
             if self._runs_count == runs_count and IN_PLACE in str(error):
                 raise UnsupportedError(ARGUMENT_CHANGED.format(self._name)) from error
             raise
-        if isinstance(self._told[packed.place], _Bytes):
-            version = self._versions[packed.place]
+        if isinstance(self._fingerprints[packed.number], _Bytes):
+            version = self._versions[packed.number]
             check_version(tensor, version, lambda: describe(tensor.dtype, tensor.shape))
         return tensor
 
     def compare(self, leaves: Sequence[Any]) -> Comparison:
-        """Return what compares it with what is saved now, from these arguments."""
+        """Return the comparison of a second run with these arguments."""
         self._runs_count += 1
-        return Comparison(self._name, self._told, self._versions, leaves)
+        return Comparison(self._name, self._fingerprints, self._versions, leaves)
 
 
 class _Above(saved_tensors_hooks):
-    """Hooks above those of torch's checkpoint."""
+    """Hooks on top of those of torch's checkpoint."""
 
     def __init__(
         self,
@@ -201,7 +205,7 @@ class _Above(saved_tensors_hooks):
     ) -> None:
         self._below = below
         self._let_go = let_go
-        """Called at the end: a graph has ``pack``, and shall not hold the arguments by it."""
+        """Called at the end: the graph holds ``pack``, and must not hold the arguments by it."""
         super().__init__(pack, unpack)
 
     def __enter__(self) -> None:
@@ -215,33 +219,33 @@ class _Above(saved_tensors_hooks):
 
 
 def _by_address(leaves: Sequence[Any]) -> dict[int, list[tuple[int, Tensor]]]:
-    """Return the arguments whose bytes can be told, by their addresses."""
+    """Return the arguments whose bytes can be read, by their addresses."""
     found: dict[int, list[tuple[int, Tensor]]] = {}
-    for place, one in enumerate(leaves):
-        if isinstance(one, Tensor) and _has_bytes(one):
-            found.setdefault(one.data_ptr(), []).append((place, one))
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and _has_bytes(leaf):
+            found.setdefault(leaf.data_ptr(), []).append((index, leaf))
     return found
 
 
-def _tell(tensor: Tensor, arguments: dict[int, list[tuple[int, Tensor]]]) -> Told:
+def _fingerprint_of(tensor: Tensor, arguments: dict[int, list[tuple[int, Tensor]]]) -> Fingerprint:
     if not _has_bytes(tensor) or _is_weight(tensor):
         return None
     there = arguments.get(tensor.data_ptr(), ())
-    places = frozenset(place for place, one in there if _covers(one, tensor))
+    indices = frozenset(index for index, argument in there if _covers(argument, tensor))
     form = _form_of(tensor)
-    return _Argument(form, places) if places else _Bytes(form, checksum_of(tensor))
+    return _Argument(form, indices) if indices else _Bytes(form, checksum_of(tensor))
 
 
-def _is_as(told: Told, tensor: Tensor, leaves: Sequence[Any]) -> bool:
-    if told is None:
+def _has_fingerprint(expected: Fingerprint, tensor: Tensor, leaves: Sequence[Any]) -> bool:
+    if expected is None:
         return True
-    if not _has_bytes(tensor) or told.form != _form_of(tensor):
+    if not _has_bytes(tensor) or expected.form != _form_of(tensor):
         return False
-    if isinstance(told, _Bytes):
-        return told.checksum == checksum_of(tensor)
-    given = [leaves[place] for place in told.places]
-    return any(one.data_ptr() == tensor.data_ptr() for one in given) or any(
-        checksum_of(one) == checksum_of(tensor) for one in given
+    if isinstance(expected, _Bytes):
+        return expected.checksum == checksum_of(tensor)
+    given = [leaves[index] for index in expected.indices]
+    return any(argument.data_ptr() == tensor.data_ptr() for argument in given) or any(
+        checksum_of(argument) == checksum_of(tensor) for argument in given
     )
 
 
@@ -255,13 +259,13 @@ def _form_of(tensor: Tensor) -> Form:
 
 
 def _is_weight(tensor: Tensor) -> bool:
-    """Whether it is a parameter or a view of one, which has its memory in any case."""
+    """Return whether a tensor is a parameter or a view of one."""
     base = tensor._base if tensor._is_view() else tensor  # noqa: SLF001
     return type(base) is not Tensor and isinstance(base, Parameter)
 
 
 def _covers(argument: Tensor, tensor: Tensor) -> bool:
-    """Whether a tensor at the address of an argument has its elements, each in its place."""
+    """Return whether a tensor at the address of an argument has the same elements and order."""
     if tensor.dtype != argument.dtype or tensor.numel() != argument.numel():
         return False
     both = tensor.is_contiguous() and argument.is_contiguous()

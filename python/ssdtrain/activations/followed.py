@@ -1,10 +1,10 @@
-"""Which rounds of a GPU are followed in whole.
+"""Chooses the rounds of a GPU that are followed in whole.
 
 To follow a tensor takes Python some ten microseconds in each of its two hooks. While Python runs
 ahead of a GPU that costs nothing; where the GPU waits for Python, as with small models, it is time
-lost. So once the plan of a kind of rounds is known, only some of its rounds are followed in whole,
-which tell when each tensor is packed and needed. Of the others only what leaves memory is followed,
-and nothing but the first tensor where hardly anything leaves.
+lost. So once a kind of rounds has a plan, only some of its rounds are followed in whole: they tell
+when each tensor is packed and needed. In the other rounds only the tensors that leave memory are
+followed, or only the first tensor if hardly any leaves.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BETWEEN_MAX = 64
 KINDS_MAX = 64
 """Kinds of rounds that are remembered: more than any training has."""
 LITTLE_SHARE = 1 / 32
-"""Of what a round saves: to have less leave memory is not worth the time of the hooks."""
+"""If less than this share of a round leaves memory, the hooks are not worth their time."""
 
 
 @dataclass
@@ -29,28 +29,28 @@ class _Kind:
     """Rounds that begin with the same tensor."""
 
     signature: int
-    """What the last one packed that was followed in whole."""
+    """The signature of the last round that was followed in whole."""
     is_little: bool = False
-    """Whether hardly anything of it leaves."""
+    """True if hardly any bytes of these rounds leave memory."""
     same_count: int = 0
-    """How many in a row have packed that."""
+    """How many whole rounds in a row had this signature."""
     same_count_min: int = 1
-    """So many have to before the next ones are followed in parts."""
+    """How many must have it before the next rounds are followed in parts."""
     between: int = 1
-    """How many rounds come between the next two that are followed in whole."""
+    """How many partial rounds come between the next two whole rounds."""
     left: int = 0
-    """How many of those that come now have not begun."""
+    """How many of these partial rounds are still to come."""
 
 
 class Followed:
-    """Says of each round that begins how much of it is followed."""
+    """Decides how much of each round is followed."""
 
     def __init__(self) -> None:
         self._kinds: dict[int, _Kind] = {}
-        """By the key of the first tensor."""
+        """By the key of the first tensor of a round."""
 
     def scope(self, opening: int) -> Scope:
-        """Say how much is followed of the round that begins now."""
+        """Return how much of the round that begins now is followed."""
         kind = self._kinds.get(opening)
         if kind is None or not kind.left:
             return "whole"
@@ -60,7 +60,7 @@ class Followed:
     def note_whole(
         self, opening: int, signature: int, *, saved_bytes: int, leaving_bytes: int
     ) -> None:
-        """Note a round that was followed in whole, and what of it leaves memory by its plan."""
+        """Note a whole round, and the bytes of it that leave memory by its plan."""
         if opening not in self._kinds and len(self._kinds) >= KINDS_MAX:
             self._kinds.clear()
         kind = self._kinds.setdefault(opening, _Kind(signature))
@@ -73,10 +73,10 @@ class Followed:
             kind.between = min(2 * kind.between, BETWEEN_MAX)
 
     def note_partial(self, opening: int, signature: int) -> None:
-        """Note a partial round. One that has packed something else has no plan of its own yet.
+        """Note a partial round.
 
-        So that it gets one though it may come in turns with others that begin alike, twice as many
-        rounds as before are followed in whole.
+        A round with another signature needs a plan of its own, and may alternate with rounds that
+        begin alike. So twice as many rounds as before are followed in whole.
         """
         kind = self._kinds.get(opening)
         if kind is not None and kind.signature != signature:

@@ -1,10 +1,10 @@
-"""Pack and unpack: the two moments at which autograd lets us see a saved tensor.
+"""Pack and unpack: the two moments at which autograd shows a saved tensor.
 
-[Note: rules of the hooks] 1. Never hold the result of a node itself in what pack returns: it would
-hold its own node. 2. Never read a byte in pack. 3. Return a new tensor object from every unpack of
-what may have been written, except a leaf that is still in memory: that one itself, as autograd
-does. 4. Draw no random number and touch no mode. 5. Hold the lock only for bookkeeping, never while
-waiting for a read or for a GPU.
+[Note: rules of the hooks] 1. The packed object never holds the result of a node itself, which would
+hold its own node. 2. Pack never reads a byte. 3. Unpack returns a new tensor object, except for a
+leaf that is still in memory: that itself, as autograd does. 4. The hooks draw no random number and
+touch no mode. 5. They hold the lock only for bookkeeping, never while they wait for a read or for a
+GPU.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ from ssdtrain.transfer.staged import OnGpus
 __all__ = ["Hooks", "blocks_here"]
 
 SETTLE_S_MAX = 1.0
-"""So long the end of a block waits for a disk at most: one that hangs must not hold it up."""
+"""The end of a block waits at most so long for a disk, which may hang."""
 
 _alive: weakref.WeakSet[Hooks] = weakref.WeakSet()
 
 
 def _leave_to_parent() -> None:
-    """In a forked child: locks may be held by threads that are not there, the disk is not ours."""
+    """In a forked child: the disk is the parent's, and missing threads may hold locks."""
     for hooks in _alive:
         hooks.leave_to_parent()
 
@@ -72,7 +72,7 @@ os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 class Hooks:
-    """The parts of one session behind the two hooks; autograd keeps it alive with the graph."""
+    """The parts of a session behind the two hooks; autograd keeps them alive with the graph."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class Hooks:
         self._notices = Notices()
         self._stalls = Stalls()
         self._began_s = perf_counter()
-        # Weak: who shares the bound may know it for longer than there are activations.
+        # Weak: an optimizer that shares the bound may outlive the activations.
         transfer_bytes = weakref.WeakMethod(transfer.resident_bytes)
         self._residency = Residency(
             max_resident_bytes,
@@ -122,31 +122,31 @@ class Hooks:
         _alive.add(self)
 
     def leave_to_parent(self) -> None:
-        """Take no part in a forked child: what it saves is kept, what is on the disk is refused."""
+        """In a forked child keep all saved tensors, and refuse those that are on the disk."""
         self.writeback.records.leave_to_parent()
         self._lock = threading.RLock()  # defence: a forked child owns nothing
 
     @property
     def is_forked(self) -> bool:
-        """Whether this process was forked from the one with the disk."""
+        """True if this process was forked from the one with the disk."""
         return self.writeback.records.is_forked
 
     @property
     def blocks(self) -> Blocks | None:
-        """What calls the blocks of ``ssdtrain.checkpoint``; ``None`` in a forked child."""
+        """The session's ``Blocks``; ``None`` in a forked child."""
         return None if self.is_forked else self._blocks
 
     @property
     def store(self) -> Store:
-        """Where the activations go."""
+        """The store of the activations."""
         return self._transfer.store
 
     def budget(self, name: str) -> Budget:
-        """Return a part in the bound for something else of training."""
+        """Return a part of the bound for a tenant."""
         return Budget(self._residency, self._lock, name)
 
     def activations(self) -> Figures:
-        """Return what the activations have now and did, without what tenants did."""
+        """Return the figures of the activations, without those of tenants."""
         account = self._residency.account
         if self.is_forked:
             return Figures(resident_bytes=account.held_bytes - account.reserved_bytes)
@@ -155,7 +155,7 @@ class Hooks:
             alive = self.writeback.records.alive()
             return Figures(
                 resident_bytes=self._residency.resident_bytes() - account.reserved_bytes,
-                on_disk_bytes=sum(one.nbytes for one in alive if one.source is None),
+                on_disk_bytes=sum(record.nbytes for record in alive if record.source is None),
                 bytes_written=max(0, store["bytes_written"] - store["beside_written_bytes"]),
                 bytes_read=max(0, store["bytes_read"] - store["beside_read_bytes"]),
                 stall_s=self._stalls.total_s,
@@ -163,7 +163,7 @@ class Hooks:
 
     def context(self) -> saved_tensors_hooks:
         """Return the context manager that installs the hooks in the calling thread."""
-        # Not kept here: they know this object, and the store goes when nobody knows it any more.
+        # Not kept here: they know this object, and a cycle would keep the store open.
         offloading = Offloading(
             TORCH,
             self.writeback.records,
@@ -189,10 +189,10 @@ class Hooks:
         return saved_tensors_hooks(pair.pack, pair.unpack)
 
     def stats(self, observed: Observed | None = None) -> Stats:
-        """Return what happened so far; ``observed`` around the hooks, at the end of a block."""
+        """Return a snapshot; at the end of a block with the counts of its ``Watch``."""
         residency = self._residency
         with self._lock:
-            # A worker of the parent may have held any lock of the core when this was forked.
+            # A worker of the parent may have held any lock of the core at the fork.
             if self.is_forked:
                 resident_bytes, store = residency.account.held_bytes, {}
                 gpus = OnGpus()
@@ -218,7 +218,7 @@ class Hooks:
             )
 
     def learn_from_last(self) -> None:
-        """Learn from all rounds that have ended and whose ends a GPU has come to by now."""
+        """Learn from all rounds that have ended and whose ends a GPU has reached."""
         if not self.is_forked:
             with self._lock:
                 self.prefetcher.learn_from_last()
@@ -229,17 +229,17 @@ class Hooks:
             recorded = list(self.prefetcher.recorded.values())
         return tuple(
             trace_of(
-                one,
-                name=f"{len(one.items)} saved tensors of "
-                f"{shown_bytes(sum(item.nbytes for item in one.items))}",
+                recording,
+                name=f"{len(recording.items)} saved tensors of "
+                f"{shown_bytes(sum(item.nbytes for item in recording.items))}",
                 origin="recorded by a session of ssdtrain; small tensors and weights are not in it",
             )
-            for one in recorded
+            for recording in recorded
         )
 
     @property
     def timeline(self) -> Timeline:
-        """When each tensor was where."""
+        """The moments at which each tensor moved between memory and disk."""
         return self.writeback.timeline
 
     def _evidence(self, observed: Observed | None) -> Evidence:
@@ -261,10 +261,10 @@ class Hooks:
         )
 
     def settle(self) -> None:
-        """Wait a moment for what nobody wants any more and a disk still moves.
+        """Wait a moment for abandoned transfers; only under a bound.
 
-        Under a bound, so that the last counts tell what is in memory: what was read ahead for a
-        backward that never came is on its way when the block ends.
+        Reads ahead for a backward that never came may be under way when the block ends, and the
+        last counts would have their bytes.
         """
         if self.is_forked or not self._residency.is_bounded:
             return
@@ -282,22 +282,22 @@ class Hooks:
         if not wait:
             return
         for handle in handles:
-            # Without the lock, so that other threads go on. How it ended is judged below.
+            # Without the lock, so that other threads go on. `end_all` handles errors.
             with suppress(SsdtrainError):
                 handle.wait()
         with self._lock:
             self.writeback.end_all()
 
     def _pack_below(self, pair: HookPair, tensor: Tensor) -> object:
-        """Pack what comes from inside an operation.
+        """Pack a tensor from inside an operation.
 
-        Selective checkpointing hands over what it caches, and no longer checks the version.
+        Selective checkpointing packs the tensors that it caches there, and does not check versions.
         """
         with share_counters():  # defence: shared counters below autograd
             return pair.pack_here(tensor)
 
     def _pack_unusual(self, tensor: Tensor) -> Kept:
-        """Pack what is no plain CPU tensor."""
+        """Pack a tensor that is no plain CPU tensor."""
         self._seen.unusual.add(0)
         self._note_excluded(tensor)
         return exclude(tensor)
@@ -322,14 +322,14 @@ class Hooks:
             return self.writeback.keep(tensor, nbytes, storage_bytes)
 
     def unpack_kept(self, packed: Kept | Refused) -> Tensor:
-        """Give a node back what was kept, and has changed since or is needed in an operation."""
+        """Return a kept tensor that was changed since, or is needed inside an operation."""
         if isinstance(packed, Refused):
             with self._lock:
                 raise packed.refusal.error()
         return give_back(packed.tensor, packed.version)
 
     def refuse_changed(self, saved: SavedTensor) -> None:
-        """Raise because a saved tensor was changed in place since."""
+        """Raise because a saved tensor was changed in place."""
         check_version(saved.counter, saved.version, lambda: describe(saved.dtype, saved.size))
 
     def from_memory(self, saved: SavedTensor) -> Tensor:
@@ -343,7 +343,7 @@ class Hooks:
         return saved.on_memory(TORCH, source.untyped_storage())
 
     def wait_for(self, saved: SavedTensor, loading: Loading) -> None:
-        """Wait for a read whose bytes a node needs now; raises what went wrong with it."""
+        """Wait for a read whose bytes a node needs now; raises the error of the read."""
         ready = loading.done()
         began_s = perf_counter()
         try:
@@ -372,10 +372,7 @@ class Hooks:
 
 
 def blocks_here() -> Blocks | None:
-    """Return what calls the blocks of the session that takes what is saved in this thread.
-
-    ``None`` if there is none, or if other hooks lie on top of its own and get all instead.
-    """
+    """Return the ``Blocks`` of the session whose hooks are on top in this thread, if any."""
     top = top_hooks(True)
     pair = None if top is None else getattr(top[0], "__self__", None)
     hooks = pair.hooks if isinstance(pair, HookPair) else None
@@ -384,8 +381,8 @@ def blocks_here() -> Blocks | None:
 
 @untraced
 def call_untraced(function: Callable[..., object], *arguments: object) -> object:
-    """Call ``function`` where the compiler does not look.
+    """Call ``function`` outside of traces of the compiler.
 
-    Traced, a version counter would be a constant.
+    In a trace a version counter would be a constant.
     """
     return function(*arguments)

@@ -1,7 +1,7 @@
-"""Puts pairs of hooks into torch's stack of this thread, and takes them out in whatever order.
+"""Puts pairs of hooks onto torch's stack of this thread, and takes them off in any order.
 
-torch itself only pushes and pops: a block that is left while one that was entered later is still on
-would take the other's pair off, and leave its own on for all that follows.
+torch itself only pushes and pops. If blocks are left in another order than they were entered, the
+first to be left would pop the pair of the other, and leave its own on the stack.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ Pack = Callable[[Tensor], object]
 
 
 def install(pair: Pair) -> None:
-    """Put a pair on top of what is on in this thread."""
+    """Put a pair on top of the stack of this thread."""
     push_hooks(pair.pack_hook, pair.unpack_hook)
 
 
 def uninstall(pair: Pair) -> bool:
-    """Take a pair out, wherever it lies in this thread; return whether it was there."""
+    """Take a pair out of the stack of this thread; return whether it was there."""
     return _take_out(lambda pack: pack is pair.pack_hook)
 
 
 def pop_for_another() -> None:
-    """Take out the uppermost pair that is not ours.
+    """Take out the uppermost pair that is not ssdtrain's.
 
-    Somebody left a block of their own in the wrong order, and so popped a pair of ours: theirs is
-    the one that nobody else would take out.
+    A block of other hooks that was left in the wrong order has popped a pair of ssdtrain, and left
+    its own on the stack. No other code would take that out.
     """
     _take_out(lambda pack: not is_ours(pack))
 
 
 def uninstall_all() -> None:
-    """Take all pairs of ours out of this thread; those of others stay."""
+    """Take all pairs of ssdtrain out of the stack of this thread; other pairs stay."""
     while _take_out(is_ours):
         pass
 
 
 def is_ours(pack: Pack) -> bool:
-    """Return whether hooks are those of a session."""
+    """Return whether ``pack`` is the hook of a session."""
     return isinstance(getattr(pack, "__self__", None), HookPair)
 
 

@@ -1,6 +1,7 @@
-"""What is rare in following the order of return: learning from what has ended, and making room.
+"""Learns from rounds that have ended, and makes room for reads.
 
-What each tensor goes through is in the compiled part (`_core.Rounds`), which asks this one.
+The compiled part (`_core.Rounds`) follows each tensor, and calls the `Prefetcher` for these rare
+cases.
 """
 
 from __future__ import annotations
@@ -27,24 +28,24 @@ __all__ = ["Prefetcher"]
 FORWARD = -1
 """The phase of a round that a forward packed."""
 RECORDED_MAX = 16
-"""Kinds of rounds of which the last one can be saved as a trace."""
+"""Kinds of rounds whose last round can be saved as a trace."""
 AWAITED_MAX = 256
-"""Ended rounds to whose ends a GPU has not come; of further ones nothing is learned."""
+"""Ended rounds whose ends a GPU has not reached; further ones teach nothing."""
 ONE_NODE_SHARE_MIN = 0.9
 ONE_NODE_TENSORS_MIN = 4
-"""A node that saves so much of a round, and so many tensors, is a graph compiled as a whole."""
+"""A node that saves such a share of a round and so many tensors is a model compiled as a whole."""
 
 
 class Prefetcher:
     """Learns from the rounds, and makes room for reads; under the session's lock.
 
     Args:
-        transfer: What reads the bytes, and tells what the disk did of late.
-        policy: Told of each round that has ended; its plans say how early a slow disk must begin.
-        residency: How much more may be read ahead.
+        transfer: Reads the bytes, and measures the disk.
+        policy: Plans with each round that has ended: how early a read must begin.
+        residency: Has the bound for reads ahead.
         stalls: The waits of the session, which are no part of a step's time.
-        notices: Where a finding about the user's model is said.
-        look: Called whenever rounds have ended, to say what went wrong out of sight meanwhile.
+        notices: Logs findings about the user's model.
+        look: Called when rounds have ended, to log errors of other threads.
 
     """
 
@@ -71,51 +72,51 @@ class Prefetcher:
             policy=policy,
             stalls=stalls,
         )
-        """The rounds, and what is read ahead."""
+        """The rounds, and their reads ahead."""
         self.failure: str | None = None
-        """Always ``None``: what is read ahead can be dropped; see ``residency.MemoryUser``."""
+        """Always ``None``: reads ahead can be dropped; see ``residency.MemoryUser``."""
         self.is_one_node = False
-        """Whether one node saves nearly all of a round."""
+        """True if a single node saves nearly all of a round."""
         self.recorded: dict[int, Recording] = {}
-        """By signature, the last round that was learned from; the newest one last."""
+        """By signature, the last round that was learned from; the newest last."""
         self._followed = Followed()
         self._ended: deque[Round] = deque()
-        """Rounds that have ended and were not learned from, the oldest one first."""
+        """Rounds that have ended and were not learned from, the oldest first."""
         self.gpu_stall_s = 0.0
         """How long GPUs waited for loads, in the rounds that were learned from."""
         self.hooks_s = 0.0
         """Time in the hooks of tensors of the CPU, in the rounds that have ended, without waits."""
         residency.add_user(self)
 
-    # What the rounds ask.
+    # Called by the rounds.
 
     def learn(self, finished: list[Round]) -> None:
         """Let the policy plan with the rounds that have ended."""
         self._look()
-        self.hooks_s += sum(one.hooks_s for one in finished)
-        # What a backward packed, as in reentrant checkpoints, teaches nothing.
-        forwards = [one for one in finished if one.phase == FORWARD]
+        self.hooks_s += sum(ended.hooks_s for ended in finished)
+        # Rounds that a backward packed, as in reentrant checkpoints, teach nothing.
+        forwards = [ended for ended in finished if ended.phase == FORWARD]
         self._ended.extend(forwards[: AWAITED_MAX - len(self._ended)])
         self.learn_from_ended()
 
     def learn_from_last(self) -> None:
-        """Learn also from the round after which none may come, if its backward has ended."""
+        """Learn also from the last round, if its backward has ended."""
         self.learn(self.rounds.take_ended())
 
     def learn_from_ended(self) -> None:
-        """Learn from the rounds in their order, as far as GPUs have come to their ends."""
+        """Learn from the rounds in their order, up to the first whose end a GPU has not reached."""
         rates = self._transfer.rates()
         while self._ended:
-            # Taken out first: a handler of a signal may come here as well.
+            # Taken out first: the handler of a signal may call this as well.
             first = self._ended.popleft()
             if self.rounds.is_awaited(first):
                 self._ended.appendleft(first)
                 return
             self._learn_from(first, rates)
 
-    def _learn_from(self, one: Round, rates: Rates) -> None:
-        learned = self.rounds.learned(one)
-        if one.is_skimmed:
+    def _learn_from(self, ended: Round, rates: Rates) -> None:
+        learned = self.rounds.learned(ended)
+        if ended.is_skimmed:
             return
         items = list(map(Item._make, learned.items))
         if not items:
@@ -123,38 +124,37 @@ class Prefetcher:
         if learned.is_of_gpu:
             self.gpu_stall_s += learned.stall_s
         whole_s = max(item.needed_s for item in items) - items[0].packed_s
-        # Of the whole time of the round, with its stalls.
         stall_share = learned.stall_s / max(whole_s + learned.stall_s, 1e-9)
-        if one.is_partial:
-            self._learn_from_partial(one, rates, stall_share)
+        if ended.is_partial:
+            self._learn_from_partial(ended, rates, stall_share)
             return
-        if one.signature not in self._policy.plans:
-            self._warn_of_one_node(one)
-        self._policy.learn(one.signature, items, rates, stall_share)
-        self._pin(one.signature)
-        if self._policy.is_settled(one.signature):
-            self.rounds.set_guide(one)
+        if ended.signature not in self._policy.plans:
+            self._warn_of_one_node(ended)
+        self._policy.learn(ended.signature, items, rates, stall_share)
+        self._pin(ended.signature)
+        if self._policy.is_settled(ended.signature):
+            self.rounds.set_guide(ended)
             self._followed.note_whole(
-                one.opening,
-                one.signature,
+                ended.opening,
+                ended.signature,
                 saved_bytes=sum(item.nbytes for item in items),
-                leaving_bytes=self._policy.plans[one.signature].leaving_bytes,
+                leaving_bytes=self._policy.plans[ended.signature].leaving_bytes,
             )
-        self.recorded.pop(one.signature, None)
-        self.recorded[one.signature] = Recording(items, learned.began_s, learned.ended_s)
+        self.recorded.pop(ended.signature, None)
+        self.recorded[ended.signature] = Recording(items, learned.began_s, learned.ended_s)
         if len(self.recorded) > RECORDED_MAX:
             del self.recorded[next(iter(self.recorded))]
 
-    def _learn_from_partial(self, one: Round, rates: Rates, stall_share: float) -> None:
-        """Plan with the stalls and rates of a round of which only what leaves was followed.
+    def _learn_from_partial(self, ended: Round, rates: Rates, stall_share: float) -> None:
+        """Plan with the stalls and rates of a partial round.
 
-        When what stays was packed and needed the last round that was followed in whole has told.
+        The last whole round has told when the tensors that stay were packed and needed.
         """
-        self._followed.note_partial(one.opening, one.signature)
-        whole = self.recorded.get(one.signature)
+        self._followed.note_partial(ended.opening, ended.signature)
+        whole = self.recorded.get(ended.signature)
         if whole is not None:
-            self._policy.learn(one.signature, whole.items, rates, stall_share)
-            self._pin(one.signature)
+            self._policy.learn(ended.signature, whole.items, rates, stall_share)
+            self._pin(ended.signature)
 
     def _pin(self, signature: int) -> None:
         """Pin the memory in which tensors of GPUs stay by plan."""
@@ -168,23 +168,20 @@ class Prefetcher:
                 return
 
     def scope(self, opening: int, gpu: int | None) -> Scope:
-        """Say how much is followed of the round that begins now; ``gpu`` has its first tensor."""
+        """Return how much of the new round is followed; its first tensor is on ``gpu``."""
         scope = "whole" if gpu is None else self._followed.scope(opening)
-        # Rounds that are followed let the next plans have more, after stalls.
+        # After stalls, followed rounds let the next plan keep more.
         if scope == "skimmed" and self._policy.would_plan_anew():
             return "partial"
         return scope
 
     def usual_round(self) -> PlannedRound | None:
-        """Return the round that keeps most by its plan, of the last of each kind.
-
-        If several keep as much, such as nothing, it is the one that saves most.
-        """
-        known = [one for signature in self.recorded if (one := self._planned(signature))]
-        return max(known, key=lambda one: (one.staying_bytes, one.saved_bytes), default=None)
+        """Return the round whose plan keeps most; of equal ones that which saves most."""
+        planned = [known for signature in self.recorded if (known := self._planned(signature))]
+        return max(planned, key=lambda it: (it.staying_bytes, it.saved_bytes), default=None)
 
     def _planned(self, signature: int) -> PlannedRound | None:
-        """Return the last round of a kind, with what its plan was made of."""
+        """Return the last round of a kind with the figures of its plan."""
         plan, basis = self._policy.plans.get(signature), self._policy.basis(signature)
         if plan is None or basis is None:
             return None
@@ -213,21 +210,21 @@ class Prefetcher:
         log.debug("did not read ahead: %s", error)
 
     def _warn_of_one_node(self, finished: Round) -> None:
-        """Say if offloading cannot lower the peak: one node saves nearly all, at its end."""
+        """Warn if a single node saves nearly all: then offloading cannot lower the peak."""
         heaviest_bytes, tensors_count, all_bytes = finished.heaviest_node()
-        is_one = heaviest_bytes >= ONE_NODE_SHARE_MIN * all_bytes
-        if is_one and tensors_count >= ONE_NODE_TENSORS_MIN:
+        is_heavy = heaviest_bytes >= ONE_NODE_SHARE_MIN * all_bytes
+        if is_heavy and tensors_count >= ONE_NODE_TENSORS_MIN:
             self.is_one_node = True
             self._notices.say("one node", "%s", ONE_NODE)
 
-    # What the residency asks.
+    # Called by the residency.
 
     def wait_for_room(self) -> bool:
         """Return ``False``: when a read ends, no memory is freed; see ``residency.MemoryUser``."""
         return False
 
     def give_way(self) -> None:
-        """Give up what was read ahead."""
+        """Give up the reads ahead."""
         self.rounds.give_way()
 
     def held(self) -> list[Held]:
@@ -236,11 +233,15 @@ class Prefetcher:
 
 
 def _bytes_to_read(mates: list[SavedTensor]) -> int:
-    """Return the memory that a node needs beside what is read now, to have all its tensors.
+    """Return the memory that a node needs for its other tensors.
 
-    In another run they lie at other addresses, and each read may be a little larger.
+    In another run they lie at other addresses, so each read may be a little larger.
     """
     records = {id(mate.record): mate.record for mate in mates}.values()
-    handles = [one.handle for one in records if one.source is None and one.storage() is None]
-    unread = [one.slot_bytes for one in handles if one is not None and not one.is_here()]
+    handles = [
+        record.handle for record in records if record.source is None and record.storage() is None
+    ]
+    unread = [
+        handle.slot_bytes for handle in handles if handle is not None and not handle.is_here()
+    ]
     return sum(unread) + WIDENING_BYTES * (1 + len(handles))

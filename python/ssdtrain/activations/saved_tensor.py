@@ -1,4 +1,4 @@
-"""The version check of what is unpacked, and the packed object of what is not managed."""
+"""Checks the version of an unpacked tensor; packs tensors that ssdtrain leaves alone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def version_of(tensor: Tensor) -> int:
 
 
 def exclude(tensor: Tensor) -> Kept:
-    """Return the packed object of a tensor that is not managed: not counted, kept."""
+    """Return the packed object of a tensor that stays in memory and is not counted."""
     return Kept(tensor.detach(), version_of(tensor))
 
 
@@ -52,5 +52,5 @@ def check_version(counter: Tensor, version: int, shown: Callable[[], str]) -> No
 
 
 def _describe(tensor: Tensor) -> str:
-    # A nested tensor raises when it is asked for its shape, which would hide what is wrong.
+    # A nested tensor raises when it is asked for its shape, which would hide the real error.
     return f"[nested {tensor.dtype}]" if tensor.is_nested else describe(tensor.dtype, tensor.shape)

@@ -1,8 +1,8 @@
-"""What happened around the hooks while a block was open: why they may have been given nothing.
+"""Watches the process while a block is open, to say why no tensor reached its hooks.
 
 The hooks are called only in the thread that entered, and only while no others are on top of them.
-So what did not reach them is told by counts that torch and the kernel keep anyway: nodes that this
-thread made, backwards of the whole process, and what child processes computed.
+Torch and the kernel count what the hooks do not see: nodes that this thread made, backwards of the
+whole process, and the computing time of child processes.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from ssdtrain.reasons import INNER_BLOCK, Observed
 __all__ = ["Watch", "note_reached_child"]
 
 OUR_OTHERS = ("ssdtrain.parameters.", "ssdtrain.activations.fingerprints.")
-"""Where hooks of ours are made that hand on what they are given."""
+"""Names of hooks of ssdtrain that pass tensors on to the hooks below."""
 
 
-class Reached:
-    """How many child processes were given a block of their own, by `ssdtrain run`."""
+class ReachedChildren:
+    """Counts child processes to which `ssdtrain run` has given a block of their own."""
 
     count = 0
 
 
 def note_reached_child() -> None:
     """Note that a child process is started whose training has a block of its own."""
-    Reached.count += 1
+    ReachedChildren.count += 1
 
 
 class Watch:
-    """Looks at the thread in which it is made, from ``begin`` to ``end``."""
+    """Watches the thread in which it is made, from ``begin`` to ``end``."""
 
     def __init__(self) -> None:
         self._ours: Callable[..., object] | None = None
@@ -46,18 +46,18 @@ class Watch:
         self._thread = threading.get_ident()
         self._probe = probe_backward()
         self._sequence = sequence_number()
-        self._reached_count = Reached.count
+        self._reached_count = ReachedChildren.count
         self._child_s, self._process_s = _child_seconds(), time.process_time()
 
     def begin(self) -> None:
         """Look also for hooks on top of those that were installed last.
 
-        Not done by the constructor: an interrupt in it would leave the look without an end.
+        The constructor does not do it: after an interrupt there nobody would call ``end``.
         """
         top = top_hooks(True)
         self._ours = None if top is None else top[0]
-        # Between two collections hooks of others may come and go unseen. To be told of each would
-        # take a patch of torch, or a call for each operation.
+        # Between two collections other hooks may come and go unseen. To see all would take a patch
+        # of torch, or a call for each operation.
         gc.callbacks.append(self._look)
 
     def note_inner_block(self) -> None:
@@ -65,10 +65,10 @@ class Watch:
         self._others = INNER_BLOCK
 
     def end(self) -> Observed | None:
-        """Return what was seen; ``None`` in another thread, whose counts are others."""
+        """Return the counts; ``None`` in another thread, which has counts of its own."""
         if self._look in gc.callbacks:
             gc.callbacks.remove(self._look)
-        # They know the store, and whoever holds the session would keep it open.
+        # The hooks know the store, and an object that holds the session would keep it open.
         self._ours = None
         if threading.get_ident() != self._thread:
             return None
@@ -78,14 +78,14 @@ class Watch:
             # Each probe of this thread made one node, and was one backward.
             node_count=node_count - (after.here_count - before.here_count - 1),
             backward_count=_backwards_between(before, after),
-            has_reached_children=Reached.count > self._reached_count,
+            has_reached_children=ReachedChildren.count > self._reached_count,
             child_s=_child_seconds() - self._child_s,
             process_s=time.process_time() - self._process_s,
             others=self._others,
         )
 
     def _look(self, phase: str, _: Mapping[str, Any]) -> None:
-        """See which hooks are on top, whenever the garbage collector begins in this thread."""
+        """Look which hooks are on top, whenever the garbage collector begins in this thread."""
         if phase != "start" or threading.get_ident() != self._thread:
             return
         top = top_hooks(True)
@@ -93,16 +93,16 @@ class Watch:
             name = _name(top[0])
             if isinstance(getattr(top[0], "__self__", None), HookPair):
                 name = INNER_BLOCK
-            # Those around a module whose weights are offloaded, and around a block that is computed
-            # again, hand on what they are given.
+            # The hooks around a module with offloaded weights, and around a block that is computed
+            # again, pass tensors on.
             if not name.startswith(OUR_OTHERS):
                 self._others = name
 
 
 def _end_all() -> None:
-    """Look no more before Python ends: of what it hands out then, torch counts no references.
+    """Stop all watches before Python ends: then torch hands out hooks without counting references.
 
-    What a block that was never left has put on would be freed while torch still has it.
+    The hooks of a block that was never left would be freed while torch still has them.
     """
     for look in list(gc.callbacks):
         if isinstance(getattr(look, "__self__", None), Watch):
@@ -125,7 +125,7 @@ def _child_seconds() -> float:
 
 
 def _name(function: Callable[..., object]) -> str:
-    """Return module and name of a function, without what it was made in."""
+    """Return module and name of a function, without the function that defines it."""
     kind = type(function)
     module = getattr(function, "__module__", None) or kind.__module__
     name: str = getattr(function, "__qualname__", kind.__qualname__)

@@ -1,4 +1,4 @@
-"""A table that holds nothing: weak references by number, without those that are dead."""
+"""A table of weak references by number, which forgets dead ones now and then."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ T = TypeVar("T")
 class WeakTable(dict[int, "weakref.ref[T]"]):
     """Weak references by number; some are dead.
 
-    The dead go each time as many have come as were alive: so an entry costs the same however many
-    there are, and no object does anything when it dies.
+    Dead references are removed whenever the table has doubled. So an entry costs the same however
+    many there are, and no object needs a callback for its death.
     """
 
     __slots__ = ("_forget_at", "_forget_at_min")
@@ -26,11 +26,11 @@ class WeakTable(dict[int, "weakref.ref[T]"]):
     def remember(self, number: int, reference: weakref.ref[T]) -> None:
         """Enter ``reference`` under ``number``, in the place of what is there."""
         if len(self) >= self._forget_at:
-            for dead in [one for one, known in self.items() if known() is None]:
+            for dead in [key for key, known in self.items() if known() is None]:
                 del self[dead]
             self._forget_at = max(self._forget_at_min, 2 * len(self))
         self[number] = reference
 
     def alive(self) -> list[T]:
-        """Return what is not dead, in the order in which it came."""
-        return [one for reference in self.values() if (one := reference()) is not None]
+        """Return the objects that are alive, in the order in which they were entered."""
+        return [alive for reference in self.values() if (alive := reference()) is not None]

@@ -1,6 +1,6 @@
-"""What is rare on the way of saved storages to the disk: failures, bounds, and who holds what.
+"""Rare cases on the way of saved storages to the disk: failures, bounds, and other holders.
 
-What each tensor goes through is in the compiled part (`_core.Records`), which asks this one.
+The compiled part (`_core.Records`) handles each tensor, and calls the `Writeback` for these.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ __all__ = ["Writeback"]
 
 BATCH_BYTES = 4 << 20
 BATCH_COUNT = 16
-"""So many bytes, or so many of the smallest tensors, are given to the disk together: to wake its
-thread costs more than all else that a pack does (`benches/training/hook_overhead.py`)."""
+"""Writes begin in batches of so many bytes, or of so many of the smallest tensors: to wake the
+disk's thread costs more than all else that a pack does (`benches/training/hook_overhead.py`)."""
 WHOLE_MODEL_TENSORS_MIN = 4
-"""torch.compile is named as a cause only if at least so many tensors wait."""
+"""A message names torch.compile as a cause only if at least so many tensors wait."""
 GIVE_BACK_BYTES = 64 << 20
-"""Once writes have freed so much, free memory goes back to the system: glibc keeps what lies
-between blocks that are in use, and the next tensors of other sizes do not fit there. Less often
-leaves more of it, more often costs more page faults (`benches/training/import_order.py`)."""
+"""Once writes have freed so much, free memory goes back to the system: glibc keeps holes between
+blocks that are in use, and tensors of other sizes do not fit there. A larger number leaves more
+holes, a smaller one costs more page faults (`benches/training/import_order.py`)."""
 
 
 class Writeback:
-    """Decides for the records what is rare; called with the session's lock held."""
+    """Decides rare cases of records; called with the session's lock held."""
 
     def __init__(
         self,
@@ -61,15 +61,14 @@ class Writeback:
         self._min_bytes = min_bytes
         self._lender = Lender()
         self.timeline = Timeline()
-        """When each tensor was where, once somebody asks."""
+        """The moments at which tensors moved, once the user has started it."""
         self.records = Records(
             transfer.store,
             transfer.gpus,
             residency.account,
             self.timeline,
             is_bounded=residency.is_bounded,
-            # Under a bound, a write that begins later frees memory later, for which somebody may
-            # wait.
+            # Under a bound a thread may wait for the memory, so writes begin at once.
             batch_bytes=0 if residency.is_bounded else min(BATCH_BYTES, BATCH_COUNT * min_bytes),
             give_back_bytes=GIVE_BACK_BYTES,
             threads=threading.local(),
@@ -81,17 +80,17 @@ class Writeback:
         self.refused_count = 0
         """Writes that `max_disk_bytes` did not allow; their tensors were kept."""
         self.failure: str | None = None
-        """Why the last write failed; the error itself would hold its frames, and their records."""
+        """The text of the last error; the error itself would hold its frames and their records."""
         self.stayed: str | None = None
         """Why the last tensor that cannot leave its GPU stays there; no write has failed."""
         residency.add_user(self)
 
-    # What the hooks ask.
+    # Called by the hooks.
 
     def keep(self, tensor: Tensor, nbytes: int, storage_bytes: int) -> Kept | Refused:
-        """Return a packed object that holds the tensor in memory, and is counted.
+        """Return a packed object that holds the tensor in memory, and count it.
 
-        Under a bound that has no room, one that stands for it, and that no backward can use.
+        If the bound has no room, return a ``Refused``, which no backward can use.
         """
         residency = self._residency
         account = residency.account
@@ -104,38 +103,38 @@ class Writeback:
             refused = residency.take_in(storage, more_bytes, wanted, stays=True)
             if refused is not None:
                 return refused
-        # Autograd packs with grad mode off, a selective checkpoint inside an operation with it on.
+        # Autograd packs with grad mode off, a selective checkpoint with grad mode on.
         kept = account.keep(tensor, nbytes, storage_bytes, torch.is_grad_enabled())
         residency.note_peak()
-        # Not while what is packed next may have to open a gate.
+        # Not while the next pack may have to open a gate.
         if residency.is_bounded and not self.records.has_waiting_gate():
             residency.let_small_in()
         return kept
 
     def begin_write(self, record: Record) -> bool:
-        """Give a record to the disk, or keep it; ``False`` if the disk can take no more now."""
+        """Begin to write a record, or keep it; ``False`` if the disk can take no more now."""
         return self.records.begin_write(record, self)
 
     def begin_all(self) -> list[Handle]:
         """Begin every write of this thread's nodes; return all writes that are under way.
 
-        For a thread that is in no operation: then it has passed all its nodes.
+        The thread must be in no operation: then it has passed all its nodes.
         """
         self.records.begin_all(self)
         return self.records.under_way()
 
     def end_all(self) -> None:
-        """Free the memory of all that has reached the disk, however much it is."""
+        """Free the memory of all records that have reached the disk."""
         self.records.end_all(self)
 
-    # What the records ask.
+    # Called by the records.
 
     def make_room(
         self, tensor: Tensor, storage: UntypedStorage, nbytes: int, sequence: int
     ) -> bool | Refused:
-        """Make room for a new record under the bound; return whether others may hold its bytes.
+        """Make room for a new record under the bound; return whether it may be lent.
 
-        Without room, return what is packed in its place.
+        Without room, return the ``Refused`` that is packed in its place.
         """
         for returned in self._lender.take_back():
             if not self.begin_write(returned):
@@ -147,33 +146,33 @@ class Writeback:
         return may_be_lent if refused is None else refused
 
     def enter(self, record: Record, storage: UntypedStorage, may_be_lent: bool) -> None:
-        """Take note of a new record under a bound; stop counting it if others hold its bytes."""
+        """Take note of a new record under a bound; lend it if the program holds its bytes."""
         self._lender.enter(record, storage)
         if may_be_lent:
             self._lender.lend(record)
 
     def renewed(self, record: Record) -> None:
-        """Take note of a record under a bound that was saved again after its write began.
+        """Lend a record under a bound that was saved again after its write began.
 
-        The tensor that is being saved holds its bytes, too; they are written again once the program
+        The tensor that is being saved holds its bytes, too. They are written again once the program
         has let go of them.
         """
         is_lent = self._lender.lend(record)
         assert is_lent, "a tensor that is being saved lies on the storage of its record"
 
     def is_held_by_others(self, record: Record) -> bool:
-        """Return whether tensors that are not ours still lie on the storage of a lent record."""
+        """Return whether tensors of the program still lie on the storage of a lent record."""
         return self._lender.is_held(record)
 
     def lends(self, record: Record) -> bool:
-        """Whether others hold what is about to be written under a bound: to write it frees nothing.
+        """Lend a record that is about to be written; return whether the program holds its bytes.
 
-        In an earlier step others held the tensor at this place: do they hold this one, too?
+        Asked only if in an earlier step the program held the tensor of this key.
         """
         return self._policy.is_futile(record.key) and self._lender.lend(record)
 
     def learn_held(self, record: Record, storage: UntypedStorage) -> None:
-        """Remember what somebody else holds: to offload it frees nothing, so not to do it again."""
+        """Note a key as futile if the program holds the bytes: to write them freed nothing."""
         if self._residency.is_bounded:
             is_held = self._lender.learn(storage)
         else:
@@ -182,16 +181,16 @@ class Writeback:
             self._policy.note_futile(record.key)
 
     def note_busy(self, reason: str) -> None:
-        """Say that the disk could take no more, so that a tensor stays in memory."""
+        """Log that the disk could take no more, so that a tensor stays in memory."""
         self._notices.say("busy", "kept a tensor: %s", reason)
 
     def note_failures_on_gpus(self) -> None:
-        """Count and say what was copied from a GPU, and could not be written from there."""
+        """Count and log errors of writes whose bytes were copied from a GPU."""
         for error, count in self._transfer.refusals():
             self.note_failure(error, count)
 
     def note_failure(self, error: SsdtrainError, count: int = 1) -> None:
-        """Count and say why a tensor that should be written, or several, stay in memory."""
+        """Count and log the error for which ``count`` tensors stay in memory."""
         if isinstance(error, UnsupportedError):
             self.stayed = str(error)
             self._notices.say("stayed", "%s", error, level=logging.INFO)
@@ -208,36 +207,37 @@ class Writeback:
             self._notices.say(note, "%s", note)
 
     def wait_for_transfer(self) -> bool:
-        """Wait for the oldest write, or for what nobody wants any more; ``False`` without one."""
+        """Wait for the oldest write or an abandoned transfer; return ``False`` without one."""
         return self.records.wait_for_transfer(self)
 
     def give_memory_back(self) -> None:
-        """Give free memory back to the system, now and then."""
+        """Give free memory back to the system."""
         release_free_memory()
 
     def sequence_number(self) -> int:
         """Return the number that the next node of this thread will get."""
         return sequence_number()
 
-    # What the residency asks.
+    # Called by the residency.
 
     def wait_for_room(self) -> bool:
-        """Wait for something that frees memory when it ends; ``False`` if there is nothing."""
+        """Wait for a transfer that frees memory when it ends; return ``False`` without one."""
         return self.records.wait_for_room(self)
 
     def give_way(self) -> None:
-        """Let go of what a backward that raised left behind; see ``residency.MemoryUser``."""
+        """Drop the nodes that a failed backward has left; see ``residency.MemoryUser``."""
         drop_failed_backwards()
 
     def held(self) -> list[Held]:
-        """Return what cannot leave memory, and why."""
+        """Return the bytes that cannot leave memory, with reasons."""
         alive = self.records.alive()
-        saved = [one for one in alive if one.source is not None and not one.is_lent]
+        saved = [record for record in alive if record.source is not None and not record.is_lent]
         # A backward uses the others.
-        unwritten = [one.nbytes for one in saved if not one.was_found]
+        unwritten = [record.nbytes for record in saved if not record.was_found]
         account = self._residency.account
-        # What is reserved is told by those who reserved it.
-        kept_bytes = account.held_bytes - account.reserved_bytes - sum(one.nbytes for one in saved)
+        # Tenants list the bytes that they have reserved.
+        saved_bytes = sum(record.nbytes for record in saved)
+        kept_bytes = account.held_bytes - account.reserved_bytes - saved_bytes
         return [
             *self._seen.kept_parts(kept_bytes, self._min_bytes),
             Held(

@@ -1,1 +1,1 @@
-"""How bytes go to the store and come back: one file per kind of memory."""
+"""Moves bytes to the store and back; a file for each kind of memory."""

@@ -1,7 +1,7 @@
 """CPU memory, without a copy: written in place, read into memory that becomes the tensor.
 
-What moves the bytes is in the compiled part (`_core.Handle`, `_core.Loading`); this is what the
-hooks ask about it.
+The compiled part moves the bytes (`_core.Handle`, `_core.Loading`). This file tells the hooks how
+much memory that takes and how fast it is.
 """
 
 from __future__ import annotations
@@ -21,40 +21,40 @@ class HostTransfer:
     def __init__(self, store: Store, gpus: Gpus | None, direct: DirectWay) -> None:
         self.store = store
         self.gpus = gpus
-        """The GPUs whose tensors go to the disk, if torch has some."""
+        """The GPUs whose tensors go to the disk; ``None`` if torch was built without CUDA."""
         self._direct = direct
         self.stats = store.stats
         self.wait_for_abandoned = store.wait_for_abandoned
         self._said = frozenset(store.notes())
-        """Notes of the opening, which were logged there."""
+        """Notes that were logged when the store was opened."""
 
     def resident_bytes(self) -> int:
-        """Return the bytes that transfers hold in memory, but for the sources of live handles."""
+        """Return the bytes that transfers hold in memory, without sources of live handles."""
         host_bytes = self.store.resident_bytes()
         return host_bytes if self.gpus is None else host_bytes + self.gpus.loaded_bytes()
 
     def on_gpus(self) -> OnGpus:
-        """Return what was done with GPUs."""
+        """Return the figures of all GPUs."""
         return on_gpus(self.gpus, self._direct)
 
     def rates(self) -> Rates:
-        """Return what the disks did of late, or a guess, and what the copies of GPUs did."""
+        """Return the recent rates of the disks, or a guess, and those of copies of GPUs."""
         write, read = self.store.rates()
         copies = copy_rates(self.gpus)
         return Rates(write or RATE_GUESS, read or RATE_GUESS, copies)
 
     def pin_for_tier(self, gpu: int, nbytes: int) -> None:
-        """Pin memory of the CPU, in which so much of a GPU's tensors stays by plan."""
+        """Pin ``nbytes`` of the CPU's memory for tensors of a GPU that stay there by plan."""
         if self.gpus is not None:
             self.gpus.pin_for_tier(gpu, nbytes)
 
     def refusals(self) -> list[tuple[SsdtrainError, int]]:
-        """Return why tensors of GPUs are not on the disk that left the GPU, since the last call.
+        """Return errors of writes whose bytes have left the GPU, since the last call.
 
-        At most one error of each kind, and for how many tensors it stands.
+        There is at most one error of each kind, with the count of its tensors.
         """
         return [] if self.gpus is None else self.gpus.take_refusals()
 
     def notes(self) -> list[str]:
-        """Return the directories that went out of use since the store was opened, and why."""
+        """Return a note for each directory that went out of use since the store was opened."""
         return [note for note in self.store.notes() if note not in self._said]

@@ -1,4 +1,4 @@
-"""Memory of GPUs: what their ways to the disk in the compiled part call of torch.
+"""Memory of GPUs: the calls into torch for the compiled part.
 
 Only this file calls `torch.cuda`. Streams are handles (`cuda_stream`), GPUs are torch's numbers.
 """
@@ -21,13 +21,12 @@ from ssdtrain.transfer.direct import DirectWay
 __all__ = ["OnGpus", "copy_rates", "gpus_of", "on_gpus"]
 
 DOWN_SHARE = 0.75
-"""Of the pinned memory, for what goes to the disk: that waits for the disk, and a load only for the
-GPU."""
+"""Share of the pinned memory for writes: they wait for the disk, and a load only for the GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OnGpus:
-    """What a session did with GPUs, over all of them; sizes in bytes, times in seconds."""
+    """The figures of all GPUs of a session; sizes in bytes, times in seconds."""
 
     pinned_bytes: int = 0
     staying_bytes: int = 0
@@ -46,7 +45,7 @@ class OnGpus:
 
 
 def on_gpus(gpus: Gpus | None, direct: DirectWay) -> OnGpus:
-    """Return what was done with GPUs, in the words of `Stats`."""
+    """Return the figures of all GPUs under the names of `Stats`."""
     if gpus is None:
         return OnGpus()
     from_gpu_bytes, to_gpu_bytes = gpus.copied_bytes()
@@ -73,7 +72,7 @@ def on_gpus(gpus: Gpus | None, direct: DirectWay) -> OnGpus:
 
 
 def copy_rates(gpus: Gpus | None) -> dict[int, Copies]:
-    """Return what the copies of each GPU did of late; what is not known yet bounds nothing."""
+    """Return the recent rates of copies of each GPU; an unknown rate is infinite."""
     rates = [] if gpus is None else gpus.copy_rates()
     return {gpu: Copies(down or math.inf, up or math.inf) for gpu, down, up in rates}
 
@@ -87,7 +86,7 @@ def gpus_of(
 ) -> Gpus | None:
     """Return the GPUs of a session, or ``None`` where torch was built without CUDA.
 
-    Whoever waits for one of them lets go of ``lock``, which is the session's, meanwhile.
+    A thread that waits for a GPU lets go of the session's ``lock`` meanwhile.
     """
     if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
         return None
@@ -98,10 +97,10 @@ def gpus_of(
         lock=lock,
         down_bytes=down_bytes,
         up_bytes=up_bytes,
-        # A GPU's memory is scarce, and its drive is not behind a second copy. The longest tensor is
-        # the same as on the other way.
+        # A GPU's memory is scarce, and its drive is not behind a second copy. So the longest tensor
+        # is that of pinned memory.
         ring_bytes=up_bytes,
-        # Pinned are whole pages.
+        # Whole pages are pinned.
         tier_bytes_max=tier_bytes_max // PAGE_BYTES * PAGE_BYTES,
         choose_direct=direct.choose,
         direct_refused=direct.refuse,
@@ -111,7 +110,7 @@ def gpus_of(
         out_of_memory=torch.OutOfMemoryError,
     )
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        # Else at the first tensor: to ask would take a GPU that nobody may want.
+        # Else at the first tensor: to ask would initialise a GPU that the program may not use.
         direct.expect(torch.cuda.current_device())
     return gpus
 
@@ -130,7 +129,7 @@ def _stream(gpu: int, handle: int) -> torch.cuda.Stream:
 
 
 def _allocate(gpu: int, handle: int, nbytes: int) -> UntypedStorage:
-    """Allocate memory for a stream, whichever is current."""
+    """Allocate memory for a stream that need not be the current one."""
     if current_stream(gpu) == handle:
         return UntypedStorage(nbytes, device=_device(gpu))  # type: ignore[no-untyped-call]
     with torch.cuda.stream(_stream(gpu, handle)):
