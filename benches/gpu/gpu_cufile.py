@@ -26,13 +26,13 @@ def look(_options: argparse.Namespace, folder: Path, found: Found) -> None:
     after = cufile.direct_bytes()
     compat = None if native.works else cufile.try_out(str(folder), gpu, allows_compat=True)
     if compat is None:
-        found.note("cufile", "native", f"native: {native.told}")
+        found.note("cufile", "native", f"native: {native.message}")
     elif compat.works:
-        found.note("cufile", "compatibility", f"compatibility ({compat.told}): {native.told}")
+        found.note("cufile", "compatibility", f"compatibility ({compat.message}): {native.message}")
     else:
-        found.note("cufile", "absent", f"absent: {compat.told}")
-    found.figures["native"] = native.told
-    found.figures["compatibility"] = None if compat is None else compat.told
+        found.note("cufile", "absent", f"absent: {compat.message}")
+    found.figures["native"] = native.message
+    found.figures["compatibility"] = None if compat is None else compat.message
     if before is None or after is None:
         found.note("nvidia_fs", None, "counts nothing here")
         return

@@ -71,7 +71,7 @@ class Offload(Mode):
         if not self._is_direct:
             return None
         trial = cufile.try_out(str(self._directory), torch.cuda.current_device())
-        return None if trial.works else f"no GPUDirect Storage here: {trial.told}"
+        return None if trial.works else f"no GPUDirect Storage here: {trial.message}"
 
     def session(self) -> ssdtrain.Session | None:
         """Return the session, once a step has been trained."""

@@ -1,4 +1,4 @@
-"""`ssdtrain COMMAND`, or `python -m ssdtrain COMMAND`: finds the command and hands over to it."""
+"""`ssdtrain COMMAND`, or `python -m ssdtrain COMMAND`: imports the command's module and runs it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Command(Protocol):
-    """What a module offers to be a command."""
+    """A module of a command."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare the command's options."""
@@ -26,8 +26,7 @@ class Command(Protocol):
         ...
 
 
-# Each command imports what it needs when it is asked for: `doctor` must run where the others
-# cannot even be imported.
+# A command is imported when it is called: `doctor` must run where the others cannot be imported.
 
 
 def _bench() -> Command:
@@ -67,9 +66,9 @@ def _run() -> Command:
 
 
 ALIKE_MIN = 0.8
-"""How alike an option and one of ours are, of 1, so that it is taken for a slip in that."""
+"""An unknown option that is so like a known option (1: equal) is taken for a misspelling."""
 EXIT_UNREAD = 128 + 13
-"""As of a program that SIGPIPE ends."""
+"""The code of a program that SIGPIPE ends."""
 
 COMMANDS: dict[str, tuple[Callable[[], Command], str]] = {
     "bench": (_bench, "find the setting that suits a drive best, and keep it for the store"),
@@ -85,7 +84,7 @@ COMMANDS: dict[str, tuple[Callable[[], Command], str]] = {
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, instead of one below the names of all options."""
+    """A parser whose errors are a single line, without the names of all options."""
 
     def error(self, message: str) -> NoReturn:
         """End with the exit code of wrong usage."""
@@ -93,9 +92,9 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command that is named, or show what there is."""
+    """Run the command that is named, or print the list of commands."""
     words = sys.argv[1:] if arguments is None else list(arguments)
-    # To a program that is run, its streams are to be as Python made them.
+    # A program under `run` gets its streams as Python made them.
     if words[:1] != ["run"]:
         _prepare_streams()
     parser = _Parser(
@@ -107,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")
     for name, (load, summary) in COMMANDS.items():
         own = commands.add_parser(name, help=summary, description=summary)
-        # The main parser's own options end it, so a command is the first word.
+        # The options of the main parser end it, so a command is the first word.
         if words[:1] == [name]:
             load().add_arguments(own)
     chosen, unknown = parser.parse_known_args(words)
@@ -125,19 +124,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = load().run(chosen)
         sys.stdout.flush()
     except BrokenPipeError:
-        if not _has_reader_left():
+        if not _is_reader_gone():
             raise
-        # Python writes what is left at its end, which would fail once more.
+        # Python flushes the rest at its end, which would fail once more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_UNREAD
     return code
 
 
 def _prepare_streams() -> None:
-    """Have both streams take whatever is printed."""
+    """Have both streams take any text."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
-            # Closed by our parent: what is printed to the stream of errors would go to the other.
+            # The parent has closed it: output for stderr would go to the other file.
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - to the end
         stream = getattr(sys, name)
         # A path may hold bytes that are no text: print them escaped instead of failing.
@@ -151,8 +150,8 @@ def _hint(option: str, asked: argparse.ArgumentParser, command: str) -> str:
     ours = option.replace("_", "-")
     known = asked._option_string_actions  # noqa: SLF001 - no public name
     alike = [ours] if ours in known else get_close_matches(ours, known, n=1, cutoff=ALIKE_MIN)
-    # Options are not taken in part, as a script may have others that begin alike.
-    alike = alike or [one for one in known if one.startswith(f"{ours}-")]
+    # Options cannot be abbreviated, as a script may have options that begin alike.
+    alike = alike or [name for name in known if name.startswith(f"{ours}-")]
     if len(alike) == 1:
         return f"; it is written {alike[0]} here"
     if command != "run":
@@ -163,8 +162,8 @@ def _hint(option: str, asked: argparse.ArgumentParser, command: str) -> str:
     )
 
 
-def _has_reader_left() -> bool:
-    """Whether nobody reads the output any more, as after `| head`."""
+def _is_reader_gone() -> bool:
+    """Return whether nobody reads the output any more, as after `| head`."""
     poll = select.poll()
     poll.register(sys.stdout, 0)  # errors are told in any case
     return any(event & select.POLLERR for _, event in poll.poll(0))

@@ -75,7 +75,7 @@ def test_nvidias_own_library_gives_the_bits_of_a_plain_run(fake: FakeDevice) -> 
         pytest.skip("PyTorch came without cuFile")
     plain, before = plain_gradient(), set(os.listdir())
     trial = cufile.try_out(str(SCRATCH), 0, allows_compat=True)
-    assert trial.works, trial.told
+    assert trial.works, trial.message
     leaf = made(0)
     with offloaded(gds="compat", pinned_bytes=LARGE_RING) as session:
         for _ in range(2):
@@ -107,7 +107,7 @@ def test_nvidias_own_library_does_not_count_as_direct_here(fake: FakeDevice) -> 
         pytest.skip("PyTorch came without cuFile")
     trial = cufile.try_out(str(SCRATCH), 0)
     assert not trial.works
-    assert "cuFileDriverOpen of libcufile failed with 5001" in trial.told
+    assert "cuFileDriverOpen of libcufile failed with 5001" in trial.message
 
 
 # --- each wait ------------------------------------------------------------------
@@ -235,7 +235,7 @@ def staged(leaf: torch.Tensor) -> str:
         step(leaf, session)
         assert session.stats.ring_bytes == 0
         assert session.stats.pinned_bytes > 0
-    return cufile.try_out(str(SCRATCH), 0).told
+    return cufile.try_out(str(SCRATCH), 0).message
 
 
 def forget() -> None:

@@ -22,7 +22,7 @@ from ssdtrain.commands.search import Rates, find_best, sweep
 from ssdtrain.config import StoreConfig
 from ssdtrain.machine import tuning
 from ssdtrain.machine.drive import drive_of, mount_of
-from ssdtrain.machine.tuning import DEFAULT, Kept, Tuning
+from ssdtrain.machine.tuning import DEFAULT, SavedTuning, Tuning
 from ssdtrain.notices import Notices
 
 MIB = 1 << 20
@@ -35,8 +35,8 @@ SETTINGS = [
 ]
 
 
-def kept(setting: Tuning = OTHER) -> Kept:
-    return Kept(
+def kept(setting: Tuning = OTHER) -> SavedTuning:
+    return SavedTuning(
         tuning=setting, measured="2026-11-20", write_bytes_per_s=3e9, read_bytes_per_s=5.5e9
     )
 

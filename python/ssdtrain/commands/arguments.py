@@ -1,4 +1,4 @@
-"""Words of the command line that several commands take: sizes and directories."""
+"""Parsers of arguments that several commands take: sizes, directories, shares."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from ssdtrain.sizes import in_bytes
 __all__ = ["check_count", "directory", "not_negative", "option", "positive", "share", "size"]
 
 COUNT_MAX = 1_000_000_000
-"""Of sequences, layers, drives and the like: products of more are beyond 64 bits."""
+"""The limit of counts of sequences, layers, drives: larger products have more than 64 bits."""
 
 
 def option(name: str) -> str:
-    """Return how the command line calls an option of this name."""
+    """Return the name of an option as the command line writes it."""
     return "--" + name.replace("_", "-")
 
 
 def check_count(name: str, count: int | None) -> None:
-    """Raise ``ConfigError`` for a count, if it was given, that nothing can be computed with."""
+    """Raise ``ConfigError`` if a count was given and is out of range."""
     if count is not None and not 1 <= count <= COUNT_MAX:
         raise ConfigError(
             f"{option(name)} must be 1 or more, and at most {COUNT_MAX:,}, not {count}"
@@ -30,7 +30,7 @@ def check_count(name: str, count: int | None) -> None:
 
 
 def size(name: str) -> Callable[[str], int]:
-    """Return what parses a size, such as ``8GiB``, for the option ``name``."""
+    """Return a parser of sizes, such as ``8GiB``, for the option ``name``."""
 
     def parse(text: str) -> int:
         try:
@@ -42,7 +42,7 @@ def size(name: str) -> Callable[[str], int]:
 
 
 def directory(text: str) -> str:
-    """Parse the path of a directory; whether it is usable, a store says later."""
+    """Parse the path of a directory; a store checks later that it is usable."""
     try:
         return directories(text)[0]
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""`ssdtrain bench DIR`: finds the setting that suits a drive, and keeps it for the store."""
+"""`ssdtrain bench DIR`: finds the best setting for a drive, and keeps it for the store."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ssdtrain.commands.search import Measure, Outcome, Rates, find_best, sweep
 from ssdtrain.errors import NoSpaceError, SsdtrainError, UnsupportedError
 from ssdtrain.machine import tuning
 from ssdtrain.machine.drive import drive_of, mount_of
-from ssdtrain.machine.tuning import DEFAULT, Engine, Kept, Tuning
+from ssdtrain.machine.tuning import DEFAULT, Engine, SavedTuning, Tuning
 from ssdtrain.sizes import shown_bytes
 
 __all__ = ["add_arguments", "run"]
@@ -27,18 +27,18 @@ MIB = 1 << 20
 QUEUE_DEPTHS = (4, 8, 16, 32)
 PIECES_MIB = (1, 2, 4, 8)
 FILE_BYTES_MAX = 512 * MIB
-"""Twice of what the largest setting has in flight."""
+"""Twice the bytes that the largest setting has in flight."""
 FREE_PART_MAX = 4
-"""At most one part in so many of the free space, and of the free memory, is used."""
+"""At most this fraction (a quarter) of the free space, and of the free memory, is used."""
 FILL_SHARE = 0.15
-"""Part of the time that the first, slow writing of the file may take."""
+"""Share of the time for the first, slow writing of the file."""
 SWEEP_PASSES = 7
 SWEEP_SAMPLE_SHARE = 0.01
 SECONDS_MAX = 600.0
 
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
-"""What shells expect of a command that ended with Ctrl-C: 128 and the number of SIGINT."""
+"""128 and the number of SIGINT, as shells expect after Ctrl-C."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What a directory's drive was found to be."""
+    """The result for a directory."""
 
     directory: str
     outcome: Outcome
@@ -98,7 +98,7 @@ class Result:
 
     @property
     def behind_best(self) -> float | None:
-        """By which part the choice is slower than the best of the sweep."""
+        """The share by which the choice is slower than the best of the sweep."""
         if not self.swept:
             return None
         best = max(rates.both for rates in self.swept.values())
@@ -106,7 +106,7 @@ class Result:
 
 
 class Workplace:
-    """A file in the directory, and how to measure a setting on it."""
+    """A file in the directory, on which settings are measured."""
 
     def __init__(self, directory: str, *, fill_s: float) -> None:
         request_bytes = Probe.REQUEST_BYTES
@@ -136,7 +136,7 @@ class Workplace:
 
     @property
     def settings(self) -> list[Tuning]:
-        """All settings there are; the threads of psync are few, whatever depth is asked for."""
+        """All settings; psync has only one depth, as its threads are few."""
         engines: list[tuple[Engine, int]] = [("psync", DEFAULT.queue_depth)]
         if self.note is None:
             engines = [("io_uring", depth) for depth in QUEUE_DEPTHS] + engines
@@ -147,13 +147,12 @@ class Workplace:
         ]
 
     def measure(self, setting: Tuning, seconds: float) -> Rates:
-        """Write, then read, for about so many seconds each; every setting moves as many bytes."""
+        """Write, then read, for about so many seconds each; all settings move the same bytes."""
         found = {}
         for way, rate in self._rates.items():
             count = round(seconds * rate / Probe.REQUEST_BYTES)
             count = min(max(count, 1), self._count)
-            # Each sample goes on where the last one ended, so that a drive's own cache of what it
-            # read last answers nobody.
+            # Each sample begins where the last has ended, so that the drive's cache does not help.
             first = self._next[way] if self._next[way] + count <= self._count else 0
             self._next[way] = first + count
             taken = self._seconds(setting, way, first, count)
@@ -161,9 +160,9 @@ class Workplace:
         return Rates(**found)
 
     def _fill(self, count: int, seconds: float) -> int:
-        """Write every request once, or as many as there is time for; return how many."""
+        """Write every request once, or as many as the time allows; return how many."""
         end = time.monotonic() + seconds
-        done = 1  # The one that found out about the engine.
+        done = 1  # The request that tried the engine.
         while done < count and time.monotonic() < end:
             step = min(4, count - done)
             self._seconds(self.default, "write", done, step)
@@ -171,7 +170,7 @@ class Workplace:
         return done
 
     def _rate(self, way: str) -> float:
-        """Measure a first rate, by which the samples are given their size."""
+        """Measure a first rate, which gives the samples their size."""
         count = min(8, self._count)
         return count * Probe.REQUEST_BYTES / self._seconds(self.default, way, 0, count)
 
@@ -190,7 +189,7 @@ class Workplace:
 
 
 def bench(directory: str, *, seconds: float, with_sweep: bool) -> Result:
-    """Measure the drive of a directory and keep what is best for it."""
+    """Measure the drive of a directory and keep the best setting."""
     begin = time.monotonic()
     place = Workplace(directory, fill_s=FILL_SHARE * seconds)
     settings, measure = place.settings, place.measure
@@ -224,11 +223,11 @@ def _sweep(settings: Sequence[Tuning], measure: Measure, seconds: float) -> dict
 
 
 def _keep(directory: str, outcome: Outcome) -> tuple[str | None, str | None]:
-    """Return where the choice is kept, or why it is not."""
+    """Return the file of the choice, or why it could not be kept."""
     if not outcome.complete:
         return None, "the drive is too slow to compare settings in this time; give more --seconds"
     rates = outcome.rates[outcome.choice]
-    kept = Kept(
+    kept = SavedTuning(
         tuning=outcome.choice,
         measured=date.today().isoformat(),
         write_bytes_per_s=rates.write,
@@ -254,7 +253,7 @@ def _bench_all(arguments: argparse.Namespace) -> int:
         if not arguments.json:
             print(_text(result), flush=True)
     if arguments.json:
-        print(json.dumps({"format": 1, "directories": [_document(one) for one in results]}))
+        print(json.dumps({"format": 1, "directories": [_document(result) for result in results]}))
     return 0
 
 
@@ -274,10 +273,10 @@ def _text(result: Result) -> str:
         "engine    in flight  piece    write     read     both  samples",
         "                              GB/s      GB/s     GB/s",
     ]
-    for one in outcome.rates:
-        mark = " *" if one == outcome.choice else ""
-        row = _row(one, outcome.rates[one])
-        lines.append(f"{row}  {outcome.sample_counts[one]:7d}{mark}")
+    for setting in outcome.rates:
+        mark = " *" if setting == outcome.choice else ""
+        row = _row(setting, outcome.rates[setting])
+        lines.append(f"{row}  {outcome.sample_counts[setting]:7d}{mark}")
     how = " (the default)" if outcome.choice == default else ""
     lines += ["", f"choice     {outcome.choice}{how}"]
     if default in outcome.rates and outcome.choice != default:
@@ -298,10 +297,10 @@ def _text(result: Result) -> str:
 
 def _sweep_text(result: Result) -> list[str]:
     lines = ["", f"sweep: every setting {SWEEP_PASSES} times, best first"]
-    by_rate = sorted(result.swept, key=lambda one: -result.swept[one].both)
-    for one in by_rate:
-        mark = " *" if one == result.outcome.choice else ""
-        lines.append(_row(one, result.swept[one]) + mark)
+    by_rate = sorted(result.swept, key=lambda setting: -result.swept[setting].both)
+    for setting in by_rate:
+        mark = " *" if setting == result.outcome.choice else ""
+        lines.append(_row(setting, result.swept[setting]) + mark)
     assert result.behind_best is not None
     lines.append(f"written for the sweep: {result.sweep_bytes_written / 1e9:.1f} GB")
     lines.append(f"the choice is {result.behind_best:.1%} behind the best of the sweep")
@@ -317,16 +316,16 @@ def _row(setting: Tuning, rates: Rates) -> str:
 
 
 def _document(result: Result) -> dict[str, Any]:
-    """Return a result as JSON tells it; the layout is stable."""
+    """Return a result for JSON; the layout is stable."""
 
-    def table(rates: dict[Tuning, Rates]) -> list[dict[str, Any]]:
+    def table(rates_of: dict[Tuning, Rates]) -> list[dict[str, Any]]:
         return [
             {
                 **asdict(setting),
-                "write_bytes_per_s": round(one.write),
-                "read_bytes_per_s": round(one.read),
+                "write_bytes_per_s": round(rates.write),
+                "read_bytes_per_s": round(rates.read),
             }
-            for setting, one in rates.items()
+            for setting, rates in rates_of.items()
         ]
 
     return {
@@ -348,14 +347,14 @@ def _document(result: Result) -> dict[str, Any]:
 
 def _place(directory: str) -> str:
     mount, drive = mount_of(directory), drive_of(directory)
-    return ", ".join(str(one) for one in (mount, drive) if one is not None) or "unknown"
+    return ", ".join(str(part) for part in (mount, drive) if part is not None) or "unknown"
 
 
 def _free_bytes(directory: str) -> int:
     try:
         facts = os.statvfs(directory)
     except OSError:
-        return FILE_BYTES_MAX * FREE_PART_MAX  # The core says better what is wrong with it.
+        return FILE_BYTES_MAX * FREE_PART_MAX  # The core raises the better error.
     return facts.f_bavail * facts.f_frsize
 
 

@@ -1,4 +1,4 @@
-"""What `ssdtrain doctor` looks at in a directory, from the system up to its drive."""
+"""The checks of `ssdtrain doctor` for a directory, from the system up to its drive."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ __all__ = ["Examination"]
 
 MIB, GIB = 1 << 20, 1 << 30
 FREE_BYTES_MIN = 64 * MIB
-"""A store refuses a directory with less; the same number stands in ``rust/core/src/file.rs``."""
+"""A store refuses a directory with less."""
 FREE_BYTES_GOOD = 4 * GIB
-"""What the activations of a step may need."""
+"""The activations of a step may need so much."""
 LIMIT_REMEDIES: dict[int | None, str] = {
     errno.EMFILE: "ulimit -n 1024",
     errno.EFBIG: "ulimit -f unlimited",
     errno.ENOMEM: "ulimit -v unlimited; free -h",
 }
-"""What mends an error that the kernel gives for a limit of the process."""
+"""Commands that raise the limit of the process for which the kernel gave an error."""
 
 
 class Examination:
@@ -49,12 +49,12 @@ class Examination:
         self.gpu: GpuFacts | None = None
         self._quoted = shlex.quote(directory)
         self._engine: tuning.Engine = "psync"
-        """io_uring as soon as it was found usable."""
+        """io_uring once its check has passed."""
         self._broken: str | None = None
-        """The name of the check that failed and without which others make no sense."""
+        """The name of a failed check without which the later ones make no sense."""
 
     def checks(self) -> Iterator[Check]:
-        """Look at everything."""
+        """Run all checks."""
         yield kernel()
         yield torch_version()
         yield torch_huge_pages()
@@ -72,14 +72,14 @@ class Examination:
         ):
             name = check.__name__.removeprefix("_")
             if self._broken is None:
-                one = check()
+                result = check()
             else:
                 finding = f"not looked at: {self._broken} comes first"
                 remedy = f"ssdtrain doctor {self._quoted}"
-                one = Check(name=name, state="SKIP", finding=finding, remedy=remedy)
-            if one.state == "FAIL":
+                result = Check(name=name, state="SKIP", finding=finding, remedy=remedy)
+            if result.state == "FAIL":
                 self._broken = name
-            yield one
+            yield result
         self.gpu = gpu_facts()
         yield from gpu_checks(self.gpu)
 
@@ -246,7 +246,7 @@ class Examination:
         return Check(name="tuning", state="OK", finding=finding)
 
     def _opening_error(self, *, backend: str, direct_io: str) -> SsdtrainError | None:
-        """Open a store and close it; return what it raised."""
+        """Open a store and close it; return the error that it raised."""
         try:
             Store(
                 [(self.directory, None)],

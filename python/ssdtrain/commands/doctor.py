@@ -1,6 +1,6 @@
-"""`ssdtrain doctor DIR...`: says where offload works, and what mends what does not.
+"""`ssdtrain doctor DIR...`: checks whether offload works in directories, and suggests remedies.
 
-The output is made for a person and for a report of a bug; `--json` tells the same to a program.
+The output is for a person and for a report of a bug; `--json` prints the same for a program.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return the exit code."""
     documents = []
-    for number, one in enumerate(arguments.dir):
+    for number, path in enumerate(arguments.dir):
         if number and not arguments.json:
             print()
-        documents.append(_examine(one, is_told=not arguments.json))
+        documents.append(_examine(path, prints=not arguments.json))
     if arguments.json:
-        # One directory is told as ever, several as a list of the same.
+        # A single directory is an object, several are a list of such objects.
         several = {"format": 1, "directories": documents}
         print(json.dumps(documents[0] if len(documents) == 1 else several, indent=1))
-    return EXIT_USABLE if all(one["usable"] for one in documents) else EXIT_FAILED
+    return EXIT_USABLE if all(document["usable"] for document in documents) else EXIT_FAILED
 
 
-def _examine(directory: str, *, is_told: bool) -> dict[str, Any]:
-    """Look at a directory, telling each thing as it is found; return all as JSON tells it."""
+def _examine(directory: str, *, prints: bool) -> dict[str, Any]:
+    """Check a directory, and print each result as it comes; return all for JSON."""
     examination = Examination(directory)
     checks = []
-    if is_told:
+    if prints:
         print(f"ssdtrain {version('ssdtrain')}, doctor of {directory}")
     for check in examination.checks():
         checks.append(check)
-        if is_told:
+        if prints:
             print(_text(check), flush=True)
-    if is_told:
+    if prints:
         print(_verdict(directory, checks), flush=True)
     return {
         "format": 1,

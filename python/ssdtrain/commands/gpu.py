@@ -1,4 +1,4 @@
-"""What `ssdtrain doctor` looks at for the tensors of GPUs: driver, devices, links, libraries.
+"""The checks of `ssdtrain doctor` for tensors of GPUs: driver, devices, links, libraries.
 
 Nothing here fails a check: training on the CPU works without any of it.
 """
@@ -23,15 +23,15 @@ from ssdtrain.sizes import shown_bytes
 __all__ = ["Device", "GpuFacts", "PcieLink", "gpu_checks", "gpu_facts"]
 
 NVIDIA = "0x10de"
-"""Its number as a maker of PCI devices."""
+"""NVIDIA's number as a vendor of PCI devices."""
 DISPLAY_CLASS = "0x03"
-"""How the class of a GPU begins; other functions of the card are sound and USB."""
+"""The first digits of a GPU's class; other functions of the card are sound and USB."""
 NO_DRIVER = "no NVIDIA driver: CUDA tensors are not possible here; CPU training works"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """A GPU, as torch sees it."""
+    """A GPU that torch sees."""
 
     name: str
     memory_bytes: int
@@ -39,7 +39,7 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True)
 class PcieLink:
-    """The link of a GPU, as the kernel tells it. An idle GPU may have slowed its link down."""
+    """The link of a GPU by the kernel. An idle GPU may have slowed its link down."""
 
     address: str
     speed: str
@@ -49,7 +49,7 @@ class PcieLink:
     width_max: str
 
     def __str__(self) -> str:
-        """Return it as reports write it."""
+        """Return the link as reports write it."""
         now = f"x{self.width or '?'} at {self.speed or '?'}"
         most = f"x{self.width_max or '?'} at {self.speed_max or '?'}"
         return f"{self.address}: {now}, at most {most}"
@@ -57,7 +57,7 @@ class PcieLink:
 
 @dataclass(frozen=True, kw_only=True)
 class GpuFacts:
-    """What there is for tensors of GPUs; ``None`` is what is not there, or not told."""
+    """The parts of the system for tensors of GPUs; ``None``: missing or unknown."""
 
     driver: str | None
     """Version of NVIDIA's kernel module."""
@@ -67,22 +67,22 @@ class GpuFacts:
     """The CUDA that torch was built for."""
     devices: tuple[Device, ...]
     why_no_device: str | None
-    """What torch says."""
+    """The message of torch."""
     links: tuple[PcieLink, ...]
     lockable_bytes: int | None
-    """What a process may lock in memory; ``None``: any amount."""
+    """Memory that a process may lock; ``None``: any amount."""
     nvidia_fs: str | None
     """Version of the kernel module of GPUDirect Storage."""
     p2pdma: bool | None
-    """Whether the kernel was built for transfers between PCI devices."""
+    """True if the kernel was built for transfers between PCI devices."""
     is_udev_readable: bool
-    """cuFile finds the drive of a file by what udev tells."""
+    """True if cuFile can find the drive of a file by udev's database."""
     cufile: str | None
     """Path of the library of GPUDirect Storage."""
 
 
 def gpu_facts(root: Path = Path("/")) -> GpuFacts:
-    """Look at everything; the kernel's files lie below ``root``."""
+    """Collect all facts; the kernel's files lie below ``root``."""
     torch_cuda, devices, why_no_device = _devices()
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return GpuFacts(
@@ -103,7 +103,7 @@ def gpu_facts(root: Path = Path("/")) -> GpuFacts:
 
 
 def gpu_checks(facts: GpuFacts) -> Iterator[Check]:
-    """Say what was found; a warning where something of a GPU is there, and does not work."""
+    """Return the checks; a part of a GPU that is there and does not work is a warning."""
     yield _driver_check(facts)
     yield _device_check(facts)
     links = "; ".join(map(str, facts.links)) or "the kernel tells of no PCI device of NVIDIA"
@@ -148,7 +148,7 @@ def _device_check(facts: GpuFacts) -> Check:
     )
     if facts.devices:
         devices = ", ".join(
-            f"{one.name} ({shown_bytes(one.memory_bytes)})" for one in facts.devices
+            f"{device.name} ({shown_bytes(device.memory_bytes)})" for device in facts.devices
         )
         return Check(name=name, state="OK", finding=f"{devices}; {built}")
     if facts.driver_cuda is None:
@@ -162,7 +162,7 @@ def _device_check(facts: GpuFacts) -> Check:
 
 
 def _devices() -> tuple[str | None, tuple[Device, ...], str | None]:
-    """Return the CUDA of torch, what it sees, and why it sees nothing."""
+    """Return the CUDA of torch, its devices, and the reason if there are none."""
     try:
         import torch  # noqa: PLC0415 - the command must run without it
     except (ImportError, OSError) as error:
@@ -176,7 +176,7 @@ def _devices() -> tuple[str | None, tuple[Device, ...], str | None]:
             ]
         except (RuntimeError, AssertionError) as error:
             return torch.version.cuda, (), str(error).partition("\n")[0]
-    devices = tuple(Device(name=one.name, memory_bytes=one.total_memory) for one in found)
+    devices = tuple(Device(name=gpu.name, memory_bytes=gpu.total_memory) for gpu in found)
     words = str(said[-1].message).partition("\n")[0] if said else "it says nothing more"
     return torch.version.cuda, devices, None if devices else words
 
@@ -212,7 +212,7 @@ def _links(devices: Path) -> Iterator[PcieLink]:
 
 
 def _has_p2pdma(root: Path) -> bool | None:
-    """Read how the kernel was built."""
+    """Read from the kernel's configuration whether it has P2PDMA."""
     packed, plain = root / "proc/config.gz", root / f"boot/config-{os.uname().release}"
     with contextlib.suppress(OSError, EOFError):
         return b"\nCONFIG_PCI_P2PDMA=y" in gzip.decompress(packed.read_bytes())
@@ -231,5 +231,5 @@ def _first_line(path: Path) -> str | None:
     try:
         lines = path.read_text(errors="replace").splitlines()
     except OSError:
-        return None  # What is not there is what the callers want to know.
+        return None  # The callers ask whether the file is there.
     return lines[0].strip() if lines else None

@@ -1,4 +1,4 @@
-"""`ssdtrain lifespan`: how long drives live under offloading, and under which assumptions."""
+"""`ssdtrain lifespan`: computes how long drives live under offloading."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EXIT_MISUSED = 2
 SIZES = ("batch", "sequence", "hidden", "layers")
 OF_A_TRANSFORMER = (*SIZES, "tensor_parallel", "teraflops")
 DESCRIBED = ("drive", "tbw", "drives", "write_rate", "bytes_per_step", "step_time")
-"""Options that say what `--paper` says as well, besides those of a transformer."""
+"""Options that `--paper` replaces, besides those of a transformer."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -90,9 +90,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Raise ``ConfigError`` for options of which one would be ignored, and for huge numbers."""
+    """Raise ``ConfigError`` for options that exclude each other, and for huge numbers."""
     values = vars(arguments)
-    given = {one for one in values if values[one] is not None and values[one] is not False}
+    given = {name for name, value in values.items() if value is not None and value is not False}
     for name in (*SIZES, "drives", "tensor_parallel"):
         check_count(name, getattr(arguments, name))
     rules = (
@@ -102,7 +102,7 @@ def _check(arguments: argparse.Namespace) -> None:
         ("step_time", ("teraflops",)),
     )
     for name, others in rules:
-        ignored = [option(one) for one in others if one in given and name in given]
+        ignored = [option(other) for other in others if other in given and name in given]
         if ignored:
             raise ConfigError(
                 f"{option(name)} says already what {', '.join(ignored)} would say; give one of "

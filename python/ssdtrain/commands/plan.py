@@ -1,4 +1,4 @@
-"""`ssdtrain plan MODEL`: whether a training step fits a GPU, and what each way of fitting costs."""
+"""`ssdtrain plan MODEL`: tells if a training step fits a GPU, and the costs of each way."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ EXIT_DOES_NOT_FIT = 1
 EXIT_MISUSED = 2
 EXIT_INTERRUPTED = 130
 SILENCE_S_MAX = 10.0
-"""After so long without an answer it is said that the command is at work."""
+"""After so long the command says that it is still at work."""
 OF_A_MODEL = {
     "batch": 1,
     "sequence": None,
@@ -42,7 +42,7 @@ OF_A_MODEL = {
     "compute_share": 0.6,
     "memory_share": 0.8,
 }
-"""Options that a recorded step does not take, and what they are if they are not given."""
+"""Options that a recorded step does not take, with their defaults."""
 OPTIMIZERS = {
     "adamw": (2, None, False),
     "adamw-master": (2, 4, True),
@@ -55,7 +55,7 @@ INCLUDED = {
     "all tensors": ("offload", "host"),
     "best of all": ("recompute", "offload", "host", "all tensors"),
 }
-"""The ways that are special cases of a way, for which the planner may find longer steps."""
+"""By way, the ways that are special cases of it; the planner may find a longer step for it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -156,8 +156,8 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         _complete(arguments)
         device, rated_bytes = _device(arguments)
-        with _told_if_slow():
-            # What code of the user prints is no part of the answer, which may be JSON.
+        with _says_if_slow():
+            # Code of the user may print, and the output may be JSON.
             with redirect_stdout(sys.stderr):
                 trace = _trace(arguments)
             rows, steps, sought = _rows(trace, device, arguments)
@@ -193,8 +193,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 @contextmanager
-def _told_if_slow() -> Iterator[None]:
-    """Say what takes so long, where it does."""
+def _says_if_slow() -> Iterator[None]:
+    """Print a line if the command takes long."""
     words = (
         "ssdtrain plan: still at work. Every operation of the step is looked at and planned for; "
         "recurrent layers over long sequences have very many. Ctrl-C ends it."
@@ -209,7 +209,7 @@ def _told_if_slow() -> Iterator[None]:
 
 
 def _complete(arguments: argparse.Namespace) -> None:
-    """Give a model's options that were left out what is usual.
+    """Give a model's options that were left out their defaults.
 
     Raises ``ConfigError`` for options that make no sense, alone or together.
     """
@@ -221,9 +221,9 @@ def _complete(arguments: argparse.Namespace) -> None:
         )
     for name in ("batch", "sequence", "accumulate", "drives"):
         check_count(name, getattr(arguments, name))
-    for name, usual in OF_A_MODEL.items():
+    for name, default in OF_A_MODEL.items():
         if getattr(arguments, name) is None:
-            setattr(arguments, name, usual)
+            setattr(arguments, name, default)
         elif arguments.trace is not None:
             raise ConfigError(
                 f"{option(name)} says how a model is run, and the step in {arguments.trace} was "
@@ -257,7 +257,7 @@ def _trace(arguments: argparse.Namespace) -> Trace:
 
 
 def _device(arguments: argparse.Namespace) -> tuple[Device, float]:
-    """Return the device and what its drives are rated to have written."""
+    """Return the device and the bytes that its drives are rated for."""
     gpu = named(GPUS, arguments.gpu, "GPU")
     drive = named(DRIVES, arguments.drive, "drive")
     write, read = drive.write_bytes_per_s, drive.read_bytes_per_s
@@ -284,10 +284,10 @@ def _device(arguments: argparse.Namespace) -> tuple[Device, float]:
 
 def _rules(words: Sequence[str], option: str) -> dict[str, str]:
     found = {}
-    for one in words:
-        name, equals, value = one.partition("=")
+    for word in words:
+        name, equals, value = word.partition("=")
         if not (name and equals and value):
-            raise ConfigError(f"{option} {one!r} is not of the form NAME=VALUE")
+            raise ConfigError(f"{option} {word!r} is not of the form NAME=VALUE")
         if name in found:
             raise ConfigError(f"{option} names {name!r} twice; give it once")
         found[name] = value
@@ -297,7 +297,7 @@ def _rules(words: Sequence[str], option: str) -> dict[str, str]:
 def _rows(
     trace: Trace, device: Device, arguments: argparse.Namespace
 ) -> tuple[list[Row], list[Step], str]:
-    """Return the ways with the steps that they plan, and what was sought, as a sentence."""
+    """Return the ways with the steps that they plan, and a sentence about the aim."""
     parts: Any = _rules(arguments.place, "--place")
     budgets = {
         name: in_bytes(f"--budget {name}", value)
@@ -323,7 +323,7 @@ def _rows(
     plain = Step(trace, budgets=budgets)
     most = max(plain.live_bytes())
     unlimited = most + (1 << 30)
-    # Where all fits anyway, memory is what can be won.
+    # Where all fits anyway, the aim is less memory.
     saves_memory = most <= device.memory_bytes and not budgets
     rows = [
         _row(
@@ -365,12 +365,12 @@ def _rows(
 
 
 def _no_longer(rows: list[Row]) -> list[Row]:
-    """Return the rows with the shortest plan for each way, its own or that of a way in it."""
+    """Return the rows with the shortest plan of each way and of its special cases."""
     known = {row.name: row for row in rows}
     for name, others in INCLUDED.items():
         plans = {
             row.plan.step_s: row
-            for row in (known[one] for one in (*others, name))
+            for row in (known[way] for way in (*others, name))
             if row.fits and row.plan is not None
         }
         if plans:
@@ -379,7 +379,7 @@ def _no_longer(rows: list[Row]) -> list[Row]:
 
 
 def _recomputed(step: Step, device: Device, unlimited: int) -> StepPlan:
-    if all(one.recompute_seconds is None for one in step.trace.tensors):
+    if all(tensor.recompute_seconds is None for tensor in step.trace.tensors):
         raise ConfigError("the trace does not tell how long it takes to compute a tensor again")
     return step.judged(device, "recompute", unlimited)
 
@@ -397,7 +397,7 @@ def _row(step: Step, name: str, meaning: str, device: Device, solve: Any) -> Row
 
 
 def _origin(trace: Trace, arguments: argparse.Namespace) -> list[str]:
-    """Return where the figures come from, as sentences."""
+    """Return the sources of the figures, as sentences."""
     found = [f"The step is {trace.origin}."] if trace.origin else []
     gpu = named(GPUS, arguments.gpu, "GPU").title
     if arguments.trace is None:

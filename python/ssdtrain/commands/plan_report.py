@@ -1,4 +1,4 @@
-"""What `ssdtrain plan` prints: the table of ways, its JSON, and the lines of its picture. Pure."""
+"""The output of `ssdtrain plan`: the table of ways, its JSON, the lines of its picture. Pure."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from ssdtrain.sizes import shown_bytes
 __all__ = ["Row", "document", "lines", "text"]
 
 PLANNED_ONLY = ("all tensors", "best of all")
-"""Ways that tell what would be possible: nothing runs such a plan on a GPU."""
+"""Ways that are only possible: nothing runs such a plan on a GPU."""
 COLUMNS = (
     "step: how long it takes; of that, stall waits for drives or copies, and again computes again.",
     "written: to the drives, in one step. drive life: until as much is written as the drives are",
     "rated for, with one step after the other. above bound: how much longer the step is than the",
     "shortest that any plan could reach with this memory which computes nothing again.",
 )
-"""What the columns mean."""
+"""The meaning of the columns."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One way of running the step."""
+    """A way of running the step."""
 
     name: str
     meaning: str
@@ -40,13 +40,13 @@ class Row:
 
     @property
     def is_run(self) -> bool:
-        """Whether ssdtrain or PyTorch runs a step on a GPU in this way today."""
+        """True if ssdtrain or PyTorch runs a step on a GPU in this way today."""
         return self.name not in PLANNED_ONLY
 
 
 def lines(step: Step, rows: list[Row]) -> list[Line]:
-    """Return the memory of the step over its time, as it is and in the ways that change it most."""
-    ends = list(accumulate(one.seconds for one in step.trace.kernels))
+    """Return the memory over the time of the step, plain and in the ways that change it most."""
+    ends = list(accumulate(kernel.seconds for kernel in step.trace.kernels))
     starts = [0.0, *ends[:-1]]
     drawn = [Line("keep", list(zip(starts, step.live_bytes(), strict=True)), ends[-1])]
     for row in rows:
@@ -65,10 +65,10 @@ def _life_days(plan: StepPlan, rated_bytes: float) -> float | None:
 
 
 def document(step: Step, device: Device, rows: list[Row], rated_bytes: float) -> dict[str, Any]:
-    """Return the report as JSON has it."""
+    """Return the report for JSON."""
     trace = step.trace
 
-    def told(row: Row) -> dict[str, Any]:
+    def figures(row: Row) -> dict[str, Any]:
         plan = row.plan
         problem = {"problem": row.problem} if row.problem else {}
         if plan is None:
@@ -94,7 +94,7 @@ def document(step: Step, device: Device, rows: list[Row], rated_bytes: float) ->
         "origin": trace.origin,
         "kernels": len(trace.kernels),
         "memory_bytes": device.memory_bytes,
-        "ways": {row.name: told(row) for row in rows},
+        "ways": {row.name: figures(row) for row in rows},
     }
 
 
@@ -105,7 +105,7 @@ def text(
     rated_bytes: float,
     origin: Sequence[str],
 ) -> str:
-    """Return the report; ``origin`` says at its end where the figures come from."""
+    """Return the report; it ends with ``origin``, the sources of the figures."""
     trace = step.trace
     kinds = ", ".join(
         f"{kind.replace('_', ' ')} {shown_bytes(nbytes)}"
@@ -122,7 +122,7 @@ def text(
         f"{len(trace.kernels):,} kernels; at the peak of keep there are {kinds}",
         f"memory {memory}, drives write {write:.3g} and read {read:.3g} GB/s, host lends {host}",
     ]
-    if all(one.kind in {"activation", "workspace"} for one in trace.tensors):
+    if all(tensor.kind in {"activation", "workspace"} for tensor in trace.tensors):
         shown.append(
             "Weights, gradients and optimizer state are not in this step: add theirs to each peak."
         )
@@ -142,7 +142,7 @@ def text(
 
 
 def _advice(device: Device, rows: list[Row]) -> str:
-    """Return what to do if the step fits in no way, or in none that can be run."""
+    """Return advice if the step fits in no way, or in no way that can be run."""
     changes = (
         "a smaller --batch or --sequence, another --optimizer, or more memory (--gpu, --memory) "
         "changes that."
@@ -151,7 +151,7 @@ def _advice(device: Device, rows: list[Row]) -> str:
         return ""
     if any(row.fits for row in rows):
         return f"So this step fits in no way that can be run today: {changes}"
-    # What fits the memory and does not fit exceeds a budget.
+    # A row that fits the memory and does not fit exceeds a budget.
     if any(row.peak_bytes is not None and row.peak_bytes <= device.memory_bytes for row in rows):
         return "So this step fits the memory, and no way keeps each --budget: raise them."
     return f"So this step does not fit: {changes}"

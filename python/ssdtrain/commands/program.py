@@ -1,4 +1,4 @@
-"""The program of `ssdtrain run`: found, and run as ``__main__`` as if Python had been given it."""
+"""Finds the program of `ssdtrain run`, and runs it as ``__main__``, as Python would."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ __all__ = ["Program", "ProgramError", "find_module", "find_script", "run_program
 
 STANDARD_INPUT = "-"
 FORMER_MAIN: list[ModuleType] = []
-"""What was ``__main__`` before: its code runs on below that of the program."""
+"""The module that was ``__main__`` before: its code goes on after the program."""
 
 
 class ProgramError(Exception):
-    """There is no such program; the message says what was looked for, and where."""
+    """There is no such program; the message names it and the place."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,14 +30,14 @@ class Program:
     """A script or a module that can be run."""
 
     name: str
-    """As it was asked for."""
+    """As on the command line."""
     argv: list[str]
     first_path: str
-    """What Python would put in front of ``sys.path`` for it."""
+    """Python would put this in front of ``sys.path``."""
     names: dict[str, Any]
-    """What Python would set in ``__main__``."""
+    """Python would set these names in ``__main__``."""
     code: Callable[[], CodeType]
-    """Compiles it: an error in its text is the program's, so it is raised where it runs."""
+    """Compiles the program: an error in its text is raised where the program runs."""
 
 
 def find_script(path: str, arguments: list[str]) -> Program:
@@ -85,7 +85,7 @@ def find_module(name: str, arguments: list[str]) -> Program:
     """Find a module, or the ``__main__`` of a package, as ``python -m`` does."""
     place = os.getcwd()
     _put_first(place)
-    # What Python shows there while it looks: some packages ask.
+    # Python sets this while it looks for the module: some packages read it.
     sys.argv = ["-m", *arguments]
     spec = _spec_of(name)
     if spec.submodule_search_locations is not None:
@@ -148,18 +148,18 @@ def _compile(text: bytes, file: str) -> CodeType:
 
 
 def run_program(program: Program) -> None:
-    """Run a program as ``__main__``; what it raises passes, with its own frames to be shown."""
+    """Run a program as ``__main__``; its errors pass, with the program's frames alone."""
     main = ModuleType("__main__")
     main.__dict__.update(program.names, __builtins__=builtins)
     if sys.version_info < (3, 14):
-        # Later ones make it when somebody asks for it.
+        # Later versions make it when it is read.
         main.__annotations__ = {}
     FORMER_MAIN.append(sys.modules["__main__"])
     sys.modules["__main__"] = main
     sys.argv = program.argv
     _put_first(program.first_path)
     try:
-        exec(program.code(), main.__dict__)  # noqa: S102 - to run it is what was asked for
+        exec(program.code(), main.__dict__)  # noqa: S102 - the user asked to run it
     except SystemExit:
         raise
     except BaseException as error:
@@ -168,14 +168,14 @@ def run_program(program: Program) -> None:
 
 
 def _put_first(place: str) -> None:
-    """Put ``place`` where Python has put the folder of our own command."""
+    """Put ``place`` at the entry of ``sys.path`` that has the folder of this command."""
     # With `python -P`, Python puts nothing there, so neither for the program.
     if not sys.flags.safe_path:
         sys.path[0] = place
 
 
 def _show_without_our_frames(trace: TracebackType | None) -> None:
-    """Have the traceback that Python prints begin where the program does."""
+    """Have the traceback that Python prints begin with the program's first frame."""
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
     former = sys.excepthook  # Perhaps the program's own.

@@ -1,10 +1,10 @@
-"""How far `ssdtrain run` reaches: the threads and the child processes that its program starts.
+"""Extends `ssdtrain run` to the threads and the child processes that its program starts.
 
-torch keeps hooks on saved tensors for each thread apart, so the block that the main thread is in
-says nothing to others. A thread gets the hooks of the same session when it starts. A child process
-gets hooks that open a session of its own when autograd saves the first tensor there: most children
-(data loaders) never save one, and cost nothing. Processes that run another program, as launchers
-start them, are not reached, nor are threads that are started below `threading`.
+torch keeps a stack of hooks for each thread, so the block of the main thread does not act in other
+threads. A thread gets the hooks of the same session when it starts. A child process gets hooks that
+open a session of its own when autograd saves the first tensor there: most children (data loaders)
+never save a tensor, and cost nothing. Not reached are processes that run another program, as
+launchers start them, and threads that are started below `threading`.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from ssdtrain.session import Session
 __all__ = ["Open", "reach_from"]
 
 Context = Callable[[], AbstractContextManager[object]]
-"""Makes what installs hooks in the thread that enters it."""
+"""Makes a context that installs hooks in the thread that enters it."""
 
 Open = Callable[[], tuple[Session, Callable[[], None]]]
-"""Opens a session in this process; returns it with what is to be done when the process ends. Can
+"""Opens a session in this process; returns it with a function to call when the process ends. Can
 be pickled."""
 
 
 def reach_from(context: Context, open_in_child: Open) -> None:
-    """Reach what this process starts from now on; the calling thread has the hooks already."""
+    """Reach new threads and processes; the calling thread has the hooks already."""
     reach = Reach(context, open_in_child)
     reach.follow_threads()
     reach.follow_processes()
@@ -71,13 +71,13 @@ class Reach:
         run = thread.run
 
         def run_reached() -> None:
-            # It would keep the thread, and the thread it.
+            # Else the thread and this function would keep each other alive.
             thread.__dict__.pop("run", None)
             self._thread.is_reached = True
             with self._context():
                 run()
 
-        # On this object, so that it is called whichever class it is of.
+        # On the object, so that it is called for every class of threads.
         thread.run = run_reached  # type: ignore[method-assign]
 
     def follow_processes(self) -> None:
@@ -86,7 +86,7 @@ class Reach:
         entrance = EntersWhenUnpickled(self._open_in_child)
 
         def start_reached(process: BaseProcess) -> None:
-            # Unpickled in the child, as all that belongs to it; of one that is forked, never.
+            # Unpickled in the child with the process; never in a forked child.
             process.__dict__["_ssdtrain_entrance"] = entrance
             note_reached_child()
             start(process)
@@ -94,18 +94,18 @@ class Reach:
         BaseProcess.start = start_reached  # type: ignore[method-assign, assignment]
 
     def note_forked_child(self) -> None:
-        """In the parent of a forked child: note that it is reached."""
+        """In the parent of a forked child: note that the child is reached."""
         if getattr(self._thread, "is_reached", False):
             note_reached_child()
 
     def enter_forked_child(self) -> None:
-        """In a forked child: the hooks that it inherited keep all in memory, so give it others."""
+        """Give a forked child new hooks: the inherited ones keep all tensors in memory."""
         if getattr(self._thread, "is_reached", False):
             self._context = _enter(self._open_in_child)
 
 
 def _show_without_our_frames() -> None:
-    """Have the traceback of an error that ends a thread show the frames that it has without us."""
+    """Have tracebacks of errors that end a thread leave out the frames of this file."""
     former = threading.excepthook
 
     def show(arguments: threading.ExceptHookArgs) -> None:
@@ -121,29 +121,29 @@ def _show_without_our_frames() -> None:
 
 
 class EntersWhenUnpickled:
-    """Enters a block where it is unpickled."""
+    """Enters a block in the process that unpickles it."""
 
     def __init__(self, open_session: Open) -> None:
         self._open = open_session
 
     def __reduce__(self) -> tuple[Callable[[Open], EntersWhenUnpickled], tuple[Open]]:
-        """Tell pickle to enter."""
+        """Have pickle enter the block."""
         return _enter_fresh_child, (self._open,)
 
 
 def _enter_fresh_child(open_session: Open) -> EntersWhenUnpickled:
-    # Before threads are reached, as it starts one.
+    # Before threads are reached, as this starts a thread.
     prepare_to_drop()
     reach_from(_enter(open_session), open_session)
     return EntersWhenUnpickled(open_session)
 
 
 def _enter(open_session: Open) -> Context:
-    """Install the hooks of a child process in this thread; return what installs them in others."""
+    """Install the hooks of a child process in this thread; return a context for others."""
     hooks = HooksAtFirstUse(open_session)
-    # Left when the interpreter ends: torch would drop them after that, and the process would die.
-    # Whoever leaves a block that was entered before the fork leaves this one in its stead, which
-    # changes what is offloaded and no tensor.
+    # Uninstalled when the interpreter ends: torch would drop them later, and the process would die.
+    # Code that leaves a block that was entered before the fork leaves this one instead: that
+    # changes how much is offloaded, and no tensor.
     pair = hooks.context()
     atexit.register(uninstall, pair)
     install(pair)
@@ -159,16 +159,16 @@ class HooksAtFirstUse:
         self._hooks: Any = None
 
     def context(self) -> saved_tensors_hooks:
-        """Return what installs them."""
+        """Return a context that installs them."""
         return saved_tensors_hooks(self.pack, self.unpack)
 
     @untraced
     def pack(self, tensor: Tensor) -> object:
-        """Hand a tensor to the session, which is opened for the first one."""
+        """Pass a tensor to the session, which is opened for the first tensor."""
         with self._opening:
             if self._hooks is None:
                 session, end = self._open()
-                # A child of multiprocessing ends without `atexit`; another one ends with it only.
+                # A child of multiprocessing ends without `atexit`, other children only with it.
                 Finalize(None, end, exitpriority=0)
                 atexit.register(end)
                 self._hooks = session.context()
@@ -176,6 +176,6 @@ class HooksAtFirstUse:
 
     @untraced
     def unpack(self, packed: object) -> Any:
-        """Hand what the session packed back to it."""
+        """Pass a packed object to the session."""
         assert self._hooks is not None
         return self._hooks.unpack_hook(packed)

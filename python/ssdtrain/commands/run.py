@@ -50,31 +50,31 @@ SIZES = {
     "max_resident_bytes": "upper bound on the saved bytes in memory, such as 8GiB",
     "max_disk_bytes": "upper bound on the bytes on disk, such as 500GiB",
     "pinned_bytes": "memory through which a GPU's tensors go, for each GPU (default: 2GiB)",
-    "max_host_bytes": "more of it, in which tensors of GPUs may stay by plan (default: none)",
+    "max_host_bytes": "more such memory, in which GPUs' tensors may stay by plan (default: none)",
 }
-"""Options that are sizes, and what they mean."""
+"""Options that are sizes, with their help."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `run`; what follows the program's name is the program's."""
+    """Declare the options of `run`; the words after the program's name are the program's."""
     parser.usage = (
         "ssdtrain run --dir DIR [options] SCRIPT [ARGS ...]\n"
         "       ssdtrain run --dir DIR [options] -m MODULE [ARGS ...]"
     )
     parser.formatter_class = Formatter
-    # The program may have an option that begins like one of ours.
+    # The program may have an option that begins like an option of this command.
     parser.allow_abbrev = False
     parser.add_argument(
-        # Not required here, so that an option before it that is none of ours is told first.
+        # Not required here, so that an unknown option before it is reported first.
         "--dir",
         action="append",
         type=directory,
         metavar="DIR",
         help="directory on the SSD to offload to; several times for several drives",
     )
-    for name, what in SIZES.items():
+    for name, words in SIZES.items():
         option = f"--{name.replace('_', '-')}"
-        parser.add_argument(option, type=size(name), metavar="SIZE", help=what)
+        parser.add_argument(option, type=size(name), metavar="SIZE", help=words)
     parser.add_argument("--backend", choices=get_args(Backend), help="(default: auto)")
     parser.add_argument("--direct-io", choices=get_args(DirectIo), help="(default: required)")
     parser.add_argument(
@@ -108,7 +108,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class Formatter(argparse.HelpFormatter):
-    """Names what follows an option, where argparse shows dots for all the rest of the line."""
+    """Shows the metavar of the rest of the line, where argparse shows dots."""
 
     def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
         if isinstance(action.metavar, str) and action.nargs == argparse.REMAINDER:
@@ -117,7 +117,7 @@ class Formatter(argparse.HelpFormatter):
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the program; it ends as it would without us."""
+    """Run the program; it ends as it would under Python alone."""
     if arguments.dir is None:
         _say("ssdtrain run: the following arguments are required: --dir, before the script's name")
         return EXIT_USAGE
@@ -141,7 +141,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What was asked for; plain data, which child processes get too."""
+    """The options of the command; plain data, which child processes get too."""
 
     program: str
     dirs: list[str]
@@ -151,28 +151,28 @@ class Job:
 
 
 class Ending:
-    """The report of one process, made once: when the process ends."""
+    """Makes the report of a process once, when the process ends."""
 
     def __init__(self, job: Job, session: Session, *, is_child: bool) -> None:
         self._job = job
         self._session = session
         self._process = os.getpid()
         rank = os.environ.get("RANK", os.environ.get("LOCAL_RANK", ""))
-        # Other programs than launchers of torch may mean something else by these names.
+        # Launchers other than torch's may use these names for something else.
         self._rank = int(rank) if rank.isdecimal() else None
         self._is_child = is_child
         self.is_over = False
 
     def tell(self) -> None:
-        """Print the report, and write it to its file; nothing in a process that was forked."""
+        """Print the report and write it to its file; do nothing in a forked process."""
         if self.is_over or os.getpid() != self._process:
             return
         self.is_over = True
         stats = self._session.stats
-        who = self._job.program
-        who += "" if self._rank is None else f", rank {self._rank}"
-        who += f", process {self._process}" if self._is_child else ""
-        _say(f"ssdtrain run: {who}\n{self._session}")
+        name = self._job.program
+        name += "" if self._rank is None else f", rank {self._rank}"
+        name += f", process {self._process}" if self._is_child else ""
+        _say(f"ssdtrain run: {name}\n{self._session}")
         path = self._path()
         if path is None:
             return
@@ -201,12 +201,12 @@ class Ending:
 
 
 def _enter(tool: offload, job: Job) -> None:
-    """Enter the block in this thread until the interpreter ends, and reach what is started."""
+    """Enter the block until the interpreter ends, also in new threads and child processes."""
     session = tool.__enter__()
     ending = Ending(job, session, is_child=False)
 
     def end() -> None:
-        # A process that the program forked inherits this function, and not the block.
+        # A forked process inherits this function, and not the block.
         if os.getpid() == process:
             try:
                 tool.__exit__(None, None, None)
@@ -222,8 +222,8 @@ def _enter(tool: offload, job: Job) -> None:
 
 
 def _open_in_child(job: Job) -> tuple[Session, Callable[[], None]]:
-    """Open a session in a child process; return it with what makes its report."""
-    config = offload(job.dirs, **job.options)._config  # noqa: SLF001 - entered by hooks of the child's own
+    """Open a session in a child process; return it with the function that makes its report."""
+    config = offload(job.dirs, **job.options)._config  # noqa: SLF001 - of the parent
     session = Session(config, Policy(config.max_host_bytes or 0))
     ending = Ending(job, session, is_child=True)
 
@@ -248,7 +248,7 @@ def _find(arguments: argparse.Namespace) -> Program:
 
 
 def _check_report(path: Path | None) -> None:
-    """Find out now what would otherwise be found out after hours of training."""
+    """Raise now if the report could not be written after hours of training."""
     if path is None:
         return
     if path.is_dir():
@@ -270,7 +270,7 @@ def _say_if_launcher(name: str) -> None:
 
 
 def _say(words: str) -> None:
-    """Print to the stream of errors, or nowhere if that is closed: the other is the program's."""
+    """Print to stderr, or nowhere if that is closed: stdout is the program's."""
     stream: TextIO | None = sys.stderr
     if stream is not None and not stream.closed:
         print(words, file=stream, flush=True)

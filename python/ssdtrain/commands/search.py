@@ -1,8 +1,8 @@
-"""Finds the best of some settings with few and noisy measurements. Pure: it is given a measure.
+"""Finds the best of some settings with few and noisy measurements. Pure.
 
 Disks are noisy, and drift: every pass visits all settings that are still in the race, and medians
 decide. Many settings are about equally good, so the default stays in the race to its end and wins
-unless another is clearly better: noise shall not choose.
+unless another is clearly better: noise must not choose.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from statistics import median
 
 from ssdtrain.machine.tuning import Tuning
 
-__all__ = ["CLEAR_GAIN", "ROUNDS", "Measure", "Outcome", "Rates", "Round", "find_best", "sweep"]
+__all__ = ["CLEAR_GAIN", "HEATS", "Heat", "Measure", "Outcome", "Rates", "find_best", "sweep"]
 
 CLEAR_GAIN = 0.03
-"""A setting that is better by less than this part is not told from its equals."""
+"""A setting that is better by a smaller share counts as equal."""
 PASSES_MAX = 50
 
 
@@ -29,7 +29,7 @@ class Rates:
 
     @property
     def both(self) -> float:
-        """The rate of bytes that are written and then read: what each tensor has to go through."""
+        """The rate of bytes that are written and then read, as those of each tensor."""
         return 1 / (1 / self.write + 1 / self.read)
 
 
@@ -38,41 +38,41 @@ Measure = Callable[[Tuning, float], Rates]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Round:
-    """One round of the race."""
+class Heat:
+    """A part of the race."""
 
     entrant_count: int | None
-    """So many of the best so far take part, and the default; ``None`` is all."""
+    """Count of the best settings so far that take part, besides the default; ``None``: all."""
     pass_count: int
-    """At least; the last round goes on while there is time."""
+    """The least count of passes; the last heat goes on while there is time."""
     sample_share: float
-    """Part of the time there is that one sample takes in each direction."""
+    """Share of the time that a sample takes in each direction."""
 
 
-ROUNDS = (
-    Round(entrant_count=None, pass_count=1, sample_share=0.004),
-    Round(entrant_count=8, pass_count=2, sample_share=0.006),
-    Round(entrant_count=3, pass_count=3, sample_share=0.008),
+HEATS = (
+    Heat(entrant_count=None, pass_count=1, sample_share=0.004),
+    Heat(entrant_count=8, pass_count=2, sample_share=0.006),
+    Heat(entrant_count=3, pass_count=3, sample_share=0.008),
 )
-"""For 20 settings: 20 * 2 * 0.004 + 9 * 2 * 2 * 0.006 + 4 * 3 * 2 * 0.008 = 0.57 of the time; the
-last round has the rest, or the first are shortened by it where a disk needs longer."""
+"""For 20 settings: 20 * 2 * 0.004 + 9 * 2 * 2 * 0.006 + 4 * 3 * 2 * 0.008 = 0.57 of the time. The
+last heat has the rest of the time, and ends early where a disk needs longer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What was found."""
+    """The result of a race."""
 
     choice: Tuning
     rates: dict[Tuning, Rates]
-    """The medians of the last round that each setting took part in; who came far comes first."""
+    """The medians of the last heat of each setting; settings of late heats come first."""
     sample_counts: dict[Tuning, int]
-    """How many samples each median is of."""
+    """The count of samples of each median."""
     complete: bool
-    """Whether all settings were compared at least once; if not, the choice is the default."""
+    """True if all settings were compared at least once; if not, the choice is the default."""
 
 
 class OutOfTimeError(Exception):
-    """The time is over before a pass was."""
+    """The time was over before a pass had ended."""
 
 
 def find_best(
@@ -82,30 +82,30 @@ def find_best(
     *,
     seconds: float,
     clock: Callable[[], float],
-    rounds: Sequence[Round] = ROUNDS,
+    heats: Sequence[Heat] = HEATS,
 ) -> Outcome:
     """Race the settings for about so many seconds."""
-    assert default in settings, "the default is what all others are held against"
+    assert default in settings, "all others are compared with the default"
     end = clock() + seconds
     rates: dict[Tuning, Rates] = {}
     counts: dict[Tuning, int] = {}
     complete = False
     finalists = [default]
-    for number, one in enumerate(rounds, 1):
+    for number, heat in enumerate(heats, 1):
         entrants = list(settings)
-        if one.entrant_count is not None:
+        if heat.entrant_count is not None:
             entrants.sort(key=lambda setting: -rates[setting].both)
-            entrants = entrants[: one.entrant_count]
+            entrants = entrants[: heat.entrant_count]
             entrants += [] if default in entrants else [default]
         samples: dict[Tuning, list[Rates]] = {setting: [] for setting in entrants}
-        is_last = number == len(rounds)
-        for pass_number in range(PASSES_MAX if is_last else one.pass_count):
-            if is_last and pass_number >= one.pass_count and clock() >= end:
+        is_last = number == len(heats)
+        for pass_number in range(PASSES_MAX if is_last else heat.pass_count):
+            if is_last and pass_number >= heat.pass_count and clock() >= end:
                 break
-            # There and back, so that a drift within passes meets all alike.
+            # There and back, so that a drift within passes affects all alike.
             order = entrants if pass_number % 2 == 0 else entrants[::-1]
             try:
-                found = _pass(order, measure, one.sample_share * seconds, end, clock)
+                found = _pass(order, measure, heat.sample_share * seconds, end, clock)
             except OutOfTimeError:
                 break
             for setting, sample in found:
@@ -117,7 +117,7 @@ def find_best(
             rates[setting] = _median(samples[setting])
             counts[setting] = len(samples[setting])
         finalists = entrants
-        # Finalists first, best first; behind them those who left before, in the order they left.
+        # Finalists first, best first; behind them those of earlier heats.
         order = sorted(entrants, key=lambda setting: -rates[setting].both)
         rates = {setting: rates[setting] for setting in dict.fromkeys([*order, *rates])}
     choice = _choose(finalists, default, rates) if complete else default
@@ -142,7 +142,7 @@ def _pass(
     end: float,
     clock: Callable[[], float],
 ) -> list[tuple[Tuning, Rates]]:
-    """Measure each once. A pass that is not over in time counts for none: it would be unfair."""
+    """Measure each setting once; a pass that does not end in time counts for no setting."""
     found = []
     for setting in order:
         if clock() >= end:
@@ -153,7 +153,7 @@ def _pass(
 
 def _median(samples: Sequence[Rates]) -> Rates:
     return Rates(
-        write=median(one.write for one in samples), read=median(one.read for one in samples)
+        write=median(rates.write for rates in samples), read=median(rates.read for rates in samples)
     )
 
 

@@ -1,4 +1,4 @@
-"""What `ssdtrain doctor` looks at on any machine: kernel, torch, huge pages, limits."""
+"""The checks of `ssdtrain doctor` on any machine: kernel, torch, huge pages, limits."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ __all__ = [
 ]
 
 State = Literal["OK", "WARN", "FAIL", "SKIP"]
-"""``SKIP``: could not be looked at, because something above it failed."""
+"""``SKIP``: not checked, because an earlier check failed."""
 
 MIB = 1 << 20
 FILE_SIZE_MIN = 64 * MIB
 """A store's file grows in steps of at least this."""
 OPEN_FILES_GOOD = 256
 KERNEL_GOOD = (6, 1)
-"""Tells the alignment of direct I/O, and has rings without interrupts."""
+"""This kernel tells the alignment of direct I/O, and has rings without interrupts."""
 TORCH_REMEDY = "pip install --upgrade 'torch>=2.11'"
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One thing that was looked at."""
+    """The result of a check."""
 
     name: str
     state: State
     finding: str
     remedy: str | None = None
-    """The command that mends it, or whose output says what does; set unless it is OK."""
+    """A command that mends it, or shows the cause; set unless ``state`` is OK."""
 
 
 def kernel() -> Check:
@@ -68,7 +68,7 @@ def kernel() -> Check:
 
 
 def torch_version() -> Check:
-    """Import torch, and what we need of it."""
+    """Import torch, and the functions of it that ssdtrain needs."""
     name = "torch"
     try:
         import torch  # noqa: PLC0415 - the command must run without it
@@ -83,7 +83,7 @@ def torch_version() -> Check:
 
 
 def torch_huge_pages() -> Check:
-    """Look at where torch puts a tensor."""
+    """Check that torch's tensors are on huge pages."""
     name, switch = "torch_huge_pages", "THP_MEM_ALLOC_ENABLE"
     shown = f"{switch}={os.environ.get(switch, '')}"
     try:
@@ -126,7 +126,7 @@ def huge_pages() -> Check:
 
 
 def limits() -> Iterator[Check]:
-    """Look at what the process may use."""
+    """Check the limits of the process."""
     unlimited = resource.RLIM_INFINITY
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     yield Check(
@@ -135,7 +135,7 @@ def limits() -> Iterator[Check]:
         finding=f"at most {_count(files)}",
         remedy=None if files >= OPEN_FILES_GOOD or files == unlimited else "ulimit -n 1024",
     )
-    for name, kind, least, what, option in (
+    for name, kind, least, effect, option in (
         ("file_size", resource.RLIMIT_FSIZE, FILE_SIZE_MIN, "writes beyond it fail", "f"),
         ("address_space", resource.RLIMIT_AS, 0, "reads need addresses for their memory", "v"),
     ):
@@ -144,7 +144,7 @@ def limits() -> Iterator[Check]:
         yield Check(
             name=name,
             state=state,
-            finding=_bytes(limit) + ("" if state == "OK" else f"; {what}"),
+            finding=_bytes(limit) + ("" if state == "OK" else f"; {effect}"),
             remedy=None if state == "OK" else f"ulimit -{option} unlimited",
         )
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -160,7 +160,7 @@ def limits() -> Iterator[Check]:
 
 
 def io_uring_remedy() -> str:
-    """Say who forbids io_uring, by what the system tells."""
+    """Return the command that allows io_uring here."""
     with contextlib.suppress(OSError, ValueError):  # Kernels before 6.6 have no such switch.
         if int(Path("/proc/sys/kernel/io_uring_disabled").read_text()) > 0:
             return "sudo sysctl kernel.io_uring_disabled=0"

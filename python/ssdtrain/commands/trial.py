@@ -1,4 +1,4 @@
-"""The short trial of `ssdtrain doctor`: whether all bytes come back, and at which rate."""
+"""The trial of `ssdtrain doctor`: writes and reads bytes, compares them and measures the rates."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ COMPARED_BYTES = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """What the drive did in the short trial; bytes per second."""
+    """The rates of the drive in the trial; bytes per second."""
 
     write_bytes_per_s: float
     read_bytes_per_s: float
 
 
 def write_and_read(directory: str, *, engine: Engine) -> tuple[Rates, bool]:
-    """Return the rates of a directory's drive, and whether all bytes came back as they were."""
+    """Return the rates of a directory's drive, and whether all bytes came back unchanged."""
     facts = os.statvfs(directory)
     free_bytes = facts.f_bavail * facts.f_frsize
     is_equal = _comes_back(directory, min(PATTERN_BYTES, free_bytes // 4))
@@ -45,7 +45,7 @@ def _rates(probe: Probe, count: int, engine: Engine) -> Rates:
     for way in ("write", "read"):
         begin = time.monotonic()
         passes: list[float] = []
-        # The first pass writes to blocks that were never written: no rate of training.
+        # The first pass writes to new blocks, which is slower than in training.
         while len(passes) < 2 or time.monotonic() - begin < SECONDS_EACH_WAY:
             passes.append(
                 probe.seconds(
@@ -62,10 +62,10 @@ def _rates(probe: Probe, count: int, engine: Engine) -> Rates:
 
 
 def _comes_back(directory: str, nbytes: int) -> bool:
-    """Write a pattern through a store, as training would, and compare what it reads."""
+    """Write a pattern through a store, as training would, and compare the bytes that it reads."""
     source = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     _fill(source)
-    # The mapping's address can be had through this only, and lives as long as it does.
+    # Only this object tells the address of the mapping, and keeps it alive.
     first = ctypes.c_char.from_buffer(source)
     store = open_store(StoreConfig(dirs=(directory,)))
     try:

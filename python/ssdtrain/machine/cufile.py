@@ -1,8 +1,8 @@
-"""NVIDIA's cuFile, the library of GPUDirect Storage: where it is, and whether it works here.
+"""Finds NVIDIA's cuFile, the library of GPUDirect Storage, and tries it in a child process.
 
-Whether it works is asked in a child process that is ended after a while. Where ``/proc/modules`` is
-missing, ``cuFileDriverOpen`` never returns from some versions, and a CUDA call that fails them ends
-the process. The child has compatibility mode off, in which cuFile would copy through the CPU.
+The child is killed after a while: without ``/proc/modules``, ``cuFileDriverOpen`` of some versions
+never returns, and a CUDA call that fails in it ends the process. The child switches compatibility
+mode off, in which cuFile would copy through the CPU.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["Trial", "direct_bytes", "find_library", "keep_log_away", "try_out"]
 
 NAME = "libcufile.so.0"
 TIMEOUT_S = 20
-"""So long the child may take; the library alone needs about a second."""
+"""Time for the child; the library alone needs about a second."""
 STATISTICS = Path("/proc/driver/nvidia-fs/stats")
 LOG_VARIABLE = "CUFILE_LOGFILE_PATH"
 
@@ -36,8 +36,8 @@ loader = ExtensionFileLoader("_core", sys.argv[1])
 core = module_from_spec(spec_from_loader(loader.name, loader))
 loader.exec_module(core)
 library, directory, gpu, allows_compat = sys.argv[3:]
-works, told = core.try_cufile(library or None, directory, int(gpu), allows_compat == "True")
-print(told)
+works, message = core.try_cufile(library or None, directory, int(gpu), allows_compat == "True")
+print(message)
 sys.exit(0 if works else 3)
 """
 DOES_NOT_WORK = 3
@@ -45,48 +45,48 @@ DOES_NOT_WORK = 3
 
 @dataclass(frozen=True)
 class Trial:
-    """What came of an attempt to write and read a file by cuFile."""
+    """The result of an attempt to write and read a file by cuFile."""
 
     works: bool
-    told: str
+    message: str
     """The version of cuFile, or why it does not work."""
 
 
 def find_library() -> str | None:
-    """Look for cuFile where the toolkit, the system or pip put it."""
+    """Return the path of cuFile in the folders of the toolkit, the system or pip."""
     patterns = ["/usr/local/cuda/lib64", "/usr/lib/*-linux-gnu"]
-    patterns += [one for one in os.environ.get("LD_LIBRARY_PATH", "").split(":") if one]
-    patterns += [f"{glob.escape(one)}/nvidia/*/lib" for one in sys.path if one]
-    # The module says nothing about folders that may not be looked at; pathlib raises.
-    return next((path for one in patterns for path in glob.glob(f"{one}/{NAME}")), None)
+    patterns += [folder for folder in os.environ.get("LD_LIBRARY_PATH", "").split(":") if folder]
+    patterns += [f"{glob.escape(folder)}/nvidia/*/lib" for folder in sys.path if folder]
+    # `glob` skips folders that may not be read; pathlib raises.
+    return next((path for folder in patterns for path in glob.glob(f"{folder}/{NAME}")), None)
 
 
 def keep_log_away() -> None:
-    """Keep cuFile from writing its log to the working directory, which is what it does untold."""
+    """Keep cuFile from writing its log to the working directory, which is its default."""
     os.environ.setdefault(LOG_VARIABLE, os.devnull)
 
 
 @functools.cache
 def try_out(directory: str, gpu: int, *, allows_compat: bool = False) -> Trial:
-    """Write and read 1 MiB in ``directory`` by cuFile, in a child process; asked once each.
+    """Write and read 1 MiB in ``directory`` by cuFile, in a child process; results are cached.
 
-    With ``allows_compat`` it may go through the CPU's memory, which is no GPUDirect Storage.
+    With ``allows_compat`` the bytes may go through the CPU's memory, without GPUDirect Storage.
     """
     library = find_library()
     if not sys.executable:
-        return Trial(works=False, told="there is no interpreter for a child process that tries it")
+        return Trial(works=False, message="there is no interpreter for a child process to try it")
     directory = os.path.abspath(directory)
     words = [sys.executable, "-I", "-S", "-c", CHILD, core_file, str(2 * TIMEOUT_S)]
     words += [library or "", directory, str(gpu), str(allows_compat)]
     mode = {"CUFILE_ALLOW_COMPAT_MODE": "true" if allows_compat else "false"}
     keep_log_away()
-    child = subprocess.Popen(  # noqa: S603 - the words are ours
+    child = subprocess.Popen(  # noqa: S603 - a fixed command
         words,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        # Up to version 1.15 this decides; later ones are told by a call.
+        # Versions up to 1.15 read this; later ones are set by a call.
         env=os.environ | mode,
     )
     with child:
@@ -98,20 +98,20 @@ def try_out(directory: str, gpu: int, *, allows_compat: bool = False) -> Trial:
             _remove_files_of(child.pid, directory)
             if not isinstance(error, subprocess.TimeoutExpired):
                 raise
-            told = f"cuFile did not answer within {TIMEOUT_S} s"
+            message = f"cuFile did not answer within {TIMEOUT_S} s"
             if not Path("/proc/modules").exists():
-                told += ", as where /proc/modules is missing"
-            return Trial(works=False, told=told)
+                message += ", as where /proc/modules is missing"
+            return Trial(works=False, message=message)
     if child.returncode in (0, DOES_NOT_WORK):
-        return Trial(works=child.returncode == 0, told=out.strip())
+        return Trial(works=child.returncode == 0, message=out.strip())
     _remove_files_of(child.pid, directory)
     last = (err.strip().splitlines() or ["it said nothing"])[-1]
-    told = f"the process that tried cuFile ended with {child.returncode}: {last}"
-    return Trial(works=False, told=told)
+    message = f"the process that tried cuFile ended with {child.returncode}: {last}"
+    return Trial(works=False, message=message)
 
 
 def _remove_files_of(process: int, directory: str) -> None:
-    """Remove what a process that was ended left: cuFile needs a name to register a file."""
+    """Remove files of a process that was killed: cuFile needs a name to register a file."""
     for path in glob.glob(f"{glob.escape(directory)}/.ssdtrain-{process}-*"):
         with suppress(FileNotFoundError):
             os.unlink(path)
@@ -120,7 +120,7 @@ def _remove_files_of(process: int, directory: str) -> None:
 def direct_bytes() -> tuple[int, int] | None:
     """Return the bytes that nvidia-fs has written and read directly, for all processes.
 
-    ``None`` where nvidia-fs is not loaded, or does not count. Counted in whole MiB.
+    It counts whole MiB. Return ``None`` where it is not loaded, or does not count.
     """
     try:
         text = STATISTICS.read_text()

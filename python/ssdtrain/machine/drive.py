@@ -1,4 +1,4 @@
-"""What the system tells about the place of a directory: its mount, and the drive below."""
+"""Finds the mount of a directory, and the drive below."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ __all__ = ["Drive", "Mount", "drive_of", "mount_of"]
 
 SYSFS = Path("/sys")
 SECTOR_BYTES = 512
-"""The unit of sizes in sysfs, whatever the drive's own sectors are."""
+"""The unit of sizes in sysfs for drives with any size of sectors."""
 VIRTUAL_DRIVERS = frozenset({"virtio_blk", "vbd", "xen-blkfront"})
-"""Of KVM and of Xen (whose driver has the name of its bus in sysfs)."""
+"""Drivers of KVM and Xen (the driver of Xen has the name of its bus in sysfs)."""
 VIRTUAL_VENDORS = frozenset({"QEMU", "VMWARE", "VMWARE,", "MSFT", "VBOX", "GOOGLE"})
-"""What virtual SCSI drives answer when they are asked who made them."""
+"""Vendors of virtual SCSI drives."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,12 +25,12 @@ class Mount:
     kind: str
     """Such as ``ext4``."""
     source: str
-    """What is mounted: mostly the path of a block device."""
+    """Mostly the path of a block device."""
     point: str
-    """Where it is mounted."""
+    """The folder on which it is mounted."""
 
     def __str__(self) -> str:
-        """Return it as reports write it."""
+        """Return the mount as reports write it."""
         return f"{self.kind} on {self.source} at {self.point}"
 
 
@@ -46,10 +46,10 @@ class Drive:
     serial: str
     size_bytes: int
     rotational: bool
-    """Whether it says that it turns, and is one that would know."""
+    """True if the drive says that it rotates, unless it is virtual."""
 
     def __str__(self) -> str:
-        """Return it as reports write it; the serial number is nobody's business."""
+        """Return the drive as reports write it, without its serial number."""
         model = f"{self.model}, " if self.model else ""
         return f"{self.name} ({model}{self.size_bytes / 1e9:.3g} GB)"
 
@@ -97,10 +97,9 @@ def drive_of(directory: str | os.PathLike[str], sysfs: Path = SYSFS) -> Drive | 
 
 
 def _is_virtual(place: Path) -> bool:
-    """Whether a hypervisor made this drive: it says nothing of what turns or does not below it.
+    """Return whether a hypervisor made this drive, so that ``rotational`` means nothing.
 
-    The kernel takes a drive for a rotating one until it learns otherwise, and most hypervisors tell
-    it nothing.
+    The kernel's default is a rotating drive, and most hypervisors tell it nothing.
     """
     driver = (place / "device" / "driver").resolve().name
     vendor = _word(place / "device" / "vendor").upper()
@@ -119,12 +118,12 @@ def _device_numbers(directory: str | os.PathLike[str]) -> list[str]:
             if stat.S_ISBLK(facts.st_mode):
                 numbers.append(facts.st_rdev)
     except OSError:
-        pass  # Not there or not to be looked at: then what was found until here is all there is.
+        pass  # The directory or its device cannot be read: there are no further numbers.
     return [f"{os.major(number)}:{os.minor(number)}" for number in numbers]
 
 
 def _word(*paths: Path) -> str:
-    """Return the content of the first file that can be read and says something."""
+    """Return the content of the first file that can be read and is not empty."""
     for path in paths:
         try:
             word = path.read_text(errors="replace").strip()

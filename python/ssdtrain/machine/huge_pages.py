@@ -1,7 +1,7 @@
-"""Huge pages for torch's own tensors: the disk reads and writes them at twice the rate.
+"""Switches on huge pages for torch's tensors, which the disk reads and writes at twice the rate.
 
-torch has a switch for it, ``THP_MEM_ALLOC_ENABLE=1``, which it reads when it makes its first CPU
-tensor. It also makes freed tensors go back to the system, where glibc would keep them.
+torch has a switch, ``THP_MEM_ALLOC_ENABLE=1``, which it reads when it makes its first CPU tensor.
+With it the memory of freed tensors also goes back to the system, where glibc would keep it.
 """
 
 from __future__ import annotations
@@ -47,5 +47,5 @@ def note_small_pages() -> None:
 
 
 def has_small_pages() -> bool:
-    """Whether that was found."""
+    """Return whether ``note_small_pages`` has found small pages."""
     return bool(_small)

@@ -1,4 +1,4 @@
-"""What the kernel knows about the memory of this process."""
+"""Reads the memory of this process from the kernel, and gives free memory back."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ OWN_GROUPS = Path("/proc/self/cgroup")
 GROUPS = Path("/sys/fs/cgroup")
 
 GIVE_BACK_BYTES_MIN = 8 << 20
-"""Free memory goes back to the system after at least so many bytes: it costs a walk over it all."""
+"""Free memory goes back to the system after at least so many bytes: that walks over all of it."""
 RESET_HIGH_WATER_MARK = "5"
-"""What proc(5) says to write into `clear_refs` so that `VmHWM` starts again from `VmRSS`."""
+"""Written into `clear_refs`, this resets `VmHWM` to `VmRSS`; see proc(5)."""
 
 
 _trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-"""Only glibc has it, and only glibc keeps so much."""
+"""Only glibc has this function, and only glibc keeps so much."""
 if _trim is not None:
     _trim.argtypes = [ctypes.c_size_t]
 
@@ -52,16 +52,16 @@ def known_bytes(field: str) -> int:
 def available_bytes() -> int:
     """Return how much more memory this process could take without swapping or being killed.
 
-    The least of what the machine has and of what control groups (versions 1 and 2) leave; 0 where
-    the system does not tell.
+    That is the least of the machine's memory and of the limits of control groups (versions 1 and
+    2); 0 where the system does not tell.
     """
     try:
         lines = MEMORY_INFORMATION.read_text().splitlines()
         machine = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
         groups = OWN_GROUPS.read_text().splitlines()
     except OSError:
-        return 0  # As little as may be: nothing is tried that takes memory.
-    left = [int(one) << 10 for one in machine] or [0]
+        return 0  # Callers try nothing that takes memory then.
+    left = [int(kib) << 10 for kib in machine] or [0]
     for line in groups:
         _, controllers, place = line.split(":", 2)
         if controllers == "":
@@ -73,15 +73,15 @@ def available_bytes() -> int:
 
 
 def _left_in_group(root: Path, place: str, limit: str, usage: str) -> list[int]:
-    """Return what a control group and those around it leave, where they have a limit."""
+    """Return the memory that a control group and its parents leave, if they have a limit."""
     group = root / place.lstrip("/")
     left = []
-    for one in (group, *group.parents):
-        if one == root.parent:
+    for folder in (group, *group.parents):
+        if folder == root.parent:
             break
         try:
             # Version 2 writes "max" where there is no limit.
-            left.append(int((one / limit).read_text()) - int((one / usage).read_text()))
+            left.append(int((folder / limit).read_text()) - int((folder / usage).read_text()))
         except (OSError, ValueError):
             continue
     return left
@@ -100,7 +100,7 @@ def reset_high_water_mark() -> int:
 
 
 def release_free_memory() -> None:
-    """Have the C library return the whole pages of what it holds in reserve.
+    """Have the C library return its free pages.
 
     glibc keeps freed blocks below a threshold that grows to 32 MiB, for blocks that fit there.
     Other threads of Python go on meanwhile.
@@ -112,9 +112,10 @@ def release_free_memory() -> None:
 class FreedMemory:
     """Gives memory of tensors that went to the disk back to the system, now and then.
 
-    Counted is what writes free, less what reads bring: what was made anew, such as the state of a
-    first step. The C library keeps such blocks, and small objects that come to lie in them keep the
-    next tensors out, so the process would grow by all of them. What is read lies elsewhere.
+    It counts the bytes that writes free, less those that reads bring. The rest was allocated anew,
+    such as the state of a first step: the C library keeps such blocks, and small objects that lie
+    in them keep the next tensors out, so the process would grow by all of them. Reads have memory
+    of their own.
     """
 
     def __init__(self, give_back_bytes: int) -> None:
@@ -122,11 +123,11 @@ class FreedMemory:
         self._nbytes = 0
 
     def note_read(self, nbytes: int) -> None:
-        """Note what a read has brought."""
+        """Note the bytes that a read has brought."""
         self._nbytes = max(0, self._nbytes - nbytes)
 
     def note_freed(self, nbytes: int) -> None:
-        """Note what a write has freed; give it back if it is enough."""
+        """Note the bytes that a write has freed; give memory back if they are enough."""
         self._nbytes += nbytes
         if self._nbytes >= self._give_back_bytes:
             self._nbytes = 0

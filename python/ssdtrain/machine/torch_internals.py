@@ -1,6 +1,6 @@
-"""The few functions of torch that we need and that have no public name.
+"""Functions of torch without a public name that ssdtrain needs.
 
-They are looked up by name: a torch that lacks one is refused at import, with a clear error.
+They are looked up by name: a torch that lacks a function is refused at import.
 """
 
 from __future__ import annotations
@@ -83,9 +83,9 @@ sequence_number: Callable[[], int] = _find("_C._autograd._get_sequence_nr")
 
 
 def has_hooks_on_all_steps() -> bool:
-    """Whether there are hooks on the steps of all optimizers."""
+    """Return whether there are hooks on the steps of all optimizers."""
     of_optimizers = import_module("torch.optim.optimizer")
-    return any(getattr(of_optimizers, f"_global_optimizer_{one}_hooks") for one in ("pre", "post"))
+    return any(getattr(of_optimizers, f"_global_optimizer_{at}_hooks") for at in ("pre", "post"))
 
 
 current_backward: Callable[[], int] = _find("_C._current_graph_task_id")
@@ -108,14 +108,14 @@ top_hooks: Callable[[bool], tuple[Callable[..., Any], Callable[..., Any]] | None
 it off."""
 
 Hooks = tuple[Callable[[Tensor], object], Callable[[Any], Tensor]]
-"""What packs saved tensors, and what unpacks them."""
+"""Pack and unpack."""
 
 
 def hide_hooks(pack: Callable[[Tensor], object], below: Hooks | None) -> None:
-    """Have torch's checkpoint find the user's hooks below those of ``pack``, as past its own.
+    """Have torch's checkpoint find the user's hooks below those of ``pack``, as below its own.
 
-    It looks for them where a checkpoint begins, and selective checkpointing does so as well. Call
-    it without ``below`` afterwards: a graph has ``pack``, and the user's hooks may lead to it.
+    A checkpoint that begins looks for them, also a selective one. Call this without ``below``
+    afterwards: a graph holds ``pack``, and the user's hooks may lead to the graph.
     """
     if below is not None and getattr(below[0], "_checkpoint_internal", False):
         below = getattr(below[0], "_user_hooks", None)
@@ -133,9 +133,9 @@ _allow: Callable[[], None] = _find("_C._autograd._saved_tensors_hooks_enable")
 
 @contextmanager
 def hooks_allowed() -> Iterator[None]:
-    """Let hooks be put on, also while somebody forbids that in this thread.
+    """Allow hooks to be pushed while this thread forbids that.
 
-    torch forbids it, but lets those that are on be taken off, while it compiles.
+    torch forbids it while it compiles, but allows hooks to be popped.
     """
     message = _why_disallowed()
     if message is None:
@@ -153,26 +153,26 @@ _is_tracing: Callable[[], bool] = _find("_C._is_tracing")
 
 
 def in_transform() -> str | None:
-    """Return what computes with tensors of its own kind in this thread, such as ``torch.func``."""
+    """Return the name of the transform that this thread is in, such as ``torch.func``."""
     if _transforms() is not None:
         return "torch.func"
     return "torch.jit.trace" if _is_tracing() else None
 
 
 dispatch_keys: Callable[[Tensor], object] = _find("_C._dispatch_keys")
-"""Which parts of torch handle the operations of this tensor, as a set that compares by value."""
+"""The parts of torch that handle the operations of a tensor: a set that compares by value."""
 
 is_wrapped: Callable[[Tensor], bool] = _find("_C._functorch.is_functorch_wrapped_tensor")
-"""Whether a function transform stands between this tensor and its bytes."""
+"""True if a function transform stands between this tensor and its bytes."""
 
 as_plain_tensors: Callable[..., Any] = _find("_C._disabled_torch_function_impl")
-"""Calls a function of torch, which asks no class of its arguments meanwhile."""
+"""Calls a function of torch past ``__torch_function__`` of its arguments."""
 
 are_same_type: Callable[[Tensor, Tensor], bool] = _find("_has_compatible_shallow_copy_type")
-"""Whether ``one.data = other`` is possible; ``Module.cpu()`` asks that of weights and gradients."""
+"""True if ``a.data = b`` is possible; ``Module.cpu()`` asks that of weights and gradients."""
 
 copy_each: Callable[[list[Tensor], list[Tensor]], None] = _find("_foreach_copy_")
-"""Copies into tensors from others, one into each, by one call that no signal interrupts."""
+"""Copies a list of tensors into another list by a single call, which no signal interrupts."""
 
 _function_mode_count: Callable[[], int] = _find("_C._len_torch_function_stack")
 _dispatch_mode_count: Callable[[], int] = _find("_C._len_torch_dispatch_stack")
@@ -182,30 +182,30 @@ _function_modes: Callable[[], list[object]] = _find("overrides._get_current_func
 
 
 def mode_count() -> int:
-    """Return how many modes of the user see what this thread computes.
+    """Return how many modes of the user see the operations of this thread.
 
-    A default device is none of them: ``torch.get_default_device`` tells it.
+    A default device does not count: ``torch.get_default_device`` tells it.
     """
     count = _function_mode_count()
     if count:
         of_device = getattr(sys.modules.get("torch.utils._device"), "DeviceContext", ())
-        count -= sum(isinstance(one, of_device) for one in _function_modes())
+        count -= sum(isinstance(mode, of_device) for mode in _function_modes())
     return count + _dispatch_mode_count()
 
 
 def with_default_device(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context with a default device, for a thread of ours.
+    """Return a context with a default device, for a thread of ssdtrain.
 
-    There it is the CPU anyway, and a mode would make each operation slower.
+    The CPU is the default there anyway, and a mode would make each operation slower.
     """
     return nullcontext() if device.type == "cpu" else device
 
 
 @contextmanager
 def no_compilation(*, waits: bool) -> Iterator[bool]:
-    """Keep all threads from compiling; give ``False`` if one may, and this one is not to wait.
+    """Keep all threads from compiling; without ``waits`` give ``False`` if a thread may compile.
 
-    torch's optimizers compute in other ways, with other bits, while any thread compiles: they ask
+    torch's optimizers compute other bits while any thread compiles: they ask
     ``torch.compiler.is_compiling()``, which tells that of the whole process.
     """
     compiler = sys.modules.get("torch._dynamo.convert_frame")
@@ -213,7 +213,7 @@ def no_compilation(*, waits: bool) -> Iterator[bool]:
     if compiler is None:
         yield True
     elif lock is None:
-        # Nobody can tell whether a thread compiles, so only a caller that must go on does.
+        # A thread may be compiling unseen; only a caller that would wait goes on.
         yield waits
     elif not lock.acquire(blocking=waits):
         yield False
@@ -225,46 +225,45 @@ def no_compilation(*, waits: bool) -> Iterator[bool]:
 
 
 count_users: Callable[[int], int] = _find("_C._storage_Use_Count")
-"""How many tensors lie on the storage at an address of C++; see ``users_of``."""
+"""Counts the tensors on the storage at an address of C++; see ``users_of``."""
 
 holders_of: Callable[[Tensor], int] = _find("Tensor._use_count")
-"""How often C++ has a tensor: once for its object in Python, and for each graph that has saved it,
-each library that it was given to (DLPack) and each parameter whose gradient it is."""
+"""Counts the references of C++ to a tensor: one for its object in Python, for each graph that has
+saved it, each library that it was given to (DLPack) and each parameter whose gradient it is."""
 
 refuse_access: Callable[[int, str], None] = _find("_C._set_storage_data_ptr_access_error_msg")
-"""Makes whoever asks for the bytes of the storage at an address of C++ get an error, in C++ too."""
+"""Makes accesses to the bytes of the storage at an address of C++ raise, in C++ too."""
 
 
 queue_callback: Callable[[Callable[[], None]], None] = _find(
     "autograd.Variable._execution_engine.queue_callback"
 )
-"""Has a function called at the end of the backward that runs in this thread."""
+"""Calls a function at the end of the backward that runs in this thread."""
 
 
 def trains_with_others() -> bool:
-    """Whether this process exchanges gradients with others.
+    """Return whether this process exchanges gradients with others.
 
-    DDP does so past Python, also where there is one process alone.
+    DDP does so past Python, even if there is only one process.
     """
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def is_in_shards(value: object) -> bool:
-    """Whether a value is a tensor of which several processes have a shard each (DTensor)."""
-    # To import it takes a second: who has such a tensor has done so.
-    # Who has such a tensor has imported it; nobody else shall have to.
+    """Return whether a value is a ``DTensor``: each process has a shard of it."""
+    # The import takes a second; a program that has such a tensor has imported it.
     module = sys.modules.get("torch.distributed.tensor")
     return type(value) is getattr(module, "DTensor", None)
 
 
 def own_shard(tensor: Any) -> Any:
-    """Return the shard of a tensor that this process has; any other tensor is returned itself."""
+    """Return this process's shard of a ``DTensor``; return any other tensor itself."""
     # Not `to_local`, which is for autograd and returns a view.
     return tensor._local_tensor if is_in_shards(tensor) else tensor  # noqa: SLF001
 
 
 def in_shards(shard: Tensor, spec: Any) -> Tensor:
-    """Return a tensor of which this process has that shard; ``spec`` is that of one like it.
+    """Return a ``DTensor`` of which this process has that shard, with the spec of a similar one.
 
     Public functions put a view between the tensor and its shard, which would hold its memory.
     """
@@ -273,7 +272,7 @@ def in_shards(shard: Tensor, spec: Any) -> Tensor:
 
 
 def like_shards(shard: Tensor, whole: Any) -> Tensor:
-    """Return a tensor of which each process has such a shard, cut as ``whole`` is."""
+    """Return a ``DTensor`` of which each process has such a shard, divided like ``whole``."""
     kind = sys.modules["torch.distributed.tensor"].DTensor
     with torch.no_grad():
         made: Tensor = kind.from_local(shard, whole.device_mesh, whole.placements, run_check=False)
@@ -302,7 +301,7 @@ def clone_of(tensor: Tensor) -> Tensor:
 def memory_bytes(tensor: Tensor) -> int:
     """Return how many bytes of this process a tensor's elements take.
 
-    Neither of a sparse one nor of one in shards does ``nbytes`` tell.
+    ``nbytes`` does not tell that of a sparse tensor or a ``DTensor``.
     """
     tensor = own_shard(tensor)
     if tensor.layout is torch.sparse_coo:
@@ -311,7 +310,7 @@ def memory_bytes(tensor: Tensor) -> int:
 
 
 STORAGE_USERS_ALONE = 2
-"""What `storage_users` says of a tensor that shares its storage with nobody."""
+"""The result of `storage_users` for a tensor that shares its storage with no other."""
 
 
 def storage_users(tensor: Tensor) -> int:
@@ -326,11 +325,11 @@ def users_of(storage: UntypedStorage) -> int:
 
 _alone = torch.zeros(1, device="cpu")
 STORAGE_REFERENCES_ALONE = max(sys.getrefcount(_alone.untyped_storage()) for _ in range(2))
-"""So many references has a storage of which nobody holds the Python object."""
+"""References to the Python object of a storage that no other code holds."""
 
 
 def is_shared(tensor: Tensor) -> bool:
-    """Whether others have the memory of a tensor: another tensor, or the storage as such."""
+    """Return whether another tensor has the memory of this, or other code has its storage."""
     return (
         storage_users(tensor) != STORAGE_USERS_ALONE
         or sys.getrefcount(tensor.untyped_storage()) > STORAGE_REFERENCES_ALONE
@@ -353,12 +352,11 @@ _KEEPS_COUNTERS: object = _find("_C.DispatchKey.ADInplaceOrView")
 
 
 is_below_autograd: Callable[[], bool] = partial(_is_excluded, _KEEPS_COUNTERS)
-"""Whether we are called from inside an operation, where `detach` gives a tensor with a version
-counter of its own."""
+"""True inside of an operation, where `detach` gives a tensor a version counter of its own."""
 
 
 def share_counters() -> AbstractContextManager[None]:
-    """Return a context in which a detached tensor shares its version counter there too."""
+    """Return a context in which a detached tensor shares its version counter, also there."""
     return _exclude(_KEEPS_COUNTERS, False)
 
 
@@ -369,9 +367,9 @@ _no_modes: Callable[[], AbstractContextManager[object]] = _find(
 
 @contextmanager
 def plainly() -> Iterator[None]:
-    """Let torch make an ordinary tensor, whatever modes of the user are on.
+    """Let torch make an ordinary tensor under all modes of the user.
 
-    A fake tensor, or one of inference mode, would be taken for what all others are compared with.
+    Others are compared with this tensor, so it must not be fake or of inference mode.
     """
     with _no_modes(), torch.inference_mode(mode=False):
         yield
@@ -383,17 +381,17 @@ if there is none."""
 
 
 def is_traced() -> bool:
-    """Whether the compiler looks into this call, or would into the calls that it makes."""
+    """Return whether the compiler traces this call, or would trace the calls that it makes."""
     return is_dynamo_compiling() or bool(tracer())
 
 
 untraced: Callable[[Callable[..., Any]], Callable[..., Any]] = _find("_disable_dynamo")
-"""Makes a function that the compiler calls and does not look into; unlike the public
+"""Makes a function that the compiler calls without tracing it; unlike the public
 ``torch.compiler.disable`` it does not import the compiler."""
 
 
 def outside_compiler(function: Callable[[], R]) -> R:
-    """Call a function into which the compiler does not look."""
+    """Call a function that the compiler does not trace."""
     if is_traced():
         result: R = _untraced(function)
         return result

@@ -1,7 +1,7 @@
-"""What `ssdtrain bench` found out about a drive, kept in a file of the user's cache.
+"""Settings of a drive's engine that `ssdtrain bench` found, in a file of the user's cache.
 
-A cache may be deleted, copied to another machine or damaged at any time: what does not fit the
-drive, or makes no sense, is ignored with one line in the log, and the defaults serve.
+A cache may be deleted, copied to another machine or damaged at any time: a file that does not fit
+the drive, or makes no sense, is ignored with one line in the log, and the defaults serve.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ssdtrain.machine.drive import drive_of, mount_of
 from ssdtrain.notices import PROCESS
 from ssdtrain.sizes import shown_bytes
 
-__all__ = ["DEFAULT", "Engine", "Kept", "Tuning", "cache_file", "forget", "load", "save"]
+__all__ = ["DEFAULT", "Engine", "SavedTuning", "Tuning", "cache_file", "forget", "load", "save"]
 
 Engine = Literal["io_uring", "psync"]
 
@@ -34,7 +34,7 @@ PIECE_BYTES_MAX = 64 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """How the engine of one directory splits and overlaps its I/O."""
+    """Settings by which the engine of a directory splits and overlaps its I/O."""
 
     engine: Engine
     queue_depth: int
@@ -42,7 +42,7 @@ class Tuning:
     piece_bytes: int
 
     def __post_init__(self) -> None:
-        """Raise ``ValueError`` for what no drive needs; a file may say anything."""
+        """Raise ``ValueError`` for settings out of range; a file may say anything."""
         if self.engine not in get_args(Engine):
             raise ValueError(f"no engine is called {self.engine!r}")
         for name, low, high in (
@@ -54,7 +54,7 @@ class Tuning:
                 raise ValueError(f"{name} is {value!r}, not a number from {low} to {high}")
 
     def __str__(self) -> str:
-        """Return it as reports write it."""
+        """Return the settings as reports write them."""
         size = shown_bytes(self.piece_bytes)
         return f"{self.engine}, {self.queue_depth} pieces of {size} in flight"
 
@@ -64,12 +64,12 @@ DEFAULT = Tuning(
     queue_depth=Probe.QUEUE_DEPTH_DEFAULT,
     piece_bytes=Probe.PIECE_BYTES_DEFAULT,
 )
-"""What a store takes where nothing is kept; the reasons stand in ``rust/core/src/config.rs``."""
+"""The settings without a file; ``rust/core/src/config.rs`` has the reasons."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kept:
-    """What the file of a drive holds."""
+class SavedTuning:
+    """The content of the file of a drive."""
 
     tuning: Tuning
     measured: str
@@ -79,20 +79,20 @@ class Kept:
 
 
 def cache_file(directory: str) -> Path:
-    """Return the file in which the tuning of the directory's drive is kept, if there is one."""
+    """Return the path of the file for the directory's drive; it need not exist."""
     words = json.dumps(_identity(directory), sort_keys=True).encode()
     return _folder() / f"tuning-{hashlib.sha256(words).hexdigest()[:32]}.json"
 
 
-def save(directory: str, kept: Kept) -> Path:
-    """Keep a tuning; readers see the old file or the new one, never a part. Raises ``OSError``."""
+def save(directory: str, saved: SavedTuning) -> Path:
+    """Write a tuning; readers see the old file or the new, never a part. Raises ``OSError``."""
     path = cache_file(directory)
     for folder in reversed((path.parent, *path.parent.parents)):
         if not folder.is_dir():
             folder.mkdir(mode=0o700, exist_ok=True)
-            # A umask may take from the owner what was asked for.
+            # A umask may take permissions from the owner.
             folder.chmod(0o700)
-    document = {"format": FORMAT, "drive": _identity(directory), **asdict(kept)}
+    document = {"format": FORMAT, "drive": _identity(directory), **asdict(saved)}
     descriptor, temporary = tempfile.mkstemp(prefix=".tuning-", dir=path.parent)
     try:
         with os.fdopen(descriptor, "w", encoding="ascii") as file:
@@ -106,8 +106,8 @@ def save(directory: str, kept: Kept) -> Path:
     return path
 
 
-def load(directory: str) -> Kept | None:
-    """Return what is kept for the directory's drive; whatever is wrong with it, never raise."""
+def load(directory: str) -> SavedTuning | None:
+    """Return the content of the file for the directory's drive; never raise."""
     try:
         if not _folder().is_dir():
             return None
@@ -127,7 +127,7 @@ def load(directory: str) -> Kept | None:
 
 
 def forget(directory: str) -> Path | None:
-    """Delete what is kept for the directory's drive; return the file if there was one."""
+    """Delete the file for the directory's drive; return its path if there was a file."""
     path = cache_file(directory)
     try:
         path.unlink()
@@ -148,7 +148,7 @@ def _read_own(path: Path) -> str | None:
         facts = os.fstat(descriptor)
         if not stat.S_ISREG(facts.st_mode) or facts.st_uid != os.geteuid():
             raise ValueError(f"{path} is not a file of this user")
-        # One read is enough: of a regular file it returns all that is there, up to that size.
+        # A single read of a regular file returns all of it, up to that size.
         content = os.read(descriptor, FILE_BYTES_MAX + 1)
     finally:
         os.close(descriptor)
@@ -157,7 +157,7 @@ def _read_own(path: Path) -> str | None:
     return content.decode()
 
 
-def _parse(text: str, identity: dict[str, object]) -> Kept:
+def _parse(text: str, identity: dict[str, object]) -> SavedTuning:
     document: Any = json.loads(text)
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise ValueError(f"it is not of format {FORMAT}")
@@ -166,7 +166,7 @@ def _parse(text: str, identity: dict[str, object]) -> Kept:
     rates: list[Any] = [document.get("write_bytes_per_s"), document.get("read_bytes_per_s")]
     if not all(type(rate) in {int, float} and 0 < rate < math.inf for rate in rates):
         raise ValueError(f"its rates are {rates}")
-    return Kept(
+    return SavedTuning(
         tuning=Tuning(**document.get("tuning", {})),
         measured=str(document.get("measured"))[:32],
         write_bytes_per_s=rates[0],
@@ -182,7 +182,7 @@ def _folder() -> Path:
 
 
 def _identity(directory: str) -> dict[str, object]:
-    """Return what a tuning holds for: this drive, under this file system and kernel."""
+    """Return the identity of a drive, with its file system and the kernel."""
     drive, mount = drive_of(directory), mount_of(directory)
     facts = {
         "device": "" if drive is None else drive.number,
@@ -192,7 +192,7 @@ def _identity(directory: str) -> dict[str, object]:
         "file_system": "" if mount is None else mount.kind,
         "kernel": os.uname().release,
     }
-    # Without a device of its own (overlay, a pool of drives) the mount is all there is to tell.
+    # Without a device of its own (overlay, a pool of drives) only the mount identifies it.
     if drive is None and mount is not None:
         facts["device"] = f"{mount.source} at {mount.point}"
     return facts

@@ -1,6 +1,6 @@
-"""Whether the tensors of a GPU go past the CPU's memory (GPUDirect Storage), and why not.
+"""Decides if the tensors of a GPU go past the CPU's memory (GPUDirect Storage).
 
-Asked by the compiled part at the first tensor of each GPU. Each answer is said once in the log.
+The compiled part asks at the first tensor of each GPU. Each decision is logged once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class DirectWay:
     """The choice between the two ways of a GPU's tensors, by the option ``gds``."""
 
     def __init__(self, config: OffloadConfig) -> None:
-        """Raise ``ConfigError`` where other options exclude what is required."""
+        """Raise ``ConfigError`` if ``gds`` is required and other options exclude it."""
         self._mode = config.gds
         self._dirs = config.store.dirs
         self._excluded = _excluded(config)
@@ -28,33 +28,33 @@ class DirectWay:
             raise ConfigError(f"gds='required' is not possible with {self._excluded}")
 
     def choose(self, gpu: int) -> tuple[str | None, bool] | None:
-        """Return where cuFile is and whether its compatibility mode may serve, or ``None``."""
+        """Return the path of cuFile and whether compatibility mode is allowed, or ``None``."""
         if self._mode == "disabled":
             return None
         if self._excluded is not None:
             self.refuse(gpu, f"{self._excluded} excludes it")
             return None
         allows_compat = self._mode == "compat"
-        told = ""
+        description = ""
         for directory in self._dirs:
             trial = cufile.try_out(directory, gpu, allows_compat=allows_compat)
-            told = trial.told
+            description = trial.message
             if not trial.works:
-                self.refuse(gpu, f"in {directory}: {told}")
+                self.refuse(gpu, f"in {directory}: {description}")
                 return None
         self._before = cufile.direct_bytes()
         proof = "which nvidia-fs counts" if self._before is not None else "which nothing counts"
         mode = "in compatibility mode, " if allows_compat else ""
-        self._say(gpu, f"by GPUDirect Storage ({mode}{told}), {proof}")
+        self._say(gpu, f"by GPUDirect Storage ({mode}{description}), {proof}")
         return cufile.find_library(), allows_compat
 
     def expect(self, gpu: int) -> None:
-        """Raise at the beginning, if the way is required and does not work for this GPU."""
+        """Raise if ``gds`` is required and does not work for this GPU."""
         if self._mode == "required":
             self.choose(gpu)
 
     def refuse(self, gpu: int, why: str) -> None:
-        """Say that the tensors of a GPU go through pinned memory, or raise if they shall not."""
+        """Log that the tensors of a GPU go through pinned memory; raise if that is not allowed."""
         if self._mode != "optional":
             raise UnsupportedError(
                 f"GPUDirect Storage does not work for GPU {gpu}, {why}; gds='optional' takes "
@@ -63,7 +63,7 @@ class DirectWay:
         self._say(gpu, f"through pinned memory, not by GPUDirect Storage: {why}")
 
     def direct_bytes(self) -> tuple[int, int]:
-        """Return what nvidia-fs wrote and read since, for all processes; 0 where it cannot tell."""
+        """Return the bytes that nvidia-fs wrote and read since, for all processes, if it counts."""
         now = cufile.direct_bytes()
         if now is None or self._before is None:
             return 0, 0
@@ -75,7 +75,7 @@ class DirectWay:
 
 
 def _excluded(config: OffloadConfig) -> str | None:
-    """Return the option with which bytes cannot go past the CPU's memory."""
+    """Return the option that keeps bytes from going past the CPU's memory."""
     if config.store.verify:
         return "verify=True, which needs the bytes in the CPU's memory"
     if config.store.direct_io == "disabled":
