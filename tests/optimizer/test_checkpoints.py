@@ -425,7 +425,11 @@ def reversed_params(module: nn.Module) -> Optimizer:
 @pytest.mark.parametrize(
     ("saved", "loaded", "message"),
     [
-        ({}, {"build": renamed}, r"only the checkpoint has 0\.bias, .* only this one has a\.bias"),
+        (
+            {},
+            {"build": renamed},
+            r"only the checkpoint has 0\.bias, .* only this model has a\.bias",
+        ),
         ({}, {"build": narrower}, r"4\.weight is float32 of shape \(160, 160\) in .*\(3, 160\)"),
         ({}, {"build": lambda: model().double()}, r"0\.weight is float32 .* float64 .* here"),
         ({"build": tied}, {"build": untied}, r"1\.weight is the same tensor as 0\.weight in the c"),
@@ -467,11 +471,11 @@ def test_a_flipped_byte_is_found_before_anything_is_changed(
     header = 8 + int.from_bytes(content[:8], "little")
     content[{"header": 20, "first": header, "last": len(content) - 1}[place]] ^= 1
     file.write_bytes(content)
-    with pytest.raises(CorruptError, match=rf"in {file.name} is not what was written"):
+    with pytest.raises(CorruptError, match=rf"in {file.name} was changed after it was written"):
         load(folder, other.module, other.optimizer)
     support.assert_equal_bits(other.now(), before)
     if place != "header":
-        with pytest.raises(CorruptError, match="is not what was written"):
+        with pytest.raises(CorruptError, match="was changed after it was written"):
             load(folder, other.module, other.optimizer, check_first=False)
     if part == "state":
         load(folder, other.module)

@@ -1,9 +1,9 @@
 """A folder whose content changes at once: the old checkpoint is there until the new one is whole.
 
-The files of a checkpoint have no names while they are written (O_TMPFILE), so nothing is left of a
-save that is killed. When all are on the disk they get names of their own, and then the manifest
-that names them takes the place of the older one in a single rename. Files of the older checkpoint
-go last. What a kill between two of these steps leaves, the next save or load removes.
+The files of a checkpoint have no names while they are written (O_TMPFILE), so a save that is killed
+leaves nothing. When all are on the disk they get names, and then the manifest that names them
+replaces the older manifest in a single rename. Files of the older checkpoint go last. If a save is
+killed between two of these steps, the next save or load removes the files that it left.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ __all__ = [
     "MANIFEST",
     "NewFiles",
     "folder_of",
+    "kernel_errors",
     "opened",
     "refuse_strange",
     "remove_strays",
-    "told",
 ]
 
 MANIFEST = "manifest.json"
@@ -37,12 +37,12 @@ OURS = re.compile(
     r"((weights|state)-[0-9a-f]{16}-\d{5}\.safetensors|manifest-[0-9a-f]{16})(\.part)?"
 )
 NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT)
-"""How file systems say that they have no files without names."""
+"""Errors of file systems that have no files without names."""
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def folder_of(path: str | os.PathLike[str], function: str) -> Path:
-    """Return the folder that was named; raise ``ConfigError`` for what is no path."""
+    """Return the folder of a checkpoint; raise ``ConfigError`` if ``path`` is no path."""
     if not isinstance(path, str | os.PathLike):
         raise ConfigError(
             f"the folder of a checkpoint is a path, not {type(path)!r}: "
@@ -52,41 +52,41 @@ def folder_of(path: str | os.PathLike[str], function: str) -> Path:
 
 
 @contextmanager
-def told(doing: str, path: Path) -> Iterator[None]:
-    """Turn an error of the kernel into one of ours, which says what was done and what next."""
+def kernel_errors(doing: str, path: Path) -> Iterator[None]:
+    """Raise an error of the kernel as a ``StorageError`` that names the action and a remedy."""
     try:
         yield
     except OSError as error:
         kind = NoSpaceError if error.errno in FULL else StorageError
-        what_next = "make room there" if kind is NoSpaceError else "see what is wrong there"
-        raised = kind(f"{doing} {path} failed: {error}; {what_next} and try again")
+        remedy = "make room there" if kind is NoSpaceError else "see what is wrong there"
+        raised = kind(f"{doing} {path} failed: {error}; {remedy} and try again")
         raised.errno = error.errno
         raise raised from error
 
 
 class NewFiles:
-    """The files of a checkpoint that is being written; without `commit` nothing is left of them."""
+    """The files of a checkpoint that is being written; without `commit` they are removed."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._mark = secrets.token_hex(8)
         self._files: list[tuple[int, str, bool]] = []
-        """Descriptor, name in the end, and whether it lies under a name with `.part` until then."""
+        """Descriptor, final name, and whether the file has the name with `.part` until then."""
         self._lock: int | None = None
         self._is_made = False
-        """Whether the folder was made by this save."""
-        with told("saving into", path):
+        """True if the folder was made by this save."""
+        with kernel_errors("saving into", path):
             _refuse_other_folder(path)
             if path.exists():
                 self._take_lock()
 
     def create(self, kind: str, number: int) -> tuple[int, str]:
-        """Return the descriptor of a new file, and the name that it is going to have."""
+        """Return the descriptor of a new file, and its final name."""
         name = f"{kind}-{self._mark}-{number:05d}.safetensors"
         return self._open(name), name
 
     def commit(self, manifest: bytes) -> None:
-        """Make what was written the checkpoint, and remove the one before it."""
+        """Make the new files the checkpoint, and remove the older checkpoint."""
         path = self._path
         last = f"manifest-{self._mark}"
         file = self._open(last)
@@ -130,7 +130,7 @@ class NewFiles:
 
     def _make_folder(self) -> None:
         if self._lock is None:
-            # Another save may have made it since this one began.
+            # Another save may have made the folder since this save began.
             with suppress(FileExistsError):
                 self._path.mkdir()
                 self._is_made = True
@@ -140,7 +140,7 @@ class NewFiles:
     def _take_lock(self) -> None:
         self._lock = _locked(self._path)
         if self._lock is None:
-            # The folder belongs to the other one now.
+            # The folder belongs to the other save now.
             self._is_made = False
             raise BusyError(
                 f"another process saves into {self._path} just now; give each a folder of its own"
@@ -151,7 +151,7 @@ class NewFiles:
         return manifest.is_file() and self._mark.encode() in manifest.read_bytes()
 
     def __enter__(self) -> Self:
-        """Return it."""
+        """Return the files themselves."""
         return self
 
     def __exit__(
@@ -160,14 +160,14 @@ class NewFiles:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Close the files; remove what has a name, unless it has become the checkpoint."""
+        """Close the files; remove those with names, unless they have become the checkpoint."""
         for file, _, _ in self._files:
             os.close(file)
-        # An interrupt may have come right after the rename: what is there tells.
+        # An interrupt may have come right after the rename, so the manifest is read.
         if error is not None and not self._is_committed():
             for _, name, _ in self._files:
-                for one in (name, f"{name}.part"):
-                    (self._path / one).unlink(missing_ok=True)
+                for left in (name, f"{name}.part"):
+                    (self._path / left).unlink(missing_ok=True)
             if self._is_made:
                 self._path.rmdir()
         if self._lock is not None:
@@ -175,8 +175,8 @@ class NewFiles:
 
 
 def opened(path: Path) -> int:
-    """Return a descriptor to read a file by; a pipe or a folder in its place is refused."""
-    # Without the flag, to open a pipe would wait for somebody who writes into it.
+    """Return a descriptor to read a file; refuse a pipe or a folder in its place."""
+    # Without O_NONBLOCK, opening a pipe would wait for a writer.
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(file).st_mode):
         os.close(file)
@@ -185,7 +185,7 @@ def opened(path: Path) -> int:
 
 
 def refuse_strange(names: Iterable[str], manifest: Path) -> None:
-    """Raise ``CorruptError`` for a file that no save has named so, such as ``../other``."""
+    """Raise ``CorruptError`` for a name that no save gives to a file, such as ``../other``."""
     for name in names:
         if not OURS.fullmatch(name):
             raise CorruptError(
@@ -195,14 +195,14 @@ def refuse_strange(names: Iterable[str], manifest: Path) -> None:
 
 
 def remove_strays(path: Path, named: set[str]) -> None:
-    """Remove what a killed save left beside a checkpoint, unless somebody saves there just now."""
+    """Remove files that a killed save has left, unless another process saves there now."""
     if not os.access(path, os.W_OK):
         return
     lock = _locked(path)
     if lock is None:
         return
     try:
-        # Under the lock, as another checkpoint may have taken the place of the one that was read.
+        # Read under the lock: a newer checkpoint may be there than the one that was loaded.
         text = (path / MANIFEST).read_bytes()
         if all(name.encode() in text for name in named):
             _remove(path, named)
@@ -211,9 +211,9 @@ def remove_strays(path: Path, named: set[str]) -> None:
 
 
 def _remove(path: Path, named: set[str]) -> None:
-    for one in os.listdir(path):
-        if OURS.fullmatch(one) and one not in named:
-            (path / one).unlink(missing_ok=True)
+    for name in os.listdir(path):
+        if OURS.fullmatch(name) and name not in named:
+            (path / name).unlink(missing_ok=True)
 
 
 def _refuse_other_folder(path: Path) -> None:
@@ -226,9 +226,9 @@ def _refuse_other_folder(path: Path) -> None:
     if (path / MANIFEST).is_dir():
         raise ConfigError(f"{path / MANIFEST} is a folder; remove it, or save elsewhere")
     others = [
-        one
-        for one in (os.listdir(path) if path.exists() else ())
-        if one != MANIFEST and not OURS.fullmatch(one)
+        name
+        for name in (os.listdir(path) if path.exists() else ())
+        if name != MANIFEST and not OURS.fullmatch(name)
     ]
     if others:
         raise ConfigError(
@@ -246,7 +246,7 @@ def _locked(path: Path) -> int | None:
         os.close(folder)
         return None
     except OSError as error:
-        # Network file systems may have no such lock; there nobody but the user can keep order.
+        # Network file systems may have no such lock; there the user has to keep order.
         if error.errno not in (errno.EBADF, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
             os.close(folder)
             raise

@@ -1,4 +1,4 @@
-"""``ssdtrain.load``: a checkpoint read as a stream, compared before anything is changed."""
+"""``ssdtrain.load``: reads a checkpoint as a stream, and compares it before it changes anything."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 from ssdtrain.checkpoints.folder import (
     MANIFEST,
     folder_of,
+    kernel_errors,
     opened,
     refuse_strange,
     remove_strays,
-    told,
 )
 from ssdtrain.checkpoints.manifest import (
     EXTRA_STATE,
@@ -42,7 +42,7 @@ __all__ = ["load"]
 
 NAMES_MAX = 5
 TRIES = 5
-"""A save may take the files of the older checkpoint away between two looks."""
+"""A save may remove the files of the older checkpoint between two looks."""
 
 
 def load(
@@ -60,27 +60,27 @@ def load(
 
     Args:
         path: The folder that was given to ``save``.
-        model: One like the one that was saved.
-        optimizer: One of the same class over the same parameters in the same groups; it gets their
-            options too, such as rates. Where several were saved, a list of as many in the same
-            order. ``None`` loads the weights alone.
+        model: A model like the saved one.
+        optimizer: An optimizer of the same class over the same parameters in the same groups; it
+            gets their options too, such as rates. If several were saved, a list of as many in the
+            same order. ``None`` loads the weights alone.
         check_first: Read the whole checkpoint once, to find damage before anything is changed.
-            Without, it is found while loading, and what was loaded before it stays.
+            Without, damage is found while loading, and tensors that were loaded before it stay.
 
     Returns:
-        What was given to ``save`` as ``extra``.
+        The ``extra`` that was given to ``save``.
 
     Raises:
-        ConfigError: No checkpoint there, or one of another model or optimizer; says what differs.
-        CorruptError: A file is missing, cut off, or has other bytes than those that were written.
+        ConfigError: No checkpoint there, or another model or optimizer; names the difference.
+        CorruptError: A file is missing, cut off, or has other bytes than were written.
         StorageError: A read failed.
 
     """
     folder = folder_of(path, "load")
-    with told("loading from", folder), _opened(folder) as (content, files):
+    with kernel_errors("loading from", folder), _opened(folder) as (content, files):
         found = weights_of(model)
         _compare_model(content["model"], found)
-        values = {name: decode(one) for name, one in content["model"]["values"].items()}
+        values = {name: decode(value) for name, value in content["model"]["values"].items()}
         optimizers = optimizers_of(optimizer)
         parts = optimizers_in(content["optimizer"]) if optimizers else []
         _compare_optimizers(parts, optimizers, found)
@@ -92,15 +92,15 @@ def load(
             record = content["model"]["tensors"][name]
             fill(files[record["file"]], record, tensor.detach(), name)
         _set_values(model, values)
-        for part, given, one in zip(parts, options, optimizers, strict=True):
-            _load_optimizer(part, given, one, files)
+        for part, given, target in zip(parts, options, optimizers, strict=True):
+            _load_optimizer(part, given, target, files)
         remove_strays(folder, set(content["files"]))
     return extra
 
 
 @contextmanager
 def _opened(folder: Path) -> Iterator[tuple[dict[str, Any], dict[str, int]]]:
-    """Open all files of a checkpoint, so that it stays readable whoever saves there meanwhile."""
+    """Open all files of a checkpoint, so that it stays readable while others save there."""
     manifest = folder / MANIFEST
     for last in (False,) * (TRIES - 1) + (True,):
         with ExitStack() as stack:
@@ -177,16 +177,16 @@ def _refuse_other_form(name: str, record: dict[str, Any], tensor: Tensor) -> Non
     there, here = form_in(record), form_of(tensor)
     if (there.dtype, there.shape) != (here.dtype, here.shape):
         raise ConfigError(
-            f"{name} is {there.told()} in the checkpoint, and {here.told()} here; make the model "
+            f"{name} is {there.shown()} in the checkpoint, and {here.shown()} here; make the model "
             "as it was when it was saved"
         )
 
 
-def _refuse_other_names(what: str, there: set[str], here: set[str]) -> None:
+def _refuse_other_names(owner: str, there: set[str], here: set[str]) -> None:
     if there != here:
         raise ConfigError(
-            f"{what} is another one than the checkpoint's: "
-            f"only the checkpoint has {_shown(there - here)}, only this one has "
+            f"{owner} differs from the checkpoint's: "
+            f"only the checkpoint has {_shown(there - here)}, only this model has "
             f"{_shown(here - there)}; make the model as it was when it was saved"
         )
 
@@ -236,17 +236,18 @@ def _compare_optimizer(saved: dict[str, Any], optimizer: Optimizer, found: Weigh
             "make the same groups (add_param_group) before loading"
         )
     params = (record for group in saved["groups"] for record in group["params"])
-    if not has_masters(optimizer) and any(MASTER in (one["state"] or {}) for one in params):
+    if not has_masters(optimizer) and any(MASTER in (param["state"] or {}) for param in params):
         raise ConfigError(
             "this checkpoint has float32 masters of parameters, and the optimizer here keeps none; "
             "call ssdtrain.offload_optimizer(..., master_dtype=torch.float32) before loading"
         )
     labels = param_labels(optimizer, found)
-    for number, (group, one) in enumerate(zip(groups, saved["groups"], strict=True)):
-        for place, (param, record) in enumerate(zip(group["params"], one["params"], strict=True)):
+    for number, (group, there_group) in enumerate(zip(groups, saved["groups"], strict=True)):
+        pairs = zip(group["params"], there_group["params"], strict=True)
+        for index, (param, record) in enumerate(pairs):
             if record["name"] != labels[param]:
                 raise ConfigError(
-                    f"parameter {place} of group {number} is {record['name']} in the checkpoint, "
+                    f"parameter {index} of group {number} is {record['name']} in the checkpoint, "
                     f"and {labels[param]} here; give the optimizer its parameters in the same order"
                 )
             _refuse_other_form(labels[param], record, param)
@@ -255,9 +256,9 @@ def _compare_optimizer(saved: dict[str, Any], optimizer: Optimizer, found: Weigh
 def _check(
     content: dict[str, Any], files: dict[str, int], optimizers: list[dict[str, Any]]
 ) -> None:
-    """Read all that is going to be loaded, and raise if a byte is not the one that was written."""
+    """Read all bytes that will be loaded; raise if one differs from the written byte."""
     records = list(content["model"]["tensors"].items())
-    for group in (group for one in optimizers for group in one["groups"]):
+    for group in (group for optimizer in optimizers for group in optimizer["groups"]):
         for param in group["params"]:
             state = param["state"] or {}
             records += [
@@ -272,7 +273,7 @@ def _check(
 
 
 def _set_values(model: nn.Module, values: dict[str, Any]) -> None:
-    """Give modules the extra state that they had, as `load_state_dict` does."""
+    """Give modules their extra state, as `load_state_dict` does."""
     for name, value in values.items():
         owner = name.removesuffix(EXTRA_STATE).removesuffix(".")
         model.get_submodule(owner).set_extra_state(value)
@@ -281,15 +282,15 @@ def _set_values(model: nn.Module, values: dict[str, Any]) -> None:
 def _load_optimizer(
     saved: dict[str, Any], options: list[Any], optimizer: Optimizer, files: dict[str, int]
 ) -> None:
-    for group, one in zip(optimizer.param_groups, saved["groups"], strict=True):
-        for param, record in zip(group["params"], one["params"], strict=True):
+    for group, saved_group in zip(optimizer.param_groups, saved["groups"], strict=True):
+        for param, record in zip(group["params"], saved_group["params"], strict=True):
             # Nothing here holds the tensors, so that they can leave memory at once.
             give_state(optimizer, param, _read_states(record, param, files))
     for group, given in zip(optimizer.param_groups, options, strict=True):
         params = group["params"]
         group.clear()
         group.update(given, params=params)
-    # What `load_state_dict` ends with: options that are newer than the checkpoint get defaults.
+    # As at the end of `load_state_dict`: options newer than the checkpoint get defaults.
     optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
     note_loaded(optimizer)
 
@@ -302,11 +303,11 @@ def _read_states(
     return (
         (
             key,
-            decode(one["value"])
-            if "value" in one
-            else _read(one, param, files, f"{record['name']}/{key}"),
+            decode(entry["value"])
+            if "value" in entry
+            else _read(entry, param, files, f"{record['name']}/{key}"),
         )
-        for key, one in record["state"].items()
+        for key, entry in record["state"].items()
     )
 
 

@@ -1,4 +1,4 @@
-"""What a checkpoint has in it: described when it is saved, compared when it is loaded."""
+"""Describes the content of a checkpoint in its manifest."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ __all__ = [
 
 VERSION = 1
 EXTRA_STATE = "_extra_state"
-"""How torch names what `get_extra_state` of a module returns."""
+"""Torch's name for the result of a module's `get_extra_state`."""
 
 
 @dataclass
 class Weights:
-    """What `state_dict` of a model has: its own tensors, each once, and plain values."""
+    """The content of a model's `state_dict`: its own tensors, each once, and plain values."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
@@ -53,16 +53,16 @@ class Weights:
 
 
 def weights_of(model: nn.Module) -> Weights:
-    """Return what a checkpoint has of a model: the tensors themselves, not copies.
+    """Return the tensors of a model that a checkpoint has: the tensors themselves, no copies.
 
     Raises:
-        ConfigError: Something that is no model.
+        ConfigError: ``model`` is no module.
         UnsupportedError: A tensor that cannot be saved in place, by name.
 
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"a checkpoint takes a torch.nn.Module, not {type(model)!r}")
-    live = {id(one) for one in (*model.parameters(), *model.buffers())}
+    live = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     found = Weights()
     first_names: dict[int, str] = {}
     for name, value in model.state_dict(keep_vars=True).items():
@@ -91,7 +91,7 @@ def weights_of(model: nn.Module) -> Weights:
 
 
 def refuse_odd(name: str, tensor: Tensor) -> None:
-    """Raise `UnsupportedError` for a tensor that has no bytes, or more than its bytes."""
+    """Raise `UnsupportedError` for a tensor that is more or less than plain bytes."""
     why = ""
     if type(tensor) not in (Tensor, Parameter) and not is_away(tensor):
         why = (
@@ -127,7 +127,7 @@ def weight_items(found: Weights) -> tuple[list[Item], dict[str, Any]]:
 def param_labels(optimizer: Optimizer, found: Weights) -> dict[Tensor, str]:
     """Return the model's name of each parameter of an optimizer.
 
-    Raises `ConfigError` for one that the model does not save: its values would be lost.
+    Raises `ConfigError` for a parameter that the model does not save: its values would be lost.
     """
     names = {id(tensor): name for name, tensor in found.tensors.items()}
     labels: dict[Tensor, str] = {}
@@ -144,9 +144,9 @@ def param_labels(optimizer: Optimizer, found: Weights) -> dict[Tensor, str]:
 
 
 def kind_name(optimizer: Optimizer) -> str:
-    """Return the class of an optimizer in full, that from before it was offloaded.
+    """Return the full name of an optimizer's class, which it had before it was offloaded.
 
-    Raises `UnsupportedError` for a class with ways of its own to save itself.
+    Raises `UnsupportedError` for a class that overrides how it is saved.
     """
     kind = own_kind(optimizer)
     hooks = ("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks")
@@ -163,24 +163,24 @@ def kind_name(optimizer: Optimizer) -> str:
 
 
 def optimizers_of(given: object) -> list[Optimizer]:
-    """Return the optimizers that a user gave: none, one, or several in a list.
+    """Return a list of the optimizers that a user gave: ``None``, an optimizer, or a list.
 
     Raises `ConfigError` for anything else.
     """
     if given is None:
         return []
     optimizers = []
-    for one in given if isinstance(given, list | tuple) else [given]:
-        if not isinstance(one, Optimizer):
+    for item in given if isinstance(given, list | tuple) else [given]:
+        if not isinstance(item, Optimizer):
             raise ConfigError(
-                f"a checkpoint takes a torch.optim.Optimizer, or a list of them, not {type(one)!r}"
+                f"a checkpoint takes a torch.optim.Optimizer, or a list of them, not {type(item)!r}"
             )
-        optimizers.append(one)
+        optimizers.append(item)
     return optimizers
 
 
 def optimizers_part(optimizers: list[Optimizer], found: Weights) -> tuple[list[Item], Any]:
-    """Return the tensors of all states to be written, and the manifest's part about optimizers."""
+    """Return the tensors of all states, and the manifest's part about optimizers."""
     items: list[Item] = []
     parts = []
     for optimizer in optimizers:
@@ -229,7 +229,7 @@ def _optimizer_items(optimizer: Optimizer, found: Weights) -> tuple[list[Item], 
 def _state_record(
     optimizer: Optimizer, param: Tensor, label: str, items: list[Item]
 ) -> dict[str, Any] | None:
-    """Describe one parameter's state without bringing it into memory."""
+    """Describe a parameter's state without bringing it into memory."""
     state = optimizer.state.get(param)
     if state is None:
         return None
@@ -276,7 +276,7 @@ def _form_record(form: Form) -> dict[str, Any]:
 
 
 def form_in(record: dict[str, Any]) -> Form:
-    """Return the form that a record tells."""
+    """Return the form that is in a record."""
     stride = record.get("stride")
     return Form(record["dtype"], tuple(record["shape"]), None if stride is None else tuple(stride))
 
@@ -288,18 +288,18 @@ def packed(content: dict[str, Any]) -> bytes:
 
 
 def unpacked(text: bytes, where: str) -> dict[str, Any]:
-    """Return what is in a manifest's file.
+    """Return the content of a manifest's file.
 
     Raises:
-        ConfigError: It is no manifest, or one of a later version.
-        CorruptError: It is not what was written.
+        ConfigError: The file is no manifest, or has a later version.
+        CorruptError: The file was changed since it was written.
 
     """
-    what_next = "this checkpoint cannot be used; load an older one, or begin anew"
+    remedy = "this checkpoint cannot be used; load an older one, or begin anew"
     try:
         body = json.loads(text)
     except ValueError as error:
-        raise CorruptError(f"{where} is damaged, {what_next}: {error}") from error
+        raise CorruptError(f"{where} is damaged, {remedy}: {error}") from error
     if not isinstance(body, dict) or body.get("format") != "ssdtrain checkpoint":
         raise ConfigError(f"{where} is not the manifest of a checkpoint of ssdtrain")
     if body.get("version") != VERSION:
@@ -308,7 +308,7 @@ def unpacked(text: bytes, where: str) -> dict[str, Any]:
             f"version {VERSION}; load it with the version of ssdtrain that saved it"
         )
     if body.pop("crc32", None) != _checksum(body):
-        raise CorruptError(f"{where} is damaged (its checksum does not fit), {what_next}")
+        raise CorruptError(f"{where} is damaged (its checksum does not fit), {remedy}")
     return body
 
 

@@ -1,4 +1,4 @@
-"""``ssdtrain.save``: a checkpoint written as a stream, in whole or not at all."""
+"""``ssdtrain.save``: writes a checkpoint as a stream, in whole or not at all."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ssdtrain.checkpoints.folder import NewFiles, folder_of, told
+from ssdtrain.checkpoints.folder import NewFiles, folder_of, kernel_errors
 from ssdtrain.checkpoints.manifest import (
     optimizers_of,
     optimizers_part,
@@ -41,10 +41,10 @@ def save(
 ) -> None:
     """Save a model, and its optimizer or optimizers, into a folder, as a stream.
 
-    One tensor after the other is written, and what an offloaded optimizer has on the disk is read
-    for it: at most two tensors are in memory besides what was there. The new checkpoint takes the
-    place of an older one at once when it is whole and on the disk; until then, whatever happens,
-    the older one stays. So the disk needs room for both.
+    Tensors are written one after the other; the state of an offloaded optimizer is read from its
+    disk. At most two tensors more than before are in memory. The new checkpoint replaces an older
+    one at once when it is whole and on the disk; until then the older one stays in any case. So the
+    disk needs room for both.
 
     Args:
         path: The folder of the checkpoint, which is made; its parent must exist.
@@ -52,16 +52,16 @@ def save(
         optimizer: Any optimizer whose state is tensors and plain values, offloaded or not; or a
             list of several, such as one for the embeddings and one for the rest.
         extra: Plain data of yours, such as a count of steps, ``scheduler.state_dict()`` or
-            ``torch.get_rng_state()``: what JSON has, tuples, sets, other keys, small tensors,
+            ``torch.get_rng_state()``: the types of JSON, tuples, sets, other keys, small tensors,
             numbers and small arrays of numpy.
-        shard_bytes: About the largest size of a file; a larger tensor makes one alone.
+        shard_bytes: About the largest size of a file; a larger tensor has a file of its own.
 
     Raises:
-        ConfigError: A folder with other files, or one that is none; no model, no optimizer.
-        UnsupportedError: Something that cannot be saved as a stream, by name.
+        ConfigError: A path that is no folder, or has other files; no model, no optimizer.
+        UnsupportedError: A value that cannot be saved as a stream, by name.
         NoSpaceError: The disk has no room for the new checkpoint beside the old one.
         StorageError: A read or a write failed; the older checkpoint is there as before.
-        BusyError: Another process saves into this folder just now.
+        BusyError: Another process saves into this folder now.
 
     """
     folder = folder_of(path, "save")
@@ -69,8 +69,8 @@ def save(
     found = weights_of(model)
     weights, model_part = weight_items(found)
     optimizers = optimizers_of(optimizer)
-    for one in optimizers:
-        refuse_half_done(one)
+    for given in optimizers:
+        refuse_half_done(given)
     state, optimizer_part = optimizers_part(optimizers, found)
     content = {
         "torch": str(torch.__version__),
@@ -78,7 +78,7 @@ def save(
         "optimizer": optimizer_part,
         "extra": encode(extra, "extra"),
     }
-    with NewFiles(folder) as new, told("saving into", folder):
+    with NewFiles(folder) as new, kernel_errors("saving into", folder):
         _refuse_full(folder, [*weights, *state])
         files = {}
         for kind, items in (("weights", weights), ("state", state)):

@@ -1,9 +1,9 @@
-"""The bytes of tensors in files of the safetensors format, written and read piece by piece.
+"""Writes and reads tensors in files of the safetensors format, piece by piece.
 
-Such a file is the length of a header (8 bytes, little endian), the header (JSON: for each tensor
-its dtype, its shape and where its bytes lie), and the bytes of the tensors, one after the other
+Such a file is the length of a header (8 bytes, little endian), the header (JSON: dtype, shape and
+offsets of each tensor), and the bytes of the tensors, one after the other
 (https://github.com/huggingface/safetensors). The package of that name writes tensors that are all
-in memory; here each is asked for when its turn has come.
+in memory; this file brings each into memory when it is written.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ DTYPES = {
     torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
     torch.complex64: "C64",
 }
-"""The dtypes of the package safetensors. Others, such as complex128, are written as bytes."""
+"""The dtypes of the package safetensors. Other dtypes, such as complex128, are written as bytes."""
 
 
 @dataclass(frozen=True)
 class Form:
-    """What a tensor is besides its bytes."""
+    """Dtype, shape and strides of a tensor."""
 
     dtype: str
     shape: tuple[int, ...]
     stride: tuple[int, ...] | None
-    """`None` if its elements lie in the usual order; it is saved in that order in any case."""
+    """`None` if its elements lie in the usual order; they are saved in that order in any case."""
 
-    def told(self) -> str:
-        """Tell it to a user."""
+    def shown(self) -> str:
+        """Return the form as errors write it."""
         return f"{self.dtype} of shape {self.shape}"
 
 
@@ -75,13 +75,13 @@ def form_of(tensor: Tensor) -> Form:
 
 @dataclass(frozen=True)
 class Item:
-    """A tensor that is to be written."""
+    """A tensor to write."""
 
     label: str
     form: Form
     nbytes: int
     begin: Callable[[], Callable[[], Tensor]]
-    """Begins to bring it into memory, and returns what waits for it."""
+    """Begins to bring the tensor into memory, and returns a function that waits for it."""
     record: dict[str, Any]
     """Its entry in the manifest, completed when it has been written."""
 
@@ -101,7 +101,7 @@ def shards_of(items: list[Item], shard_bytes: int) -> Iterator[list[Item]]:
 
 
 def write_shard(file: int, name: str, items: list[Item]) -> dict[str, Any]:
-    """Write a file, complete the records of its items, and return what the manifest says of it."""
+    """Write a file, complete the records of its items, and return the manifest's entry of it."""
     header = _header(items)
     _write(file, memoryview(header))
     offset = len(header)
@@ -109,7 +109,7 @@ def write_shard(file: int, name: str, items: list[Item]) -> dict[str, Any]:
     for item, following in zip(items, [*items[1:], None], strict=True):
         tensor = waiting()
         if following is not None:
-            # The disk reads the next one while this one is written.
+            # The disk reads the next tensor while this one is written.
             waiting = following.begin()
         content = _bytes_of(tensor)
         if len(content) != item.nbytes:
@@ -125,13 +125,13 @@ def write_shard(file: int, name: str, items: list[Item]) -> dict[str, Any]:
 
 
 def fill(file: int, record: dict[str, Any], target: Tensor, label: str) -> None:
-    """Read a tensor into memory that is given; raise if its bytes are not those written.
+    """Read a tensor into the memory of ``target``; raise if its bytes were changed.
 
     Raises:
-        CorruptError: Other bytes than those that were written, or too few.
+        CorruptError: Other bytes than were written, or too few.
 
     """
-    # A tensor that is conjugated or negated only when it is read has other bytes in its memory.
+    # The memory of a lazily conjugated or negated tensor has other bytes than its elements.
     is_lazy = target.is_conj() or target.is_neg()
     is_direct = target.is_cpu and target.is_contiguous() and not is_lazy
     landing = target if is_direct else torch.empty(target.shape, dtype=target.dtype, device="cpu")
@@ -144,7 +144,7 @@ def fill(file: int, record: dict[str, Any], target: Tensor, label: str) -> None:
     _refuse_other(checksum, record["crc32"], label, record["file"])
     with torch.no_grad():
         if is_direct:
-            # Nothing but the version is changed: autograd is told that the bytes have.
+            # Tells autograd that the bytes have changed.
             increment_version(target)
         else:
             target.copy_(landing)
@@ -153,10 +153,12 @@ def fill(file: int, record: dict[str, Any], target: Tensor, label: str) -> None:
 def refuse_changed(
     file: int, name: str, facts: dict[str, Any], records: list[tuple[str, dict[str, Any]]]
 ) -> None:
-    """Read a file in whole, and raise if any byte of it is not the one that was written."""
+    """Read a whole file, and raise if a byte differs from the written byte."""
     piece = memoryview(bytearray(PIECE_BYTES))
     parts = [("its header", 0, facts["header_bytes"], facts["header_crc32"])]
-    parts += [(label, one["offset"], one["bytes"], one["crc32"]) for label, one in records]
+    parts += [
+        (label, record["offset"], record["bytes"], record["crc32"]) for label, record in records
+    ]
     for label, begin, nbytes, expected in parts:
         checksum = 0
         for offset in range(begin, begin + nbytes, PIECE_BYTES):
@@ -169,8 +171,9 @@ def refuse_changed(
 def _refuse_other(found: int, expected: int, label: str, name: str) -> None:
     if found != expected:
         raise CorruptError(
-            f"{label} in {name} is not what was written: its checksum is {found:08x} instead of "
-            f"{expected:08x}. This checkpoint cannot be used; load an older one, or begin anew"
+            f"{label} in {name} was changed after it was written: its checksum is {found:08x} "
+            f"instead of {expected:08x}. This checkpoint cannot be used; load an older one, or "
+            "begin anew"
         )
 
 
@@ -191,7 +194,7 @@ def _header(items: list[Item]) -> bytes:
 
 
 def _unused(label: str, entries: dict[str, Any]) -> str:
-    """Return a name that no entry of a header has, nor the format for itself.
+    """Return a name that no entry of a header has, and that the format does not reserve.
 
     Two optimizers may have the same parameter, and names of parameters may be anything.
     """
@@ -203,7 +206,7 @@ def _unused(label: str, entries: dict[str, Any]) -> str:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """Return the bytes of the elements in their usual order, in place if they lie so on a CPU."""
+    """Return the bytes of the elements in their usual order; without a copy if possible."""
     if not tensor.numel():
         return memoryview(b"")
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()

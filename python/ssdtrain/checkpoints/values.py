@@ -1,7 +1,7 @@
-"""Plain values as JSON that gives them back exactly, or a clear error. Pure.
+"""Encodes plain values as JSON that gives them back exactly, or raises a clear error. Pure.
 
-JSON has no tuples, no infinities, no keys but text. Such values become an object with one key that
-begins with `$`; so does an object of the user's with such a key.
+JSON has no tuples, no infinities, no keys but text. Such values become an object with a single key
+that begins with `$`; so does a dict of the user that has such a key.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ __all__ = ["decode", "encode"]
 TENSOR_BYTES_MAX = 1 << 20
 """Larger tensors and arrays belong into the model or the optimizer."""
 ARRAY_KINDS = "biufcmM"
-"""Dtypes of numpy that their text tells in whole: numbers, truth values, dates and durations."""
+"""Dtypes of numpy that their text describes in full: numbers, bools, dates and durations."""
 MAPS: dict[type, str] = {dict: "$dict", OrderedDict: "$ordered", Counter: "$counter"}
 
 
 def encode(value: Any, where: str) -> Any:
-    """Return what `json.dumps` takes for a value; `where` names the value in errors.
+    """Return a value that `json.dumps` takes; `where` names the value in errors.
 
     Raises:
-        UnsupportedError: It is, or has in it, something that is no plain data.
+        UnsupportedError: The value is no plain data, or contains such a value.
 
     """
     kind = type(value)
@@ -47,9 +47,9 @@ def encode(value: Any, where: str) -> Any:
     if (kind is np.ndarray or isinstance(value, np.generic)) and value.dtype.kind in ARRAY_KINDS:
         return _encode_array(value, where)
     remedy = "; give its state_dict()" if hasattr(value, "state_dict") else ""
-    of_what = f" of dtype {value.dtype}" if kind is np.ndarray else ""
+    dtype = f" of dtype {value.dtype}" if kind is np.ndarray else ""
     raise UnsupportedError(
-        f"{where} is a {kind.__module__}.{kind.__qualname__}{of_what}, which a checkpoint cannot "
+        f"{where} is a {kind.__module__}.{kind.__qualname__}{dtype}, which a checkpoint cannot "
         "keep: it keeps None, bool, int, float, str, numbers of numpy, small tensors and arrays of "
         f"numbers; lists, tuples, sets and dicts of them{remedy}"
     )
@@ -59,13 +59,13 @@ def _encode_several(value: Any, where: str) -> Any:
     kind = type(value)
     if kind in MAPS:
         if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
-            return {key: encode(one, f"{where}[{key!r}]") for key, one in value.items()}
+            return {key: encode(item, f"{where}[{key!r}]") for key, item in value.items()}
         pairs = [
-            [encode(key, f"a key of {where}"), encode(one, f"{where}[{key!r}]")]
-            for key, one in value.items()
+            [encode(key, f"a key of {where}"), encode(item, f"{where}[{key!r}]")]
+            for key, item in value.items()
         ]
         return {MAPS[kind]: pairs}
-    listed = [encode(one, f"{where}[{place}]") for place, one in enumerate(value)]
+    listed = [encode(item, f"{where}[{index}]") for index, item in enumerate(value)]
     return listed if kind is list else {f"${kind.__name__}": listed}
 
 
@@ -85,7 +85,7 @@ def _encode_tensor(value: Tensor, where: str) -> Any:
 
 
 def _encode_array(value: Any, where: str) -> Any:
-    """Describe an array or a single number of numpy; its dtype's text tells the order of bytes."""
+    """Encode an array or a number of numpy; the text of its dtype has the order of bytes."""
     if value.nbytes > TENSOR_BYTES_MAX:
         raise UnsupportedError(
             f"{where} is an array of {value.nbytes} bytes: the manifest keeps small ones, of at "
@@ -100,12 +100,12 @@ def _encode_array(value: Any, where: str) -> Any:
 def decode(value: Any) -> Any:
     """Return the value that `encode` was given."""
     if isinstance(value, list):
-        return [decode(one) for one in value]
+        return [decode(item) for item in value]
     if not isinstance(value, dict):
         return value
     tags = [key for key in value if key.startswith("$")]
     if not tags:
-        return {key: decode(one) for key, one in value.items()}
+        return {key: decode(item) for key, item in value.items()}
     if len(value) != 1 or tags[0] not in DECODERS:
         raise CorruptError(f"the manifest has a value of an unknown kind: {tags[0]}")
     return DECODERS[tags[0]](value[tags[0]])
@@ -131,15 +131,15 @@ def _decode_number(form: Any) -> Any:
 
 
 def _decode_array(form: Any) -> Any:
-    # A copy: what lies on bytes could not be changed.
+    # A copy, because an array on bytes is read-only.
     flat = np.frombuffer(bytes.fromhex(form["data"]), dtype=form["dtype"])
     return flat.reshape(form["shape"]).copy()
 
 
 def _decode_counter(pairs: Any) -> Counter[Any]:
     counter: Counter[Any] = Counter()
-    for key, one in pairs:
-        counter[decode(key)] = decode(one)
+    for key, item in pairs:
+        counter[decode(key)] = decode(item)
     return counter
 
 
@@ -147,8 +147,8 @@ DECODERS: dict[str, Callable[[Any], Any]] = {
     "$float": float,
     "$tuple": lambda listed: tuple(map(decode, listed)),
     "$set": lambda listed: set(map(decode, listed)),
-    "$dict": lambda pairs: {decode(key): decode(one) for key, one in pairs},
-    "$ordered": lambda pairs: OrderedDict((decode(key), decode(one)) for key, one in pairs),
+    "$dict": lambda pairs: {decode(key): decode(item) for key, item in pairs},
+    "$ordered": lambda pairs: OrderedDict((decode(key), decode(item)) for key, item in pairs),
     "$counter": _decode_counter,
     "$dtype": _decode_dtype,
     "$tensor": _decode_tensor,
