@@ -1,1 +1,1 @@
-"""The demo: one small model on real text, under keep, recompute and offload, side by side."""
+"""The demo: trains a small model under keep, recompute and offload, and compares them."""

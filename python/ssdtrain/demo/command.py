@@ -38,14 +38,14 @@ SIZES = {
     "sequence": (512, 512, "bytes of text in a sequence"),
     "batch": (2, 1, "sequences in a step"),
 }
-"""Of each option: the default, that with ``--whole``, and what it is."""
+"""By option: the default, the default with ``--whole``, and the help."""
 WHOLE_MEMORY = 640 << 20
 """All tensors that `--whole` trains with by default are six times as large."""
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
-"""What shells expect of a command that ended with Ctrl-C: 128 and the number of SIGINT."""
+"""128 and the number of SIGINT, as shells expect after Ctrl-C."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -101,13 +101,13 @@ def run(arguments: argparse.Namespace) -> int:
         report.draw(found, arguments.picture)
         print(f"picture: {arguments.picture}")
     except (ImportError, ValueError) as error:
-        # The second is of a name that ends in no format.
+        # matplotlib raises ValueError for a name that ends in no format.
         print(f"no picture: {error}; matplotlib comes with: pip install 'ssdtrain[demo]'")
     return 0 if report.succeeded(found) else EXIT_FAILED
 
 
 def _complete(arguments: argparse.Namespace) -> None:
-    """Put in the defaults that depend on --whole."""
+    """Set the defaults that depend on --whole."""
     for name, defaults in SIZES.items():
         if getattr(arguments, name) is None:
             setattr(arguments, name, defaults[arguments.whole])
@@ -119,12 +119,12 @@ def _complete(arguments: argparse.Namespace) -> None:
     unknown = sorted(asked.difference(known))
     if unknown:
         raise ConfigError(f"--modes {', '.join(unknown)}: choose from {', '.join(known)}")
-    # In this order: plain and keep come first, and the others are held against them.
+    # In this order: plain and keep come first, and the others are compared with them.
     arguments.modes = tuple(mode for mode in known if mode in asked)
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Find out now what would otherwise fail after minutes of training."""
+    """Raise now for options that would fail after minutes of training."""
     if arguments.whole and (arguments.model != "gpt" or arguments.dtype != "float32"):
         raise ConfigError("--whole trains gpt in float32: leave out --model and --dtype")
     if arguments.whole and arguments.memory <= OTHER_BYTES:
@@ -157,7 +157,7 @@ def _options(arguments: argparse.Namespace, directory: Path) -> TrainingOptions:
 
 @contextmanager
 def _directory(given: Path | None) -> Iterator[Path]:
-    """Provide the directory on the SSD; leave nothing behind that was not there before."""
+    """Give the directory on the SSD; remove it if the demo has made it."""
     directory = given or DEFAULT_DIRECTORY
     is_new = given is None and not directory.exists()
     if is_new:

@@ -1,6 +1,6 @@
-"""Counting of saved tensors in memory, for the modes that have no session to ask.
+"""Counts saved tensors in memory, for the modes without a session.
 
-As a session reports it: the bytes of the distinct storages that saved tensors hold, without
+Like a session, it counts the bytes of the distinct storages that saved tensors hold, without
 parameters.
 """
 
@@ -83,7 +83,7 @@ class SavedStorageCounter:
         def count_and_pack(tensor: torch.Tensor) -> Any:
             with torch.no_grad():
                 self.count(tensor)
-            # May raise what ends the recomputation early: it passes through to checkpoint.
+            # `pack` may raise to end the recomputation early: that error goes to checkpoint.
             return pack(tensor)
 
         with saved_tensors_hooks(count_and_pack, unpack):
@@ -119,7 +119,7 @@ class SavedStorageCounter:
 
 
 def is_weight(tensor: torch.Tensor) -> bool:
-    """Whether a saved tensor is a parameter, a view of it, or the copy autocast made of it."""
+    """Return whether a saved tensor is a parameter, a view of it, or autocast's copy of it."""
     if isinstance(tensor, nn.Parameter):
         return True
     node: Node | None = tensor.grad_fn

@@ -1,4 +1,4 @@
-"""The facts about the machine without which a table of times means nothing."""
+"""Describes the machine on which the demo ran."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ssdtrain.machine.drive import mount_of
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """The facts about a machine and the place where offload writes."""
+    """A machine, and the directory that offload writes to."""
 
     cpu: str
     core_count: int
@@ -27,7 +27,7 @@ class Machine:
 
 
 def machine_facts(directory: Path | None) -> Machine:
-    """Describe this machine and the place where offload writes."""
+    """Describe this machine and the directory that offload writes to."""
     mount = None if directory is None else mount_of(directory)
     return Machine(
         cpu=_cpu_name(),
@@ -50,8 +50,8 @@ def busy_cpu_s() -> float | None:
         first, *_ = Path("/proc/stat").read_text().splitlines()
     except OSError:
         return None  # Not Linux, or no /proc: the report shows "-".
-    # man 5 proc_stat: user, nice, system, idle, iowait, irq, softirq, steal; what follows is
-    # contained in these.
+    # man 5 proc_stat: user, nice, system, idle, iowait, irq, softirq, steal; the
+    # further columns are contained in these.
     user, nice, system, _, _, irq, softirq, steal = map(int, first.split()[1:9])
     return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
 

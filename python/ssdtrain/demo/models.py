@@ -33,7 +33,7 @@ class Trainee:
 
     module: nn.Module
     loss: Callable[[torch.Tensor], torch.Tensor]
-    """Of a batch of text, int64, (batch, sequence + 1)."""
+    """Returns the loss of a batch of text, int64, (batch, sequence + 1)."""
 
 
 def build_trainee(options: TrainingOptions) -> Trainee:
@@ -147,7 +147,7 @@ def _own_loss(module: nn.Module, model: str, text: torch.Tensor) -> torch.Tensor
     if model == "bert":
         tokens, labels = _mask(tokens)
     elif model == "t5":
-        # The encoder reads the text, the decoder says it a byte ahead.
+        # The encoder reads the text, the decoder predicts each next byte.
         labels = text[:, 1:].contiguous()
     return cast("torch.Tensor", module(input_ids=tokens, labels=labels).loss)
 
@@ -156,14 +156,14 @@ def _mask(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Hide some tokens; the choice depends on the text alone, so that all modes hide the same."""
     generator = torch.Generator().manual_seed(int(tokens.sum()))
     hidden = torch.rand(tokens.shape, generator=generator) < MASKED_SHARE
-    # At least one, or the mean over none would be NaN.
+    # At least one token, or the mean would be NaN.
     hidden[:, 0] = True
     return tokens.masked_fill(hidden, MASK_TOKEN), tokens.masked_fill(~hidden, IGNORED_LABEL)
 
 
 def _hugging_face(options: TrainingOptions) -> nn.Module:
     """Build GPT-2, BERT, T5 or Llama, randomly initialised."""
-    # By name: an extra, which type checkers need not have.
+    # By name, as type checkers need not have this extra.
     transformers: Any = importlib.import_module("transformers")
     hidden, layers, dropout = options.hidden, options.layers, options.dropout_probability
     heads = hidden // HEAD_WIDTH

@@ -59,7 +59,7 @@ class TrainingOptions:
     def __post_init__(self) -> None:
         """Refuse sizes that no model can be built from, before any process is started."""
         for name in ("layers", "hidden", "sequence", "batch", "steps"):
-            # A sequence of a single token has no next one to predict.
+            # A sequence of a single token has no next token to predict.
             value, least = getattr(self, name), 2 if name == "sequence" else 1
             if value < least:
                 raise ConfigError(f"--{name} must be at least {least}, it is {value}")
@@ -102,7 +102,7 @@ class Step:
     loss: str
     """The loss as `float.hex` writes it, so that no bit is lost."""
     gradients_digest: str
-    """Hash over the bytes of every gradient; of ``--whole``, which frees them, over none."""
+    """Hash over the bytes of every gradient; ``--whole`` has freed them all."""
     bytes_written: int
     bytes_read: int
     stall_s: float

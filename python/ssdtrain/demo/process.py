@@ -1,4 +1,4 @@
-"""A process of the demo: trains in a mode, and tells its parent, a line of JSON for each event.
+"""A process of the demo: trains in a mode, and prints a line of JSON for each event.
 
 The parent runs it as `python -m ssdtrain.demo.process MODE MEASURED OPTIONS`, or by `without.py`,
 under which the package `ssdtrain` is empty.
@@ -63,7 +63,7 @@ class Training:
             bound = None if options.given_bytes is None else options.given_bytes - OTHER_BYTES
             session = ssdtrain.offload(options.directory, max_resident_bytes=bound)
             self.session = stack.enter_context(session)
-        # Of a model on meta each module gets its bytes under the bound, after those before it left.
+        # The modules of a model on meta get their bytes one after the other, under the bound.
         with torch.device("meta") if mode == "whole" else nullcontext():
             self.trainee = build_trainee(options)
         module: Any = self.trainee.module
@@ -87,8 +87,8 @@ class Training:
         if mode == "whole":
             ssdtrain.offload_optimizer(self._optimizer, self.session)
             ends = module.tokens, module.positions, module.norm, module.head
-            for each in (*module.blocks, *ends):
-                _update_in_backward(self._optimizer, list(each.parameters()), stack)
+            for part in (*module.blocks, *ends):
+                _update_in_backward(self._optimizer, list(part.parameters()), stack)
         self._batches = ByteBatches(
             load_text(options.data),
             batch=options.batch,
@@ -114,28 +114,28 @@ class Training:
             bytes_written=int(written),
             bytes_read=int(read),
             stall_s=stall_s,
-            # The kernel counts in ticks of 10 ms, so a little less than nothing is possible.
+            # The kernel counts in ticks of 10 ms, so the difference may be negative.
             foreign_cpu_s=max(0.0, foreign_s),
         )
 
     def measured_step(self) -> tuple[Step, list[tuple[float, int]]]:
-        """Train a step that is watched, which takes time, and return its curve with it."""
+        """Train a step whose memory is sampled, which takes time; return it with its curve."""
         counted = self.counter.measure() if self.session is None else nullcontext()
         with sampled(self._sampled_bytes) as samples, counted:
             record = self.step("measured")
-        # After the step comes its digest, which is no part of its curve.
+        # The digest comes after the step, and is no part of its curve.
         return record, [sample for sample in samples if sample[0] <= record.seconds]
 
     def activation_bytes_peak(self) -> int | None:
-        """Return the peak: the session's over all steps, or the counter's over the measured one."""
+        """Return the peak: the session's of all steps, or the counter's of the measured step."""
         if self.session is not None:
             return int(self.session.stats.saved_resident_bytes_peak)
         return self.counter.resident_bytes_peak or None
 
     def _train(self, text: Tensor) -> float:
         if not self.is_whole:
-            # Zeroed, not dropped: then gradients are resident before a step as the weights are, and
-            # a step needs more memory for saved tensors alone.
+            # Zeroed, not dropped: gradients are resident before a step like the weights, so only
+            # saved tensors need more memory in a step.
             self._optimizer.zero_grad(set_to_none=False)
         with torch.autocast("cpu", torch.bfloat16, enabled=self.options.dtype == "bfloat16"):
             loss = self.trainee.loss(text)
@@ -151,9 +151,9 @@ class Training:
             return 0.0, 0.0, 0.0
         stats = self.session.stats
         classes = stats.classes or (stats,)
-        written = sum(each.bytes_written for each in classes)
-        read = sum(each.bytes_read for each in classes)
-        return float(written), float(read), float(sum(each.stall_s for each in classes))
+        written = sum(figures.bytes_written for figures in classes)
+        read = sum(figures.bytes_read for figures in classes)
+        return float(written), float(read), float(sum(figures.stall_s for figures in classes))
 
     def _sampled_bytes(self) -> int:
         if self.is_whole:
@@ -166,9 +166,9 @@ class Training:
 def _update_in_backward(
     optimizer: torch.optim.Optimizer, group: list[nn.Parameter], stack: ExitStack
 ) -> None:
-    """Update parameters as soon as all of them have their gradients, and free these.
+    """Update parameters as soon as all of them have their gradients, and free the gradients.
 
-    AdamW looks at a parameter alone, so the bits are those of a step over all at the end.
+    AdamW updates each parameter by itself, so the bits are those of a single step at the end.
     """
     left = len(group)
 
@@ -177,7 +177,7 @@ def _update_in_backward(
         left -= 1
         if left == 0:
             left = len(group)
-            # Other parameters have no gradient now, and are passed over.
+            # Other parameters have no gradient now, so AdamW skips them.
             optimizer.step()
             optimizer.zero_grad()
 
@@ -193,7 +193,7 @@ def _foreign_cpu_s() -> float:
 
 @contextmanager
 def sampled(read_bytes: Callable[[], int]) -> Iterator[list[tuple[float, int]]]:
-    """Sample a number of bytes in a thread while the block runs: (seconds since then, bytes)."""
+    """Sample bytes in a thread while the block runs: (seconds since its begin, bytes)."""
     samples: list[tuple[float, int]] = []
     ended = threading.Event()
     began_s = perf_counter()
@@ -214,8 +214,8 @@ def sampled(read_bytes: Callable[[], int]) -> Iterator[list[tuple[float, int]]]:
 def gradients_digest(parameters: Iterable[nn.Parameter]) -> str:
     """Hash the bytes of every gradient, in the order of the parameters.
 
-    On all threads, because a pause between the steps changes their times: memory that lies idle may
-    go back to a virtual machine's host, and is dear to touch again.
+    It uses all threads, because a pause between steps changes their times: a virtual machine may
+    return idle memory to its host, and touching it again is slow.
     """
     with ThreadPoolExecutor(torch.get_num_threads()) as threads:
         digests = threads.map(_digest, [parameter.grad for parameter in parameters])
@@ -242,7 +242,7 @@ def _reset_high_water_mark() -> int | None:
 
 
 def train(mode: Mode, options: TrainingOptions, *, is_measured: bool, emit: Emit) -> None:
-    """Train in a mode: a warm-up step, the timed steps, and perhaps a measured one."""
+    """Train in a mode: a warm-up step, the timed steps, and perhaps a measured step."""
     with ExitStack() as stack:
         training = Training(mode, options, stack)
         emit("start", parameters_count=sum(p.numel() for p in training.parameters))
@@ -269,7 +269,7 @@ def train(mode: Mode, options: TrainingOptions, *, is_measured: bool, emit: Emit
 
 
 def main(words: list[str]) -> int:
-    """Train in the mode that is named, and return the exit code of the process."""
+    """Train in the mode of ``words``, and return the exit code of the process."""
     # Standard output is for the protocol; other prints go to standard error.
     sys.stdout.flush()
     protocol = os.fdopen(os.dup(1), "w", encoding="utf-8")

@@ -1,8 +1,8 @@
-"""The demo's results: a dict of all figures for JSON, and from it a table and a picture for people.
+"""Makes the demo's results: a dict of all figures for JSON, a table and a picture.
 
 A time of a process is the median of its timed steps; a figure of a mode is the median over the
 repeats. A ratio is the median over the repeats of the quotient with plain, or keep, *of the same
-repeat*, which ran just before: a machine that slows down for a while slows both.
+repeat*: it ran just before, so a machine that is slow for a while slows both.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 MIB = 1 << 20
 ADAMW_BYTES = 16
-"""Of a parameter with AdamW in float32: weight, gradient and two numbers of state."""
+"""Bytes of a parameter with AdamW in float32: weight, gradient and two numbers of state."""
 FOREIGN_CORES_MAX = 0.3
 """If other processes keep more cores busy than this, times of steps say nothing about modes."""
 
@@ -50,13 +50,13 @@ STYLES = {
     "offload": ("#009e73", "-"),
     "whole": ("#009e73", "-"),
 }
-"""Colours of Okabe and Ito, also for readers who do not see all colours; lines for print."""
+"""Colours of Okabe and Ito, which colour-blind readers can tell apart; lines for print."""
 
 
 def document(
     options: TrainingOptions, modes: Sequence[Mode], repeats: int, machine: Machine, runs: list[Run]
 ) -> dict[str, Any]:
-    """Return all figures, and all that they were computed from."""
+    """Return all figures, with the records that they were computed from."""
     reference, is_identical, notes = compare(runs)
     found: dict[str, Any] = {
         "date": datetime.now(UTC).date().isoformat(),
@@ -148,7 +148,7 @@ def _median(values: Iterable[float]) -> float | None:
 
 
 def compare(runs: Sequence[Run]) -> tuple[Mode, bool | None, list[str]]:
-    """Hold every finished run against the first of plain, or of keep where plain was not run.
+    """Compare every finished run with the first of plain, or of keep if plain was not run.
 
     Return that mode, whether all losses, gradients and weights have its bits (None if there was
     nothing to compare), and the differences.
@@ -165,7 +165,7 @@ def compare(runs: Sequence[Run]) -> tuple[Mode, bool | None, list[str]]:
 
 
 def _difference(run: Run, reference: Run) -> str:
-    """Name the first difference between two runs; the later ones follow from it."""
+    """Return the first difference between two runs; later differences follow from it."""
     for number, (step, other) in enumerate(zip(run.steps, reference.steps, strict=False), start=1):
         if step.loss != other.loss:
             return f"loss of step {number} differs from {reference.mode}'s"
@@ -181,7 +181,7 @@ def _difference(run: Run, reference: Run) -> str:
 
 
 def succeeded(found: dict[str, Any]) -> bool:
-    """Whether every mode finished, no bit differed, and the given memory sufficed."""
+    """Return whether every mode finished, no bit differed, and the given memory sufficed."""
     has_finished = all(mode["failure"] is None for mode in found["modes"].values())
     has_sufficed: bool = "figures" not in found or found["figures"]["has_sufficed"]
     return has_finished and found["bit_identical"] is not False and has_sufficed

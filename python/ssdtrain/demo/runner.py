@@ -1,4 +1,4 @@
-"""The demo's parent: starts fresh processes of the modes in turn, and collects what they tell."""
+"""Starts fresh processes of the demo's modes in turn, and collects their records."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ssdtrain.demo.options import WITHOUT_SSDTRAIN, End, Mode, Run, Step, Traini
 
 
 def run_all(options: TrainingOptions, modes: Iterable[Mode], repeats: int) -> list[Run]:
-    """Run the modes in turn, again and again, so that a drift of the machine meets all of them.
+    """Run the modes in turn, again and again, so that a drift of the machine affects them all.
 
     A mode that fails is not repeated; the others go on.
     """
@@ -32,7 +32,7 @@ def run_all(options: TrainingOptions, modes: Iterable[Mode], repeats: int) -> li
 def run_process(mode: Mode, repeat: int, options: TrainingOptions) -> Run:
     """Run a mode in a fresh process and wait for its end."""
     run = Run(mode=mode, repeat=repeat)
-    # A measured step tells the peak and the curve; later repeats would tell the same.
+    # A measured step gives the peak and the curve, which are the same in later repeats.
     words = (mode, "measured" if repeat == 1 else "unmeasured", options.to_json())
     is_without = mode in WITHOUT_SSDTRAIN
     with without.start("ssdtrain.demo.process", *words, is_without=is_without) as process:
@@ -55,7 +55,7 @@ def say(line: str) -> None:
 
 
 def _take(event: dict[str, Any], run: Run) -> None:
-    """Take in a line of the protocol."""
+    """Add a line of the protocol to the run."""
     match event.pop("event"):
         case "start":
             run.parameters_count = event["parameters_count"]
@@ -75,7 +75,7 @@ def _take(event: dict[str, Any], run: Run) -> None:
 
 
 def explain_end(return_code: int, step_count: int) -> str:
-    """Say why a process ended that did not say so itself."""
+    """Return why a process ended that sent no failure."""
     after = f"after {step_count} finished steps"
     if return_code == -signal.SIGKILL:
         return (

@@ -1,4 +1,4 @@
-"""The text that the demo trains on: bytes of real files, and batches cut from them."""
+"""Reads the text that the demo trains on, and cuts batches from its bytes."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 
 TEXT_BYTES_MAX = 16 << 20
-"""Enough for every step of every run; more would only take longer to read."""
+"""Enough for every step of every run."""
 
 FOREIGN_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
-"""Folders inside the standard library's that are not the standard library."""
+"""Folders inside of the standard library's folder that are not part of it."""
 
 
 def standard_library_text(*, bytes_max: int = TEXT_BYTES_MAX) -> bytes:
@@ -44,10 +44,10 @@ def load_text(path: str | None) -> bytes:
 
 
 class ByteBatches:
-    """Batches of token ids (the bytes themselves), a function of seed and step alone.
+    """Batches of token ids (the bytes themselves), which depend on seed and step alone.
 
-    The offsets come from a generator of their own, so that drawing a batch moves neither the
-    random numbers of dropout nor, through them, a single bit of the gradients.
+    The offsets come from a generator of their own, so a batch does not change the random numbers of
+    dropout, and so the gradients.
     """
 
     def __init__(self, text: bytes, *, batch: int, sequence: int, seed: int) -> None:
@@ -63,7 +63,7 @@ class ByteBatches:
         self._seed = seed
 
     def at(self, step: int) -> torch.Tensor:
-        """Cut the batch of one step: int64, (batch, sequence + 1), each row one piece of text."""
+        """Return the batch of a step: int64, (batch, sequence + 1), each row a piece of text."""
         # Torch's generator takes in 32 bits of its seed; a large prime keeps neighbours apart.
         generator = torch.Generator().manual_seed((self._seed * 1_000_003 + step) % (1 << 32))
         starts = torch.randint(

@@ -1,10 +1,10 @@
 """Runs a module or a script of this project as a program that never imports ssdtrain.
 
-The demo's models and clocks are modules of the package, and to import one imports the package
-first, which switches on torch's huge pages. The plain program, with which others are compared, must
-not do that. So it is started as this file, by its path, which puts an empty package in the place of
-`ssdtrain`. This package only knows the folder of the modules: `ssdtrain.demo.models` can be
-imported, `ssdtrain/__init__.py` does not run, and the compiled part cannot be loaded.
+The demo's models are modules of the package, and importing them imports the package first, which
+switches on torch's huge pages. The plain program, with which others are compared, must not do that.
+So it is started as this file, by its path. This file replaces `ssdtrain` by an empty package that
+only knows the folder: `ssdtrain.demo.models` can be imported, `ssdtrain/__init__.py` does not run,
+and the compiled part cannot be loaded.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ def start(
 ) -> subprocess.Popen[str]:
     """Start a module, or a script by its path, in a fresh process whose output is read.
 
-    With `is_without` it never imports ssdtrain. `environ` is its environment; by default it is that
-    of a process which never imported ssdtrain, or without `is_without` this process's own.
+    With `is_without` the process never imports ssdtrain. `environ` is its environment: by default
+    this process's own, with `is_without` without the variable that `import ssdtrain` sets.
     """
-    with_us = [sys.executable, *([] if program.endswith(".py") else ["-m"]), program, *words]
+    with_ssdtrain = [sys.executable, *([] if program.endswith(".py") else ["-m"]), program, *words]
     if environ is None and is_without:
         environ = environment()
     return subprocess.Popen(
-        command(program, *words) if is_without else with_us,
+        command(program, *words) if is_without else with_ssdtrain,
         stdin=stdin,
         stdout=subprocess.PIPE,
         text=True,
@@ -46,7 +46,7 @@ def start(
 
 
 def output_of(program: str, *words: str, is_without: bool, environ: Mapping[str, str]) -> str:
-    """Run what `start` starts to its end, and return its output.
+    """Run a program as `start` does, wait for its end, and return its output.
 
     Raises:
         CalledProcessError: Its exit code is not 0.
@@ -79,7 +79,7 @@ def main(words: list[str]) -> None:
     sys.modules |= {"ssdtrain": package, "ssdtrain._core": None}  # type: ignore[dict-item]
     program, *_ = sys.argv = words
     if program.endswith(".py"):
-        # As where a script is run: what lies beside it can be imported.
+        # As for any script: modules beside it can be imported.
         sys.path.insert(0, str(Path(program).parent))
         runpy.run_path(program, run_name="__main__")
     else:

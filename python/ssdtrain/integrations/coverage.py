@@ -1,4 +1,4 @@
-"""What the callbacks of all trainers share: the block around training, and what it counted."""
+"""Code that the callbacks of all trainers share: the block around training, and its figures."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any, TypeVar
 from ssdtrain import ConfigError, Session, Stats, offload
 from ssdtrain.notices import log
 
-__all__ = ["Coverage", "the_only_one"]
+__all__ = ["Coverage", "single_callback"]
 
 T = TypeVar("T")
 
 DONE = ("bytes_offloaded", "bytes_kept", "bytes_written", "bytes_read", "stall_s")
-"""What is plotted as it was done from one log to the next."""
+"""Figures whose differences from log to log are plotted."""
 NOW = ("resident_bytes", "resident_bytes_peak")
-"""What is plotted as it is when it is logged."""
+"""Figures that are plotted as they are."""
 
 
 class Coverage:
-    """Puts a block around each training of one callback, and counts for its log.
+    """Puts a block around each training of a callback, and returns figures for its log.
 
-    It can be pickled, as trainers do that start processes: then the options travel.
+    It can be pickled, as by trainers that start processes: the options travel then.
     """
 
     def __init__(self, directory: Any, options: dict[str, Any]) -> None:
@@ -36,12 +36,12 @@ class Coverage:
 
     @property
     def is_on(self) -> bool:
-        """Whether training is covered in this thread."""
+        """True if training is covered in this thread."""
         return self._block.is_on
 
     @contextmanager
     def around_training(self) -> Iterator[None]:
-        """Offload in the body, once: a training inside a training is covered by the outer block."""
+        """Offload in the body; do nothing inside of another training of the same callback."""
         if self.is_on:
             yield
             return
@@ -53,7 +53,7 @@ class Coverage:
             log.info("%s", self.session)
 
     def metrics(self) -> dict[str, int | float]:
-        """Return what was done since the last call, and what is resident now, for a log."""
+        """Return figures for a log: some since the last call, some as they are now."""
         session = self.session
         if session is None or not self.is_on:
             return {}
@@ -65,9 +65,9 @@ class Coverage:
         return {f"ssdtrain/{name}": value for name, value in values.items()}
 
 
-def the_only_one(callbacks: Iterable[object], kind: type[T]) -> T | None:
-    """Return the callback of this kind that a trainer has, or raise if it has several."""
-    found = [one for one in callbacks if isinstance(one, kind)]
+def single_callback(callbacks: Iterable[object], kind: type[T]) -> T | None:
+    """Return the trainer's callback of this kind, if any; raise if there are several."""
+    found = [callback for callback in callbacks if isinstance(callback, kind)]
     if len(found) > 1:
         raise ConfigError(
             f"this trainer has {len(found)} callbacks of type {kind.__name__}, each of which would "

@@ -1,11 +1,11 @@
-"""The callback for ``transformers.Trainer`` and what derives from it, such as the trainers of TRL.
+"""The callback for ``transformers.Trainer`` and its subclasses, such as the trainers of TRL.
 
-A trainer tells its callbacks that training begins and that it has ended, but not that it was ended
-by an error or by Ctrl-C, and a callback that raises keeps the others from being told anything. So
-``train`` itself gets a block around it, for trainers that have our callback, and so does ``log``
-get our figures: what a callback adds in ``on_log`` comes after the trainer's own history and after
-the loggers that the trainer made. Both are wrapped once, for all trainers, where this module is
-imported: also in a process that a launcher starts, when it unpickles the callback.
+A trainer calls its callbacks when training begins and when it has ended, but not after an error or
+Ctrl-C, and not if an earlier callback raises. So this module wraps ``Trainer.train``, to put a
+block around it for trainers that have the callback. It also wraps ``Trainer.log``: figures that a
+callback adds in ``on_log`` come too late for the trainer's history and for loggers that the trainer
+made. Both are wrapped once for all trainers when this module is imported; a process of a launcher
+imports it when it unpickles the callback.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ssdtrain import Session
 from ssdtrain.activations.failed_backward import drop_failed_backwards
-from ssdtrain.integrations.coverage import Coverage, the_only_one
+from ssdtrain.integrations.coverage import Coverage, single_callback
 from ssdtrain.notices import log
 
 try:
@@ -34,9 +34,9 @@ __all__ = ["OffloadCallback"]
 
 
 class OffloadCallback(TrainerCallback):
-    """Offloads what training saves: ``Trainer(..., callbacks=[OffloadCallback("/mnt/nvme")])``.
+    """Offloads saved tensors: ``Trainer(..., callbacks=[OffloadCallback("/mnt/nvme")])``.
 
-    The options are those of ``ssdtrain.offload``. Whatever ends the training, nothing stays on.
+    The options are those of ``ssdtrain.offload``. No hooks stay on after training.
     Each log of a training loss gets the figures ``ssdtrain/...``; the report is logged at level
     info when training ends, and is ``str(callback.session)``.
     """
@@ -50,8 +50,8 @@ class OffloadCallback(TrainerCallback):
         return self.coverage.session
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        """Begin, perhaps anew with a smaller batch; warn if there is no block around training."""
-        # A backward that ran out of memory leaves tensors behind, for which there may be no room.
+        """Drop tensors of failed backwards; warn if there is no block around training."""
+        # The trainer may begin again with a smaller batch after a backward ran out of memory.
         drop_failed_backwards()
         if not self.coverage.is_on:
             log.warning(
@@ -61,7 +61,7 @@ class OffloadCallback(TrainerCallback):
 
 
 def _coverage(trainer: Trainer) -> Coverage | None:
-    callback = the_only_one(trainer.callback_handler.callbacks, OffloadCallback)
+    callback = single_callback(trainer.callback_handler.callbacks, OffloadCallback)
     return None if callback is None else callback.coverage
 
 
@@ -80,8 +80,8 @@ def _wrapped_train(train: Callable[..., Any]) -> Callable[..., Any]:
 def _wrapped_log(write: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(write)
     def with_figures(self: Trainer, logs: dict[str, Any], *arguments: Any, **options: Any) -> None:
-        # Evaluations are logged with names of their own, and in between: their logs would take
-        # away what belongs to the next training loss.
+        # Logs of evaluations come in between: they would take the figures of the next training
+        # loss.
         coverage = _coverage(self)
         if coverage is not None and "loss" in logs:
             logs.update(coverage.metrics())
@@ -93,7 +93,7 @@ def _wrapped_log(write: Callable[..., None]) -> Callable[..., None]:
 WRAPPED = "is_wrapped_by_ssdtrain"
 
 if not hasattr(Trainer, WRAPPED):
-    # Once, also if this module is loaded again.
+    # Only once, even if this module is loaded again.
     wrapped = {
         "train": _wrapped_train(Trainer.train),
         "log": _wrapped_log(Trainer.log),
