@@ -1,4 +1,4 @@
-"""Offload what PyTorch training keeps in memory to NVMe SSDs, and bring it back bit for bit.
+"""Offload tensors of PyTorch training to NVMe SSDs, and bring them back bit for bit.
 
 >>> import ssdtrain
 >>> with ssdtrain.offload(dir="/mnt/nvme"):  # doctest: +SKIP
@@ -47,14 +47,14 @@ try:
     from ssdtrain.stats import Stats
     from ssdtrain.store import PendingRead, StoredTensor, TensorStore
 except (ImportError, OSError, UnsupportedError) as _error:
-    # Mostly torch itself. Whoever uses a name is told; but `ssdtrain doctor`, which looks for the
-    # reason, needs a package that can be imported.
+    # Mostly torch cannot be imported. The use of a name raises the reason; `ssdtrain doctor`, which
+    # looks for the cause, needs a package that can be imported.
     _reason = _error
 
     if not TYPE_CHECKING:
 
         def __getattr__(name: str) -> object:
-            """Raise why there is no such name."""
+            """Raise the reason for which a name is missing."""
             if name not in __all__:
                 raise AttributeError(f"module 'ssdtrain' has no attribute {name!r}")
             raise ImportError(

@@ -1,7 +1,7 @@
 """The public ``checkpoint``: marks a block whose activations are offloaded or computed again.
 
-A module stays the object it was, under a derived class whose ``__call__`` asks the session that is
-on: so names, ``state_dict`` and references to it do not change.
+A marked module stays the same object, under a derived class whose ``__call__`` goes through the
+session that is on. So names, ``state_dict`` and references to it do not change.
 """
 
 from __future__ import annotations
@@ -24,37 +24,37 @@ __all__ = ["checkpoint", "remove_checkpoint"]
 C = TypeVar("C", bound=Callable[..., Any])
 
 PARTLY_WRITING = (nn.LSTM, nn.CTCLoss, nn.RReLU)
-"""Modules whose kernels for CPUs save memory that they write in part."""
+"""Modules whose kernels for CPUs save memory that they write only in part."""
 SAVES_UNWRITTEN = (
-    "saves memory of which its kernel writes a part, so the two runs cannot be compared. Mark "
+    "saves memory that its kernel writes only in part, so the two runs cannot be compared. Mark "
     "blocks without it"
 )
 MOVES_STATISTICS = (
-    "moves its running statistics in each forward. Mark blocks without it, take a norm that has "
-    "none (LayerNorm, GroupNorm, track_running_stats=False), or call eval() on it before the mark "
+    "changes its running statistics in each forward. Mark blocks without it, take a norm without "
+    "them (LayerNorm, GroupNorm, track_running_stats=False), or call eval() on it before the mark "
     "if its statistics are frozen"
 )
 MOVES_VECTORS = (
-    "moves the vectors of spectral_norm in each forward of training. Mark blocks without it"
+    "changes the vectors of spectral_norm in each forward of training. Mark blocks without it"
 )
 
 
 def checkpoint(block: C) -> C:
-    """Let the plan say whether what a block saves is offloaded or computed again in backward.
+    """Let the plan choose whether a block's saved tensors are offloaded or computed again.
 
-    Mark only what may run twice: a block that computes the same again from the same arguments, and
-    changes nothing but what it returns. That is the rule of ``torch.utils.checkpoint``, which
+    Mark only blocks that may run twice: from the same arguments such a block computes the same
+    result, and it changes nothing else. That is the rule of ``torch.utils.checkpoint``, which
     computes it again, without reentrance: dropout draws the same numbers, autocast is as it was.
 
     ``self.blocks = nn.ModuleList(ssdtrain.checkpoint(Block()) for _ in range(12))``, or around a
     call, ``x = ssdtrain.checkpoint(block)(x)``. A module is marked in place and returned, a
     function is wrapped. Without a session of ``ssdtrain.offload`` with ``max_resident_bytes`` in
-    this thread a call is the plain one. Under one, calls are plain in the first steps, which are
-    measured; then those blocks are computed again of which that makes the step shorter. Either way
-    the bits are the same.
+    this thread calls are plain. Under such a session calls are plain in the first steps, which are
+    measured; then those blocks are computed again that make the step shorter by it. Either way the
+    bits are the same.
 
     In several processes (``torch.distributed``) all blocks are offloaded: each process would choose
-    for itself, and what a block communicates would come in another order in each.
+    for itself, and blocks would communicate in different orders.
 
     Raises:
         ConfigError: ``block`` cannot be called, or is a class.
@@ -81,21 +81,21 @@ def checkpoint(block: C) -> C:
 
 
 def remove_checkpoint(module: nn.Module) -> None:
-    """Make a module and all in it what they were before ``checkpoint``.
+    """Undo ``checkpoint`` for a module and all modules in it.
 
     Raises:
-        ConfigError: Something else has changed the class of a module since.
+        ConfigError: Other code has changed the class of a module since.
 
     """
-    for one in module.modules():
-        if isinstance(one, _Checkpointed):
-            plain = one._plain_class  # noqa: SLF001 - of the class below
-            if type(one) is not _checkpointed_class(plain):  # type: ignore[arg-type]
+    for block in module.modules():
+        if isinstance(block, _Checkpointed):
+            plain = block._plain_class  # noqa: SLF001 - of the class below
+            if type(block) is not _checkpointed_class(plain):  # type: ignore[arg-type]
                 raise ConfigError(
                     f"{plain.__name__} got another class after ssdtrain.checkpoint, "
-                    f"{type(one).__mro__[0].__name__}; undo that first"
+                    f"{type(block).__mro__[0].__name__}; undo that first"
                 )
-            _put_under(one, plain)
+            _put_under(block, plain)
 
 
 def _refuse_once_only(block: nn.Module) -> None:
@@ -118,7 +118,7 @@ def _why_once_only(module: nn.Module) -> str | None:
     if getattr(module, "track_running_stats", False):
         return MOVES_STATISTICS
     hooks = module._forward_pre_hooks.values()  # noqa: SLF001 - no public way
-    if any(isinstance(each, SpectralNorm | _SpectralNorm) for each in (module, *hooks)):
+    if any(isinstance(part, SpectralNorm | _SpectralNorm) for part in (module, *hooks)):
         return MOVES_VECTORS
     return None
 
@@ -134,12 +134,12 @@ def _put_under(module: nn.Module, kind: type[nn.Module]) -> None:
 
 
 class _Checkpointed:
-    """What the class of a marked module has besides its own."""
+    """The first base of a marked module's class."""
 
     _plain_class: type[nn.Module]
 
     def __init_subclass__(cls, **_: Any) -> None:
-        """Do nothing: the user's class was derived when he wrote it, perhaps with keywords."""
+        """Do nothing: the user's class may have been derived with keywords."""
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """Call the module, or have the session call it."""
@@ -147,29 +147,29 @@ class _Checkpointed:
         return _call(plain, self, arguments, keywords)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Return how a copy is made: as one of the plain class, which is marked then."""
+        """Return how a copy is made: as an object of the plain class, which is marked then."""
         reduced: Any = super().__reduce_ex__(protocol)
         make, arguments, *rest = reduced
         make, *plain = (
-            self._plain_class if one is type(self) else one for one in (make, *arguments)
+            self._plain_class if part is type(self) else part for part in (make, *arguments)
         )
         return (_marked, (make, tuple(plain)), *rest)
 
 
 def _marked(make: Callable[..., nn.Module], arguments: tuple[Any, ...]) -> nn.Module:
-    # The copy gets its modules later; those of the original may run twice.
+    # The copy gets its modules later; those of the original were checked.
     return _mark(make(*arguments))
 
 
 @functools.cache
 def _checkpointed_class(plain: type[nn.Module]) -> type[nn.Module]:
     names = {"_plain_class": plain, "__doc__": plain.__doc__, "__module__": plain.__module__}
-    # With the name of the plain one, by which others know a block and by which it is printed.
+    # The name of the plain class, by which libraries know a block and by which it is printed.
     return type(plain.__name__, (_Checkpointed, plain), names)
 
 
 class _CheckpointedFunction:
-    """A function, or anything that can be called, that is marked."""
+    """A marked function, or other object that can be called."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         functools.update_wrapper(self, function)

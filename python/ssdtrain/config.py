@@ -32,12 +32,12 @@ Backend = Literal["auto", "io_uring", "psync"]
 """``auto`` takes io_uring where the kernel allows it, else threads that call pread and pwrite."""
 
 DirectIo = Literal["required", "optional", "disabled"]
-"""Whether the page cache is bypassed (O_DIRECT); ``optional`` uses the page
-cache where a file system refuses to be without it."""
+"""``required`` bypasses the page cache (O_DIRECT); ``optional`` uses it if a file system refuses
+that; ``disabled`` always uses it."""
 
 Gds = Literal["optional", "required", "disabled"]
-"""Whether tensors of a GPU go past the CPU's memory (GPUDirect Storage, cuFile); ``optional`` takes
-pinned memory where that does not work."""
+"""``required`` sends tensors of a GPU past the CPU's memory (GPUDirect Storage, cuFile);
+``optional`` takes pinned memory if that does not work; ``disabled`` always takes it."""
 
 INTERNAL = {"simulated", "compat"}
 """Choices for tests, which messages do not offer."""
@@ -50,27 +50,27 @@ Size = int | str
 MIN_BYTES_DEFAULT = 256 << 10
 
 PINNED_BYTES_DEFAULT = 2 << 30
-"""Four times the longest tensor that may leave a GPU: 512 MiB is enough for a block of Llama with a
-width of 4,096 over 16,384 tokens in bfloat16, whose longest has 344 MiB."""
+"""Four times the longest tensor that may leave a GPU. 512 MiB is enough for a block of Llama with a
+width of 4,096 over 16,384 tokens in bfloat16: its longest tensor has 344 MiB."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoreConfig:
-    """What a store is opened with. Sizes in bytes."""
+    """The options of a store. Sizes in bytes."""
 
     dirs: tuple[str, ...]
-    """One spill file is kept in each."""
+    """The directories; each gets a spill file."""
     max_disk_bytes: int | None = None
     """Upper bound on the bytes reserved over all directories."""
     backend: str = "auto"
     direct_io: str = "required"
     verify: bool = False
-    """Checksum (xxh3) before each write, and compare what is read."""
+    """Checksum (xxh3) before each write, and compare after each read."""
     simulated_disk: SimulatedDisk | None = None
-    """What ``backend="simulated"`` writes to, for tests."""
+    """The disk of ``backend="simulated"``, for tests."""
 
     def __post_init__(self) -> None:
-        """Raise ``ConfigError`` for a value that cannot be meant."""
+        """Raise ``ConfigError`` for a value that is not allowed."""
         check_choice("backend", self.backend, (*get_args(Backend), "simulated"))
         check_choice("direct_io", self.direct_io, get_args(DirectIo))
         if not isinstance(self.verify, bool):
@@ -79,23 +79,23 @@ class StoreConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadConfig:
-    """What ``ssdtrain.offload`` was asked for. Sizes in bytes."""
+    """The options of ``ssdtrain.offload``. Sizes in bytes."""
 
     store: StoreConfig
     min_bytes: int = MIN_BYTES_DEFAULT
     """Smaller saved tensors stay in memory: they cost more calls than they free."""
     max_resident_bytes: int | None = None
-    """Upper bound on the saved bytes in memory, at whatever time the disk needs."""
+    """Upper bound on the saved bytes in memory; threads wait for the disk."""
     pinned_bytes: int = PINNED_BYTES_DEFAULT
-    """Memory of the CPU, for each GPU, through which its tensors go; of the GPU, and half as much,
-    by GPUDirect Storage."""
+    """Memory of the CPU through which tensors of a GPU go, for each GPU. By GPUDirect Storage half
+    as much of the GPU's memory."""
     max_host_bytes: int | None = None
-    """Pinned memory of the CPU, beside that, in which tensors of all GPUs may stay by plan."""
+    """More pinned memory of the CPU, in which tensors of all GPUs may stay by plan."""
     gds: str = "optional"
     """``"compat"`` is cuFile's compatibility mode, for tests."""
 
     def __post_init__(self) -> None:
-        """Raise ``ConfigError`` for a value that cannot be meant."""
+        """Raise ``ConfigError`` for a value that is not allowed."""
         check_choice("gds", self.gds, (*get_args(Gds), "compat"))
         memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         pinned = {"pinned_bytes": self.pinned_bytes}
@@ -109,7 +109,7 @@ class OffloadConfig:
             )
 
     def as_given(self) -> str:
-        """Return the directories and what differs from the defaults, as arguments in a program."""
+        """Return directories and options other than defaults, as arguments in a program."""
         store = self.store
         words = [repr(store.dirs[0] if len(store.dirs) == 1 else list(store.dirs))]
         for config, names in (
@@ -125,11 +125,11 @@ class OffloadConfig:
 
 
 def directories(given: Directories) -> tuple[str, ...]:
-    """Return the directories as absolute paths; whether they are usable, the store says."""
+    """Return the directories as absolute paths; the store checks that they can be used."""
     if isinstance(given, str | os.PathLike):
         given = [given]
     try:
-        dirs = tuple(os.path.expanduser(os.fspath(one)) for one in given)
+        dirs = tuple(os.path.expanduser(os.fspath(path)) for path in given)
     except TypeError:
         dirs = ()
     if callable(given):
@@ -137,18 +137,18 @@ def directories(given: Directories) -> tuple[str, ...]:
             f"dir must be a path or a list of paths to directories, not {given!r}; to decorate a "
             "function, name the directory: @ssdtrain.offload(dir)"
         )
-    if not dirs or not all(isinstance(one, str) and one for one in dirs):
+    if not dirs or not all(isinstance(path, str) and path for path in dirs):
         raise ConfigError(f"dir must be a path or a list of paths to directories, not {given!r}")
-    if any("\0" in one for one in dirs):
+    if any("\0" in path for path in dirs):
         raise ConfigError(f"dir contains a zero byte, which no path can: {given!r}")
     dirs = tuple(map(_absolute, dirs))
-    if len({os.path.realpath(one) for one in dirs}) < len(dirs):
+    if len({os.path.realpath(path) for path in dirs}) < len(dirs):
         raise ConfigError(f"dir names the same directory twice: {list(dirs)}; name each one once")
     return dirs
 
 
 def _absolute(given: str) -> str:
-    """Return a path that leads to the same directory after the process has gone to another one."""
+    """Return a path that still leads to the directory after the process has changed its own."""
     if os.path.isabs(given):
         return given
     try:
@@ -167,10 +167,10 @@ def _absolute(given: str) -> str:
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     """Raise ``ConfigError`` unless ``value`` is one of ``choices``."""
     if value not in choices:
-        allowed = ", ".join(repr(one) for one in choices if one not in INTERNAL)
+        allowed = ", ".join(repr(choice) for choice in choices if choice not in INTERNAL)
         raise ConfigError(f"{name} must be one of {allowed}, not {value!r}")
 
 
 def optional_bytes(name: str, value: Size | None) -> int | None:
-    """Return the bytes of a bound, or ``None`` where none was given."""
+    """Return the bytes of a bound, or ``None`` if none was given."""
     return None if value is None else in_bytes(name, value)

@@ -1,4 +1,4 @@
-"""What ssdtrain raises. Each message says what, where, why and what next."""
+"""The errors of ssdtrain. A message names the object, the place, the cause and a remedy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class SsdtrainError(RuntimeError):
     """The base of all errors of this package."""
 
     errno: int | None = None
-    """The kernel's error number, where the kernel refused."""
+    """The kernel's error number, if the kernel refused."""
 
 
 class ConfigError(SsdtrainError, ValueError):
@@ -39,11 +39,11 @@ class NoSpaceError(StorageError):
 
 
 class DiskBoundError(NoSpaceError):
-    """``max_disk_bytes`` has no room: a wish of the user, not a failure of the disk."""
+    """``max_disk_bytes`` has no room: the disk has not failed."""
 
 
 class CorruptError(StorageError):
-    """Bytes came back that are not those that were written (``verify=True``)."""
+    """Other bytes came back than were written (``verify=True``)."""
 
 
 class CudaError(SsdtrainError):
@@ -51,7 +51,7 @@ class CudaError(SsdtrainError):
 
 
 class UnsupportedError(SsdtrainError):
-    """The kernel, the file system or torch lacks what was asked for."""
+    """The kernel, the file system, torch or an object does not support the request."""
 
 
 class ClosedError(SsdtrainError):
@@ -59,7 +59,7 @@ class ClosedError(SsdtrainError):
 
 
 class PoisonedError(SsdtrainError):
-    """An I/O worker died; nothing it held can be trusted."""
+    """An I/O worker died; bytes that it held cannot be trusted."""
 
 
 class CancelledError(SsdtrainError):
@@ -71,12 +71,12 @@ class BusyError(SsdtrainError):
 
 
 class BudgetError(SsdtrainError, MemoryError):
-    """``max_resident_bytes`` cannot be kept: what cannot leave memory needs more at once.
+    """``max_resident_bytes`` cannot be kept: tensors that cannot leave memory need more at once.
 
     A forward whose saved tensors do not fit goes on without keeping them, and its backward raises
-    this: so it can name a bound that is enough for all of them. Gradients are then partial: zero
-    them before you try again.
+    this error: so it can name a bound that is enough for all of them. Gradients are partial then:
+    zero them before you try again.
 
-    It is a lack of memory, and its message has the words by which searches for a batch size know
-    one: Accelerate's, and so ``Trainer(auto_find_batch_size=True)``, and Lightning's.
+    Searches for a batch size take it for a lack of memory, by words of its message: Accelerate's,
+    and so ``Trainer(auto_find_batch_size=True)``, and Lightning's.
     """

@@ -1,4 +1,4 @@
-"""How a tensor lies in its storage: what the compiled part needs of torch to put it back on one."""
+"""Functions of torch for the compiled part, which puts tensors back on storages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ssdtrain.machine.torch_internals import (
 __all__ = ["TORCH", "checksum_of"]
 
 UNUSUAL_DTYPES: Final = ("torch.q", "torch.complex32", "torch.bcomplex32")
-"""Quantised dtypes, which are not managed, and those that torch warns of at their first use."""
+"""Quantised dtypes, which are never offloaded, and dtypes that torch warns of at first use."""
 
 
 with torch.inference_mode(mode=False):
@@ -28,20 +28,20 @@ with torch.inference_mode(mode=False):
         for dtype in vars(torch).values()
         if isinstance(dtype, torch.dtype) and not str(dtype).startswith(UNUSUAL_DTYPES)
     }
-"""Made at import: under a mode of torch that is on later, `torch.empty` could make another kind of
-tensor. Shared, because to make one costs more than all the rest of `Geometry.build`."""
+"""Made at import: under a later mode of torch, `torch.empty` could make another kind of tensor.
+Shared, because making a tensor costs more than all the rest of `Geometry.build`."""
 
 
 def checksum_of(tensor: Tensor) -> int:
-    """Return what tells the elements of a strided tensor of the CPU from others (xxh3).
+    """Return a checksum (xxh3) of the elements of a strided tensor of the CPU.
 
-    Nobody may change them meanwhile. Tensors of different forms may have the same checksum.
+    The elements must not change meanwhile. Tensors of different forms may have the same checksum.
     """
     return checksum(tensor.data_ptr(), tensor.element_size(), tensor.shape, tensor.stride())
 
 
 def _make_empty(dtype: torch.dtype, gpu: int | None) -> Tensor:
-    # An interrupt in here could leave the modes off, so the caller keeps what is made.
+    # An interrupt here could leave the modes off, so the caller makes each tensor only once.
     with plainly():
         return torch.empty(0, dtype=dtype, device="cpu" if gpu is None else gpu)
 
@@ -56,4 +56,4 @@ TORCH: Final = Torch(
     current_node=current_node,
     is_below_autograd=is_below_autograd,
 )
-"""What the compiled part calls of torch."""
+"""Functions of torch that the compiled part calls."""

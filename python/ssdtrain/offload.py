@@ -1,7 +1,7 @@
 """``with ssdtrain.offload(dir):`` makes a session, installs its hooks, and closes in order.
 
 START HERE. A tensor's way: ``hooks.pack`` → ``writeback`` → ``transfer`` → ``_core`` → the disk,
-and back through ``hooks.unpack``; ``docs/internals/architecture.md`` tells it.
+and back through ``hooks.unpack``; see ``docs/internals/architecture.md``.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ RUNS_LATER = (
 )
 
 ENTERED_INSIDE = (
-    "an ssdtrain.offload block was entered in a thread in which another one is on: until the inner "
-    "one is left it takes all that is saved, and the outer one nothing. In a notebook a cell may "
-    "have run twice: ssdtrain.leave_all() leaves both"
+    "an ssdtrain.offload block was entered in a thread in which another block is on: until the "
+    "inner block is left it gets all saved tensors, and the outer block none. In a notebook a cell "
+    "may have run twice: ssdtrain.leave_all() leaves both"
 )
 OTHER_ORDER = (
-    "an ssdtrain.offload block was left before another one that was entered after it in the same "
-    "thread (asyncio tasks that take turns do that): while both were on, the one that was entered "
-    "last took all that was saved, and counted it. Give each task a thread of its own"
+    "an ssdtrain.offload block was left before a block that was entered after it in the same "
+    "thread (asyncio tasks that take turns do that): while both were on, the later block got all "
+    "saved tensors, and counted them. Give each task a thread of its own"
 )
 TAKEN_OFF = (
     "other code left its hooks on saved tensors while an ssdtrain.offload block that was entered "
-    "after them was on, and so took ssdtrain's hooks off: what was saved since then was not "
+    "after them was on, and so took ssdtrain's hooks off: tensors saved since then were not "
     "offloaded. Leave blocks in the opposite order of entering them"
 )
 
@@ -67,9 +67,9 @@ R = TypeVar("R")
 
 
 class offload:  # noqa: N801 - used like torch.no_grad
-    """Keep what autograd saves on SSDs instead of in memory: a context manager and a decorator.
+    """Keep autograd's saved tensors on SSDs instead of in memory: a context manager and decorator.
 
-    Wrap the training loop, or one forward and its backward. Gradients are bit-identical to those
+    Wrap the training loop, or a forward and its backward. Gradients are bit-identical to those
     without it, or an error is raised. Implements SSDTrain (arXiv 2408.10013). Sizes are numbers of
     bytes, or text such as ``"8GiB"``, ``"256 KiB"`` or ``"500MB"``.
 
@@ -78,9 +78,9 @@ class offload:  # noqa: N801 - used like torch.no_grad
             relative path is resolved in this call. Its files have no names and vanish with the
             process.
         min_bytes: Saved tensors of fewer bytes stay in memory.
-        max_resident_bytes: Upper bound on the saved bytes in memory. Without it nothing ever waits
-            for a slow disk: what cannot be hidden is kept. With it forward waits as it must, and
-            raises ``BudgetError`` if the disk refuses what must leave memory.
+        max_resident_bytes: Upper bound on the saved bytes in memory. Without it no thread waits for
+            a slow disk: tensors stay if their I/O cannot be hidden. With it forward waits as it
+            must, and backward raises ``BudgetError`` if the saved tensors do not fit.
         max_disk_bytes: Upper bound on the bytes reserved on disk; beyond it tensors are kept.
         backend: ``"auto"``, ``"io_uring"`` or ``"psync"``.
         direct_io: ``"required"``, ``"optional"`` or ``"disabled"``: whether to bypass the page
@@ -95,7 +95,7 @@ class offload:  # noqa: N801 - used like torch.no_grad
             drive past the CPU's memory (GPUDirect Storage).
 
     Raises:
-        ConfigError: An option or the directory cannot be used; the message says what next.
+        ConfigError: An option or the directory cannot be used.
         NoSpaceError: The directory has hardly any free space.
         UnsupportedError: io_uring was asked for and the kernel refuses it; or GPUDirect Storage,
             also at the first tensor of a GPU.
@@ -140,27 +140,27 @@ class offload:  # noqa: N801 - used like torch.no_grad
     def _prepare(self) -> None:
         self._policy = Policy(self._config.max_host_bytes or 0)
         self._choices = Choices()
-        """What was learned outlives a session: the same object may be entered again."""
-        self._said = Notices()
-        self._uses = _Uses()
+        """Outlive a session, like the policy: the same object may be entered again."""
+        self._notices = Notices()
+        self._entries = _Entries()
         self.session: Session | None = None
-        """The session opened last: how to reach that of a decorated function."""
+        """The session that was opened last, also by a decorated function."""
 
     @property
     def is_on(self) -> bool:
-        """Whether this thread has entered this object and not left it."""
-        return self._uses.block_in(threading.current_thread()) is not None
+        """True if this thread has entered this object and not left it."""
+        return self._entries.block_in(threading.current_thread()) is not None
 
     def __repr__(self) -> str:
-        """Return how it was made: the directories, and what differs from the defaults."""
+        """Return the directories and the options other than defaults."""
         return f"ssdtrain.offload({self._config.as_given()})"
 
     def __getstate__(self) -> OffloadConfig:
-        """Return the options, which is all that a copy gets: what is on belongs to a thread."""
+        """Return the options. A copy gets nothing else: blocks belong to threads."""
         return self._config
 
     def __setstate__(self, config: OffloadConfig) -> None:
-        """Begin anew with the options of the original."""
+        """Make a new object with the options of the original."""
         self._config = config
         self._prepare()
 
@@ -177,14 +177,14 @@ class offload:  # noqa: N801 - used like torch.no_grad
         self.session = session = self._open()
         try:
             # Last, so that Ctrl-C cannot come between it and the body of `with`.
-            _Block(session, self._uses).put_on()
+            _Block(session, self._entries).put_on()
         except BaseException:
             session.close()
             raise
         return session
 
     def _open(self) -> Session:
-        return Session(self._config, self._policy, self._choices, self._said)
+        return Session(self._config, self._policy, self._choices, self._notices)
 
     def __exit__(
         self,
@@ -196,29 +196,29 @@ class offload:  # noqa: N801 - used like torch.no_grad
         try:
             outside_compiler(self._leave)
         except BaseException:
-            # Ctrl-C, perhaps before anything was left.
+            # Ctrl-C, perhaps before the block was left.
             outside_compiler(self._leave_this_thread)
             raise
 
     def _leave(self) -> None:
         if self._leave_this_thread():
             return
-        here, left_early = threading.current_thread(), self._uses.left_early
+        here, left_early = threading.current_thread(), self._entries.left_early
         if here in left_early:
             left_early.remove(here)
         else:
             self._leave_other_threads()
 
     def _leave_this_thread(self) -> bool:
-        block = self._uses.block_in(threading.current_thread())
+        block = self._entries.block_in(threading.current_thread())
         if block is not None:
             block.take_off()
         return block is not None
 
     def _leave_other_threads(self) -> None:
-        """Close what threads entered that are no more; their hooks ended with them."""
-        blocks = list(self._uses.blocks)
-        elsewhere = [one.thread.name for one in blocks if one.thread.is_alive()]
+        """Close blocks of threads that have ended; their hooks ended with them."""
+        blocks = list(self._entries.blocks)
+        elsewhere = [block.thread.name for block in blocks if block.thread.is_alive()]
         if elsewhere:
             raise ConfigError(
                 f"this block was entered in thread {elsewhere[0]!r} and stays on there: leave it "
@@ -232,16 +232,16 @@ class offload:  # noqa: N801 - used like torch.no_grad
             block.end()
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
-        """Decorate ``function``: one session serves all its calls, as long as it exists."""
+        """Decorate ``function``: a single session serves all its calls."""
         if isinstance(function, type):
             raise ConfigError(
-                f"{function.__name__!r} is a class, of which only the making would be covered; "
+                f"{function.__name__!r} is a class, and only its constructor would be covered; "
                 "decorate the function that runs forward and backward"
             )
         if any(is_kind(function) for is_kind in RUNS_LATER):
             raise ConfigError(
-                f"{getattr(function, '__name__', function)!r} runs after the call that makes it "
-                "has returned, without the hooks; put `with ssdtrain.offload(...)` inside it"
+                f"{getattr(function, '__name__', function)!r} runs after its call has returned, "
+                "without the hooks; put `with ssdtrain.offload(...)` inside it"
             )
         opened: list[Session] = []
         opening = threading.Lock()
@@ -265,7 +265,7 @@ class offload:  # noqa: N801 - used like torch.no_grad
                 try:
                     outside_compiler(block.take_off)
                 except BaseException:
-                    # Ctrl-C, perhaps before anything was taken off.
+                    # Ctrl-C, perhaps before the hooks were taken off.
                     outside_compiler(block.take_off)
                     raise
 
@@ -273,26 +273,26 @@ class offload:  # noqa: N801 - used like torch.no_grad
 
 
 class _Block:
-    """Where the hooks of a session are on: a ``with``, or one call of a decorated function."""
+    """The hooks of a session in a ``with``, or in a call of a decorated function."""
 
-    def __init__(self, session: Session, uses: _Uses | None) -> None:
+    def __init__(self, session: Session, entries: _Entries | None) -> None:
         self.session = session
-        self.uses = uses
-        """Those of the ``with``; ``None``: a decorated function, which keeps its session."""
+        self.entries = entries
+        """The entries of the ``offload`` object; ``None`` for a decorated function."""
         self.thread = threading.current_thread()
         self._pair = session.context()
         self._here = _blocks_here()
         self._is_on = False
 
     def put_on(self) -> None:
-        """Install the hooks, in the last of its calls; or leave no trace."""
+        """Install the hooks; after an error leave no trace."""
         try:
             self._is_on = True
             self._here.append(self)
-            if self.uses is not None:
-                self.uses.blocks.append(self)
+            if self.entries is not None:
+                self.entries.blocks.append(self)
             install(self._pair)
-            if self.uses is not None:
+            if self.entries is not None:
                 self.session.watch()
         except BaseException:
             uninstall(self._pair)
@@ -300,10 +300,10 @@ class _Block:
             raise
 
     def take_off(self) -> None:
-        """Remove the hooks, in whatever order; of a ``with``, close the session too. Idempotent."""
+        """Remove the hooks; for a ``with``, close the session too. Idempotent."""
         if sys.is_finalizing():
-            # A generator that Python closes at its end: torch counts no references any more, so to
-            # ask it for its hooks would free them twice. All ends with the process.
+            # Python closes a generator at its end: torch counts no references any more, so reading
+            # its hooks would free them twice. The process ends anyway.
             return
         here = self._here
         if self not in here:
@@ -316,7 +316,7 @@ class _Block:
             if not found:
                 pop_for_another()
                 PROCESS.say("hooks taken off by others", TAKEN_OFF)
-            if self.uses is not None:
+            if self.entries is not None:
                 drop_failed_backwards()
         finally:
             if self._is_on:
@@ -324,32 +324,32 @@ class _Block:
                 uninstall(self._pair)
                 self._is_on = False
             self.end()
-        if any(one.session is not self.session for one in inner):
+        if any(block.session is not self.session for block in inner):
             PROCESS.say("left in another order", OTHER_ORDER)
 
     def end(self) -> None:
-        """Close the session of a ``with``, and then forget that it is on.
+        """Close the session of a ``with``, and then forget the block.
 
-        Who is interrupted meanwhile finds it still, and ends it again.
+        After an interrupt in between the block is still known, and is ended again.
         """
-        if self.uses is not None:
+        if self.entries is not None:
             self.session.close()
         if self in self._here:
             self._here.remove(self)
-        if self.uses is not None and self in self.uses.blocks:
-            self.uses.blocks.remove(self)
+        if self.entries is not None and self in self.entries.blocks:
+            self.entries.blocks.remove(self)
 
 
-class _Uses:
-    """Where one ``offload`` object is on, in all threads."""
+class _Entries:
+    """The blocks of an ``offload`` object that are on, in all threads."""
 
     def __init__(self) -> None:
         self.blocks: list[_Block] = []
         self.left_early: list[threading.Thread] = []
-        """A thread for each block that ``leave_all`` left there and whose end is still to come."""
+        """The threads of blocks that ``leave_all`` has left, and that are still to end."""
 
     def block_in(self, thread: threading.Thread) -> _Block | None:
-        """Return what is on in a thread; of several, the one that was entered last."""
+        """Return the block that was entered last in a thread."""
         for block in reversed(self.blocks):
             if block.thread is thread:
                 return block
@@ -360,32 +360,32 @@ _thread = threading.local()
 
 
 def _blocks_here() -> list[_Block]:
-    """Return what is on in this thread, the innermost last."""
+    """Return the blocks that are on in this thread, the innermost last."""
     blocks: list[_Block] = _thread.__dict__.setdefault("blocks", [])
     return blocks
 
 
 def active() -> Session | None:
-    """Return the session that takes what autograd saves in this thread; of several, the inner one.
+    """Return the session of the innermost block in this thread, which gets its saved tensors.
 
-    ``None`` if there is none.
+    ``None`` if no block is on.
     """
     blocks = _blocks_here()
     return blocks[-1].session if blocks else None
 
 
 def leave_all() -> list[Session]:
-    """Leave every block that is on in this thread, whoever entered it, the inner ones first.
+    """Leave every block that is on in this thread, the inner blocks first; return their sessions.
 
-    For a notebook in which a cell entered a block and did not leave it. Returns the sessions that
-    were on. The end of a ``with`` that is left this way then does nothing.
+    This is for notebooks in which a cell entered a block and did not leave it. The end of a
+    ``with`` that was left this way does nothing.
     """
     sessions = []
     blocks = _blocks_here()
     while blocks:
         block = blocks[-1]
-        if block.uses is not None:
-            block.uses.left_early.append(block.thread)
+        if block.entries is not None:
+            block.entries.left_early.append(block.thread)
         block.take_off()
         sessions.append(block.session)
     # An interrupt in the middle of entering or leaving may have left hooks that no block knows.

@@ -1,4 +1,4 @@
-"""Opens a store from its options, tuned to its drives, and says what had to be given up."""
+"""Opens a store with its options and the tuning of its drives; logs fallbacks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["open_store"]
 
 
 def open_store(config: StoreConfig, *, retain_bytes: int | None = None) -> Store:
-    """Open a store and say what had to be given up, once per process.
+    """Open a store, and log each fallback once per process.
 
     ``retain_bytes``: see ``_core.Store``.
     """
@@ -33,27 +33,29 @@ def open_store(config: StoreConfig, *, retain_bytes: int | None = None) -> Store
 
 
 def _tuned(config: StoreConfig) -> tuple[str, list[tuple[str, tuple[int, int] | None]]]:
-    """Return the engine to ask for, and each directory with what is kept about its drive."""
+    """Return the engine to ask for, and each directory with the settings of its drive."""
     if config.backend == "simulated" or config.direct_io == "disabled":
-        # A simulated disk has no drive. Through the page cache, the kernel chooses how many
-        # requests of what size reach the drive, so what was measured without it does not hold.
-        return config.backend, [(one, None) for one in config.dirs]
-    kept = {one: tuning.load(one) for one in config.dirs}
+        # A simulated disk has no drive. With the page cache the kernel chooses the count and the
+        # sizes of requests, so figures that were measured without it do not hold.
+        return config.backend, [(directory, None) for directory in config.dirs]
+    saved = {directory: tuning.load(directory) for directory in config.dirs}
     backend = config.backend
-    if backend == "auto" and all(one and one.tuning.engine == "psync" for one in kept.values()):
+    if backend == "auto" and all(
+        found and found.tuning.engine == "psync" for found in saved.values()
+    ):
         backend = "psync"
     engine = "psync" if backend == "psync" else "io_uring"
     dirs: list[tuple[str, tuple[int, int] | None]] = []
-    for directory, one in kept.items():
-        if one is None or one.tuning.engine != engine:
+    for directory, found in saved.items():
+        if found is None or found.tuning.engine != engine:
             dirs.append((directory, None))
             continue
-        dirs.append((directory, (one.tuning.queue_depth, one.tuning.piece_bytes)))
+        dirs.append((directory, (found.tuning.queue_depth, found.tuning.piece_bytes)))
         PROCESS.say(
-            f"use of {directory} with {one.tuning}",
+            f"use of {directory} with {found.tuning}",
             "%s is used as `ssdtrain bench` found best: %s",
             directory,
-            one.tuning,
+            found.tuning,
             level=logging.INFO,
         )
     return backend, dirs

@@ -1,4 +1,4 @@
-"""Where a class of training's memory goes: directories, a store, or the share of a session."""
+"""Opens the store of a tenant: in directories, a user's own store, or a share of a session."""
 
 from __future__ import annotations
 
@@ -19,29 +19,30 @@ __all__ = ["Place", "opened"]
 Place = Directories | TensorStore | Session
 
 _stores: WeakValueDictionary[object, TensorStore] = WeakValueDictionary()
-"""What `_shared` opened, by process, options and directories, as long as somebody uses it."""
+"""Stores that `_shared` has opened and that are in use, by process, options and directories."""
 
 
 def opened(
     place: Place, max_disk_bytes: Size | None, verify: object, *, caller: str, name: str
 ) -> tuple[TensorStore, Share | None]:
-    """Return the store, and what it shares with a session, if one is given.
+    """Return the store of a place, and the share of the session if the place is a session.
 
-    ``caller`` is the function that was given the place, ``name`` what is to go there.
+    ``caller`` is the function that was given the place, ``name`` the name of the tenant.
 
     Raises:
-        ConfigError: It cannot be used, or options of a store are given with one that is open.
+        ConfigError: The place cannot be used, or options were given with an open store.
 
     """
     if isinstance(place, offload):
         raise ConfigError(
-            f"{caller} takes the session, not what makes it: `with ssdtrain.offload(dir) as "
-            "session:` gives one, and a decorator has it as `.session` after the first call"
+            f"{caller} takes a session, not ssdtrain.offload(dir) itself: `with "
+            "ssdtrain.offload(dir) as session:` gives one, and a decorator has it as `.session` "
+            "after the first call"
         )
     if place is None:
         raise ConfigError(
             f"{caller} takes a directory, a TensorStore or a session, not None; the `.session` of "
-            "a decorator is None before the first call of what it decorates"
+            "a decorator is None before the first call of its function"
         )
     if isinstance(place, TensorStore | Session):
         if max_disk_bytes is not None or verify:
@@ -54,7 +55,7 @@ def opened(
         share = place.share(name)
         return TensorStore.over(share.store), share
     if max_disk_bytes is not None:
-        # The bound is one on the bytes of this call.
+        # The bound is on the bytes of this call, so its store is not shared.
         return TensorStore(place, max_disk_bytes=max_disk_bytes, verify=verify), None  # type: ignore[arg-type]
     return _shared(StoreConfig(dirs=directories(place), verify=verify)), None  # type: ignore[arg-type]
 
@@ -62,19 +63,19 @@ def opened(
 def _shared(config: StoreConfig) -> TensorStore:
     """Return the store that all users of the same directories and options in this process share.
 
-    The last of them closes it. Each store has a file, threads and 64 MiB of each directory, which
-    would be too much for one optimizer for each parameter.
+    The last user closes it. A store has a file, threads and 64 MiB in each directory, which would
+    be too much if each parameter has an optimizer of its own.
     """
     try:
         places = frozenset(map(_identity, config.dirs))
     except OSError:
-        # Nobody has it, and the store says what is wrong with it.
+        # The store raises the better error.
         return _open(config)
-    # A forked process has the stores of the other one, and can use none of them.
+    # A forked process inherits stores that it cannot use.
     key = (os.getpid(), replace(config, dirs=()), places)
     store = _stores.get(key)
     if store is None or store.has_lost_directories():
-        # Two threads may come here at once: then there are two stores, which both work.
+        # Two threads at once may open two stores, which both work.
         store = _stores[key] = _open(config)
     return store
 
@@ -84,7 +85,7 @@ def _open(config: StoreConfig) -> TensorStore:
 
 
 def _identity(directory: str) -> tuple[int, int]:
-    """Return what tells a directory from all others, also from a link to it."""
-    # The path without a slash or a dot at its end, which would lead through a link.
+    """Return the identity of a directory; a link to it has another identity."""
+    # `Path` drops a slash or a dot at the end, which would follow the link.
     facts = os.lstat(Path(directory))
     return facts.st_dev, facts.st_ino

@@ -3,8 +3,7 @@
 An object that holds bytes of training, such as a saved storage, owns a *holding*: its entry in the
 account, which ends when the object dies. The compiled part keeps the entries, so that no handler of
 a signal runs between two changes that belong together, and a death counts at once on any thread.
-Some bytes have no such object, such as those of reads that nobody has asked for yet. The transfer
-counts them, and is asked when the sum is needed.
+Some bytes have no such object, such as those of reads ahead. The transfer counts them.
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ class MemoryUser(Protocol):
     """Holds bytes in memory, and can free some when another user needs room."""
 
     failure: str | None
-    """Why its bytes cannot leave memory; ``None`` if they can."""
+    """The error for which its bytes cannot leave memory; ``None`` if they can."""
 
     def wait_for_room(self) -> bool:
         """Wait until a transfer ends that frees memory; ``False`` if none is under way."""
 
     def give_way(self) -> None:
-        """Free the bytes that are held only for speed, or that nobody will ask for."""
+        """Free the bytes that are held only for speed, or that will never be used."""
 
     def held(self) -> list[Held]:
         """List its bytes that cannot leave memory, with the reasons, for a message."""
@@ -103,7 +102,7 @@ class Refusal:
         return Refused(self, holding)
 
     def error(self) -> BudgetError:
-        """Return what a backward of this pass raises."""
+        """Return the error that a backward of this pass raises."""
         self.is_told = True
         # Reads for one node need a little more while tensors of another are in use.
         return BudgetError(self._shortage.of_pass(self.least_bytes + IN_USE_COUNT * WIDENING_BYTES))
@@ -221,7 +220,7 @@ class Residency:
         *,
         stays: bool,
     ) -> Refused | None:
-        """Admit a tensor of an operation; if it can never fit, return what to pack in its place.
+        """Admit a tensor of an operation; if it can never fit, return the object to pack instead.
 
         ``stays`` says that it cannot leave memory once it is there. After a refusal all tensors of
         the pass are refused, until a backward has raised the error.
@@ -270,7 +269,7 @@ class Residency:
         return [user for reference in self._users if (user := reference()) is not None]
 
     def _counted_shortage(self, nbytes: int, wanted: str) -> Shortage:
-        """Count a refusal, and return what its error tells."""
+        """Count a refusal, and return the figures of its error."""
         assert self.limit_bytes is not None
         self.refused_count += 1
         users = self._present()

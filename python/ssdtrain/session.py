@@ -1,4 +1,4 @@
-"""One use of ``ssdtrain.offload``: its parts, its counts, and what it saves for planners."""
+"""A session of ``ssdtrain.offload``: its parts, its counts, and its traces for planners."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ __all__ = ["Session"]
 
 
 class Session:
-    """What ``with ssdtrain.offload(dir) as session`` gives: the running counts of this use.
+    """The counts of a block: ``with ssdtrain.offload(dir) as session``.
 
-    It stays readable after the block. The store behind it lives until the last graph that was
-    built in the block is gone, so a backward after the block works.
+    They stay readable after the block. The store lives until the last graph that was built in the
+    block is gone, so a backward after the block works.
     """
 
     def __init__(
@@ -39,11 +39,11 @@ class Session:
         config: OffloadConfig,
         policy: Policy,
         choices: Choices | None = None,
-        said: Notices | None = None,
+        notices: Notices | None = None,
     ) -> None:
         prepare_to_drop()
         bound = config.max_resident_bytes
-        # The memory of ended reads stays for the next ones; under a bound, an eighth of it at most.
+        # The memory of ended reads stays for the next reads; under a bound at most an eighth of it.
         store = open_store(config.store, retain_bytes=None if bound is None else bound // 8)
         try:
             lock = threading.RLock()
@@ -59,8 +59,8 @@ class Session:
                 max_resident_bytes=bound,
             )
             self._config = config
-            self._said = Notices() if said is None else said
-            """What was said at the ends of sessions of the same ``offload`` object."""
+            self._notices = Notices() if notices is None else notices
+            """Shared by the sessions of an ``offload`` object, so that reasons are logged once."""
             self._tenants = Tenants()
             self._final: Stats | None = None
             self._final_traces: tuple[Trace, ...] = ()
@@ -73,7 +73,7 @@ class Session:
             raise
 
     def watch(self) -> None:
-        """Look from now on at what happens around the hooks, which are on in this thread."""
+        """Begin to watch this thread, in which the hooks are on; see ``Watch``."""
         self._watch = watch = Watch()
         watch.begin()
 
@@ -124,11 +124,11 @@ class Session:
         return self._hooks.context()
 
     def flush(self, *, wait: bool = True) -> None:
-        """Write all that this thread's graphs saved and that may be written, and free its memory.
+        """Write the saved tensors of this thread's graphs that may be written; free their memory.
 
-        Writes otherwise begin in batches, and memory is freed by later operations. Call it where
-        memory is wanted before more is saved, and in no operation of autograd. Without ``wait``
-        the writes only begin. Does nothing after the block.
+        Otherwise writes begin in batches, and later operations free memory. Call it if you need
+        memory before more is saved, and outside of operations of autograd. Without ``wait`` the
+        writes only begin. It does nothing after the block.
         """
         hooks = self._hooks
         if hooks is not None:
@@ -136,7 +136,7 @@ class Session:
 
     @property
     def traces(self) -> tuple[Trace, ...]:
-        """The last step of each kind (two sequence lengths are two), the newest one last.
+        """The last step of each kind (each sequence length is a kind), the newest last.
 
         A step ends with its backward.
         """
@@ -156,7 +156,7 @@ class Session:
         save(traces[-1], path)
 
     def start_timeline(self) -> None:
-        """Note from now on when each tensor is where; see ``save_timeline``."""
+        """Begin to record the moves of each tensor; see ``save_timeline``."""
         if self._hooks is None:
             raise ConfigError("the block has ended: start the timeline while it is on")
         self._timeline = self._hooks.timeline
@@ -168,9 +168,9 @@ class Session:
         *,
         beside: str | os.PathLike[str] | None = None,
     ) -> None:
-        """Write a Chrome trace, which Perfetto opens: a bar for each tensor that was dropped since.
+        """Write a Chrome trace for Perfetto: a bar for each tensor that was dropped meanwhile.
 
-        ``beside`` is a trace of ``torch.profiler`` whose events are to be in the same picture.
+        ``beside`` is a trace of ``torch.profiler`` whose events are added.
 
         Raises ``ConfigError`` if ``start_timeline`` was not called or ``beside`` is no Chrome
         trace, ``OSError`` if a file cannot be read or written.
@@ -187,12 +187,12 @@ class Session:
             try:
                 hooks.learn_from_last()
             except SsdtrainError as error:
-                # A GPU that has failed fails all that asks it, and the store has to go anyway.
+                # A GPU that has failed fails all calls, and the store has to be closed anyway.
                 log.debug("nothing was learned from the last step: %s", error)
             final = hooks.stats(None if self._watch is None else self._watch.end())
             self._final = with_tenants(final, self._tenants.figures(), hooks.activations)
-            # Without those that a GPU has not come to: it may have failed, and nothing may keep the
-            # store from being let go.
+            # Without traces that a GPU has not reached: it may have failed, and the store has to be
+            # closed anyway.
             self._final_traces = hooks.traces()
             self._hooks = None
-            self._said.say_end(self._final.reason, is_surprising=self._final.is_surprising)
+            self._notices.say_end(self._final.reason, is_surprising=self._final.is_surprising)

@@ -128,17 +128,17 @@ class Room:
 
     @property
     def is_bounded(self) -> bool:
-        """Return whether the session has a bound."""
+        """True if the session has a bound."""
         return self._reservation is not None
 
     @property
     def is_open(self) -> bool:
-        """Return whether it is still reserved."""
+        """True if it is still reserved."""
         return self._reservation is not None and self._reservation.nbytes > 0
 
     @property
     def is_standing(self) -> bool:
-        """Return whether it ends when its holder dies; no wait for room counts on that."""
+        """True if it ends when its holder dies; no wait for room counts on that."""
         return self._standing is not None
 
     def fill_here(self) -> None:

@@ -1,9 +1,8 @@
-"""Sizes and counts as people write and read them: one parser and one formatter for all.
+"""Parses and formats sizes and counts for people.
 
 Units are powers of 1024 (``KiB``, ``MiB``, ``GiB``, ``TiB``) or of 1000 (``kB``, ``MB``, ...), as
-their names say. Sizes are told in the first kind, which is how memory is counted. Only `ssdtrain
-bench`, `doctor` and `lifespan` tell what a drive has, does and bears in the second, as its maker
-does.
+their names say. Messages use powers of 1024, as memory is counted so. Only `ssdtrain bench`,
+`doctor` and `lifespan` use powers of 1000 for drives, as their makers do.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ UNITS: Final[dict[str, int]] = (
     | {f"{prefix}IB": 1 << 10 * power for power, prefix in enumerate(PREFIXES, 1)}
     | {f"{prefix}B": 10 ** (3 * power) for power, prefix in enumerate(PREFIXES, 1)}
 )
-"""By the name in capitals: nobody means a difference between ``mib`` and ``MiB``."""
+"""By the name in capitals: ``mib`` is ``MiB``."""
 SHOWN_UNITS: Final = ("KiB", "MiB", "GiB", "TiB")
 WRITTEN: Final = re.compile(r"\s*([\d_]{1,24}(?:\.\d{1,9})?)\s*([A-Za-z]*)\s*", re.ASCII)
 
@@ -50,12 +49,12 @@ def in_bytes(name: str, value: object) -> int:
 
 
 def _parse(text: str) -> int:
-    """Return the bytes of a size as text, or 0 for what is none."""
+    """Return the bytes of a size as text, or 0 if it is no size."""
     match = WRITTEN.fullmatch(text)
     if match is None:
         return 0
     number, unit = match.groups()
-    # "8G" is none: to some it means 8 GiB and to others 8 GB.
+    # "8G" is refused: to some it means 8 GiB and to others 8 GB.
     factor = UNITS.get(unit.upper(), 0)
     whole, _, fraction = number.partition(".")
     if fraction and factor == 1:
@@ -72,7 +71,7 @@ def shown_bytes(nbytes: float) -> str:
         return shown_count(round(nbytes), "byte")
     size, shown = float(nbytes), "bytes"
     for unit in SHOWN_UNITS:
-        # By the rounded figure, so that nothing is shown as 1024.0 of the smaller unit.
+        # By the rounded figure, so that no size is shown as 1024.0 of the smaller unit.
         if round(size, 1) < 1024:
             break
         size, shown = size / 1024, unit
@@ -80,9 +79,9 @@ def shown_bytes(nbytes: float) -> str:
     return f"{figure} {shown}"
 
 
-def shown_count(count: int, one: str, several: str | None = None) -> str:
-    """Return a count with the words for one or for several: ``"1 tensor"``, ``"2 tensors"``."""
-    words = one if count == 1 else several or f"{one}s"
+def shown_count(count: int, singular: str, plural: str | None = None) -> str:
+    """Return a count with its noun: ``"1 tensor"``, ``"2 tensors"``."""
+    words = singular if count == 1 else plural or f"{singular}s"
     return f"{count} {words}"
 
 

@@ -1,4 +1,4 @@
-"""How long computing threads waited for I/O, and the clock that stands still meanwhile."""
+"""Counts the time in which computing threads waited for I/O."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ __all__ = ["Stalls"]
 
 
 class Stalls:
-    """The waits of one session.
+    """The waits of a session.
 
     The time of computing is ``time.perf_counter() - total_s``: on that clock a step takes as long
     as it would with an infinitely fast disk, so a plan made from it does not chase its own stalls.

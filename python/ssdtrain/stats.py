@@ -1,4 +1,4 @@
-"""What a session did, as a frozen snapshot and as a report for a person."""
+"""The figures of a session: a frozen snapshot, and a report for a person."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ OF_THE_MOMENT = frozenset(
         "recompute_measured_s",
     }
 )
-"""Fields that tell a state. Their differences mean nothing; nor do those of peaks."""
+"""Fields of a state, whose differences mean nothing; those of peaks neither."""
 
 STALL_SHARE_LITTLE = 0.01
 """A session that waits for a smaller share of the time is limited by computing."""
 OFFLOADED_SHARE_MUCH = 0.9
-"""If this share of the bytes that may leave memory was offloaded, computing is the limit: backward
-needs the rest too soon for any disk."""
+"""If this share of the eligible bytes was offloaded, computing is the limit: backward needs the
+rest too soon for any disk."""
 
 GAINED_SHARE_LITTLE = 0.1
 """The report calls a smaller share of the bytes of saved tensors hardly a gain."""
@@ -78,7 +78,7 @@ class Stats:
     elapsed_s: float
     """Time since the session began, whatever was done in it."""
     bytes_eligible: int
-    """Saved, and free to leave memory by their kind and size."""
+    """Saved bytes that may leave memory by their kind and size."""
     write_failed_count: int
     """Writes that failed, or for which the disk had no space; their tensors were kept."""
     write_refused_count: int
@@ -88,14 +88,14 @@ class Stats:
     ``max_resident_bytes`` also what is reserved for updates of an optimizer that shares it."""
     resident_bytes_peak: int
     saved_resident_bytes_peak: int
-    """Most saved bytes in memory at once, without what is reserved for an optimizer or weights."""
+    """Most saved bytes in memory at once, without reserved bytes of an optimizer or weights."""
     saved_bytes_peak: int
     """Most saved bytes that were needed at once, in memory or not: the peak without ssdtrain, if no
     block was computed again."""
     disk_used_bytes: int
     """Bytes of tensors on the disk now."""
     disk_reserved_bytes: int
-    """Size of the files that they are in: space that others cannot use meanwhile."""
+    """Size of the files that have these tensors."""
     engines: tuple[tuple[str, str], ...]
     """Directory and engine of each spill file."""
     pinned_bytes: int
@@ -103,18 +103,18 @@ class Stats:
     from_gpu_bytes: int
     """Copied from GPUs' tensors, to pinned memory or to a ring on the GPU."""
     staying_bytes: int
-    """Of these, to stay in pinned memory by plan, and not to go to the disk (`max_host_bytes`)."""
+    """Of these, bytes that stay in pinned memory by plan (`max_host_bytes`)."""
     to_gpu_bytes: int
     """Copied back."""
     from_gpu_s: float
-    """Time of the GPUs' links with these copies, without what the copies waited for."""
+    """Time of these copies on the GPUs' links, without their waits."""
     to_gpu_s: float
     """The same of the copies back."""
     full_gpu_wait_s: float
-    """Time in which threads waited for a GPU that they were ahead of, because the memory that its
-    tensors go through was full: a wait that costs nothing."""
+    """Time in which threads waited because the memory for a GPU's tensors was full, while the GPU
+    was behind them: such a wait costs nothing."""
     full_disk_wait_s: float
-    """The same for the disk: only under ``max_resident_bytes``."""
+    """Time in which they waited there for the disk; only under ``max_resident_bytes``."""
     full_stayed_count: int
     """Tensors that stayed on their GPU because that memory was full."""
     away_bytes_peak: int
@@ -129,33 +129,34 @@ class Stats:
     direct_read_bytes: int
     """Bytes that it read."""
     process_bytes: int
-    """Memory of the whole process now (``VmRSS``); 0 where the system does not tell."""
+    """Memory of the whole process now (``VmRSS``); 0 if the system does not tell."""
     process_bytes_peak: int
     """Its peak since the process began (``VmHWM``)."""
     has_small_pages: bool
-    """Whether torch's tensors are not on huge pages, because ssdtrain was imported too late."""
+    """True if torch's tensors are not on huge pages, because ssdtrain was imported too late."""
     hooks_s: float = 0.0
-    """Time in hooks of tensors that may leave, without waits; none is lost while a GPU has work."""
+    """Time in hooks of tensors that may leave, without waits. It costs nothing while a GPU has
+    work."""
     gpu_stall_s: float = 0.0
-    """Time in which GPUs waited for tensors that came back, by their own clocks, in the steps whose
-    ends they have come to. Threads may have waited meanwhile, which is in ``stall_s``."""
+    """Time in which GPUs waited for tensors that came back, by their own clocks, in steps that have
+    ended there. Waits of threads meanwhile are in ``stall_s``."""
     blocks_called: int = 0
     """Calls of blocks that ``ssdtrain.checkpoint`` marked, under ``max_resident_bytes``."""
     blocks_recomputed: int = 0
-    """Those of them that backward computes again."""
+    """Calls that backward computes again."""
     bytes_not_written: int = 0
     """Bytes that these calls did not save, so that no write was needed."""
     recomputed_s: float = 0.0
-    """Time in which they were computed again."""
+    """Time of the second runs."""
     recompute_expected_s: float = 0.0
     """How long forward and backward of the last step with such blocks should have taken; 0 before
     the first choice."""
     recompute_measured_s: float = 0.0
     """How long they took, with waits for the disk."""
     reason: str | None = None
-    """Why little or nothing was offloaded, and what to change; ``None`` if much was."""
+    """The cause why little or nothing was offloaded, with advice; ``None`` if much was."""
     is_surprising: bool = False
-    """Whether that is so although something else could have been expected."""
+    """True if the user could expect more."""
     classes: tuple[ClassStats, ...] = ()
     """The figures of activations and of each other class that shares the store; empty if there is
     no other."""
@@ -163,7 +164,7 @@ class Stats:
     @property
     def exposed_s(self) -> float:
         """Time in which threads waited for I/O, of all classes."""
-        others_s = sum(one.stall_s for one in self.classes if one.name != ACTIVATIONS)
+        others_s = sum(figures.stall_s for figures in self.classes if figures.name != ACTIVATIONS)
         return self.stall_s + self.full_disk_wait_s + others_s
 
     @property
@@ -173,9 +174,9 @@ class Stats:
 
     @property
     def limit(self) -> str:
-        """The bottleneck: why no more leaves memory, or why a step is not faster.
+        """The bottleneck of the session.
 
-        ``"compute"`` if nearly all that may leave memory did and hardly a thread or GPU waited.
+        ``"compute"`` if nearly all eligible bytes were offloaded and hardly a thread or GPU waited.
         Else the link that was busy for longest: ``"the disk's writes"``, ``"the disk's reads"``,
         ``"the PCIe copies to the host"`` or ``"the PCIe copies to the GPU"``.
         """
@@ -188,16 +189,16 @@ class Stats:
             "the disk's reads": self.read_busy_s,
         }
         if self.pinned_bytes:
-            # Without it they are copies on the GPU, and its link is a part of the disk's.
+            # Without pinned memory the copies are on the GPU, and its link is that of the disk.
             busy_s["the PCIe copies to the host"] = self.from_gpu_s
             busy_s["the PCIe copies to the GPU"] = self.to_gpu_s
         return max(busy_s, key=lambda link: busy_s[link])
 
     def since(self, earlier: Stats) -> Stats:
-        """Return what was done after ``earlier``, a snapshot of the same session.
+        """Return the changes after ``earlier``, a snapshot of the same session.
 
-        Counts, bytes and times are differences. What is resident or on the disk now, and the peak
-        since the session began, are those of this snapshot.
+        Counts, bytes and times are differences. States, such as the bytes in memory or on the disk
+        now, and peaks are those of this snapshot.
         """
         changes = {}
         for field in fields(self):
@@ -205,25 +206,26 @@ class Stats:
             is_state = field.name in OF_THE_MOMENT or field.name.endswith("_peak")
             if isinstance(now, int | float) and not is_state:
                 changes[field.name] = now - getattr(earlier, field.name)
-        before = {one.name: one for one in earlier.classes}
-        classes = [one.since(before.get(one.name, ClassStats(name=""))) for one in self.classes]
+        before = {figures.name: figures for figures in earlier.classes}
+        none = ClassStats(name="")
+        classes = [figures.since(before.get(figures.name, none)) for figures in self.classes]
         return replace(self, classes=tuple(classes), **changes)
 
     def as_dict(self) -> dict[str, int | float | str]:
-        """Return all of it by name, in a flat form that JSON and every logger take.
+        """Return all figures by name, in a flat form that JSON and every logger take.
 
-        Names that contain ``bytes`` are sizes in bytes, those that end in ``_s`` times in seconds;
-        what begins with ``is`` or ``has`` is 0 or 1, and ``reason`` is empty if there is none.
-        Each class that shares the store has its own: ``optimizer_state_bytes_written``.
+        Names with ``bytes`` are sizes in bytes, names that end in ``_s`` are times in seconds;
+        values of names that begin with ``is`` or ``has`` are 0 or 1, and ``reason`` may be empty.
+        Each class that shares the store has its own names: ``optimizer_state_bytes_written``.
         """
         values: dict[str, int | float | str] = {
             field.name: getattr(self, field.name)
             for field in fields(self)
             if field.name != "classes"
         }
-        for one in self.classes:
-            prefix = one.name.replace(" ", "_")
-            figures = asdict(one)
+        for class_stats in self.classes:
+            prefix = class_stats.name.replace(" ", "_")
+            figures = asdict(class_stats)
             del figures["name"]
             values.update({f"{prefix}_{name}": value for name, value in figures.items()})
         values["has_small_pages"] = int(self.has_small_pages)
@@ -248,13 +250,13 @@ class Stats:
         return text + f"; a step of {expected:.3f} s was expected, the last took {measured:.3f} s"
 
     def __str__(self) -> str:
-        """Lay the figures out for a person."""
+        """Return the report for a person."""
         fates = (
             ("offloaded", self.bytes_offloaded, self.tensors_offloaded),
             ("forwarded", self.bytes_forwarded, self.tensors_forwarded),
             ("kept", self.bytes_kept, self.tensors_kept),
         )
-        # The last count has the word.
+        # Only the last count has its noun.
         saved = ", ".join(
             f"{shown_bytes(nbytes)} {fate} in "
             + (shown_count(count, "tensor") if fate == "kept" else str(count))
@@ -283,7 +285,8 @@ class Stats:
             f"  I/O time   {times}, {self._shown_stalls()}",
         ]
         rows += [
-            f"  {'' if number else 'of these':10} {one}" for number, one in enumerate(self.classes)
+            f"  {'' if number else 'of these':10} {figures}"
+            for number, figures in enumerate(self.classes)
         ]
         if self.blocks_called:
             rows.append(f"  blocks     {self._shown_blocks()}")
@@ -291,7 +294,7 @@ class Stats:
             rows += self._gpu_rows()
         if self.write_failed_count:
             failed = shown_count(self.write_failed_count, "write")
-            rows.append(f"  failures   {failed}; what they had to write was kept")
+            rows.append(f"  failures   {failed}; their tensors were kept")
         if self.write_refused_count:
             refused = shown_count(self.write_refused_count, "write")
             rows.append(f"  bound      {refused} beyond max_disk_bytes not made")
@@ -338,7 +341,7 @@ class Stats:
 
     def _shown_stalls(self) -> str:
         stalls = shown_count(self.stall_count, "stall")
-        # The time is of all classes; only those of activations are counted.
+        # The time is that of all classes, the count that of activations.
         return f"{stalls} of activations" if len(self.classes) > 1 else stalls
 
     def _gpu_rows(self) -> list[str]:
@@ -380,15 +383,15 @@ def with_tenants(
     """Return a snapshot with the figures of each class, if there are other classes."""
     if not tenants:
         return stats
-    all_of_them = {ACTIVATIONS: activations(), **tenants}
-    written = sum(one.bytes_written for one in all_of_them.values())
-    read = sum(one.bytes_read for one in all_of_them.values())
+    by_class = {ACTIVATIONS: activations(), **tenants}
+    written = sum(figures.bytes_written for figures in by_class.values())
+    read = sum(figures.bytes_read for figures in by_class.values())
     classes = []
-    for name, one in all_of_them.items():
-        busy_s = stats.write_busy_s * one.bytes_written / max(1, written)
-        busy_s += stats.read_busy_s * one.bytes_read / max(1, read)
-        hidden_s = max(0.0, busy_s - one.stall_s)
-        classes.append(ClassStats(name=name, hidden_s=hidden_s, **asdict(one)))
+    for name, figures in by_class.items():
+        busy_s = stats.write_busy_s * figures.bytes_written / max(1, written)
+        busy_s += stats.read_busy_s * figures.bytes_read / max(1, read)
+        hidden_s = max(0.0, busy_s - figures.stall_s)
+        classes.append(ClassStats(name=name, hidden_s=hidden_s, **asdict(figures)))
     return replace(stats, classes=tuple(classes))
 
 

@@ -1,8 +1,8 @@
-"""The store itself, for torch tensors and numpy arrays: asynchronous, checked, unnamed.
+"""The public ``TensorStore``: stores torch tensors and numpy arrays in files without names.
 
 >>> with ssdtrain.TensorStore("/mnt/nvme") as store:  # doctest: +SKIP
 ...     stored = store.write(x)  # returns at once; x must not change before stored.wait()
-...     stored.wait()  # raises what went wrong
+...     stored.wait()  # raises the error of the write
 ...     y = store.read(stored).result()  # a new tensor, bit for bit
 ...     store.overwrite(stored, x + 1)  # the old bytes stay until the new ones are written
 ...     store.read_into(stored, y).result()  # into the memory of y
@@ -58,11 +58,11 @@ class StoredTensor(Generic[T]):
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of memory that a read of it takes, with the widening to the drive's blocks."""
+        """Bytes of memory that a read takes, with the widening to the drive's blocks."""
         return 0 if self._stored is None else self._stored.slot_bytes
 
     def done(self) -> bool:
-        """Whether the write, and an overwrite after it, has ended, well or not."""
+        """Return whether the write, and an overwrite after it, has ended, well or not."""
         stored, overwrite = self._stored, self._overwrite
         if self._released or stored is None:
             return True
@@ -71,8 +71,8 @@ class StoredTensor(Generic[T]):
     def wait(self) -> None:
         """Wait for the write, and for an overwrite after it.
 
-        Raises ``StorageError``, ``NoSpaceError`` or ``ClosedError``. That an overwrite failed is
-        raised once; the bytes from before it are there then.
+        Raises ``StorageError``, ``NoSpaceError`` or ``ClosedError``. The error of an overwrite is
+        raised once; the old bytes are there then.
         """
         self.refuse_released()
         stored, overwrite = self._stored, self._overwrite
@@ -83,8 +83,8 @@ class StoredTensor(Generic[T]):
                 overwrite.wait()
             finally:
                 has_ended = overwrite.done()
-                # Another thread may have begun the next one meanwhile, which must not be dropped:
-                # Python lets no other thread in between these two lines, as they call nothing.
+                # Another thread may have begun the next overwrite, which must not be dropped: no
+                # thread runs between these two lines, as they call nothing.
                 if has_ended and self._overwrite is overwrite:
                     self._overwrite = None
         if self._overwrite is None:
@@ -97,7 +97,7 @@ class StoredTensor(Generic[T]):
 
 
 class PendingRead(Generic[T]):
-    """A tensor on its way back, to memory of its own or into that of another one."""
+    """A tensor on its way back, to memory of its own or that of another tensor."""
 
     def __init__(
         self, store: Store, stored: StoredTensor[T], into: _Target[T] | None = None
@@ -108,15 +108,15 @@ class PendingRead(Generic[T]):
         self._pending: Pending | PendingInto | None = None
         self._result: T | None = None
         self._is_begun = False
-        # Several threads may ask for the result: one of them begins the read and makes the result.
-        # A signal handler may ask while this thread makes the result: the one set last counts.
+        # Several threads may ask for the result: the first begins the read and makes the result. A
+        # signal handler may ask while this thread makes the result: the last result counts.
         self._lock = threading.RLock()
         self._process = os.getpid()
         if stored.done():
             self._begin()
 
     def done(self) -> bool:
-        """Whether ``result`` would not wait."""
+        """Return whether ``result`` would not wait."""
         if self._result is not None:
             return True
         if self._stored.done():
@@ -125,11 +125,11 @@ class PendingRead(Generic[T]):
         return self._is_begun and (pending is None or pending.done())
 
     def result(self) -> T:
-        """Wait for the bytes and return a new tensor or array, or the one that was given.
+        """Wait for the bytes; return a new tensor or array, or the one given to ``read_into``.
 
         Raises:
             StorageError: The write or the read failed; no wrong byte is returned.
-            CorruptError: The bytes are not those that were written (``verify=True``).
+            CorruptError: The bytes differ from those that were written (``verify=True``).
             ClosedError: The tensor was released, the store closed, or this process was forked.
 
         """
@@ -151,9 +151,9 @@ class PendingRead(Generic[T]):
         return into.tensor
 
     def _begin(self) -> None:
-        """Begin the read, once; raise what went wrong with the write."""
+        """Begin the read once; raise the error of the write."""
         if os.getpid() != self._process:
-            # Here the lock may be held for ever, by a thread that is in the other process.
+            # The lock may be held for ever, by a thread that is in the other process.
             raise ClosedError("this read belongs to the process that was forked")
         self._stored.wait()
         with self._lock:
@@ -180,10 +180,10 @@ class TensorStore:
             raises ``NoSpaceError``.
         backend: ``"auto"``, ``"io_uring"`` or ``"psync"``.
         direct_io: ``"required"``, ``"optional"`` or ``"disabled"``.
-        verify: Checksum (xxh3) what is written, and compare what is read.
+        verify: Checksum (xxh3) each tensor before its write, and compare after its read.
 
     Raises:
-        ConfigError: An option or a directory cannot be used; the message says what next.
+        ConfigError: An option or a directory cannot be used.
 
     """
 
@@ -209,9 +209,9 @@ class TensorStore:
 
     @classmethod
     def over(cls, store: Store) -> Self:
-        """Return a store of tensors over one of bytes that is open; for users inside of ssdtrain.
+        """Return a store of tensors over an open store of bytes; for users inside of ssdtrain.
 
-        It lives as long as somebody uses either.
+        It lives as long as either is in use.
         """
         made = cls.__new__(cls)
         made._store = store  # noqa: SLF001 - its constructor
@@ -219,19 +219,19 @@ class TensorStore:
         return made
 
     def has_lost_directories(self) -> bool:
-        """Whether a directory went out of use since the opening; for users inside of ssdtrain."""
+        """Return whether a directory went out of use since the store was opened."""
         return self._store.notes() != self._opening_notes
 
     def write(self, tensor: T) -> StoredTensor[T]:
         """Begin to write ``tensor`` and return at once.
 
-        Its memory is read in place, from its first element to its last with whatever lies between:
-        none of it may change before ``wait()`` has returned on the result. Strides are kept; a
-        numpy array that is not contiguous is copied first.
+        Its memory is read in place, from its first element to its last with all bytes between: none
+        may change before ``wait()`` has returned on the result. Strides are kept; a numpy array
+        that is not contiguous is copied first.
 
         Raises:
             ConfigError: Not a dense CPU tensor, or an array of Python objects.
-            NoSpaceError: ``max_disk_bytes`` has no room; a full disk is told by ``wait()``.
+            NoSpaceError: ``max_disk_bytes`` has no room; ``wait()`` raises it for a full disk.
             BusyError: More writes wait than the queue holds; wait for some.
             ClosedError: The store is closed.
 
@@ -241,13 +241,13 @@ class TensorStore:
         return StoredTensor(tensor, stored, form)
 
     def overwrite(self, stored: StoredTensor[T], tensor: T) -> None:
-        """Begin to write ``tensor`` in the place of what ``stored`` holds, and return at once.
+        """Begin to write ``tensor`` in the place of the bytes of ``stored``, and return at once.
 
         It must have the same type, shape and strides, and must not change before
-        ``stored.wait()`` has returned. The old bytes stay on the disk until the new ones are
+        ``stored.wait()`` has returned. The old bytes stay on the disk until the new bytes are
         written in whole, so for a while both take space; if the overwrite fails,
-        ``stored.wait()`` says so, and reads give the old bytes. Reads that were begun before give
-        the old bytes or the new ones, those begun after wait for the new ones.
+        ``stored.wait()`` raises, and reads give the old bytes. Reads that were begun before give
+        the old or the new bytes; reads that are begun after wait for the new bytes.
 
         Raises:
             ConfigError: Another shape or type, or the write of ``stored`` has not ended.
@@ -264,7 +264,7 @@ class TensorStore:
         if handle is None:
             return
         if handle.done() and stored.done():
-            # So that a failure which nobody asked for is not forgotten.
+            # Raises an error that no call has raised yet.
             stored.wait()
         stored._overwrite = self._store.overwrite(  # noqa: SLF001
             handle, address, nbytes, owner
@@ -272,15 +272,15 @@ class TensorStore:
         stored._source = tensor  # noqa: SLF001
 
     def read_into(self, stored: StoredTensor[T], tensor: T) -> PendingRead[T]:
-        """Begin to read what ``stored`` holds into the memory of ``tensor``.
+        """Begin to read the bytes of ``stored`` into the memory of ``tensor``.
 
-        It must have the same type, shape and strides, without holes, and be writable; nobody may
-        use it before ``result()`` has returned, which returns it. What it holds after an error is
-        unspecified. If ``result()`` was interrupted, or the read was dropped, the disk may write
-        there until the store is closed: ask for the result again before the memory is used. Its
-        version counter is raised, so that autograd knows that it changed. The bytes go there
-        without a copy if it begins at the same place within a block of the disk as what was
-        written, as large tensors of one allocator mostly do.
+        It must have the same type, shape and strides, without holes, and be writable. Do not use it
+        before ``result()`` has returned it; after an error its content is unspecified. If
+        ``result()`` was interrupted, or the read was dropped, the disk may write there until the
+        store is closed: call ``result()`` again before you use the memory. The version counter is
+        raised, so that autograd knows of the change. The bytes need no copy if the tensor begins at
+        the same offset within a block of the disk as the one that was written, as large tensors of
+        the same allocator mostly do.
 
         Raises:
             ConfigError: The memory of ``tensor`` cannot take the bytes; the message says why.
@@ -290,7 +290,7 @@ class TensorStore:
         return PendingRead(self._store, stored, _Target(stored, tensor))
 
     def read(self, stored: StoredTensor[T]) -> PendingRead[T]:
-        """Begin to read what ``stored`` holds, as soon as its write has ended."""
+        """Begin to read the bytes of ``stored``, as soon as their write has ended."""
         _refuse_other_handle("read", stored)
         return PendingRead(self._store, stored)
 
@@ -321,7 +321,7 @@ class TensorStore:
         return self._store.stats()
 
     def close(self) -> None:
-        """Refuse new work, end what has begun; what waits raises ``ClosedError``. Idempotent.
+        """Refuse new work, end I/O that has begun; waits raise ``ClosedError``. Idempotent.
 
         Tensors that were read stay valid.
         """
@@ -342,7 +342,7 @@ class TensorStore:
 
 
 class _Form:
-    """How to make a tensor or an array of bytes again."""
+    """The form of a tensor or an array, which makes it from bytes again."""
 
     def __init__(self, nbytes: int, start: int, form: Geometry | np.ndarray[Any, Any]) -> None:
         self.nbytes = nbytes
@@ -363,23 +363,22 @@ class _Form:
         """Raise ``ConfigError`` if a tensor of another form is given for this one."""
         if self._layout()[0] != other._layout()[0]:
             raise ConfigError(
-                f"what was written from a {self._layout()[0]} cannot be {verb} a "
-                f"{other._layout()[0]}; torch.from_numpy(array) and tensor.numpy() turn one into "
-                "the other"
+                f"a {self._layout()[0]} was written, which cannot be {verb} a "
+                f"{other._layout()[0]}; torch.from_numpy(array) and tensor.numpy() convert them"
             )
         if self._facts() != other._facts():
             raise ConfigError(
-                f"{self._told()} cannot be {verb} {other._told()}; give one of the same type, "
-                "shape and strides"
+                f"{self._shown()} cannot be {verb} {other._shown()}; give the same type, shape and "
+                "strides"
             )
 
     def _facts(self) -> tuple[object, ...]:
         kind, dtype, size, stride = self._layout()
-        # How far apart the elements of a dimension lie means nothing if it has only one.
+        # The stride of a dimension with a single element means nothing.
         steps = [step for n, step in zip(size, stride, strict=True) if n > 1]
         return kind, dtype, size, steps if self.nbytes else []
 
-    def _told(self) -> str:
+    def _shown(self) -> str:
         kind, dtype, size, stride = self._layout()
         return f"a {kind} of {dtype}, shape {size} and strides {stride}"
 
@@ -399,12 +398,12 @@ class _Target(Generic[T]):
         if isinstance(tensor, Tensor):
             self._refuse_unwritable(tensor)
         elif not tensor.flags.writeable:
-            raise ConfigError("the array is read-only; read into a writable one")
+            raise ConfigError("the array is read-only; read into a writable array")
         elif owner is not tensor:
-            raise ConfigError("an array with holes cannot be read into; give a contiguous one")
+            raise ConfigError("an array with holes cannot be read into; give a contiguous array")
         self.tensor = tensor
         self.owner = owner
-        """Keeps the memory, whatever becomes of the tensor: `.data` can be given another one."""
+        """Keeps the memory alive: the tensor's `.data` may be set to another tensor."""
         self.address = address
         self.nbytes = nbytes
 
@@ -414,7 +413,7 @@ class _Target(Generic[T]):
         if tensor.requires_grad and torch.is_grad_enabled():
             raise ConfigError("a tensor that requires grad is read into under torch.no_grad()")
         if not is_dense(tensor):
-            raise ConfigError("a tensor with holes cannot be read into; give a dense one")
+            raise ConfigError("a tensor with holes cannot be read into; give a dense tensor")
 
     def note_change(self) -> None:
         """Tell autograd that the bytes change."""
@@ -423,15 +422,15 @@ class _Target(Generic[T]):
 
 
 def _refuse_other_handle(verb: str, stored: object) -> None:
-    """Raise ``ConfigError`` for what ``write`` did not return, such as the tensor itself."""
+    """Raise ``ConfigError`` unless ``stored`` is a result of ``write``."""
     if not isinstance(stored, StoredTensor):
         raise ConfigError(
-            f"{verb} takes what write returned, not {type(stored)!r}: stored = store.write(tensor)"
+            f"{verb} takes a result of write, not {type(stored)!r}: stored = store.write(tensor)"
         )
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements lie one after the other, in some order of the dimensions."""
+    """Return whether the elements lie one after the other, in some order of the dimensions."""
     expected = 1
     if not tensor.numel():
         return True
@@ -443,7 +442,7 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def _take_apart(tensor: object) -> tuple[_Form, object, int, int]:
-    """Return the form, what keeps the bytes alive, their address and their number."""
+    """Return the form, the owner of the bytes, their address and their count."""
     if type(tensor) is Tensor or type(tensor) is Parameter:
         if is_wrapped(tensor) or tensor._is_zerotensor():  # noqa: SLF001 - it has no bytes
             raise ConfigError("a tensor inside a function transform has no bytes of its own yet")
@@ -471,7 +470,7 @@ def _take_apart(tensor: object) -> tuple[_Form, object, int, int]:
         return _Form(array.nbytes, 0, template), array, array.ctypes.data, array.nbytes
     if isinstance(tensor, Tensor | np.ndarray):
         raise ConfigError(
-            f"only dense tensors and plain arrays can be stored, not {type(tensor)!r}: what it "
-            "adds to its bytes would be lost; convert it first"
+            f"only dense tensors and plain arrays can be stored, not {type(tensor)!r}: all but its "
+            "bytes would be lost; convert it first"
         )
     raise ConfigError(f"only torch tensors and numpy arrays can be stored, not {type(tensor)!r}")

@@ -62,9 +62,9 @@ def with_parametrized_vectors() -> nn.Module:
     return nn.Sequential(parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)))
 
 
-STATISTICS = r"moves its running statistics .* take a norm that has none \(LayerNorm"
-VECTORS = "moves the vectors of spectral_norm in each forward of training"
-UNWRITTEN = "saves memory of which its kernel writes a part"
+STATISTICS = r"changes its running statistics .* take a norm without them \(LayerNorm"
+VECTORS = "changes the vectors of spectral_norm in each forward of training"
+UNWRITTEN = "saves memory that its kernel writes only in part"
 
 
 @pytest.mark.parametrize(

@@ -560,10 +560,10 @@ def test_a_session_that_has_ended_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="this session has ended"):
         offload_optimizer(training.optimizer, session)
     assert type(training.optimizer) is torch.optim.AdamW
-    with pytest.raises(ConfigError, match="takes the session, not what makes it"):
+    with pytest.raises(ConfigError, match="takes a session, not ssdtrain"):
         offload_optimizer(training.optimizer, block(tmp_path))  # type: ignore[arg-type]
     decorator = block(tmp_path)
-    with pytest.raises(ConfigError, match="None before the first call of what it decorates"):
+    with pytest.raises(ConfigError, match="None before the first call of its function"):
         offload_optimizer(training.optimizer, decorator.session)  # type: ignore[arg-type]
 
 

@@ -462,7 +462,7 @@ def test_what_is_no_open_session_is_refused(tmp_path: Path) -> None:
     model = layers()
     with pytest.raises(ConfigError, match="this session has ended, and weights would need"):
         ssdtrain.offload_parameters(model, session)
-    with pytest.raises(ConfigError, match="offload_parameters takes the session, not what makes"):
+    with pytest.raises(ConfigError, match="offload_parameters takes a session, not ssdtrain"):
         ssdtrain.offload_parameters(model, block(tmp_path))  # type: ignore[arg-type]
     assert not away(model)
     for options in ({"verify": True}, {"max_disk_bytes": "1GiB"}):

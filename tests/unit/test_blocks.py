@@ -122,7 +122,7 @@ def test_the_outer_one_is_left_first(
     assert count(inner_session)
     assert not count(outer_session)
     inner.__exit__(None, None, None)
-    assert sum("left before another" in one.message for one in caplog.records) == 1
+    assert sum("left before a block that" in one.message for one in caplog.records) == 1
     if foreign:
         assert top_hooks(True) is not None, "the hooks of others were taken off"
         other.__exit__()
@@ -222,7 +222,7 @@ def test_tasks_that_take_turns_leave_nothing_on(
     first, second = asyncio.run(both())
     assert count(second)
     assert not count(first)
-    assert "left before another" in caplog.text
+    assert "left before a block that" in caplog.text
 
 
 def test_another_thread_cannot_leave(place: Path) -> None:
