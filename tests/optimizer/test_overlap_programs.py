@@ -240,7 +240,7 @@ def test_programs(program: Program) -> None:
 
 
 @pytest.mark.long
-@settings(max_examples=600)
+@settings(max_examples=300)
 @given(programs)
 def test_many_programs(program: Program) -> None:
     prove(program)

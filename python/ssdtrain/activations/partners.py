@@ -1,7 +1,7 @@
 """The questions that the compiled part asks of Python; `_core.pyi` has them as types.
 
 So mypy checks that `Hooks`, `Writeback`, `Prefetcher` and `Policy` answer them. In Rust,
-`rust/py/src/partners.rs` asks them, and no other file.
+`rust/py/src/partners.rs` and `planning.rs` ask them, and no other file.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ use pyo3::prelude::*;
 use ssdtrain_core::staging::Tier;
 
 use crate::gpu::Gpus;
-use crate::partners::Planning;
+use crate::planning::Planning;
 
 /// The plan for a tensor that leaves a GPU.
 #[derive(Clone, Copy)]

@@ -28,6 +28,7 @@ mod owner;
 mod partners;
 mod passing;
 mod plan;
+mod planning;
 mod probe;
 mod record;
 mod round;

@@ -1,6 +1,6 @@
 //! The Python objects that compiled code calls: one typed method here for each question.
 //!
-//! No other file names their methods and attributes. Their classes are in
+//! No other file but `planning.rs` names their methods and attributes. Their classes are in
 //! `python/ssdtrain/activations`; `partners.py` there has the same questions as protocols, so that
 //! mypy checks the answers.
 //!
@@ -14,18 +14,14 @@ use pyo3::Borrowed;
 use pyo3::exceptions::PyValueError;
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
 use ssdtrain_core as core;
 
 use crate::error::to_python;
+use crate::planning::Planning;
 use crate::record::Record;
 use crate::round::Round;
 use crate::saved_tensor::SavedTensor;
 use crate::transfer::Loading;
-
-/// Seconds since the first pack of its round: when a tensor is packed, when it is needed, and, if
-/// it leaves, when it has been copied from its GPU.
-pub type Moments = (f64, f64, Option<f64>);
 
 /// The `Hooks` of a session, with its `Writeback`, `Prefetcher` and `Policy`.
 pub struct SessionHooks {
@@ -42,11 +38,6 @@ pub struct Writing<'a, 'py>(Borrowed<'a, 'py, PyAny>);
 /// The `Prefetcher` of a session: learning from rounds, and room for reads.
 #[derive(Clone, Copy)]
 pub struct Prefetching<'a, 'py>(Borrowed<'a, 'py, PyAny>);
-
-/// The `Policy` of a session: the plans of its rounds.
-#[derive(FromPyObject)]
-#[pyo3(transparent)]
-pub struct Planning(Py<PyAny>);
 
 /// The `Stalls` of a session: how long its threads have waited for I/O.
 #[derive(FromPyObject)]
@@ -279,50 +270,6 @@ impl<'py> Prefetching<'_, 'py> {
     pub fn note_refused(self, error: &PyErr) -> PyResult<()> {
         let arguments = (error.value(self.py()),);
         self.0.call_method1(intern!(self.py(), "note_refused"), arguments).map(drop)
-    }
-}
-
-impl Planning {
-    /// True if the last plan keeps the tensor with this key in memory.
-    pub fn keeps(&self, py: Python<'_>, key: i64) -> PyResult<bool> {
-        self.0.bind(py).getattr(intern!(py, "keep"))?.contains(key)
-    }
-
-    /// True if the last plan has the tensor with this key stay in pinned memory.
-    pub fn pins(&self, py: Python<'_>, key: i64) -> PyResult<bool> {
-        self.0.bind(py).getattr(intern!(py, "pinned"))?.contains(key)
-    }
-
-    /// The moments of the tensor with this key, if the last plan has a tensor of a GPU with it.
-    pub fn moments(&self, py: Python<'_>, key: i64) -> PyResult<Option<Moments>> {
-        let known = self.0.bind(py).getattr(intern!(py, "moments"))?;
-        let moments = known.cast::<PyDict>()?.get_item(key)?;
-        moments.map(|moments| moments.extract()).transpose()
-    }
-
-    /// True if a plan was made with this key in it.
-    pub fn knows(&self, py: Python<'_>, key: i64) -> PyResult<bool> {
-        self.0.bind(py).call_method1(intern!(py, "knows"), (key,))?.is_truthy()
-    }
-
-    /// The `Plan` for rounds of a signature, if there is one.
-    pub fn plan<'py>(
-        &self,
-        py: Python<'py>,
-        signature: i64,
-    ) -> PyResult<Option<Bound<'py, PyAny>>> {
-        let plans = self.0.bind(py).getattr(intern!(py, "plans"))?;
-        plans.cast::<PyDict>()?.get_item(signature)
-    }
-
-    /// The part of a `Plan` by which reads begin ahead of their needs.
-    pub fn readahead_plan(plan: &Bound<'_, PyAny>) -> PyResult<core::round::Plan> {
-        let py = plan.py();
-        Ok(core::round::Plan {
-            needed_s: plan.getattr(intern!(py, "needed_s"))?.extract()?,
-            start_by_s: plan.getattr(intern!(py, "start_by_s"))?.extract()?,
-            longest_gap_s: plan.getattr(intern!(py, "longest_gap_s"))?.extract()?,
-        })
     }
 }
 
