@@ -134,7 +134,6 @@ KINDS = {
         lambda: bytearray([64]),
         lambda one: one[0] / 512,
         lambda one: one.__setitem__(0, one[0] // 2),
-        is_kept=False,
     ),
     "array of Python": Kind(lambda: array("d", [RATE]), lambda one: one[0], halve_item(0)),
     "array of objects": Kind(objects, lambda one: one[0][0], lambda one: halve_item(0)(one[0])),
