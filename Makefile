@@ -75,7 +75,7 @@ demo: need-rust $(DEMO_STAMP) ## train with keep, recompute and offload, and com
 	$(ENV_PYTHON) -m ssdtrain demo $(DEMO)
 
 .PHONY: demo-whole
-demo-whole: need-rust $(DEMO_STAMP) ## train with AdamW in a sixth of the memory that it needs; DEMO="--memory 512MiB"
+demo-whole: need-rust $(DEMO_STAMP) ## train with AdamW in a seventh of the memory that it needs; DEMO="--memory 512MiB"
 	$(ENV_PYTHON) -m ssdtrain demo --whole $(DEMO)
 
 .PHONY: test

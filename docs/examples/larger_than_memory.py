@@ -36,7 +36,7 @@ with ssdtrain.offload(sys.argv[1], max_resident_bytes="16MiB") as session:
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
 
     begin = 0
-    if checkpoint.exists():
+    if (checkpoint / "manifest.json").exists():
         last = ssdtrain.load(checkpoint, model, optimizer)
         scheduler.load_state_dict(last["scheduler"])
         torch.set_rng_state(last["random"])

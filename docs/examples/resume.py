@@ -28,7 +28,7 @@ scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
 ssdtrain.offload_optimizer(optimizer, sys.argv[1])
 
 begin = 0
-if checkpoint.exists():
+if (checkpoint / "manifest.json").exists():
     last = ssdtrain.load(checkpoint, model, optimizer)
     scheduler.load_state_dict(last["scheduler"])
     torch.set_rng_state(last["random"])

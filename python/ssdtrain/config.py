@@ -110,17 +110,13 @@ class OffloadConfig:
 
     def as_given(self) -> str:
         """Return directories and options other than defaults, as arguments in a program."""
-        store = self.store
-        words = [repr(store.dirs[0] if len(store.dirs) == 1 else list(store.dirs))]
-        for config, names in (
-            (self, ("min_bytes", "max_resident_bytes", "max_host_bytes", "gds")),
-            (store, ("max_disk_bytes", "backend", "direct_io", "verify")),
-        ):
-            defaults = {field.name: field.default for field in fields(config)}
-            options = {name: getattr(config, name) for name in names}
-            words += [
-                f"{name}={value!r}" for name, value in options.items() if value != defaults[name]
-            ]
+        dirs = self.store.dirs
+        words = [repr(dirs[0] if len(dirs) == 1 else list(dirs))]
+        for config in (self, self.store):
+            for field in fields(config):
+                value = getattr(config, field.name)
+                if field.name not in ("store", "dirs") and value != field.default:
+                    words.append(f"{field.name}={value!r}")
         return ", ".join(words)
 
 

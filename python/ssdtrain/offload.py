@@ -1,7 +1,7 @@
 """``with ssdtrain.offload(dir):`` makes a session, installs its hooks, and closes in order.
 
-START HERE. A tensor's way: ``hooks.pack`` → ``writeback`` → ``transfer`` → ``_core`` → the disk,
-and back through ``hooks.unpack``; see ``docs/internals/architecture.md``.
+START HERE. The way of a tensor in ``rust/py/src``: ``hook_pair.rs`` → ``offloading.rs`` →
+``writeback.rs`` → ``transfer.rs`` → the store; see ``docs/internals/architecture.md``.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ class offload:  # noqa: N801 - used like torch.no_grad
             relative path is resolved in this call. Its files have no names and vanish with the
             process.
         min_bytes: Saved tensors of fewer bytes stay in memory.
-        max_resident_bytes: Upper bound on the saved bytes in memory. Without it no thread waits for
-            a slow disk: tensors stay if their I/O cannot be hidden. With it forward waits as it
+        max_resident_bytes: Upper bound on the saved bytes in memory. Without it forward never waits
+            for the disk: tensors stay if their I/O cannot be hidden. With it forward waits as it
             must, and backward raises ``BudgetError`` if the saved tensors do not fit.
         max_disk_bytes: Upper bound on the bytes reserved on disk; beyond it tensors are kept.
         backend: ``"auto"``, ``"io_uring"`` or ``"psync"``.
@@ -87,7 +87,8 @@ class offload:  # noqa: N801 - used like torch.no_grad
             cache.
         verify: Checksum each tensor before its write and after its read.
         pinned_bytes: Memory of the CPU through which tensors of a GPU go, for each GPU; it is
-            pinned at the first such tensor. By GPUDirect Storage half as much of the GPU's.
+            pinned at the first such tensor. With GPUDirect Storage half as much of the GPU's
+            memory is taken instead.
         max_host_bytes: More memory of the CPU, for all GPUs together, in which their tensors may
             stay by plan instead of going to the disk. None by default; without effect by GPUDirect
             Storage.
@@ -99,10 +100,10 @@ class offload:  # noqa: N801 - used like torch.no_grad
         NoSpaceError: The directory has hardly any free space.
         UnsupportedError: io_uring was asked for and the kernel refuses it; or GPUDirect Storage,
             also at the first tensor of a GPU.
-        BudgetError: In forward or backward: ``max_resident_bytes`` cannot be kept.
+        BudgetError: In backward: ``max_resident_bytes`` cannot be kept.
         StorageError: In backward: a tensor could not be read back (``CorruptError``: it came back
             with other bytes). No gradient was computed from it.
-        ClosedError: In backward: the tensor is on the disk of another process, which was forked.
+        ClosedError: In backward: the tensor is on the disk of the parent process.
 
     """
 

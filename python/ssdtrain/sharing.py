@@ -253,7 +253,7 @@ class Budget:
             finally:
                 self._changed.release()
 
-    # The methods of a User, called with the session's lock held.
+    # The methods of a MemoryUser, called with the session's lock held.
 
     def wait_for_room(self) -> bool:
         """Wait without the lock until a room ends; ``False`` if none will end."""

@@ -53,7 +53,7 @@ def files(root: Path, folders: tuple[str, ...], *suffixes: str) -> Iterator[tupl
 def rooms_that_look_up(root: Path) -> Iterator[str]:
     """A room of Python imports only rooms on lines above its own in the list of the page."""
     page = (root / PAGE).read_text()
-    block = page.partition("```rooms\n")[2].partition("```")[0]
+    block = page.partition("```layers\n")[2].partition("```")[0]
     level = {room: line for line, rooms in enumerate(block.splitlines()) for room in rooms.split()}
     modules = {
         name.removeprefix(f"{PACKAGE}/").removesuffix(".py"): text
@@ -139,7 +139,7 @@ def test_the_tree_keeps(rule: Callable[[Path], Iterator[str]]) -> None:
 
 def test_what_breaks_a_rule_is_found(tmp_path: Path) -> None:
     tree = {
-        PAGE: "```rooms\nerrors away/known\naway\n__init__\n```\n",
+        PAGE: "```layers\nerrors away/known\naway\n__init__\n```\n",
         "docs/install.md": "from pypi" + ".org",
         "python/ssdtrain/errors.py": "def f():\n    import ssdtrain.away.known\n",
         "python/ssdtrain/away/known.py": "from ssdtrain import offload\n",

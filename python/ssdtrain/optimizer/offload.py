@@ -116,7 +116,7 @@ def offload_optimizer(
             the CPU; ``"backward"`` or masters of one that keeps lists of its parameters; those in
             shards (DTensor) with more than ``"step"`` and ``undo``, or with an update that
             communicates, which is tried: call this in all processes. In backward, in ``step`` and
-            for what uses a gradient: too late for ``overlap="backward"``, see there.
+            for what uses a gradient: too late for ``overlap="backward"``.
         BudgetError: In ``step``, before anything is changed: other users of the session's
             ``max_resident_bytes`` leave too little of it.
         StorageError: In ``step``: state could not be read back. With ``undo`` (and with

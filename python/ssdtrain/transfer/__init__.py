@@ -1,1 +1,1 @@
-"""Moves bytes to the store and back; a file for each kind of memory."""
+"""Sizes and rates of the memory that bytes go through; the compiled part moves them."""
