@@ -11,7 +11,12 @@ from torch import Tensor, UntypedStorage
 from torch.nn import Parameter
 
 from ssdtrain.errors import UnsupportedError
-from ssdtrain.machine.torch_internals import as_plain_tensors, plainly, refuse_access
+from ssdtrain.machine.torch_internals import (
+    address_of,
+    as_plain_tensors,
+    plainly,
+    refuse_access,
+)
 from ssdtrain.watched import METADATA, Watched
 
 __all__ = [
@@ -136,7 +141,7 @@ def husk_of(tensor: Tensor, kind: type[AwayTensor]) -> Tensor:
         )
         storage = husk.untyped_storage()
         storage.resize_(0)
-    refuse_access(storage._cdata, kind.not_in_python)  # noqa: SLF001 - its address in C++
+    refuse_access(address_of(storage), kind.not_in_python)
     return husk
 
 

@@ -19,7 +19,14 @@ from ssdtrain._core import Leaving
 from ssdtrain.away.classes import AwayTensor, attach, husk_of, is_away, plain_storage
 from ssdtrain.away.threads import KNOWN_THREADS, WAITING
 from ssdtrain.geometry import checksum_of
-from ssdtrain.machine.torch_internals import as_plain_tensors, count_users, is_shared, plainly
+from ssdtrain.machine.torch_internals import (
+    address_of,
+    as_plain_tensors,
+    count_users,
+    is_foreign,
+    is_shared,
+    plainly,
+)
 from ssdtrain.store import PendingRead, StoredTensor, TensorStore, is_dense
 from ssdtrain.watched import HOLDER, Watcher
 
@@ -83,9 +90,7 @@ def why_staying(tensor: Tensor, plain: type[Tensor]) -> str | None:
 
 def storage_key(tensor: Tensor) -> int:
     """Return a number that no other living storage has."""
-    storage = plain_storage(tensor) if is_away(tensor) else tensor.untyped_storage()
-    address: int = storage._cdata  # noqa: SLF001 - its address in C++
-    return address
+    return address_of(plain_storage(tensor) if is_away(tensor) else tensor.untyped_storage())
 
 
 class Owner(Protocol):
@@ -229,11 +234,9 @@ class OffloadedTensor(Watcher):
         assert tensor is not None
         self.note_memory()
         if self.has_foreign_memory or not self._has_form_of(tensor):
-            why = why_staying(tensor, self.kind.plain)
-            # torch does not know the users of memory of a file, of numpy or of another library.
-            is_of_others = self.has_foreign_memory and not tensor.untyped_storage().resizable()
+            is_of_others = self.has_foreign_memory and is_foreign(tensor)
             # defence: weights on memory of others stay
-            if why is not None or is_of_others:
+            if is_of_others or why_staying(tensor, self.kind.plain) is not None:
                 return False
             self.has_foreign_memory = False
             self._take_form()

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ssdtrain.errors import CorruptError
+from ssdtrain.store import is_dense
 
 __all__ = ["Form", "Item", "fill", "form_of", "refuse_changed", "shards_of", "write_shard"]
 
@@ -65,11 +66,10 @@ def form_of(tensor: Tensor) -> Form:
     """Return the form of a dense tensor."""
     usual = tensor.is_contiguous()
     # Strides that leave holes, or lay elements upon each other, are not made again.
-    is_dense = torch.empty_like(tensor, device="meta").stride() == tensor.stride()
     return Form(
         dtype=str(tensor.dtype).removeprefix("torch."),
         shape=tuple(tensor.shape),
-        stride=tensor.stride() if is_dense and not usual else None,
+        stride=tensor.stride() if is_dense(tensor) and not usual else None,
     )
 
 

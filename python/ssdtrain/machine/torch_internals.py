@@ -22,6 +22,7 @@ from ssdtrain.errors import UnsupportedError
 __all__ = [
     "STORAGE_USERS_ALONE",
     "Hooks",
+    "address_of",
     "are_same_type",
     "as_plain_tensors",
     "clone_of",
@@ -39,6 +40,8 @@ __all__ = [
     "in_shards",
     "in_transform",
     "is_below_autograd",
+    "is_foreign",
+    "is_given",
     "is_in_shards",
     "is_shared",
     "is_traced",
@@ -224,13 +227,6 @@ def no_compilation(*, waits: bool) -> Iterator[bool]:
             lock.release()
 
 
-count_users: Callable[[int], int] = _find("_C._storage_Use_Count")
-"""Counts the tensors on the storage at an address of C++; see ``users_of``."""
-
-holders_of: Callable[[Tensor], int] = _find("Tensor._use_count")
-"""Counts the references of C++ to a tensor: one for its object in Python, for each graph that has
-saved it, each library that it was given to (DLPack) and each parameter whose gradient it is."""
-
 refuse_access: Callable[[int, str], None] = _find("_C._set_storage_data_ptr_access_error_msg")
 """Makes accesses to the bytes of the storage at an address of C++ raise, in C++ too."""
 
@@ -309,8 +305,31 @@ def memory_bytes(tensor: Tensor) -> int:
     return tensor.nbytes
 
 
+# Four questions about a tensor: do other tensors lie on its storage, does Python code hold the
+# storage, does C++ hold the tensor, and does its memory belong to others.
+
+count_users: Callable[[int], int] = _find("_C._storage_Use_Count")
+"""Counts the tensors on the storage at an address of C++; see ``users_of``."""
+
+holders_of: Callable[[Tensor], int] = _find("Tensor._use_count")
+"""Counts the references of C++ to a tensor: one for its object in Python, for each graph that has
+saved it, each library that it was given to (DLPack) and each parameter whose gradient it is."""
+
+_alone = torch.zeros(1, device="cpu")
+_HOLDERS_ALONE = holders_of(_alone)
+_STORAGE_REFERENCES_ALONE = max(sys.getrefcount(_alone.untyped_storage()) for _ in range(2))
 STORAGE_USERS_ALONE = 2
 """The result of `storage_users` for a tensor that shares its storage with no other."""
+
+
+def address_of(storage: UntypedStorage) -> int:
+    """Return the address of a storage in C++; no other living storage has it."""
+    return int(storage._cdata)  # noqa: SLF001 - it has no public name
+
+
+def users_of(storage: UntypedStorage) -> int:
+    """Return how many tensors lie on this storage; its Python object counts as one of them."""
+    return count_users(address_of(storage))
 
 
 def storage_users(tensor: Tensor) -> int:
@@ -318,22 +337,30 @@ def storage_users(tensor: Tensor) -> int:
     return users_of(tensor.untyped_storage())
 
 
-def users_of(storage: UntypedStorage) -> int:
-    """Return how many tensors lie on this storage; its Python object counts as one of them."""
-    return count_users(storage._cdata)  # noqa: SLF001 - its address in C++
-
-
-_alone = torch.zeros(1, device="cpu")
-STORAGE_REFERENCES_ALONE = max(sys.getrefcount(_alone.untyped_storage()) for _ in range(2))
-"""References to the Python object of a storage that no other code holds."""
-
-
 def is_shared(tensor: Tensor) -> bool:
-    """Return whether another tensor has the memory of this, or other code has its storage."""
+    """Return whether another tensor has the memory of this, or Python code holds its storage."""
     return (
         storage_users(tensor) != STORAGE_USERS_ALONE
-        or sys.getrefcount(tensor.untyped_storage()) > STORAGE_REFERENCES_ALONE
+        or sys.getrefcount(tensor.untyped_storage()) > _STORAGE_REFERENCES_ALONE
     )
+
+
+def is_given(tensor: Tensor, expected_count: int = 0) -> bool:
+    """Return whether a graph or another library (DLPack) has a tensor in C++.
+
+    ``expected_count`` holders of torch itself do not count, such as the node that accumulates the
+    gradient of a parameter.
+    """
+    return holders_of(tensor) > _HOLDERS_ALONE + expected_count
+
+
+def is_foreign(tensor: Tensor) -> bool:
+    """Return whether a file, numpy, another library or another process has a tensor's memory.
+
+    Torch does not know the users of such memory.
+    """
+    storage = tensor.untyped_storage()
+    return not storage.resizable() or storage.is_shared()
 
 
 current_stream: Callable[[int], int] = getattr(

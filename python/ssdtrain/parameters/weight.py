@@ -5,18 +5,14 @@ from __future__ import annotations
 from types import FrameType
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from ssdtrain.away.classes import AwayParameter
 from ssdtrain.away.tensor import OffloadedTensor, Owner
-from ssdtrain.machine.torch_internals import holders_of, trains_with_others
+from ssdtrain.machine.torch_internals import is_given, trains_with_others
 from ssdtrain.parameters.parked_update import ParkedUpdate
 
 __all__ = ["Weight"]
-
-HOLDERS_ALONE = holders_of(torch.zeros(1, device="cpu"))
-"""The count for a tensor that only Python holds."""
 
 
 class WeightOwner(Owner, Protocol):
@@ -78,4 +74,4 @@ class Weight(OffloadedTensor):
         assert tensor is not None
         if tensor.requires_grad and trains_with_others():
             return False
-        return holders_of(tensor) > HOLDERS_ALONE + tensor.requires_grad
+        return is_given(tensor, expected_count=tensor.requires_grad)

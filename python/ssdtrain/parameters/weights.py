@@ -15,7 +15,7 @@ from ssdtrain.away.tensor import OffloadedTensor, storage_key
 from ssdtrain.away.tensors import OffloadedTensors
 from ssdtrain.geometry import checksum_of
 from ssdtrain.machine.process_memory import release_free_memory
-from ssdtrain.machine.torch_internals import in_transform, is_shared, top_hooks
+from ssdtrain.machine.torch_internals import in_transform, is_foreign, is_shared, top_hooks
 from ssdtrain.parameters.parked_update import ParkedUpdate
 from ssdtrain.parameters.saved_weight import ON_STORAGE, WeightPair, note_pair, take_out_abandoned
 from ssdtrain.parameters.stats import ParameterStats
@@ -52,8 +52,7 @@ class Weights(OffloadedTensors):
     def add(self, param: Tensor, name: str) -> None:
         """Take a parameter over: its bytes may leave from now on."""
         # A weight that shares its memory with another tensor keeps that memory.
-        if not param.untyped_storage().resizable() and not is_shared(param):
-            # Memory of a file or of another library may have users that torch does not see.
+        if is_foreign(param) and not is_shared(param):
             with torch.no_grad():
                 param.data = param.detach().clone()
         self.take(Weight(self, param, name))
