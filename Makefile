@@ -200,7 +200,7 @@ defences: $(VENV)/bin/python ## write the table of defences in docs/internals/co
 .PHONY: clean
 clean: ## remove what builds and runs left here; the environment stays
 	rm -rf target dist .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis
-	rm -rf demo.json demo.png demo-whole.json demo-whole.png gpu-check.json ssdtrain-demo
+	rm -rf demo.json demo.png demo-whole.json demo-whole.png gpu-check.json ssdtrain-demo-*
 	find python tests benches -name __pycache__ -prune -exec rm -rf {} +
 	rm -f $(VENV)/.ssdtrain-*
 

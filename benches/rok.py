@@ -234,7 +234,7 @@ def main(words: list[str]) -> int:
             document = {
                 "command": "python benches/rok.py " + " ".join(words),
                 "when": datetime.now(UTC).isoformat(timespec="seconds"),
-                "machine": vars(machine_facts(Path(directory))) | {"directory": None},
+                "machine": machine_facts(Path(directory)) | {"directory": None},
                 "rows": rows,
             }
             arguments.json.write_text(json.dumps(document, indent=1) + "\n")

@@ -157,7 +157,7 @@ class Comparison:
 
     def result(self, *, elapsed_s: float, other_cores_busy: float) -> dict[str, Any]:
         """Return everything there is to tell, in terms of JSON."""
-        machine = vars(machine_facts(self.directory)) | {
+        machine = machine_facts(self.directory) | {
             "directory": None,
             "huge_pages": HUGE_PAGES_FILE.read_text().strip()
             if HUGE_PAGES_FILE.exists()

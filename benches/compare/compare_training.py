@@ -22,7 +22,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -250,7 +249,7 @@ def main() -> int:
                 one["full_disk"] = on_a_full_disk(name, place, options, one["losses"])
     show(found)
     asked = {name: getattr(options, name.replace("-", "_")) for name in numbers}
-    machine = asdict(machine_facts(options.dir)) | {"directory": None}
+    machine = machine_facts(options.dir) | {"directory": None}
     told = {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "machine": machine,

@@ -18,7 +18,7 @@ SOURCES = Path(__file__).resolve().parents[2] / "python" / "ssdtrain"
 
 def look(_options: argparse.Namespace, folder: Path, found: Found) -> None:
     """Note the facts."""
-    machine, gpu = asdict(machine_facts(folder)) | {"directory": None}, gpu_facts()
+    machine, gpu = machine_facts(folder) | {"directory": None}, gpu_facts()
     for name, fact in machine.items():
         if fact is not None:
             found.note(name, fact)

@@ -220,7 +220,7 @@ def main(arguments: list[str]) -> int:
             f"is called {driver.calls:.1f} times"
         )
     if options.json is not None:
-        machine = asdict(machine_facts(options.dir)) | {"directory": None}
+        machine = machine_facts(options.dir) | {"directory": None}
         rows = [
             asdict(row) | {"without_lock": asdict(without_lock), "in_driver": asdict(driver)}
             for row, without_lock, driver in measured

@@ -325,7 +325,7 @@ def main(arguments: list[str]) -> int:
     )
     print(table(rows))
     if options.json is not None:
-        machine = asdict(machine_facts(options.dir)) | {"directory": None}
+        machine = machine_facts(options.dir) | {"directory": None}
         date = datetime.now(UTC).strftime("%Y-%m-%d")
         record = {"date": date, "machine": machine, "rows": [asdict(row) for row in rows]}
         options.json.write_text(json.dumps(record, indent=1) + "\n")

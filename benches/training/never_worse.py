@@ -334,7 +334,7 @@ def keep_figures(  # noqa: PLR0917 - a file has all of it
     document = {
         "command": f"python benches/training/{script} " + " ".join(words),
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": vars(machine_facts(Path(directory))) | {"directory": None},
+        "machine": machine_facts(Path(directory)) | {"directory": None},
         "disk_bytes_per_s": rate,
         "rows": rows,
     }

@@ -31,7 +31,6 @@ import sys
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from time import perf_counter
@@ -339,7 +338,7 @@ def main(arguments: list[str]) -> int:
         else:
             _print_steps(rows)
     if options.json is not None:
-        machine = asdict(machine_facts(options.dir)) | {"directory": None}
+        machine = machine_facts(options.dir) | {"directory": None}
         date = datetime.now(UTC).strftime("%Y-%m-%d")
         record = {"date": date, "machine": machine, "rows": rows}
         options.json.write_text(json.dumps(record, indent=1) + "\n")

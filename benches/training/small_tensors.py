@@ -17,7 +17,6 @@ import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from time import perf_counter
@@ -130,7 +129,7 @@ def main(arguments: list[str]) -> int:
         for name, milliseconds in row["milliseconds"].items():
             print(f"| {work} | {name} | {milliseconds:.1f} | {row['over_identity'][name]:.3f} |")
     if options.json is not None:
-        machine = asdict(machine_facts(options.dir)) | {"directory": None}
+        machine = machine_facts(options.dir) | {"directory": None}
         date = datetime.now(UTC).strftime("%Y-%m-%d")
         record = {"date": date, "machine": machine, "rows": rows}
         options.json.write_text(json.dumps(record, indent=1) + "\n")

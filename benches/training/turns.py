@@ -14,7 +14,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -118,7 +117,7 @@ def write_record(options: argparse.Namespace, asked: Iterable[str], found: dict[
         return
     record = {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "machine": asdict(machine_facts(options.dir)) | {"directory": None},
+        "machine": machine_facts(options.dir) | {"directory": None},
         **{name: getattr(options, name) for name in asked},
         **found,
     }

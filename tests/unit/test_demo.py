@@ -183,7 +183,7 @@ def trained(mode: Mode, options: TrainingOptions) -> Run:
     def emit(event: str, **fields: Any) -> None:
         runner._take({"event": event, **fields}, run)
 
-    process.train(mode, options, is_measured=True, emit=emit)
+    process.train(mode, options, emit=emit)
     return run
 
 
@@ -211,8 +211,6 @@ def test_recomputing_a_model_changes_no_bit_and_needs_less_memory(model: Any, dt
     assert len(set(digests)) == 3, "each step has other data, so other gradients"
     assert keep.end is not None
     assert recompute.end is not None
-    assert keep.end.activation_bytes_peak is not None
-    assert recompute.end.activation_bytes_peak is not None
     assert 0 < recompute.end.activation_bytes_peak < 0.75 * keep.end.activation_bytes_peak
 
 
@@ -246,15 +244,13 @@ def run_of(mode: Mode, repeat: int, seconds: float, *, activation_bytes: int = 1
             bytes_written=10,
             bytes_read=8,
             stall_s=0.5,
-            foreign_cpu_s=seconds / 4,
         )
         for index, kind in enumerate(kinds)
     ]
     end = End(
         weights_digest="weights",
         activation_bytes_peak=activation_bytes,
-        rss_bytes_before=1000,
-        rss_bytes_high=1000 + 2 * activation_bytes,
+        rss_bytes_peak=2 * activation_bytes,
         curve=[],
     )
     return Run(mode=mode, repeat=repeat, parameters_count=7, steps=steps, end=end)
@@ -283,15 +279,15 @@ def document_of(runs: list[Run], **options: Any) -> dict[str, Any]:
 def test_ratios_are_medians_of_the_ratios_within_the_repeats() -> None:
     offload = report.summarise(all_runs(), "offload", tokens_per_step=33)
     assert offload["ratio_to_keep"] == pytest.approx(
-        {"step_s": 1.1, "activation_bytes_peak": 0.15, "rss_bytes_peak": 0.15}
+        {"step_s_median": 1.1, "activation_bytes_peak": 0.15, "rss_bytes_peak": 0.15}
     )
     assert offload["ratio_to_plain"] == pytest.approx(
-        {"step_s": 2.2, "activation_bytes_peak": 0.125, "rss_bytes_peak": 0.125}
+        {"step_s_median": 2.2, "activation_bytes_peak": 0.125, "rss_bytes_peak": 0.125}
     )
     assert offload["step_s_median"] == pytest.approx(1.65)
     assert offload["tokens_per_s"] == pytest.approx(20)
     assert (offload["bytes_written_per_step"], offload["bytes_read_per_step"]) == (10, 8)
-    assert (offload["stall_s"], offload["foreign_cores"]) == (0.5, 0.25)
+    assert offload["stall_s"] == 0.5
     assert offload["losses"] == [0.0, 1.0, 2.0, 3.0]
     assert offload["step_s"] == [[1.1, 1.1, 1.1], [2.2, 2.2, 2.2]]
 
@@ -480,7 +476,8 @@ def test_the_demo_from_end_to_end_leaves_nothing_behind(tmp_path: Path, modes: s
     assert found["without_ssdtrain"] == ["plain", "recompute"]
     published = json.loads((BENCHES / "results" / "demo.json").read_text())
     assert published.keys() <= found.keys()
-    assert published["modes"]["offload"].keys() <= others[-1].keys()
+    dropped = {"foreign_cores", "rss_bytes_high"}  # figures of an earlier demo that no page quotes
+    assert published["modes"]["offload"].keys() - dropped <= others[-1].keys()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["demo.json", "demo.png"]
 
 
@@ -506,7 +503,6 @@ def test_whole_trains_in_a_quarter_of_the_memory_and_less(tmp_path: Path) -> Non
         (["--sequence", "1"], "--sequence must be at least 2"),
         (["--repeats", "0"], "--repeats must be at least 1"),
         (["--data", "/nowhere/text"], "--data /nowhere/text"),
-        (["--json", "/nowhere/demo.json"], "--json /nowhere/demo.json"),
         (["--modes", "keep,nothing"], "nothing: choose from plain, keep, recompute, offload"),
         (["--whole", "--model", "gpt2"], "--whole trains gpt in float32"),
         (["--whole", "--dtype", "bfloat16"], "--whole trains gpt in float32"),

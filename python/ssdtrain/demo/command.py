@@ -7,9 +7,8 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import ssdtrain
@@ -27,8 +26,6 @@ from ssdtrain.demo.options import (
 from ssdtrain.demo.runner import run_all
 from ssdtrain.errors import ConfigError, SsdtrainError
 from ssdtrain.sizes import shown_bytes
-
-DEFAULT_DIRECTORY = Path("ssdtrain-demo")
 
 SIZES = {
     "steps": (3, 3, "timed steps of each process"),
@@ -54,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     def add(name: str, words: str, **more: Any) -> None:
         parser.add_argument(name, help=words, **more)
 
-    add("--dir", "directory on the SSD (default: ./ssdtrain-demo, made and removed)", type=Path)
+    add("--dir", "directory on the SSD (default: .)", type=Path, default=Path())
     words = "gpt (default) is plain PyTorch; the others are from transformers, untrained"
     add("--model", words, choices=MODEL_NAMES, default="gpt")
     for name, (default, default_whole, words) in SIZES.items():
@@ -71,22 +68,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     words = "with --whole, memory for training, above that of the libraries"
     words += f" (default: {shown_bytes(WHOLE_MEMORY)})"
     add("--memory", words, type=size("memory"), default=WHOLE_MEMORY, metavar="SIZE")
-    words = "file for all figures (default: demo.json, demo-whole.json with --whole)"
-    add("--json", words, type=Path, metavar="PATH")
-    words = "file for the picture of memory (default: demo.png, demo-whole.png with --whole)"
-    add("--picture", words, type=Path, metavar="PATH")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the demo and return the exit code."""
+    """Run the demo, write its files into the current directory, and return the exit code."""
+    stem = "demo-whole" if arguments.whole else "demo"
     try:
         _complete(arguments)
         _check(arguments)
-        with _directory(arguments.dir) as directory:
+        with TemporaryDirectory(prefix="ssdtrain-demo-", dir=arguments.dir) as directory:
+            # The library itself refuses a bad place at once: offload is the last mode to start.
+            with ssdtrain.offload(directory):
+                pass
             options, modes = _options(arguments, directory), arguments.modes
-            repeats = arguments.repeats
-            runs = run_all(options, modes, repeats)
-            found = report.document(options, modes, repeats, machine_facts(directory), runs)
+            repeats, machine = arguments.repeats, machine_facts(arguments.dir)
+            found = report.document(
+                options, modes, repeats, machine, run_all(options, modes, repeats)
+            )
     except KeyboardInterrupt:
         print("ssdtrain demo: interrupted; nothing was written", file=sys.stderr)
         return EXIT_INTERRUPTED
@@ -95,13 +93,12 @@ def run(arguments: argparse.Namespace) -> int:
         return EXIT_USAGE
     # The table first: it must not be lost to a full disk or a broken matplotlib.
     print(f"\n{report.render(found)}\n", flush=True)
-    arguments.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    print(f"figures: {arguments.json}")
+    Path(f"{stem}.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    print(f"figures: {stem}.json")
     try:
-        report.draw(found, arguments.picture)
-        print(f"picture: {arguments.picture}")
-    except (ImportError, ValueError) as error:
-        # matplotlib raises ValueError for a name that ends in no format.
+        report.draw(found, Path(f"{stem}.png"))
+        print(f"picture: {stem}.png")
+    except ImportError as error:
         print(f"no picture: {error}; matplotlib comes with: pip install 'ssdtrain[demo]'")
     return 0 if report.succeeded(found) else EXIT_FAILED
 
@@ -111,9 +108,6 @@ def _complete(arguments: argparse.Namespace) -> None:
     for name, defaults in SIZES.items():
         if getattr(arguments, name) is None:
             setattr(arguments, name, defaults[arguments.whole])
-    stem = "demo-whole" if arguments.whole else "demo"
-    arguments.json = arguments.json or Path(f"{stem}.json")
-    arguments.picture = arguments.picture or Path(f"{stem}.png")
     known = WHOLE_MODES if arguments.whole else MODES
     asked = set(known) if arguments.modes is None else set(arguments.modes.split(","))
     unknown = sorted(asked.difference(known))
@@ -134,9 +128,8 @@ def _check(arguments: argparse.Namespace) -> None:
         )
     if arguments.repeats < 1:
         raise ConfigError(f"--repeats must be at least 1, it is {arguments.repeats}")
-    for option, path in (("--json", arguments.json), ("--picture", arguments.picture)):
-        if path.is_dir() or not os.access(path.absolute().parent, os.W_OK):
-            raise ConfigError(f"{option} {path}: name a file in a directory that can be written to")
+    if not os.access(".", os.W_OK):
+        raise ConfigError("the current directory cannot be written to; figures are written there")
     if arguments.data is not None and not os.access(arguments.data, os.R_OK):
         raise ConfigError(f"--data {arguments.data}: there is no file that can be read; name one")
     if arguments.model != "gpt" and importlib.util.find_spec("transformers") is None:
@@ -146,27 +139,10 @@ def _check(arguments: argparse.Namespace) -> None:
         )
 
 
-def _options(arguments: argparse.Namespace, directory: Path) -> TrainingOptions:
+def _options(arguments: argparse.Namespace, directory: str) -> TrainingOptions:
     names = ("model", "layers", "hidden", "sequence", "batch", "dtype", "steps", "data")
     return TrainingOptions(
         **{name: getattr(arguments, name) for name in names},
-        directory=str(directory),
+        directory=directory,
         given_bytes=arguments.memory if arguments.whole else None,
     )
-
-
-@contextmanager
-def _directory(given: Path | None) -> Iterator[Path]:
-    """Give the directory on the SSD; remove it if the demo has made it."""
-    directory = given or DEFAULT_DIRECTORY
-    is_new = given is None and not directory.exists()
-    if is_new:
-        directory.mkdir()
-    try:
-        # The library itself refuses a bad place at once: offload is the last mode to start.
-        with ssdtrain.offload(directory):
-            pass
-        yield directory
-    finally:
-        if is_new and not any(directory.iterdir()):
-            directory.rmdir()

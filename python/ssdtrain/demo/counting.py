@@ -1,8 +1,4 @@
-"""Counts saved tensors in memory, for the modes without a session.
-
-Like a session, it counts the bytes of the distinct storages that saved tensors hold, without
-parameters.
-"""
+"""Counts saved tensors in memory, for the modes without a session, as a session counts them."""
 
 from __future__ import annotations
 
@@ -34,11 +30,10 @@ WEIGHT_PRESERVING_NODES = frozenset(
 
 
 class SavedStorageCounter:
-    """Counts the storages that autograd saves while `measure` is open.
+    """Counts the storages that autograd saves while `measure` is open, without parameters.
 
-    A storage counts from the moment a saved tensor first refers to it until it dies. A storage has
-    the same Python object as long as it lives, so a weak reference to that object identifies it and
-    tells when it is gone; an address would be used again for the next tensor.
+    A storage counts from the moment a saved tensor first refers to it until it dies, which a weak
+    reference to its Python object tells; an address would be used again for the next tensor.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -95,8 +90,6 @@ class SavedStorageCounter:
             return
         storage = tensor.untyped_storage()
         key, size_bytes = id(storage), storage.nbytes()
-        if key in self._parameters:
-            return
 
         def forget(_: weakref.ref[torch.UntypedStorage]) -> None:
             with self._lock:
@@ -104,7 +97,7 @@ class SavedStorageCounter:
                 self.resident_bytes -= size_bytes
 
         with self._lock:
-            if key in self._storages:
+            if key in self._parameters or key in self._storages:
                 return
             self._storages[key] = weakref.ref(storage, forget)
             self.resident_bytes += size_bytes
@@ -113,8 +106,7 @@ class SavedStorageCounter:
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             self.count(tensor)
-            # Never the tensor itself: where it is the output of its node, node and tensor would
-            # hold each other, and a graph without backward would never die.
+            # The output of a node would hold its node, which holds it: they would never die.
             return tensor.detach()
 
 

@@ -112,10 +112,7 @@ class ByteGPT(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw weights as GPT-2: small normal ones, smaller where a block adds to the stream.
-
-        So the variance of the residual stream does not grow with the depth.
-        """
+        """Draw weights as GPT-2: small normal ones, smaller where a block adds to the stream."""
         layers = len(self.blocks)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:

@@ -32,21 +32,18 @@ class TrainingOptions:
     """The options of a training: equal in all processes of a demo."""
 
     model: ModelName = "gpt"
-    """`gpt` is the demo's own plain PyTorch model, the others are Hugging Face architectures."""
     layers: int = 8
-    """Number of transformer blocks (of each stack, where a model has an encoder and a decoder)."""
+    """Transformer blocks, of each stack where a model has an encoder and a decoder."""
     hidden: int = 1024
-    """Width of the residual stream; a multiple of 64."""
     sequence: int = 512
     """Tokens (bytes of text) in a sequence."""
     batch: int = 2
-    """Sequences in a step."""
     dtype: DtypeName = "float32"
     """`bfloat16` computes under autocast; the weights stay float32."""
     dropout: float | None = None
-    """Dropout probability; None is 0 for `gpt` and 0.1 for the Hugging Face models."""
+    """A probability; None is 0 for `gpt` and 0.1 for the Hugging Face models."""
     steps: int = 3
-    """Timed steps; a warm-up step comes before them, in the first repeat a measured one after."""
+    """Timed steps; a warm-up step comes before them, and a measured step after them."""
     seed: int = 0
     """Seeds the weights, the dropout and the choice of the text."""
     data: str | None = None
@@ -93,10 +90,9 @@ class TrainingOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """A step of a mode."""
+    """A step of a mode; only `timed` steps count for the times."""
 
     kind: StepKind
-    """`warm-up` and `measured` steps count for the comparison of bits, not for the times."""
     seconds: float
     """Time of forward, backward and optimizer."""
     loss: str
@@ -107,34 +103,22 @@ class Step:
     bytes_read: int
     stall_s: float
     """Time in which the step waited for the disk."""
-    foreign_cpu_s: float
-    """CPU time of the machine's other processes meanwhile; 0 where the system does not tell."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class End:
-    """The last record of a process. The `rss_*` fields are None where the system does not tell."""
+    """The last record of a process."""
 
     weights_digest: str
     """Hash over the bytes of every weight after the last step."""
-    activation_bytes_peak: int | None
-    """Largest sum of the bytes of saved tensors in memory, parameters excluded; None where the
-    process had no measured step to count it in."""
-    rss_bytes_before: int | None
-    """Resident before the first timed step: weights, gradients, libraries. With ``--whole``: before
-    the model was built, libraries only."""
-    rss_bytes_high: int | None
-    """High-water mark of the resident set from there to the last timed step."""
+    activation_bytes_peak: int
+    """Largest sum of the bytes of saved tensors in memory, parameters excluded."""
+    rss_bytes_peak: int | None
+    """Peak of the resident set in the timed steps above weights, gradients and libraries, with
+    ``--whole`` above the libraries only; None where the system does not tell."""
     curve: list[tuple[float, int]]
     """Memory over the measured step, as (seconds, bytes): saved tensors; with ``--whole`` all that
-    is resident above the libraries. Empty without a measured step."""
-
-    @property
-    def rss_bytes_peak(self) -> int | None:
-        """Memory of the steps on top of that before them."""
-        if self.rss_bytes_before is None or self.rss_bytes_high is None:
-            return None
-        return self.rss_bytes_high - self.rss_bytes_before
+    is resident above the libraries."""
 
 
 @dataclass(kw_only=True)

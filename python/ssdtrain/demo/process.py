@@ -1,7 +1,7 @@
 """A process of the demo: trains in a mode, and prints a line of JSON for each event.
 
-The parent runs it as `python -m ssdtrain.demo.process MODE MEASURED OPTIONS`, or by `without.py`,
-under which the package `ssdtrain` is empty.
+The parent runs it as `python -m ssdtrain.demo.process MODE OPTIONS`, or by `without.py`, under
+which the package `ssdtrain` is empty.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ import sys
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict
-from operator import sub
-from time import perf_counter, process_time
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -24,11 +23,9 @@ from torch import Tensor
 
 import ssdtrain
 from ssdtrain.demo.counting import SavedStorageCounter
-from ssdtrain.demo.machine import busy_cpu_s
 from ssdtrain.demo.models import blocks_of, build_trainee, recompute_block
 from ssdtrain.demo.options import OTHER_BYTES, End, Mode, Step, StepKind, TrainingOptions
 from ssdtrain.demo.text import ByteBatches, load_text
-from ssdtrain.errors import SsdtrainError
 from ssdtrain.machine.process_memory import (
     MemoryUnknownError,
     known_bytes,
@@ -56,7 +53,9 @@ class Training:
     def __init__(self, mode: Mode, options: TrainingOptions, stack: ExitStack) -> None:
         self.options = options
         self.is_whole = options.given_bytes is not None
-        self.rss_bytes_before = _reset_high_water_mark() if self.is_whole else None
+        self.rss_bytes_before: int | None = None
+        if self.is_whole:
+            self.note_memory()
         self.session: Any = None
         if mode in ("offload", "whole"):
             assert options.directory is not None, "the demo names a directory for this mode"
@@ -97,25 +96,27 @@ class Training:
         )
         self._step_count = 0
 
+    def note_memory(self) -> None:
+        """Note the resident set, and let the kernel find its highest mark anew from here on."""
+        with suppress(MemoryUnknownError):  # then the report shows "-"
+            self.rss_bytes_before = reset_high_water_mark()
+
     def step(self, kind: StepKind) -> Step:
         """Train a step; only forward, backward and optimizer are timed."""
         text = self._batches.at(self._step_count)
         self._step_count += 1
-        before, foreign_s = self._traffic(), _foreign_cpu_s()
-        began_s = perf_counter()
+        before, began_s = self._traffic(), perf_counter()
         loss = self._train(text)
-        seconds, foreign_s = perf_counter() - began_s, _foreign_cpu_s() - foreign_s
-        written, read, stall_s = map(sub, self._traffic(), before)
+        seconds = perf_counter() - began_s
+        after = self._traffic()
         return Step(
             kind=kind,
             seconds=seconds,
             loss=loss.hex(),
             gradients_digest=gradients_digest(self.parameters),
-            bytes_written=int(written),
-            bytes_read=int(read),
-            stall_s=stall_s,
-            # The kernel counts in ticks of 10 ms, so the difference may be negative.
-            foreign_cpu_s=max(0.0, foreign_s),
+            bytes_written=after[0] - before[0],
+            bytes_read=after[1] - before[1],
+            stall_s=after[2] - before[2],
         )
 
     def measured_step(self) -> tuple[Step, list[tuple[float, int]]]:
@@ -126,11 +127,11 @@ class Training:
         # The digest comes after the step, and is no part of its curve.
         return record, [sample for sample in samples if sample[0] <= record.seconds]
 
-    def activation_bytes_peak(self) -> int | None:
+    def activation_bytes_peak(self) -> int:
         """Return the peak: the session's of all steps, or the counter's of the measured step."""
         if self.session is not None:
             return int(self.session.stats.saved_resident_bytes_peak)
-        return self.counter.resident_bytes_peak or None
+        return self.counter.resident_bytes_peak
 
     def _train(self, text: Tensor) -> float:
         if not self.is_whole:
@@ -145,15 +146,15 @@ class Training:
             self._optimizer.zero_grad()
         return float(loss.item())
 
-    def _traffic(self) -> tuple[float, float, float]:
+    def _traffic(self) -> tuple[int, int, float]:
         """Return the bytes written, the bytes read and the stalls so far, of all classes."""
         if self.session is None:
-            return 0.0, 0.0, 0.0
+            return 0, 0, 0.0
         stats = self.session.stats
         classes = stats.classes or (stats,)
-        written = sum(figures.bytes_written for figures in classes)
-        read = sum(figures.bytes_read for figures in classes)
-        return float(written), float(read), float(sum(figures.stall_s for figures in classes))
+        names = "bytes_written", "bytes_read", "stall_s"
+        written, read, stall_s = (sum(getattr(of, name) for of in classes) for name in names)
+        return written, read, stall_s
 
     def _sampled_bytes(self) -> int:
         if self.is_whole:
@@ -187,10 +188,6 @@ def _update_in_backward(
         stack.callback(hook.remove)
 
 
-def _foreign_cpu_s() -> float:
-    return (busy_cpu_s() or 0.0) - process_time()
-
-
 @contextmanager
 def sampled(read_bytes: Callable[[], int]) -> Iterator[list[tuple[float, int]]]:
     """Sample bytes in a thread while the block runs: (seconds since its begin, bytes)."""
@@ -214,17 +211,12 @@ def sampled(read_bytes: Callable[[], int]) -> Iterator[list[tuple[float, int]]]:
 def gradients_digest(parameters: Iterable[nn.Parameter]) -> str:
     """Hash the bytes of every gradient, in the order of the parameters.
 
-    It uses all threads, because a pause between steps changes their times: a virtual machine may
-    return idle memory to its host, and touching it again is slow.
+    It uses all threads: a virtual machine may return memory that is idle between steps to its host,
+    and the next step would be slower.
     """
     with ThreadPoolExecutor(torch.get_num_threads()) as threads:
         digests = threads.map(_digest, [parameter.grad for parameter in parameters])
         return hashlib.sha256(b"".join(digests)).hexdigest()
-
-
-def weights_digest(parameters: Iterable[nn.Parameter]) -> str:
-    """Hash the bytes of every weight, one after the other: they may not fit in memory together."""
-    return hashlib.sha256(b"".join(map(_digest, parameters))).hexdigest()
 
 
 def _digest(tensor: Tensor | None) -> bytes:
@@ -234,42 +226,34 @@ def _digest(tensor: Tensor | None) -> bytes:
     return hashlib.sha256(raw.numpy().data).digest()
 
 
-def _reset_high_water_mark() -> int | None:
-    try:
-        return reset_high_water_mark()
-    except MemoryUnknownError:
-        return None  # The report shows "-".
-
-
-def train(mode: Mode, options: TrainingOptions, *, is_measured: bool, emit: Emit) -> None:
-    """Train in a mode: a warm-up step, the timed steps, and perhaps a measured step."""
+def train(mode: Mode, options: TrainingOptions, *, emit: Emit) -> None:
+    """Train in a mode: a warm-up step, the timed steps, and a measured step."""
     with ExitStack() as stack:
         training = Training(mode, options, stack)
         emit("start", parameters_count=sum(p.numel() for p in training.parameters))
         emit("step", **asdict(training.step("warm-up")))
         if not training.is_whole:
-            training.rss_bytes_before = _reset_high_water_mark()
+            training.note_memory()
         for _ in range(options.steps):
             emit("step", **asdict(training.step("timed")))
         before = training.rss_bytes_before
         # Without a reset the mark would be that of an earlier moment.
-        high = None if before is None else status_bytes("VmHWM")
-        curve: list[tuple[float, int]] = []
-        if is_measured:
-            record, curve = training.measured_step()
-            emit("step", **asdict(record))
+        peak = None if before is None else status_bytes("VmHWM") - before
+        record, curve = training.measured_step()
+        emit("step", **asdict(record))
+        # One weight after the other: they may not fit in memory together.
+        weights = hashlib.sha256(b"".join(map(_digest, training.parameters)))
         end = End(
-            weights_digest=weights_digest(training.parameters),
+            weights_digest=weights.hexdigest(),
             activation_bytes_peak=training.activation_bytes_peak(),
-            rss_bytes_before=before,
-            rss_bytes_high=high,
+            rss_bytes_peak=peak,
             curve=curve,
         )
         emit("end", **asdict(end))
 
 
-def main(words: list[str]) -> int:
-    """Train in the mode of ``words``, and return the exit code of the process."""
+def main(mode: str, given: str) -> None:
+    """Train in a mode."""
     # Standard output is for the protocol; other prints go to standard error.
     sys.stdout.flush()
     protocol = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -278,19 +262,12 @@ def main(words: list[str]) -> int:
     def emit(event: str, **fields: Any) -> None:
         print(json.dumps({"event": event, **fields}), file=protocol, flush=True)
 
-    mode, measured, given = words
     try:
-        options = TrainingOptions.from_json(given)
-        train(cast("Mode", mode), options, is_measured=measured == "measured", emit=emit)
-    except (ImportError, OSError, SsdtrainError, ValueError) as error:
-        # A user can mend these: the message says how, a traceback would bury it.
-        emit("failure", message=f"{type(error).__name__}: {error}")
-        return 1
+        train(cast("Mode", mode), TrainingOptions.from_json(given), emit=emit)
     except Exception as error:
         emit("failure", message=f"{type(error).__name__}: {error} (traceback above)")
         raise
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(*sys.argv[1:])

@@ -8,41 +8,35 @@ repeat*: it ran just before, so a machine that is slow for a while slows both.
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
+from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ssdtrain.demo.options import WITHOUT_SSDTRAIN, Mode, Run, TrainingOptions
 from ssdtrain.sizes import shown_bytes
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from ssdtrain.demo.machine import Machine
-
 MIB = 1 << 20
 ADAMW_BYTES = 16
 """Bytes of a parameter with AdamW in float32: weight, gradient and two numbers of state."""
-FOREIGN_CORES_MAX = 0.3
-"""If other processes keep more cores busy than this, times of steps say nothing about modes."""
-
 LABEL_WIDTH = 34
 COLUMN_WIDTH = 16
 ROWS = (
-    ("step time, s", "step_s_median", 1, ".2f", "step_s"),
-    ("activation peak, MiB", "activation_bytes_peak", MIB, ",.0f", "activation_bytes_peak"),
-    ("RSS peak above resident, MiB", "rss_bytes_peak", MIB, ",.0f", "rss_bytes_peak"),
-    ("RSS peak of the process, MiB", "rss_bytes_high", MIB, ",.0f", ""),
-    ("written per step, MiB", "bytes_written_per_step", MIB, ",.0f", ""),
-    ("read per step, MiB", "bytes_read_per_step", MIB, ",.0f", ""),
-    ("exposed stall per step, s", "stall_s", 1, ".3f", ""),
-    ("tokens per second", "tokens_per_s", 1, ",.0f", ""),
-    ("cores busy with other processes", "foreign_cores", 1, ".2f", ""),
-    ("loss of the last step", "last_loss", 1, ".7f", ""),
+    ("step time, s", "step_s_median", 1, ".2f"),
+    ("activation peak, MiB", "activation_bytes_peak", MIB, ",.0f"),
+    ("RSS peak above resident, MiB", "rss_bytes_peak", MIB, ",.0f"),
+    ("written per step, MiB", "bytes_written_per_step", MIB, ",.0f"),
+    ("read per step, MiB", "bytes_read_per_step", MIB, ",.0f"),
+    ("exposed stall per step, s", "stall_s", 1, ".3f"),
+    ("tokens per second", "tokens_per_s", 1, ",.0f"),
+    ("loss of the last step", "last_loss", 1, ".7f"),
 )
-"""Label, name of the figure, unit, format, and the name of its ratios to plain and to keep."""
+"""Label, name of the figure, unit, format."""
+RATIOS = ("step_s_median", "activation_bytes_peak", "rss_bytes_peak")
+"""Figures that are also told over those of plain and of keep."""
 STYLES = {
     "plain": ("#d55e00", "--"),
     "keep": ("#cc79a7", ":"),
@@ -54,7 +48,11 @@ STYLES = {
 
 
 def document(
-    options: TrainingOptions, modes: Sequence[Mode], repeats: int, machine: Machine, runs: list[Run]
+    options: TrainingOptions,
+    modes: Sequence[Mode],
+    repeats: int,
+    machine: dict[str, Any],
+    runs: list[Run],
 ) -> dict[str, Any]:
     """Return all figures, with the records that they were computed from."""
     reference, is_identical, notes = compare(runs)
@@ -64,7 +62,7 @@ def document(
         "bit_identical": is_identical,
         "reference": reference,
         "comparison_notes": notes,
-        "machine": asdict(machine),
+        "machine": machine,
         "arguments": {
             **asdict(options),
             "dropout": options.dropout_probability,
@@ -91,24 +89,18 @@ def document(
 def summarise(runs: Sequence[Run], mode: Mode, tokens_per_step: int) -> dict[str, Any]:
     """Compute the figures of a mode; None where they are unknown."""
     own = [run for run in runs if run.mode == mode]
-    by_repeat = _figures_by_repeat(own)
+    figures = {(run.mode, run.repeat): _figures(run) for run in _finished(runs)}
+    repeats = [repeat for name, repeat in figures if name == mode]
 
-    def ratios_to(other: Mode) -> dict[str, float | None]:
-        base = _figures_by_repeat(run for run in runs if run.mode == other)
+    def over(other: Mode) -> dict[str, float | None]:
+        both = [(figures[mode, at], figures[other, at]) for at in repeats if (other, at) in figures]
         return {
-            ratio: _median(
-                figures[key] / base[repeat][key]
-                for repeat, figures in by_repeat.items()
-                if repeat in base and figures[key] is not None and base[repeat][key]
-            )
-            for _, key, _, _, ratio in ROWS
-            if ratio
+            key: _median([one[key] / (base[key] or math.nan) for one, base in both])
+            for key in RATIOS
         }
 
-    medians = {
-        key: _median(figures[key] for figures in by_repeat.values() if figures[key] is not None)
-        for key in next(iter(by_repeat.values()), {})
-    }
+    keys = next(iter(figures.values()), {})
+    medians = {key: _median([figures[mode, at][key] for at in repeats]) for key in keys}
     losses = [float.fromhex(step.loss) for step in own[0].steps] if own else []
     step_s = medians.get("step_s_median")
     return {
@@ -116,8 +108,8 @@ def summarise(runs: Sequence[Run], mode: Mode, tokens_per_step: int) -> dict[str
         **dict.fromkeys((key for _, key, *_ in ROWS), None),
         **medians,
         "tokens_per_s": None if step_s is None else tokens_per_step / step_s,
-        "ratio_to_plain": ratios_to("plain"),
-        "ratio_to_keep": ratios_to("keep"),
+        "ratio_to_plain": over("plain"),
+        "ratio_to_keep": over("keep"),
         "losses": losses,
         "last_loss": losses[-1] if losses else None,
         "step_s": [[step.seconds for step in run.timed] for run in own],
@@ -125,26 +117,25 @@ def summarise(runs: Sequence[Run], mode: Mode, tokens_per_step: int) -> dict[str
     }
 
 
-def _figures_by_repeat(runs: Iterable[Run]) -> dict[int, dict[str, Any]]:
+def _finished(runs: Iterable[Run]) -> list[Run]:
+    return [run for run in runs if run.end is not None and run.failure is None]
+
+
+def _figures(run: Run) -> dict[str, float]:
+    """Return the figures of a run; NaN where they are unknown."""
+    assert run.end is not None
     return {
-        run.repeat: {
-            "step_s_median": median(step.seconds for step in run.timed),
-            "activation_bytes_peak": run.end.activation_bytes_peak,
-            "rss_bytes_peak": run.end.rss_bytes_peak,
-            "rss_bytes_high": run.end.rss_bytes_high,
-            "bytes_written_per_step": median(step.bytes_written for step in run.timed),
-            "bytes_read_per_step": median(step.bytes_read for step in run.timed),
-            "stall_s": median(step.stall_s for step in run.timed),
-            "foreign_cores": median(step.foreign_cpu_s / step.seconds for step in run.timed),
-        }
-        for run in runs
-        if run.end is not None and run.failure is None
+        "step_s_median": median(step.seconds for step in run.timed),
+        "activation_bytes_peak": run.end.activation_bytes_peak,
+        "rss_bytes_peak": math.nan if run.end.rss_bytes_peak is None else run.end.rss_bytes_peak,
+        "bytes_written_per_step": median(step.bytes_written for step in run.timed),
+        "bytes_read_per_step": median(step.bytes_read for step in run.timed),
+        "stall_s": median(step.stall_s for step in run.timed),
     }
 
 
-def _median(values: Iterable[float]) -> float | None:
-    found = list(values)
-    return median(found) if found else None
+def _median(values: Sequence[float]) -> float | None:
+    return None if not values or any(map(math.isnan, values)) else median(values)
 
 
 def compare(runs: Sequence[Run]) -> tuple[Mode, bool | None, list[str]]:
@@ -153,7 +144,7 @@ def compare(runs: Sequence[Run]) -> tuple[Mode, bool | None, list[str]]:
     Return that mode, whether all losses, gradients and weights have its bits (None if there was
     nothing to compare), and the differences.
     """
-    done = [run for run in runs if run.end is not None and run.failure is None]
+    done = _finished(runs)
     name: Mode = "plain" if any(run.mode == "plain" for run in runs) else "keep"
     reference = next((run for run in done if run.mode == name), None)
     if reference is None or all(run.mode == name for run in done):
@@ -166,18 +157,15 @@ def compare(runs: Sequence[Run]) -> tuple[Mode, bool | None, list[str]]:
 
 def _difference(run: Run, reference: Run) -> str:
     """Return the first difference between two runs; later differences follow from it."""
-    for number, (step, other) in enumerate(zip(run.steps, reference.steps, strict=False), start=1):
+    for number, (step, other) in enumerate(zip(run.steps, reference.steps, strict=True), start=1):
         if step.loss != other.loss:
             return f"loss of step {number} differs from {reference.mode}'s"
         if step.gradients_digest != other.gradients_digest:
             return f"gradients of step {number} differ from {reference.mode}'s"
     assert run.end is not None
     assert reference.end is not None
-    # A run without a measured step ends a step earlier.
-    is_as_long = len(run.steps) == len(reference.steps)
-    if is_as_long and run.end.weights_digest != reference.end.weights_digest:
-        return f"weights differ from {reference.mode}'s"
-    return ""
+    is_same = run.end.weights_digest == reference.end.weights_digest
+    return "" if is_same else f"weights differ from {reference.mode}'s"
 
 
 def succeeded(found: dict[str, Any]) -> bool:
@@ -213,15 +201,15 @@ def _table(found: dict[str, Any]) -> Iterator[str]:
     modes = found["modes"].values()
     yield _row("", found["modes"])
     yield "-" * (LABEL_WIDTH + COLUMN_WIDTH * len(modes))
-    for label, key, unit, form, ratio in ROWS:
+    for label, key, unit, form in ROWS:
         cells = [_number(mode[key], unit, form) for mode in modes]
-        if ratio:
+        if key in RATIOS:
             # A fixed width, so that the numbers stand below each other.
-            ratios = [_number(mode["ratio_to_plain"][ratio], 1, ".3f", "x") for mode in modes]
+            ratios = [_number(mode["ratio_to_plain"][key], 1, ".3f", "x") for mode in modes]
             cells = [f"{cell} {over:>7}" for cell, over in zip(cells, ratios, strict=True)]
         yield _row(label, cells)
-        if ratio in ("step_s", "rss_bytes_peak") and "keep" in found["modes"]:
-            over = [_number(mode["ratio_to_keep"][ratio], 1, ".3f", "x") for mode in modes]
+        if key in ("step_s_median", "rss_bytes_peak") and "keep" in found["modes"]:
+            over = [_number(mode["ratio_to_keep"][key], 1, ".3f", "x") for mode in modes]
             yield _row("  over keep", over)
 
 
@@ -233,8 +221,6 @@ def _verdict(found: dict[str, Any]) -> Iterator[str]:
     yield from (f"  {note}" for note in found["comparison_notes"])
     modes = found["modes"].values()
     yield from (f"{mode['mode']} FAILED: {mode['failure']}" for mode in modes if mode["failure"])
-    if max(mode["foreign_cores"] or 0 for mode in modes) > FOREIGN_CORES_MAX:
-        yield "TIMES ARE NOT COMPARABLE: other processes kept cores busy; run the demo alone"
     if "figures" in found:
         figures, given_bytes = found["figures"], found["arguments"]["given_bytes"]
         yield (
@@ -266,7 +252,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
     backend.FigureCanvasAgg(figure)
     axes = figure.subplots()
     for run in found["runs"]:
-        if run["end"] is None or not run["end"]["curve"]:
+        if run["repeat"] > 1 or run["end"] is None:
             continue
         seconds, sizes = zip(*run["end"]["curve"], strict=True)
         mib = [size / MIB for size in sizes]
@@ -274,20 +260,16 @@ def draw(found: dict[str, Any], path: Path) -> None:
         label = f"{run['mode']} (sampled peak {max(mib):,.0f} MiB)"
         axes.plot(seconds, mib, line, color=colour, linewidth=2, label=label)
         axes.fill_between(seconds, mib, color=colour, alpha=0.12, linewidth=0)
-    options = found["arguments"]
-    kind = "saved tensors"
+    options, kind = found["arguments"], "saved tensors"
     if options["given_bytes"] is not None:
-        kind = "memory above that of the libraries"
-        given = options["given_bytes"] / MIB
+        kind, given = "memory above that of the libraries", options["given_bytes"] / MIB
         axes.axhline(given, color="#333333", linewidth=1.2, label=f"given: {given:,.0f} MiB")
     title = f"{options['model']}, {options['dtype']}: {kind} over a training step"
     axes.set_title(title, loc="left", fontsize=13)
-    axes.set_xlabel("seconds since the step began", fontsize=12)
-    axes.set_ylabel(f"{kind}, MiB", fontsize=12)
+    axes.set(xlabel="seconds since the step began", ylabel=f"{kind}, MiB")
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="#dddddd", linewidth=0.8)
-    axes.set_axisbelow(True)
     axes.legend(frameon=False, fontsize=11)
     figure.savefig(path, dpi=150)

@@ -25,17 +25,15 @@ def run_all(options: TrainingOptions, modes: Iterable[Mode], repeats: int) -> li
             runs.append(run)
             if run.failure is not None:
                 left.remove(mode)
-                say(f"{mode} failed, and is not repeated: {run.failure}")
+                print(f"{mode} failed, and is not repeated: {run.failure}", file=sys.stderr)
     return runs
 
 
 def run_process(mode: Mode, repeat: int, options: TrainingOptions) -> Run:
     """Run a mode in a fresh process and wait for its end."""
     run = Run(mode=mode, repeat=repeat)
-    # A measured step gives the peak and the curve, which are the same in later repeats.
-    words = (mode, "measured" if repeat == 1 else "unmeasured", options.to_json())
-    is_without = mode in WITHOUT_SSDTRAIN
-    with without.start("ssdtrain.demo.process", *words, is_without=is_without) as process:
+    words = ("ssdtrain.demo.process", mode, options.to_json())
+    with without.start(*words, is_without=mode in WITHOUT_SSDTRAIN) as process:
         assert process.stdout is not None
         try:
             for line in process.stdout:
@@ -45,13 +43,8 @@ def run_process(mode: Mode, repeat: int, options: TrainingOptions) -> Run:
             process.kill()
             raise
     if run.failure is None and (process.returncode != 0 or run.end is None):
-        run.failure = explain_end(process.returncode, len(run.steps))
+        run.failure = _explain_end(process.returncode, len(run.steps))
     return run
-
-
-def say(line: str) -> None:
-    """Print a line about the progress at once."""
-    print(line, file=sys.stderr, flush=True)
 
 
 def _take(event: dict[str, Any], run: Run) -> None:
@@ -62,26 +55,24 @@ def _take(event: dict[str, Any], run: Run) -> None:
         case "step":
             step = Step(**event)
             run.steps.append(step)
-            say(
+            print(
                 f"{run.mode:<9}  repeat {run.repeat}  {step.kind:>8} step {len(run.steps)}  "
-                f"{step.seconds:7.2f} s  loss {float.fromhex(step.loss):.4f}"
+                f"{step.seconds:7.2f} s  loss {float.fromhex(step.loss):.4f}",
+                file=sys.stderr,
             )
         case "failure":
             run.failure = event["message"]
-        case "end":
+        case _:
             run.end = End(**event)
-        case other:
-            raise AssertionError(f"the process of {run.mode} sent an unknown event {other!r}")
 
 
-def explain_end(return_code: int, step_count: int) -> str:
+def _explain_end(return_code: int, step_count: int) -> str:
     """Return why a process ended that sent no failure."""
     after = f"after {step_count} finished steps"
     if return_code == -signal.SIGKILL:
         return (
-            f"its process was killed ({after}), most likely by the kernel for want of memory "
-            "(`dmesg`, or memory.events of its cgroup, tells); give it more, train less with "
-            "--batch or --sequence, or leave the mode out with --modes"
+            f"its process was killed ({after}), most likely by the kernel for want of memory; give "
+            "it more, or train less with --batch or --sequence"
         )
     name = f"exit code {return_code}" if return_code >= 0 else signal.Signals(-return_code).name
-    return f"its process ended with {name} ({after}); its last words are above"
+    return f"its process ended with {name} ({after}); its error is above"

@@ -9,17 +9,12 @@ import torch
 
 TEXT_BYTES_MAX = 16 << 20
 """Enough for every step of every run."""
-
 FOREIGN_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
 """Folders inside of the standard library's folder that are not part of it."""
 
 
 def standard_library_text(*, bytes_max: int = TEXT_BYTES_MAX) -> bytes:
-    """Read the sources of Python's standard library, in the order of their names.
-
-    Every machine that runs this has them, nothing is downloaded, and all processes on one machine
-    read the same bytes.
-    """
+    """Read the sources of Python's standard library, in the order of their names."""
     root = Path(sysconfig.get_paths()["stdlib"])
     text = bytearray()
     for path in sorted(root.rglob("*.py")):
@@ -44,11 +39,7 @@ def load_text(path: str | None) -> bytes:
 
 
 class ByteBatches:
-    """Batches of token ids (the bytes themselves), which depend on seed and step alone.
-
-    The offsets come from a generator of their own, so a batch does not change the random numbers of
-    dropout, and so the gradients.
-    """
+    """Batches of token ids (the bytes themselves), which depend on seed and step alone."""
 
     def __init__(self, text: bytes, *, batch: int, sequence: int, seed: int) -> None:
         if len(text) <= sequence:
@@ -64,7 +55,8 @@ class ByteBatches:
 
     def at(self, step: int) -> torch.Tensor:
         """Return the batch of a step: int64, (batch, sequence + 1), each row a piece of text."""
-        # Torch's generator takes in 32 bits of its seed; a large prime keeps neighbours apart.
+        # A generator of its own: a batch must not change the random numbers of dropout. It takes in
+        # 32 bits of its seed; a large prime keeps neighbours apart.
         generator = torch.Generator().manual_seed((self._seed * 1_000_003 + step) % (1 << 32))
         starts = torch.randint(
             len(self._text) - self._sequence, (self._batch, 1), generator=generator

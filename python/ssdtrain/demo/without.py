@@ -1,10 +1,8 @@
 """Runs a module or a script of this project as a program that never imports ssdtrain.
 
-The demo's models are modules of the package, and importing them imports the package first, which
-switches on torch's huge pages. The plain program, with which others are compared, must not do that.
-So it is started as this file, by its path. This file replaces `ssdtrain` by an empty package that
-only knows the folder: `ssdtrain.demo.models` can be imported, `ssdtrain/__init__.py` does not run,
-and the compiled part cannot be loaded.
+The plain program, with which others are compared, must not switch on torch's huge pages, as the
+import does. So it is started as this file, by its path, which replaces `ssdtrain` by an empty
+package: `ssdtrain.demo.models` can be imported, `ssdtrain/__init__.py` does not run.
 """
 
 from __future__ import annotations
@@ -29,19 +27,16 @@ def start(
 ) -> subprocess.Popen[str]:
     """Start a module, or a script by its path, in a fresh process whose output is read.
 
-    With `is_without` the process never imports ssdtrain. `environ` is its environment: by default
-    this process's own, with `is_without` without the variable that `import ssdtrain` sets.
+    With `is_without` the process never imports ssdtrain.
     """
     with_ssdtrain = [sys.executable, *([] if program.endswith(".py") else ["-m"]), program, *words]
-    if environ is None and is_without:
-        environ = environment()
     return subprocess.Popen(
         command(program, *words) if is_without else with_ssdtrain,
         stdin=stdin,
         stdout=subprocess.PIPE,
         text=True,
         encoding="utf-8",
-        env=environ,
+        env=environment() if environ is None and is_without else environ,
     )
 
 
