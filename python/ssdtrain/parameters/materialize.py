@@ -95,7 +95,7 @@ def check_first_values(model: nn.Module, init_fn: InitFn | None) -> None:
         if name not in by_transformers:
             raise ConfigError(
                 f"{name} is also {source}, and a model that was built on the meta device does not "
-                "tell the first values of which module it has; share the weight after "
+                "tell which of the two modules gives the weight its first values; share it after "
                 f"offload_parameters, or {REMEDY}"
             )
 
@@ -108,106 +108,89 @@ def materialize(
     After each module ``take`` may release the memory of its weights. Parameters are new objects. If
     anything raises, the model has its tensors on the meta device again.
     """
-    work = _Materialization(model, init_fn)
+    replaced: list[tuple[Entry, Tensor]] = []
     try:
         with _marked(model):
-            work.run(take)
+            _give_values(model, init_fn, take, replaced)
     except BaseException:
-        work.undo()
-        raise
-    work.retire_old()
-
-
-class _Materialization:
-    def __init__(self, model: nn.Module, init_fn: InitFn | None) -> None:
-        self._model = model
-        self._init_fn = init_fn
-        self._on_meta = {id(module) for module in model.modules() if is_on_meta(module)}
-        self._with_values = {
-            id(module)
-            for module in model.modules()
-            if not all(param.is_meta for param in module.parameters())
-        }
-        """Modules whose reset could overwrite a value that the program has loaded."""
-        self._ties = _ties(model)
-        self._replaced: list[tuple[Entry, Tensor]] = []
-        self._uncompared: dict[str, tuple[Entry, Tensor]] = {}
-        """Replaced tensors whose writes are not yet compared with those of the new tensors."""
-        self._unset: list[Entry] = []
-
-    def run(self, take: Callable[[str, nn.Module], None]) -> None:
-        names = {id(module): name for name, module in self._model.named_modules()}
-        entries = _entries_by_name(self._model)
-        # Each module draws a weight that it shares, as in a constructor; one of them stays.
-        for name in self._ties:
-            tensor = entries[name].tensor
-            self._put(entries[name], _empty_like(tensor, tensor.device))
-        for module in _inner_first(self._model, set()):
-            if id(module) in self._on_meta:
-                self._materialize(names[id(module)], module)
-                take(names[id(module)], module)
-        for name, source in self._ties.items():
-            self._put(entries[name], entries[source].tensor)
-        if self._init_fn is not None:
-            with torch.device("cpu"):
-                self._model.apply(self._init_fn)
-            take("", self._model)
-        self._refuse_forgotten("")
-        _refuse_missing(entry.name for entry in self._unset if _is_unset(entry.tensor))
-        _refuse_missing(_lone_tensors(self._model))
-
-    def undo(self) -> None:
-        """Give all modules the tensors that they had."""
-        for entry, old in reversed(self._replaced):
+        for entry, old in replaced:
             entry.values[entry.key] = old
+        raise
+    for _, old in replaced:
+        if type(old) is Parameter:
+            old.__class__ = ReplacedParameter
 
-    def retire_old(self) -> None:
-        """Let the parameters that were replaced raise when an optimizer asks for a gradient."""
-        for _, old in self._replaced:
-            if type(old) is Parameter and old.is_meta:
-                old.__class__ = ReplacedParameter
 
-    def _materialize(self, name: str, module: nn.Module) -> None:
-        """Give the own tensors of a module memory, and first values as its constructor does."""
+def _give_values(
+    model: nn.Module,
+    init_fn: InitFn | None,
+    take: Callable[[str, nn.Module], None],
+    replaced: list[tuple[Entry, Tensor]],
+) -> None:
+    """Materialize the modules in turn; note in ``replaced`` what each entry had before."""
+    names = {id(module): name for name, module in model.named_modules()}
+    entries, ties = _entries_by_name(model), _ties(model)
+    waiting = {id(module) for module in model.modules() if is_on_meta(module)}
+    # The reset of a module with a loaded value could overwrite it.
+    loaded = {
+        id(module)
+        for module in model.modules()
+        if not all(param.is_meta for param in module.parameters())
+    }
+    unset: list[Entry] = []
+    # Writes of a constructor to these need not be done again.
+    uncounted = set(ties if init_fn is None else entries)
+
+    def give(module: nn.Module) -> None:
+        if id(module) not in waiting:
+            return
+        waiting.remove(id(module))
+        name = names[id(module)]
+        own = _entries(name, module)
         # Accelerate's init_empty_weights() initializes on the meta device, which has no effect.
-        was_initialized = vars(module).pop(INITIALIZED, False)
-        entries = _entries(name, module)
-        for entry in entries:
-            new = _empty_like(entry.tensor, torch.device("cpu"))
-            if new.is_floating_point() or new.is_complex():
-                # A fill of the storage is no write that torch counts.
-                storage: Any = new.untyped_storage()
-                storage.fill_(NAN_BYTE)
-            if not was_initialized:
-                self._uncompared[entry.name] = entry, entry.tensor
-            self._put(entry, new)
-        reset = None if id(module) in self._with_values else _reset_of(module)
+        if vars(module).pop(INITIALIZED, False):
+            uncounted.update(entry.name for entry in own)
+        for entry in own:
+            replaced.append((entry, entry.tensor))
+            entry.values[entry.key] = _without_values(entry.tensor)
+        reset = None if id(module) in loaded else _reset_of(module)
         with torch.device("cpu"):
             if _is_pretrained(module):
-                self._refuse_forgotten(f"{name}." if name else "")
+                # Before it writes them once more.
+                _refuse_forgotten(replaced, uncounted, f"{name}." if name else "")
                 with _default_dtype_of(module):
                     module.initialize_weights()  # type: ignore[operator]
             elif reset is not None:
                 reset()
-        self._unset += [entry for entry in entries if _is_unset(entry.tensor)]
+        # Now, while they are in memory.
+        unset.extend(entry for entry in own if _is_unset(entry.tensor))
+        take(name, module)
 
-    def _put(self, entry: Entry, tensor: Tensor) -> None:
-        self._replaced.append((entry, entry.tensor))
-        entry.values[entry.key] = tensor
+    model.apply(give)
+    _refuse_forgotten(replaced, uncounted)
+    for name, source in ties.items():
+        # Each module has drawn the weight that they share, as in a constructor.
+        entries[name].values[entries[name].key] = entries[source].tensor
+    if init_fn is not None:
+        with torch.device("cpu"):
+            model.apply(init_fn)
+        take("", model)
+    _refuse_missing(entry.name for entry in unset if _is_unset(entry.tensor))
+    _refuse_missing(_lone_tensors(model))
 
-    def _refuse_forgotten(self, prefix: str) -> None:
-        """Refuse weights under a prefix that a constructor wrote more often than we have.
 
-        torch counts the writes to a tensor also on the meta device.
-        """
-        for name in [name for name in self._uncompared if name.startswith(prefix)]:
-            entry, old = self._uncompared.pop(name)
-            if self._init_fn is None and _written_count(old) > _written_count(entry.tensor):
-                raise ConfigError(
-                    f"{name} was changed by a constructor beside reset_parameters() of its module, "
-                    "which had no effect on the meta device; add adapters after "
-                    f"offload_parameters, and for other changes {REMEDY}"
-                )
+def _refuse_forgotten(
+    replaced: list[tuple[Entry, Tensor]], uncounted: set[str], prefix: str = ""
+) -> None:
+    """Refuse a tensor that a constructor wrote more often, on the meta device, than we have."""
+    for entry, old in replaced:
+        is_counted = entry.name.startswith(prefix) and entry.name not in uncounted
+        if is_counted and _written_count(old) > _written_count(entry.tensor):
+            raise ConfigError(
+                f"{entry.name} was changed by a constructor beside reset_parameters() of its "
+                "module, which had no effect on the meta device; add adapters after "
+                f"offload_parameters, and for other changes {REMEDY}"
+            )
 
 
 def _refuse_missing(names: Iterator[str]) -> None:
@@ -271,7 +254,7 @@ def _is_pretrained(module: nn.Module) -> bool:
     return has_method and isinstance(vars(module).get("all_tied_weights_keys"), dict)
 
 
-def _reset_of(module: nn.Module) -> Callable[[], object] | None:
+def _reset_of(module: Any) -> Callable[[], object] | None:
     """Return the method that gives the own weights of a module first values."""
     for name in RESETS:
         reset: Any = getattr(module, name, None)
@@ -279,30 +262,22 @@ def _reset_of(module: nn.Module) -> Callable[[], object] | None:
             return reset  # type: ignore[no-any-return]
     kind = type(module)
     if (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D"):
-        return lambda: _reset_conv1d(module)
+        # GPT-2's layer draws its weight in its constructor, and has no method for it.
+        return lambda: (nn.init.normal_(module.weight, std=0.02), nn.init.zeros_(module.bias))
     return None
 
 
-def _reset_conv1d(module: Any) -> None:
-    """Draw the weight of GPT-2's ``Conv1D`` as its constructor does, which has no method for it."""
-    nn.init.normal_(module.weight, std=0.02)
-    nn.init.zeros_(module.bias)
-
-
-def _inner_first(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
-    if id(module) not in seen:
-        seen.add(id(module))
-        for child in module.children():
-            yield from _inner_first(child, seen)
-        yield module
-
-
-def _empty_like(tensor: Tensor, device: torch.device) -> Tensor:
-    new = torch.empty_like(tensor, device=device)
+def _without_values(tensor: Tensor) -> Tensor:
+    """Return a tensor of the CPU like one on the meta device, of NaN if it is of floats."""
+    new = torch.empty_like(tensor, device="cpu")
     if isinstance(tensor, Parameter):
         new = Parameter(new, requires_grad=tensor.requires_grad)
     vars(new).update(vars(tensor))
     vars(new).pop(INITIALIZED, None)
+    if new.is_floating_point() or new.is_complex():
+        # A fill of the storage is no write that torch counts.
+        storage: Any = new.untyped_storage()
+        storage.fill_(NAN_BYTE)
     return new
 
 
@@ -322,9 +297,7 @@ def _is_unset(tensor: Tensor) -> bool:
 def _marked(model: nn.Module) -> Iterator[None]:
     """Let Transformers initialize the tensors on the meta device, and no others."""
     tensors = (*model.parameters(), *model.buffers())
-    marked = [
-        tensor for tensor in tensors if not tensor.is_meta and not hasattr(tensor, INITIALIZED)
-    ]
+    marked = [tensor for tensor in tensors if not (tensor.is_meta or hasattr(tensor, INITIALIZED))]
     for tensor in marked:
         setattr(tensor, INITIALIZED, True)
     try:
@@ -335,11 +308,10 @@ def _marked(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _default_dtype_of(model: nn.Module) -> Iterator[None]:
+def _default_dtype_of(model: Any) -> Iterator[None]:
     """Set the default dtype to that of a model, as Transformers does around its constructor."""
     before = torch.get_default_dtype()
-    kinds = [param.dtype for param in model.parameters() if param.dtype in DEFAULT_DTYPES]
-    torch.set_default_dtype(kinds[0] if kinds else before)
+    torch.set_default_dtype(model.dtype if model.dtype in DEFAULT_DTYPES else before)
     try:
         yield
     finally:
