@@ -131,31 +131,6 @@ def test_what_writes_freed_is_given_back_in_portions(
     rig.assert_empty()
 
 
-def test_a_control_group_counts_as_the_machine_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable: 8000 kB\n")
-    own, group = tmp_path / "own", tmp_path / "groups" / "a" / "b"
-    own.write_text("0::/a/b\n5:memory:/c\n2:cpu:/\n")
-    group.mkdir(parents=True)
-    monkeypatch.setattr(process_memory, "MEMORY_INFORMATION", tmp_path / "meminfo")
-    monkeypatch.setattr(process_memory, "OWN_GROUPS", own)
-    monkeypatch.setattr(process_memory, "GROUPS", tmp_path / "groups")
-    assert process_memory.available_bytes() == 8000 << 10
-    (group / "memory.max").write_text("max\n")
-    (group / "memory.current").write_text("5\n")
-    assert process_memory.available_bytes() == 8000 << 10
-    # A group around its own one has a limit, and one of version 1 a smaller one.
-    (group.parent / "memory.max").write_text("3000000\n")
-    (group.parent / "memory.current").write_text("1000000\n")
-    assert process_memory.available_bytes() == 2_000_000
-    older = tmp_path / "groups" / "memory" / "c"
-    older.mkdir(parents=True)
-    (older / "memory.limit_in_bytes").write_text("900\n")
-    (older / "memory.usage_in_bytes").write_text("1000\n")
-    assert process_memory.available_bytes() == 0
-
-
 @pytest.mark.long
 def test_the_benchmark_of_pages_runs_small(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"

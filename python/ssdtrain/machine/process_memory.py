@@ -7,9 +7,6 @@ from pathlib import Path
 
 STATUS = Path("/proc/self/status")
 CLEAR_REFS = Path("/proc/self/clear_refs")
-MEMORY_INFORMATION = Path("/proc/meminfo")
-OWN_GROUPS = Path("/proc/self/cgroup")
-GROUPS = Path("/sys/fs/cgroup")
 
 GIVE_BACK_BYTES_MIN = 8 << 20
 """Free memory goes back to the system after at least so many bytes: that walks over all of it."""
@@ -47,44 +44,6 @@ def known_bytes(field: str) -> int:
         return status_bytes(field)
     except MemoryUnknownError:
         return 0  # Reports show it as "0 bytes"; nothing depends on it.
-
-
-def available_bytes() -> int:
-    """Return how much more memory this process could take without swapping or being killed.
-
-    That is the least of the machine's memory and of the limits of control groups (versions 1 and
-    2); 0 where the system does not tell.
-    """
-    try:
-        lines = MEMORY_INFORMATION.read_text().splitlines()
-        machine = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
-        groups = OWN_GROUPS.read_text().splitlines()
-    except OSError:
-        return 0  # Callers try nothing that takes memory then.
-    left = [int(kib) << 10 for kib in machine] or [0]
-    for line in groups:
-        _, controllers, place = line.split(":", 2)
-        if controllers == "":
-            left += _left_in_group(GROUPS, place, "memory.max", "memory.current")
-        elif "memory" in controllers.split(","):
-            names = "memory.limit_in_bytes", "memory.usage_in_bytes"
-            left += _left_in_group(GROUPS / "memory", place, *names)
-    return max(0, min(left))
-
-
-def _left_in_group(root: Path, place: str, limit: str, usage: str) -> list[int]:
-    """Return the memory that a control group and its parents leave, if they have a limit."""
-    group = root / place.lstrip("/")
-    left = []
-    for folder in (group, *group.parents):
-        if folder == root.parent:
-            break
-        try:
-            # Version 2 writes "max" where there is no limit.
-            left.append(int((folder / limit).read_text()) - int((folder / usage).read_text()))
-        except (OSError, ValueError):
-            continue
-    return left
 
 
 def reset_high_water_mark() -> int:
