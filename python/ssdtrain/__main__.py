@@ -6,81 +6,47 @@ import argparse
 import os
 import select
 import sys
+from collections.abc import Sequence
 from difflib import get_close_matches
+from importlib import import_module
 from importlib.metadata import version
-from typing import TYPE_CHECKING, NoReturn, Protocol
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-
-class Command(Protocol):
-    """A module of a command."""
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Declare the command's options."""
-        ...
-
-    def run(self, arguments: argparse.Namespace) -> int:
-        """Run the command and return the exit code."""
-        ...
-
-
-# A command is imported when it is called: `doctor` must run where the others cannot be imported.
-
-
-def _bench() -> Command:
-    from ssdtrain.commands import bench  # noqa: PLC0415
-
-    return bench
-
-
-def _demo() -> Command:
-    from ssdtrain.demo import command  # noqa: PLC0415
-
-    return command
-
-
-def _doctor() -> Command:
-    from ssdtrain.commands import doctor  # noqa: PLC0415
-
-    return doctor
-
-
-def _lifespan() -> Command:
-    from ssdtrain.commands import lifespan  # noqa: PLC0415
-
-    return lifespan
-
-
-def _plan() -> Command:
-    from ssdtrain.commands import plan  # noqa: PLC0415
-
-    return plan
-
-
-def _run() -> Command:
-    from ssdtrain.commands import run  # noqa: PLC0415
-
-    return run
-
+from typing import Any, NoReturn
 
 ALIKE_MIN = 0.8
 """An unknown option that is so like a known option (1: equal) is taken for a misspelling."""
 EXIT_UNREAD = 128 + 13
 """The code of a program that SIGPIPE ends."""
 
-COMMANDS: dict[str, tuple[Callable[[], Command], str]] = {
-    "bench": (_bench, "find the setting that suits a drive best, and keep it for the store"),
+COMMANDS = {
+    "bench": (
+        "ssdtrain.commands.bench",
+        "find the setting that suits a drive best, and keep it for the store",
+    ),
     "demo": (
-        _demo,
+        "ssdtrain.demo.command",
         "train a small model under keep, recompute and offload, and compare time, memory and bits",
     ),
-    "doctor": (_doctor, "check whether offload works in directories, and say what mends it"),
-    "lifespan": (_lifespan, "how long drives live under what is written, and what that assumes"),
-    "plan": (_plan, "say whether a model's training step fits a GPU, and what each way costs"),
-    "run": (_run, "run a program with what autograd saves offloaded, and report at its end"),
+    "doctor": (
+        "ssdtrain.commands.doctor",
+        "check whether offload works in directories, and name remedies",
+    ),
+    "lifespan": (
+        "ssdtrain.commands.lifespan",
+        "compute how long drives last under the writes of a training",
+    ),
+    "plan": (
+        "ssdtrain.commands.plan",
+        "say whether a model's training step fits a GPU, and what each way costs",
+    ),
+    "run": (
+        "ssdtrain.commands.run",
+        "run a program with its saved tensors offloaded, and report at its end",
+    ),
 }
+"""The module of each command, with `add_arguments` and `run`, and its summary.
+
+It is imported when the command is called: `doctor` must run where the others cannot be imported.
+"""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -104,11 +70,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"ssdtrain {version('ssdtrain')}")
     commands = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")
-    for name, (load, summary) in COMMANDS.items():
+    for name, (module, summary) in COMMANDS.items():
         own = commands.add_parser(name, help=summary, description=summary)
         # The options of the main parser end it, so a command is the first word.
         if words[:1] == [name]:
-            load().add_arguments(own)
+            import_module(module).add_arguments(own)
     chosen, unknown = parser.parse_known_args(words)
     if unknown:
         asked = commands.choices.get(chosen.command, parser)
@@ -117,11 +83,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if chosen.command is None:
         parser.print_help()
         return 0
-    load, _ = COMMANDS[chosen.command]
+    command: Any = import_module(COMMANDS[chosen.command][0])
     if chosen.command == "run":
-        return load().run(chosen)
+        return int(command.run(chosen))
     try:
-        code = load().run(chosen)
+        code: int = command.run(chosen)
         sys.stdout.flush()
     except BrokenPipeError:
         if not _is_reader_gone():
