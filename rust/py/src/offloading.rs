@@ -128,11 +128,7 @@ impl Offloading {
                 let part = (layout.offset, start + nbytes);
                 self.lock.locked(py, || records.renew(&known, tensor, &storage, part, writing))?;
             }
-            let packed = self.keep(tensor, reason, nbytes, storage_bytes)?;
-            // A `keep` that returns `None` has the tensor offloaded.
-            if !packed.is_none(py) {
-                return Ok(packed);
-            }
+            return self.keep(tensor, reason, nbytes, storage_bytes);
         }
         if may_pass_by && self.rounds.get().skims(py) {
             let identity = storage.call_method0(intern!(py, "data_ptr"))?.extract()?;
