@@ -7,9 +7,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterable
 from functools import cache
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -30,7 +29,10 @@ from ssdtrain.machine.torch_internals import (
 from ssdtrain.store import PendingRead, StoredTensor, TensorStore, is_dense
 from ssdtrain.watched import HOLDER, Watcher
 
-__all__ = ["HELD", "MIN_BYTES", "OffloadedTensor", "Owner", "storage_key", "why_staying"]
+if TYPE_CHECKING:
+    from ssdtrain.away.tensors import OffloadedTensors
+
+__all__ = ["HELD", "MIN_BYTES", "OffloadedTensor", "storage_key", "why_staying"]
 
 MIN_BYTES = 64 << 10
 """Smaller tensors (biases, norms) stay in memory: a read costs more than their memory is worth."""
@@ -93,39 +95,6 @@ def storage_key(tensor: Tensor) -> int:
     return address_of(plain_storage(tensor) if is_away(tensor) else tensor.untyped_storage())
 
 
-class Owner(Protocol):
-    """The object that keeps the tensors of a bound; see `OffloadedTensors`."""
-
-    max_resident_bytes: int
-
-    @property
-    def kept_bytes_max(self) -> int:
-        """The most bytes that may wait in memory for updates in backward."""
-
-    def look(self, entry: OffloadedTensor) -> None:
-        """Bring a tensor back."""
-
-    def begin_look(
-        self, entry: OffloadedTensor, user: object, *, in_training: bool
-    ) -> Tensor | None:
-        """Bring a tensor back for a function, or return a copy of it."""
-
-    def end_look(self, entry: OffloadedTensor, user: object, *, stays: bool) -> None:
-        """Let a tensor leave again that a function has used."""
-
-    def begin_use(self, entries: Iterable[OffloadedTensor], user: object) -> None:
-        """Bring tensors back, and have them stay until ``end_use``."""
-
-    def bring(self, entry: OffloadedTensor) -> None:
-        """Bring a tensor back without a note in the order of uses."""
-
-    def note_use(self, entry: OffloadedTensor) -> None:
-        """Note that a tensor in memory was used."""
-
-    def forget(self, entry: OffloadedTensor) -> None:
-        """Forget an entry whose tensor is gone."""
-
-
 class OffloadedTensor(Watcher):
     """The entry of a tensor that may be away. It is used under the lock of its owner.
 
@@ -138,7 +107,7 @@ class OffloadedTensor(Watcher):
     noun: ClassVar[str]
     """The noun for such a tensor in messages."""
 
-    def __init__(self, owner: Owner, tensor: Tensor, name: str, use_key: int) -> None:
+    def __init__(self, owner: OffloadedTensors, tensor: Tensor, name: str, use_key: int) -> None:
         self.owner = owner
         self._tensor = weakref.ref(tensor)
         self._name = name

@@ -230,8 +230,7 @@ def _too_large(budget: Budget, bound: int, least: str, least_bytes: int) -> str:
 
 def _owners(model: nn.Module) -> list[Weights]:
     found = [weight for param in model.parameters() if (weight := weight_of(param)) is not None]
-    owners = {id(weight.owner): weight.owner for weight in found}.values()
-    return [owner for owner in owners if isinstance(owner, Weights)]
+    return list({id(weight.owner): weight.owner for weight in found}.values())
 
 
 def _divide(model: nn.Module) -> tuple[dict[str, Tensor], int]:

@@ -3,41 +3,18 @@
 from __future__ import annotations
 
 from types import FrameType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from ssdtrain.away.classes import AwayParameter
-from ssdtrain.away.tensor import OffloadedTensor, Owner
+from ssdtrain.away.tensor import OffloadedTensor
 from ssdtrain.machine.torch_internals import is_given, trains_with_others
-from ssdtrain.parameters.parked_update import ParkedUpdate
+
+if TYPE_CHECKING:
+    from ssdtrain.parameters.weights import Weights
 
 __all__ = ["Weight"]
-
-
-class WeightOwner(Owner, Protocol):
-    """The object that keeps the weights of a model; see `Weights`."""
-
-    def park_update(self, updated: Tensor) -> ParkedUpdate:
-        """Begin to write the updated bytes of a weight beside its old bytes."""
-        ...
-
-    def commit_update(self, weight: Weight, parked: ParkedUpdate) -> None:
-        """Put updated bytes in the place of the old bytes of a weight."""
-
-    def times_replaced(self, weight: Weight) -> int:
-        """Return how often the program gave a weight other memory."""
-        ...
-
-    def sum_of(self, weight: Weight) -> int | None:
-        """Return the checksum of the bytes of a weight, if it is known."""
-        ...
-
-    def pair(self) -> Any:
-        """Return hooks on saved tensors that pack weights by name."""
-
-    def look_pair(self, frame: FrameType) -> Any:
-        """Return hooks on saved tensors for a function that looks at weights, or ``None``."""
 
 
 class Weight(OffloadedTensor):
@@ -45,9 +22,9 @@ class Weight(OffloadedTensor):
 
     kind = AwayParameter
     noun = "weight"
-    owner: WeightOwner
+    owner: Weights
 
-    def __init__(self, owner: WeightOwner, param: Tensor, name: str) -> None:
+    def __init__(self, owner: Weights, param: Tensor, name: str) -> None:
         super().__init__(owner, param, name, id(self))
 
     def pair(self, frame: FrameType) -> Any:
