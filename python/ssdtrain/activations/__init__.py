@@ -1,1 +1,1 @@
-"""What autograd saves in forward and needs again in backward: the first user of the store."""
+"""Tensors that autograd saves in forward and needs again in backward."""

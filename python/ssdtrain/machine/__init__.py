@@ -1,1 +1,1 @@
-"""What there is on this machine: its drives, its pages, its torch."""
+"""The machine: drives, pages, private functions of torch."""

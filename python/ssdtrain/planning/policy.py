@@ -1,16 +1,16 @@
-"""Which saved tensors are worth a write: decided from what the last round measured.
+"""Decides which saved tensors are worth a write, from the times and rates of the last round.
 
 SSDTrain (arXiv 2408.10013, section 3.3) solves once for the amount of activations that hides behind
 compute and offloads that much from the front of the forward pass. Here the same cut is found from
 measured times of need and measured rates, and again whenever they move: the longest prefix whose
 writes end in time and whose reads, chained backwards from their deadlines, begin after them.
 
-What is on a GPU takes two links one after the other, the copies of that GPU and the disk, which all
-share: the slower one decides. As all reads begin after the last write, no plan has a GPU's link
-copy both ways at once; where other work does, the measured times of the copies tell it.
+A tensor of a GPU takes two links one after the other: the link of that GPU, and the disk, which all
+share. The slower link decides. All reads begin after the last write, so no plan copies in both
+directions of a GPU's link at once; if other work does, the measured rates of the copies show it.
 
-Where memory of the CPU is allowed for tensors of GPUs, the last of the prefix stay there: they need
-the link alone, so the prefix can be longer, and the disk is written less.
+If memory of the CPU is allowed for tensors of GPUs, the last tensors of the prefix stay there. They
+need only the GPU's link, so the prefix can be longer, and less is written to the disk.
 """
 
 from __future__ import annotations
@@ -29,82 +29,76 @@ __all__ = ["PAGE_BYTES", "RATE_GUESS", "Copies", "Item", "Plan", "Policy", "Rate
 PAGE_BYTES = 4096
 """Pinned memory is given out in whole pages of this size."""
 RATE_GUESS = 1e9
-"""Bytes per second of a disk that has not moved enough to tell: that of a slow NVMe drive, so that
-the first plan is a careful one."""
+"""Bytes per second of a disk that has moved too little to be measured: the rate of a slow NVMe
+drive, so that the first plan is careful."""
 MARGIN_S = 0.005
-"""Latency of a request and of the hooks that begin it; a read that waits behind pieces which are in
-flight takes some milliseconds more than it would alone."""
+"""Latency of a request and of the hooks that begin it; a read behind pieces in flight takes some
+milliseconds more."""
 ROUND_TRIP_FACTOR = 2.0
-"""A tensor must lie idle for this many times its own write and read: others use the disk as well,
-and one that just comes back in time frees its memory for hardly a moment."""
+"""A tensor must lie idle for so many times its write and read: others use the disk as well, and a
+tensor that comes back just in time frees its memory for hardly a moment."""
 CAUTION_START = 0.8
 CAUTION_FALL = 0.7
 CAUTION_RISE = 1.05
 CAUTION_MIN = 0.05
 CAUTION_MAX = 0.95
-"""Plans count with this share of the measured rates. It falls fast after a stall, because a stall
-costs step time, and rises slowly without one, because a little memory is all that is gained: seven
-quiet rounds make up for one stall. It never comes to 1: a disk that is planned full has no room for
-a step that is faster than the last."""
+"""Plans count with this share of the measured rates, the *caution*. It falls fast after a stall,
+which costs step time, and rises slowly in rounds without a stall, which gains only a little memory:
+seven quiet rounds make up for a stall. It stays below 1: a plan that fills the disk has no reserve
+for a step that is faster than the last."""
 STALL_SHARE_MAX = 0.01
-"""A round that stalls for more than this share of its time is planned again, more cautiously."""
+"""A round that stalls for a larger share of its time is planned again, more cautiously."""
 SETTLED_COUNT = 3
 """After so many plans a signature is planned again only if it stalls, or rates or caution moved: a
 plan that changes makes writes whose tensors the next plan keeps."""
 RATE_CHANGE = 1.25
-"""A rate, or the caution, has moved if it changed by this factor: shared disks differ by a tenth
-from step to step."""
+"""A rate or the caution has moved if it changed by this factor; rates of shared disks differ by a
+tenth from step to step."""
 PLANS_MAX = 64
-"""Plans remembered, more than any training has kinds of steps; keys are remembered for longer."""
+"""Plans that are remembered: more than any training has kinds of steps."""
 KNOWLEDGE_MAX = 100_000
-"""Keys remembered before everything is learned anew: bounds memory when shapes never repeat."""
+"""Keys that are remembered before all is forgotten: bounds memory if shapes never repeat."""
 
 
 class Item(NamedTuple):
-    """One storage of a round: bytes, and when it was packed and first needed, in seconds."""
+    """A storage of a round, with the seconds at which it was packed and first needed."""
 
     key: int
     nbytes: int
     packed_s: float
     needed_s: float
     gpu: int | None = None
-    """The GPU that it is on; ``None``: the CPU."""
+    """The number of its GPU; ``None`` stands for the CPU."""
 
 
 @dataclass(frozen=True)
 class Copies:
-    """What the copies of a GPU did, in bytes per second of the time that they took.
-
-    A direction of which nothing is known yet bounds nothing: the disk's rate does.
-    """
+    """The rates of a GPU's copies in bytes per second; an unknown rate is infinite."""
 
     down: float = math.inf
     """From the GPU."""
     up: float = math.inf
-    """To it."""
+    """To the GPU."""
 
 
 NO_COPIES = Copies()
-"""Of what is in the CPU's memory."""
+"""The copies of a GPU that has not been measured."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What the disk did, in bytes per second of busy time, and the copies of each GPU."""
+    """The rates of the disk in bytes per second of busy time, and of the copies of each GPU."""
 
     write: float
     read: float
     copies: Mapping[int, Copies] = field(default_factory=dict)
 
     def are_bound_by_copies(self) -> bool:
-        """Whether what is on some GPU is copied, in either direction, slower than the disk goes."""
-        return any(one.down < self.write or one.up < self.read for one in self.copies.values())
+        """Return whether the copies of a GPU are slower than the disk, in either direction."""
+        return any(gpu.down < self.write or gpu.up < self.read for gpu in self.copies.values())
 
     def known_before(self, before: Rates | None) -> Rates:
-        """Return these, with the disk's rates of ``before`` for those that are a guess.
-
-        A session that has moved nothing yet does not know what the one before it measured.
-        """
+        """Return these rates, with guesses replaced by the rates that another session measured."""
         if before is None:
             return self
         write = before.write if self.write == RATE_GUESS else self.write
@@ -113,48 +107,49 @@ class Rates:
 
     def times(self, share: float) -> Rates:
         """Return this share of all rates."""
-        copies = {gpu: Copies(one.down * share, one.up * share) for gpu, one in self.copies.items()}
+        copies = {gpu: Copies(of.down * share, of.up * share) for gpu, of in self.copies.items()}
         return Rates(self.write * share, self.read * share, copies)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Which keys to keep, and when the read of each other must begin at the latest."""
+    """The plan of a kind of rounds; times are on the clock of its items."""
 
     keep: frozenset[int] = frozenset()
+    """Keys of the tensors that stay in memory. All others leave."""
     start_by_s: dict[int, float] = field(default_factory=dict)
-    """On the clock of the items."""
+    """By key of a tensor that leaves, the latest begin of its read."""
     needed_s: dict[int, float] = field(default_factory=dict)
-    """When each item was needed, on the same clock: how far a later round has come."""
+    """By key of any tensor, the time of its need, which tells how far a later round has come."""
     written_bytes: int = 0
-    """The sum of what goes to the disk."""
+    """Bytes that go to the disk."""
     longest_gap_s: float = 0.0
-    """The longest time between two needs: how late a read may be begun, as needs begin reads."""
+    """The longest time between two needs. Needs begin reads, so a read may begin so late."""
     pinned: frozenset[int] = frozenset()
-    """Which of the others stay in pinned memory."""
+    """Keys of the tensors that leave their GPU and stay in pinned memory."""
     pinned_bytes: dict[int, int] = field(default_factory=dict)
-    """How much of it each GPU needs for that."""
+    """Pinned memory that these need, by GPU."""
     copied_s: dict[int, float] = field(default_factory=dict)
-    """When each of the others that is on a GPU has been copied from it, where its rate is known."""
+    """By key of a tensor that leaves a GPU of known rate, the end of its copy from there."""
 
     @property
     def leaving_bytes(self) -> int:
-        """What leaves memory; of what stays in pinned memory, the pages that it takes."""
+        """Bytes that leave; tensors in pinned memory count with whole pages."""
         return self.written_bytes + sum(self.pinned_bytes.values())
 
 
 def plan(items: Sequence[Item], rates: Rates, host_bytes: int = 0) -> Plan:
     """Choose the longest prefix of the items, in the order of packing, that hides.
 
-    The last of it, up to ``host_bytes`` in whole pages, stay in pinned memory if they are on a GPU
-    whose copies go there. An item that is needed again before it could be copied or written, and
-    brought back, is left out beforehand.
+    The last items of it, up to ``host_bytes`` in whole pages, stay in pinned memory if they are on
+    a GPU whose copies go there. Items that are needed too soon to be moved and brought back do not
+    count.
     """
     leaving = hidden(
         items,
         write=rates.write,
         read=rates.read,
-        copies=[(gpu, one.down, one.up) for gpu, one in rates.copies.items()],
+        copies=[(gpu, of.down, of.up) for gpu, of in rates.copies.items()],
         host_bytes=host_bytes,
         page_bytes=PAGE_BYTES,
         margin_s=MARGIN_S,
@@ -195,56 +190,56 @@ class Policy:
 
     def __init__(self, host_bytes: int = 0) -> None:
         self.plans: dict[int, Plan] = {}
-        """The plan of each signature. For others to look at, not to change."""
+        """The plan of each signature. Other classes only read it."""
         self.keep: set[int] = set()
-        """Keys of the tensors that stay in memory. Looked at in every pack."""
+        """Keys of the tensors that stay in memory. Every pack looks here."""
         self.pinned: set[int] = set()
-        """Keys of those that stay in pinned memory. Looked at in every pack of what is on a GPU."""
+        """Keys of tensors of GPUs that stay in pinned memory. Every pack of such a tensor looks."""
         self.moments: dict[int, tuple[float, float, float | None]] = {}
         """By the key of a tensor on a GPU, seconds since the first pack of its round by the last
-        plan: when it is packed, when it is needed, and, if it leaves, when it has been copied."""
+        plan: its pack, its need, and, if it leaves, the end of its copy."""
         self._host_bytes = host_bytes
         self._learning = threading.RLock()
-        """Several sessions of one `offload` object learn together, each under its own lock; a
-        handler of a signal may train."""
+        """Sessions of the same `offload` object learn together, each under its own lock; a handler
+        of a signal may train."""
         self._planned: set[int] = set()
         self._futile: set[int] = set()
         self._caution = CAUTION_START
         self._basis: dict[int, tuple[int, Rates, float]] = {}
-        """How often a signature was planned, and with which rates and caution last."""
+        """By signature, the number of its plans, and the rates and the caution of the last plan."""
         self._planned_caution = self._caution
-        """That of the plan of the last kind of rounds."""
+        """The caution of the plan of the last kind of rounds."""
         self._rates: Rates | None = None
-        """What was planned with last."""
+        """The rates of the last plan."""
 
     def would_plan_anew(self) -> bool:
-        """Whether the caution has moved since the plan of the last kind of rounds was made.
+        """Return whether the caution has moved since the last plan; call it once for a round.
 
-        To be asked of a round of which nothing leaves by that plan: it need not be followed else.
-        As it cannot stall, caution rises as after a round that did not.
+        It is asked for a round of which no tensor leaves, which is followed only for a new plan.
+        Such a round cannot stall, so the caution rises as after a round without a stall.
         """
         with self._learning:
             self._caution = min(self._caution * CAUTION_RISE, CAUTION_MAX)
             return _differs(self._planned_caution, self._caution)
 
     def is_settled(self, signature: int) -> bool:
-        """Whether this kind of rounds was planned often enough to be planned seldom from now on."""
+        """Return whether this kind of rounds has had so many plans that new plans are rare."""
         return signature in self._basis and self._basis[signature][0] >= SETTLED_COUNT
 
     def basis(self, signature: int) -> tuple[Rates, float] | None:
-        """Return the rates of which the plan of this kind was made, and the caution."""
+        """Return the rates and the caution of the plan of this kind."""
         with self._learning:
             known = self._basis.get(signature)
         return None if known is None else known[1:]
 
     def knows(self, key: int) -> bool:
-        """Whether a plan was made with this key in it."""
+        """Return whether a plan was made with this key in it."""
         return key in self._planned
 
     def forgo_host_memory(self) -> None:
-        """Let no more tensors stay in pinned memory: there is none to have.
+        """Let no more tensors stay in pinned memory, because it cannot be allocated.
 
-        Every plan is made anew, as it may reckon with tensors that would have stayed there.
+        All plans are made anew, as they may count on such tensors.
         """
         with self._learning:
             self._host_bytes = 0
@@ -253,7 +248,7 @@ class Policy:
             self._basis.clear()
 
     def note_futile(self, key: int) -> None:
-        """Remember that offloading this tensor frees nothing: somebody else holds its storage."""
+        """Remember that the program holds this tensor's storage, so that a write frees nothing."""
         if len(self._futile) > KNOWLEDGE_MAX:
             self.keep -= self._futile
             self._futile.clear()
@@ -261,7 +256,7 @@ class Policy:
         self.keep.add(key)
 
     def is_futile(self, key: int) -> bool:
-        """Whether somebody else held this tensor when it was offloaded."""
+        """Return whether the program held this tensor when it was offloaded."""
         return key in self._futile
 
     def learn(
@@ -322,10 +317,10 @@ class Policy:
 def _moved(before: Rates, after: Rates) -> bool:
     if _differs(before.write, after.write) or _differs(before.read, after.read):
         return True
-    copies = ((before.copies.get(gpu, NO_COPIES), one) for gpu, one in after.copies.items())
-    return any(_differs(was.down, one.down) or _differs(was.up, one.up) for was, one in copies)
+    copies = ((before.copies.get(gpu, NO_COPIES), now) for gpu, now in after.copies.items())
+    return any(_differs(was.down, now.down) or _differs(was.up, now.up) for was, now in copies)
 
 
 def _differs(before: float, after: float) -> bool:
-    # Infinity is no number of times itself.
+    # The quotient of two infinities is no number.
     return before != after and not 1 / RATE_CHANGE < after / before < RATE_CHANGE
