@@ -99,7 +99,7 @@ class Shortage:
         A backward gives ``rest_bytes``, which its node needs besides.
         """
         least_bytes = self.resident_bytes + self.needed_bytes + (rest_bytes or 0)
-        found = f"To come past this point takes {_bound(least_bytes)}"
+        found = f"This operation needs {_bound(least_bytes)}"
         return self._message(found, least_bytes, "" if rest_bytes is None else PARTIAL)
 
     def of_pass(self, least_bytes: int) -> str:
@@ -108,8 +108,8 @@ class Shortage:
         All tensors that the forward saved take ``least_bytes``.
         """
         found = (
-            "From there on nothing was kept, and tensors were only counted: to save all of it "
-            f"takes {_bound(least_bytes)}"
+            "From there on the forward's tensors were only counted, not kept: all of them need "
+            f"{_bound(least_bytes)}"
         )
         return self._message(found, least_bytes, PARTIAL)
 
@@ -118,7 +118,7 @@ class Shortage:
         return (
             f"ssdtrain is out of memory. {limit} cannot be kept: {self.wanted} {self._needs()}. "
             f"{found}. Raise the bound, use a smaller batch{self._hint(least_bytes)}. {then}"
-            f"(To programs that look for a batch size this is the same as {KNOWN_BY!r}.)"
+            f"(Programs that search for a batch size know this error by {KNOWN_BY!r}.)"
         )
 
     def _needs(self) -> str:
@@ -137,7 +137,7 @@ class Shortage:
 
     def _hint(self, least_bytes: int) -> str:
         if self.failure is not None:
-            return ", or mend the writes"
+            return ", or see why the writes fail"
         largest = max(self.held, key=lambda part: part.nbytes, default=None)
         if largest is None or largest.nbytes < NAMED_SHARE_MIN * least_bytes or not largest.advice:
             return ""

@@ -128,7 +128,7 @@ def _why_none_left(seen: Seen) -> str:
     if seen.unusual.count > seen.weight_count:
         return (
             f"of {shown_count(seen.unusual.count, 'saved tensor')} none was a plain CPU tensor "
-            "(but sparse, of another device or of another class); ssdtrain leaves such alone"
+            "(but sparse, of another device or of another class); ssdtrain keeps such tensors"
         )
     return "only weights were saved, which stay in memory for the optimizer"
 
@@ -141,13 +141,12 @@ def _why_nothing_came(observed: Observed) -> Reason:
     if observed.others is None and observed.node_count < NODES_MIN:
         text = f"{nodes}, and so few may save nothing, as those of sums and views do"
         return Reason(text, is_warning=False)
-    whose = "of which torch calls only the innermost"
-    if observed.others is not None:
-        whose = f"those of {observed.others}"
+    whose = "" if observed.others is None else f", those of {observed.others}"
     return Reason(
-        f"{nodes}, and nothing that they saved reached ssdtrain: other hooks on saved tensors were "
-        f"on top of its own, {whose}; switch them off (save_on_cpu, offload_wrapper, the "
-        "activation offloading of a trainer), or enter a single block of ssdtrain inside of them",
+        f"{nodes}, and nothing that they saved reached ssdtrain: torch calls only the innermost "
+        f"hooks on saved tensors, and others were inside of ssdtrain's{whose}; switch them off "
+        "(save_on_cpu, offload_wrapper, the activation offloading of a trainer), or enter a single "
+        "block of ssdtrain inside of them",
         is_warning=True,
     )
 
@@ -188,19 +187,19 @@ def _why_little_went(known: Evidence) -> str:
         writes = shown_count(
             known.failed_count, "write failed or was refused", "writes failed or were refused"
         )
-        return f"{writes}, the last one so: {known.failure}"
+        return f"{writes}, the last one with: {known.failure}"
     seen = known.seen
     largest = max(seen.staying(known.min_bytes), key=lambda part: part.nbytes)
     late_bytes = seen.eligible.nbytes - seen.planned.nbytes
     if known.is_one_node and seen.eligible.nbytes > largest.nbytes:
         return ONE_NODE
     if largest.nbytes >= max(seen.planned.nbytes, late_bytes):
-        advice = largest.advice or "ssdtrain leaves such alone"
+        advice = largest.advice or "ssdtrain keeps such tensors in memory"
         return f"most saved bytes are {largest.where}; {advice}"
     if seen.planned.nbytes >= late_bytes:
         return _planned(known.usual_round())
     if known.stayed is not None:
-        return f"most saved tensors could not leave the GPU, the last one for this: {known.stayed}"
+        return f"most saved tensors could not leave the GPU, the last one because: {known.stayed}"
     return (
         "backward asked for most tensors before they had been written, or while others still held "
         f"them{_figures(known.usual_round())}; a first step is often like that, later ones if the "
@@ -213,8 +212,8 @@ def _planned(usual: PlannedRound | None) -> str:
     if usual is not None and usual.rates.are_bound_by_copies():
         advice = "the link of the GPU is slower than the disk, so a faster disk changes nothing"
     return (
-        "by plan tensors stay that could not be written and read back in time"
-        f"{_figures(usual)}; {advice}; under max_resident_bytes they go, and training waits"
+        "the plan keeps tensors that could not be written and read back in time"
+        f"{_figures(usual)}; {advice}; under max_resident_bytes they leave, and training waits"
     )
 
 

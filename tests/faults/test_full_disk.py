@@ -206,7 +206,7 @@ def test_a_disk_quota_is_a_full_disk(tmp_path: Path) -> None:
     assert warning.endswith(
         f" MiB in {tmp_path}; free some space there: Disk quota exceeded (os error {errno.EDQUOT})"
     )
-    assert "writes failed or were refused, the last one so: cannot reserve " in at_the_end
+    assert "writes failed or were refused, the last one with: cannot reserve " in at_the_end
     assert counts == "True True"
     assert refusal.startswith("True cannot reserve ")
 

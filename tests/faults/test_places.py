@@ -83,8 +83,8 @@ def test_a_link_to_a_directory(opener: Opener, tmp_path: Path, ending: str) -> N
     (tmp_path / "link").symlink_to("real")
     said = refusal(opener, f"{tmp_path}/link{ending}")
     assert said == (
-        f"{tmp_path}/link is a symbolic link, which may come to lead elsewhere; pass what it "
-        f"leads to: {tmp_path}/real"
+        f"{tmp_path}/link is a symbolic link, which somebody may change later; pass its target: "
+        f"{tmp_path}/real"
     )
     # Links on the way are the business of whoever made the directories there.
     (tmp_path / "real" / "place").mkdir()
@@ -134,7 +134,7 @@ def test_a_directory_inside_a_file(opener: Opener, tmp_path: Path) -> None:
 def test_a_dangling_link(opener: Opener, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "gone")
     said = refusal(opener, tmp_path / "link")
-    assert said.endswith(f"pass what it leads to: {tmp_path / 'gone'}")
+    assert said.endswith(f"pass its target: {tmp_path / 'gone'}")
 
 
 @OPENERS

@@ -68,7 +68,7 @@ def test_the_figures_are_those_of_followed_rounds(tmp_path: Path) -> None:
             stats.bytes_eligible, stats.resident_bytes_peak, stats.bytes_kept, stats.tensors_kept,
             stats.bytes_written, seen.planned.nbytes, seen.count(),
         ))  # fmt: skip
-        assert "by plan tensors stay" in str(rig.session)
+        assert "the plan keeps tensors" in str(rig.session)
         rig.assert_empty()
     assert told[0] == told[1]
     assert told[0][0] > 0

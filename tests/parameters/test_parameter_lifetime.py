@@ -155,7 +155,7 @@ def test_more_than_the_bound_is_said_once(tmp_path: Path, caplog: pytest.LogCapt
     said = [record for record in caplog.records if "max_resident_bytes" in record.message]
     assert len(said) == 1
     assert len(state) == 16
-    assert "others have tensors" in said[0].message
+    assert "share their memory with other tensors" in said[0].message
     assert "in use" not in said[0].message
     assert "thread" not in said[0].message
 
@@ -195,7 +195,7 @@ def compute_beside(model: nn.Module) -> None:
 
 CAUSES = {
     use_together: "in use at once",
-    hold_memory: "others have tensors",
+    hold_memory: "share their memory with other tensors",
     compute_beside: "another thread",
 }
 

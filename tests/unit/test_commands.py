@@ -119,7 +119,7 @@ def assert_fails(done: Done, name: str, finding: str, remedy: str) -> None:
     assert checks[name]["remedy"] == remedy
     for later in NAMES[NAMES.index(name) + 1 : NAMES.index("gpu_driver")]:
         assert checks[later]["state"] == "SKIP"
-        assert f"{name} comes first" in checks[later]["finding"]
+        assert f"because {name} failed" in checks[later]["finding"]
 
 
 # The command line

@@ -96,9 +96,9 @@ def test_the_report_tells_all_three_lives(capsys: pytest.CaptureFixture[str]) ->
         (("--tbw", "1e296", "--write-rate", "1", "--retention-gain", "9e9"), "would live for ever"),
         (
             ("--tbw", "5", "--write-rate", "1GB", "--step-time", "2", "--layers", "3"),
-            "--write-rate says already what --step-time, --layers would say",
+            "--write-rate already gives the figure for which --step-time, --layers would be used",
         ),
-        (("--paper", "--tbw", "5"), "--paper says already what --tbw would say"),
+        (("--paper", "--tbw", "5"), "--paper already gives the figure for which --tbw would be"),
     ],
 )
 def test_what_is_missing_or_too_much_is_named(

@@ -294,7 +294,7 @@ def test_places_and_budgets_are_kept() -> None:
     with pytest.raises(ConfigError, match="no part of the model is called 'head'"):
         Step(there_and_back(), parts={"head": "keep"})
     with pytest.raises(
-        ConfigError, match=r"the budget 'weights' is of no class .*activation, weig"
+        ConfigError, match=r"the budget 'weights' names no class .*activation, weig"
     ):
         Step(there_and_back(), budgets={"weights": 5})
     with pytest.raises(ConfigError, match="has the place 'disk'"):
@@ -306,7 +306,7 @@ def test_of_plans_that_keep_no_budget_the_closest_is_told() -> None:
     machine = device(5000, rate=50 << 20)
     # One tensor; the first plan that is found has seven of them in memory.
     (told,) = step.exceeded(machine, step.least_step(machine))
-    assert told.startswith("activation takes 100 MiB at its peak in the plan that comes closest")
+    assert told.startswith("activation takes 100 MiB at its peak in the closest plan")
 
 
 def test_a_budget_is_kept_by_waits_or_by_computing_again() -> None:
@@ -331,8 +331,8 @@ def test_a_budget_is_kept_by_waits_or_by_computing_again() -> None:
     assert not first.exceeded(slow, first.least_step(slow, may_recompute=True))
     (told,) = first.exceeded(slow, first.judged(slow, "keep"))
     assert told == (
-        "layers.[0-4] takes 500 MiB at its peak in the plan that comes closest of those that were "
-        "found, and its budget is 150 MiB"
+        "layers.[0-4] takes 500 MiB at its peak in the closest plan that was found, and its budget "
+        "is 150 MiB"
     )
     impossible = Step(again, budgets={"activation": 50 << 20})
     assert impossible.exceeded(slow, impossible.least_step(slow, may_recompute=True))
@@ -442,7 +442,7 @@ def test_a_step_that_fits_in_no_way(tmp_path: Path, capsys: pytest.CaptureFixtur
     words = ["plan", "--trace", str(path), "--host-memory", "1"]
     assert main([*words, "--memory", "90MiB"]) == 1
     told = capsys.readouterr().out
-    why = "the step does not fit 90 MiB: what may not leave, and what kernel 0 uses, are 100 MiB"
+    why = "the step does not fit 90 MiB: the tensors that may not leave and those of kernel 0 take"
     assert f"offload: {why}" in told
     assert main([*words, "--memory", "90MiB", "--json"]) == 1
     ways = json.loads(capsys.readouterr().out)["ways"]
@@ -503,7 +503,7 @@ def test_memory_that_tensors_fill_which_no_kernel_uses() -> None:
     step = Step(Trace("a step", (Kernel(1.0, ()),), (weights,)))
     with pytest.raises(ConfigError, match="the device has 2 MiB, and 3 MiB of tensors stay there"):
         step.judged(device(2), "keep")
-    with pytest.raises(ConfigError, match="what kernel 0 uses, are 3 MiB"):
+    with pytest.raises(ConfigError, match="those of kernel 0 take 3 MiB"):
         step.least_step(device(2))
 
 
@@ -518,14 +518,14 @@ def test_memory_that_a_step_takes_at_least() -> None:
     trace = Trace("a step", (*kernels, Kernel(1.0, (1, 2))), tensors)
     # All that is alive at the last kernel, and in between what stays and what one kernel uses.
     for classes, said in (
-        (only(("optimizer_state",), "ssd"), r"kernel 2 uses, are 29 MiB"),
-        (only(("weight",), "ssd"), r"kernel 2 uses, are 25 MiB"),
-        (only(("activation",), "ssd"), r"kernel 3 uses, are 28 MiB"),
+        (only(("optimizer_state",), "ssd"), r"kernel 2 take 29 MiB"),
+        (only(("weight",), "ssd"), r"kernel 2 take 25 MiB"),
+        (only(("activation",), "ssd"), r"kernel 3 take 28 MiB"),
     ):
-        with pytest.raises(ConfigError, match=f"does not fit 15 MiB: what may not leave.*{said}"):
+        with pytest.raises(ConfigError, match=f"does not fit 15 MiB: the tensors that may.*{said}"):
             Step(trace, classes=classes).least_step(device(15))
     everything = Step(trace)
-    with pytest.raises(ConfigError, match=r"kernel 3 uses, are 24 MiB"):
+    with pytest.raises(ConfigError, match=r"kernel 3 take 24 MiB"):
         everything.least_step(device(15))
     assert everything.least_step(device(24)).step_s > 0
 

@@ -58,16 +58,16 @@ def told(file: Path, text: str, *words: str) -> int:
         ),
         (
             HEAD + MODEL + f"    x = {DATA}\n    return model, lambda: model(x[x > 0]).sum()\n",
-            "the model, or what computes its loss, raised NotImplementedError",
+            "the model, or the function of its loss, raised NotImplementedError",
         ),
         (
             HEAD + MODEL + "    def loss():\n        sys.exit(3)\n    return model, loss\n",
-            "the model, or what computes its loss, raised SystemExit: 3 (",
+            "the model, or the function of its loss, raised SystemExit: 3 (",
         ),
         (
             HEAD + MODEL + "    x = torch.zeros(batch, sequence, dtype=dtype, device='cpu')\n"
             "    return model, lambda: model(x).sum()\n",
-            "What is made without a device is on 'meta', too",
+            "Tensors made without a device are on 'meta', too",
         ),
         (
             HEAD + MODEL + "    model.requires_grad_(False)\n    return model, lambda: 7\n",

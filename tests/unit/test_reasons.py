@@ -155,7 +155,7 @@ CASES: dict[str, tuple[Callable[[], None], int, str]] = {
     ),
     "save_on_cpu": (on_top(save_on_cpu), WARNED, r"those of torch\.autograd\.graph\.save_on_cpu\."),
     "a trainer's hooks": (on_top(OthersHooks), WARNED, r"those of test_reasons\.OthersHooks\.keep"),
-    "offload_wrapper": (wrapped, WARNED, r"other hooks on saved tensors were on top.*offload_wrap"),
+    "offload_wrapper": (wrapped, WARNED, r"others were inside of ssdtrain.*offload_wrap"),
     "another thread": (in_a_thread, WARNED, r"other threads ran 1 backward:.*enter the block in"),
     "child processes": (
         in_child_processes,
@@ -220,7 +220,7 @@ def test_a_disk_that_fails_is_the_cause(tmp_path: Path, caplog: pytest.LogCaptur
         for _ in range(3):
             train(leaf())
     assert re.search(
-        r"\d+ writes failed or were refused, the last one so: .*max_disk_bytes", str(session)
+        r"\d+ writes failed or were refused, the last one with: .*max_disk_bytes", str(session)
     )
     assert last_words(caplog)[0] == WARNED
 
@@ -287,7 +287,7 @@ def test_what_cannot_leave_its_gpu_is_told_where_it_is_most() -> None:
     known = evidence(seen=seen, stayed="it has 2 GiB")
     reason = reason_of(known)
     assert reason is not None
-    assert reason.text.endswith("could not leave the GPU, the last one for this: it has 2 GiB")
+    assert reason.text.endswith("could not leave the GPU, the last one because: it has 2 GiB")
     seen.planned.add(90 * MIB)
     planned = reason_of(known)
     assert planned is not None

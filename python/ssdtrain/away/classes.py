@@ -89,9 +89,9 @@ class AwayParameter(AwayTensor, Parameter):
 
     plain = Parameter
     not_in_python = (
-        "the bytes of this weight are on the disk (ssdtrain.offload_parameters), and what asked "
-        "for them is not one of torch's functions that look for it, or asked past Python: use "
-        "weight.detach() first, or keep the model's weights in memory meanwhile with "
+        "the bytes of this weight are on the disk (ssdtrain.offload_parameters), and the code that "
+        "reads them does not call torch's functions in Python, so ssdtrain could not bring them: "
+        "give it weight.detach(), or keep the model's weights in memory meanwhile with "
         "`with ssdtrain.parameters_in_memory(model):`"
     )
 
@@ -102,9 +102,9 @@ class AwayGradient(AwayTensor):
     plain = Tensor
     not_in_python = (
         "the bytes of this gradient are on the disk (max_gradient_bytes of "
-        "ssdtrain.offload_optimizer), and what asked for them is not one of torch's functions that "
-        "look for it, or asked past Python: give it gradient.clone(), or leave max_gradient_bytes "
-        "out"
+        "ssdtrain.offload_optimizer), and the code that reads them does not call torch's functions "
+        "in Python, so ssdtrain could not bring them: give it gradient.clone(), or leave "
+        "max_gradient_bytes out"
     )
 
     @classmethod

@@ -37,16 +37,16 @@ __all__ = ["HELD", "MIN_BYTES", "OffloadedTensor", "storage_key", "why_staying"]
 MIN_BYTES = 64 << 10
 """Smaller tensors (biases, norms) stay in memory: a read costs more than their memory is worth."""
 
-IN_USE = "{} in use at once"
+IN_USE = "{} are in use at once"
 LEFT_ALONE = (
-    "{} that stay until the next forward or step, because their address may have been asked for "
+    "{} stay until the next forward or step, because the program may hold their address "
     "(data_ptr(), .data)"
 )
 HELD = (
-    "{} on whose memory others have tensors or arrays (a state_dict() that is held, a view, an "
-    "older graph), and which cannot leave before these are gone"
+    "{} share their memory with other tensors or arrays that are alive (a state_dict(), a view, an "
+    "older graph), and can leave once those are gone"
 )
-BESIDE_A_THREAD = "{} that another thread, which is busy, may be using"
+BESIDE_A_THREAD = "{} may be in use by another thread"
 
 
 @cache

@@ -162,7 +162,7 @@ def _refuse_unwritable(name: str, tensor: Tensor) -> None:
     if tensor.is_inference():
         raise UnsupportedError(
             f"nothing can be loaded into {name}: it was made under torch.inference_mode(), and "
-            "torch lets nobody change it; make the model outside of it"
+            "torch forbids changes to it; make the model outside of inference mode"
         )
     if any(
         step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)
@@ -202,8 +202,8 @@ def _compare_optimizers(
 ) -> None:
     if optimizers and not parts:
         raise ConfigError(
-            "this checkpoint was saved without an optimizer; load it without one, or one that has "
-            "it: ssdtrain.save(path, model, optimizer)"
+            "this checkpoint was saved without an optimizer; load it without one, or load a "
+            "checkpoint that was saved with one: ssdtrain.save(path, model, optimizer)"
         )
     if len(parts) != len(optimizers):
         there = shown_count(len(parts), "optimizer")

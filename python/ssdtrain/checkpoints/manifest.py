@@ -70,7 +70,7 @@ def weights_of(model: nn.Module) -> Weights:
         if not (is_extra or isinstance(value, Tensor)):
             raise UnsupportedError(
                 f"{name} in the state_dict() of this model is a {type(value).__qualname__} that a "
-                "hook has put there, which could not be given back; return it by get_extra_state()"
+                "hook has put there, and load could not give it back; use get_extra_state()"
             )
         if is_extra:
             found.values[name] = encode(value, f"state_dict()[{name!r}]")

@@ -74,7 +74,7 @@ class Examination:
             if self._broken is None:
                 result = check()
             else:
-                finding = f"not looked at: {self._broken} comes first"
+                finding = f"not checked, because {self._broken} failed"
                 remedy = f"ssdtrain doctor {self._quoted}"
                 result = Check(name=name, state="SKIP", finding=finding, remedy=remedy)
             if result.state == "FAIL":

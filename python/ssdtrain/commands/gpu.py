@@ -106,7 +106,7 @@ def gpu_checks(facts: GpuFacts) -> Iterator[Check]:
     """Return the checks; a part of a GPU that is there and does not work is a warning."""
     yield _driver_check(facts)
     yield _device_check(facts)
-    links = "; ".join(map(str, facts.links)) or "the kernel tells of no PCI device of NVIDIA"
+    links = "; ".join(map(str, facts.links)) or "the kernel lists no PCI device of NVIDIA"
     yield Check(name="gpu_link", state="OK", finding=links)
     locked = facts.lockable_bytes
     limit = "any amount" if locked is None else f"at most {shown_bytes(locked)}"
@@ -126,7 +126,7 @@ def gpu_checks(facts: GpuFacts) -> Iterator[Check]:
 
 def _driver_check(facts: GpuFacts) -> Check:
     name = "gpu_driver"
-    module = f"version {facts.driver}" if facts.driver else "of a version that nobody tells"
+    module = f"version {facts.driver}" if facts.driver else "of unknown version"
     if facts.driver_cuda is not None:
         finding = f"NVIDIA driver {module}, up to CUDA {facts.driver_cuda}"
         return Check(name=name, state="OK", finding=finding)

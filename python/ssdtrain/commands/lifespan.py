@@ -105,8 +105,8 @@ def _check(arguments: argparse.Namespace) -> None:
         ignored = [option(other) for other in others if other in given and name in given]
         if ignored:
             raise ConfigError(
-                f"{option(name)} says already what {', '.join(ignored)} would say; give one of "
-                "the two"
+                f"{option(name)} already gives the figure for which {', '.join(ignored)} would "
+                "be used; give one of the two"
             )
 
 

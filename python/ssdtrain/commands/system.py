@@ -89,7 +89,7 @@ def torch_huge_pages() -> Check:
     try:
         import torch  # noqa: PLC0415 - the command must run without it
     except (ImportError, OSError):
-        finding = "not looked at: torch comes first"
+        finding = "not checked, because torch failed"
         return Check(name=name, state="SKIP", finding=finding, remedy=TORCH_REMEDY)
     is_aligned = torch.empty(4 * MIB, dtype=torch.uint8).data_ptr() % mmap.PAGESIZE == 0
     if os.environ.get(switch) == "1" and is_aligned:

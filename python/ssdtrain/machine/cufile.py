@@ -74,7 +74,7 @@ def try_out(directory: str, gpu: int, *, allows_compat: bool = False) -> Trial:
     """
     library = find_library()
     if not sys.executable:
-        return Trial(works=False, message="there is no interpreter for a child process to try it")
+        return Trial(works=False, message="there is no Python interpreter that could try it")
     directory = os.path.abspath(directory)
     words = [sys.executable, "-I", "-S", "-c", CHILD, core_file, str(2 * TIMEOUT_S)]
     words += [library or "", directory, str(gpu), str(allows_compat)]

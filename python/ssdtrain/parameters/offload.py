@@ -124,7 +124,8 @@ def offload_parameters(
         if isinstance(error, NoSpaceError):
             all_bytes = sum(param.nbytes for param in leaving.values())
             error.add_note(
-                f"the disk has to hold {shown_bytes(all_bytes)} of weights, and one module's more"
+                f"the disk has to hold {shown_bytes(all_bytes)} of weights, and those of the "
+                "largest module once more"
             )
         raise
     if share is not None:
@@ -151,7 +152,7 @@ def parameter_stats(model: nn.Module) -> ParameterStats:
     if len(owners) > 1:
         raise ConfigError(
             f"this {type(model).__name__} was not given to ssdtrain.offload_parameters as a whole; "
-            "ask for the modules that were"
+            "call parameter_stats with the modules that were"
         )
     return owners[0].stats()
 
@@ -222,9 +223,10 @@ def _too_large(budget: Budget, bound: int, least: str, least_bytes: int) -> str:
     return (
         f"max_resident_bytes={shown_bytes(limit_bytes)} of this session{others} does not hold "
         f"{shown_bytes(bound)} of weights; {least} {shown_bytes(least_bytes)} of them at once. "
-        "Raise that of the session, which is for activations and updates, too, give less of it to "
-        "the weights (offload_parameters(max_resident_bytes=...)), or give offload_parameters a "
-        "directory in the place of the session: then they do not count there"
+        "Raise the session's max_resident_bytes, which also holds activations and updates; give "
+        "the weights less of it (offload_parameters(max_resident_bytes=...)); or give "
+        "offload_parameters a directory in the place of the session, so that they do not count "
+        "there"
     )
 
 
@@ -246,8 +248,8 @@ def _divide(model: nn.Module) -> tuple[dict[str, Tensor], int]:
     for name, param in model.named_parameters():
         if weight_of(param) is not None:
             raise ConfigError(
-                f"the weight {name!r} of this model is offloaded already: a call is enough, and "
-                "other options need a newly built model"
+                f"the weight {name!r} of this model is offloaded already: call offload_parameters "
+                "once; for other options build the model anew"
             )
         is_small = param.nbytes < MIN_BYTES
         why = (
@@ -270,13 +272,13 @@ def _divide(model: nn.Module) -> tuple[dict[str, Tensor], int]:
         if any(map(is_in_shards, model.parameters())):
             raise UnsupportedError(
                 f"the weights of this {type(model).__name__} are in shards (DTensor), which stay "
-                "where they are: fully_shard brings and releases them itself. What can go to the "
-                "disk is their optimizer's state (ssdtrain.offload_optimizer) and the activations "
-                "(ssdtrain.offload)"
+                "where they are: fully_shard brings and releases them itself. Their optimizer's "
+                "state (ssdtrain.offload_optimizer) and the activations (ssdtrain.offload) can go "
+                "to the disk"
             )
         raise ConfigError(
             f"no weight of this {type(model).__name__} can leave memory: only plain dense "
-            "parameters of 64 KiB and more on the CPU can, whose memory is theirs alone"
+            "parameters of 64 KiB and more on the CPU can that share their memory with nothing"
         )
     return leaving, staying_bytes
 

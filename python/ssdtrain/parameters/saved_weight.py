@@ -40,7 +40,7 @@ def _on_storage_of(tensor: Tensor) -> Weight | None:
 
 REPLACED = (
     "the weight {} was given other memory (weight.data = ...) after a forward had used it, and the "
-    "backward of that forward needs what it was, which is gone (ssdtrain.offload_parameters). "
+    "backward of that forward needs the older bytes, which are gone (ssdtrain.offload_parameters). "
     "Change it in place, or give it other memory between backward and the next forward"
 )
 

@@ -119,8 +119,8 @@ class _Recorder(TorchDispatchMode):
             if args[0].dtype is torch.bool:
                 return self._assumed()
             raise ConfigError(
-                f"the model computes with the value of a {args[0].dtype} tensor in Python, which "
-                "shapes alone do not tell; give a recorded trace instead (--trace FILE)"
+                f"the model computes with the value of a {args[0].dtype} tensor in Python, and "
+                "there are only shapes here; give a recorded trace instead (--trace FILE)"
             )
         out = func(*args, **kwargs)
         read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
@@ -149,8 +149,8 @@ class _Recorder(TorchDispatchMode):
         self.assumed[line] = self.assumed.get(line, 0) + 1
         if self.assumed[line] > ASKED_MAX:
             raise ConfigError(
-                f"{line} asks again and again for the value of a bool tensor, which shapes do not "
-                "tell, and which is taken as true; give a recorded trace instead (--trace FILE)"
+                f"{line} asks again and again for the value of a bool tensor, which has no value "
+                "here and is taken as true; give a recorded trace instead (--trace FILE)"
             )
         return True
 
@@ -337,9 +337,9 @@ def _refuse(error: BaseException, recorder: _Recorder) -> NoReturn:
     if isinstance(error, ConfigError):
         raise error
     is_elsewhere = "device" in str(error)
-    hint = ". What is made without a device is on 'meta', too" if is_elsewhere else ""
+    hint = ". Tensors made without a device are on 'meta', too" if is_elsewhere else ""
     raise ConfigError(
-        f"the model, or what computes its loss, raised {raised(error)}{_taken(recorder)}. For a "
+        f"the model, or the function of its loss, raised {raised(error)}{_taken(recorder)}. For a "
         "plan it runs on tensors that have shapes but no values (device 'meta'); if it needs "
         f"values, give a step that ssdtrain recorded instead (--trace FILE){hint}"
     ) from error

@@ -51,7 +51,7 @@ class Wear:
     own_amplification: float = 1.0
     """The same for the workload of offloading."""
     retention_gain: float = RETENTION_GAIN
-    """How many times more cycles flash bears if it keeps data only for a step."""
+    """The factor by which flash bears more cycles if it keeps data only for a step."""
 
     def __post_init__(self) -> None:
         """Check the figures."""

@@ -167,8 +167,8 @@ def _named(
         if sequence > own_count:
             PROCESS.say(
                 "positions",
-                "the model has positions for %d tokens; planned is one like it with positions for "
-                "%d (--sequence)",
+                "the model has positions for %d tokens; the plan is for one like it with positions "
+                "for %d (--sequence)",
                 own_count,
                 sequence,
             )

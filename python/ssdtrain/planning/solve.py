@@ -166,8 +166,8 @@ class Step:
         for name, limit in budgets.items():
             if limit < 0 or not self._members(name):
                 raise ConfigError(
-                    f"the budget {name!r} is of no class of this step ({', '.join(CLASSES)}) and "
-                    f"of no part of the model{self._some_parts()}"
+                    f"the budget {name!r} names no class of this step ({', '.join(CLASSES)}) and "
+                    f"no part of the model{self._some_parts()}"
                 )
 
     def _some_parts(self) -> str:
@@ -313,8 +313,8 @@ class Step:
             index = needs.index(most)
             name = f" ({kernels[index].name})" if kernels[index].name else ""
             raise ConfigError(
-                f"the step does not fit {shown_bytes(device.memory_bytes)}: what may not leave, "
-                f"and what kernel {index}{name} uses, are {shown_bytes(most)}"
+                f"the step does not fit {shown_bytes(device.memory_bytes)}: the tensors that may "
+                f"not leave and those of kernel {index}{name} take {shown_bytes(most)}"
             )
 
     def peak_bytes(self, plan: StepPlan) -> int:
@@ -329,8 +329,8 @@ class Step:
     def exceeded(self, device: Device, plan: StepPlan) -> list[str]:
         """Return the budgets that a plan does not keep, each as a part of a sentence."""
         return [
-            f"{name} takes {shown_bytes(peak)} at its peak in the plan that comes closest of those "
-            f"that were found, and its budget is {shown_bytes(limit)}"
+            f"{name} takes {shown_bytes(peak)} at its peak in the closest plan that was found, and "
+            f"its budget is {shown_bytes(limit)}"
             for name, limit, peak in self._beyond(device, plan)
         ]
 

@@ -93,7 +93,7 @@ class Trace:
         if not math.isfinite(
             seconds + sum(tensor.recompute_seconds or 0.0 for tensor in self.tensors)
         ):
-            self._refuse("its kernels, and what can be computed again, take for ever together")
+            self._refuse("the times of its kernels and of recomputing have no finite sum")
         total = sum(tensor.nbytes for tensor in self.tensors)
         if total > SIZE_MAX:
             self._refuse(f"its tensors have {total:,} bytes, and at most {SIZE_MAX:,} are counted")
@@ -101,7 +101,7 @@ class Trace:
         if firsts != sorted(set(firsts)) or not all(
             0 <= first < len(self.kernels) for first in firsts
         ):
-            self._refuse(f"its phases begin at the kernels {firsts}, which is no order of them")
+            self._refuse(f"its phases begin at the kernels {firsts}, which are not in order")
 
     def _check_kernel(self, index: int, kernel: Kernel) -> None:
         if not (math.isfinite(kernel.seconds) and kernel.seconds >= 0):
@@ -193,7 +193,7 @@ class Trace:
             raise
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ConfigError(
-                f"{source} has something that is no trace: {error!r}; record it again"
+                f"{source} is not a valid trace: {error!r}; record it again"
             ) from error
 
 
@@ -297,7 +297,7 @@ def _whole(value: object) -> int:
 def _flag(row: dict[str, Any], name: str) -> bool:
     value = row.get(name, False)
     if not isinstance(value, bool):
-        raise TypeError(f"a tensor has {name} {value!r}, which is true or false")
+        raise TypeError(f"{name} of a tensor is {value!r}, not true or false")
     return value
 
 

@@ -318,8 +318,7 @@ fn refuse_path(path: &Path, errno: Errno) -> Error {
         (Errno::NOTDIR | Errno::LOOP, Ok((FileType::Symlink, link))) => {
             let target = link_target(path, &link);
             config(format!(
-                "{shown} is a symbolic link, which may come to lead elsewhere; pass what it leads \
-                 to: {}",
+                "{shown} is a symbolic link, which somebody may change later; pass its target: {}",
                 target.display()
             ))
         }
