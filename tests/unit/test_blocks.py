@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import copy
 import inspect
 import itertools
@@ -20,8 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch._C import _autograd as graph_of_torch
-from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu, saved_tensors_hooks
+from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu
 
 import ssdtrain
 from ssdtrain import ConfigError
@@ -81,7 +79,7 @@ def said_of_blocks(caplog: pytest.LogCaptureFixture) -> list[int]:
     return [one.levelno for one in caplog.records if "ssdtrain.leave_all()" in one.message]
 
 
-def test_what_is_entered_within_itself_is_left_as_often(
+def test_a_block_within_itself_is_left_as_often(
     place: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tool = block(place)
@@ -128,33 +126,7 @@ def test_the_outer_one_is_left_first(
         other.__exit__()
 
 
-@contextlib.contextmanager
-def forbidden() -> Iterator[None]:
-    """Forbid that hooks are put on, as torch does while it compiles; those that are on stay."""
-    graph_of_torch._saved_tensors_hooks_disable("not now", False)
-    yield
-    graph_of_torch._saved_tensors_hooks_enable()
-
-
-def test_the_outer_one_is_left_first_while_hooks_are_forbidden(place: Path) -> None:
-    """The inner ones are on and stay on; to put others on stays forbidden."""
-    outer, other, inner = block(place), save_on_cpu(), block(place)
-    outer.__enter__()
-    other.__enter__()
-    session = inner.__enter__()
-    with forbidden():
-        outer.__exit__(None, None, None)
-        with pytest.raises(RuntimeError, match="not now"), block(place):
-            pass
-    assert ssdtrain.active() is session
-    step()
-    assert count(session)
-    inner.__exit__(None, None, None)
-    assert top_hooks(True) is not None, "the hooks of others were taken off"
-    other.__exit__()
-
-
-def test_where_hooks_are_forbidden_the_error_says_so_and_nothing_is_on(place: Path) -> None:
+def test_forbidden_hooks_are_an_error_and_nothing_stays_on(place: Path) -> None:
     with disable_saved_tensors_hooks("not here"):
         with pytest.raises(RuntimeError, match="not here"), block(place):
             pass
@@ -164,24 +136,6 @@ def test_where_hooks_are_forbidden_the_error_says_so_and_nothing_is_on(place: Pa
             pass
         step()
     assert count(session)
-
-
-def test_hooks_of_others_inside_outlast_the_block(place: Path) -> None:
-    packed = []
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        packed.append(tensor)
-        return tensor.detach()
-
-    ours, other = block(place), saved_tensors_hooks(pack, lambda tensor: tensor)
-    session = ours.__enter__()
-    other.__enter__()
-    ours.__exit__(None, None, None)
-    assert ssdtrain.active() is None
-    step()
-    assert packed
-    assert not count(session)
-    other.__exit__()
 
 
 def test_others_who_take_our_hooks_off_leave_nothing_behind(
@@ -236,7 +190,7 @@ def test_another_thread_cannot_leave(place: Path) -> None:
         assert count(session)
 
 
-def test_what_an_ended_thread_left_on_is_closed_from_any(place: Path) -> None:
+def test_a_block_of_an_ended_thread_is_closed_from_any_thread(place: Path) -> None:
     tool = block(place)
     thread = threading.Thread(target=tool.__enter__)
     thread.start()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -53,83 +52,11 @@ def test_the_ratio_is_the_median_of_neighbours_not_the_ratio_of_medians(load: An
     assert row.cpu_s_per_gib() == pytest.approx(0.5)
 
 
-def test_the_plan_has_each_case_once_and_a_read_follows_its_write(load: Any) -> None:
-    cases = load("compare_cases")
-    every = [case for setting in cases.settings() for case in cases.cases(setting)]
-    assert len(set(every)) == len(every)
-    for setting in cases.settings():
-        latest = None
-        for case in cases.cases(setting):
-            if case.direction == "read":
-                assert latest is not None
-                assert latest.tensor_bytes == case.tensor_bytes
-            else:
-                latest = case
-    assert {case.tensor_bytes for case in every} == set(cases.TENSOR_BYTES)
-    assert {case.engine for case in every} == {"io_uring", "psync"}
-    assert {case.directory_count for case in every} == {1, 2}
-    assert {case.depth for case in every} == {cases.DEFAULT_DEPTH, *cases.OTHER_DEPTHS}
-
-
 def test_the_default_depth_is_that_of_the_store(load: Any) -> None:
     cases = load("compare_cases")
     text = (ROOT / "rust/core/src/config.rs").read_text()
     mebibytes = cases.PIECE_BYTES >> 20
     assert f"queue_depth: {cases.DEFAULT_DEPTH}, piece_bytes: {mebibytes} << 20" in text
-
-
-def test_fio_chooses_the_best_setting_of_each_direction(
-    load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fio, cases = load("compare_fio"), load("compare_cases")
-    monkeypatch.setattr(fio.shutil, "which", lambda _: "/usr/bin/fio")
-    best = {"write": fio.SETTINGS[2], "read": fio.SETTINGS[3]}
-    yardstick = fio.Fio(tmp_path, cases.GIB)
-    monkeypatch.setattr(
-        yardstick, "run", lambda one, where: sample(cases, 2.0 if one == best[where] else 1.0)
-    )
-    yardstick.calibrate()
-    assert yardstick.best == best
-    assert sum(one["chosen"] for one in yardstick.calibration) == 2
-
-
-@pytest.mark.long
-def test_without_fio_it_says_how_to_install_it(tmp_path: Path) -> None:
-    done = compare("--quick", "--dir", str(tmp_path), env=os.environ | {"PATH": str(tmp_path)})
-    assert done.returncode == 2, done.stderr
-    assert "sudo apt-get install fio" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.long
-def test_too_little_room_is_told_before_anything_is_written(tmp_path: Path) -> None:
-    done = compare("--gib", str(1 << 20), "--dir", str(tmp_path))
-    assert done.returncode == 2
-    assert "smaller --gib" in done.stderr
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.long
-def test_a_peer_that_is_missing_or_dies_is_a_reason(load: Any, tmp_path: Path) -> None:
-    peers = load("compare_peers")
-    with pytest.raises(peers.PeerError, match="--peers-python"):
-        peers.PeerProcess(str(tmp_path / "no-python"), "torch.save", tmp_path)
-    assert not (tmp_path / "torch.save").exists()
-    with pytest.raises(peers.PeerError, match="ended with 1"):
-        peers.PeerProcess(shutil.which("false"), "torch.save", tmp_path)
-    peer = peers.PeerProcess(sys.executable, "torch.save", tmp_path)
-    try:
-        with pytest.raises(peers.PeerError, match="KeyError"):
-            peer.ask(do="prepare")
-        # An error is an answer: the process goes on.
-        peer.ask(do="prepare", engine="page cache", tensor_bytes=4096, pass_bytes=1 << 16)
-        assert peer.ask(do="write")["total_bytes"] == 1 << 16
-        assert peer.ask(do="read")["total_bytes"] == 1 << 16
-        assert peer.ask(do="check") == {"equal": True, "written_bytes": 2 << 16}
-    finally:
-        peer.close()
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.skipif(shutil.which("fio") is None, reason=NO_FIO)

@@ -20,7 +20,7 @@ def between(followed: Followed, opening: int = OPENING) -> int:
     return count
 
 
-def test_what_is_unknown_is_followed_in_whole() -> None:
+def test_an_unknown_round_is_followed_in_whole() -> None:
     followed = Followed()
     assert between(followed) == 0
     followed.note_partial(OPENING, SIGNATURE)
@@ -35,7 +35,7 @@ def test_ever_more_rounds_come_between_two() -> None:
     assert counts == [1, 2, 4, 8, 16, 32, BETWEEN_MAX, BETWEEN_MAX, BETWEEN_MAX]
 
 
-def test_where_hardly_anything_leaves_rounds_are_skimmed() -> None:
+def test_rounds_of_which_little_leaves_are_skimmed() -> None:
     followed = Followed()
     whole(followed, int(SAVED_BYTES * LITTLE_SHARE))
     assert followed.scope(OPENING) == "skimmed"
@@ -54,7 +54,7 @@ def test_another_round_that_begins_alike_begins_anew() -> None:
     assert between(followed) == 2
 
 
-def test_one_that_has_packed_something_else_has_more_followed_in_whole() -> None:
+def test_a_round_that_packed_something_else_is_followed_in_whole_more_often() -> None:
     followed = Followed()
     for same_count_min in (1, 2, 4, 8):
         for number in range(same_count_min):

@@ -89,9 +89,7 @@ def test_a_machine_with_all_of_it() -> None:
         ({"devices": (), "torch_cuda": None}, "gpu", "torch has no CUDA"),
     ],
 )
-def test_what_is_there_and_does_not_work_is_warned_of(
-    changes: dict[str, object], name: str, words: str
-) -> None:
+def test_a_broken_driver_is_warned_of(changes: dict[str, object], name: str, words: str) -> None:
     check = checks(replace(WHOLE, **changes))[name]
     assert check.state == "WARN"
     assert words in check.finding

@@ -86,12 +86,6 @@ def test_an_import_that_came_too_late_is_said_once_and_in_the_report(tmp_path: P
 
 
 @pytest.mark.long
-def test_where_logging_is_set_up_a_line_names_the_package_once(tmp_path: Path) -> None:
-    done = run(f"import logging\nlogging.basicConfig()\n{TOO_LATE}", str(tmp_path))
-    assert done.stderr.startswith("WARNING:ssdtrain:tensors are not on huge pages")
-
-
-@pytest.mark.long
 def test_memory_between_blocks_in_use_goes_back_to_the_system() -> None:
     kept, given = map(int, run(HOLES).stdout.split())
     assert kept < 20, "glibc gave it back by itself: nothing was tried"
@@ -110,7 +104,7 @@ def test_the_high_water_mark_starts_again_and_sees_the_next_peak() -> None:
     assert process_memory.status_bytes("VmHWM") - before > size // 2
 
 
-def test_what_writes_freed_is_given_back_in_portions(
+def test_freed_memory_is_given_back_in_portions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     freed: list[int] = []

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from ssdtrain import ConfigError, NoSpaceError, TensorStore
-from ssdtrain.errors import BusyError
 from stores import SlowStore, assert_same
 from support import wait_until
 
@@ -75,27 +74,6 @@ def test_a_failed_overwrite_is_raised_once_and_the_old_bytes_are_there(tmp_path:
         wait_until(stored.done, "the overwrite ends")
         with pytest.raises(NoSpaceError):
             store.overwrite(stored, torch.full((1000,), 3.0))
-
-
-def test_one_overwrite_at_a_time(tmp_path: Path) -> None:
-    with SlowStore(tmp_path, paused=True) as store:
-        stored = store.write(torch.zeros(1000))
-        with pytest.raises(ConfigError, match="wait for it first"):
-            store.overwrite(stored, torch.ones(1000))
-        store.disk.resume()
-        stored.wait()
-        store.disk.pause()
-        store.overwrite(stored, torch.ones(1000))
-        with pytest.raises(BusyError, match="wait for it first"):
-            store.overwrite(stored, torch.ones(1000))
-        assert not stored.done()
-        store.disk.resume()
-        assert torch.equal(store.read(stored).result(), torch.ones(1000))
-        store.disk.pause()
-        store.overwrite(stored, torch.zeros(1000))
-        store.release(stored)
-        store.disk.resume()
-        wait_until(lambda: store.stats()["disk_used_bytes"] == 0, "the space comes back")
 
 
 @pytest.mark.parametrize("first", OVERWRITTEN, ids=lambda one: f"{type(one).__name__}{one.shape}")
@@ -232,7 +210,7 @@ def test_an_overwrite_is_not_lost_to_who_waits_for_the_one_before(tmp_path: Path
     store.close()
 
 
-def test_what_write_did_not_return_is_told(store: TensorStore) -> None:
+def test_arguments_that_write_did_not_return_are_refused(store: TensorStore) -> None:
     x: Any = torch.zeros(10)
     for use in (store.read, store.release, lambda one: store.overwrite(one, x)):
         with pytest.raises(ConfigError, match="takes a result of write, not"):

@@ -38,16 +38,12 @@ def told(file: Path, text: str, *words: str) -> int:
     [
         ("def build(:\n", "mine.py raised SyntaxError: invalid syntax"),
         ("import sys\nsys.exit(3)\n", "mine.py raised SystemExit: 3 ("),
-        ("import nowhere_at_all\n", "raised ModuleNotFoundError: No module named 'nowhere_at_all'"),
         (HEAD + "    return [][sequence]\n", "IndexError: list index out of range"),
         (HEAD + MODEL + "    return model\n", "build returned Linear, not a model and a function"),
-        (HEAD + "    return None\n", "build returned NoneType, not a model and a function"),
         (
             HEAD + "    return torch.nn.LazyLinear(4), lambda: 7\n",
             "weight, bias of the model get their shapes from the first batch",
         ),
-        (HEAD + MODEL + "    return model, 7\n", "build returned Linear, int, not a model and a"),
-        (HEAD + MODEL + "    return model, lambda: 7\n", "the loss is a int, not one number"),
         (
             HEAD + MODEL + f"    return model, lambda: model({DATA})\n",
             "the loss is a Tensor of shape (1, 4), not one number",
@@ -59,10 +55,6 @@ def told(file: Path, text: str, *words: str) -> int:
         (
             HEAD + MODEL + f"    x = {DATA}\n    return model, lambda: model(x[x > 0]).sum()\n",
             "the model, or the function of its loss, raised NotImplementedError",
-        ),
-        (
-            HEAD + MODEL + "    def loss():\n        sys.exit(3)\n    return model, loss\n",
-            "the model, or the function of its loss, raised SystemExit: 3 (",
         ),
         (
             HEAD + MODEL + "    x = torch.zeros(batch, sequence, dtype=dtype, device='cpu')\n"
@@ -120,7 +112,7 @@ def test_a_file_may_import_its_neighbour_and_print(
 
 
 @pytest.mark.usefixtures("as_it_was")
-def test_what_was_taken_as_true_and_another_dtype_are_told(
+def test_a_condition_taken_as_true_and_another_dtype_are_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = (
@@ -137,8 +129,7 @@ def test_what_was_taken_as_true_and_another_dtype_are_told(
 
 
 @pytest.mark.usefixtures("as_it_was")
-@pytest.mark.filterwarnings("ignore:.*CUDA is not available:UserWarning")
-@pytest.mark.parametrize(("device", "is_told"), [("cpu", True), ("cuda", True), ("off", False)])
+@pytest.mark.parametrize(("device", "is_told"), [("cpu", True), ("off", False)])
 def test_autocast_which_does_nothing_to_shapes_is_told(
     device: str, is_told: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -165,7 +156,7 @@ def test_an_interrupt_while_a_model_is_looked_at_ends_the_command(
 
 @pytest.mark.usefixtures("as_it_was")
 @pytest.mark.parametrize("is_slow", [True, False])
-def test_what_takes_long_says_that_it_is_at_work(
+def test_a_slow_model_says_that_the_command_is_at_work(
     is_slow: bool,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -201,7 +192,7 @@ def test_a_way_that_does_not_fit_says_why(capsys: pytest.CaptureFixture[str]) ->
     assert "at its peak, and there are 1 MiB\n" in report
 
 
-def test_which_function_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_without_a_function_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "mine.py"]) == 2
     assert "which function of mine.py makes the model? Name it" in capsys.readouterr().err
 
@@ -218,7 +209,7 @@ def test_more_micro_batches_than_can_be_planned(
     assert "1,000,000,000 micro-batches of" in capsys.readouterr().err
 
 
-def test_what_a_named_model_asks_is_no_line_of_the_user(capsys: pytest.CaptureFixture[str]) -> None:
+def test_conditions_of_a_named_model_are_not_told(capsys: pytest.CaptureFixture[str]) -> None:
     """What calls the command, as this test or the script that is installed, is no model."""
     pytest.importorskip("transformers")
     assert main(["plan", "gpt2", "--sequence", "64"]) == 0
@@ -235,7 +226,7 @@ def test_what_a_named_model_asks_is_no_line_of_the_user(capsys: pytest.CaptureFi
         (("--budget", "activation=1GiB"), "is planned for the shortest step that fits"),
     ],
 )
-def test_what_was_sought_is_told(
+def test_the_objective_is_told(
     words: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     told(tmp_path / "mine.py", GOOD, *words)

@@ -281,7 +281,7 @@ def evidence(**changes: Any) -> Evidence:
     return replace(known, **changes)
 
 
-def test_what_cannot_leave_its_gpu_is_told_where_it_is_most() -> None:
+def test_tensors_that_cannot_leave_their_gpu_are_told() -> None:
     seen = Seen(Account())
     seen.eligible.add(100 * MIB)
     known = evidence(seen=seen, stayed="it has 2 GiB")
@@ -347,15 +347,6 @@ def test_children_with_blocks_of_their_own_are_the_reason_whatever_time_they_too
     assert "child processes that Python started (multiprocessing, os.fork) have" in reason.text
 
 
-def test_the_usual_round_is_looked_for_only_where_it_is_told() -> None:
-    asked = []
-    known = evidence(seen=planned(9), usual_round=lambda: asked.append(1))
-    assert reason_of(replace(known, offloaded_bytes=90 * MIB)) is None
-    assert not asked
-    assert reason_of(known) is not None
-    assert asked
-
-
 def parts() -> Seen:
     """As LSTMCell makes them."""
     seen = Seen(Account())
@@ -413,19 +404,6 @@ def test_a_plan_is_named_with_the_figures_it_was_made_of(
     assert reason is not None
     assert reason.is_warning
     assert re.search(expected, reason.text), reason.text
-
-
-def test_a_guess_is_not_told_as_what_the_disk_does() -> None:
-    for rates, expected in [
-        (
-            Rates(RATE_GUESS, RATE_GUESS),
-            "the disk writes 953.7 MiB (a guess) and reads 953.7 MiB (a guess)",
-        ),
-        (Rates(2 * RATE_GUESS, RATE_GUESS), "the disk writes 1.9 GiB and reads 953.7 MiB (a"),
-    ]:
-        reason = reason_of(evidence(seen=planned(10), usual_round=round_with(rates)))
-        assert reason is not None
-        assert expected in reason.text, reason.text
 
 
 def test_a_short_last_step_does_not_stand_for_the_others(tmp_path: Path) -> None:

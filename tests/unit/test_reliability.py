@@ -26,8 +26,3 @@ def test_every_named_test_exists() -> None:
     named = NAMED.findall((ROOT / "docs" / "internals" / "reliability.md").read_text())
     assert len(named) > 40
     assert not [f"{module}::{name}" for module, name in named if not has_test(module, name)]
-
-
-def test_a_name_that_is_none_is_seen() -> None:
-    assert not has_test("test_faults", "test_that_is_not_there")
-    assert not has_test("no_such_module", "test_every_flipped_bit_is_found")

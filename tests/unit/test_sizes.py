@@ -33,7 +33,7 @@ from support import batch, mlp
         (SIZE_MAX, SIZE_MAX),
     ],
 )
-def test_what_a_size_means(given: int | str, nbytes: int) -> None:
+def test_the_meaning_of_a_size(given: int | str, nbytes: int) -> None:
     assert in_bytes("min_bytes", given) == nbytes
 
 
@@ -41,7 +41,7 @@ def test_what_a_size_means(given: int | str, nbytes: int) -> None:
     "given",
     [0, -1, 1.5, True, None, b"8GiB", "", "GiB", "-1", "1__0", "1.5", "8.0 B", "8G", "7 bits"],
 )
-def test_what_is_no_size(given: object) -> None:
+def test_an_invalid_size(given: object) -> None:
     with pytest.raises(ssdtrain.ConfigError, match="cap must be a positive whole number"):
         in_bytes("cap", given)
 
@@ -66,7 +66,7 @@ def test_more_than_a_file_can_have() -> None:
         (1 << 60, "1048576 TiB"),
     ],
 )
-def test_how_a_size_is_shown(nbytes: int, shown: str) -> None:
+def test_a_size_as_text(nbytes: int, shown: str) -> None:
     assert shown_bytes(nbytes) == shown
     if shown.endswith("iB"):
         assert abs(in_bytes("size", shown) - nbytes) <= nbytes / 1000
@@ -82,7 +82,7 @@ def test_how_a_size_is_shown(nbytes: int, shown: str) -> None:
         (3, ["write was", "writes were"], "3 writes were"),
     ],
 )
-def test_how_a_count_is_shown(count: int, words: list[str], shown: str) -> None:
+def test_a_count_as_text(count: int, words: list[str], shown: str) -> None:
     assert shown_count(count, *words) == shown
 
 

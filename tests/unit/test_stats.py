@@ -148,19 +148,6 @@ def test_the_report_tells_a_rate_of_what_was_moved_only(tmp_path: Path) -> None:
     assert re.search(r"drive      \S+ [KM]iB written \(\S+ [MG]iB/s\), \S+ [KM]iB", str(stats))
 
 
-def test_the_report_has_the_words_for_one_and_for_several(tmp_path: Path) -> None:
-    stats = looks_at(Rig(tmp_path))[1]
-    counts = {"tensors_kept": 1, "stall_count": 1, "write_failed_count": 1}
-    one = str(dataclasses.replace(stats, write_refused_count=1, **counts))
-    assert " in 1 tensor\n" in one
-    assert "exposed, 1 stall\n" in one
-    assert "  failures   1 write; " in one
-    assert "  bound      1 write beyond" in one
-    none = str(dataclasses.replace(stats, tensors_kept=0, stall_count=0))
-    assert " in 0 tensors\n" in none
-    assert none.partition("exposed, ")[2].startswith("0 stalls")
-
-
 def test_the_limit_is_the_busiest_link_that_was_waited_for(tmp_path: Path) -> None:
     known = {"elapsed_s": 10.0, "bytes_eligible": 100, "bytes_offloaded": 95, "stall_s": 0.0}
     known["pinned_bytes"] = 1

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from children import forked_python
-from ssdtrain import ConfigError, CorruptError, NoSpaceError, StorageError, TensorStore
-from ssdtrain.errors import BusyError, ClosedError, SsdtrainError
+from ssdtrain import ConfigError, CorruptError, StorageError, TensorStore
+from ssdtrain.errors import ClosedError, SsdtrainError
 from stores import SlowStore, assert_same
 from support import shared_out, wait_until
 
@@ -90,15 +90,15 @@ def round_trip(store: TensorStore, source: Any) -> Any:
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize("dtype", TORCH_DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(), (1,), (3, 7, 11), (70_001,)], ids=str)
-def test_every_torch_dtype(store: TensorStore, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    round_trip(store, random_tensor(dtype, *shape))
+def test_every_torch_dtype(store: TensorStore, dtype: torch.dtype) -> None:
+    for shape in ((), (3, 7, 11), (9_001,)):
+        round_trip(store, random_tensor(dtype, *shape))
 
 
 @pytest.mark.parametrize("dtype", NUMPY_DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(), (1,), (3, 7, 11), (9_001,)], ids=str)
-def test_every_numpy_dtype(store: TensorStore, dtype: Any, shape: tuple[int, ...]) -> None:
-    round_trip(store, random_array(dtype, *shape))
+def test_every_numpy_dtype(store: TensorStore, dtype: Any) -> None:
+    for shape in ((), (3, 7, 11), (9_001,)):
+        round_trip(store, random_array(dtype, *shape))
 
 
 BASE = torch.arange(12 * 10 * 6, dtype=torch.float32).reshape(12, 10, 6)
@@ -199,21 +199,6 @@ def test_any_view_comes_back(tmp_path: Path, verify: bool) -> None:
         assert store.stats()["disk_used_bytes"] == 0
 
 
-def test_a_big_tensor(store: TensorStore) -> None:
-    big = torch.arange((300 << 20) // 4 + 1, dtype=torch.int32)
-    result = store.read(store.write(big)).result()
-    assert torch.equal(result, big)
-
-
-def test_many_in_flight(store: TensorStore) -> None:
-    sources = [random_tensor(torch.uint8, 1 + 997 * (index % 400)) for index in range(1200)]
-    stored = [store.write(source) for source in sources]
-    pending = [store.read(one) for one in stored]
-    for one, source in zip(pending, sources, strict=True):
-        assert torch.equal(one.result(), source)
-    assert store.stats()["write_count"] == len(sources)
-
-
 def test_the_result_is_its_own(store: TensorStore) -> None:
     source = torch.randn(5000)
     expected = source.clone()
@@ -302,12 +287,6 @@ def test_verify_finds_a_flipped_bit(tmp_path: Path) -> None:
         store.close()
 
 
-def test_verify_lets_true_bytes_through(tmp_path: Path) -> None:
-    with TensorStore(tmp_path, verify=True) as store:
-        for size in (1, 511, 513, 100_003):
-            round_trip(store, random_tensor(torch.uint8, size))
-
-
 def test_release_gives_the_space_back(store: TensorStore) -> None:
     stored = store.write(torch.ones(100_000))
     stored.wait()
@@ -353,19 +332,11 @@ def test_release_during_a_read_keeps_its_bytes_apart(store: TensorStore) -> None
         assert torch.equal(other.result(), source)
 
 
-def test_what_is_never_waited_for_leaves_nothing(store: TensorStore) -> None:
+def test_requests_without_a_wait_leave_nothing(store: TensorStore) -> None:
     for _ in range(50):
         store.read(store.write(torch.ones(200_000)))
     wait_until(lambda: store.stats()["disk_used_bytes"] == 0, "the space comes back")
     wait_until(lambda: store.stats()["arena_live_bytes"] == 0, "the memory comes back")
-
-
-def test_space_is_used_again(store: TensorStore) -> None:
-    store.write(torch.ones(1 << 20)).wait()
-    reserved = store.stats()["disk_reserved_bytes"]
-    for _ in range(100):
-        store.write(torch.ones(1 << 20)).wait()
-    assert store.stats()["disk_reserved_bytes"] == reserved
 
 
 def test_close_twice_and_then_refuse(tmp_path: Path) -> None:
@@ -480,26 +451,6 @@ def test_another_stores_tensor_is_refused(tmp_path: Path) -> None:
                 one.read(other).result()
 
 
-def test_threads_share_a_store(store: TensorStore) -> None:
-    failures: list[BaseException] = []
-
-    def work(seed: int) -> None:
-        try:
-            for index in range(60):
-                source = torch.full((1 + (seed * 7919 + index * 104_729) % 60_000,), seed + index)
-                assert torch.equal(store.read(store.write(source)).result(), source)
-        except BaseException as error:  # noqa: BLE001 - told to the main thread
-            failures.append(error)
-
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join()
-    assert not failures
-    assert store.stats()["disk_used_bytes"] == 0
-
-
 def test_many_wait_for_one_write(tmp_path: Path) -> None:
     with SlowStore(tmp_path, paused=True) as store:
         source = torch.randn(1000)
@@ -516,45 +467,6 @@ def test_many_wait_for_one_write(tmp_path: Path) -> None:
             one.join()
         assert len(results) == 6
         assert all(torch.equal(one, source) for one in results)
-
-
-def test_several_directories_share_the_load(tmp_path: Path) -> None:
-    places = [tmp_path / name for name in "abc"]
-    for place in places:
-        place.mkdir()
-    with TensorStore(places) as store:
-        assert [place for place, _ in store.stats()["engines"]] == places
-        sources = [torch.full((100_000,), float(index)) for index in range(30)]
-        stored = [store.write(source) for source in sources]
-        for one, source in zip(stored, sources, strict=True):
-            assert torch.equal(store.read(one).result(), source)
-        # Each has grown by at least one step.
-        assert store.stats()["disk_reserved_bytes"] >= 3 * (64 << 20)
-
-
-def test_max_disk_bytes_is_a_bound(tmp_path: Path) -> None:
-    with TensorStore(tmp_path, max_disk_bytes=1 << 20) as store:
-        held = store.write(torch.zeros(3 << 18, dtype=torch.uint8))
-        with pytest.raises(NoSpaceError, match=r"max_disk_bytes \(1 MiB, of which .* reserved"):
-            store.write(torch.zeros(1 << 20, dtype=torch.uint8))
-        assert store.stats()["disk_reserved_bytes"] <= 1 << 20
-        store.release(held)
-        wait_until(lambda: store.stats()["disk_used_bytes"] == 0, "the space comes back")
-        round_trip(store, torch.zeros(3 << 18, dtype=torch.uint8))
-
-
-def test_a_full_queue_is_said_and_leaves_nothing(tmp_path: Path) -> None:
-    with SlowStore(tmp_path, paused=True) as store:
-        one = np.zeros(1, np.uint8)
-        stored = []
-        with pytest.raises(BusyError, match="waiting for the disk already; wait for some"):
-            stored.extend(store.write(one) for _ in range(1 << 15))
-        store.disk.resume()
-        for each in stored:
-            each.wait()
-        del each
-        stored.clear()
-        assert store.stats()["disk_used_bytes"] == 0
 
 
 EXIT = """
@@ -611,42 +523,5 @@ print("parent goes on")
 
 def test_a_forked_child_is_refused_and_the_parent_goes_on(tmp_path: Path) -> None:
     done = forked_python(FORK, str(tmp_path))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "parent goes on\n"
-
-
-FORK_IN_FLIGHT = """
-import os, signal, sys, torch, ssdtrain
-from ssdtrain import _core
-from ssdtrain.errors import ClosedError
-store = ssdtrain.TensorStore(sys.argv[1])
-disk = _core.SimulatedDisk(seed=1, paused=True)
-store._store = _core.Store([(sys.argv[1], None)], backend="simulated", direct_io="optional",
-    max_disk_bytes=None, verify=False, simulated_disk=disk)
-source = torch.arange(5000)
-stored = store.write(source)
-pending = store.read(stored)
-child = os.fork()
-if child == 0:
-    signal.alarm(20)  # a wait that never ends is ended from outside
-    for wait in (stored.wait, pending.result):
-        try:
-            wait()
-        except ClosedError:
-            pass
-        else:
-            sys.exit("a request of the parent ended in its child")
-    sys.exit(0)
-_, status = os.waitpid(child, 0)
-disk.resume()
-assert torch.equal(pending.result(), source)
-assert not os.WIFSIGNALED(status), "the child waited for ever"
-assert status == 0, status
-print("parent goes on")
-"""
-
-
-def test_a_forked_child_does_not_wait_for_the_parents_disk(tmp_path: Path) -> None:
-    done = forked_python(FORK_IN_FLIGHT, str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert done.stdout == "parent goes on\n"

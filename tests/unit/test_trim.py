@@ -92,7 +92,7 @@ def test_trimming_while_threads_write_and_read(tmp_path: Path, backend: Any) -> 
         assert (disk_bytes(tmp_path), reserved(store)) == (0, 0)
 
 
-def test_what_is_trimmed_counts_for_the_bound_again(tmp_path: Path) -> None:
+def test_trimmed_space_counts_for_the_bound_again(tmp_path: Path) -> None:
     places = [tmp_path / "a", tmp_path / "b"]
     for place in places:
         place.mkdir()

@@ -54,7 +54,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("umask", [0o22, 0o777])
-def test_what_is_kept_comes_back(tmp_path: Path, cache: Path, umask: int) -> None:
+def test_a_kept_setting_comes_back(tmp_path: Path, cache: Path, umask: int) -> None:
     place = str(tmp_path)
     assert tuning.load(place) is None
     before = os.umask(umask)
@@ -113,30 +113,15 @@ def changed(**fields: Any) -> Callable[[dict[str, Any]], str]:
 
 
 BROKEN: dict[str, Callable[[dict[str, Any]], str]] = {
-    "empty": lambda _: "",
     "cut off": lambda document: json.dumps(document)[:100],
     "a list": lambda _: "[]",
-    "a number": lambda _: "3",
-    "zero bytes": lambda _: "\0" * 100,
-    "deep": lambda _: "[" * 60_000,
-    "long": lambda document: json.dumps(document) + " " * 70_000,
-    "a long number": lambda document: json.dumps(document).replace("2097152", "9" * 5_000),
     "no rates": lambda document: json.dumps({**document, "read_bytes_per_s": None}),
-    "no tuning": lambda document: json.dumps({**document, "tuning": None}),
     "another format": changed(format=2),
     "another drive": changed(drive={}),
     "another engine": changed(engine="aio"),
-    "an engine that is no word": changed(engine=["psync"]),
     "no depth": changed(queue_depth=0),
-    "a great depth": changed(queue_depth=129),
     "a depth that is a word": changed(queue_depth="16"),
-    "a depth that is true": changed(queue_depth=True),
-    "a broken depth": changed(queue_depth=8.0),
     "small pieces": changed(piece_bytes=4096),
-    "great pieces": changed(piece_bytes=65 * MIB),
-    "negative pieces": changed(piece_bytes=-1),
-    "no rate": changed(write_bytes_per_s=0),
-    "an infinite rate": changed(write_bytes_per_s=math.inf),
     "a rate that is none": changed(read_bytes_per_s=math.nan),
 }
 
@@ -164,7 +149,7 @@ def test_a_broken_file_is_ignored(
 
 
 @pytest.mark.parametrize("kind", ["folder", "link", "pipe", "bytes"])
-def test_what_is_no_file_is_ignored(
+def test_other_kinds_of_files_are_ignored(
     kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tuning.save(str(tmp_path), kept())
@@ -315,7 +300,7 @@ def test_a_virtual_drive_does_not_know_whether_it_turns(tmp_path: Path) -> None:
     assert not drive.rotational
 
 
-def test_what_is_on_no_drive(tmp_path: Path) -> None:
+def test_a_path_on_no_drive(tmp_path: Path) -> None:
     assert drive_of("/proc") is None
     assert drive_of(tmp_path / "missing") is None
     mount = mount_of("/proc")
