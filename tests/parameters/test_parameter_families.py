@@ -110,16 +110,11 @@ def adapted(build: Any, **options: Any) -> nn.Module:
 
 
 CASES = {
-    "llama": Case(llama, of_tokens),
-    "llama, tied": Case(partial(llama, tie_word_embeddings=True), of_tokens),
     "llama, reentrant": Case(partial(with_checkpoints, llama, True), of_tokens),
     "llama, not reentrant": Case(partial(with_checkpoints, llama, False), of_tokens),
-    "llama, eager": Case(partial(llama, attn_implementation="eager"), of_tokens),
     "gpt2": Case(gpt2, of_tokens),
-    "gpt2, not reentrant": Case(partial(with_checkpoints, gpt2, False), of_tokens),
     "t5": Case(t5, of_tokens),
     "llama, adapted": Case(partial(adapted, llama), of_tokens),
-    "gpt2, adapted": Case(partial(adapted, gpt2, fan_in_fan_out=True), of_tokens),
     # DoRA makes a tensor of the base's weight and the adapter's in each forward.
     "llama, adapted by directions": Case(
         partial(adapted, llama, use_dora=True), of_tokens, keeps_bound=False
@@ -150,12 +145,9 @@ def generated(training: Training, number: int) -> None:
     training.update()
 
 
-@pytest.mark.parametrize("way", support.shared_out(["alone", "everything"], quick=["everything"]))
-@pytest.mark.parametrize(
-    "name", support.shared_out(["llama", "gpt2", "llama, adapted"], quick=["gpt2"])
-)
-def test_generation_in_between(name: str, way: str, tmp_path: Path) -> None:
-    prove(Case(CASES[name].build, of_tokens, generated), tmp_path, WAYS[way])
+@pytest.mark.parametrize("name", support.shared_out(["gpt2", "llama, adapted"], quick=["gpt2"]))
+def test_generation_in_between(name: str, tmp_path: Path) -> None:
+    prove(Case(CASES[name].build, of_tokens, generated), tmp_path, WAYS["everything"])
 
 
 # What people do with adapters on weights that are away
@@ -186,7 +178,7 @@ def test_adapters_on_a_base_that_is_away_already(tmp_path: Path) -> None:
     "way",
     support.shared_out(["merge", "unload", "disable", "save", "two"], quick=["merge", "disable"]),
 )
-def test_what_adapters_do_to_the_base(way: str, tmp_path: Path) -> None:
+def test_adapters_on_an_offloaded_base(way: str, tmp_path: Path) -> None:
     def run(directory: Path | None) -> list[Tensor]:
         model: Any = adapted(llama)
         if directory is not None:
@@ -232,10 +224,9 @@ def enumerate_names(values: list[Tensor]) -> list[tuple[str, Tensor]]:
 # What Transformers does with a model
 
 
-@pytest.mark.parametrize("build", [llama, gpt2], ids=["llama", "gpt2"])
-def test_saved_and_loaded_by_transformers(build: Any, tmp_path: Path) -> None:
+def test_saved_and_loaded_by_transformers(tmp_path: Path) -> None:
     def run(directory: Path | None) -> dict[str, Tensor]:
-        model = build()
+        model: Any = gpt2()
         if directory is not None:
             offloaded(model, directory)
         Training(model, adamw(model.parameters()), of_tokens).run(plain_step, 2)
@@ -246,10 +237,9 @@ def test_saved_and_loaded_by_transformers(build: Any, tmp_path: Path) -> None:
     support.assert_equal_bits(run(tmp_path), run(None))
 
 
-@pytest.mark.parametrize("build", [llama, gpt2], ids=["llama", "gpt2"])
-def test_a_vocabulary_that_grows(build: Any, tmp_path: Path) -> None:
+def test_a_vocabulary_that_grows(tmp_path: Path) -> None:
     def run(directory: Path | None) -> dict[str, Tensor]:
-        model = build()
+        model: Any = llama()
         if directory is not None:
             offloaded(model, directory)
         torch.manual_seed(0)

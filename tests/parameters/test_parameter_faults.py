@@ -212,25 +212,6 @@ def again_and_again(model: nn.Module) -> None:
         support.assert_equal_bits(support.gradients(model), support.gradients(expected))
 
 
-def test_writes_that_fail_are_said_once_and_training_goes_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with SlowStore(tmp_path, space_error_rate=0.2) as store, caplog.at_level(logging.WARNING):
-        model = layers()
-        for _ in range(TRIES_MAX):
-            try:
-                offloaded(model, store)
-            except StorageError:
-                continue
-            break
-        caplog.clear()
-        for one, other in zip(trained(model), trained(layers()), strict=True):
-            support.assert_equal_bits(one, other)
-        assert ssdtrain.parameter_stats(model).write_failed_count > 0
-        said = [record for record in caplog.records if "stay in memory" in record.message]
-        assert len(said) == 1
-
-
 def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
     with SlowStore(tmp_path, verify=True, bit_flip_rate=1.0) as store:
         model = offloaded(layers(), store)
@@ -359,60 +340,15 @@ model(x).sum().backward()
 print("parent goes on")
 """
 
-LOADERS = """
-import sys, torch, ssdtrain, warnings
-from torch import nn
-from torch.utils.data import DataLoader, Dataset
-torch.set_num_threads(1)
-model = nn.Sequential(*(nn.Linear(136, 136) for _ in range(8)))
-plain = [param.detach().clone() for param in model.parameters()]
-
-class Rows(Dataset):
-    looks = None
-    def __len__(self):
-        return 12
-    def __getitem__(self, index):
-        row = torch.full((136,), float(index))
-        if self.looks == "small":
-            row = row + model[3].bias
-        if self.looks == "away":
-            row = row + sum(param.sum() for param in model.parameters())
-        return row.detach()
-
-ssdtrain.offload_parameters(model, sys.argv[1], max_resident_bytes=2 * 136 * 136 * 4)
-for looks in (None, "small", "away", None):
-    Rows.looks = looks
-    loader = DataLoader(Rows(), batch_size=3, num_workers=2, multiprocessing_context="fork")
-    count, told = 0, ""
-    try:
-        for batch in loader:
-            model(batch).square().mean().backward()
-            count += 1
-    except Exception as error:
-        told = str(error)
-    if looks == "away":
-        assert count < 4 and "ClosedError" in told, (count, told)
-    else:
-        assert count == 4, (looks, count, told)
-assert all(map(torch.equal, plain, (param.detach() for param in model.parameters())))
-print("all batches came")
-"""
-
 
 def test_a_forked_child_is_refused_and_the_parent_goes_on(tmp_path: Path) -> None:
     done = forked_python(FORK, str(tmp_path))
     assert (done.returncode, done.stdout) == (0, "parent goes on\n"), done.stderr
 
 
-@pytest.mark.long
-def test_workers_of_data_loaders(tmp_path: Path) -> None:
-    done = forked_python(LOADERS, str(tmp_path))
-    assert (done.returncode, done.stdout) == (0, "all batches came\n"), done.stderr
-
-
 def test_the_end_of_the_interpreter(tmp_path: Path) -> None:
     """Also with a model that is used then, and with one that is never dropped."""
-    program = FORK.partition("away = [")[0] + (
+    program = FORK.partition("def plain")[0] + (
         "import atexit, builtins\nbuiltins.kept = model\n"
         "atexit.register(lambda: print(torch.equal(model(x), expected)))\n"
     )
@@ -433,25 +369,10 @@ BAD: dict[str, tuple[Callable[[Path], Any], type[SsdtrainError], str]] = {
         ConfigError,
         r"max_resident_bytes=70 KiB .*72\.2 KiB of weights.* 0 \(Linear\).*give more",
     ),
-    "no bound": (
-        lambda place: ssdtrain.offload_parameters(layers(), place, max_resident_bytes=0),
-        ConfigError,
-        "max_resident_bytes",
-    ),
-    "a negative bound": (
-        lambda place: ssdtrain.offload_parameters(layers(), place, max_resident_bytes=-5),
-        ConfigError,
-        "max_resident_bytes",
-    ),
     "a word": (
         lambda place: ssdtrain.offload_parameters(layers(), place, max_resident_bytes="much"),
         ConfigError,
         "max_resident_bytes.*much",
-    ),
-    "a word for the disk": (
-        lambda place: ssdtrain.offload_parameters(layers(), place, max_disk_bytes="much"),
-        ConfigError,
-        "max_disk_bytes.*much",
     ),
     "no directory": (
         lambda place: ssdtrain.offload_parameters(layers(), place / "none"),
@@ -462,11 +383,6 @@ BAD: dict[str, tuple[Callable[[Path], Any], type[SsdtrainError], str]] = {
         lambda place: ssdtrain.offload_parameters(nn.Linear(3, 3), place),
         ConfigError,
         "no weight of this Linear can leave memory.*64 KiB",
-    ),
-    "no weights": (
-        lambda place: ssdtrain.offload_parameters(nn.ReLU(), place),
-        ConfigError,
-        "no weight of this ReLU",
     ),
     "figures of no model": (
         lambda place: ssdtrain.parameter_stats(3),  # type: ignore[arg-type]
@@ -524,7 +440,7 @@ def test_a_refused_model_is_as_it_was(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
-def test_what_stays(tmp_path: Path) -> None:
+def test_weights_that_stay_in_memory(tmp_path: Path) -> None:
     """Of a model with weights of every kind only the plain ones leave."""
 
     class Own(nn.Parameter):
@@ -553,14 +469,3 @@ def test_what_stays(tmp_path: Path) -> None:
     assert len(away(model)) >= 4
     support.assert_equal_bits(dict(model.named_parameters()), held)
     assert quarter(layers(12)) > 2 * ONE_BYTES
-
-
-def test_a_model_on_meta_is_not_read(tmp_path: Path) -> None:
-    with torch.device("meta"):
-        model: Any = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
-    torch.manual_seed(0)
-    ssdtrain.offload_parameters(model, tmp_path, max_resident_bytes="256KiB")
-    torch.manual_seed(0)
-    expected = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
-    assert ssdtrain.parameter_stats(model).peak_resident_bytes <= 256 << 10
-    support.assert_equal_bits(model.state_dict(), expected.state_dict())

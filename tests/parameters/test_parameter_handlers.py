@@ -14,31 +14,6 @@ from ssdtrain.errors import UnsupportedError
 from weights_away import layers, numbered, offloaded, squared
 
 
-@pytest.mark.parametrize("every", support.sizes(small=37, whole=5))
-def test_a_look_between_any_two_lines_sees_the_weights(every: int, tmp_path: Path) -> None:
-    expected = {name: one.detach().clone() for name, one in layers(4).named_parameters()}
-    model = offloaded(layers(4), tmp_path)
-
-    def look() -> None:
-        for name, one in model.named_parameters():
-            assert torch.equal(one.detach(), expected[name]), name
-        found = model.state_dict()
-        assert all(torch.equal(found[name], one) for name, one in expected.items())
-
-    plain = layers(4)
-    with BetweenLines(look, every=every) as between:
-        for number in range(3):
-            squared(model, number).backward()
-    for number in range(3):
-        squared(plain, number).backward()
-    assert between.call_count > 10
-    for (name, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):
-        assert one.grad is not None
-        assert other.grad is not None
-        assert torch.equal(one.grad, other.grad), name
-    look()
-
-
 @pytest.mark.parametrize("every", support.sizes(small=41, whole=7))
 def test_a_look_within_a_step_sees_a_weight_before_or_after_it(every: int, tmp_path: Path) -> None:
     def trained(model: nn.Module) -> list[dict[str, Tensor]]:

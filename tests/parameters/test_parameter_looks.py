@@ -78,101 +78,58 @@ def refused(look: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 LOOKS: dict[str, Callable[[Any], Any]] = {
     "repr": repr,
-    "str": str,
     "format": lambda weight: f"{weight[0, 0]:.9f} {weight[3, 5]!r}",
     "equals": lambda weight: weight == weight.detach().clone(),
-    "not equal": lambda weight: weight != 0.0,
     "numpy": lambda weight: torch.from_numpy(weight.detach().numpy().copy()),
-    "numpy by force": lambda weight: torch.from_numpy(weight.numpy(force=True).copy()),
     "numpy's array": lambda weight: torch.from_numpy(np.array(weight.detach())),
-    "numpy's asarray": lambda weight: torch.from_numpy(np.asarray(weight.data).copy()),
     "numpy of a gradient's leaf": refused(lambda weight: weight.numpy()),
-    "numpy's array of a leaf": refused(np.array),
-    "numpy's sum": lambda weight: float(np.sum(weight.detach().numpy())),
     "tolist": lambda weight: weight.tolist(),
     "item": lambda weight: weight[7, 9].item(),
-    "item of many": refused(lambda weight: weight.item()),
-    "bool of many": refused(bool),
-    "float of one": lambda weight: float(weight[4, 4]),
     "length": len,
     "iteration": lambda weight: [row.sum().item() for row in weight],
     "contains": lambda weight: weight.detach()[3, 3].item() in weight,
     "index": lambda weight: weight[5],
-    "mask": lambda weight: weight[weight > 0],
-    "slice": lambda weight: weight[2:9, ::3],
     "clone": lambda weight: weight.clone(),
     "detach": lambda weight: weight.detach(),
     "data": lambda weight: weight.data,
     "turned": lambda weight: weight.T,
-    "mT": lambda weight: weight.mT,
-    "real": lambda weight: weight.real,
     "view": lambda weight: weight.view(-1),
-    "as bytes": lambda weight: weight.detach().view(torch.uint8),
     "as a subclass": lambda weight: weight.as_subclass(torch.Tensor),
     "copy": copy.copy,
     "deepcopy": copy.deepcopy,
     "pickle": by_pickle,
-    "pickle, protocol 2": lambda weight: pickle.loads(pickle.dumps(weight, protocol=2)),
     "save": by_save,
-    "save of data": lambda weight: by_save(weight.detach()),
     "new parameter": Parameter,
-    "new parameter, frozen": lambda weight: Parameter(weight, requires_grad=False),
-    "new parameter of data": lambda weight: Parameter(weight.data),
     "as_tensor": torch.as_tensor,
     "asarray": lambda weight: torch.asarray(weight, requires_grad=True),
-    "asarray, copied": lambda weight: torch.asarray(weight.detach(), copy=True),
-    "stack": lambda weight: torch.stack([weight, weight]),
     "cat": lambda weight: torch.cat((weight, torch.ones(1, WIDTH))),
     "einsum": lambda weight: torch.einsum("ij,kj->ik", weight, weight),
-    "equal": lambda weight: torch.equal(weight, weight.clone()),
-    "allclose": lambda weight: torch.allclose(torch.zeros(WIDTH, WIDTH), weight),
-    "where": lambda weight: torch.where(weight > 0, weight, 0.0),
     "out": lambda weight: torch.mul(weight.detach(), 2, out=torch.empty(WIDTH, WIDTH)),
-    "copied from": lambda weight: torch.zeros(WIDTH, WIDTH).copy_(weight.detach()),
     "added to": lambda weight: torch.zeros(WIDTH, WIDTH).add_(weight.detach(), alpha=2),
     "assigned from": lambda weight: assigned_from(weight.detach()),
     "right operand": lambda weight: 1 - weight,
     "matrix product": lambda weight: torch.ones(3, WIDTH) @ weight,
-    "power": lambda weight: 2**weight,
     "foreach": lambda weight: torch._foreach_mul([weight], 3.0)[0],
-    "foreach norm": lambda weight: torch._foreach_norm([weight, weight])[1],
     "foreach copy": lambda weight: copied_each(weight.detach()),
-    "norm": torch.linalg.vector_norm,
-    "statistics": lambda weight: [weight.mean().item(), weight.std().item(), weight.max().item()],
-    "histogram": lambda weight: torch.histc(weight.detach(), 10),
     "to float64": lambda weight: weight.to(torch.float64),
-    "half": lambda weight: weight.half(),
-    "cpu": lambda weight: weight.cpu(),
-    "to where it is": lambda weight: weight.to("cpu", copy=True),
     "type": lambda weight: weight.type(),
     "zeros_like": torch.zeros_like,
-    "new_tensor": lambda weight: weight.new_tensor([1.0, 2.0]),
     "new_zeros": lambda weight: weight.new_zeros(3),
     "storage": lambda weight: bytes(weight.untyped_storage()),
-    "size of the storage": lambda weight: weight.untyped_storage().nbytes(),
     "address": lambda weight: weight.data_ptr() != 0,
-    "same memory": lambda weight: weight.detach().data_ptr() == weight.data_ptr(),
     "is the same set": lambda weight: weight.is_set_to(weight.detach()),
     "dlpack": lambda weight: torch.from_dlpack(weight.detach()),
-    "dlpack of numpy": lambda weight: torch.from_numpy(np.from_dlpack(weight.detach()).copy()),
     "dlpack in a capsule": lambda weight: torch.from_dlpack(
         torch.utils.dlpack.to_dlpack(weight.detach())
     ),
     "gradient": gradient_through,
     "grad set by hand": with_grad,
-    "requires_grad": lambda weight: weight.requires_grad,
-    "is_leaf": lambda weight: weight.is_leaf,
     "version": lambda weight: weight._version,
     "shape": lambda weight: [weight.shape, weight.stride(), weight.dtype, weight.device],
     "contiguous": lambda weight: weight.contiguous() is weight,
     "in a dict": lambda weight: {weight: 5}[weight],
-    "parameter": lambda weight: [isinstance(weight, Parameter), isinstance(weight, Tensor)],
-    "is_parameter": lambda weight: [torch.is_tensor(weight), weight.is_floating_point()],
     "a bad index": refused(lambda weight: weight[WIDTH + 5]),
-    "a bad shape": refused(lambda weight: weight.view(7, 7)),
     "set in a leaf": refused(lambda weight: weight.add_(1)),
-    "index of a leaf": refused(lambda weight: weight.__setitem__(0, 1.0)),
-    "a bad gradient": refused(lambda weight: setattr(weight, "grad", torch.ones(3))),
     "no such thing": refused(lambda weight: weight.nothing_like_that),
 }
 
@@ -249,7 +206,7 @@ MOVES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("move", MOVES)
-def test_what_needs_no_bytes_brings_none(move: str, tmp_path: Path) -> None:
+def test_looks_without_bytes_read_nothing(move: str, tmp_path: Path) -> None:
     expected = layers().get_parameter(NAME)
     _, weight = one_away(tmp_path)
     number, hashed = id(weight), hash(weight)
@@ -282,10 +239,7 @@ def tripled(x: Tensor) -> Tensor:
 
 PAST_PYTHON: dict[str, Callable[[Any], Any]] = {
     "tensor": torch.tensor,
-    "tensor of a list": lambda weight: torch.tensor([weight[0].tolist()]),
-    "tensor of rows": lambda weight: torch.tensor(next(iter(weight.detach())).tolist()),
     "a legacy constructor": torch.FloatTensor,
-    "a legacy copy": torch.Tensor,
     "set_": lambda weight: torch.empty(0).set_(weight.detach()),
     "a tensor over its storage": lambda weight: torch.empty(0).set_(weight.untyped_storage()),
     "a Function": Doubled.apply,  # type: ignore[no-untyped-call]
@@ -304,7 +258,7 @@ without_news = pytest.mark.filterwarnings(
 @without_news
 @pytest.mark.filterwarnings("ignore:To copy construct from a tensor:UserWarning")
 @pytest.mark.parametrize("look", PAST_PYTHON)
-def test_what_goes_past_python_is_right_or_refused(look: str, tmp_path: Path) -> None:
+def test_looks_past_python_are_right_or_refused(look: str, tmp_path: Path) -> None:
     expected = layers().get_parameter(NAME)
     model, weight = one_away(tmp_path)
     plainly = PAST_PYTHON[look](expected)
@@ -330,40 +284,22 @@ def test_what_goes_past_python_is_right_or_refused(look: str, tmp_path: Path) ->
 
 MODELS: dict[str, Callable[[Any], Any]] = {
     "state_dict": lambda model: model.state_dict(),
-    "state_dict with leaves": lambda model: model.state_dict(keep_vars=True),
     "named_parameters": lambda model: dict(model.named_parameters()),
     "parameters": lambda model: dict(enumerated(model.parameters())),
     "deepcopy": lambda model: copy.deepcopy(model).state_dict(),
-    "copy": lambda model: copy.copy(model).state_dict(),
-    "deepcopy of the state": lambda model: copy.deepcopy(model.state_dict()),
     "pickle": lambda model: by_pickle(model).state_dict(),
     "save": lambda model: by_save(model).state_dict(),
-    "save of the state": lambda model: by_save(model.state_dict()),
-    "pickle of the state": lambda model: by_pickle(model.state_dict()),
-    "a copied state": lambda model: {k: v.clone() for k, v in model.state_dict().items()},
-    "to float64": lambda model: model.to(torch.float64).state_dict(),
-    "double": lambda model: model.double().state_dict(),
-    "half": lambda model: model.half().state_dict(),
     "bfloat16": lambda model: model.bfloat16().state_dict(),
     "and back": lambda model: model.bfloat16().float().state_dict(),
-    "to the same": lambda model: model.to(torch.float32).to("cpu").cpu().state_dict(),
-    "to channels last": lambda model: model.to(memory_format=torch.contiguous_format).state_dict(),
     "vector": lambda model: {"": nn.utils.parameters_to_vector(model.parameters())},
     "frozen": lambda model: model.requires_grad_(False).state_dict(keep_vars=True),
-    "evaluated": lambda model: {"": model.eval()(numbered(1, 3, WIDTH))},
     "a part": lambda model: model[2:4].state_dict(),
     "a part called": lambda model: {"": model[2](numbered(1, 3, WIDTH))},
     "forward itself": lambda model: {"": model[2].forward(numbered(1, 3, WIDTH))},
-    "zeroed": lambda model: model.zero_grad() or model.state_dict(),
     "applied": lambda model: model.apply(halve).state_dict(),
-    "replicated twice": lambda model: copy.deepcopy(copy.deepcopy(model)).state_dict(),
     "shared memory": lambda model: model.share_memory().state_dict(),
     "functional": lambda model: functional(model, {}),
     "functional, replaced": lambda model: functional(model, replaced(model)),
-    "functional, own": lambda model: functional(model, dict(model.named_parameters())),
-    "mean of each": lambda model: {
-        name: one.mean() for name, one in model.named_parameters() if one.dim() > 1
-    },
 }
 
 
@@ -386,20 +322,18 @@ def replaced(model: nn.Module) -> dict[str, Tensor]:
     return {"2.weight": torch.ones(WIDTH, WIDTH), "3.bias": torch.ones(WIDTH)}
 
 
-@pytest.mark.parametrize("kind", support.shared_out(["away", "trained"], quick=["trained"]))
 @pytest.mark.parametrize("look", MODELS)
-def test_models(look: str, kind: str, tmp_path: Path) -> None:
+def test_models(look: str, tmp_path: Path) -> None:
     def looked_at(directory: Path | None) -> dict[str, Tensor]:
         model = layers()
         if directory is not None:
             offloaded(model, directory)
             assert away(model)
-        if kind == "trained":
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-            for number in range(2):
-                squared(model, number).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for number in range(2):
+            squared(model, number).backward()
+            optimizer.step()
+            optimizer.zero_grad()
         found: dict[str, Tensor] = MODELS[look](model)
         return found
 
@@ -502,14 +436,12 @@ def test_an_error_in_the_block_ends_it(tmp_path: Path) -> None:
 
 
 @without_news
-@pytest.mark.parametrize("transform", ["grad", "vmap", "jvp", "trace", "vjp"])
+@pytest.mark.parametrize("transform", ["grad", "vmap", "trace"])
 def test_transforms_are_refused(transform: str, tmp_path: Path) -> None:
     model, x = offloaded(layers(), tmp_path), numbered(1, 3, WIDTH)
     transforms: dict[str, Callable[[], Any]] = {
         "grad": lambda: torch.func.grad(lambda x: model(x).sum())(x),
         "vmap": lambda: torch.vmap(model)(x),
-        "jvp": lambda: torch.func.jvp(model, (x,), (x,)),
-        "vjp": lambda: torch.func.vjp(model, x),
         "trace": lambda: torch.jit.trace(model, x),
     }
 

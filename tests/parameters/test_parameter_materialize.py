@@ -52,19 +52,12 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "t5": lambda: transformers.T5Config(
         d_kv=32, d_ff=2 * HIDDEN, num_layers=2, num_heads=4, **TWO_SIDED
     ),
-    "llama": lambda: transformers.LlamaConfig(**COMMON),
     "llama, tied": lambda: transformers.LlamaConfig(tie_word_embeddings=True, **COMMON),
-    "llama, yarn": lambda: transformers.LlamaConfig(
-        rope_parameters={"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4}, **COMMON
-    ),
-    "qwen2": lambda: transformers.Qwen2Config(**CACHED),
     # The weights of the experts belong to a module without reset_parameters().
     "mixtral": lambda: transformers.MixtralConfig(num_local_experts=4, **CACHED),
-    "gpt_neox": lambda: transformers.GPTNeoXConfig(**COMMON),
     "bloom": lambda: transformers.BloomConfig(
         vocab_size=TOKENS, hidden_size=HIDDEN, n_layer=2, n_head=4, **no_tokens()
     ),
-    "opt": lambda: transformers.OPTConfig(ffn_dim=256, word_embed_proj_dim=HIDDEN, **COMMON),
     "mamba": lambda: transformers.MambaConfig(
         vocab_size=TOKENS, hidden_size=HIDDEN, num_hidden_layers=2, **no_tokens()
     ),
@@ -77,7 +70,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         **{**COMMON, "num_hidden_layers": 3},
     ),
 }
-QUICK = ("gpt2", "bert", "t5", "llama, tied", "mixtral")
+CALLED = ("gpt2", "bert", "t5", "llama, tied", "mixtral")
 Build = Callable[[], Any]
 
 
@@ -156,7 +149,7 @@ def peaks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("name", support.shared_out(CONFIGS, quick=QUICK))
+@pytest.mark.parametrize("name", CALLED)
 def test_a_model_of_transformers(name: str, peaks: list[int], tmp_path: Path) -> None:
     build = partial(built, name)
     expected, _ = plain(build)
@@ -193,7 +186,7 @@ def test_it_has_the_bits_of_the_plain_construction(name: str, tmp_path: Path) ->
     prove(partial(built, name), tmp_path)
 
 
-@pytest.mark.parametrize("name", support.shared_out(CONFIGS, quick=["gpt2", "zamba2"]))
+@pytest.mark.parametrize("name", ["gpt2", "zamba2"])
 def test_it_has_them_in_bfloat16(name: str, tmp_path: Path) -> None:
     build = partial(built, name, dtype=torch.bfloat16)
     expected, random_state = plain(build)
@@ -379,15 +372,6 @@ def test_a_reset_of_all_modules_leaves_loaded_weights(tmp_path: Path) -> None:
     assert torch.equal(model.up.weight, loaded)
 
 
-def test_layers_that_are_copies_have_the_distribution_of_the_plain_ones(tmp_path: Path) -> None:
-    """The constructor draws one layer and copies it; here each layer draws for itself."""
-    model = on_meta(partial(nn.Transformer, HIDDEN, 4, 1, 1, 200, batch_first=True))
-    materialized(model, tmp_path, 1 << 20)
-    weight = model.encoder.layers[0].linear1.weight
-    of_the_linear, of_the_model = HIDDEN**-0.5, (6 / (HIDDEN + 200)) ** 0.5
-    assert of_the_linear < weight.abs().max() < of_the_model
-
-
 # Models that are refused
 
 
@@ -446,7 +430,7 @@ class WithDrawing(transformers.LlamaForCausalLM):
 
 def adapted() -> nn.Module:
     options = peft.LoraConfig(r=4, target_modules=["q_proj"])
-    return peft.get_peft_model(built("llama"), options)
+    return peft.get_peft_model(built("llama, tied"), options)
 
 
 REFUSED: dict[str, tuple[Build, str]] = {
@@ -454,7 +438,6 @@ REFUSED: dict[str, tuple[Build, str]] = {
     "shared": (partial(Tied, applied=False), "head.weight is also embedding.weight, .* init_fn"),
     "a buffer": (lambda: nn.Sequential(Masked(torch.float32)), "for 0.mask: .* init_fn"),
     "a buffer of integers": (partial(Masked, torch.int64), "for mask: "),
-    "a buffer of truths": (partial(Masked, torch.bool), "for mask: "),
     "a lone tensor": (lambda: nn.Sequential(Noted()), "for 0.angles: "),
     "of Transformers": (Extended, "for temperature: "),
     "drawn in a constructor": (WithDrawing, "drawing.weight was changed by a constructor"),
@@ -477,18 +460,6 @@ def test_a_value_that_the_init_fn_forgets_is_named(tmp_path: Path) -> None:
     model = on_meta(partial(Tied, Scale))
     with pytest.raises(ConfigError, match=r"for norm\.weight: "):
         materialized(model, tmp_path, 1 << 20, init_fn=model._init_weights)
-    assert all(one.is_meta for one in model.parameters())
-
-
-def test_a_constructor_that_writes_more_is_refused(tmp_path: Path) -> None:
-    class Zeroed(nn.Sequential):
-        def __init__(self) -> None:
-            super().__init__(nn.Linear(HIDDEN, 2 * HIDDEN), nn.Linear(2 * HIDDEN, HIDDEN))
-            nn.init.zeros_(self[1].weight)
-
-    model = on_meta(Zeroed)
-    with pytest.raises(ConfigError, match=r"1\.weight was changed by a constructor .* init_fn"):
-        materialized(model, tmp_path, 1 << 20)
     assert all(one.is_meta for one in model.parameters())
 
 

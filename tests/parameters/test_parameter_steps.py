@@ -44,24 +44,6 @@ def smooth() -> nn.Module:
     return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Softplus()) for _ in range(8)))
 
 
-def images() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(
-        *(nn.Sequential(nn.Conv1d(80, 80, 3, padding=1), nn.Tanh()) for _ in range(8))
-    )
-
-
-def of_images(model: nn.Module, number: int) -> Tensor:
-    loss: Tensor = model(numbered(number, 2, 80, 7)).square().mean()
-    return loss
-
-
-def accumulated(training: Training, number: int) -> None:
-    for part in range(3):
-        training.backward(training.loss(10 * number + part) / 3)
-    training.update()
-
-
 def accumulated_and_clipped(training: Training, number: int) -> None:
     for part in range(2):
         training.backward(training.loss(10 * number + part) / 2)
@@ -76,12 +58,6 @@ def several_forwards(training: Training, number: int) -> None:
     losses = [training.loss(10 * number + part) for part in range(3)]
     for place in (1, 0, 2):
         training.backward(losses[place])
-    training.update()
-
-
-def together(training: Training, number: int) -> None:
-    """Go back once through several forwards."""
-    training.backward(training.loss(number) + training.loss(number + 50).sin())
     training.update()
 
 
@@ -255,18 +231,14 @@ def in_hooks(training: Training, number: int) -> None:
 
 
 STEPS: dict[str, Case] = {
-    "accumulated": Case(layers, step=accumulated),
     "clipped": Case(layers, step=accumulated_and_clipped),
     "several forwards": Case(layers, step=several_forwards),
-    "together": Case(layers, step=together),
     "retained": Case(layers, step=retained),
     # One function gets a list of all weights.
     "in parts": Case(layers, step=in_parts, keeps_bound=False),
-    "in parts of images": Case(images, of_images, in_parts, keeps_bound=False),
     # A graph that backward makes holds the weights it saves: autograd does not ask hooks there.
     "penalised": Case(smooth, step=penalised, keeps_bound=False),
     "twice": Case(smooth, step=twice, keeps_bound=False),
-    "twice through images": Case(images, of_images, twice, keeps_bound=False),
     "nested": Case(smooth, step=nested),
     "closure": Case(layers, step=with_closure),
     "unused layers": Case(layers, step=unused_layers),
@@ -282,7 +254,6 @@ STEPS: dict[str, Case] = {
     each_way(
         STEPS,
         alone=["clipped", "retained", "closure", "in hooks"],
-        rare=["in parts of images", "twice through images"],
     ),
 )
 def test_steps(name: str, way: str, tmp_path: Path) -> None:
@@ -322,19 +293,15 @@ def test_a_scaler_that_leaves_steps_out(way: str, fused: bool, tmp_path: Path) -
 
 
 MAKES: dict[str, tuple[Callable[[Any], Any], bool]] = {
-    "sgd": (partial(torch.optim.SGD, lr=1e-2), True),
     "momentum": (partial(torch.optim.SGD, lr=1e-2, momentum=0.9, foreach=False), True),
     "foreach": (partial(torch.optim.AdamW, foreach=True), False),
     "fused": (partial(torch.optim.AdamW, fused=True), False),
     "adafactor": (torch.optim.Adafactor, True),
-    "rmsprop": (partial(torch.optim.RMSprop, centered=True), True),
     "lion": (Lion, True),
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "way"), each_way(MAKES, alone=["momentum", "fused", "lion"], rare=["sgd"])
-)
+@pytest.mark.parametrize(("name", "way"), each_way(MAKES, alone=["momentum", "fused", "lion"]))
 def test_optimizers(name: str, way: str, tmp_path: Path) -> None:
     make, one_at_a_time = MAKES[name]
     keeps_bound = one_at_a_time or WAYS[way].optimizer is not None

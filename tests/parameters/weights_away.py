@@ -222,12 +222,7 @@ class Way:
     """The schedule of its updates."""
 
 
-WAYS = {
-    "alone": Way(),
-    "activations": Way(activations=True),
-    "optimizer": Way(optimizer="step"),
-    "everything": Way(activations=True, optimizer="step"),
-}
+WAYS = {"alone": Way(), "everything": Way(activations=True, optimizer="step")}
 
 
 def each_way(
