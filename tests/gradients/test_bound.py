@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-import ssdtrain
 from disks import MIB
 from ssdtrain.activations import hooks
 from ssdtrain.errors import BudgetError
@@ -26,7 +25,6 @@ from support import (
     chain,
     functions_of,
     nothing,
-    shared_out,
     wait_until,
 )
 
@@ -57,28 +55,18 @@ def forward_big(x: Tensor, scales: Tensor) -> Tensor:
     return y.sum()
 
 
-@pytest.mark.parametrize(
-    "backend", shared_out(["psync", "io_uring", "simulated"], quick=["io_uring"])
-)
-def test_a_budget_of_a_third_of_what_is_kept_holds(backend: str, tmp_path: Path) -> None:
+def test_a_budget_of_a_third_of_what_is_kept_holds(tmp_path: Path) -> None:
     expected = big_step(None)
     kept = Rig(tmp_path, min_bytes=1 << 40)
     assert_equal_bits(big_step(kept), expected)
     budget = kept.stats.resident_bytes_peak // 3
     for min_bytes in (1, 4096):
-        rig = Rig(tmp_path, backend=backend, max_resident_bytes=budget, min_bytes=min_bytes)
+        rig = Rig(tmp_path, backend="auto", max_resident_bytes=budget, min_bytes=min_bytes)
         for _ in range(2):
             assert_equal_bits(big_step(rig), expected)
         assert 0 < rig.stats.resident_bytes_peak <= budget
         assert rig.stats.bytes_read > 0
         rig.assert_empty()
-
-
-def test_a_budget_below_what_one_node_needs_is_refused(tmp_path: Path) -> None:
-    rig = Rig(tmp_path, max_resident_bytes=1_000_000)
-    with pytest.raises(BudgetError, match="max_resident_bytes=1000000"):
-        big_step(rig)
-    rig.assert_empty()
 
 
 def test_a_budget_holds_when_backward_goes_in_an_order_that_was_not_foreseen(
@@ -191,19 +179,7 @@ def test_a_detached_part_counts_as_the_storage_that_it_keeps(tmp_path: Path) -> 
     rig.assert_empty()
 
 
-def test_a_budget_that_a_full_disk_cannot_serve_is_refused(tmp_path: Path) -> None:
-    rig = Rig(
-        tmp_path,
-        backend="simulated",
-        faults={"seed": 1, "io_error_rate": 1.0},
-        max_resident_bytes=13_000_000,
-    )
-    with pytest.raises(BudgetError):
-        big_step(rig)
-    rig.assert_empty()
-
-
-def test_what_was_read_ahead_gives_way_to_what_a_checkpoint_computes_again(tmp_path: Path) -> None:
+def test_reads_ahead_give_way_to_recomputed_tensors(tmp_path: Path) -> None:
     """Reading ahead is a hint: under a bound it must not take the room of what is needed."""
     expected = torch.zeros(0)
     for offloaded in (False, True):
@@ -220,17 +196,6 @@ def test_what_was_read_ahead_gives_way_to_what_a_checkpoint_computes_again(tmp_p
             assert torch.equal(x.grad, expected)
         expected = x.grad
     rig.assert_empty()
-
-
-def test_a_bound_that_failing_writes_break_names_them(tmp_path: Path) -> None:
-    faults = {"seed": 1, "io_error_rate": 1.0}
-    rig = Rig(tmp_path, backend="simulated", faults=faults, max_resident_bytes=2 * MIB)
-    x = torch.randn(MIB // 4, requires_grad=True)
-    with (
-        rig.context(),
-        pytest.raises(ssdtrain.BudgetError, match=r"because writes fail: write of \d+ bytes"),
-    ):
-        chain(x).sum().backward()
 
 
 # What nobody wants any more, and what the kernel has all the same
@@ -322,7 +287,7 @@ def test_a_disk_that_hangs_does_not_hold_up_the_end(
     wait_until(lambda: rig.store.resident_bytes() == 0, "the end of the write")
 
 
-def test_what_was_read_ahead_for_a_backward_that_is_given_up_goes_with_its_graph(
+def test_reads_ahead_of_an_abandoned_backward_are_freed_with_its_graph(
     tmp_path: Path,
 ) -> None:
     def give_up(_: Tensor) -> None:
@@ -345,7 +310,7 @@ def test_what_was_read_ahead_for_a_backward_that_is_given_up_goes_with_its_graph
     rig.assert_empty()
 
 
-def test_what_ended_threads_saved_makes_room(tmp_path: Path) -> None:
+def test_tensors_saved_by_ended_threads_make_room(tmp_path: Path) -> None:
     """What a thread saved last waits for its next pack, which never comes."""
     rig = Rig(tmp_path, max_resident_bytes=4 * MIB)
     losses: list[Tensor] = []
@@ -422,7 +387,7 @@ def test_a_write_that_dies_under_way_counts_once(
     rig.assert_empty()
 
 
-def test_what_one_storage_needs_is_asked_for_once(tmp_path: Path) -> None:
+def test_room_for_one_storage_is_asked_for_once(tmp_path: Path) -> None:
     """Several nodes save it: in memory it counts once, and so it does where room is asked for."""
     x = torch.ones(150_000, requires_grad=True)
     with Rig(tmp_path, min_bytes=1 << 20, max_resident_bytes=1_000_000).context():

@@ -131,7 +131,7 @@ def test_compiled_models_give_equal_bits(backend: str, way: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_what_was_compiled_under_the_hooks_gives_equal_bits(backend: str, tmp_path: Path) -> None:
+def test_a_model_compiled_under_the_hooks_gives_equal_bits(backend: str, tmp_path: Path) -> None:
     model = blocks()
     compile_all(model, "by block", backend=backend)
     rig = Rig(tmp_path)
@@ -295,7 +295,7 @@ class Watch:
 
 @pytest.mark.long
 @needs_compiler
-def test_what_a_compiled_backward_overwrites_is_seen_by_nobody_else(tmp_path: Path) -> None:
+def test_a_compiled_backward_overwrites_only_its_own_buffers(tmp_path: Path) -> None:
     """In each place the bytes may be: on the disk and checked, in a write that hangs, in memory."""
     model = blocks()
     compile_all(model, "by block", backend="inductor")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
-import itertools
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -15,16 +13,13 @@ import torch
 from torch import Tensor
 
 import ssdtrain
-from ssdtrain.errors import ClosedError, ConfigError
+from ssdtrain.errors import ConfigError
 from ssdtrain.planning.policy import PLANS_MAX, Item, Policy, Rates
 from support import (
-    Flush,
-    Result,
     Rig,
     chain,
     functions_of,
     in_child,
-    prove_refused,
     wait_until,
 )
 
@@ -126,7 +121,7 @@ def test_plans_of_rounds_that_never_repeat_are_forgotten() -> None:
     assert 10 * PLANS_MAX - 1 in policy.plans
 
 
-def test_what_runs_later_cannot_be_decorated(tmp_path: Path) -> None:
+def test_generators_and_coroutines_cannot_be_decorated(tmp_path: Path) -> None:
     def generator() -> object:
         yield 1
 
@@ -249,59 +244,6 @@ def test_an_export_inside_the_block_spoils_no_later_step(tmp_path: Path) -> None
     in_child(export_and_train, tmp_path)
 
 
-def test_a_decorated_function_has_a_session(tmp_path: Path) -> None:
-    tool = ssdtrain.offload(tmp_path, min_bytes=1)
-    x = torch.randn(1000, requires_grad=True)
-
-    @tool
-    def step() -> None:
-        (x * 2).exp().sum().backward()
-
-    assert tool.session is None
-    step()
-    step()
-    assert tool.session is not None
-    stats = tool.session.stats
-    assert stats.tensors_offloaded + stats.tensors_forwarded + stats.tensors_kept > 0
-    assert "resident" in repr(tool.session)
-
-
-def test_a_tensor_released_while_its_read_begins_is_never_handed_out(tmp_path: Path) -> None:
-    with ssdtrain.TensorStore(tmp_path, direct_io="optional") as store:
-        stored = store.write(torch.randn(1000))
-        stored.wait()
-        pending = store.read(stored)
-        store.release(stored)
-        with pytest.raises(ClosedError):
-            store.read(stored).result()
-        with pytest.raises(ClosedError):
-            pending.result()
-
-
-def test_a_tensor_without_memory_cannot_be_stored(tmp_path: Path) -> None:
-    with (
-        ssdtrain.TensorStore(tmp_path, direct_io="optional") as store,
-        pytest.raises(ConfigError),
-    ):
-        store.write(torch._efficientzerotensor(5))
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
-def test_a_nested_tensor_that_was_changed_is_refused_in_the_same_words(tmp_path: Path) -> None:
-    """It raises when it is asked for its shape, also by whoever words the error."""
-
-    def step(flush: Flush) -> Result:
-        rows = [torch.rand(2), torch.rand(3)]
-        ragged = torch.nested.nested_tensor(rows, requires_grad=True).clone()
-        total = ragged.sum(-1, keepdim=True)
-        ragged.add_(ragged)
-        flush()
-        total.backward(torch.nested.nested_tensor([torch.rand(1), torch.rand(1)]))
-        return {}
-
-    prove_refused(step, tmp_path)
-
-
 def take_memory_away_under_writes(place: str) -> None:
     for backend in ("psync", "auto"):
         options: Any = {"backend": backend, "direct_io": "optional", "verify": True}
@@ -335,43 +277,3 @@ def test_other_threads_go_on_while_one_waits_for_a_flush(tmp_path: Path) -> None
         flusher.join()
     del loss, kept
     rig.assert_empty()
-
-
-def test_a_handler_that_packs_in_the_middle_of_a_pack_spoils_no_later_step(
-    tmp_path: Path,
-) -> None:
-    """The garbage collector may run code of anybody wherever an object is made."""
-    for number in itertools.count(step=13):
-        if not pack_in_the_middle(Rig(tmp_path), number):
-            break
-    assert number > 50
-
-
-def pack_in_the_middle(rig: Rig, number: int) -> bool:
-    """Train in a finaliser that runs at a moment of a step; return whether it ran."""
-    x = torch.randn(1000, requires_grad=True)
-    moments = itertools.count()
-
-    def train(phase: str, _: Any) -> None:
-        if phase == "start" and next(moments) == number:
-            with torch.enable_grad(), rig.context():
-                chain(x).sum().backward()
-
-    with rig.context():
-        gc.callbacks.append(train)
-        thresholds = gc.get_threshold()
-        gc.set_threshold(1)
-        try:
-            for _ in range(2):
-                chain(x).sum().backward()
-        finally:
-            gc.set_threshold(*thresholds)
-            gc.callbacks.remove(train)
-        expected = []
-        for _ in range(4):
-            x.grad = None
-            chain(x).sum().backward()
-            expected.append(x.grad)
-    assert all(torch.equal(one, expected[0]) for one in expected)
-    rig.assert_empty()
-    return next(moments) > number

@@ -138,7 +138,7 @@ def test_a_refusal_names_the_operation_that_needs_the_tensor(mode: Mode, tmp_pat
 
 @pytest.mark.defends("version at the end of the write")
 @pytest.mark.parametrize("moment", ["before the disk moves", "after the write, before its answer"])
-def test_what_changes_under_its_write_is_not_taken_from_the_disk(
+def test_a_tensor_changed_during_its_write_is_not_read_from_the_disk(
     moment: str, tmp_path: Path
 ) -> None:
     rig = Rig(tmp_path, backend="simulated", faults={"paused": True})

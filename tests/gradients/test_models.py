@@ -9,7 +9,6 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,6 @@ from support import (
     mlp,
     nothing,
     prove,
-    shared_out,
 )
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -177,12 +175,9 @@ def interleaved(order: str) -> Callable[[Flush], Result]:
     "order",
     [
         "F0 F1 B1 B0",
-        "F0 F1 B0 B1",
-        "F0 F2 F4 F6 B6 B4 B2 B0",
         "F0 F2 F4 F6 B0 B2 B4 B6",
         "F0 F2 F4 B0 F6 B2 F8 B4 B6 B8",
         "F0 E0 B0 F0 N0 B0 F1 E0 N1 B1",
-        "F0 B0 E0 N0 F0 F2 E1 B0 N0 B2",
     ],
 )
 def test_any_order_of_forwards_and_backwards_gives_equal_bits(order: str, tmp_path: Path) -> None:
@@ -352,8 +347,13 @@ def packed(layer: nn.Module, flush: Flush) -> Result:
     return {"loss": loss, **gradients(layer)}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["LSTMCell", "GRUCell", "RNNCell", "LSTM", "GRU", "RNN"])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        *((kind, torch.float32) for kind in ("LSTMCell", "GRUCell", "RNNCell", "LSTM", "GRU")),
+        ("LSTMCell", torch.bfloat16),
+    ],
+)
 def test_recurrent_networks_train_with_equal_bits(
     kind: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
@@ -423,12 +423,8 @@ def llama() -> nn.Module:
     return transformers.LlamaForCausalLM(config)
 
 
-FAMILIES = list(product([gpt2, bert, t5, llama], [False, True]))
-
-
 @pytest.mark.parametrize(
-    ("make", "half"),
-    shared_out(FAMILIES, quick=[(gpt2, False), (bert, True), (t5, True), (llama, False)]),
+    ("make", "half"), [(gpt2, False), (bert, True), (t5, True), (llama, False)]
 )
 def test_models_of_transformers_train_with_equal_bits(
     make: Callable[[], nn.Module], half: bool, tmp_path: Path

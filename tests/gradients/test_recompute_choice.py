@@ -152,8 +152,13 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("make", [training, penalised, repeated])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "make"),
+    [
+        *((way, training) for way in WAYS),
+        *((way, make) for way in ("dropout", "nested") for make in (penalised, repeated)),
+    ],
+)
 def test_computed_again_blocks_give_equal_bits(
     tmp_path: Path, way: str, make: Callable[[nn.Module], Step]
 ) -> None:
@@ -161,21 +166,6 @@ def test_computed_again_blocks_give_equal_bits(
     calls = 6 if way == "one block twice" else 3
     assert stats.blocks_called == stats.blocks_recomputed == STEPS * calls
     assert stats.recomputed_s > 0
-
-
-class Padded(nn.Module):
-    def forward(self, x: Tensor, rows: Tensor) -> Tensor:
-        return (x * rows.to_padded_tensor(0.0)[0]).sin()
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_a_block_that_is_given_nested_tensors_is_plain(tmp_path: Path) -> None:
-    def with_rows(block: nn.Module, x: Tensor) -> Any:
-        rows = torch.nested.nested_tensor([torch.ones(ROWS, WIDTH)], layout=torch.strided)
-        return block(x, rows)
-
-    stats = prove_both(tmp_path, lambda: training(Model(Padded, with_rows)))
-    assert stats.blocks_recomputed == 0
 
 
 @pytest.mark.parametrize("how", [in_torchs_own, in_torchs_reentrant])
@@ -334,25 +324,6 @@ def test_copies_are_marked_too(copied: Callable[[nn.Module], nn.Module], tmp_pat
     assert session.stats.blocks_called == 1
 
 
-class Reduced(Plain):
-    """Says itself how a copy is made: by its class."""
-
-    def __reduce__(self) -> Any:
-        return (type(self), (), self.__getstate__())
-
-
-@pytest.mark.parametrize(
-    "copied", [copy.deepcopy, copy.copy, lambda one: pickle.loads(pickle.dumps(one))]
-)
-def test_copies_of_what_says_how_it_is_copied(
-    copied: Callable[[nn.Module], nn.Module],
-) -> None:
-    module = ssdtrain.checkpoint(Reduced())
-    twin = copied(module)
-    assert type(twin) is type(module)
-    assert_equal_bits(twin.state_dict(), module.state_dict())
-
-
 def doubled(x: Tensor) -> Tensor:
     """Return twice of it."""
     return x * 2
@@ -373,7 +344,7 @@ def test_a_marked_method_is_one() -> None:
     assert torch.equal(Doubler().run(torch.ones(1)), torch.full((1,), 2.0))
 
 
-def test_what_cannot_be_called_is_refused() -> None:
+def test_an_object_that_is_not_callable_is_refused() -> None:
     with pytest.raises(ssdtrain.ConfigError, match="a block is a module or a function, not 3"):
         ssdtrain.checkpoint(3)  # type: ignore[type-var]
 
@@ -439,7 +410,7 @@ def test_without_a_bound_none_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "computed again" not in str(session)
 
 
-def test_where_all_fits_under_the_bound_none_is(
+def test_blocks_that_fit_under_the_bound_are_not_computed_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, counts = session_of(tmp_path, [SLOW] * 5, monkeypatch, max_resident_bytes="64MiB")

@@ -107,7 +107,7 @@ def test_regions_of_a_transformer_need_no_wider_bound_than_the_model_without_the
         rig.assert_empty()
 
 
-def test_what_another_thread_holds_of_its_region_makes_room(tmp_path: Path) -> None:
+def test_a_region_of_another_thread_makes_room(tmp_path: Path) -> None:
     """A thread stands still in its backward; what its region computed again is written for us."""
     rig = Rig(tmp_path, max_resident_bytes=7 * MIB)
     in_backward, may_go_on = threading.Event(), threading.Event()
@@ -141,7 +141,7 @@ def test_what_another_thread_holds_of_its_region_makes_room(tmp_path: Path) -> N
     rig.assert_empty()
 
 
-def test_what_ended_threads_left_of_their_regions_makes_room(tmp_path: Path) -> None:
+def test_regions_of_ended_threads_make_room(tmp_path: Path) -> None:
     """Each leaves a graph that only what it computed again belongs to, and no thread of its own."""
     rig = Rig(tmp_path, max_resident_bytes=4 * MIB)
     sides: list[Tensor] = []

@@ -141,14 +141,8 @@ SAVES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "gates of a cell, which count apart": lambda x, w: CELL(x @ w)[0],
     "a mask without history": lambda x, w: (x @ w).sin() * (torch.rand(32, 64) > 0.5).float(),
     "a large mask of another type": lambda x, w: (x @ w).masked_fill(torch.ones(32, 64) > 0, 2.0),
-    "one row of many, expanded": lambda x, w: (x @ w).sin() * ROWS[:1].expand(32, 64),
-    "windows that overlap": lambda x, w: (x @ w).sin() * ROWS.flatten().unfold(0, 64, 1)[:32],
     "columns": lambda x, w: (x @ w).sin() * torch.rand(32, 128)[:, ::2],
-    "zeros without memory": lambda x, w: (x @ w).sin() * torch._efficientzerotensor((32, 64)),
     "a negative view": lambda x, w: torch.complex(x @ w, x @ w).conj().imag * (x @ w).sin(),
-    "a nested tensor": lambda x, w: torch.nested.to_padded_tensor(
-        torch.nested.as_nested_tensor([(x @ w)[:16], (x @ w)[16:]]).relu(), 0.0
-    ),
     "a cast weight": lambda x, w: x @ (HALF.float() * w.sin()),
     "a copy of a weight": lambda x, w: x @ (FULL.t().contiguous() * w.sin()),
     "a lazy conjugate": lambda x, w: (torch.complex(x @ w, x @ w).conj() * (x @ w)).abs(),
@@ -161,7 +155,6 @@ HALF = nn.Parameter(torch.randn(64, 64, dtype=torch.bfloat16))
 FULL = nn.Parameter(torch.randn(64, 64))
 FOREIGN = torch.from_numpy(np.random.default_rng(0).random((32, 64), dtype=np.float32))
 LARGE = torch.randn(5000, 64)
-ROWS = torch.randn(32, 64)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
@@ -202,7 +195,7 @@ def without_one(x: Tensor) -> Tensor:
     return (x @ FULL).sin().cos().sum() + (FULL * 2).sin().sum()
 
 
-def test_where_a_round_saves_something_else_all_that_follows_is_looked_at(tmp_path: Path) -> None:
+def test_a_round_that_saves_something_else_is_looked_at_in_full(tmp_path: Path) -> None:
     x, told = torch.randn(32, 64), []
     for scope in SCOPES:
         rig = Rig(tmp_path, min_bytes=1024, policy=KeepAll(), scope=scope)
@@ -211,23 +204,6 @@ def test_where_a_round_saves_something_else_all_that_follows_is_looked_at(tmp_pa
         ]  # fmt: skip
         told.append([saved_bytes(rig, losses[number // 2 % 2]) for number in range(8)])
     assert told[0] == told[1]
-
-
-def test_what_is_as_large_counts_as_before_until_a_round_is_followed(tmp_path: Path) -> None:
-    x = torch.randn(32, 64)
-    rig = Rig(tmp_path, min_bytes=1024, policy=KeepAll(), scope="skimmed")
-    for _ in range(2):
-        saved_bytes(rig, lambda: with_a_weight(x))
-    (expected,) = torch.autograd.grad(without_one(x), FULL)
-    with rig.context():
-        (actual,) = torch.autograd.grad(without_one(x), FULL)
-    assert torch.equal(actual, expected), "what it counts as is nothing to its bytes"
-    mistaken_bytes = saved_bytes(rig, lambda: without_one(x))
-    rig.follow("whole")
-    expected_bytes = saved_bytes(rig, lambda: without_one(x))
-    rig.follow("skimmed")
-    assert saved_bytes(rig, lambda: without_one(x)) == expected_bytes
-    assert mistaken_bytes < expected_bytes
 
 
 def test_a_backward_of_an_older_graph_ends_nothing_of_a_newer_one(tmp_path: Path) -> None:
@@ -276,7 +252,7 @@ def test_of_something_large_a_view_counts_with_its_own_part(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_what_is_changed_in_place_is_refused(is_first: bool, tmp_path: Path) -> None:
+def test_a_tensor_changed_in_place_is_refused(is_first: bool, tmp_path: Path) -> None:
     rig = Rig(tmp_path, scope="skimmed")
     x = torch.randn(1000, requires_grad=True)
     with rig.context():

@@ -128,14 +128,8 @@ MADE: dict[str, Callable[[Tensor], Tensor]] = {
     "cast": lambda weight: weight.t().bfloat16(),
     "cast twice": lambda weight: weight.bfloat16().double().t(),
     "chunk of a cast": lambda weight: weight.bfloat16().chunk(3)[1].t(),
-    "split of a cast": lambda weight: weight.bfloat16().split([WIDTH, 2 * WIDTH])[1].t(),
-    "slice of a cast": lambda weight: weight.bfloat16()[5:70].t(),
-    "selected from a cast": lambda weight: weight.bfloat16().view(3, WIDTH, WIDTH)[1],
-    "unbound from a cast": lambda weight: weight.bfloat16().view(3, WIDTH, WIDTH).unbind(0)[2],
-    "strided in a cast": lambda weight: weight.bfloat16().as_strided((WIDTH, WIDTH), (WIDTH, 1)),
     "transposed copy": lambda weight: weight.t().contiguous(),
     "cast of a transposed copy": lambda weight: weight.t().contiguous().bfloat16(),
-    "flat copy": lambda weight: weight.clone().flatten()[: WIDTH * WIDTH].view(WIDTH, WIDTH),
 }
 MODULES: dict[str, Callable[[], nn.Module]] = {
     "tied": Shared,
