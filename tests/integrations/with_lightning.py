@@ -28,9 +28,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
     pytest.mark.filterwarnings("ignore:The number of training batches"),
 ]
-PACKAGES = pytest.mark.parametrize(
+BOTH = pytest.mark.parametrize(
     "package", [lightning.pytorch, pytorch_lightning], ids=lambda one: one.__name__
 )
+ONE = pytest.mark.parametrize("package", [lightning.pytorch])
 BATCHES = 4
 ROWS = torch.randn(BATCHES * 8, 64, generator=torch.Generator().manual_seed(1))
 EVENTS = (
@@ -153,7 +154,7 @@ def logger_of(package: Any) -> Any:
     return Logger()
 
 
-@PACKAGES
+@BOTH
 @pytest.mark.parametrize(
     "options",
     [{}, {"accumulate_grad_batches": 2, "val_check_interval": 2}, {"precision": "bf16-mixed"}],
@@ -170,7 +171,7 @@ def test_not_one_bit_differs(package: Any, options: dict[str, Any], place: Path)
     assert offloaded(callback).bytes_read > 0
 
 
-@PACKAGES
+@BOTH
 def test_no_end_leaves_anything_on(package: Any, place: Path) -> None:
     def raises_again(_: object) -> None:
         raise Stop
@@ -194,7 +195,7 @@ def test_no_end_leaves_anything_on(package: Any, place: Path) -> None:
         assert "run" not in vars(trainer.fit_loop)
 
 
-@PACKAGES
+@ONE
 def test_training_that_is_stopped_early_leaves_nothing_on(package: Any, place: Path) -> None:
     def stop(trainer: Any) -> None:
         trainer.should_stop = True
@@ -204,7 +205,7 @@ def test_training_that_is_stopped_early_leaves_nothing_on(package: Any, place: P
     assert 0 < len(model.losses) < BATCHES
 
 
-@PACKAGES
+@ONE
 def test_a_resumed_training_goes_on_bit_for_bit(package: Any, place: Path) -> None:
     found = []
     for callbacks in ([], [offloads(place)]):
@@ -219,7 +220,7 @@ def test_a_resumed_training_goes_on_bit_for_bit(package: Any, place: Path) -> No
     assert_equal_bits(found[1], found[0])
 
 
-@PACKAGES
+@ONE
 def test_validation_and_prediction_are_not_covered(package: Any, place: Path) -> None:
     callback, model = offloads(place), model_of(package)
     trainer = trainer_of(package, callback)
@@ -236,22 +237,7 @@ def test_validation_and_prediction_are_not_covered(package: Any, place: Path) ->
     offloaded(callback)
 
 
-@PACKAGES
-def test_a_callback_that_was_taken_out_does_nothing(package: Any, place: Path) -> None:
-    def interrupt(_: object) -> None:
-        raise Stop
-
-    callback, stops = offloads(place), at(package, "on_exception", interrupt)
-    trainer = trainer_of(package, stops, at(package, "on_train_start", interrupt), callback)
-    with pytest.raises(Stop):
-        trainer.fit(model_of(package))
-    ended = callback.session
-    trainer.callbacks.clear()
-    trainer.fit(model_of(package))
-    assert callback.session is ended
-
-
-@PACKAGES
+@ONE
 def test_the_figures_are_in_the_logs_of_the_training(package: Any, place: Path) -> None:
     logger, callback = logger_of(package), offloads(place)
     trainer = trainer_of(package, callback, logger=logger, log_every_n_steps=2)
@@ -267,7 +253,7 @@ def test_the_figures_are_in_the_logs_of_the_training(package: Any, place: Path) 
     assert logs[-1]["ssdtrain/resident_bytes_peak"] == stats.resident_bytes_peak > 0
 
 
-@PACKAGES
+@ONE
 def test_a_trainer_without_logs_is_left_in_peace(package: Any, place: Path) -> None:
     logger = logger_of(package)
     for options in ({"log_every_n_steps": 0, "logger": logger}, {"fast_dev_run": True}):
