@@ -79,5 +79,5 @@ def chosen_apart(rank: int, directory: Path) -> None:
 
 
 @pytest.mark.defends("blocks in several processes")
-def test_what_communicates_is_done_by_all_processes_alike(tmp_path: Path) -> None:
+def test_blocks_that_communicate_run_alike_in_all_processes(tmp_path: Path) -> None:
     run_ranks(chosen_apart, tmp_path / "run", tmp_path)
