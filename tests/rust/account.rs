@@ -18,7 +18,7 @@ fn a_holding_counts_until_it_is_dropped() {
 }
 
 #[test]
-fn what_was_freed_or_is_kept_is_alive_and_what_is_lent_or_reserved_is_not() {
+fn freed_and_kept_bytes_are_alive_lent_and_reserved_ones_are_not() {
     let account = Account::new();
     let (freed, lent) = (account.hold(30), account.hold(12));
     freed.free();
@@ -57,7 +57,7 @@ fn bytes_that_were_freed_and_are_used_from_memory_end_as_forwarded() {
 }
 
 #[test]
-fn what_is_reserved_counts_until_it_is_given_back_and_ends_in_no_way() {
+fn a_reservation_counts_until_it_is_given_back() {
     let account = Account::new();
     let (_held, one, other) = (account.hold(7), account.reserve(30), account.reserve(5));
     one.resize(40);
@@ -70,7 +70,7 @@ fn what_is_reserved_counts_until_it_is_given_back_and_ends_in_no_way() {
 }
 
 #[test]
-fn what_is_lent_counts_again_once_it_is_taken_back() {
+fn lent_bytes_count_again_once_taken_back() {
     let account = Account::new();
     let holding = account.hold(8);
     holding.lend();
@@ -86,7 +86,7 @@ fn what_is_lent_counts_again_once_it_is_taken_back() {
 }
 
 #[test]
-fn what_comes_by_is_counted_each_time() {
+fn small_tensors_are_counted_each_time() {
     let account = Account::new();
     account.limit_small(30);
     for nbytes in [10, 30, 20] {

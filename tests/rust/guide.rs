@@ -58,7 +58,7 @@ fn a_round_that_leaves_tensors_out_has_the_keys_of_one_that_does_not() {
 }
 
 #[test]
-fn what_the_guide_does_not_have_ends_it() {
+fn an_unknown_tensor_ends_the_guide() {
     let mut round = guided();
     assert_eq!(round.guided(SIZES[1] + 1), None);
     // Nothing is known of what comes then, though it may look alike.

@@ -124,7 +124,7 @@ fn a_dead_worker_answers() {
 }
 
 #[test]
-fn what_is_done_was_given_back_first() {
+fn a_done_request_has_given_its_memory_back() {
     check(|| {
         let freed = Arc::new(AtomicBool::new(false));
         let (request, ticket) = owned_request(Owner(Arc::clone(&freed)));

@@ -140,7 +140,7 @@ fn the_host_spares_the_drives_and_its_limit_holds() {
 }
 
 #[test]
-fn what_is_computed_again_ends_where_it_is_dropped() {
+fn a_recomputed_tensor_ends_where_it_is_dropped() {
     let tensor = Tensor { recompute_s: Some(0.5), ..activation(100) };
     let trace = there_and_back(4, tensor);
     let all = candidates(&trace);
@@ -173,7 +173,7 @@ fn both_at_the_end() -> Trace {
 }
 
 #[test]
-fn what_is_computed_again_counts_in_budgets() {
+fn recomputed_tensors_count_in_budgets() {
     let (trace, machine) = (both_at_the_end(), drives(1000, 100.0));
     for (bytes, kept) in [(200, true), (150, false)] {
         let budgets = [Budget { bytes, counts: vec![true; 2] }];

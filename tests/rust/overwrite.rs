@@ -165,7 +165,7 @@ fn the_old_extent_is_kept_for_a_read_that_began_before() {
 }
 
 #[test]
-fn whatever_the_ticket_says_is_what_is_there() {
+fn the_ticket_tells_which_bytes_are_there() {
     for seed in 0..12 {
         let dir = scratch();
         let faults = Faults {
@@ -318,7 +318,7 @@ fn an_abandoned_overwrite_ends_and_the_next_may_begin() {
 }
 
 #[test]
-fn what_cannot_be_overwritten_is_told() {
+fn invalid_overwrites_are_refused() {
     let (dir, other_dir) = (scratch(), scratch());
     let (pause, disk) = paused_disk();
     let store = open(dir.path(), disk).unwrap();

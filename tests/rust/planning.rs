@@ -213,7 +213,7 @@ fn written_back(
 const OUT: Action = Action::Evict(Tier::Ssd);
 
 #[test]
-fn what_was_given_to_the_disk_is_written_whoever_needs_it_and_nobody_waits_for_it() {
+fn a_begun_write_is_made_and_nobody_waits_for_it() {
     // The first is written from 1 s to 3 s, the second from 3 s to 5 s. It is needed at 4 s.
     let moves = [(0, OUT, 0), (1, OUT, 1)];
     let (plain_s, plain_bytes, _) = written_back(50.0, None, &moves);

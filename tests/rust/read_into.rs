@@ -77,7 +77,7 @@ fn a_tensor_on_several_directories_comes_back() {
 /// Memory that begins like the source within its block needs a slot for the blocks at its ends
 /// only.
 #[test]
-fn what_can_go_straight_to_its_place_needs_no_slot() {
+fn an_aligned_read_into_needs_no_slot() {
     let dir = scratch();
     let (pause, disk) = paused_disk();
     let store = open(dir.path(), disk).unwrap();

@@ -355,7 +355,7 @@ fn room_bounds_what_is_begun() {
 }
 
 #[test]
-fn what_a_backward_has_freed_may_be_read_into() {
+fn memory_freed_by_backward_may_be_read_into() {
     let mut desk = Desk::new();
     let saved = desk.packs(&words("abcdefghij"), 10 * MIB);
     desk.resident_bytes = 100 * MIB;
@@ -487,7 +487,7 @@ fn a_region_that_is_computed_again_leaves_the_window_to_the_forward() {
 }
 
 #[test]
-fn what_was_read_ahead_can_be_given_up() {
+fn reads_ahead_can_be_given_up() {
     let mut desk = Desk::new();
     let saved = desk.packs(&["a", "b", "c"], MIB);
     desk.unpack(&saved[&'c']);
@@ -509,7 +509,7 @@ fn the_dead_are_skipped() {
 }
 
 #[test]
-fn what_is_in_memory_is_not_read() {
+fn tensors_in_memory_are_not_read() {
     let mut desk = Desk::new();
     let saved = desk.packs(&words("abcde"), MIB);
     saved[&'c'].record.is_in_memory.set(true);
@@ -633,7 +633,7 @@ fn a_round_whose_older_half_is_dead_is_left() {
 }
 
 #[test]
-fn what_a_finished_round_teaches() {
+fn a_finished_round_teaches_the_times_of_its_tensors() {
     let mut desk = Desk::new();
     let mut saved = desk.packs(&["a", "b"], MIB);
     saved.insert('c', desk.pack("c", 2, 5 * MIB));

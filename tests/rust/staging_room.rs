@@ -91,8 +91,8 @@ fn the_slot_of_a_write_that_nobody_wants_waits_for_the_disk() {
 }
 
 #[test]
-fn what_shall_stay_has_pinned_memory_of_its_own() {
-    on_a_fake_gpu("what_shall_stay_has_pinned_memory_of_its_own", |gpu| {
+fn tensors_that_stay_have_pinned_memory_of_their_own() {
+    on_a_fake_gpu("tensors_that_stay_have_pinned_memory_of_their_own", |gpu| {
         let dir = scratch();
         let (staging, stream) = (open(&dir, Backend::Psync), gpu.stream());
         let source = gpu.allocate(LEN);

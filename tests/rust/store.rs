@@ -205,7 +205,7 @@ fn a_queued_write_can_be_cancelled_and_frees_its_source() {
 }
 
 #[test]
-fn what_was_abandoned_on_its_way_is_counted_and_can_be_waited_for() {
+fn abandoned_transfers_are_counted_and_can_be_waited_for() {
     let dir = scratch();
     let (pause, disk) = paused_disk();
     let store = open(dir.path(), disk).unwrap();
