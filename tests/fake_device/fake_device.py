@@ -160,38 +160,23 @@ class FakeDevice:
             else:
                 self._driver.fake_release_stream(_handle(one))
 
-    def lag(self, most_us: int, *what: str | torch.cuda.Stream, seed: int = 1) -> None:
-        """Make each of these, or everything, late by a random time of at most so much."""
+    def lag(self, most_us: int, *kinds: str, seed: int = 1) -> None:
+        """Make each of these kinds, or everything, late by a random time of at most so much."""
         self._driver.fake_set_lag_seed(ctypes.c_long(seed))
-        for one in what or KINDS:
-            if isinstance(one, str):
-                self._driver.fake_set_lag(_kind(one), ctypes.c_long(most_us))
-            else:
-                self._driver.fake_set_stream_lag(_handle(one), ctypes.c_long(most_us))
+        for one in kinds or KINDS:
+            self._driver.fake_set_lag(_kind(one), ctypes.c_long(most_us))
 
     # What fails
 
-    def fail(
-        self,
-        symbol: str,
-        code: int = ILLEGAL_ADDRESS,
-        *,
-        nth: int | None = 1,
-        lasts: bool = False,
-    ) -> None:
-        """Make the `nth` call of a function from now on fail, or every one.
-
-        If the error `lasts`, all that comes later fails too, as after a kernel that went astray.
-        """
+    def fail(self, symbol: str, code: int = ILLEGAL_ADDRESS, *, nth: int | None = 1) -> None:
+        """Make the `nth` call of a function from now on fail, or every one."""
         if symbol not in can_fail():
             raise ValueError(f"the fake device has no {symbol} that can fail; see can_fail()")
         after = 0 if nth is None else nth - 1
-        self._driver.fake_fail(
-            symbol.encode(), code, ctypes.c_long(after), int(nth is None), int(lasts)
-        )
+        self._driver.fake_fail(symbol.encode(), code, ctypes.c_long(after), int(nth is None))
 
     def recover(self) -> None:
-        """Forget all failures, also the one that lasts."""
+        """Forget all failures, also that of a kernel, which lasts."""
         self._driver.fake_recover()
 
     def _text(self, name: str) -> str:

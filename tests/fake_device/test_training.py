@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -13,11 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 from fake_device import FakeDevice
 from on_fake import on_fake_device
-from support import shared_out
 
 LAG_US = 100
 STEPS = 2
-RUNS, RUNS_OF_CHILD = 50, 25
 
 
 class Block(nn.Module):
@@ -170,32 +167,6 @@ def train(case: str) -> list[Tensor]:
         optimizer.step()
         optimizer.zero_grad()
     return [tensor.cpu() for tensor in [*seen, *model.parameters()]]
-
-
-def late_runs(fake: FakeDevice, case: str, seeds: Iterable[int]) -> None:
-    """Runs that are late in different ways give what one gives in which nothing is."""
-    plain = train(case)
-    assert all(tensor.isfinite().all() for tensor in plain)
-    for seed in seeds:
-        fake.lag(LAG_US, seed=seed)
-        assert all(map(torch.equal, plain, train(case))), seed
-        assert fake.races() == [], seed
-
-
-@pytest.mark.parametrize(
-    "case", shared_out(CASES, quick=["transformer", "views", "two streams", "two devices"])
-)
-@on_fake_device(devices=2)
-def test_same_bits_however_late(fake: FakeDevice, case: str) -> None:
-    late_runs(fake, case, [1])
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("first", range(0, RUNS, RUNS_OF_CHILD))
-@pytest.mark.parametrize("case", CASES)
-@on_fake_device(devices=2)
-def test_same_bits_in_many_orders(fake: FakeDevice, case: str, first: int) -> None:
-    late_runs(fake, case, range(first, first + RUNS_OF_CHILD))
 
 
 @on_fake_device()

@@ -4,12 +4,12 @@
 
 use std::path::Path;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use ssdtrain_core::cuda::gpu::Gpu;
 use ssdtrain_core::cufile::library::Library;
 use ssdtrain_core::cufile::trial;
-use ssdtrain_core::staging::{PinnedBytes, Saved, Staged, Staging, Tier};
+use ssdtrain_core::staging::{Saved, Staged, Staging, Tier};
 use ssdtrain_core::{Backend, ErrorKind, Result, StoreConfig, TensorStore};
 
 #[expect(dead_code, reason = "shared with other suites")]
@@ -19,18 +19,17 @@ mod fake_gpu;
 mod memory;
 #[expect(dead_code, reason = "shared with other suites")]
 mod round_trip;
+#[expect(dead_code, reason = "shared with other suites")]
+mod staged_way;
 use engines::config;
 use fake_gpu::{
     ComputeStream, DeviceBytes, FakeGpu, MOVES_HALF, MOVES_NOTHING, When, with_a_fake_cufile,
 };
 use memory::lend;
 use round_trip::{pattern, read_back, scratch};
+use staged_way::{LEN, LONG, RING, begun, until};
 
-const RING: PinnedBytes = PinnedBytes { down: 1 << 20, up: 1 << 20 };
-const LEN: usize = 300_001;
 const ON_DEVICE: &str = "copies on the device";
-/// Longer than any of these takes; what ends later hangs.
-const LONG: Duration = Duration::from_secs(30);
 
 fn library() -> &'static Library {
     let library = Library::find(None).unwrap();
@@ -45,17 +44,6 @@ fn store(dir: &Path) -> Arc<TensorStore> {
 fn try_open(store: &TensorStore) -> Result<Staging> {
     let library = library();
     Staging::open_direct(&Gpu::get(0)?, store.for_gpus(library)?, RING, library)
-}
-
-/// Waits for what the worker does.
-fn until(staging: &Staging, mut is_so: impl FnMut() -> bool) {
-    loop {
-        let turn = staging.turn();
-        if is_so() {
-            return;
-        }
-        assert!(staging.wait_for_turn(turn, LONG), "the worker does nothing any more");
-    }
 }
 
 /// Waits for a worker that was let go: the last who holds what is registered, it ends by itself.
@@ -120,8 +108,8 @@ fn down_and_up(gpu: &FakeGpu, staging: &Staging, value: u8) -> (Staged, Result<V
 }
 
 #[test]
-fn what_was_saved_comes_back_from_the_disk() {
-    with_a_fake_cufile("what_was_saved_comes_back_from_the_disk", |gpu| {
+fn saved_tensors_come_back_from_the_disk() {
+    with_a_fake_cufile("saved_tensors_come_back_from_the_disk", |gpu| {
         for seed in 0..3 {
             gpu.set_lag(ON_DEVICE, 2000, seed);
             let (dir, stream) = (scratch(), gpu.stream());
@@ -152,8 +140,8 @@ fn what_was_saved_comes_back_from_the_disk() {
 }
 
 #[test]
-fn what_is_registered_goes_before_what_it_belongs_to() {
-    with_a_fake_cufile("what_is_registered_goes_before_what_it_belongs_to", |gpu| {
+fn registrations_end_before_their_memory() {
+    with_a_fake_cufile("registrations_end_before_their_memory", |gpu| {
         for is_store_first in [true, false] {
             let dir = scratch();
             let store = store(dir.path());
@@ -272,10 +260,7 @@ fn small_neighbours_go_together_and_a_short_one_is_resumed() {
             between.push(save(gpu, &staging, &stream, value, SMALL));
         }
         let source = gpu.allocate(SMALL);
-        let last = match staging.save(source.range(), stream.handle(), Tier::Pinned).unwrap() {
-            Saved::Begun(staged) => staged,
-            other => panic!("not saved: {other:?}"),
-        };
+        let last = begun(staging.save(source.range(), stream.handle(), Tier::Pinned).unwrap());
         // Their memory stays until they have been copied.
         let _sources: Vec<_> = between.into_iter().map(|(_unwanted, source)| source).collect();
         gpu.release("copies to the host");
@@ -317,8 +302,8 @@ fn a_read_that_always_fails_is_told() {
 }
 
 #[test]
-fn what_cannot_be_opened_says_which_function_failed_and_leaves_nothing() {
-    let name = "what_cannot_be_opened_says_which_function_failed_and_leaves_nothing";
+fn a_failed_opening_names_its_function_and_leaves_nothing() {
+    let name = "a_failed_opening_names_its_function_and_leaves_nothing";
     with_a_fake_cufile(name, |gpu| {
         // Opened first, so that each failure is that of the function and not of the driver.
         library();
@@ -348,7 +333,7 @@ fn what_cannot_be_opened_says_which_function_failed_and_leaves_nothing() {
             [("cuMemAlloc_v2", "cuMemAlloc_v2"), ("cuPointerGetAttribute", "cuPointerGetAttribute")]
         {
             let dir = scratch();
-            gpu.fail(symbol, 2, When::After(0), false);
+            gpu.fail(symbol, 2, When::After(0));
             let error = try_open(&store(dir.path())).unwrap_err();
             gpu.recover();
             assert!(error.to_string().contains(words), "{error}");
@@ -366,7 +351,7 @@ fn each_failure_of_the_driver_is_told_by_its_name() {
                 let staging = try_open(&store(dir.path())).unwrap();
                 let (stream, source) = (gpu.stream(), gpu.allocate(LEN));
                 stream.fill(&source, 3);
-                gpu.fail(symbol, 719, when, false);
+                gpu.fail(symbol, 719, when);
                 let told = match staging.save(source.range(), stream.handle(), Tier::Disk) {
                     Err(error) => Some(error),
                     Ok(Saved::Begun(staged)) => {

@@ -114,7 +114,7 @@ calls! {
     fake_release(kind: *const c_char);
     fake_set_lag(kind: *const c_char, us_max: c_long);
     fake_set_lag_seed(seed: c_long);
-    fake_fail(symbol: *const c_char, code: c_int, after: c_long, is_every: c_int, lasts: c_int);
+    fake_fail(symbol: *const c_char, code: c_int, after: c_long, is_every: c_int);
     fake_recover();
     fake_take_races() -> *mut c_char;
     fake_calls() -> *mut c_char;
@@ -210,10 +210,10 @@ impl FakeGpu {
         self.fake_set_lag(text(kind).as_ptr(), us_max);
     }
 
-    /// Makes a function fail. With `lasts` all that comes later fails as well.
-    pub fn fail(&self, symbol: &str, code: i32, when: When, lasts: bool) {
+    /// Makes a function fail.
+    pub fn fail(&self, symbol: &str, code: i32, when: When) {
         let (after, is_every) = when.as_numbers();
-        self.fake_fail(text(symbol).as_ptr(), code, after, is_every, lasts.into());
+        self.fake_fail(text(symbol).as_ptr(), code, after, is_every);
     }
 
     /// Forgets all failures.

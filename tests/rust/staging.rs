@@ -26,8 +26,8 @@ use round_trip::scratch;
 use staged_way::{LEN, LONG, RING, begun, load, open, open_bounded, save, until, until_empty};
 
 #[test]
-fn what_was_saved_comes_back_from_the_disk() {
-    on_a_fake_gpu("what_was_saved_comes_back_from_the_disk", |gpu| {
+fn saved_tensors_come_back_from_the_disk() {
+    on_a_fake_gpu("saved_tensors_come_back_from_the_disk", |gpu| {
         for seed in 0..3 {
             gpu.set_lag(TO_HOST, 2000, seed);
             gpu.set_lag(TO_DEVICE, 2000, seed);
@@ -70,8 +70,8 @@ fn what_was_saved_comes_back_from_the_disk() {
 }
 
 #[test]
-fn what_has_not_left_its_slot_comes_from_there() {
-    on_a_fake_gpu("what_has_not_left_its_slot_comes_from_there", |gpu| {
+fn a_load_before_the_write_comes_from_the_slot() {
+    on_a_fake_gpu("a_load_before_the_write_comes_from_the_slot", |gpu| {
         let ((pause, disk), dir) = (paused_disk(), scratch());
         let (staging, stream) = (open(&dir, disk), gpu.stream());
         let (staged, source) = save(gpu, &staging, &stream, 7);
@@ -95,8 +95,8 @@ fn what_has_not_left_its_slot_comes_from_there() {
 }
 
 #[test]
-fn what_the_disk_refuses_stays_in_its_slot() {
-    on_a_fake_gpu("what_the_disk_refuses_stays_in_its_slot", |gpu| {
+fn a_refused_write_stays_in_its_slot() {
+    on_a_fake_gpu("a_refused_write_stays_in_its_slot", |gpu| {
         let dir = scratch();
         let (staging, stream) = (open_bounded(&dir, 4096), gpu.stream());
         let (staged, source) = save(gpu, &staging, &stream, 5);
@@ -118,8 +118,8 @@ fn what_the_disk_refuses_stays_in_its_slot() {
 }
 
 #[test]
-fn what_nobody_wants_gives_its_slot_back_after_its_copy() {
-    on_a_fake_gpu("what_nobody_wants_gives_its_slot_back_after_its_copy", |gpu| {
+fn an_abandoned_save_frees_its_slot_after_its_copy() {
+    on_a_fake_gpu("an_abandoned_save_frees_its_slot_after_its_copy", |gpu| {
         let dir = scratch();
         let (staging, stream) = (open(&dir, Backend::Psync), gpu.stream());
         gpu.hold(TO_HOST);
@@ -137,8 +137,8 @@ fn what_nobody_wants_gives_its_slot_back_after_its_copy() {
 }
 
 #[test]
-fn what_was_seen_to_be_over_is_not_waited_for() {
-    on_a_fake_gpu("what_was_seen_to_be_over_is_not_waited_for", |gpu| {
+fn a_copy_seen_to_be_over_is_not_waited_for() {
+    on_a_fake_gpu("a_copy_seen_to_be_over_is_not_waited_for", |gpu| {
         let dir = scratch();
         let (staging, stream) = (open(&dir, Backend::Psync), gpu.stream());
         let waits = || gpu.call_count("cuStreamWaitEvent");
@@ -376,7 +376,7 @@ fn down_and_up(
     stream.fill(&source, 3);
     stream.synchronize();
     if let Some((symbol, when)) = failure {
-        gpu.fail(symbol, LAUNCH_FAILED, when, false);
+        gpu.fail(symbol, LAUNCH_FAILED, when);
     }
     // A context that is current is neither entered nor left.
     let is_outside = failure.is_some_and(|(symbol, _)| symbol.starts_with("cuCtxP"));
@@ -447,9 +447,9 @@ fn a_slot_is_never_given_to_others_under_a_copy_of_unknown_end() {
         let save = || staging.save(source.range(), stream.handle(), Tier::Disk);
         for (is_known, left_bytes) in [(true, 0), (false, LEN.next_multiple_of(4096))] {
             // The event behind the copy is the second that is recorded.
-            gpu.fail("cuEventRecord", LAUNCH_FAILED, When::After(1), false);
+            gpu.fail("cuEventRecord", LAUNCH_FAILED, When::After(1));
             if !is_known {
-                gpu.fail("cuStreamSynchronize", LAUNCH_FAILED, When::Always, false);
+                gpu.fail("cuStreamSynchronize", LAUNCH_FAILED, When::Always);
             }
             let error = save().unwrap_err();
             gpu.recover();
@@ -477,7 +477,7 @@ fn a_staging_that_cannot_open_leaves_nothing() {
             let (registered, created) = (count("cuMemHostRegister_v2"), count("cuStreamCreate"));
             let (given_back, destroyed) =
                 (count("cuMemHostUnregister"), count("cuStreamDestroy_v2"));
-            gpu.fail(symbol, LAUNCH_FAILED, When::After(after_count), false);
+            gpu.fail(symbol, LAUNCH_FAILED, When::After(after_count));
             let error = open().unwrap_err();
             gpu.recover();
             assert!(error.to_string().contains(symbol), "{error}");
@@ -499,7 +499,7 @@ fn a_staging_that_cannot_open_leaves_nothing() {
 fn a_driver_without_a_gpu_is_no_driver() {
     on_a_fake_gpu("a_driver_without_a_gpu_is_no_driver", |gpu| {
         const NO_DEVICE: i32 = 100;
-        gpu.fail("cuInit", NO_DEVICE, When::Always, false);
+        gpu.fail("cuInit", NO_DEVICE, When::Always);
         let error = Gpu::get(0).unwrap_err();
         gpu.recover();
         assert_eq!(error.kind(), ErrorKind::Unsupported);

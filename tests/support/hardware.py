@@ -108,10 +108,10 @@ class Hardware:
     def release(self, *what: str | torch.cuda.Stream) -> None:
         """What is late comes by itself."""
 
-    def lag(self, most_us: int, *what: str | torch.cuda.Stream, seed: int = 1) -> None:
+    def lag(self, most_us: int, *kinds: str, seed: int = 1) -> None:
         """Make these, or everything, late once; hardware is late in its own ways besides."""
         if most_us:
-            self.hold(*(what or KINDS))
+            self.hold(*(kinds or KINDS))
 
     def races(self) -> list[str]:
         """Nobody sees them."""

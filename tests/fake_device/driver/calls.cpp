@@ -130,12 +130,7 @@ int enter(Site &site) {
     const Failure failure = *due;
     if (!failure.is_every_call) failures.erase(due);
     has_failures = !failures.empty();
-    const std::string reason = "the test made " + failure.symbol + " fail";
-    if (failure.lasts && !lasting) {
-      lasting_reason = reason;
-      lasting = failure.code;
-    }
-    return failed(failure.code, reason);
+    return failed(failure.code, "the test made " + failure.symbol + " fail");
   }
   if (lasting && symbol.needs_context) return failed(lasting, lasting_reason);
   return 0;

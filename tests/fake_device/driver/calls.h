@@ -39,13 +39,12 @@ struct Failure {
   int code;
   long after;  // how many calls go well before
   bool is_every_call;
-  bool lasts;  // all that comes later fails as well, as after a kernel that went astray
 };
 void fail(const Failure &failure);
-// Forgets all failures, also the one that lasts: a new device, as it were.
+// Forgets all failures, also that of a kernel, which lasts: a new device, as it were.
 void recover();
 
-// The first error that lasts stays until the test recovers.
+// The first error of a kernel stays until the test recovers.
 void set_lasting_error(int code, const std::string &reason);
 int lasting_error();
 

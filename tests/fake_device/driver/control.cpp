@@ -64,15 +64,14 @@ void fake_set_option(const char *name, long value) {
   else abort();
 }
 void fake_set_lag(const char *kind, long us_max) { set_lag(kind, us_max); }
-void fake_set_stream_lag(void *stream, long us_max) { set_stream_lag(number_of(stream), us_max); }
 void fake_set_lag_seed(long seed) { set_lag_seed(seed); }
 void fake_hold(const char *kind) { hold(kind); }
 void fake_hold_stream(void *stream) { hold_stream(number_of(stream)); }
 void fake_release(const char *kind) { release(kind); }
 void fake_release_stream(void *stream) { release_stream(number_of(stream)); }
 void fake_release_all(void) { release_all(); }
-void fake_fail(const char *symbol, int code, long after, int is_every_call, int lasts) {
-  fail({symbol, code, after, is_every_call != 0, lasts != 0});
+void fake_fail(const char *symbol, int code, long after, int is_every_call) {
+  fail({symbol, code, after, is_every_call != 0});
 }
 void fake_recover(void) { recover(); }
 void fake_time_calls(int is_on) { time_calls(is_on != 0); }

@@ -20,14 +20,13 @@ int launch_kernel(CUstream stream, const char *name, std::vector<Access> accesse
 extern "C" {
 void fake_set_option(const char *name, long value);
 void fake_set_lag(const char *kind, long us_max);
-void fake_set_stream_lag(void *stream, long us_max);
 void fake_set_lag_seed(long seed);
 void fake_hold(const char *kind);
 void fake_hold_stream(void *stream);
 void fake_release(const char *kind);
 void fake_release_stream(void *stream);
 void fake_release_all(void);
-void fake_fail(const char *symbol, int code, long after, int is_every_call, int lasts);
+void fake_fail(const char *symbol, int code, long after, int is_every_call);
 void fake_recover(void);
 void fake_time_calls(int is_on);
 long fake_ns_in_calls(void);

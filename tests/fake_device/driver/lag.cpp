@@ -19,7 +19,6 @@ using Lock = std::lock_guard<std::mutex>;
 std::mutex &mutex = *new std::mutex;
 std::condition_variable &changed = *new std::condition_variable;
 std::map<std::string, long> &kind_lags = *new std::map<std::string, long>;
-std::map<int, long> &stream_lags = *new std::map<int, long>;
 std::set<std::string> &held_kinds = *new std::set<std::string>;
 std::set<int> &held_streams = *new std::set<int>;
 std::map<int, std::mt19937> &dice = *new std::map<int, std::mt19937>;  // one for each stream
@@ -43,10 +42,6 @@ Options &options() {
 void set_lag(const std::string &kind, long us_max) {
   Lock lock(mutex);
   kind_lags[kind] = us_max;
-}
-void set_stream_lag(int stream, long us_max) {
-  Lock lock(mutex);
-  stream_lags[stream] = us_max;
 }
 void set_lag_seed(long number) {
   Lock lock(mutex);
@@ -84,8 +79,7 @@ void wait_for_turn(const char *kind, int stream) {
   {
     std::unique_lock lock(mutex);
     changed.wait(lock, [&] { return !is_held(kind, stream); });
-    const auto own = stream_lags.find(stream);
-    const long longest = own != stream_lags.end() ? own->second : kind_lags[kind];
+    const long longest = kind_lags[kind];
     if (longest <= 0) return;
     const auto [one, is_new] = dice.try_emplace(stream);
     if (is_new) one->second.seed(unsigned(seed * 7919 + stream));

@@ -17,9 +17,8 @@ inline constexpr const char *disk = "disk";
 
 constexpr int no_stream = -1;  // of what the host does
 
-// Longest lag of a kind, or of what one stream does whatever its kind, in microseconds.
+// Longest lag of a kind, in microseconds.
 void set_lag(const std::string &kind, long us_max);
-void set_stream_lag(int stream, long us_max);
 void set_lag_seed(long seed);
 
 void hold(const std::string &kind);
