@@ -81,7 +81,7 @@ def test_a_disk_without_room(device: Device) -> None:
 
 
 @on_each_device()
-def test_what_the_bound_on_the_disk_refuses_is_counted(device: Device) -> None:
+def test_writes_beyond_the_bound_on_the_disk_are_counted(device: Device) -> None:
     leaf, plain = made(0), made(0)
     chain(plain, 5).sum().backward()
     store = StoreConfig(dirs=(str(SCRATCH),), direct_io="optional", max_disk_bytes=4096)
@@ -109,7 +109,7 @@ def test_what_the_bound_on_the_disk_refuses_is_counted(device: Device) -> None:
 
 
 @on_each_device()
-def test_what_a_disk_fails_to_take_from_pinned_memory_is_counted(device: Device) -> None:
+def test_failed_writes_from_pinned_memory_are_counted(device: Device) -> None:
     leaf = made(0)
     session = session_on(simulated(io_error_rate=1.0))
     with session.context():

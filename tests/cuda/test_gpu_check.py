@@ -8,7 +8,6 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from time import monotonic
 from typing import Any
 
 import pytest
@@ -23,16 +22,11 @@ from ssdtrain.machine import cufile
 sys.path.insert(0, str(BENCHES))
 sys.path.insert(0, str(BENCHES / "gpu"))
 
-import gpu_check
-from gpu_check import SECONDS_MAX
-
-from gpu_steps import RESERVED_SHARE, Budget, Runner, Step, steps
+from gpu_steps import Runner, Step, steps
 
 AS_GPU = str(FAKE_DEVICE / "as_gpu.py")
 STEP_SECONDS = 120
 """The fake runs on a machine that may be busy; on a GPU the whole check takes eight minutes."""
-HOST_WAYS = ["save_on_cpu", "streamed_to_host"]
-WAYS = ["keep", "keep again", "recompute", "staged", "host", "gds", *HOST_WAYS]
 REFUSED = {VARIABLE: "cuFileDriverOpen:5001"}
 """What has cuFile work neither directly nor through the CPU."""
 
@@ -72,14 +66,9 @@ def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
 
 
 def test_wrong_options_are_refused(tmp_path: Path) -> None:
-    missing = run(BENCHES / "gpu_check.py", "--dir", tmp_path / "no", environment={**os.environ})
-    assert (missing.returncode, "is not a directory" in missing.stderr) == (2, True)
     words = ("--dir", tmp_path, "--only", "nothing")
     unknown = run(BENCHES / "gpu_check.py", *words, environment={**os.environ})
     assert (unknown.returncode, "there is no step" in unknown.stderr) == (2, True)
-    words = ("--dir", tmp_path, "--seconds", "14")
-    short = run(BENCHES / "gpu_check.py", *words, environment={**os.environ})
-    assert (short.returncode, "--seconds must be at least 15" in short.stderr) == (2, True)
 
 
 SCRIPTS = {
@@ -122,54 +111,14 @@ def test_each_end_of_a_step_is_told(tmp_path: Path) -> None:
     assert cut.failures == ["it was ended after 1 s, and not after 60 s, for lack of time"]
 
 
-def test_a_step_is_told_how_long_it_has(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    asked = "sys.argv[sys.argv.index('--seconds') + 1]"
-    found = f"{{'figures': {{'asked': {asked}}}, 'rows': [], 'failures': []}}"
-    script.write_text(f"{HEAD}tell({found})")
-    runner = Runner([sys.executable], tmp_path, is_tiny=True)
-    outcome = runner.run(Step("paced", (str(script),), 90, paced_share=0.5), 60)
-    assert (outcome.figures, outcome.given_s) == ({"asked": "30.0"}, 60)
-
-
-def test_the_steps_share_the_time_of_the_whole_run() -> None:
-    todo = steps(["python"], is_tiny=False)
-    assert sum(step.limit_s for step in todo) > SECONDS_MAX, "else nothing would have to be shared"
-    budget = Budget(SECONDS_MAX, list(todo))
-    spent_s = 0.0
-    for step in todo:
-        budget.began_s -= spent_s  # As if each step had taken all that it was given.
-        spent_s = budget.draw(step)
-        assert RESERVED_SHARE * step.limit_s - 1 <= spent_s <= step.limit_s
-    assert budget.left_s() - spent_s >= -1, "the last ends in time"
-
-
-def test_what_has_no_time_is_said_and_fails(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(HEAD + SCRIPTS["well"])
-    runner = Runner([sys.executable], tmp_path, is_tiny=True)
-    todo = [Step("first", (str(script),), 60), Step("second", (str(script),), 60)]
-    budget = Budget(480, todo, began_s=monotonic() - 476)
-    first, second = gpu_check.check(runner, budget)
-    assert (first.state, second.state) == ("not begun", "not begun")
-    record = gpu_check.record_of([first, second], 479.0, 480.0)
-    assert record["failures"][0].startswith("first: no time for it: ")
-    assert record["failures"][0].endswith(" of 480 s were left")
-    assert len(record["failures"]) == 2, "so the exit code is that of a failure"
-    assert capsys.readouterr().out.count("FAILED: no time for it") == 2
-
-
 @pytest.mark.parametrize(
     ("kind", "changes", "answer"),
     [
         pytest.param("fake", {}, "native", marks=pytest.mark.long),
         pytest.param("fake", REFUSED, "absent", marks=pytest.mark.long),
-        pytest.param("real", {}, "compatibility", marks=pytest.mark.long),
     ],
 )
-def test_whether_cufile_works_is_told(
+def test_the_state_of_cufile_is_told(
     tmp_path: Path, kind: str, changes: dict[str, str], answer: str
 ) -> None:
     if kind == "real" and cufile.find_library() is None:
@@ -185,30 +134,6 @@ def test_whether_cufile_works_is_told(
     if answer != "native":
         assert "cuFileDriverOpen of libcufile failed with 5001" in done.stdout
     assert (figures["nvidia_fs"], "counts nothing here" in done.stdout) == (None, True)
-
-
-@pytest.mark.long
-def test_a_step_of_training_is_compared(tmp_path: Path) -> None:
-    told = tmp_path / "told.json"
-    words = ("--tiny", "--dir", tmp_path, "--json", told)
-    done = run(AS_GPU, BENCHES / "gpu_step.py", *words, environment=fake_environment())
-    assert done.returncode == 0, done.stdout + done.stderr
-    document = json.loads(told.read_text())
-    assert document["failures"] == []
-    figures = document["figures"]
-    assert list(figures["modes"]) == WAYS
-    assert figures["losses_bit_equal"] is True
-    losses = {tuple(mode["losses"]) for mode in figures["modes"].values()}
-    assert len(losses) == 1
-    for mode in figures["modes"].values():
-        assert mode["step_s"] > 0
-        assert mode["peak_bytes"] > 0
-    for way, memory in (("staged", "pinned_bytes"), ("gds", "ring_bytes")):
-        stats = figures["modes"][way]["stats"]
-        assert stats["from_gpu_bytes"] > 0
-        assert stats[memory] > 0
-        assert stats["limit"] in figures["reports"][way]
-    assert [path.name for path in tmp_path.iterdir()] == ["told.json"]
 
 
 @pytest.mark.long

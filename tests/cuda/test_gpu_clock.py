@@ -234,40 +234,6 @@ def test_a_load_that_several_nodes_wait_for_is_one_stall(fake: FakeDevice) -> No
 
 
 @on_fake_device()
-def test_a_graph_that_is_retained_is_no_stall(fake: FakeDevice) -> None:
-    leaf = made(0, LARGE_ELEMENTS)
-    with offloaded(pinned_bytes=PINNED_BYTES) as session:
-        saved = chain(leaf, LARGE_COUNT).sum()
-        settle(session)
-        held_s = held_back(fake, saved, retain_graph=True)
-        again_s = 0.0
-        for _ in range(2):
-            wait_while_held()
-            began_s = perf_counter()
-            saved.backward(retain_graph=True)
-            torch.cuda.synchronize()
-            again_s += perf_counter() - began_s
-        del saved
-        # What lies between the backwards is in neither.
-        check_stalls(session, leaf, held_s + again_s)
-
-
-@on_fake_device()
-def test_stalls_of_two_streams_at_once_are_one(fake: FakeDevice) -> None:
-    leaf = made(0, LARGE_ELEMENTS)
-    with offloaded(pinned_bytes=PINNED_BYTES) as session:
-        totals = []
-        for stream in (torch.cuda.Stream(), torch.cuda.Stream()):
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                totals.append(chain(leaf, LARGE_COUNT).sum())
-        settle(session)
-        held_s = held_back(fake, *totals)
-        totals.clear()
-        check_stalls(session, leaf, held_s)
-
-
-@on_fake_device()
 def test_a_wait_for_a_small_load_is_no_time_of_the_step(fake: FakeDevice) -> None:
     leaf = made(0)
     with offloaded(pinned_bytes=PINNED_BYTES) as session:
@@ -280,17 +246,14 @@ def test_a_wait_for_a_small_load_is_no_time_of_the_step(fake: FakeDevice) -> Non
         assert items[-1].needed_s - items[0].needed_s <= held_s - HELD_S / 2
 
 
-@pytest.mark.parametrize("ahead_count", [3, 40])
 @on_fake_device()
-def test_python_that_is_far_ahead_is_learned_from_all_the_same(
-    fake: FakeDevice, ahead_count: int
-) -> None:
+def test_python_that_is_far_ahead_is_learned_from_all_the_same(fake: FakeDevice) -> None:
     leaf, noted = made(0), Noted()
     with offloaded(noted, pinned_bytes=64 << 20) as session:
         for _ in range(3):
             known_count = len(noted.rounds)
             fake.hold("kernels")
-            for _ in range(ahead_count):
+            for _ in range(40):
                 chain(leaf, COUNT).sum().backward()
             assert len(noted.rounds) - known_count <= 1, "the one from before this at most"
             fake.release()
@@ -298,7 +261,7 @@ def test_python_that_is_far_ahead_is_learned_from_all_the_same(
             before_count = len(noted.rounds)
             chain(leaf, 1).sum().backward()
             torch.cuda.synchronize()
-            assert len(noted.rounds) - before_count == min(ahead_count, MARKED_MAX)
+            assert len(noted.rounds) - before_count == MARKED_MAX
         assert session.stats.gpu_stall_s >= 0
     assert set(noted.saved_bytes()) <= {COUNT * leaf.nbytes, leaf.nbytes}
 

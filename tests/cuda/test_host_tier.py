@@ -58,7 +58,7 @@ def open_way(session: ssdtrain.Session) -> None:
 
 @pytest.mark.parametrize("room", [COUNT // 2, 2 * COUNT])
 @on_each_device()
-def test_what_stays_is_not_written_and_the_rest_goes_to_the_disk(device: Device, room: int) -> None:
+def test_pinned_tensors_are_not_written_and_others_are(device: Device, room: int) -> None:
     leaf = made(0)
     room_bytes = room * leaf.nbytes
     with offloaded(all_pinned(), pinned_bytes=RING, max_host_bytes=room_bytes) as session:

@@ -74,7 +74,7 @@ def test_a_read_ahead_that_finds_no_memory_comes_later(fake: FakeDevice) -> None
 
 
 @on_fake_device()
-def test_what_is_needed_now_takes_the_memory_of_reads_ahead(fake: FakeDevice) -> None:
+def test_a_needed_tensor_takes_the_memory_of_reads_ahead(fake: FakeDevice) -> None:
     leaf, other = made(0, ELEMENTS), made(0, ELEMENTS)
     with offloaded(pinned_bytes=LARGE_RING) as session:
         first, second = chain(leaf, COUNT), chain(other, COUNT)

@@ -57,7 +57,7 @@ def test_a_tensor_that_is_longer_than_its_way_is_told_with_both_sizes(device: De
 
 
 @on_each_device()
-def test_what_is_loaded_is_not_away(device: Device) -> None:
+def test_loaded_tensors_are_not_away(device: Device) -> None:
     leaf = made(0)
     with offloaded(pinned_bytes=LARGE_RING) as session:
         for _ in range(3):

@@ -103,7 +103,7 @@ def test_a_disk_that_is_behind_is_waited_for_only_under_a_bound(
 
 @pytest.mark.defends("who needs room waits with who waits for a GPU")
 @on_fake_device()
-def test_who_needs_room_waits_with_who_waits_for_the_gpu(fake: FakeDevice) -> None:
+def test_a_thread_that_needs_room_waits_with_one_that_waits_for_the_gpu(fake: FakeDevice) -> None:
     faulthandler.dump_traceback_later(PATIENCE_S, exit=True)
     leaf, has_room = made(0), threading.Event()
     bound = (SLOTS + 8) * leaf.nbytes
