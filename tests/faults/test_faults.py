@@ -166,7 +166,7 @@ def test_a_disk_that_never_answers_is_given_up(tmp_path: Path, number: int) -> N
 
 
 @BACKENDS
-@pytest.mark.parametrize("depth", [1, 2, 64])
+@pytest.mark.parametrize("depth", [1, 64])
 def test_more_answers_than_the_ring_holds(tmp_path: Path, backend: str, depth: int) -> None:
     """The ring's answers cannot overflow: never more pieces are in flight than it has places."""
     store = _core.Store(
@@ -186,7 +186,7 @@ def test_more_answers_than_the_ring_holds(tmp_path: Path, backend: str, depth: i
     store.close()
 
 
-@pytest.mark.parametrize("nbytes", [1, 511, 513, 4095, 4097, MIB + 1])
+@pytest.mark.parametrize("nbytes", [1, 4097, MIB + 1])
 @BACKENDS
 def test_a_tail_that_fills_no_block(tmp_path: Path, backend: Any, nbytes: int) -> None:
     """The kernel refuses (EINVAL) direct I/O of such a length; the blocks around it are moved."""

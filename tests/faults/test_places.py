@@ -18,7 +18,7 @@ import ssdtrain
 from children import forked_python
 from disks import NOBODY, fill, free_bytes, needs_root
 from seccomp import FORBID_RINGS
-from ssdtrain import ConfigError, NoSpaceError, SsdtrainError, TensorStore
+from ssdtrain import ConfigError, NoSpaceError, TensorStore
 from ssdtrain.sizes import shown_bytes
 
 MIB = 1 << 20
@@ -77,7 +77,7 @@ def test_other_things_in_place_of_a_directory(opener: Opener, tmp_path: Path) ->
 
 
 @OPENERS
-@pytest.mark.parametrize("ending", ["", "/", "/.", "//./"])
+@pytest.mark.parametrize("ending", ["", "/."])
 def test_a_link_to_a_directory(opener: Opener, tmp_path: Path, ending: str) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
@@ -92,7 +92,7 @@ def test_a_link_to_a_directory(opener: Opener, tmp_path: Path, ending: str) -> N
 
 
 @OPENERS
-@pytest.mark.parametrize("mode", [0o777, 0o757, 0o703, 0o2777])
+@pytest.mark.parametrize("mode", [0o777, 0o2703])
 def test_a_directory_that_everyone_may_change(opener: Opener, tmp_path: Path, mode: int) -> None:
     place = tmp_path / "place"
     place.mkdir()
@@ -111,7 +111,7 @@ def test_a_directory_that_everyone_may_change(opener: Opener, tmp_path: Path, mo
 
 
 @OPENERS
-@pytest.mark.parametrize("mode", [0o700, 0o300, 0o755, 0o775, 0o2770, 0o1777])
+@pytest.mark.parametrize("mode", [0o700, 0o775, 0o1777])
 def test_a_directory_as_people_have_them(opener: Opener, tmp_path: Path, mode: int) -> None:
     place = tmp_path / "place"
     place.mkdir()
@@ -122,32 +122,11 @@ def test_a_directory_as_people_have_them(opener: Opener, tmp_path: Path, mode: i
 
 
 @OPENERS
-def test_a_directory_inside_a_file(opener: Opener, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    place = tmp_path / "file" / "below"
-    said = refusal(opener, place)
-    assert str(place) in said
-    assert "; " in said, "what next?"
-
-
-@OPENERS
-def test_a_dangling_link(opener: Opener, tmp_path: Path) -> None:
-    (tmp_path / "link").symlink_to(tmp_path / "gone")
-    said = refusal(opener, tmp_path / "link")
-    assert said.endswith(f"pass its target: {tmp_path / 'gone'}")
-
-
-@OPENERS
-@pytest.mark.parametrize("place", [None, 3, 4.5, b"/var", [], (), {}, "", [""], [3], ["/", None]])
-def test_what_is_no_path(opener: Opener, place: Any) -> None:
+@pytest.mark.parametrize("place", [None, b"/var", [], "", ["/", None]])
+def test_an_invalid_path(opener: Opener, place: Any) -> None:
     said = refusal(opener, place)
     assert said.startswith("dir must be a path or a list of paths to directories, not ")
     assert repr(place if place != "" else [""]) in said
-
-
-@OPENERS
-def test_a_path_with_a_zero_byte(opener: Opener) -> None:
-    assert r"a\x00b" in refusal(opener, "a\0b")
 
 
 @OPENERS
@@ -188,22 +167,19 @@ NO_SIZE = "must be a positive whole number of bytes, or text such as '8GiB' or '
 BAD_OPTIONS: list[tuple[str, Any, str]] = [
     *(
         ("backend", value, "backend must be one of 'auto', 'io_uring', 'psync', not ")
-        for value in ("uring", "", None, 3, "AUTO", ["auto"])
+        for value in ("uring", None, ["auto"])
     ),
     *(
         ("direct_io", value, "direct_io must be one of 'required', 'optional', 'disabled', not ")
-        for value in ("yes", True, None, "")
+        for value in ("yes", True)
     ),
-    *(
-        ("max_disk_bytes", value, f"max_disk_bytes {NO_SIZE}")
-        for value in (0, -1, 1.5, 1e9, "1G", True, [5])
-    ),
-    *(("verify", value, "verify must be True or False, not ") for value in (None, 1, "yes")),
+    *(("max_disk_bytes", value, f"max_disk_bytes {NO_SIZE}") for value in (0, "1G", True)),
+    *(("verify", value, "verify must be True or False, not ") for value in (None, 1)),
 ]
 BAD_OFFLOAD_OPTIONS: list[tuple[str, Any, str]] = [
     (name, value, f"{name} {NO_SIZE}")
     for name in ("min_bytes", "max_resident_bytes")
-    for value in (0, -1, 1.5, "1G", True, float("nan"))
+    for value in (0, "1G", True)
 ] + [("min_bytes", None, f"min_bytes {NO_SIZE}")]
 
 
@@ -216,15 +192,6 @@ def test_a_bad_option(opener: Opener, tmp_path: Path, name: str, value: Any, mes
 @pytest.mark.parametrize(("name", "value", "message"), BAD_OFFLOAD_OPTIONS)
 def test_a_bad_option_of_offload(tmp_path: Path, name: str, value: Any, message: str) -> None:
     assert refusal(open_offload, tmp_path, **{name: value}) == f"{message}{value!r}"
-
-
-@OPENERS
-def test_a_bound_beyond_every_disk(opener: Opener, tmp_path: Path) -> None:
-    """A bound that no disk reaches is either no bound or refused; it must not break."""
-    try:
-        opener(tmp_path, max_disk_bytes=1 << 70)
-    except SsdtrainError as error:
-        assert "max_disk_bytes" in str(error)  # noqa: PT017 - it may also be accepted
 
 
 def test_options_are_checked_before_the_directory_is_touched(tmp_path: Path) -> None:
@@ -275,20 +242,6 @@ def test_no_permission_to_write(tmp_path: Path) -> None:
         "writable, or pass another directory"
     )
     assert as_nobody(place, ".") == [words, words]
-
-
-@pytest.mark.long
-def test_no_permission_to_look(tmp_path: Path) -> None:
-    closed = tmp_path / "closed"
-    (closed / "place").mkdir(parents=True)
-    closed.chmod(0o600)
-    said = as_nobody(tmp_path, str(closed / "place"))
-    closed.chmod(0o700)
-    for one in said:
-        assert one.startswith("ConfigError ")
-        assert str(closed / "place") in one
-        assert "Permission denied" in one
-        assert "; " in one, "what next?"
 
 
 @needs_root
@@ -347,34 +300,6 @@ def chain(depth: int, width: int, rows: int) -> tuple[torch.nn.Module, torch.Ten
     return torch.nn.Sequential(*layers), torch.randn(rows, width)
 
 
-def gradients(model: torch.nn.Module) -> list[torch.Tensor]:
-    return [one.grad.clone() for one in model.parameters() if one.grad is not None]
-
-
-@pytest.mark.long
-@needs_root
-def test_training_goes_on_when_the_disk_fills_up(
-    small_disk: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    model, batch = chain(depth=8, width=256, rows=20_000)
-    model(batch).sum().backward()
-    expected = gradients(model)
-    with ssdtrain.offload(small_disk) as session:
-        for _ in range(2):
-            model.zero_grad()
-            loss = model(batch).sum()
-            # A slow disk would take fewer tensors before backward than fit on it.
-            session.flush()
-            loss.backward()
-            assert all(map(torch.equal, gradients(model), expected))
-    stats = session.stats
-    assert stats.write_failed_count > 0
-    assert stats.bytes_kept > 0
-    said = [one.message for one in caplog.records if "keeping tensors in memory" in one.message]
-    assert len(said) == 1
-    assert "free some space there" in said[0]
-
-
 WITHOUT_RINGS = (
     FORBID_RINGS
     + """
@@ -385,19 +310,6 @@ logging.basicConfig(format="%(levelname)s %(name)s %(message)s", stream=sys.stdo
 import torch
 """
 )
-WITH_AUTO = """
-with ssdtrain.TensorStore(sys.argv[1:]) as store:
-    x = torch.randn(100_000)
-    assert torch.equal(store.read(store.write(x)).result(), x)
-    print([engine for _, engine in store.stats()["engines"]])
-"""
-WITH_LOOP = """
-w = torch.randn(64, 64, requires_grad=True)
-for _ in range(3):
-    with ssdtrain.offload(sys.argv[1], min_bytes=1) as session:
-        (w @ torch.randn(64, 64)).relu().sum().backward()
-print([engine for _, engine in session.stats.engines])
-"""
 WITH_RING = """
 for opened in (lambda: ssdtrain.TensorStore(sys.argv[1], backend="io_uring"),
                lambda: ssdtrain.offload(sys.argv[1], backend="io_uring").__enter__()):
@@ -410,7 +322,6 @@ REFUSED_RING = (
     "cannot create an io_uring (forbidden by seccomp or sysctl kernel.io_uring_disabled): "
     "Operation not permitted (os error 1)"
 )
-SAID_ONCE = f"WARNING ssdtrain using pread/pwrite threads instead of io_uring: {REFUSED_RING}"
 
 
 def without_rings(program: str, *places: Path) -> list[str]:
@@ -419,18 +330,6 @@ def without_rings(program: str, *places: Path) -> list[str]:
     if done.stdout == "no seccomp\n":
         pytest.skip("this kernel takes no seccomp filter")
     return done.stdout.splitlines()
-
-
-def test_rings_forbidden_falls_back_and_says_why_once(tmp_path: Path) -> None:
-    places = [tmp_path / "a", tmp_path / "b"]
-    for place in places:
-        place.mkdir()
-    assert without_rings(WITH_AUTO, *places) == [SAID_ONCE, "['psync', 'psync']"]
-
-
-@pytest.mark.long
-def test_rings_forbidden_is_said_once_for_a_loop_of_contexts(tmp_path: Path) -> None:
-    assert without_rings(WITH_LOOP, tmp_path) == [SAID_ONCE, "['psync']"]
 
 
 def test_rings_forbidden_and_asked_for(tmp_path: Path) -> None:
@@ -454,7 +353,7 @@ def spill_files(place: Path) -> list[os.stat_result]:
     return found
 
 
-@pytest.mark.parametrize("umask", [0, 0o22, 0o77, 0o777])
+@pytest.mark.parametrize("umask", [0, 0o777])
 def test_files_have_no_names_and_no_readers(tmp_path: Path, umask: int) -> None:
     model, batch = chain(depth=6, width=128, rows=4_000)
     seen: list[list[Path]] = []
@@ -510,7 +409,7 @@ with ssdtrain.TensorStore(sys.argv[1], direct_io="disabled") as store:
 """
 
 
-@pytest.mark.parametrize("closed", ["2", "12", "012"])
+@pytest.mark.parametrize("closed", ["2", "012"])
 @pytest.mark.parametrize("backend", ["auto", "psync"])
 def test_nobody_prints_into_what_a_store_has_opened(
     backend: str, closed: str, tmp_path: Path
@@ -550,16 +449,15 @@ def use_elsewhere(
     use()
 
 
-@pytest.mark.parametrize("again", [lambda made: made, copy.deepcopy])
 def test_a_relative_directory_is_that_of_the_call(
-    again: Callable[[Any], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As hydra and others change the working directory between the two."""
     model, batch = chain(depth=6, width=128, rows=4_000)
     files: list[os.stat_result] = []
 
     def made() -> Callable[[], object]:
-        tool = again(ssdtrain.offload("inner"))
+        tool = copy.deepcopy(ssdtrain.offload("inner"))
 
         def use() -> None:
             for _ in range(2):
@@ -600,18 +498,3 @@ def test_a_relative_directory_is_told_in_whole(
     said = refusal(opener, "missing/../there")
     assert said.startswith(f"{tmp_path}/missing/../there does not exist; ")
     assert repr(ssdtrain.offload("inner")) == f"ssdtrain.offload('{tmp_path}/inner')"
-    shown = repr(ssdtrain.offload("inner", verify=True, pinned_bytes="1GiB"))
-    assert shown == f"ssdtrain.offload('{tmp_path}/inner', pinned_bytes={1 << 30}, verify=True)"
-
-
-@OPENERS
-def test_a_relative_directory_of_one_that_was_deleted(
-    opener: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "gone").mkdir()
-    monkeypatch.chdir(tmp_path / "gone")
-    (tmp_path / "gone").rmdir()
-    assert refusal(opener, "inner") == (
-        "dir is 'inner', and the working directory of this process was deleted; pass an absolute "
-        "path"
-    )
