@@ -498,3 +498,5 @@ def test_a_relative_directory_is_told_in_whole(
     said = refusal(opener, "missing/../there")
     assert said.startswith(f"{tmp_path}/missing/../there does not exist; ")
     assert repr(ssdtrain.offload("inner")) == f"ssdtrain.offload('{tmp_path}/inner')"
+    shown = repr(ssdtrain.offload("inner", verify=True, pinned_bytes="1GiB"))
+    assert shown == f"ssdtrain.offload('{tmp_path}/inner', pinned_bytes={1 << 30}, verify=True)"
