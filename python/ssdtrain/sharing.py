@@ -13,14 +13,23 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from ssdtrain._core import Reservation, Store
 from ssdtrain.notices import Held
 from ssdtrain.residency import UNLIMITED_BYTES, Residency
 from ssdtrain.sizes import shown_bytes
 
-__all__ = ["Budget", "ClassStats", "Figures", "Room", "Share", "Tenant", "Tenants"]
+__all__ = [
+    "Budget",
+    "ClassStats",
+    "Figures",
+    "LastingTenant",
+    "Room",
+    "Share",
+    "Tenant",
+    "Tenants",
+]
 
 LOOK_S = 0.1
 """A wait for room looks so often, as a thread without the lock wakes nobody when it ends a room."""
@@ -89,23 +98,49 @@ class Tenant(Protocol):
         """Return the figures of now, without a wait, on any thread."""
 
 
+class LastingTenant:
+    """A tenant whose traffic stays in the report when it is gone."""
+
+    name: ClassVar[str]
+    _report: Tenants | None = None
+
+    def figures(self) -> Figures:
+        """Return the figures of now, without a wait, on any thread."""
+        raise NotImplementedError
+
+    def lasts_in(self, report: Tenants) -> None:
+        """Give the last figures to this report."""
+        self._report = report
+
+    def __del__(self) -> None:
+        """Post the last figures."""
+        if self._report is not None:
+            self._report.note_gone(self.name, self.figures())
+
+
 class Tenants:
-    """The tenants of a session, by weak references."""
+    """The tenants of a session, by weak references, and the traffic of those that are gone."""
 
     def __init__(self) -> None:
         self._tenants: list[weakref.ref[Tenant]] = []
+        self._gone: list[tuple[str, Figures]] = []
 
     def add(self, tenant: Tenant) -> None:
         """Add a tenant to the report."""
         self._tenants.append(weakref.ref(tenant))
+        if isinstance(tenant, LastingTenant):
+            tenant.lasts_in(self)
+
+    def note_gone(self, name: str, last: Figures) -> None:
+        """Keep the traffic of a tenant that is going, on any thread and without a wait."""
+        self._gone.append((name, replace(last, resident_bytes=0, on_disk_bytes=0)))
 
     def figures(self) -> dict[str, Figures]:
-        """Return the figures by name, in the order in which the tenants came."""
+        """Return the figures by name, those of tenants that are gone first."""
+        alive = [tenant for reference in self._tenants if (tenant := reference()) is not None]
         found: dict[str, Figures] = {}
-        for reference in self._tenants:
-            tenant = reference()
-            if tenant is not None:
-                found[tenant.name] = found.get(tenant.name, Figures()) + tenant.figures()
+        for name, figures in [*self._gone, *((tenant.name, tenant.figures()) for tenant in alive)]:
+            found[name] = found.get(name, Figures()) + figures
         return found
 
 

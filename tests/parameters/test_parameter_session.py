@@ -183,6 +183,7 @@ def test_a_model_that_is_gone_gives_all_back(tmp_path: Path) -> None:
         used_bytes = session.stats.disk_used_bytes
         assert used_bytes >= 5 * WEIGHT_BYTES
         assert reserved_bytes(session) == quarter(training.model)
+        last = rows(session)["weights"]
         del training
 
         def is_given_back() -> bool:
@@ -191,7 +192,10 @@ def test_a_model_that_is_gone_gives_all_back(tmp_path: Path) -> None:
 
         support.wait_until(is_given_back, "the space on the disk is given back")
         assert reserved_bytes(session) == 0
-        assert session.stats.classes == ()
+        gone = rows(session)["weights"]
+        assert gone.bytes_written == last.bytes_written > 0
+        assert (gone.bytes_read, gone.stall_s) == (last.bytes_read, last.stall_s)
+        assert gone.resident_bytes == gone.on_disk_bytes == 0
         # The next one has the room of the first.
         model = layers()
         ssdtrain.offload_parameters(model, session)
