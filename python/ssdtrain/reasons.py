@@ -157,8 +157,8 @@ def _why_no_node(observed: Observed) -> Reason:
     if observed.backward_count:
         backwards = shown_count(observed.backward_count, "backward")
         text += (
-            f", while other threads ran {backwards}: the hooks act in the thread that enters, so "
-            "enter the block in the thread that runs the forward"
+            f", but {backwards} ran: the forward ran outside of the block (before it, or in "
+            "another thread); enter the block before the forward, in the thread that runs it"
         )
     elif observed.has_reached_children:
         # ``child_s`` has no time of the children of a fork server.

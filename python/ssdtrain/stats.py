@@ -48,6 +48,7 @@ LOST_SHARE_LITTLE = 0.01
 """The report gives no advice about a loss of a smaller share of the time in the block."""
 
 ACTIVATIONS = "activations"
+REASON_BELOW = "the last line tells why"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -309,14 +310,17 @@ class Stats:
     def _shown_gain(self) -> str:
         """Return the first line: gain and cost, with advice if hardly anything was gained."""
         if not self.saved_bytes_peak and not self.classes:
-            return "nothing was saved for a backward here, so there was nothing to gain"
+            text = "no saved tensor was taken here, so nothing was gained"
+            return text if self.reason is None else f"{text}; {REASON_BELOW}"
         on_gpu = self.pinned_bytes or self.ring_bytes
         gained_bytes = self.saved_bytes_peak - self.saved_resident_bytes_peak
         all_bytes = self.process_bytes_peak
         lost_s = max(self.exposed_s, self.gpu_stall_s)
         least = "at least " if self.blocks_recomputed else ""
+        # The rows of the classes tell of weights and state.
+        kind = "activations alone" if self.classes else "saved tensors"
         text = (
-            f"saved tensors took {shown_bytes(self.saved_resident_bytes_peak)} of memory at the "
+            f"{kind} took {shown_bytes(self.saved_resident_bytes_peak)} of memory at the "
             f"peak, and would take {least}{shown_bytes(self.saved_bytes_peak)} without ssdtrain"
         )
         if on_gpu:
@@ -334,7 +338,10 @@ class Stats:
             return text
         advice = "leave the block out"
         if self.reason is not None:
-            advice = "the last line tells why, and what to change"
+            advice = f"{REASON_BELOW}, and what to change"
+        elif self.write_refused_count:
+            refused = shown_count(self.write_refused_count, "write")
+            advice = f"raise max_disk_bytes, into which {refused} did not fit"
         elif share >= LOST_SHARE_LITTLE:
             advice += ", or raise min_bytes so that it takes less time"
         return f"hardly anything was gained: {text}; {advice}"

@@ -48,10 +48,11 @@ def test_a_snapshot_is_a_flat_dict(tmp_path: Path) -> None:
 
 def test_the_report_begins_with_what_was_gained_and_lost(tmp_path: Path) -> None:
     rig = Rig(tmp_path, max_resident_bytes=900_000)
-    nothing = str(rig.stats).splitlines()[0]
-    assert (
-        nothing == "ssdtrain: nothing was saved for a backward here, so there was nothing to gain"
-    )
+    nothing = "ssdtrain: no saved tensor was taken here, so nothing was gained"
+    assert str(rig.stats).splitlines()[0] == nothing
+    told = str(dataclasses.replace(rig.stats, reason="of others")).splitlines()
+    assert told[0] == f"{nothing}; the last line tells why"
+    assert told[-1] == "  because    of others"
     _, stats = looks_at(rig)
     # Four of 400,000 bytes are alive at the end of the forward, and two are in memory.
     assert stats.saved_bytes_peak >= 1_600_000 > stats.resident_bytes_peak > 0
@@ -80,8 +81,15 @@ def test_the_report_begins_with_what_was_gained_and_lost(tmp_path: Path) -> None
     assert second == f"  disks      psync in {tmp_path}"
     cheap = dataclasses.replace(little, hooks_s=0.01, stall_s=0.0)
     assert str(cheap).splitlines()[0].endswith("; leave the block out")
+    refused = dataclasses.replace(little, write_refused_count=6)
+    assert (
+        str(refused)
+        .splitlines()[0]
+        .endswith("; raise max_disk_bytes, into which 6 writes did not fit")
+    )
     with_state = with_tenants(little, {"optimizer state": Figures()}, Figures)
     assert "hardly anything" not in str(with_state)
+    assert str(with_state).startswith("ssdtrain: activations alone took 200 MiB of memory at the")
     first = str(dataclasses.replace(little, blocks_recomputed=1)).splitlines()[0]
     assert "hardly anything" not in first
     assert "would take at least 210 MiB" in first
