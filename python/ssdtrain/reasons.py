@@ -43,6 +43,8 @@ class PlannedRound:
     rates: Rates
     caution: float
     """The share of ``rates`` that the plan counts on."""
+    plan_count: int
+    """How many such rounds had a plan made from them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,10 +202,16 @@ def _why_little_went(known: Evidence) -> str:
         return _planned(known.usual_round())
     if known.stayed is not None:
         return f"most saved tensors could not leave the GPU, the last one because: {known.stayed}"
+    return _late(known.usual_round())
+
+
+def _late(usual: PlannedRound | None) -> str:
+    late = "backward asked for most tensors before they had been written, or while others held them"
+    if usual is not None and usual.plan_count == 1:
+        return f"{late}; this was the first step of its kind, and a plan is made after it"
     return (
-        "backward asked for most tensors before they had been written, or while others still held "
-        f"them{_figures(known.usual_round())}; a first step is often like that, later ones if the "
-        "disk is slow or steps are very short"
+        f"{late}{_figures(usual)}; a first step is often like that, later ones if the disk is slow "
+        "or steps are very short"
     )
 
 

@@ -270,7 +270,12 @@ def test_a_forward_that_raises_is_no_fault_of_the_disk(
 
 def round_with(rates: Rates) -> Callable[[], PlannedRound]:
     usual = PlannedRound(
-        saved_bytes=50 * MIB, staying_bytes=40 * MIB, idle_s=0.25, rates=rates, caution=0.8
+        saved_bytes=50 * MIB,
+        staying_bytes=40 * MIB,
+        idle_s=0.25,
+        rates=rates,
+        caution=0.8,
+        plan_count=2,
     )
     return lambda: usual
 
@@ -365,6 +370,17 @@ def parts() -> Seen:
     seen.apart.add(90 * MIB)
     seen.eligible.add(10 * MIB)
     return seen
+
+
+def test_a_first_step_is_told_as_one_without_figures() -> None:
+    usual = round_with(Rates(100.0 * MIB, RATE_GUESS))()
+    assert usual is not None
+    reason = reason_of(evidence(seen=planned(1), usual_round=lambda: replace(usual, plan_count=1)))
+    assert reason is not None
+    assert reason.text.endswith(
+        "held them; this was the first step of its kind, and a plan is made after it"
+    )
+    assert "MiB" not in reason.text
 
 
 def detached_parts() -> Seen:

@@ -195,6 +195,7 @@ class Prefetcher:
             idle_s=byte_seconds / max(1, staying_bytes),
             rates=basis[0],
             caution=basis[1],
+            plan_count=self._policy.plan_count(signature),
         )
 
     def make_room(self, saved: SavedTensor, nbytes: int) -> None:

@@ -226,6 +226,10 @@ class Policy:
         """Return whether this kind of rounds has had so many plans that new plans are rare."""
         return signature in self._basis and self._basis[signature][0] >= SETTLED_COUNT
 
+    def plan_count(self, signature: int) -> int:
+        """Return how many plans of this kind of rounds were made."""
+        return self._basis[signature][0] if signature in self._basis else 0
+
     def basis(self, signature: int) -> tuple[Rates, float] | None:
         """Return the rates and the caution of the plan of this kind."""
         with self._learning:
