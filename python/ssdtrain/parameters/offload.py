@@ -98,7 +98,10 @@ def offload_parameters(
 
     """
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"offload_parameters takes a torch.nn.Module, not {type(model)!r}")
+        raise ConfigError(
+            f"offload_parameters takes a torch.nn.Module first, not {type(model)!r}: "
+            "offload_parameters(model, dir)"
+        )
     given = optional_bytes("max_resident_bytes", max_resident_bytes)
     check_first_values(model, init_fn)
     leaving, staying_bytes = _divide(model)
@@ -122,11 +125,7 @@ def offload_parameters(
     except BaseException as error:
         weights.give_back()
         if isinstance(error, NoSpaceError):
-            all_bytes = sum(param.nbytes for param in leaving.values())
-            error.add_note(
-                f"the disk has to hold {shown_bytes(all_bytes)} of weights, and those of the "
-                "largest module once more"
-            )
+            error.args = (f"{error}; {_disk_need(model, leaving)}",)
         raise
     if share is not None:
         share.register(weights)
@@ -227,6 +226,15 @@ def _too_large(budget: Budget, bound: int, least: str, least_bytes: int) -> str:
         "the weights less of it (offload_parameters(max_resident_bytes=...)); or give "
         "offload_parameters a directory in the place of the session, so that they do not count "
         "there"
+    )
+
+
+def _disk_need(model: nn.Module, leaving: dict[str, Tensor]) -> str:
+    all_bytes = sum(param.nbytes for param in leaving.values())
+    name, largest_bytes = _largest_module(model, leaving)
+    return (
+        f"offload_parameters needs {shown_bytes(all_bytes + largest_bytes)} on the disk: all "
+        f"weights, and the {shown_bytes(largest_bytes)} of {name} once more"
     )
 
 
