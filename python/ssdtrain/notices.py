@@ -108,7 +108,7 @@ class Shortage:
         All tensors that the forward saved take ``least_bytes``.
         """
         found = (
-            "From there on the forward's tensors were only counted, not kept: all of them need "
+            "The forward went on without keeping what it saved, to count it: all of it needs "
             f"{_bound(least_bytes)}"
         )
         return self._message(found, least_bytes, PARTIAL)
@@ -117,7 +117,7 @@ class Shortage:
         limit = f"max_resident_bytes={self.limit_bytes} ({shown_bytes(self.limit_bytes)})"
         return (
             f"ssdtrain is out of memory. {limit} cannot be kept: {self.wanted} {self._needs()}. "
-            f"{found}. Raise the bound, use a smaller batch{self._hint(least_bytes)}. {then}"
+            f"{found}. Raise the bound{self._advice(least_bytes)}. {then}"
             f"(Programs that search for a batch size know this error by {KNOWN_BY!r}.)"
         )
 
@@ -135,13 +135,13 @@ class Shortage:
         resident = shown_bytes(self.resident_bytes)
         return f"needs {needed} more, and {resident} in memory cannot leave it{because}{holds}"
 
-    def _hint(self, least_bytes: int) -> str:
+    def _advice(self, least_bytes: int) -> str:
         if self.failure is not None:
-            return ", or see why the writes fail"
+            return ", use a smaller batch, or see why the writes fail"
         largest = max(self.held, key=lambda part: part.nbytes, default=None)
         if largest is None or largest.nbytes < NAMED_SHARE_MIN * least_bytes or not largest.advice:
-            return ""
-        return f", or {largest.advice}"
+            return " or use a smaller batch"
+        return f", use a smaller batch, or {largest.advice}"
 
 
 def _bound(nbytes: int) -> str:

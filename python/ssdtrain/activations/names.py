@@ -39,7 +39,7 @@ def saving(tensor: Tensor, sequence: int) -> str:
     # The node that is being made has the number before the next.
     if made._sequence_nr() == sequence - 1:  # noqa: SLF001 - the number that the gate compares
         return f"{made.name()} {where}, which saves its result {tensor_text},"
-    return f"the operation {where}, which saves the result {tensor_text} of {made.name()},"
+    return f"the operation {where}, which saves {tensor_text} (the result of {made.name()}),"
 
 
 def needing(dtype: torch.dtype, size: Sequence[int]) -> str:
