@@ -228,6 +228,20 @@ def test_a_file_size_limit_is_a_full_disk_and_no_death(tmp_path: Path, action: s
     assert counts == "True True"
 
 
+def save_with_a_file_size_limit(place: str) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, MIB))
+    try:
+        ssdtrain.save(Path(place) / "saved", nn.Linear(1024, 1024))
+    except ssdtrain.NoSpaceError as error:
+        say(error)
+
+
+def test_a_save_beyond_a_file_size_limit(tmp_path: Path) -> None:
+    (refusal,) = in_child(save_with_a_file_size_limit, tmp_path)
+    assert f"[Errno {errno.EFBIG}]" in refusal
+    assert refusal.endswith("; raise `ulimit -f` and try again")
+
+
 @needs_root
 def test_the_product_policy_offloads_again_when_there_is_room(small_disk: Path) -> None:
     steps = Steps()

@@ -347,6 +347,10 @@ def test_a_block_does_for_accelerate(place: Path) -> None:
         optimizer = torch.optim.AdamW(model.parameters())
         loader = torch.utils.data.DataLoader(DATA, batch_size=4)
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        with pytest.raises(
+            ssdtrain.UnsupportedError, match=r"give that one \(mostly optimizer\.opt"
+        ):
+            ssdtrain.save(place / "saved", model, optimizer)
         for inputs in loader:
             accelerator.backward(model(**inputs).loss)
             optimizer.step()

@@ -59,6 +59,8 @@ def kernel_errors(doing: str, path: Path) -> Iterator[None]:
     except OSError as error:
         kind = NoSpaceError if error.errno in FULL else StorageError
         remedy = "make room there" if kind is NoSpaceError else "see what is wrong there"
+        if error.errno == errno.EFBIG:
+            remedy = "raise `ulimit -f`"
         raised = kind(f"{doing} {path} failed: {error}; {remedy} and try again")
         raised.errno = error.errno
         raise raised from error

@@ -156,8 +156,9 @@ def kind_name(optimizer: Optimizer) -> str:
         or any(getattr(optimizer, name, None) for name in hooks)
     ):
         raise UnsupportedError(
-            f"{kind.__name__} saves its state in a way of its own (state_dict, or hooks on it); "
-            "save optimizer.state_dict() with torch.save"
+            f"{kind.__name__} saves its state in a way of its own (state_dict, or hooks on it); if "
+            "it stands before another optimizer, as what Accelerate's prepare() returns, give that "
+            "one (mostly optimizer.optimizer); else save optimizer.state_dict() with torch.save"
         )
     return f"{kind.__module__}.{kind.__qualname__}"
 
