@@ -26,7 +26,6 @@ from ssdtrain.demo.machine import machine_facts
 from ssdtrain.demo.options import (
     MODES,
     OTHER_BYTES,
-    End,
     Mode,
     Run,
     Step,
@@ -177,16 +176,6 @@ def test_recomputed_tensors_are_counted_and_gradients_stay_the_same() -> None:
 # The models
 
 
-def trained(mode: Mode, options: TrainingOptions) -> Run:
-    run = Run(mode=mode, repeat=1)
-
-    def emit(event: str, **fields: Any) -> None:
-        runner._take({"event": event, **fields}, run)
-
-    process.train(mode, options, emit=emit)
-    return run
-
-
 EVERY_MODEL = list(
     itertools.product(["gpt", "gpt2", "bert", "t5", "llama"], ["float32", "bfloat16"])
 )
@@ -204,14 +193,12 @@ def test_recomputing_a_model_changes_no_bit_and_needs_less_memory(model: Any, dt
     if model != "gpt":
         pytest.importorskip("transformers")
     options = replace(SMALL, model=model, dtype=dtype, dropout=0.1, steps=1)
-    keep, recompute = trained("keep", options), trained("recompute", options)
+    keep, recompute = process.train("keep", options), process.train("recompute", options)
     digests = [step.loss + step.gradients_digest for step in keep.steps]
     assert [step.kind for step in keep.steps] == ["warm-up", "timed", "measured"]
     assert digests == [step.loss + step.gradients_digest for step in recompute.steps]
     assert len(set(digests)) == 3, "each step has other data, so other gradients"
-    assert keep.end is not None
-    assert recompute.end is not None
-    assert 0 < recompute.end.activation_bytes_peak < 0.75 * keep.end.activation_bytes_peak
+    assert 0 < recompute.activation_bytes_peak < 0.75 * keep.activation_bytes_peak
 
 
 def test_the_digest_sees_one_flipped_bit_and_a_missing_gradient() -> None:
@@ -247,13 +234,15 @@ def run_of(mode: Mode, repeat: int, seconds: float, *, activation_bytes: int = 1
         )
         for index, kind in enumerate(kinds)
     ]
-    end = End(
+    return Run(
+        mode=mode,
+        repeat=repeat,
+        parameters_count=7,
+        steps=steps,
         weights_digest="weights",
         activation_bytes_peak=activation_bytes,
         rss_bytes_peak=2 * activation_bytes,
-        curve=[],
     )
-    return Run(mode=mode, repeat=repeat, parameters_count=7, steps=steps, end=end)
 
 
 def all_runs() -> list[Run]:
@@ -293,7 +282,7 @@ def test_ratios_are_medians_of_the_ratios_within_the_repeats() -> None:
 
 
 def test_equal_bits_are_seen_as_equal() -> None:
-    assert report.compare(all_runs()) == ("plain", True, [])
+    assert report.compare(all_runs()) == (True, [])
     found = document_of(all_runs())
     assert report.succeeded(found)
     assert "bit-identical to plain: yes" in report.render(found)
@@ -309,8 +298,7 @@ def other_gradients(run: Run) -> Run:
 
 
 def other_weights(run: Run) -> Run:
-    assert run.end is not None
-    return replace(run, end=replace(run.end, weights_digest="other"))
+    return replace(run, weights_digest="other")
 
 
 @pytest.mark.parametrize("changed", range(1, 8))
@@ -335,17 +323,15 @@ def test_a_differing_bit_in_any_run_is_seen_and_fails_the_demo(
     assert "bit-identical to plain: NO" in report.render(found)
 
 
-def test_without_plain_and_keep_nothing_is_compared_and_it_is_said() -> None:
+def test_without_plain_nothing_is_compared_and_it_is_said() -> None:
     alone = [run for run in all_runs() if run.mode == "offload"]
-    only_keep = [run for run in all_runs() if run.mode == "keep"]
-    killed = Run(mode="plain", repeat=1, failure="its process was killed")
-    assert report.compare([*only_keep, *alone]) == ("keep", True, [])
+    only_plain = [run for run in all_runs() if run.mode == "plain"]
+    killed = Run(mode="plain", failure="its process was killed")
     for runs, lacking in (
-        (alone, "keep has not finished"),
-        (only_keep, "no other mode than keep"),
+        (only_plain, "no other mode has finished"),
         ([killed, *alone], "plain has not finished"),
     ):
-        _, bit_identical, (note,) = report.compare(runs)
+        bit_identical, (note,) = report.compare(runs)
         assert bit_identical is None
         assert lacking in note
     found = document_of([killed, *alone])
@@ -416,25 +402,21 @@ def test_steps_of_the_plain_program_are_timed(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_killed_mode_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[tuple[Mode, int]] = []
-
-    def run_process(mode: Mode, repeat: int, _: TrainingOptions) -> Run:
-        started.append((mode, repeat))
-        return Run(mode=mode, repeat=repeat, failure="killed" if mode == "keep" else None)
+    def run_process(mode: Mode, _: TrainingOptions) -> Run:
+        return Run(mode=mode, failure="killed" if mode == "keep" else None)
 
     monkeypatch.setattr(runner, "run_process", run_process)
-    runner.run_all(SMALL, ["keep", "offload"], repeats=2)
+    runs = runner.run_all(SMALL, ["keep", "offload"], repeats=2)
+    started = [(run.mode, run.repeat) for run in runs]
     assert started == [("keep", 1), ("offload", 1), ("offload", 2)]
 
 
 def test_training_with_all_on_the_disk_has_the_bits_of_the_plain_one(tmp_path: Path) -> None:
     given_bytes = OTHER_BYTES + 8 * MIB
     options = replace(SMALL, hidden=128, steps=1, directory=str(tmp_path), given_bytes=given_bytes)
-    plain, whole = trained("plain", options), trained("whole", options)
+    plain, whole = process.train("plain", options), process.train("whole", options)
     assert [step.loss for step in whole.steps] == [step.loss for step in plain.steps]
-    assert whole.end is not None
-    assert plain.end is not None
-    assert whole.end.weights_digest == plain.end.weights_digest
+    assert whole.weights_digest == plain.weights_digest
     # AdamW's state is twice the weights, which move as well.
     assert whole.steps[-1].bytes_written > 2 * 4 * whole.parameters_count
     assert whole.steps[-1].bytes_read > 2 * 4 * whole.parameters_count
@@ -451,17 +433,14 @@ def demo(place: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize(
-    "modes", ["plain,offload", pytest.param(",".join(MODES), marks=pytest.mark.long)]
-)
-def test_the_demo_from_end_to_end_leaves_nothing_behind(tmp_path: Path, modes: str) -> None:
+def test_the_demo_from_end_to_end_leaves_nothing_behind(tmp_path: Path) -> None:
     # Large enough for tensors that are worth a write.
     sizes = ("--layers", "4", "--hidden", "512", "--sequence", "256", "--steps", "1")
-    done = demo(tmp_path, "--repeats", "1", "--modes", modes, *sizes)
+    done = demo(tmp_path, "--repeats", "1", *sizes)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "demo.json").read_text())
     assert found["bit_identical"] is True
-    plain, *others = (found["modes"][mode] for mode in modes.split(","))
+    plain, *others = (found["modes"][mode] for mode in MODES)
     assert len(plain["losses"]) == 3, "warm-up, timed, measured"
     assert [len(times) for times in plain["step_s"]] == [1]
     assert all(mode["losses"] == plain["losses"] for mode in others)
@@ -503,10 +482,8 @@ def test_whole_trains_in_a_quarter_of_the_memory_and_less(tmp_path: Path) -> Non
         (["--sequence", "1"], "--sequence must be at least 2"),
         (["--repeats", "0"], "--repeats must be at least 1"),
         (["--data", "/nowhere/text"], "--data /nowhere/text"),
-        (["--modes", "keep,nothing"], "nothing: choose from plain, keep, recompute, offload"),
         (["--whole", "--model", "gpt2"], "--whole trains gpt in float32"),
         (["--whole", "--dtype", "bfloat16"], "--whole trains gpt in float32"),
-        (["--whole", "--modes", "offload"], "offload: choose from plain, whole"),
         (["--whole", "--memory", "100MiB"], "are for code and threads"),
     ],
 )

@@ -61,8 +61,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", words, choices=DTYPE_NAMES, default="float32")
     words = "text to train on (default: the sources of Python's standard library)"
     add("--data", words, metavar="FILE")
-    words = f"comma-separated (default: {','.join(MODES)}; {','.join(WHOLE_MODES)} with --whole)"
-    add("--modes", words)
     words = "train gpt with AdamW in little memory: weights, state and activations on the disk"
     add("--whole", words, action="store_true")
     words = "with --whole, memory for training, above that of the libraries"
@@ -74,17 +72,18 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the demo, write its files into the current directory, and return the exit code."""
     stem = "demo-whole" if arguments.whole else "demo"
     try:
-        _complete(arguments)
+        for name, defaults in SIZES.items():
+            if getattr(arguments, name) is None:
+                setattr(arguments, name, defaults[arguments.whole])
         _check(arguments)
         with TemporaryDirectory(prefix="ssdtrain-demo-", dir=arguments.dir) as directory:
             # The library itself refuses a bad place at once: offload is the last mode to start.
             with ssdtrain.offload(directory):
                 pass
-            options, modes = _options(arguments, directory), arguments.modes
-            repeats, machine = arguments.repeats, machine_facts(arguments.dir)
-            found = report.document(
-                options, modes, repeats, machine, run_all(options, modes, repeats)
-            )
+            options = _options(arguments, directory)
+            modes, repeats = WHOLE_MODES if arguments.whole else MODES, arguments.repeats
+            runs = run_all(options, modes, repeats)
+            found = report.document(options, modes, repeats, machine_facts(arguments.dir), runs)
     except KeyboardInterrupt:
         print("ssdtrain demo: interrupted; nothing was written", file=sys.stderr)
         return EXIT_INTERRUPTED
@@ -101,20 +100,6 @@ def run(arguments: argparse.Namespace) -> int:
     except ImportError as error:
         print(f"no picture: {error}; matplotlib comes with: pip install 'ssdtrain[demo]'")
     return 0 if report.succeeded(found) else EXIT_FAILED
-
-
-def _complete(arguments: argparse.Namespace) -> None:
-    """Set the defaults that depend on --whole."""
-    for name, defaults in SIZES.items():
-        if getattr(arguments, name) is None:
-            setattr(arguments, name, defaults[arguments.whole])
-    known = WHOLE_MODES if arguments.whole else MODES
-    asked = set(known) if arguments.modes is None else set(arguments.modes.split(","))
-    unknown = sorted(asked.difference(known))
-    if unknown:
-        raise ConfigError(f"--modes {', '.join(unknown)}: choose from {', '.join(known)}")
-    # In this order: plain and keep come first, and the others are compared with them.
-    arguments.modes = tuple(mode for mode in known if mode in asked)
 
 
 def _check(arguments: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""The options of a training, and the records that a process of the demo sends to its parent."""
+"""The options of a training, and the record that a process of the demo sends to its parent."""
 
 from __future__ import annotations
 
@@ -105,33 +105,26 @@ class Step:
     """Time in which the step waited for the disk."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class End:
-    """The last record of a process."""
-
-    weights_digest: str
-    """Hash over the bytes of every weight after the last step."""
-    activation_bytes_peak: int
-    """Largest sum of the bytes of saved tensors in memory, parameters excluded."""
-    rss_bytes_peak: int | None
-    """Peak of the resident set in the timed steps above weights, gradients and libraries, with
-    ``--whole`` above the libraries only; None where the system does not tell."""
-    curve: list[tuple[float, int]]
-    """Memory over the measured step, as (seconds, bytes): saved tensors; with ``--whole`` all that
-    is resident above the libraries."""
-
-
 @dataclass(kw_only=True)
 class Run:
-    """A fresh process of a mode."""
+    """A fresh process of a mode; without figures if it failed."""
 
     mode: Mode
-    repeat: int
-    parameters_count: int = 0
-    steps: list[Step] = field(default_factory=list)
-    end: End | None = None
+    repeat: int = 1
     failure: str | None = None
     """Why the process did not finish; None if it did."""
+    parameters_count: int = 0
+    steps: list[Step] = field(default_factory=list)
+    weights_digest: str = ""
+    """Hash over the bytes of every weight after the last step."""
+    activation_bytes_peak: int = 0
+    """Largest sum of the bytes of saved tensors in memory, parameters excluded."""
+    rss_bytes_peak: int | None = None
+    """Peak of the resident set in the timed steps above weights, gradients and libraries, with
+    ``--whole`` above the libraries only; None where the system does not tell."""
+    curve: list[tuple[float, int]] = field(default_factory=list)
+    """Memory over the measured step, as (seconds, bytes): saved tensors; with ``--whole`` all that
+    is resident above the libraries."""
 
     @property
     def timed(self) -> list[Step]:

@@ -1,4 +1,4 @@
-"""A process of the demo: trains in a mode, and prints a line of JSON for each event.
+"""A process of the demo: trains in a mode, and prints its record as the last line, in JSON.
 
 The parent runs it as `python -m ssdtrain.demo.process MODE OPTIONS`, or by `without.py`, under
 which the package `ssdtrain` is empty.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import sys
 import threading
 from collections.abc import Callable, Iterable
@@ -24,7 +23,7 @@ from torch import Tensor
 import ssdtrain
 from ssdtrain.demo.counting import SavedStorageCounter
 from ssdtrain.demo.models import blocks_of, build_trainee, recompute_block
-from ssdtrain.demo.options import OTHER_BYTES, End, Mode, Step, StepKind, TrainingOptions
+from ssdtrain.demo.options import OTHER_BYTES, Mode, Run, Step, StepKind, TrainingOptions
 from ssdtrain.demo.text import ByteBatches, load_text
 from ssdtrain.machine.process_memory import (
     MemoryUnknownError,
@@ -42,9 +41,6 @@ SGD_RATE = 1e-3
 ADAMW_RATE = 2e-5
 """Small enough for a loss that falls from the first step on, without a schedule."""
 SAMPLE_INTERVAL_S = 0.004
-
-Emit = Callable[..., None]
-"""Writes a line: the name of the event, and its fields by keyword."""
 
 
 class Training:
@@ -109,6 +105,7 @@ class Training:
         loss = self._train(text)
         seconds = perf_counter() - began_s
         after = self._traffic()
+        print(f"  {kind:>8} step {seconds:7.2f} s  loss {loss:.4f}", file=sys.stderr)
         return Step(
             kind=kind,
             seconds=seconds,
@@ -226,48 +223,31 @@ def _digest(tensor: Tensor | None) -> bytes:
     return hashlib.sha256(raw.numpy().data).digest()
 
 
-def train(mode: Mode, options: TrainingOptions, *, emit: Emit) -> None:
+def train(mode: Mode, options: TrainingOptions) -> Run:
     """Train in a mode: a warm-up step, the timed steps, and a measured step."""
     with ExitStack() as stack:
         training = Training(mode, options, stack)
-        emit("start", parameters_count=sum(p.numel() for p in training.parameters))
-        emit("step", **asdict(training.step("warm-up")))
+        steps = [training.step("warm-up")]
         if not training.is_whole:
             training.note_memory()
-        for _ in range(options.steps):
-            emit("step", **asdict(training.step("timed")))
+        steps += [training.step("timed") for _ in range(options.steps)]
         before = training.rss_bytes_before
         # Without a reset the mark would be that of an earlier moment.
         peak = None if before is None else status_bytes("VmHWM") - before
-        record, curve = training.measured_step()
-        emit("step", **asdict(record))
+        measured, curve = training.measured_step()
         # One weight after the other: they may not fit in memory together.
         weights = hashlib.sha256(b"".join(map(_digest, training.parameters)))
-        end = End(
+        return Run(
+            mode=mode,
+            parameters_count=sum(parameter.numel() for parameter in training.parameters),
+            steps=[*steps, measured],
             weights_digest=weights.hexdigest(),
             activation_bytes_peak=training.activation_bytes_peak(),
             rss_bytes_peak=peak,
             curve=curve,
         )
-        emit("end", **asdict(end))
-
-
-def main(mode: str, given: str) -> None:
-    """Train in a mode."""
-    # Standard output is for the protocol; other prints go to standard error.
-    sys.stdout.flush()
-    protocol = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-
-    def emit(event: str, **fields: Any) -> None:
-        print(json.dumps({"event": event, **fields}), file=protocol, flush=True)
-
-    try:
-        train(cast("Mode", mode), TrainingOptions.from_json(given), emit=emit)
-    except Exception as error:
-        emit("failure", message=f"{type(error).__name__}: {error} (traceback above)")
-        raise
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    trained = train(cast("Mode", sys.argv[1]), TrainingOptions.from_json(sys.argv[2]))
+    print(json.dumps(asdict(trained)))

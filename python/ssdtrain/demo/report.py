@@ -55,12 +55,11 @@ def document(
     runs: list[Run],
 ) -> dict[str, Any]:
     """Return all figures, with the records that they were computed from."""
-    reference, is_identical, notes = compare(runs)
+    is_identical, notes = compare(runs)
     found: dict[str, Any] = {
         "date": datetime.now(UTC).date().isoformat(),
         "modes": {mode: summarise(runs, mode, options.tokens_per_step) for mode in modes},
         "bit_identical": is_identical,
-        "reference": reference,
         "comparison_notes": notes,
         "machine": machine,
         "arguments": {
@@ -118,16 +117,15 @@ def summarise(runs: Sequence[Run], mode: Mode, tokens_per_step: int) -> dict[str
 
 
 def _finished(runs: Iterable[Run]) -> list[Run]:
-    return [run for run in runs if run.end is not None and run.failure is None]
+    return [run for run in runs if run.failure is None]
 
 
 def _figures(run: Run) -> dict[str, float]:
     """Return the figures of a run; NaN where they are unknown."""
-    assert run.end is not None
     return {
         "step_s_median": median(step.seconds for step in run.timed),
-        "activation_bytes_peak": run.end.activation_bytes_peak,
-        "rss_bytes_peak": math.nan if run.end.rss_bytes_peak is None else run.end.rss_bytes_peak,
+        "activation_bytes_peak": run.activation_bytes_peak,
+        "rss_bytes_peak": math.nan if run.rss_bytes_peak is None else run.rss_bytes_peak,
         "bytes_written_per_step": median(step.bytes_written for step in run.timed),
         "bytes_read_per_step": median(step.bytes_read for step in run.timed),
         "stall_s": median(step.stall_s for step in run.timed),
@@ -138,34 +136,30 @@ def _median(values: Sequence[float]) -> float | None:
     return None if not values or any(map(math.isnan, values)) else median(values)
 
 
-def compare(runs: Sequence[Run]) -> tuple[Mode, bool | None, list[str]]:
-    """Compare every finished run with the first of plain, or of keep if plain was not run.
+def compare(runs: Sequence[Run]) -> tuple[bool | None, list[str]]:
+    """Compare every finished run with the first of plain.
 
-    Return that mode, whether all losses, gradients and weights have its bits (None if there was
-    nothing to compare), and the differences.
+    Return whether all losses, gradients and weights have its bits (None if there was nothing to
+    compare), and the differences.
     """
     done = _finished(runs)
-    name: Mode = "plain" if any(run.mode == "plain" for run in runs) else "keep"
-    reference = next((run for run in done if run.mode == name), None)
-    if reference is None or all(run.mode == name for run in done):
-        lacking = name if reference is None else f"no other mode than {name}"
-        return name, None, [f"{lacking} has not finished: there is nothing to compare"]
-    differences = [(run, _difference(run, reference)) for run in done]
+    plain = next((run for run in done if run.mode == "plain"), None)
+    if plain is None or all(run.mode == "plain" for run in done):
+        lacking = "plain has not" if plain is None else "no other mode has"
+        return None, [f"{lacking} finished: there is nothing to compare"]
+    differences = [(run, _difference(run, plain)) for run in done]
     notes = [f"{run.mode}, repeat {run.repeat}: {words}" for run, words in differences if words]
-    return name, not notes, notes
+    return not notes, notes
 
 
-def _difference(run: Run, reference: Run) -> str:
+def _difference(run: Run, plain: Run) -> str:
     """Return the first difference between two runs; later differences follow from it."""
-    for number, (step, other) in enumerate(zip(run.steps, reference.steps, strict=True), start=1):
+    for number, (step, other) in enumerate(zip(run.steps, plain.steps, strict=True), start=1):
         if step.loss != other.loss:
-            return f"loss of step {number} differs from {reference.mode}'s"
+            return f"loss of step {number} differs from plain's"
         if step.gradients_digest != other.gradients_digest:
-            return f"gradients of step {number} differ from {reference.mode}'s"
-    assert run.end is not None
-    assert reference.end is not None
-    is_same = run.end.weights_digest == reference.end.weights_digest
-    return "" if is_same else f"weights differ from {reference.mode}'s"
+            return f"gradients of step {number} differ from plain's"
+    return "" if run.weights_digest == plain.weights_digest else "weights differ from plain's"
 
 
 def succeeded(found: dict[str, Any]) -> bool:
@@ -208,7 +202,7 @@ def _table(found: dict[str, Any]) -> Iterator[str]:
             ratios = [_number(mode["ratio_to_plain"][key], 1, ".3f", "x") for mode in modes]
             cells = [f"{cell} {over:>7}" for cell, over in zip(cells, ratios, strict=True)]
         yield _row(label, cells)
-        if key in ("step_s_median", "rss_bytes_peak") and "keep" in found["modes"]:
+        if key in RATIOS and "keep" in found["modes"]:
             over = [_number(mode["ratio_to_keep"][key], 1, ".3f", "x") for mode in modes]
             yield _row("  over keep", over)
 
@@ -217,7 +211,7 @@ def _verdict(found: dict[str, Any]) -> Iterator[str]:
     answer = {True: "yes", False: "NO", None: "not compared"}[found["bit_identical"]]
     # --whole frees its gradients in backward.
     gradients = ", all gradients" if found["arguments"]["given_bytes"] is None else ""
-    yield f"losses{gradients} and last weights bit-identical to {found['reference']}: {answer}"
+    yield f"losses{gradients} and last weights bit-identical to plain: {answer}"
     yield from (f"  {note}" for note in found["comparison_notes"])
     modes = found["modes"].values()
     yield from (f"{mode['mode']} FAILED: {mode['failure']}" for mode in modes if mode["failure"])
@@ -252,9 +246,9 @@ def draw(found: dict[str, Any], path: Path) -> None:
     backend.FigureCanvasAgg(figure)
     axes = figure.subplots()
     for run in found["runs"]:
-        if run["repeat"] > 1 or run["end"] is None:
+        if run["repeat"] > 1 or not run["curve"]:
             continue
-        seconds, sizes = zip(*run["end"]["curve"], strict=True)
+        seconds, sizes = zip(*run["curve"], strict=True)
         mib = [size / MIB for size in sizes]
         colour, line = STYLES[run["mode"]]
         label = f"{run['mode']} (sampled peak {max(mib):,.0f} MiB)"

@@ -6,10 +6,9 @@ import json
 import signal
 import sys
 from collections.abc import Iterable
-from typing import Any
 
 from ssdtrain.demo import without
-from ssdtrain.demo.options import WITHOUT_SSDTRAIN, End, Mode, Run, Step, TrainingOptions
+from ssdtrain.demo.options import WITHOUT_SSDTRAIN, Mode, Run, Step, TrainingOptions
 
 
 def run_all(options: TrainingOptions, modes: Iterable[Mode], repeats: int) -> list[Run]:
@@ -21,7 +20,9 @@ def run_all(options: TrainingOptions, modes: Iterable[Mode], repeats: int) -> li
     left = list(modes)
     for repeat in range(1, repeats + 1):
         for mode in tuple(left):
-            run = run_process(mode, repeat, options)
+            print(f"{mode}, repeat {repeat}", file=sys.stderr)
+            run = run_process(mode, options)
+            run.repeat = repeat
             runs.append(run)
             if run.failure is not None:
                 left.remove(mode)
@@ -29,50 +30,29 @@ def run_all(options: TrainingOptions, modes: Iterable[Mode], repeats: int) -> li
     return runs
 
 
-def run_process(mode: Mode, repeat: int, options: TrainingOptions) -> Run:
+def run_process(mode: Mode, options: TrainingOptions) -> Run:
     """Run a mode in a fresh process and wait for its end."""
-    run = Run(mode=mode, repeat=repeat)
     words = ("ssdtrain.demo.process", mode, options.to_json())
     with without.start(*words, is_without=mode in WITHOUT_SSDTRAIN) as process:
         assert process.stdout is not None
         try:
-            for line in process.stdout:
-                _take(json.loads(line), run)
+            lines = process.stdout.read().splitlines()
         except BaseException:
             # Ctrl-C, or a closed terminal: a process of gigabytes must not go on alone.
             process.kill()
             raise
-    if run.failure is None and (process.returncode != 0 or run.end is None):
-        run.failure = _explain_end(process.returncode, len(run.steps))
-    return run
+    if process.returncode != 0:
+        return Run(mode=mode, failure=_explain_end(process.returncode))
+    record = json.loads(lines[-1])
+    record["steps"] = [Step(**step) for step in record["steps"]]
+    return Run(**record)
 
 
-def _take(event: dict[str, Any], run: Run) -> None:
-    """Add a line of the protocol to the run."""
-    match event.pop("event"):
-        case "start":
-            run.parameters_count = event["parameters_count"]
-        case "step":
-            step = Step(**event)
-            run.steps.append(step)
-            print(
-                f"{run.mode:<9}  repeat {run.repeat}  {step.kind:>8} step {len(run.steps)}  "
-                f"{step.seconds:7.2f} s  loss {float.fromhex(step.loss):.4f}",
-                file=sys.stderr,
-            )
-        case "failure":
-            run.failure = event["message"]
-        case _:
-            run.end = End(**event)
-
-
-def _explain_end(return_code: int, step_count: int) -> str:
-    """Return why a process ended that sent no failure."""
-    after = f"after {step_count} finished steps"
+def _explain_end(return_code: int) -> str:
     if return_code == -signal.SIGKILL:
         return (
-            f"its process was killed ({after}), most likely by the kernel for want of memory; give "
-            "it more, or train less with --batch or --sequence"
+            "its process was killed, most likely by the kernel for want of memory; give it more, "
+            "or train less with --batch or --sequence"
         )
     name = f"exit code {return_code}" if return_code >= 0 else signal.Signals(-return_code).name
-    return f"its process ended with {name} ({after}); its error is above"
+    return f"its process ended with {name}; its error is above"
