@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import ssdtrain
-from ranks import RAISED, RANKS, ranks, run_ranks, stop_server
+from ranks import RAISED, RANKS, ranks, run_ranks
 from support import (
     Flush,
     Result,
@@ -45,12 +45,6 @@ STEPS = 2
 MICRO_BATCHES = 4
 ROWS = 24
 """Not the width of a layer: a tensor's shape tells an activation from a weight."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def server() -> Iterator[None]:
-    yield
-    stop_server()
 
 
 def model(seed: int = 0) -> nn.Sequential:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +13,11 @@ from torch import Tensor, nn
 
 import ssdtrain
 import support
-from ranks import RANKS, run_ranks, stop_server
+from ranks import RANKS, run_ranks
 from recomputed import Again, Nothing
 
 WIDTH = 64
 STEPS = 3
-
-
-@pytest.fixture(scope="module", autouse=True)
-def server() -> Iterator[None]:
-    yield
-    stop_server()
 
 
 class Summed(torch.autograd.Function):

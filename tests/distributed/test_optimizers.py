@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +14,13 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import support
-from ranks import RANKS, run_ranks, stop_server
+from ranks import RANKS, run_ranks
 from ssdtrain import UnsupportedError, offload_optimizer
 
 STEPS = 4
 MICRO_BATCHES = 2
 WIDTH = 160
 OVERLAPS = ("step", "backward")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def server() -> Iterator[None]:
-    yield
-    stop_server()
 
 
 def model() -> nn.Sequential:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import (
 
 import ssdtrain
 import support
-from ranks import RANKS, run_ranks, stop_server
+from ranks import RANKS, run_ranks
 from ssdtrain import StorageError, UnsupportedError, offload_optimizer
 from ssdtrain.optimizer.disk import ShardAway
 from stores import ChosenStore
@@ -41,12 +41,6 @@ MAKES: dict[str, Make] = {
     "AdamW foreach": lambda params: torch.optim.AdamW(params, lr=1e-2, foreach=True),
     "SGD momentum": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9, nesterov=True),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def server() -> Iterator[None]:
-    yield
-    stop_server()
 
 
 def sharded_model(mesh: DeviceMesh) -> nn.Sequential:
@@ -179,6 +173,7 @@ def resumed(rank: int, directory: Path) -> None:
         support.assert_equal_bits(one, found[0])
 
 
+@pytest.mark.long
 def test_a_checkpoint_of_all_processes(tmp_path: Path) -> None:
     run_ranks(resumed, tmp_path / "run", tmp_path)
 
@@ -249,6 +244,7 @@ def held(rank: int, directory: Path) -> None:
     assert optimizer.offload_stats.read_bytes > 0
 
 
+@pytest.mark.long
 def test_a_shard_that_somebody_holds(tmp_path: Path) -> None:
     run_ranks(held, tmp_path / "run", tmp_path)
 

@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from multiprocessing import forkserver
 from pathlib import Path
 from time import monotonic
 
@@ -24,7 +23,10 @@ PRELOADED = [
     "torch.distributed.tensor.parallel",
     "ssdtrain",
 ]
-"""What the server that ranks are forked from imports once; each rank would take seconds for it."""
+"""What the server that ranks are forked from imports once; each rank would take seconds for it.
+
+It ends with the process of the tests that started it.
+"""
 HANG_S = 90.0
 """No test takes a tenth of it; a rank that does not end is told to show its stacks, and killed."""
 COLLECTIVE_S = 60.0
@@ -99,11 +101,6 @@ def run_ranks(function: Function, folder: Path, *arguments: object) -> None:
     with ranks(function, folder, *arguments) as started:
         codes = started.wait()
         assert codes == [0] * RANKS, started.outputs()
-
-
-def stop_server() -> None:
-    """End the process that ranks are forked from; the next rank would start another."""
-    forkserver._forkserver._stop()
 
 
 def _run(rank: int, function: Function, folder: Path, arguments: tuple[object, ...]) -> None:
