@@ -48,7 +48,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ["XDG_CACHE_HOME"] = str(SCRATCH / "cache-of-tests")
 
 # `pytest -m long --hypothesis-profile=long` looks for longer, and somewhere else each time.
-settings.register_profile("gate", max_examples=200, deadline=None, derandomize=True)
+settings.register_profile("gate", max_examples=100, deadline=None, derandomize=True)
 settings.register_profile("long", max_examples=50_000, deadline=None, print_blob=True)
 settings.load_profile("gate")
 

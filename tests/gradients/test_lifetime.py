@@ -470,6 +470,7 @@ step()
 """
 
 
+@pytest.mark.long
 def test_a_block_that_is_never_left(tmp_path: Path) -> None:
     """Torch counts no references while Python ends, and collections of garbage go on meanwhile."""
     words = [sys.executable, "-P", "-c", NEVER_LEFT, str(tmp_path)]

@@ -90,8 +90,13 @@ def told(file: Path, text: str, *words: str) -> int:
     ],
 )
 def test_a_file_that_makes_no_model_is_told_with_its_line(
-    text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    text: str,
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(deriving, "ASKED_MAX", 100)
     file = tmp_path / "mine.py"
     assert told(file, text) == 2
     error = capsys.readouterr().err

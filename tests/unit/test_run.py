@@ -153,6 +153,7 @@ def test_a_program_ends_as_without(name: str, tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("*.json"))) == count
 
 
+@pytest.mark.long
 def test_a_report_has_no_place_in_the_output_of_the_program(tmp_path: Path) -> None:
     """Whoever closed the stream of errors reads that of output still."""
     (tmp_path / "script.py").write_text("print('mine')")
