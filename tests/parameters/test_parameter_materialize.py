@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -428,6 +429,15 @@ class WithDrawing(transformers.LlamaForCausalLM):
             nn.init.zeros_(module.weight)
 
 
+class Copied(nn.Module):
+    """Begins with two equal layers, as `nn.TransformerEncoder` does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(200, 200)
+        self.second = copy.deepcopy(self.first)
+
+
 def adapted() -> nn.Module:
     options = peft.LoraConfig(r=4, target_modules=["q_proj"])
     return peft.get_peft_model(built("llama, tied"), options)
@@ -441,6 +451,7 @@ REFUSED: dict[str, tuple[Build, str]] = {
     "a lone tensor": (lambda: nn.Sequential(Noted()), "for 0.angles: "),
     "of Transformers": (Extended, "for temperature: "),
     "drawn in a constructor": (WithDrawing, "drawing.weight was changed by a constructor"),
+    "copied in a constructor": (Copied, "second.weight is a copy of another tensor .* init_fn"),
     "adapters": (adapted, "q_proj.lora_A.default.weight was changed by .* add adapters after"),
 }
 

@@ -168,6 +168,7 @@ def _give_values(
 
     model.apply(give)
     _refuse_forgotten(replaced, uncounted)
+    _refuse_copies(model, replaced, uncounted)
     for name, source in ties.items():
         # Each module has drawn the weight that they share, as in a constructor.
         entries[name].values[entries[name].key] = entries[source].tensor
@@ -190,6 +191,29 @@ def _refuse_forgotten(
                 f"{entry.name} was changed by a constructor beside reset_parameters() of its "
                 "module, which had no effect on the meta device; add adapters after "
                 f"offload_parameters, and for other changes {REMEDY}"
+            )
+
+
+def _refuse_copies(
+    model: nn.Module, replaced: list[tuple[Entry, Tensor]], uncounted: set[str]
+) -> None:
+    """Refuse a parameter that no constructor wrote on the meta device, though we have.
+
+    Transformers writes none before ``initialize_weights()``.
+    """
+    by_transformers = tuple(
+        f"{name}." if name else ""
+        for name, module in model.named_modules()
+        if _is_pretrained(module)
+    )
+    for entry, old in replaced:
+        is_counted = entry.name not in uncounted and not entry.name.startswith(by_transformers)
+        is_written = _written_count(entry.tensor) > 0 == _written_count(old)
+        if isinstance(old, Parameter) and is_counted and is_written:
+            raise ConfigError(
+                f"{entry.name} is a copy of another tensor (copy.deepcopy, as in "
+                "nn.TransformerEncoder), or no constructor gave it a value; on the meta device "
+                f"nothing tells which values it would have: {REMEDY}"
             )
 
 
