@@ -164,13 +164,6 @@ def _refuse_unwritable(name: str, tensor: Tensor) -> None:
             f"nothing can be loaded into {name}: it was made under torch.inference_mode(), and "
             "torch forbids changes to it; make the model outside of inference mode"
         )
-    if any(
-        step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)
-    ):
-        raise UnsupportedError(
-            f"nothing can be loaded into {name}: several of its elements are the same memory "
-            "(expand); make it .contiguous()"
-        )
 
 
 def _refuse_other_form(name: str, record: dict[str, Any], tensor: Tensor) -> None:

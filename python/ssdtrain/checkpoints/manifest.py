@@ -76,6 +76,7 @@ def weights_of(model: nn.Module) -> Weights:
             found.values[name] = encode(value, f"state_dict()[{name!r}]")
             continue
         refuse_odd(name, value)
+        _refuse_expanded(name, value)
         if id(value) not in live:
             raise UnsupportedError(
                 f"{name} in the state_dict() of this model is not the model's own tensor but made "
@@ -115,6 +116,16 @@ def refuse_odd(name: str, tensor: Tensor) -> None:
         why = "it is quantized or nested"
     if why:
         raise UnsupportedError(f"{name} cannot be saved or loaded as a stream: {why}")
+
+
+def _refuse_expanded(name: str, tensor: Tensor) -> None:
+    """Raise `UnsupportedError` for a tensor into which nothing can be loaded in place."""
+    steps = zip(tensor.stride(), tensor.shape, strict=True)
+    if any(step == 0 and size > 1 for step, size in steps):
+        raise UnsupportedError(
+            f"{name} cannot be saved or loaded: several of its elements are the same memory "
+            "(expand); make it .contiguous()"
+        )
 
 
 def weight_items(found: Weights) -> tuple[list[Item], dict[str, Any]]:
