@@ -48,7 +48,7 @@ def train(module: nn.Module, optimizer: Any, rank: int, *, clips: bool) -> dict[
 def state_of(optimizer: Any) -> dict[str, Tensor]:
     return {
         f"{number} {name}": torch.as_tensor(value)
-        for number, state in optimizer.state_dict()["state"].items()
+        for number, state in sorted(optimizer.state_dict()["state"].items())
         for name, value in state.items()
     }
 

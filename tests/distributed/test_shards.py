@@ -79,7 +79,7 @@ def own(value: Any) -> Tensor:
 def everything(module: nn.Module, optimizer: Any) -> dict[str, Tensor]:
     """What this process has of weights and state, and what of it is in shards."""
     values: dict[str, Any] = dict(module.named_parameters())
-    for number, state in optimizer.state_dict()["state"].items():
+    for number, state in sorted(optimizer.state_dict()["state"].items()):
         values |= {f"{number} {name}": value for name, value in state.items()}
     found = {name: own(value) for name, value in values.items()}
     are_in_shards = [isinstance(value, DTensor) for value in values.values()]
@@ -279,13 +279,11 @@ def refused(rank: int, directory: Path) -> None:
         with pytest.raises(UnsupportedError, match=f"in shards .*{named}"):
             offload_optimizer(optimizer, directory, **options)
     # One process that cannot read its state would put the other out of step.
-    with pytest.raises(UnsupportedError, match="its update communicates between processes"):
+    with pytest.raises(UnsupportedError, match="its update may communicate between processes"):
         offload_optimizer(Scaled(module.parameters()), directory)
     offload_optimizer(Scaled(nn.Linear(WIDTH, WIDTH).parameters()), directory)
     late = MAKES["AdamW"](nn.Linear(WIDTH, WIDTH).parameters())
-    offload_optimizer(late, directory)
-    with pytest.raises(UnsupportedError, match="give it some before offload_optimizer"):
-        late.add_param_group({"params": list(module.parameters())})
+    offload_optimizer(late, directory).add_param_group({"params": list(module.parameters())})
     early = MAKES["AdamW"](list(module.parameters())[:1])
     offload_optimizer(early, directory).add_param_group({"params": list(module.parameters())[1:]})
     whole = nn.Linear(WIDTH, WIDTH)

@@ -43,7 +43,7 @@ def offload(optimizer: torch.optim.Optimizer, place: Path | None, overlap: str) 
 def everything(module: nn.Module, *optimizers: Any) -> dict[str, Tensor]:
     found = {name: one.detach().clone() for name, one in module.state_dict().items()}
     for number, optimizer in enumerate(optimizers):
-        for key, state in optimizer.state_dict()["state"].items():
+        for key, state in sorted(optimizer.state_dict()["state"].items()):
             found |= {f"{number} {key} {name}": one.clone() for name, one in state.items()}
     return found
 

@@ -116,7 +116,8 @@ class InMemory:
         """Load what ``state_dict`` has returned just now: that changes nothing."""
 
     def state_dict(self) -> dict[str, Any]:
-        state = {number: dict(one) for number, one in self.inner.state_dict()["state"].items()}
+        states = sorted(self.inner.state_dict()["state"].items())
+        state = {number: dict(one) for number, one in states}
         for number, _, master in self.pairs:
             if number in self.stepped:
                 state.setdefault(number, {})["master_weight"] = master.detach()

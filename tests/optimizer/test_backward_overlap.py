@@ -11,17 +11,14 @@ import gc
 import itertools
 import pickle
 import signal
-import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo import convert_frame
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
@@ -32,19 +29,9 @@ from ssdtrain import ConfigError, StorageError, UnsupportedError, offload_optimi
 from ssdtrain.optimizer import in_backward
 from ssdtrain.optimizer.in_backward import InBackward
 from ssdtrain.optimizer.taken import TakenGradient
-from ssdtrain.optimizer.updating_thread import Job, UpdatingThread
 from stores import SlowStore
 from test_undo import ChosenStore
 from trained import WIDTH, everything, model, plain_step, prove
-
-
-@pytest.fixture(autouse=True)
-def _ended() -> Iterator[None]:
-    """Let updates of a backward without a step end with their test."""
-    yield
-    for thread in threading.enumerate():
-        if thread.name == "ssdtrain-update":
-            thread.join()
 
 
 def adamw(module: nn.Module) -> Optimizer:
@@ -95,61 +82,6 @@ def assert_goes_on(module: Any, optimizer: Any) -> None:
     for seed in (5, 6):
         plain_step(module, optimizer, batch(seed))
         plain_step(plain, plain_optimizer, batch(seed))
-    support.assert_equal_bits(everything(module, optimizer), everything(plain, plain_optimizer))
-
-
-@contextmanager
-def compile_lock_held() -> Iterator[None]:
-    """Hold torch's lock in another thread, as one that compiles does."""
-    has_begun, may_end = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        with convert_frame.compile_lock:
-            has_begun.set()
-            may_end.wait()
-
-    thread = threading.Thread(target=hold)
-    thread.start()
-    has_begun.wait()
-    try:
-        yield
-    finally:
-        may_end.set()
-        thread.join()
-
-
-@contextmanager
-def compile_lock_absent() -> Iterator[None]:
-    """Have a torch without that lock."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delattr(convert_frame, "compile_lock")
-        yield
-
-
-@pytest.mark.parametrize("compiling", [compile_lock_held, compile_lock_absent])
-def test_a_backward_beside_compilation_leaves_its_updates_to_the_step(
-    compiling: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    counts = []
-    make = in_backward.make_updates
-
-    def counted(host: Any, now: Any, records: list[Any]) -> None:
-        counts.append(len(records))
-        make(host, now, records)
-
-    monkeypatch.setattr(in_backward, "make_updates", counted)
-    module, optimizer = after_a_step()
-    offload_optimizer(optimizer, tmp_path, overlap="backward", buffer_bytes="1MiB")
-    with compiling():
-        backward(module)
-        optimizer._in_backward.join()
-        assert taken_count(module) > 0
-        assert not counts
-    optimizer.step()
-    assert counts
-    plain, plain_optimizer = after_a_step()
-    backward(plain)
-    plain_optimizer.step()
     support.assert_equal_bits(everything(module, optimizer), everything(plain, plain_optimizer))
 
 
@@ -218,7 +150,6 @@ def test_a_state_dict_is_that_of_its_moment(makes_step: bool, tmp_path: Path) ->
     saved: Any = optimizer.state_dict()
     before = copy.deepcopy(saved)
     backward(module)
-    optimizer._in_backward.join()  # type: ignore[attr-defined]
     assert taken_count(module) > 3
     for number, state in before["state"].items():
         support.assert_equal_bits(saved["state"][number], state)
@@ -305,7 +236,6 @@ def test_a_failed_read_leaves_all_of_the_last_step(count: int, tmp_path: Path) -
     with ChosenStore(tmp_path) as store:
         module, optimizer = begun(store)
         # What is read for an update that is then left out is not read again.
-        optimizer._in_backward.join()
         optimizer.zero_grad()
         optimizer._disk.flush()
         before = {name: param.detach().clone() for name, param in module.named_parameters()}
@@ -345,14 +275,15 @@ def test_an_interrupt_while_updates_are_put_in_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module, optimizer = begun(tmp_path)
-    own = InBackward._publish
+    own = in_backward.put_in_place
+    calls = itertools.count()
 
-    def interrupted(self: InBackward, host: Any) -> None:
-        if self._round is not None:
+    def interrupted(host: Any, record: Any) -> None:
+        if next(calls) == 2:
             signal.raise_signal(signal.SIGINT)
-        own(self, host)
+        own(host, record)
 
-    monkeypatch.setattr(InBackward, "_publish", interrupted)
+    monkeypatch.setattr(in_backward, "put_in_place", interrupted)
     with pytest.raises(KeyboardInterrupt):
         optimizer.step()
     plain, plain_optimizer = begun(None)
@@ -372,7 +303,6 @@ def test_a_look_that_is_interrupted_goes_on_with_the_next(
             raise KeyboardInterrupt
         own(host, record)
 
-    optimizer._in_backward.join()
     monkeypatch.setattr(in_backward, "roll_back", interrupted)
     with pytest.raises(KeyboardInterrupt):
         optimizer.state_dict()
@@ -386,9 +316,8 @@ def test_a_step_that_is_put_in_place_is_not_undone_in_part(
     own = InBackward._publish
 
     def interrupted(self: InBackward, host: Any) -> None:
-        if threading.current_thread() is threading.main_thread():
-            raise KeyboardInterrupt
         own(self, host)
+        raise KeyboardInterrupt
 
     module, optimizer = begun(tmp_path)
     # Somebody holds it, so this one is updated in step().
@@ -400,38 +329,6 @@ def test_a_step_that_is_put_in_place_is_not_undone_in_part(
     plain, plain_optimizer = begun(None)
     plain_optimizer.step()
     support.assert_equal_bits(everything(module, optimizer), everything(plain, plain_optimizer))
-
-
-@pytest.mark.parametrize("interrupted", ["join", "start"])
-def test_an_update_is_waited_for_after_an_interrupt(
-    interrupted: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    own = threading.Thread.start
-    go_on = threading.Event()
-    done = []
-
-    def update(_: Any) -> None:
-        go_on.wait()
-        done.append("update")
-
-    def start(self: threading.Thread) -> None:
-        own(self)
-        raise KeyboardInterrupt
-
-    updates = UpdatingThread()
-    if interrupted == "start":
-        monkeypatch.setattr(threading.Thread, "start", start)
-        with pytest.raises(KeyboardInterrupt):
-            updates.put(Job([], update))
-        monkeypatch.undo()
-    else:
-        updates.put(Job([], update))
-        # Before Python 3.13 that is what join() does once an interrupt came into it.
-        monkeypatch.setattr(threading.Thread, "join", lambda _: None)
-    later = threading.Timer(0.1, go_on.set)
-    later.start()
-    updates.join()
-    assert done == ["update"]
 
 
 def tied() -> nn.Module:
@@ -509,14 +406,12 @@ def test_gradients_with_a_graph_and_gradients_that_somebody_holds(tmp_path: Path
     prove(adamw, tmp_path, lambda *_: step)
 
 
-def test_weights_that_share_memory(tmp_path: Path) -> None:
-    def build() -> nn.Module:
-        torch.manual_seed(0)
-        module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
-        module[1].weight = nn.Parameter(module[0].weight.detach())
-        return module
-
-    prove(adamw, tmp_path, build=build)
+@pytest.mark.parametrize("options", [{"overlap": "backward"}, {"undo": True}])
+def test_weights_that_share_memory_are_refused(options: Any, tmp_path: Path) -> None:
+    module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(2)))
+    module[1].weight = nn.Parameter(module[0].weight.detach())
+    with pytest.raises(UnsupportedError, match="lie in the same memory"):
+        offload_optimizer(adamw(module), tmp_path, **options)
 
 
 def test_a_weight_that_is_thawed_and_a_view_that_sees_the_step(tmp_path: Path) -> None:
@@ -573,10 +468,9 @@ def test_gradients_that_another_optimizer_took_are_told(tmp_path: Path) -> None:
 
 
 class Scaled(torch.optim.SGD):
-    """Has an option in a container, an attribute, or a view of the weight as its state."""
+    """Has an option in a container, and an attribute."""
 
     scale = 1.0
-    keeps_view = False
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, lr=0.1)
@@ -586,14 +480,8 @@ class Scaled(torch.optim.SGD):
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
-                    if self.keeps_view:
-                        self.state[param]["view"] = param.data
                     param.data.add_(param.grad, alpha=-group["cfg"]["scale"] * self.scale)
         return None
-
-
-class Viewing(Scaled):
-    keeps_view = True
 
 
 CHANGES: dict[str, Callable[[Any], Any]] = {
@@ -609,17 +497,6 @@ def test_a_change_that_updates_have_not_seen_is_told(change: str, tmp_path: Path
     before = [param.detach().clone() for param in module.parameters()]
     CHANGES[change](optimizer)
     with pytest.raises(UnsupportedError, match="was changed after updates of this step had begun"):
-        optimizer.step()
-    assert all(map(torch.equal, before, module.parameters()))
-
-
-def test_a_state_that_is_a_view_of_its_weight_is_refused(tmp_path: Path) -> None:
-    module = model()
-    optimizer: Any = Viewing(module.parameters())
-    offload_optimizer(optimizer, tmp_path, overlap="backward", per_parameter=True)
-    before = [param.detach().clone() for param in module.parameters()]
-    backward(module)
-    with pytest.raises(UnsupportedError, match="keeps a view of the weight in its state"):
         optimizer.step()
     assert all(map(torch.equal, before, module.parameters()))
 
@@ -687,8 +564,6 @@ def test_what_is_refused(tmp_path: Path) -> None:
         offload_optimizer(Listing(model().parameters()), tmp_path, overlap="backward")
     with pytest.raises(ConfigError, match=r'"backward"'):
         offload_optimizer(adamw(model()), tmp_path, overlap="sideward")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match='"forward" is not there: use "backward"'):
-        offload_optimizer(adamw(model()), tmp_path, overlap="forward")  # type: ignore[arg-type]
     _, optimizer = begun(tmp_path)
     with pytest.raises(ConfigError, match="True or False"):
         optimizer.set_is_last_backward("no")

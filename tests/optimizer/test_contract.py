@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-import random
 import threading
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +18,7 @@ from torch.optim import Optimizer
 import support
 from ssdtrain import ConfigError, UnsupportedError, offload_optimizer
 from ssdtrain.optimizer.chunks import Chunk, own_step, run, update
-from ssdtrain.optimizer.contract import Rebound, is_same, kept, own_attributes, params_of
-from ssdtrain.optimizer.trial import OF_TORCH
+from ssdtrain.optimizer.contract import OF_TORCH, Rebound, is_same, own_attributes, params_of
 from stepped import OVERLAPS, backward, trained
 from trained import everything, model
 
@@ -87,7 +82,7 @@ def ends_with(kind: Any, options: dict[str, Any], per_part: int) -> list[Any]:
             str(group): {name: one for name, one in options.items() if name != "params"}
             for group, options in enumerate(optimizer.param_groups)
         }
-        before = kept(named, params_of(optimizer))
+        before = copy.deepcopy(named)
         if per_part:
             step_in_parts(optimizer, per_part)
         else:
@@ -131,92 +126,6 @@ def test_a_class_of_torch_is_not_tried(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.optim.SGD, "step", counted)
     offload_optimizer(torch.optim.SGD(model().parameters(), lr=0.1, momentum=0.9), tmp_path)
     assert len(calls) <= 2, "one small step tells how much state there is"
-
-
-Change = Callable[["Changing"], None]
-
-
-class Changing(Optimizer):
-    """Momentum that changes something of its own in each step, and goes by it."""
-
-    def __init__(self, params: Any, change: Change, **own: Any) -> None:
-        super().__init__(params, {"lr": 0.1, "count": 0})
-        self.change = change
-        vars(self).update(own)
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        self.change(self)
-        for group in self.param_groups:
-            group["count"] += 1
-            for param in group["params"]:
-                if param.grad is not None:
-                    momentum = self.state[param].setdefault("momentum", torch.zeros_like(param))
-                    momentum.mul_(0.9).add_(param.grad)
-                    param.add_(momentum, alpha=-group["lr"] / group["count"])
-
-
-class Holder:
-    """An object that counts calls."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-
-class Hits(dict[str, int]):
-    """A dict that has an attribute."""
-
-    count = 0
-
-
-def count_in(value: Any) -> None:
-    value["calls"] = value.get("calls", 0) + 1
-
-
-def count_hits(value: Hits) -> None:
-    value.count += 1
-
-
-def count_calls(value: Holder) -> None:
-    value.calls += 1
-
-
-IN_PLACE: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
-    "list": (lambda: [0], lambda one: one.append(len(one))),
-    "deque": (lambda: deque([0]), lambda one: one.append(len(one))),
-    "dict": (dict, count_in),
-    "order": (lambda: OrderedDict(a=1, b=2), lambda one: one.move_to_end(next(iter(one)))),
-    "default": (lambda: defaultdict(int), count_in),
-    "set": (lambda: {0}, lambda one: one.add(len(one))),
-    "nested": (lambda: {"a": ([0],)}, lambda one: one["a"][0].append(len(one["a"][0]))),
-    "tensor": (lambda: torch.tensor(1.0), lambda one: one.mul_(0.5)),
-    "array": (lambda: np.ones(1), lambda one: one.__imul__(0.5)),
-    "object": (Holder, count_calls),
-    "attribute of a dict": (Hits, count_hits),
-    "generator": (torch.Generator, lambda one: torch.rand(1, generator=one)),
-}
-
-
-@pytest.mark.parametrize("is_option", [False, True], ids=["attribute", "option"])
-@pytest.mark.parametrize("name", IN_PLACE)
-def test_a_change_in_place_is_refused_by_name(name: str, is_option: bool, tmp_path: Path) -> None:
-    make, change = IN_PLACE[name]
-    own = make()
-
-    def of(optimizer: Changing) -> Any:
-        return optimizer.param_groups[0]["own"] if is_option else optimizer.own  # type: ignore[attr-defined]
-
-    optimizer = Changing(model().parameters(), lambda one: change(of(one)))
-    if is_option:
-        optimizer.param_groups[0]["own"] = own
-    else:
-        optimizer.own = own  # type: ignore[attr-defined]
-    where = "option 'own' of group 0" if is_option else "attribute 'own'"
-    with pytest.raises(
-        UnsupportedError, match=f"^Changing cannot be offloaded: .* its {where} in place. The contr"
-    ):
-        offload_optimizer(optimizer, tmp_path)
-    assert is_same(own, make()), "the trial works on copies"
 
 
 class Rebinding(torch.optim.SGD):
@@ -339,20 +248,6 @@ class Summing(torch.optim.SGD):
         return super().step(closure)
 
 
-class Named(torch.optim.SGD):
-    """Keeps something of all in the state."""
-
-    def step(self, closure: Any = None) -> Any:
-        count_in(self.state.setdefault("all", {}))  # type: ignore[arg-type, call-overload]
-        return super().step(closure)
-
-
-class Slotted(torch.optim.SGD):
-    """Has an attribute that is in no dict."""
-
-    __slots__ = ("calls",)
-
-
 class Wrapped(torch.optim.SGD):
     """Stands before another optimizer."""
 
@@ -367,8 +262,6 @@ class Wrapped(torch.optim.SGD):
         (GlobalNorm, "couples its parameters"),
         (OfTheFirst, "couples its parameters"),
         (Summing, "rebinds 'total' to"),
-        (Named, r"leaves another state\['all'\]"),
-        (Slotted, "in __slots__"),
         (Wrapped, "'inner'"),
     ],
 )
@@ -381,37 +274,6 @@ def test_what_breaks_the_contract_is_refused(
         UnsupportedError, match=f"^{kind.__name__} cannot be offloaded: .*{message}"
     ):
         offload_optimizer(kind(groups, lr=rate), tmp_path)
-
-
-def test_what_couples_parameters_is_seen_with_one_alone(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="couples its parameters"):
-        offload_optimizer(GlobalNorm([Parameter(torch.ones(8, 8))], lr=0.1), tmp_path)
-
-
-def test_a_tensor_that_groups_share_is_shared_in_the_trial(tmp_path: Path) -> None:
-    count = torch.tensor(0.0)
-    optimizer = Changing(
-        [{"params": [param], "own": count} for param in model().parameters()],
-        lambda one: [group["own"].add_(1) for group in one.param_groups],  # type: ignore[arg-type, return-value]
-    )
-    with pytest.raises(UnsupportedError, match="option 'own' of group 0 in place"):
-        offload_optimizer(optimizer, tmp_path)
-    assert count == 0
-
-
-@pytest.mark.parametrize("overlap", OVERLAPS)
-def test_a_group_that_couples_is_not_added(overlap: Any, tmp_path: Path) -> None:
-    module = model()
-    weights, last = list(module.parameters())[:-1], list(module.parameters())[-1]
-    optimizer = OfTheFirst(weights, lr=0.1, momentum=0.9)
-    offload_optimizer(optimizer, tmp_path, overlap=overlap)
-    backward(module, 0)
-    optimizer.step()
-    with pytest.raises(UnsupportedError, match="couples its parameters"):
-        optimizer.add_param_group({"params": [last]})
-    assert len(optimizer.param_groups) == 1
-    optimizer.zero_grad()
-    trained(module, optimizer, steps=2)
 
 
 class ByName(torch.optim.SGD):
@@ -461,33 +323,21 @@ def test_a_part_has_the_names_of_its_parameters(
     support.assert_equal_bits(found[1], found[0])
 
 
-def test_other_lists_beside_the_parameters_are_refused(tmp_path: Path) -> None:
-    module = model()
-    rates: list[float] = [1 for _ in module.parameters()]
-    rates[-1] = 0.1
-    with pytest.raises(UnsupportedError, match="couples its parameters"):
-        offload_optimizer(ByName(module.named_parameters(), rates), tmp_path)
-
-
 class Drawing(torch.optim.SGD):
-    """Draws from the generators of torch, Python and numpy, once for each parameter."""
+    """Draws from torch's generator, once for each parameter."""
 
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
-                    param.grad += torch.rand_like(param) + random.random()
-                    param.grad += float(np.random.random())  # noqa: NPY002
+                    param.grad += torch.rand_like(param)
         return super().step(closure)
 
 
-def test_the_trial_puts_generators_back(tmp_path: Path) -> None:
-    random.seed(1)
-    np.random.seed(1)  # noqa: NPY002
-    state = random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state()  # noqa: NPY002
+def test_the_trial_puts_the_generator_back(tmp_path: Path) -> None:
+    state = torch.get_rng_state()
     offload_optimizer(Drawing(model().parameters(), lr=0.1), tmp_path)
-    now = random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state()  # noqa: NPY002
-    assert is_same(now, state)
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 class Projecting(torch.optim.SGD):
@@ -541,7 +391,7 @@ def test_an_optimizer_that_says_it_keeps_the_contract_is_trusted(
         module = model()
         optimizer = Locked(module.parameters())
         if is_offloaded:
-            with pytest.raises(UnsupportedError, match=r"'lock' could not be.*per_parameter=True"):
+            with pytest.raises(UnsupportedError, match=r"cannot pickle .*per_parameter=True"):
                 offload_optimizer(optimizer, tmp_path, overlap=overlap)
             offload_optimizer(
                 optimizer, tmp_path, overlap=overlap, buffer_bytes="1MiB", per_parameter=True
@@ -560,37 +410,21 @@ def test_what_is_trusted_is_not_tried(tmp_path: Path) -> None:
         offload_optimizer(other, tmp_path, per_parameter="yes")  # type: ignore[arg-type]
 
 
-@dataclass(slots=True)
-class InSlots:
-    """Has no dict."""
-
-    value: float
-
-
-def hits(count: int) -> Hits:
-    found = Hits()
-    found.count = count
-    return found
-
-
 SAME: list[tuple[Any, Any]] = [
     *((np.float64(one), np.float64(one)) for one in (1.0, float("nan"))),
     (float("nan"), float("nan")),
-    (InSlots(1.0), InSlots(1.0)),
-    (threading.Lock(), threading.Lock()),
-    ({1: [InSlots(1.0)]}, {1: [InSlots(1.0)]}),
+    ({1: [(0.5, None)]}, {1: [(0.5, None)]}),
+    (np.array([0.0, np.nan]), np.array([0.0, np.nan])),
     (torch.tensor([0.0, torch.nan]), torch.tensor([0.0, torch.nan])),
 ]
 OTHER: list[tuple[Any, Any]] = [
     (np.float64(1.0), np.float64(2.0)),
     (np.float32(0.0), np.float32(-0.0)),
+    (np.ones(2), np.ones(3)),
     (0.0, -0.0),
     (torch.tensor(0.0), torch.tensor(-0.0)),
-    (InSlots(1.0), InSlots(2.0)),
-    (np.random.default_rng(0), np.random.default_rng(1)),
-    (random.Random(0), random.Random(1)),
-    (bytearray(b"a"), bytearray(b"b")),
-    (hits(0), hits(1)),
+    ({1: [1.0]}, {1: [2.0]}),
+    ([1], [1, 2]),
     (len, max),
     (1, True),
 ]

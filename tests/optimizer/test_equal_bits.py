@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 
-from ssdtrain import offload_optimizer
+from ssdtrain import UnsupportedError, offload_optimizer
 from support import shared_out
-from trained import WIDTH, Step, plain_step, prove, train
+from trained import WIDTH, Step, model, plain_step, prove, train
 
 OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, {}),
@@ -120,7 +120,9 @@ def test_a_class_whose_state_is_there_from_the_start(is_trained: bool, tmp_path:
             optimizer.zero_grad()
         return optimizer
 
-    prove(make, tmp_path)
+    with pytest.raises(UnsupportedError, match="without state, and raised KeyError"):
+        offload_optimizer(make(model()), tmp_path)
+    prove(make, tmp_path, per_parameter=True)
 
 
 def groups_of(module: nn.Module) -> Optimizer:

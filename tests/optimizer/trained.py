@@ -47,7 +47,7 @@ def prepare_nothing(_module: nn.Module, _optimizer: Optimizer) -> Step:
 def everything(module: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     """Return copies of all weights, and of all of the optimizer's state."""
     named = {name: param.detach().clone() for name, param in module.named_parameters()}
-    for number, state in optimizer.state_dict()["state"].items():
+    for number, state in sorted(optimizer.state_dict()["state"].items()):
         for name, value in state.items():
             if value is not None:
                 named[f"state {number} {name}"] = torch.as_tensor(value).clone()
@@ -106,7 +106,7 @@ def prove(
     if in_backward:
         ways += [{"overlap": "backward", "per_parameter": True}]
     for way in ways:
-        offloaded, optimizer = train(make, directory, prepare, **options, **way)
+        offloaded, optimizer = train(make, directory, prepare, **{**options, **way})
         expected = plain[way.get("looks_every", 1) - 1 :: way.get("looks_every", 1)]
         for actual, plainly in zip(offloaded, expected, strict=True):
             support.assert_equal_bits(actual, plainly)

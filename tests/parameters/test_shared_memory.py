@@ -82,7 +82,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("overlap", [None, "backward"])
+@pytest.mark.parametrize("overlap", [None, "step"])
 @pytest.mark.parametrize(("share", "moment"), CASES)
 def test_weights_on_one_memory(
     share: Share, moment: str, overlap: str | None, tmp_path: Path
@@ -113,7 +113,9 @@ def test_memory_that_is_replaced_after_updates_began_raises(tmp_path: Path) -> N
     for one in (expected, model):
         squared(one, STEPS).backward()
         one[2].weight.data = one[2].weight.data * 0.5
-    with pytest.raises(UnsupportedError, match=r"a weight was changed after updates .* had begun"):
+    with pytest.raises(
+        UnsupportedError, match=r"a weight .*was changed after updates .* had begun"
+    ):
         optimizer.step()
     for one, its_optimizer in ((expected, plain), (model, optimizer)):
         # The step is left out.
@@ -122,6 +124,15 @@ def test_memory_that_is_replaced_after_updates_began_raises(tmp_path: Path) -> N
         its_optimizer.step()
         its_optimizer.zero_grad()
     support.assert_equal_bits(dict(model.state_dict()), dict(expected.state_dict()))
+
+
+@pytest.mark.parametrize("moment", ["before", "after", "between steps"])
+@pytest.mark.parametrize("share", [by_data, in_part])
+def test_updates_in_backward_of_weights_on_one_memory_are_refused(
+    share: Share, moment: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UnsupportedError, match="two parameters of this optimizer lie in the same"):
+        trained(tmp_path, share, moment, is_away=True, overlap="backward")
 
 
 def test_masters_of_weights_on_one_memory_are_refused(tmp_path: Path) -> None:

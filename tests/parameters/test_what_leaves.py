@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,6 @@ from torch import Tensor, nn
 
 import support
 from ssdtrain.away.known import in_use
-from ssdtrain.away.threads import KNOWN_THREADS
-from ssdtrain.optimizer.updating_thread import Job, UpdatingThread
 from ssdtrain.parameters.weight import Weight
 from ssdtrain.parameters.weights import weight_of
 from weights_away import away, is_away, layers, leave, offloaded, squared, unique, use
@@ -81,35 +78,6 @@ def test_no_weight_leaves_beside_a_busy_thread(tmp_path: Path) -> None:
     with torch.no_grad():
         squared(model, 1)
     assert away(model)
-
-
-@pytest.mark.parametrize(("lock", "function"), [("_lock", "_work_on"), ("_turn", "join")])
-def test_a_weight_leaves_beside_who_waits_for_updates(
-    lock: str, function: str, tmp_path: Path
-) -> None:
-    param, weight = one_here(tmp_path)
-    updates = UpdatingThread()
-    waiting = threading.Thread(target=updates.join)
-    with getattr(updates, lock):
-        waiting.start()
-        number = waiting.ident
-        assert number is not None
-        support.wait_until(
-            lambda: sys._current_frames()[number].f_code.co_name == function, "it waits there"
-        )
-        assert_leaves(param, weight)
-    waiting.join()
-
-
-def test_updates_of_a_step_begin_when_somebody_waits(tmp_path: Path) -> None:
-    param, weight = one_here(tmp_path)
-    updates, left = UpdatingThread(), list[bool]()
-    updates.add(Job([], lambda _: left.append(weight.leave())))
-    assert not KNOWN_THREADS
-    updates.join()
-    assert left == [True]
-    assert not KNOWN_THREADS, "the next thread may have its number"
-    assert torch.equal(param, layers().get_parameter(NAME))
 
 
 @pytest.mark.defends("version of a saved weight")

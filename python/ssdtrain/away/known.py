@@ -32,7 +32,7 @@ def known_of(tensor: Tensor) -> OffloadedTensor | None:
 
 @contextmanager
 def in_use(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Have tensors in memory while a block runs on one of our own threads."""
+    """Have tensors in memory while a block runs."""
     user = User()
     found = [entry for tensor in tensors if (entry := known_of(tensor)) is not None]
     try:

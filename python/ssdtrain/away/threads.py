@@ -15,7 +15,6 @@ from ssdtrain.errors import UnsupportedError
 __all__ = [
     "KNOWN_THREADS",
     "WAITING",
-    "KnownThread",
     "is_held_here",
     "refuse_handlers",
     "uses_no_tensor",
@@ -53,46 +52,6 @@ def refuse_handlers(lock: threading.RLock) -> None:
             "backward, or enters parameters_in_memory, while ssdtrain is moving a weight or "
             "gradient: set a flag there, and do it between two steps"
         )
-
-
-class KnownThread(threading.Thread):
-    """A thread of ours, beside which tensors leave from its start to its end."""
-
-    def __init__(self, work: Callable[[], None], name: str) -> None:
-        """Make a thread that will call ``work``, a function written in Python."""
-        super().__init__(name=name)
-        self._work: Callable[[], None] | None = work
-
-    @uses_no_tensor
-    def begins(self) -> bool:
-        """Start, or return ``False`` if no thread can start, so that the caller does the work.
-
-        From Python 3.12 on no thread can start while the interpreter ends, as in ``atexit``.
-        """
-        try:
-            self.start()
-        except RuntimeError:
-            return False
-        return True
-
-    @uses_no_tensor
-    def end(self) -> None:
-        """Wait for its end, if it was started."""
-        if self.ident is not None:
-            self.join()
-
-    @uses_no_tensor
-    def run(self) -> None:
-        """Do the work."""
-        number = threading.get_ident()
-        KNOWN_THREADS.add(number)
-        try:
-            work, self._work = self._work, None
-            assert work is not None, "a thread runs once"
-            work()
-        finally:
-            # The next thread may get the same id.
-            KNOWN_THREADS.discard(number)
 
 
 for _waits in (

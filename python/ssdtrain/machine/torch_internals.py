@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from importlib import import_module
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -26,14 +25,12 @@ __all__ = [
     "are_same_type",
     "as_plain_tensors",
     "clone_of",
-    "communications",
     "copy_each",
     "count_users",
     "current_backward",
     "current_node",
     "current_stream",
     "dispatch_keys",
-    "has_hooks_on_all_steps",
     "hide_hooks",
     "holders_of",
     "hooks_allowed",
@@ -46,10 +43,8 @@ __all__ = [
     "is_shared",
     "is_traced",
     "is_wrapped",
-    "like_shards",
     "memory_bytes",
     "mode_count",
-    "no_compilation",
     "outside_compiler",
     "own_shard",
     "plainly",
@@ -65,7 +60,6 @@ __all__ = [
     "trains_with_others",
     "untraced",
     "users_of",
-    "with_default_device",
 ]
 
 R = TypeVar("R")
@@ -83,12 +77,6 @@ def _find(path: str) -> Callable[..., Any]:
 
 sequence_number: Callable[[], int] = _find("_C._autograd._get_sequence_nr")
 """The number that the next node made in this thread will get."""
-
-
-def has_hooks_on_all_steps() -> bool:
-    """Return whether there are hooks on the steps of all optimizers."""
-    of_optimizers = import_module("torch.optim.optimizer")
-    return any(getattr(of_optimizers, f"_global_optimizer_{at}_hooks") for at in ("pre", "post"))
 
 
 current_backward: Callable[[], int] = _find("_C._current_graph_task_id")
@@ -187,44 +175,13 @@ _function_modes: Callable[[], list[object]] = _find("overrides._get_current_func
 def mode_count() -> int:
     """Return how many modes of the user see the operations of this thread.
 
-    A default device does not count: ``torch.get_default_device`` tells it.
+    A default device does not count.
     """
     count = _function_mode_count()
     if count:
         of_device = getattr(sys.modules.get("torch.utils._device"), "DeviceContext", ())
         count -= sum(isinstance(mode, of_device) for mode in _function_modes())
     return count + _dispatch_mode_count()
-
-
-def with_default_device(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context with a default device, for a thread of ssdtrain.
-
-    The CPU is the default there anyway, and a mode would make each operation slower.
-    """
-    return nullcontext() if device.type == "cpu" else device
-
-
-@contextmanager
-def no_compilation(*, waits: bool) -> Iterator[bool]:
-    """Keep all threads from compiling; without ``waits`` give ``False`` if a thread may compile.
-
-    torch's optimizers compute other bits while any thread compiles: they ask
-    ``torch.compiler.is_compiling()``, which tells that of the whole process.
-    """
-    compiler = sys.modules.get("torch._dynamo.convert_frame")
-    lock = getattr(compiler, "compile_lock", None)
-    if compiler is None:
-        yield True
-    elif lock is None:
-        # A thread may be compiling unseen; only a caller that would wait goes on.
-        yield waits
-    elif not lock.acquire(blocking=waits):
-        yield False
-    else:
-        try:
-            yield True
-        finally:
-            lock.release()
 
 
 refuse_access: Callable[[int, str], None] = _find("_C._set_storage_data_ptr_access_error_msg")
@@ -265,22 +222,6 @@ def in_shards(shard: Tensor, spec: Any) -> Tensor:
     """
     made: Tensor = sys.modules["torch.distributed.tensor"].DTensor(shard, spec, requires_grad=False)
     return made
-
-
-def like_shards(shard: Tensor, whole: Any) -> Tensor:
-    """Return a ``DTensor`` of which each process has such a shard, divided like ``whole``."""
-    kind = sys.modules["torch.distributed.tensor"].DTensor
-    with torch.no_grad():
-        made: Tensor = kind.from_local(shard, whole.device_mesh, whole.placements, run_check=False)
-    return made
-
-
-def communications(function: Callable[[], object]) -> int:
-    """Call a function, and return how often it communicates with other processes."""
-    debug = import_module("torch.distributed.tensor.debug")
-    with debug.CommDebugMode() as counted:
-        function()
-    return int(counted.get_total_counts())
 
 
 def clone_of(tensor: Tensor) -> Tensor:

@@ -1,8 +1,6 @@
-"""The memory of updates: how much state an update brings there, and in whose bound it counts.
+"""The memory that updates take, in the bound of a session if there is one.
 
-State that is read, updated and written is in memory because of us. In the store of a session it
-counts there: room for it is reserved before the first part of a step is changed, so that a bound
-which is too small stops a step before it has begun, and never in its middle.
+A step reserves room before its first part, so a bound that is too small stops it before any change.
 """
 
 from __future__ import annotations
@@ -30,22 +28,22 @@ from ssdtrain.sizes import shown_bytes
 __all__ = ["NAME", "Buffers", "bytes_of", "part_of", "refuse_small_bound", "within"]
 
 NAME = "optimizer state"
-"""What it is called in the report of a session."""
+"""The name in the report of a session."""
 BUFFER_PARTS = 4
-"""One is updated, one is read, one is written, and one is room for what does not fit evenly."""
+"""One part is updated, one read, one written; the fourth is for parts of uneven sizes."""
 BOUND_PARTS = 4
-"""Of a session's bound the buffer is a fourth part at most: the rest is for activations."""
+"""The buffer takes at most a quarter of a session's bound: the rest is for activations."""
 MASTER_BYTES = 2
-"""What is stored of each number of a master."""
+"""Stored bytes of each number of a master."""
 WIDENING_BYTES = 64 << 10
-"""More than reads of the state of one parameter are widened by, to whole blocks of the disk."""
+"""An upper bound on the bytes by which reads for one parameter grow to whole disk blocks."""
 WANTED = "an update of the optimizer, whose state shares this bound,"
 
 
 def bytes_of(param: Tensor, state: Any, state_share: float, *, has_masters: bool) -> int:
-    """Return how much memory an update of a parameter takes besides weight and gradient.
+    """Return the memory of a parameter's update besides weight and gradient, in bytes.
 
-    ``state_share`` says how much state the first step makes for each byte of it.
+    Without a state yet, its size is ``state_share`` times that of the parameter or master.
     """
     has_master = has_masters and wants_master(param)
     working = WORKING_BYTES * param.numel() if has_master else 0
@@ -60,13 +58,13 @@ def bytes_of(param: Tensor, state: Any, state_share: float, *, has_masters: bool
 def _brought_bytes(value: Any) -> int:
     if isinstance(value, Away):
         return value.brought_bytes
-    # What is sparse stays in memory.
+    # Sparse tensors stay in memory, as do other values.
     is_brought = isinstance(value, Tensor) and value.layout is torch.strided
     return memory_bytes(value) if is_brought else 0
 
 
 def within(buffer_bytes: int, budget: Budget | None) -> int:
-    """Return the memory that updates may use if single parameters do not need more."""
+    """Return the memory that updates may use; a single large parameter may take more."""
     left_bytes = None if budget is None else budget.left_bytes
     return buffer_bytes if left_bytes is None else min(buffer_bytes, left_bytes // BOUND_PARTS)
 
@@ -102,7 +100,7 @@ def refuse_small_bound(
 
 
 def part_of(buffer_bytes: int) -> int:
-    """Return how much of a buffer one part of the parameters may fill."""
+    """Return the share of a buffer for the state of one part, in bytes."""
     return max(1, buffer_bytes // BUFFER_PARTS)
 
 
@@ -119,10 +117,15 @@ class Buffers:
         self._budget = budget
         self._buffer_bytes = buffer_bytes
         self.part_bytes = part_of(buffer_bytes)
-        """How much state a part of the parameters has."""
+        """Bytes of state in one part of the parameters."""
+
+    @property
+    def is_bounded(self) -> bool:
+        """True if updates count in the bound of a session."""
+        return self._budget is not None and self._budget.limit_bytes is not None
 
     def figures(self) -> Figures:
-        """Return the figures of now, whatever another thread does meanwhile."""
+        """Return the figures of this moment, on any thread."""
         optimizer, disk = self._optimizer(), self._disk
         states = {} if optimizer is None else vars(optimizer).get("state", {})
         found = [one for one in list(dict.values(states)) if isinstance(one, ParameterState)]
@@ -138,9 +141,9 @@ class Buffers:
     def reserve(self, sizes: Iterable[int]) -> Room:
         """Reserve room for updates of parts of these sizes, one after the other.
 
-        Raises ``BudgetError`` if there is none for the largest.
+        Raises ``BudgetError`` if the largest finds none.
         """
-        if self._budget is None or self._budget.limit_bytes is None:
+        if self._budget is None or not self.is_bounded:
             return Room(UNLIMITED_BYTES)
         sizes = list(sizes)
         least = max(sizes, default=0)
@@ -149,7 +152,7 @@ class Buffers:
 
     @contextmanager
     def filled(self, room: Room) -> Iterator[None]:
-        """Fill a room in this thread, and give it back at the end."""
+        """Use a room in this thread; at the end, wait for writes and give the room back."""
         room.fill_here()
         try:
             yield
@@ -159,19 +162,19 @@ class Buffers:
             room.end()
 
     def try_to_reserve(self, nbytes: int) -> Room | None:
-        """Reserve room for one part if there is some now."""
+        """Reserve room for one part, or return ``None`` if there is not enough now."""
         if self._budget is None:
             return Room(UNLIMITED_BYTES)
         return self._budget.try_to_reserve(nbytes)
 
     def begin(self, room: Room, nbytes: int) -> None:
-        """Wait for writes until a part of this size fits beside the others."""
+        """Wait for writes until a part of this size fits."""
         self._disk.make_room(room.nbytes - nbytes)
 
     def fits(self, room: Room, *sizes: int) -> bool:
-        """Whether parts of these sizes fit beside what is on its way to the disk."""
+        """Return whether parts of these sizes fit beside the writes under way."""
         return self._disk.in_flight_bytes + sum(sizes) <= room.nbytes
 
     def note(self, room: Room, *sizes: int) -> None:
-        """Note what is in memory now: the first step may make more state than expected."""
+        """Note the memory in use: a first step may make more state than expected."""
         room.note(self._disk.in_flight_bytes + sum(sizes))

@@ -1,4 +1,4 @@
-"""One step of an optimizer, as the optimizer's own code run over a few parameters at a time."""
+"""Runs an optimizer's own step over a few parameters at a time."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ssdtrain.errors import UnsupportedError
-from ssdtrain.machine.torch_internals import has_hooks_on_all_steps
 from ssdtrain.optimizer.contract import NAMES, Rebound
 
 __all__ = [
@@ -30,12 +28,6 @@ __all__ = [
 ]
 
 CLOSURE = "closure"
-NO_CLOSURE = (
-    "the step of this optimizer does something else with a closure than to call it once, before "
-    "all else (it calls it twice, or goes by the loss), and it is run over one part of the "
-    "parameters after the other; compute loss and gradients yourself, and call step() without a "
-    "closure"
-)
 STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 """Where torch has the hooks on the steps of an optimizer."""
 
@@ -47,10 +39,10 @@ class Chunk:
     group: dict[str, Any]
     params: list[Tensor]
     stand_for: list[Tensor] | None = None
-    """The parameters of the group in whose place these are updated, if they are others."""
+    """The parameters of the group, if ``params`` are copies of them."""
 
     def names(self) -> list[Any] | None:
-        """Return their names, where the group has a name for each of its parameters."""
+        """Return the names of the parameters, if the group has names."""
         names = self.group.get(NAMES)
         if not isinstance(names, list) or len(names) != len(self.group["params"]):
             return None
@@ -71,7 +63,7 @@ class Part:
 
 
 def name_of(groups: list[dict[str, Any]], param: Tensor) -> str:
-    """Name a parameter as its optimizer knows it."""
+    """Name a parameter for a message."""
     for number, group in enumerate(groups):
         for place, one in enumerate(group["params"]):
             if one is param:
@@ -84,10 +76,10 @@ def name_of(groups: list[dict[str, Any]], param: Tensor) -> str:
 def parts_in_order(
     whole: list[Chunk], nbytes: Callable[[Tensor], int], bytes_max: int
 ) -> list[Part]:
-    """Cut chunks into parts of about ``bytes_max``, in the order of their parameters.
+    """Cut chunks into parts of at most ``bytes_max``, in the order of their parameters.
 
-    ``nbytes`` says how much a parameter brings into memory. One that is larger makes a part alone.
-    Groups without parameters come last.
+    ``nbytes`` returns the memory that the update of a parameter takes. A larger parameter is a part
+    by itself. Groups without parameters come last.
     """
     parts: list[Part] = []
     chunks: dict[int, Chunk] = {}
@@ -105,40 +97,23 @@ def parts_in_order(
 
 
 def is_sparse(gradient: Tensor | None) -> bool:
-    """Whether a gradient has only some of its rows."""
+    """Return whether a gradient is sparse."""
     return gradient is not None and gradient.layout is not torch.strided
 
 
 def own_step(kind: type[Optimizer]) -> Callable[..., Any]:
-    """Return the step of an optimizer's class without what torch puts around it (hooks, a record).
-
-    That is run once around all chunks, not once for each.
-    """
+    """Return the step of a class without torch's wrapper, which runs once around all chunks."""
     step: Callable[..., Any] = kind.step
     return getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
 
 
 def arguments_of(
-    kind: type[Optimizer],
-    given: tuple[Any, ...],
-    named: dict[str, Any],
-    *,
-    takes_closure: bool,
-) -> tuple[Callable[[], Any] | None, dict[str, Any]]:
-    """Return the closure that a step is given, and all else by name.
-
-    Raises ``TypeError``, as the optimizer's own step, for what it does not take, and
-    ``UnsupportedError`` for a closure if the step does not call one once before all else.
-    """
-    closure, others = _arguments_of(kind, given, named)
-    if closure is not None and not takes_closure:
-        raise UnsupportedError(NO_CLOSURE)
-    return closure, others
-
-
-def _arguments_of(
     kind: type[Optimizer], given: tuple[Any, ...], named: dict[str, Any]
 ) -> tuple[Callable[[], Any] | None, dict[str, Any]]:
+    """Return the closure that a step is given, and all other arguments by name.
+
+    Raises ``TypeError``, as the optimizer's own step, for arguments that it does not take.
+    """
     if not given and named.keys() <= {CLOSURE}:
         return named.get(CLOSURE), {}
     signature = inspect.signature(own_step(kind))
@@ -148,39 +123,20 @@ def _arguments_of(
     for parameter in others:
         if parameter.kind is parameter.VAR_KEYWORD:
             found.update(found.pop(parameter.name, {}))
-        by_place = parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL)
-        if by_place and parameter.name in found:
-            raise UnsupportedError(
-                f"the step of an offloaded {kind.__name__} was given {parameter.name!r} by its "
-                "place alone, and it is run once for each part of the parameters; give it by name"
-            )
-    # Whatever its name: one that is called for each part of the parameters would be called often.
+    # The first argument is a closure, whatever its name.
     names = [CLOSURE, *(parameter.name for parameter in others[:1])]
     closure = next((found.pop(name) for name in names if callable(found.get(name))), None)
     found.pop(CLOSURE, None)
     return closure, found
 
 
-class _NoHooks(OrderedDict[int, Any]):
-    """In the place of hooks on steps, which run around all parts, while one part is updated."""
-
-    def values(self) -> Any:
-        """Refuse: torch is about to run the hooks, once more for each part."""
-        raise UnsupportedError(
-            "there are hooks on steps, and the step of this optimizer calls super().step() of a "
-            "class in which torch runs them once more, and that is done for one part of the "
-            "parameters after the other; remove the hooks, or call super().step.__wrapped__(self) "
-            "in its step, which runs none"
-        )
-
-
 def run(optimizer: Optimizer, step: Callable[..., Any], options: dict[str, Any]) -> None:
-    """Run an optimizer's own step, without hooks on it."""
+    """Run an optimizer's own step, without the hooks on it, which run once around all parts."""
     own = vars(optimizer)
-    hooks = {name: own[name] for name in STEP_HOOKS if name in own}
+    hooks = {name: own[name] for name in STEP_HOOKS if own.get(name)}
     try:
-        for name in hooks if any(hooks.values()) or has_hooks_on_all_steps() else ():
-            own[name] = _NoHooks()
+        # A step that calls super().step() comes to torch's wrapper, which would run them.
+        own.update({name: OrderedDict() for name in hooks})
         with torch.no_grad():
             step(optimizer, **options)
     finally:

@@ -1,4 +1,4 @@
-"""The contract of an optimizer's step, which is run over one part of the parameters after another.
+"""The contract of an optimizer's step, which runs over one part of the parameters after another.
 
 ``step()`` writes parameters and ``state[param]``. It may rebind numbers on its groups or on the
 optimizer, to the same value for each part. It changes nothing else in place. So each part begins
@@ -7,33 +7,36 @@ with what the groups and the optimizer had before the step, and a count of steps
 
 from __future__ import annotations
 
-import copy
 import reprlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 from torch.nn import Parameter
 from torch.optim import SGD, Optimizer
 
-from ssdtrain.away.classes import AwayParameter
+from ssdtrain.away.classes import AwayParameter, is_away
 from ssdtrain.errors import ConfigError, UnsupportedError
 from ssdtrain.machine.torch_internals import is_in_shards, own_shard
+from ssdtrain.store import is_dense
 
 __all__ = [
     "CONTRACT",
     "NAMES",
+    "OF_TORCH",
     "Rebound",
-    "has_shards",
+    "difference",
+    "is_of_torch",
+    "is_plain",
     "is_same",
-    "kept",
     "own_attributes",
     "params_of",
     "refuse_lists_of_parameters",
-    "refuse_options_of_shards",
+    "refuse_shards",
+    "refuse_shared_memory",
     "refuse_unfit",
     "take_over_step",
 ]
@@ -52,7 +55,13 @@ NOTHING = object()
 DEFAULTS = "defaults"
 """The attribute with the options that an optimizer was made with."""
 LISTS_DEPTH = 3
-Key = TypeVar("Key")
+OF_TORCH = frozenset(
+    kind for kind in vars(optim).values() if isinstance(kind, type) and issubclass(kind, Optimizer)
+) - {Optimizer, optim.LBFGS}
+"""The classes of torch that a test holds to the contract."""
+USE_WHOLE_PARAMETERS = ("Adafactor", "Muon")
+"""Of these: updates that read all of a parameter, so processes with shards of it communicate."""
+PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, numpy.generic)
 
 
 class Rebound:
@@ -124,47 +133,39 @@ def _add(known: dict[str, Any], changes: dict[str, Any]) -> None:
         known[name] = value
 
 
-def is_same(one: Any, other: Any, _known: dict[tuple[int, int], Any] | None = None) -> bool:
-    """Whether two values are the same to a step that computes with them, to the last bit.
-
-    Of objects is compared what a pickle of them would hold. What has no pickle, such as a lock,
-    counts as the same.
-    """
-    known = {} if _known is None else _known
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one is other or _has_same_bytes(one, other)
-    pair = id(one), id(other)
-    if one is other or type(one) is not type(other) or pair in known:
-        return type(one) is type(other)
-    # Held here: else other objects get the ids.
-    known[pair] = one, other
-    if isinstance(one, float | complex):
-        # As text: zero has two signs, and what is no number equals nothing.
-        return repr(one) == repr(other)
-    if callable(one) or isinstance(one, int | str | bytes | set | frozenset):
-        return bool(one == other)
-    parts, others = _parts_of(one), _parts_of(other)
-    return len(parts) == len(others) and all(
-        is_same(*each, known) for each in zip(parts, others, strict=True)
-    )
-
-
-def _parts_of(value: Any) -> list[Any]:
+def is_plain(value: Any) -> bool:
+    """Return whether a value is made of numbers, texts and tensors, so that a copy tells all."""
     if type(value) is dict:
-        return [*value.keys(), *value.values()]
+        return all(map(is_plain, (*value.keys(), *value.values())))
     if type(value) in (list, tuple):
-        return list(value)
-    if isinstance(value, numpy.ndarray | numpy.generic):
-        content = value.tolist() if value.dtype.hasobject else value.tobytes()
-        return [value.dtype, value.shape, content]
-    try:
-        reduced = value.__reduce_ex__(4)
-    except Exception:  # noqa: BLE001 - whatever it is: the value does not show what it holds
-        return []
-    if isinstance(reduced, str):
-        return [reduced]
-    # What makes it, its state, and its items if it is a list or a dict.
-    return [*reduced[1:3], *(list(one) for one in reduced[3:5] if one is not None)]
+        return all(map(is_plain, value))
+    if isinstance(value, numpy.ndarray):
+        return not value.dtype.hasobject
+    if isinstance(value, Tensor):
+        # torch copies no tensor with a graph.
+        return value.is_leaf
+    return value is None or isinstance(value, PLAIN)
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Return whether two values are the same to the last bit; objects are compared by ``==``."""
+    if one is other:
+        return True
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return _has_same_bytes(one, other)
+    if type(one) is not type(other):
+        return False
+    if type(one) is dict:
+        one, other = list(one.items()), list(other.items())
+    if type(one) in (list, tuple):
+        return len(one) == len(other) and all(map(is_same, one, other))
+    if isinstance(one, numpy.ndarray | numpy.generic):
+        return one.dtype == other.dtype and (one.shape, one.tobytes()) == (
+            other.shape,
+            other.tobytes(),
+        )
+    # A float as text: zero has two signs, and NaN equals nothing.
+    return repr(one) == repr(other) if isinstance(one, float | complex) else bool(one == other)
 
 
 def _has_same_bytes(one: Tensor, other: Tensor) -> bool:
@@ -176,10 +177,11 @@ def _has_same_bytes(one: Tensor, other: Tensor) -> bool:
     return torch.equal(*(each.contiguous().view(torch.uint8) for each in flat))
 
 
-def kept(values: dict[Key, Any], params: Iterable[Tensor]) -> dict[Key, Any]:
-    """Return a deep copy of options or attributes. Parameters and functions stay what they are."""
-    memo = {id(one): one for one in (*params, *filter(callable, values.values()))}
-    return copy.deepcopy(values, memo)
+def difference(older: dict[str, Any], newer: dict[str, Any]) -> str | None:
+    """Return a name whose value is not the same in both, or ``None``."""
+    names = {**older, **newer}
+    pairs = {name: (older.get(name, NOTHING), newer.get(name, NOTHING)) for name in names}
+    return next((name for name, pair in pairs.items() if not is_same(*pair)), None)
 
 
 @cache
@@ -204,8 +206,13 @@ def params_of(optimizer: Optimizer) -> list[Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
+def is_of_torch(kind: type[Optimizer]) -> bool:
+    """Return whether this is a class of torch that a test holds to the contract."""
+    return kind in OF_TORCH
+
+
 def refuse_lists_of_parameters(optimizer: Optimizer, option: str, instead: str) -> None:
-    """Refuse an optimizer that knows its parameters by identity: updates are made on others."""
+    """Refuse an optimizer that knows its parameters by identity: updates are made on copies."""
     params = {id(param) for param in params_of(optimizer)}
     for name, value in own_attributes(optimizer).items():
         if _has_one_of(params, value, LISTS_DEPTH):
@@ -231,7 +238,7 @@ def _has_one_of(params: set[int], value: Any, depth: int) -> bool:
 
 
 def refuse_unfit(optimizer: object) -> None:
-    """Refuse what is no optimizer, and parameters whose state cannot be offloaded."""
+    """Refuse objects that are no optimizer, and parameters whose state cannot be offloaded."""
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(
             f"offload_optimizer takes a torch.optim.Optimizer, not {type(optimizer)!r}: "
@@ -243,12 +250,6 @@ def refuse_unfit(optimizer: object) -> None:
             f"this {name} has no state of its own: it stands before another optimizer, as what "
             "Accelerate's prepare() returns. Give that one to offload_optimizer (it is mostly its "
             "attribute `optimizer`), or call offload_optimizer before prepare()"
-        )
-    slots = [one for base in type(optimizer).__mro__ for one in vars(base).get("__slots__", ())]
-    if slots:
-        raise UnsupportedError(
-            f"{name} cannot be offloaded: it has attributes in __slots__ ({', '.join(slots)}), "
-            f"which no part of a step could be given as they were. {CONTRACT}"
         )
     inner = [one for one, value in vars(optimizer).items() if isinstance(value, Optimizer)]
     if inner:
@@ -282,8 +283,23 @@ def _refuse_param(name: str, param: Tensor) -> None:
         )
 
 
+def refuse_shared_memory(params: list[Tensor], option: str) -> None:
+    """Refuse parameters on the same memory: an update of one would change the other."""
+    owns = [own_shard(param) for param in params]
+    # A tensor with holes may have others in these. A weight that is away lies alone.
+    spans = [(one.data_ptr(), one.nbytes) for one in owns if not is_away(one) and is_dense(one)]
+    end = 0
+    for address, nbytes in sorted(span for span in spans if span[1]):
+        if address < end:
+            raise UnsupportedError(
+                f"two parameters of this optimizer lie in the same memory, and with {option} each "
+                "would be updated by itself; use the same Parameter in both places"
+            )
+        end = address + nbytes
+
+
 def take_over_step(optimizer: Optimizer) -> None:
-    """Take away what a scheduler put on ``step``; refuse what others did."""
+    """Remove the wrapper that a scheduler put on ``step``; refuse wrappers of other code."""
     replaced = vars(optimizer).get("step")
     if replaced is None:
         return
@@ -296,39 +312,26 @@ def take_over_step(optimizer: Optimizer) -> None:
     del optimizer.step
 
 
-def has_shards(optimizer: Optimizer) -> bool:
-    """Whether some parameters of an optimizer are in shards."""
-    return any(map(is_in_shards, params_of(optimizer)))
-
-
-def refuse_options_of_shards(
-    optimizer: Optimizer,
-    *,
-    overlap: str,
-    has_masters: bool,
-    has_gradient_bound: bool,
-    was_tried: bool = True,
+def refuse_shards(
+    optimizer: Optimizer, kind: type[Optimizer], *, is_trusted: bool, **refused: bool
 ) -> None:
-    """Raise ``UnsupportedError`` for options that parameters in shards cannot have.
+    """Raise ``UnsupportedError`` for parameters in shards that cannot have these options.
 
-    ``was_tried`` says whether there were some when offload_optimizer was called.
+    ``refused`` says of each option, by its name, whether it is used.
     """
-    if not has_shards(optimizer):
+    if not any(map(is_in_shards, params_of(optimizer))):
         return
-    if not was_tried:
-        raise UnsupportedError(
-            f"{type(optimizer).__name__} was offloaded without parameters in shards (DTensor), and "
-            "whether its update communicates was not tried; give it some before offload_optimizer"
-        )
-    refused = {
-        f"overlap={overlap!r}": overlap != "step",
-        "master_dtype": has_masters,
-        "max_gradient_bytes": has_gradient_bound,
-    }
-    for option, is_given in refused.items():
-        if is_given:
+    for option, is_used in refused.items():
+        if is_used:
             raise UnsupportedError(
-                f"{type(optimizer).__name__} has parameters in shards (DTensor, as FSDP2 makes "
+                f"{kind.__name__} has parameters in shards (DTensor, as FSDP2 makes "
                 f"them), which cannot be offloaded with {option} so far; use overlap='step', "
                 "without master_dtype and max_gradient_bytes"
             )
+    if not is_trusted or (is_of_torch(kind) and kind.__name__ in USE_WHOLE_PARAMETERS):
+        raise UnsupportedError(
+            f"{kind.__name__} has parameters in shards (DTensor), and its update may communicate "
+            "between processes: a process that could not read its state would put the others out "
+            "of step. Use an optimizer that updates each shard by itself, such as AdamW; if yours "
+            "is not torch's and does so, pass per_parameter=True"
+        )

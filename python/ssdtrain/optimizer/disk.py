@@ -1,4 +1,4 @@
-"""The disk of an optimizer's state: what is written, and what stands in its place meanwhile."""
+"""Reads and writes of an optimizer's state, and the entries of tensors that are away."""
 
 from __future__ import annotations
 
@@ -41,32 +41,32 @@ class Away:
         )
         self.nbytes = source.nbytes
         self.stored = stored
-        """What the store gave; ``None`` after a failed write."""
+        """The place on the disk; ``None`` after a failed write."""
         self.source: Tensor | None = source
-        """The tensor itself, until the disk has its bytes in whole; for good if that failed."""
+        """The tensor itself, until its write has ended; for good if the write fails."""
 
     @property
     def brought_bytes(self) -> int:
-        """How much memory it takes once it is back."""
+        """The memory that the tensor takes once it is back."""
         return self.nbytes if self.stored is None else max(self.nbytes, self.stored.slot_bytes)
 
     @property
     def is_in_memory(self) -> bool:
-        """Whether the bytes are in memory, or on their way there."""
+        """True if the bytes are in memory, or a read of them is under way."""
         return self.source is not None or self._pending is not None
 
     def prefetch(self) -> None:
-        """Begin to read, unless the bytes are in memory still or on their way already."""
+        """Begin to read, if the bytes are not in memory."""
         if self.source is None and self._pending is None:
             assert self.stored is not None, "without a source the write has ended well"
             self._pending = self._disk.store.read(self.stored)
 
     def drop_read(self) -> None:
-        """Forget a read that has begun: the next one asks the disk as it is then."""
+        """Forget a read that has begun; the next use reads again."""
         self._pending = None
 
     def end_write(self) -> None:
-        """Wait for the write; a failed one keeps the tensor, and is said once."""
+        """Wait for the write; after a failed write the tensor stays in memory."""
         if self.source is None or self.stored is None:
             return
         try:
@@ -78,24 +78,24 @@ class Away:
             self.source = None
 
     def unsent(self) -> Tensor | None:
-        """Return what is still to be written, or ``None``."""
+        """Return bytes that were never written, or ``None``."""
         return None
 
     def settled(self) -> Away | Tensor:
-        """Wait for the write; return this, or the tensor itself if it had to stay in memory."""
+        """Wait for the write; return this, or the tensor itself if the write failed."""
         self.end_write()
         return self if self.source is None else self.source
 
     def tensor(self) -> Tensor:
-        """Wait for the tensor and return it; nothing of the disk uses its memory any more.
+        """Return the tensor, once no read or write uses its memory.
 
         Raises:
-            StorageError: It could not be read.
+            StorageError: The read failed.
 
         """
         began_s = perf_counter()
         source = self.source
-        # The disk reads the memory until the write has ended; the caller may change it.
+        # Until then the kernel reads the memory, which the caller may change.
         self.end_write()
         if source is None:
             self.prefetch()
@@ -103,7 +103,7 @@ class Away:
             try:
                 source = self._pending.result()
             finally:
-                # A failed read may be asked for again, and its result belongs to the caller.
+                # The next call reads again after a failure.
                 self._pending = None
             self._disk.note_read(self.nbytes)
         self._disk.stall_s += perf_counter() - began_s
@@ -115,9 +115,9 @@ class Away:
         return self._form
 
     def begin_look(self) -> Callable[[], Tensor]:
-        """Begin to bring the bytes into memory, and return what waits for them.
+        """Begin to read, and return a function that waits for the tensor.
 
-        The tensor may be the one that is on its way to the disk: it must not be changed.
+        A write of the tensor may be under way: the caller must not change it.
         """
         source = self.source
         if source is not None:
@@ -126,7 +126,7 @@ class Away:
         return self._disk.store.read(self.stored).result
 
     def copy(self) -> Tensor:
-        """Return a tensor of its own with these bytes, which stay where they are."""
+        """Return a copy of the tensor; the bytes on the disk stay there."""
         if self.source is not None:
             with plainly():
                 return self.source.clone()
@@ -135,36 +135,37 @@ class Away:
 
 
 class ShardAway(Away):
-    """Stands in a state for a tensor in shards, of which this process has one on the disk."""
+    """Stands in a state for a ``DTensor`` whose shard of this process is on the disk."""
 
     __slots__ = ("_spec",)
 
     def __init__(self, disk: Disk, whole: Any) -> None:
         super().__init__(disk, None, own_shard(whole))
-        self._spec = whole._spec  # noqa: SLF001 - the way of torch itself to make another such tensor
+        self._spec = whole._spec  # noqa: SLF001 - torch itself makes similar tensors from it
 
     def settled(self) -> Away | Tensor:
-        """Wait for the write; return this, or the tensor itself if it had to stay in memory."""
+        """Wait for the write; return this, or the tensor itself if the write failed."""
         settled = super().settled()
         return settled if isinstance(settled, Away) else in_shards(settled, self._spec)
 
     def tensor(self) -> Tensor:
-        """Wait for the shard, and return the tensor of which it is one."""
+        """Return the ``DTensor``, once no read or write uses the memory of its shard."""
         return in_shards(super().tensor(), self._spec)
 
     def copy(self) -> Tensor:
-        """Return a tensor of its own with a copy of the shard, which stays where it is."""
+        """Return a ``DTensor`` with a copy of the shard."""
         return in_shards(super().copy(), self._spec)
 
 
 class Disk:
-    """The store, what is on its way there, and counts."""
+    """The store of an optimizer's state, its writes under way, and counts."""
 
     def __init__(self, store: TensorStore, *, in_flight_bytes_max: int, min_bytes: int) -> None:
         self.store = store
         self._in_flight: deque[tuple[Away, int]] = deque()
-        """What is on its way, with the memory that it takes."""
-        self._in_flight_bytes = 0
+        """Entries whose writes are under way, with the memory that they take."""
+        self.in_flight_bytes = 0
+        """Memory of the writes under way."""
         self.in_flight_bytes_max = in_flight_bytes_max
         self.min_bytes = min_bytes
         self._freed = FreedMemory(in_flight_bytes_max)
@@ -172,14 +173,14 @@ class Disk:
         self.read_bytes = 0
         self.written_bytes = 0
         self.stall_s = 0.0
-        """Time in which an update waited for the disk."""
+        """Time in which updates waited for the disk."""
         self.failed_count = 0
-        """Writes that failed, whose tensors stayed in memory."""
+        """Failed writes."""
         self.give_up_undo: Callable[[SsdtrainError], bool] | None = None
-        """Gives up the space that a way back takes; returns whether there was any."""
+        """Gives back the space of the undo log; returns whether there was a log."""
 
     def is_large(self, tensor: Tensor) -> bool:
-        """Whether a tensor is worth its way to the disk and can be written as it is."""
+        """Return whether a tensor is plain, dense, on the CPU, and of ``min_bytes`` or more."""
         tensor = own_shard(tensor)
         return (
             type(tensor) in (Tensor, Parameter, AwayParameter)
@@ -189,7 +190,7 @@ class Disk:
         )
 
     def keep(self, source: Tensor) -> StoredTensor[Tensor]:
-        """Begin to write a copy of a tensor, which must not change before its ``wait``."""
+        """Begin to write a tensor, which must not change before the ``wait`` of the result."""
         look_at(source)
         while True:
             try:
@@ -203,7 +204,7 @@ class Disk:
             return stored
 
     def takes(self, value: object) -> bool:
-        """Whether a value of a state is worth its way to the disk and can go there."""
+        """Return whether a value of a state is a plain large tensor with memory of its own."""
         value = own_shard(value)
         return (
             type(value) is Tensor
@@ -211,7 +212,7 @@ class Disk:
             and value.layout is torch.strided
             and not value.requires_grad
             and value.nbytes >= self.min_bytes
-            # A view of the parameter, say: on its return it would be one no more.
+            # A view, of the parameter say, would come back as a copy.
             and storage_users(value) == STORAGE_USERS_ALONE
         )
 
@@ -222,13 +223,12 @@ class Disk:
         key: Any,
         away: Away | None = None,
     ) -> Away | None:
-        """Begin to write a tensor, over its older bytes; ``None`` if it has to stay.
+        """Begin to write a tensor in the place ``older[key]``, and return its entry.
 
-        ``away`` stands for it already, if it is given. The older bytes stay on the disk until the
-        new ones are there in whole.
+        Returns ``None`` if the tensor has to stay in memory. ``away`` is its entry, if it has one.
+        The older bytes stay on the disk until the new ones are whole.
         """
-        # Not as an argument, which the caller may hold, too: their space is free as soon as nobody
-        # has them.
+        # No other reference to the older place: its space is free once the last one is gone.
         stored = older.pop(key, None)
         while True:
             try:
@@ -239,7 +239,7 @@ class Disk:
             except ConfigError:
                 if stored is None:
                     raise
-                # The optimizer gave it another shape: the older bytes are of no use.
+                # The optimizer gave the tensor another shape.
                 stored = None
                 continue
             except BusyError as error:
@@ -252,7 +252,7 @@ class Disk:
                 if self._has_made_space(error) or self._has_ended_a_write(error):
                     continue
                 if isinstance(error, NoSpaceError) and stored is not None:
-                    # The tensor is in memory, so its older bytes are of no use: take their place.
+                    # The tensor is in memory: give up its older bytes for it.
                     stored = None
                     continue
                 self.note_failure(error)
@@ -261,38 +261,25 @@ class Disk:
             away.stored = stored
             nbytes = away.brought_bytes
             self._in_flight.append((away, nbytes))
-            self._in_flight_bytes += nbytes
+            self.in_flight_bytes += nbytes
             self.written_bytes += away.nbytes
             return away
 
-    @property
-    def being_written_bytes(self) -> int:
-        """What is in memory because its write has not ended, or nobody has looked since."""
-        entries = (one for one, _ in list(self._in_flight))
-        return sum(
-            one.nbytes for one in entries if one.source is not None and one.stored is not None
-        )
-
-    @property
-    def in_flight_bytes(self) -> int:
-        """What is on its way to the disk, and so in memory."""
-        return self._in_flight_bytes
-
     def make_room(self, bytes_max: int | None = None) -> None:
-        """Wait until no more is on its way to the disk than the bound, or than is given."""
+        """Wait until writes under way take at most ``bytes_max``, or the bound."""
         self._settle(self.in_flight_bytes_max if bytes_max is None else max(0, bytes_max))
 
     def flush(self) -> None:
-        """Wait until all that is on its way is there."""
+        """Wait for all writes."""
         self._settle(0)
 
     def note_read(self, nbytes: int) -> None:
-        """Count what was read back for an update."""
+        """Count bytes that were read for an update."""
         self.read_bytes += nbytes
         self._freed.note_read(nbytes)
 
     def note_failure(self, error: SsdtrainError) -> None:
-        """Count a tensor that stays in memory because the disk did not take it; say it once."""
+        """Count a failed write, whose tensor stays in memory, and log the first one."""
         self.failed_count += 1
         self._has_made_space(error)
         self.notices.say(
@@ -310,7 +297,7 @@ class Disk:
         )
 
     def _has_ended_a_write(self, error: SsdtrainError) -> bool:
-        """Wait for a write if there is no room: one that ends gives its older bytes' place back."""
+        """Wait for a write if the disk is full: its end frees the place of older bytes."""
         if not isinstance(error, NoSpaceError) or not self._in_flight:
             return False
         self._end_oldest()
@@ -318,14 +305,14 @@ class Disk:
 
     def _settle(self, bytes_max: int) -> None:
         began_s = perf_counter()
-        while self._in_flight_bytes > bytes_max or (self._in_flight and bytes_max == 0):
+        while self.in_flight_bytes > bytes_max or (self._in_flight and bytes_max == 0):
             self._end_oldest()
         self.stall_s += perf_counter() - began_s
 
     def _end_oldest(self) -> None:
         oldest, nbytes = self._in_flight[0]
         oldest.end_write()
-        # An interrupt above leaves it in the queue, and asks again.
+        # After an interrupt above, it is in the queue still.
         self._in_flight.popleft()
-        self._in_flight_bytes -= nbytes
+        self.in_flight_bytes -= nbytes
         self._freed.note_freed(oldest.nbytes)

@@ -1,20 +1,18 @@
-"""Gradients that are on the disk between the micro-batches of a step.
+"""Gradients that lie on the disk between the micro-batches of a step, to keep a bound.
 
-A gradient is made by the first micro-batch, and each later one adds to it: it lies idle from one
-backward's node to the same node of the next backward. Where all gradients together exceed a bound,
-those that are needed last leave memory meanwhile. What autograd adds, and to what, stays the same,
-so the sums have the bits of the plain run.
+Autograd adds the same tensors to the same gradients, so the sums have the bits of the plain run.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ssdtrain.away.classes import AwayGradient
@@ -24,73 +22,99 @@ from ssdtrain.away.tensors import OffloadedTensors
 from ssdtrain.errors import ConfigError
 from ssdtrain.machine.torch_internals import (
     current_backward,
+    holders_of,
     outside_compiler,
+    plainly,
     queue_callback,
     trains_with_others,
 )
 from ssdtrain.optimizer.chunks import name_of
-from ssdtrain.optimizer.shared_memory import is_given
 from ssdtrain.sharing import Budget, Room
 from ssdtrain.sizes import shown_bytes
 from ssdtrain.store import TensorStore
 from ssdtrain.watched import User
 
-__all__ = ["NAME", "Gradients", "gradients_of"]
+__all__ = ["NAME", "Gradients", "gradients_of", "is_foreign", "is_given"]
 
 NAME = "gradients"
-"""What they are called in the report of a session."""
+"""The name in the report of a session."""
 PARTS = 2
 """Gradients of one part of the parameters are used, and those of the next one are read."""
 WANTED = "offload_optimizer, whose gradients share this bound,"
 ADVICE = "give offload_optimizer a smaller max_gradient_bytes"
 
 
+def is_given(gradient: Tensor, param: Tensor | None) -> bool:
+    """Return whether a graph or another library (DLPack) has a gradient in C++.
+
+    Its parameter may have it; autograd has it as well while it accumulates.
+    """
+    alone_count, of_a_parameter_count = _holders_alone()
+    is_its_own = param is not None and param.grad is gradient
+    return holders_of(gradient) > (of_a_parameter_count if is_its_own else alone_count)
+
+
+@cache
+def _holders_alone() -> tuple[int, int]:
+    """Return ``holders_of`` a tensor, and of the gradient of one parameter."""
+    with plainly():
+        param, gradient = (Parameter(torch.zeros(1, device="cpu")), torch.zeros(1, device="cpu"))
+        alone_count = holders_of(gradient)
+        param.grad = gradient
+        return alone_count, holders_of(gradient)
+
+
+def is_foreign(tensor: Tensor) -> bool:
+    """Return whether numpy, a file, another library or another process has a tensor's memory."""
+    storage = tensor.untyped_storage()
+    return not storage.resizable() or storage.is_shared()
+
+
 class Gradient(OffloadedTensor):
-    """A gradient whose bytes may be in memory, on the disk, or on their way."""
+    """A gradient whose bytes may leave memory."""
 
     kind = AwayGradient
     noun = "gradient"
 
     def __init__(self, owner: Gradients, gradient: Tensor, param: Tensor) -> None:
-        # The place of its parameter: the gradient of the next step is another object.
+        # Keyed by its parameter: the gradient of the next step is another object.
         super().__init__(owner, gradient, "", id(param))
         self._optimizer = owner.optimizer
         self.param = weakref.ref(param)
-        """Whose gradient it was at the end of the last addition."""
+        """The parameter that had it after the last addition."""
 
     @property
     def name(self) -> str:
-        """What messages call this one."""
+        """The name in messages."""
         optimizer, param = self._optimizer(), self.param()
         if optimizer is None or param is None:
             return f"of shape {tuple(self.husk.shape)}"
         return name_of(vars(optimizer)["param_groups"], param)
 
     def leave(self, *, shared: bool = False) -> bool:
-        """Take the bytes out of the gradient, unless others may be using them, or have them."""
+        """Take the bytes out of the gradient, unless other code has them."""
         # defence: gradients stay that a graph or another library has
         return not self._is_given() and super().leave(shared=shared)
 
     def is_held(self) -> bool:
-        """Whether others have the memory of this gradient, which has its bytes."""
+        """Return whether other code has the memory of this gradient."""
         return self._is_given() or super().is_held()
 
     def _is_given(self) -> bool:
-        """Whether a graph or another library has the gradient."""
         tensor, param = self.tensor, self.param()
         assert tensor is not None
         return is_given(tensor, param)
 
 
 class Adding:
-    """To whose gradient a backward is adding now; it goes with the backward, also if that fails."""
+    """The gradient to which a backward adds now; it dies with the backward."""
 
     def __init__(self, owner: Gradients) -> None:
         self._owner = weakref.ref(owner)
         self.user: User | None = None
 
     def end(self) -> None:
-        """Let the last ones leave, which autograd has used until now."""
+        """Let gradients leave that autograd has used until now."""
         self.user = None
         owner = self._owner()
         if owner is not None:
@@ -98,7 +122,7 @@ class Adding:
 
 
 class Gradients(OffloadedTensors):
-    """Keeps the gradients of one optimizer's parameters under a bound."""
+    """The gradients of one optimizer's parameters, under a bound."""
 
     name = NAME
     too_many = "more than max_gradient_bytes=%s of gradients are in memory"
@@ -115,27 +139,27 @@ class Gradients(OffloadedTensors):
         super().__init__(store, max_bytes, room)
         self.optimizer = weakref.ref(optimizer)
         self._in_backward = in_backward
-        """Whether updates in backward are told first when an addition ends, and tell us then."""
+        """True if ``InBackward`` calls ``end_adding``, in the place of a hook."""
         self._largest_bytes = 0
         self._watched: dict[int, tuple[weakref.ref[Tensor], list[Any]]] = {}
-        # Not with the optimizer: gradients that are away have this, and backward may go on.
+        # Not when the optimizer dies: its gradients may be away, and backwards go on.
         weakref.finalize(self, _remove_all, self._watched).atexit = False
         self._adding: weakref.WeakValueDictionary[int, Adding] = weakref.WeakValueDictionary()
         """By the number of the backward."""
         self.part_bytes = max_bytes // PARTS
-        """So many gradients at most are used in one part of an update."""
+        """The most bytes of gradients in one part of an update."""
 
     @property
     def kept_bytes_max(self) -> int:
-        """So many bytes may wait in memory for updates in backward.
+        """The most bytes that may wait in memory for updates in backward.
 
-        Beside them are the one that backward used last and the one that it uses now.
+        Backward itself uses two gradients at once.
         """
         left_bytes = self.max_resident_bytes - 2 * self._largest_bytes
         return max(0, min(super().kept_bytes_max, left_bytes))
 
     def watch(self) -> None:
-        """Be told of the gradients of all parameters, also of new and unfrozen ones."""
+        """Put hooks on all parameters, also on new and unfrozen parameters."""
         optimizer = self.optimizer()
         assert optimizer is not None, "it is the one who calls"
         for number in [one for one, (there, _) in self._watched.items() if there() is None]:
@@ -162,13 +186,13 @@ class Gradients(OffloadedTensors):
         self._watched[id(param)] = weakref.ref(param), handles
 
     def begin_adding(self, param: Tensor) -> None:
-        """Have the gradient of a parameter in memory, to which autograd is about to add."""
+        """Bring the gradient of a parameter, to which autograd is about to add."""
         number = current_backward()
         adding = self._adding.get(number)
         if adding is None:
             self._adding[number] = adding = Adding(self)
             queue_callback(adding.end)
-        # Of one that never adds, because nothing is to be accumulated, the next is the end.
+        # A node without a gradient to add never ends its addition; the next one does.
         adding.user = None
         gradient = param.grad
         if gradient is not None and known_of(gradient) is not None:
@@ -178,13 +202,13 @@ class Gradients(OffloadedTensors):
             self.expect(param)
 
     def expect(self, param: Tensor) -> None:
-        """Have room for a gradient that is about to be made, or to be taken over."""
+        """Make room for a gradient that autograd or other code is about to make."""
         if param.nbytes >= MIN_BYTES and not trains_with_others():
             with self._lock:
                 self._make_room(param.nbytes)
 
     def end_adding(self, param: Tensor, user: User | None = None) -> None:
-        """Let gradients leave, now that one more has its sum; not this one, if it has a user."""
+        """Let gradients leave, now that an addition has ended; a user keeps this one."""
         adding = self._adding.get(current_backward())
         if adding is not None:
             adding.user = None
@@ -200,11 +224,11 @@ class Gradients(OffloadedTensors):
             one.note_user(user)
         if isinstance(one, Gradient):
             one.param = weakref.ref(param)
-        # That may be another optimizer, which has these parameters too.
+        # Another optimizer of this parameter may be its owner.
         one.owner.note_use(one)
 
     def bring_for(self, user: User, gradient: Tensor) -> None:
-        """Have a gradient in memory as long as there is this user."""
+        """Bring a gradient, and keep it in memory as long as the user lives."""
         one = known_of(gradient)
         if one is not None:
             one.owner.begin_use([one], user)
@@ -221,23 +245,23 @@ class Gradients(OffloadedTensors):
             return True
         if gradient.requires_grad or why_staying(gradient, Tensor) is not None:
             return False
-        # Of memory of numpy or of another library torch cannot tell who has it.
+        # Torch does not know the users of memory of numpy or of another library.
         # defence: gradients on memory of others stay
         return gradient.untyped_storage().resizable()
 
     def end_backward(self) -> None:
-        """Let the last ones leave, which a backward has used until now."""
+        """Let gradients leave that a backward has used until now."""
         with self._lock:
             self._make_room(0)
 
     @property
     def failed_count(self) -> int:
-        """How often the disk did not take one."""
+        """Failed writes."""
         return self._failed_count
 
     @property
     def peak_bytes(self) -> int:
-        """The most that was in memory at once, of those that may leave it."""
+        """The most bytes in memory at once, of gradients that may leave it."""
         return self._peak_bytes
 
 
@@ -271,7 +295,7 @@ def _remove_all(watched: dict[int, tuple[weakref.ref[Tensor], list[Any]]]) -> No
 def least_count(*, in_backward: bool) -> int:
     """Return how many of the largest gradient a bound has to hold.
 
-    Where updates are made in backward, the last one is still in use when the next one comes.
+    Updates in backward still use one gradient when the next one comes.
     """
     return 2 if in_backward else 1
 
@@ -284,7 +308,7 @@ def gradients_of(
     *,
     in_backward: bool,
 ) -> Gradients:
-    """Return what keeps the gradients of an optimizer under a bound.
+    """Return the gradients of an optimizer, under a bound.
 
     Raises:
         ConfigError: The bound does not hold the largest gradient.

@@ -1,15 +1,14 @@
-"""Float32 masters of parameters of 16 bits: the step over them, and what of them is stored.
+"""Float32 masters of 16-bit parameters (arXiv 1710.03740): the step over them, and their storage.
 
-A master lies in the state of its parameter, under ``MASTER``. The optimizer's own step never finds
-it there: it runs over leaves on the memory of the masters, in the place of the parameters. Where it
-leaves memory, only that goes to the disk which the bfloat16 weight does not say already. The idea
-is that of mixed precision with masters (arXiv 1710.03740), kept as in ZeRO (arXiv 1910.02054).
+A master is the entry ``MASTER`` of its parameter's state. The optimizer's own step runs over leaves
+on the memory of masters, in the place of parameters. On the disk lie only the bits of a master that
+the bfloat16 weight does not have.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,13 +19,11 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ssdtrain._core import MasterCode
-from ssdtrain.away.classes import is_away
-from ssdtrain.errors import ConfigError, UnsupportedError
+from ssdtrain.errors import ConfigError
 from ssdtrain.machine.torch_internals import copy_each, plainly
-from ssdtrain.optimizer.chunks import Chunk, name_of, update
+from ssdtrain.optimizer.chunks import Chunk, is_sparse, name_of, update
 from ssdtrain.optimizer.contract import Rebound
 from ssdtrain.optimizer.disk import Away, Disk
-from ssdtrain.optimizer.shared_memory import sharing_memory
 from ssdtrain.optimizer.state import ParameterState
 from ssdtrain.store import is_dense
 from ssdtrain.watched import HOLDER
@@ -39,32 +36,26 @@ __all__ = [
     "drop_stale",
     "load_as_masters",
     "refuse_cast_masters",
-    "refuse_shared_memory",
-    "say_if_there_are_none",
     "wants_master",
+    "warn_without_masters",
     "without_master",
 ]
 
 MASTER = "master_weight"
 """The key of a master in the state of its parameter."""
 KINDS = (torch.bfloat16, torch.float16)
-LOAD_HOOKS = (
-    "_optimizer_load_state_dict_pre_hooks",
-    "_optimizer_load_state_dict_post_hooks",
-)
-"""What torch calls these."""
 WORKING_BYTES = 6
-"""Of each number that is updated, beside its state as it is stored: the whole master takes two more
-than what is stored of it, and the gradient in float32 four."""
+"""Memory of each number beside its stored state: two bytes more for the whole master, and four for
+the gradient in float32."""
 
 
 def wants_master(param: Tensor) -> bool:
-    """Whether a parameter has a float32 master: those of 16 bits."""
+    """Return whether a parameter is bfloat16 or float16, so that it has a float32 master."""
     return param.dtype in KINDS
 
 
 class MasterAway(Away):
-    """Stands in a state for a master: what the weight does not say, in memory or on the disk."""
+    """Stands in a state for a master: the bits that the weight does not have."""
 
     __slots__ = ("_code", "_weight")
 
@@ -77,25 +68,25 @@ class MasterAway(Away):
         self._weight = weight
 
     def unsent(self) -> Tensor | None:
-        """Return what is to be written, if it is in memory only."""
+        """Return the bits, if they were never written."""
         return self.source if self.stored is None else None
 
     def settled(self) -> Away:
-        """Wait for the write. Nobody changes what is in memory, so this may be put back."""
+        """Wait for the write. Nobody changes the bits in memory, so this entry is kept."""
         self.end_write()
         return self
 
     def tensor(self) -> Tensor:
-        """Wait for the master and return it; that of a weight that was changed is the weight."""
+        """Return the master; if other code has changed the weight, the master is the weight."""
         return self._unpacked(super().tensor())
 
     def begin_look(self) -> Callable[[], Tensor]:
-        """Begin to bring the bytes into memory, and return what waits for them."""
+        """Begin to read, and return a function that waits for the master."""
         payload = super().begin_look()
         return lambda: self._unpacked(payload())
 
     def copy(self) -> Tensor:
-        """Return the master as a tensor of its own; what is stored stays where it is."""
+        """Return a copy of the master; the bits on the disk stay there."""
         source = self.source
         return self._unpacked(super().copy() if source is None else source)
 
@@ -109,43 +100,43 @@ class MasterAway(Away):
             weight.data_ptr(), payload.data_ptr(), master.data_ptr()
         ):
             return master
-        _say_changed(self._disk)
-        return _begun_anew(weight)
+        _warn_of_change(self._disk)
+        return _widened(weight)
 
 
 @dataclass(eq=False)
 class Leaf:
-    """What the optimizer's own step gets in the place of a parameter."""
+    """The tensor that the optimizer's own step updates in the place of a parameter."""
 
     param: Tensor
     tensor: Tensor
-    """A leaf: on the memory of the master, or a copy of a parameter that has none."""
+    """On the memory of the master, or a copy of a parameter that has none."""
     master: Tensor | None
-    """Also what somebody holds who has looked at it, and sees it change."""
+    """Code that has looked at the master holds this tensor, and sees the update."""
     inner: Any = None
-    """What the optimizer's own step is given as the state."""
+    """The state that the optimizer's own step gets."""
     is_put: bool = False
-    """Whether master and state are those of the parameter already."""
+    """True once master and state are in the state of the parameter."""
 
     def rounded(self) -> Tensor:
-        """Return the parameter as it is after the update."""
+        """Return the updated parameter, in its own dtype."""
         return self.tensor.detach().to(self.param.dtype)
 
     def updated_master(self) -> Tensor:
-        """Return the master as the update has left it."""
+        """Return the updated master."""
         assert self.master is not None, "it is a copy"
         # An optimizer may give its parameter other memory (`p.data = ...`).
         is_same = self.tensor.data_ptr() == self.master.data_ptr()
         return self.master if is_same else self.tensor.detach()
 
     def let_go(self) -> None:
-        """Hold the master no more."""
+        """Drop the references to the master."""
         for name in ("tensor", "master", "inner"):
             vars(self).pop(name, None)
 
 
 class Masters:
-    """The masters of an optimizer's parameters. Used by the thread that updates."""
+    """The masters of an optimizer's parameters."""
 
     def __init__(self, disk: Disk) -> None:
         self._disk = disk
@@ -159,30 +150,25 @@ class Masters:
         options: dict[str, Any],
         *,
         states: Any,
-        staying: set[int],
     ) -> None:
-        """Run the optimizer's own step over a chunk, over masters where there are some."""
+        """Run the optimizer's own step over the masters and other parameters of a chunk."""
         leaf: Leaf | None
         leaves: list[Leaf] = []
         params: list[Tensor] = []
-        unknown = [param for param in chunk.params if param not in states]
         try:
             self._begin_all(chunk, states, leaves, params)
             update(on, step, Chunk(chunk.group, params, chunk.params), rebound, options)
             params.clear()
             for leaf in leaves:
-                # From here on only what the step has left counts.
+                # From here on the entries that the step has left count.
                 leaf.inner = None
             leaf = None
-            self._end_all(leaves, states, staying)
+            self._end_all(leaves, states)
         except BaseException:
-            # Also of an interrupt, which may have come anywhere above.
+            # An interrupt may come anywhere above.
             params.clear()
-            self._end_in_any_case(leaves, states, staying)
+            self._end_in_any_case(leaves, states)
             raise
-        finally:
-            # Those without masters have a state already: all come in their order.
-            states.put_last(unknown)
 
     def _begin_all(
         self, chunk: Chunk, states: Any, leaves: list[Leaf], params: list[Tensor]
@@ -202,8 +188,8 @@ class Masters:
     def begin(self, param: Tensor, state: Any, gradient: Tensor) -> Leaf:
         """Return a leaf with the master of a parameter, and with its gradient in float32.
 
-        A master stands as long as its rounding is the parameter. Whoever has changed the parameter
-        since has given it another master: itself.
+        If the master, rounded, is not the parameter, other code has changed the parameter, which
+        then is its own master.
         """
         master = None
         if isinstance(state, dict):
@@ -212,8 +198,8 @@ class Masters:
             master = state.get(MASTER)
         if not _is_rounded_to(master, param.detach()):
             if master is not None:
-                _say_changed(self._disk)
-            master = _begun_anew(param.detach())
+                _warn_of_change(self._disk)
+            master = _widened(param.detach())
         assert isinstance(master, Tensor)
         if isinstance(param, Parameter):
             leaf: Tensor = Parameter(master, requires_grad=param.requires_grad)
@@ -222,22 +208,21 @@ class Masters:
         vars(leaf).update({name: value for name, value in vars(param).items() if name != HOLDER})
         leaf.grad = gradient.detach().float()
         inner = without_master(state) if isinstance(state, dict) else None
-        # A state that has a master only is one that the optimizer itself has not made yet.
+        # The optimizer has not made its state yet if a master is all there is.
         return Leaf(param, leaf, master, inner if inner or MASTER not in (state or {}) else None)
 
-    def end(self, leaf: Leaf, states: Any, inner: Any, weight: Tensor, *, stays: bool) -> None:
-        """Put a master, and what the optimizer keeps besides, into the state of the parameter.
+    def end(self, leaf: Leaf, states: Any, inner: Any, weight: Tensor) -> None:
+        """Put a master, and the entries that the step has left, into the state of the parameter.
 
         ``weight`` has the bits of the parameter after the update.
         """
         self._put(leaf, states, inner or {})
         del inner
         leaf.let_go()
-        if not stays:
-            self.fold(states[leaf.param], leaf.param, weight)
+        self.fold(states[leaf.param], leaf.param, weight)
 
     def _put(self, leaf: Leaf, states: Any, inner: Any) -> None:
-        """Put it into the state. After an interrupt it may be called again."""
+        """Put a master and ``inner`` into the state. An interrupted call may be repeated."""
         state = states.get(leaf.param)
         if not isinstance(state, ParameterState):
             state = ParameterState(state or {})
@@ -250,7 +235,7 @@ class Masters:
         leaf.is_put = True
 
     def fold(self, state: Any, param: Tensor, weight: Tensor) -> None:
-        """Keep of a master only what its weight does not say, if it may leave memory."""
+        """Keep only the bits of a master that its weight does not have, if it may leave memory."""
         if type(state) is not ParameterState or not state.may_leave(MASTER, self._disk):
             return
         packed = _packed(dict.__getitem__(state, MASTER), weight.detach())
@@ -260,17 +245,14 @@ class Masters:
             state[MASTER] = MasterAway(self._disk, code, payload, param, master)
 
     def adopt(self, state: Any, param: object) -> None:
-        """Take over a state from before, or one that was loaded: all of it is float32 from now on.
-
-        That is what torch makes of it where it is loaded for float32 parameters.
-        """
+        """Make an older or loaded state float32, as torch does for float32 parameters."""
         if isinstance(param, Tensor) and isinstance(state, dict) and wants_master(param):
             _widen(state)
             self.fold(state, param, param)
 
-    def _end_all(self, leaves: list[Leaf], states: Any, staying: set[int]) -> None:
-        """End what is left of some leaves. After an interrupt it may be called again."""
-        # First, and at once: an interrupt leaves no weight behind its master.
+    def _end_all(self, leaves: list[Leaf], states: Any) -> None:
+        """Put all leaves into weights and states. An interrupted call may be repeated."""
+        # By one call, and first: an interrupt leaves no weight behind its master.
         left = [leaf for leaf in leaves if not leaf.is_put]
         if left:
             # Detached and not in no_grad(), which an interrupt at its end would leave on.
@@ -281,24 +263,24 @@ class Masters:
         while leaves:
             leaf = leaves[-1]
             if not leaf.is_put:
-                # Without an entry the step was not begun, or has left none.
+                # No entry: the step has not begun, or has left none.
                 self._put(leaf, states, states.get(leaf.tensor, leaf.inner) or {})
             states.pop(vars(leaf).get("tensor"), None)
             leaf.let_go()
-            if id(leaf.param) not in staying:
+            if not is_sparse(leaf.param.grad):
                 self.fold(states[leaf.param], leaf.param, leaf.param)
             leaves.pop()
 
-    def _end_in_any_case(self, leaves: list[Leaf], states: Any, staying: set[int]) -> None:
+    def _end_in_any_case(self, leaves: list[Leaf], states: Any) -> None:
         while leaves:
             try:
-                self._end_all(leaves, states, staying)
+                self._end_all(leaves, states)
             except KeyboardInterrupt:
-                # One is raised already when all is whole; whoever is impatient sends more.
+                # The caller raises the first interrupt once all is whole.
                 continue
             except BaseException:
                 for leaf in leaves:
-                    # One that was put into the state of its parameter is in no dict any more.
+                    # A leaf in the state of its parameter has no "tensor" any more.
                     states.pop(vars(leaf).get("tensor"), None)
                 raise
 
@@ -311,13 +293,13 @@ def _widen(state: dict[Any, Any]) -> None:
 
 
 def drop_stale(state: Any, param: Tensor) -> None:
-    """Drop the master of a parameter that was made float32 itself."""
+    """Drop the master of a parameter that is float32 now."""
     if isinstance(state, dict) and not wants_master(param):
         dict.pop(state, MASTER, None)
 
 
 def without_master(state: Any) -> ParameterState:
-    """Return the state of a parameter as its optimizer knows it, with the same tensors."""
+    """Return a state without its master, with the same tensors."""
     return ParameterState((key, value) for key, value in state.items() if key != MASTER)
 
 
@@ -326,51 +308,41 @@ def load_as_masters(
 ) -> None:
     """Let torch load a state as that of float32 parameters: it casts it to the dtype of these.
 
-    Whatever goes wrong, an interrupt too, leaves the state and the groups of before. Hooks see the
-    optimizer with its own parameters, before and after.
+    After an error or an interrupt the optimizer has the state and the groups of before.
     """
     attributes, back = vars(optimizer), dict[Tensor, Tensor]()
-    before_load, after_load = (attributes[name] for name in LOAD_HOOKS)
-    state_dict = state_dict.copy()
-    for hook in before_load.values():
-        changed = hook(optimizer, state_dict)
-        state_dict = state_dict if changed is None else changed
-    groups, states = attributes["param_groups"], attributes["state"]
-    stand_ins = [[_stand_in(param, back) for param in group["params"]] for group in groups]
-    no_hooks = {name: OrderedDict[int, Any]() for name in LOAD_HOOKS}
-    as_before = dict(zip(LOAD_HOOKS, (before_load, after_load), strict=True))
-    as_before |= {"param_groups": groups, "state": states}
+    groups = attributes["param_groups"]
+    after = {"param_groups": groups, "state": attributes["state"]}
     try:
-        attributes.update(no_hooks, param_groups=_with_params(groups, stand_ins))
+        attributes["param_groups"] = [
+            {**group, "params": [_stand_in(param, back) for param in group["params"]]}
+            for group in groups
+        ]
         load(state_dict)
-        originals = [group["params"] for group in groups]
         loaded: defaultdict[Any, Any] = defaultdict(dict)
         for key, state in attributes["state"].items():
             loaded[back.get(key, key) if isinstance(key, Tensor) else key] = state
-        loaded_groups = _with_params(attributes["param_groups"], originals)
-        as_before |= {"param_groups": loaded_groups, "state": loaded}
+        loaded_groups = [
+            {**new, "params": old["params"]}
+            for new, old in zip(attributes["param_groups"], groups, strict=True)
+        ]
+        after = {"param_groups": loaded_groups, "state": loaded}
     finally:
         # One call, so that an interrupt comes before all of it or after.
-        attributes.update(as_before)
-    for hook in after_load.values():
-        hook(optimizer)
-
-
-def _with_params(groups: list[dict[str, Any]], params: list[list[Tensor]]) -> list[dict[str, Any]]:
-    return [{**group, "params": own} for group, own in zip(groups, params, strict=True)]
+        attributes.update(after)
 
 
 def _stand_in(param: Tensor, back: dict[Tensor, Tensor]) -> Tensor:
     if not wants_master(param):
         return param
-    # The shape of the parameter, and the memory of one number.
+    # All elements are one number in memory.
     made = torch.empty((), dtype=torch.float32, device=param.device).expand(param.shape)
     back[made] = param
     return made
 
 
 def refuse_cast_masters(optimizer: Optimizer) -> None:
-    """Refuse a state whose masters torch has rounded: it was loaded before there could be some."""
+    """Refuse masters that torch has rounded, as it loads a state for 16-bit parameters."""
     for param, state in optimizer.state.items():
         master = state.get(MASTER) if isinstance(state, dict) else None
         if isinstance(master, Tensor) and master.dtype is not torch.float32:
@@ -382,34 +354,17 @@ def refuse_cast_masters(optimizer: Optimizer) -> None:
             )
 
 
-def refuse_shared_memory(groups: list[dict[str, Any]]) -> None:
-    """Refuse parameters that lie upon each other: each would have a master of its own."""
-    params = [
-        param
-        for group in groups
-        for param in group["params"]
-        # Of one with holes, another may lie in these. One that is away lies alone.
-        if wants_master(param) and is_dense(param) and not is_away(param)
-    ]
-    if sharing_memory(params, own_elements=True):
-        raise UnsupportedError(
-            "two parameters of this optimizer lie in the same memory, and with master_dtype "
-            "each would have a master of its own, of which only the last one counted; use the "
-            "same Parameter in both places"
-        )
-
-
 def _form_of(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-def _begun_anew(weight: Tensor) -> Tensor:
+def _widened(weight: Tensor) -> Tensor:
     with plainly():
         return weight.to(torch.float32, copy=True)
 
 
 def _lie_alike(master: Tensor, weight: Tensor) -> bool:
-    """Whether the elements lie in the same order, one after the other, so that it can be packed."""
+    """Return whether both are dense and have the same strides, so that a master can be packed."""
     return (
         weight.dtype is torch.bfloat16
         and weight.is_cpu
@@ -420,7 +375,7 @@ def _lie_alike(master: Tensor, weight: Tensor) -> bool:
 
 
 def _is_rounded_to(master: object, weight: Tensor) -> bool:
-    """Whether a weight is its master, rounded; any NaN is the rounding of any other."""
+    """Return whether a weight is its master, rounded; all NaNs count as equal."""
     if not isinstance(master, Tensor) or master.dtype is not torch.float32:
         return False
     if not wants_master(weight) or master.shape != weight.shape:
@@ -434,10 +389,10 @@ def _is_rounded_to(master: object, weight: Tensor) -> bool:
 
 
 def _packed(master: Tensor, weight: Tensor) -> tuple[MasterCode, Tensor] | None:
-    """Return what a weight does not say of its master, or ``None`` if that is all of it."""
+    """Return the bits of a master that its weight does not have; ``None`` if they do not pack."""
     if master.dtype is not torch.float32 or not _lie_alike(master, weight):
         return None
-    # A default device, as users may set, is not where the bytes are.
+    # Not on a default device of the user.
     payload = torch.empty(
         MasterCode.payload_len_max(master.numel()), dtype=torch.int16, device="cpu"
     )
@@ -445,8 +400,8 @@ def _packed(master: Tensor, weight: Tensor) -> tuple[MasterCode, Tensor] | None:
     return None if code is None else (code, payload[: code.payload_len])
 
 
-def say_if_there_are_none(disk: Disk, groups: list[dict[str, Any]], *, wanted: bool) -> None:
-    """Tell whoever wanted masters if no parameter has one."""
+def warn_without_masters(disk: Disk, groups: list[dict[str, Any]], *, wanted: bool) -> None:
+    """Log a warning if masters are wanted, and no parameter has one."""
     dtypes = {param.dtype for group in groups for param in group["params"]}
     if wanted and dtypes.isdisjoint(KINDS):
         disk.notices.say(
@@ -457,7 +412,7 @@ def say_if_there_are_none(disk: Disk, groups: list[dict[str, Any]], *, wanted: b
         )
 
 
-def _say_changed(disk: Disk) -> None:
+def _warn_of_change(disk: Disk) -> None:
     disk.notices.say(
         "changed weight",
         "a weight was changed by other code than its optimizer since the last step "

@@ -1,7 +1,4 @@
-"""``ssdtrain.offload_optimizer``: keep the state of an optimizer on SSDs.
-
-The optimizer gets the class of offloaded ones, which is derived from its own class, too.
-"""
+"""``ssdtrain.offload_optimizer``: keep the state of an optimizer on SSDs."""
 
 from __future__ import annotations
 
@@ -19,20 +16,19 @@ from ssdtrain.machine.torch_internals import outside_compiler
 from ssdtrain.optimizer.buffers import NAME, Buffers, part_of, refuse_small_bound, within
 from ssdtrain.optimizer.chunks import own_step
 from ssdtrain.optimizer.contract import (
+    is_of_torch,
+    params_of,
     refuse_lists_of_parameters,
-    refuse_options_of_shards,
+    refuse_shards,
+    refuse_shared_memory,
     refuse_unfit,
     take_over_step,
 )
 from ssdtrain.optimizer.disk import Disk
 from ssdtrain.optimizer.gradients import gradients_of
-from ssdtrain.optimizer.masters import (
-    refuse_cast_masters,
-    refuse_shared_memory,
-    say_if_there_are_none,
-)
+from ssdtrain.optimizer.masters import refuse_cast_masters, warn_without_masters
 from ssdtrain.optimizer.offloaded import Offloaded, Overlap
-from ssdtrain.optimizer.trial import behaviour_of
+from ssdtrain.optimizer.trial import state_share_of
 from ssdtrain.optimizer.whole_state import WholeState
 from ssdtrain.place import Place, opened
 from ssdtrain.sizes import in_bytes
@@ -61,68 +57,66 @@ def offload_optimizer(
 ) -> AnyOptimizer:
     """Keep the state of an optimizer on SSDs, and return the same optimizer.
 
-    Its ``step`` runs the optimizer's own code over one part of the parameters after the other,
-    while the state of the next part is read and that of the last one is written: the update has the
-    same bits as the plain one. ``state[param]``, ``state_dict()`` and ``load_state_dict()`` work as
-    ever. The idea is that of ZeRO-Infinity (arXiv 2104.07857) and Fuyou (arXiv 2403.06504).
+    ``step`` runs the optimizer's own code over one part of the parameters after the other, while
+    the state of the next part is read and that of the last part is written. The update has the bits
+    of the plain one. ``state[param]``, ``state_dict()`` and ``load_state_dict()`` work as ever. The
+    idea is that of ZeRO-Infinity (arXiv 2104.07857) and Fuyou (arXiv 2403.06504).
 
     Args:
-        optimizer: One that keeps the contract: ``step()`` writes parameters and ``state[param]``,
-            and may rebind numbers on its groups or on itself, to the same value for each part of
-            the parameters; it changes nothing else in place. torch's own classes do, but LBFGS.
-            Others are tried on small tensors.
-        dir: A local directory, a list of them, a ``TensorStore``, to be kept open meanwhile, or
-            the session of a ``with ssdtrain.offload(...)`` block: its files, quota and report, and
-            its ``max_resident_bytes``, which then holds for activations and updates together. The
-            optimizer may be used after the block.
-        overlap: When updates are made. ``"step"``: in ``step()``. ``"backward"``: they are made in
-            backward, as soon as gradients are complete, which are freed, and ``step()`` puts them
-            in place. Whoever clips, unscales or looks at gradients then gets an
-            ``UnsupportedError``. With several micro-batches in a step, say which is the last:
-            ``optimizer.set_is_last_backward(False)``, and ``(True)``.
-        buffer_bytes: Memory for the state that is read, updated and written at the same time, in
-            bytes or text such as ``"256MiB"``. A single parameter takes what it needs. Of the
-            ``max_resident_bytes`` of a session a quarter is taken at most.
+        optimizer: An optimizer that keeps the contract: ``step()`` writes parameters and
+            ``state[param]``, and may rebind numbers on its groups or on itself, to the same value
+            for each part of the parameters; it calls a closure once, before all else, and changes
+            nothing else in place. torch's own classes do, except LBFGS. Other classes are tried on
+            small tensors.
+        dir: A local directory, a list of directories, a ``TensorStore`` that stays open, or the
+            session of a ``with ssdtrain.offload(...)`` block: its files, quota, report and
+            ``max_resident_bytes``. The optimizer may be used after the block.
+        overlap: ``"step"``: ``step()`` makes the updates. ``"backward"``: backward computes each
+            update as soon as the gradient is complete, and frees the gradient; ``step()`` puts the
+            updates in place. Code that then clips, unscales or looks at gradients gets an
+            ``UnsupportedError``. With several micro-batches in a step, call
+            ``optimizer.set_is_last_backward(False)``, and ``(True)`` before the last.
+        buffer_bytes: Memory for state that is read, updated and written at the same time, in bytes
+            or text such as ``"256MiB"``; at most a quarter of a session's ``max_resident_bytes``.
+            A single large parameter may take more.
         max_disk_bytes: Bound on the bytes that this call reserves on disk, in a file of its own;
-            what does not fit stays in memory. Without it, all that name the same directories share
-            a file.
+            state beyond it stays in memory. Without it, all calls that name the same directories
+            share a file.
         verify: Checksum each tensor before its write and after its read.
-        undo: A step that fails or is interrupted is undone, so that model and optimizer are those
-            of the last whole step. Costs a write of the weights in each step, and space on the
-            disk for the state twice and the weights once. ``overlap="backward"`` does it in any
-            case, without that write.
+        undo: Undo a step that fails or is interrupted. Each step then writes the weights, and the
+            disk needs space for the state twice and the weights once. ``overlap="backward"`` undoes
+            such a step in any case, without that write.
         master_dtype: ``torch.float32`` keeps a float32 master of each bfloat16 and float16
             parameter: the step runs over the masters, with gradients and state in float32, and the
-            parameter is the master, rounded. Of a bfloat16 one's master two bytes are stored for
-            each number. Parameters of other dtypes have none. A parameter that other code changes
-            is its own master from then on.
+            parameter is the master, rounded. The master of a bfloat16 parameter takes two bytes on
+            disk for each number. A parameter that other code changes is its own master from then
+            on. Parameters of other dtypes have none.
         max_gradient_bytes: Bound on the gradients in memory, in bytes or text such as ``"8GiB"``.
-            Where they alone exceed it, they leave memory between the micro-batches of a step, and
-            come back when autograd adds to them and for their update. With ``"backward"`` the last
-            micro-batch has them updated and freed, and no more leaves. ``None``: they stay in
-            memory.
-        per_parameter: The optimizer keeps the contract: it is trusted, and not tried. With
-            ``"backward"`` it draws no random numbers either. Of a class that is not torch's, and
-            not trusted, updates are made in ``step()``.
+            Gradients beyond it leave memory between the micro-batches of a step. With
+            ``"backward"`` the last micro-batch updates and frees them, so none leaves.
+        per_parameter: ``True`` says that the optimizer keeps the contract, so it is not tried;
+            with ``"backward"`` also that its step draws no random numbers, and keeps no view of a
+            weight in its state. Without it, ``step()`` makes the updates of a class that is not
+            torch's.
 
     Returns:
         The same optimizer, now also with ``offload_stats`` and ``lost_parameters``.
 
     Raises:
-        ConfigError: No optimizer of torch, one that is offloaded already, or whose ``step`` was
-            replaced; a directory or options that cannot be used; a session that has ended, or
-            whose ``max_resident_bytes`` is too small for a single parameter.
-        UnsupportedError: The optimizer breaks the contract (LBFGS), or its parameters are not on
-            the CPU; ``"backward"`` or masters of one that keeps lists of its parameters; those in
-            shards (DTensor) with more than ``"step"`` and ``undo``, or with an update that
-            communicates, which is tried: call this in all processes. In backward, in ``step`` and
-            for what uses a gradient: too late for ``overlap="backward"``.
-        BudgetError: In ``step``, before anything is changed: other users of the session's
+        ConfigError: No optimizer of torch, an offloaded one, or one whose ``step`` was replaced; a
+            directory or options that cannot be used; a session that has ended, or whose
+            ``max_resident_bytes`` is too small for a single parameter.
+        UnsupportedError: The optimizer breaks the contract, or its parameters are not on the CPU;
+            with ``"backward"``, masters or ``undo``, two parameters lie on the same memory; with
+            ``"backward"`` or masters, the optimizer keeps lists of its parameters; for parameters
+            in shards (DTensor), all options but ``undo``, and updates that may communicate. With
+            ``"backward"``, uses of a gradient that come too late raise it.
+        BudgetError: In ``step``, before any change: other users of the session's
             ``max_resident_bytes`` leave too little of it.
-        StorageError: In ``step``: state could not be read back. With ``undo`` (and with
-            ``overlap="backward"``) nothing has changed, and the step can be made again. Without,
-            every other parameter was updated; the optimizer refuses further steps until a state is
-            loaded, or that of each of its ``lost_parameters`` is given up with
+        StorageError: In ``step``: state could not be read. With ``undo`` or
+            ``overlap="backward"`` nothing has changed, and ``step`` may be called again. Without,
+            all other parameters were updated, and the optimizer refuses further steps until a state
+            is loaded, or the state of each of its ``lost_parameters`` is given up with
             ``optimizer.state.pop(parameter)``.
 
     """
@@ -133,21 +127,26 @@ def offload_optimizer(
     gradient_bytes = optional_bytes("max_gradient_bytes", max_gradient_bytes)
     _refuse_other_values(overlap, undo=undo, per_parameter=per_parameter)
     has_masters = _has_masters(optimizer, master_dtype)
-    refuse_options_of_shards(
+    is_trusted = per_parameter or is_of_torch(type(optimizer))
+    refuse_shards(
         optimizer,
-        overlap=overlap,
-        has_masters=has_masters,
-        has_gradient_bound=gradient_bytes is not None,
+        type(optimizer),
+        is_trusted=is_trusted,
+        overlap=overlap != "step",
+        master_dtype=has_masters,
+        max_gradient_bytes=gradient_bytes is not None,
     )
-    behaviour = behaviour_of(optimizer, has_masters=has_masters, per_parameter=per_parameter)
+    state_share = state_share_of(optimizer, has_masters=has_masters, per_parameter=per_parameter)
     if overlap == "backward":
         refuse_lists_of_parameters(optimizer, 'overlap="backward"', 'overlap="step"')
     if has_masters:
         refuse_lists_of_parameters(optimizer, "master_dtype", "master_dtype=None")
+    if overlap == "backward" or has_masters or undo:
+        refuse_shared_memory(params_of(optimizer), 'overlap="backward", master_dtype or undo')
     buffer = in_bytes("buffer_bytes", buffer_bytes)
     store, share = opened(dir, max_disk_bytes, verify, caller="offload_optimizer", name=NAME)
     budget = None if share is None else share.budget
-    refuse_small_bound(optimizer, budget, behaviour.state_share, has_masters=has_masters)
+    refuse_small_bound(optimizer, budget, state_share, has_masters=has_masters)
     buffer = within(buffer, budget)
     disk = Disk(store, in_flight_bytes_max=part_of(buffer), min_bytes=STATE_MIN_BYTES)
     buffers = Buffers(optimizer, disk, budget, buffer)
@@ -157,11 +156,12 @@ def offload_optimizer(
             optimizer, store, budget, gradient_bytes, in_backward=overlap == "backward"
         )
     begin = partial(
-        Offloaded._begin,  # noqa: SLF001 - the constructor of what the optimizer becomes
+        Offloaded._begin,  # noqa: SLF001 - the constructor of the new class
         disk=disk,
         buffers=buffers,
         overlap=overlap,
-        behaviour=behaviour,
+        is_trusted=is_trusted,
+        state_share=state_share,
         undo=undo,
         has_masters=has_masters,
         gradients=gradients,
@@ -172,9 +172,9 @@ def offload_optimizer(
         if gradients is not None:
             gradients.give_back()
         raise
-    say_if_there_are_none(disk, optimizer.param_groups, wanted=has_masters)
-    # What fails or interrupts from here on leaves an optimizer that is offloaded: it is in the
-    # report first, and each step makes up for the other two.
+    warn_without_masters(disk, optimizer.param_groups, wanted=has_masters)
+    # An error or an interrupt from here on leaves an offloaded optimizer: each step repeats the
+    # last two calls.
     if share is not None:
         share.register(buffers)
         if gradients is not None:
@@ -185,11 +185,6 @@ def offload_optimizer(
 
 
 def _refuse_other_values(overlap: object, **flags: object) -> None:
-    if overlap == "forward":
-        raise ConfigError(
-            'overlap="forward" is not there: use "backward", which updates each parameter while '
-            "backward computes"
-        )
     if overlap not in ("step", "backward"):
         raise ConfigError(f'overlap is "step" or "backward", not {overlap!r}')
     for name, flag in flags.items():
@@ -203,12 +198,11 @@ def _has_masters(optimizer: Optimizer, master_dtype: object) -> bool:
     if master_dtype is not torch.float32:
         raise ConfigError(f"master_dtype is None or torch.float32, not {master_dtype!r}")
     refuse_cast_masters(optimizer)
-    refuse_shared_memory(optimizer.param_groups)
     return True
 
 
 def become_offloaded(optimizer: Optimizer, begin: Callable[..., object]) -> Offloaded:
-    """Give an optimizer the class of offloaded ones; a failure leaves it as it was."""
+    """Give an optimizer the class of offloaded optimizers; a failure leaves it as it was."""
     kind: type[Optimizer] = type(optimizer)
     attributes = dict(vars(optimizer))
     _refuse_names(kind, set(attributes))
@@ -243,14 +237,14 @@ def _refuse_names(kind: type[Optimizer], attributes: set[str]) -> None:
 
 @cache
 def _offloaded_class(kind: type[Optimizer]) -> type[Optimizer]:
-    """Return the class of the offloaded optimizers of this kind."""
+    """Return the class of offloaded optimizers of this kind."""
 
     def step(self: Any, *given: Any, **named: Any) -> Any:
-        # Around it torch puts the hooks on steps, into which the compiler may look.
+        # torch's wrapper around this function runs the hooks on steps; the compiler may enter it.
         return outside_compiler(partial(Offloaded.step, self._itself(), *given, **named))
 
     step.__doc__ = kind.step.__doc__
-    # What asks which arguments a step takes (`GradScaler`) is told those of its own.
+    # `GradScaler` asks which arguments a step takes.
     vars(step)["__signature__"] = inspect.signature(own_step(kind))
     vars(step).update(vars(Offloaded.step))
     names = {"__doc__": kind.__doc__, "__module__": kind.__module__, "step": step}
@@ -258,8 +252,8 @@ def _offloaded_class(kind: type[Optimizer]) -> type[Optimizer]:
     class OffloadedFirst(type(kind)):  # type: ignore[misc]
         """Looks methods up in our class first, though the optimizer's own is the first base.
 
-        Python lets an object change its class only where the first bases lead to the same memory
-        layout. They would not if ours came first and `kind` had `ABC` or `Generic` as first base.
+        Python lets an object change its class only if the first bases have the same memory layout,
+        which fails for ours if the first base of ``kind`` is ``ABC`` or ``Generic``.
         """
 
         def mro(cls) -> list[type]:

@@ -1,8 +1,7 @@
-"""The class of an optimizer whose state lies on SSDs, and what checkpoints ask of one.
+"""The class of an optimizer whose state lies on SSDs, and functions that checkpoints call.
 
-The optimizer stays the object it was; its class becomes one of ours that is derived from its own.
-So schedulers, scalers and trainers that hold it go on as before, and nobody has an older object
-left whose state is empty.
+The optimizer stays the same object, for schedulers, scalers and trainers; its new class is derived
+from its own.
 """
 # ruff: noqa: SLF001 - an offloaded optimizer keeps the names of its own class free
 
@@ -10,9 +9,9 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from itertools import zip_longest
 from time import perf_counter
 from typing import Any, Literal
@@ -32,13 +31,17 @@ from ssdtrain.optimizer.chunks import (
     parts_in_order,
     update,
 )
-from ssdtrain.optimizer.contract import Rebound, has_shards, refuse_options_of_shards
+from ssdtrain.optimizer.contract import (
+    Rebound,
+    params_of,
+    refuse_shards,
+    refuse_shared_memory,
+)
 from ssdtrain.optimizer.disk import Disk
 from ssdtrain.optimizer.gradients import Gradients
 from ssdtrain.optimizer.in_backward import InBackward
-from ssdtrain.optimizer.masters import Masters, refuse_shared_memory
+from ssdtrain.optimizer.masters import Masters
 from ssdtrain.optimizer.state import ParameterState
-from ssdtrain.optimizer.trial import Behaviour, behaviour_of
 from ssdtrain.optimizer.undo import UNDONE_LATE, Lost, Undo, restore, undone_if_it_fails
 from ssdtrain.optimizer.whole_state import WholeState, of_itself
 from ssdtrain.sharing import Room
@@ -58,16 +61,17 @@ Overlap = Literal["step", "backward"]
 
 
 class Offloaded(WholeState):
-    """What an offloaded optimizer has before its own class: the step, and ways to its state."""
+    """The methods of an offloaded optimizer that come before those of its own class."""
 
     _overlap: Overlap
-    _has_shards: bool
     _buffers: Buffers
     _part_bytes: int
-    _behaviour: Behaviour
+    _is_trusted: bool
+    """True if the class is torch's, or the user says that it keeps the contract."""
+    _state_share: float
+    """Bytes of state that a first step makes for each byte of a parameter."""
     _ours: frozenset[str]
-    _default_device: torch.device
-    """torch's default device, which each step has in another thread as well."""
+    """Names of the attributes that it has only since it is offloaded."""
 
     def _begin(
         self,
@@ -75,8 +79,9 @@ class Offloaded(WholeState):
         disk: Disk,
         buffers: Buffers,
         overlap: Overlap,
-        behaviour: Behaviour,
         *,
+        is_trusted: bool,
+        state_share: float,
         undo: bool,
         has_masters: bool,
         gradients: Gradients | None,
@@ -85,7 +90,8 @@ class Offloaded(WholeState):
         self._itself = weakref.ref(self)
         self._own_kind = kind
         self._overlap = overlap
-        self._behaviour = behaviour
+        self._is_trusted = is_trusted
+        self._state_share = state_share
         self._disk = disk
         self._buffers = buffers
         self._gradients = gradients
@@ -93,21 +99,17 @@ class Offloaded(WholeState):
         self._part_bytes = buffers.part_bytes
         # With "backward", step() makes some updates in place; the undo log makes these whole, too.
         self._undo = Undo(disk) if undo or overlap == "backward" else None
-        self._in_backward = None
         self._lost = Lost()
         self._is_stepping = False
         self._step_count_done = 0
         self._step_s = 0.0
-        self._default_device = torch.get_default_device()
-        self._has_shards = has_shards(self)
-        if overlap == "backward":
-            self._in_backward = InBackward(self)
+        self._in_backward = InBackward(self) if overlap == "backward" else None
         self._ours = frozenset({*vars(self), "_ours"} - of_user)
         # torch's own wrapper around `step`, which runs the hooks, now goes around ours.
         self._patch_step_function()
 
     def _watch(self) -> None:
-        """Be told of the gradients of all parameters, also of new and unfrozen ones."""
+        """Put hooks on all parameters, also on new and unfrozen parameters."""
         if self._gradients is not None:
             self._gradients.watch()
         if self._in_backward is not None:
@@ -116,7 +118,7 @@ class Offloaded(WholeState):
     @property
     @of_itself
     def param_groups(self) -> Any:
-        """The groups of parameters, with the options that the next step will use."""
+        """The groups of parameters, with the options of the next step."""
         return vars(self)["param_groups"]
 
     @param_groups.setter
@@ -137,9 +139,7 @@ class Offloaded(WholeState):
 
     def _step(self, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
         began_s = perf_counter()
-        takes_closure = self._behaviour.takes_closure
-        closure, options = arguments_of(self._own_kind, given, named, takes_closure=takes_closure)
-        self._join()
+        closure, options = arguments_of(self._own_kind, given, named)
         if self._undo is not None and self._undo.is_kept:
             restore(self._undo, self._states, self.param_groups)
             raise StorageError(UNDONE_LATE)
@@ -173,18 +173,18 @@ class Offloaded(WholeState):
                 self._buffers.filled(room),
                 undone_if_it_fails(self._undo, self._states, groups),
             ):
-                self._update_all(parts, self, rebound, options, room)
+                self._update_all(parts, room, partial(self._update, self, rebound, options))
         except BaseException:
             (rebound.apply if self._undo is None else rebound.begin)(self)
             self._lost.forget_gradients()
             raise
         finally:
-            # Each update does so; an interrupt may come just before it does.
+            # An interrupt may have come before an update has put them back.
             self.param_groups = groups
         rebound.apply(self)
 
     def _step_after(self, updates: InBackward, options: dict[str, Any]) -> None:
-        """Make the updates that backward has left, and put all of them in place."""
+        """Make the updates that backward has left, and put all updates in place."""
         if self._gradients is not None:
             self._gradients.watch()
         rebound, chunks, stand_in = updates.finish(self, options)
@@ -194,20 +194,19 @@ class Offloaded(WholeState):
             self._buffers.filled(room),
             undone_if_it_fails(self._undo, self._states, self.param_groups),
         ):
-            # On another object: a look at the state of this one would discard what has begun.
-            self._update_all(parts, stand_in, rebound, options, room)
+            self._update_all(parts, room, partial(self._update, stand_in, rebound, options))
             interrupt = updates.publish(self)
         updates.watch()
         if interrupt is not None:
             raise interrupt
 
     def set_is_last_backward(self, is_last: bool) -> None:
-        """Say whether the next backward is the last one before ``step``, as it is at first.
+        """Say whether the next backward is the last before ``step``, which is the default.
 
-        With ``overlap="backward"`` the last one takes each gradient as soon as it is there, so call
-        this with ``False`` before the other micro-batches of a step, and with ``True`` before the
-        last. It holds until it is called again. With ``"step"`` it means nothing. The name is
-        that of torch's ``FSDPModule``.
+        With ``overlap="backward"`` the last backward takes each gradient as soon as it is complete.
+        So call this with ``False`` before the other micro-batches of a step, and with ``True``
+        before the last. It holds until the next call. With ``"step"`` it has no effect. The name
+        is that of torch's ``FSDPModule``.
         """
         if not isinstance(is_last, bool):
             raise ConfigError(f"set_is_last_backward takes True or False, not {is_last!r}")
@@ -216,10 +215,9 @@ class Offloaded(WholeState):
 
     @of_itself
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Zero the gradients as ever; updates that began in backward are discarded."""
+        """Zero the gradients as ever, and discard updates of a backward."""
         if self._in_backward is not None:
             self._in_backward.discard(set_to_none=set_to_none)
-        self._default_device = torch.get_default_device()
         super().zero_grad(set_to_none=set_to_none)
 
     @of_itself
@@ -227,41 +225,26 @@ class Offloaded(WholeState):
         """Add a group as ever."""
         super().add_param_group(param_group)
         try:
-            if self._masters is not None:
-                refuse_shared_memory(self.param_groups)
-            refuse_options_of_shards(
+            if self._undo is not None or self._masters is not None:
+                refuse_shared_memory(params_of(self), "these options")
+            refuse_shards(
                 self,
-                overlap=self._overlap,
-                has_masters=self._masters is not None,
-                has_gradient_bound=self._gradients is not None,
-                was_tried=self._has_shards,
+                self._own_kind,
+                is_trusted=self._is_trusted,
+                overlap=self._in_backward is not None,
+                master_dtype=self._masters is not None,
+                max_gradient_bytes=self._gradients is not None,
             )
-            self._try_again()
         except BaseException:
             self.param_groups.pop()
             raise
         self._watch()
 
-    def _try_again(self) -> None:
-        """Try steps over all groups that there are now: fewer show less of what couples them."""
-        # In shards all processes would have to.
-        if self._has_shards or not self._behaviour.is_tried:
-            return
-        made: Optimizer = object.__new__(self._own_kind)
-        own = {name: one for name, one in vars(self).items() if name not in self._ours}
-        vars(made).update(own, state=defaultdict(dict))
-        behaviour_of(made, has_masters=self._masters is not None)
-
     def _update_all(
-        self,
-        parts: list[Part],
-        on: Optimizer,
-        rebound: Rebound,
-        options: dict[str, Any],
-        room: Room,
+        self, parts: list[Part], room: Room, update_part: Callable[[Part], None]
     ) -> None:
-        """Update one part after the other."""
-        own, buffers = own_step(self._own_kind), self._buffers
+        """Update one part after the other, and read the state of the next part meanwhile."""
+        buffers = self._buffers
         size_of = self._size_of if room.is_bounded else lambda _: 0
         is_ahead = False
         for part, following in zip_longest(parts, parts[1:]):
@@ -273,60 +256,59 @@ class Offloaded(WholeState):
             if following is not None and is_ahead:
                 ahead_bytes = size_of(following)
                 self._prefetch(following)
-            user = User()
-            found = self._bring(part, user)
-            staying = {id(param) for param in part.params if is_sparse(param.grad)}
-            for chunk in found.chunks:
-                if self._masters is None:
-                    update(on, own, chunk, rebound, options)
-                else:
-                    self._masters.update(
-                        on, own, chunk, rebound, options, states=self._states, staying=staying
-                    )
-            del user  # gradients may leave
+            update_part(part)
             buffers.note(room, size_of(part), ahead_bytes)
-            self._send(part, staying)
+            self._send(part)
+
+    def _update(self, on: Optimizer, rebound: Rebound, options: dict[str, Any], part: Part) -> None:
+        """Run the step of an optimizer over a part, in place."""
+        own, user = own_step(self._own_kind), User()
+        for chunk in self._bring(part, user).chunks:
+            if self._masters is None:
+                update(on, own, chunk, rebound, options)
+            else:
+                self._masters.update(on, own, chunk, rebound, options, states=self._states)
+        del user  # gradients may leave
 
     def _states_of(self, part: Part) -> list[ParameterState]:
-        """Return the states that an update of this part will ask for."""
+        """Return the states that an update of this part reads."""
         found = (self._states.get(param) for param in part.params if param.grad is not None)
         return [state for state in found if isinstance(state, ParameterState)]
 
     def _bytes_of(self, param: Tensor) -> int:
         has_masters = self._masters is not None
-        state = self._states.get(param)
-        return bytes_of(param, state, self._behaviour.state_share, has_masters=has_masters)
+        return bytes_of(param, self._states.get(param), self._state_share, has_masters=has_masters)
 
     def _bytes_with_gradient(self, param: Tensor) -> int:
-        """As ``_bytes_of``, or more, so that the gradients of a part keep under their bound."""
+        """Return ``_bytes_of``, or more, so that the gradients of a part keep their bound."""
         nbytes = self._bytes_of(param)
         if self._gradients is None:
             return nbytes
         return max(nbytes, param.nbytes * self._part_bytes // self._gradients.part_bytes)
 
     def _size_of(self, part: Part) -> int:
-        """Return how much memory the update of a part takes."""
+        """Return the memory that the update of a part takes, in bytes."""
         return sum(self._bytes_of(param) for param in part.params if param.grad is not None)
 
     def _prefetch(self, part: Part) -> None:
         for state in self._states_of(part):
-            # What cannot be read is asked for again when it is brought, and told then.
+            # The update reads again after a failure, and raises.
             with suppress(SsdtrainError):
                 state.prefetch()
         if self._undo is not None:
             self._undo.expect(part)
 
     def _bring(self, part: Part, user: User) -> Part:
-        """Have state and gradients of a part in memory; return what of the part can be updated.
+        """Bring state and gradients of a part; return the parameters that have both.
 
-        The gradients stay as long as there is the user.
+        The gradients stay in memory as long as the user lives.
         """
         if self._undo is not None:
             self._undo.remember(part, self._states)
         chunks = []
         for chunk in part.chunks:
             readable = [param for param in chunk.params if self._is_brought(param, user)]
-            # A group without parameters is stepped as ever; one of which all is lost is not.
+            # The step runs over a group without parameters, but not if all of it is lost.
             if readable or not chunk.params:
                 chunks.append(Chunk(chunk.group, readable))
         if self._undo is not None:
@@ -354,12 +336,12 @@ class Offloaded(WholeState):
             return False
         return True
 
-    def _send(self, part: Part, staying: set[int]) -> None:
+    def _send(self, part: Part) -> None:
         for param in part.params:
             state = self._states.get(param)
             if not isinstance(state, ParameterState):
                 continue
-            if id(param) in staying:
+            if is_sparse(param.grad):
                 self._disk.notices.say(
                     "sparse gradients",
                     "the optimizer state of parameters with sparse gradients stays in memory: a "
@@ -372,19 +354,19 @@ class Offloaded(WholeState):
 
 
 def own_kind(optimizer: Optimizer) -> type[Optimizer]:
-    """Return the class of an optimizer, the one from before if it is offloaded."""
+    """Return the class of an optimizer from before it was offloaded."""
     return optimizer._own_kind if isinstance(optimizer, Offloaded) else type(optimizer)
 
 
 def has_masters(optimizer: Optimizer) -> bool:
-    """Whether an optimizer keeps float32 masters of its parameters of 16 bits."""
+    """Return whether an optimizer has float32 masters of 16-bit parameters."""
     return isinstance(optimizer, Offloaded) and optimizer._masters is not None
 
 
 def give_state(
     optimizer: Optimizer, param: Tensor, values: Iterable[tuple[Any, Any]] | None
 ) -> None:
-    """Give one parameter another state, or none; an offloaded optimizer's goes to the disk."""
+    """Give one parameter another state, or none."""
     if values is None:
         optimizer.state.pop(param, None)
     elif isinstance(optimizer, Offloaded):
@@ -394,12 +376,12 @@ def give_state(
 
 
 def note_loaded(optimizer: Optimizer) -> None:
-    """Let an offloaded optimizer go on whose state has been replaced in whole."""
+    """Let an offloaded optimizer forget failures: its whole state was replaced."""
     if isinstance(optimizer, Offloaded):
         optimizer._note_loaded()
 
 
 def refuse_half_done(optimizer: Optimizer) -> None:
-    """Raise if a step is under way, or the last one failed and left what is not whole."""
+    """Raise if a step is under way, or if the last step failed, and was made in part."""
     if isinstance(optimizer, Offloaded):
         optimizer._refuse_half_done("ssdtrain.save()")

@@ -1,8 +1,6 @@
-"""The state of an optimizer whose large tensors may be on the disk: dicts that bring them back.
+"""Dicts for the state of an optimizer: a tensor on the disk comes back when code asks for it.
 
-What is in a dict is the truth: a tensor that lies in memory, or in its place an `Away`, which says
-where the bytes are. Whoever asks a dict for a value gets a tensor, never an `Away`, so that an
-update, a look from outside, a copy and a pickle cannot see a state that is not there.
+The entry of such a tensor is an ``Away``; every way to a value returns the tensor.
 """
 
 from __future__ import annotations
@@ -29,16 +27,16 @@ __all__ = ["ParameterState", "States"]
 
 _ALONE = {0: object()}
 REFERENCES_ALONE = sys.getrefcount(dict.__getitem__(_ALONE, 0))
-"""What Python counts for a value that only its dict has, asked as below."""
+"""The reference count of a value that only its dict has, counted as below."""
 
 
 class ParameterState(dict[Any, Any]):
-    """The state of one parameter: a dict whose tensors come back when somebody asks for them."""
+    """The state of one parameter."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
         self._stored: dict[Any, StoredTensor[Tensor]] = {}
-        """Where the bytes of each tensor were written last, to be overwritten."""
+        """The places on the disk where each tensor was written last; the next write reuses them."""
 
     def bring(self) -> None:
         """Have every tensor in memory."""
@@ -52,13 +50,13 @@ class ParameterState(dict[Any, Any]):
                 value.prefetch()
 
     def drop_reads(self) -> None:
-        """Forget what was prefetched, which may have failed long ago."""
+        """Forget reads that have begun, which may have failed long ago."""
         for value in super().values():
             if isinstance(value, Away):
                 value.drop_read()
 
     def send(self, disk: Disk) -> None:
-        """Let what is large enough go to the disk."""
+        """Begin to write the large tensors to the disk."""
         for key in self._stored.keys() - super().keys():
             del self._stored[key]
         for key in list(super().__iter__()):
@@ -89,7 +87,7 @@ class ParameterState(dict[Any, Any]):
                     super().__setitem__(key, away)
 
     def may_leave(self, key: Any, disk: Disk) -> bool:
-        """Whether a value is worth its way to the disk, and nobody else has it."""
+        """Return whether a value is large and plain, and only this dict has it."""
         return (
             super().__contains__(key)
             and self._is_held_alone(key)
@@ -97,10 +95,9 @@ class ParameterState(dict[Any, Any]):
         )
 
     def take_entries(self) -> dict[Any, Any]:
-        """Return what lies in the dict, without bringing it back, and leave it to the caller.
+        """Return the entries as they are, once their writes have ended.
 
-        Each `Away` among it is on the disk in whole, and its bytes stay there: what is sent next
-        goes to another place.
+        The bytes of each ``Away`` stay on the disk: later writes go to other places.
         """
         self._stored.clear()
         entries = {}
@@ -109,7 +106,7 @@ class ParameterState(dict[Any, Any]):
         return entries
 
     def put_entries(self, entries: dict[Any, Any]) -> None:
-        """Replace all that lies in the dict."""
+        """Replace all entries."""
         super().clear()
         super().update(entries)
         self._stored = {
@@ -119,14 +116,14 @@ class ParameterState(dict[Any, Any]):
         }
 
     def _is_held_alone(self, key: Any) -> bool:
-        """Whether nobody else has this very object, who could look at it while it is away."""
+        """Return whether no other code has this tensor, which would look at it while it is away."""
         if sys.getrefcount(super().__getitem__(key)) > REFERENCES_ALONE:
             return False
         # Of a tensor in shards somebody may have the shard alone (`to_local`).
         return sys.getrefcount(own_shard(super().__getitem__(key))) <= REFERENCES_ALONE
 
     def nbytes(self) -> tuple[int, int]:
-        """Return the bytes of its tensors: those in memory, and those on the disk only."""
+        """Return the bytes of tensors in memory, and of those on the disk only."""
         resident = on_disk = 0
         # A copy: another thread may look while one updates.
         for value in list(super().values()):
@@ -134,21 +131,12 @@ class ParameterState(dict[Any, Any]):
                 on_disk += value.nbytes
             elif isinstance(value, Tensor | Away):
                 resident += value.nbytes if isinstance(value, Away) else memory_bytes(value)
-        return resident + self.nested_bytes(), on_disk
-
-    def nested_bytes(self) -> int:
-        """Return the bytes of tensors in containers, which stay in memory."""
-        values = list(super().values())
-        return sum(memory_bytes(tensor) for value in values for tensor in _tensors_in(value))
-
-    def small_bytes(self, disk: Disk) -> int:
-        """Return the bytes of its tensors that are too small for the disk."""
-        tensors = [value for value in list(super().values()) if isinstance(value, Tensor)]
-        sizes = map(memory_bytes, tensors)
-        return sum(nbytes for nbytes in sizes if nbytes < disk.min_bytes)
+            else:
+                resident += sum(map(memory_bytes, _tensors_in(value)))
+        return resident, on_disk
 
     def copied(self) -> dict[Any, Any]:
-        """Return a plain dict with copies of all tensors; what is on the disk stays there."""
+        """Return a plain dict with copies of all tensors; tensors on the disk stay there."""
         return {key: tree_map(_copy_of, value) for key, value in super().items()}
 
     def __getitem__(self, key: Any) -> Any:
@@ -161,24 +149,24 @@ class ParameterState(dict[Any, Any]):
             return tensor
         return value
 
-    # What follows leads every other way to a value past `__getitem__`; `__iter__` does so for
-    # `dict(state)` and `{**state}`, which would else copy the entries as they lie there.
+    # Every other way to a value goes through `__getitem__`. With an `__iter__` of its own,
+    # `dict(state)` and `{**state}` do so too.
 
     def __iter__(self) -> Iterator[Any]:
         return super().__iter__()
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """Return a value, brought back if it was away."""
+        """Return a value."""
         return self[key] if super().__contains__(key) else default
 
     def setdefault(self, key: Any, default: Any = None) -> Any:
-        """Return a value, brought back if it was away, or put one there."""
+        """Return a value, or put one there."""
         if key not in self:
             self[key] = default
         return self[key]
 
     def pop(self, key: Any, *default: Any) -> Any:
-        """Take a value out, brought back if it was away."""
+        """Take a value out."""
         if key in self:
             self[key]
         return super().pop(key, *default)
@@ -189,17 +177,17 @@ class ParameterState(dict[Any, Any]):
         return super().popitem()
 
     def items(self) -> Any:
-        """Bring everything back, and show it."""
+        """Bring all tensors back, and return a view."""
         self.bring()
         return super().items()
 
     def values(self) -> Any:
-        """Bring everything back, and show it."""
+        """Bring all tensors back, and return a view."""
         self.bring()
         return super().values()
 
     def copy(self) -> dict[Any, Any]:
-        """Return a plain dict with everything in memory."""
+        """Return a plain dict with all tensors in memory."""
         return dict(self)
 
     def __eq__(self, other: object) -> bool:
@@ -220,7 +208,7 @@ class ParameterState(dict[Any, Any]):
         return repr(dict(self))
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
-        # A class that `torch.load` takes without further questions; `dict` itself is none.
+        # `torch.load(weights_only=True)` rebuilds an OrderedDict, and refuses a call of `dict`.
         return OrderedDict, (), None, None, iter(self.items())
 
 
@@ -240,19 +228,13 @@ def _tensors_in(value: Any) -> list[Tensor]:
 
 
 class States(defaultdict[Any, Any]):
-    """The states of all parameters, as an optimizer looks them up."""
+    """The states of all parameters, by parameter."""
 
     def __init__(self, states: dict[Any, Any]) -> None:
-        """Take over states, of which those in plain dicts lie in memory."""
+        """Take over states, plain dicts among them."""
         super().__init__(ParameterState)
         for key, state in states.items():
             self[key] = ParameterState(state) if type(state) is dict else state
-
-    def put_last(self, keys: list[Any]) -> None:
-        """Give those of these keys that are there the last places, in this order."""
-        for key in keys:
-            if key in self:
-                self[key] = self.pop(key)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return defaultdict, (dict, dict(self))

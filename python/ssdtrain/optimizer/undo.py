@@ -1,15 +1,14 @@
-"""Steps that fail in their middle: the way back, and parameters whose state could not be read.
+"""The undo log of a step, and the parameters whose state or gradient a step could not read.
 
-Old state costs space alone: its bytes are on the disk already and stay there until the step has
-ended, because the new ones go to another place. Old weights are written there, each part while the
-one before it is updated. The idea is that of an undo log, as databases keep one.
+Old state stays on the disk until the step has ended, because new state goes to other places. Old
+weights are written, each part while the one before is updated.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
@@ -22,7 +21,6 @@ from ssdtrain.errors import SsdtrainError, StorageError, UnsupportedError
 from ssdtrain.machine.torch_internals import clone_of, own_shard
 from ssdtrain.optimizer.chunks import Part, is_sparse, name_of
 from ssdtrain.optimizer.disk import Away, Disk
-from ssdtrain.optimizer.shared_memory import sharing_memory
 from ssdtrain.optimizer.state import ParameterState
 from ssdtrain.store import StoredTensor
 
@@ -62,32 +60,32 @@ UNDONE_LATE = (
 
 
 class Lost:
-    """What steps have left out. Used by one thread at a time: the one that makes the step."""
+    """The parameters that steps could not update."""
 
     def __init__(self) -> None:
         self._errors: dict[Tensor, SsdtrainError] = {}
         self._without: dict[Tensor, SsdtrainError] = {}
-        """Of parameters without their gradient, what is to be raised at the end of the step."""
+        """By the parameters whose gradient could not be read in this step."""
 
     def note(self, param: Tensor, error: SsdtrainError) -> None:
-        """Note that the state of a parameter could not be read, and why."""
+        """Note a parameter whose state could not be read."""
         self._errors[param] = error
 
     def note_gradient(self, param: Tensor, error: SsdtrainError) -> None:
-        """Note that the gradient of a parameter could not be read, and why."""
+        """Note a parameter whose gradient could not be read."""
         self._without[param] = error
 
     def forget_gradients(self) -> None:
-        """Say nothing of gradients: the step has failed in another way."""
+        """Forget unread gradients: the step raises another error."""
         self._without.clear()
 
     def forget(self) -> None:
-        """Note that all have a state again."""
+        """Forget all: each parameter has a state again."""
         self._errors.clear()
         self._without.clear()
 
     def params(self, states: Mapping[Tensor, Any]) -> list[Tensor]:
-        """Return the parameters whose state is lost and was not given up."""
+        """Return the parameters whose state is lost, and that the user has not given up."""
         return [param for param in self._errors if states.get(param)]
 
     def refuse(self, states: Mapping[Tensor, Any], groups: list[dict[str, Any]]) -> None:
@@ -105,14 +103,14 @@ class Lost:
 
 
 def names_of(groups: list[dict[str, Any]], params: Sequence[Tensor]) -> str:
-    """Name some parameters as their optimizer knows them."""
+    """Name some parameters for a message."""
     names = [name_of(groups, param) for param in params[:NAMES_MAX]]
     more = f" and {len(params) - NAMES_MAX} more" if len(params) > NAMES_MAX else ""
     return "; ".join(names) + more
 
 
 class Kept:
-    """A tensor and the bytes that it has now: a copy in memory if it is small, else on the disk."""
+    """The bytes that a tensor has now: a copy in memory if it is small, else on the disk."""
 
     def __init__(self, disk: Disk, tensor: Tensor) -> None:
         self._tensor = tensor
@@ -127,7 +125,7 @@ class Kept:
 
     @property
     def is_large(self) -> bool:
-        """Whether its bytes are on the disk, or on their way there."""
+        """True if the copy is on the disk."""
         return self._stored is not None
 
     def wait(self) -> None:
@@ -139,7 +137,7 @@ class Kept:
         """Give the tensor the bytes that it had, and return it."""
         old = self._copy
         if old is None:
-            assert self._stored is not None, "it is in one of two places"
+            assert self._stored is not None, "the copy is in memory or on the disk"
             old = self._disk.store.read(self._stored).result()
         with torch.no_grad():
             self._own.copy_(old)
@@ -148,58 +146,50 @@ class Kept:
 
 @dataclass
 class Before:
-    """What one parameter had before its update."""
+    """The weight and the state of a parameter before its update."""
 
     param: Tensor
     weight: Kept
     state: dict[Any, Any] | None = None
-    """`None` if it had no state yet. In it an `Away` says where the bytes are that were read."""
+    """``None`` if it had no state yet."""
     is_begun: bool = False
-    """Whether its update has begun, so that its weight may differ from what it was."""
+    """True once its update has begun."""
 
     @property
     def holds_state(self) -> bool:
-        """Whether tensors of the state were in memory before the update, and are held here."""
+        """True if this holds tensors of the state that were in memory before the update."""
         values = (self.state or {}).values()
         return any(type(value) is Kept and value.is_large for value in values)
 
 
 class Undo:
-    """What the parameters that a step has updated so far had before it."""
+    """The undo log of a step."""
 
     def __init__(self, disk: Disk) -> None:
         self._disk = disk
         self._before: dict[Tensor, Before] = {}
         self._random: Tensor | None = None
         self.is_kept = False
-        """Whether there is a way back now, from a step that goes on or one that failed."""
+        """True if a step that goes on, or that failed, can be undone."""
         self._held: list[Tensor] = []
-        """Parameters whose state could not leave memory, as this held tensors of it."""
+        """Parameters whose state could not leave memory, as this log held tensors of it."""
 
-    def begin(self, params: list[Tensor]) -> None:
-        """Begin a step over these parameters."""
+    def begin(self) -> None:
+        """Begin a step."""
         self.forget()
         self._random = torch.get_rng_state()
         self.is_kept = True
         self._disk.give_up_undo = self._give_up
-        sharing = sharing_memory(params)
-        # An update of one of them changes the others, so all are kept before the first is made.
-        self._keep(param for param in params if id(param) in sharing)
-        try:
-            for before in list(self._before.values()):
-                before.weight.wait()
-        except SsdtrainError as error:
-            self._give_up(error)
 
     def forget(self) -> None:
-        """End a step that went well, and give the space of what was before it back."""
+        """End a whole step, and free the space of the log."""
         self.is_kept = False
         self._held += [one.param for one in self._before.values() if one.holds_state]
         self._before.clear()
         self._disk.give_up_undo = None
 
     def send_held(self, states: dict[Tensor, Any]) -> None:
-        """Let the state go to the disk that this has held in memory until its step ended."""
+        """Begin to write the state that this log has held in memory."""
         while self._held:
             param = self._held.pop()
             state = states.get(param)
@@ -208,11 +198,8 @@ class Undo:
                 self._disk.make_room()
 
     def expect(self, part: Part) -> None:
-        """Begin to write the weights of a part that is updated next."""
-        self._keep(part.params)
-
-    def _keep(self, params: Iterable[Tensor]) -> None:
-        for param in params:
+        """Begin to write the weights of the next part."""
+        for param in part.params:
             if self.is_kept and param.grad is not None and param not in self._before:
                 try:
                     self._before[param] = Before(param, Kept(self._disk, param))
@@ -220,7 +207,7 @@ class Undo:
                     self._give_up(error)
 
     def remember(self, part: Part, states: dict[Tensor, Any]) -> None:
-        """Have the way back for a part, before its state is read."""
+        """Log a part, before its state is read."""
         began_s = perf_counter()
         for param in part.params:
             before = self._before.get(param)
@@ -244,15 +231,15 @@ class Undo:
                 self._before[param].is_begun = True
 
     def restore(self, states: dict[Tensor, Any]) -> dict[Tensor, SsdtrainError]:
-        """Give all parameters back what they had.
+        """Give all parameters their older weights and states, and torch its random numbers.
 
-        Returns those whose old bytes could not be read back, and why. After that, or an interrupt,
-        it may be called again.
+        Returns the errors of parameters whose older bytes could not be read. The call may then be
+        repeated, as after an interrupt.
         """
         lost: dict[Tensor, SsdtrainError] = {}
         for param, before in self._before.items():
             if not before.is_begun:
-                # Nothing has changed but where its state lies.
+                # Its update has not begun: it has the older bytes.
                 continue
             try:
                 before.weight.put_back()
@@ -286,7 +273,7 @@ class Undo:
         state.put_entries(entries)
 
     def _give_up(self, error: SsdtrainError) -> bool:
-        """Give the space up that the way back takes; return whether there was any."""
+        """Free the space of the log, as the disk has no other; return whether there was a log."""
         was_kept = self.is_kept
         if was_kept:
             self.forget()
@@ -306,12 +293,12 @@ class Undo:
 def undone_if_it_fails(
     undo: Undo | None, states: dict[Tensor, Any], groups: list[dict[str, Any]]
 ) -> Iterator[None]:
-    """Leave model and optimizer as they were before a step that raises, if there is an undo."""
+    """Undo a step that raises, if there is a log."""
     if undo is None:
         yield
         return
     try:
-        undo.begin([param for group in groups for param in group["params"]])
+        undo.begin()
         yield
     except BaseException as error:
         if undo.is_kept:
@@ -327,7 +314,7 @@ def undone_if_it_fails(
 
 
 def restore(undo: Undo, states: dict[Tensor, Any], groups: list[dict[str, Any]]) -> None:
-    """Undo a step. Raises ``StorageError`` if what was before could not be read back as a whole."""
+    """Undo a step. Raises ``StorageError`` if older bytes could not be read."""
     lost = undo.restore(states)
     if lost:
         cause = next(iter(lost.values()))

@@ -1,4 +1,4 @@
-"""The state of an offloaded optimizer as a whole: its copies, its figures, what takes its place."""
+"""Looks at the whole state of an offloaded optimizer, copies of it, figures, and loads."""
 
 from __future__ import annotations
 
@@ -28,6 +28,12 @@ NO_COPY = (
     "an optimizer whose state is on the disk cannot be copied or pickled; save it with "
     "ssdtrain.save(path, model, optimizer), or save optimizer.state_dict()"
 )
+STAYING = (
+    "in memory stay tensors of less than 64 KiB, of other kinds than plain dense tensors of the "
+    "CPU, or in a dict or list of the state; state that fits in a quarter of buffer_bytes (a "
+    "smaller buffer_bytes frees memory); tensors that code holds or has looked at since the last "
+    "step; and tensors whose write has failed, for which the log has the cause"
+)
 IN_A_STEP = (
     "{} was called while step() of this {} runs: some of its parameters are updated, others are "
     "not. If a signal handler calls it, set a flag there and call it after step(); if the "
@@ -40,13 +46,13 @@ S = TypeVar("S", bound="WholeState")
 
 @dataclass(frozen=True)
 class OptimizerStats:
-    """What an offloaded optimizer did so far. Bytes and seconds."""
+    """The figures of an offloaded optimizer so far, in bytes and seconds."""
 
     on_disk_bytes: int
     """State that is on the disk only."""
     resident_bytes: int
-    """State that is in memory now: small tensors, what somebody looked at or holds, what is still
-    on its way to the disk, what the disk refused."""
+    """State in memory now: small tensors, tensors that code has looked at or holds, and tensors
+    whose writes are under way or have failed."""
     written_bytes: int
     read_bytes: int
     step_count: int
@@ -55,53 +61,24 @@ class OptimizerStats:
     stall_s: float
     """Time in which updates waited for the disk."""
     write_failed_count: int
-    """Tensors that stayed in memory for a while because the disk did not take them."""
+    """Failed writes; the tensors stayed in memory."""
     gradient_on_disk_bytes: int = 0
     """Gradients that are on the disk only; all of these are 0 without ``max_gradient_bytes``."""
     gradient_peak_bytes: int = 0
-    """The most of gradients that was in memory at once, of those of 64 KiB and more."""
+    """The most bytes of gradients in memory at once, of gradients of 64 KiB and more."""
     gradient_written_bytes: int = 0
-    """Gradients that went to the disk, each time that one did."""
+    """Gradients written to the disk, each time."""
     gradient_read_bytes: int = 0
-    """Gradients that came back."""
+    """Gradients read back."""
     gradient_stall_s: float = 0.0
     """Time in which backwards and updates waited for gradients."""
-    small_bytes: int = 0
-    """State in tensors of less than 64 KiB, which stay in memory."""
-    nested_bytes: int = 0
-    """State in tensors that are in a dict or list of the state, which stay in memory."""
-    being_written_bytes: int = 0
-    """State on its way to the disk: in memory as long as the buffer for writes has room for it."""
-    write_buffer_bytes: int = 0
-    """The size of that buffer: a quarter of ``buffer_bytes``."""
 
     @property
     def reason(self) -> str | None:
-        """Why no state is on the disk only; ``None`` if some is, or nothing tells."""
-        if self.on_disk_bytes or not (self.resident_bytes or self.step_count):
+        """Why no state is on the disk only; ``None`` if some is, or before the first step."""
+        if self.on_disk_bytes or not self.step_count:
             return None
-        if not self.resident_bytes:
-            return "the optimizer keeps none"
-        for nbytes, which in (
-            (self.small_bytes, "of less than 64 KiB"),
-            (self.nested_bytes, "in a dict or list of the state"),
-        ):
-            if 2 * nbytes > self.resident_bytes:
-                return f"{shown_bytes(nbytes)} of it are tensors {which}, which stay in memory"
-        if 2 * self.being_written_bytes > self.resident_bytes:
-            return (
-                f"the buffer for writes, a quarter of buffer_bytes, is "
-                f"{shown_bytes(self.write_buffer_bytes)} and holds "
-                f"{shown_bytes(self.being_written_bytes)} of it; a smaller buffer_bytes frees "
-                "memory"
-            )
-        if self.write_failed_count:
-            return "the disk did not take it, for which the log has the cause"
-        held = (
-            "somebody has looked at it since the last step, or holds it or a view of it, or it "
-            "is of another kind than plain dense tensors of the CPU"
-        )
-        return held if self.step_count else None
+        return STAYING if self.resident_bytes else "the optimizer keeps none"
 
     def __str__(self) -> str:
         """Tell the figures to a person, in one line."""
@@ -133,10 +110,10 @@ class OptimizerStats:
 
 
 def of_itself(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Make a method work on the optimizer itself when an object in front of it is asked.
+    """Make a method work on the optimizer itself when it is called on an object in front of it.
 
-    Lightning and Fabric put such an object in front of each optimizer. Its class derives from the
-    optimizer's, and it has no attributes but what it asks the optimizer for.
+    Lightning and Fabric put an object in front of each optimizer, of a class that derives from the
+    optimizer's. The object takes its attributes from the optimizer.
     """
 
     @wraps(method)
@@ -148,7 +125,7 @@ def of_itself(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S,
 
 
 class WholeState(Optimizer):
-    """An optimizer whose state can be asked for, loaded and saved in whole, wherever it lies."""
+    """An optimizer whose state is looked at, loaded and saved in whole."""
 
     _itself: weakref.ref[WholeState]
     _own_kind: type[Optimizer]
@@ -159,17 +136,16 @@ class WholeState(Optimizer):
     _in_backward: InBackward | None
     _gradients: Gradients | None
     _is_stepping: bool
-    """Whether some parameters may be updated, and others not."""
+    """True while some parameters may be updated, and others not."""
     _step_count_done: int
     _step_s: float
 
     @property
     def _states(self) -> Any:
-        """The state, for updates and for callers that have waited for these."""
+        """The state, without giving up updates of a backward."""
         states = vars(self)["state"]
         if type(states) is not States:
-            # Whoever loads a state puts one of torch's own there. An interrupt may come before the
-            # next line of his, so it is taken over by whoever looks first.
+            # torch's load_state_dict() puts a dict of its own there.
             states = States(states)
             vars(self)["state"] = states
         return states
@@ -190,19 +166,17 @@ class WholeState(Optimizer):
     @property
     @of_itself
     def lost_parameters(self) -> list[Tensor]:
-        """The parameters whose state could not be read back; empty if all is well.
+        """The parameters whose state could not be read back, or an empty list.
 
-        As long as there are some, ``step`` raises. ``load_state_dict`` gives them a state;
-        ``optimizer.state.pop(parameter)`` gives one up, so that the next step begins it anew.
+        With lost parameters ``step`` raises. ``load_state_dict`` gives them a state, and
+        ``optimizer.state.pop(parameter)`` gives one up: the next step makes a new one.
         """
-        self._join()
         return self._lost.params(self._states)
 
     @property
     @of_itself
     def offload_stats(self) -> OptimizerStats:
-        """What was done so far, and where the state is now."""
-        self._join()
+        """The figures so far."""
         states = self._parameter_states()
         sizes = [state.nbytes() for state in states]
         disk, gradients = self._disk, self._gradients
@@ -221,26 +195,16 @@ class WholeState(Optimizer):
             gradient_written_bytes=of_gradients.bytes_written,
             gradient_read_bytes=of_gradients.bytes_read,
             gradient_stall_s=of_gradients.stall_s,
-            small_bytes=sum(state.small_bytes(disk) for state in states),
-            nested_bytes=sum(state.nested_bytes() for state in states),
-            being_written_bytes=disk.being_written_bytes,
-            write_buffer_bytes=disk.in_flight_bytes_max,
         )
 
-    def _join(self) -> None:
-        """Wait for the updates that have begun in backward."""
-        if self._in_backward is not None:
-            self._in_backward.join()
-
     def _give_up(self) -> None:
-        """Have weights and state of the last step, whatever has begun since in backward."""
+        """Give up updates of a backward, so that weights and state are those of the last step."""
         if self._in_backward is not None:
             self._refuse_in_step("the getter of optimizer.state")
-            self._in_backward.join()
             self._in_backward.give_up()
 
     def _refuse_in_step(self, caller: str) -> None:
-        """Raise ``UnsupportedError`` if an update is under way that this thread makes."""
+        """Raise ``UnsupportedError`` if this thread is in the middle of an update."""
         updates = self._in_backward
         if self._is_stepping or (updates is not None and is_held_here(updates.lock)):
             # defence: nothing is saved in the middle of a step
@@ -248,7 +212,7 @@ class WholeState(Optimizer):
 
     @of_itself
     def _refuse_half_done(self, caller: str) -> None:
-        """Raise ``StorageError`` if the last step failed and left something that is not whole."""
+        """Raise ``StorageError`` if the last step failed, and was made in part."""
         self._refuse_in_step(caller)
         self._give_up()
         if self._undo is not None and self._undo.is_kept:
@@ -257,16 +221,15 @@ class WholeState(Optimizer):
 
     @of_itself
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as of now: its tensors are copies, in memory, wherever they lie.
+        """Return a copy of the state of now, with all tensors in memory.
 
         Raises:
-            UnsupportedError: It is called in the middle of ``step``, by a handler of a signal.
+            UnsupportedError: A signal handler calls this in the middle of an update.
 
         """
         self._refuse_in_step("state_dict()")
         found: dict[str, Any] = super().state_dict()
-        # A hook may have made a step, or something else of what is returned.
-        self._join()
+        # A hook may have returned something else.
         states = found.get("state") if isinstance(found, dict) else None
         if isinstance(states, dict):
             found["state"] = {key: _copied(state) for key, state in states.items()}
@@ -274,10 +237,10 @@ class WholeState(Optimizer):
 
     @of_itself
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state as ever, and let it go to the disk.
+        """Load a state as ever, and write it to the disk.
 
         Raises:
-            UnsupportedError: It is called in the middle of ``step``, by a handler of a signal.
+            UnsupportedError: A signal handler calls this in the middle of an update.
 
         """
         self._refuse_in_step("load_state_dict()")
@@ -295,13 +258,13 @@ class WholeState(Optimizer):
         super().__setstate__(state)
 
     def _note_loaded(self) -> None:
-        """Go on with a state that was replaced in whole."""
+        """Forget failures: the whole state was replaced."""
         self._lost.forget()
         if self._undo is not None:
             self._undo.forget()
 
     def _give_state(self, param: Tensor, values: Iterable[tuple[Any, Any]]) -> None:
-        """Give one parameter another state, which goes to the disk."""
+        """Give one parameter another state, and write it to the disk."""
         self.state[param] = state = ParameterState(values)
         if self._masters is not None:
             self._masters.adopt(state, param)
@@ -309,11 +272,11 @@ class WholeState(Optimizer):
         self._disk.make_room()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Refuse: two optimizers cannot share the state on the disk."""
+        """Refuse: two optimizers cannot share state on the disk."""
         raise TypeError(NO_COPY)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse: a pickle of the optimizer would lack what is on the disk."""
+        """Refuse: a pickle would lack the state on the disk."""
         raise TypeError(NO_COPY)
 
     def _send_all(self) -> None:

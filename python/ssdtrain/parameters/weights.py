@@ -102,12 +102,6 @@ class Weights(OffloadedTensors):
         """Take the bytes out of a weight; return whether no others use or have them."""
         return self._empty(weight) if weight.is_attached() else not weight.is_shared()
 
-    def times_replaced(self, weight: Weight) -> int:
-        """Return how often the program gave a weight other memory (``weight.data = ...``)."""
-        with self._lock:
-            weight.note_memory()
-            return weight.times_replaced
-
     def sum_of(self, weight: Weight) -> int | None:
         """Return the checksum of the bytes of a weight, wherever they are, if it is known."""
         with self._lock:
