@@ -167,16 +167,17 @@ def _is_free(gradient: Tensor, param: Tensor) -> bool:
     if isinstance(gradient, AwayGradient):
         # It had memory of its own when it left.
         return True
-    return (
-        type(gradient) is Tensor
-        and gradient.layout is torch.strided
-        and not gradient.requires_grad
-        and not is_shared(gradient)
-        and not is_given(gradient, param)
-        # A gradient that has come back from the disk lies in memory of ours.
-        # defence: gradients on memory of others are used in step()
-        and not (known_of(gradient) is None and is_foreign(gradient))
-    )
+    if (
+        type(gradient) is not Tensor
+        or gradient.layout is not torch.strided
+        or gradient.requires_grad
+    ):
+        return False
+    # A gradient that has come back from the disk lies in memory of ours.
+    # defence: gradients on memory of others are used in step()
+    if known_of(gradient) is None and is_foreign(gradient):
+        return False
+    return not is_shared(gradient) and not is_given(gradient, param)
 
 
 def _is_streamed(state: Any, disk: Disk) -> bool:
