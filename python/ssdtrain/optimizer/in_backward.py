@@ -384,7 +384,7 @@ class InBackward:
                 self._drop(record)
         if not self._taken:
             self._round = None
-            self._waiting_bytes = 0
+            self._clear_waiting()
 
     @staticmethod
     def _zero(host: Offloaded, param: Tensor, *, set_to_none: bool) -> None:

@@ -156,7 +156,7 @@ def why_not(host: Offloaded, param: Tensor) -> str | None:
         return "their gradients are sparse, part of a graph, or shared with other code"
     state = host._states.get(param)
     if state is not None and not _is_streamed(state, host._disk):
-        return "their state is in memory, because somebody looked at it, or the disk has no room"
+        return "their state is in memory, because code has looked at it, or the disk has no room"
     return None
 
 

@@ -42,7 +42,7 @@ from ssdtrain.optimizer.gradients import Gradients
 from ssdtrain.optimizer.in_backward import InBackward
 from ssdtrain.optimizer.masters import Masters
 from ssdtrain.optimizer.state import ParameterState
-from ssdtrain.optimizer.undo import UNDONE_LATE, Lost, Undo, restore, undone_if_it_fails
+from ssdtrain.optimizer.undo import UNDONE_LATE, Lost, Undo, undone_if_it_fails
 from ssdtrain.optimizer.whole_state import WholeState, of_itself
 from ssdtrain.sharing import Room
 from ssdtrain.watched import User
@@ -141,7 +141,7 @@ class Offloaded(WholeState):
         began_s = perf_counter()
         closure, options = arguments_of(self._own_kind, given, named)
         if self._undo is not None and self._undo.is_kept:
-            restore(self._undo, self._states, self.param_groups)
+            self._undo.restore(self._states, self.param_groups)
             raise StorageError(UNDONE_LATE)
         self._lost.refuse(self._states, self.param_groups)
         self._opt_called = True  # for schedulers, which ask whether a step came before theirs
@@ -316,23 +316,19 @@ class Offloaded(WholeState):
         return Part(chunks)
 
     def _is_brought(self, param: Tensor, user: User) -> bool:
-        if self._gradients is not None and param.grad is not None:
-            try:
-                self._gradients.bring_for(user, param.grad)
-            except SsdtrainError as error:
-                if self._undo is not None and self._undo.is_kept:
-                    raise
-                self._lost.note_gradient(param, error)
-                return False
-        state = self._states.get(param)
-        if param.grad is None or not isinstance(state, ParameterState):
+        if param.grad is None:
             return True
+        note, state = self._lost.note_gradient, self._states.get(param)
         try:
-            state.bring()
+            if self._gradients is not None:
+                self._gradients.bring_for(user, param.grad)
+            note = self._lost.note
+            if isinstance(state, ParameterState):
+                state.bring()
         except SsdtrainError as error:
             if self._undo is not None and self._undo.is_kept:
                 raise
-            self._lost.note(param, error)
+            note(param, error)
             return False
         return True
 

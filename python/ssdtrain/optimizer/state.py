@@ -119,7 +119,7 @@ class ParameterState(dict[Any, Any]):
         """Return whether no other code has this tensor, which would look at it while it is away."""
         if sys.getrefcount(super().__getitem__(key)) > REFERENCES_ALONE:
             return False
-        # Of a tensor in shards somebody may have the shard alone (`to_local`).
+        # Other code may have the shard of a `DTensor` alone (`to_local`).
         return sys.getrefcount(own_shard(super().__getitem__(key))) <= REFERENCES_ALONE
 
     def nbytes(self) -> tuple[int, int]:

@@ -102,7 +102,7 @@ class Taken:
 
     @property
     def is_in_place(self) -> bool:
-        """True if nobody has set the parameter's gradient to another tensor."""
+        """True if the stand-in is the parameter's gradient still."""
         return self.stand_in is not None and self.param.grad is self.stand_in
 
     @property

@@ -24,16 +24,16 @@ from ssdtrain.optimizer.disk import Away, Disk
 from ssdtrain.optimizer.state import ParameterState
 from ssdtrain.store import StoredTensor
 
-__all__ = ["NOT_UNDONE", "UNDONE_LATE", "Lost", "Undo", "names_of", "restore", "undone_if_it_fails"]
+__all__ = ["NOT_UNDONE", "UNDONE_LATE", "Lost", "Undo", "undone_if_it_fails"]
 
 NAMES_MAX = 8
 LOST = (
-    "the state of some parameters could not be read back in a step; all others were updated, these "
-    "have the weights from before it:"
+    "the state of some parameters could not be read back in a step; all others were updated, and "
+    "these have the weights from before it:"
 )
 LOST_GRADIENTS = (
     "the gradients of some parameters could not be read back in a step; all others were updated, "
-    "these have weights and state from before it:"
+    "and these have weights and state from before it:"
 )
 WHAT_NEXT_WITHOUT = (
     "The gradients are on the disk still. Load the last checkpoint, or go on: then these "
@@ -45,17 +45,17 @@ WHAT_NEXT = (
 )
 WAS_UNDONE = "the step was undone: weights, state and random numbers are those from before it"
 UNDONE = (
-    f"{WAS_UNDONE}. Make the step again once the cause is gone, with gradients computed anew if "
-    "the optimizer changes them"
+    f"{WAS_UNDONE}. Make the step again once the cause is gone, with new gradients if the "
+    "optimizer changes gradients"
 )
 NOT_UNDONE = (
-    "a step failed, and these parameters could not be given back yet what they had before it, as "
-    "that could not be read. The next call of step() tries again; or load the last checkpoint into "
-    "model and optimizer (ssdtrain.load, load_state_dict):"
+    "a step failed, and is not undone yet: the older weights or state of these parameters could "
+    "not be read. The next call of step() tries again; or load the last checkpoint into model and "
+    "optimizer (ssdtrain.load, load_state_dict):"
 )
 UNDONE_LATE = (
-    "the step that failed before was undone only now: weights, state and random numbers are those "
-    "from before it. Compute the gradients anew, from these weights, and make the step again"
+    "this call has undone the step that failed before: weights, state and random numbers are those "
+    "from before it. Compute the gradients again, from these weights, and make the step again"
 )
 
 
@@ -230,11 +230,11 @@ class Undo:
             if param in self._before:
                 self._before[param].is_begun = True
 
-    def restore(self, states: dict[Tensor, Any]) -> dict[Tensor, SsdtrainError]:
+    def restore(self, states: dict[Tensor, Any], groups: list[dict[str, Any]]) -> None:
         """Give all parameters their older weights and states, and torch its random numbers.
 
-        Returns the errors of parameters whose older bytes could not be read. The call may then be
-        repeated, as after an interrupt.
+        Raises ``StorageError`` if older bytes could not be read. The call may then be repeated, as
+        after an interrupt.
         """
         lost: dict[Tensor, SsdtrainError] = {}
         for param, before in self._before.items():
@@ -248,9 +248,10 @@ class Undo:
                 lost[param] = error
         if self._random is not None:
             torch.set_rng_state(self._random)
-        if not lost:
-            self.forget()
-        return lost
+        if lost:
+            cause = next(iter(lost.values()))
+            raise StorageError(f"{NOT_UNDONE} {names_of(groups, list(lost))}: {cause}") from cause
+        self.forget()
 
     def _kept(self, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -279,10 +280,9 @@ class Undo:
             self.forget()
             self._disk.notices.say(
                 "undo",
-                "this step could not be undone if it failed, because the disk did not take what is "
-                "needed for it: a failed read would leave this step made in part. Later steps try "
-                "again; give the disk (or max_disk_bytes) room for the state twice and the weights "
-                "once: %s",
+                "this step cannot be undone, because the disk has no room for its undo log: a "
+                "failed read would leave it made in part. Later steps try again; give the disk (or "
+                "max_disk_bytes) room for the state twice and the weights once: %s",
                 error,
                 level=logging.WARNING,
             )
@@ -302,7 +302,7 @@ def undone_if_it_fails(
         yield
     except BaseException as error:
         if undo.is_kept:
-            restore(undo, states, groups)
+            undo.restore(states, groups)
             if isinstance(error, UnsupportedError):
                 raise UnsupportedError(f"{error} ({WAS_UNDONE})") from error
             if isinstance(error, SsdtrainError):
@@ -311,11 +311,3 @@ def undone_if_it_fails(
         raise
     undo.forget()
     undo.send_held(states)
-
-
-def restore(undo: Undo, states: dict[Tensor, Any], groups: list[dict[str, Any]]) -> None:
-    """Undo a step. Raises ``StorageError`` if older bytes could not be read."""
-    lost = undo.restore(states)
-    if lost:
-        cause = next(iter(lost.values()))
-        raise StorageError(f"{NOT_UNDONE} {names_of(groups, list(lost))}: {cause}") from cause
