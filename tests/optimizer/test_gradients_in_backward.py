@@ -36,6 +36,7 @@ from moments import AtCall, interrupt
 from ssdtrain import StorageError, UnsupportedError
 from ssdtrain.away.classes import is_away
 from ssdtrain.away.tensor import MIN_BYTES
+from ssdtrain.optimizer.buffers import Buffers
 from ssdtrain.optimizer.taken import TakenGradient
 from stores import ChosenStore, SlowStore
 from trained import everything
@@ -81,6 +82,32 @@ def test_equal_bits(count: int, bound: int, tmp_path: Path) -> None:
     assert (stats.gradient_read_bytes > 0) == (count > 1)
     if count == 1:
         assert stats.gradient_written_bytes == 0, "each is freed by its update"
+
+
+def test_gradients_keep_their_bound_where_updates_find_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Activations may fill the bound of a session: then `step()` makes all updates."""
+    plain, ours = layers(), layers()
+    expected = steps(plain, adamw(plain), 1)
+    optimizer = in_backward(adamw(ours), tmp_path)
+    monkeypatch.setattr(Buffers, "try_to_reserve", lambda *_: None)
+    as_plain(steps(ours, optimizer, 1), expected)
+    stats = optimizer.offload_stats
+    assert stats.gradient_peak_bytes <= BOUND + LOOKED
+    assert stats.gradient_written_bytes > 0
+
+
+def test_weights_keep_their_bound_where_their_gradients_are_taken(tmp_path: Path) -> None:
+    module = layers()
+    bound = 3 * ONE
+    ssdtrain.offload_parameters(module, tmp_path, max_resident_bytes=bound)
+    optimizer = in_backward(adamw(module), tmp_path)
+    for step in range(STEPS):
+        backward(module, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert ssdtrain.parameter_stats(module).peak_resident_bytes <= bound
 
 
 @pytest.mark.parametrize("bound", [2, 3, 5])

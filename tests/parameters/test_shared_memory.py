@@ -113,9 +113,7 @@ def test_memory_that_is_replaced_after_updates_began_raises(tmp_path: Path) -> N
     for one in (expected, model):
         squared(one, STEPS).backward()
         one[2].weight.data = one[2].weight.data * 0.5
-    with pytest.raises(
-        UnsupportedError, match=r"a weight .*was changed after updates .* had begun"
-    ):
+    with pytest.raises(UnsupportedError, match=r"a weight .*was changed after updates .*"):
         optimizer.step()
     for one, its_optimizer in ((expected, plain), (model, optimizer)):
         # The step is left out.

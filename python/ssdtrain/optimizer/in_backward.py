@@ -163,16 +163,21 @@ class InBackward:
     def publish(self, host: Offloaded) -> BaseException | None:
         """Put all updates in place; return an interrupt that came meanwhile."""
         interrupt: BaseException | None = None
+        failed_count = 0
         with self.lock:
-            for _ in range(PUBLISH_TRIES):
+            while True:
                 try:
                     self._publish(host)
-                except BaseException as error:  # noqa: BLE001 - raised when all is in place
+                except KeyboardInterrupt as error:
+                    # An impatient user sends several.
                     interrupt = error
+                except BaseException as error:
+                    # The handler of another signal may raise, too.
+                    interrupt, failed_count = error, failed_count + 1
+                    if failed_count == PUBLISH_TRIES:
+                        raise
                 else:
                     return interrupt
-        assert interrupt is not None, "there was a try"
-        raise interrupt
 
     def give_up(self) -> None:
         """Give parameters the state of the last step, and drop updates that have begun since.
@@ -224,11 +229,11 @@ class InBackward:
         # An interrupt from here on leaves a record whose gradient is in place, or that has no
         # update: step() handles both.
         self._taken[id(param)] = record
-        record.take_gradient(self._name_of)
         weight = weight_of(param)
         if weight is not None:
             # The backward has just used the weight: it stays for its update.
             weight.owner.begin_use([weight], record)
+        record.take_gradient(self._name_of)
         size = host._bytes_with_gradient(param)
         if self._waiting and self._waiting_bytes + size > now.bytes_max:
             self._update_waiting(host, now)
@@ -277,6 +282,8 @@ class InBackward:
         finally:
             for record in records:
                 let_weight_go(record)
+                # Until step() updates it, the gradient may leave.
+                record.gradient_user = None
 
     def _update(
         self, host: Offloaded, now: Round, records: list[Taken], room: Room | None = None
