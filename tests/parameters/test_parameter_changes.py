@@ -207,6 +207,19 @@ def test_changes_at_every_moment(kind: str, moment: str, at_home: bool, tmp_path
 # Changes of a whole model
 
 
+@pytest.mark.parametrize("width", [WIDTH, 256], ids=["small in bfloat16", "large in bfloat16"])
+def test_figures_follow_another_dtype(width: int, tmp_path: Path) -> None:
+    model = layers(width=width)
+    offloaded(model, tmp_path)
+    before = ssdtrain.parameter_stats(model)
+    assert before.resident_bytes > 0 < before.on_disk_bytes
+    model.bfloat16()
+    stats = ssdtrain.parameter_stats(model)
+    weights_bytes = sum(param.nbytes for param in model.parameters() if param.dim() == 2)
+    assert stats.total_bytes == weights_bytes == before.total_bytes // 2
+    assert stats.resident_bytes + stats.on_disk_bytes == weights_bytes
+
+
 def other_state(model: nn.Module) -> dict[str, Tensor]:
     torch.manual_seed(9)
     return {name: torch.randn(one.shape).to(one) for name, one in model.state_dict().items()}

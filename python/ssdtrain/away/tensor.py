@@ -202,6 +202,7 @@ class OffloadedTensor(Watcher):
         tensor = self.tensor
         assert tensor is not None
         self.note_memory()
+        self.nbytes = tensor.nbytes
         if self.has_foreign_memory or not self._has_form_of(tensor):
             is_of_others = self.has_foreign_memory and is_foreign(tensor)
             # defence: weights on memory of others stay
@@ -228,7 +229,6 @@ class OffloadedTensor(Watcher):
         tensor = self.tensor
         assert tensor is not None
         self.husk = husk_of(tensor, self.kind)
-        self.nbytes = tensor.nbytes
         self.stored = self.sum = None
 
     def leave(self, *, shared: bool = False) -> bool:

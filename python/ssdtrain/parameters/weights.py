@@ -15,7 +15,13 @@ from ssdtrain.away.tensor import OffloadedTensor, storage_key
 from ssdtrain.away.tensors import OffloadedTensors
 from ssdtrain.geometry import checksum_of
 from ssdtrain.machine.process_memory import release_free_memory
-from ssdtrain.machine.torch_internals import in_transform, is_foreign, is_shared, top_hooks
+from ssdtrain.machine.torch_internals import (
+    in_transform,
+    is_foreign,
+    is_shared,
+    plainly,
+    top_hooks,
+)
 from ssdtrain.parameters.parked_update import ParkedUpdate
 from ssdtrain.parameters.saved_weight import ON_STORAGE, WeightPair, note_pair, take_out_abandoned
 from ssdtrain.parameters.stats import ParameterStats
@@ -134,6 +140,12 @@ class Weights(OffloadedTensors):
         """Return the figures of this moment."""
         with self._lock:
             self._forget_gone()
+            with plainly():
+                for entry in self._alive():
+                    # The program may have given a weight another dtype (`model.bfloat16()`).
+                    if entry.is_attached() and not entry.users:
+                        entry.may_leave()
+                        self._note(entry)
             return ParameterStats(
                 total_bytes=sum(entry.nbytes for entry in self._alive()),
                 resident_bytes=self._resident_bytes,
