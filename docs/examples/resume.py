@@ -25,7 +25,8 @@ torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.1), nn.Linear(WIDTH, WIDTH))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
-ssdtrain.offload_optimizer(optimizer, sys.argv[1])
+# The default of buffer_bytes would hold all of this small model's state.
+ssdtrain.offload_optimizer(optimizer, sys.argv[1], buffer_bytes="8MiB")
 
 begin = 0
 if (checkpoint / "manifest.json").exists():
@@ -49,3 +50,4 @@ for step in range(begin, STEPS):
             "random": torch.get_rng_state(),
         }
         ssdtrain.save(checkpoint, model, optimizer, extra=extra)
+print(optimizer.offload_stats)
