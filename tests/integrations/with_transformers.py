@@ -81,7 +81,6 @@ def trainer_of(
     *callbacks: TrainerCallback,
     kind: type[Trainer] = Trainer,
     model: GPT2LMHeadModel | None = None,
-    optimizers: Any = (None, None),
     **options: Any,
 ) -> Trainer:
     arguments: dict[str, Any] = {
@@ -104,27 +103,28 @@ def trainer_of(
         train_dataset=DATA,
         eval_dataset=DATA[:4],
         callbacks=list(callbacks),
-        optimizers=optimizers,
     )
 
 
 def test_weights_and_optimizer_on_the_disk(place: Path) -> None:
-    """Given to the trainer as its model, and as its optimizer."""
+    """The trainer's own model and optimizer, with the options of its arguments."""
     config = GPT2Config(**(MODEL.to_dict() | {"n_embd": 128}))
     outcomes = []
     for is_offloaded in (False, True):
         torch.manual_seed(0)
         model = GPT2LMHeadModel(config)
         write_after_forward(model)
+        callbacks = [offloads(place)] if is_offloaded else []
+        options = {"learning_rate": 1e-3, "weight_decay": 0.1}
+        trainer = trainer_of(place, *callbacks, model=model, **options)
         if is_offloaded:
             ssdtrain.offload_parameters(model, place / "spill", max_resident_bytes="1MiB")
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        if is_offloaded:
+            optimizer: Any = trainer.create_optimizer()
             ssdtrain.offload_optimizer(optimizer, place / "spill", buffer_bytes="256KiB")
-        callbacks = [offloads(place)] if is_offloaded else []
-        trainer = trainer_of(place, *callbacks, model=model, optimizers=(optimizer, None))
         trainer.train()
         if is_offloaded:
+            assert {group["weight_decay"] for group in optimizer.param_groups} == {0.0, 0.1}
+            assert optimizer.offload_stats.on_disk_bytes > 0
             assert ssdtrain.parameter_stats(model).on_disk_bytes > 0
         outcomes.append({name: one.clone() for name, one in outcome(trainer).items()})
     assert_equal_bits(*outcomes)
