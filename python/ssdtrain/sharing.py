@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 from ssdtrain._core import Reservation, Store
 from ssdtrain.notices import Held
@@ -24,7 +24,6 @@ __all__ = [
     "Budget",
     "ClassStats",
     "Figures",
-    "LastingTenant",
     "Room",
     "Share",
     "Tenant",
@@ -87,28 +86,18 @@ class ClassStats(Figures):
         )
 
 
-class Tenant(Protocol):
-    """An object with a row in the report of a session."""
-
-    @property
-    def name(self) -> str:
-        """The name of the row; tenants of the same name share a row."""
-
-    def figures(self) -> Figures:
-        """Return the figures of now, without a wait, on any thread."""
-
-
-class LastingTenant:
-    """A tenant whose traffic stays in the report when it is gone."""
+class Tenant:
+    """An object with a row in the report of a session, where its traffic stays when it is gone."""
 
     name: ClassVar[str]
+    """The name of the row; tenants of the same name share a row."""
     _report: Tenants | None = None
 
     def figures(self) -> Figures:
         """Return the figures of now, without a wait, on any thread."""
         raise NotImplementedError
 
-    def lasts_in(self, report: Tenants) -> None:
+    def reports_to(self, report: Tenants) -> None:
         """Give the last figures to this report."""
         self._report = report
 
@@ -128,8 +117,7 @@ class Tenants:
     def add(self, tenant: Tenant) -> None:
         """Add a tenant to the report."""
         self._tenants.append(weakref.ref(tenant))
-        if isinstance(tenant, LastingTenant):
-            tenant.lasts_in(self)
+        tenant.reports_to(self)
 
     def note_gone(self, name: str, last: Figures) -> None:
         """Keep the traffic of a tenant that is going, on any thread and without a wait."""

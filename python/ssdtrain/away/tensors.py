@@ -25,7 +25,7 @@ from ssdtrain.errors import SsdtrainError
 from ssdtrain.machine.process_memory import FreedMemory
 from ssdtrain.machine.torch_internals import plainly
 from ssdtrain.notices import Notices
-from ssdtrain.sharing import Figures, LastingTenant, Room
+from ssdtrain.sharing import Figures, Room, Tenant
 from ssdtrain.sizes import shown_bytes
 from ssdtrain.store import TensorStore
 from ssdtrain.watched import User
@@ -44,7 +44,7 @@ KEPT_SHARE = 4
 """Tensors that wait for updates in backward take one part in so many of the bound at most."""
 
 
-class OffloadedTensors(LastingTenant):
+class OffloadedTensors(Tenant):
     """Keeps tensors under a bound; ``entry`` is the `OffloadedTensor` of a tensor."""
 
     name: ClassVar[str]

@@ -22,7 +22,7 @@ from ssdtrain.optimizer.disk import Away, Disk
 from ssdtrain.optimizer.masters import WORKING_BYTES, wants_master
 from ssdtrain.optimizer.state import ParameterState
 from ssdtrain.residency import UNLIMITED_BYTES
-from ssdtrain.sharing import Budget, Figures, Room
+from ssdtrain.sharing import Budget, Figures, Room, Tenant
 from ssdtrain.sizes import shown_bytes
 
 __all__ = ["NAME", "Buffers", "bytes_of", "part_of", "refuse_small_bound", "within"]
@@ -104,7 +104,7 @@ def part_of(buffer_bytes: int) -> int:
     return max(1, buffer_bytes // BUFFER_PARTS)
 
 
-class Buffers:
+class Buffers(Tenant):
     """The memory of one optimizer's updates, and its figures in the report of a session."""
 
     name = NAME
