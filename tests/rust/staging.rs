@@ -239,6 +239,37 @@ fn a_slot_is_read_into_again_once_the_gpu_has_its_bytes() {
 }
 
 #[test]
+fn a_load_without_a_slot_fails_with_the_gpu_that_lost_all_slots() {
+    on_a_fake_gpu("a_load_without_a_slot_fails_with_the_gpu_that_lost_all_slots", |gpu| {
+        let dir = scratch();
+        let (staging, stream) = (open(&dir, Backend::Psync), gpu.stream());
+        let mut saved = Vec::new();
+        for value in 0..4 {
+            let (staged, _source) = save(gpu, &staging, &stream, value);
+            staged.release(stream.handle()).unwrap();
+            until(&staging, || staged.is_settled());
+            saved.push(staged);
+        }
+        gpu.hold(TO_DEVICE);
+        let targets: Vec<_> = saved.iter().map(|_| gpu.allocate(LEN)).collect();
+        let loads: Vec<_> = saved
+            .iter()
+            .zip(&targets)
+            .map(|(staged, target)| staging.load(staged, target.range(), stream.handle()).unwrap())
+            .collect();
+        until(&staging, || loads[..3].iter().all(Loading::is_enqueued));
+        // Nobody knows of the three copies whether they still read their slots.
+        gpu.fail("cuEventQuery", LAUNCH_FAILED, When::Always);
+        gpu.fail("cuStreamSynchronize", LAUNCH_FAILED, When::Always);
+        let error = loads[3].lend(stream.handle(), LONG).expect("it does not hang").unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Cuda);
+        gpu.recover();
+        gpu.release(TO_DEVICE);
+        gpu.synchronize();
+    });
+}
+
+#[test]
 fn several_streams_are_lent_the_same_load() {
     on_a_fake_gpu("several_streams_are_lent_the_same_load", |gpu| {
         let dir = scratch();

@@ -237,10 +237,8 @@ impl Worker {
     /// Begins loads that had no slot, in their order.
     fn begin_waiting(&mut self) -> bool {
         if self.shared.mailbox.is_closed() {
-            let closed = || Error::new(ErrorKind::Closed, "the way to the GPU was closed");
-            let waiting_count = self.waiting.len();
-            self.waiting.drain(..).for_each(|(upload, _)| upload.0.fail(closed()));
-            return waiting_count > 0;
+            let closed = Error::new(ErrorKind::Closed, "the way to the GPU was closed");
+            return self.fail_waiting(&closed);
         }
         let mut has_moved = false;
         while let Some((upload, stored)) = self.waiting.pop_front() {
@@ -255,7 +253,21 @@ impl Worker {
             }
             has_moved = true;
         }
-        has_moved
+        let are_slots_under_way = !self.reading.is_empty() || !self.uploading.is_empty();
+        if has_moved || are_slots_under_way || self.waiting.is_empty() {
+            return has_moved;
+        }
+        // A GPU that has failed may have lost every slot: then nothing would end this wait.
+        let marked = self.shared.events.record(self.shared.up.stream.handle());
+        let asked = marked.and_then(|event| event.is_reached());
+        asked.is_err_and(|error| self.fail_waiting(&error))
+    }
+
+    /// Gives loads that had no slot an error as their answer. Returns false if there are none.
+    fn fail_waiting(&mut self, error: &Error) -> bool {
+        let has_waiting = !self.waiting.is_empty();
+        self.waiting.drain(..).for_each(|(upload, _)| upload.0.fail(error.clone()));
+        has_waiting
     }
 
     /// Copies slots that have been read to the GPU.
