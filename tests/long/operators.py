@@ -21,6 +21,7 @@ import json
 import sys
 import tempfile
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -33,6 +34,8 @@ from torch.autograd import Function, gradcheck, gradgradcheck
 from torch.utils import _pytree as pytree
 
 from checkout import SCRATCH
+from ssdtrain._core import Kept
+from ssdtrain.activations.hooks import Hooks
 from support import Flush, Rig, bits, nothing
 
 SEED = 7
@@ -51,41 +54,42 @@ Results = dict[str, Tensor]
 Differentiable = Callable[..., tuple[Tensor, ...]]
 
 
-Form = tuple[torch.Size, tuple[int, ...], int]
-"""Size, strides and offset of a tensor on its storage."""
+ALONE: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+"""Storages of copies: nothing else lies there."""
 
 
-def form_of(tensor: Tensor) -> Form | None:
-    """Return where the copy of a tensor lies in `copied_storage`, or ``None`` for a clone.
+keep = Hooks.keep
+
+
+def keep_unless_alone(
+    self: Hooks, tensor: Tensor, kind: Any, nbytes: int, storage_bytes: int
+) -> Kept | None:
+    """Stand in for what keeps tensors in memory, and would keep every copy.
+
+    A copy is a part of its storage without a base, because of the bytes before it.
+    """
+    if kind in ("apart", "detached") and tensor.untyped_storage() in ALONE:
+        return None
+    return keep(self, tensor, kind, nbytes, storage_bytes)
+
+
+def copy(tensor: Tensor) -> Tensor:
+    """Return the same values with the same strides, further on in a storage of their own.
 
     Strides decide how a kernel sums: a packed copy would be another sample. No sample of torch
     begins behind the start of its storage, so that a lost offset would not be seen.
     """
     is_strided = tensor.layout is torch.strided and not tensor.is_nested
     if not is_strided or tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():
-        return None
-    offset = LEAD_BYTES // tensor.itemsize + int(tensor.storage_offset())
-    return tensor.size(), tensor.stride(), offset
-
-
-def copied_storage(tensor: Tensor) -> Tensor:
-    """Return a copy of the whole storage of a tensor, in one dimension, with bytes before it."""
+        return tensor.clone()
     source = tensor.detach().untyped_storage()
-    count = LEAD_BYTES // tensor.itemsize + -(-source.nbytes() // tensor.itemsize)
-    whole = torch.full((count * tensor.itemsize,), 0x55, dtype=torch.uint8)
+    whole = torch.full((LEAD_BYTES + source.nbytes(),), 0x55, dtype=torch.uint8)
     plain = torch.empty(0, dtype=torch.uint8)
-    length = source.nbytes()
-    whole[LEAD_BYTES : LEAD_BYTES + length] = plain.set_(source, 0, (length,), (1,))
-    return torch.empty(0, dtype=tensor.dtype).set_(whole.untyped_storage(), 0, (count,), (1,))
-
-
-def copy(tensor: Tensor) -> Tensor:
-    """Return the same values with the same strides, further on in a storage of their own.
-
-    The copy is a view of all of that storage: a part without a base would stay in memory.
-    """
-    form = form_of(tensor)
-    return tensor.clone() if form is None else copied_storage(tensor).as_strided(*form)
+    whole[LEAD_BYTES:] = plain.set_(source, 0, (source.nbytes(),), (1,))
+    offset = LEAD_BYTES // tensor.itemsize + int(tensor.storage_offset())
+    empty = torch.empty(0, dtype=tensor.dtype)
+    ALONE.add(whole.untyped_storage())
+    return empty.set_(whole.untyped_storage(), offset, tensor.size(), tensor.stride())
 
 
 class Fresh(Function):
@@ -96,25 +100,14 @@ class Fresh(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, form: Form | None, flush: Flush) -> Tensor:
-        ctx.form, ctx.flush = form, flush
-        return tensor.clone() if form is None else copied_storage(tensor)
+    def forward(ctx: Any, tensor: Tensor, flush: Flush) -> Tensor:
+        ctx.flush = flush
+        return copy(tensor)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         ctx.flush()
-        gradient = gradients[0] if ctx.form is None else gradients[0].as_strided(*ctx.form)
-        return fresh(gradient, ctx.flush), None, None
-
-
-def fresh(tensor: Tensor, flush: Flush) -> Tensor:
-    """Copy a tensor as `Fresh` tells."""
-    form = form_of(tensor)
-    if form is not None and any(step == 0 < size - 1 for size, step in zip(*form[:2], strict=True)):
-        # The gradient of a view sums those of elements that lie in one place.
-        form = None
-    made: Tensor = Fresh.apply(tensor, form, flush)
-    return made if form is None else made.as_strided(*form)
+        return Fresh.apply(gradients[0], ctx.flush), None
 
 
 def tensors_in(found: object) -> Iterator[Tensor]:
@@ -146,10 +139,10 @@ class Case:
     def outputs(self, leaves: Sequence[Tensor], flush: Flush) -> list[Tensor]:
         """Run forward on copies that are gone, but for the graph, when this returns."""
         torch.manual_seed(SEED)
-        copies = [copy(one) if isinstance(one, Tensor) else one for one in self.flat]
+        fresh = [copy(one) if isinstance(one, Tensor) else one for one in self.flat]
         for place, leaf in zip(self.places, leaves, strict=True):
-            copies[place] = fresh(leaf, flush)
-        first, args, kwargs = pytree.tree_unflatten(copies, self.shape)
+            fresh[place] = Fresh.apply(leaf, flush)
+        first, args, kwargs = pytree.tree_unflatten(fresh, self.shape)
         output = self.operator.gradcheck_wrapper(self.variant, first, *args, **kwargs)
         if self.process is not None:
             output = self.process(output)
@@ -161,7 +154,7 @@ class Case:
         def run(*leaves: Tensor) -> tuple[Tensor, ...]:
             outputs = self.outputs(leaves, flush)
             flush()
-            return tuple(Fresh.apply(one, None, flush) for one in outputs if one.requires_grad)
+            return tuple(Fresh.apply(one, flush) for one in outputs if one.requires_grad)
 
         return run
 
@@ -175,7 +168,7 @@ class Case:
 
         outputs = self.outputs(self.leaves, flush)
         found = {f"output {at}": one.detach().clone() for at, one in enumerate(outputs)}
-        roots = [Fresh.apply(one, None, flush) for one in outputs if one.requires_grad]
+        roots = [Fresh.apply(one, flush) for one in outputs if one.requires_grad]
         del outputs
         if not roots:
             return found
@@ -455,6 +448,7 @@ def quiet() -> Iterator[None]:
 
 
 def sweep(options: argparse.Namespace) -> Tally:
+    Hooks.keep = keep_unless_alone  # type: ignore[method-assign, assignment]
     with tempfile.TemporaryDirectory(dir=options.dir or SCRATCH) as folder, quiet():
         run = Sweep(Path(folder), options.samples, options.checks)
         chosen = operators(options.part, options.only)

@@ -315,8 +315,8 @@ def test_a_step_that_is_put_in_place_is_not_undone_in_part(
 ) -> None:
     own = InBackward._publish
 
-    def interrupted(self: InBackward, host: Any) -> None:
-        own(self, host)
+    def interrupted(self: InBackward, host: Any, now: Any) -> None:
+        own(self, host, now)
         raise KeyboardInterrupt
 
     module, optimizer = begun(tmp_path)

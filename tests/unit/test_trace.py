@@ -84,13 +84,13 @@ def of_tensors(rows: str) -> str:
     ("text", "said"),
     [
         ("not json", "is not JSON"),
-        (of_tensors('{"bytes": 1e999}'), "is no trace"),
+        (of_tensors('{"bytes": 1e999}'), "is not a valid trace"),
         (of_tensors('{"bytes": 100.9}'), "100.9 is no whole number"),
         ("[]", "is not a trace of the format"),
         ('{"format": "ssdtrain-trace-2"}', "is not a trace of the format"),
         ('{"format": "ssdtrain-trace-1", "kernels": []}', "tensors"),
-        ('{"format": "ssdtrain-trace-1", "tensors": [], "kernels": [7]}', "is no trace"),
-        (of_tensors('{"bytes": 1, "fixed": "false"}'), "has fixed 'false', which is true or false"),
+        ('{"format": "ssdtrain-trace-1", "tensors": [], "kernels": [7]}', "is not a valid trace"),
+        (of_tensors('{"bytes": 1, "fixed": "false"}'), "of a tensor is 'false', not true or false"),
     ],
 )
 def test_an_invalid_trace_is_refused(tmp_path: Path, text: str, said: str) -> None:

@@ -165,9 +165,9 @@ class InBackward:
         interrupt: BaseException | None = None
         failed_count = 0
         with self.lock:
-            while True:
+            while self._round is not None:
                 try:
-                    self._publish(host)
+                    self._publish(host, self._round)
                 except KeyboardInterrupt as error:
                     # An impatient user sends several.
                     interrupt = error
@@ -176,8 +176,7 @@ class InBackward:
                     interrupt, failed_count = error, failed_count + 1
                     if failed_count == PUBLISH_TRIES:
                         raise
-                else:
-                    return interrupt
+        return interrupt
 
     def give_up(self) -> None:
         """Give parameters the state of the last step, and drop updates that have begun since.
@@ -341,12 +340,8 @@ class InBackward:
         if reason:
             raise UnsupportedError(f"{reason}, and updates had begun in backward. {INSTEAD}")
 
-    def _publish(self, host: Offloaded) -> None:
+    def _publish(self, host: Offloaded, now: Round) -> None:
         """Put all updates in place. An interrupted call may be repeated."""
-        now = self._round
-        if now is None:
-            # An interrupt came after the last line.
-            return
         for record in [*self._taken.values(), *self._in_step]:
             if record.updated is not None:
                 put_in_place(host, record)

@@ -246,7 +246,7 @@ class Offloaded(WholeState):
         """Update one part after the other, and read the state of the next part meanwhile."""
         buffers = self._buffers
         size_of = self._size_of if room.is_bounded else lambda _: 0
-        stays, is_ahead = self._stays(room), False
+        is_ahead = False
         for part, following in zip_longest(parts, parts[1:]):
             size, ahead_bytes = size_of(part), 0
             buffers.begin(room, size)
@@ -258,14 +258,7 @@ class Offloaded(WholeState):
                 self._prefetch(following)
             update_part(part)
             buffers.note(room, size_of(part), ahead_bytes)
-            if not stays:
-                self._send(part)
-
-    def _stays(self, room: Room) -> bool:
-        """Return whether the memory for writes has room for all state: a write would free none."""
-        if self._undo is not None or room.is_bounded:
-            return False
-        return sum(map(self._bytes_of, params_of(self))) <= self._disk.in_flight_bytes_max
+            self._send(part)
 
     def _update(self, on: Optimizer, rebound: Rebound, options: dict[str, Any], part: Part) -> None:
         """Run the step of an optimizer over a part, in place."""

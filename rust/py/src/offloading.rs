@@ -128,7 +128,11 @@ impl Offloading {
                 let part = (layout.offset, start + nbytes);
                 self.lock.locked(py, || records.renew(&known, tensor, &storage, part, writing))?;
             }
-            return self.keep(tensor, reason, nbytes, storage_bytes);
+            let packed = self.keep(tensor, reason, nbytes, storage_bytes)?;
+            // A `keep` that returns `None` has the tensor offloaded.
+            if !packed.is_none(py) {
+                return Ok(packed);
+            }
         }
         if may_pass_by && self.rounds.get().skims(py) {
             let identity = storage.call_method0(intern!(py, "data_ptr"))?.extract()?;
