@@ -669,8 +669,6 @@ class _Given(TypedDict):
     """The function ``get_ident`` of ``threading``."""
     idle: set[Any]
     """Code objects in which a thread waits and calls nothing of torch."""
-    known: set[int]
-    """The numbers of threads that note the weights that they use."""
     clock_of: Callable[[int], int]
     """The function ``pthread_getcpuclockid`` of ``time``."""
     collector: ModuleType

@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ssdtrain._core import Leaving
 from ssdtrain.away.classes import AwayTensor, attach, husk_of, is_away, plain_storage
-from ssdtrain.away.threads import KNOWN_THREADS, WAITING
+from ssdtrain.away.threads import WAITING
 from ssdtrain.geometry import checksum_of
 from ssdtrain.machine.torch_internals import (
     address_of,
@@ -63,7 +63,6 @@ def leaving_of(kind: type[AwayTensor]) -> Leaving:
             "current_frames": sys._current_frames,  # noqa: SLF001 - there is no public name
             "thread": threading.get_ident,
             "idle": WAITING,
-            "known": KNOWN_THREADS,
             "clock_of": time.pthread_getcpuclockid,
             "collector": gc,
         },

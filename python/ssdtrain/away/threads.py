@@ -13,7 +13,6 @@ from typing import TypeVar
 from ssdtrain.errors import UnsupportedError
 
 __all__ = [
-    "KNOWN_THREADS",
     "WAITING",
     "is_held_here",
     "refuse_handlers",
@@ -21,9 +20,6 @@ __all__ = [
 ]
 
 F = TypeVar("F", bound=Callable[..., object])
-
-KNOWN_THREADS = set[int]()
-"""The ids of our own threads, which use such tensors only inside `in_use`."""
 
 WAITING = set[CodeType]()
 """Code in which threads wait, begin and end, and which calls no function of torch. A thread in any

@@ -32,8 +32,6 @@ struct Given {
     thread: Py<PyAny>,
     /// Code objects in which a thread waits for others, and calls nothing of torch.
     idle: Py<PySet>,
-    /// The numbers of threads that note the weights that they use.
-    known: Py<PySet>,
     /// Function: the number of a thread's clock, which contains the kernel's number of the thread.
     clock_of: Py<PyAny>,
     collector: Py<PyAny>,
@@ -127,7 +125,7 @@ impl Leaving {
         let own: u64 = self.given.thread.bind(py).call0()?.extract()?;
         let frames = self.given.current_frames.bind(py).call0()?;
         for (thread, frame) in frames.cast::<PyDict>()? {
-            if thread.extract::<u64>()? == own || self.given.known.bind(py).contains(&thread)? {
+            if thread.extract::<u64>()? == own {
                 continue;
             }
             let code = frame.getattr(intern!(py, "f_code"))?;
