@@ -11,6 +11,7 @@ import gc
 import os
 import threading
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -86,16 +87,16 @@ class ClassStats(Figures):
         )
 
 
-class Tenant:
+class Tenant(ABC):
     """An object with a row in the report of a session, where its traffic stays when it is gone."""
 
     name: ClassVar[str]
     """The name of the row; tenants of the same name share a row."""
     _report: Tenants | None = None
 
+    @abstractmethod
     def figures(self) -> Figures:
         """Return the figures of now, without a wait, on any thread."""
-        raise NotImplementedError
 
     def reports_to(self, report: Tenants) -> None:
         """Give the last figures to this report."""

@@ -248,6 +248,28 @@ class Summing(torch.optim.SGD):
         return super().step(closure)
 
 
+class Listing(torch.optim.SGD):
+    """Notes each of its steps in a list."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr=lr)
+        self.steps: list[int] = []
+
+    def step(self, closure: Any = None) -> Any:
+        self.steps.append(len(self.steps))
+        return super().step(closure)
+
+
+class CountingInAnOption(torch.optim.SGD):
+    """Counts steps in a dict of its groups."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            counts = group.setdefault("counts", {"steps": 0})
+            counts["steps"] += 1
+        return super().step(closure)
+
+
 class Wrapped(torch.optim.SGD):
     """Stands before another optimizer."""
 
@@ -256,12 +278,20 @@ class Wrapped(torch.optim.SGD):
         self.inner = torch.optim.SGD(self.param_groups, lr=lr)
 
 
+def test_a_dict_of_a_group_that_a_step_changes_is_refused(tmp_path: Path) -> None:
+    optimizer = CountingInAnOption(model().parameters(), lr=0.1)
+    with pytest.raises(UnsupportedError, match="leaves another option 'counts' of group 0 if"):
+        offload_optimizer(optimizer, tmp_path)
+    assert type(optimizer) is CountingInAnOption
+
+
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
         (GlobalNorm, "couples its parameters"),
         (OfTheFirst, "couples its parameters"),
         (Summing, "rebinds 'total' to"),
+        (Listing, "leaves another attribute 'steps'"),
         (Wrapped, "'inner'"),
     ],
 )

@@ -524,6 +524,19 @@ def test_what_cannot_be_kept_is_refused(tmp_path: Path) -> None:
         optimizer.add_param_group({"params": shared[-1:]})
 
 
+def test_a_state_with_a_master_of_its_own_is_refused(tmp_path: Path) -> None:
+    class WithMaster(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                for param in group["params"]:
+                    self.state[param].setdefault("master_weight", param.detach().float())
+            return super().step(closure)
+
+    optimizer = WithMaster([nn.Parameter(torch.ones(200, 200, dtype=torch.bfloat16))], lr=0.1)
+    with pytest.raises(UnsupportedError, match="'master_weight' of its own"):
+        offload_optimizer(optimizer, tmp_path, master_dtype=torch.float32)
+
+
 def test_a_default_device_is_not_where_masters_lie(tmp_path: Path) -> None:
     """On a machine with a GPU users make it the default device; here it is another one."""
 

@@ -206,27 +206,37 @@ fn a_load_that_is_given_up_does_not_write() {
     });
 }
 
+/// Saves five tensors and loads them while copies to the GPU stand still: three have a slot, two
+/// wait.
+fn more_loads_than_slots<'gpu>(
+    gpu: &'gpu FakeGpu,
+    staging: &Staging,
+    stream: &ComputeStream<'_>,
+) -> (Vec<Staged>, Vec<DeviceBytes<'gpu>>, Vec<Loading>) {
+    let mut saved = Vec::new();
+    for value in 0..5 {
+        let (staged, _source) = save(gpu, staging, stream, value);
+        staged.release(stream.handle()).unwrap();
+        until(staging, || staged.is_settled());
+        saved.push(staged);
+    }
+    gpu.hold(TO_DEVICE);
+    let targets: Vec<_> = saved.iter().map(|_| gpu.allocate(LEN)).collect();
+    let loads: Vec<_> = saved
+        .iter()
+        .zip(&targets)
+        .map(|(staged, target)| staging.load(staged, target.range(), stream.handle()).unwrap())
+        .collect();
+    until(staging, || loads[..3].iter().all(Loading::is_enqueued));
+    (saved, targets, loads)
+}
+
 #[test]
 fn a_slot_is_read_into_again_once_the_gpu_has_its_bytes() {
     on_a_fake_gpu("a_slot_is_read_into_again_once_the_gpu_has_its_bytes", |gpu| {
         let dir = scratch();
         let (staging, stream) = (open(&dir, Backend::Psync), gpu.stream());
-        let mut saved = Vec::new();
-        for value in 0..5 {
-            let (staged, _source) = save(gpu, &staging, &stream, value);
-            staged.release(stream.handle()).unwrap();
-            until(&staging, || staged.is_settled());
-            saved.push(staged);
-        }
-        gpu.hold(TO_DEVICE);
-        let targets: Vec<_> = saved.iter().map(|_| gpu.allocate(LEN)).collect();
-        let loads: Vec<_> = saved
-            .iter()
-            .zip(&targets)
-            .map(|(staged, target)| staging.load(staged, target.range(), stream.handle()).unwrap())
-            .collect();
-        // There are three slots, and the copies from them stand still.
-        until(&staging, || loads[..3].iter().all(Loading::is_enqueued));
+        let (saved, targets, loads) = more_loads_than_slots(gpu, &staging, &stream);
         assert!(loads[3].lend(stream.handle(), Duration::from_millis(50)).is_none());
         gpu.release(TO_DEVICE);
         for (value, (loading, target)) in loads.iter().zip(&targets).enumerate() {
@@ -243,21 +253,7 @@ fn a_load_without_a_slot_fails_with_the_gpu_that_lost_all_slots() {
     on_a_fake_gpu("a_load_without_a_slot_fails_with_the_gpu_that_lost_all_slots", |gpu| {
         let dir = scratch();
         let (staging, stream) = (open(&dir, Backend::Psync), gpu.stream());
-        let mut saved = Vec::new();
-        for value in 0..4 {
-            let (staged, _source) = save(gpu, &staging, &stream, value);
-            staged.release(stream.handle()).unwrap();
-            until(&staging, || staged.is_settled());
-            saved.push(staged);
-        }
-        gpu.hold(TO_DEVICE);
-        let targets: Vec<_> = saved.iter().map(|_| gpu.allocate(LEN)).collect();
-        let loads: Vec<_> = saved
-            .iter()
-            .zip(&targets)
-            .map(|(staged, target)| staging.load(staged, target.range(), stream.handle()).unwrap())
-            .collect();
-        until(&staging, || loads[..3].iter().all(Loading::is_enqueued));
+        let (_saved, _targets, loads) = more_loads_than_slots(gpu, &staging, &stream);
         // Nobody knows of the three copies whether they still read their slots.
         gpu.fail("cuEventQuery", LAUNCH_FAILED, When::Always);
         gpu.fail("cuStreamSynchronize", LAUNCH_FAILED, When::Always);

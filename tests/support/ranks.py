@@ -23,7 +23,7 @@ PRELOADED = [
     "torch.distributed.tensor.parallel",
     "ssdtrain",
 ]
-"""What the server that ranks are forked from imports once; each rank would take seconds for it.
+"""Modules that the server imports once, before it forks ranks: a rank would take seconds for them.
 
 It ends with the process of the tests that started it.
 """

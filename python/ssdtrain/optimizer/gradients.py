@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ssdtrain.away.classes import AwayGradient
@@ -22,9 +21,8 @@ from ssdtrain.away.tensors import OffloadedTensors
 from ssdtrain.errors import ConfigError
 from ssdtrain.machine.torch_internals import (
     current_backward,
-    holders_of,
+    is_given,
     outside_compiler,
-    plainly,
     queue_callback,
     trains_with_others,
 )
@@ -34,7 +32,7 @@ from ssdtrain.sizes import shown_bytes
 from ssdtrain.store import TensorStore
 from ssdtrain.watched import User
 
-__all__ = ["NAME", "Gradients", "gradients_of", "is_foreign", "is_given"]
+__all__ = ["NAME", "Gradients", "gradients_of"]
 
 NAME = "gradients"
 """The name in the report of a session."""
@@ -42,32 +40,6 @@ PARTS = 2
 """Gradients of one part of the parameters are used, and those of the next one are read."""
 WANTED = "offload_optimizer, whose gradients share this bound,"
 ADVICE = "give offload_optimizer a smaller max_gradient_bytes"
-
-
-def is_given(gradient: Tensor, param: Tensor | None) -> bool:
-    """Return whether a graph or another library (DLPack) has a gradient in C++.
-
-    Its parameter may have it; autograd has it as well while it accumulates.
-    """
-    alone_count, of_a_parameter_count = _holders_alone()
-    is_its_own = param is not None and param.grad is gradient
-    return holders_of(gradient) > (of_a_parameter_count if is_its_own else alone_count)
-
-
-@cache
-def _holders_alone() -> tuple[int, int]:
-    """Return ``holders_of`` a tensor, and of the gradient of one parameter."""
-    with plainly():
-        param, gradient = (Parameter(torch.zeros(1, device="cpu")), torch.zeros(1, device="cpu"))
-        alone_count = holders_of(gradient)
-        param.grad = gradient
-        return alone_count, holders_of(gradient)
-
-
-def is_foreign(tensor: Tensor) -> bool:
-    """Return whether numpy, a file, another library or another process has a tensor's memory."""
-    storage = tensor.untyped_storage()
-    return not storage.resizable() or storage.is_shared()
 
 
 class Gradient(OffloadedTensor):
@@ -103,7 +75,8 @@ class Gradient(OffloadedTensor):
     def _is_given(self) -> bool:
         tensor, param = self.tensor, self.param()
         assert tensor is not None
-        return is_given(tensor, param)
+        # Its parameter has it.
+        return is_given(tensor, expected_count=param is not None and param.grad is tensor)
 
 
 class Adding:

@@ -16,7 +16,14 @@ from torch.optim import Optimizer
 from ssdtrain.away.classes import AwayGradient
 from ssdtrain.away.known import in_use, known_of
 from ssdtrain.errors import SsdtrainError
-from ssdtrain.machine.torch_internals import clone_of, is_shared, mode_count, trains_with_others
+from ssdtrain.machine.torch_internals import (
+    clone_of,
+    is_foreign,
+    is_given,
+    is_shared,
+    mode_count,
+    trains_with_others,
+)
 from ssdtrain.optimizer.chunks import Chunk, own_step, update
 from ssdtrain.optimizer.contract import (
     Rebound,
@@ -26,7 +33,6 @@ from ssdtrain.optimizer.contract import (
     params_of,
 )
 from ssdtrain.optimizer.disk import Away, Disk
-from ssdtrain.optimizer.gradients import is_foreign, is_given
 from ssdtrain.optimizer.masters import Leaf, drop_stale, wants_master
 from ssdtrain.optimizer.state import ParameterState
 from ssdtrain.optimizer.taken import Taken
@@ -177,7 +183,7 @@ def _is_free(gradient: Tensor, param: Tensor) -> bool:
     # defence: gradients on memory of others are used in step()
     if known_of(gradient) is None and is_foreign(gradient):
         return False
-    return not is_shared(gradient) and not is_given(gradient, param)
+    return not is_shared(gradient) and not is_given(gradient, expected_count=1)
 
 
 def _is_streamed(state: Any, disk: Disk) -> bool:

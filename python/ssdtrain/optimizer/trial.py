@@ -1,7 +1,7 @@
 """A trial of a step on small tensors: how much state it makes, and whether it keeps the contract.
 
 A class that is not torch's steps over a few small parameters together, and over each alone. Both
-must leave the same bits.
+must leave the same bits, and the same attributes and options.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ from ssdtrain.optimizer.chunks import CLOSURE, Chunk, own_step, run, update
 from ssdtrain.optimizer.contract import (
     CONTRACT,
     Rebound,
+    difference,
     is_of_torch,
+    is_plain,
     is_same,
     own_attributes,
     params_of,
 )
-from ssdtrain.optimizer.masters import wants_master
+from ssdtrain.optimizer.masters import MASTER, wants_master
 
 __all__ = ["state_share_of"]
 
@@ -69,6 +71,8 @@ def state_share_of(optimizer: Optimizer, *, has_masters: bool, per_parameter: bo
     with torch.device("cpu"), torch.random.fork_rng(devices=[]):
         try:
             made = _trained(optimizer, has_masters=has_masters, steps=1)
+            if has_masters:
+                _refuse_own_master(made)
             if not is_of_torch(kind):
                 _refuse_coupling(optimizer, has_masters=has_masters)
         except UnsupportedError as error:
@@ -91,6 +95,14 @@ def _share(param: Tensor, state: dict[Any, Any]) -> float:
     return sum(one.nbytes for one in alike) / max(1, param.nbytes)
 
 
+def _refuse_own_master(optimizer: Optimizer) -> None:
+    if any(MASTER in optimizer.state[param] for param in params_of(optimizer)):
+        raise UnsupportedError(
+            f"its state has a {MASTER!r} of its own, the name under which the masters are kept; "
+            "use master_dtype=None"
+        )
+
+
 def _refuse_coupling(optimizer: Optimizer, *, has_masters: bool) -> None:
     """Compare steps over all parameters with steps over one after the other."""
     together, apart = (
@@ -104,6 +116,23 @@ def _refuse_coupling(optimizer: Optimizer, *, has_masters: bool) -> None:
             "it couples its parameters: updated one after the other they get other values than "
             f"updated together. {CONTRACT}"
         )
+    name = difference(_values_of(together), _values_of(apart))
+    if name is not None:
+        raise UnsupportedError(
+            f"its step leaves another {name} if it is run over one part of the parameters after "
+            f"the other. {CONTRACT}"
+        )
+
+
+def _values_of(optimizer: Optimizer) -> dict[str, Any]:
+    """Return attributes and options, but for objects, by their names in a message."""
+    found = {
+        f"attribute {name!r}": value
+        for name, value in own_attributes(optimizer, ("state", "param_groups")).items()
+    }
+    for number, group in enumerate(optimizer.param_groups):
+        found |= {f"option {name!r} of group {number}": value for name, value in group.items()}
+    return {name: value for name, value in found.items() if is_plain(value)}
 
 
 def _trained(
