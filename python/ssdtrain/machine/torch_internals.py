@@ -60,6 +60,7 @@ __all__ = [
     "trains_with_others",
     "untraced",
     "users_of",
+    "without_functions_of_user",
 ]
 
 R = TypeVar("R")
@@ -342,6 +343,11 @@ def plainly() -> Iterator[None]:
     with _no_modes(), torch.inference_mode(mode=False):
         yield
 
+
+without_functions_of_user: Callable[[], AbstractContextManager[None]] = _find(
+    "_C.DisableTorchFunction"
+)
+"""Returns a context in which neither modes nor classes of the user see calls of functions."""
 
 tracer: Callable[[], object] = _find("_C._dynamo.eval_frame.get_eval_frame_callback")
 """The compiler's function that sees each call of this thread before it runs; ``None`` or ``False``
