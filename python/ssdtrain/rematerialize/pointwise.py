@@ -43,6 +43,10 @@ def _add_quotient(x: Tensor, left: Tensor, right: Tensor, value: float) -> Tenso
     return torch.addcdiv(x, left, right, value=value)
 
 
+def _power_of_number(exponent: Tensor, base: float) -> Tensor:
+    return torch.pow(base, exponent)
+
+
 def _where(x: Tensor, other: Tensor, condition: Tensor) -> Tensor:
     return torch.where(condition, x, other)
 
@@ -54,7 +58,9 @@ def _fill_masked(x: Tensor, value: Tensor, mask: Tensor) -> Tensor:
 def _drop(x: Tensor, mask: Tensor, p: float) -> Any:
     """Multiply by a mask and a scale as dropout does, which draws the mask at random."""
     kept = 1 - p
-    if x.is_cuda and x.dtype is not torch.float64:
+    if x.is_cpu:
+        return x * (mask.to(x.dtype) * (1 / kept if kept else 0.0))
+    if x.dtype is not torch.float64:
         # The kernel divides by the share that is kept after rounding it to float32.
         kept = torch.tensor(kept, dtype=torch.float32, device="cpu").item()
     return aten.native_dropout_backward(x, mask, 1 / kept if kept else 0.0)
@@ -112,6 +118,7 @@ POINTWISE: Table = {
     "GeluBackward0": Operation("gelu", _gelu, constants=("approximate",)),
     "LeakyReluBackward0": Operation("leaky_relu", F.leaky_relu, constants=("negative_slope",)),
     "EluBackward0": Operation("elu", _elu, constants=("alpha", "scale", "input_scale")),
+    "GluBackward0": Operation("glu", F.glu, constants=("dim",)),
     "CeluBackward0": Operation("celu", F.celu, constants=("alpha",)),
     "SoftplusBackward0": Operation("softplus", F.softplus, constants=("beta", "threshold")),
     "HardtanhBackward0": Operation("hardtanh", F.hardtanh, constants=("min_val", "max_val")),
@@ -122,6 +129,9 @@ POINTWISE: Table = {
     "MinimumBackward0": Operation("minimum", torch.minimum, ("self", "other")),
     "PowBackward0": Operation("pow", torch.pow, constants=("exponent",)),
     "PowBackward1": Operation("pow", torch.pow, ("self", "exponent"), results=("result",)),
+    "PowBackward2": Operation(
+        "pow", _power_of_number, ("exponent",), ("self",), results=("result",)
+    ),
     "AddBackward0": Operation("add", _add, ("self", "other"), ("alpha",)),
     "SubBackward0": Operation("sub", _subtract, ("self", "other"), ("alpha",)),
     "MulBackward0": Operation("mul", torch.mul, ("self", "other")),

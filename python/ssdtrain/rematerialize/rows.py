@@ -67,6 +67,40 @@ def _embedding(weight: Tensor, indices: Tensor) -> Any:
     return aten.embedding(weight, indices)
 
 
+def _group_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    sizes: Dims,
+    epsilon: float,
+) -> Any:
+    return aten.native_group_norm(x, weight, bias, *sizes, epsilon)[0]
+
+
+def _sizes_of_groups(node: Any, _number: int) -> object:
+    return node._saved_N, node._saved_C, node._saved_HxW, node._saved_group  # noqa: SLF001
+
+
+def _variance(x: Tensor, dims: Dims | None, correction: float | None, keepdim: bool) -> Tensor:
+    return torch.var(x, dims, correction=correction, keepdim=keepdim)
+
+
+def _norm(x: Tensor, order: float, dims: Dims | None, keepdim: bool, dtype: torch.dtype) -> Any:
+    return torch.linalg.vector_norm(x, order, dims, keepdim, dtype=dtype)
+
+
+def _cumulate(x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    return torch.cumsum(x, dim, dtype=dtype)
+
+
+def _gather(x: Tensor, indices: Tensor, dim: int) -> Tensor:
+    return torch.gather(x, dim, indices)
+
+
+def _select(x: Tensor, indices: Tensor, dim: int) -> Tensor:
+    return torch.index_select(x, dim, indices)
+
+
 ROWS: Table = {
     "NativeLayerNormBackward0": Operation(
         "layer_norm",
@@ -95,4 +129,29 @@ ROWS: Table = {
     "SumBackward0": Operation("sum", _sum_of_all, constants=(dtype_of,)),
     "SumBackward1": Operation("sum", _sum, constants=("dim", "keepdim", dtype_of)),
     "EmbeddingBackward0": Operation("embedding", _embedding, ("weight", "indices")),
+    "VarBackward0": Operation("var", _variance, constants=("dim", "correction", "keepdim")),
+    "LinalgVectorNormBackward0": Operation(
+        "vector_norm",
+        _norm,
+        constants=("ord", "dim", "keepdim", dtype_of),
+        results=("result",),
+    ),
+    "AmaxBackward0": Operation(
+        "amax", torch.amax, constants=("dim", "keepdim"), results=("result",)
+    ),
+    "LogsumexpBackward0": Operation(
+        "logsumexp", torch.logsumexp, constants=("dim", "keepdim"), results=("result",)
+    ),
+    "CumsumBackward0": Operation("cumsum", _cumulate, constants=("dim", dtype_of)),
+    "GatherBackward0": Operation("gather", _gather, ("self", "index"), ("dim",)),
+    "IndexSelectBackward0": Operation("index_select", _select, ("self", "index"), ("dim",)),
+    "NativeGroupNormBackward0": Operation(
+        "group_norm",
+        _group_norm,
+        # The node saves no bias, and a frozen bias has no edge, so a norm without an edge is unsure.
+        ("input", "weight", "bias"),
+        (_sizes_of_groups, _epsilon),
+        optional=("weight",),
+        is_known=only_first,
+    ),
 }
