@@ -2,324 +2,40 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from ssdtrain._core import Kept
-from ssdtrain.rematerialize.find import Outputs, find_recipe
+from recipe_cases import CASES, vector
+from recipe_graphs import Graph, Packed, assert_makes, bits, bring
+from ssdtrain.rematerialize.find import STEPS_MAX, find_recipe
 from ssdtrain.rematerialize.operations import OPERATIONS
-from ssdtrain.rematerialize.recipe import Recipe
+from ssdtrain.rematerialize.rows import EPSILONS
 
 aten = torch.ops.aten
-attention = F.scaled_dot_product_attention
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 SHAPES = ((4, 6), (3, 5, 7), (2, 33, 64))
-
-
-class Packed:
-    """Stands for a saved tensor of the core."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor, self.version = tensor.detach(), tensor._version
-
-
-class Graph:
-    """Hooks that keep each saved tensor, and what the tests ask about the graph."""
-
-    def __init__(self) -> None:
-        self.outputs = Outputs()
-        self.saved: list[tuple[Tensor, Packed]] = []
-
-    def pack(self, tensor: Tensor) -> Packed:
-        packed = Packed(tensor)
-        self.outputs.note(tensor, packed)
-        self.saved.append((tensor, packed))
-        return packed
-
-    @contextmanager
-    def hooks(self) -> Iterator[None]:
-        with saved_tensors_hooks(self.pack, bring):
-            yield
-
-    def input(self, tensor: Tensor) -> Tensor:
-        """Return a tensor that a node made, as if another node had saved it."""
-        made = tensor.detach().requires_grad_().clone()
-        self.pack(made)
-        return made
-
-    def recipe(self, root: Tensor) -> Recipe | None:
-        return find_recipe(root, self.outputs, lambda packed: isinstance(packed, Packed | Kept))
-
-
-def bring(packed: Any) -> Tensor:
-    if packed.version != packed.tensor._version:
-        raise RuntimeError("modified by an inplace operation")
-    return packed.tensor
-
-
-def bits(tensor: Tensor) -> Tensor:
-    """Return a tensor as integers, so that equal NaNs are equal."""
-    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    return tensor.detach().contiguous().view(kinds[tensor.element_size()])
-
-
-def assert_makes(recipe: Recipe | None, root: Tensor, choice: int = 0) -> None:
-    assert recipe is not None
-    made = recipe.make(bring, choice)
-    assert (made.dtype, made.shape, made.stride()) == (root.dtype, root.shape, root.stride())
-    assert torch.equal(bits(made), bits(root))
-    assert not made.requires_grad
-    assert not made.storage_offset()
-    assert made.untyped_storage().nbytes() == root.untyped_storage().nbytes()
-    addresses = {bring(source).untyped_storage().data_ptr() for source in recipe.sources}
-    assert made.untyped_storage().data_ptr() not in addresses
-
-
-def rows_of(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1])
-
-
-def batch_of(x: Tensor) -> Tensor:
-    return x.reshape(-1, *x.shape[-2:])
-
-
-def heads_of(x: Tensor) -> Tensor:
-    """Return queries, keys or values of shape (2, 4, 16, 8) with the numbers of a tensor."""
-    return x.flatten().repeat(64)[:1024].view(2, 4, 16, 8)
-
-
-def image_of(x: Tensor) -> Tensor:
-    return x.flatten().repeat(64)[:512].view(2, 4, 8, 8)
-
-
-def indices(x: Tensor) -> Tensor:
-    return torch.arange(x.shape[0]).flip(0)
-
-
-def vector(x: Tensor) -> Tensor:
-    """Return a weight for the last dim."""
-    return nn.Parameter(x.detach().reshape(-1, x.shape[-1])[-1].clone())
-
-
-def matrix(x: Tensor, y: Tensor) -> Tensor:
-    """Return a weight with nine rows for the last dim."""
-    return nn.Parameter(torch.outer(y.detach().flatten()[:9], vector(x).detach()))
-
-
-def square(x: Tensor) -> Tensor:
-    """Return square matrices that fit `batch_of`."""
-    return batch_of(x).mT @ batch_of(x).detach()
-
-
-def channels(x: Tensor) -> Tensor:
-    """Return a weight for the channels of `image_of`."""
-    return nn.Parameter(x.detach().flatten()[:4].clone())
-
-
-Case = Callable[[Tensor, Tensor], Tensor]
-
-CASES: dict[str, tuple[Case, ...]] = {
-    "AbsBackward0": (lambda x, y: x.abs(),),
-    "AddBackward0": (
-        lambda x, y: x + y,
-        lambda x, y: torch.add(x, y, alpha=3),
-        lambda x, y: x + vector(y),
-        lambda x, y: x + y.float(),
-        lambda x, y: (x * 2).add_(y.double()),
+GPU_ATTENTIONS = {
+    "ScaledDotProductCudnnAttentionBackward0": lambda q, k, v: (
+        aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True, scale=0.3)[0]
     ),
-    "AddcdivBackward0": (lambda x, y: torch.addcdiv(x, x, y, value=0.3),),
-    "AddcmulBackward0": (lambda x, y: torch.addcmul(x, x, y, value=0.3),),
-    "AddmmBackward0": (
-        lambda x, y: torch.addmm(vector(x).sum(), rows_of(x), rows_of(y).T, beta=0.3, alpha=2),
-        lambda x, y: F.linear(rows_of(x), matrix(x, y), nn.Parameter(torch.ones(9, dtype=x.dtype))),
+    "ScaledDotProductEfficientAttentionBackward0": lambda q, k, v: (
+        aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, True)[0]
     ),
-    "AliasBackward0": (lambda x, y: aten.alias(x),),
-    "AmaxBackward0": (lambda x, y: x.amax(-1), lambda x, y: x.amax((0, 1), keepdim=True)),
-    "BaddbmmBackward0": (
-        lambda x, y: torch.baddbmm(batch_of(x), batch_of(x), square(y), beta=0.3, alpha=2),
+    "ScaledDotProductFlashAttentionBackward0": lambda q, k, v: (
+        aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, scale=0.3)[0]
     ),
-    "BmmBackward0": (
-        lambda x, y: torch.bmm(batch_of(x), batch_of(y).mT),
-        lambda x, y: batch_of(x) @ square(y),
-    ),
-    "CatBackward0": (
-        lambda x, y: torch.cat([x, y], -1),
-        lambda x, y: torch.cat([y, x.float(), x], 0),
-    ),
-    "CeluBackward0": (lambda x, y: F.celu(x, 0.3),),
-    "ClampBackward1": (
-        lambda x, y: x.clamp(-0.5, 0.5),
-        lambda x, y: x.clamp(min=0),
-        lambda x, y: x.clamp(max=0.25),
-    ),
-    "ClampMaxBackward0": (lambda x, y: x.clamp_max(0.25),),
-    "ClampMinBackward0": (lambda x, y: x.clamp_min(0),),
-    "CloneBackward0": (
-        lambda x, y: x.clone(),
-        lambda x, y: x.mT.contiguous(),
-        lambda x, y: x.transpose(0, -1).reshape(-1),
-    ),
-    "ConvolutionBackward0": (
-        lambda x, y: F.conv2d(image_of(x), image_of(y)[:, :, :3, :3], padding=1),
-        lambda x, y: F.conv1d(image_of(x)[0], image_of(y)[0, :, :, :3], vector(x)[:4], stride=2),
-        lambda x, y: F.conv_transpose2d(image_of(x), image_of(y)[0, :, None, :2, :2], groups=4),
-    ),
-    "CosBackward0": (lambda x, y: x.cos(),),
-    "CumsumBackward0": (lambda x, y: x.cumsum(-1), lambda x, y: x.cumsum(0, dtype=torch.float64)),
-    "DiagonalBackward0": (lambda x, y: x.diagonal(1, -2, -1),),
-    "DivBackward0": (lambda x, y: x / y, lambda x, y: x / 3),
-    "DivBackward2": (lambda x, y: torch.div(x, y, rounding_mode="trunc"),),
-    "EluBackward0": (lambda x, y: F.elu(x, 0.3), lambda x, y: F.selu(x)),
-    "EmbeddingBackward0": (
-        lambda x, y: F.embedding(indices(x), nn.Parameter(rows_of(y.detach()).clone())),
-        lambda x, y: F.embedding(indices(x), rows_of(y), padding_idx=-1, scale_grad_by_freq=True),
-    ),
-    "ErfBackward0": (lambda x, y: x.erf(),),
-    "ExpBackward0": (lambda x, y: x.exp(),),
-    "ExpandBackward0": (lambda x, y: x.unsqueeze(-2).expand(*x.shape[:-1], 3, -1),),
-    "Expm1Backward0": (lambda x, y: x.expm1(),),
-    "FlipBackward0": (lambda x, y: x.flip(0, -1),),
-    "GatherBackward0": (lambda x, y: x.gather(-1, y.detach().argsort(-1)[..., :3]),),
-    "GeluBackward0": (lambda x, y: F.gelu(x), lambda x, y: F.gelu(x, approximate="tanh")),
-    "GluBackward0": (lambda x, y: F.glu(torch.cat([x, y], -1)),),
-    "HardsigmoidBackward0": (lambda x, y: F.hardsigmoid(x),),
-    "HardswishBackward0": (lambda x, y: F.hardswish(x * 3),),
-    "HardtanhBackward0": (lambda x, y: F.hardtanh(x), lambda x, y: F.relu6(x * 5)),
-    "IndexBackward0": (
-        lambda x, y: x[indices(x)],
-        lambda x, y: x[:, torch.tensor([1, 0])],
-        lambda x, y: x[y > 0],
-    ),
-    "IndexSelectBackward0": (lambda x, y: x.index_select(-1, torch.tensor([2, 0])),),
-    "LeakyReluBackward0": (lambda x, y: F.leaky_relu(x, 0.3),),
-    "LerpBackward0": (lambda x, y: torch.lerp(x, y, 0.3),),
-    "LinalgVectorNormBackward0": (
-        lambda x, y: x.norm(dim=-1),
-        lambda x, y: torch.linalg.vector_norm(x, 1, (0, 1), keepdim=True),
-        lambda x, y: x.norm(dtype=torch.float64),
-    ),
-    "Log1PBackward0": (lambda x, y: x.log1p(),),
-    "Log2Backward0": (lambda x, y: x.log2(),),
-    "LogBackward0": (lambda x, y: x.log(),),
-    "LogSigmoidBackward0": (lambda x, y: F.logsigmoid(x),),
-    "LogSoftmaxBackward0": (
-        lambda x, y: x.log_softmax(-1),
-        lambda x, y: F.log_softmax(x, 0, dtype=torch.float32),
-    ),
-    "LogsumexpBackward0": (lambda x, y: x.logsumexp(-1), lambda x, y: x.logsumexp((0, 1), True)),
-    "MaskedFillBackward1": (lambda x, y: x.masked_fill(y > 0, y.sum()),),
-    "MaximumBackward0": (lambda x, y: torch.maximum(x, y),),
-    "MeanBackward0": (lambda x, y: x.mean(), lambda x, y: x.mean(dtype=torch.float64)),
-    "MeanBackward1": (
-        lambda x, y: x.mean(-1, keepdim=True),
-        lambda x, y: x.mean((0, 1)),
-        lambda x, y: x.mean(-1, dtype=torch.float32),
-    ),
-    "MinimumBackward0": (lambda x, y: torch.minimum(x, y),),
-    "MishBackward0": (lambda x, y: F.mish(x),),
-    "MmBackward0": (
-        lambda x, y: torch.mm(rows_of(x), rows_of(y).T),
-        lambda x, y: F.linear(x, matrix(x, y)),
-    ),
-    "MulBackward0": (
-        lambda x, y: x * y,
-        lambda x, y: x * 3,
-        lambda x, y: 0.1 * x,
-        lambda x, y: x * y.detach(),
-        lambda x, y: x * vector(y),
-        lambda x, y: x.sum() * 0.3,
-        lambda x, y: x * y.float(),
-        lambda x, y: F.dropout(x, 0.3),
-    ),
-    "NativeDropoutBackward0": (
-        lambda x, y: torch.native_dropout(x, 0.3, True)[0],
-        lambda x, y: torch.native_dropout(x, 1.0, True)[0],
-    ),
-    "NativeGroupNormBackward0": (
-        lambda x, y: F.group_norm(image_of(x), 2, channels(x), channels(y)),
-    ),
-    "NativeLayerNormBackward0": (
-        lambda x, y: F.layer_norm(x, x.shape[-1:], vector(x), vector(y)),
-        lambda x, y: F.layer_norm(x, x.shape[-1:], vector(x), vector(y).detach()),
-        lambda x, y: F.layer_norm(x, x.shape[-2:]),
-    ),
-    "NegBackward0": (lambda x, y: -x,),
-    "PermuteBackward0": (
-        lambda x, y: x.movedim(0, -1),
-        lambda x, y: image_of(x).permute(2, 0, -1, 1),
-    ),
-    "PowBackward0": (lambda x, y: x**2, lambda x, y: x.square(), lambda x, y: x**-0.5),
-    "PowBackward1": (lambda x, y: x**y,),
-    "PowBackward2": (lambda x, y: 2.5**x,),
-    "ReciprocalBackward0": (lambda x, y: 1 / x,),
-    "ReluBackward0": (lambda x, y: x.relu(),),
-    "RepeatBackward0": (lambda x, y: x.repeat(2, *[1] * x.dim()),),
-    "ReshapeAliasBackward0": (lambda x, y: aten._reshape_alias(x, x.shape, x.stride()),),
-    "RollBackward0": (lambda x, y: x.roll((1, 2), (0, -1)), lambda x, y: x.roll(1)),
-    "RsqrtBackward0": (lambda x, y: x.rsqrt(),),
-    "ScaledDotProductFlashAttentionForCpuBackward0": (
-        lambda x, y: attention(heads_of(x), heads_of(y), heads_of(x * y)),
-        lambda x, y: attention(heads_of(x), heads_of(y), heads_of(x), is_causal=True, scale=0.3),
-        lambda x, y: attention(
-            heads_of(x), heads_of(y), heads_of(x), attn_mask=torch.ones(16, 16).tril() > 0
-        ),
-    ),
-    "SelectBackward0": (lambda x, y: x.select(-1, -2), lambda x, y: x[1]),
-    "SigmoidBackward0": (lambda x, y: x.sigmoid(),),
-    "SignBackward0": (lambda x, y: x.sign(),),
-    "SiluBackward0": (lambda x, y: F.silu(x),),
-    "SinBackward0": (lambda x, y: x.sin(),),
-    "SliceBackward0": (lambda x, y: x[:, 1:-1], lambda x, y: x[..., ::2], lambda x, y: x[..., -3:]),
-    "SoftmaxBackward0": (
-        lambda x, y: x.softmax(-1),
-        lambda x, y: F.softmax(x, 0, dtype=torch.float32),
-    ),
-    "SoftplusBackward0": (lambda x, y: F.softplus(x, 2, 0.5),),
-    "SplitBackward0": (lambda x, y: x.split(2, -1)[-1], lambda x, y: x.chunk(2)[0]),
-    "SplitWithSizesBackward0": (lambda x, y: x.split([1, x.shape[-1] - 1], -1)[1],),
-    "SqrtBackward0": (lambda x, y: x.sqrt(),),
-    "SqueezeBackward0": (lambda x, y: x[None, :, None].squeeze(),),
-    "SqueezeBackward1": (lambda x, y: x[None].squeeze(0),),
-    "SqueezeBackward2": (lambda x, y: x[None, ..., None].squeeze((0, -1, 1)),),
-    "StackBackward0": (lambda x, y: torch.stack([x, y, x], -1),),
-    "SubBackward0": (lambda x, y: x - y, lambda x, y: torch.sub(x, y, alpha=3)),
-    "SumBackward0": (lambda x, y: x.sum(), lambda x, y: x.sum(dtype=torch.float64)),
-    "SumBackward1": (
-        lambda x, y: x.sum(-1, keepdim=True),
-        lambda x, y: x.sum((0, 1)),
-        lambda x, y: x.sum(-1, dtype=torch.float32),
-    ),
-    "TBackward0": (lambda x, y: rows_of(x).t(),),
-    "TanhBackward0": (lambda x, y: x.tanh(),),
-    "ToCopyBackward0": (
-        lambda x, y: x.to(torch.bfloat16 if x.dtype is torch.float32 else torch.float32),
-    ),
-    "TransposeBackward0": (lambda x, y: x.transpose(-1, 0), lambda x, y: x.mT),
-    "TrilBackward0": (lambda x, y: x.tril(-1),),
-    "TriuBackward0": (lambda x, y: x.triu(1),),
-    "UnbindBackward0": (lambda x, y: x.unbind(-1)[1],),
-    "UnsafeViewBackward0": (lambda x, y: aten._unsafe_view(x.contiguous(), (-1,)),),
-    "UnsqueezeBackward0": (lambda x, y: x.unsqueeze(-2),),
-    "VarBackward0": (lambda x, y: x.var(), lambda x, y: x.var(-1, correction=0, keepdim=True)),
-    "ViewBackward0": (lambda x, y: x.contiguous().view(1, -1),),
-    "WhereBackward0": (lambda x, y: torch.where(x > y, x, y),),
-}
-
-
-ON_GPU = {
-    "FusedRmsNormBackward0",
-    "ScaledDotProductCudnnAttentionBackward0",
-    "ScaledDotProductEfficientAttentionBackward0",
-    "ScaledDotProductFlashAttentionBackward0",
 }
 
 
@@ -360,5 +76,401 @@ def test_operation_is_repeated(name: str, dtype: torch.dtype) -> None:
                 assert_makes(graph.recipe(further), further)
 
 
+@pytest.mark.parametrize("name", GPU_ATTENTIONS)
+def test_attention_of_gpus_is_asked_for_again(name: str) -> None:
+    """Without a GPU, what torch knows of the kernels tells whether the call is right."""
+    graph = Graph()
+    given = [torch.empty(2, 4, 64, 32, device="meta", dtype=torch.bfloat16) for _ in range(3)]
+    with graph.hooks():
+        root = GPU_ATTENTIONS[name](*[each.requires_grad_() for each in given])
+    recipe = graph.recipe(root)
+    assert has_made(name, root)
+    assert recipe is not None
+    made = recipe.make(bring)
+    assert (made.dtype, made.shape, made.stride()) == (root.dtype, root.shape, root.stride())
+
+
+def test_fused_rms_norm_is_repeated() -> None:
+    """Only GPUs have the kernel; a kernel in Python stands in for it."""
+
+    def kernel(x: Tensor, shape: list[int], weight: Tensor | None, epsilon: float) -> Any:
+        scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + (epsilon or 1e-7))
+        return x * scale if weight is None else x * scale * weight, scale
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_fused_rms_norm", kernel, "CPU")
+    try:
+        for weight in (None, nn.Parameter(torch.rand(6)), torch.rand(6)):
+            graph = Graph()
+            x = graph.input(torch.randn(4, 6))
+            with graph.hooks():
+                root = aten._fused_rms_norm(x, (6,), weight, 1e-3)[0]
+            assert root.grad_fn.name() == "FusedRmsNormBackward0"
+            assert_makes(graph.recipe(root), root, EPSILONS.index(1e-3))
+    finally:
+        library._destroy()
+
+
 def test_every_operation_has_a_case() -> None:
-    assert OPERATIONS.keys() - CASES.keys() == ON_GPU
+    assert OPERATIONS.keys() == {*CASES, *GPU_ATTENTIONS, "FusedRmsNormBackward0"}
+
+
+def test_product_is_made_of_saved_factors() -> None:
+    graph = Graph()
+    gate, up = graph.input(torch.randn(8, 16)), graph.input(torch.randn(8, 16))
+    with graph.hooks():
+        product = F.silu(gate) * up
+    recipe = graph.recipe(product)
+    assert recipe is not None
+    assert recipe.operations == ("mul",)
+    assert_makes(recipe, product)
+    with graph.hooks():
+        product = F.silu(gate) * up.detach()
+    recipe = graph.recipe(product)
+    assert recipe is not None
+    assert recipe.operations == ("silu", "mul")
+    assert_makes(recipe, product)
+
+
+def test_value_that_nobody_saved_is_made_on_the_way() -> None:
+    graph = Graph()
+    stream = graph.input(torch.randn(8, 16))
+    linear = nn.Linear(16, 16, bias=False)
+    with graph.hooks():
+        first = stream + linear(stream)
+        second = first + linear(F.relu(first))
+    recipe = graph.recipe(second)
+    assert recipe is not None
+    assert recipe.is_dear
+    assert_makes(recipe, second)
+
+
+def test_shared_value_is_made_once() -> None:
+    graph = Graph()
+    x = graph.input(torch.randn(8, 16))
+    with graph.hooks():
+        shared = -x
+        root = (shared + 2 * shared) + shared
+    recipe = graph.recipe(root)
+    assert recipe is not None
+    assert recipe.operations.count("neg") == 1
+    assert len(recipe.sources) == 1
+    assert_makes(recipe, root)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rotary_embedding(dtype: torch.dtype) -> None:
+    graph = Graph()
+    hidden = graph.input(torch.randn(2, 8, 32).to(dtype))
+    linear = nn.Linear(32, 32, bias=False).to(dtype)
+    cos, sin = (torch.rand(8, 8).to(dtype) for _ in range(2))
+    with graph.hooks():
+        q = linear(hidden).view(2, 8, 4, 8).transpose(1, 2)
+        half = torch.cat((-q[..., 4:], q[..., :4]), dim=-1)
+        root = q * cos + half * sin
+    assert_makes(graph.recipe(root), root)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_composite_rms_norm(dtype: torch.dtype) -> None:
+    graph = Graph()
+    x = graph.input(torch.randn(2, 8, 32).to(dtype))
+    weight = nn.Parameter(torch.rand(32).to(dtype))
+    with graph.hooks():
+        wide = x.float()
+        scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        root = weight * (wide * scale).to(dtype)
+    recipe = graph.recipe(root)
+    assert recipe is not None
+    assert not recipe.is_dear
+    assert_makes(recipe, root)
+
+
+@pytest.mark.parametrize(("at", "epsilon"), list(enumerate(EPSILONS)))
+def test_epsilon_of_a_layer_norm_is_a_choice(at: int, epsilon: float) -> None:
+    graph = Graph()
+    x = graph.input(torch.randn(8, 16) * 1e-3)
+    with graph.hooks():
+        root = F.layer_norm(x, (16,), vector(x), vector(x), epsilon)
+    recipe = graph.recipe(root)
+    assert recipe is not None
+    assert recipe.choices == len(EPSILONS)
+    assert_makes(recipe, root, at)
+
+
+class Block(nn.Module):
+    """A block of a transformer as Llama has it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.before, self.between = nn.RMSNorm(width, eps=1e-6), nn.RMSNorm(width)
+        self.qkv, self.out = (nn.Linear(width, n * width, bias=False) for n in (3, 1))
+        self.gate, self.up = (nn.Linear(width, 3 * width, bias=False) for _ in range(2))
+        self.down = nn.Linear(3 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, count, width = x.shape
+        heads = self.qkv(self.before(x)).view(batch, count, 3, width // 8, 8)
+        q, k, v = heads.permute(2, 0, 3, 1, 4)
+        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(seen.transpose(1, 2).reshape(batch, count, width))
+        y = self.between(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+def assert_block(graph: Graph, names: set[str]) -> None:
+    """Compare what recipes make of saved tensors; these operations must be among the recipes."""
+    found: set[str] = set()
+    for saved, packed in graph.saved:
+        root = saved if saved._base is None else saved._base
+        recipe = graph.recipe(root)
+        if recipe is not None and not root.is_leaf:
+            found.update(recipe.operations)
+            assert packed not in recipe.sources
+            makes = [bits(recipe.make(bring, at)) for at in range(recipe.choices)]
+            assert any(torch.equal(made, bits(root)) for made in makes), recipe.operations
+    assert found >= names, found
+
+
+@pytest.mark.parametrize("way", ["float32", "bfloat16", "autocast"])
+def test_block_like_llama(way: str) -> None:
+    graph = Graph()
+    blocks = nn.Sequential(Block(32), Block(32))
+    blocks.to(torch.bfloat16 if way == "bfloat16" else torch.float32)
+    x = torch.randn(2, 16, 32, dtype=blocks[0].down.weight.dtype)
+    enabled = way == "autocast"
+    with graph.hooks(), torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+        blocks(x).sum()
+    assert_block(graph, {"mm", "silu", "mul", "attention", "add" if way != "bfloat16" else "cast"})
+
+
+def test_block_like_bert() -> None:
+    graph = Graph()
+    block = nn.TransformerEncoderLayer(32, 4, 64, 0.1, "gelu", layer_norm_eps=1e-12)
+    with graph.hooks():
+        block(torch.randn(16, 2, 32)).sum()
+    assert_block(graph, {"addmm", "layer_norm", "gelu", "mul", "add"})
+
+
+def test_conditions_of_the_backward_do_not_matter() -> None:
+    """A recipe is made in backward, in any thread, below modes of the user."""
+    graph = Graph()
+    x = graph.input(torch.randn(8, 16))
+    with graph.hooks(), torch.autocast("cpu", torch.bfloat16):
+        root = F.linear(x, vector(x)[None])
+    wide = graph.input(torch.randn(8, 16))
+    with graph.hooks():
+        product = wide @ wide.detach().T
+    recipes = [(graph.recipe(each), each) for each in (root, product)]
+
+    class Refusing(TorchFunctionMode):
+        def __torch_function__(
+            self, function: Any, types: Any, given: Any = (), named: Any = None
+        ) -> Any:
+            assert function.__name__ == "__get__", "`bring` looks at attributes, no more"
+            return function(*given, **(named or {}))
+
+    class RefusingDispatch(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, *_: Any, **__: Any) -> Any:
+            raise AssertionError(function)
+
+    made: list[Tensor] = []
+
+    def make() -> None:
+        for recipe, _ in recipes:
+            assert recipe is not None
+            made.append(recipe.make(bring))
+
+    def make_everywhere(gradient: Tensor) -> None:
+        make()
+        with torch.enable_grad(), torch.autocast("cpu", torch.bfloat16):
+            make()
+            assert torch.is_autocast_enabled("cpu")
+            assert torch.is_grad_enabled()
+        with torch.inference_mode():
+            make()
+        with torch.device("meta"), RefusingDispatch(), Refusing():
+            make()
+        thread = threading.Thread(target=make)
+        thread.start()
+        thread.join()
+
+    leaf = torch.ones(1, requires_grad=True)
+    leaf.register_hook(make_everywhere)
+    state = torch.get_rng_state()
+    (leaf * 2).sum().backward()
+    assert torch.equal(state, torch.get_rng_state())
+    assert len(made) == 2 * 5
+    for at, each in enumerate(made):
+        assert torch.equal(bits(each), bits(recipes[at % 2][1]))
+        assert not each.is_inference()
+        assert not each.requires_grad
+
+
+def no_recipe(x: Tensor) -> dict[str, Tensor]:
+    """Return results that cannot be made again."""
+
+    class Silu(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return gradient * 2
+
+    custom = Silu.apply(x)
+    type(custom.grad_fn).__name__ = "SiluBackward0"
+    assert custom.grad_fn.name() == "SiluBackward0"
+    frozen = nn.Parameter(torch.ones(x.shape[-1]), requires_grad=False)
+    weight = torch.ones(x.shape[-1], x.shape[-1])
+    many = x
+    for _ in range(STEPS_MAX + 1):
+        many = -many
+    return {
+        "changed in place": F.silu(x).mul_(2),
+        "view": F.silu(x).t(),
+        "leaf": torch.ones(3, requires_grad=True),
+        "no gradient": torch.ones(3),
+        "number that no node keeps": x + 1,
+        "number that no node keeps, subtracted": 1 - x,
+        "number that no node keeps, chosen": torch.where(x > 0, x, 0.0),
+        "number that no node keeps, filled": x.masked_fill(x > 0, 0.0),
+        "tensor that no node keeps": x + torch.ones_like(x),
+        "tensor that no node keeps, joined": torch.cat([x, torch.ones_like(x)]),
+        "frozen bias": torch.addmm(frozen, x, weight),
+        "frozen bias of a convolution": F.conv1d(
+            x[None], weight[:1, None, :2].repeat(3, 8, 1), frozen[:3]
+        ),
+        "random": F.rrelu(x, training=True),
+        "function of the user": custom,
+        "function of the user on the way": -custom,
+        "too many steps": many,
+        "first a number": torch.mul(torch.ones(()) * 2, x.detach()) * 1,
+    }
+
+
+@pytest.mark.parametrize("what", no_recipe(torch.ones(8, 8, requires_grad=True).clone()))
+def test_no_recipe(what: str) -> None:
+    graph = Graph()
+    x = graph.input(torch.randn(8, 8))
+    with graph.hooks():
+        root = no_recipe(x)[what]
+    assert graph.recipe(root) is None
+
+
+def test_objects_of_another_session_are_no_sources() -> None:
+    graph = Graph()
+    x = graph.input(torch.randn(8, 16))
+    with graph.hooks():
+        root = F.silu(x)
+    assert find_recipe(root, graph.outputs, lambda _packed: False) is None
+    assert find_recipe(root, Graph().outputs, lambda packed: packed is graph.saved[-1][1])
+
+
+def test_tensors_saved_outside_of_hooks_are_no_sources() -> None:
+    graph = Graph()
+    x = torch.randn((), dtype=torch.float64, requires_grad=True) * 2
+    root = x * torch.ones((), dtype=torch.float64)
+    assert graph.recipe(root) is None
+    assert graph.recipe(F.silu(x.float())) is None
+
+
+def test_changed_sources_raise() -> None:
+    graph = Graph()
+    x = graph.input(torch.randn(8, 16))
+    weight = nn.Parameter(torch.randn(16))
+    with graph.hooks():
+        sums = -x + weight
+        products = F.silu(x)
+    recipes = [graph.recipe(each) for each in (sums, products)]
+    assert_makes(recipes[0], sums)
+    with torch.no_grad():
+        weight += 1
+    assert recipes[0] is not None
+    with pytest.raises(RuntimeError, match="modified by an inplace"):
+        recipes[0].make(bring)
+    assert_makes(recipes[1], products)
+    x.add_(1)
+    assert recipes[1] is not None
+    with pytest.raises(RuntimeError, match="modified by an inplace"):
+        recipes[1].make(bring)
+
+
+def test_dead_outputs_are_not_found() -> None:
+    graph = Graph()
+    x = graph.input(torch.randn(8, 16))
+    with graph.hooks():
+        root = -x
+    assert graph.recipe(root) is not None
+    graph.saved.clear()
+    assert graph.outputs.find(x.grad_fn, 0) is None
+    assert graph.recipe(root) is None
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_notes_hold_nothing_and_mistake_no_node() -> None:
+    graph = Graph()
+    with torch.autograd.detect_anomaly():
+        x = graph.input(torch.randn(8, 16))
+    assert graph.outputs.find(x.grad_fn, 0) is graph.saved[0][1]
+    assert graph.outputs.find(x.grad_fn, 1) is None
+    assert Graph().outputs.find(x.grad_fn, 0) is None
+    references = [weakref.ref(x), weakref.ref(graph.saved[0][1])]
+    graph.saved.clear()
+    gc.disable()
+    try:
+        del x
+        assert [reference() for reference in references] == [None, None]
+        for _ in range(100):
+            other = torch.ones(8, requires_grad=True).clone()
+            assert graph.outputs.find(other.grad_fn, 0) is None
+    finally:
+        gc.enable()
+
+
+def test_views_and_changed_tensors_are_not_noted() -> None:
+    graph = Graph()
+    x = torch.ones(4, 4, requires_grad=True).clone()
+    for tensor in (x.t(), x.clone().add_(1), torch.ones(2), torch.ones(2, requires_grad=True)):
+        packed = Packed(tensor)
+        graph.outputs.note(tensor, packed)
+        node = tensor.grad_fn
+        assert node is None or graph.outputs.find(node, 0) is None
+
+
+def test_recipe_holds_no_node() -> None:
+    graph = Graph()
+    x = graph.input(torch.randn(8, 16))
+    with graph.hooks():
+        root = F.silu(-x) * 2
+    recipe = graph.recipe(root)
+    made = weakref.ref(root), weakref.ref(x)
+    graph.saved.clear()
+    del root, x
+    assert [each() for each in made] == [None, None]
+    assert recipe is not None
+    assert recipe.make(bring).shape == (8, 16)
+    assert all(bring(source).grad_fn is None for source in recipe.sources)
+
+
+def test_values_are_dropped_after_their_last_use() -> None:
+    graph = Graph()
+    x = graph.input(torch.randn(1024, 1024))
+    with graph.hooks():
+        root = x
+        for _ in range(5):
+            root = -root
+    recipe = graph.recipe(root)
+    assert recipe is not None
+    results: list[weakref.ref[Tensor]] = []
+
+    def noted(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        made = function(x)
+        results.append(weakref.ref(made))
+        assert sum(result() is not None for result in results) <= 2
+        return made
+
+    steps = [replace(step, function=partial(noted, step.function)) for step in recipe.steps]
+    assert_makes(replace(recipe, steps=tuple(steps)), root)
+    assert len(results) == 5

@@ -112,7 +112,7 @@ class _Search:
         arguments, constants = self.inputs(operation, node)
         for constant in operation.constants:
             if isinstance(constant, str):
-                constants.append(signed(getattr(node, f"_saved_{constant}")))
+                constants.append(_constant(node, constant))
             else:
                 constants.append(constant(node, output_nr))
         dtype = node._input_metadata[output_nr].dtype  # noqa: SLF001 - it has no public name
@@ -241,6 +241,14 @@ class _Search:
         while at >= 0 and self.steps[at].operation.is_view:
             at = self.steps[at].arguments[0]
         return at < 0
+
+
+def _constant(node: Any, name: str) -> object:
+    try:
+        return signed(getattr(node, f"_saved_{name}"))
+    except AttributeError:
+        # The node of another version of torch.
+        raise _Unknown from None
 
 
 def _number(saved: object) -> float | None:

@@ -35,28 +35,26 @@ def _is_without_dropout(node: Any, number: int) -> bool:
     return number == 0 and node._saved_dropout_p == 0  # noqa: SLF001
 
 
-def _attend_on_cpu(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float
-) -> Any:
+def _attend_on_cpu(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Any:
+    mask, causal, scale = options
     function = aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
     return function(query, key, value, 0.0, causal, attn_mask=mask, scale=scale)[0]
 
 
-def _attend_flash(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> Any:
+def _attend_flash(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Any:
+    causal, scale = options
     function = aten._scaled_dot_product_flash_attention  # noqa: SLF001
     return function(query, key, value, 0.0, causal, scale=scale)[0]
 
 
-def _attend_efficient(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: bool, scale: float
-) -> Any:
+def _attend_efficient(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Any:
+    bias, causal, scale = options
     function = aten._scaled_dot_product_efficient_attention  # noqa: SLF001
     return function(query, key, value, bias, True, 0.0, causal, scale=scale)[0]
 
 
-def _attend_cudnn(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: bool, scale: float
-) -> Any:
+def _attend_cudnn(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Any:
+    bias, causal, scale = options
     function = aten._scaled_dot_product_cudnn_attention  # noqa: SLF001
     return function(query, key, value, bias, True, 0.0, causal, scale=scale)[0]
 

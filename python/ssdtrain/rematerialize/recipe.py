@@ -27,7 +27,7 @@ ABSENT = -1
 class Choice:
     """A constant that the node does not tell, and the values that it may have."""
 
-    candidates: tuple[float, ...]
+    candidates: tuple[float | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,11 @@ def _chosen(constant: object, choice: int) -> Any:
 def _as_in_forward(device: str) -> Iterator[None]:
     """Run operations as autograd ran them: past modes, casts of autocast, and autograd itself."""
     with plainly(), without_functions_of_user(), torch.no_grad():
-        on = [kind for kind in {"cpu", device} if torch.is_autocast_enabled(kind)]
+        on = [
+            kind
+            for kind in {"cpu", device}
+            if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+        ]
         for kind in on:
             torch.set_autocast_enabled(kind, False)
         try:

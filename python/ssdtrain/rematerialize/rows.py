@@ -15,18 +15,23 @@ from ssdtrain.rematerialize.operation import (
 )
 from ssdtrain.rematerialize.recipe import Choice
 
-__all__ = ["ROWS"]
+__all__ = ["EPSILONS", "ROWS"]
 
 aten = torch.ops.aten
 
 Dims = tuple[int, ...]
 
-EPSILON = Choice((1e-5, 1e-6, 1e-12, 1e-8, 1e-3, 1e-7))
-"""The epsilon of a layer norm, which no node tells."""
+EPSILONS = (1e-5, 1e-6, 1e-12, 1e-8, 1e-3, 1e-7)
+"""The epsilons of norms in use; no node tells its own."""
 
 
 def _epsilon(_node: Any, _number: int) -> object:
-    return EPSILON
+    return Choice(EPSILONS)
+
+
+def _epsilon_or_default(_node: Any, _number: int) -> object:
+    # None stands for the default, which depends on the dtype.
+    return Choice((*EPSILONS, None))
 
 
 def _layer_norm(
@@ -114,7 +119,7 @@ ROWS: Table = {
         "rms_norm",
         _rms_norm,
         ("input", "weight"),
-        ("normalized_shape", "eps"),
+        ("normalized_shape", _epsilon_or_default),
         optional=("weight",),
         is_known=only_first,
     ),
@@ -148,7 +153,7 @@ ROWS: Table = {
     "NativeGroupNormBackward0": Operation(
         "group_norm",
         _group_norm,
-        # The node saves no bias, and a frozen bias has no edge, so a norm without an edge is unsure.
+        # The node saves no bias, and a frozen bias has no edge: without an edge nothing is sure.
         ("input", "weight", "bias"),
         (_sizes_of_groups, _epsilon),
         optional=("weight",),
