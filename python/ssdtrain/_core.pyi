@@ -224,6 +224,9 @@ class HookPair:
     def unpack(self, packed: object) -> Tensor:
         """Give a node its saved tensor back."""
 
+    def bring(self, packed: object) -> Tensor:
+        """Return a saved tensor from which a proof makes another; no round has a need of it."""
+
 @final
 class Timeline:
     """The moments of each saved tensor, noted once the timeline is started."""
@@ -391,6 +394,10 @@ class Record:
         tensor of the program.
         """
 
+    @property
+    def recipe(self) -> Any | None:
+        """The recipe by which its bytes are made again, if they are neither kept nor written."""
+
     def storage(self) -> UntypedStorage | None:
         """Return the storage, while it lives."""
 
@@ -433,6 +440,14 @@ class SavedTensor:
     @property
     def size(self) -> tuple[int, ...]:
         """Of the saved tensor."""
+
+    @property
+    def stride(self) -> tuple[int, ...]:
+        """Of the saved tensor, in items."""
+
+    @property
+    def offset(self) -> int:
+        """Bytes from the start of its storage to the tensor."""
 
     @property
     def is_ahead(self) -> bool:
@@ -489,6 +504,9 @@ class Records:
 
     def leave_to_parent(self) -> None:
         """Note that this is a forked child."""
+
+    def owns(self, saved: SavedTensor) -> bool:
+        """Return whether a saved tensor is of this session."""
 
     def alive(self) -> list[Record]:
         """Return the records that are alive; of each storage, the newest ones."""

@@ -22,6 +22,7 @@ __all__ = [
     "Directories",
     "Gds",
     "OffloadConfig",
+    "Rematerialize",
     "Size",
     "StoreConfig",
     "directories",
@@ -36,6 +37,7 @@ DirectIo = Literal["required", "optional", "disabled"]
 that; ``disabled`` always uses it."""
 
 Gds = Literal["optional", "required", "disabled"]
+Rematerialize = Literal["auto", "never", "always"]
 """``required`` sends tensors of a GPU past the CPU's memory (GPUDirect Storage, cuFile);
 ``optional`` takes pinned memory if that does not work; ``disabled`` always takes it."""
 
@@ -93,10 +95,18 @@ class OffloadConfig:
     """More pinned memory of the CPU, in which tensors of all GPUs may stay by plan."""
     gds: str = "optional"
     """``"compat"`` is cuFile's compatibility mode, for tests."""
+    rematerialize: str = "auto"
+    """Whether saved tensors are made again from others."""
 
     def __post_init__(self) -> None:
         """Raise ``ConfigError`` for a value that is not allowed."""
         check_choice("gds", self.gds, (*get_args(Gds), "compat"))
+        check_choice("rematerialize", self.rematerialize, get_args(Rematerialize))
+        if self.rematerialize == "always" and self.max_resident_bytes is not None:
+            raise ConfigError(
+                "rematerialize='always' makes tensors again whatever memory that takes, and "
+                "max_resident_bytes would not hold; leave one of them out"
+            )
         memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         pinned = {"pinned_bytes": self.pinned_bytes}
         if self.max_host_bytes is not None:

@@ -24,6 +24,7 @@ from ssdtrain.config import (
     Directories,
     Gds,
     OffloadConfig,
+    Rematerialize,
     Size,
     StoreConfig,
     directories,
@@ -94,6 +95,11 @@ class offload:  # noqa: N801 - used like torch.no_grad
             Storage.
         gds: ``"optional"``, ``"required"`` or ``"disabled"``: whether tensors of a GPU go to the
             drive past the CPU's memory (GPUDirect Storage).
+        rematerialize: ``"auto"``: saved tensors that cheap operations make again from other saved
+            tensors, with equal bits, are neither kept nor written, as far as that makes a step
+            longer by two hundredths at most; the first steps prove the bits. Not with
+            ``max_resident_bytes``. ``"never"``: none. ``"always"``: all that can be made, from the
+            first step, unproved and at any cost, for tests.
 
     Raises:
         ConfigError: An option or the directory cannot be used.
@@ -120,6 +126,7 @@ class offload:  # noqa: N801 - used like torch.no_grad
         pinned_bytes: Size = PINNED_BYTES_DEFAULT,
         max_host_bytes: Size | None = None,
         gds: Gds = "optional",
+        rematerialize: Rematerialize = "auto",
     ) -> None:
         store = StoreConfig(
             dirs=directories(dir),
@@ -135,6 +142,7 @@ class offload:  # noqa: N801 - used like torch.no_grad
             pinned_bytes=in_bytes("pinned_bytes", pinned_bytes),
             max_host_bytes=optional_bytes("max_host_bytes", max_host_bytes),
             gds=gds,
+            rematerialize=rematerialize,
         )
         self._prepare()
 

@@ -57,6 +57,7 @@ class Session:
                 choices=Choices() if choices is None else choices,
                 min_bytes=config.min_bytes,
                 max_resident_bytes=bound,
+                rematerialize=config.rematerialize,
             )
             self._config = config
             self._notices = Notices() if notices is None else notices

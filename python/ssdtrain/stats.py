@@ -55,7 +55,8 @@ REASON_BELOW = "the last line tells why"
 class Stats:
     """A snapshot of a session. Sizes in bytes, times in seconds, since the session began.
 
-    Each saved storage ends in one of three ways, and is counted then:
+    Each saved storage ends in one of four ways, and is counted then: *rematerialized* (neither kept
+    nor written, because it can be made again from others),
     *offloaded* (written, or copied to pinned memory to stay there; its memory freed), *forwarded*
     (on its way to the disk, or there, but served from memory because it was still held), or *kept*:
     by plan, for its size, or because its write was cancelled or failed.
@@ -67,6 +68,8 @@ class Stats:
     tensors_offloaded: int
     tensors_forwarded: int
     tensors_kept: int
+    bytes_rematerialized: int
+    tensors_rematerialized: int
     bytes_written: int
     """Bytes that reached the drive, with the widening to its block size."""
     bytes_read: int
@@ -138,6 +141,9 @@ class Stats:
     hooks_s: float = 0.0
     """Time in hooks of tensors that may leave, without waits. It costs nothing while a GPU has
     work."""
+    rematerialize_s: float = 0.0
+    """Time of the operations that made tensors again; on a GPU the time in which Python began
+    them."""
     gpu_stall_s: float = 0.0
     """Time in which GPUs waited for tensors that came back, by their own clocks, in steps that have
     ended there. Waits of threads meanwhile are in ``stall_s``."""
@@ -177,13 +183,15 @@ class Stats:
     def limit(self) -> str:
         """The bottleneck of the session.
 
-        ``"compute"`` if nearly all eligible bytes were offloaded and hardly a thread or GPU waited.
-        Else the link that was busy for longest: ``"the disk's writes"``, ``"the disk's reads"``,
-        ``"the PCIe copies to the host"`` or ``"the PCIe copies to the GPU"``.
+        ``"compute"`` if nearly all eligible bytes were offloaded or made again, and hardly a thread
+        or GPU waited. Else the link that was busy for longest: ``"the disk's writes"``,
+        ``"the disk's reads"``, ``"the PCIe copies to the host"`` or ``"the PCIe copies to the
+        GPU"``.
         """
         stall_s = max(self.stall_s + self.full_disk_wait_s, self.gpu_stall_s)
         has_waited = stall_s > STALL_SHARE_LITTLE * self.elapsed_s
-        if not has_waited and self.bytes_offloaded >= OFFLOADED_SHARE_MUCH * self.bytes_eligible:
+        left_bytes = self.bytes_offloaded + self.bytes_rematerialized
+        if not has_waited and left_bytes >= OFFLOADED_SHARE_MUCH * self.bytes_eligible:
             return "compute"
         busy_s = {
             "the disk's writes": self.write_busy_s,
@@ -285,6 +293,11 @@ class Stats:
             f"  on disk    {used} now, in files of {reserved}",
             f"  I/O time   {times}, {self._shown_stalls()}",
         ]
+        if self.bytes_rematerialized:
+            size = shown_bytes(self.bytes_rematerialized)
+            tensors = shown_count(self.tensors_rematerialized, "tensor")
+            took = f"their operations took {self.rematerialize_s:.3f} s"
+            rows.insert(3, f"  made again {size} in {tensors}, neither kept nor written; {took}")
         rows += [
             f"  {'' if number else 'of these':10} {figures}"
             for number, figures in enumerate(self.classes)
@@ -413,6 +426,7 @@ def snapshot(
     on_gpus: OnGpus,
     gpu_stall_s: float,
     hooks_s: float,
+    rematerialize_s: float,
     elapsed_s: float,
     bytes_eligible: int,
     reason: Reason | None,
@@ -434,6 +448,8 @@ def snapshot(
         tensors_offloaded=ended["offloaded"][1],
         tensors_forwarded=ended["forwarded"][1],
         tensors_kept=ended["kept"][1],
+        bytes_rematerialized=ended["rematerialized"][0],
+        tensors_rematerialized=ended["rematerialized"][1],
         bytes_written=number("bytes_written"),
         bytes_read=number("bytes_read"),
         write_busy_s=number("write_busy_ns") / 1e9,
@@ -454,6 +470,7 @@ def snapshot(
         **asdict(on_gpus),
         gpu_stall_s=gpu_stall_s,
         hooks_s=hooks_s,
+        rematerialize_s=rematerialize_s,
         **asdict(blocks),
         process_bytes=known_bytes("VmRSS"),
         process_bytes_peak=known_bytes("VmHWM"),

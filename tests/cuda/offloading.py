@@ -30,6 +30,13 @@ class Everything(Policy):
         """Write it again all the same."""
 
 
+class All(set[int]):
+    """What contains every key."""
+
+    def __contains__(self, _: object) -> bool:
+        return True
+
+
 class ToldWhen(Everything):
     """A policy by which each tensor has been copied so many packs after its own."""
 
@@ -48,7 +55,8 @@ class ToldWhen(Everything):
 def offloaded(policy: Policy | None = None, **options: Any) -> Iterator[ssdtrain.Session]:
     """Offload all that is saved in this thread; the disk is one whose calls the fake GPU sees."""
     store = StoreConfig(dirs=(str(SCRATCH),), direct_io="optional", backend="psync")
-    given = {"min_bytes": 512, "pinned_bytes": RING_BYTES, "gds": "disabled"} | options
+    given = {"min_bytes": 512, "pinned_bytes": RING_BYTES, "gds": "disabled"}
+    given |= {"rematerialize": "never"} | options
     session = ssdtrain.Session(OffloadConfig(store=store, **given), policy or Everything())
     try:
         with session.context():

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from recipe_cases import CASES, vector
 from recipe_graphs import Graph, Packed, assert_makes, bits, bring
+from ssdtrain._core import Kept
 from ssdtrain.rematerialize.find import STEPS_MAX, find_recipe
 from ssdtrain.rematerialize.operations import OPERATIONS
 from ssdtrain.rematerialize.rows import EPSILONS
@@ -47,6 +48,9 @@ def layouts(shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[tuple[Tensor
     yield from ((x, y), (turned[0], y), (turned[0], turned[1]))
 
 
+NORMS = {"NativeLayerNormBackward0", "NativeGroupNormBackward0"}
+
+
 def has_made(name: str, root: Tensor) -> bool:
     """Return whether a node with this name has made a tensor, or what it was made from."""
     nodes: list[Any] = [root.grad_fn]
@@ -72,6 +76,10 @@ def test_operation_is_repeated(name: str, dtype: torch.dtype) -> None:
                     root = made.clone() if made._is_view() or made._version else made
                     further = made * 2
                 assert has_made(name, root)
+                if name in NORMS and dtype is torch.bfloat16:
+                    # The rounded scale does not tell the epsilon.
+                    assert graph.recipe(root) is None
+                    continue
                 assert_makes(graph.recipe(root), root)
                 assert_makes(graph.recipe(further), further)
 
@@ -90,29 +98,8 @@ def test_attention_of_gpus_is_asked_for_again(name: str) -> None:
     assert (made.dtype, made.shape, made.stride()) == (root.dtype, root.shape, root.stride())
 
 
-def test_fused_rms_norm_is_repeated() -> None:
-    """Only GPUs have the kernel; a kernel in Python stands in for it."""
-
-    def kernel(x: Tensor, shape: list[int], weight: Tensor | None, epsilon: float) -> Any:
-        scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + (epsilon or 1e-7))
-        return x * scale if weight is None else x * scale * weight, scale
-
-    library = torch.library.Library("aten", "IMPL")
-    library.impl("_fused_rms_norm", kernel, "CPU")
-    try:
-        for weight in (None, nn.Parameter(torch.rand(6)), torch.rand(6)):
-            graph = Graph()
-            x = graph.input(torch.randn(4, 6))
-            with graph.hooks():
-                root = aten._fused_rms_norm(x, (6,), weight, 1e-3)[0]
-            assert root.grad_fn.name() == "FusedRmsNormBackward0"
-            assert_makes(graph.recipe(root), root, EPSILONS.index(1e-3))
-    finally:
-        library._destroy()
-
-
 def test_every_operation_has_a_case() -> None:
-    assert OPERATIONS.keys() == {*CASES, *GPU_ATTENTIONS, "FusedRmsNormBackward0"}
+    assert OPERATIONS.keys() == {*CASES, *GPU_ATTENTIONS}
 
 
 def test_product_is_made_of_saved_factors() -> None:
@@ -186,16 +173,33 @@ def test_composite_rms_norm(dtype: torch.dtype) -> None:
     assert_makes(recipe, root)
 
 
-@pytest.mark.parametrize(("at", "epsilon"), list(enumerate(EPSILONS)))
-def test_epsilon_of_a_layer_norm_is_a_choice(at: int, epsilon: float) -> None:
+@pytest.mark.parametrize("epsilon", tuple(EPSILONS))
+def test_the_epsilon_of_a_layer_norm_is_found(epsilon: float) -> None:
     graph = Graph()
     x = graph.input(torch.randn(8, 16) * 1e-3)
     with graph.hooks():
         root = F.layer_norm(x, (16,), vector(x), vector(x), epsilon)
+    assert_makes(graph.recipe(root), root)
+    assert EPSILONS[0] == epsilon
+
+
+def test_a_layer_norm_of_nan_is_made_again() -> None:
+    graph = Graph()
+    x = graph.input(torch.full((8, 16), torch.nan))
+    with graph.hooks():
+        root = F.layer_norm(x, (16,), vector(x), vector(x))
+    assert_makes(graph.recipe(root), root)
+
+
+def test_a_layer_norm_with_an_unknown_epsilon_raises() -> None:
+    graph = Graph()
+    x = graph.input(torch.randn(8, 16) * 1e-3)
+    with graph.hooks():
+        root = F.layer_norm(x, (16,), vector(x), vector(x), 0.3)
     recipe = graph.recipe(root)
     assert recipe is not None
-    assert recipe.choices == len(EPSILONS)
-    assert_makes(recipe, root, at)
+    with pytest.raises(RuntimeError, match="none of the epsilons"):
+        recipe.make(bring)
 
 
 class Block(nn.Module):
@@ -227,8 +231,7 @@ def assert_block(graph: Graph, names: set[str]) -> None:
         if recipe is not None and not root.is_leaf:
             found.update(recipe.operations)
             assert packed not in recipe.sources
-            makes = [bits(recipe.make(bring, at)) for at in range(recipe.choices)]
-            assert any(torch.equal(made, bits(root)) for made in makes), recipe.operations
+            assert torch.equal(bits(recipe.make(bring)), bits(root)), recipe.operations
     assert found >= names, found
 
 
@@ -342,7 +345,10 @@ def no_recipe(x: Tensor) -> dict[str, Tensor]:
         "frozen bias of a convolution": F.conv1d(
             x[None], weight[:1, None, :2].repeat(3, 8, 1), frozen[:3]
         ),
+        "weight that is changed in forward": F.embedding(x.argmax(0), nn.Parameter(x.detach())),
+        "convolution on a GPU": F.conv1d(x.to("meta"), x.to("meta")[:, :, None]),
         "random": F.rrelu(x, training=True),
+        "complex numbers": x.to(torch.complex64),
         "function of the user": custom,
         "function of the user on the way": -custom,
         "too many steps": many,
@@ -429,10 +435,36 @@ def test_notes_hold_nothing_and_mistake_no_node() -> None:
         gc.enable()
 
 
-def test_views_and_changed_tensors_are_not_noted() -> None:
+def test_result_of_a_function_of_the_user_is_a_source() -> None:
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x * 2, x * 3
+
+        @staticmethod
+        def backward(ctx: Any, two: Tensor, three: Tensor) -> Tensor:
+            return two * 2 + three * 3
+
+    graph = Graph()
+    twice, thrice = Double.apply(torch.randn(8, requires_grad=True))
+    graph.pack(thrice)
+    with graph.hooks():
+        roots = -thrice, -twice
+    assert_makes(graph.recipe(roots[0]), roots[0])
+    assert graph.recipe(roots[1]) is None
+
+
+def test_objects_without_weak_references_are_not_noted() -> None:
+    graph = Graph()
+    x = torch.ones(2, requires_grad=True).clone()
+    graph.outputs.note(x, Kept(x.detach(), x._version))
+    assert graph.outputs.find(x.grad_fn, 0) is None
+
+
+def test_changed_tensors_are_not_noted() -> None:
     graph = Graph()
     x = torch.ones(4, 4, requires_grad=True).clone()
-    for tensor in (x.t(), x.clone().add_(1), torch.ones(2), torch.ones(2, requires_grad=True)):
+    for tensor in (x.clone().add_(1), torch.ones(2), torch.ones(2, requires_grad=True)):
         packed = Packed(tensor)
         graph.outputs.note(tensor, packed)
         node = tensor.grad_fn
@@ -471,6 +503,11 @@ def test_values_are_dropped_after_their_last_use() -> None:
         assert sum(result() is not None for result in results) <= 2
         return made
 
-    steps = [replace(step, function=partial(noted, step.function)) for step in recipe.steps]
+    steps = [
+        step._replace(
+            operation=replace(step.operation, function=partial(noted, step.operation.function))
+        )
+        for step in recipe.steps
+    ]
     assert_makes(replace(recipe, steps=tuple(steps)), root)
     assert len(results) == 5

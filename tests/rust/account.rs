@@ -21,7 +21,7 @@ fn a_holding_counts_until_it_is_dropped() {
 fn freed_and_kept_bytes_are_alive_lent_and_reserved_ones_are_not() {
     let account = Account::new();
     let (freed, lent) = (account.hold(30), account.hold(12));
-    freed.free();
+    freed.free(Fate::Offloaded);
     lent.lend();
     let (_kept, _room) = (account.hold_shared(7, 5, 5), account.reserve(100));
     assert_eq!(account.alive_peak_bytes(), 42, "30 and 12, before 12 was lent");
@@ -36,8 +36,8 @@ fn freed_and_kept_bytes_are_alive_lent_and_reserved_ones_are_not() {
 fn a_freed_holding_is_offloaded_and_no_longer_held() {
     let account = Account::new();
     let holding = account.hold(8);
-    holding.free();
-    holding.free();
+    holding.free(Fate::Offloaded);
+    holding.free(Fate::Offloaded);
     assert_eq!(account.held_bytes(), 0);
     assert_eq!(account.ended(Fate::Offloaded), Ended::default(), "it has not ended yet");
     drop(holding);
@@ -49,7 +49,7 @@ fn a_freed_holding_is_offloaded_and_no_longer_held() {
 fn bytes_that_were_freed_and_are_used_from_memory_end_as_forwarded() {
     let account = Account::new();
     let holding = account.hold(8);
-    holding.free();
+    holding.free(Fate::Offloaded);
     holding.set_fate(Fate::Forwarded);
     drop(holding);
     assert_eq!(account.ended(Fate::Forwarded), Ended { bytes: 8, count: 1 });

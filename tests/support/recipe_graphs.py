@@ -64,9 +64,9 @@ def bits(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().view(kinds[tensor.element_size()])
 
 
-def assert_makes(recipe: Recipe | None, root: Tensor, choice: int = 0) -> None:
+def assert_makes(recipe: Recipe | None, root: Tensor) -> None:
     assert recipe is not None
-    made = recipe.make(bring, choice)
+    made = recipe.make(bring)
     assert (made.dtype, made.shape, made.stride()) == (root.dtype, root.shape, root.stride())
     assert torch.equal(bits(made), bits(root))
     assert not made.requires_grad

@@ -26,10 +26,10 @@ from ssdtrain._core import SavedTensor, SimulatedDisk
 from ssdtrain.activations.failed_backward import drop_failed_backwards
 from ssdtrain.activations.followed import Scope
 from ssdtrain.activations.hooks import Hooks
-from ssdtrain.config import OffloadConfig, StoreConfig
+from ssdtrain.config import OffloadConfig, Rematerialize, StoreConfig
 from ssdtrain.machine.torch_internals import top_hooks
 from ssdtrain.offload import active
-from ssdtrain.planning.policy import Policy
+from ssdtrain.planning.policy import Item, Policy
 from ssdtrain.session import Session
 from ssdtrain.sharing import Budget
 from ssdtrain.stats import Stats
@@ -43,10 +43,11 @@ Step = Callable[[Flush], Result]
 and out of memory, so that backward must read.
 """
 
-MODES = ("disk", "flight", "kept", "skimmed")
-"""Where the bytes are when backward asks: on the disk, in a write that hangs, kept as small, or
-kept because nothing of the round goes to the disk, so that only its first tensor is followed."""
-Mode = Literal["disk", "flight", "kept", "skimmed"]
+MODES = ("disk", "flight", "kept", "skimmed", "made again")
+"""Where the bytes are when backward asks: on the disk, in a write that hangs, kept as small, kept
+because nothing of the round goes to the disk, so that only its first tensor is followed, or made
+again from others, if they can be."""
+Mode = Literal["disk", "flight", "kept", "skimmed", "made again"]
 
 IN_PLACE = "one of the variables needed for gradient computation has been modified by an inplace"
 EXIT_USAGE = 2
@@ -65,6 +66,19 @@ class KeepNothing(Policy):
         """Write it again all the same."""
 
 
+class Patient(Policy):
+    """A policy of steps that last so long that the operations of recipes take nothing of them."""
+
+    def learn(self, signature: int, items: Sequence[Item], *others: Any) -> None:
+        """Stretch the times of a step, and let each tensor lie idle for long."""
+        end_s = 2000.0 * len(items)
+        stretched = [
+            item._replace(packed_s=1000.0 * place, needed_s=end_s - 100.0 * place)
+            for place, item in enumerate(items)
+        ]
+        super().learn(signature, stretched, *others)
+
+
 class Rig:
     """A session, and the only place where tests look inside one: what it does not show is here."""
 
@@ -78,6 +92,7 @@ class Rig:
         scope: Scope | None = None,
         others: Sequence[Path] = (),
         faults: Mapping[str, Any] | None = None,
+        rematerialize: Rematerialize = "never",
         **store: Any,
     ) -> None:
         self.disk = SimulatedDisk(**(faults or {}))
@@ -88,6 +103,7 @@ class Rig:
             store=StoreConfig(dirs=tuple(map(str, (directory, *others))), **options),
             min_bytes=min_bytes,
             max_resident_bytes=max_resident_bytes,
+            rematerialize=rematerialize,
         )
         self.session = Session(config, policy if policy is not None else KeepNothing())
         hooks = self.session._hooks
@@ -97,6 +113,7 @@ class Rig:
         self.transfer, self.residency = hooks._transfer, hooks._residency
         self.prefetcher, self.writeback = hooks.prefetcher, hooks.writeback
         self.records = self.writeback.records
+        self.policy, self.rematerializer = hooks.policy, hooks.rematerializer
         self.store = self.transfer.store
         if scope is not None:
             self.follow(scope)
@@ -109,6 +126,8 @@ class Rig:
             return cls(directory, backend="simulated", faults={"seed": 1, "paused": True})
         if mode == "skimmed":
             return cls(directory, scope="skimmed")
+        if mode == "made again":
+            return cls(directory, rematerialize="always")
         return cls(directory, min_bytes=1 << 40)
 
     def follow(self, scope: Scope) -> None:
@@ -268,7 +287,14 @@ def gradients(module: torch.nn.Module) -> dict[str, Tensor]:
     }
 
 
-def prove(step: Step, directory: Path, *, writes: bool = True, reads: bool = True) -> Stats:
+def prove(
+    step: Step,
+    directory: Path,
+    *,
+    writes: bool = True,
+    reads: bool = True,
+    modes: Sequence[Mode] = MODES,
+) -> Stats:
     """Run a step plainly and in each mode; all must agree in every bit and leave nothing behind.
 
     Returns the counts of the run whose bytes came back from the disk.
@@ -276,7 +302,7 @@ def prove(step: Step, directory: Path, *, writes: bool = True, reads: bool = Tru
     expected = step(nothing)
     random_state = torch.get_rng_state()
     on_disk: Stats | None = None
-    for mode in MODES:
+    for mode in modes:
         rig = Rig.in_mode(directory, mode)
         with rig.context():
             actual = step(rig.flush if mode == "disk" else nothing)

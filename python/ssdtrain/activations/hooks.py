@@ -34,6 +34,7 @@ from ssdtrain.activations.blocks import Blocks
 from ssdtrain.activations.eligibility import RULES
 from ssdtrain.activations.names import describe
 from ssdtrain.activations.prefetch import Prefetcher
+from ssdtrain.activations.rematerializer import Rematerializer
 from ssdtrain.activations.saved_tensor import check_version, exclude, give_back
 from ssdtrain.activations.writeback import Writeback
 from ssdtrain.errors import ClosedError, SsdtrainError
@@ -83,6 +84,7 @@ class Hooks:
         choices: Choices,
         min_bytes: int,
         max_resident_bytes: int | None,
+        rematerialize: str,
     ) -> None:
         self._transfer = transfer
         self.policy = policy
@@ -111,6 +113,12 @@ class Hooks:
             notices=self._notices,
             look=self.writeback.note_failures_on_gpus,
         )
+        self.rematerializer: Rematerializer | None = None
+        """``None`` if no saved tensor is made again."""
+        if rematerialize != "never" and not self._residency.is_bounded:
+            self.rematerializer = Rematerializer(
+                policy, self.writeback.records, lock, always=rematerialize == "always"
+            )
         self._blocks = Blocks(
             self.prefetcher.rounds,
             transfer,
@@ -155,7 +163,9 @@ class Hooks:
             alive = self.writeback.records.alive()
             return Figures(
                 resident_bytes=self._residency.resident_bytes() - account.reserved_bytes,
-                on_disk_bytes=sum(record.nbytes for record in alive if record.source is None),
+                on_disk_bytes=sum(
+                    record.nbytes for record in alive if record.source is None and record.handle
+                ),
                 bytes_written=max(0, store["bytes_written"] - store["beside_written_bytes"]),
                 bytes_read=max(0, store["bytes_read"] - store["beside_read_bytes"]),
                 stall_s=self._stalls.total_s,
@@ -211,6 +221,7 @@ class Hooks:
                 on_gpus=gpus,
                 gpu_stall_s=self.prefetcher.gpu_stall_s,
                 hooks_s=self.prefetcher.hooks_s,
+                rematerialize_s=0.0 if (made := self.rematerializer) is None else made.seconds,
                 elapsed_s=perf_counter() - self._began_s,
                 bytes_eligible=self._seen.eligible.nbytes,
                 reason=reason_of(self._evidence(observed)),
@@ -248,7 +259,7 @@ class Hooks:
         return Evidence(
             seen=self._seen,
             min_bytes=self._min_bytes,
-            offloaded_bytes=ended["offloaded"][0],
+            offloaded_bytes=ended["offloaded"][0] + ended["rematerialized"][0],
             saved_bytes=sum(nbytes for nbytes, _ in ended.values()),
             peak_bytes=account.peak_bytes,
             failed_count=self.writeback.failed_count + self.writeback.refused_count,
@@ -334,13 +345,22 @@ class Hooks:
 
     def from_memory(self, saved: SavedTensor) -> Tensor:
         """Return a saved tensor in a forked child, which has its memory but not its disk."""
-        source = saved.record.source
+        source, recipe = saved.record.source, saved.record.recipe
+        if source is None and recipe is not None and self.rematerializer is not None:
+            source = self.rematerializer.rematerialize(saved, recipe, self._bring_from_memory)
         if source is None:
             raise ClosedError(
                 "this saved tensor is on the disk of the process that was forked; run its "
                 "backward there, or build the graph in this process"
             )
         return saved.on_memory(TORCH, source.untyped_storage())
+
+    def _bring_from_memory(self, packed: object) -> Tensor:
+        if isinstance(packed, SavedTensor):
+            self.refuse_changed(packed)
+            return self.from_memory(packed)
+        assert isinstance(packed, Kept)
+        return self.unpack_kept(packed)
 
     def wait_for(self, saved: SavedTensor, loading: Loading) -> None:
         """Wait for a read whose bytes a node needs now; raises the error of the read."""

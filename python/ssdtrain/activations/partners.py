@@ -13,6 +13,7 @@ from torch import Tensor, UntypedStorage
 
 from ssdtrain._core import Kept, Loading, Record, Round, SavedTensor
 from ssdtrain.activations.followed import Scope
+from ssdtrain.activations.rematerializer import Bring, RecipeInUse
 from ssdtrain.errors import SsdtrainError
 from ssdtrain.planning.policy import Plan
 from ssdtrain.residency import Refused
@@ -34,6 +35,10 @@ class SessionHooks(Protocol):
     @property
     def policy(self) -> Planning:
         """The object that has the plans."""
+
+    @property
+    def rematerializer(self) -> Rematerializing | None:
+        """The object that makes saved tensors again; ``None`` if none is made again."""
 
     def exclude(self, tensor: Tensor) -> Kept:
         """Pack a tensor in a forked child, which has no disk."""
@@ -105,6 +110,21 @@ class Writing(Protocol):
         """Return the sequence number that the next node of this thread will get."""
 
 
+class Rematerializing(Protocol):
+    """Recipes of saved tensors; see `Rematerializer`."""
+
+    def recipe(
+        self, saved: SavedTensor, tensor: Tensor, is_new: bool
+    ) -> tuple[RecipeInUse, bool] | None:
+        """Return the recipe of a tensor that was saved now, and whether it replaces the bytes."""
+
+    def rematerialize(self, saved: SavedTensor, use: RecipeInUse, unpack: Bring) -> Tensor:
+        """Make a saved tensor again; ``unpack`` brings the tensors that it is made from."""
+
+    def prove(self, saved: SavedTensor, use: RecipeInUse, tensor: Tensor, bring: Bring) -> None:
+        """Compare the result of a recipe with the bytes that were saved."""
+
+
 class Prefetching(Protocol):
     """Learning from rounds, and room for reads; see `Prefetcher`."""
 
@@ -135,6 +155,14 @@ class Planning(Protocol):
     @property
     def pinned(self) -> set[int]:
         """The keys of tensors that stay in pinned memory."""
+
+    @property
+    def rematerialized(self) -> set[int]:
+        """The keys of tensors that are made again."""
+
+    @property
+    def sources(self) -> set[int]:
+        """The keys of tensors that others are made from."""
 
     @property
     def moments(self) -> dict[int, tuple[float, float, float | None]]:

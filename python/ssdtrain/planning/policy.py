@@ -11,6 +11,8 @@ directions of a GPU's link at once; if other work does, the measured rates of th
 
 If memory of the CPU is allowed for tensors of GPUs, the last tensors of the prefix stay there. They
 need only the GPU's link, so the prefix can be longer, and less is written to the disk.
+
+Tensors that are made again (`rematerialize.py`) are chosen first, and the prefix from the others.
 """
 
 from __future__ import annotations
@@ -18,11 +20,12 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import NamedTuple
 
 from ssdtrain._core import hidden
+from ssdtrain.planning.rematerialize import Proofs, choose_rematerialized, needed_for
 
 __all__ = ["PAGE_BYTES", "RATE_GUESS", "Copies", "Item", "Plan", "Policy", "Rates", "plan"]
 
@@ -116,7 +119,7 @@ class Plan:
     """The plan of a kind of rounds; times are on the clock of its items."""
 
     keep: frozenset[int] = frozenset()
-    """Keys of the tensors that stay in memory. All others leave."""
+    """Keys of the tensors that stay in memory. All others leave, or are made again."""
     start_by_s: dict[int, float] = field(default_factory=dict)
     """By key of a tensor that leaves, the latest begin of its read."""
     needed_s: dict[int, float] = field(default_factory=dict)
@@ -131,11 +134,16 @@ class Plan:
     """Pinned memory that these need, by GPU."""
     copied_s: dict[int, float] = field(default_factory=dict)
     """By key of a tensor that leaves a GPU of known rate, the end of its copy from there."""
+    rematerialized: frozenset[int] = frozenset()
+    """Keys of the tensors that are made again."""
+    rematerialized_bytes: int = 0
+    """Bytes of these."""
 
     @property
     def leaving_bytes(self) -> int:
-        """Bytes that leave; tensors in pinned memory count with whole pages."""
-        return self.written_bytes + sum(self.pinned_bytes.values())
+        """Bytes that do not stay where they are; in pinned memory they count with whole pages."""
+        moved_bytes = self.written_bytes + sum(self.pinned_bytes.values())
+        return moved_bytes + self.rematerialized_bytes
 
 
 def plan(items: Sequence[Item], rates: Rates, host_bytes: int = 0) -> Plan:
@@ -195,6 +203,12 @@ class Policy:
         """Keys of the tensors that stay in memory. Every pack looks here."""
         self.pinned: set[int] = set()
         """Keys of tensors of GPUs that stay in pinned memory. Every pack of such a tensor looks."""
+        self.proofs = Proofs()
+        """The recipes by which saved tensors can be made again."""
+        self.rematerialized: set[int] = set()
+        """Keys of the tensors that are made again. Every pack looks here."""
+        self.sources: set[int] = set()
+        """Keys of the tensors that others are made from."""
         self.moments: dict[int, tuple[float, float, float | None]] = {}
         """By the key of a tensor on a GPU, seconds since the first pack of its round by the last
         plan: its pack, its need, and, if it leaves, the end of its copy."""
@@ -280,6 +294,8 @@ class Policy:
             self.plans.clear()
             self.keep.clear()
             self.pinned.clear()
+            self.rematerialized.clear()
+            self.sources.clear()
             self.moments.clear()
             self._planned.clear()
             self._futile.clear()
@@ -295,7 +311,7 @@ class Policy:
             return
         self._planned_caution = self._caution
         self._basis[signature] = (count + 1, rates, self._caution)
-        made = plan(items, rates.times(self._caution), self._host_bytes)
+        made = self._plan(items, rates.times(self._caution))
         self.plans[signature] = made
         if len(self.plans) > PLANS_MAX:
             oldest = next(iter(self.plans))
@@ -316,6 +332,25 @@ class Policy:
                 self.pinned.add(item.key)
             else:
                 self.pinned.discard(item.key)
+            if item.key in made.rematerialized:
+                self.rematerialized.add(item.key)
+                self.sources.update(proof.sources if (proof := self.proofs.get(item.key)) else ())
+            else:
+                self.rematerialized.discard(item.key)
+
+    def _plan(self, items: Sequence[Item], rates: Rates) -> Plan:
+        chosen = choose_rematerialized(
+            items, self.proofs, before=self.rematerialized, excluded=self._futile
+        )
+        sources_s = needed_for(items, chosen, self.proofs)
+        others = [
+            item._replace(needed_s=min(item.needed_s, sources_s.get(item.key, item.needed_s)))
+            for item in items
+            if item.key not in chosen
+        ]
+        chosen_bytes = sum(item.nbytes for item in items if item.key in chosen)
+        made = plan(others, rates, self._host_bytes)
+        return replace(made, rematerialized=chosen, rematerialized_bytes=chosen_bytes)
 
 
 def _moved(before: Rates, after: Rates) -> bool:

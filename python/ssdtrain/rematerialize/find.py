@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from torch.autograd.function import FunctionCtx
 from ssdtrain._core import Kept
 from ssdtrain.rematerialize.operation import Operation, signed
 from ssdtrain.rematerialize.operations import OPERATIONS
-from ssdtrain.rematerialize.recipe import ABSENT, Choice, Layout, Recipe, Step
+from ssdtrain.rematerialize.recipe import ABSENT, Layout, Recipe, Step
 
 __all__ = ["Outputs", "find_recipe"]
 
@@ -38,11 +38,14 @@ class Outputs:
     __slots__ = ()
 
     def note(self, tensor: Tensor, packed: object) -> None:
-        """Remember the packed object of a tensor; a view or a changed tensor is not noted."""
-        if tensor._version or tensor._is_view():  # noqa: SLF001 - they have no public names
+        """Remember the packed object of a tensor, unless that allows no weak references.
+
+        A tensor that was changed in place is not noted.
+        """
+        if tensor._version:  # noqa: SLF001 - it has no public name
             return
         node: Any = tensor.grad_fn
-        if node is not None:
+        if node is not None and type(packed).__weakrefoffset__:
             node.metadata[self, tensor.output_nr] = weakref.ref(packed)
 
     def find(self, node: Any, output_nr: int) -> object | None:
@@ -72,30 +75,21 @@ def find_recipe(
         search.add_step(node, root.output_nr)
     except _Unknown:
         return None
-    return search.recipe(Layout.of(root))
-
-
-class _Found(NamedTuple):
-    """A step, with the numbers of `_Search`."""
-
-    operation: Operation
-    arguments: list[int]
-    constants: list[object]
-    dtype: torch.dtype
+    return search.recipe(root)
 
 
 class _Search:
-    """One walk. A value is numbered from 0 if it is a step, from -2 downwards if it is a source."""
+    """One walk; values have the numbers that `Recipe` gives them."""
 
     def __init__(self, outputs: Outputs, is_source: Callable[[object], bool]) -> None:
         self.outputs = outputs
         self.is_source = is_source
         self.sources: list[object] = []
-        self.numbers: dict[int, int] = {}
+        self.source_numbers: dict[int, int] = {}
         """The numbers of sources by their identity."""
         self.known: dict[tuple[Any, int], int] = {}
         """The numbers of values by node and output."""
-        self.steps: list[_Found] = []
+        self.steps: list[Step] = []
         self.nodes_left = STEPS_MAX
 
     def add_step(self, node: Any, output_nr: int) -> int:
@@ -116,14 +110,16 @@ class _Search:
             else:
                 constants.append(constant(node, output_nr))
         dtype = node._input_metadata[output_nr].dtype  # noqa: SLF001 - it has no public name
-        self.steps.append(_Found(operation, arguments, constants, dtype))
+        if dtype.is_complex:
+            raise _Unknown  # A CPU's bits of complex numbers depend on where they lie in memory.
+        self.steps.append(Step(operation, arguments, constants, dtype))
         return len(self.steps) - 1
 
     def inputs(self, operation: Operation, node: Any) -> tuple[list[int], list[object]]:
         """Return the numbers of the tensors that a node was given, and a number after them."""
         edges = node.next_functions
-        if operation.takes_all_edges:
-            return [self.value(*edge) for edge in edges], []
+        if operation.takes_edges:
+            return [self.value(*edge) for edge in edges if edge[0] is not None], []
         arguments: list[int] = []
         constants: list[object] = []
         for at, name in enumerate(operation.inputs):
@@ -191,56 +187,19 @@ class _Search:
 
     def source(self, packed: object) -> int:
         """Return the number of a source."""
-        number = self.numbers.get(id(packed))
+        number = self.source_numbers.get(id(packed))
         if number is None:
             self.sources.append(packed)
-            number = self.numbers[id(packed)] = -1 - len(self.sources)
+            number = self.source_numbers[id(packed)] = ABSENT - len(self.sources)
         return number
 
-    def recipe(self, layout: Layout) -> Recipe:
+    def recipe(self, root: Tensor) -> Recipe:
         """Return the recipe of all steps."""
-        used = dict.fromkeys(n for found in self.steps for n in found.arguments if n < ABSENT)
-        places = {number: at for at, number in enumerate(used)}
-        first = len(used)
-        needed = {ABSENT, first + len(self.steps) - 1}
-        steps: list[Step] = []
-        for operation, arguments, constants, dtype in reversed(self.steps):
-            numbers = tuple(
-                n if n == ABSENT else places[n] if n < 0 else first + n for n in arguments
-            )
-            dropped = set(numbers) - needed
-            needed |= dropped
-            steps.append(
-                Step(
-                    operation.name,
-                    operation.function,
-                    numbers,
-                    tuple(constants),
-                    dtype,
-                    tuple(dropped),
-                )
-            )
-        choices = (
-            len(constant.candidates)
-            for found in self.steps
-            for constant in found.constants
-            if isinstance(constant, Choice)
-        )
-        return Recipe(
-            sources=tuple(self.sources[-2 - number] for number in used),
-            steps=tuple(reversed(steps)),
-            layout=layout,
-            choices=max(choices, default=1),
-            is_dear=any(found.operation.is_dear for found in self.steps),
-            is_borrowed=self.is_borrowed(),
-        )
-
-    def is_borrowed(self) -> bool:
-        """Return whether the last step returns a view of a source."""
-        at = len(self.steps) - 1
-        while at >= 0 and self.steps[at].operation.is_view:
-            at = self.steps[at].arguments[0]
-        return at < 0
+        last_uses: dict[int, int] = {}
+        for at, step in enumerate(self.steps):
+            for number in step.arguments:
+                last_uses[number] = at
+        return Recipe(tuple(self.sources), tuple(self.steps), last_uses, Layout.of(root))
 
 
 def _constant(node: Any, name: str) -> object:

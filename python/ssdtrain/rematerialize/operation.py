@@ -33,8 +33,8 @@ class Operation:
     constants: tuple[Constant, ...] = ()
     optional: tuple[str, ...] = ()
     """Inputs that the operation was surely not given if the node has neither tensor nor edge."""
-    takes_all_edges: bool = False
-    """True if the inputs are the tensors at all edges of the node, which saves none of them."""
+    takes_edges: bool = False
+    """True if the inputs are the tensors at the edges of the node, which saves none of them."""
     results: tuple[str, ...] = ()
     """The names under which the node may save its outputs, in order."""
     is_known: Callable[[Any, int], bool] | None = None
@@ -63,7 +63,7 @@ def dtype_of(node: Any, number: int) -> object:
     return node._input_metadata[number].dtype  # noqa: SLF001 - it has no public name
 
 
-def shape_of(node: Any, number: int) -> object:
+def shape_of(node: Any, number: int) -> tuple[int, ...]:
     """Return the shape of an output."""
     return tuple(node._input_metadata[number].shape)  # noqa: SLF001 - it has no public name
 

@@ -135,6 +135,8 @@ POINTWISE: Table = {
     "AddBackward0": Operation("add", _add, ("self", "other"), ("alpha",)),
     "SubBackward0": Operation("sub", _subtract, ("self", "other"), ("alpha",)),
     "MulBackward0": Operation("mul", torch.mul, ("self", "other")),
+    "MulBackward1": Operation("mul", torch.mul, constants=("other",)),
+    "DivBackward1": Operation("div", torch.div, constants=("other",)),
     "DivBackward0": Operation("div", torch.div, ("self", "other")),
     "DivBackward2": Operation("div", _divide, ("self", "other"), ("rounding_mode",)),
     "AddcmulBackward0": Operation(

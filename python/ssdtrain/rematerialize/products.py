@@ -22,7 +22,10 @@ def _baddbmm(bias: Tensor, left: Tensor, right: Tensor, beta: float, alpha: floa
     return torch.baddbmm(bias, left, right, beta=beta, alpha=alpha)
 
 
-def _is_bias_known(node: Any, _number: int) -> bool:
+def _is_sure_convolution(node: Any, _number: int) -> bool:
+    # On a GPU, cuDNN takes another algorithm when memory is short.
+    if node._input_metadata[0].device.type != "cpu":  # noqa: SLF001
+        return False
     # The node saves no bias, and a frozen bias has no edge.
     return node.next_functions[2][0] is not None or node._saved_bias_sym_sizes_opt in (None, (0,))  # noqa: SLF001
 
@@ -91,7 +94,7 @@ PRODUCTS: Table = {
         ("input", "weight", "bias"),
         ("stride", "padding", "dilation", "transposed", "output_padding", "groups"),
         optional=("bias",),
-        is_known=_is_bias_known,
+        is_known=_is_sure_convolution,
         is_dear=True,
     ),
 }

@@ -1,52 +1,48 @@
 """`Recipe`: a short program that makes a saved tensor again, with equal bits.
 
-Values are numbered: first the sources, then the result of each step. A recipe holds packed objects
-and constants, never a node and never a tensor that has one: autograd holds the packed object that
-holds the recipe, and a node in it would close a cycle through C++ that no collector sees.
+A recipe holds packed objects and constants, never a node and never a tensor that has one: autograd
+holds the packed object that holds the recipe, and a node in it would close a cycle through C++ that
+no collector sees.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ssdtrain.machine.torch_internals import plainly, without_functions_of_user
+from ssdtrain.machine.torch_internals import mode_count, plainly, without_functions_of_user
+from ssdtrain.rematerialize.operation import Operation
 
-__all__ = ["ABSENT", "Choice", "Layout", "Recipe", "Step"]
+__all__ = ["ABSENT", "Layout", "Recipe", "Step", "as_in_forward"]
 
 ABSENT = -1
-"""The number of an argument that the operation was not given, such as no bias."""
+"""The number of an argument that the operation was not given, such as no bias.
+
+Results of steps are numbered from 0, and sources from -2 downwards. So a list of all results, of
+all sources backwards, and of None has each value at its number: of two steps and two sources, the
+first source is at -2.
+
+    [result 0, result 1, source 1, source 0, None]
+"""
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """A constant that the node does not tell, and the values that it may have."""
-
-    candidates: tuple[float | None, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(NamedTuple):
     """One operation: ``function(*values, *constants)``."""
 
-    name: str
-    function: Callable[..., Tensor]
-    arguments: tuple[int, ...]
-    """Numbers of values, or ``ABSENT``."""
-    constants: tuple[object, ...]
+    operation: Operation
+    arguments: Sequence[int]
+    """Numbers of values."""
+    constants: Sequence[object]
     dtype: torch.dtype
     """The dtype of the result; an operation in place may have rounded to it."""
-    dropped: tuple[int, ...]
-    """Numbers of the values that no later step needs."""
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
+class Layout(NamedTuple):
     """Dtype, size, strides and bytes of a tensor that covers its storage from offset 0."""
 
     dtype: torch.dtype
@@ -62,21 +58,20 @@ class Layout:
         return cls(tensor.dtype, tensor.device, tensor.shape, tensor.stride(), nbytes)
 
     def fits(self, tensor: Tensor) -> bool:
-        """Return whether a tensor has this layout."""
+        """Return whether a tensor of this size and dtype has this layout."""
         return (
             tensor.stride() == self.stride
-            and tensor.dtype is self.dtype
             and not tensor.storage_offset()
             and tensor.untyped_storage().nbytes() == self.storage_bytes
         )
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """Return a copy of a tensor of this size, in this layout."""
+        """Return a copy of a tensor of this size and dtype, in this layout."""
         empty = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
         return empty.copy_(tensor)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Recipe:
     """How a saved tensor is made again from packed objects.
 
@@ -86,64 +81,67 @@ class Recipe:
     """
 
     sources: tuple[object, ...]
-    """The packed objects that it needs, each once, in the order in which steps need them."""
+    """The packed objects that it needs, each once."""
     steps: tuple[Step, ...]
+    last_uses: dict[int, int]
+    """The last step that needs a value, by the number of the value."""
     layout: Layout
     """The layout of the saved tensor."""
-    choices: int
-    """How many values a constant may have that no node tells; 1 if all constants are known."""
-    is_dear: bool
-    """True if a step is a matrix product, an attention or a convolution."""
-    is_borrowed: bool
-    """True if the last step returns a view of a source."""
 
     @property
     def operations(self) -> tuple[str, ...]:
         """The names of the steps, in order."""
-        return tuple(step.name for step in self.steps)
+        return tuple(step.operation.name for step in self.steps)
 
-    def make(self, bring: Callable[[object], Tensor], choice: int = 0) -> Tensor:
+    @property
+    def is_dear(self) -> bool:
+        """True if a step is a matrix product, an attention or a convolution."""
+        return any(step.operation.is_dear for step in self.steps)
+
+    def make(self, bring: Callable[[object], Tensor]) -> Tensor:
         """Return the tensor, on a storage of its own, of exactly its bytes.
 
         ``bring`` is called once for each source, in order, and returns its tensor; if it raises,
-        nothing is computed. ``choice`` is below ``choices``. No random number is drawn.
+        nothing is computed. No random number is drawn.
         """
-        values: list[Tensor | None] = [bring(source) for source in self.sources]
-        with _as_in_forward(self.layout.device.type):
-            for step in self.steps:
-                constants = step.constants
-                if self.choices > 1:
-                    constants = tuple(_chosen(constant, choice) for constant in constants)
-                values.append(_run(step, values, constants))
-                for number in step.dropped:
-                    values[number] = None
-            made = values[-1]
-            assert made is not None
-            if made.shape != self.layout.size:
-                raise RuntimeError(
-                    f"the recipe {self.operations} made a tensor of {tuple(made.shape)} instead of "
-                    f"{tuple(self.layout.size)}; please report this as a bug of ssdtrain"
-                )
-            if self.is_borrowed or not self.layout.fits(made):
-                made = self.layout.copy(made)
-            return made
+        brought = [bring(source) for source in self.sources]
+        values: list[Tensor | None] = [*[None] * len(self.steps), *reversed(brought), None]
+        del brought
+        with as_in_forward(self.layout.device.type):
+            for at, step in enumerate(self.steps):
+                values[at] = _run(step, values)
+                for number in step.arguments:
+                    if self.last_uses[number] == at:
+                        values[number] = None
+            return self._own(values[len(self.steps) - 1])
+
+    def _own(self, made: Tensor | None) -> Tensor:
+        """Return the result of the last step on a storage of its own."""
+        assert made is not None
+        if made.shape != self.layout.size:
+            raise RuntimeError(
+                f"the recipe {self.operations} made a tensor of {tuple(made.shape)} instead of "
+                f"{tuple(self.layout.size)}; please report this as a bug of ssdtrain"
+            )
+        number = len(self.steps) - 1
+        while number >= 0 and self.steps[number].operation.is_view:
+            number = self.steps[number].arguments[0]
+        is_of_source = number < 0
+        return self.layout.copy(made) if is_of_source or not self.layout.fits(made) else made
 
 
-def _run(step: Step, values: list[Tensor | None], constants: tuple[object, ...]) -> Tensor:
+def _run(step: Step, values: list[Tensor | None]) -> Tensor:
     # A function of its own, so that no argument lives on in `make` after its last use.
-    arguments = [None if number == ABSENT else values[number] for number in step.arguments]
-    made = step.function(*arguments, *constants)
+    arguments = [values[number] for number in step.arguments]
+    made: Tensor = step.operation.function(*arguments, *step.constants)
     return made if made.dtype is step.dtype else made.to(step.dtype)
 
 
-def _chosen(constant: object, choice: int) -> Any:
-    return constant.candidates[choice] if isinstance(constant, Choice) else constant
-
-
 @contextmanager
-def _as_in_forward(device: str) -> Iterator[None]:
+def as_in_forward(device: str) -> Iterator[None]:
     """Run operations as autograd ran them: past modes, casts of autocast, and autograd itself."""
-    with plainly(), without_functions_of_user(), torch.no_grad():
+    is_plain = not (mode_count() or torch.is_inference_mode_enabled())
+    with nullcontext() if is_plain else plainly(), without_functions_of_user(), torch.no_grad():
         on = [
             kind
             for kind in {"cpu", device}

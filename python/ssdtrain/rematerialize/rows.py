@@ -1,7 +1,13 @@
-"""Operations that look at many elements for each result: norms, softmax, sums, look-ups."""
+"""Operations that look at many elements for each result: norms, softmax, sums, look-ups.
+
+An embedding is missing: its node does not save the weight, so neither torch nor a recipe knows
+whether the weight was changed since, and programs do that (``max_norm``, codebooks). A cumulative
+sum is missing: its bits vary on a GPU. So is the fused RMS norm, which only GPUs have.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,9 +17,7 @@ from ssdtrain.rematerialize.operation import (
     Operation,
     Table,
     dtype_of,
-    only_first,
 )
-from ssdtrain.rematerialize.recipe import Choice
 
 __all__ = ["EPSILONS", "ROWS"]
 
@@ -21,31 +25,51 @@ aten = torch.ops.aten
 
 Dims = tuple[int, ...]
 
-EPSILONS = (1e-5, 1e-6, 1e-12, 1e-8, 1e-3, 1e-7)
-"""The epsilons of norms in use; no node tells its own."""
+EPSILONS = [1e-5, 1e-6, 1e-12, 1e-8, 1e-3, 1e-7]
+"""The epsilons of norms in use, as no node tells its own; the last that was right comes first."""
 
 
-def _epsilon(_node: Any, _number: int) -> object:
-    return Choice(EPSILONS)
+EXACT_BYTES = torch.float32.itemsize
 
 
-def _epsilon_or_default(_node: Any, _number: int) -> object:
-    # None stands for the default, which depends on the dtype.
-    return Choice((*EPSILONS, None))
+def _with_epsilon(norm: Callable[[float], Any], scale: Tensor) -> Tensor:
+    """Return the result of the norm whose epsilon gives the scale that the node has saved.
+
+    The epsilon has a part in the scale only, so an equal scale makes the result equal.
+    """
+    for epsilon in tuple(EPSILONS):
+        made, *_, again = norm(epsilon)
+        if torch.equal(_bits(again), _bits(scale)):
+            if epsilon != EPSILONS[0]:
+                EPSILONS.sort(key=lambda other: other != epsilon)
+            result: Tensor = made
+            return result
+    raise RuntimeError(f"none of the epsilons {EPSILONS} gives the scale that a norm has saved")
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.int64 if tensor.itemsize == torch.int64.itemsize else torch.int32)
 
 
 def _layer_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, shape: Dims, epsilon: float
-) -> Any:
-    return aten.native_layer_norm(x, shape, weight, bias, epsilon)[0]
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, scale: Tensor, shape: Dims
+) -> Tensor:
+    return _with_epsilon(lambda it: aten.native_layer_norm(x, shape, weight, bias, it), scale)
 
 
-def _rms_norm(x: Tensor, weight: Tensor | None, shape: Dims, epsilon: float | None) -> Any:
-    return aten._fused_rms_norm(x, shape, weight, epsilon)[0]  # noqa: SLF001
+def _has_exact_scale(node: Any, number: int) -> bool:
+    # On a GPU the comparison of the scales would stop Python until the GPU has come there, and the
+    # scale of a narrow norm may be rounded, so that an equal scale tells nothing.
+    result = node._input_metadata[0]  # noqa: SLF001
+    return number == 0 and result.device.type == "cpu" and result.dtype.itemsize >= EXACT_BYTES
 
 
 def _softmax(x: Tensor, dim: int, dtype: torch.dtype) -> Any:
     return aten._softmax(x, dim, x.dtype is not dtype)  # noqa: SLF001
+
+
+def _safe_softmax(x: Tensor, dim: int, dtype: torch.dtype) -> Any:
+    return aten._safe_softmax(x, dim, dtype=dtype)  # noqa: SLF001
 
 
 def _log_softmax(x: Tensor, dim: int, dtype: torch.dtype) -> Any:
@@ -68,18 +92,14 @@ def _sum(x: Tensor, dims: Dims, keepdim: bool, dtype: torch.dtype) -> Tensor:
     return torch.sum(x, dims, keepdim, dtype=dtype)
 
 
-def _embedding(weight: Tensor, indices: Tensor) -> Any:
-    return aten.embedding(weight, indices)
-
-
 def _group_norm(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
+    scale: Tensor,
     sizes: Dims,
-    epsilon: float,
-) -> Any:
-    return aten.native_group_norm(x, weight, bias, *sizes, epsilon)[0]
+) -> Tensor:
+    return _with_epsilon(lambda it: aten.native_group_norm(x, weight, bias, *sizes, it), scale)
 
 
 def _sizes_of_groups(node: Any, _number: int) -> object:
@@ -91,11 +111,8 @@ def _variance(x: Tensor, dims: Dims | None, correction: float | None, keepdim: b
 
 
 def _norm(x: Tensor, order: float, dims: Dims | None, keepdim: bool, dtype: torch.dtype) -> Any:
-    return torch.linalg.vector_norm(x, order, dims, keepdim, dtype=dtype)
-
-
-def _cumulate(x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    return torch.cumsum(x, dim, dtype=dtype)
+    given = None if x.is_complex() else dtype
+    return torch.linalg.vector_norm(x, order, dims, keepdim, dtype=given)
 
 
 def _gather(x: Tensor, indices: Tensor, dim: int) -> Tensor:
@@ -110,21 +127,16 @@ ROWS: Table = {
     "NativeLayerNormBackward0": Operation(
         "layer_norm",
         _layer_norm,
-        ("input", "weight", "bias"),
-        ("normalized_shape", _epsilon),
+        ("input", "weight", "bias", "result2"),
+        ("normalized_shape",),
         optional=("weight", "bias"),
-        is_known=only_first,
-    ),
-    "FusedRmsNormBackward0": Operation(
-        "rms_norm",
-        _rms_norm,
-        ("input", "weight"),
-        ("normalized_shape", _epsilon_or_default),
-        optional=("weight",),
-        is_known=only_first,
+        is_known=_has_exact_scale,
     ),
     "SoftmaxBackward0": Operation(
         "softmax", _softmax, constants=("dim", dtype_of), results=("result",)
+    ),
+    "SafeSoftmaxBackward0": Operation(
+        "softmax", _safe_softmax, constants=("dim", dtype_of), results=("result",)
     ),
     "LogSoftmaxBackward0": Operation(
         "log_softmax", _log_softmax, constants=("dim", dtype_of), results=("result",)
@@ -133,7 +145,6 @@ ROWS: Table = {
     "MeanBackward1": Operation("mean", _mean, constants=("dim", "keepdim", dtype_of)),
     "SumBackward0": Operation("sum", _sum_of_all, constants=(dtype_of,)),
     "SumBackward1": Operation("sum", _sum, constants=("dim", "keepdim", dtype_of)),
-    "EmbeddingBackward0": Operation("embedding", _embedding, ("weight", "indices")),
     "VarBackward0": Operation("var", _variance, constants=("dim", "correction", "keepdim")),
     "LinalgVectorNormBackward0": Operation(
         "vector_norm",
@@ -147,16 +158,15 @@ ROWS: Table = {
     "LogsumexpBackward0": Operation(
         "logsumexp", torch.logsumexp, constants=("dim", "keepdim"), results=("result",)
     ),
-    "CumsumBackward0": Operation("cumsum", _cumulate, constants=("dim", dtype_of)),
     "GatherBackward0": Operation("gather", _gather, ("self", "index"), ("dim",)),
     "IndexSelectBackward0": Operation("index_select", _select, ("self", "index"), ("dim",)),
     "NativeGroupNormBackward0": Operation(
         "group_norm",
         _group_norm,
         # The node saves no bias, and a frozen bias has no edge: without an edge nothing is sure.
-        ("input", "weight", "bias"),
-        (_sizes_of_groups, _epsilon),
+        ("input", "weight", "bias", "result2"),
+        (_sizes_of_groups,),
         optional=("weight",),
-        is_known=only_first,
+        is_known=_has_exact_scale,
     ),
 }

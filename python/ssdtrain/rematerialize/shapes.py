@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ssdtrain.rematerialize.operation import Operation, Table, number_of, shape_of
+from ssdtrain.rematerialize.operation import Operation, Table, number_of, shape_of, signed
 
 __all__ = ["SHAPES"]
 
@@ -37,6 +37,23 @@ def _unbind(x: Tensor, dim: int, number: int) -> Tensor:
 def _concatenate(*tensors_and_dim: Any) -> Tensor:
     *tensors, dim = tensors_and_dim
     return torch.cat(tensors, dim)
+
+
+def _is_whole(node: Any, _number: int) -> bool:
+    """Return whether a concatenation has no element of a tensor without an edge."""
+    edges = [edge for edge in node.next_functions if edge[0] is not None]
+    if len(edges) == len(node.next_functions):
+        return True
+    # A cache of keys begins with an empty tensor, to which the first keys are joined.
+    shapes = [shape_of(*edge) for edge in edges]
+    dim, whole = signed(node._saved_dim), shape_of(node, 0)  # noqa: SLF001
+    return all(len(shape) == len(whole) for shape in shapes) and whole[dim] == sum(
+        shape[dim] for shape in shapes
+    )
+
+
+def _has_all_edges(node: Any, _number: int) -> bool:
+    return all(before is not None for before, _ in node.next_functions)
 
 
 def _stack(*tensors_and_dim: Any) -> Tensor:
@@ -74,8 +91,12 @@ SHAPES: Table = {
     "UnbindBackward0": _view("unbind", _unbind, "dim", number_of),
     "DiagonalBackward0": _view("diagonal", torch.diagonal, "offset", "dim1", "dim2"),
     "CloneBackward0": Operation("clone", torch.Tensor.contiguous, is_view=True),
-    "CatBackward0": Operation("cat", _concatenate, (), ("dim",), takes_all_edges=True),
-    "StackBackward0": Operation("stack", _stack, (), ("dim",), takes_all_edges=True),
+    "CatBackward0": Operation(
+        "cat", _concatenate, (), ("dim",), takes_edges=True, is_known=_is_whole
+    ),
+    "StackBackward0": Operation(
+        "stack", _stack, (), ("dim",), takes_edges=True, is_known=_has_all_edges
+    ),
     "RepeatBackward0": Operation("repeat", torch.Tensor.repeat, constants=("repeats",)),
     "RollBackward0": Operation("roll", torch.roll, constants=("shifts", "dims")),
     "FlipBackward0": Operation("flip", torch.flip, constants=("dims",)),

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
-from torch import UntypedStorage
+from torch import Tensor, UntypedStorage
 
 from ssdtrain._core import Gpus, Store
 from ssdtrain.machine.torch_internals import current_stream
 from ssdtrain.planning.policy import PAGE_BYTES, Copies
 from ssdtrain.transfer.direct import DirectWay
 
-__all__ = ["OnGpus", "copy_rates", "gpus_of", "on_gpus"]
+__all__ = ["OnGpus", "copy_rates", "gpus_of", "on_gpus", "use_here"]
 
 DOWN_SHARE = 0.75
 """Share of the pinned memory for writes: they wait for the disk, and a load only for the GPU."""
@@ -69,6 +69,12 @@ def on_gpus(gpus: Gpus | None, direct: DirectWay) -> OnGpus:
         direct_written_bytes=direct_written_bytes,
         direct_read_bytes=direct_read_bytes,
     )
+
+
+def use_here(tensor: Tensor) -> None:
+    """Tell torch's allocator that the stream which is current here uses a tensor of a GPU."""
+    if tensor.is_cuda:
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 def copy_rates(gpus: Gpus | None) -> dict[int, Copies]:

@@ -17,6 +17,8 @@ pub enum Fate {
     Forwarded,
     /// It was written, and its memory was freed.
     Offloaded,
+    /// It was neither kept nor written, because it can be made again from others.
+    Rematerialized,
 }
 
 /// The holdings that ended in one way.
@@ -84,6 +86,7 @@ struct Books {
     kept: Ended,
     forwarded: Ended,
     offloaded: Ended,
+    rematerialized: Ended,
     small: Passed,
     /// Bytes in memory up to which `hold_small` holds storages; zero until it is set.
     small_limit_bytes: u64,
@@ -122,6 +125,7 @@ impl Books {
             Fate::Kept => &mut self.kept,
             Fate::Forwarded => &mut self.forwarded,
             Fate::Offloaded => &mut self.offloaded,
+            Fate::Rematerialized => &mut self.rematerialized,
         };
         ended.bytes += bytes;
         ended.count += 1;
@@ -220,6 +224,12 @@ impl Account {
         self.books().shared_more_bytes(identity, nbytes, storage_bytes)
     }
 
+    /// Returns true if this is the same account.
+    #[must_use]
+    pub fn is(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+
     /// The sum over all holdings.
     #[must_use]
     pub fn held_bytes(&self) -> u64 {
@@ -269,6 +279,7 @@ impl Account {
             Fate::Kept => books.kept,
             Fate::Forwarded => books.forwarded,
             Fate::Offloaded => books.offloaded,
+            Fate::Rematerialized => books.rematerialized,
         }
     }
 
@@ -294,13 +305,20 @@ pub struct Holding {
 }
 
 impl Holding {
-    /// Notes that the bytes are on the disk, and in memory no more.
-    pub fn free(&self) {
+    /// The account that it is an entry of.
+    #[must_use]
+    pub fn account(&self) -> &Account {
+        &self.account
+    }
+
+    /// Notes that the bytes are on the disk, or that they will be made again, and that they are in
+    /// memory no more.
+    pub fn free(&self, fate: Fate) {
         let mut state = self.state();
         if state.is_held {
             self.account.books().held_bytes -= self.nbytes;
         }
-        state.fate = Fate::Offloaded;
+        state.fate = fate;
         state.is_held = false;
     }
 

@@ -103,6 +103,7 @@ impl Account {
         for (name, fate) in [
             ("offloaded", core::Fate::Offloaded),
             ("forwarded", core::Fate::Forwarded),
+            ("rematerialized", core::Fate::Rematerialized),
             ("kept", core::Fate::Kept),
         ] {
             let ended = self.0.ended(fate);
@@ -127,7 +128,7 @@ impl Reservation {
 #[pymethods]
 impl Holding {
     fn free(&self) {
-        self.0.free();
+        self.0.free(core::Fate::Offloaded);
     }
 
     fn lend(&self) {

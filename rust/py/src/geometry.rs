@@ -66,7 +66,7 @@ impl Layout {
         PyTuple::new(py, self.dimensions.iter().map(|(count, _)| count))
     }
 
-    fn stride<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+    pub fn stride<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
         PyTuple::new(py, self.dimensions.iter().map(|(_, step)| step))
     }
 

@@ -100,7 +100,7 @@ impl HookPair {
         if self.is_traced(py)? {
             return self.call_untraced(&self.method(py, intern!(py, "unpack"))?, &[packed]);
         }
-        self.offloading.get().unpack(packed)
+        Offloading::unpack(self.offloading.bind(py), packed)
     }
 }
 

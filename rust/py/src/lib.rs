@@ -31,6 +31,7 @@ mod plan;
 mod planning;
 mod probe;
 mod record;
+mod remaking;
 mod round;
 mod rounds;
 mod rules;

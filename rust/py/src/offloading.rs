@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 
 use pyo3::intern;
 use pyo3::prelude::*;
+use ssdtrain_core::round::FORWARD;
 
 use crate::by_plan::{ByPlan, Use};
 use crate::geometry::{Layout, is_memory_of_others, shares_no_counter};
@@ -35,10 +36,12 @@ pub struct Offloading {
     pub planned: Py<Tally>,
 }
 
-/// The bytes of a saved tensor that a node needs: in memory, or the read that brings them.
+/// The bytes of a saved tensor that a node needs: in memory, or the way to bring them.
 enum Found<'py> {
     InMemory(Bound<'py, PyAny>),
     Read(Bound<'py, Loading>),
+    /// The recipe by which they are made again.
+    Recipe(Bound<'py, PyAny>),
 }
 
 #[pymethods]
@@ -74,8 +77,9 @@ impl Offloading {
         self.pack_plain(tensor, false)
     }
 
-    pub fn unpack(&self, packed: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
-        let (py, session, began) = (packed.py(), &self.session, Instant::now());
+    pub fn unpack(slf: &Bound<'_, Self>, packed: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
+        let own = slf.get();
+        let (py, session, began) = (packed.py(), &own.session, Instant::now());
         let Ok(saved) = packed.cast::<SavedTensor>() else {
             // A `Kept` comes here if it has changed, or is needed inside an operation.
             return session.unpack_kept(packed).map(Bound::unbind);
@@ -85,23 +89,36 @@ impl Offloading {
             // defence: version at unpack
             session.refuse_changed(saved)?;
         }
-        if self.records.get().is_forked() {
+        if own.records.get().is_forked() {
             return session.unpack_in_child(saved).map(Bound::unbind);
         }
-        let other_before = self.rounds.get().taught_and_waited(py)?;
-        let tensor = match self.lock.locked(py, || self.find(saved))? {
-            Found::InMemory(storage) => match this.original(self.torch.get(), &storage)? {
+        let other_before = own.rounds.get().taught_and_waited(py)?;
+        let tensor = match own.lock.locked(py, || own.find(saved))? {
+            Found::InMemory(storage) => match this.original(own.torch.get(), &storage)? {
                 Some(original) => original,
-                None => this.on_memory(self.torch.get(), &storage)?,
+                None => this.on_memory(own.torch.get(), &storage)?,
             },
             Found::Read(loading) => {
-                self.note_hook(saved, began, other_before)?;
+                own.note_hook(saved, began, other_before)?;
                 // defence: no lock while waiting for a read
-                return self.read(saved, &loading).map(Bound::unbind);
+                let tensor = own.read(saved, &loading)?;
+                Self::prove(slf, saved, &tensor)?;
+                return Ok(tensor.unbind());
+            }
+            Found::Recipe(recipe) => {
+                own.note_hook(saved, began, other_before)?;
+                return Self::rematerialize(slf, saved, &recipe).map(Bound::unbind);
             }
         };
-        self.note_hook(saved, began, other_before)?;
+        Self::prove(slf, saved, &tensor)?;
+        own.note_hook(saved, began, other_before)?;
         Ok(tensor.unbind())
+    }
+
+    /// Brings a tensor from which a proof makes another. No round has a need of it.
+    #[pyo3(name = "bring")]
+    fn py_bring(slf: &Bound<'_, Self>, packed: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
+        Self::bring(slf, packed)
     }
 }
 
@@ -237,7 +254,8 @@ impl Offloading {
         };
         let saved = SavedTensor::new(tensor, layout, &record, sequence)?;
         rounds.enter(&saved, &round, is_new, stream, prefetching)?;
-        if is_new {
+        let is_remade = backward == FORWARD && self.has_recipe(&saved, tensor, is_new)?;
+        if is_new && !is_remade {
             self.write(&record, &round, backward)?;
         }
         records.account().note_peak(records.transfer_bytes(py));
@@ -282,7 +300,8 @@ impl Offloading {
         let (py, records) = (record.py(), self.records.get());
         let is_bounded = records.is_bounded();
         let (planning, key) = (self.session.planning(), record.get().key);
-        let is_planned = planning.keeps(py, key)? && !is_bounded;
+        let stays = planning.keeps(py, key)? || planning.rematerializes(py, key)?;
+        let is_planned = stays && !is_bounded;
         self.eligible.get().add(record.get().nbytes);
         if is_planned || round.lock().is_skimmed() {
             self.planned.get().add(record.get().nbytes);
@@ -327,7 +346,7 @@ impl Offloading {
         }
     }
 
-    /// The storage of a saved tensor if its bytes are in memory, else the read that brings them.
+    /// The storage of a saved tensor if its bytes are in memory, else the way to bring them.
     ///
     /// A backward calls this, so the thread has passed all its nodes: their writes begin.
     fn find<'py>(&self, saved: &Bound<'py, SavedTensor>) -> PyResult<Found<'py>> {
@@ -339,18 +358,23 @@ impl Offloading {
         self.note_progress(py, stream, saved.get().record.get().key, Use::Need)?;
         records.open_gate(writing, None)?;
         self.take_back(saved)?;
-        let storage = records.in_memory(saved.get().record.bind(py), writing)?;
+        let record = saved.get().record.bind(py);
+        let storage = records.in_memory(record, writing)?;
+        // defence: bytes that are made on another stream
+        let storage = storage.filter(|_| !record.get().is_made_apart(stream));
         records.reap(writing)?;
         if let Some((round, _)) = saved.get().place() {
             self.note_waits(round, stream);
         }
-        if rounds.note_unpack(saved, stream, storage.is_none())? {
+        let recipe = saved.get().record.get().used_recipe(py);
+        let is_away = storage.is_none() && recipe.is_none();
+        if rounds.note_unpack(saved, stream, is_away)? {
             records.cancel_queued(py)?;
         }
-        let found = if let Some(storage) = storage {
-            Found::InMemory(storage)
-        } else {
-            Found::Read(rounds.demand(saved, prefetching)?)
+        let found = match (storage, recipe) {
+            (Some(storage), _) => Found::InMemory(storage),
+            (None, Some(recipe)) => Found::Recipe(recipe),
+            (None, None) => Found::Read(rounds.demand(saved, prefetching)?),
         };
         rounds.advance(saved, prefetching)?;
         records.account().note_peak(records.transfer_bytes(py));

@@ -11,7 +11,7 @@
 use std::convert::Infallible;
 
 use pyo3::Borrowed;
-use pyo3::exceptions::PyValueError;
+use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::intern;
 use pyo3::prelude::*;
 use ssdtrain_core as core;
@@ -29,6 +29,8 @@ pub struct SessionHooks {
     writeback: Py<PyAny>,
     prefetcher: Py<PyAny>,
     policy: Planning,
+    /// The `Rematerializer`; `None` if no saved tensor is made again.
+    rematerializer: Option<Py<PyAny>>,
 }
 
 /// The `Writeback` of a session: failed writes, room under the bound, memory of others.
@@ -73,6 +75,7 @@ impl SessionHooks {
             writeback: hooks.getattr(intern!(py, "writeback"))?.unbind(),
             prefetcher: hooks.getattr(intern!(py, "prefetcher"))?.unbind(),
             policy: hooks.getattr(intern!(py, "policy"))?.extract()?,
+            rematerializer: hooks.getattr(intern!(py, "rematerializer"))?.extract()?,
         })
     }
 
@@ -137,6 +140,47 @@ impl SessionHooks {
     ) -> PyResult<Bound<'py, PyAny>> {
         let py = saved.py();
         self.hooks.bind(py).call_method1(intern!(py, "from_memory"), (saved,))
+    }
+
+    /// The recipe of a tensor that a forward has just saved, and whether it replaces the bytes. A
+    /// recipe that does not is compared with them at their first need.
+    pub fn recipe<'py>(
+        &self,
+        saved: &Bound<'py, SavedTensor>,
+        tensor: &Bound<'py, PyAny>,
+        is_new: bool,
+    ) -> PyResult<Option<(Py<PyAny>, bool)>> {
+        let Some(rematerializer) = &self.rematerializer else { return Ok(None) };
+        let (py, arguments) = (saved.py(), (saved, tensor, is_new));
+        rematerializer.bind(py).call_method1(intern!(py, "recipe"), arguments)?.extract()
+    }
+
+    /// Makes a saved tensor again. `unpack` brings the tensors that it is made from.
+    pub fn rematerialize<'py>(
+        &self,
+        saved: &Bound<'py, SavedTensor>,
+        recipe: &Bound<'py, PyAny>,
+        unpack: &Bound<'py, PyAny>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let (py, arguments) = (saved.py(), (saved, recipe, unpack));
+        self.rematerializer(py)?.call_method1(intern!(py, "rematerialize"), arguments)
+    }
+
+    /// Compares the result of a recipe with the bytes that were saved, on which `tensor` lies.
+    pub fn prove<'py>(
+        &self,
+        saved: &Bound<'py, SavedTensor>,
+        recipe: &Py<PyAny>,
+        tensor: &Bound<'py, PyAny>,
+        bring: &Bound<'py, PyAny>,
+    ) -> PyResult<()> {
+        let (py, arguments) = (saved.py(), (saved, recipe, tensor, bring));
+        self.rematerializer(py)?.call_method1(intern!(py, "prove"), arguments).map(drop)
+    }
+
+    fn rematerializer<'py>(&self, py: Python<'py>) -> PyResult<&Bound<'py, PyAny>> {
+        let rematerializer = self.rematerializer.as_ref().map(|object| object.bind(py));
+        rematerializer.ok_or_else(|| PyRuntimeError::new_err("a recipe has a Rematerializer"))
     }
 
     /// Waits for a read, and counts the wait.

@@ -71,7 +71,10 @@ impl Offloading {
         let own_gpu = tensor.call_method0(intern!(py, "get_device"))?.extract::<i64>()?;
         let own_gpu = usize::try_from(own_gpu).ok();
         let stays = if place.is_new {
-            own_gpu == place.gpu && self.session.planning().keeps(py, place.key)?
+            let planning = self.session.planning();
+            own_gpu == place.gpu
+                && planning.keeps(py, place.key)?
+                && !planning.is_source(py, place.key)?
         } else {
             // The tensor may share the bytes of a tensor that leaves.
             !self.has_record(tensor)?

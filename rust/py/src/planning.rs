@@ -25,6 +25,16 @@ impl Planning {
         self.0.bind(py).getattr(intern!(py, "pinned"))?.contains(key)
     }
 
+    /// True if the last plan has the tensor with this key made again from others.
+    pub fn rematerializes(&self, py: Python<'_>, key: i64) -> PyResult<bool> {
+        self.0.bind(py).getattr(intern!(py, "rematerialized"))?.contains(key)
+    }
+
+    /// True if tensors are made again from the tensor with this key.
+    pub fn is_source(&self, py: Python<'_>, key: i64) -> PyResult<bool> {
+        self.0.bind(py).getattr(intern!(py, "sources"))?.contains(key)
+    }
+
     /// The moments of the tensor with this key, if the last plan has a tensor of a GPU with it.
     pub fn moments(&self, py: Python<'_>, key: i64) -> PyResult<Option<Moments>> {
         let known = self.0.bind(py).getattr(intern!(py, "moments"))?;

@@ -58,6 +58,18 @@ struct State {
     was_found: bool,
     /// The write from before the bytes were saved again, which holds the storage until it ends.
     replaced: Option<Py<Handle>>,
+    recipe: Recipe,
+}
+
+/// The way in which the bytes are made again from other saved tensors, if there is one.
+#[derive(Default)]
+enum Recipe {
+    #[default]
+    None,
+    /// The bytes are kept or written, and the recipe is compared with them at their first need.
+    Unproved(Py<PyAny>),
+    /// The bytes are neither kept nor written.
+    Used(Py<PyAny>),
 }
 
 /// The parts of a new record beside its tensor.
@@ -109,6 +121,7 @@ impl Record {
                 is_lent: false,
                 was_found: false,
                 replaced: None,
+                recipe: Recipe::None,
             }),
         };
         Bound::new(py, record)
@@ -323,8 +336,62 @@ impl Record {
     /// Lets the memory go: the bytes are on the disk.
     pub fn free_source(&self) {
         let source = self.state().source.take();
-        self.holding.free();
+        self.holding.free(core::Fate::Offloaded);
         drop(source);
+    }
+
+    /// Compares a recipe with the bytes at their first need.
+    pub fn try_recipe(&self, recipe: Py<PyAny>) {
+        self.state().recipe = Recipe::Unproved(recipe);
+    }
+
+    /// The recipe to compare, once.
+    pub fn take_unproved(&self) -> Option<Py<PyAny>> {
+        let mut state = self.state();
+        match std::mem::take(&mut state.recipe) {
+            Recipe::Unproved(recipe) => Some(recipe),
+            other => {
+                state.recipe = other;
+                None
+            }
+        }
+    }
+
+    /// Lets the memory go: the bytes will be made again by this recipe.
+    pub fn use_recipe(&self, recipe: Py<PyAny>) {
+        let source = {
+            let mut state = self.state();
+            state.recipe = Recipe::Used(recipe);
+            state.source.take()
+        };
+        self.holding.free(core::Fate::Rematerialized);
+        drop(source);
+    }
+
+    /// The recipe by which its bytes are made again.
+    pub fn used_recipe<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyAny>> {
+        match &self.state().recipe {
+            Recipe::Used(recipe) => Some(recipe.bind(py).clone()),
+            _ => None,
+        }
+    }
+
+    /// True if a node on this stream has to make bytes of its own, because nothing orders it after
+    /// the stream of the record, on which they are made for all others.
+    pub fn is_made_apart(&self, stream: Option<GpuStream>) -> bool {
+        stream != self.stream && matches!(self.state().recipe, Recipe::Used(_))
+    }
+
+    /// Takes bytes that were made again on this stream, for all nodes that still need them.
+    pub fn take_made(&self, made: &Bound<'_, PyAny>, stream: Option<GpuStream>) -> PyResult<()> {
+        if self.is_made_apart(stream) {
+            return Ok(());
+        }
+        let source = self.counted(made)?.unbind();
+        let before = self.state().source.replace(source);
+        self.holding.take_back();
+        drop(before);
+        Ok(())
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -347,6 +414,12 @@ impl Record {
     #[getter(handle)]
     fn get_handle<'py>(&self, py: Python<'py>) -> Option<Bound<'py, Handle>> {
         self.handle(py)
+    }
+
+    /// The recipe by which its bytes are made again, if they are neither kept nor written.
+    #[getter]
+    fn recipe<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyAny>> {
+        self.used_recipe(py)
     }
 
     #[getter(was_found)]

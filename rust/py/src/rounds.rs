@@ -52,6 +52,8 @@ pub struct Rounds {
     pub clock: GpuClock,
     /// The time that hooks spent on learning from rounds, in nanoseconds.
     taught_ns: AtomicU64,
+    /// The time of proofs of recipes, in nanoseconds. They are no part of a step's time.
+    proved_ns: AtomicU64,
 }
 
 #[derive(Default)]
@@ -88,6 +90,7 @@ impl Rounds {
             guides: Guides::default(),
             clock: GpuClock::default(),
             taught_ns: AtomicU64::new(0),
+            proved_ns: AtomicU64::new(0),
         }
     }
 
@@ -106,7 +109,9 @@ impl Rounds {
     /// Seconds since some moment, on a clock that stands still while threads wait for the disk.
     #[getter]
     fn now_s(&self, py: Python<'_>) -> PyResult<f64> {
-        Ok(self.epoch.elapsed().as_secs_f64() - self.stalls.total_s(py)?)
+        let proved = Duration::from_nanos(self.proved_ns.load(Ordering::Relaxed));
+        let elapsed = self.epoch.elapsed().saturating_sub(proved);
+        Ok(elapsed.as_secs_f64() - self.stalls.total_s(py)?)
     }
 
     /// True if a GPU has not come to the end of an ended round, so that nothing can be learned yet.
@@ -161,11 +166,24 @@ impl Rounds {
         Ok(opened.round)
     }
 
-    /// The time in which hooks learned from rounds, or waited for room under a bound, so far.
+    /// The time in which hooks learned from rounds, proved recipes, or waited for room under a
+    /// bound, so far.
     pub fn taught_and_waited(&self, py: Python<'_>) -> PyResult<Duration> {
-        let taught = Duration::from_nanos(self.taught_ns.load(Ordering::Relaxed));
+        let taught_ns = self.taught_ns.load(Ordering::Relaxed);
+        let taught = Duration::from_nanos(taught_ns + self.proved_ns.load(Ordering::Relaxed));
         let waited_s = if self.limit_bytes.is_some() { self.stalls.total_s(py)? } else { 0.0 };
         Ok(taught + Duration::from_secs_f64(waited_s))
+    }
+
+    /// Counts the time of a proof of a recipe, which began then; a GPU's round with a proof teaches
+    /// nothing about times.
+    pub fn count_proved(&self, saved: &SavedTensor, began: Instant) {
+        self.proved_ns.fetch_add(began.elapsed().as_nanos() as u64, Ordering::Relaxed);
+        if let Some((round, _)) = saved.place()
+            && saved.record.get().is_on_gpu()
+        {
+            round.lock().set_untimed();
+        }
     }
 
     fn count_taught(&self, began: Instant) {
@@ -314,7 +332,7 @@ impl Rounds {
             return Ok(ahead.into_bound(py));
         }
         let handle = this.record.get().handle(py).ok_or_else(|| {
-            PyRuntimeError::new_err("a record has its bytes in memory, or a handle")
+            PyRuntimeError::new_err("a record has its bytes in memory, a handle or a recipe")
         })?;
         if self.limit_bytes.is_some() && !handle.get().is_here(py) {
             prefetching.make_room(saved, handle.get().slot_bytes() as u64)?;

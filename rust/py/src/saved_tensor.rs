@@ -165,6 +165,17 @@ impl SavedTensor {
         self.layout.size(py)
     }
 
+    #[getter]
+    fn stride<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        self.layout.stride(py)
+    }
+
+    /// Bytes from the start of its storage to the tensor.
+    #[getter]
+    fn offset(&self) -> u64 {
+        self.layout.offset
+    }
+
     /// The other tensors of its node, which needs all of them at once.
     fn mates(&self, py: Python<'_>) -> PyResult<Vec<Py<Self>>> {
         let Some((round, own)) = self.place() else { return Ok(Vec::new()) };

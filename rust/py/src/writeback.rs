@@ -30,6 +30,7 @@ use crate::gpu::Gpus;
 use crate::held::Held;
 use crate::partners::Writing;
 use crate::record::{Part, Record};
+use crate::saved_tensor::SavedTensor;
 use crate::store::Store;
 use crate::timeline::{Moment, Timeline};
 use crate::torch::Torch;
@@ -109,6 +110,11 @@ impl Records {
         let known = self.books().all(py);
         let alive = known.iter().filter_map(|reference| upgraded(py, reference).transpose());
         alive.map(|record| record.map(Bound::unbind)).collect()
+    }
+
+    /// True if a saved tensor is of this session.
+    fn owns(&self, saved: &SavedTensor) -> bool {
+        saved.record.get().holding.account().is(&self.account)
     }
 
     #[getter]
@@ -388,7 +394,9 @@ impl Records {
         if !this.is_whole(&storage)? {
             return Ok(None);
         }
-        this.holding.set_fate(core::Fate::Forwarded);
+        let was_remade = this.used_recipe(py).is_some();
+        let fate = if was_remade { core::Fate::Kept } else { core::Fate::Forwarded };
+        this.holding.set_fate(fate);
         if self.is_bounded || !this.was_found() {
             writing.learn_held(record, &storage)?;
         }

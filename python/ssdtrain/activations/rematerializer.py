@@ -1,0 +1,279 @@
+"""Makes saved tensors again from others, where the plan says so.
+
+Rounds that are learned from prove recipes: at the first need of a tensor whose bytes are there, its
+recipe makes it once more, and the bits are compared. So whatever a program does between forward and
+backward, such as a change of a source, is a part of the proof.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from time import perf_counter
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from ssdtrain._core import Kept, Records, SavedTensor
+from ssdtrain.activations.names import describe
+from ssdtrain.activations.saved_tensor import version_of
+from ssdtrain.errors import SsdtrainError
+from ssdtrain.machine.torch_internals import address_of, untraced
+from ssdtrain.notices import log
+from ssdtrain.planning.policy import Policy
+from ssdtrain.planning.rematerialize import Proof
+from ssdtrain.rematerialize.find import Outputs, find_recipe
+from ssdtrain.rematerialize.recipe import Recipe, as_in_forward
+from ssdtrain.transfer.staged import use_here
+
+__all__ = ["Rematerializer"]
+
+CHAIN_MAX = 8
+"""A tensor may be made from a tensor that is made from another, so many times."""
+
+Bring = Callable[[object], Tensor]
+"""Returns the tensor of a packed object."""
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class RecipeInUse:
+    """A recipe for a record."""
+
+    recipe: Recipe
+    chain: int
+    """The length of the chain of tensors that are made from each other, which ends here."""
+    copies: dict[int, Kept] = field(default_factory=dict)
+    """By the identity of a source, a copy from before an optimizer changed that weight."""
+
+    def brought_by(self, bring: Bring) -> Bring:
+        """Return a function that brings each source as it was when the tensor was saved."""
+
+        def brought(source: object) -> Tensor:
+            tensor = bring(self.copies.get(id(source), source))
+            _refuse_without_memory(tensor)
+            use_here(tensor)  # defence: sources that another stream uses
+            return tensor
+
+        return brought
+
+
+_alive: weakref.WeakSet[Rematerializer] = weakref.WeakSet()
+
+
+@untraced
+def _keep_weights(optimizer: Optimizer, _arguments: object, _keywords: object) -> None:
+    for rematerializer in list(_alive):
+        rematerializer.keep_weights(optimizer)
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    register_optimizer_step_pre_hook(_keep_weights)
+
+
+class Rematerializer:
+    """Finds the recipes of saved tensors, proves them, and makes the tensors.
+
+    Args:
+        policy: Chooses the tensors, and has the proofs.
+        records: The records of the session. Only its own tensors are sources.
+        lock: The session's lock, for the counts.
+        always: Use each recipe at once, without a proof. For tests.
+
+    """
+
+    def __init__(
+        self, policy: Policy, records: Records, lock: threading.RLock, *, always: bool
+    ) -> None:
+        self._policy = policy
+        self._records = records
+        self._lock = lock
+        self._always = always
+        self._outputs = Outputs()
+        self._on_kept: weakref.WeakSet[RecipeInUse] = weakref.WeakSet()
+        """Recipes whose sources are weights, or other tensors that stay in memory."""
+        self.seconds = 0.0
+        """Time of the operations of recipes, on the clock of Python."""
+        _alive.add(self)
+        _watch_optimizers()  # defence: weights before an update
+
+    def keep_weights(self, optimizer: Optimizer) -> None:
+        """Copy the weights that an optimizer is about to change and that recipes still need.
+
+        A backward has used up all recipes before the step of an optimizer, unless the program goes
+        backward through another forward later. Fused optimizers raise no version.
+        """
+        if not self._on_kept:
+            return
+        weights = {
+            address_of(weight.untyped_storage())
+            for group in optimizer.param_groups
+            for weight in group["params"]
+            if type(weight) in (Tensor, Parameter)
+        }
+        for use in list(self._on_kept):
+            for source in use.recipe.sources:
+                if not isinstance(source, Kept) or id(source) in use.copies:
+                    continue
+                is_unchanged = version_of(source.tensor) == source.version
+                if is_unchanged and address_of(source.tensor.untyped_storage()) in weights:
+                    copy = source.tensor.detach().clone()
+                    use.copies[id(source)] = Kept(copy, version_of(copy))
+
+    # Called by the compiled part.
+
+    def recipe(
+        self, saved: SavedTensor, tensor: Tensor, is_new: bool
+    ) -> tuple[RecipeInUse, bool] | None:
+        """Return the recipe of a tensor that was saved now, and whether it replaces the bytes."""
+        found = self._find(saved, tensor) if is_new else None
+        self._outputs.note(tensor, saved)
+        if found is not None and any(isinstance(it, Kept) for it in found[0].recipe.sources):
+            self._on_kept.add(found[0])
+        return found
+
+    def rematerialize(self, saved: SavedTensor, use: RecipeInUse, unpack: Bring) -> Tensor:
+        """Make a saved tensor again; ``unpack`` brings the tensors that it is made from."""
+        brought_s = 0.0
+
+        def bring(source: object) -> Tensor:
+            nonlocal brought_s
+            began_s = perf_counter()
+            tensor = unpack(source)
+            brought_s += perf_counter() - began_s
+            return tensor
+
+        began_s = perf_counter()
+        try:
+            made = use.recipe.make(use.brought_by(bring))
+        except Exception as error:
+            error.add_note(
+                f"ssdtrain was making a saved tensor ({describe(saved.dtype, saved.size)}) again "
+                f"from others by {' and '.join(use.recipe.operations)}; rematerialize='never' "
+                "keeps or writes such tensors instead"
+            )
+            raise
+        took_s = perf_counter() - began_s - brought_s
+        with self._lock:
+            self.seconds += took_s
+        return made
+
+    def prove(self, saved: SavedTensor, use: RecipeInUse, tensor: Tensor, bring: Bring) -> None:
+        """Compare the result of a recipe with the bytes that were saved, on which ``tensor`` lies.
+
+        An error of a source is none of this step yet: its own node meets it, if it needs it.
+        """
+        key, recipe, proofs = saved.record.key, use.recipe, self._policy.proofs
+        try:
+            brought = {id(source): use.brought_by(bring)(source) for source in recipe.sources}
+            made, took_s = _timed(recipe, lambda source: brought[id(source)])
+            _compare(saved, tensor, made)  # defence: proof of a recipe
+            proofs.note(key, Proof(_form(recipe), took_s, _keys(recipe)))
+        except (torch.OutOfMemoryError, SsdtrainError) as error:
+            log.debug("the recipe %s was not proved: %s", recipe.operations, error)
+        except (_OtherBitsError, RuntimeError, TypeError, ValueError, LookupError) as error:
+            log.debug("the recipe %s is not used: %s", recipe.operations, error)
+            proofs.bar(key, differs=isinstance(error, _OtherBitsError))
+
+    def _find(self, saved: SavedTensor, tensor: Tensor) -> tuple[RecipeInUse, bool] | None:
+        key, policy = saved.record.key, self._policy
+        is_planned = key in policy.rematerialized
+        if not (self._always or is_planned or policy.proofs.use(key) == "prove"):
+            return None
+        base = tensor._base  # noqa: SLF001 - it has no public name
+        root = tensor if base is None else base
+        recipe = None
+        if root.grad_fn is not None and root.untyped_storage().nbytes() == saved.record.nbytes:
+            own = saved.record
+
+            def is_source(packed: object) -> bool:
+                # Another tensor may lie on the same bytes (`unsafe_view`), and would hold them.
+                return self._is_source(packed) and getattr(packed, "record", None) is not own
+
+            recipe = find_recipe(root, self._outputs, is_source)
+            if recipe is not None and recipe.is_dear and not self._always:
+                # No plan would take it: it takes too long for the bytes that it frees.
+                recipe = None
+        chain = CHAIN_MAX + 1 if recipe is None else 1 + max(map(_chain, recipe.sources), default=0)
+        if recipe is None or chain > CHAIN_MAX:
+            if not is_planned:
+                policy.proofs.bar(key)
+            return None
+        if self._always:
+            return RecipeInUse(recipe, chain), True
+        proof = policy.proofs.get(key)
+        if not is_planned or proof is None:
+            return RecipeInUse(recipe, chain), False
+        if proof.form != _form(recipe):  # defence: form of a recipe
+            return None  # defence: form of a recipe
+        return RecipeInUse(recipe, chain), True
+
+    def _is_source(self, packed: object) -> bool:
+        if isinstance(packed, SavedTensor):
+            return self._records.owns(packed)
+        return isinstance(packed, Kept)
+
+
+def _chain(source: object) -> int:
+    use = source.record.recipe if isinstance(source, SavedTensor) else None
+    return use.chain if isinstance(use, RecipeInUse) else 0
+
+
+def _keys(recipe: Recipe) -> tuple[int, ...]:
+    return tuple(it.record.key for it in recipe.sources if isinstance(it, SavedTensor))
+
+
+def _form(recipe: Recipe) -> object:
+    """Return the operations of a recipe with the strides of all tensors, which decide the bits."""
+    strides = (
+        it.stride if isinstance(it, SavedTensor) else it.tensor.stride()
+        for it in recipe.sources
+        if isinstance(it, SavedTensor | Kept)
+    )
+    return recipe.operations, recipe.layout.stride, tuple(strides)
+
+
+def _timed(recipe: Recipe, bring: Bring) -> tuple[Tensor, float]:
+    """Make a tensor; return it and the time of the operations, on its GPU if it is on one."""
+    device = recipe.layout.device
+    if device.type == "cpu":
+        began_s = perf_counter()
+        made = recipe.make(bring)
+        return made, perf_counter() - began_s
+    began, ended = (torch.Event(device, enable_timing=True) for _ in range(2))
+    began.record()
+    made = recipe.make(bring)
+    ended.record()
+    ended.synchronize()
+    return made, began.elapsed_time(ended) / 1e3
+
+
+class _OtherBitsError(Exception):
+    """A recipe has made other bits than were saved."""
+
+
+def _compare(saved: SavedTensor, tensor: Tensor, made: Tensor) -> None:
+    """Raise if ``made`` has other bytes than the storage on which ``tensor`` lies."""
+    nbytes = saved.record.nbytes
+    start = tensor.storage_offset() * tensor.itemsize - saved.offset
+    # Whole words, since one byte at a time takes eight times as long; no number is NaN then.
+    unit = torch.int64 if not (nbytes | start) % torch.int64.itemsize else torch.uint8
+    with as_in_forward(tensor.device.type):
+        both = (
+            torch.empty(0, dtype=unit, device=part.device).set_(
+                part.untyped_storage(), offset // unit.itemsize, (nbytes // unit.itemsize,), (1,)
+            )
+            for part, offset in ((tensor, start), (made, 0))
+        )
+        if not torch.equal(*both):
+            raise _OtherBitsError("other bits")
+
+
+def _refuse_without_memory(tensor: Tensor) -> None:
+    if tensor.numel() and not tensor.untyped_storage().nbytes():
+        raise RuntimeError(f"{describe(tensor.dtype, tensor.shape)} has no memory now")

@@ -1,0 +1,174 @@
+"""Chooses the saved tensors that are made again from others instead of being kept or moved. Pure.
+
+A tensor that is made again frees its memory for the time of the operations that make it, and wears
+no drive. The operations are known from the graph, and their times are measured in proofs. TERAIO
+(arXiv 2506.06472) and Fuyou (arXiv 2403.06504) choose between moving and computing for whole
+layers; here the choice is made for each saved tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+__all__ = ["Proof", "Proofs", "RecipeUse", "choose_rematerialized", "needed_for"]
+
+PROOF_COUNT = 2
+"""A recipe is used once so many rounds in a row have made equal bits with it."""
+SLOWDOWN_SHARE_MAX = 0.02
+"""The operations of all recipes of a round take at most this share of its time."""
+HOOKS_S = 40e-6
+"""Time of Python for a recipe: it is found in pack and run in unpack."""
+IDLE_SHARE_MIN = 1 / 16
+"""A tensor that lies idle for a smaller share of the round frees its memory for hardly a moment."""
+LEAD_SHARE_MAX = 1 / 20
+"""A tensor that is made for another, and then waits for its own node for a larger share of the
+round, would be in memory too early."""
+KNOWN_MAX = 100_000
+"""Keys that are remembered before all is forgotten: bounds memory if shapes never repeat."""
+
+RecipeUse = Literal["none", "prove", "use"]
+"""What a pack does about a recipe: nothing, find it for a proof, or use it."""
+
+
+class Storage(Protocol):
+    """A storage of a round; ``policy.Item`` is one."""
+
+    @property
+    def key(self) -> int:
+        """Its name in the plans."""
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+
+    @property
+    def packed_s(self) -> float:
+        """When it was saved."""
+
+    @property
+    def needed_s(self) -> float:
+        """When it was needed first."""
+
+
+@dataclass(frozen=True)
+class Proof:
+    """Rounds in which a recipe made the bits that had been saved."""
+
+    form: object
+    """The operations of the recipe and the strides of its tensors, which have to be the same in
+    later rounds."""
+    seconds: float
+    """The least time that the operations took."""
+    sources: tuple[int, ...]
+    """The keys of the saved tensors that it is made from."""
+    count: int = 1
+
+
+class Proofs:
+    """The recipes that were compared with the bytes of saved tensors, by key.
+
+    Sessions of the same ``offload`` object share them, as they share the plans.
+    """
+
+    def __init__(self) -> None:
+        self._proofs: dict[int, Proof] = {}
+        self._barred: set[int] = set()
+        self.differing_count = 0
+        """Recipes that made other bits than were saved, and are not used."""
+
+    def use(self, key: int) -> RecipeUse:
+        """Return ``"prove"`` while the recipe of this key has not been compared often enough."""
+        if key in self._barred:
+            return "none"
+        proof = self._proofs.get(key)
+        return "prove" if proof is None or proof.count < PROOF_COUNT else "use"
+
+    def get(self, key: int) -> Proof | None:
+        """Return the proof of a recipe that may be used."""
+        proof = self._proofs.get(key)
+        return proof if proof is not None and proof.count >= PROOF_COUNT else None
+
+    def note(self, key: int, proof: Proof) -> None:
+        """Note that a recipe has made equal bits."""
+        before = self._proofs.get(key)
+        if before is not None and before.form == proof.form:
+            seconds, count = min(before.seconds, proof.seconds), before.count + 1
+            proof = Proof(proof.form, seconds, proof.sources, count)
+        if len(self._proofs) + len(self._barred) >= KNOWN_MAX:
+            self._proofs.clear()
+            self._barred.clear()
+        self._proofs[key] = proof
+
+    def bar(self, key: int, *, differs: bool = False) -> None:
+        """Use no recipe for this key: there is none, or it makes other bits."""
+        self.differing_count += differs
+        self._proofs.pop(key, None)
+        self._barred.add(key)
+
+
+def choose_rematerialized(
+    items: Sequence[Storage],
+    proofs: Proofs,
+    *,
+    before: Iterable[int] = (),
+    excluded: frozenset[int] | set[int] = frozenset(),
+) -> frozenset[int]:
+    """Return the keys of the tensors to make again, those that free most for a second first.
+
+    ``before`` are the keys that the round made again: their operations are a part of its time.
+    """
+    known = {item.key: proof for item in items if (proof := proofs.get(item.key)) is not None}
+    if not known:
+        return frozenset()
+    whole_s = max(item.needed_s for item in items) - items[0].packed_s
+    before_s = sum(known[key].seconds + HOOKS_S for key in before if key in known)
+    left_s = SLOWDOWN_SHARE_MAX * max(0.0, whole_s - before_s)
+    storages = {item.key: item for item in items}
+    candidates = [
+        item
+        for item in items
+        if item.key in known
+        and item.key not in excluded
+        and item.needed_s - item.packed_s >= IDLE_SHARE_MIN * whole_s
+    ]
+    candidates.sort(key=lambda item: (known[item.key].seconds + HOOKS_S) / item.nbytes)
+    chosen: dict[int, float] = {}
+    for item in candidates:
+        seconds = known[item.key].seconds + HOOKS_S
+        if seconds > left_s:
+            continue
+        made_s = _made_times({**chosen, item.key: item.needed_s}, known)
+        leads = (storages[key].needed_s - moment_s for key, moment_s in made_s.items())
+        if max(leads) <= LEAD_SHARE_MAX * whole_s:
+            chosen[item.key] = item.needed_s
+            left_s -= seconds
+    return frozenset(chosen)
+
+
+def needed_for(
+    items: Iterable[Storage], chosen: frozenset[int], proofs: Proofs
+) -> dict[int, float]:
+    """Return, by key of a tensor from which others are made, the first time that they need it."""
+    known = {key: proof for key in chosen if (proof := proofs.get(key)) is not None}
+    needed_s = {item.key: item.needed_s for item in items}
+    made_s = _made_times({key: needed_s[key] for key in known if key in needed_s}, known)
+    moments: dict[int, float] = {}
+    for key, moment_s in made_s.items():
+        for source in known[key].sources:
+            moments[source] = min(moments.get(source, moment_s), moment_s)
+    return moments
+
+
+def _made_times(needed_s: Mapping[int, float], known: Mapping[int, Proof]) -> dict[int, float]:
+    """Return when each chosen tensor is made: for its node, or earlier for another tensor."""
+    made_s = dict(needed_s)
+    waiting = sorted(made_s, key=made_s.__getitem__)
+    while waiting:
+        key = waiting.pop()
+        for source in known[key].sources:
+            if source in made_s and made_s[source] > made_s[key]:
+                made_s[source] = made_s[key]
+                waiting.append(source)
+    return made_s

@@ -1,0 +1,93 @@
+//! Saved tensors that are made again from others instead of being kept or moved.
+//!
+//! `activations/rematerializer.py` finds the recipes, proves them, and makes the tensors.
+
+use std::time::Instant;
+
+use pyo3::exceptions::PyRuntimeError;
+use pyo3::intern;
+use pyo3::prelude::*;
+
+use crate::offloading::Offloading;
+use crate::saved_tensor::SavedTensor;
+use crate::transfer::Handle;
+
+impl Offloading {
+    /// Finds the recipe of a tensor that a forward has saved, if the plan asks for it; `true` if it
+    /// replaces the bytes.
+    pub fn has_recipe<'py>(
+        &self,
+        saved: &Bound<'py, SavedTensor>,
+        tensor: &Bound<'py, PyAny>,
+        is_new: bool,
+    ) -> PyResult<bool> {
+        let record = saved.get().record.get();
+        match self.session.recipe(saved, tensor, is_new)? {
+            Some((recipe, true)) => {
+                self.eligible.get().add(record.nbytes);
+                record.use_recipe(recipe);
+                return Ok(true);
+            }
+            Some((recipe, false)) => record.try_recipe(recipe),
+            None => {}
+        }
+        Ok(false)
+    }
+
+    /// Makes a saved tensor again from others, for all nodes that need its bytes.
+    pub fn rematerialize<'py>(
+        slf: &Bound<'py, Self>,
+        saved: &Bound<'py, SavedTensor>,
+        recipe: &Bound<'py, PyAny>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let (own, py, this) = (slf.get(), slf.py(), saved.get());
+        let unpack = slf.getattr(intern!(py, "unpack"))?;
+        let made = own.session.rematerialize(saved, recipe, &unpack)?;
+        let stream = own.stream(py, &this.layout)?;
+        own.lock.locked(py, || this.record.get().take_made(&made, stream))?;
+        this.on_memory(own.torch.get(), &made.call_method0(intern!(py, "untyped_storage"))?)
+    }
+
+    /// Compares the recipe of a saved tensor, if it has one to prove, with its bytes.
+    pub fn prove(
+        slf: &Bound<'_, Self>,
+        saved: &Bound<'_, SavedTensor>,
+        tensor: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        let Some(recipe) = saved.get().record.get().take_unproved() else { return Ok(()) };
+        let (own, py, began) = (slf.get(), slf.py(), Instant::now());
+        let bring = slf.getattr(intern!(py, "bring"))?;
+        let proved = own.session.prove(saved, &recipe, tensor, &bring);
+        own.rounds.get().count_proved(saved.get(), began);
+        proved
+    }
+
+    /// Brings a tensor from which a proof makes another. No round has a need of it.
+    pub fn bring(slf: &Bound<'_, Self>, packed: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
+        let (own, py) = (slf.get(), packed.py());
+        let Ok(saved) = packed.cast::<SavedTensor>() else {
+            return own.session.unpack_kept(packed).map(Bound::unbind);
+        };
+        let (this, record) = (saved.get(), saved.get().record.bind(py));
+        if !this.is_unchanged(py)? {
+            own.session.refuse_changed(saved)?;
+        }
+        let writing = own.session.writing(py);
+        let in_memory = || own.records.get().in_memory(record, writing);
+        let storage = match record.get().used_recipe(py) {
+            Some(_) => return Self::unpack(slf, packed),
+            None => own.lock.locked(py, in_memory)?,
+        };
+        if let Some(storage) = storage {
+            return this.on_memory(own.torch.get(), &storage).map(Bound::unbind);
+        }
+        let handle = record.get().handle(py).ok_or_else(|| {
+            PyRuntimeError::new_err("a record has its bytes in memory, a handle or a recipe")
+        })?;
+        let loading = Handle::begin_read(&handle, own.records.get().store())?;
+        let loading = loading.bind(py);
+        loading.call_method0(intern!(py, "wait"))?;
+        let tensor = loading.get().restore(py, own.torch.get(), &this.layout)?;
+        this.counted(&tensor).map(Bound::unbind)
+    }
+}

@@ -1,0 +1,146 @@
+"""The choice of the saved tensors that are made again from others, without a session."""
+
+from __future__ import annotations
+
+import pytest
+
+from ssdtrain.planning.policy import Item, Policy, Rates
+from ssdtrain.planning.rematerialize import (
+    HOOKS_S,
+    LEAD_SHARE_MAX,
+    PROOF_COUNT,
+    SLOWDOWN_SHARE_MAX,
+    Proof,
+    Proofs,
+    choose_rematerialized,
+    needed_for,
+)
+
+MIB = 1 << 20
+FAST = Rates(100e9, 100e9)
+SLOW = Rates(1e6, 1e6)
+
+
+def proved(*recipes: tuple[int, float, tuple[int, ...]]) -> Proofs:
+    """Return proofs of recipes: key, seconds and the keys of the sources."""
+    proofs = Proofs()
+    for key, seconds, sources in recipes:
+        for _ in range(PROOF_COUNT):
+            proofs.note(key, Proof(("silu",), seconds, sources))
+    return proofs
+
+
+def forward_and_back(count: int, nbytes: int = MIB, every_s: float = 1.0) -> list[Item]:
+    """Return storages that are saved one after the other and needed in the opposite order."""
+    last_s = 2 * count * every_s
+    return [Item(key, nbytes, key * every_s, last_s - key * every_s) for key in range(1, count + 1)]
+
+
+def test_a_recipe_counts_once_it_was_proved_in_each_round() -> None:
+    proofs = Proofs()
+    assert proofs.use(1) == "prove"
+    for count in range(1, PROOF_COUNT + 1):
+        assert proofs.get(1) is None
+        proofs.note(1, Proof(("silu",), 1.0 / count, ()))
+    found = proofs.get(1)
+    assert found is not None
+    assert (found.seconds, proofs.use(1)) == (1.0 / PROOF_COUNT, "use")
+
+
+def test_other_operations_begin_the_proof_again() -> None:
+    proofs = Proofs()
+    for operations in [("silu",), ("silu", "mul")] * PROOF_COUNT:
+        proofs.note(1, Proof(operations, 1.0, ()))
+        assert proofs.get(1) is None
+
+
+def test_a_recipe_that_made_other_bits_is_never_used_again() -> None:
+    proofs = proved((1, 1e-6, ()))
+    proofs.bar(1, differs=True)
+    assert (proofs.use(1), proofs.get(1), proofs.differing_count) == ("none", None, 1)
+    assert choose_rematerialized(forward_and_back(4), proofs) == frozenset()
+
+
+def test_the_operations_of_all_recipes_take_a_fiftieth_of_the_round_at_most() -> None:
+    items = forward_and_back(20)
+    whole_s = max(item.needed_s for item in items) - items[0].packed_s
+    each_s = whole_s * SLOWDOWN_SHARE_MAX / 5.5 - HOOKS_S
+    proofs = proved(*[(item.key, each_s, ()) for item in items])
+    assert len(choose_rematerialized(items, proofs)) == 5
+
+
+def test_what_frees_most_for_a_second_is_made_again_first() -> None:
+    items = [Item(1, MIB, 0.0, 9.0), Item(2, 8 * MIB, 1.0, 8.0), Item(3, MIB, 2.0, 7.0)]
+    left_s = 9.0 * SLOWDOWN_SHARE_MAX
+    proofs = proved((1, 0.6 * left_s, ()), (2, 0.6 * left_s, ()), (3, 0.1 * left_s, ()))
+    assert choose_rematerialized(items, proofs) == {2, 3}
+
+
+def test_the_time_of_operations_that_the_round_had_does_not_count_as_its_own() -> None:
+    items = forward_and_back(20)
+    whole_s = max(item.needed_s for item in items) - items[0].packed_s
+    proofs = proved(*[(item.key, 0.02 * whole_s, ()) for item in items])
+    assert len(choose_rematerialized(items, proofs)) == 0
+    each_s = whole_s * SLOWDOWN_SHARE_MAX / 2 - HOOKS_S
+    proofs = proved(*[(item.key, each_s, ()) for item in items])
+    assert len(choose_rematerialized(items, proofs)) == 2
+    assert len(choose_rematerialized(items, proofs, before={1, 2})) == 1
+
+
+def test_a_tensor_that_is_needed_at_once_is_not_made_again() -> None:
+    items = [Item(1, MIB, 0.0, 100.0), Item(2, MIB, 49.0, 51.0)]
+    proofs = proved((1, 1e-6, ()), (2, 1e-6, ()))
+    assert choose_rematerialized(items, proofs) == {1}
+
+
+def test_a_tensor_that_the_program_holds_is_not_made_again() -> None:
+    items = forward_and_back(4)
+    proofs = proved((1, 1e-6, ()), (2, 1e-6, ()))
+    assert choose_rematerialized(items, proofs, excluded={1}) == {2}
+
+
+@pytest.mark.parametrize("lead_share", [0.5, 2.0])
+def test_a_chain_is_taken_if_its_first_tensor_is_needed_soon_after(lead_share: float) -> None:
+    whole_s = 100.0
+    lead_s = lead_share * LEAD_SHARE_MAX * whole_s
+    items = [Item(1, MIB, 0.0, whole_s), Item(2, 2 * MIB, 1.0, whole_s - lead_s)]
+    proofs = proved((1, 1e-6, ()), (2, 1e-6, (1,)))
+    assert choose_rematerialized(items, proofs) == ({1, 2} if lead_share < 1 else {2})
+
+
+def test_a_source_is_needed_when_the_first_of_a_chain_is_made() -> None:
+    items = [
+        Item(1, MIB, 0.0, 10.0),
+        Item(2, MIB, 1.0, 9.0),
+        Item(3, MIB, 2.0, 8.0),
+    ]
+    proofs = proved((2, 1e-6, (1,)), (3, 1e-6, (2,)))
+    assert needed_for(items, frozenset({2, 3}), proofs) == {1: 8.0, 2: 8.0}
+    assert needed_for(items, frozenset({2}), proofs) == {1: 9.0}
+
+
+def test_the_plan_keeps_and_moves_only_what_is_not_made_again() -> None:
+    items = forward_and_back(10, nbytes=8 * MIB, every_s=0.1)
+    for rates in (FAST, SLOW):
+        policy = Policy()
+        policy.proofs = proved((1, 1e-6, ()), (5, 1e-6, (3,)))
+        policy.learn(7, items, rates, 0.0)
+        plan = policy.plans[7]
+        assert plan.rematerialized == {1, 5} == policy.rematerialized
+        assert plan.rematerialized_bytes == 16 * MIB
+        assert plan.leaving_bytes == plan.written_bytes + 16 * MIB
+        assert not plan.keep & {1, 5}
+        assert not plan.start_by_s.keys() & {1, 5}
+        assert policy.sources == {3}
+        assert plan.needed_s[3] == items[4].needed_s
+
+
+def test_a_later_plan_can_keep_what_was_made_again() -> None:
+    items = forward_and_back(10, nbytes=8 * MIB, every_s=0.1)
+    policy = Policy()
+    policy.proofs = proved((1, 1e-6, ()))
+    policy.learn(7, items, SLOW, 0.0)
+    policy.proofs.bar(1)
+    policy.learn(7, items, SLOW, 0.0)
+    assert not policy.rematerialized
+    assert 1 in policy.keep
