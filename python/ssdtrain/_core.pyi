@@ -875,7 +875,7 @@ class Store:
         retain_bytes: int | None = None,
         simulated_disk: SimulatedDisk | None = None,
     ) -> Store:
-        """Open one unnamed file and one engine per directory.
+        """Open one unnamed file and one engine per directory; without one refuse every write.
 
         A directory may come with its tuning: pieces in flight, and bytes per piece. Up to
         ``retain_bytes`` (128 MiB unless given) of the memory of ended reads stays resident for the
@@ -930,11 +930,14 @@ class Store:
         last piece has ended.
         """
 
+    def has_directory(self) -> bool:
+        """True if the store has a directory; otherwise it refuses every write."""
+
     def rates(self) -> tuple[float | None, float | None]:
         """Return the recent bytes per second of writes and of reads, while the disks were busy.
 
         The rates are sums over directories, which work in parallel; ``None`` before enough has
-        moved to tell.
+        moved to tell, 0 without a directory.
         """
 
     def notes(self) -> list[str]:

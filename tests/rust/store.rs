@@ -344,6 +344,25 @@ fn several_directories_share_the_load() {
 }
 
 #[test]
+fn without_a_directory_every_write_is_refused() {
+    let config = StoreConfig::new([""; 0]);
+    let store = TensorStore::open(&config).unwrap();
+    assert!(!store.has_directory());
+    let bytes = pattern(1, 1 << 20);
+    let refused = write(&store, &bytes).unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::Unsupported);
+    assert_eq!(refused.to_string(), "nothing is written, because no directory was given");
+    assert_eq!(Arc::strong_count(&bytes), 1, "the source is free");
+    let rates = store.rates().unwrap();
+    assert_eq!((rates.write, rates.read), (Some(0.0), Some(0.0)));
+    assert!(store.stats().unwrap().engines.is_empty());
+    assert!(store.notes().is_empty());
+    store.close();
+    store.close();
+    assert_eq!(write(&store, &bytes).unwrap_err().kind(), ErrorKind::Closed);
+}
+
+#[test]
 fn the_quota_is_a_bound() {
     let dir = scratch();
     let mut config = config(dir.path(), Backend::Auto);

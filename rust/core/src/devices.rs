@@ -24,9 +24,9 @@ pub struct Devices {
 /// The recent rates of the disks, in bytes per second of the time in which they were busy.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Rates {
-    /// Rate of writes; `None` before enough was written to tell.
+    /// Rate of writes; `None` before enough was written to tell, 0 without a directory.
     pub write: Option<f64>,
-    /// Rate of reads; `None` before enough was read to tell.
+    /// Rate of reads; `None` before enough was read to tell, 0 without a directory.
     pub read: Option<f64>,
 }
 
@@ -81,6 +81,9 @@ impl Devices {
     /// Devices that are out of use, or moved too little to tell, add nothing.
     pub fn rates(&self) -> Result<Rates> {
         self.refuse_if_forked()?;
+        if self.all.is_empty() {
+            return Ok(Rates { write: Some(0.0), read: Some(0.0) });
+        }
         let sum = |direction| {
             let in_use = self.all.iter().filter(|device| device.out_of_use().is_none());
             in_use.filter_map(|device| device.rate(direction)).reduce(|sum, rate| sum + rate)
@@ -116,9 +119,19 @@ impl Devices {
         Ok(())
     }
 
+    /// Returns `Unsupported` if there is no device.
+    pub fn refuse_without_directory(&self) -> Result<()> {
+        if self.all.is_empty() {
+            let message = "nothing is written, because no directory was given";
+            return Err(Error::new(ErrorKind::Unsupported, message));
+        }
+        Ok(())
+    }
+
     /// The devices that may be written to. Devices without space are among them only if all lack
     /// space.
     pub fn candidates(&self) -> Result<Vec<Candidate>> {
+        self.refuse_without_directory()?;
         let numbered = || self.all.iter().enumerate();
         let in_use: Vec<_> =
             numbered().filter(|(_, device)| device.out_of_use().is_none()).collect();

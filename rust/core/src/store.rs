@@ -83,11 +83,9 @@ pub struct Stats {
 }
 
 impl TensorStore {
-    /// Opens one unnamed file and one engine per directory.
+    /// Opens one unnamed file and one engine per directory. Without a directory the store has no
+    /// file and no thread, and refuses every write.
     pub fn open(config: &StoreConfig) -> Result<Self> {
-        if config.dirs.is_empty() {
-            return Err(Error::new(ErrorKind::Config, "no directory given; pass at least one"));
-        }
         let quota = Quota::new(config.max_disk_bytes);
         let (mut devices, mut fallbacks) = (Vec::new(), Vec::<String>::new());
         for dir in &config.dirs {
@@ -324,6 +322,16 @@ impl TensorStore {
     /// `false` if there is none, `None` if the time is over.
     pub fn wait_for_abandoned(&self, limit: Duration) -> Option<bool> {
         if self.devices.is_forked() { Some(false) } else { self.abandoned.wait_for_one(limit) }
+    }
+
+    /// Returns true if the store has a directory; otherwise it refuses every write.
+    pub fn has_directory(&self) -> bool {
+        !self.devices.is_empty()
+    }
+
+    /// Returns `Unsupported` if the store has no directory.
+    pub fn refuse_without_directory(&self) -> Result<()> {
+        self.devices.refuse_without_directory()
     }
 
     /// The recent rates of the disks.

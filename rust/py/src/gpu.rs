@@ -259,22 +259,23 @@ impl Gpus {
 }
 
 impl Gpus {
-    /// The way of a GPU; the first call allocates its memory.
+    /// The way of a GPU, unless its tensors have no place to go; the first call allocates memory.
     pub fn way(&self, py: Python<'_>, gpu: usize) -> PyResult<core::Result<Arc<GpuWay>>> {
         if let Some(way) = self.known(gpu) {
             return Ok(Ok(way));
+        }
+        if self.tier_bytes_max == 0
+            && let Err(error) = self.store.refuse_without_directory()
+        {
+            return Ok(Err(error));
         }
         let direct = self.direct(py, gpu)?;
         let (is_direct, memory) = match direct {
             Some(_) => (true, self.ring),
             None => (false, self.pinned),
         };
-        let opened = match direct {
-            Some(staging) => Ok(staging),
-            None => {
-                py.detach(|| Staging::open(&Gpu::get(gpu)?, Arc::clone(&self.store), self.pinned))
-            }
-        };
+        let open = || Staging::open(&Gpu::get(gpu)?, Arc::clone(&self.store), self.pinned);
+        let opened = direct.map_or_else(|| py.detach(open), Ok);
         Ok(opened.map(|staging| self.enter(gpu, staging, is_direct, memory)))
     }
 
@@ -314,7 +315,8 @@ impl Gpus {
             lock: Arc::clone(&self.lock),
             waiting_count: AtomicUsize::new(0),
             given_up_at: AtomicU64::new(0),
-            window_bytes: WINDOW_BYTES.min(memory.down as u64 / 2),
+            // Without a directory tensors pass through no slots: they stay in the tier.
+            window_bytes: WINDOW_BYTES.min(memory.down.max(self.tier_bytes_max) as u64 / 2),
             waits: Waits::default(),
             books: Mutex::default(),
             held: Mutex::default(),

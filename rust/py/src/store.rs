@@ -174,6 +174,10 @@ impl Store {
         }
     }
 
+    fn has_directory(&self) -> bool {
+        self.0.has_directory()
+    }
+
     fn rates(&self, py: Python<'_>) -> PyResult<(Option<f64>, Option<f64>)> {
         let rates = self.0.rates().map_err(|error| to_python(py, &error))?;
         Ok((rates.write, rates.read))

@@ -152,8 +152,11 @@ impl Staging {
         if is_capturing(&shared.gpu, stream)? {
             return Ok(Saved::Capturing);
         }
-        if tier == Tier::Disk && source.len() > self.longest_bytes() {
-            return Ok(Saved::Full(Full::TooLong));
+        if tier == Tier::Disk {
+            shared.store.refuse_without_directory()?;
+            if source.len() > self.longest_bytes() {
+                return Ok(Saved::Full(Full::TooLong));
+            }
         }
         shared.mailbox.refuse_if_closed()?;
         let slot = match tier {
