@@ -61,7 +61,7 @@ class StoreConfig:
     """The options of a store. Sizes in bytes."""
 
     dirs: tuple[str, ...]
-    """The directories; each gets a spill file."""
+    """The directories; each gets a spill file. Without one nothing is written."""
     max_disk_bytes: int | None = None
     """Upper bound on the bytes reserved over all directories."""
     backend: str = "auto"
@@ -89,8 +89,8 @@ class OffloadConfig:
     max_resident_bytes: int | None = None
     """Upper bound on the saved bytes in memory; threads wait for the disk."""
     pinned_bytes: int = PINNED_BYTES_DEFAULT
-    """Memory of the CPU through which tensors of a GPU go, for each GPU. By GPUDirect Storage half
-    as much of the GPU's memory."""
+    """Memory of the CPU through which tensors of a GPU go to the disk, for each GPU. By GPUDirect
+    Storage half as much of the GPU's memory."""
     max_host_bytes: int | None = None
     """More pinned memory of the CPU, in which tensors of all GPUs may stay by plan."""
     gds: str = "optional"
@@ -107,8 +107,10 @@ class OffloadConfig:
                 "rematerialize='always' makes tensors again whatever memory that takes, and "
                 "max_resident_bytes would not hold; leave one of them out"
             )
+        if not self.store.dirs:
+            self._refuse_options_of_disks()
         memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        pinned = {"pinned_bytes": self.pinned_bytes}
+        pinned = {"pinned_bytes": self.pinned_bytes} if self.store.dirs else {}
         if self.max_host_bytes is not None:
             pinned["max_host_bytes"] = self.max_host_bytes
         if sum(pinned.values()) > memory_bytes:
@@ -118,10 +120,26 @@ class OffloadConfig:
                 f"pinned memory cannot be swapped; give less"
             )
 
+    def _refuse_options_of_disks(self) -> None:
+        """Raise ``ConfigError`` if an option was given that needs a directory."""
+        given = {field.name: getattr(self.store, field.name) for field in fields(self.store)}
+        defaults = {field.name: field.default for field in fields(self.store)}
+        options = [name for name in given if name != "dirs" and given[name] != defaults[name]]
+        if self.max_resident_bytes is not None:
+            options.append("max_resident_bytes")
+        if self.gds == "required":
+            options.append("gds='required'")
+        if options:
+            verb = "needs" if len(options) == 1 else "need"
+            raise ConfigError(
+                f"{' and '.join(options)} {verb} a directory: ssdtrain.offload(dir, ...); without "
+                "a directory nothing is written"
+            )
+
     def as_given(self) -> str:
         """Return directories and options other than defaults, as arguments in a program."""
         dirs = self.store.dirs
-        words = [repr(dirs[0] if len(dirs) == 1 else list(dirs))]
+        words = [repr(dirs[0] if len(dirs) == 1 else list(dirs))] if dirs else []
         for config in (self, self.store):
             for field in fields(config):
                 value = getattr(config, field.name)

@@ -58,6 +58,9 @@ PROCESS = Notices()
 
 def say_begin(min_bytes: int, bound: int | None, engines: Sequence[tuple[str, str]]) -> None:
     """Log which saved tensors a session offloads, and to which directories."""
+    if not engines:
+        log.info("ssdtrain has no directory here, so it writes nothing")
+        return
     log.info(
         "ssdtrain offloads saved tensors of at least %s to %s; %s",
         shown_bytes(min_bytes),

@@ -77,7 +77,9 @@ class offload:  # noqa: N801 - used like torch.no_grad
     Args:
         dir: A directory on a local NVMe file system, or a list of them; ``~`` is the home, and a
             relative path is resolved in this call. Its files have no names and vanish with the
-            process.
+            process. With None no file is opened and nothing is written: only tensors of a GPU leave
+            it, for pinned memory of ``max_host_bytes``. Options of disks, and
+            ``max_resident_bytes``, are refused then.
         min_bytes: Saved tensors of fewer bytes stay in memory.
         max_resident_bytes: Upper bound on the saved bytes in memory. Without it forward never waits
             for the disk: tensors stay if their I/O cannot be hidden. With it forward waits as it
@@ -87,8 +89,8 @@ class offload:  # noqa: N801 - used like torch.no_grad
         direct_io: ``"required"``, ``"optional"`` or ``"disabled"``: whether to bypass the page
             cache.
         verify: Checksum each tensor before its write and after its read.
-        pinned_bytes: Memory of the CPU through which tensors of a GPU go, for each GPU; it is
-            pinned at the first such tensor. With GPUDirect Storage half as much of the GPU's
+        pinned_bytes: Memory of the CPU through which tensors of a GPU go to the disk, for each GPU;
+            it is pinned at the first such tensor. With GPUDirect Storage half as much of the GPU's
             memory is taken instead.
         max_host_bytes: More memory of the CPU, for all GPUs together, in which their tensors may
             stay by plan instead of going to the disk. None by default; without effect by GPUDirect
@@ -115,7 +117,7 @@ class offload:  # noqa: N801 - used like torch.no_grad
 
     def __init__(
         self,
-        dir: Directories,  # noqa: A002 - the word users expect
+        dir: Directories | None = None,  # noqa: A002 - the word users expect
         *,
         min_bytes: Size = MIN_BYTES_DEFAULT,
         max_resident_bytes: Size | None = None,
@@ -129,7 +131,7 @@ class offload:  # noqa: N801 - used like torch.no_grad
         rematerialize: Rematerialize = "auto",
     ) -> None:
         store = StoreConfig(
-            dirs=directories(dir),
+            dirs=() if dir is None else directories(dir),
             max_disk_bytes=optional_bytes("max_disk_bytes", max_disk_bytes),
             backend=backend,
             direct_io=direct_io,

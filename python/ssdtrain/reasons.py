@@ -11,7 +11,16 @@ from ssdtrain.planning.policy import RATE_GUESS, Rates
 from ssdtrain.seen import Seen
 from ssdtrain.sizes import shown_bytes, shown_count
 
-__all__ = ["INNER_BLOCK", "ONE_NODE", "Evidence", "Observed", "PlannedRound", "Reason", "reason_of"]
+__all__ = [
+    "INNER_BLOCK",
+    "NO_DIRECTORY",
+    "ONE_NODE",
+    "Evidence",
+    "Observed",
+    "PlannedRound",
+    "Reason",
+    "reason_of",
+]
 
 LITTLE_SHARE_MAX = 0.1
 """A session that offloads a smaller share of its saved bytes does not lower the peak visibly."""
@@ -28,6 +37,11 @@ ONE_NODE = (
     "one node of the graph saves nearly all at once and at its end, so offloading cannot lower the "
     "peak; if torch.compile made it of the whole model, compile block by block instead "
     "(block.compile())"
+)
+
+NO_DIRECTORY = (
+    "no directory was given, so nothing is written: only tensors of a GPU leave it, for pinned "
+    "memory, as far as max_host_bytes and the time allow; ssdtrain.offload(dir) writes to a disk"
 )
 
 
@@ -71,8 +85,9 @@ class Evidence:
 
     seen: Seen
     min_bytes: int
+    has_directory: bool
     offloaded_bytes: int
-    """Bytes that were written and left memory."""
+    """Bytes that left memory."""
     saved_bytes: int
     """Saved bytes that have been used or dropped since."""
     peak_bytes: int
@@ -198,14 +213,17 @@ def _why_little_went(known: Evidence) -> str:
     if largest.nbytes >= max(seen.planned.nbytes, late_bytes):
         advice = largest.advice or "ssdtrain keeps such tensors in memory"
         return f"most saved bytes are {largest.where}; {advice}"
+    if not known.has_directory:
+        return NO_DIRECTORY
     if seen.planned.nbytes >= late_bytes:
         return _planned(known.usual_round())
+    return _late(known)
+
+
+def _late(known: Evidence) -> str:
     if known.stayed is not None:
         return f"most saved tensors could not leave the GPU, the last one because: {known.stayed}"
-    return _late(known.usual_round())
-
-
-def _late(usual: PlannedRound | None) -> str:
+    usual = known.usual_round()
     late = "backward asked for most tensors before they had been written, or while others held them"
     if usual is not None and usual.plan_count == 1:
         return f"{late}; this was the first step of its kind, and a plan is made after it"

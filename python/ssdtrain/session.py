@@ -48,7 +48,9 @@ class Session:
         try:
             lock = threading.RLock()
             direct = DirectWay(config)
-            gpus = gpus_of(store, config.pinned_bytes, config.max_host_bytes or 0, lock, direct)
+            # Without a directory no tensor passes through pinned memory; some may stay there.
+            pinned_bytes = config.pinned_bytes if config.store.dirs else 0
+            gpus = gpus_of(store, pinned_bytes, config.max_host_bytes or 0, lock, direct)
             transfer = HostTransfer(store, gpus, direct)
             self._hooks: Hooks | None = Hooks(
                 transfer,
@@ -96,7 +98,8 @@ class Session:
     def share(self, name: str) -> Share:
         """Return the share of a tenant in the store and the bound; see ``sharing``.
 
-        Raises ``ConfigError`` if the block has ended, or in a process that was forked since.
+        Raises ``ConfigError`` if the block has ended or has no directory, or in a process that was
+        forked since.
         """
         hooks = self._hooks
         if hooks is None:
@@ -108,6 +111,11 @@ class Session:
             raise ConfigError(
                 f"this session belongs to the process that was forked, and {name} would need its "
                 "store: enter a block of its own in this process"
+            )
+        if not self._config.store.dirs:
+            raise ConfigError(
+                f"this session has no directory, and {name} would need its store: pass a directory "
+                "here, or give the session one, ssdtrain.offload(dir)"
             )
         bound = self._config.max_resident_bytes
         store = hooks.store.beside(retain_bytes=None if bound is None else bound // 8)

@@ -186,22 +186,22 @@ class Stats:
         ``"compute"`` if nearly all eligible bytes were offloaded or made again, and hardly a thread
         or GPU waited. Else the link that was busy for longest: ``"the disk's writes"``,
         ``"the disk's reads"``, ``"the PCIe copies to the host"`` or ``"the PCIe copies to the
-        GPU"``.
+        GPU"``. Without a disk and without such copies it is ``"compute"``.
         """
         stall_s = max(self.stall_s + self.full_disk_wait_s, self.gpu_stall_s)
         has_waited = stall_s > STALL_SHARE_LITTLE * self.elapsed_s
         left_bytes = self.bytes_offloaded + self.bytes_rematerialized
         if not has_waited and left_bytes >= OFFLOADED_SHARE_MUCH * self.bytes_eligible:
             return "compute"
-        busy_s = {
-            "the disk's writes": self.write_busy_s,
-            "the disk's reads": self.read_busy_s,
-        }
+        busy_s = {}
+        if self.engines:
+            busy_s["the disk's writes"] = self.write_busy_s
+            busy_s["the disk's reads"] = self.read_busy_s
         if self.pinned_bytes:
             # Without pinned memory the copies are on the GPU, and its link is that of the disk.
             busy_s["the PCIe copies to the host"] = self.from_gpu_s
             busy_s["the PCIe copies to the GPU"] = self.to_gpu_s
-        return max(busy_s, key=lambda link: busy_s[link])
+        return max(busy_s, key=lambda link: busy_s[link], default="compute")
 
     def since(self, earlier: Stats) -> Stats:
         """Return the changes after ``earlier``, a snapshot of the same session.
@@ -285,7 +285,7 @@ class Stats:
         memory += f"{shown_bytes(self.process_bytes)} now, all included"
         rows = [
             f"ssdtrain: {self._shown_gain()}",
-            f"  disks      {self._engines()}",
+            f"  disks      {self._engines() or 'none, so nothing is written'}",
             f"  saved      {saved}",
             f"  resident   {peak} at the peak, {now} now",
             f"  process    {memory}",

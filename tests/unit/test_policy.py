@@ -507,6 +507,22 @@ def test_a_session_that_has_moved_nothing_goes_by_what_the_one_before_measured()
     assert fresh.plans != policies[0].plans
 
 
+def test_without_a_disk_only_pinned_memory_takes_tensors() -> None:
+    on_gpu = [item._replace(gpu=0) for item in stack(8, 50 * MIB, 0.1, 0.2)]
+    on_cpu = [item._replace(key=100 + item.key) for item in stack(8, 50 * MIB, 0.1, 0.2)]
+    items = sorted([*on_gpu, *on_cpu], key=lambda item: item.packed_s)
+    policy = Policy(host_bytes=200 * MIB)
+    no_disk = Rates(0.0, 0.0, {0: Copies(1e10, 1e10)})
+    for _ in range(SETTLED_COUNT + 1):
+        policy.learn(1, items, no_disk, 0.0)
+    (made,) = policy.plans.values()
+    assert made.pinned == policy.pinned == set(made.start_by_s)
+    assert made.pinned_bytes == {0: 200 * MIB}
+    assert made.written_bytes == 0
+    assert {item.key for item in on_cpu} < policy.keep
+    assert not policy.keep & policy.pinned
+
+
 def test_rounds_of_which_nothing_leaves_are_followed_when_caution_has_fallen_by_much() -> None:
     policy = Policy()
     learn(policy, *[0.0] * SETTLED_COUNT, *[1.0] * 20)

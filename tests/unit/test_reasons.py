@@ -27,7 +27,7 @@ from disks import MIB
 from ssdtrain._core import Account
 from ssdtrain.notices import log
 from ssdtrain.planning.policy import RATE_GUESS, Copies, Policy, Rates
-from ssdtrain.reasons import Evidence, Observed, PlannedRound, reason_of
+from ssdtrain.reasons import NO_DIRECTORY, Evidence, Observed, PlannedRound, Reason, reason_of
 from ssdtrain.seen import Seen
 from support import Rig, chain, shared_out
 
@@ -284,6 +284,7 @@ def evidence(**changes: Any) -> Evidence:
     known = Evidence(
         seen=Seen(Account()),
         min_bytes=256 << 10,
+        has_directory=True,
         offloaded_bytes=0,
         saved_bytes=100 * MIB,
         peak_bytes=50 * MIB,
@@ -309,6 +310,20 @@ def test_tensors_that_cannot_leave_their_gpu_are_told() -> None:
     planned = reason_of(known)
     assert planned is not None
     assert "could not leave" not in planned.text
+
+
+@pytest.mark.parametrize("planned_bytes", [0, 100 * MIB])
+def test_a_session_without_a_directory_is_told_so(planned_bytes: int) -> None:
+    seen = Seen(Account())
+    seen.eligible.add(100 * MIB)
+    seen.planned.add(planned_bytes)
+    usual = round_with(Rates(0.0, 0.0))
+    known = evidence(seen=seen, has_directory=False, stayed="nothing is written", usual_round=usual)
+    assert reason_of(known) == Reason(NO_DIRECTORY, is_warning=True)
+    seen.small_here.add(300 * MIB)
+    reason = reason_of(known)
+    assert reason is not None
+    assert "min_bytes" in reason.text, "a directory would not change that"
 
 
 def test_a_rate_that_is_a_guess_is_told_as_one() -> None:

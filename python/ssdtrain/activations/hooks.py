@@ -259,6 +259,7 @@ class Hooks:
         return Evidence(
             seen=self._seen,
             min_bytes=self._min_bytes,
+            has_directory=self.store.has_directory(),
             offloaded_bytes=ended["offloaded"][0] + ended["rematerialized"][0],
             saved_bytes=sum(nbytes for nbytes, _ in ended.values()),
             peak_bytes=account.peak_bytes,

@@ -49,7 +49,11 @@ class OffloadCallback(Callback):
     logged at level info when training ends, and is ``str(callback.session)``.
     """
 
-    def __init__(self, dir: Directories, **options: Any) -> None:  # noqa: A002 - as in offload
+    def __init__(
+        self,
+        dir: Directories | None = None,  # noqa: A002 - as in offload
+        **options: Any,
+    ) -> None:
         self.coverage = Coverage(dir, options)
         self._logged_step = 0
 

@@ -90,7 +90,10 @@ NO_COPIES = Copies()
 
 @dataclass(frozen=True)
 class Rates:
-    """The rates of the disk in bytes per second of busy time, and of the copies of each GPU."""
+    """The rates of the disk in bytes per second of busy time, and of the copies of each GPU.
+
+    Without a disk its rates are 0, and no plan writes.
+    """
 
     write: float
     read: float

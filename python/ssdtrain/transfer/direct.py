@@ -76,6 +76,8 @@ class DirectWay:
 
 def _excluded(config: OffloadConfig) -> str | None:
     """Return the option that keeps bytes from going past the CPU's memory."""
+    if not config.store.dirs:
+        return "dir=None"
     if config.store.verify:
         return "verify=True, which needs the bytes in the CPU's memory"
     if config.store.direct_io == "disabled":

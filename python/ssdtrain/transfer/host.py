@@ -38,10 +38,15 @@ class HostTransfer:
         return on_gpus(self.gpus, self._direct)
 
     def rates(self) -> Rates:
-        """Return the recent rates of the disks, or a guess, and those of copies of GPUs."""
+        """Return the recent rates of the disks, or a guess, and those of copies of GPUs.
+
+        Without a directory the rates of the disks are 0.
+        """
         write, read = self.store.rates()
         copies = copy_rates(self.gpus)
-        return Rates(write or RATE_GUESS, read or RATE_GUESS, copies)
+        return Rates(
+            RATE_GUESS if write is None else write, RATE_GUESS if read is None else read, copies
+        )
 
     def pin_for_tier(self, gpu: int, nbytes: int) -> None:
         """Pin ``nbytes`` of the CPU's memory for tensors of a GPU that stay there by plan."""
