@@ -224,9 +224,6 @@ class HookPair:
     def unpack(self, packed: object) -> Tensor:
         """Give a node its saved tensor back."""
 
-    def bring(self, packed: object) -> Tensor:
-        """Return a saved tensor from which a proof makes another; no round has a need of it."""
-
 @final
 class Timeline:
     """The moments of each saved tensor, noted once the timeline is started."""
@@ -778,6 +775,9 @@ class Offloading:
 
     def unpack(self, packed: object) -> Tensor:
         """Give a node its saved tensor back."""
+
+    def bring(self, packed: object) -> Tensor:
+        """Return a saved tensor from which a proof makes another; no round has a need of it."""
 
 @final
 class Gpus:

@@ -77,9 +77,9 @@ class offload:  # noqa: N801 - used like torch.no_grad
     Args:
         dir: A directory on a local NVMe file system, or a list of them; ``~`` is the home, and a
             relative path is resolved in this call. Its files have no names and vanish with the
-            process. With None no file is opened and nothing is written: only tensors of a GPU leave
-            it, for pinned memory of ``max_host_bytes``. Options of disks, and
-            ``max_resident_bytes``, are refused then.
+            process. With None no file is opened and nothing is written: tensors are made again from
+            others (``rematerialize``), and those of a GPU go to pinned memory
+            (``max_host_bytes``). Options of disks, and ``max_resident_bytes``, are refused then.
         min_bytes: Saved tensors of fewer bytes stay in memory.
         max_resident_bytes: Upper bound on the saved bytes in memory. Without it forward never waits
             for the disk: tensors stay if their I/O cannot be hidden. With it forward waits as it

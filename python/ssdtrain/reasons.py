@@ -40,8 +40,9 @@ ONE_NODE = (
 )
 
 NO_DIRECTORY = (
-    "no directory was given, so nothing is written: only tensors of a GPU leave it, for pinned "
-    "memory, as far as max_host_bytes and the time allow; ssdtrain.offload(dir) writes to a disk"
+    "no directory was given, so nothing is written: tensors are made again from others where that "
+    "takes hardly any time, and those of a GPU go to pinned memory, as far as max_host_bytes and "
+    "the time allow; ssdtrain.offload(dir) writes to a disk"
 )
 
 
