@@ -13,7 +13,7 @@ from torch import Tensor
 
 import ssdtrain
 from fake_device import FakeDevice
-from offloading import chain, check, made, offloaded, settle, use_memory
+from offloading import chain, check, gpus_of, made, offloaded, settle, use_memory
 from on_devices import Device, on_each_device
 from on_fake import on_fake_device
 from ssdtrain.activations.followed import Followed
@@ -47,6 +47,23 @@ class EachSecond(Policy):
     def is_settled(self, signature: int) -> bool:
         """Say that the first plan is the last."""
         return signature in self.plans
+
+
+class FirstHalf(EachSecond):
+    """A policy by which the first half leaves, and is read once a quarter was needed."""
+
+    def learn(self, signature: int, items: Sequence[Item], *others: Any) -> None:
+        """Count each need as a second."""
+        super().learn(signature, items, *others)
+        leaving = {item.key for item in items[: len(items) // 2]}
+        keep = frozenset(item.key for item in items) - leaving
+        self.plans[signature] = Plan(
+            keep,
+            start_by_s=dict.fromkeys(leaving, len(items) / 4),
+            needed_s={item.key: 1.0 * place for place, item in enumerate(reversed(items))},
+            written_bytes=sum(item.nbytes for item in items if item.key in leaving),
+        )
+        self.keep = self.keep - leaving | keep
 
 
 @contextmanager
@@ -114,6 +131,31 @@ def test_only_what_leaves_is_followed(device: Device) -> None:
     check(leaf, COUNT)
     assert all(torch.equal(leaf.grad, one) for one in grads)
     assert kept[1:] == [COUNT // 2] * 7
+    assert device.races() == []
+
+
+@on_each_device()
+def test_reads_begin_by_their_deadlines_while_only_what_stays_is_needed(device: Device) -> None:
+    leaf = made(0)
+    loaded: list[int] = []
+    with scopes() as seen, offloaded(FirstHalf(), pinned_bytes=RING) as session:
+        for _ in range(4):
+            leaf.grad = None
+            saved = chain(leaf, COUNT // 2)
+            for _ in range(4):
+                saved = chain(saved, COUNT // 8)
+                saved.register_hook(lambda _: loaded.append(gpus_of(session).loaded_bytes()))
+            settle(session)
+            loaded.clear()
+            step(session, saved.sum())
+            del saved
+            if seen[-1] == "partial":
+                _, before, due, after = loaded
+                assert before == 0, "at the peak nothing is read that is not needed soon"
+                assert due == 0
+                assert after == COUNT // 2 * leaf.nbytes
+    assert seen == ["whole", "partial", "whole", "partial"]
+    check(leaf, COUNT)
     assert device.races() == []
 
 

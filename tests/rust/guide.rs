@@ -1,8 +1,12 @@
 //! Rounds of which only what leaves memory is followed.
 
+use std::collections::HashMap;
+use std::sync::Arc;
+
 use ssdtrain_core::guide::Place;
-use ssdtrain_core::round::{Entry, FORWARD, Round, next_key};
+use ssdtrain_core::round::{Entry, FORWARD, Plan, Round, next_key};
 use ssdtrain_core::rounds::Rounds;
+use ssdtrain_core::window::Look;
 
 const SIZES: [u64; 4] = [10, 20, 10, 30];
 
@@ -92,7 +96,7 @@ fn the_order_of_a_round_in_whole_is_not_that_of_one_that_lacks_tensors() {
                 round.lock().pass(*nbytes);
             }
         }
-        rounds.predict(&round, None, |()| true);
+        rounds.predict(&round, None, |()| Some(1));
         let mut round = round.lock();
         let places = (0..round.len()).map(|ordinal| round.position(ordinal));
         let expected: Option<Vec<_>> = places.collect();
@@ -105,4 +109,41 @@ fn the_order_of_a_round_in_whole_is_not_that_of_one_that_lacks_tensors() {
     play(&mut rounds, false, &[0, 1]);
     assert_eq!(play(&mut rounds, true, &[3, 1, 0, 2]), [2, 1, 3, 0]);
     assert_eq!(play(&mut rounds, false, &[0, 1]), [0, 1]);
+}
+
+#[test]
+fn reads_begin_when_they_are_due_though_only_tensors_that_stay_are_used() {
+    let mut rounds = Rounds::<()>::default();
+    let round = rounds.open(FORWARD, false, |(): &()| false).round;
+    let (mut keys, mut key) = (Vec::new(), round.lock().signature());
+    for nbytes in SIZES {
+        key = next_key(key, nbytes);
+        keys.push(key);
+    }
+    round.lock().add((), entry(SIZES[0], true), 0.0);
+    round.lock().begin_guide(whole().guide());
+    SIZES[1..].iter().for_each(|nbytes| round.lock().pass(*nbytes));
+    let plan = Plan {
+        needed_s: keys.iter().rev().zip([4.0, 5.0, 6.0, 7.0]).map(|(key, at)| (*key, at)).collect(),
+        start_by_s: HashMap::from([(keys[0], 6.0)]),
+        longest_gap_s: 0.5,
+    };
+    rounds.predict(&round, Some(Arc::new(plan)), |()| Some(keys[0]));
+    let begins = |rounds: &mut Rounds<()>, key| {
+        round.lock().note_passed(key);
+        rounds.follow_passed(&round)?;
+        let mut walk = rounds.walk(&round, 0, u64::MAX);
+        let look = |(): &()| Look::OnDisk { key: keys[0], slot_bytes: 1, joins: false };
+        let ordinal = rounds.next(&round, &mut walk, look)?;
+        assert!(rounds.note(&round, &mut walk, ordinal, true));
+        assert_eq!(rounds.next(&round, &mut walk, look), None);
+        Some(ordinal)
+    };
+    assert_eq!(begins(&mut rounds, keys[3]), None, "memory is at its peak, and there is time");
+    assert!(!rounds.follows(&round), "until then the window may follow other backwards");
+    assert_eq!(begins(&mut rounds, keys[2]), None);
+    assert_eq!(begins(&mut rounds, keys[1]), Some(0));
+    assert!(!round.lock().is_any_due(), "nothing is left to be read");
+    round.lock().note_needed(0, keys[0], 1.0);
+    assert!(rounds.follow(&round, 0).is_some_and(|given_up| given_up[0].ordinals.is_empty()));
 }

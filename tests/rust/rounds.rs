@@ -160,9 +160,11 @@ impl Desk {
         let is_predicted = round.lock().is_predicted();
         if is_first || !is_predicted {
             let plan = self.plans.get(&round.lock().signature()).map(Arc::clone);
-            let on_disk =
-                |one: &Weak<Saved>| one.upgrade().is_some_and(|one| one.record.has_handle.get());
-            self.rounds.predict(&round, plan, on_disk);
+            let key_on_disk = |one: &Weak<Saved>| {
+                let record = &one.upgrade()?.record;
+                record.has_handle.get().then_some(record.key)
+            };
+            self.rounds.predict(&round, plan, key_on_disk);
         }
         round.lock().note_needed(ordinal, saved.record.key, self.now_s);
         saved.ahead.take();

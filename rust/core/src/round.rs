@@ -113,6 +113,8 @@ pub struct Round<E> {
     plan: Option<Arc<Plan>>,
     /// The place this round has reached on the clock of its plan.
     progress_s: f64,
+    /// When the next read should begin, on the same clock; infinite if no plan tells.
+    next_start_s: f64,
     /// The most saved bytes in memory since this round was first asked for a tensor.
     resident_bytes: u64,
     stall_s: f64,
@@ -164,6 +166,7 @@ impl<E> Round<E> {
             expected: None,
             plan: None,
             progress_s: f64::NEG_INFINITY,
+            next_start_s: f64::INFINITY,
             resident_bytes: 0,
             stall_s: 0.0,
             began_s: 0.0,
@@ -250,12 +253,12 @@ impl<E> Round<E> {
     }
 
     /// Expects the order that was learned from a round of the same signature, or the reverse of the
-    /// nodes. `is_on_disk` returns true for a tensor that was given to the disk.
+    /// nodes. `key_on_disk` returns the name of the record of a tensor that was given to the disk.
     pub fn predict(
         &mut self,
         learned: Option<Arc<[usize]>>,
         plan: Option<Arc<Plan>>,
-        is_on_disk: impl Fn(&E) -> bool,
+        key_on_disk: impl Fn(&E) -> Option<i64>,
     ) {
         let count = self.entries.len();
         let order = learned.unwrap_or_else(|| {
@@ -264,15 +267,17 @@ impl<E> Round<E> {
             order.into()
         });
         let mut position = vec![None; count];
-        let mut on_disk = Vec::new();
+        let (mut on_disk, mut next_start_s) = (Vec::new(), f64::INFINITY);
         for (place, &ordinal) in order.iter().enumerate().filter(|(_, ordinal)| **ordinal < count) {
             position[ordinal] = Some(place);
-            if is_on_disk(&self.entries[ordinal]) {
+            if let Some(key) = key_on_disk(&self.entries[ordinal]) {
                 on_disk.push(place);
+                let start_s = plan.as_ref().and_then(|plan| plan.start_by_s.get(&key));
+                next_start_s = start_s.map_or(next_start_s, |start_s| next_start_s.min(*start_s));
             }
         }
         self.expected = Some(Expected { order, position, on_disk });
-        self.plan = plan;
+        (self.plan, self.next_start_s) = (plan, next_start_s);
     }
 
     /// Notes that a tensor on the record with `key` is asked for.
@@ -286,6 +291,13 @@ impl<E> Round<E> {
         if let Some(planned_s) = self.plan.as_ref().and_then(|plan| plan.needed_s.get(&key)) {
             // A second backward over the same graph asks for everything once more.
             self.progress_s = if is_again { *planned_s } else { self.progress_s.max(*planned_s) };
+        }
+    }
+
+    /// Notes that a tensor with this key, which is not followed, is asked for.
+    pub fn note_passed(&mut self, key: i64) {
+        if let Some(planned_s) = self.plan.as_ref().and_then(|plan| plan.needed_s.get(&key)) {
+            self.progress_s = self.progress_s.max(*planned_s);
         }
     }
 
@@ -444,8 +456,25 @@ impl<E> Round<E> {
 
     /// Returns true if, by the plan, the read of a record should begin before the next need.
     pub(crate) fn is_due(&self, key: i64) -> bool {
-        let Some(plan) = &self.plan else { return false };
-        let due = |start_s: &f64| *start_s <= self.progress_s + plan.longest_gap_s;
-        plan.start_by_s.get(&key).is_some_and(due)
+        self.start_s(key).is_some_and(|start_s| self.comes_to(start_s))
+    }
+
+    /// Returns true if, by the plan, any further read should begin before the next need.
+    pub fn is_any_due(&self) -> bool {
+        self.comes_to(self.next_start_s)
+    }
+
+    /// Notes the record that is read next; `None` if there is none.
+    pub(crate) fn note_next(&mut self, key: Option<i64>) {
+        self.next_start_s = key.and_then(|key| self.start_s(key)).unwrap_or(f64::INFINITY);
+    }
+
+    fn start_s(&self, key: i64) -> Option<f64> {
+        self.plan.as_ref()?.start_by_s.get(&key).copied()
+    }
+
+    fn comes_to(&self, start_s: f64) -> bool {
+        let gap_s = self.plan.as_ref().map_or(0.0, |plan| plan.longest_gap_s);
+        start_s <= self.progress_s + gap_s
     }
 }

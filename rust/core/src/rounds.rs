@@ -135,14 +135,17 @@ impl<E> Rounds<E> {
 
     /// Expects the order that a round of the same signature had, or the reverse of the nodes.
     pub fn predict(
-        &self,
+        &mut self,
         round: &SharedRound<E>,
         plan: Option<Arc<Plan>>,
-        is_on_disk: impl Fn(&E) -> bool,
+        key_on_disk: impl Fn(&E) -> Option<i64>,
     ) {
+        if self.follows(round) {
+            self.window.begin();
+        }
         let mut round = round.lock();
         let learned = self.orders.get(&round.order_name()).map(Arc::clone);
-        round.predict(learned, plan, is_on_disk);
+        round.predict(learned, plan, key_on_disk);
     }
 
     /// Makes the window follow the backward of a round, which uses a tensor now; returns the
@@ -160,6 +163,21 @@ impl<E> Rounds<E> {
         let ordinals = self.window.move_to(&round.lock(), ordinal, is_another)?;
         given_up.push(Of { round: round.clone(), ordinals });
         Some(given_up)
+    }
+
+    /// Like [`follow`](Self::follow), for a round that uses a tensor which is not followed. `None`
+    /// as well if no read is due.
+    pub fn follow_passed(&mut self, round: &SharedRound<E>) -> Option<Vec<Of<E>>> {
+        if !round.lock().is_any_due() {
+            return None;
+        }
+        if self.follows(round) {
+            return Some(Vec::new());
+        }
+        let given_up = self.clear();
+        self.followed = Some(round.clone());
+        self.window.begin();
+        Some(given_up.into_iter().collect())
     }
 
     /// Returns true if the window follows the backward of this round.
@@ -188,7 +206,7 @@ impl<E> Rounds<E> {
         walk: &mut Walk,
         look: impl Fn(&E) -> Look,
     ) -> Option<usize> {
-        self.window.next(&round.lock(), walk, look)
+        self.window.next(&mut round.lock(), walk, look)
     }
 
     /// Notes whether the read was begun. Returns false if the window follows another round by now;

@@ -38,8 +38,9 @@ pub struct Window {
     /// Ordinals, each with the bytes that its read adds to memory, in the order of beginning.
     reads: VecDeque<(usize, u64)>,
     nbytes: u64,
-    /// The place in the order that the backward has reached.
-    index: usize,
+    /// The number of places in the order that the backward has reached; none before the first
+    /// tensor that is followed.
+    reached_count: usize,
     /// The next entry to read ahead, in the round's list of tensors on the disk.
     next_on_disk: usize,
 }
@@ -71,12 +72,17 @@ impl Window {
         ordinal: usize,
         is_another: bool,
     ) -> Option<Vec<usize>> {
-        let index = round.position(ordinal)?;
-        if is_another || index < self.index {
-            self.next_on_disk = round.on_disk().partition_point(|&place| place <= index);
+        let reached_count = round.position(ordinal)? + 1;
+        if is_another || reached_count < self.reached_count {
+            self.next_on_disk = round.on_disk().partition_point(|&place| place < reached_count);
         }
-        self.index = index;
+        self.reached_count = reached_count;
         Some(self.leave_behind(round, ordinal))
+    }
+
+    /// Begins with a round of which no tensor that is followed was used yet.
+    pub fn begin(&mut self) {
+        (self.reached_count, self.next_on_disk) = (0, 0);
     }
 
     /// Returns true if a window should follow the backward of this round. While a region is
@@ -102,7 +108,7 @@ impl Window {
         }
         let mut passed_over = Vec::new();
         while let Some(&(first, nbytes)) = self.reads.front()
-            && round.position(first).is_none_or(|place| place <= self.index)
+            && round.position(first).is_none_or(|place| place < self.reached_count)
         {
             self.reads.pop_front();
             self.nbytes -= nbytes;
@@ -114,9 +120,11 @@ impl Window {
     /// Begins a walk along the expected order, to find tensors to read ahead.
     ///
     /// No read may take more than `room_bytes`. Beyond the window, reads may use `spare_bytes` that
-    /// this backward has freed.
+    /// this backward has freed. Until a tensor that is followed is used, reads begin when they are
+    /// due and not before: the memory is then at its peak.
     pub fn walk<E>(&self, round: &Round<E>, room_bytes: u64, spare_bytes: u64) -> Walk {
-        let following_place = round.on_disk().partition_point(|&place| place <= self.index);
+        let reached_count = self.reached_count;
+        let following_place = round.on_disk().partition_point(|&place| place < reached_count);
         let quarter_bytes = WINDOW_BYTES / REFILL_SHARE as u64;
         let is_full = self.nbytes > WINDOW_BYTES - quarter_bytes && spare_bytes < quarter_bytes;
         let is_crowded = self.reads.len() > WINDOW_COUNT - WINDOW_COUNT / REFILL_SHARE;
@@ -126,7 +134,7 @@ impl Window {
             room_bytes,
             spare_bytes,
             unsettled_count: 0,
-            is_resting: is_full || is_crowded,
+            is_resting: is_full || is_crowded || reached_count == 0,
             added_bytes: 0,
         }
     }
@@ -134,7 +142,7 @@ impl Window {
     /// The ordinal of the next read that should begin now; pass it to [`note`](Self::note).
     pub fn next<E>(
         &mut self,
-        round: &Round<E>,
+        round: &mut Round<E>,
         walk: &mut Walk,
         look: impl Fn(&E) -> Look,
     ) -> Option<usize> {
@@ -146,13 +154,15 @@ impl Window {
                     walk.unsettled_count += 1;
                     walk.place += 1;
                     if walk.unsettled_count > WINDOW_COUNT {
-                        return None;
+                        break;
                     }
                 }
                 Look::OnDisk { key, slot_bytes, joins } => {
                     let is_next = walk.place == walk.following_place || self.reads.is_empty();
-                    let is_wanted = is_next || self.is_wanted(round, walk, key, slot_bytes);
+                    let is_wanted = (is_next && self.reached_count > 0)
+                        || self.is_wanted(round, walk, key, slot_bytes);
                     if !joins && (slot_bytes > walk.room_bytes || !is_wanted) {
+                        round.note_next(Some(key));
                         return None;
                     }
                     walk.added_bytes = if joins { 0 } else { slot_bytes };
@@ -160,6 +170,7 @@ impl Window {
                 }
             }
         }
+        round.note_next(None);
         None
     }
 

@@ -95,6 +95,12 @@ impl HookPair {
             && let Some(tensor) = kept.get().unchanged(py)?
             && self.rules.get().is_in_memory(tensor)?
         {
+            if let Some(passed) = &kept.get().passed
+                && self.offloading.get().note_passed_need(passed)
+                && !self.is_traced(py)?
+            {
+                self.offloading.get().begin_due(py, passed)?;
+            }
             return Ok(tensor.clone().unbind());
         }
         if self.is_traced(py)? {

@@ -5,8 +5,18 @@ use pyo3::prelude::*;
 use pyo3::types::{PyString, PyWeakrefReference};
 use ssdtrain_core as core;
 
+use crate::saved_tensor::SharedRound;
+
 /// The version of a tensor that has none: it was made in inference mode.
 pub const NO_VERSION: i64 = -1;
+
+/// The place of a tensor in a partial round, in which it is not followed because it stays.
+pub struct Passed {
+    pub round: SharedRound,
+    /// The policy's name for the tensor.
+    pub key: i64,
+    pub gpu: Option<usize>,
+}
 
 /// A tensor that stays in memory.
 ///
@@ -28,13 +38,22 @@ pub struct Kept {
     /// True if it was packed inside an operation, and is needed there: it might become the result
     /// of the operation, which is changed then.
     pub is_from_below: bool,
+    pub passed: Option<Passed>,
 }
 
 #[pymethods]
 impl Kept {
     #[new]
     fn new(tensor: Py<PyAny>, version: i64) -> Self {
-        Self { _holding: None, tensor, _unswappable: None, version, is_from_below: true }
+        let (holding, unswappable, passed) = (None, None, None);
+        Self {
+            _holding: holding,
+            tensor,
+            _unswappable: unswappable,
+            version,
+            is_from_below: true,
+            passed,
+        }
     }
 }
 
@@ -49,6 +68,26 @@ impl Kept {
         is_from_below: bool,
         holding: Option<core::SharedHolding>,
     ) -> PyResult<Py<Self>> {
+        Py::new(tensor.py(), Self::of(tensor, is_leaf, is_from_below, holding)?)
+    }
+
+    /// Packs a tensor that is not followed.
+    pub fn hold_passed(
+        tensor: &Bound<'_, PyAny>,
+        is_leaf: bool,
+        holding: core::SharedHolding,
+        passed: Option<Passed>,
+    ) -> PyResult<Py<Self>> {
+        let kept = Self::of(tensor, is_leaf, false, Some(holding))?;
+        Py::new(tensor.py(), Self { passed, ..kept })
+    }
+
+    fn of(
+        tensor: &Bound<'_, PyAny>,
+        is_leaf: bool,
+        is_from_below: bool,
+        holding: Option<core::SharedHolding>,
+    ) -> PyResult<Self> {
         let py = tensor.py();
         let version = version_of(tensor)?;
         // defence: a leaf that is kept is held itself
@@ -59,14 +98,14 @@ impl Kept {
         };
         // defence: a leaf that is kept cannot be swapped
         let unswappable = is_leaf.then(|| PyWeakrefReference::new(&held)).transpose()?;
-        let kept = Self {
+        Ok(Self {
             _holding: holding,
             tensor: held.unbind(),
             _unswappable: unswappable.map(Bound::unbind),
             version,
             is_from_below,
-        };
-        Py::new(py, kept)
+            passed: None,
+        })
     }
 
     /// The tensor, if its version is that of the pack.

@@ -4,6 +4,7 @@
 //! Signatures and docstrings stand in `python/ssdtrain/_core.pyi`.
 
 mod account;
+mod ahead;
 mod books;
 mod by_plan;
 mod checksum;

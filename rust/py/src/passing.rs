@@ -8,7 +8,7 @@ use ssdtrain_core::round::FORWARD;
 
 use crate::by_plan::Use;
 use crate::geometry::Layout;
-use crate::kept::Kept;
+use crate::kept::{Kept, Passed};
 use crate::offloading::Offloading;
 use crate::record::Record;
 use crate::rules::{OwnSize, Rules, is_managed_at_a_glance};
@@ -37,7 +37,7 @@ impl Offloading {
                 self.planned.get().add(more_bytes);
             }
         }
-        self.keep_passed(tensor, is_leaf, (identity, part.nbytes, most_bytes)).map(Some)
+        self.keep_passed(tensor, is_leaf, (identity, part.nbytes, most_bytes), None).map(Some)
     }
 
     /// Holds a tensor that is not followed, and counts its bytes; all tensors with the same
@@ -47,11 +47,37 @@ impl Offloading {
         tensor: &Bound<'_, PyAny>,
         is_leaf: bool,
         (identity, nbytes, most_bytes): (usize, u64, u64),
+        passed: Option<Passed>,
     ) -> PyResult<Py<Kept>> {
         let records = self.records.get();
         let holding = records.account().hold_shared(identity, nbytes, most_bytes);
         records.account().note_peak(records.transfer_bytes(tensor.py()));
-        Kept::hold(tensor, is_leaf, false, Some(holding))
+        Kept::hold_passed(tensor, is_leaf, holding, passed)
+    }
+
+    /// Notes the need of a tensor that is not followed; `true` if reads of its round are due.
+    pub fn note_passed_need(&self, passed: &Passed) -> bool {
+        let mut round = passed.round.lock();
+        round.note_passed(passed.key);
+        (!round.is_predicted() || round.is_any_due()) && !self.records.get().is_forked()
+    }
+
+    /// Begins the reads that are due while a tensor is needed that is not followed.
+    pub fn begin_due(&self, py: Python<'_>, passed: &Passed) -> PyResult<()> {
+        let (records, rounds, session) = (self.records.get(), self.rounds.get(), &self.session);
+        let (writing, prefetching) = (session.writing(py), session.prefetching(py));
+        self.lock.locked(py, || {
+            // This stream may use memory that is let go below.
+            let stream = match (passed.gpu, records.gpus()) {
+                (Some(gpu), Some(gpus)) => Some(gpus.stream(py, gpu)?),
+                _ => None,
+            };
+            self.note_progress(py, stream, passed.key, Use::Need)?;
+            records.open_gate(writing, None)?;
+            records.reap(writing)?;
+            self.note_waits(&passed.round, stream);
+            rounds.advance_passed(py, passed, prefetching)
+        })
     }
 
     /// Keeps a tensor that stays by the plan of a partial round, and begins and ends the writes of
@@ -97,7 +123,9 @@ impl Offloading {
         let more_bytes = records.account().shared_more_bytes(identity, part.nbytes, most_bytes);
         self.eligible.get().add(more_bytes);
         self.planned.get().add(more_bytes);
-        self.keep_passed(tensor, is_leaf, (identity, part.nbytes, most_bytes)).map(Some)
+        let passed = Passed { round, key: place.key, gpu: own_gpu };
+        let counted = (identity, part.nbytes, most_bytes);
+        self.keep_passed(tensor, is_leaf, counted, Some(passed)).map(Some)
     }
 
     /// True if a record has the tensor's bytes at its version.

@@ -16,14 +16,16 @@ use ssdtrain_core::cuda::stream::Event;
 use ssdtrain_core::guide::Place;
 use ssdtrain_core::round::{Entry, FORWARD, Plan, next_key};
 use ssdtrain_core::rounds::{ORDERS_MAX, Of};
-use ssdtrain_core::window::{Look, Walk};
+use ssdtrain_core::window::Walk;
 
 use crate::account::Account;
+use crate::ahead::{give_up, look, saved_of};
 use crate::error::SsdtrainError;
 use crate::gpu::Gpus;
 use crate::gpu_calls::GpuStream;
 use crate::gpu_clock::{GpuClock, StorageUse};
 use crate::guides::Guides;
+use crate::kept::Passed;
 use crate::partners::{Prefetching, Scope, Stalls};
 use crate::planning::Planning;
 use crate::round::{Learned, Round};
@@ -363,7 +365,34 @@ impl Rounds {
             return Ok(());
         }
         let Some(given_up) = self.books().rounds.follow(round, *ordinal) else { return Ok(()) };
-        give_up(py, &given_up);
+        self.read_ahead(py, round, &given_up, prefetching)
+    }
+
+    /// Begins the reads that are due by the plan, while a tensor is used that is not followed.
+    pub fn advance_passed(
+        &self,
+        py: Python<'_>,
+        passed: &Passed,
+        prefetching: Prefetching<'_, '_>,
+    ) -> PyResult<()> {
+        let round = &passed.round;
+        if !round.lock().is_predicted() {
+            self.predict(py, round)?;
+            round.lock().note_passed(passed.key);
+        }
+        let given_up = self.books().rounds.follow_passed(round);
+        given_up.map_or(Ok(()), |given_up| self.read_ahead(py, round, &given_up, prefetching))
+    }
+
+    /// Gives up tensors that were read ahead, and reads those ahead whose turn has come.
+    fn read_ahead(
+        &self,
+        py: Python<'_>,
+        round: &SharedRound,
+        given_up: &[Of<SavedReference>],
+        prefetching: Prefetching<'_, '_>,
+    ) -> PyResult<()> {
+        give_up(py, given_up);
         if self.limit_bytes.is_some() {
             // Small tensors must not take the room that is found here before the reads do.
             self.account.limit_small(0);
@@ -436,7 +465,9 @@ impl Rounds {
         let signature = round.lock().signature();
         let plan = self.plan(py, signature)?;
         self.books().rounds.predict(round, plan, |reference| {
-            saved_of(py, reference).is_some_and(|saved| saved.get().record.get().has_handle())
+            let saved = saved_of(py, reference)?;
+            let record = saved.get().record.get();
+            record.has_handle().then_some(record.key)
         });
         Ok(())
     }
@@ -461,38 +492,5 @@ impl Rounds {
 
     fn books(&self) -> MutexGuard<'_, Books> {
         self.books.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-fn give_up(py: Python<'_>, given_up: &[Of<SavedReference>]) {
-    for Of { round, ordinals } in given_up {
-        for ordinal in ordinals {
-            let reference = round.lock().entry(*ordinal).clone_ref(py);
-            if let Some(saved) = saved_of(py, &reference) {
-                drop(saved.get().set_ahead(None));
-            }
-        }
-    }
-}
-
-fn saved_of<'py>(py: Python<'py>, reference: &SavedReference) -> Option<Bound<'py, SavedTensor>> {
-    let saved = reference.bind(py).upgrade()?;
-    Some(saved.cast_into().expect("rounds have references to saved tensors alone"))
-}
-
-/// The state of a tensor that could be read ahead.
-fn look(py: Python<'_>, reference: &SavedReference) -> Look {
-    let Some(saved) = saved_of(py, reference) else { return Look::Settled };
-    let record = saved.get().record.get();
-    if record.is_leaving(py) {
-        return Look::Leaving;
-    }
-    match record.handle(py) {
-        Some(handle) if !saved.get().is_ahead() => Look::OnDisk {
-            key: record.key,
-            slot_bytes: handle.get().slot_bytes() as u64,
-            joins: handle.get().is_here(py),
-        },
-        _ => Look::Settled,
     }
 }
