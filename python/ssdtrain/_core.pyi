@@ -577,6 +577,10 @@ class Round:
         """The key of its first tensor, which alone is known when the round begins."""
 
     @property
+    def plan_count(self) -> int:
+        """The number of plans that had been made when it began."""
+
+    @property
     def is_skimmed(self) -> bool:
         """True if only its first tensor was followed: nothing is learned from the round."""
 

@@ -266,6 +266,37 @@ def test_python_that_is_far_ahead_is_learned_from_all_the_same(fake: FakeDevice)
     assert set(noted.saved_bytes()) <= {COUNT * leaf.nbytes, leaf.nbytes}
 
 
+class Stalls(Policy):
+    """Remembers the stalls of each round, and makes a plan after each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shares: list[float | None] = []
+
+    def learn(self, signature: int, items: Sequence[Item], rates: Any, share: Any) -> None:
+        self.shares.append(share)
+        self._basis.clear()
+        super().learn(signature, items, rates, share)
+
+
+@on_fake_device()
+def test_stalls_of_rounds_that_went_by_an_older_plan_do_not_count(fake: FakeDevice) -> None:
+    leaf, policy = made(0), Stalls()
+    with offloaded(policy, pinned_bytes=64 << 20):
+        chain(leaf, COUNT).sum().backward()
+        torch.cuda.synchronize()
+        fake.hold("kernels")
+        # The first plan is made before the first of these, and is that of all of them.
+        for _ in range(4):
+            chain(leaf, COUNT).sum().backward()
+        fake.release()
+        torch.cuda.synchronize()
+        chain(leaf, COUNT).sum().backward()
+        assert len(policy.shares) == 5
+        assert policy.shares[1] is not None
+        assert policy.shares[2:] == [None] * 3
+
+
 @on_fake_device()
 def test_steps_of_reentrant_checkpoints_are_learned_from(fake: FakeDevice) -> None:
     leaf, noted = made(0), Noted()

@@ -445,6 +445,20 @@ def test_a_stall_in_the_first_round_is_no_reason_for_caution() -> None:
     assert policy._caution > CAUTION_START
 
 
+def test_a_round_that_went_by_an_older_plan_tells_nothing_of_the_caution_of_the_last() -> None:
+    policy = Policy()
+    learn(policy, 0.0)
+    began_with = policy.made_count
+    assert policy.is_by_last_plan(SIGNATURE, began_with)
+    learn(policy, 0.5)
+    assert not policy.is_by_last_plan(SIGNATURE, began_with)
+    assert policy.is_by_last_plan(SIGNATURE, policy.made_count)
+    assert policy.is_by_last_plan(SIGNATURE + 1, 0), "there is no plan"
+    low = policy._caution
+    policy.learn(SIGNATURE, TRACE, STEADY, None)
+    assert policy._caution == low
+
+
 def test_keys_settle() -> None:
     policy = Policy()
     learn(policy, *[0.0] * SETTLED_COUNT)

@@ -65,7 +65,7 @@ def test_a_block_around_each_step_teaches_the_next_one(tmp_path: Path) -> None:
         with block as session:
             layers(torch.randn(8, 64)).sum().backward()
         assert len(session.traces) == 1
-        assert [count for count, _, _ in block._policy._basis.values()] == [number]
+        assert [basis.plan_count for basis in block._policy._basis.values()] == [number]
 
 
 def test_a_backward_after_the_block_is_not_taken_for_its_end(tmp_path: Path) -> None:

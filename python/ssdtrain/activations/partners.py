@@ -165,6 +165,10 @@ class Planning(Protocol):
         """The keys of tensors that others are made from."""
 
     @property
+    def made_count(self) -> int:
+        """The number of plans that were made so far."""
+
+    @property
     def moments(self) -> dict[int, tuple[float, float, float | None]]:
         """By the key of a tensor on a GPU, seconds since the first pack of its round.
 

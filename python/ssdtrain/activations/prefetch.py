@@ -124,7 +124,9 @@ class Prefetcher:
         if learned.is_of_gpu:
             self.gpu_stall_s += learned.stall_s
         whole_s = max(item.needed_s for item in items) - items[0].packed_s
-        stall_share = learned.stall_s / max(whole_s + learned.stall_s, 1e-9)
+        stall_share: float | None = learned.stall_s / max(whole_s + learned.stall_s, 1e-9)
+        if not self._policy.is_by_last_plan(ended.signature, ended.plan_count):
+            stall_share = None
         if ended.is_partial:
             self._learn_from_partial(ended, rates, stall_share)
             return
@@ -145,7 +147,7 @@ class Prefetcher:
         if len(self.recorded) > RECORDED_MAX:
             del self.recorded[next(iter(self.recorded))]
 
-    def _learn_from_partial(self, ended: Round, rates: Rates, stall_share: float) -> None:
+    def _learn_from_partial(self, ended: Round, rates: Rates, stall_share: float | None) -> None:
         """Plan with the stalls and rates of a partial round.
 
         The last whole round has told when the tensors that stay were packed and needed.

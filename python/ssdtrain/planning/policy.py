@@ -193,6 +193,17 @@ def plan(items: Sequence[Item], rates: Rates, host_bytes: int = 0) -> Plan:
     )
 
 
+class _Basis(NamedTuple):
+    """The last plan of a kind of rounds."""
+
+    plan_count: int
+    """How many plans of this kind were made."""
+    rates: Rates
+    caution: float
+    made_count: int
+    """How many plans of all kinds were made until this one."""
+
+
 class Policy:
     """Learns from finished rounds which tensors to keep.
 
@@ -215,6 +226,8 @@ class Policy:
         self.moments: dict[int, tuple[float, float, float | None]] = {}
         """By the key of a tensor on a GPU, seconds since the first pack of its round by the last
         plan: its pack, its need, and, if it leaves, the end of its copy."""
+        self.made_count = 0
+        """The number of plans that were made. Each round notes it when it begins."""
         self._host_bytes = host_bytes
         self._learning = threading.RLock()
         """Sessions of the same `offload` object learn together, each under its own lock; a handler
@@ -222,8 +235,8 @@ class Policy:
         self._planned: set[int] = set()
         self._futile: set[int] = set()
         self._caution = CAUTION_START
-        self._basis: dict[int, tuple[int, Rates, float]] = {}
-        """By signature, the number of its plans, and the rates and the caution of the last plan."""
+        self._basis: dict[int, _Basis] = {}
+        """By signature."""
         self._planned_caution = self._caution
         """The caution of the plan of the last kind of rounds."""
         self._rates: Rates | None = None
@@ -241,17 +254,17 @@ class Policy:
 
     def is_settled(self, signature: int) -> bool:
         """Return whether this kind of rounds has had so many plans that new plans are rare."""
-        return signature in self._basis and self._basis[signature][0] >= SETTLED_COUNT
+        return self.plan_count(signature) >= SETTLED_COUNT
 
     def plan_count(self, signature: int) -> int:
         """Return how many plans of this kind of rounds were made."""
-        return self._basis[signature][0] if signature in self._basis else 0
+        return self._basis[signature].plan_count if signature in self._basis else 0
 
     def basis(self, signature: int) -> tuple[Rates, float] | None:
         """Return the rates and the caution of the plan of this kind."""
         with self._learning:
             known = self._basis.get(signature)
-        return None if known is None else known[1:]
+        return None if known is None else (known.rates, known.caution)
 
     def knows(self, key: int) -> bool:
         """Return whether a plan was made with this key in it."""
@@ -280,18 +293,27 @@ class Policy:
         """Return whether the program held this tensor when it was offloaded."""
         return key in self._futile
 
+    def is_by_last_plan(self, signature: int, plan_count: int) -> bool:
+        """Return whether a round went by the last plan of its kind.
+
+        ``plan_count`` is the `made_count` with which it began. Rounds of a GPU that Python runs
+        ahead of are learned from many rounds later.
+        """
+        return signature not in self._basis or self._basis[signature].made_count <= plan_count
+
     def learn(
-        self, signature: int, items: Sequence[Item], rates: Rates, stall_share: float
+        self, signature: int, items: Sequence[Item], rates: Rates, stall_share: float | None
     ) -> None:
         """Plan the next round of this kind, unless its plan has settled.
 
-        ``stall_share`` is stall time over the round's time.
+        ``stall_share`` is stall time over the round's time; ``None`` for a round that went by an
+        older plan, which tells nothing of the caution of the last.
         """
         with self._learning:
             self._learn(signature, items, rates, stall_share)
 
     def _learn(
-        self, signature: int, items: Sequence[Item], rates: Rates, stall_share: float
+        self, signature: int, items: Sequence[Item], rates: Rates, stall_share: float | None
     ) -> None:
         if len(self._planned) > KNOWLEDGE_MAX:
             self.plans.clear()
@@ -304,16 +326,18 @@ class Policy:
             self._futile.clear()
             self._basis.clear()
         rates = self._rates = rates.known_before(self._rates)
-        count, basis, caution = self._basis.get(signature, (0, rates, self._caution))
-        stalled = count > 0 and stall_share > STALL_SHARE_MAX
-        change = CAUTION_FALL if stalled else CAUTION_RISE
-        self._caution = min(max(self._caution * change, CAUTION_MIN), CAUTION_MAX)
+        count, basis, caution, _ = self._basis.get(signature, (0, rates, self._caution, 0))
+        stalled = count > 0 and stall_share is not None and stall_share > STALL_SHARE_MAX
+        if stall_share is not None:
+            change = CAUTION_FALL if stalled else CAUTION_RISE
+            self._caution = min(max(self._caution * change, CAUTION_MIN), CAUTION_MAX)
         moved = _moved(basis, rates) or _differs(caution, self._caution)
         if count >= SETTLED_COUNT and not stalled and not moved:
             self._planned_caution = caution
             return
         self._planned_caution = self._caution
-        self._basis[signature] = (count + 1, rates, self._caution)
+        self.made_count += 1
+        self._basis[signature] = _Basis(count + 1, rates, self._caution, self.made_count)
         made = self._plan(items, rates.times(self._caution))
         self.plans[signature] = made
         if len(self.plans) > PLANS_MAX:

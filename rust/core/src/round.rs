@@ -123,6 +123,8 @@ pub struct Round<E> {
     ended_s: f64,
     /// The key of the first tensor: nothing else is known of a round when it begins.
     opening: i64,
+    /// The number of plans that had been made when it began.
+    plan_count: u64,
     /// Seconds spent in the hooks for its tensors.
     hooks_s: f64,
     /// True if the round need not see the tensors after its first.
@@ -172,6 +174,7 @@ impl<E> Round<E> {
             began_s: 0.0,
             ended_s: 0.0,
             opening: 0,
+            plan_count: 0,
             hooks_s: 0.0,
             is_skimmed: false,
             is_closed: false,
@@ -426,6 +429,16 @@ impl<E> Round<E> {
     /// The key of the first tensor.
     pub fn opening(&self) -> i64 {
         self.opening
+    }
+
+    /// Notes the number of plans that were made before it began.
+    pub fn set_plan_count(&mut self, plan_count: u64) {
+        self.plan_count = plan_count;
+    }
+
+    /// The number of plans that were made before it began.
+    pub fn plan_count(&self) -> u64 {
+        self.plan_count
     }
 
     /// When the first tensor was packed, and when the last unpack happened.

@@ -47,6 +47,11 @@ impl Planning {
         self.0.bind(py).call_method1(intern!(py, "knows"), (key,))?.is_truthy()
     }
 
+    /// The number of plans that were made so far.
+    pub fn made_count(&self, py: Python<'_>) -> PyResult<u64> {
+        self.0.bind(py).getattr(intern!(py, "made_count"))?.extract()
+    }
+
     /// The `Plan` for rounds of a signature, if there is one.
     pub fn plan<'py>(
         &self,

@@ -60,6 +60,12 @@ impl Round {
         self.0.lock().opening()
     }
 
+    /// The number of plans that had been made when it began.
+    #[getter]
+    fn plan_count(&self) -> u64 {
+        self.0.lock().plan_count()
+    }
+
     /// True if only its first tensor is followed.
     #[getter]
     fn is_skimmed(&self) -> bool {

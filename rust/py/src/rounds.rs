@@ -268,6 +268,7 @@ impl Rounds {
         let py = first.py();
         // If a signal interrupts this, or it fails, the next pack begins a round that asks again.
         round.lock().set_closed(true);
+        round.lock().set_plan_count(self.policy.made_count(py)?);
         self.clock.begin(py, round, stream)?;
         if self.limit_bytes.is_none() {
             let opening = round.lock().opening();
