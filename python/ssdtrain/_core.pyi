@@ -615,6 +615,10 @@ class Learned:
         """For each storage that was needed, the fields of ``planning.policy.Item``."""
 
     @property
+    def copied(self) -> list[tuple[int, float]]:
+        """Keys of tensors that left its GPU, each with the end of its copy, waits included."""
+
+    @property
     def began_s(self) -> float:
         """The moment of the first pack."""
 

@@ -50,6 +50,9 @@ class ToldWhen(Everything):
         for place, item in enumerate(items):
             self.moments[item.key] = place, 2 * len(items) - place, place + self._packs
 
+    def note_copied(self, copied: Sequence[tuple[int, float]]) -> None:
+        """Tell no other moments."""
+
 
 @contextmanager
 def offloaded(policy: Policy | None = None, **options: Any) -> Iterator[ssdtrain.Session]:

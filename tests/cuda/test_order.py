@@ -8,6 +8,8 @@ late, and a wait that lacks shows by wrong bits, if at all.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +28,7 @@ from offloading import (
 )
 from on_devices import Device, on_each_device
 from on_fake import on_fake_device
+from ssdtrain.planning.policy import Item, Policy
 from ssdtrain.transfer.staged import _stream
 
 TO_HOST, TO_DEVICE, DISK = "copies to the host", "copies to the device", "disk"
@@ -80,6 +83,43 @@ def test_a_source_is_let_go_when_its_copy_has_ended_by_the_plan(
     check(leaf, 11)
     # The last result itself; and what is packed last is looked at by the next pack.
     assert left_bytes // leaf.nbytes - 2 <= left_count <= left_bytes // leaf.nbytes + 2
+
+
+class LateAtFirst(ToldWhen):
+    """A policy that tells late ends of copies, until they have been measured."""
+
+    def __init__(self) -> None:
+        super().__init__(100)
+
+    def learn(self, signature: int, items: Sequence[Item], *rest: Any) -> None:
+        if not self.moments:
+            super().learn(signature, items, *rest)
+
+    def note_copied(self, copied: Sequence[tuple[int, float]]) -> None:
+        Policy.note_copied(self, copied)
+
+
+@on_fake_device()
+def test_a_source_is_let_go_at_the_end_that_its_copy_had_in_the_last_round(
+    fake: FakeDevice,
+) -> None:
+    leaf, left_bytes = made(0), []
+    with offloaded(LateAtFirst()) as session:
+        for _ in range(3):
+            leaf.grad = None
+            fake.hold(TO_HOST)
+            before = torch.cuda.memory_allocated()
+            saved = chain(leaf, 11)
+            left_bytes.append(torch.cuda.memory_allocated() - before)
+            fake.release()
+            saved.sum().backward()
+            del saved
+            settle(session)
+    check(leaf, 11)
+    # A pack counts as a second by the first plan, and all of this takes less.
+    assert left_bytes[1] >= 11 * leaf.nbytes
+    assert left_bytes[2] <= 3 * leaf.nbytes
+    assert fake.races() == []
 
 
 @on_each_device()

@@ -228,7 +228,7 @@ def test_copies_do_not_bound_what_is_on_the_cpu(
 @given(traces(), RATES)
 def test_with_an_instant_disk_the_copies_are_the_bound(items: list[Item], rates: Rates) -> None:
     instant = Rates(math.inf, math.inf, {0: Copies(down=rates.write, up=rates.read)})
-    assert replace(plan(on_gpus(items, 0), instant), copied_s={}) == plan(items, rates)
+    assert plan(on_gpus(items, 0), instant) == plan(items, rates)
 
 
 @given(traces(), RATES, COPIES, COPIES)
@@ -265,19 +265,49 @@ def test_each_gpu_has_a_link_of_its_own() -> None:
     assert alone < shared <= len(offloaded(items, plan(items, Rates(4e9, 16e9))))
 
 
+def copied_s(policy: Policy, items: Sequence[Item]) -> dict[int, float | None]:
+    return {item.key: policy.moments[item.key][2] for item in items}
+
+
 def test_it_is_told_when_each_has_been_copied_where_the_rate_is_known() -> None:
     items = on_gpus(stack(100, 10 * MIB, 0.002, 0.004), 0, 1, 2)
     copies = {0: Copies(2e9, 8e9), 1: Copies(4e9, 8e9), 2: Copies()}
-    made = plan(items, Rates(16e9, 16e9, copies))
-    taken = offloaded(items, made)
+    policy = Policy()
+    policy.learn(7, items, Rates(16e9, 16e9, copies), 0.0)
+    taken = offloaded(items, policy.plans[7])
     assert {item.gpu for item in taken} == {0, 1, 2}
-    expected, ended_s = {}, {0: 0.0, 1: 0.0}
-    for item in taken:
-        if item.gpu in ended_s:
-            began_s = max(ended_s[item.gpu], item.packed_s)
-            ended_s[item.gpu] = began_s + item.nbytes / copies[item.gpu].down
-            expected[item.key] = ended_s[item.gpu]
-    assert made.copied_s == pytest.approx(expected)
+    expected: dict[int, float | None] = {}
+    ended_s = {0: 0.0, 1: 0.0}
+    for item in items:
+        if item in taken and item.gpu in ended_s:
+            # Caution is for the amount. A copy ends when it ends.
+            packed_s = item.packed_s - items[0].packed_s
+            ended_s[item.gpu] = (
+                max(ended_s[item.gpu], packed_s) + item.nbytes / copies[item.gpu].down
+            )
+        known = item in taken and item.gpu in ended_s
+        expected[item.key] = pytest.approx(ended_s[item.gpu]) if known else None
+    assert copied_s(policy, items) == expected
+
+
+def test_what_was_measured_tells_the_end_of_a_copy() -> None:
+    items, policy = on_gpus(stack(100, 10 * MIB, 0.002, 0.004), 0), Policy()
+    rates = Rates(16e9, 16e9, {0: Copies(4e9, 8e9)})
+    policy.learn(7, items, rates, 0.0)
+    before = copied_s(policy, items)
+    late = next(key for key, moment_s in before.items() if moment_s is not None)
+    kept = next(iter(policy.plans[7].keep))
+    policy.note_copied([(late, 1.5), (kept, 1.5)])
+    assert copied_s(policy, items) == before | {late: 1.5}
+    # A new plan knows it, and that those of which nothing was measured come after it.
+    policy.learn(7, items, rates, 0.0)
+    after = copied_s(policy, items)
+    assert after[late] == 1.5
+    following = [moment_s for moment_s in after.values() if moment_s is not None][1:]
+    assert following
+    assert min(following) > 1.5
+    policy.note_copied([(late, 0.5)])
+    assert copied_s(policy, items)[late] == 0.5
 
 
 def test_a_policy_knows_moments_of_what_is_on_a_gpu() -> None:
@@ -294,11 +324,8 @@ def test_a_policy_knows_moments_of_what_is_on_a_gpu() -> None:
         packed_s, needed_s, copied_s = policy.moments[item.key]
         began_s = items[0].packed_s
         assert (packed_s, needed_s) == (item.packed_s - began_s, item.needed_s - began_s)
-        if item.key in made.keep:
-            assert copied_s is None
-        else:
-            assert copied_s == made.copied_s[item.key] - items[0].packed_s
-    assert made.copied_s
+        assert (copied_s is None) == (item.key in made.keep)
+    assert not made.keep.issuperset(policy.moments)
 
 
 # --- memory of the CPU for tensors of GPUs ------------------------------------

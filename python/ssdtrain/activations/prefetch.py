@@ -123,6 +123,7 @@ class Prefetcher:
             return
         if learned.is_of_gpu:
             self.gpu_stall_s += learned.stall_s
+            self._policy.note_copied(learned.copied)
         whole_s = max(item.needed_s for item in items) - items[0].packed_s
         stall_share: float | None = learned.stall_s / max(whole_s + learned.stall_s, 1e-9)
         if not self._policy.is_by_last_plan(ended.signature, ended.plan_count):

@@ -135,8 +135,6 @@ class Plan:
     """Keys of the tensors that leave their GPU and stay in pinned memory."""
     pinned_bytes: dict[int, int] = field(default_factory=dict)
     """Pinned memory that these need, by GPU."""
-    copied_s: dict[int, float] = field(default_factory=dict)
-    """By key of a tensor that leaves a GPU of known rate, the end of its copy from there."""
     rematerialized: frozenset[int] = frozenset()
     """Keys of the tensors that are made again."""
     rematerialized_bytes: int = 0
@@ -167,9 +165,8 @@ def plan(items: Sequence[Item], rates: Rates, host_bytes: int = 0) -> Plan:
         round_trip_factor=ROUND_TRIP_FACTOR,
     )
     keep = frozenset(item.key for item in items if item.key not in leaving)
-    starts = {key: start_by_s for key, (start_by_s, _, _) in leaving.items()}
-    copied_s = {key: moment_s for key, (_, moment_s, _) in leaving.items() if moment_s is not None}
-    pinned = {key: nbytes for key, (_, _, nbytes) in leaving.items() if nbytes is not None}
+    starts = {key: start_by_s for key, (start_by_s, _) in leaving.items()}
+    pinned = {key: nbytes for key, (_, nbytes) in leaving.items() if nbytes is not None}
     needed_s = {item.key: item.needed_s for item in items}
     gaps = [after - before for before, after in pairwise(sorted(needed_s.values()))]
     pinned_bytes: dict[int, int] = {}
@@ -189,7 +186,6 @@ def plan(items: Sequence[Item], rates: Rates, host_bytes: int = 0) -> Plan:
         longest_gap_s,
         frozenset(pinned),
         pinned_bytes,
-        copied_s,
     )
 
 
@@ -224,10 +220,13 @@ class Policy:
         self.sources: set[int] = set()
         """Keys of the tensors that others are made from."""
         self.moments: dict[int, tuple[float, float, float | None]] = {}
-        """By the key of a tensor on a GPU, seconds since the first pack of its round by the last
-        plan: its pack, its need, and, if it leaves, the end of its copy."""
+        """By the key of a tensor on a GPU, seconds since the first pack of its round: its pack and
+        its need by the last plan, and, if it leaves, the end of its copy, as it was measured last
+        or else by the rate of the copies."""
         self.made_count = 0
         """The number of plans that were made. Each round notes it when it begins."""
+        self._copied_s: dict[int, float] = {}
+        """By key, the end of the last copy from a GPU, in seconds since its round began."""
         self._host_bytes = host_bytes
         self._learning = threading.RLock()
         """Sessions of the same `offload` object learn together, each under its own lock; a handler
@@ -281,6 +280,15 @@ class Policy:
             self.plans.clear()
             self._basis.clear()
 
+    def note_copied(self, copied: Sequence[tuple[int, float]]) -> None:
+        """Note when tensors had been copied from their GPU, in seconds since their round began."""
+        with self._learning:
+            self._copied_s.update(copied)
+            for key, copied_s in copied:
+                packed_s, needed_s, known_s = self.moments.get(key, (0.0, 0.0, None))
+                if known_s is not None:
+                    self.moments[key] = packed_s, needed_s, copied_s
+
     def note_futile(self, key: int) -> None:
         """Remember that the program holds this tensor's storage, so that a write frees nothing."""
         if len(self._futile) > KNOWLEDGE_MAX:
@@ -322,6 +330,7 @@ class Policy:
             self.rematerialized.clear()
             self.sources.clear()
             self.moments.clear()
+            self._copied_s.clear()
             self._planned.clear()
             self._futile.clear()
             self._basis.clear()
@@ -343,14 +352,9 @@ class Policy:
         if len(self.plans) > PLANS_MAX:
             oldest = next(iter(self.plans))
             del self.plans[oldest], self._basis[oldest]
-        began_s = items[0].packed_s
+        self._set_moments(items, made, rates)
         for item in items:
             self._planned.add(item.key)
-            if item.gpu is not None:
-                copied_s = made.copied_s.get(item.key)
-                since_s = None if copied_s is None else copied_s - began_s
-                moments = item.packed_s - began_s, item.needed_s - began_s, since_s
-                self.moments[item.key] = moments
             if item.key in made.keep:
                 self.keep.add(item.key)
             elif item.key not in self._futile:
@@ -378,6 +382,23 @@ class Policy:
         chosen_bytes = sum(item.nbytes for item in items if item.key in chosen)
         made = plan(others, rates, self._host_bytes)
         return replace(made, rematerialized=chosen, rematerialized_bytes=chosen_bytes)
+
+    def _set_moments(self, items: Sequence[Item], made: Plan, rates: Rates) -> None:
+        """Tell when each tensor of a GPU is packed and needed, and when its copy has ended."""
+        began_s = items[0].packed_s
+        ended_s: dict[int, float] = {}
+        for item in items:
+            if item.gpu is None:
+                continue
+            packed_s, copied_s = item.packed_s - began_s, None
+            if item.key not in made.keep | made.rematerialized:
+                # What was never copied follows on what was, at the rate of the copies.
+                down = rates.copies.get(item.gpu, NO_COPIES).down
+                after_s = max(ended_s.get(item.gpu, 0.0), packed_s) + item.nbytes / down
+                ended_s[item.gpu] = self._copied_s.get(item.key, after_s)
+                is_known = item.key in self._copied_s or down < math.inf
+                copied_s = ended_s[item.gpu] if is_known else None
+            self.moments[item.key] = packed_s, item.needed_s - began_s, copied_s
 
 
 def _moved(before: Rates, after: Rates) -> bool:

@@ -57,9 +57,6 @@ pub struct Leaving {
     pub place: usize,
     /// The latest start of its way back.
     pub start_by_s: f64,
-    /// When its copy from the GPU has ended; `None` if the rate of its copies is not known, or it
-    /// is on the CPU.
-    pub copied_s: Option<f64>,
     /// True if it stays in the memory of the CPU.
     pub is_pinned: bool,
 }
@@ -124,7 +121,7 @@ impl Links {
             } else if !self.lies_idle(item, true) {
                 continue;
             }
-            leaving.push(Leaving { place, start_by_s: f64::NAN, copied_s: None, is_pinned });
+            leaving.push(Leaving { place, start_by_s: f64::NAN, is_pinned });
         }
         leaving.reverse();
         leaving
@@ -135,7 +132,7 @@ impl Links {
     fn starts(&self, items: &[Item], mut leaving: Vec<Leaving>) -> Option<Vec<Leaving>> {
         let mut copied_s = PerGpu::new(0.0);
         let (mut away_s, mut end_s) = (Vec::with_capacity(leaving.len()), 0.0_f64);
-        for entry in &mut leaving {
+        for entry in &leaving {
             let item = &items[entry.place];
             // The disk gets a tensor of a GPU after it was copied, which is later if the link is
             // behind.
@@ -145,8 +142,6 @@ impl Links {
                 end_s = end_s.max(*copied_s) + item.nbytes as f64 / self.write;
             }
             away_s.push(if entry.is_pinned { *copied_s } else { end_s });
-            let is_known = self.of(item).is_some_and(|copies| copies.down.is_finite());
-            entry.copied_s = is_known.then_some(*copied_s);
         }
         let mut order: Vec<usize> = (0..leaving.len()).collect();
         let needed_s = |number: usize| items[leaving[number].place].needed_s;

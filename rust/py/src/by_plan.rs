@@ -12,6 +12,8 @@ use crate::planning::Planning;
 pub struct ByPlan {
     /// The disk or pinned memory.
     pub tier: Tier,
+    /// The policy's name for it; `None` if no plan is asked.
+    pub key: Option<i64>,
     /// The end of its copy, in seconds since the first pack of its round.
     pub copied_s: Option<f64>,
 }
@@ -26,7 +28,7 @@ pub enum Use {
 impl Default for ByPlan {
     /// For a tensor that no plan has.
     fn default() -> Self {
-        Self { tier: Tier::Disk, copied_s: None }
+        Self { tier: Tier::Disk, key: None, copied_s: None }
     }
 }
 
@@ -35,7 +37,7 @@ impl ByPlan {
     pub fn of(py: Python<'_>, planning: &Planning, key: i64) -> PyResult<Self> {
         let tier = if planning.pins(py, key)? { Tier::Pinned } else { Tier::Disk };
         let copied_s = planning.moments(py, key)?.and_then(|(_, _, copied_s)| copied_s);
-        Ok(Self { tier, copied_s })
+        Ok(Self { tier, key: Some(key), copied_s })
     }
 }
 

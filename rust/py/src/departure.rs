@@ -7,12 +7,12 @@ use ssdtrain_core as core;
 use ssdtrain_core::staging::Ordered;
 
 use crate::gpu::{Departure, GpuWay, Gpus, user_stream};
-use crate::gpu_waits::Wait;
+use crate::gpu_waits::{Noted, Wait};
 
 impl Gpus {
-    /// Takes the waits of a GPU's streams since the last call.
-    pub fn take_waits(&self, gpu: usize) -> Vec<Wait> {
-        self.known(gpu).map_or_else(Vec::new, |way| way.waits.take())
+    /// Takes the copies from a GPU and the waits of its streams since the last call.
+    pub fn take_waits(&self, gpu: usize) -> Noted {
+        self.known(gpu).map_or_else(Noted::default, |way| way.waits.take())
     }
 }
 

@@ -19,7 +19,7 @@ use ssdtrain_core::round::Item;
 
 use crate::gpu::{raised, user_stream};
 use crate::gpu_calls::GpuStream;
-use crate::gpu_waits::Wait;
+use crate::gpu_waits::Noted;
 use crate::saved_tensor::SharedRound;
 
 /// The bytes that are packed, or needed, between two events: small tensors that follow each other
@@ -51,8 +51,8 @@ struct Marked {
     needed: Marks,
     /// For each load, the event of the need and the event of its end.
     loads: Vec<(Arc<Event>, Arc<Event>)>,
-    /// The waits of streams for copies of memory that was let go.
-    waits: Vec<Wait>,
+    /// The copies from its GPU, and the waits of streams for copies of memory that was let go.
+    noted: Noted,
     /// Key and event of the storage that is needed now, until its load is known.
     needed_now: Option<(i64, Arc<Event>)>,
     has_other_gpus: bool,
@@ -81,6 +81,8 @@ pub enum StorageUse {
 /// The times of a round by the clock of its GPU, in seconds since it began.
 pub struct GpuTimes {
     pub items: Vec<Item>,
+    /// By key, the ends of the copies from the GPU.
+    pub copied: Vec<(i64, f64)>,
     /// The moment of the last need.
     pub ended_s: f64,
     /// The waits of the GPU for loads, and for copies that should have ended by the plan.
@@ -166,10 +168,11 @@ impl GpuClock {
         }
     }
 
-    /// Notes waits of streams of the round's GPU for copies of memory that was let go.
-    pub fn note_waits(&self, round: &SharedRound, waits: Vec<Wait>) {
+    /// Notes copies from the round's GPU, and waits of its streams for copies of memory that was
+    /// let go.
+    pub fn note_waits(&self, round: &SharedRound, noted: Noted) {
         if let Some(marked_round) = find(&mut self.marked(), round) {
-            marked_round.waits.extend(waits);
+            marked_round.noted.extend(noted);
         }
     }
 
@@ -234,7 +237,7 @@ impl Marked {
             begun,
             needed: Marks::default(),
             loads: Vec::new(),
-            waits: Vec::new(),
+            noted: Noted::default(),
             needed_now: None,
             has_other_gpus: false,
         }
@@ -249,8 +252,7 @@ impl Marked {
 
     fn events(&self) -> impl Iterator<Item = &Arc<Event>> {
         let marks = self.needed.events.iter().chain(&self.packed.events);
-        let waits = self.waits.iter().flat_map(|wait| [&wait.from, &wait.copied]);
-        self.loads.iter().map(|(_, loaded)| loaded).chain(waits).chain(marks)
+        self.loads.iter().map(|(_, loaded)| loaded).chain(self.noted.events()).chain(marks)
     }
 
     fn times(&self, items: &[Item]) -> Option<GpuTimes> {
@@ -263,7 +265,7 @@ impl Marked {
             stalls.push((since_begun(needed)?, since_begun(loaded)?));
         }
         let mut waits = stalls.clone();
-        for wait in &self.waits {
+        for wait in &self.noted.waits {
             let span = (since_begun(&wait.from)?, since_begun(&wait.copied)?);
             waits.push(span);
             if wait.is_planned {
@@ -284,7 +286,12 @@ impl Marked {
             // A stall of another stream may lie between the two moments.
             Some(Item { packed_s, needed_s: needed_s.max(packed_s), ..*item })
         };
+        // The link copies on while the streams wait, so its clock does not stand still then. A copy
+        // from before the round is of the round before.
+        let copied_s = |copied: &Event| since_begun(copied).filter(|moment_s| *moment_s > 0.0);
+        let copies = self.noted.copies.iter();
         Some(GpuTimes {
+            copied: copies.filter_map(|(key, event)| Some((*key, copied_s(event)?))).collect(),
             items: items.iter().map(timed).collect::<Option<_>>()?,
             ended_s: needed_s.iter().fold(0.0, |last, moment_s| moment_s.max(last)),
             stall_s: stalls.before(f64::INFINITY),

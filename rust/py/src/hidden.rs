@@ -8,9 +8,9 @@ use ssdtrain_plan::hidden::{self as plan, Copies, Item, Links};
 /// The fields of `planning.policy.Item`.
 type Fields = (i64, u64, f64, f64, Option<usize>);
 
-/// For a tensor that leaves: the latest start of its way back; the end of its copy from its GPU, if
-/// that is known; and the bytes of pinned memory in which it stays, if it does.
-type Leaving = (f64, Option<f64>, Option<u64>);
+/// For a tensor that leaves: the latest start of its way back, and the bytes of pinned memory in
+/// which it stays, if it does.
+type Leaving = (f64, Option<u64>);
 
 /// The tensors of a round that leave memory, by key.
 #[pyfunction]
@@ -40,7 +40,7 @@ pub fn hidden(
     let leaving = plan::hidden(&own, &links);
     let entry = |leaving: &plan::Leaving| {
         let pinned_bytes = leaving.is_pinned.then(|| links.pages(&own[leaving.place]));
-        (items[leaving.place].0, (leaving.start_by_s, leaving.copied_s, pinned_bytes))
+        (items[leaving.place].0, (leaving.start_by_s, pinned_bytes))
     };
     leaving.iter().map(entry).collect()
 }

@@ -14,6 +14,8 @@ type ItemFields = (i64, u64, f64, f64, Option<usize>);
 #[pyclass(frozen, get_all, module = "ssdtrain._core")]
 pub struct Learned {
     items: Vec<ItemFields>,
+    /// By key, the ends of copies from its GPU.
+    copied: Vec<(i64, f64)>,
     began_s: f64,
     ended_s: f64,
     /// The waits for its tensors: of its GPU, or else of threads.
@@ -103,6 +105,7 @@ impl Learned {
     pub fn of_gpu(times: &GpuTimes) -> Self {
         Self {
             items: times.items.iter().map(fields).collect(),
+            copied: times.copied.clone(),
             began_s: 0.0,
             ended_s: times.ended_s,
             stall_s: times.stall_s,
@@ -118,6 +121,7 @@ impl Learned {
         };
         Self {
             items: items.iter().map(fields).collect(),
+            copied: Vec::new(),
             began_s,
             ended_s,
             stall_s,

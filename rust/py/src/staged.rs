@@ -61,7 +61,7 @@ impl GpuBytes {
         // SAFETY: `source` holds the memory until the streams have waited for the copy: `release`
         // and `drop` see to it.
         let range = unsafe { DeviceRange::new(address as u64, nbytes as usize) };
-        let ByPlan { mut tier, copied_s } = by_plan;
+        let ByPlan { mut tier, key, copied_s } = by_plan;
         let began = Instant::now();
         loop {
             let turn = way.staging.turn();
@@ -75,6 +75,9 @@ impl GpuBytes {
                     let (way, source) = (Arc::clone(way), Some(source.clone().unbind()));
                     let saved_bytes = way.count_saved(nbytes);
                     let source = Mutex::new(source);
+                    if let Some(key) = key {
+                        way.waits.add_copy(key, staged.copied());
+                    }
                     return Ok(Ok(Self { way, staged, stream, source, saved_bytes, copied_s }));
                 }
                 Saved::Capturing => return Ok(Err(stays("a CUDA graph is being captured"))),
