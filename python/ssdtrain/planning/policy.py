@@ -8,6 +8,7 @@ writes end in time and whose reads, chained backwards from their deadlines, begi
 A tensor of a GPU takes two links one after the other: the link of that GPU, and the disk, which all
 share. The slower link decides. All reads begin after the last write, so no plan copies in both
 directions of a GPU's link at once; if other work does, the measured rates of the copies show it.
+What has not been copied from a GPU when the last tensor is packed would lower no peak, and stays.
 
 If memory of the CPU is allowed for tensors of GPUs, the last tensors of the prefix stay there. They
 need only the GPU's link, so the prefix can be longer, and less is written to the disk.

@@ -6,6 +6,9 @@
 //! chained backwards from their deadlines, and the first read begins after the last write has
 //! ended. Storages on a GPU use the link of that GPU too. Storages that stay in the memory of the
 //! CPU use only that link.
+//!
+//! The memory of a GPU is at its peak when forward ends. A storage that has not been copied by then
+//! would lower no peak, and its copy would only load the link in backward, so it stays.
 
 /// A storage of a round. Times are in seconds, on any clock.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -132,12 +135,17 @@ impl Links {
     fn starts(&self, items: &[Item], mut leaving: Vec<Leaving>) -> Option<Vec<Leaving>> {
         let mut copied_s = PerGpu::new(0.0);
         let (mut away_s, mut end_s) = (Vec::with_capacity(leaving.len()), 0.0_f64);
+        let last_packed_s =
+            items.iter().map(|item| item.packed_s).fold(f64::NEG_INFINITY, f64::max);
         for entry in &leaving {
             let item = &items[entry.place];
             // The disk gets a tensor of a GPU after it was copied, which is later if the link is
             // behind.
             let copied_s = copied_s.of(item.gpu);
             *copied_s = copied_s.max(item.packed_s) + item.nbytes as f64 / self.copies_of(item).0;
+            if item.gpu.is_some() && *copied_s > last_packed_s {
+                return None;
+            }
             if !entry.is_pinned {
                 end_s = end_s.max(*copied_s) + item.nbytes as f64 / self.write;
             }
