@@ -86,7 +86,7 @@ class Held(Policy):
     is_held = False
 
     def learn(
-        self, signature: int, items: Sequence[Item], rates: Rates, stall_share: float
+        self, signature: int, items: Sequence[Item], rates: Rates, stall_share: float | None
     ) -> None:
         """Plan the next round, unless the plan is held."""
         if not self.is_held:

@@ -627,8 +627,12 @@ class Learned:
         """The moment of the last need."""
 
     @property
+    def load_stall_s(self) -> float:
+        """The waits of its GPU, or else of threads, for its tensors to come back."""
+
+    @property
     def stall_s(self) -> float:
-        """The waits of its GPU, or else of threads, for its tensors."""
+        """The same with the waits of its GPU for copies that should have ended by the plan."""
 
     @property
     def is_of_gpu(self) -> bool:
@@ -1245,15 +1249,14 @@ def hidden(
     page_bytes: int,
     margin_s: float,
     round_trip_factor: float,
-) -> dict[int, tuple[float, float | None, int | None]]:
+) -> dict[int, tuple[float, int | None]]:
     """Choose the tensors of a round that leave memory, as ``planning.policy.plan`` says.
 
     ``items`` have the fields of ``planning.policy.Item``; ``copies`` are those of each GPU, from it
     and to it. Rates are in bytes per second.
 
-    Returns, by the key of each item that leaves, the latest start of its way back; the end of its
-    copy from its GPU, or ``None`` if no rate of that is known; and the bytes that it takes in
-    pinned memory, or ``None`` if it does not stay there.
+    Returns, by the key of each item that leaves, the latest start of its way back, and the bytes
+    that it takes in pinned memory, or ``None`` if it does not stay there.
     """
 
 def run_if_free(lock: threading.RLock, function: Callable[[], object]) -> bool:

@@ -43,10 +43,12 @@ class ToldWhen(Everything):
     def __init__(self, packs: int) -> None:
         super().__init__()
         self._packs = packs
+        self.stall_share: float | None = None
 
     def learn(self, signature: int, items: Sequence[Item], *rest: Any) -> None:
         """Tell moments in packs, and keep nothing."""
         super().learn(signature, items, *rest)
+        _rates, self.stall_share = rest
         for place, item in enumerate(items):
             self.moments[item.key] = place, 2 * len(items) - place, place + self._packs
 

@@ -182,6 +182,11 @@ def test_a_gpu_that_waits_until_memory_has_been_copied_is_seen(
         # The plan was wrong if it had told of no wait.
         stall_s = session.stats.gpu_stall_s - before_s
         assert (stall_s >= 3 * HELD_S) == is_planned
+        if isinstance(policy, ToldWhen):
+            # Next time memory goes later, and no less leaves.
+            assert policy.stall_share is not None
+            whole_s = max(item.needed_s for item in items) - packed_s[0] + stall_s
+            assert policy.stall_share * whole_s <= stall_s - 3 * HELD_S
         check(leaf, COUNT)
     assert not fake.races()
 

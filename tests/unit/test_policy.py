@@ -398,6 +398,19 @@ def test_a_disk_that_is_no_use_leaves_pinned_memory_to_be_used() -> None:
     assert len(made.pinned) == 50
 
 
+def test_bolder_plans_find_their_memory_pinned() -> None:
+    policy = Policy(host_bytes=1000 * MIB)
+    items = on_gpus(stack(100, 10 * MIB, 0.002, 0.004), 0)
+    rates = Rates(1e9, 1e9, {0: Copies(4e9, 8e9)})
+    policy.learn(1, items, rates, 0.0)
+    room_bytes = policy.pinned_bytes_max(1)[0]
+    assert room_bytes < 2 * policy.plans[1].pinned_bytes[0]
+    for _ in range(10):
+        policy.learn(1, items, rates, 0.0)
+        assert policy.plans[1].pinned_bytes[0] <= room_bytes
+    assert policy.pinned_bytes_max(2) == {}
+
+
 def test_a_policy_without_pinned_memory_to_have_plans_without() -> None:
     policy = Policy(host_bytes=1000 * MIB)
     items = on_gpus(stack(10, 10 * MIB, 0.002, 0.004), 0)

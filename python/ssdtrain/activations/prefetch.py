@@ -125,7 +125,8 @@ class Prefetcher:
             self.gpu_stall_s += learned.stall_s
             self._policy.note_copied(learned.copied)
         whole_s = max(item.needed_s for item in items) - items[0].packed_s
-        stall_share: float | None = learned.stall_s / max(whole_s + learned.stall_s, 1e-9)
+        # A GPU that waited for copies lets memory go later in the next round, and leaves no less.
+        stall_share: float | None = learned.load_stall_s / max(whole_s + learned.stall_s, 1e-9)
         if not self._policy.is_by_last_plan(ended.signature, ended.plan_count):
             stall_share = None
         if ended.is_partial:
@@ -160,9 +161,8 @@ class Prefetcher:
             self._pin(ended.signature)
 
     def _pin(self, signature: int) -> None:
-        """Pin the memory in which tensors of GPUs stay by plan."""
-        plan = self._policy.plans.get(signature)
-        for gpu, nbytes in {} if plan is None else plan.pinned_bytes.items():
+        """Pin the memory in which tensors of GPUs stay by plan, and by bolder plans."""
+        for gpu, nbytes in self._policy.pinned_bytes_max(signature).items():
             try:
                 self._transfer.pin_for_tier(gpu, nbytes)
             except SsdtrainError as error:

@@ -266,6 +266,18 @@ class Policy:
             known = self._basis.get(signature)
         return None if known is None else (known.rates, known.caution)
 
+    def pinned_bytes_max(self, signature: int) -> dict[int, int]:
+        """Return by GPU the pinned memory that the boldest plan of this kind needs.
+
+        Bytes that hide grow with the rates. To pin takes long, so it is not done again and again.
+        """
+        with self._learning:
+            made, basis = self.plans.get(signature), self._basis.get(signature)
+            if made is None or basis is None:
+                return {}
+            more = CAUTION_MAX / basis.caution
+            return {gpu: math.ceil(nbytes * more) for gpu, nbytes in made.pinned_bytes.items()}
+
     def knows(self, key: int) -> bool:
         """Return whether a plan was made with this key in it."""
         return key in self._planned

@@ -392,11 +392,11 @@ impl<E> Round<E> {
         places.map(place).collect()
     }
 
-    /// The name under which its order is remembered. A round that lacks tensors gets another name,
-    /// because its ordinals stand for other tensors.
+    /// The name under which its order is remembered. A round that lacks tensors gets the name of
+    /// those that it has, because its ordinals stand for these.
     pub(crate) fn order_name(&self) -> i64 {
         if self.is_partial() {
-            return next_key(self.signature, self.entries.len() as u64);
+            return self.keys.iter().fold(self.signature, |name, key| next_key(name, *key as u64));
         }
         self.signature
     }

@@ -85,7 +85,9 @@ pub struct GpuTimes {
     pub copied: Vec<(i64, f64)>,
     /// The moment of the last need.
     pub ended_s: f64,
-    /// The waits of the GPU for loads, and for copies that should have ended by the plan.
+    /// The waits of the GPU for loads.
+    pub load_stall_s: f64,
+    /// The same with the waits for copies that should have ended by the plan.
     pub stall_s: f64,
 }
 
@@ -264,7 +266,7 @@ impl Marked {
         for (needed, loaded) in &self.loads {
             stalls.push((since_begun(needed)?, since_begun(loaded)?));
         }
-        let mut waits = stalls.clone();
+        let (loads, mut waits) = (Stalls::of(stalls.clone()), stalls.clone());
         for wait in &self.noted.waits {
             let span = (since_begun(&wait.from)?, since_begun(&wait.copied)?);
             waits.push(span);
@@ -294,6 +296,7 @@ impl Marked {
             copied: copies.filter_map(|(key, event)| Some((*key, copied_s(event)?))).collect(),
             items: items.iter().map(timed).collect::<Option<_>>()?,
             ended_s: needed_s.iter().fold(0.0, |last, moment_s| moment_s.max(last)),
+            load_stall_s: loads.before(f64::INFINITY),
             stall_s: stalls.before(f64::INFINITY),
         })
     }

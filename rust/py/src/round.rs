@@ -18,7 +18,9 @@ pub struct Learned {
     copied: Vec<(i64, f64)>,
     began_s: f64,
     ended_s: f64,
-    /// The waits for its tensors: of its GPU, or else of threads.
+    /// The waits for its tensors to come back: of its GPU, or else of threads.
+    load_stall_s: f64,
+    /// The same with the waits of its GPU for copies that should have ended by the plan.
     stall_s: f64,
     /// True if the times are those of a GPU.
     is_of_gpu: bool,
@@ -108,6 +110,7 @@ impl Learned {
             copied: times.copied.clone(),
             began_s: 0.0,
             ended_s: times.ended_s,
+            load_stall_s: times.load_stall_s,
             stall_s: times.stall_s,
             is_of_gpu: true,
         }
@@ -124,6 +127,7 @@ impl Learned {
             copied: Vec::new(),
             began_s,
             ended_s,
+            load_stall_s: stall_s,
             stall_s,
             is_of_gpu: false,
         }
