@@ -856,11 +856,12 @@ class Gpus:
     def copy_seconds(self) -> tuple[float, float]:
         """Return the seconds that these copies took, without their waits."""
 
-    def copy_rates(self) -> list[tuple[int, float | None, float | None]]:
+    def copy_rates(self) -> list[tuple[int, float | None, float | None, int]]:
         """Return each GPU whose tensors go through the CPU's memory, and bytes per second.
 
         The rates are those of recent copies from it and to it, in the time that they took; ``None``
-        before enough was copied to tell.
+        before enough was copied to tell. The last number is the bytes of its longest tensor that
+        can go to the disk.
         """
 
     def take_refusals(self) -> list[tuple[SsdtrainError, int]]:
@@ -1244,7 +1245,7 @@ def hidden(
     *,
     write: float,
     read: float,
-    copies: Sequence[tuple[int, float, float]],
+    copies: Sequence[tuple[int, float, float, float]],
     host_bytes: int,
     page_bytes: int,
     margin_s: float,
@@ -1253,7 +1254,8 @@ def hidden(
     """Choose the tensors of a round that leave memory, as ``planning.policy.plan`` says.
 
     ``items`` have the fields of ``planning.policy.Item``; ``copies`` are those of each GPU, from it
-    and to it. Rates are in bytes per second.
+    and to it, with the bytes of the longest tensor that can go to the disk. Rates are in bytes per
+    second.
 
     Returns, by the key of each item that leaves, the latest start of its way back, and the bytes
     that it takes in pinned memory, or ``None`` if it does not stay there.

@@ -131,6 +131,26 @@ def test_a_tensor_that_is_larger_than_the_pinned_memory(device: Device) -> None:
 
 
 @on_each_device()
+def test_a_tensor_that_is_larger_than_the_slots_of_its_way_back(device: Device) -> None:
+    leaf, plain = made(0), gradient(made(0))
+    with offloaded(pinned_bytes=2 * leaf.nbytes) as session:
+        for seed in range(4):
+            device.lag(2000 * (seed % 2), seed=seed)
+            before = session.stats
+            saved = chain(leaf, COUNT)
+            # One after the other: a second finds no room.
+            settle(session)
+            leaf.grad = None
+            saved.sum().backward()
+            del saved
+            device.lag(0)
+            assert leaf.grad is not None
+            assert torch.equal(leaf.grad.cpu(), plain)
+            assert session.stats.since(before).to_gpu_bytes >= leaf.nbytes
+    assert device.races() == []
+
+
+@on_each_device()
 def test_a_gpu_without_memory_for_a_load(device: Device) -> None:
     leaf, plain = made(0), gradient(made(0))
     with offloaded(pinned_bytes=RING) as session:

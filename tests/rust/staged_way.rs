@@ -78,7 +78,7 @@ pub fn load<'gpu>(
     stream: &ComputeStream<'_>,
     staged: &Staged,
 ) -> DeviceBytes<'gpu> {
-    let target = gpu.allocate(LEN);
+    let target = gpu.allocate(staged.len());
     stream.fill(&target, 0xee);
     let loading = staging.load(staged, target.range(), stream.handle()).unwrap();
     loading.lend(stream.handle(), LONG).expect("it comes").unwrap();

@@ -14,10 +14,10 @@ mod memory;
 mod round_trip;
 mod staged_way;
 use engines::paused_disk;
-use fake_gpu::{TO_HOST, on_a_fake_gpu};
+use fake_gpu::{TO_DEVICE, TO_HOST, on_a_fake_gpu};
 use round_trip::scratch;
 use staged_way::{
-    LEN, RING, begun, full, load, open, open_bounded, open_with, save, until, until_empty,
+    LEN, LONG, RING, begun, full, load, open, open_bounded, open_with, save, until, until_empty,
 };
 
 #[test]
@@ -120,6 +120,81 @@ fn tensors_that_stay_have_pinned_memory_of_their_own() {
         assert_eq!(counts.staying_bytes, (LEN + RING.down + 1) as u64);
         assert_eq!(counts.from_slot_count, 0, "it was on its way to nowhere");
         drop((stays, of_large, written));
+        until_empty(&staging);
+    });
+}
+
+#[test]
+fn a_long_tensor_goes_to_the_disk_in_parts() {
+    on_a_fake_gpu("a_long_tensor_goes_to_the_disk_in_parts", |gpu| {
+        for seed in 0..3 {
+            gpu.set_lag(TO_HOST, 2000, seed);
+            gpu.set_lag(TO_DEVICE, 2000, seed);
+            let (dir, pinned) = (scratch(), PinnedBytes { down: 10 * LEN, up: LEN });
+            let (staging, stream) = (open_with(&dir, Backend::Psync, pinned), gpu.stream());
+            let len = 9 * LEN + 1;
+            assert!(len <= staging.longest_bytes() && LEN < len / 8);
+            let source = gpu.allocate(len);
+            stream.fill(&source, 7);
+            let save = || staging.save(source.range(), stream.handle(), Tier::Disk).unwrap();
+            let staged = begun(save());
+            assert_ne!(full(save()), Full::TooLong);
+            staged.release(stream.handle()).unwrap();
+            // The memory is used for something else at once.
+            stream.fill(&source, 0xdd);
+            until(&staging, || staged.is_settled());
+            assert!(staged.failure().is_none() && !staged.is_pinned());
+            assert_eq!(staging.counts().down_bytes, len as u64);
+            let target = load(gpu, &staging, &stream, &staged);
+            assert!(stream.read(&target) == vec![7; len]);
+            // Before the write.
+            gpu.hold(TO_HOST);
+            stream.fill(&source, 9);
+            let early = begun(save());
+            early.release(stream.handle()).unwrap();
+            stream.fill(&source, 0xdd);
+            let target = gpu.allocate(len);
+            let loading = staging.load(&early, target.range(), stream.handle()).unwrap();
+            loading.lend(stream.handle(), LONG).unwrap().unwrap();
+            gpu.release(TO_HOST);
+            assert!(stream.read(&target) == vec![9; len]);
+            // Given up while some of its parts are on their way.
+            gpu.hold(TO_DEVICE);
+            let before = staging.counts().up_bytes;
+            let loading = staging.load(&staged, target.range(), stream.handle()).unwrap();
+            until(&staging, || staging.counts().up_bytes > before);
+            let after = loading.give_up().expect("a part is on its way");
+            staging.order(&after, stream.handle(), false).unwrap();
+            stream.fill(&target, 1);
+            gpu.release(TO_DEVICE);
+            drop((staged, early));
+            until_empty(&staging);
+            assert!(stream.read(&target) == vec![1; len]);
+        }
+    });
+}
+
+#[test]
+fn a_tensor_that_stays_may_lie_in_several_blocks() {
+    on_a_fake_gpu("a_tensor_that_stays_may_lie_in_several_blocks", |gpu| {
+        let dir = scratch();
+        let (staging, stream) = (open(&dir, Backend::Psync), gpu.stream());
+        let len = (5 << 20) + 1;
+        let source = gpu.allocate(len);
+        stream.fill(&source, 7);
+        let save = || staging.save(source.range(), stream.handle(), Tier::Pinned).unwrap();
+        for _ in 0..3 {
+            assert_eq!(full(save()), Full::Pinned);
+            staging.grow_tier(2 << 20).unwrap();
+        }
+        let staged = begun(save());
+        assert_eq!(full(save()), Full::Pinned);
+        staged.release(stream.handle()).unwrap();
+        stream.fill(&source, 0xdd);
+        assert!(stream.read(&load(gpu, &staging, &stream, &staged)) == vec![7; len]);
+        until(&staging, || staged.is_settled());
+        assert!(stream.read(&load(gpu, &staging, &stream, &staged)) == vec![7; len]);
+        drop(staged);
         until_empty(&staging);
     });
 }

@@ -411,6 +411,17 @@ def test_bolder_plans_find_their_memory_pinned() -> None:
     assert policy.pinned_bytes_max(2) == {}
 
 
+def test_what_is_too_long_for_its_way_to_the_disk_is_not_planned() -> None:
+    items = on_gpus(stack(10, 100 * MIB, 0.1, 0.2), 0)
+    items[0] = items[0]._replace(nbytes=300 * MIB)
+    copies = {0: Copies(20e9, 20e9, longest_bytes=200 * MIB)}
+    made = plan(items, Rates(4e9, 4e9, copies))
+    assert items[0].key in made.keep
+    assert offloaded(items, made)
+    assert items[0].key in plan(items, Rates(4e9, 4e9, copies), 200 * MIB).keep
+    assert items[0].key in plan(items, Rates(4e9, 4e9, copies), 2000 * MIB).pinned
+
+
 def test_a_policy_without_pinned_memory_to_have_plans_without() -> None:
     policy = Policy(host_bytes=1000 * MIB)
     items = on_gpus(stack(10, 10 * MIB, 0.002, 0.004), 0)

@@ -77,12 +77,14 @@ class Item(NamedTuple):
 
 @dataclass(frozen=True)
 class Copies:
-    """The rates of a GPU's copies in bytes per second; an unknown rate is infinite."""
+    """The way of a GPU's copies; rates are in bytes per second, infinite if they are unknown."""
 
     down: float = math.inf
     """From the GPU."""
     up: float = math.inf
     """To the GPU."""
+    longest_bytes: float = math.inf
+    """Of the longest tensor that can go to the disk."""
 
 
 NO_COPIES = Copies()
@@ -114,7 +116,10 @@ class Rates:
 
     def times(self, share: float) -> Rates:
         """Return this share of all rates."""
-        copies = {gpu: Copies(of.down * share, of.up * share) for gpu, of in self.copies.items()}
+        copies = {
+            gpu: replace(of, down=of.down * share, up=of.up * share)
+            for gpu, of in self.copies.items()
+        }
         return Rates(self.write * share, self.read * share, copies)
 
 
@@ -159,7 +164,7 @@ def plan(items: Sequence[Item], rates: Rates, host_bytes: int = 0) -> Plan:
         items,
         write=rates.write,
         read=rates.read,
-        copies=[(gpu, of.down, of.up) for gpu, of in rates.copies.items()],
+        copies=[(gpu, of.down, of.up, of.longest_bytes) for gpu, of in rates.copies.items()],
         host_bytes=host_bytes,
         page_bytes=PAGE_BYTES,
         margin_s=MARGIN_S,

@@ -80,7 +80,10 @@ def use_here(tensor: Tensor) -> None:
 def copy_rates(gpus: Gpus | None) -> dict[int, Copies]:
     """Return the recent rates of copies of each GPU; an unknown rate is infinite."""
     rates = [] if gpus is None else gpus.copy_rates()
-    return {gpu: Copies(down or math.inf, up or math.inf) for gpu, down, up in rates}
+    return {
+        gpu: Copies(down or math.inf, up or math.inf, longest_bytes)
+        for gpu, down, up, longest_bytes in rates
+    }
 
 
 def gpus_of(

@@ -32,6 +32,8 @@ pub struct Copies {
     pub down: f64,
     /// Rate to the GPU.
     pub up: f64,
+    /// Bytes of the longest item that can go to the disk; infinite if any can.
+    pub longest: f64,
 }
 
 /// The rates of all links, and the limits on a round trip.
@@ -111,6 +113,12 @@ impl Links {
         item.needed_s - item.packed_s > self.round_trip_factor * round_trip_s + self.margin_s
     }
 
+    /// Returns true if an item has a way to the disk, and lies idle for long enough.
+    fn may_go_to_disk(&self, item: &Item) -> bool {
+        let longest = self.of(item).map_or(f64::INFINITY, |copies| copies.longest);
+        item.nbytes as f64 <= longest && self.lies_idle(item, true)
+    }
+
     /// The items of a prefix that leave, and of these the items that stay in the memory of the CPU.
     /// The starts of their ways back are not set yet.
     fn divided(&self, items: &[Item], prefix: &[usize]) -> Vec<Leaving> {
@@ -121,7 +129,7 @@ impl Links {
             let is_pinned = self.of(item).is_some() && self.pages(item) <= left_bytes;
             if is_pinned {
                 left_bytes -= self.pages(item);
-            } else if !self.lies_idle(item, true) {
+            } else if !self.may_go_to_disk(item) {
                 continue;
             }
             leaving.push(Leaving { place, start_by_s: f64::NAN, is_pinned });

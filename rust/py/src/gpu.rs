@@ -234,13 +234,13 @@ impl Gpus {
         Ok(())
     }
 
-    /// Each GPU whose tensors go through the CPU's memory, and the recent bytes per second of the
-    /// copies from it and to it.
-    fn copy_rates(&self) -> Vec<(usize, Option<f64>, Option<f64>)> {
+    /// Each GPU whose tensors go through the CPU's memory, the recent bytes per second of the
+    /// copies from it and to it, and the bytes of its longest tensor that can go to the disk.
+    fn copy_rates(&self) -> Vec<(usize, Option<f64>, Option<f64>, usize)> {
         let ways = self.ways();
         let ways = ways.iter().filter(|(_, way)| !way.is_direct);
-        let rates = ways.map(|(gpu, way)| (*gpu, way.staging.rates()));
-        rates.map(|(gpu, rates)| (gpu, rates.down, rates.up)).collect()
+        let rates = ways.map(|(gpu, way)| (*gpu, way.staging.rates(), way.staging.longest_bytes()));
+        rates.map(|(gpu, rates, longest)| (gpu, rates.down, rates.up, longest)).collect()
     }
 
     /// The errors of writes since the last call, each with the number of its tensors.

@@ -26,13 +26,14 @@ pub fn hidden(
     items: Vec<Fields>,
     write: f64,
     read: f64,
-    copies: Vec<(usize, f64, f64)>,
+    copies: Vec<(usize, f64, f64, f64)>,
     host_bytes: u64,
     page_bytes: u64,
     margin_s: f64,
     round_trip_factor: f64,
 ) -> HashMap<i64, Leaving> {
-    let copies = copies.into_iter().map(|(gpu, down, up)| Copies { gpu, down, up }).collect();
+    let copies = copies.into_iter();
+    let copies = copies.map(|(gpu, down, up, longest)| Copies { gpu, down, up, longest }).collect();
     let links = Links { write, read, copies, host_bytes, page_bytes, margin_s, round_trip_factor };
     let item =
         |&(_, nbytes, packed_s, needed_s, gpu): &Fields| Item { nbytes, packed_s, needed_s, gpu };

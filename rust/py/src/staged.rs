@@ -289,8 +289,8 @@ impl Drop for GpuLoad {
 fn too_long(nbytes: u64, longest_bytes: usize) -> Error {
     let (nbytes, longest) = (shown_bytes(nbytes), shown_bytes(longest_bytes as u64));
     stays(&format!(
-        "it has {nbytes}, and at most {longest} of one tensor go to the disk here, a quarter of \
-         pinned_bytes, which may be raised"
+        "it has {nbytes}, and at most {longest} of one tensor go to the disk here at once; \
+         pinned_bytes may be raised"
     ))
 }
 

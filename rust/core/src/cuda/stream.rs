@@ -73,6 +73,16 @@ impl DeviceRange {
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
+
+    /// The `len` bytes of it that begin at `start`.
+    ///
+    /// # Panics
+    /// If it is shorter.
+    #[must_use]
+    pub fn part(&self, start: usize, len: usize) -> Self {
+        assert!(start.checked_add(len).is_some_and(|end| end <= self.len), "a part outside");
+        Self { address: self.address + start as u64, len }
+    }
 }
 
 /// A stream of `ssdtrain`, for the copies of one direction.

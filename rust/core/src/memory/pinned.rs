@@ -126,6 +126,11 @@ impl PinnedPool {
         self.blocks.iter().map(|block| block.len).max().unwrap_or(0)
     }
 
+    /// The number of slots of `len` bytes for which it has room if it is empty.
+    pub fn slot_count_max(&self, len: usize) -> usize {
+        self.blocks.iter().map(|block| block.len / len).sum()
+    }
+
     /// Bytes of the pool.
     pub fn len(&self) -> usize {
         self.blocks.iter().map(|block| block.len).sum()
@@ -208,6 +213,29 @@ fn unmap(base: NonNull<u8>, len: usize) {
     // SAFETY: the range was mapped by `map`, and nobody uses it any more.
     let unmapped = unsafe { rustix::mm::munmap(base.as_ptr().cast(), len) };
     debug_assert!(unmapped.is_ok(), "munmap refuses only ranges that were never mapped");
+}
+
+/// Cuts slots for `len` bytes by `slot`, each but the last of `part_bytes` in whole pages. If there
+/// is none so long, further slots have a half, and so on down to `part_bytes_min`. `None` if there
+/// is too little room.
+pub fn cut(
+    len: usize,
+    part_bytes: usize,
+    part_bytes_min: usize,
+    slot: impl Fn(usize) -> Option<PinnedSlot>,
+) -> Option<Vec<PinnedSlot>> {
+    let (mut slots, mut left, mut part_bytes) = (Vec::new(), len, part_bytes);
+    while left > 0 {
+        if let Some(slot) = slot(left.min(part_bytes)) {
+            left = left.saturating_sub(part_bytes);
+            slots.push(slot);
+        } else if part_bytes / 2 >= part_bytes_min {
+            part_bytes /= 2;
+        } else {
+            return None;
+        }
+    }
+    Some(slots)
 }
 
 /// A range of a pool. Dropping it frees the range: no copy and no I/O may use it then.

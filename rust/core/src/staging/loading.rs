@@ -10,7 +10,7 @@ use crate::memory::pinned::PinnedSlot;
 use crate::staging::mailbox::{Reading, Task, Uploading};
 use crate::staging::shared::Shared;
 use crate::staging::staged::{Parcel, Place, Staged, Tier};
-use crate::staging::upload::{Owed, Progress, Upload};
+use crate::staging::upload::{Owed, Upload};
 use crate::stored::Stored;
 
 /// A load that has begun.
@@ -29,35 +29,34 @@ impl Loading {
     ) -> Result<Self> {
         shared.mailbox.refuse_if_closed()?;
         refuse_if_capturing(shared, stream)?;
-        let upload = Upload::new(target, shared.events.record(stream)?);
-        let parcel = staged.parcel();
-        if let Some(slot) = parcel.slot() {
-            if parcel.tier == Tier::Disk {
-                shared.from_slot_count.fetch_add(1, Ordering::Relaxed);
+        let upload = Upload::new(shared.events.record(stream)?, staged.parts().len());
+        let mut start = 0;
+        for parcel in staged.parts() {
+            let owed = Owed::new(&upload, target.part(start, parcel.len));
+            if let Some(slot) = parcel.slot() {
+                if parcel.tier == Tier::Disk && start == 0 {
+                    shared.from_slot_count.fetch_add(1, Ordering::Relaxed);
+                }
+                enqueue(shared, owed, slot, Some(parcel));
+            } else if let Some(task) = read_part(shared, owed, parcel) {
+                shared.mailbox.post(task);
             }
-            enqueue(shared, &upload, slot, Some(parcel));
-            if let Progress::Failed(error) = &*upload.progress() {
-                return Err(error.clone());
-            }
-            return Ok(Self { shared: Arc::clone(shared), upload });
+            start += parcel.len;
         }
-        let stored = match &*parcel.place() {
-            Place::OnDisk(stored) => Arc::clone(stored),
-            Place::Lost(error) => return Err(error.clone()),
-            // Only the two places above follow on these, and the slot was gone before.
-            Place::Copying(_) | Place::Writing(..) | Place::Pinned(..) => {
-                unreachable!("bytes never come back into a slot")
+        let progress = upload.progress();
+        match &progress.failure {
+            // Parts that are on their way to the target have to be given up.
+            Some(error) if progress.last.is_none() => Err(error.clone()),
+            _ => {
+                drop(progress);
+                Ok(Self { shared: Arc::clone(shared), upload })
             }
-        };
-        let loading = Self { shared: Arc::clone(shared), upload: Arc::clone(&upload) };
-        let owed = Owed(upload);
-        shared.mailbox.post(read(shared, owed, stored)?);
-        Ok(loading)
+        }
     }
 
     /// Returns true if `lend` would not wait.
     pub fn is_enqueued(&self) -> bool {
-        !matches!(&*self.upload.progress(), Progress::Coming)
+        self.upload.progress().is_over()
     }
 
     /// Waits at most `limit` until `lend` would not wait. Returns `false` if the time is over.
@@ -67,18 +66,14 @@ impl Loading {
 
     /// The event of the end of its copy; `None` if the copy has not begun.
     pub fn loaded(&self) -> Option<Arc<Event>> {
-        match &*self.upload.progress() {
-            Progress::Enqueued(loaded) => Some(Arc::clone(loaded)),
-            Progress::Coming | Progress::Failed(_) => None,
-        }
+        let progress = self.upload.progress();
+        let is_enqueued = progress.coming_count == 0 && progress.failure.is_none();
+        progress.last.as_ref().filter(|_| is_enqueued).map(Arc::clone)
     }
 
     /// The error of a load that has failed; `None` if it has not.
     pub fn failure(&self) -> Option<Error> {
-        match &*self.upload.progress() {
-            Progress::Failed(error) => Some(error.clone()),
-            Progress::Coming | Progress::Enqueued(_) => None,
-        }
+        self.upload.progress().failure.clone()
     }
 
     /// Makes the later work of `stream` wait until the bytes are there.
@@ -90,31 +85,40 @@ impl Loading {
         if !self.wait(limit) {
             return None;
         }
-        Some(match &*self.upload.progress() {
-            Progress::Coming => return None,
-            Progress::Enqueued(loaded) => self.shared.gpu.within(|_| {
-                refuse_if_capturing(&self.shared, stream)?;
-                loaded.wait_on(stream)
-            }),
-            Progress::Failed(error) => Err(error.clone()),
-        })
+        if let Some(error) = self.failure() {
+            return Some(Err(error));
+        }
+        let loaded = self.loaded()?;
+        Some(self.shared.gpu.within(|_| {
+            refuse_if_capturing(&self.shared, stream)?;
+            loaded.wait_on(stream)
+        }))
     }
 
-    /// Gives the target up. A copy to it that has not begun never begins. If the copy has begun,
-    /// this returns its event; the stream that gives the memory to other tensors has to wait for
-    /// it.
+    /// Gives the target up. A copy to it that has not begun never begins. If a copy has begun, this
+    /// returns the event of the last; the stream that gives the memory to other tensors has to wait
+    /// for it.
     pub fn give_up(&self) -> Option<Arc<Event>> {
         let mut progress = self.upload.progress();
-        match &*progress {
-            Progress::Coming => {
-                let message = "this load was given up";
-                *progress = Progress::Failed(Error::new(ErrorKind::Cancelled, message));
-                None
-            }
-            Progress::Enqueued(loaded) => Some(Arc::clone(loaded)),
-            Progress::Failed(_) => None,
-        }
+        progress.fail(Error::new(ErrorKind::Cancelled, "this load was given up"));
+        progress.last.clone()
     }
+}
+
+/// Begins the read of a part whose bytes are in no slot; fails its load if they are lost.
+fn read_part(shared: &Shared, owed: Owed, parcel: &Parcel) -> Option<Task> {
+    let stored = match &*parcel.place() {
+        Place::OnDisk(stored) => Arc::clone(stored),
+        Place::Lost(error) => {
+            owed.fail(error.clone());
+            return None;
+        }
+        // Only the two places above follow on these, and the slot was gone before.
+        Place::Copying(_) | Place::Writing(..) | Place::Pinned(..) => {
+            unreachable!("bytes never come back into a slot")
+        }
+    };
+    read(shared, owed, stored)
 }
 
 /// Refuses to load into a CUDA graph. A copy that was begun outside of the graph is no part of it:
@@ -131,18 +135,18 @@ fn refuse_if_capturing(shared: &Shared, stream: UserStream) -> Result<()> {
 
 /// Begins the read of bytes on the disk. It needs a slot and a place in the store's queue.
 ///
-/// If one of them is missing, the returned task waits for it. The load gets an error as its answer,
-/// too.
-pub fn read(shared: &Shared, upload: Owed, stored: Arc<Stored>) -> Result<Task> {
-    let len = upload.0.target.len();
-    let Some(slot) = shared.up.pool.slot(len) else { return Ok(Task::Waiting(upload, stored)) };
+/// If one of them is missing, the returned task waits for it. `None` if the load has an error as
+/// its answer.
+pub fn read(shared: &Shared, owed: Owed, stored: Arc<Stored>) -> Option<Task> {
+    let len = owed.target.len();
+    let Some(slot) = shared.up.pool.slot(len) else { return Some(Task::Waiting(owed, stored)) };
     let slot = Arc::new(slot);
     match shared.store.read_into(&stored, slot.target(len)) {
-        Ok(pending) => Ok(Task::Reading(Reading { upload, slot, pending })),
-        Err(error) if error.kind() == ErrorKind::Busy => Ok(Task::Waiting(upload, stored)),
+        Ok(pending) => Some(Task::Reading(Reading { owed, slot, pending })),
+        Err(error) if error.kind() == ErrorKind::Busy => Some(Task::Waiting(owed, stored)),
         Err(error) => {
-            upload.0.fail(error.clone());
-            Err(error)
+            owed.fail(error);
+            None
         }
     }
 }
@@ -150,27 +154,29 @@ pub fn read(shared: &Shared, upload: Owed, stored: Arc<Stored>) -> Result<Task> 
 /// Puts the copy from a slot on the stream for copies up, unless the target was given up.
 ///
 /// Pass `parcel` if the copy from the GPU may still be filling the slot.
-pub fn enqueue(shared: &Shared, upload: &Upload, slot: Arc<PinnedSlot>, parcel: Option<&Parcel>) {
+pub fn enqueue(shared: &Shared, mut owed: Owed, slot: Arc<PinnedSlot>, parcel: Option<&Parcel>) {
+    owed.settle();
+    let (upload, target) = (&owed.upload, owed.target);
     let mut progress = upload.progress();
-    if !matches!(*progress, Progress::Coming) {
+    if progress.is_over() {
         return;
     }
     let mut after = Vec::new();
     after.push(&upload.allocated); // defence: a load waits for the memory of its target
     // The target's stream has mostly waited for this copy already, when the source was released.
     after.extend(parcel.map(|parcel| &*parcel.copied));
-    let copied = shared.up.copy(&shared.copies, &slot, &after, None, |stream, slot| {
-        stream.copy_up(slot, upload.target)
-    });
-    *progress = match copied {
+    let copied = shared
+        .up
+        .copy(&shared.copies, &slot, &after, None, |stream, slot| stream.copy_up(slot, target));
+    match copied {
         Ok(loaded) => {
             let loaded = Arc::new(loaded);
-            let len = upload.target.len();
+            let len = target.len();
             shared.up_bytes.fetch_add(len as u64, Ordering::Relaxed);
-            let uploading = Uploading { slot, loaded: Arc::clone(&loaded), len };
-            shared.mailbox.post(Task::Uploading(uploading));
-            Progress::Enqueued(loaded)
+            progress.coming_count -= 1;
+            progress.last = Some(Arc::clone(&loaded));
+            shared.mailbox.post(Task::Uploading(Uploading { slot, loaded, len }));
         }
-        Err(error) => Progress::Failed(error),
-    };
+        Err(error) => progress.fail(error),
+    }
 }

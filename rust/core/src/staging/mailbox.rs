@@ -38,7 +38,7 @@ pub struct Uploading {
 /// A read under way.
 #[derive(Debug)]
 pub struct Reading {
-    pub upload: Owed,
+    pub owed: Owed,
     pub slot: Arc<PinnedSlot>,
     pub pending: PendingInto,
 }

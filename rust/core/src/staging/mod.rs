@@ -34,7 +34,8 @@ use crate::cuda::gpu::Gpu;
 use crate::cuda::stream::{DeviceRange, Event, UserStream, is_capturing};
 use crate::cufile::library::Library;
 use crate::error::{Error, ErrorKind, Result};
-use crate::memory::pinned::PinnedPool;
+use crate::memory::arena::PAGE_BYTES;
+use crate::memory::pinned::{PinnedPool, PinnedSlot, cut};
 use crate::staging::mailbox::Task;
 use crate::staging::shared::Shared;
 use crate::staging::staged::Parcel;
@@ -159,31 +160,57 @@ impl Staging {
             }
         }
         shared.mailbox.refuse_if_closed()?;
-        let slot = match tier {
-            Tier::Disk => shared.down.pool.slot(source.len()),
-            Tier::Pinned => shared.tier.slot(source.len()),
+        let slots = match tier {
+            Tier::Disk => {
+                let whole_bytes = self.whole_bytes_max();
+                let part_bytes =
+                    if source.len() <= whole_bytes { whole_bytes } else { self.part_bytes() };
+                cut(source.len(), part_bytes, part_bytes, |len| shared.down.pool.slot(len))
+            }
+            Tier::Pinned => shared.tier.slots(source.len()),
         };
-        let Some(slot) = slot else {
+        let Some(slots) = slots else {
             let full = if tier == Tier::Pinned { Full::Pinned } else { self.why_full() };
             return Ok(Saved::Full(full));
         };
-        let slot = Arc::new(slot);
         // The copy begins here, or at the end of the copy before it.
         let ready = Arc::new(shared.copies.record(stream)?);
-        // defence: a copy down waits for what computes its source
-        let after: [&Event; 1] = [&ready];
-        let begun = Some(Arc::clone(&ready));
-        let copied = shared.down.copy(&shared.copies, &slot, &after, begun, |stream, slot| {
-            stream.copy_down(source, slot)
-        })?;
+        let mut staged = Staged::new();
+        for slot in slots {
+            let part = source.part(staged.len(), slot.len().min(source.len() - staged.len()));
+            let begun = self.begin_copy(part, Arc::new(slot), &ready, tier);
+            if begun.is_err() && !staged.is_empty() {
+                // The caller may give the source to others, and parts are on their way.
+                let _is_over = shared.down.stream.synchronize();
+            }
+            staged.add(begun?);
+        }
         shared.down_bytes.fetch_add(source.len() as u64, Ordering::Relaxed);
         if tier == Tier::Pinned {
             shared.staying_bytes.fetch_add(source.len() as u64, Ordering::Relaxed);
         }
-        let parcel = Arc::new(Parcel::new(slot, copied, source.len(), tier));
+        Ok(Saved::Begun(staged))
+    }
+
+    /// Begins the copy of a part of a tensor, which is `ready` after the work of its stream so far.
+    fn begin_copy(
+        &self,
+        part: DeviceRange,
+        slot: Arc<PinnedSlot>,
+        ready: &Arc<Event>,
+        tier: Tier,
+    ) -> Result<Arc<Parcel>> {
+        let shared = self.shared();
+        // defence: a copy down waits for what computes its source
+        let after: [&Event; 1] = [ready];
+        let begun = Some(Arc::clone(ready));
+        let copied = shared.down.copy(&shared.copies, &slot, &after, begun, |stream, slot| {
+            stream.copy_down(part, slot)
+        })?;
+        let parcel = Arc::new(Parcel::new(slot, copied, part.len(), tier));
         shared.copying_count.fetch_add(1, Ordering::Relaxed);
         shared.mailbox.post(Task::Copying(Arc::clone(&parcel)));
-        Ok(Saved::Begun(Staged::new(parcel)))
+        Ok(parcel)
     }
 
     /// Makes the later work of `stream` wait for the end of a copy, unless a CUDA graph is being
@@ -286,8 +313,21 @@ impl Staging {
 
     /// The largest tensor that can be saved to the disk and loaded.
     pub fn longest_bytes(&self) -> usize {
+        let part_bytes = self.part_bytes();
+        let in_parts = self.shared().down.pool.slot_count_max(part_bytes) * part_bytes;
+        in_parts.max(self.whole_bytes_max())
+    }
+
+    /// The largest tensor that goes to the disk in one piece.
+    fn whole_bytes_max(&self) -> usize {
         let shared = self.shared();
         shared.down.pool.slot_bytes_max().min(shared.up.pool.slot_bytes_max())
+    }
+
+    /// The size of the parts in which a larger tensor goes: one is read while the one before it is
+    /// copied to the GPU.
+    fn part_bytes(&self) -> usize {
+        (self.whole_bytes_max() / 2 / PAGE_BYTES * PAGE_BYTES).max(PAGE_BYTES)
     }
 
     /// Bytes of pinned memory, and the bytes of it in slots.

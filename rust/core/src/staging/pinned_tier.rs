@@ -7,7 +7,12 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::cuda::gpu::Gpu;
 use crate::error::Result;
-use crate::memory::pinned::{PinnedPool, PinnedSlot};
+use crate::memory::pinned::{PinnedPool, PinnedSlot, cut};
+
+/// A tensor for which no block has room in one piece lies there in parts of this size. It is halved
+/// for the rests of blocks.
+const PART_BYTES: usize = 32 << 20;
+const PART_BYTES_MIN: usize = 1 << 20;
 
 /// The blocks of one GPU.
 #[derive(Debug, Default)]
@@ -21,9 +26,12 @@ impl PinnedTier {
         Ok(())
     }
 
-    /// Cuts a slot from the first block with room; `None` if no block has room.
-    pub fn slot(&self, len: usize) -> Option<PinnedSlot> {
-        self.pools().iter().find_map(|pool| pool.slot(len))
+    /// Cuts a slot from the first block with room, or slots for parts from several blocks; `None`
+    /// if they have too little room.
+    pub fn slots(&self, len: usize) -> Option<Vec<PinnedSlot>> {
+        let pools = self.pools();
+        let slot = |len| pools.iter().find_map(|pool| pool.slot(len));
+        slot(len).map(|whole| vec![whole]).or_else(|| cut(len, PART_BYTES, PART_BYTES_MIN, slot))
     }
 
     /// Bytes of all blocks, and the bytes of them in slots.

@@ -17,71 +17,85 @@ pub enum Tier {
     Pinned,
 }
 
-/// A saved tensor. Dropping it frees its slot and its space on the disk.
+/// A saved tensor, in one part or in several. Dropping it frees its slots and its space on the
+/// disk.
 ///
 /// A copy that is under way goes on. Before the source is given to other tensors, a stream has to
 /// wait for the copy by [`release`](Self::release).
 #[derive(Debug)]
-pub struct Staged(Arc<Parcel>);
+pub struct Staged {
+    /// In the order of their bytes, which is that of their copies on the stream.
+    parts: Vec<Arc<Parcel>>,
+    len: usize,
+}
 
 impl Drop for Staged {
     fn drop(&mut self) {
-        self.0.is_wanted.store(false, Ordering::Relaxed);
+        self.parts.iter().for_each(|parcel| parcel.is_wanted.store(false, Ordering::Relaxed));
     }
 }
 
 impl Staged {
-    pub(super) fn new(parcel: Arc<Parcel>) -> Self {
-        Self(parcel)
+    pub(super) fn new() -> Self {
+        Self { parts: Vec::with_capacity(1), len: 0 }
     }
 
-    pub(super) fn parcel(&self) -> &Parcel {
-        &self.0
+    pub(super) fn add(&mut self, part: Arc<Parcel>) {
+        self.len += part.len;
+        self.parts.push(part);
+    }
+
+    pub(super) fn parts(&self) -> &[Arc<Parcel>] {
+        &self.parts
     }
 
     /// Length in bytes.
     pub fn len(&self) -> usize {
-        self.0.len
+        self.len
     }
 
     /// Returns true if there are no bytes.
     pub fn is_empty(&self) -> bool {
-        self.0.len == 0
+        self.len == 0
     }
 
     /// Makes the later work of `stream` wait until the source has been copied.
     pub fn release(&self, stream: UserStream) -> Result<()> {
-        self.0.copied.wait_on(stream)
+        self.copied().wait_on(stream)
     }
 
     /// The event of the end of the copy, to wait for later.
     pub fn copied(&self) -> Arc<Event> {
-        Arc::clone(&self.0.copied)
+        Arc::clone(&self.parts[self.parts.len() - 1].copied)
     }
 
     /// Returns true if the worker has seen the end or the failure of the copy; does not ask the
     /// driver.
     pub fn is_seen_copied(&self) -> bool {
-        self.0.copied.is_known_reached() || !matches!(&*self.0.place(), Place::Copying(_))
+        let is_over = |part: &Arc<Parcel>| !matches!(&*part.place(), Place::Copying(_));
+        self.copied().is_known_reached() || self.parts.iter().all(is_over)
     }
 
-    /// Returns true if the bytes are in their last place: on the disk, or in the slot for good.
+    /// Returns true if the bytes are in their last place: on the disk, or in slots for good.
     pub fn is_settled(&self) -> bool {
-        matches!(&*self.0.place(), Place::Pinned(..) | Place::OnDisk(_) | Place::Lost(_))
+        let is_settled = |part: &Arc<Parcel>| {
+            matches!(&*part.place(), Place::Pinned(..) | Place::OnDisk(_) | Place::Lost(_))
+        };
+        self.parts.iter().all(is_settled)
     }
 
-    /// Returns true if the bytes are in pinned memory.
+    /// Returns true if bytes are in pinned memory.
     pub fn is_pinned(&self) -> bool {
-        self.0.slot().is_some()
+        self.parts.iter().any(|part| part.slot().is_some())
     }
 
-    /// The error that kept the bytes from the disk; `None` if there was none.
+    /// The error that kept bytes from the disk; `None` if there was none.
     pub fn failure(&self) -> Option<Error> {
-        match &*self.0.place() {
+        self.parts.iter().find_map(|part| match &*part.place() {
             Place::Pinned(_, failure) => failure.clone(),
             Place::Lost(error) => Some(error.clone()),
             Place::Copying(_) | Place::Writing(..) | Place::OnDisk(_) => None,
-        }
+        })
     }
 }
 

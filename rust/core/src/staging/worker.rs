@@ -130,7 +130,7 @@ impl Worker {
             match task {
                 Task::Copying(parcel) => self.copying.push_back(parcel),
                 Task::Reading(reading) => self.reading.push(reading),
-                Task::Waiting(upload, stored) => self.waiting.push_back((upload, stored)),
+                Task::Waiting(owed, stored) => self.waiting.push_back((owed, stored)),
                 Task::Uploading(uploading) => self.uploading.push_back(uploading),
             }
         }
@@ -241,15 +241,14 @@ impl Worker {
             return self.fail_waiting(&closed);
         }
         let mut has_moved = false;
-        while let Some((upload, stored)) = self.waiting.pop_front() {
-            match loading::read(&self.shared, upload, stored) {
-                Ok(Task::Waiting(upload, stored)) => {
-                    self.waiting.push_front((upload, stored));
+        while let Some((owed, stored)) = self.waiting.pop_front() {
+            match loading::read(&self.shared, owed, stored) {
+                Some(Task::Waiting(owed, stored)) => {
+                    self.waiting.push_front((owed, stored));
                     break;
                 }
-                Ok(begun) => self.shared.mailbox.post(begun),
-                // The load has this error as its answer.
-                Err(_answered) => {}
+                Some(begun) => self.shared.mailbox.post(begun),
+                None => {}
             }
             has_moved = true;
         }
@@ -266,7 +265,7 @@ impl Worker {
     /// Gives loads that had no slot an error as their answer. Returns false if there are none.
     fn fail_waiting(&mut self, error: &Error) -> bool {
         let has_waiting = !self.waiting.is_empty();
-        self.waiting.drain(..).for_each(|(upload, _)| upload.0.fail(error.clone()));
+        self.waiting.drain(..).for_each(|(owed, _)| owed.fail(error.clone()));
         has_waiting
     }
 
@@ -275,11 +274,11 @@ impl Worker {
         let ended: Vec<_> =
             self.reading.extract_if(.., |reading| reading.pending.ticket().is_done()).collect();
         let has_moved = !ended.is_empty();
-        for Reading { upload, slot, pending, .. } in ended {
+        for Reading { owed, slot, pending } in ended {
             if let Some(Err(error)) = pending.ticket().answer() {
-                upload.0.fail(error);
+                owed.fail(error);
             } else {
-                loading::enqueue(&self.shared, &upload.0, slot, None);
+                loading::enqueue(&self.shared, owed, slot, None);
             }
         }
         has_moved
