@@ -839,11 +839,11 @@ class Gpus:
     def staying_bytes(self) -> int:
         """Return the bytes copied from GPUs that were to stay in pinned memory."""
 
-    def pin_for_tier(self, gpu: int, nbytes: int) -> None:
-        """Pin memory, so that ``nbytes`` of a GPU's tensors can stay there, up to the limit.
+    def pin_for_tier(self, nbytes: int) -> None:
+        """Pin memory, so that ``nbytes`` of tensors of all GPUs can stay there, up to the limit.
 
-        Does nothing for a GPU whose tensors go past the CPU's memory. Raises ``CudaError`` if the
-        memory cannot be pinned.
+        Does nothing if the tensors of all GPUs go past the CPU's memory. Raises ``CudaError`` if
+        the memory cannot be pinned.
         """
 
     @property

@@ -56,7 +56,7 @@ def test_pinned_tensors_are_not_written_and_others_are(device: Device, room: int
     room_bytes = room * leaf.nbytes
     with offloaded(all_pinned(), pinned_bytes=RING, max_host_bytes=room_bytes) as session:
         open_way(session)
-        gpus_of(session).pin_for_tier(0, room_bytes)
+        gpus_of(session).pin_for_tier(room_bytes)
         before = session.stats
         assert before.pinned_bytes == RING + room_bytes
         saved = chain(leaf, COUNT)
@@ -79,13 +79,41 @@ def test_pinned_tensors_are_not_written_and_others_are(device: Device, room: int
     check(leaf, COUNT)
 
 
+@on_fake_device(devices=2)
+def test_all_gpus_have_the_memory_in_turns(fake: FakeDevice) -> None:
+    leaves = [made(0), made(0).detach().to("cuda:1").requires_grad_()]
+    room_bytes = COUNT * leaves[0].nbytes
+    with offloaded(all_pinned(), pinned_bytes=RING, max_host_bytes=room_bytes) as session:
+        open_way(session)
+        gpus_of(session).pin_for_tier(2 * room_bytes)
+        before = session.stats
+        assert before.pinned_bytes == RING + room_bytes
+        fake.lag(2000, seed=1)
+        for turn, leaf in enumerate([*leaves, *leaves]):
+            leaf.grad = None
+            with torch.cuda.device(leaf.device):
+                saved = chain(leaf, COUNT)
+                settle(session, room_bytes)
+                saved.sum().backward()
+                del saved
+                settle(session)
+            assert session.stats.since(before).staying_bytes == (turn + 1) * room_bytes
+        fake.lag(0)
+        assert session.stats.since(before).bytes_written == 0
+    check(leaves[0], COUNT)
+    assert leaves[0].grad is not None
+    assert leaves[1].grad is not None
+    assert torch.equal(leaves[0].grad.cpu(), leaves[1].grad.cpu())
+    assert fake.races() == []
+
+
 @on_fake_device()
 def test_a_flush_frees_what_it_waited_for(fake: FakeDevice) -> None:
     leaf = made(0)
     room_bytes = COUNT * leaf.nbytes
     with offloaded(all_pinned(), pinned_bytes=RING, max_host_bytes=room_bytes) as session:
         open_way(session)
-        gpus_of(session).pin_for_tier(0, room_bytes)
+        gpus_of(session).pin_for_tier(room_bytes)
         for _ in range(50):
             saved = chain(leaf, COUNT)
             # The worker has often not seen yet that the last copies have ended.
@@ -102,7 +130,7 @@ def test_a_late_copy_is_waited_for_in_pinned_memory_too(fake: FakeDevice) -> Non
         room_bytes = COUNT * leaf.nbytes
         with offloaded(all_pinned(), pinned_bytes=RING, max_host_bytes=room_bytes) as session:
             open_way(session)
-            gpus_of(session).pin_for_tier(0, room_bytes)
+            gpus_of(session).pin_for_tier(room_bytes)
             fake.lag(2000, seed=seed)
             for _ in range(3):
                 leaf.grad = None

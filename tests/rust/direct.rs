@@ -252,7 +252,7 @@ fn small_neighbours_go_together_and_a_short_one_is_resumed() {
             until_gone(|| gpu.cufile_call_count("cuFileWrite") == count);
         }
         // Nobody wants every other one: the rest are neighbours on the disk, not in memory.
-        staging.grow_tier(SMALL).unwrap();
+        staging.tier().grow(&Gpu::get(0).unwrap(), SMALL).unwrap();
         gpu.hold("copies to the host");
         let (mut small, mut between) = (Vec::new(), Vec::new());
         for value in 10..20 {

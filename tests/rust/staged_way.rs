@@ -47,7 +47,7 @@ pub fn open(dir: &tempfile::TempDir, backend: Backend) -> Staging {
 
 pub fn open_with(dir: &tempfile::TempDir, backend: Backend, pinned: PinnedBytes) -> Staging {
     let store = TensorStore::open(&config(dir.path(), backend)).unwrap();
-    Staging::open(&Gpu::get(0).unwrap(), Arc::new(store), pinned).unwrap()
+    Staging::open(&Gpu::get(0).unwrap(), Arc::new(store), pinned, &Arc::default()).unwrap()
 }
 
 /// The same over a disk of so many bytes.
@@ -55,7 +55,7 @@ pub fn open_bounded(dir: &tempfile::TempDir, max_disk_bytes: u64) -> Staging {
     let config = config(dir.path(), Backend::Psync);
     let config = StoreConfig { max_disk_bytes: Some(max_disk_bytes), ..config };
     let store = TensorStore::open(&config).unwrap();
-    Staging::open(&Gpu::get(0).unwrap(), Arc::new(store), RING).unwrap()
+    Staging::open(&Gpu::get(0).unwrap(), Arc::new(store), RING, &Arc::default()).unwrap()
 }
 
 /// Computes a tensor and saves it.
@@ -85,7 +85,18 @@ pub fn load<'gpu>(
     target
 }
 
+/// Bytes of pinned memory, and the bytes of it in slots.
+pub fn pinned_bytes(staging: &Staging) -> (usize, usize) {
+    let (passing, staying) = (staging.pinned_bytes(), staging.tier().bytes());
+    (passing.0 + staying.0, passing.1 + staying.1)
+}
+
+/// Pins another block for tensors that stay there.
+pub fn grow_tier(staging: &Staging, nbytes: usize) {
+    staging.tier().grow(&Gpu::get(0).unwrap(), nbytes).unwrap();
+}
+
 /// Waits until nothing holds pinned memory any more.
 pub fn until_empty(staging: &Staging) {
-    until(staging, || staging.pinned_bytes().1 == 0);
+    until(staging, || pinned_bytes(staging).1 == 0);
 }

@@ -492,7 +492,7 @@ fn a_staging_that_cannot_open_leaves_nothing() {
     on_a_fake_gpu("a_staging_that_cannot_open_leaves_nothing", |gpu| {
         let (dir, gpu_0) = (scratch(), Gpu::get(0).unwrap());
         let store = Arc::new(TensorStore::open(&config(dir.path(), Backend::Psync)).unwrap());
-        let open = || Staging::open(&gpu_0, Arc::clone(&store), RING);
+        let open = || Staging::open(&gpu_0, Arc::clone(&store), RING, &Arc::default());
         for (symbol, after_count) in [
             ("cuMemHostRegister_v2", 0),
             ("cuMemHostRegister_v2", 1),

@@ -17,7 +17,8 @@ use engines::paused_disk;
 use fake_gpu::{TO_DEVICE, TO_HOST, on_a_fake_gpu};
 use round_trip::scratch;
 use staged_way::{
-    LEN, LONG, RING, begun, full, load, open, open_bounded, open_with, save, until, until_empty,
+    LEN, LONG, RING, begun, full, grow_tier, load, open, open_bounded, open_with, pinned_bytes,
+    save, until, until_empty,
 };
 
 #[test]
@@ -67,19 +68,19 @@ fn the_slot_of_a_write_that_nobody_wants_waits_for_the_disk() {
         let (stream, source) = (gpu.stream(), gpu.allocate(LEN));
         stream.fill(&source, 1);
         let try_save = |tier| staging.save(source.range(), stream.handle(), tier).unwrap();
-        staging.grow_tier(LEN).unwrap();
+        grow_tier(&staging, LEN);
         let stays = begun(try_save(Tier::Pinned));
         until(&staging, || stays.is_settled());
         // One that the disk has begun; another is cancelled, and its slot is free.
         loop {
             let unwanted = begun(try_save(Tier::Disk));
             until(&staging, || full(try_save(Tier::Disk)) == Full::DiskBehind);
-            let before = staging.pinned_bytes().1;
+            let before = pinned_bytes(&staging).1;
             drop(unwanted);
             // The worker has looked at the writes once a load has come and gone.
             assert!(stream.read(&load(gpu, &staging, &stream, &stays)) == vec![1; LEN]);
-            until(&staging, || staging.pinned_bytes().1 <= before);
-            if staging.pinned_bytes().1 == before {
+            until(&staging, || pinned_bytes(&staging).1 <= before);
+            if pinned_bytes(&staging).1 == before {
                 break;
             }
         }
@@ -98,12 +99,12 @@ fn tensors_that_stay_have_pinned_memory_of_their_own() {
         let source = gpu.allocate(LEN);
         let save_to = |tier| staging.save(source.range(), stream.handle(), tier).unwrap();
         assert_eq!(full(save_to(Tier::Pinned)), Full::Pinned, "there is none yet");
-        let ring_bytes = staging.pinned_bytes().0;
-        staging.grow_tier(LEN).unwrap();
+        let ring_bytes = pinned_bytes(&staging).0;
+        grow_tier(&staging, LEN);
         // Longer than any slot of what goes to the disk.
-        staging.grow_tier(RING.down + 1).unwrap();
-        assert!(staging.tier_bytes().0 > LEN + RING.down);
-        assert_eq!(staging.pinned_bytes().0, ring_bytes + staging.tier_bytes().0);
+        grow_tier(&staging, RING.down + 1);
+        assert!(staging.tier().bytes().0 > LEN + RING.down);
+        assert_eq!(pinned_bytes(&staging).0, ring_bytes + staging.tier().bytes().0);
         let large = gpu.allocate(RING.down + 1);
         let of_large = staging.save(large.range(), stream.handle(), Tier::Pinned).unwrap();
         stream.fill(&source, 3);
@@ -185,7 +186,7 @@ fn a_tensor_that_stays_may_lie_in_several_blocks() {
         let save = || staging.save(source.range(), stream.handle(), Tier::Pinned).unwrap();
         for _ in 0..3 {
             assert_eq!(full(save()), Full::Pinned);
-            staging.grow_tier(2 << 20).unwrap();
+            grow_tier(&staging, 2 << 20);
         }
         let staged = begun(save());
         assert_eq!(full(save()), Full::Pinned);

@@ -347,7 +347,7 @@ def test_pinned_tensors_fit_and_meet_the_deadlines_of_their_link(
     assert not made.pinned & made.keep
     assert {item.gpu for item in pinned} <= {0}, "the other GPU's copies do not go there"
     pages = sum(math.ceil(item.nbytes / PAGE_BYTES) * PAGE_BYTES for item in pinned)
-    assert made.pinned_bytes == ({0: pages} if pinned else {})
+    assert made.pinned_bytes == pages
     assert pages <= host_bytes
     taken = offloaded(items, made)
     assert made.written_bytes == sum(item.nbytes for item in taken if item.key not in made.pinned)
@@ -379,7 +379,7 @@ def test_the_last_that_leave_stay_pinned_and_the_disk_is_written_less() -> None:
     assert len(offloaded(items, alone)) + 9 <= len(offloaded(items, made))
     last = [item.key for item in offloaded(items, made)][-10:]
     assert made.pinned == set(last)
-    assert made.pinned_bytes == {0: host_bytes}
+    assert made.pinned_bytes == host_bytes
     # A disk that could take all is spared what has room.
     fast = Rates(1e12, 1e12, {0: Copies(1e12, 1e12)})
     spared = plan(items, fast, host_bytes)
@@ -403,12 +403,12 @@ def test_bolder_plans_find_their_memory_pinned() -> None:
     items = on_gpus(stack(100, 10 * MIB, 0.002, 0.004), 0)
     rates = Rates(1e9, 1e9, {0: Copies(4e9, 8e9)})
     policy.learn(1, items, rates, 0.0)
-    room_bytes = policy.pinned_bytes_max(1)[0]
-    assert room_bytes < 2 * policy.plans[1].pinned_bytes[0]
+    room_bytes = policy.pinned_bytes_max(1)
+    assert room_bytes < 2 * policy.plans[1].pinned_bytes
     for _ in range(10):
         policy.learn(1, items, rates, 0.0)
-        assert policy.plans[1].pinned_bytes[0] <= room_bytes
-    assert policy.pinned_bytes_max(2) == {}
+        assert policy.plans[1].pinned_bytes <= room_bytes
+    assert policy.pinned_bytes_max(2) == 0
 
 
 def test_what_is_too_long_for_its_way_to_the_disk_is_not_planned() -> None:

@@ -162,13 +162,11 @@ class Prefetcher:
 
     def _pin(self, signature: int) -> None:
         """Pin the memory in which tensors of GPUs stay by plan, and by bolder plans."""
-        for gpu, nbytes in self._policy.pinned_bytes_max(signature).items():
-            try:
-                self._transfer.pin_for_tier(gpu, nbytes)
-            except SsdtrainError as error:
-                self._policy.forgo_host_memory()
-                self._notices.say("max_host_bytes", "no tensor stays in pinned memory: %s", error)
-                return
+        try:
+            self._transfer.pin_for_tier(self._policy.pinned_bytes_max(signature))
+        except SsdtrainError as error:
+            self._policy.forgo_host_memory()
+            self._notices.say("max_host_bytes", "no tensor stays in pinned memory: %s", error)
 
     def scope(self, opening: int, gpu: int | None) -> Scope:
         """Return how much of the new round is followed; its first tensor is on ``gpu``."""

@@ -139,8 +139,8 @@ class Plan:
     """The longest time between two needs. Needs begin reads, so a read may begin so late."""
     pinned: frozenset[int] = frozenset()
     """Keys of the tensors that leave their GPU and stay in pinned memory."""
-    pinned_bytes: dict[int, int] = field(default_factory=dict)
-    """Pinned memory that these need, by GPU."""
+    pinned_bytes: int = 0
+    """Pinned memory that these need."""
     rematerialized: frozenset[int] = frozenset()
     """Keys of the tensors that are made again."""
     rematerialized_bytes: int = 0
@@ -149,8 +149,7 @@ class Plan:
     @property
     def leaving_bytes(self) -> int:
         """Bytes that do not stay where they are; in pinned memory they count with whole pages."""
-        moved_bytes = self.written_bytes + sum(self.pinned_bytes.values())
-        return moved_bytes + self.rematerialized_bytes
+        return self.written_bytes + self.pinned_bytes + self.rematerialized_bytes
 
 
 def plan(items: Sequence[Item], rates: Rates, host_bytes: int = 0) -> Plan:
@@ -175,14 +174,9 @@ def plan(items: Sequence[Item], rates: Rates, host_bytes: int = 0) -> Plan:
     pinned = {key: nbytes for key, (_, nbytes) in leaving.items() if nbytes is not None}
     needed_s = {item.key: item.needed_s for item in items}
     gaps = [after - before for before, after in pairwise(sorted(needed_s.values()))]
-    pinned_bytes: dict[int, int] = {}
-    written_bytes = 0
-    for item in items:
-        if item.key in pinned:
-            assert item.gpu is not None
-            pinned_bytes[item.gpu] = pinned_bytes.get(item.gpu, 0) + pinned[item.key]
-        elif item.key in starts:
-            written_bytes += item.nbytes
+    written_bytes = sum(
+        item.nbytes for item in items if item.key in starts and item.key not in pinned
+    )
     longest_gap_s = max(gaps, default=0.0)
     return Plan(
         keep,
@@ -191,7 +185,7 @@ def plan(items: Sequence[Item], rates: Rates, host_bytes: int = 0) -> Plan:
         written_bytes,
         longest_gap_s,
         frozenset(pinned),
-        pinned_bytes,
+        sum(pinned.values()),
     )
 
 
@@ -271,17 +265,16 @@ class Policy:
             known = self._basis.get(signature)
         return None if known is None else (known.rates, known.caution)
 
-    def pinned_bytes_max(self, signature: int) -> dict[int, int]:
-        """Return by GPU the pinned memory that the boldest plan of this kind needs.
+    def pinned_bytes_max(self, signature: int) -> int:
+        """Return the pinned memory that the boldest plan of this kind needs.
 
         Bytes that hide grow with the rates. To pin takes long, so it is not done again and again.
         """
         with self._learning:
             made, basis = self.plans.get(signature), self._basis.get(signature)
             if made is None or basis is None:
-                return {}
-            more = CAUTION_MAX / basis.caution
-            return {gpu: math.ceil(nbytes * more) for gpu, nbytes in made.pinned_bytes.items()}
+                return 0
+            return math.ceil(made.pinned_bytes * CAUTION_MAX / basis.caution)
 
     def knows(self, key: int) -> bool:
         """Return whether a plan was made with this key in it."""

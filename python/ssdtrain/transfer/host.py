@@ -48,10 +48,10 @@ class HostTransfer:
             RATE_GUESS if write is None else write, RATE_GUESS if read is None else read, copies
         )
 
-    def pin_for_tier(self, gpu: int, nbytes: int) -> None:
-        """Pin ``nbytes`` of the CPU's memory for tensors of a GPU that stay there by plan."""
+    def pin_for_tier(self, nbytes: int) -> None:
+        """Pin ``nbytes`` of the CPU's memory for tensors of GPUs that stay there by plan."""
         if self.gpus is not None:
-            self.gpus.pin_for_tier(gpu, nbytes)
+            self.gpus.pin_for_tier(nbytes)
 
     def refusals(self) -> list[tuple[SsdtrainError, int]]:
         """Return errors of writes whose bytes have left the GPU, since the last call.

@@ -13,7 +13,7 @@ use ssdtrain_core as core;
 use ssdtrain_core::cuda::gpu::Gpu;
 use ssdtrain_core::cuda::stream::{Event, UserStream};
 use ssdtrain_core::cufile::library::Library;
-use ssdtrain_core::staging::{Full, PinnedBytes, Staging};
+use ssdtrain_core::staging::{Full, PinnedBytes, PinnedTier, Staging};
 
 use crate::error::to_python;
 use crate::gpu_calls::{GpuStream, SeenStreams, TorchCalls};
@@ -46,7 +46,8 @@ pub struct Gpus {
     pinned: PinnedBytes,
     /// The same on a GPU, for tensors that go past the CPU's memory.
     ring: PinnedBytes,
-    /// The most pinned memory in which tensors of all GPUs may stay.
+    /// The pinned memory in which tensors of all GPUs may stay, and its most bytes.
+    tier: Arc<PinnedTier>,
     tier_bytes_max: usize,
     /// Function: the path of cuFile for a GPU and if its compatibility mode is allowed, or `None`.
     choose_direct: Py<PyAny>,
@@ -157,6 +158,7 @@ impl Gpus {
             store,
             pinned,
             ring,
+            tier: Arc::default(),
             tier_bytes_max,
             choose_direct,
             direct_refused,
@@ -174,7 +176,8 @@ impl Gpus {
 
     /// Bytes of pinned memory, and how many of them are in use.
     fn pinned_bytes(&self) -> (usize, usize) {
-        self.slot_bytes(false)
+        let (ways, tier) = (self.slot_bytes(false), self.tier.bytes());
+        (ways.0 + tier.0, ways.1 + tier.1)
     }
 
     /// Bytes of GPUs' memory for GPUDirect Storage, and how many of them are in use.
@@ -219,17 +222,15 @@ impl Gpus {
         self.ways().iter().map(|(_, way)| way.staging.counts().staying_bytes).sum()
     }
 
-    /// Pins memory until `nbytes` of a GPU's tensors can stay there, or the limit is reached. Does
-    /// nothing for a GPU whose tensors go past the CPU's memory.
-    fn pin_for_tier(&self, py: Python<'_>, gpu: usize, nbytes: usize) -> PyResult<()> {
-        let Some(way) = self.known(gpu).filter(|way| !way.is_direct) else { return Ok(()) };
-        while way.staging.tier_bytes().0 < nbytes {
-            let used: usize = self.ways().iter().map(|(_, way)| way.staging.tier_bytes().0).sum();
-            let block_bytes = TIER_BLOCK_BYTES.min(self.tier_bytes_max.saturating_sub(used));
-            if block_bytes == 0 {
-                break;
-            }
-            raised(py, py.detach(|| way.staging.grow_tier(block_bytes)))?;
+    /// Pins memory until `nbytes` of the GPUs' tensors can stay there, or the limit is reached.
+    /// Does nothing if the tensors of all of them go past the CPU's memory.
+    fn pin_for_tier(&self, py: Python<'_>, nbytes: usize) -> PyResult<()> {
+        let found = self.ways().iter().find(|(_, way)| !way.is_direct).map(|(gpu, _)| *gpu);
+        let Some(gpu) = found else { return Ok(()) };
+        while self.tier.bytes().0 < nbytes.min(self.tier_bytes_max) {
+            let left_bytes = self.tier_bytes_max.saturating_sub(self.tier.bytes().0);
+            let grow = || self.tier.grow(&Gpu::get(gpu)?, left_bytes.min(TIER_BLOCK_BYTES));
+            raised(py, py.detach(grow))?;
         }
         Ok(())
     }
@@ -274,7 +275,9 @@ impl Gpus {
             Some(_) => (true, self.ring),
             None => (false, self.pinned),
         };
-        let open = || Staging::open(&Gpu::get(gpu)?, Arc::clone(&self.store), self.pinned);
+        let open = || {
+            Staging::open(&Gpu::get(gpu)?, Arc::clone(&self.store), self.pinned, &self.tier)
+        };
         let opened = direct.map_or_else(|| py.detach(open), Ok);
         Ok(opened.map(|staging| self.enter(gpu, staging, is_direct, memory)))
     }

@@ -42,6 +42,7 @@ use crate::staging::staged::Parcel;
 use crate::store::TensorStore;
 
 pub use loading::Loading;
+pub use pinned_tier::PinnedTier;
 pub use shared::PinnedBytes;
 pub use staged::{Staged, Tier};
 
@@ -117,10 +118,16 @@ pub struct CopyRates {
 pub struct Staging(Option<Arc<Shared>>);
 
 impl Staging {
-    /// Pins the memory and starts the worker. Call it while nothing waits for the GPU.
-    pub fn open(gpu: &Arc<Gpu>, store: Arc<TensorStore>, pinned: PinnedBytes) -> Result<Self> {
+    /// Pins the memory and starts the worker. Call it while nothing waits for the GPU. Tensors that
+    /// stay lie in `tier`, which other stagings may use as well.
+    pub fn open(
+        gpu: &Arc<Gpu>,
+        store: Arc<TensorStore>,
+        pinned: PinnedBytes,
+        tier: &Arc<PinnedTier>,
+    ) -> Result<Self> {
         let pool = |nbytes| PinnedPool::new(gpu, nbytes);
-        let shared = Arc::new(Shared::open(gpu, store, pinned, pool)?);
+        let shared = Arc::new(Shared::open(gpu, store, pinned, Arc::clone(tier), pool)?);
         worker::start(&shared)?;
         Ok(Self(Some(shared)))
     }
@@ -134,7 +141,7 @@ impl Staging {
         library: &'static Library,
     ) -> Result<Self> {
         let pool = |nbytes| PinnedPool::on_gpu(gpu, library, nbytes);
-        let shared = Arc::new(Shared::open(gpu, store, ring, pool)?);
+        let shared = Arc::new(Shared::open(gpu, store, ring, Arc::default(), pool)?);
         worker::start(&shared)?;
         Ok(Self(Some(shared)))
     }
@@ -330,21 +337,15 @@ impl Staging {
         (self.whole_bytes_max() / 2 / PAGE_BYTES * PAGE_BYTES).max(PAGE_BYTES)
     }
 
-    /// Bytes of pinned memory, and the bytes of it in slots.
+    /// Bytes of the memory through which tensors pass, and the bytes of it in slots.
     pub fn pinned_bytes(&self) -> (usize, usize) {
-        let pools = [&self.shared().down.pool, &self.shared().up.pool];
-        let sizes = pools.iter().map(|pool| (pool.len(), pool.live_bytes()));
-        sizes.fold(self.tier_bytes(), |sum, pool| (sum.0 + pool.0, sum.1 + pool.1))
+        let (down, up) = (&self.shared().down.pool, &self.shared().up.pool);
+        (down.len() + up.len(), down.live_bytes() + up.live_bytes())
     }
 
-    /// Bytes of the pinned memory in which tensors stay, and the bytes of it in slots.
-    pub fn tier_bytes(&self) -> (usize, usize) {
-        self.shared().tier.bytes()
-    }
-
-    /// Pins another block for tensors that stay there. Call it between steps.
-    pub fn grow_tier(&self, nbytes: usize) -> Result<()> {
-        self.shared().tier.grow(&self.shared().gpu, nbytes)
+    /// The pinned memory in which tensors stay.
+    pub fn tier(&self) -> &Arc<PinnedTier> {
+        &self.shared().tier
     }
 
     /// Refuses new work and waits until nothing is under way: copies have ended, writes have ended,

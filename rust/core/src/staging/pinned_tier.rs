@@ -1,7 +1,8 @@
 //! Pinned memory in which tensors of a GPU stay by plan, so that they never go to the disk.
 //!
 //! It is separate from the slots that tensors pass through, so that those keep their room. It grows
-//! between steps, in blocks, and is freed with the staging of its GPU.
+//! between steps, in blocks. The driver pins a block for every GPU, so all GPUs of a session share
+//! them, and it is freed with the last staging.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -14,12 +15,12 @@ use crate::memory::pinned::{PinnedPool, PinnedSlot, cut};
 const PART_BYTES: usize = 32 << 20;
 const PART_BYTES_MIN: usize = 1 << 20;
 
-/// The blocks of one GPU.
+/// The blocks of a session.
 #[derive(Debug, Default)]
 pub struct PinnedTier(Mutex<Vec<Arc<PinnedPool>>>);
 
 impl PinnedTier {
-    /// Pins another block.
+    /// Pins another block, with the driver of any GPU. Call it between steps.
     pub fn grow(&self, gpu: &Arc<Gpu>, nbytes: usize) -> Result<()> {
         let pool = PinnedPool::new(gpu, nbytes)?;
         self.pools().push(pool);

@@ -81,7 +81,7 @@ pub struct Shared {
     pub copies: Arc<EventPool>,
     pub down: Lane,
     pub up: Lane,
-    pub tier: PinnedTier,
+    pub tier: Arc<PinnedTier>,
     pub mailbox: Arc<Mailbox>,
     /// Number of saves whose copy has not been seen to end, and of saves whose write has not.
     pub copying_count: AtomicUsize,
@@ -110,6 +110,7 @@ impl Shared {
         gpu: &Arc<Gpu>,
         store: Arc<TensorStore>,
         pinned: PinnedBytes,
+        tier: Arc<PinnedTier>,
         pool: impl Fn(usize) -> Result<Arc<PinnedPool>>,
     ) -> Result<Self> {
         let lane = |nbytes| {
@@ -124,7 +125,7 @@ impl Shared {
             copies: EventPool::timed(gpu),
             down: lane(pinned.down)?,
             up: lane(pinned.up)?,
-            tier: PinnedTier::default(),
+            tier,
             mailbox: Arc::default(),
             copying_count: AtomicUsize::new(0),
             writing_count: AtomicUsize::new(0),
