@@ -387,18 +387,29 @@ def test_tensors_of_the_cpu_have_moments_of_those_of_the_gpu(fake: FakeDevice) -
 
 
 @on_fake_device(devices=2)
-def test_a_round_on_two_gpus_is_learned_by_the_moments_of_the_hooks(fake: FakeDevice) -> None:
-    leaves = [torch.randn(ELEMENTS, device=f"cuda:{gpu}", requires_grad=True) for gpu in (0, 1)]
+def test_a_round_on_two_gpus_has_the_clock_of_each(fake: FakeDevice) -> None:
+    leaves = [made(0), made(0).detach().to("cuda:1").requires_grad_()]
     with offloaded(pinned_bytes=64 << 20) as session:
         for _ in range(2):
-            first, second = (chain(leaf, 1).sum() for leaf in leaves)
-            (first + second.to("cuda:0")).backward()
-            torch.cuda.synchronize(0)
+            first, second = (chain(leaf, COUNT).sum() for leaf in leaves)
+            loss = first + second.to("cuda:0")
+            del first, second
+            settle(session)
+            held_back(fake, loss)
+            del loss
             torch.cuda.synchronize(1)
         chain(leaves[0], 1)
         (recorded,) = session._hooks.prefetcher.recorded.values()
-        assert {item.gpu for item in recorded.items} == {0, 1}
-        assert recorded.began_s > 0, "it is a moment of the session, and not of a GPU"
+        assert recorded.began_s == 0, "it is a moment of GPUs, and not of the session"
+        for gpu in (0, 1):
+            items = [item for item in recorded.items if item.gpu == gpu]
+            assert len(items) == COUNT
+            packed_s = [item.packed_s for item in items]
+            assert packed_s == sorted(packed_s)
+            assert all(item.needed_s >= packed_s[-1] for item in items)
+        # The hooks know nothing of it.
+        assert session.stats.gpu_stall_s >= 2 * HELD_S - 1e-3
+    assert fake.races() == []
 
 
 @on_fake_device(devices=2)

@@ -87,8 +87,8 @@ pub fn load<'gpu>(
 
 /// Bytes of pinned memory, and the bytes of it in slots.
 pub fn pinned_bytes(staging: &Staging) -> (usize, usize) {
-    let (passing, staying) = (staging.pinned_bytes(), staging.tier().bytes());
-    (passing.0 + staying.0, passing.1 + staying.1)
+    let (ring, tier) = (staging.pinned_bytes(), staging.tier().bytes());
+    (ring.0 + tier.0, ring.1 + tier.1)
 }
 
 /// Pins another block for tensors that stay there.

@@ -286,13 +286,32 @@ def test_it_is_told_when_each_has_been_copied_where_the_rate_is_known() -> None:
     for item in items:
         if item in taken and item.gpu in ended_s:
             # Caution is for the amount. A copy ends when it ends.
-            packed_s = item.packed_s - items[0].packed_s
+            packed_s = item.packed_s - items[item.gpu].packed_s
             ended_s[item.gpu] = (
                 max(ended_s[item.gpu], packed_s) + item.nbytes / copies[item.gpu].down
             )
         known = item in taken and item.gpu in ended_s
         expected[item.key] = pytest.approx(ended_s[item.gpu]) if known else None
     assert copied_s(policy, items) == expected
+
+
+def test_moments_on_each_gpu_begin_with_its_first_pack() -> None:
+    items = on_gpus(stack(20, 10 * MIB, 0.002, 0.004), 0)
+    items = [item._replace(gpu=1) if place >= 10 else item for place, item in enumerate(items)]
+    policy = Policy()
+    policy.learn(7, items, Rates(16e9, 16e9), 0.0)
+    for item in items:
+        began_s = items[10 * (item.gpu or 0)].packed_s
+        assert policy.moments[item.key][:2] == (item.packed_s - began_s, item.needed_s - began_s)
+
+
+def test_what_is_packed_late_on_another_gpu_lends_no_time() -> None:
+    items = stack(20, 100 * MIB, 0.01, 1.0)
+    late = items[-1]._replace(key=99, packed_s=items[-1].packed_s + 5, gpu=1)
+    rates = Rates(1e12, 1e12, {0: Copies(5e9, 5e9)})
+    alone = plan(on_gpus(items, 0), rates)
+    beside = plan([*on_gpus(items, 0), late], rates)
+    assert offloaded(items, beside) == offloaded(items, alone) != items
 
 
 def test_what_was_measured_tells_the_end_of_a_copy() -> None:

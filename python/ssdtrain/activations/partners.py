@@ -170,7 +170,7 @@ class Planning(Protocol):
 
     @property
     def moments(self) -> dict[int, tuple[float, float, float | None]]:
-        """By the key of a tensor on a GPU, seconds since the first pack of its round.
+        """By the key of a tensor on a GPU, seconds since the first pack of its round there.
 
         The three are its pack, its need and, if it leaves, the end of its copy from the GPU.
         """

@@ -220,13 +220,14 @@ class Policy:
         self.sources: set[int] = set()
         """Keys of the tensors that others are made from."""
         self.moments: dict[int, tuple[float, float, float | None]] = {}
-        """By the key of a tensor on a GPU, seconds since the first pack of its round: its pack and
-        its need by the last plan, and, if it leaves, the end of its copy, as it was measured last
-        or else by the rate of the copies."""
+        """By the key of a tensor on a GPU, seconds since its round first packed a tensor there: its
+        pack and its need by the last plan, and, if it leaves, the end of its copy, as it was
+        measured last or else by the rate of the copies."""
         self.made_count = 0
         """The number of plans that were made. Each round notes it when it begins."""
         self._copied_s: dict[int, float] = {}
-        """By key, the end of the last copy from a GPU, in seconds since its round began."""
+        """By key, the end of the last copy from a GPU, in seconds since its round's first pack
+        there."""
         self._host_bytes = host_bytes
         self._learning = threading.RLock()
         """Sessions of the same `offload` object learn together, each under its own lock; a handler
@@ -292,7 +293,7 @@ class Policy:
             self._basis.clear()
 
     def note_copied(self, copied: Sequence[tuple[int, float]]) -> None:
-        """Note when tensors had been copied from their GPU, in seconds since their round began."""
+        """Note when tensors had been copied, in seconds since the first pack on their GPU."""
         with self._learning:
             self._copied_s.update(copied)
             for key, copied_s in copied:
@@ -396,11 +397,12 @@ class Policy:
 
     def _set_moments(self, items: Sequence[Item], made: Plan, rates: Rates) -> None:
         """Tell when each tensor of a GPU is packed and needed, and when its copy has ended."""
-        began_s = items[0].packed_s
+        first_s: dict[int, float] = {}
         ended_s: dict[int, float] = {}
         for item in items:
             if item.gpu is None:
                 continue
+            began_s = first_s.setdefault(item.gpu, item.packed_s)
             packed_s, copied_s = item.packed_s - began_s, None
             if item.key not in made.keep | made.rematerialized:
                 # What was never copied follows on what was, at the rate of the copies.

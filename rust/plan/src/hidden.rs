@@ -143,15 +143,18 @@ impl Links {
     fn starts(&self, items: &[Item], mut leaving: Vec<Leaving>) -> Option<Vec<Leaving>> {
         let mut copied_s = PerGpu::new(0.0);
         let (mut away_s, mut end_s) = (Vec::with_capacity(leaving.len()), 0.0_f64);
-        let last_packed_s =
-            items.iter().map(|item| item.packed_s).fold(f64::NEG_INFINITY, f64::max);
+        let mut last_packed_s = PerGpu::new(f64::NEG_INFINITY);
+        for item in items {
+            let last_packed_s = last_packed_s.of(item.gpu);
+            *last_packed_s = last_packed_s.max(item.packed_s);
+        }
         for entry in &leaving {
             let item = &items[entry.place];
             // The disk gets a tensor of a GPU after it was copied, which is later if the link is
             // behind.
             let copied_s = copied_s.of(item.gpu);
             *copied_s = copied_s.max(item.packed_s) + item.nbytes as f64 / self.copies_of(item).0;
-            if item.gpu.is_some() && *copied_s > last_packed_s {
+            if item.gpu.is_some() && *copied_s > *last_packed_s.of(item.gpu) {
                 return None;
             }
             if !entry.is_pinned {

@@ -14,7 +14,7 @@ pub struct ByPlan {
     pub tier: Tier,
     /// The policy's name for it; `None` if no plan is asked.
     pub key: Option<i64>,
-    /// The end of its copy, in seconds since the first pack of its round.
+    /// The end of its copy, in seconds since the first pack of its round on its GPU.
     pub copied_s: Option<f64>,
 }
 

@@ -1,15 +1,19 @@
 //! The times of rounds on a GPU, by the clock of the GPU.
 //!
 //! Python runs ahead of a GPU, so the moments of hooks are not those of the GPU. A round that
-//! begins on a GPU records events on its streams: at its beginning, and at packs and needs of its
-//! tensors. The policy learns from the round once the GPU has reached all of them. Clocks of GPUs
-//! differ, so a round with tensors of several GPUs has the moments of the hooks instead; so has a
-//! round that began while a CUDA graph was being captured. If Python is so far ahead that too many
-//! rounds have events already, the next rounds get none, and nothing is learned from them.
+//! begins on a GPU records events on the streams of each of its GPUs: at the first pack there, and
+//! at packs and needs of its tensors. The policy learns from the round once the GPUs have reached
+//! all of them. A round with tensors that were packed while a CUDA graph was being captured has the
+//! moments of the hooks instead. If Python is so far ahead that too many rounds have events
+//! already, the next rounds get none, and nothing is learned from them.
+//!
+//! No event tells how the clocks of two GPUs differ. The hooks' moments of their first packs stand
+//! for that: plans compare times of two GPUs only where these share the disk.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
 
 use pyo3::prelude::*;
 use ssdtrain_core as core;
@@ -45,8 +49,19 @@ struct Marked {
     round: SharedRound,
     /// Its number in the order of beginning.
     number: u64,
+    began: Instant,
+    /// The clock of the GPU of its first tensor, and those of its other GPUs.
+    clocks: Vec<Clock>,
+    /// True if a GPU has no clock, as a CUDA graph was being captured.
+    is_unclear: bool,
+}
+
+/// The events of a round on one GPU.
+struct Clock {
     gpu: usize,
+    /// Its first event, and that moment by the hooks since the round began.
     begun: Arc<Event>,
+    begun_s: f64,
     packed: Marks,
     needed: Marks,
     /// For each load, the event of the need and the event of its end.
@@ -55,7 +70,6 @@ struct Marked {
     noted: Noted,
     /// Key and event of the storage that is needed now, until its load is known.
     needed_now: Option<(i64, Arc<Event>)>,
-    has_other_gpus: bool,
 }
 
 /// The events of the packs, or of the needs, of a round.
@@ -78,14 +92,15 @@ pub enum StorageUse {
     },
 }
 
-/// The times of a round by the clock of its GPU, in seconds since it began.
+/// The times of a round by the clocks of its GPUs, in seconds since it began.
+#[derive(Default)]
 pub struct GpuTimes {
     pub items: Vec<Item>,
-    /// By key, the ends of the copies from the GPU.
+    /// By key, the ends of the copies from a GPU, since the first pack there.
     pub copied: Vec<(i64, f64)>,
     /// The moment of the last need.
     pub ended_s: f64,
-    /// The waits of the GPU for loads.
+    /// The waits of the GPUs for loads.
     pub load_stall_s: f64,
     /// The same with the waits for copies that should have ended by the plan.
     pub stall_s: f64,
@@ -122,7 +137,8 @@ impl GpuClock {
         Ok(())
     }
 
-    /// Notes that a storage is packed, or needed, on this stream now, or on the CPU (`None`).
+    /// Notes that a storage is packed, or needed, on this stream now, or on the CPU (`None`); its
+    /// moments are then those of the round's first GPU.
     pub fn note(
         &self,
         py: Python<'_>,
@@ -134,15 +150,10 @@ impl GpuClock {
         let is_due = {
             let mut marked = self.marked();
             let Some(marked_round) = find(&mut marked, round) else { return Ok(()) };
-            marked_round.has_other_gpus |=
-                stream.is_some_and(|stream| stream.gpu != marked_round.gpu);
-            let is_wanted = match used {
-                StorageUse::Needed { waits: true } => true,
-                StorageUse::Packed | StorageUse::Needed { waits: false } => {
-                    marked_round.marks(used).is_due(key, nbytes)
-                }
-            };
-            is_wanted && !marked_round.has_other_gpus && stream.is_some()
+            match (marked_round.clock(stream), used) {
+                (None, _) | (_, StorageUse::Needed { waits: true }) => true,
+                (Some(clock), _) => clock.marks(used).is_due(key, nbytes),
+            }
         };
         // `record` releases the GIL, because a full stream makes the program wait.
         let event = match stream {
@@ -150,10 +161,18 @@ impl GpuClock {
             _ => None,
         };
         if let Some(marked_round) = find(&mut self.marked(), round) {
+            let clock = match (marked_round.clock(stream), stream, &event) {
+                (Some(clock), ..) => clock,
+                (None, Some(stream), Some(event)) => marked_round.begin(stream.gpu, event),
+                (None, ..) => {
+                    marked_round.is_unclear = true;
+                    return Ok(());
+                }
+            };
             if used != StorageUse::Packed {
-                marked_round.needed_now = event.clone().map(|event| (key, event));
+                clock.needed_now = event.clone().map(|event| (key, event));
             }
-            marked_round.marks(used).enter(key, nbytes, event);
+            clock.marks(used).enter(key, nbytes, event);
         }
         Ok(())
     }
@@ -162,19 +181,23 @@ impl GpuClock {
     pub fn note_load(&self, round: &SharedRound, key: i64, loaded: Arc<Event>) {
         let mut marked = self.marked();
         let Some(marked_round) = find(&mut marked, round) else { return };
-        // After another need the GPU has done other work as well.
-        if let Some((of, needed)) = marked_round.needed_now.take()
-            && of == key
-        {
-            marked_round.loads.push((needed, loaded));
+        for clock in &mut marked_round.clocks {
+            // After another need the GPU has done other work as well.
+            if let Some((_, needed)) = clock.needed_now.take_if(|(of, _)| *of == key) {
+                clock.loads.push((needed, loaded));
+                return;
+            }
         }
     }
 
-    /// Notes copies from the round's GPU, and waits of its streams for copies of memory that was
+    /// Notes copies from a GPU of the round, and waits of its streams for copies of memory that was
     /// let go.
-    pub fn note_waits(&self, round: &SharedRound, noted: Noted) {
-        if let Some(marked_round) = find(&mut self.marked(), round) {
-            marked_round.noted.extend(noted);
+    pub fn note_waits(&self, round: &SharedRound, stream: GpuStream, noted: Noted) {
+        let mut marked = self.marked();
+        let found =
+            find(&mut marked, round).and_then(|marked_round| marked_round.clock(Some(stream)));
+        if let Some(clock) = found {
+            clock.noted.extend(noted);
         }
     }
 
@@ -231,17 +254,60 @@ impl GpuClock {
 
 impl Marked {
     fn new(round: SharedRound, number: u64, gpu: usize, begun: Arc<Event>) -> Self {
+        let clocks = vec![Clock::new(gpu, begun, 0.0)];
+        Self { round, number, began: Instant::now(), clocks, is_unclear: false }
+    }
+
+    /// The clock of a stream's GPU, if that has one; of no stream, that of the first GPU.
+    fn clock(&mut self, stream: Option<GpuStream>) -> Option<&mut Clock> {
+        let is_its_own = |clock: &&mut Clock| stream.is_none_or(|stream| stream.gpu == clock.gpu);
+        self.clocks.iter_mut().find(is_its_own)
+    }
+
+    /// Begins the clock of another GPU.
+    fn begin(&mut self, gpu: usize, begun: &Arc<Event>) -> &mut Clock {
+        let begun_s = self.began.elapsed().as_secs_f64();
+        self.clocks.push(Clock::new(gpu, Arc::clone(begun), begun_s));
+        self.clocks.last_mut().expect("it was pushed")
+    }
+
+    fn events(&self) -> impl Iterator<Item = &Arc<Event>> {
+        self.clocks.iter().flat_map(Clock::events)
+    }
+
+    fn times(&self, items: &[Item]) -> Option<GpuTimes> {
+        if self.is_unclear {
+            return None;
+        }
+        let mut times = GpuTimes::default();
+        let mut found: Vec<_> = Vec::new();
+        for clock in &self.clocks {
+            found.push((clock, clock.read(&mut times)?));
+        }
+        for item in items {
+            let is_its_own =
+                |(clock, _): &&(&Clock, _)| item.gpu.is_none_or(|gpu| gpu == clock.gpu);
+            let (clock, (packed_s, needed_s)) = found.iter().find(is_its_own)?;
+            let packed_s = *packed_s.get(*clock.packed.places.get(&item.key)?)?;
+            let needed_s = *needed_s.get(*clock.needed.places.get(&item.key)?)?;
+            // A stall of another stream may lie between the two moments.
+            times.items.push(Item { packed_s, needed_s: needed_s.max(packed_s), ..*item });
+        }
+        Some(times)
+    }
+}
+
+impl Clock {
+    fn new(gpu: usize, begun: Arc<Event>, begun_s: f64) -> Self {
         Self {
-            round,
-            number,
             gpu,
             packed: Marks { events: vec![Arc::clone(&begun)], ..Marks::default() },
             begun,
+            begun_s,
             needed: Marks::default(),
             loads: Vec::new(),
             noted: Noted::default(),
             needed_now: None,
-            has_other_gpus: false,
         }
     }
 
@@ -257,10 +323,8 @@ impl Marked {
         self.loads.iter().map(|(_, loaded)| loaded).chain(self.noted.events()).chain(marks)
     }
 
-    fn times(&self, items: &[Item]) -> Option<GpuTimes> {
-        if self.has_other_gpus {
-            return None;
-        }
+    /// Adds its copies and its stalls to `times`; returns the moments of packs and of needs.
+    fn read(&self, times: &mut GpuTimes) -> Option<(Vec<f64>, Vec<f64>)> {
         let since_begun = |event: &Event| event.seconds_since(&self.begun);
         let mut stalls = Vec::new();
         for (needed, loaded) in &self.loads {
@@ -276,29 +340,20 @@ impl Marked {
         }
         let (stalls, waits) = (Stalls::of(stalls), Stalls::of(waits));
         let times_of = |marks: &Marks| -> Option<Vec<f64>> {
-            marks.events.iter().map(|event| since_begun(event)).collect()
+            let moments_s = marks.events.iter().map(|event| since_begun(event));
+            let stands_still = |moment_s| self.begun_s + moment_s - waits.before(moment_s);
+            moments_s.map(|moment_s| moment_s.map(stands_still)).collect()
         };
-        let (mut packed_s, mut needed_s) = (times_of(&self.packed)?, times_of(&self.needed)?);
-        for moment_s in packed_s.iter_mut().chain(&mut needed_s) {
-            *moment_s -= waits.before(*moment_s);
-        }
-        let timed = |item: &Item| {
-            let packed_s = *packed_s.get(*self.packed.places.get(&item.key)?)?;
-            let needed_s = *needed_s.get(*self.needed.places.get(&item.key)?)?;
-            // A stall of another stream may lie between the two moments.
-            Some(Item { packed_s, needed_s: needed_s.max(packed_s), ..*item })
-        };
+        let (packed_s, needed_s) = (times_of(&self.packed)?, times_of(&self.needed)?);
         // The link copies on while the streams wait, so its clock does not stand still then. A copy
         // from before the round is of the round before.
         let copied_s = |copied: &Event| since_begun(copied).filter(|moment_s| *moment_s > 0.0);
         let copies = self.noted.copies.iter();
-        Some(GpuTimes {
-            copied: copies.filter_map(|(key, event)| Some((*key, copied_s(event)?))).collect(),
-            items: items.iter().map(timed).collect::<Option<_>>()?,
-            ended_s: needed_s.iter().fold(0.0, |last, moment_s| moment_s.max(last)),
-            load_stall_s: loads.before(f64::INFINITY),
-            stall_s: stalls.before(f64::INFINITY),
-        })
+        times.copied.extend(copies.filter_map(|(key, event)| Some((*key, copied_s(event)?))));
+        times.ended_s = needed_s.iter().fold(times.ended_s, |last, moment_s| moment_s.max(last));
+        times.load_stall_s += loads.before(f64::INFINITY);
+        times.stall_s += stalls.before(f64::INFINITY);
+        Some((packed_s, needed_s))
     }
 }
 

@@ -325,7 +325,7 @@ impl Offloading {
         if let (Some(stream), Some(gpus)) = (stream, self.records.get().gpus()) {
             let waits = gpus.take_waits(stream.gpu);
             if !waits.is_empty() {
-                self.rounds.get().clock.note_waits(round, waits);
+                self.rounds.get().clock.note_waits(round, stream, waits);
             }
         }
     }

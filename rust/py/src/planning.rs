@@ -5,8 +5,8 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use ssdtrain_core as core;
 
-/// Seconds since the first pack of its round: when a tensor is packed, when it is needed, and, if
-/// it leaves, when it has been copied from its GPU.
+/// Seconds since the first pack of its round on its GPU: when a tensor is packed, when it is
+/// needed, and, if it leaves, when it has been copied from its GPU.
 pub type Moments = (f64, f64, Option<f64>);
 
 /// The `Policy` of a session: the plans of its rounds.
