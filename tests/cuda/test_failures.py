@@ -130,6 +130,7 @@ def test_a_tensor_that_is_larger_than_the_pinned_memory(device: Device) -> None:
         assert session.stats.from_gpu_bytes == 0
 
 
+@pytest.mark.defends("a source waits for its last part")
 @on_each_device()
 def test_a_tensor_that_is_larger_than_the_slots_of_its_way_back(device: Device) -> None:
     leaf, plain = made(0), gradient(made(0))

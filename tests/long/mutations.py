@@ -74,6 +74,7 @@ INSTEAD = {
     "what is larger than its parameter": "Ok(storage_bytes > 0)",
     "a copy down waits for what computes its source": "let after: [&Event; 0] = [];",
     "a slot is written after it is filled": "Ok(false) => { self.begin_write(&parcel); }",
+    "a source waits for its last part": "let last = &self.parts[0];",
     "the current stream": "let handle = 0;",
     "the stream of the pack": (
         "let raw = user_stream(GpuStream { gpu: stream.gpu, handle: "

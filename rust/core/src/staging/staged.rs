@@ -66,7 +66,8 @@ impl Staged {
 
     /// The event of the end of the copy, to wait for later.
     pub fn copied(&self) -> Arc<Event> {
-        Arc::clone(&self.parts[self.parts.len() - 1].copied)
+        let last = &self.parts[self.parts.len() - 1]; // defence: a source waits for its last part
+        Arc::clone(&last.copied)
     }
 
     /// Returns true if the worker has seen the end or the failure of the copy; does not ask the
