@@ -271,13 +271,10 @@ impl Gpus {
             return Ok(Err(error));
         }
         let direct = self.direct(py, gpu)?;
-        let (is_direct, memory) = match direct {
-            Some(_) => (true, self.ring),
-            None => (false, self.pinned),
-        };
-        let open = || {
-            Staging::open(&Gpu::get(gpu)?, Arc::clone(&self.store), self.pinned, &self.tier)
-        };
+        let is_direct = direct.is_some();
+        let memory = if is_direct { self.ring } else { self.pinned };
+        let open =
+            || Staging::open(&Gpu::get(gpu)?, Arc::clone(&self.store), self.pinned, &self.tier);
         let opened = direct.map_or_else(|| py.detach(open), Ok);
         Ok(opened.map(|staging| self.enter(gpu, staging, is_direct, memory)))
     }
