@@ -21,7 +21,9 @@ NOWHERE = StoreConfig(dirs=())
 
 
 def session_with(policy: Policy, room_bytes: int | None) -> ssdtrain.Session:
-    config = OffloadConfig(store=NOWHERE, min_bytes=512, max_host_bytes=room_bytes)
+    config = OffloadConfig(
+        store=NOWHERE, min_bytes=512, max_host_bytes=room_bytes, rematerialize="never"
+    )
     return ssdtrain.Session(config, policy)
 
 

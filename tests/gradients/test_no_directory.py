@@ -34,7 +34,7 @@ def made() -> nn.Module:
 
 def test_gradients_are_those_of_plain_autograd_and_all_is_kept() -> None:
     plain = trained(made())
-    with ssdtrain.offload() as session:
+    with ssdtrain.offload(rematerialize="never") as session:
         assert_equal_bits(trained(made()), plain)
     stats = session.stats
     assert stats.bytes_kept == STEPS * stats.saved_bytes_peak > 8 << 20
@@ -51,8 +51,16 @@ def test_gradients_are_those_of_plain_autograd_and_all_is_kept() -> None:
     assert stats.is_surprising
 
 
+def test_saved_tensors_are_made_again_and_nothing_is_written() -> None:
+    plain = trained(made())
+    with ssdtrain.offload(rematerialize="always") as session:
+        assert_equal_bits(trained(made()), plain)
+    assert session.stats.bytes_rematerialized > 0
+    assert session.stats.bytes_written == 0
+
+
 def test_the_log_tells_it_at_both_ends(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "ssdtrain"), ssdtrain.offload():
+    with caplog.at_level(logging.INFO, "ssdtrain"), ssdtrain.offload(rematerialize="never"):
         trained(made())
     first, *others, last = caplog.messages
     assert first == "ssdtrain has no directory here, so it writes nothing"

@@ -606,7 +606,7 @@ def test_without_a_disk_only_pinned_memory_takes_tensors() -> None:
         policy.learn(1, items, no_disk, 0.0)
     (made,) = policy.plans.values()
     assert made.pinned == policy.pinned == set(made.start_by_s)
-    assert made.pinned_bytes == {0: 200 * MIB}
+    assert made.pinned_bytes == 200 * MIB
     assert made.written_bytes == 0
     assert {item.key for item in on_cpu} < policy.keep
     assert not policy.keep & policy.pinned
