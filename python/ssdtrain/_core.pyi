@@ -788,6 +788,9 @@ class Offloading:
     def unpack(self, packed: object) -> Tensor:
         """Give a node its saved tensor back."""
 
+    def unpack_source(self, packed: object) -> Tensor:
+        """Unpack a tensor from which another is made; what was read stays for its own node."""
+
     def bring(self, packed: object) -> Tensor:
         """Return a saved tensor from which a proof makes another; no round has a need of it."""
 

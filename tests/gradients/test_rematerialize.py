@@ -291,3 +291,18 @@ def test_retained_graphs_and_second_derivatives(checkpointed: bool, tmp_path: Pa
     with rig.context():
         assert_equal_bits(run(), expected)
     rig.assert_empty()
+
+
+def test_a_source_on_the_disk_is_read_once(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, rematerialize="always")
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    with rig.context():
+        gate = x * 2
+        loss = F.silu(gate).square().sum()
+        del gate
+        rig.flush()
+        assert rig.stats.disk_used_bytes >= x.nbytes
+        loss.backward()  # type: ignore[no-untyped-call]
+    del loss
+    assert x.nbytes <= rig.stats.bytes_read < 2 * x.nbytes
+    rig.assert_empty()

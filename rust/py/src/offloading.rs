@@ -78,6 +78,27 @@ impl Offloading {
     }
 
     pub fn unpack(slf: &Bound<'_, Self>, packed: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
+        Self::unpack_for(slf, packed, false)
+    }
+
+    /// Unpacks a tensor from which another is made; what was read stays for its own node.
+    fn unpack_source(slf: &Bound<'_, Self>, packed: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
+        Self::unpack_for(slf, packed, true)
+    }
+
+    /// Brings a tensor from which a proof makes another. No round has a need of it.
+    #[pyo3(name = "bring")]
+    fn py_bring(slf: &Bound<'_, Self>, packed: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
+        Self::bring(slf, packed)
+    }
+}
+
+impl Offloading {
+    fn unpack_for(
+        slf: &Bound<'_, Self>,
+        packed: &Bound<'_, PyAny>,
+        stays_ahead: bool,
+    ) -> PyResult<Py<PyAny>> {
         let own = slf.get();
         let (py, session, began) = (packed.py(), &own.session, Instant::now());
         let Ok(saved) = packed.cast::<SavedTensor>() else {
@@ -102,6 +123,9 @@ impl Offloading {
                 own.note_hook(saved, began, other_before)?;
                 // defence: no lock while waiting for a read
                 let tensor = own.read(saved, &loading)?;
+                if stays_ahead {
+                    drop(this.set_ahead(Some(loading.unbind())));
+                }
                 Self::prove(slf, saved, &tensor)?;
                 return Ok(tensor.unbind());
             }
@@ -115,14 +139,6 @@ impl Offloading {
         Ok(tensor.unbind())
     }
 
-    /// Brings a tensor from which a proof makes another. No round has a need of it.
-    #[pyo3(name = "bring")]
-    fn py_bring(slf: &Bound<'_, Self>, packed: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
-        Self::bring(slf, packed)
-    }
-}
-
-impl Offloading {
     /// Packs a plain tensor that is no weight. With `may_pass_by` it may be kept as small tensors
     /// are, if its round is skimmed.
     pub fn pack_plain(&self, tensor: &Bound<'_, PyAny>, may_pass_by: bool) -> PyResult<Py<PyAny>> {

@@ -41,7 +41,7 @@ impl Offloading {
         recipe: &Bound<'py, PyAny>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let (own, py, this) = (slf.get(), slf.py(), saved.get());
-        let unpack = slf.getattr(intern!(py, "unpack"))?;
+        let unpack = slf.getattr(intern!(py, "unpack_source"))?;
         let made = own.session.rematerialize(saved, recipe, &unpack)?;
         let stream = own.stream(py, &this.layout)?;
         own.lock.locked(py, || this.record.get().take_made(&made, stream))?;
