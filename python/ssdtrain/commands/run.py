@@ -21,7 +21,7 @@ from typing import Any, TextIO, get_args
 from ssdtrain.commands.arguments import directory, size
 from ssdtrain.commands.program import Program, ProgramError, find_module, find_script, run_program
 from ssdtrain.commands.reach import reach_from
-from ssdtrain.config import Backend, DirectIo, Gds
+from ssdtrain.config import Backend, DirectIo, Gds, Rematerialize
 from ssdtrain.errors import SsdtrainError
 from ssdtrain.offload import offload
 from ssdtrain.planning.policy import Policy
@@ -83,6 +83,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="GPUDirect Storage, past the CPU's memory (default: optional)",
     )
     parser.add_argument(
+        "--rematerialize",
+        choices=get_args(Rematerialize),
+        help="make saved tensors again from others where that is cheap (default: auto)",
+    )
+    parser.add_argument(
         "--verify",
         action="store_true",
         default=None,
@@ -121,7 +126,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.dir is None:
         _say("ssdtrain run: the following arguments are required: --dir, before the script's name")
         return EXIT_USAGE
-    names = [*SIZES, "backend", "direct_io", "gds", "verify"]
+    names = [*SIZES, "backend", "direct_io", "gds", "rematerialize", "verify"]
     given = {name: getattr(arguments, name) for name in names}
     options = {name: value for name, value in given.items() if value is not None}
     report = None if arguments.report is None else arguments.report.absolute()
