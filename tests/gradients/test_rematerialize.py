@@ -65,16 +65,16 @@ def step(module: nn.Module) -> dict[str, Tensor]:
 def test_a_session_proves_recipes_and_then_uses_them(dtype: torch.dtype, tmp_path: Path) -> None:
     module = model(dtype)
     expected = step(module)
-    with ssdtrain.offload(tmp_path, min_bytes=1) as session:
-        for number in range(STEPS):
+    rig = Rig(tmp_path, rematerialize="auto", policy=Patient())
+    for number in range(STEPS):
+        with rig.context():
             assert_equal_bits(step(module), expected)
-            if number + 1 < PROOF_COUNT:
-                assert session.stats.bytes_rematerialized == 0, "a recipe was used unproved"
-    stats = session.stats
-    assert stats.bytes_rematerialized > 0
-    assert stats.rematerialize_s > 0
-    assert "made again" in str(stats)
-    assert stats.resident_bytes == stats.disk_used_bytes == 0
+        if number < PROOF_COUNT:
+            assert rig.stats.bytes_rematerialized == 0, "a recipe was used unproved"
+    assert rig.stats.bytes_rematerialized > 0
+    assert rig.stats.rematerialize_s > 0
+    assert "made again" in str(rig.stats)
+    rig.assert_empty()
 
 
 def test_never_makes_nothing_again(tmp_path: Path) -> None:

@@ -7,11 +7,11 @@ backward, such as a change of a source, is a part of the proof.
 
 from __future__ import annotations
 
-import functools
 import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache, partial
 from time import perf_counter
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from ssdtrain._core import Kept, Records, SavedTensor
+from ssdtrain._core import Kept, Record, Records, SavedTensor
 from ssdtrain.activations.names import describe
 from ssdtrain.activations.saved_tensor import version_of
 from ssdtrain.errors import SsdtrainError
@@ -71,7 +71,7 @@ def _keep_weights(optimizer: Optimizer, _arguments: object, _keywords: object) -
         rematerializer.keep_weights(optimizer)
 
 
-@functools.cache
+@cache
 def _watch_optimizers() -> None:
     register_optimizer_step_pre_hook(_keep_weights)
 
@@ -131,8 +131,13 @@ class Rematerializer:
         self, saved: SavedTensor, tensor: Tensor, is_new: bool
     ) -> tuple[RecipeInUse, bool] | None:
         """Return the recipe of a tensor that was saved now, and whether it replaces the bytes."""
-        found = self._find(saved, tensor) if is_new else None
-        self._outputs.note(tensor, saved)
+        key, proofs = saved.record.key, self._policy.proofs
+        is_open = self._always or proofs.use(key) == "prove"
+        found = None
+        if is_new and (is_open or key in self._policy.rematerialized):
+            found = self._find(saved, tensor)
+        if is_open or key in proofs.sources:
+            self._outputs.note(tensor, saved)
         if found is not None and any(isinstance(it, Kept) for it in found[0].recipe.sources):
             self._on_kept.add(found[0])
         return found
@@ -183,21 +188,13 @@ class Rematerializer:
     def _find(self, saved: SavedTensor, tensor: Tensor) -> tuple[RecipeInUse, bool] | None:
         key, policy = saved.record.key, self._policy
         is_planned = key in policy.rematerialized
-        if not (self._always or is_planned or policy.proofs.use(key) == "prove"):
-            return None
         base = tensor._base  # noqa: SLF001 - it has no public name
         root = tensor if base is None else base
         recipe = None
         if root.grad_fn is not None and root.untyped_storage().nbytes() == saved.record.nbytes:
-            own = saved.record
-
-            def is_source(packed: object) -> bool:
-                # Another tensor may lie on the same bytes (`unsafe_view`), and would hold them.
-                return self._is_source(packed) and getattr(packed, "record", None) is not own
-
-            recipe = find_recipe(root, self._outputs, is_source)
+            recipe = find_recipe(root, self._outputs, partial(self._is_source, saved.record))
+            # No plan would take a dear one: it takes too long for the bytes that it frees.
             if recipe is not None and recipe.is_dear and not self._always:
-                # No plan would take it: it takes too long for the bytes that it frees.
                 recipe = None
         chain = CHAIN_MAX + 1 if recipe is None else 1 + max(map(_chain, recipe.sources), default=0)
         if recipe is None or chain > CHAIN_MAX:
@@ -213,9 +210,10 @@ class Rematerializer:
             return None  # defence: form of a recipe
         return RecipeInUse(recipe, chain), True
 
-    def _is_source(self, packed: object) -> bool:
+    def _is_source(self, own: Record, packed: object) -> bool:
         if isinstance(packed, SavedTensor):
-            return self._records.owns(packed)
+            # Another tensor may lie on the same bytes (`unsafe_view`), and would hold them.
+            return packed.record is not own and self._records.owns(packed)
         return isinstance(packed, Kept)
 
 

@@ -75,6 +75,8 @@ class Proofs:
     def __init__(self) -> None:
         self._proofs: dict[int, Proof] = {}
         self._barred: set[int] = set()
+        self.sources: set[int] = set()
+        """Keys of the tensors that proved recipes begin with."""
         self.differing_count = 0
         """Recipes that made other bits than were saved, and are not used."""
 
@@ -99,7 +101,9 @@ class Proofs:
         if len(self._proofs) + len(self._barred) >= KNOWN_MAX:
             self._proofs.clear()
             self._barred.clear()
+            self.sources.clear()
         self._proofs[key] = proof
+        self.sources.update(proof.sources)
 
     def bar(self, key: int, *, differs: bool = False) -> None:
         """Use no recipe for this key: there is none, or it makes other bits."""
