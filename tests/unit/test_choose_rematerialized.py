@@ -6,6 +6,7 @@ import pytest
 
 from ssdtrain.planning.policy import Item, Policy, Rates
 from ssdtrain.planning.rematerialize import (
+    CHAIN_MAX,
     HOOKS_S,
     LEAD_SHARE_MAX,
     PROOF_COUNT,
@@ -106,6 +107,16 @@ def test_a_chain_is_taken_if_its_first_tensor_is_needed_soon_after(lead_share: f
     items = [Item(1, MIB, 0.0, whole_s), Item(2, 2 * MIB, 1.0, whole_s - lead_s)]
     proofs = proved((1, 1e-6, ()), (2, 1e-6, (1,)))
     assert choose_rematerialized(items, proofs) == ({1, 2} if lead_share < 1 else {2})
+
+
+def test_a_chain_has_a_length_at_most() -> None:
+    items = [Item(key, MIB, 0.01 * key, 100.0 - 0.01 * key) for key in range(3 * CHAIN_MAX)]
+    proofs = proved(*[(item.key, 1e-6, (item.key - 1,)) for item in items[1:]])
+    chosen = choose_rematerialized(items, proofs)
+    lengths = [0]
+    for item in items:
+        lengths.append(lengths[-1] + 1 if item.key in chosen else 0)
+    assert max(lengths) == CHAIN_MAX
 
 
 def test_a_source_is_needed_when_the_first_of_a_chain_is_made() -> None:

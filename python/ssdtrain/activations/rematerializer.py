@@ -26,15 +26,12 @@ from ssdtrain.errors import SsdtrainError
 from ssdtrain.machine.torch_internals import address_of, untraced
 from ssdtrain.notices import log
 from ssdtrain.planning.policy import Policy
-from ssdtrain.planning.rematerialize import Proof
+from ssdtrain.planning.rematerialize import CHAIN_MAX, Proof
 from ssdtrain.rematerialize.find import Outputs, find_recipe
 from ssdtrain.rematerialize.recipe import Recipe, as_in_forward
 from ssdtrain.transfer.staged import use_here
 
 __all__ = ["Rematerializer"]
-
-CHAIN_MAX = 8
-"""A tensor may be made from a tensor that is made from another, so many times."""
 
 Bring = Callable[[object], Tensor]
 """Returns the tensor of a packed object."""

@@ -399,12 +399,13 @@ class Policy:
         """Tell when each tensor of a GPU is packed and needed, and when its copy has ended."""
         first_s: dict[int, float] = {}
         ended_s: dict[int, float] = {}
+        uncopied = made.keep | made.rematerialized
         for item in items:
             if item.gpu is None:
                 continue
             began_s = first_s.setdefault(item.gpu, item.packed_s)
             packed_s, copied_s = item.packed_s - began_s, None
-            if item.key not in made.keep | made.rematerialized:
+            if item.key not in uncopied:
                 # What was never copied follows on what was, at the rate of the copies.
                 down = rates.copies.get(item.gpu, NO_COPIES).down
                 after_s = max(ended_s.get(item.gpu, 0.0), packed_s) + item.nbytes / down

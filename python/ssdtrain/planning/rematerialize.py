@@ -8,11 +8,12 @@ layers; here the choice is made for each saved tensor.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-__all__ = ["Proof", "Proofs", "RecipeUse", "choose_rematerialized", "needed_for"]
+__all__ = ["CHAIN_MAX", "Proof", "Proofs", "RecipeUse", "choose_rematerialized", "needed_for"]
 
 PROOF_COUNT = 2
 """A recipe is used once so many rounds in a row have made equal bits with it."""
@@ -25,6 +26,8 @@ IDLE_SHARE_MIN = 1 / 16
 LEAD_SHARE_MAX = 1 / 20
 """A tensor that is made for another, and then waits for its own node for a larger share of the
 round, would be in memory too early."""
+CHAIN_MAX = 8
+"""A tensor may be made from a tensor that is made from another, so many times."""
 KNOWN_MAX = 100_000
 """Keys that are remembered before all is forgotten: bounds memory if shapes never repeat."""
 
@@ -129,7 +132,6 @@ def choose_rematerialized(
     whole_s = max(item.needed_s for item in items) - items[0].packed_s
     before_s = sum(known[key].seconds + HOOKS_S for key in before if key in known)
     left_s = SLOWDOWN_SHARE_MAX * max(0.0, whole_s - before_s)
-    storages = {item.key: item for item in items}
     candidates = [
         item
         for item in items
@@ -138,17 +140,12 @@ def choose_rematerialized(
         and item.needed_s - item.packed_s >= IDLE_SHARE_MIN * whole_s
     ]
     candidates.sort(key=lambda item: (known[item.key].seconds + HOOKS_S) / item.nbytes)
-    chosen: dict[int, float] = {}
+    chains = _Chains({item.key: item.needed_s for item in items}, known)
     for item in candidates:
         seconds = known[item.key].seconds + HOOKS_S
-        if seconds > left_s:
-            continue
-        made_s = _made_times({**chosen, item.key: item.needed_s}, known)
-        leads = (storages[key].needed_s - moment_s for key, moment_s in made_s.items())
-        if max(leads) <= LEAD_SHARE_MAX * whole_s:
-            chosen[item.key] = item.needed_s
+        if seconds <= left_s and chains.add(item.key, LEAD_SHARE_MAX * whole_s):
             left_s -= seconds
-    return frozenset(chosen)
+    return frozenset(chains.made_s)
 
 
 def needed_for(
@@ -156,23 +153,39 @@ def needed_for(
 ) -> dict[int, float]:
     """Return, by key of a tensor from which others are made, the first time that they need it."""
     known = {key: proof for key in chosen if (proof := proofs.get(key)) is not None}
-    needed_s = {item.key: item.needed_s for item in items}
-    made_s = _made_times({key: needed_s[key] for key in known if key in needed_s}, known)
-    moments: dict[int, float] = {}
-    for key, moment_s in made_s.items():
-        for source in known[key].sources:
-            moments[source] = min(moments.get(source, moment_s), moment_s)
-    return moments
+    chains = _Chains({item.key: item.needed_s for item in items}, known)
+    for key in known:
+        chains.add(key, math.inf)
+    return chains.wanted_s
 
 
-def _made_times(needed_s: Mapping[int, float], known: Mapping[int, Proof]) -> dict[int, float]:
-    """Return when each chosen tensor is made: for its node, or earlier for another tensor."""
-    made_s = dict(needed_s)
-    waiting = sorted(made_s, key=made_s.__getitem__)
-    while waiting:
-        key = waiting.pop()
-        for source in known[key].sources:
-            if source in made_s and made_s[source] > made_s[key]:
-                made_s[source] = made_s[key]
-                waiting.append(source)
-    return made_s
+class _Chains:
+    """Tensors that are made again, some from others of them."""
+
+    def __init__(self, needed_s: Mapping[int, float], known: Mapping[int, Proof]) -> None:
+        self._needed_s, self._known = needed_s, known
+        self.made_s: dict[int, float] = {}
+        """When each tensor is made: for its node, or earlier for another tensor."""
+        self.wanted_s: dict[int, float] = {}
+        """When a tensor is needed first to make another."""
+
+    def add(self, key: int, lead_s_max: float) -> bool:
+        """Make this tensor again, too, unless it or another would then be made too early."""
+        made_s = {key: min(self._needed_s[key], self.wanted_s.get(key, math.inf))}
+        wanted_s: dict[int, float] = {}
+        waiting = [(key, 1)]
+        while waiting:
+            user, length = waiting.pop()
+            moment_s = made_s[user]
+            if length > CHAIN_MAX or self._needed_s[user] - moment_s > lead_s_max:
+                return False
+            for source in self._known[user].sources:
+                wanted_s[source] = min(wanted_s.get(source, math.inf), moment_s)
+                before_s = made_s.get(source, self.made_s.get(source, -math.inf))
+                if moment_s < before_s:
+                    made_s[source] = moment_s
+                    waiting.append((source, length + 1))
+        for source, moment_s in wanted_s.items():
+            self.wanted_s[source] = min(self.wanted_s.get(source, math.inf), moment_s)
+        self.made_s |= made_s
+        return True
