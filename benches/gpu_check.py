@@ -2,10 +2,10 @@
 
 It needs ssdtrain's wheel, PyTorch, pytest and this checkout; no network, no compiler. In order: the
 facts of the machine, `ssdtrain doctor`, the rates of the GPU's link and of the drive, whether
-cuFile works, the tests of `tests/cuda` on the GPU, training bit by bit, `benches/gpu_step.py` at
-three sizes, and faults. A step that fails, or takes too long, does not stop the others; each leaves
-those after it half of what they may take. It writes to the drive for minutes: tens to hundreds of
-GB.
+cuFile works, the tests of `tests/cuda` on the GPU, training bit by bit, faults, and
+`benches/gpu_step.py` at four sizes. A step that fails, or takes too long, does not stop the others;
+each leaves those after it half of what they may take. It writes to the drive for minutes: tens to
+hundreds of GB.
 
     python benches/gpu_check.py --dir DIR [--json FILE]
 

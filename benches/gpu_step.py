@@ -1,14 +1,26 @@
-"""One training step on a GPU, with what autograd saves kept, recomputed, and offloaded.
+"""One training step on a GPU: what autograd saves is kept, made again, or taken elsewhere.
 
 Llama-style blocks. All ways train the same weights in one process and take turns step by step, so
-that all see the same machine. *keep* is plain PyTorch, and *keep again* too: their ratio tells the
-noise. *recompute* is `torch.utils.checkpoint` per block, *staged* is ssdtrain through pinned memory
-and *gds* the same by GPUDirect Storage, where that works, both with their defaults; *host* is
-*staged* with `max_host_bytes`. *save_on_cpu* is PyTorch's own (pinned) and *streamed_to_host* the
-same on a stream of its own, as torchtune does it; these two are trained last, in turns with keep.
-Told are medians: the time of a step, its ratio to keep's in the same round, and the peak of what
-PyTorch has of the device's memory above what was there before the step. All losses must be
-bit-equal.
+that all see the same machine:
+
+    keep            plain PyTorch; keep again too, and their ratio tells the noise
+    recompute       torch.utils.checkpoint for each block
+    selective       the same, but results of matrix products and of attention are kept
+    rematerialize   ssdtrain.offload(): saved tensors are made again, nothing is moved
+    host            ssdtrain.offload(max_host_bytes=..., rematerialize="never")
+    both            ssdtrain.offload(max_host_bytes=...)
+    disk            ssdtrain.offload(DIR, max_host_bytes=...)
+    gds             ssdtrain.offload(DIR, gds="required"), where GPUDirect Storage works
+    save_on_cpu     torch.autograd.graph.save_on_cpu, pinned
+
+Told are medians: the time of a step, the peak of what PyTorch has of the device's memory above what
+was there before the step, and for both the ratio to keep's in the same round. Of ssdtrain also what
+a timed step made again, copied and wrote on average, how long the GPU and Python waited, and in
+which step the plan was a new one for the last time. The JSON has a row for each of its steps.
+
+The ways of torch join keep two rounds before the timed ones. All losses must be bit-equal. At the
+end a few steps of each way of ssdtrain run with deterministic algorithms, and all gradients must
+have the bits of keep.
 
     python benches/gpu_step.py [--dir DIR] [--hidden N] [--layers N] [--dtype NAME] [--ways NAME...]
                                [--rounds N] [--warm-up N] [--json FILE]
@@ -32,22 +44,25 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "gpu"))
 
 from gpu_found import Found, run_step, step_parser
 from gpu_llama import Llama
-from gpu_modes import HOST_MODES, WAYS, Mode, free_host_bytes, modes
+from gpu_modes import WAYS, Mode, free_host_bytes, modes
+from ssdtrain.sizes import shown_bytes
 
 EXIT_NO_GPU = 3
 
-WARM_UP_COUNT = 4
-"""Rounds before the timed ones: in them allocators fill up, and offload learns order and rates."""
-LATE_WARM_UP_COUNT = 2
-"""Of those that copy everything, which learn nothing."""
+WARM_UP_COUNT = 8
+"""Rounds before the timed ones: ssdtrain proves recipes in two, and learns order and rates."""
+PLAIN_WARM_UP_COUNT = 2
+"""Of those, for the ways of torch: allocators fill up."""
+EQUAL_COUNT = 5
+"""Steps whose gradients are compared. Deterministic attention may save other tensors than the timed
+steps did; then recipes are proved in two of these steps, and used after them."""
 HOST_SHARE_MAX = 0.4
-"""Of the free memory of the machine, for the ways that copy to it: PyTorch may pin twice of it."""
+"""Of the free memory of the machine, for *save_on_cpu*: PyTorch may pin twice of it."""
 GIB = 1 << 30
 HOST_BYTES = 16 * GIB
-"""Of the CPU's memory for *host*, or a quarter of what is free, if that is less."""
-OWN_SHARE = 0.6
-"""Of the time, for all but the two that copy everything to the CPU's memory."""
+"""Of the CPU's memory for each way that has a plan for it, or an eighth of what is free."""
 TINY = {"hidden": 64, "layers": 2, "sequence": 32, "batch": 2, "rounds": 2}
+TINY_HOST_BYTES = 16 << 20
 TINY_OFFLOAD = {"min_bytes": 512, "pinned_bytes": 4 << 20}
 """For tests; the smallest saved tensors that go to the disk by default are larger."""
 
@@ -57,13 +72,16 @@ class Lane:
 
     def __init__(self, mode: Mode) -> None:
         self.mode = mode
-        self.seconds: list[float] = []
-        self.peak_bytes: list[int] = []
-        self.losses: list[str] = []
+        self.seconds: dict[int, float] = {}
+        """By round, of the timed ones."""
+        self.peak_bytes: dict[int, int] = {}
+        """By round."""
+        self.losses: set[str] = set()
+        self.log = mode.new_log()
         self.left_out = mode.lack()
         """Why it is not trained, if it is not."""
 
-    def turn(self, model: Llama, x: Tensor, *, is_timed: bool) -> None:
+    def turn(self, model: Llama, x: Tensor, number: int, *, is_timed: bool) -> None:
         """Train one step; without memory for it, leave the way out from now on."""
         for parameter in model.parameters():
             if parameter.grad is not None:
@@ -83,10 +101,12 @@ class Lane:
             self.left_out = str(error)
             return
         took_s = perf_counter() - began_s
-        self.losses.append(float(loss.item()).hex())
-        self.peak_bytes.append(torch.cuda.max_memory_allocated() - before)
+        self.losses.add(float(loss.item()).hex())
+        self.peak_bytes[number] = torch.cuda.max_memory_allocated() - before
         if is_timed:
-            self.seconds.append(took_s)
+            self.seconds[number] = took_s
+        if self.log is not None:
+            self.log.note(took_s, self.peak_bytes[number])
 
 
 def compare(options: argparse.Namespace, folder: Path, found: Found) -> None:
@@ -99,62 +119,46 @@ def compare(options: argparse.Namespace, folder: Path, found: Found) -> None:
         model = Llama(options.hidden, options.layers).to(dtype)
         x = torch.randn(options.batch, options.sequence, options.hidden, dtype=dtype)
     offload = TINY_OFFLOAD if options.tiny else {}
-    host_bytes = min(HOST_BYTES, free_host_bytes() // 4)
-    ways = modes(model, folder, offload, host_bytes)
+    host_bytes = TINY_HOST_BYTES if options.tiny else min(HOST_BYTES, free_host_bytes() // 8)
+    ways = modes(folder, offload, host_bytes)
     lanes = {name: Lane(ways[name]) for name in ways if name in {"keep", *options.ways}}
-    own = {name: lane for name, lane in lanes.items() if name not in HOST_MODES}
-    end_s = monotonic() + options.seconds
-    share = OWN_SHARE if len(own) < len(lanes) else 1
-    own_end_s = end_s - (1 - share) * options.seconds
-    rounds = train((options.warm_up, options.rounds), own_end_s, model, x, own)
-    late_keep = Lane(ways["keep"])
-    late = {"keep": late_keep} | {name: lanes[name] for name in lanes if name in HOST_MODES}
-    if len(late) > 1:
-        train((LATE_WARM_UP_COUNT, options.rounds), end_s, model, x, late)
-    asked = ("hidden", "layers", "sequence", "batch", "dtype")
+    rounds = train(options, model, x, lanes)
+    asked = ("hidden", "layers", "sequence", "batch", "dtype", "warm_up")
     found.figures["asked"] = {name: getattr(options, name) for name in asked}
-    found.note("rounds", rounds)
     found.note("device", torch.cuda.get_device_name())
-    found.figures["modes"] = {
-        name: figures(lane, late_keep if name in HOST_MODES else lanes["keep"])
-        for name, lane in lanes.items()
-    }
+    found.note("rounds", rounds, f"{rounds}, after {options.warm_up} to warm up")
+    found.figures["modes"] = {name: figures(lane, lanes["keep"]) for name, lane in lanes.items()}
     for name, one in found.figures["modes"].items():
         found.rows.append((name, shown(one)))
-    losses = {loss for lane in (*lanes.values(), late_keep) for loss in lane.losses}
+        if one.get("left_out") and lanes[name].log is not None and name != "gds":
+            found.fail(f"{name} was not trained: {one['left_out']}")
+    losses = {loss for lane in lanes.values() for loss in lane.losses}
     found.note("losses_bit_equal", len(losses) == 1)
     if len(losses) != 1:
         found.fail(f"losses differ between ways or steps: {sorted(losses)}")
-    if "staged" in lanes and not lanes["staged"].seconds:
-        found.fail(f"staged was not trained: {lanes['staged'].left_out}")
-    sessions = {name: lane.mode.session() for name, lane in lanes.items()}
-    reports = {name: str(one) for name, one in sessions.items() if one is not None}
-    found.figures["reports"] = reports
-    found.rows += [(name, line) for name, text in reports.items() for line in text.splitlines()]
+    compare_gradients(model, x, lanes, found)
 
 
-def train(
-    counts: tuple[int, int], end_s: float, model: Llama, x: Tensor, lanes: dict[str, Lane]
-) -> int:
-    """Let the ways take turns until the rounds, or the time, are over; return the timed rounds.
-
-    ``counts`` are those of rounds before the timed ones, and of these at most.
-    """
-    warm_up_count, rounds = counts
+def train(options: argparse.Namespace, model: Llama, x: Tensor, lanes: dict[str, Lane]) -> int:
+    """Let the ways take turns until the rounds, or the time, are over; return the timed rounds."""
+    end_s = monotonic() + options.seconds
     done = 0
     names = list(lanes)
-    for number in range(warm_up_count + rounds):
-        is_timed = number >= warm_up_count
+    for number in range(options.warm_up + options.rounds):
+        is_timed = number >= options.warm_up
         if done and monotonic() > end_s:
             break
         # Another one begins each round, so that each comes after each.
         first = number % len(names)
         for name in names[first:] + names[:first]:
             lane = lanes[name]
-            if number == 0 and name in HOST_MODES:
+            is_plain = lane.log is None and name != "keep"
+            if is_plain and number < options.warm_up - PLAIN_WARM_UP_COUNT:
+                continue
+            if name == "save_on_cpu" and not lane.peak_bytes:
                 lane.left_out = lack_of_host_memory(lanes["keep"])
             if lane.left_out is None:
-                lane.turn(model, x, is_timed=is_timed)
+                lane.turn(model, x, number, is_timed=is_timed)
         done += is_timed
     return done
 
@@ -163,7 +167,7 @@ def lack_of_host_memory(keep: Lane) -> str | None:
     """Say why a way that copies to the CPU's memory is left out, if it is."""
     if not keep.peak_bytes:
         return "how much of the CPU's memory it needs is not known, as keep was left out"
-    needed, free = keep.peak_bytes[0], free_host_bytes()
+    needed, free = max(keep.peak_bytes.values()), free_host_bytes()
     if needed <= free * HOST_SHARE_MAX:
         return None
     return (
@@ -171,41 +175,94 @@ def lack_of_host_memory(keep: Lane) -> str | None:
     )
 
 
+def compare_gradients(model: Llama, x: Tensor, lanes: dict[str, Lane], found: Found) -> None:
+    """Compare the gradients of the ways of ssdtrain with keep's, bit by bit."""
+    torch.use_deterministic_algorithms(True)
+    # Filling what is empty would hide what is not written, and costs time.
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    trained = {name: lane for name, lane in lanes.items() if lane.seconds and not lane.left_out}
+    if "keep" not in trained:
+        return
+    expected: list[Tensor] = []
+
+    def is_same(lane: Lane) -> bool:
+        lane.turn(model, x, -1, is_timed=False)
+        gradients = [one.grad for one in model.parameters() if one.grad is not None]
+        if not expected:
+            expected.extend(gradient.clone() for gradient in gradients)
+        return all(map(torch.equal, gradients, expected))
+
+    if not all(is_same(trained["keep"]) for _ in range(2)):
+        found.note("gradients_bit_equal", None, "two plain steps differ on this GPU")
+        return
+    for name, lane in trained.items():
+        if lane.log is None:
+            continue
+        same = all([is_same(lane) for _ in range(EQUAL_COUNT)])  # noqa: C419 - each trains
+        if lane.left_out is not None:
+            found.fail(f"{name}: gradients were not compared: {lane.left_out}")
+            continue
+        away = {key: lane.log.means(1)[key] for key in ("bytes_rematerialized", "bytes_offloaded")}
+        found.figures["modes"][name] |= {"gradients_bit_equal": same, "away_in_these": away}
+        again, moved = map(shown_bytes, away.values())
+        words = "bit-equal" if same else "DIFFERENT"
+        found.rows.append((f"gradients of {name}", f"{words}; {again} made again, {moved} away"))
+        if not same:
+            found.fail(f"{name}: gradients have other bits than those of keep")
+
+
 def figures(lane: Lane, keep: Lane) -> dict[str, Any]:
     """Return what was seen of a way."""
     if lane.left_out is not None or not lane.seconds:
         return {"left_out": lane.left_out or "no time was left"}
-    ratio = None
-    if len(keep.seconds) == len(lane.seconds):
-        # Only steps of the same round saw the same machine.
-        ratio = statistics.median(map(float.__truediv__, lane.seconds, keep.seconds))
-    session = lane.mode.session()
-    return {
-        "step_s": statistics.median(lane.seconds),
-        "over_keep": ratio,
-        "peak_bytes": statistics.median(lane.peak_bytes[-len(lane.seconds) :]),
-        "first_peak_bytes": lane.peak_bytes[0],
-        "losses": sorted(set(lane.losses)),
-        "stats": None if session is None else session.stats.as_dict(),
+    # Only steps of the same round saw the same machine.
+    shared = lane.seconds.keys() & keep.seconds.keys()
+    result: dict[str, Any] = {
+        "step_s": statistics.median(lane.seconds.values()),
+        "over_keep": median_ratio(lane.seconds, keep.seconds),
+        "peak_bytes": statistics.median(lane.peak_bytes[number] for number in lane.seconds),
+        "peak_over_keep": median_ratio({it: lane.peak_bytes[it] for it in shared}, keep.peak_bytes),
+        "losses": sorted(lane.losses),
     }
+    if lane.log is not None:
+        result |= {
+            "per_step": lane.log.means(len(lane.seconds)),
+            "new_plan_step": lane.log.new_plan_step,
+            "step_count": len(lane.peak_bytes),
+            "stats": lane.log.stats(),
+            "report": lane.log.report(),
+            "steps": lane.log.rows,
+        }
+    return result
+
+
+def median_ratio(these: dict[int, float], others: dict[int, float]) -> float | None:
+    """Return the median of the ratios of the rounds that both have, if there are any."""
+    ratios = [these[number] / others[number] for number in these.keys() & others.keys()]
+    return statistics.median(ratios) if ratios else None
 
 
 def shown(one: dict[str, Any]) -> str:
     """Lay a way's figures out in a row."""
     if "left_out" in one:
         return f"left out: {one['left_out']}"
-    ratio = "" if one["over_keep"] is None else f" {one['over_keep']:.3f}x"
-    text = f"{one['step_s']:.3f} s{ratio}, peak {one['peak_bytes'] / GIB:.2f} GiB"
-    stats = one["stats"]
-    if stats is not None:
-        text += (
-            f", {stats['from_gpu_bytes'] / GIB:.2f} GiB from the GPU, "
-            f"{stats['to_gpu_bytes'] / GIB:.2f} back, {stats['stall_s']:.3f} s stalled"
-        )
-        if stats["ring_bytes"]:
-            # Not of PyTorch, so no part of the peak.
-            text += f", through {stats['ring_bytes'] / GIB:.2f} GiB of the GPU"
-    return text
+    times, peaks = (
+        "" if (ratio := one[name]) is None else f" {ratio:.3f}x"
+        for name in ("over_keep", "peak_over_keep")
+    )
+    text = f"{one['step_s']:.3f} s{times}, peak {shown_bytes(one['peak_bytes'])}{peaks}"
+    if "per_step" not in one:
+        return text
+    mean = one["per_step"]
+    again, copied, written = (
+        shown_bytes(mean[name])
+        for name in ("bytes_rematerialized", "from_gpu_bytes", "bytes_written")
+    )
+    return (
+        f"{text}; a step: {again} made again, {copied} copied, {written} written, waits of "
+        f"{mean['gpu_stall_s']:.4f} s (GPU) and {mean['stall_s']:.4f} s (Python); last new plan "
+        f"in step {one['new_plan_step']} of {one['step_count']}"
+    )
 
 
 def main(arguments: list[str]) -> int:

@@ -17,14 +17,14 @@ from torch import Tensor
 
 import ssdtrain
 from gpu_found import Found, run_step, step_parser
-from gpu_llama import Llama, use_same_bits
+from gpu_llama import Llama, recomputed, use_same_bits
 
 KINDS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": torch.float32},
     "bfloat16": {"dtype": torch.bfloat16},
     "autocast": {"dtype": torch.float32, "autocast": True},
     "dropout": {"dtype": torch.bfloat16, "dropout": 0.1},
-    "recompute": {"dtype": torch.bfloat16, "dropout": 0.1, "recompute": True},
+    "recompute": {"dtype": torch.bfloat16, "dropout": 0.1, "run": recomputed},
 }
 SIZES = {"hidden": 2048, "layers": 4, "sequence": 1024, "batch": 4}
 TINY_SIZES = {"hidden": 64, "layers": 2, "sequence": 32, "batch": 2}
@@ -43,7 +43,7 @@ def train(sizes: dict[str, int], kind: dict[str, Any]) -> list[Tensor]:
         shape = (sizes["batch"], sizes["sequence"], sizes["hidden"])
         x = torch.randn(shape, device="cuda", dtype=kind["dtype"])
         with torch.autocast("cuda", torch.bfloat16, enabled=kind.get("autocast", False)):
-            loss = model(x, recompute=kind.get("recompute", False))
+            loss = model(x, run=kind.get("run"))
         loss.backward()
         optimizer.step()
         seen.append(loss.detach().cpu())

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from functools import partial
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 HEAD_WIDTH_MAX = 128
 WIDTH_MULTIPLE = 256
 ROTATION_BASE = 10_000.0
+COSTLY_OPERATIONS = [
+    torch.ops.aten.mm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,  # noqa: SLF001 - public names
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,  # noqa: SLF001 - of torch.ops
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,  # noqa: SLF001
+]
+"""Matrix products and attention, whose results the usual selective checkpoint keeps."""
+
+Run = Callable[["Block", Tensor, Tensor], Tensor]
+"""Calls a block with the residual stream and the rotation."""
 
 
 def use_same_bits() -> None:
@@ -81,12 +93,22 @@ class Llama(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(Block(hidden, dropout) for _ in range(layers))
 
-    def forward(self, x: Tensor, *, recompute: bool = False) -> Tensor:
-        """Return the loss of (batch, sequence, hidden)."""
+    def forward(self, x: Tensor, *, run: Run | None = None) -> Tensor:
+        """Return the loss of (batch, sequence, hidden); ``run`` calls each block."""
         turn = rotation(x.shape[1], self.blocks[0].head_width, x)
         for block in self.blocks:
-            x = checkpoint(block, x, turn, use_reentrant=False) if recompute else block(x, turn)
+            x = block(x, turn) if run is None else run(block, x, turn)
         return x.float().square().mean()
+
+
+recomputed: Run = partial(checkpoint, use_reentrant=False)
+"""Keeps the input of a block, and runs the block again in backward."""
+selected: Run = partial(
+    checkpoint,
+    use_reentrant=False,
+    context_fn=partial(create_selective_checkpoint_contexts, COSTLY_OPERATIONS),
+)
+"""Keeps the results of costly operations too, and runs the others again."""
 
 
 def rotation(sequence: int, width: int, like: Tensor) -> Tensor:

@@ -24,9 +24,10 @@ LAST_WORDS_COUNT = 15
 
 RESERVED_SHARE = 0.5
 """Of the limit of each later step, what a step leaves for it."""
-SLOW_WAYS = ("keep", "keep again", "recompute", "staged", "host")
-"""Of slow steps, those without the ways that copy everything to the CPU's memory."""
-SMALL_WAYS = ("keep", "keep again", "staged", "host")
+WIDE_WAYS = ("keep", "recompute", "selective", "rematerialize", "both")
+"""Of widths at which a step is long."""
+SMALL_WAYS = ("keep", "keep again", "rematerialize", "host", "both")
+FLOAT32_WAYS = ("keep", "recompute", "rematerialize", "both")
 STEP_S_MIN = 5.0
 """With less, a step is not begun."""
 END_S_MAX = 5.0
@@ -228,22 +229,17 @@ def steps(python: Sequence[str], *, is_tiny: bool) -> list[Step]:
     def own(name: str, limit_s: float, *words: str) -> Step:
         return Step(name, (str(STEPS / f"gpu_{name}.py"), *words), limit_s)
 
-    def trained(name: str, limit_s: float, *words: str) -> Step:
-        # Begins no round after so long, and has the rest for the one that was begun.
+    def trained(name: str, limit_s: float, ways: Sequence[str], *words: str) -> Step:
+        # Begins no round after so long, and has the rest for the one that was begun, for steps
+        # whose gradients are compared, and for the end of the process, which unpins memory.
         script = (str(STEPS.parent / "gpu_step.py"), *words)
-        return Step(name, script, limit_s, paced_share=0.5)
+        given = ("--ways", *ways) if ways else ()
+        return Step(f"step, {name}", (*script, *given), limit_s, paced_share=0.6)
 
+    wide = ("--hidden", "8192", "--layers", "4")
     # A GPU that waits for Python, with its hooks; nobody needs offload there.
-    small = (
-        "--hidden",
-        "1024",
-        "--sequence",
-        "1024",
-        "--rounds",
-        "100",
-        "--ways",
-        *SMALL_WAYS,
-    )
+    small = ("--hidden", "1024", "--sequence", "1024", "--rounds", "30")
+    float32 = ("--dtype", "float32", "--layers", "2", "--batch", "2", "--rounds", "5")
     pytest = ("-m", "pytest", "-m", "gpu and not long", "-q", "tests/cuda")
     # Neither plugins nor the settings that need them: pytest alone is enough here.
     plain = ("--noconftest", "-o", "addopts=", "-W", "default", "-p", "no:cacheprovider")
@@ -256,11 +252,12 @@ def steps(python: Sequence[str], *, is_tiny: bool) -> list[Step]:
         own("cufile", 60),
         Step("contract", (*pytest, *plain, *workers(), *keyword), 150, "tests"),
         own("equal", 60),
-        trained("step, hidden 4096", 75),
-        trained("step, hidden 8192", 75, "--hidden", "8192", "--layers", "4"),
-        trained("step, float32", 75, "--dtype", "float32", "--batch", "2", "--ways", *SLOW_WAYS),
-        trained("step, hidden 1024", 40, *small),
         own("faults", 60, "--python", *python),
+        # Last: they take fewer rounds if less time is left.
+        trained("hidden 4096", 115, ()),
+        trained("hidden 8192", 75, WIDE_WAYS, *wide),
+        trained("hidden 1024", 40, SMALL_WAYS, *small),
+        trained("float32", 50, FLOAT32_WAYS, *float32),
     ]
 
 

@@ -139,14 +139,29 @@ def test_the_state_of_cufile_is_told(
 @pytest.mark.long
 def test_without_gpudirect_storage_a_line_says_why(tmp_path: Path) -> None:
     told = tmp_path / "told.json"
-    words = ("--tiny", "--dir", tmp_path, "--json", told)
+    words = ("--tiny", "--dir", tmp_path, "--json", told, "--ways", "disk", "gds")
     environment = fake_environment() | REFUSED
     done = run(AS_GPU, BENCHES / "gpu_step.py", *words, environment=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     figures = json.loads(told.read_text())["figures"]["modes"]
     reason = "no GPUDirect Storage here: cuFileDriverOpen of libcufile failed with 5001"
     assert figures["gds"]["left_out"].startswith(reason)
-    assert "stats" in figures["staged"]
+    assert "stats" in figures["disk"]
+
+
+def check_ways(modes: dict[str, Any]) -> None:
+    """Check that the ways of ssdtrain did what they are for, by a plan, and with equal bits."""
+    for name in modes.keys() & {"rematerialize", "host", "both", "disk"}:
+        way = modes[name]
+        done, in_last = way["per_step"], way["away_in_these"]
+        assert (done["bytes_rematerialized"] > 0) == (name != "host"), name
+        assert (done["staying_bytes"] > 0) == (name != "rematerialize"), name
+        assert way["gradients_bit_equal"], name
+        assert sum(in_last.values()) > 0, name
+        assert 0 < way["new_plan_step"] <= way["step_count"], name
+        columns, *rows = (row.split() for row in way["steps"])
+        assert len(rows) > way["step_count"], "the steps with compared gradients are missing"
+        assert all(len(row) == len(columns) for row in rows)
 
 
 @pytest.mark.long
@@ -168,4 +183,7 @@ def test_every_step_of_the_check_runs_on_the_fake(tmp_path: Path) -> None:
     assert contract["figures"]["passed"] > 0
     equal = next(one for one in document["steps"] if one["name"] == "equal")
     assert all(kind["bit_equal"] for kind in equal["figures"].values())
+    trained = [one for one in document["steps"] if one["name"].startswith("step, ")]
+    for modes in (one["figures"]["modes"] for one in trained):
+        check_ways(modes)
     assert [path.name for path in tmp_path.iterdir()] == ["told.json"]
