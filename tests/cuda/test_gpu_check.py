@@ -183,6 +183,7 @@ def test_every_step_of_the_check_runs_on_the_fake(tmp_path: Path) -> None:
     assert contract["figures"]["passed"] > 0
     equal = next(one for one in document["steps"] if one["name"] == "equal")
     assert all(kind["bit_equal"] for kind in equal["figures"].values())
+    assert all(kind["again_bit_equal"] for kind in equal["figures"].values())
     trained = [one for one in document["steps"] if one["name"].startswith("step, ")]
     for modes in (one["figures"]["modes"] for one in trained):
         check_ways(modes)
