@@ -15,7 +15,7 @@ COLUMNS = (
 """``plans`` and the next four columns are of the end of the step: how many plans were made, and the
 last of them. ``released`` left the GPU's memory by a copy, and ``host`` of these
 bytes stayed in the CPU's. ``gpu_stall_s`` is that of the rounds that the step learned from: mostly
-the round before."""
+the round before. The last five rows are the steps whose gradients were compared."""
 SUMMED = (
     "bytes_rematerialized",
     "rematerialize_s",
