@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import sys
+import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -219,6 +221,53 @@ def test_nothing_is_left_of_a_graph_that_is_dropped(tmp_path: Path) -> None:
         assert not rig.records.alive(), "a cycle keeps the packed objects"
     finally:
         gc.enable()
+    rig.assert_empty()
+
+
+def test_the_end_of_a_recipe_calls_no_function_of_python(tmp_path: Path) -> None:
+    """Ctrl-C in a callback of a weak reference would be printed and lost."""
+    rig = Rig(tmp_path, rematerialize="always")
+    loss = None
+    called = []
+    with rig.context():
+        loss = model()(torch.randn(ROWS, WIDTH)).sum()
+    profiled = sys.getprofile()
+    sys.setprofile(lambda frame, event, _: event == "call" and called.append(frame.f_code))
+    try:
+        loss = None
+    finally:
+        sys.setprofile(profiled)
+    assert loss is None
+    assert not called
+    rig.assert_empty()
+
+
+def test_an_optimizer_steps_while_another_thread_saves_tensors(tmp_path: Path) -> None:
+    """Neither waits for the other, and each session hears of each optimizer."""
+    rig = Rig(tmp_path, rematerialize="always")
+    module = model()
+    other = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    interval = sys.getswitchinterval()
+    done = threading.Event()
+
+    def forward() -> None:
+        with rig.context():
+            held = [module(torch.randn(ROWS, WIDTH)) for _ in range(16)]
+            for _ in range(48):
+                held.append(module(torch.randn(ROWS, WIDTH)))
+                del held[0]
+        done.set()
+
+    thread = threading.Thread(target=forward)
+    sys.setswitchinterval(1e-6)
+    try:
+        thread.start()
+        while not done.is_set():
+            optimizer.step()
+    finally:
+        sys.setswitchinterval(interval)
+        thread.join()
     rig.assert_empty()
 
 

@@ -7,6 +7,7 @@ backward, such as a change of a source, is a part of the proof.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from ssdtrain._core import Kept, Record, Records, SavedTensor
 from ssdtrain.activations.names import describe
 from ssdtrain.activations.saved_tensor import version_of
+from ssdtrain.activations.weak_table import WeakTable
 from ssdtrain.errors import SsdtrainError
 from ssdtrain.machine.torch_internals import address_of, untraced
 from ssdtrain.notices import log
@@ -46,6 +48,8 @@ class RecipeInUse:
     """The length of the chain of tensors that are made from each other, which ends here."""
     copies: dict[int, Kept] = field(default_factory=dict)
     """By the identity of a source, a copy from before an optimizer changed that weight."""
+    kept: frozenset[int] = frozenset()
+    """The addresses of the storages of sources that stay in memory."""
 
     def brought_by(self, bring: Bring) -> Bring:
         """Return a function that brings each source as it was when the tensor was saved."""
@@ -59,12 +63,13 @@ class RecipeInUse:
         return brought
 
 
-_alive: weakref.WeakSet[Rematerializer] = weakref.WeakSet()
+_numbers = itertools.count()
+_alive: WeakTable[Rematerializer] = WeakTable(forget_at_min=16)
 
 
 @untraced
 def _keep_weights(optimizer: Optimizer, _arguments: object, _keywords: object) -> None:
-    for rematerializer in list(_alive):
+    for rematerializer in _alive.alive():
         rematerializer.keep_weights(optimizer)
 
 
@@ -92,11 +97,11 @@ class Rematerializer:
         self._lock = lock
         self._always = always
         self._outputs = Outputs()
-        self._on_kept: weakref.WeakSet[RecipeInUse] = weakref.WeakSet()
+        self._on_kept: WeakTable[RecipeInUse] = WeakTable(forget_at_min=64)
         """Recipes whose sources are weights, or other tensors that stay in memory."""
         self.seconds = 0.0
         """Time of the operations of recipes, on the clock of Python."""
-        _alive.add(self)
+        _alive.remember(next(_numbers), weakref.ref(self))
         _watch_optimizers()  # defence: weights before an update
 
     def keep_weights(self, optimizer: Optimizer) -> None:
@@ -113,7 +118,9 @@ class Rematerializer:
             for weight in group["params"]
             if type(weight) in (Tensor, Parameter)
         }
-        for use in list(self._on_kept):
+        for use in self._on_kept.alive():
+            if weights.isdisjoint(use.kept):
+                continue
             for source in use.recipe.sources:
                 if not isinstance(source, Kept) or id(source) in use.copies:
                     continue
@@ -135,8 +142,15 @@ class Rematerializer:
             found = self._find(saved, tensor)
         if is_open or key in proofs.sources:
             self._outputs.note(tensor, saved)
-        if found is not None and any(isinstance(it, Kept) for it in found[0].recipe.sources):
-            self._on_kept.add(found[0])
+        if found is not None:
+            use, _ = found
+            use.kept = frozenset(
+                address_of(source.tensor.untyped_storage())
+                for source in use.recipe.sources
+                if isinstance(source, Kept)
+            )
+            if use.kept:
+                self._on_kept.remember(next(_numbers), weakref.ref(use))
         return found
 
     def rematerialize(self, saved: SavedTensor, use: RecipeInUse, unpack: Bring) -> Tensor:

@@ -26,11 +26,11 @@ class WeakTable(dict[int, "weakref.ref[T]"]):
     def remember(self, number: int, reference: weakref.ref[T]) -> None:
         """Enter ``reference`` under ``number``, in the place of what is there."""
         if len(self) >= self._forget_at:
-            for dead in [key for key, known in self.items() if known() is None]:
-                del self[dead]
+            for dead in [key for key, known in list(self.items()) if known() is None]:
+                self.pop(dead, None)
             self._forget_at = max(self._forget_at_min, 2 * len(self))
         self[number] = reference
 
     def alive(self) -> list[T]:
         """Return the objects that are alive, in the order in which they were entered."""
-        return [alive for reference in self.values() if (alive := reference()) is not None]
+        return [alive for reference in list(self.values()) if (alive := reference()) is not None]
