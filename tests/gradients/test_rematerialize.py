@@ -296,19 +296,34 @@ def test_a_tensor_is_made_once_for_all_nodes_that_saved_it(tmp_path: Path) -> No
 
 
 def test_a_forked_child_makes_its_tensors_again(tmp_path: Path) -> None:
+    """Another thread of the parent holds the lock of the session meanwhile."""
     program = """
-import os, sys, torch, ssdtrain
+import os, signal, sys, threading, torch, ssdtrain
 import torch.nn.functional as F
-with ssdtrain.offload(sys.argv[1], min_bytes=1, rematerialize="always"):
+with ssdtrain.offload(sys.argv[1], min_bytes=1, rematerialize="always") as session:
     x = torch.randn(64, 64, requires_grad=True)
     y = x * 2
     loss = (F.silu(y) * y).square().sum()
     del y
+    held, ended = threading.Event(), threading.Event()
+
+    def hold():
+        with session._hooks._lock:
+            held.set()
+            ended.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
     if os.fork() == 0:
+        signal.alarm(20)
         loss.backward()
         expected = torch.autograd.grad((F.silu(x * 2) * (x * 2)).square().sum(), x)[0]
         os._exit(0 if torch.equal(x.grad, expected) else 1)
-    print("child", os.waitstatus_to_exitcode(os.wait()[1]))
+    status = os.waitstatus_to_exitcode(os.wait()[1])
+    ended.set()
+    thread.join()
+    print("child", status)
 """
     done = forked_python(program, str(tmp_path))
     assert done.stdout.strip() == "child 0", done.stderr

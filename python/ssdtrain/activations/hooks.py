@@ -133,6 +133,8 @@ class Hooks:
         """In a forked child keep all saved tensors, and refuse those that are on the disk."""
         self.writeback.records.leave_to_parent()
         self._lock = threading.RLock()  # defence: a forked child owns nothing
+        if self.rematerializer is not None:
+            self.rematerializer.leave_to_parent()
 
     @property
     def is_forked(self) -> bool:

@@ -104,6 +104,10 @@ class Rematerializer:
         _alive.remember(next(_numbers), weakref.ref(self))
         _watch_optimizers()  # defence: weights before an update
 
+    def leave_to_parent(self) -> None:
+        """In a forked child: a missing thread may hold the lock."""
+        self._lock = threading.RLock()
+
     def keep_weights(self, optimizer: Optimizer) -> None:
         """Copy the weights that an optimizer is about to change and that recipes still need.
 
