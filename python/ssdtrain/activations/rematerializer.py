@@ -140,7 +140,9 @@ class Rematerializer:
     ) -> tuple[RecipeInUse, bool] | None:
         """Return the recipe of a tensor that was saved now, and whether it replaces the bytes."""
         key, proofs = saved.record.key, self._policy.proofs
-        is_open = self._always or proofs.use(key) == "prove"
+        # Shapes that never come again are not worth a proof.
+        is_open = self._policy.knows(key) and proofs.use(key) == "prove"
+        is_open = is_open or self._always
         found = None
         if is_new and (is_open or key in self._policy.rematerialized):
             found = self._find(saved, tensor)

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from ssdtrain.away.tensor import OffloadedTensor
+from ssdtrain.rematerialize.find import HELD_ELSEWHERE
 from ssdtrain.watched import User
 
 __all__ = ["KNOWN", "in_use", "known_of"]
@@ -28,6 +29,10 @@ def known_of(tensor: Tensor) -> OffloadedTensor | None:
     KNOWN.pop(id(tensor), None)
     entry.forget()
     return None
+
+
+# A recipe would hold the bytes of a weight beside the bound.
+HELD_ELSEWHERE.append(lambda leaf: known_of(leaf) is not None)
 
 
 @contextmanager

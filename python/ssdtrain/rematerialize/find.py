@@ -20,12 +20,15 @@ from ssdtrain.rematerialize.operation import Operation, signed
 from ssdtrain.rematerialize.operations import OPERATIONS
 from ssdtrain.rematerialize.recipe import ABSENT, Layout, Recipe, Step
 
-__all__ = ["Outputs", "find_recipe"]
+__all__ = ["HELD_ELSEWHERE", "Outputs", "find_recipe"]
 
 STEPS_MAX = 16
 """The most steps of a recipe."""
 
 ACCUMULATES = "torch::autograd::AccumulateGrad"
+
+HELD_ELSEWHERE: list[Callable[[Tensor], bool]] = []
+"""Functions that return whether a weight is managed by others, so that no recipe may hold it."""
 
 
 class Outputs:
@@ -181,7 +184,7 @@ class _Search:
 
     def parameter(self, leaf: Tensor) -> int:
         """Return the number of a weight."""
-        if type(leaf) is not nn.Parameter:
+        if type(leaf) is not nn.Parameter or any(is_held(leaf) for is_held in HELD_ELSEWHERE):
             raise _Unknown
         return self.source(Kept(leaf.detach(), leaf._version))  # noqa: SLF001
 
