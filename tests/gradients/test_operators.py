@@ -1,9 +1,9 @@
 """The operators of torch under the hooks: a part of the sweep, and the whole of it.
 
 The whole sweep is every sample of every operator in both dtypes, with gradcheck and gradgradcheck
-for the first three. The small one takes operators with a kernel that is often trained through, or
-that saves in a way of its own. A sweep needs a process of its own: torch's test modules change its
-flags.
+for the first three; and all that once more, with every recipe. The small one takes operators with a
+kernel that is often trained through, or that saves in a way of its own. A sweep needs a process of
+its own: torch's test modules change its flags.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ SMALL = [*(f"--only={name}" for name in OFTEN_TRAINED), "--samples=2", "--checks
 
 
 @pytest.mark.timeout(1800)
+@pytest.mark.parametrize("way", ["disk", "made again"])
 @pytest.mark.parametrize(
     ("runs", "samples_min"),
     [
@@ -64,19 +65,23 @@ SMALL = [*(f"--only={name}" for name in OFTEN_TRAINED), "--samples=2", "--checks
         pytest.param([["--part=1/2"], ["--part=2/2"]], 20_000, id="whole", marks=pytest.mark.long),
     ],
 )
-def test_operators_give_the_same_bits_from_the_disk(
-    runs: list[list[str]], samples_min: int, tmp_path: Path
+def test_operators_give_the_same_bits(
+    runs: list[list[str]], samples_min: int, way: str, tmp_path: Path
 ) -> None:
-    found = tallies(tmp_path, runs)
+    is_made_again = way == "made again"
+    found = tallies(tmp_path, [[*run, *["--made-again"] * is_made_again] for run in runs])
     samples, passed = total(found, "samples"), total(found, "passed")
-    # What is not applicable must stay the exception: torch 2.15 has 3 such samples in 20,861.
+    # What is not applicable must stay the exception: torch 2.15 has 3 such samples in 20,861, and
+    # 485 with recipes, most of which need an input that the operator changes in place.
     assert passed > samples_min
-    assert samples - passed < samples / 50, [one["not_applicable"] for one in found]
+    exceptions_max = samples / (10 if is_made_again else 50)
+    assert samples - passed < exceptions_max, [one["not_applicable"] for one in found]
     assert total(found, "passed twice") > 0.8 * passed
     # Many operators save nothing (views, sums) or only what is not ours.
     saving = total(found, "operators run") - total(found, "operators that save nothing")
     assert total(found, "operators that read") > 0.9 * saving
     assert total(found, "bytes read") > samples_min << 10
+    assert (total(found, "tensors made again") > passed / 5) == is_made_again
     assert total(found, "tensors forwarded") < total(found, "tensors offloaded") / 50
     for check in ("gradcheck", "gradgradcheck"):
         assert total(found, f"{check} failed") == 0
