@@ -1,8 +1,12 @@
-"""The modules of ``torch.nn``, with each sample that torch ships for it, from the disk."""
+"""The modules of ``torch.nn``, with each sample that torch ships for it, from the disk.
+
+One run has all recipes, which make saved tensors again.
+"""
 
 from __future__ import annotations
 
 import importlib
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -68,14 +72,14 @@ def step(info: ModuleInfo, sample: ModuleInput, dtype: torch.dtype, flush: Flush
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("is_flushed", [True, False], ids=["before backward", "at once"])
+@pytest.mark.parametrize("way", ["before backward", "at once", "made again"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("every", sizes(small=23, whole=1))
 def test_every_module_trains_with_equal_bits(
-    every: int, dtype: torch.dtype, is_flushed: bool, tmp_path: Path
+    every: int, dtype: torch.dtype, way: str, tmp_path: Path
 ) -> None:
-    rig = Rig(tmp_path, verify=True)
-    if not is_flushed:
+    rig = Rig(tmp_path, verify=True, rematerialize="always" if way == "made again" else "never")
+    if way == "at once":
         rig.end_writes_at_once()
     samples_count = 0
     for info in module_db:
@@ -90,7 +94,7 @@ def test_every_module_trains_with_equal_bits(
                 continue
             expected = step(info, sample, dtype, nothing)
             with rig.context():
-                actual = step(info, sample, dtype, rig.flush if is_flushed else nothing)
+                actual = step(info, sample, dtype, nothing if way == "at once" else rig.flush)
             try:
                 assert_equal_bits(actual, expected)
             except AssertionError as error:
@@ -99,4 +103,7 @@ def test_every_module_trains_with_equal_bits(
             del actual
     assert samples_count >= SAMPLES_MIN
     assert rig.stats.bytes_read > 0
+    made_again_count = rig.stats.tensors_rematerialized
+    sys.stdout.write(f"{samples_count // every} samples, {made_again_count} tensors made again\n")
+    assert (made_again_count > 0) == (way == "made again")
     rig.assert_empty()
