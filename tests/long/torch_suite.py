@@ -1,12 +1,13 @@
 """Runs a file of PyTorch's own tests under the hooks, and compares it with a plain run.
 
-    torch_suite.py FOLDER [--file test_autograd.py] [--only NAME]
+    torch_suite.py FOLDER [--file test_autograd.py] [--only NAME] [--made-again]
 
 FOLDER is ``test`` of a checkout of PyTorch, best of the version that is installed: the wheel does
 not bring its tests. Each test runs three times, in fresh processes: plainly; with the plainest
 hooks that keep autograd's promises (*reference*); and with ssdtrain's as the default hooks, where
 everything is written (nothing is too small, nothing is kept) and on the disk before a backward
-begins. Only tests that pass plainly count. A test that fails under ssdtrain must stand in
+begins. With ``--made-again`` each saved tensor that has a recipe is made again from others instead.
+Only tests that pass plainly count. A test that fails under ssdtrain must stand in
 ``REFUSES`` with the reason and fail under the reference hooks too, else this ends with 1. A process
 that dies or hangs costs the test it died in; the next one goes on behind it.
 """
@@ -33,11 +34,12 @@ import torch
 from torch import Tensor
 
 from checkout import SCRATCH
-from support import Rig
+from ssdtrain.config import Rematerialize
+from support import IN_PLACE, Rig
 
 TEST_S_MAX = 240
 """A test that takes longer counts as dead."""
-MESSAGE_MAX = 400
+MESSAGE_MAX = 1000
 
 SECOND_PAIR = "registers hooks of its own on a saved tensor, and PyTorch allows one pair"
 IDENTITY = "asks for the very object that was saved, and hooks return another"
@@ -64,6 +66,8 @@ REFUSES = {
 """Tests that fail under any hooks on saved tensors, and why: held against the reference hooks."""
 
 LEFT = "left something"
+MAKING = "ssdtrain was making a saved tensor"
+"""In the note of an error that a recipe raises."""
 
 
 def tests_in(suite: unittest.TestSuite) -> Iterator[unittest.TestCase]:
@@ -138,9 +142,11 @@ def run_reference(test: unittest.TestCase, folder: Path) -> dict[str, Any]:
     return {"outcome": outcome, "message": message}
 
 
-def run_hooked(test: unittest.TestCase, folder: Path) -> dict[str, Any]:
+def run_hooked(
+    test: unittest.TestCase, folder: Path, rematerialize: Rematerialize = "never"
+) -> dict[str, Any]:
     """Run a test with everything offloaded that its own thread saves."""
-    rig = Rig(folder, verify=True)
+    rig = Rig(folder, verify=True, rematerialize=rematerialize)
     with rig.context(), flushing(rig):
         outcome, message = run(test)
     try:
@@ -151,7 +157,13 @@ def run_hooked(test: unittest.TestCase, folder: Path) -> dict[str, Any]:
     stats = rig.stats
     rig.session.close()
     moved = {"written": stats.bytes_written, "read": stats.bytes_read}
+    moved["made again"] = stats.tensors_rematerialized
     return {"outcome": outcome, "message": message, **moved}
+
+
+def run_made_again(test: unittest.TestCase, folder: Path) -> dict[str, Any]:
+    """Run a test as `run_hooked` does, with each recipe that there is."""
+    return run_hooked(test, folder, "always")
 
 
 class flushing:
@@ -177,7 +189,12 @@ class flushing:
         torch.autograd.graph._engine_run_backward = run
 
 
-MODES = {"plain": run_plainly, "reference": run_reference, "hooked": run_hooked}
+MODES = {
+    "plain": run_plainly,
+    "reference": run_reference,
+    "hooked": run_hooked,
+    "made again": run_made_again,
+}
 
 
 def child(options: argparse.Namespace) -> None:
@@ -237,7 +254,7 @@ def run_all(options: argparse.Namespace, mode: str, results: Path) -> dict[str, 
 
 def report(found: dict[str, dict[str, dict[str, Any]]]) -> bool:
     """Print what became of the tests; whether every difference has its reason."""
-    plain, reference, hooked = (found[mode] for mode in MODES)
+    plain, reference, hooked = found.values()
     passing = [name for name, one in plain.items() if one["outcome"] == "passed"]
     other = [name for name in passing if hooked[name]["outcome"] != "passed"]
     refused = [name for name in other if reference[name]["outcome"] != "passed"]
@@ -245,8 +262,12 @@ def report(found: dict[str, dict[str, dict[str, Any]]]) -> bool:
         name for name in refused if {hooked[name]["outcome"], reference[name]["outcome"]} == {LEFT}
     ]
     known = [name for name in refused if name in REFUSES and name not in leaky]
-    unexplained = [name for name in other if name not in {*known, *leaky}]
-    moved = [sum(one.get(way, 0) for one in hooked.values()) for way in ("written", "read")]
+    changed = [
+        name for name in other if all(it in hooked[name]["message"] for it in (IN_PLACE, MAKING))
+    ]
+    unexplained = [name for name in other if name not in {*known, *leaky, *changed}]
+    ways = ("written", "read", "made again")
+    moved = [sum(one.get(way, 0) for one in hooked.values()) for way in ways]
     readers = sum(hooked[name].get("read", 0) > 0 for name in passing)
     not_counted = Counter(one["outcome"] for one in plain.values() if one["outcome"] != "passed")
     rows = [
@@ -258,9 +279,11 @@ def report(found: dict[str, dict[str, dict[str, Any]]]) -> bool:
         f"{len(leaky):>6}  pass, and leave their graph behind, as under the reference hooks",
         f"{len(known):>6}  fail under any hooks:",
         *(f"          {name}: {REFUSES[name]}" for name in known),
+        f"{len(changed):>6}  change a tensor in place from which another is made again:",
+        *(f"          {name}" for name in changed),
         f"{len(unexplained):>6}  fail unexplained",
         f"{readers:>6}  tests that pass plainly read from the disk under the hooks",
-        "{:,} bytes written, {:,} read".format(*moved),
+        "{:,} bytes written, {:,} read, {:,} tensors made again".format(*moved),
     ]
     for name in unexplained:
         rows += ["", f"{name}: {hooked[name]['outcome']}", hooked[name]["message"]]
@@ -268,6 +291,9 @@ def report(found: dict[str, dict[str, dict[str, Any]]]) -> bool:
     sys.stdout.write("\n".join(rows) + "\n")
     if not moved[1]:
         sys.stdout.write("nothing was read from the disk: this run proves nothing\n")
+    if "made again" in found and not moved[2]:
+        sys.stdout.write("nothing was made again: this run proves nothing\n")
+        return False
     return not unexplained and moved[1] > 0
 
 
@@ -276,6 +302,7 @@ def main() -> int:
     parser.add_argument("folder", type=Path, help="`test` of a checkout of PyTorch")
     parser.add_argument("--file", default="test_autograd.py", help="the file of tests in it")
     parser.add_argument("--only", default="", help="only tests with this in their name")
+    parser.add_argument("--made-again", action="store_true", help="use each recipe there is")
     parser.add_argument("--child", choices=MODES, help=argparse.SUPPRESS)
     parser.add_argument("--results", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -289,7 +316,8 @@ def main() -> int:
         child(options)
         return 0
     with tempfile.TemporaryDirectory(dir=SCRATCH) as folder:
-        found = {mode: run_all(options, mode, Path(folder) / mode) for mode in MODES}
+        modes = ("plain", "reference", "made again" if options.made_again else "hooked")
+        found = {mode: run_all(options, mode, Path(folder) / mode) for mode in modes}
     return 0 if report(found) else 1
 
 
