@@ -3,9 +3,10 @@
     soak.py --minutes 30 --seed 1 [--dir DIRECTORY]
 
 Rounds alternate between the real engines and the simulated disk with random faults: short I/O, EIO,
-EINTR, a full disk, flipped bits. A step either gives the very loss and gradients of a plain run, or
-raises an error of the store; then it is taken again plainly. Resident memory, descriptors, threads
-and live extents must stay flat. Ends with 0 and a summary, or with the first thing that was wrong.
+EINTR, a full disk, flipped bits. In every third round recipes make saved tensors again. A step
+either gives the very loss and gradients of a plain run, or raises an error of the store; then it is
+taken again plainly. Resident memory, descriptors, threads and live extents must stay flat. Ends
+with 0 and a summary, or with the first thing that was wrong.
 ``tests/faults/test_stress.py`` runs some seconds of it in every test run.
 """
 
@@ -104,6 +105,7 @@ class Soak:
             simulated = self.round % 2 == 1
             self.faults = {}
             options = self.plan() if simulated else dict(REAL[self.round // 2 % len(REAL)])
+            options["rematerialize"] = "never" if self.round % 3 else "always"
             self.counts["simulated rounds" if simulated else "real rounds"] += 1
             self.run_round(options)
             if simulated:
@@ -130,6 +132,7 @@ class Soak:
         stats, raw = session.stats, rig.store.stats()
         self.counts["MiB written"] += stats.bytes_written // MIB
         self.counts["MiB read"] += stats.bytes_read // MIB
+        self.counts["tensors made again"] += stats.tensors_rematerialized
         self.counts["failed writes"] += raw["write_failed_count"]
         self.counts["failed reads"] += raw["read_failed_count"]
         if options["backend"] != "simulated":
@@ -222,8 +225,8 @@ def main() -> int:
             told = "".join(f"  {name}: {count}\n" for name, count in sorted(soak.counts.items()))
             sys.stdout.write(f"soak: seed {options.seed}, {soak.round} rounds\n{told}")
         assert not os.listdir(folder), "a name was left"
-    for wanted in ("steps that found a flipped bit", "failed writes"):
-        assert soak.counts[wanted] > 0, f"the plan injected nothing: no {wanted}"
+    for wanted in ("steps that found a flipped bit", "failed writes", "tensors made again"):
+        assert soak.counts[wanted] > 0, f"the plan did not come to it: no {wanted}"
     return 0
 
 
