@@ -7,6 +7,7 @@ once, and what it gives afterwards, is compared too.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
-from support import MODES, Flush, Rig, assert_equal_bits, nothing, sizes
+from support import IN_PLACE, MODES, Flush, Rig, assert_equal_bits, nothing, sizes
 
 Op = tuple[str, int, int]
 
@@ -27,7 +28,7 @@ class Pool:
     """The tensors of a random program, and what it can do with them."""
 
     def __init__(self, dtype: torch.dtype, side: int, flush: Flush) -> None:
-        self.leaf = torch.randn(side, side, dtype=dtype, requires_grad=True)
+        self.leaf = nn.Parameter(torch.randn(side, side, dtype=dtype))
         data = torch.randn(side, side, dtype=dtype)
         self.tensors = [self.leaf * 1, data, data[1:]]
         self.index = torch.randint(0, side, (side,))
@@ -171,6 +172,12 @@ WALKS = ["forget", "double", "backward", "free", "partial", "look", "drop", "flu
 NAMES = [*MAKES, *CHANGES, *LOOKUPS, *WALKS, "split", "split apart", "change the index"]
 
 
+def changes_unseen(names: set[str]) -> bool:
+    """Return whether a program may change a result of a node without a node for the change."""
+    is_detached = "detach" in names and not names.isdisjoint(CHANGES)
+    return is_detached or not names.isdisjoint(("mul_ unseen", "mul_ detached"))
+
+
 def play(
     program: list[Op], dtype: torch.dtype, side: int, flush: Flush
 ) -> tuple[list[str], dict[str, Tensor]]:
@@ -232,12 +239,20 @@ def test_random_graphs_give_equal_bits_and_equal_refusals(
         played_count += 1
         refusals, expected = play(program, dtype, side, nothing)
         for mode in MODES:
+            if mode == "made again" and changes_unseen({name for name, _, _ in program}):
+                continue
             rig = Rig.in_mode(tmp_path, mode)
             with rig.context():
                 flush = rig.flush if mode == "disk" else nothing
                 refused, actual = play(program, dtype, side, flush)
-            assert refused == refusals, mode
-            assert_equal_bits(actual, expected)
+            if mode == "made again" and refused != refusals:
+                # A recipe may need a tensor that was changed, where plain autograd does not.
+                more = Counter(refused) - Counter(refusals)
+                assert any(IN_PLACE in it for it in more), refused
+                event("a recipe refused a tensor that was changed")
+            else:
+                assert refused == refusals, mode
+                assert_equal_bits(actual, expected)
             del actual
             rig.disk.resume()
             if mode == "disk" and rig.stats.bytes_read:

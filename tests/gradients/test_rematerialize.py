@@ -126,6 +126,29 @@ def test_a_recipe_that_makes_other_bits_is_barred_and_counted(
     rig.assert_empty()
 
 
+def test_a_result_that_changes_where_no_graph_tells_fails_the_proof(tmp_path: Path) -> None:
+    """No node saves ``hidden``, so that its version is nowhere."""
+    weight = nn.Parameter(torch.randn(ROWS, WIDTH))
+
+    def run() -> dict[str, Tensor]:
+        weight.grad = None
+        hidden = weight * 2
+        with torch.no_grad():
+            hidden.mul_(0.5)
+        loss = hidden.softmax(-1).square().sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        assert weight.grad is not None
+        return {"loss": loss.detach(), "weight": weight.grad}
+
+    expected = run()
+    rig = Rig(tmp_path, rematerialize="auto", policy=Patient())
+    for _ in range(STEPS):
+        with rig.context():
+            assert_equal_bits(run(), expected)
+    assert rig.policy.proofs.differing_count > 0
+    rig.assert_empty()
+
+
 @pytest.mark.defends("form of a recipe")
 def test_a_graph_of_another_form_does_not_use_what_was_proved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
