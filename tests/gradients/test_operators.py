@@ -1,7 +1,7 @@
 """The operators of torch under the hooks: a part of the sweep, and the whole of it.
 
 The whole sweep is every sample of every operator in both dtypes, with gradcheck and gradgradcheck
-for the first three; and all that once more, with every recipe. The small one takes operators with a
+for the first three; and the samples once more, with every recipe. The small one takes operators with a
 kernel that is often trained through, or that saves in a way of its own. A sweep needs a process of
 its own: torch's test modules change its flags.
 """
@@ -69,7 +69,8 @@ def test_operators_give_the_same_bits(
     runs: list[list[str]], samples_min: int, way: str, tmp_path: Path
 ) -> None:
     is_made_again = way == "made again"
-    found = tallies(tmp_path, [[*run, *["--made-again"] * is_made_again] for run in runs])
+    options = ["--made-again", "--checks=0"] if is_made_again else []
+    found = tallies(tmp_path, [[*run, *options] for run in runs])
     samples, passed = total(found, "samples"), total(found, "passed")
     # What is not applicable must stay the exception: torch 2.15 has 3 such samples in 20,861, and
     # 485 with recipes, most of which need an input that the operator changes in place.
@@ -82,7 +83,7 @@ def test_operators_give_the_same_bits(
     assert total(found, "operators that read") > 0.9 * saving
     assert total(found, "bytes read") > samples_min << 10
     assert (total(found, "tensors made again") > passed / 5) == is_made_again
-    assert total(found, "tensors forwarded") < total(found, "tensors offloaded") / 50
+    assert total(found, "tensors forwarded") < total(found, "tensors offloaded") / 20
     for check in ("gradcheck", "gradgradcheck"):
         assert total(found, f"{check} failed") == 0
-        assert total(found, f"{check} passed") > samples_min / 20
+        assert (total(found, f"{check} passed") > samples_min / 20) != is_made_again
