@@ -194,7 +194,7 @@ def main() -> int:
     for model in options.models:
         rows.append(measured(model, options))
         print(shown(rows[-1]), flush=True)
-    write_record(options, ASKED, {"rows": rows})
+        write_record(options, ASKED, {"rows": rows})
     return 0 if all(row["equal_bits"] for row in rows) else 1
 
 
