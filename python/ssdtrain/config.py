@@ -96,7 +96,7 @@ class OffloadConfig:
     gds: str = "optional"
     """``"compat"`` is cuFile's compatibility mode, for tests."""
     rematerialize: str = "auto"
-    """Whether saved tensors are made again from others."""
+    """``"auto"``: a plan chooses the saved tensors that are made again from others."""
 
     def __post_init__(self) -> None:
         """Raise ``ConfigError`` for a value that is not allowed."""

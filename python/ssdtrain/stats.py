@@ -144,6 +144,8 @@ class Stats:
     rematerialize_s: float = 0.0
     """Time of the operations that made tensors again; on a GPU the time in which Python began
     them."""
+    recipes_differing_count: int = 0
+    """Recipes that made other bits than were saved when they were proved. They are not used."""
     gpu_stall_s: float = 0.0
     """Time in which GPUs waited for tensors that came back, by their own clocks, in steps that have
     ended there. Waits of threads meanwhile are in ``stall_s``."""
@@ -293,11 +295,8 @@ class Stats:
             f"  on disk    {used} now, in files of {reserved}",
             f"  I/O time   {times}, {self._shown_stalls()}",
         ]
-        if self.bytes_rematerialized:
-            size = shown_bytes(self.bytes_rematerialized)
-            tensors = shown_count(self.tensors_rematerialized, "tensor")
-            took = f"their operations took {self.rematerialize_s:.3f} s"
-            rows.insert(3, f"  made again {size} in {tensors}, neither kept nor written; {took}")
+        if self.bytes_rematerialized or self.recipes_differing_count:
+            rows.insert(3, f"  made again {self._shown_made()}")
         rows += [
             f"  {'' if number else 'of these':10} {figures}"
             for number, figures in enumerate(self.classes)
@@ -358,6 +357,16 @@ class Stats:
         elif share >= LOST_SHARE_LITTLE:
             advice += ", or raise min_bytes so that it takes less time"
         return f"hardly anything was gained: {text}; {advice}"
+
+    def _shown_made(self) -> str:
+        size = shown_bytes(self.bytes_rematerialized)
+        tensors = shown_count(self.tensors_rematerialized, "tensor")
+        took = f"their operations took {self.rematerialize_s:.3f} s"
+        text = f"{size} in {tensors}, neither kept nor written; {took}"
+        if self.recipes_differing_count:
+            recipes = shown_count(self.recipes_differing_count, "recipe")
+            text += f"; {recipes} made other bits in the proof, and not used since"
+        return text
 
     def _shown_stalls(self) -> str:
         stalls = shown_count(self.stall_count, "stall")
@@ -427,6 +436,7 @@ def snapshot(
     gpu_stall_s: float,
     hooks_s: float,
     rematerialize_s: float,
+    recipes_differing_count: int,
     elapsed_s: float,
     bytes_eligible: int,
     reason: Reason | None,
@@ -471,6 +481,7 @@ def snapshot(
         gpu_stall_s=gpu_stall_s,
         hooks_s=hooks_s,
         rematerialize_s=rematerialize_s,
+        recipes_differing_count=recipes_differing_count,
         **asdict(blocks),
         process_bytes=known_bytes("VmRSS"),
         process_bytes_peak=known_bytes("VmHWM"),

@@ -31,7 +31,7 @@ class Everything(Policy):
 
 
 class All(set[int]):
-    """What contains every key."""
+    """A set that contains every key."""
 
     def __contains__(self, _: object) -> bool:
         return True

@@ -192,7 +192,8 @@ class Rematerializer:
         """
         key, recipe, proofs = saved.record.key, use.recipe, self._policy.proofs
         try:
-            brought = {id(source): use.brought_by(bring)(source) for source in recipe.sources}
+            bring = use.brought_by(bring)
+            brought = {id(source): bring(source) for source in recipe.sources}
             made, took_s = _timed(recipe, lambda source: brought[id(source)])
             _compare(saved, tensor, made)  # defence: proof of a recipe
             proofs.note(key, Proof(_form(recipe), took_s, _keys(recipe)))

@@ -406,7 +406,7 @@ class Policy:
             began_s = first_s.setdefault(item.gpu, item.packed_s)
             packed_s, copied_s = item.packed_s - began_s, None
             if item.key not in uncopied:
-                # What was never copied follows on what was, at the rate of the copies.
+                # A tensor that was never copied follows the tensor before it, at the copies' rate.
                 down = rates.copies.get(item.gpu, NO_COPIES).down
                 after_s = max(ended_s.get(item.gpu, 0.0), packed_s) + item.nbytes / down
                 ended_s[item.gpu] = self._copied_s.get(item.key, after_s)

@@ -32,7 +32,7 @@ KNOWN_MAX = 100_000
 """Keys that are remembered before all is forgotten: bounds memory if shapes never repeat."""
 
 RecipeUse = Literal["none", "prove", "use"]
-"""What a pack does about a recipe: nothing, find it for a proof, or use it."""
+"""A pack looks for no recipe (``"none"``), finds one to prove it, or uses one."""
 
 
 class Storage(Protocol):

@@ -72,13 +72,12 @@ impl Offloading {
         if !this.is_unchanged(py)? {
             own.session.refuse_changed(saved)?;
         }
+        if record.get().used_recipe(py).is_some() {
+            return Self::unpack(slf, packed);
+        }
         let writing = own.session.writing(py);
         let in_memory = || own.records.get().in_memory(record, writing);
-        let storage = match record.get().used_recipe(py) {
-            Some(_) => return Self::unpack(slf, packed),
-            None => own.lock.locked(py, in_memory)?,
-        };
-        if let Some(storage) = storage {
+        if let Some(storage) = own.lock.locked(py, in_memory)? {
             return this.on_memory(own.torch.get(), &storage).map(Bound::unbind);
         }
         let handle = record.get().handle(py).ok_or_else(|| {
