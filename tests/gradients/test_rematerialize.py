@@ -432,3 +432,25 @@ def test_a_recipe_holds_no_weight_of_offload_parameters(tmp_path: Path) -> None:
     with ssdtrain.offload(tmp_path, min_bytes=4096, rematerialize="always") as session:
         assert_equal_bits(trained(module, look), expected)
     assert session.stats.bytes_rematerialized > 0
+
+
+def test_a_tensor_of_another_session_is_no_source(tmp_path: Path) -> None:
+    """Its bytes may be on the disk of that session."""
+    first, second = (Rig(tmp_path, rematerialize="always") for _ in range(2))
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    with first.context():
+        gate = x * 2
+        made = F.silu(gate)
+        del gate
+        first.flush()
+    with second.context():
+        loss = made.square().sum()
+        del made
+        loss.backward()  # type: ignore[no-untyped-call]
+    del loss
+    assert second.stats.bytes_rematerialized == 0
+    assert x.grad is not None
+    expected = torch.autograd.grad(F.silu(x * 2).square().sum(), x)[0]
+    assert torch.equal(x.grad, expected)
+    first.assert_empty()
+    second.assert_empty()

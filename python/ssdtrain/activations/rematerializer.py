@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from time import perf_counter
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from ssdtrain._core import Kept, Record, Records, SavedTensor
+from ssdtrain._core import Kept, Records, SavedTensor
 from ssdtrain.activations.names import describe
 from ssdtrain.activations.saved_tensor import version_of
 from ssdtrain.activations.weak_table import WeakTable
@@ -210,7 +210,7 @@ class Rematerializer:
         root = tensor if base is None else base
         recipe = None
         if root.grad_fn is not None and root.untyped_storage().nbytes() == saved.record.nbytes:
-            recipe = find_recipe(root, self._outputs, partial(self._is_source, saved.record))
+            recipe = find_recipe(root, self._outputs, self._is_source)
             # No plan would take a dear one: it takes too long for the bytes that it frees.
             if recipe is not None and recipe.is_dear and not self._always:
                 recipe = None
@@ -228,10 +228,9 @@ class Rematerializer:
             return None  # defence: form of a recipe
         return RecipeInUse(recipe, chain), True
 
-    def _is_source(self, own: Record, packed: object) -> bool:
+    def _is_source(self, packed: object) -> bool:
         if isinstance(packed, SavedTensor):
-            # Another tensor may lie on the same bytes (`unsafe_view`), and would hold them.
-            return packed.record is not own and self._records.owns(packed)
+            return self._records.owns(packed)
         return isinstance(packed, Kept)
 
 
