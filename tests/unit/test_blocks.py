@@ -343,6 +343,6 @@ def test_ctrl_c_at_any_moment_leaves_what_leave_all_mends(every: int, place: Pat
         if interrupts.left > 0:
             break
     assert number > 50, "the calls of the package were not seen"
-    # Before its first line nothing can be done about it.
-    assert set(stayed_on) <= {"__exit__"}
-    assert len(stayed_on) == 1 or every > 1
+    # Before its first line nothing can be done about it. The moment may be missed, as the number
+    # of calls is not the same each time.
+    assert stayed_on in ([], ["__exit__"])
