@@ -32,6 +32,7 @@ from ssdtrain.config import (
 )
 from ssdtrain.errors import ConfigError
 from ssdtrain.machine.huge_pages import note_small_pages
+from ssdtrain.machine.process_memory import use_freed_memory_again
 from ssdtrain.machine.torch_internals import outside_compiler
 from ssdtrain.notices import PROCESS, Notices
 from ssdtrain.planning.policy import Policy
@@ -184,7 +185,6 @@ class offload:  # noqa: N801 - used like torch.no_grad
         if outer is not None:
             PROCESS.say("blocks in blocks", ENTERED_INSIDE)
             outer.note_inner_block()
-        note_small_pages()
         self.session = session = self._open()
         try:
             # Last, so that Ctrl-C cannot come between it and the body of `with`.
@@ -195,6 +195,9 @@ class offload:  # noqa: N801 - used like torch.no_grad
         return session
 
     def _open(self) -> Session:
+        note_small_pages()
+        if self._config.max_resident_bytes is None:
+            use_freed_memory_again()
         return Session(self._config, self._policy, self._choices, self._notices)
 
     def __exit__(
@@ -260,7 +263,6 @@ class offload:  # noqa: N801 - used like torch.no_grad
         def begin() -> _Block:
             with opening:
                 if not opened:
-                    note_small_pages()
                     opened.append(self._open())
                     self.session = opened[0]
             block = _Block(opened[0], None)

@@ -104,12 +104,69 @@ def test_the_high_water_mark_starts_again_and_sees_the_next_peak() -> None:
     assert process_memory.status_bytes("VmHWM") - before > size // 2
 
 
-def test_freed_memory_is_given_back_in_portions(
+def test_a_session_gives_freed_memory_back_if_its_process_has_grown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given_back: list[int] = []
+    resident_bytes = iter(range(0, 1 << 50, 2 * process_memory.GROWTH_BYTES))
+    monkeypatch.setattr(process_memory, "known_bytes", lambda _: next(resident_bytes))
+    monkeypatch.setattr(process_memory, "release_free_memory", lambda: given_back.append(1))
+    monkeypatch.setattr(writeback, "GIVE_BACK_BYTES", 3 * 32 * 64 * 4)
+    rig = Rig(tmp_path)
+    with rig.context():
+        for _ in range(3):
+            loss = mlp(layers=6)(batch()).sum()
+            rig.flush()
+            loss.backward()
+    assert 3 <= len(given_back) <= rig.stats.bytes_offloaded // writeback.GIVE_BACK_BYTES
+
+
+def test_a_process_that_does_not_grow_gives_memory_back_ever_more_rarely(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    noted, given_back = [0], [0]
+    resident_bytes = 10 * process_memory.GROWTH_BYTES
+    monkeypatch.setattr(process_memory, "known_bytes", lambda _: resident_bytes)
+    monkeypatch.setattr(
+        process_memory, "release_free_memory", lambda: given_back.append(len(noted))
+    )
+    memory = process_memory.GrownMemory()
+    for _ in range(20):
+        memory.note_freed(1)
+        noted.append(0)
+    assert given_back[1:] == [1, 2, 4, 8, 16]
+    resident_bytes += process_memory.GROWTH_BYTES + 1
+    for _ in range(10):
+        memory.note_freed(1)
+        noted.append(0)
+    assert given_back[6:] == [21, 22, 24, 28]
+
+
+FAULTS = """
+import resource, sys, torch, ssdtrain
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.zeros(24 << 20, dtype=torch.uint8)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+with ssdtrain.offload():
+    faults()
+    print(faults())
+"""
+
+
+def test_a_session_uses_the_memory_of_large_tensors_again() -> None:
+    """Of tensors that glibc would otherwise map anew each time."""
+    huge_pages = {"THP_MEM_ALLOC_ENABLE": "1"}
+    users_own = huge_pages | {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
+    assert int(run(FAULTS, **huge_pages).stdout) < int(run(FAULTS, **users_own).stdout) / 4
+
+
+def test_under_a_bound_freed_memory_is_given_back_in_portions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     freed: list[int] = []
     monkeypatch.setattr(writeback, "GIVE_BACK_BYTES", 3 * 32 * 64 * 4)
-    rig = Rig(tmp_path)
+    rig = Rig(tmp_path, max_resident_bytes=1 << 30)
     monkeypatch.setattr(
         writeback, "release_free_memory", lambda: freed.append(rig.stats.bytes_written)
     )

@@ -17,7 +17,7 @@ from ssdtrain.activations.failed_backward import drop_failed_backwards
 from ssdtrain.activations.lender import Lender
 from ssdtrain.activations.names import saving
 from ssdtrain.errors import DiskBoundError, SsdtrainError, UnsupportedError
-from ssdtrain.machine.process_memory import release_free_memory
+from ssdtrain.machine.process_memory import GrownMemory, release_free_memory
 from ssdtrain.machine.torch_internals import count_users, sequence_number
 from ssdtrain.notices import Held, Notices
 from ssdtrain.planning.policy import Policy
@@ -35,9 +35,12 @@ disk's thread costs more than all else that a pack does (`benches/training/hook_
 WHOLE_MODEL_TENSORS_MIN = 4
 """A message names torch.compile as a cause only if at least so many tensors wait."""
 GIVE_BACK_BYTES = 64 << 20
-"""Once writes have freed so much, free memory goes back to the system: glibc keeps holes between
-blocks that are in use, and tensors of other sizes do not fit there. A larger number leaves more
-holes, a smaller one costs more page faults (`benches/training/import_order.py`)."""
+"""Each time writes have freed so much, free memory may go back to the system: glibc keeps holes
+between blocks that are in use, and tensors of other sizes do not fit there. A larger number leaves
+more holes, a smaller one costs more page faults (`benches/training/import_order.py`)."""
+
+_grown = GrownMemory()
+"""Of the process, as its heap is, and as a program may enter a block for each step."""
 
 
 class Writeback:
@@ -211,8 +214,11 @@ class Writeback:
         return self.records.wait_for_transfer(self)
 
     def give_memory_back(self) -> None:
-        """Give free memory back to the system."""
-        release_free_memory()
+        """Give free memory back to the system: always under a bound, else if it is time."""
+        if self._residency.is_bounded:
+            release_free_memory()
+        else:
+            _grown.note_freed(GIVE_BACK_BYTES)
 
     def sequence_number(self) -> int:
         """Return the number that the next node of this thread will get."""

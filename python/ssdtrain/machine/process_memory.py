@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import os
+from functools import cache
 from pathlib import Path
 
 STATUS = Path("/proc/self/status")
@@ -13,6 +15,16 @@ GIVE_BACK_BYTES_MIN = 8 << 20
 RESET_HIGH_WATER_MARK = "5"
 """Written into `clear_refs`, this resets `VmHWM` to `VmRSS`; see proc(5)."""
 
+
+GROWTH_BYTES = 64 << 20
+"""A process that has grown by more gives free memory back at once."""
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+"""Options of mallopt(3)."""
+MMAP_THRESHOLD_BYTES = 32 << 20
+"""The largest that glibc takes."""
+TRIM_THRESHOLD_BYTES = 64 << 20
+"""Twice the other, which is what glibc itself sets."""
 
 _trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
 """Only glibc has this function, and only glibc keeps so much."""
@@ -66,6 +78,49 @@ def release_free_memory() -> None:
     """
     if _trim is not None:
         _trim(0)
+
+
+@cache
+def use_freed_memory_again() -> None:
+    """Have glibc keep freed blocks of less than 32 MiB, for the next ones of their size.
+
+    glibc comes to this threshold by itself as such blocks are freed, but for the largest of them:
+    each of those is a mapping of its own, which the kernel makes and zeroes anew every time. Does
+    nothing if the user has set any option of malloc.
+    """
+    options = os.environ.get("GLIBC_TUNABLES", "")
+    if _trim is None or "glibc.malloc" in options or "MALLOC_MMAP_THRESHOLD_" in os.environ:
+        return
+    mallopt = ctypes.CDLL(None).mallopt
+    mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES)
+    mallopt(M_TRIM_THRESHOLD, TRIM_THRESHOLD_BYTES)
+
+
+class GrownMemory:
+    """Gives free memory back when the process has grown, and else ever more rarely.
+
+    What is given back is zeroed by the kernel at its next use, so a step that uses the same memory
+    as the last should give none back. Holes in the heap that no tensor fits into stay given back.
+    """
+
+    def __init__(self) -> None:
+        self._freed_bytes = 0
+        self._wait_bytes = 0
+        """Bytes that are freed before the next time."""
+        self._known_bytes = 0
+        """The largest size of the process that is no growth."""
+
+    def note_freed(self, nbytes: int) -> None:
+        """Note bytes that writes have freed; give memory back if it is time."""
+        resident_bytes = known_bytes("VmRSS")
+        has_grown = resident_bytes > self._known_bytes + GROWTH_BYTES
+        self._freed_bytes += nbytes
+        if not has_grown and self._freed_bytes < self._wait_bytes:
+            return
+        self._wait_bytes = nbytes if has_grown else 2 * self._freed_bytes
+        self._known_bytes = max(resident_bytes, self._known_bytes)
+        self._freed_bytes = 0
+        release_free_memory()
 
 
 class FreedMemory:
