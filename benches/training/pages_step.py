@@ -1,154 +1,182 @@
-"""Times whole steps with and without torch's huge pages and glibc's thresholds.
+"""Times whole steps on a CPU against a program that never imports ssdtrain, by kind of pages.
 
-    python benches/training/pages_step.py --dir DIR [--layers N] [--hidden N] [--batch N]
-        [--sequence N] [--dtype bfloat16] [--repeats N] [--threads N] [--json FILE]
+    python benches/training/pages_step.py [--dir DIR] [--model gpt|bert|gpt2|t5] [--layers N]
+        [--hidden N] [--batch N] [--sequence N] [--dtype bfloat16] [--dropout P] [--steps N]
+        [--threads N] [--cases plain offloaded ...] [--json FILE]
 
-Each case is a fresh process that trains the demo's GPT with dropout; they take turns. Printed are
-medians over the processes: of a step wall time, CPU time and the system's part of it, page faults;
-the most memory of the process, and what it has after forward.
+Each case is a fresh process that trains a model of the demo with AdamW; they take turns, step by
+step, after warm-up steps. Printed are the median over the turns of the time over that of `plain`
+with its standard error, and of a step medians of CPU time, the system's part of it and page faults;
+the most memory of the process after the warm-up, and that over `plain`'s.
 
 - plain: a program that never imports ssdtrain.
-- imported, offloaded: with the huge pages that `import ssdtrain` switches on.
+- imported, offloaded: with the huge pages that `import ssdtrain` switches on; `offloaded` is a
+  session as it is by default.
 - small pages: the same with THP_MEM_ALLOC_ENABLE=0.
-- reused: the same with GLIBC_TUNABLES under which freed memory is used again, and not mapped anew.
+- glibc's thresholds: a session that leaves those of malloc as they are.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import os
 import resource
+import statistics
 import sys
-from contextlib import nullcontext
-from pathlib import Path
-from statistics import median
+from collections.abc import Callable
+from contextlib import ExitStack
 from time import perf_counter
 from typing import Any
 
 import torch
 
 import ssdtrain
-from ssdtrain.demo import without
 from ssdtrain.demo.models import build_trainee
 from ssdtrain.demo.options import DTYPE_NAMES, TrainingOptions
 from ssdtrain.demo.text import ByteBatches, load_text
-from ssdtrain.machine.process_memory import status_bytes
+from ssdtrain.machine.process_memory import CLEAR_REFS, RESET_HIGH_WATER_MARK, status_bytes
+from turns import answer, parser_of, started, write_record
 
 SMALL_PAGES = {"THP_MEM_ALLOC_ENABLE": "0"}
-REUSED = {
-    "GLIBC_TUNABLES": "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=17179869184:"
-    "glibc.malloc.top_pad=268435456"
-}
+USERS_OWN = {"GLIBC_TUNABLES": "glibc.malloc.perturb=0"}
+"""Changes nothing in malloc; but a session leaves the thresholds alone if the user sets one."""
 CASES: dict[str, dict[str, str]] = {
     "plain": {},
     "imported": {},
     "imported, small pages": SMALL_PAGES,
-    "imported, reused": REUSED,
     "offloaded": {},
     "offloaded, small pages": SMALL_PAGES,
-    "offloaded, reused": REUSED,
-    "offloaded, small pages, reused": SMALL_PAGES | REUSED,
+    "offloaded, glibc's thresholds": USERS_OWN,
 }
-STEP_COUNT = 6
-WARM_UP_COUNT = 2
+WARM_UP_COUNT = 6
+"""Recipes are proved in two steps, and plans settle after three."""
 MIB = 1 << 20
-COLUMNS = ("wall_s", "cpu_s", "system_s", "faults", "peak_mib", "after_forward_mib")
+ERROR_OF_MEDIAN = 1.25
+"""The standard error of a median over that of a mean, for a normal distribution."""
+ASKED = (
+    "model",
+    "layers",
+    "hidden",
+    "sequence",
+    "batch",
+    "dtype",
+    "dropout",
+    "steps",
+    "threads",
+    "cases",
+)
 
 
-def train(case: str, given: argparse.Namespace) -> dict[str, Any]:
-    """Train in this process; return its medians."""
+def trainer(case: str, given: argparse.Namespace, stack: ExitStack) -> Callable[[str], Any]:
+    """Return the function that trains a step in this process and tells its figures."""
     torch.set_num_threads(given.threads)
-    options = options_of(given)
-    trainee = build_trainee(options)
+    trainee = build_trainee(options_of(given))
     optimizer = torch.optim.AdamW(trainee.module.parameters(), lr=1e-4)
     batches = ByteBatches(load_text(None), batch=given.batch, sequence=given.sequence, seed=0)
-    rows: list[dict[str, float]] = []
-    is_offloaded = case.startswith("offloaded")
-    with ssdtrain.offload(given.dir) if is_offloaded else nullcontext():
-        for number in range(STEP_COUNT):
-            text = batches.at(number)
-            before, began_s = resource.getrusage(resource.RUSAGE_SELF), perf_counter()
-            with torch.autocast("cpu", torch.bfloat16, enabled=given.dtype == "bfloat16"):
-                loss = trainee.loss(text)
-            after_forward = status_bytes("VmRSS") / MIB
-            loss.backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            optimizer.zero_grad()
-            wall_s, after = perf_counter() - began_s, resource.getrusage(resource.RUSAGE_SELF)
-            system_s = after.ru_stime - before.ru_stime
-            rows.append(
-                {
-                    "wall_s": wall_s,
-                    "cpu_s": after.ru_utime - before.ru_utime + system_s,
-                    "system_s": system_s,
-                    "faults": after.ru_minflt - before.ru_minflt,
-                    "after_forward_mib": after_forward,
-                }
-            )
-    counted = rows[WARM_UP_COUNT:]
-    return {
-        **{key: median(row[key] for row in counted) for key in counted[0]},
-        "peak_mib": status_bytes("VmHWM") / MIB,
-        "loss": float(loss.item()).hex(),
-    }
+    if case.startswith("offloaded"):
+        stack.enter_context(ssdtrain.offload(given.dir))
+
+    def step(number: str) -> dict[str, Any]:
+        if int(number) == WARM_UP_COUNT:
+            CLEAR_REFS.write_text(RESET_HIGH_WATER_MARK)
+        text = batches.at(int(number))
+        before, began_s = resource.getrusage(resource.RUSAGE_SELF), perf_counter()
+        with torch.autocast("cpu", torch.bfloat16, enabled=given.dtype == "bfloat16"):
+            loss = trainee.loss(text)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        wall_s, after = perf_counter() - began_s, resource.getrusage(resource.RUSAGE_SELF)
+        system_s = after.ru_stime - before.ru_stime
+        return {
+            "wall_s": wall_s,
+            "cpu_s": after.ru_utime - before.ru_utime + system_s,
+            "system_s": system_s,
+            "faults": after.ru_minflt - before.ru_minflt,
+            "peak_mib": status_bytes("VmHWM") / MIB,
+            "loss": float(loss.item()).hex(),
+        }
+
+    return step
 
 
 def options_of(given: argparse.Namespace) -> TrainingOptions:
     """Return the options of the demo's model."""
     return TrainingOptions(
+        model=given.model,
         layers=given.layers,
         hidden=given.hidden,
         sequence=given.sequence,
         batch=given.batch,
         dtype=given.dtype,
-        dropout=0.2,
+        dropout=given.dropout,
     )
 
 
-def child(case: str, arguments: list[str]) -> dict[str, Any]:
-    """Run a case in a fresh process; return what it tells."""
-    words = [__file__, *arguments, "--case", case]
-    environ = without.environment() | CASES[case]
-    output = without.output_of(*words, is_without=case == "plain", environ=environ)
-    found: dict[str, Any] = json.loads(output)
-    return found
+def row_of(steps: list[dict[str, Any]], plain: list[dict[str, Any]]) -> dict[str, float]:
+    """Return the medians of a case."""
+    ratios = [one["wall_s"] / other["wall_s"] for one, other in zip(steps, plain, strict=True)]
+    error = statistics.stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else 0.0
+    return {
+        **{
+            key: statistics.median(step[key] for step in steps)
+            for key in ("wall_s", "cpu_s", "system_s", "faults")
+        },
+        "ratio": statistics.median(ratios),
+        "ratio_error": ERROR_OF_MEDIAN * error,
+        "peak_mib": steps[-1]["peak_mib"],
+        "peak_ratio": steps[-1]["peak_mib"] / plain[-1]["peak_mib"],
+    }
+
+
+def measure(given: argparse.Namespace, arguments: list[str]) -> dict[str, Any]:
+    """Run the cases in turns."""
+    cases = ["plain", *(case for case in given.cases if case != "plain")]
+    steps: dict[str, list[dict[str, Any]]] = {case: [] for case in cases}
+    ways = [(case, case) for case in cases]
+    environments = {case: os.environ | CASES[case] for case in cases if case != "plain"}
+    with started(
+        ways, __file__, arguments, given.dir, without_name="plain", environments=environments
+    ) as (children, _):
+        for number in range(WARM_UP_COUNT + given.steps):
+            # Forwards and backwards, so that a drift of the machine meets all of them.
+            for child in children if number % 2 == 0 else children[::-1]:
+                steps[child.name].append(child.ask(str(number)))
+    timed = {case: found[WARM_UP_COUNT:] for case, found in steps.items()}
+    is_equal = all(
+        len({steps[case][number]["loss"] for case in cases}) == 1
+        for number in range(WARM_UP_COUNT + given.steps)
+    )
+    rows = {case: row_of(found, timed["plain"]) for case, found in timed.items()}
+    return {"rows": rows, "is_equal": is_equal}
 
 
 def main(arguments: list[str]) -> int:
     """Measure, print, and return the exit code: 1 if a loss differs."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--dir", required=True, help="directory on the drive to offload to")
+    parser = parser_of(__doc__)
+    parser.add_argument("--model", choices=("gpt", "bert", "gpt2", "t5"), default="gpt")
     for name, value in (("layers", 6), ("hidden", 384), ("sequence", 256), ("batch", 16)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--dtype", choices=DTYPE_NAMES, default="float32")
-    parser.add_argument("--repeats", type=int, default=3, help="processes of each case")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--json", type=Path, help="write the figures here too")
-    parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
+    parser.add_argument("--dropout", type=float, default=0.2)
+    parser.add_argument("--steps", type=int, default=12, help="timed steps")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--child", choices=CASES, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
-    if given.case is not None:
-        print(json.dumps(train(given.case, given)))
+    if given.child is not None:
+        with ExitStack() as stack:
+            answer(trainer(given.child, given, stack))
         return 0
-    runs: dict[str, list[dict[str, Any]]] = {case: [] for case in CASES}
-    for number in range(given.repeats):
-        # Forwards and backwards, so that a drift of the machine meets all of them.
-        for case in CASES if number % 2 == 0 else list(CASES)[::-1]:
-            runs[case].append(child(case, arguments))
-    rows = {
-        case: {key: median(run[key] for run in found) for key in COLUMNS}
-        for case, found in runs.items()
-    }
-    print("| | wall, s | CPU, s | system, s | faults | peak, MiB | after forward, MiB |")
-    print("|---|--:|--:|--:|--:|--:|--:|")
-    for case, row in rows.items():
-        times = " | ".join(f"{row[key]:.2f}" for key in COLUMNS[:3])
-        print(f"| {case} | {times} | {' | '.join(f'{row[key]:,.0f}' for key in COLUMNS[3:])} |")
-    is_equal = len({run["loss"] for found in runs.values() for run in found}) == 1
-    print(f"last losses: {'all equal' if is_equal else 'NOT EQUAL'}")
-    if given.json is not None:
-        document = {"command": " ".join(arguments), "rows": rows, "runs": runs}
-        given.json.write_text(json.dumps(document, indent=1) + "\n")
-    return 0 if is_equal else 1
+    found = measure(given, arguments)
+    print("| | step, s | over plain | CPU, s | of the system | faults | peak, MiB | over plain |")
+    print("|---|--:|--:|--:|--:|--:|--:|--:|")
+    for case, row in found["rows"].items():
+        times = f"{row['wall_s']:.2f} | {row['ratio']:.3f} ± {row['ratio_error']:.3f}"
+        system = f"{row['cpu_s']:.2f} | {row['system_s']:.2f} | {row['faults']:,.0f}"
+        print(f"| {case} | {times} | {system} | {row['peak_mib']:,.0f} | {row['peak_ratio']:.2f} |")
+    print(f"losses: {'all equal' if found['is_equal'] else 'NOT EQUAL'}")
+    write_record(given, ASKED, found)
+    return 0 if found["is_equal"] else 1
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -40,10 +40,19 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
 class Child:
     """A way's process, seen from the parent."""
 
-    def __init__(self, name: str, arguments: list[str], *, is_without: bool = False) -> None:
+    def __init__(
+        self,
+        name: str,
+        arguments: list[str],
+        *,
+        is_without: bool = False,
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
         """Start it; with `is_without` it never imports ssdtrain."""
         self.name = name
-        self._process = without.start(*arguments, is_without=is_without, stdin=subprocess.PIPE)
+        self._process = without.start(
+            *arguments, is_without=is_without, environ=environ, stdin=subprocess.PIPE
+        )
         self.pid = self._process.pid
 
     def tell(self, what: str) -> None:
@@ -81,11 +90,13 @@ def started(
     place: Path | None,
     *,
     without_name: str | None = None,
+    environments: Mapping[str, Mapping[str, str]] | None = None,
 ) -> Iterator[tuple[list[Child], Path]]:
     """Start a process for each way, given by its name and by what follows `--child`.
 
     The process of the way `without_name` never imports ssdtrain, like a program that does not use
-    it. Yields the processes, and the directory that they write to: a new one in `place`, or here.
+    it. `environments` are those of processes, by name. Yields the processes, and the directory that
+    they write to: a new one in `place`, or here.
     """
     with (
         tempfile.TemporaryDirectory(dir=place or Path.cwd()) as directory,
@@ -94,7 +105,8 @@ def started(
         children = []
         for name, way in ways:
             words = [script, *arguments, "--dir", directory, "--child", way]
-            child = Child(name, words, is_without=name == without_name)
+            environ = None if environments is None else environments.get(name)
+            child = Child(name, words, is_without=name == without_name, environ=environ)
             stack.callback(child.end)
             children.append(child)
         yield children, Path(directory)
