@@ -36,7 +36,7 @@ WARM_UP_COUNT = 8
 """Steps before the timed ones: recipes are proved in two of them, and plans settle after three."""
 DEMO = {"gpt": "gpt", "gpt-dropout": "gpt", "gpt2": "gpt2", "bert": "bert", "t5": "t5"}
 """The demo's models, on bytes of text."""
-OTHERS = ("llama", "llama-bfloat16", "qwen3-bfloat16", "vit")
+OTHERS = ("llama", "llama-bfloat16", "qwen3", "qwen3-bfloat16", "vit")
 """Models of Hugging Face with random weights."""
 ASKED = ("models", "steps", "layers", "hidden", "sequence", "batch", "threads")
 
@@ -102,17 +102,17 @@ class Trainee:
             )
 
     def step(self, what: str) -> dict[str, Any]:
-        """Run forward and backward, which are timed; with `peak` the memory is measured."""
+        """Run forward and backward; return their time, and the peak of memory above that before."""
+        assert what == "step"
         self.module.zero_grad(set_to_none=False)
         gc.collect()
-        before = reset_high_water_mark() if what == "peak" else 0
         torch.manual_seed(1)
+        before = reset_high_water_mark()
         began_s = perf_counter()
         loss = self.loss()
         loss.backward()  # type: ignore[no-untyped-call]
         found: dict[str, Any] = {"seconds": perf_counter() - began_s}
-        if what == "peak":
-            found["rss_bytes"] = status_bytes("VmHWM") - before
+        found["rss_bytes"] = status_bytes("VmHWM") - before
         found["bits"] = [loss.item().hex(), gradients_digest(list(self.module.parameters()))]
         if self.session is not None:
             stats = self.session.stats
@@ -133,9 +133,11 @@ def measured(model: str, options: argparse.Namespace) -> dict[str, Any]:
         for _ in range(WARM_UP_COUNT):
             before = [child.ask("step") for child in children]
         turns = [[child.ask("step") for child in children] for _ in range(options.steps)]
-        peaks = [child.ask("peak")["rss_bytes"] for child in children]
     bits = {str(found["bits"]) for turn in [before, *turns] for found in turn}
-    seconds = {way: [turn[place]["seconds"] for turn in turns] for place, way in enumerate(WAYS)}
+    seconds, peaks = (
+        {way: [turn[place][name] for turn in turns] for place, way in enumerate(WAYS)}
+        for name in ("seconds", "rss_bytes")
+    )
     per_step = {
         way: {
             name: (turns[-1][place][name] - before[place][name]) / options.steps
@@ -152,7 +154,7 @@ def measured(model: str, options: argparse.Namespace) -> dict[str, Any]:
         "never_of_plain": ratio(seconds["never"], seconds["plain"]),
         "seconds": {way: statistics.median(took) for way, took in seconds.items()},
         "per_step": per_step,
-        "rss_peak_bytes": dict(zip(WAYS, peaks, strict=True)),
+        "rss_peak_bytes": {way: statistics.median(peak) for way, peak in peaks.items()},
     }
 
 

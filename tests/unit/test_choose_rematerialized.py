@@ -8,6 +8,7 @@ from ssdtrain.planning.policy import Item, Policy, Rates
 from ssdtrain.planning.rematerialize import (
     CHAIN_MAX,
     HOOKS_S,
+    IDLE_FACTOR_MIN,
     LEAD_SHARE_MAX,
     PROOF_COUNT,
     SLOWDOWN_SHARE_MAX,
@@ -27,7 +28,7 @@ def proved(*recipes: tuple[int, float, tuple[int, ...]]) -> Proofs:
     proofs = Proofs()
     for key, seconds, sources in recipes:
         for _ in range(PROOF_COUNT):
-            proofs.note(key, Proof(("silu",), seconds, sources))
+            proofs.note(key, Proof(("silu", key), seconds, sources))
     return proofs
 
 
@@ -46,6 +47,14 @@ def test_a_recipe_counts_once_it_was_proved_in_each_round() -> None:
     found = proofs.get(1)
     assert found is not None
     assert (found.seconds, proofs.use(1)) == (1.0 / PROOF_COUNT, "use")
+
+
+def test_all_measurements_of_a_form_tell_its_time() -> None:
+    proofs = Proofs()
+    for key in range(4):
+        for number in range(PROOF_COUNT):
+            proofs.note(key, Proof(("silu",), 1.0 + (key - 2) ** 2 + number, ()))
+    assert {found.seconds for key in range(4) if (found := proofs.get(key))} == {1.0}
 
 
 def test_other_operations_begin_the_proof_again() -> None:
@@ -89,9 +98,15 @@ def test_the_time_of_operations_that_the_round_had_does_not_count_as_its_own() -
 
 
 def test_a_tensor_that_is_needed_at_once_is_not_made_again() -> None:
-    items = [Item(1, MIB, 0.0, 100.0), Item(2, MIB, 49.0, 51.0)]
-    proofs = proved((1, 1e-6, ()), (2, 1e-6, ()))
-    assert choose_rematerialized(items, proofs) == {1}
+    seconds = 0.1
+    idle_s = IDLE_FACTOR_MIN * (seconds + HOOKS_S)
+    items = [
+        Item(1, MIB, 0.0, 100.0),
+        Item(2, MIB, 49.0, 49.0 + 1.01 * idle_s),
+        Item(3, MIB, 49.0, 49.0 + 0.99 * idle_s),
+    ]
+    proofs = proved(*[(item.key, seconds, ()) for item in items])
+    assert choose_rematerialized(items, proofs) == {1, 2}
 
 
 def test_a_tensor_that_the_program_holds_is_not_made_again() -> None:
@@ -149,9 +164,11 @@ def test_the_plan_keeps_and_moves_only_what_is_not_made_again() -> None:
 def test_a_later_plan_can_keep_what_was_made_again() -> None:
     items = forward_and_back(10, nbytes=8 * MIB, every_s=0.1)
     policy = Policy()
-    policy.proofs = proved((1, 1e-6, ()))
+    policy.proofs = proved((1, 1e-6, (3,)), (2, 1e-6, (4,)))
     policy.learn(7, items, SLOW, 0.0)
+    assert policy.sources == {3, 4}
     policy.proofs.bar(1)
     policy.learn(7, items, SLOW, 0.0)
-    assert not policy.rematerialized
+    assert policy.rematerialized == {2}
+    assert policy.sources == {4}
     assert 1 in policy.keep

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import cache
 from time import perf_counter
@@ -243,14 +243,14 @@ def _keys(recipe: Recipe) -> tuple[int, ...]:
     return tuple(it.record.key for it in recipe.sources if isinstance(it, SavedTensor))
 
 
-def _form(recipe: Recipe) -> object:
-    """Return the operations of a recipe with the strides of all tensors, which decide the bits."""
+def _form(recipe: Recipe) -> Hashable:
+    """Return the operations of a recipe with its layout, and the strides of all sources."""
     strides = (
         it.stride if isinstance(it, SavedTensor) else it.tensor.stride()
         for it in recipe.sources
         if isinstance(it, SavedTensor | Kept)
     )
-    return recipe.operations, recipe.layout.stride, tuple(strides)
+    return recipe.operations, recipe.layout, tuple(strides)
 
 
 def _timed(recipe: Recipe, bring: Bring) -> tuple[Tensor, float]:

@@ -218,7 +218,7 @@ class Policy:
         self.rematerialized: set[int] = set()
         """Keys of the tensors that are made again. Every pack looks here."""
         self.sources: set[int] = set()
-        """Keys of the tensors that others are made from."""
+        """Keys of the tensors that others are made from by the last plans. Every pack looks here."""
         self.moments: dict[int, tuple[float, float, float | None]] = {}
         """By the key of a tensor on a GPU, seconds since its round first packed a tensor there: its
         pack and its need by the last plan, and, if it leaves, the end of its copy, as it was
@@ -377,9 +377,10 @@ class Policy:
                 self.pinned.discard(item.key)
             if item.key in made.rematerialized:
                 self.rematerialized.add(item.key)
-                self.sources.update(proof.sources if (proof := self.proofs.get(item.key)) else ())
             else:
                 self.rematerialized.discard(item.key)
+        known = (self.proofs.get(key) for key in self.rematerialized)
+        self.sources = {source for proof in known if proof is not None for source in proof.sources}
 
     def _plan(self, items: Sequence[Item], rates: Rates) -> Plan:
         chosen = choose_rematerialized(

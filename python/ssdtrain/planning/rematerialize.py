@@ -9,8 +9,8 @@ layers; here the choice is made for each saved tensor.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 __all__ = ["CHAIN_MAX", "Proof", "Proofs", "RecipeUse", "choose_rematerialized", "needed_for"]
@@ -21,8 +21,10 @@ SLOWDOWN_SHARE_MAX = 0.02
 """The operations of all recipes of a round take at most this share of its time."""
 HOOKS_S = 40e-6
 """Time of Python for a recipe: it is found in pack and run in unpack."""
-IDLE_SHARE_MIN = 1 / 16
-"""A tensor that lies idle for a smaller share of the round frees its memory for hardly a moment."""
+IDLE_FACTOR_MIN = 2.0
+"""A tensor must lie idle for so many times the time of its operations, as one that moves must for
+its write and read. At the end of forward, where memory is at its peak, a tensor that comes back
+soon is away like all others."""
 LEAD_SHARE_MAX = 1 / 20
 """A tensor that is made for another, and then waits for its own node for a larger share of the
 round, would be in memory too early."""
@@ -59,11 +61,11 @@ class Storage(Protocol):
 class Proof:
     """Rounds in which a recipe made the bits that had been saved."""
 
-    form: object
-    """The operations of the recipe and the strides of its tensors, which have to be the same in
+    form: Hashable
+    """The operations of the recipe and the layouts of its tensors, which have to be the same in
     later rounds."""
     seconds: float
-    """The least time that the operations took."""
+    """The least time that operations of this form took, for any tensor."""
     sources: tuple[int, ...]
     """The keys of the saved tensors that it is made from."""
     count: int = 1
@@ -78,6 +80,8 @@ class Proofs:
     def __init__(self) -> None:
         self._proofs: dict[int, Proof] = {}
         self._barred: set[int] = set()
+        self._seconds: dict[Hashable, float] = {}
+        """By form: two measurements of each tensor are few on a machine that others use, too."""
         self.sources: set[int] = set()
         """Keys of the tensors that proved recipes begin with."""
         self.differing_count = 0
@@ -93,19 +97,22 @@ class Proofs:
     def get(self, key: int) -> Proof | None:
         """Return the proof of a recipe that may be used."""
         proof = self._proofs.get(key)
-        return proof if proof is not None and proof.count >= PROOF_COUNT else None
+        if proof is None or proof.count < PROOF_COUNT:
+            return None
+        return replace(proof, seconds=self._seconds.get(proof.form, proof.seconds))
 
     def note(self, key: int, proof: Proof) -> None:
         """Note that a recipe has made equal bits."""
         before = self._proofs.get(key)
         if before is not None and before.form == proof.form:
-            seconds, count = min(before.seconds, proof.seconds), before.count + 1
-            proof = Proof(proof.form, seconds, proof.sources, count)
-        if len(self._proofs) + len(self._barred) >= KNOWN_MAX:
+            proof = replace(proof, count=before.count + 1)
+        if len(self._proofs) + len(self._barred) + len(self._seconds) >= KNOWN_MAX:
             self._proofs.clear()
             self._barred.clear()
+            self._seconds.clear()
             self.sources.clear()
         self._proofs[key] = proof
+        self._seconds[proof.form] = min(proof.seconds, self._seconds.get(proof.form, math.inf))
         self.sources.update(proof.sources)
 
     def bar(self, key: int, *, differs: bool = False) -> None:
@@ -137,7 +144,7 @@ def choose_rematerialized(
         for item in items
         if item.key in known
         and item.key not in excluded
-        and item.needed_s - item.packed_s >= IDLE_SHARE_MIN * whole_s
+        and item.needed_s - item.packed_s >= IDLE_FACTOR_MIN * (known[item.key].seconds + HOOKS_S)
     ]
     candidates.sort(key=lambda item: (known[item.key].seconds + HOOKS_S) / item.nbytes)
     chains = _Chains({item.key: item.needed_s for item in items}, known)
