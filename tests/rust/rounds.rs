@@ -367,6 +367,18 @@ fn memory_freed_by_backward_may_be_read_into() {
 }
 
 #[test]
+fn memory_that_a_need_has_taken_and_freed_is_not_read_into() {
+    let mut desk = Desk::new();
+    let saved = desk.packs(&words("abcdefghij"), 10 * MIB);
+    desk.resident_bytes = 45 * MIB;
+    assert_eq!(desk.unpack(&saved[&'j']), "ihg");
+    desk.resident_bytes = 100 * MIB;
+    assert_eq!(desk.unpack(&saved[&'i']), "f");
+    desk.resident_bytes = 45 * MIB;
+    assert_eq!(desk.unpack(&saved[&'h']), "e");
+}
+
+#[test]
 fn a_slow_disk_reads_ahead_as_far_as_its_plan_says() {
     let mut desk = Desk::new();
     let saved = desk.packs(&words("abcdefgh"), 20 * MIB);

@@ -43,7 +43,7 @@ class TrainingOptions:
     dropout: float | None = None
     """A probability; None is 0 for `gpt` and 0.1 for the Hugging Face models."""
     steps: int = 3
-    """Timed steps; a warm-up step comes before them, and a measured step after them."""
+    """Timed steps; warm-up steps come before them, and a measured step after them."""
     seed: int = 0
     """Seeds the weights, the dropout and the choice of the text."""
     data: str | None = None

@@ -41,6 +41,8 @@ SGD_RATE = 1e-3
 ADAMW_RATE = 2e-5
 """Small enough for a loss that falls from the first step on, without a schedule."""
 SAMPLE_INTERVAL_S = 0.004
+WARM_UP_COUNT = 3
+"""The first step tells which tensors are saved, the next two prove recipes. Then they are used."""
 
 
 class Training:
@@ -224,10 +226,11 @@ def _digest(tensor: Tensor | None) -> bytes:
 
 
 def train(mode: Mode, options: TrainingOptions) -> Run:
-    """Train in a mode: a warm-up step, the timed steps, and a measured step."""
+    """Train in a mode: warm-up steps, the timed steps, and a measured step."""
     with ExitStack() as stack:
         training = Training(mode, options, stack)
-        steps = [training.step("warm-up")]
+        warm_up_count = 1 if training.is_whole else WARM_UP_COUNT
+        steps = [training.step("warm-up") for _ in range(warm_up_count)]
         if not training.is_whole:
             training.note_memory()
         steps += [training.step("timed") for _ in range(options.steps)]

@@ -218,7 +218,7 @@ class Policy:
         self.rematerialized: set[int] = set()
         """Keys of the tensors that are made again. Every pack looks here."""
         self.sources: set[int] = set()
-        """Keys of the tensors that others are made from by the last plans. Every pack looks here."""
+        """Keys of the tensors that others are made from now. Every pack looks."""
         self.moments: dict[int, tuple[float, float, float | None]] = {}
         """By the key of a tensor on a GPU, seconds since its round first packed a tensor there: its
         pack and its need by the last plan, and, if it leaves, the end of its copy, as it was

@@ -115,8 +115,8 @@ pub struct Round<E> {
     progress_s: f64,
     /// When the next read should begin, on the same clock; infinite if no plan tells.
     next_start_s: f64,
-    /// The most saved bytes in memory since this round was first asked for a tensor.
-    resident_bytes: u64,
+    /// The saved bytes in memory when this round was first asked for a tensor.
+    resident_bytes: Option<u64>,
     stall_s: f64,
     /// When the first tensor was packed, and when the last unpack happened.
     began_s: f64,
@@ -169,7 +169,7 @@ impl<E> Round<E> {
             plan: None,
             progress_s: f64::NEG_INFINITY,
             next_start_s: f64::INFINITY,
-            resident_bytes: 0,
+            resident_bytes: None,
             stall_s: 0.0,
             began_s: 0.0,
             ended_s: 0.0,
@@ -309,11 +309,12 @@ impl<E> Round<E> {
         self.stall_s += stall_s;
     }
 
-    /// Notes the bytes in memory; returns how far they are below the most seen since its first
-    /// unpack.
+    /// Notes the bytes in memory; returns how far they are below those at its first unpack.
+    ///
+    /// Reads that nobody foresaw and tensors that are made again raise the bytes in memory. If that
+    /// counted as room, reads ahead would fill it, and the next of these would raise them further.
     pub fn note_resident(&mut self, resident_bytes: u64) -> u64 {
-        self.resident_bytes = self.resident_bytes.max(resident_bytes);
-        self.resident_bytes - resident_bytes
+        self.resident_bytes.get_or_insert(resident_bytes).saturating_sub(resident_bytes)
     }
 
     /// Bytes and tensors of the node that saved most.
