@@ -32,7 +32,7 @@ from turns import answer, parser_of, ratio, started, write_record
 
 MIB = 1 << 20
 WAYS = ("plain", "never", "auto")
-WARM_UP_COUNT = 8
+WARM_UP_COUNT = 6
 """Steps before the timed ones: recipes are proved in two of them, and plans settle after three."""
 DEMO = {"gpt": "gpt", "gpt-dropout": "gpt", "gpt2": "gpt2", "bert": "bert", "t5": "t5"}
 """The demo's models, on bytes of text."""

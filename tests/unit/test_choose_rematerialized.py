@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ssdtrain.planning.policy import Item, Policy, Rates
+from ssdtrain.planning.policy import CAUTION_FALL, CAUTION_START, Item, Policy, Rates
 from ssdtrain.planning.rematerialize import (
     CHAIN_MAX,
     HOOKS_S,
@@ -172,3 +172,17 @@ def test_a_later_plan_can_keep_what_was_made_again() -> None:
     assert policy.rematerialized == {2}
     assert policy.sources == {4}
     assert 1 in policy.keep
+
+
+def test_stalls_of_the_first_round_with_a_recipe_are_no_reason_for_caution() -> None:
+    """That round reads sources in the order of a round that did not need them early."""
+    items = forward_and_back(10, nbytes=8 * MIB, every_s=0.1)
+    policy = Policy()
+    policy.proofs = proved((5, 1e-6, (3,)))
+    policy.learn(7, items, FAST, None)
+    cautions = []
+    for _ in range(2):
+        policy.learn(7, items, FAST, 0.5)
+        assert policy.rematerialized == {5}
+        cautions.append(policy.basis(7))
+    assert cautions == [(FAST, CAUTION_START), (FAST, CAUTION_START * CAUTION_FALL)]

@@ -198,6 +198,9 @@ class _Basis(NamedTuple):
     caution: float
     made_count: int
     """How many plans of all kinds were made until this one."""
+    has_new_order: bool
+    """True until a round went by it, if it has other tensors made again than the plan before. Their
+    sources are needed at other places of the order, which that round learns by stalls."""
 
 
 class Policy:
@@ -347,7 +350,12 @@ class Policy:
             self._futile.clear()
             self._basis.clear()
         rates = self._rates = rates.known_before(self._rates)
-        count, basis, caution, _ = self._basis.get(signature, (0, rates, self._caution, 0))
+        count, basis, caution, _, has_new_order = self._basis.get(
+            signature, (0, rates, self._caution, 0, False)
+        )
+        if has_new_order and stall_share is not None:
+            self._basis[signature] = self._basis[signature]._replace(has_new_order=False)
+            stall_share = None
         stalled = count > 0 and stall_share is not None and stall_share > STALL_SHARE_MAX
         if stall_share is not None:
             change = CAUTION_FALL if stalled else CAUTION_RISE
@@ -358,8 +366,12 @@ class Policy:
             return
         self._planned_caution = self._caution
         self.made_count += 1
-        self._basis[signature] = _Basis(count + 1, rates, self._caution, self.made_count)
         made = self._plan(items, rates.times(self._caution))
+        before = self.plans.get(signature, Plan())
+        has_new_order = made.rematerialized != before.rematerialized
+        self._basis[signature] = _Basis(
+            count + 1, rates, self._caution, self.made_count, has_new_order
+        )
         self.plans[signature] = made
         if len(self.plans) > PLANS_MAX:
             oldest = next(iter(self.plans))
