@@ -2,8 +2,9 @@
 
 For each model three fresh processes train alike and take turns step by step, so that all see the
 same machine: `plain` never imports ssdtrain, `never` offloads without recipes, `auto` makes saved
-tensors again where its plan says so. Times are compared within each turn. Losses and gradients must
-be equal in bits in every step.
+tensors again where its plan says so. Times are compared within each turn. A peak is that of the
+resident set in a step, above what was resident before. Losses and gradients must be equal in bits
+in every step.
 
     python benches/training/rematerialize_step.py [--models gpt llama ...] [--dir DIR]
         [--steps N] [--threads N] [--json FILE]

@@ -377,6 +377,10 @@ class Policy:
             oldest = next(iter(self.plans))
             del self.plans[oldest], self._basis[oldest]
         self._set_moments(items, made, rates)
+        self._set_ways(items, made)
+
+    def _set_ways(self, items: Sequence[Item], made: Plan) -> None:
+        """Have each pack find the plan for its tensor."""
         for item in items:
             self._planned.add(item.key)
             if item.key in made.keep:
