@@ -7,7 +7,7 @@ resident set in a step, above what was resident before. Losses and gradients mus
 in every step.
 
     python benches/training/rematerialize_step.py [--models gpt llama ...] [--dir DIR]
-        [--steps N] [--threads N] [--json FILE]
+        [--steps N] [--warm-up N] [--threads N] [--json FILE]
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from turns import answer, parser_of, ratio, started, write_record
 
 MIB = 1 << 20
 WAYS = ("plain", "never", "auto")
-WARM_UP_COUNT = 6
+WARM_UP_COUNT = 8
 """Steps before the timed ones: recipes are proved in two of them, and plans settle after three."""
 DEMO = {"gpt": "gpt", "gpt-dropout": "gpt", "gpt2": "gpt2", "bert": "bert", "t5": "t5"}
 """The demo's models, on bytes of text."""
 OTHERS = ("llama", "llama-bfloat16", "qwen3", "qwen3-bfloat16", "vit")
 """Models of Hugging Face with random weights."""
-ASKED = ("models", "steps", "layers", "hidden", "sequence", "batch", "threads")
+ASKED = ("models", "steps", "warm_up", "layers", "hidden", "sequence", "batch", "threads")
 
 
 def demo_model(name: str, options: argparse.Namespace) -> tuple[nn.Module, Callable[[], Tensor]]:
@@ -131,7 +131,7 @@ def measured(model: str, options: argparse.Namespace) -> dict[str, Any]:
     with started(
         [(way, way) for way in WAYS], __file__, words, options.dir, without_name="plain"
     ) as (children, _):
-        for _ in range(WARM_UP_COUNT):
+        for _ in range(options.warm_up):
             before = [child.ask("step") for child in children]
         turns = [[child.ask("step") for child in children] for _ in range(options.steps)]
     bits = {str(found["bits"]) for turn in [before, *turns] for found in turn}
@@ -184,6 +184,7 @@ def main() -> int:
     parser.add_argument("--model", choices=names, help=argparse.SUPPRESS)
     parser.add_argument("--child", choices=WAYS, help=argparse.SUPPRESS)
     parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--warm-up", type=int, default=WARM_UP_COUNT)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--sequence", type=int, default=512)
