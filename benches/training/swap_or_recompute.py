@@ -1,9 +1,11 @@
 """Swap or recompute: what `ssdtrain.checkpoint` makes of a bound, on the disk and on slower ones.
 
 For each share of the disk's rate two processes train a GPT by turns. One is the plain program: it
-never imports ssdtrain. In the other the blocks are marked, and it trains in four ways: `keep` is
+never imports ssdtrain. In the other the blocks are marked, and it trains in six ways: `keep` is
 PyTorch as it is; in `offloaded` all blocks are offloaded under a bound, in `recomputed` all are
-computed again, and in `ours` ssdtrain chooses. A turn is two steps of each, and of the plain
+computed again, and in `ours` ssdtrain chooses. In `made again` no block is computed again, but
+saved tensors are made again from others where the plan says so; in `both` ssdtrain chooses blocks
+and tensors. A turn is two steps of each, and of the plain
 program, in an order that rotates; the second one counts. Time is the median over the turns of a
 step over that of the plain program in that turn, with the middle half, and over that of `keep`. The
 peak is the memory of the process above that before the step, over the same of `keep`: it includes
@@ -49,7 +51,7 @@ from ssdtrain.planning.recompute import Choices
 
 MIB = 1 << 20
 ADAPTING_TURNS = 6
-WAYS = ("keep", "offloaded", "recomputed", "ours")
+WAYS = ("keep", "offloaded", "recomputed", "ours", "made again", "both")
 
 
 class _Everything(set[int]):
@@ -73,6 +75,8 @@ CHOICES = {
     "offloaded": lambda: Given(set()),
     "recomputed": lambda: Given(_Everything()),
     "ours": Choices,
+    "made again": lambda: Given(set()),
+    "both": Choices,
 }
 
 
@@ -114,7 +118,11 @@ class Way:
         self.session: ssdtrain.Session | None = None
         if name in CHOICES:
             store = StoreConfig(dirs=(directory,))
-            config = OffloadConfig(store=store, max_resident_bytes=bound_bytes)
+            config = OffloadConfig(
+                store=store,
+                max_resident_bytes=bound_bytes,
+                rematerialize="auto" if name in ("made again", "both") else "never",
+            )
             self.session = ssdtrain.Session(config, Policy(), CHOICES[name]())
         self.rows: list[dict[str, float]] = []
 
@@ -136,6 +144,8 @@ class Way:
                 "written_bytes": did.bytes_written,
                 "stall_s": did.stall_s,
                 "blocks_recomputed": did.blocks_recomputed,
+                "rematerialized_bytes": did.bytes_rematerialized,
+                "rematerialize_s": did.rematerialize_s,
                 "expected_s": did.recompute_expected_s,
                 "measured_s": did.recompute_measured_s,
             }
@@ -228,7 +238,8 @@ def show(share: float, told: dict[str, Any]) -> None:
             text += (
                 f"  {one['written_bytes'] / MIB:5.0f} MiB written  {one['stall_s']:.3f} s stalled"
             )
-            text += f"  {one['blocks_recomputed']:.0f} again"
+            text += f"  {one['blocks_recomputed']:.0f} blocks"
+            text += f", {one['rematerialized_bytes'] / MIB:.0f} MiB again"
         if name == "ours":
             text += f"  {one['expected_s']:.3f} s expected, {one['measured_s']:.3f} s measured"
         print(text, flush=True)

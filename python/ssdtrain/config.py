@@ -102,11 +102,6 @@ class OffloadConfig:
         """Raise ``ConfigError`` for a value that is not allowed."""
         check_choice("gds", self.gds, (*get_args(Gds), "compat"))
         check_choice("rematerialize", self.rematerialize, get_args(Rematerialize))
-        if self.rematerialize == "always" and self.max_resident_bytes is not None:
-            raise ConfigError(
-                "rematerialize='always' makes tensors again whatever memory that takes, and "
-                "max_resident_bytes would not hold; leave one of them out"
-            )
         if not self.store.dirs:
             self._refuse_options_of_disks()
         memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -205,12 +205,21 @@ class Residency:
             BudgetError: They can never fit: nothing that is in memory can leave it.
 
         """
-        if self._comes_to_fit(nbytes, may_give_way=True):
+        if self.try_to_admit(nbytes):
             return
         if rest_bytes is not None and (refusal := self._refusal()) is not None:
             raise refusal.error()
         shortage = self._counted_shortage(nbytes, wanted())
         raise BudgetError(shortage.of_point(None if rest_bytes is None else rest_bytes()))
+
+    def try_to_admit(self, nbytes: int) -> bool:
+        """Wait until ``nbytes`` more fit under the bound; ``False`` if they never can."""
+        return self._comes_to_fit(nbytes, may_give_way=True)
+
+    @property
+    def is_refusing(self) -> bool:
+        """True if a pass that does not fit is still under way."""
+        return self._refusal() is not None
 
     def take_in(
         self,
@@ -227,7 +236,7 @@ class Residency:
         """
         refusal = self._refusal()
         if refusal is None:
-            if self._comes_to_fit(nbytes, may_give_way=True):
+            if self.try_to_admit(nbytes):
                 return None
             refusal = Refusal(self._counted_shortage(nbytes, wanted()))
             self._last_refusal = weakref.ref(refusal)

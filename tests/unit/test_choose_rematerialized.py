@@ -12,6 +12,7 @@ from ssdtrain.planning.rematerialize import (
     LEAD_SHARE_MAX,
     PROOF_COUNT,
     SLOWDOWN_SHARE_MAX,
+    Pressure,
     Proof,
     Proofs,
     choose_rematerialized,
@@ -143,6 +144,61 @@ def test_a_source_is_needed_when_the_first_of_a_chain_is_made() -> None:
     proofs = proved((2, 1e-6, (1,)), (3, 1e-6, (2,)))
     assert needed_for(items, frozenset({2, 3}), proofs) == {1: 8.0, 2: 8.0}
     assert needed_for(items, frozenset({2}), proofs) == {1: 9.0}
+
+
+DISK_S = 1e-8
+"""Seconds of a disk for a byte: 10 ms for a MiB."""
+
+
+def test_waits_are_spent_on_recipes_as_long_as_these_are_faster_than_the_disk() -> None:
+    items = forward_and_back(20)
+    each_s = DISK_S * MIB / 2 - HOOKS_S
+    # Those of odd keys take longer than the disk.
+    proofs = proved(*[(item.key, each_s if item.key % 2 else 3 * each_s, ()) for item in items])
+
+    def chosen(stall_s: float, before: set[int]) -> frozenset[int]:
+        small = [item._replace(packed_s=item.packed_s / 1e6, needed_s=item.needed_s / 1e6)
+                 for item in items]  # fmt: skip
+        pressure = Pressure(1 << 40, stall_s)
+        return choose_rematerialized(small, proofs, before=before, pressure=pressure, disk_s=DISK_S)
+
+    assert not chosen(0.0, set())
+    first = chosen(2.2 * DISK_S * MIB, set())
+    assert len(first) == 2, "the rest of the wait is shorter than a recipe"
+    # In the next round these have spared their part of the waits.
+    assert chosen(0.0, set(first)) == first
+    assert len(chosen(2.2 * DISK_S * MIB, set(first))) == 4
+    assert chosen(1e3, set()) == set(range(1, 19, 2)), "the last lies idle for a moment"
+
+
+def test_a_chain_takes_an_eighth_of_the_bound_at_most() -> None:
+    items = [Item(key, MIB, 0.01 * key, 100.0 - 0.01 * key) for key in range(10)]
+    proofs = proved(*[(item.key, 1e-6, (item.key - 1,)) for item in items[1:]])
+    for bound, most in ((8, 1), (16, 2), (24, 3), (32, 4)):
+        chosen = choose_rematerialized(items, proofs, pressure=Pressure(bound * MIB))
+        lengths = [1]
+        for item in items[1:]:
+            lengths.append(lengths[-1] + 1 if item.key in chosen else 1)
+        assert max(lengths) == most
+
+
+def test_dear_recipes_are_proved_once_a_round_has_waited() -> None:
+    items = forward_and_back(10, nbytes=8 * MIB, every_s=0.1)
+    policy = Policy()
+    policy.proofs.put_off(3)
+    for stall_s, use in ((0.0, "none"), (0.005, "none"), (0.05, "prove"), (0.0, "prove")):
+        policy.learn(7, items, SLOW, 0.0, Pressure(1 << 40, stall_s))
+        assert policy.proofs.use(3) == use
+
+
+def test_a_round_that_waits_for_room_is_planned_again() -> None:
+    items = forward_and_back(10, nbytes=8 * MIB, every_s=0.1)
+    policy = Policy()
+    for stall_s in (0.0, 0.0, 0.0, 0.0, 0.0):
+        policy.learn(7, items, SLOW, None, Pressure(1 << 40, stall_s))
+    assert policy.plan_count(7) == 3
+    policy.learn(7, items, SLOW, None, Pressure(1 << 40, 0.1))
+    assert policy.plan_count(7) == 4
 
 
 def test_the_plan_keeps_and_moves_only_what_is_not_made_again() -> None:

@@ -115,9 +115,13 @@ class Hooks:
         )
         self.rematerializer: Rematerializer | None = None
         """``None`` if no saved tensor is made again."""
-        if rematerialize != "never" and not self._residency.is_bounded:
+        if rematerialize != "never":
             self.rematerializer = Rematerializer(
-                policy, self.writeback.records, lock, always=rematerialize == "always"
+                policy,
+                self.writeback.records,
+                self._residency,
+                lock,
+                always=rematerialize == "always",
             )
         self._blocks = Blocks(
             self.prefetcher.rounds,

@@ -137,6 +137,9 @@ class Prefetching(Protocol):
     def make_room(self, saved: SavedTensor, nbytes: int) -> None:
         """Make room under the bound for the read of a tensor that a node needs now."""
 
+    def make_room_to_make(self, saved: SavedTensor) -> None:
+        """Make room under the bound for a tensor that is made again, and for its sources."""
+
     def note_refused(self, error: SsdtrainError | torch.OutOfMemoryError) -> None:
         """Log that a read could not begin ahead of its need."""
 

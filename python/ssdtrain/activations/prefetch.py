@@ -14,10 +14,12 @@ import torch
 from ssdtrain._core import Round, Rounds, SavedTensor
 from ssdtrain.activations.followed import Followed, Scope
 from ssdtrain.activations.names import needing
+from ssdtrain.activations.rematerializer import is_away, missing_bytes
 from ssdtrain.errors import SsdtrainError
 from ssdtrain.notices import Held, Notices, log
 from ssdtrain.planning.policy import Item, Policy, Rates
 from ssdtrain.planning.recording import Recording
+from ssdtrain.planning.rematerialize import NO_PRESSURE, Pressure
 from ssdtrain.reasons import ONE_NODE, PlannedRound
 from ssdtrain.residency import WIDENING_BYTES, Residency
 from ssdtrain.stalls import Stalls
@@ -80,8 +82,11 @@ class Prefetcher:
         self.recorded: dict[int, Recording] = {}
         """By signature, the last round that was learned from; the newest last."""
         self._followed = Followed()
-        self._ended: deque[Round] = deque()
+        self._ended: deque[tuple[Round, Pressure]] = deque()
         """Rounds that have ended and were not learned from, the oldest first."""
+        self._stalls = stalls
+        self._stalled_s = 0.0
+        """The waits of the session when rounds had ended the last time."""
         self.gpu_stall_s = 0.0
         """How long GPUs waited for loads, in the rounds that were learned from."""
         self.hooks_s = 0.0
@@ -96,8 +101,19 @@ class Prefetcher:
         self.hooks_s += sum(ended.hooks_s for ended in finished)
         # Rounds that a backward packed, as in reentrant checkpoints, teach nothing.
         forwards = [ended for ended in finished if ended.phase == FORWARD]
-        self._ended.extend(forwards[: AWAITED_MAX - len(self._ended)])
+        if forwards:
+            pressure = self._pressure(len(forwards))
+            for ended in forwards[: AWAITED_MAX - len(self._ended)]:
+                self._ended.append((ended, pressure))
         self.learn_from_ended()
+
+    def _pressure(self, count: int) -> Pressure:
+        """Return what the bound has cost each of ``count`` rounds that have ended now."""
+        limit_bytes = self._residency.limit_bytes
+        if limit_bytes is None:
+            return NO_PRESSURE
+        before_s, self._stalled_s = self._stalled_s, self._stalls.total_s
+        return Pressure(limit_bytes, (self._stalled_s - before_s) / count)
 
     def learn_from_last(self) -> None:
         """Learn also from the last round, if its backward has ended."""
@@ -108,13 +124,13 @@ class Prefetcher:
         rates = self._transfer.rates()
         while self._ended:
             # Taken out first: the handler of a signal may call this as well.
-            first = self._ended.popleft()
+            first, pressure = self._ended.popleft()
             if self.rounds.is_awaited(first):
-                self._ended.appendleft(first)
+                self._ended.appendleft((first, pressure))
                 return
-            self._learn_from(first, rates)
+            self._learn_from(first, rates, pressure)
 
-    def _learn_from(self, ended: Round, rates: Rates) -> None:
+    def _learn_from(self, ended: Round, rates: Rates, pressure: Pressure) -> None:
         learned = self.rounds.learned(ended)
         if ended.is_skimmed:
             return
@@ -134,7 +150,7 @@ class Prefetcher:
             return
         if ended.signature not in self._policy.plans:
             self._warn_of_one_node(ended)
-        self._policy.learn(ended.signature, items, rates, stall_share)
+        self._policy.learn(ended.signature, items, rates, stall_share, pressure)
         self._pin(ended.signature)
         if self._policy.is_settled(ended.signature):
             self.rounds.set_guide(ended)
@@ -207,6 +223,14 @@ class Prefetcher:
             nbytes, lambda: needing(saved.dtype, saved.size), lambda: _bytes_to_read(saved.mates())
         )
 
+    def make_room_to_make(self, saved: SavedTensor) -> None:
+        """Make room under the bound for a tensor that is made again, and for its sources.
+
+        They are an eighth of the bound at most. Where nothing else can leave memory, the bound is
+        exceeded by them: the bytes of the tensor are nowhere.
+        """
+        self._residency.try_to_admit(missing_bytes([saved]))
+
     def note_refused(self, error: SsdtrainError | torch.OutOfMemoryError) -> None:
         """Log that a read could not begin ahead of its need."""
         log.debug("did not read ahead: %s", error)
@@ -239,11 +263,5 @@ def _bytes_to_read(mates: list[SavedTensor]) -> int:
 
     In another run they lie at other addresses, so each read may be a little larger.
     """
-    records = {id(mate.record): mate.record for mate in mates}.values()
-    handles = [
-        record.handle for record in records if record.source is None and record.storage() is None
-    ]
-    unread = [
-        handle.slot_bytes for handle in handles if handle is not None and not handle.is_here()
-    ]
-    return sum(unread) + WIDENING_BYTES * (1 + len(handles))
+    count = len({id(mate.record) for mate in mates if is_away(mate)})
+    return missing_bytes(mates) + WIDENING_BYTES * (1 + count)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from time import perf_counter
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from ssdtrain._core import Kept, Records, SavedTensor
+from ssdtrain._core import Kept, Records, Reservation, SavedTensor
 from ssdtrain.activations.names import describe
 from ssdtrain.activations.saved_tensor import version_of
 from ssdtrain.activations.weak_table import WeakTable
@@ -28,9 +28,10 @@ from ssdtrain.errors import SsdtrainError
 from ssdtrain.machine.torch_internals import address_of, untraced
 from ssdtrain.notices import log
 from ssdtrain.planning.policy import Policy
-from ssdtrain.planning.rematerialize import CHAIN_MAX, Proof
+from ssdtrain.planning.rematerialize import CHAIN_MAX, Pressure, Proof
 from ssdtrain.rematerialize.find import Outputs, find_recipe
 from ssdtrain.rematerialize.recipe import Recipe, as_in_forward
+from ssdtrain.residency import Residency
 from ssdtrain.transfer.staged import use_here
 
 __all__ = ["Rematerializer"]
@@ -84,16 +85,24 @@ class Rematerializer:
     Args:
         policy: Chooses the tensors, and has the proofs.
         records: The records of the session. Only its own tensors are sources.
-        lock: The session's lock, for the counts.
+        residency: Has the bound, under which proofs and recipes make room.
+        lock: The session's lock, for the counts and the room.
         always: Use each recipe at once, without a proof. For tests.
 
     """
 
     def __init__(
-        self, policy: Policy, records: Records, lock: threading.RLock, *, always: bool
+        self,
+        policy: Policy,
+        records: Records,
+        residency: Residency,
+        lock: threading.RLock,
+        *,
+        always: bool,
     ) -> None:
         self._policy = policy
         self._records = records
+        self._residency = residency
         self._lock = lock
         self._always = always
         self._outputs = Outputs()
@@ -139,6 +148,8 @@ class Rematerializer:
         self, saved: SavedTensor, tensor: Tensor, is_new: bool
     ) -> tuple[RecipeInUse, bool] | None:
         """Return the recipe of a tensor that was saved now, and whether it replaces the bytes."""
+        if self._residency.is_refusing:
+            return None  # The error of the pass names a bound for all that was saved.
         key, proofs = saved.record.key, self._policy.proofs
         # Shapes that never come again are not worth a proof.
         is_open = self._policy.knows(key) and proofs.use(key) == "prove"
@@ -191,6 +202,11 @@ class Rematerializer:
         An error of a source is none of this step yet: its own node meets it, if it needs it.
         """
         key, recipe, proofs = saved.record.key, use.recipe, self._policy.proofs
+        with self._lock:
+            reservation = self._reserve(saved, use)
+        if reservation is None:
+            proofs.bar(key)
+            return
         try:
             bring = use.brought_by(bring)
             brought = {id(source): bring(source) for source in recipe.sources}
@@ -202,6 +218,19 @@ class Rematerializer:
         except (_OtherBitsError, RuntimeError, TypeError, ValueError, LookupError) as error:
             log.debug("the recipe %s is not used: %s", recipe.operations, error)
             proofs.bar(key, differs=isinstance(error, _OtherBitsError))
+        finally:
+            reservation.resize(0)
+
+    def _reserve(self, saved: SavedTensor, use: RecipeInUse) -> Reservation | None:
+        """Reserve memory for a proof; ``None`` if the bound leaves none for it and its sources."""
+        residency, nbytes = self._residency, saved.record.nbytes
+        if residency.is_bounded:
+            sources = [it for it in use.recipe.sources if isinstance(it, SavedTensor)]
+            if not residency.try_to_admit(nbytes + missing_bytes(sources)):
+                return None
+        reservation = residency.account.reserve(nbytes)
+        residency.note_peak()
+        return reservation
 
     def _find(self, saved: SavedTensor, tensor: Tensor) -> tuple[RecipeInUse, bool] | None:
         key, policy = saved.record.key, self._policy
@@ -211,13 +240,14 @@ class Rematerializer:
         recipe = None
         if root.grad_fn is not None and root.untyped_storage().nbytes() == saved.record.nbytes:
             recipe = find_recipe(root, self._outputs, self._is_source)
-            # No plan would take a dear one: it takes too long for the bytes that it frees.
-            if recipe is not None and recipe.is_dear and not self._always:
-                recipe = None
         chain = CHAIN_MAX + 1 if recipe is None else 1 + max(map(_chain, recipe.sources), default=0)
-        if recipe is None or chain > CHAIN_MAX:
+        if recipe is None or chain > CHAIN_MAX or not self._has_room_for(saved, recipe):
             if not is_planned:
                 policy.proofs.bar(key)
+            return None
+        if recipe.is_dear and not (self._always or policy.proofs.takes_dear):
+            # It takes too long for the bytes that it frees, unless the step waits for memory.
+            policy.proofs.put_off(key)
             return None
         if self._always:
             return RecipeInUse(recipe, chain), True
@@ -228,6 +258,14 @@ class Rematerializer:
             return None  # defence: form of a recipe
         return RecipeInUse(recipe, chain), True
 
+    def _has_room_for(self, saved: SavedTensor, recipe: Recipe) -> bool:
+        """Return whether the tensor and all that it is made from are a small part of the bound."""
+        limit_bytes = self._residency.limit_bytes
+        if limit_bytes is None:
+            return True
+        nbytes = saved.record.nbytes + _bytes_of(recipe.sources, set())
+        return nbytes <= Pressure(limit_bytes).chain_bytes_max
+
     def _is_source(self, packed: object) -> bool:
         if isinstance(packed, SavedTensor):
             return self._records.owns(packed)
@@ -237,6 +275,44 @@ class Rematerializer:
 def _chain(source: object) -> int:
     use = source.record.recipe if isinstance(source, SavedTensor) else None
     return use.chain if isinstance(use, RecipeInUse) else 0
+
+
+def _recipe_of(saved: SavedTensor) -> Recipe | None:
+    use = saved.record.recipe
+    return use.recipe if isinstance(use, RecipeInUse) else None
+
+
+def _bytes_of(sources: Iterable[object], seen: set[int]) -> int:
+    """Return the bytes of these saved tensors and of all that they are made from, each once."""
+    nbytes = 0
+    for source in sources:
+        if not isinstance(source, SavedTensor) or id(source.record) in seen:
+            continue
+        seen.add(id(source.record))
+        nbytes += source.record.nbytes
+        if (recipe := _recipe_of(source)) is not None:
+            nbytes += _bytes_of(recipe.sources, seen)
+    return nbytes
+
+
+def is_away(saved: SavedTensor) -> bool:
+    """Return whether the bytes of a saved tensor have to be read or made."""
+    return saved.record.source is None and saved.record.storage() is None
+
+
+def missing_bytes(needed: Iterable[object], seen: set[int] | None = None) -> int:
+    """Return the memory that it takes to read or make these saved tensors, each once."""
+    nbytes, seen = 0, set() if seen is None else seen
+    for saved in needed:
+        if not isinstance(saved, SavedTensor) or id(saved.record) in seen or not is_away(saved):
+            continue
+        seen.add(id(saved.record))
+        handle = saved.record.handle
+        if (recipe := _recipe_of(saved)) is not None:
+            nbytes += saved.record.nbytes + missing_bytes(recipe.sources, seen)
+        elif handle is not None and not handle.is_here():
+            nbytes += handle.slot_bytes
+    return nbytes
 
 
 def _keys(recipe: Recipe) -> tuple[int, ...]:

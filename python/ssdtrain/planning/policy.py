@@ -26,7 +26,14 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from ssdtrain._core import hidden
-from ssdtrain.planning.rematerialize import Proofs, choose_rematerialized, needed_for
+from ssdtrain.planning.rematerialize import (
+    NO_PRESSURE,
+    PRESSURE_SHARE_MIN,
+    Pressure,
+    Proofs,
+    choose_rematerialized,
+    needed_for,
+)
 
 __all__ = ["PAGE_BYTES", "RATE_GUESS", "Copies", "Item", "Plan", "Policy", "Rates", "plan"]
 
@@ -325,18 +332,29 @@ class Policy:
         return signature not in self._basis or self._basis[signature].made_count <= plan_count
 
     def learn(
-        self, signature: int, items: Sequence[Item], rates: Rates, stall_share: float | None
+        self,
+        signature: int,
+        items: Sequence[Item],
+        rates: Rates,
+        stall_share: float | None,
+        pressure: Pressure = NO_PRESSURE,
     ) -> None:
         """Plan the next round of this kind, unless its plan has settled.
 
         ``stall_share`` is stall time over the round's time; ``None`` for a round that went by an
-        older plan, which tells nothing of the caution of the last.
+        older plan, which tells nothing of the caution of the last. ``pressure`` tells what a bound
+        cost the round.
         """
         with self._learning:
-            self._learn(signature, items, rates, stall_share)
+            self._learn(signature, items, rates, stall_share, pressure)
 
     def _learn(
-        self, signature: int, items: Sequence[Item], rates: Rates, stall_share: float | None
+        self,
+        signature: int,
+        items: Sequence[Item],
+        rates: Rates,
+        stall_share: float | None,
+        pressure: Pressure,
     ) -> None:
         if len(self._planned) > KNOWLEDGE_MAX:
             self.plans.clear()
@@ -361,12 +379,14 @@ class Policy:
             change = CAUTION_FALL if stalled else CAUTION_RISE
             self._caution = min(max(self._caution * change, CAUTION_MIN), CAUTION_MAX)
         moved = _moved(basis, rates) or _differs(caution, self._caution)
-        if count >= SETTLED_COUNT and not stalled and not moved:
+        is_pressed = bool(items) and pressure.stall_s > PRESSURE_SHARE_MIN * _whole_s(items)
+        self.proofs.takes_dear |= is_pressed
+        if count >= SETTLED_COUNT and not (stalled or moved or is_pressed):
             self._planned_caution = caution
             return
         self._planned_caution = self._caution
         self.made_count += 1
-        made = self._plan(items, rates.times(self._caution))
+        made = self._plan(items, rates, pressure)
         before = self.plans.get(signature, Plan())
         has_new_order = made.rematerialized != before.rematerialized
         self._basis[signature] = _Basis(
@@ -398,9 +418,14 @@ class Policy:
         known = (self.proofs.get(key) for key in self.rematerialized)
         self.sources = {source for proof in known if proof is not None for source in proof.sources}
 
-    def _plan(self, items: Sequence[Item], rates: Rates) -> Plan:
+    def _plan(self, items: Sequence[Item], rates: Rates, pressure: Pressure) -> Plan:
         chosen = choose_rematerialized(
-            items, self.proofs, before=self.rematerialized, excluded=self._futile
+            items,
+            self.proofs,
+            before=self.rematerialized,
+            excluded=self._futile,
+            pressure=pressure,
+            disk_s=1 / rates.write + 1 / rates.read if rates.write and rates.read else 0.0,
         )
         sources_s = needed_for(items, chosen, self.proofs)
         others = [
@@ -409,7 +434,7 @@ class Policy:
             if item.key not in chosen
         ]
         chosen_bytes = sum(item.nbytes for item in items if item.key in chosen)
-        made = plan(others, rates, self._host_bytes)
+        made = plan(others, rates.times(self._caution), self._host_bytes)
         return replace(made, rematerialized=chosen, rematerialized_bytes=chosen_bytes)
 
     def _set_moments(self, items: Sequence[Item], made: Plan, rates: Rates) -> None:
@@ -430,6 +455,10 @@ class Policy:
                 is_known = item.key in self._copied_s or down < math.inf
                 copied_s = ended_s[item.gpu] if is_known else None
             self.moments[item.key] = packed_s, item.needed_s - began_s, copied_s
+
+
+def _whole_s(items: Sequence[Item]) -> float:
+    return max(item.needed_s for item in items) - items[0].packed_s
 
 
 def _moved(before: Rates, after: Rates) -> bool:

@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 
 use pyo3::intern;
 use pyo3::prelude::*;
+use ssdtrain_core as core;
 use ssdtrain_core::round::FORWARD;
 
 use crate::by_plan::{ByPlan, Use};
@@ -114,7 +115,7 @@ impl Offloading {
             return session.unpack_in_child(saved).map(Bound::unbind);
         }
         let other_before = own.rounds.get().taught_and_waited(py)?;
-        let tensor = match own.lock.locked(py, || own.find(saved))? {
+        let tensor = match own.lock.locked(py, || own.find(saved, stays_ahead))? {
             Found::InMemory(storage) => match this.original(own.torch.get(), &storage)? {
                 Some(original) => original,
                 None => this.on_memory(own.torch.get(), &storage)?,
@@ -125,13 +126,14 @@ impl Offloading {
                 let tensor = own.read(saved, &loading)?;
                 if stays_ahead {
                     drop(this.set_ahead(Some(loading.unbind())));
+                    own.rounds.get().note_early(saved)?;
                 }
                 Self::prove(slf, saved, &tensor)?;
                 return Ok(tensor.unbind());
             }
             Found::Recipe(recipe) => {
                 own.note_hook(saved, began, other_before)?;
-                return Self::rematerialize(slf, saved, &recipe).map(Bound::unbind);
+                return Self::rematerialize(slf, saved, &recipe, stays_ahead).map(Bound::unbind);
             }
         };
         Self::prove(slf, saved, &tensor)?;
@@ -257,13 +259,15 @@ impl Offloading {
         let round = rounds.round_for(py, backward, prefetching)?;
         self.note_waits(&round, stream);
         let is_new = found.is_none();
+        let mut awaits_recipe = false;
         let record = if let Some(record) = found {
             record
         } else {
             let key = Rounds::next_key(&round, nbytes);
             self.note_progress(py, stream, key, Use::Pack)?;
             let part = Part { layout: &layout, start, nbytes, sequence, key, stream };
-            match self.new_record(tensor, storage, &part)? {
+            awaits_recipe = records.is_bounded() && session.planning().rematerializes(py, key)?;
+            match self.new_record(tensor, storage, &part, awaits_recipe)? {
                 Ok(record) => record,
                 Err(refused) => return Ok(refused),
             }
@@ -272,21 +276,46 @@ impl Offloading {
         rounds.enter(&saved, &round, is_new, stream, prefetching)?;
         let is_remade = backward == FORWARD && self.has_recipe(&saved, tensor, is_new)?;
         if is_new && !is_remade {
+            if awaits_recipe && let Some(refused) = self.make_room(&record, tensor, storage)? {
+                return Ok(refused);
+            }
             self.write(&record, &round, backward)?;
         }
-        records.account().note_peak(records.transfer_bytes(py));
+        self.note_peak(py);
         Ok(saved.into_any())
     }
 
-    /// A record for a tensor, or a `Refused` if the bound has no room for it.
+    /// Makes room under the bound for a record that has none; the answer is a `Refused` if there
+    /// can be none.
+    fn make_room<'py>(
+        &self,
+        record: &Bound<'py, Record>,
+        tensor: &Bound<'py, PyAny>,
+        storage: &Bound<'py, PyAny>,
+    ) -> PyResult<Option<Bound<'py, PyAny>>> {
+        let (this, writing) = (record.get(), self.session.writing(tensor.py()));
+        this.holding.free(core::Fate::Kept);
+        match writing.make_room(tensor, storage, this.nbytes, this.sequence())? {
+            Ok(may_be_lent) => {
+                this.holding.take_back();
+                writing.enter(record, storage, may_be_lent)?;
+                Ok(None)
+            }
+            Err(refused) => Ok(Some(refused)),
+        }
+    }
+
+    /// A record for a tensor, or a `Refused` if the bound has no room for it. A tensor that is
+    /// about to get a recipe needs none.
     fn new_record<'py>(
         &self,
         tensor: &Bound<'py, PyAny>,
         storage: &Bound<'py, PyAny>,
         part: &Part<'_>,
+        awaits_recipe: bool,
     ) -> PyResult<Result<Bound<'py, Record>, Bound<'py, PyAny>>> {
         let (records, writing) = (self.records.get(), self.session.writing(tensor.py()));
-        if !records.is_bounded() {
+        if !records.is_bounded() || awaits_recipe {
             return records.make(self.torch.get(), tensor, storage, part).map(Ok);
         }
         let may_be_lent = match writing.make_room(tensor, storage, part.nbytes, part.sequence)? {
@@ -365,7 +394,9 @@ impl Offloading {
     /// The storage of a saved tensor if its bytes are in memory, else the way to bring them.
     ///
     /// A backward calls this, so the thread has passed all its nodes: their writes begin.
-    fn find<'py>(&self, saved: &Bound<'py, SavedTensor>) -> PyResult<Found<'py>> {
+    ///
+    /// The room for an early need, by which another tensor is made, was made before.
+    fn find<'py>(&self, saved: &Bound<'py, SavedTensor>, is_early: bool) -> PyResult<Found<'py>> {
         let (py, records) = (saved.py(), self.records.get());
         let (rounds, session) = (self.rounds.get(), &self.session);
         let (writing, prefetching) = (session.writing(py), session.prefetching(py));
@@ -373,12 +404,15 @@ impl Offloading {
         let stream = self.stream(py, &saved.get().layout)?;
         self.note_progress(py, stream, saved.get().record.get().key, Use::Need)?;
         records.open_gate(writing, None)?;
-        self.take_back(saved)?;
+        self.take_back(saved, is_early)?;
         let record = saved.get().record.bind(py);
         let storage = records.in_memory(record, writing)?;
         // defence: bytes that are made on another stream
         let storage = storage.filter(|_| !record.get().is_made_apart(stream));
         records.reap(writing)?;
+        if !is_early {
+            record.get().note_own_need();
+        }
         if let Some((round, _)) = saved.get().place() {
             self.note_waits(round, stream);
         }
@@ -390,15 +424,20 @@ impl Offloading {
         let found = match (storage, recipe) {
             (Some(storage), _) => Found::InMemory(storage),
             (None, Some(recipe)) => Found::Recipe(recipe),
-            (None, None) => Found::Read(rounds.demand(saved, prefetching)?),
+            (None, None) => Found::Read(rounds.demand(saved, prefetching, is_early)?),
         };
         rounds.advance(saved, prefetching)?;
-        records.account().note_peak(records.transfer_bytes(py));
+        self.note_peak(py);
         Ok(found)
     }
 
+    pub fn note_peak(&self, py: Python<'_>) {
+        let records = self.records.get();
+        records.account().note_peak(records.transfer_bytes(py));
+    }
+
     /// Under a bound, counts a lent record again if the program has let go of its bytes.
-    fn take_back(&self, saved: &Bound<'_, SavedTensor>) -> PyResult<()> {
+    fn take_back(&self, saved: &Bound<'_, SavedTensor>, is_early: bool) -> PyResult<()> {
         let (py, record) = (saved.py(), saved.get().record.get());
         if !record.is_lent() || !record.has_source() {
             return Ok(());
@@ -406,7 +445,9 @@ impl Offloading {
         if self.session.writing(py).is_held_by_others(saved.get().record.bind(py))? {
             return Ok(());
         }
-        self.session.prefetching(py).make_room(saved, record.nbytes)?;
+        if !is_early {
+            self.session.prefetching(py).make_room(saved, record.nbytes)?;
+        }
         record.take_back();
         Ok(())
     }

@@ -310,6 +310,11 @@ impl<'py> Prefetching<'_, 'py> {
         self.0.call_method1(intern!(self.py(), "make_room"), (saved, nbytes)).map(drop)
     }
 
+    /// Makes room under the bound for a tensor that is made again, and for its sources.
+    pub fn make_room_to_make(self, saved: &Bound<'py, SavedTensor>) -> PyResult<()> {
+        self.0.call_method1(intern!(self.py(), "make_room_to_make"), (saved,)).map(drop)
+    }
+
     /// Logs that a read could not begin ahead of its need.
     pub fn note_refused(self, error: &PyErr) -> PyResult<()> {
         let arguments = (error.value(self.py()),);

@@ -59,6 +59,8 @@ struct State {
     /// The write from before the bytes were saved again, which holds the storage until it ends.
     replaced: Option<Py<Handle>>,
     recipe: Recipe,
+    /// True if its bytes were made for another tensor, and no own node has needed them.
+    is_early: bool,
 }
 
 /// The way in which the bytes are made again from other saved tensors, if there is one.
@@ -122,6 +124,7 @@ impl Record {
                 was_found: false,
                 replaced: None,
                 recipe: Recipe::None,
+                is_early: false,
             }),
         };
         Bound::new(py, record)
@@ -382,16 +385,54 @@ impl Record {
         stream != self.stream && matches!(self.state().recipe, Recipe::Used(_))
     }
 
+    /// Counts the bytes that are about to be made again.
+    pub fn begin_making(&self) {
+        self.holding.take_back();
+    }
+
+    /// Counts them no more: they were not made, or serve others alone.
+    pub fn give_up_making(&self) {
+        if !self.has_source() {
+            self.holding.free(core::Fate::Rematerialized);
+        }
+    }
+
     /// Takes bytes that were made again on this stream, for all nodes that still need them.
-    pub fn take_made(&self, made: &Bound<'_, PyAny>, stream: Option<GpuStream>) -> PyResult<()> {
+    pub fn take_made(
+        &self,
+        made: &Bound<'_, PyAny>,
+        stream: Option<GpuStream>,
+        is_early: bool,
+    ) -> PyResult<()> {
         if self.is_made_apart(stream) {
+            self.give_up_making();
             return Ok(());
         }
         let source = self.counted(made)?.unbind();
-        let before = self.state().source.replace(source);
-        self.holding.take_back();
+        let before = {
+            let mut state = self.state();
+            state.is_early = is_early;
+            state.source.replace(source)
+        };
         drop(before);
         Ok(())
+    }
+
+    /// Notes that an own node needs the bytes, which are then in use.
+    pub fn note_own_need(&self) {
+        self.state().is_early = false;
+    }
+
+    /// Lets bytes go that were made for another tensor; they can be made again.
+    pub fn give_up_early(&self) {
+        let source = {
+            let mut state = self.state();
+            if std::mem::take(&mut state.is_early) { state.source.take() } else { None }
+        };
+        if source.is_some() {
+            self.holding.free(core::Fate::Rematerialized);
+        }
+        drop(source);
     }
 
     fn state(&self) -> MutexGuard<'_, State> {

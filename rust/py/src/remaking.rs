@@ -21,30 +21,55 @@ impl Offloading {
         tensor: &Bound<'py, PyAny>,
         is_new: bool,
     ) -> PyResult<bool> {
-        let record = saved.get().record.get();
-        match self.session.recipe(saved, tensor, is_new)? {
-            Some((recipe, true)) => {
-                self.eligible.get().add(record.nbytes);
-                record.use_recipe(recipe);
-                return Ok(true);
-            }
-            Some((recipe, false)) => record.try_recipe(recipe),
-            None => {}
+        if saved.get().record.get().is_lent() {
+            return Ok(false);
         }
-        Ok(false)
+        let Some((recipe, replaces)) = self.session.recipe(saved, tensor, is_new)? else {
+            return Ok(false);
+        };
+        if let Some((round, _)) = saved.get().place() {
+            round.lock().note_recipe();
+        }
+        let record = saved.get().record.get();
+        if replaces {
+            self.eligible.get().add(record.nbytes);
+            record.use_recipe(recipe);
+        } else {
+            record.try_recipe(recipe);
+        }
+        Ok(replaces)
     }
 
     /// Makes a saved tensor again from others, for all nodes that need its bytes.
+    ///
+    /// Room for an early need, by which another tensor is made, was made with that of the other.
     pub fn rematerialize<'py>(
         slf: &Bound<'py, Self>,
         saved: &Bound<'py, SavedTensor>,
         recipe: &Bound<'py, PyAny>,
+        is_early: bool,
     ) -> PyResult<Bound<'py, PyAny>> {
         let (own, py, this) = (slf.get(), slf.py(), saved.get());
+        let record = this.record.get();
         let unpack = slf.getattr(intern!(py, "unpack_source"))?;
-        let made = own.session.rematerialize(saved, recipe, &unpack)?;
+        own.lock.locked(py, || {
+            if own.records.get().is_bounded() && !is_early {
+                own.session.prefetching(py).make_room_to_make(saved)?;
+            }
+            record.begin_making();
+            own.note_peak(py);
+            Ok(())
+        })?;
+        let made = own.session.rematerialize(saved, recipe, &unpack);
+        if made.is_err() {
+            record.give_up_making();
+        }
+        let made = made?;
         let stream = own.stream(py, &this.layout)?;
-        own.lock.locked(py, || this.record.get().take_made(&made, stream))?;
+        own.lock.locked(py, || record.take_made(&made, stream, is_early))?;
+        if is_early {
+            own.rounds.get().note_early(saved)?;
+        }
         this.on_memory(own.torch.get(), &made.call_method0(intern!(py, "untyped_storage"))?)
     }
 
@@ -56,9 +81,11 @@ impl Offloading {
     ) -> PyResult<()> {
         let Some(recipe) = saved.get().record.get().take_unproved() else { return Ok(()) };
         let (own, py, began) = (slf.get(), slf.py(), Instant::now());
+        let waited_before = own.rounds.get().waited(py)?;
         let bring = slf.getattr(intern!(py, "bring"))?;
         let proved = own.session.prove(saved, &recipe, tensor, &bring);
-        own.rounds.get().count_proved(saved.get(), began);
+        let waited = own.rounds.get().waited(py)?.saturating_sub(waited_before);
+        own.rounds.get().count_proved(saved.get(), began.elapsed().saturating_sub(waited));
         proved
     }
 

@@ -36,6 +36,10 @@ use crate::store::Store;
 use crate::timeline::Moment;
 use crate::transfer::{Handle, Loading};
 
+/// The part of a bound, as a divisor, that a tensor which is made again and all its sources take;
+/// `planning/rematerialize.py` chooses by it, too.
+const RECIPES_SHARE: u64 = 8;
+
 /// The rounds of one session.
 #[pyclass(frozen, module = "ssdtrain._core")]
 pub struct Rounds {
@@ -63,6 +67,8 @@ struct Books {
     rounds: core::rounds::Rounds<SavedReference>,
     /// The round in whose backward a GPU had no memory left to read ahead.
     short: Option<SharedRound>,
+    /// Tensors that were read or made for another tensor, before their own nodes need them.
+    early: Vec<SavedReference>,
     /// By signature, the last plan: the object of Python, and the same in Rust.
     plans: HashMap<i64, (Py<PyAny>, Arc<Plan>)>,
 }
@@ -136,10 +142,17 @@ impl Rounds {
         self.guides.set(&ended.0);
     }
 
-    /// Gives up all reads ahead.
+    /// Gives up all reads ahead, and what was made before its own node needs it.
     fn give_way(&self, py: Python<'_>) {
-        let given_up = self.books().rounds.clear();
+        let (given_up, early) = {
+            let mut books = self.books();
+            (books.rounds.clear(), std::mem::take(&mut books.early))
+        };
         give_up(py, given_up.as_slice());
+        for saved in early.iter().filter_map(|reference| saved_of(py, reference)) {
+            drop(saved.get().set_ahead(None));
+            saved.get().record.get().give_up_early();
+        }
     }
 }
 
@@ -173,14 +186,19 @@ impl Rounds {
     pub fn taught_and_waited(&self, py: Python<'_>) -> PyResult<Duration> {
         let taught_ns = self.taught_ns.load(Ordering::Relaxed);
         let taught = Duration::from_nanos(taught_ns + self.proved_ns.load(Ordering::Relaxed));
-        let waited_s = if self.limit_bytes.is_some() { self.stalls.total_s(py)? } else { 0.0 };
-        Ok(taught + Duration::from_secs_f64(waited_s))
+        Ok(taught + self.waited(py)?)
     }
 
-    /// Counts the time of a proof of a recipe, which began then; a GPU's round with a proof teaches
-    /// nothing about times.
-    pub fn count_proved(&self, saved: &SavedTensor, began: Instant) {
-        self.proved_ns.fetch_add(began.elapsed().as_nanos() as u64, Ordering::Relaxed);
+    /// The time in which threads have waited under a bound, so far.
+    pub fn waited(&self, py: Python<'_>) -> PyResult<Duration> {
+        let waited_s = if self.limit_bytes.is_some() { self.stalls.total_s(py)? } else { 0.0 };
+        Ok(Duration::from_secs_f64(waited_s))
+    }
+
+    /// Counts the time of a proof of a recipe; a GPU's round with a proof teaches nothing about
+    /// times.
+    pub fn count_proved(&self, saved: &SavedTensor, took: Duration) {
+        self.proved_ns.fetch_add(took.as_nanos() as u64, Ordering::Relaxed);
         if let Some((round, _)) = saved.place()
             && saved.record.get().is_on_gpu()
         {
@@ -324,11 +342,32 @@ impl Rounds {
         Ok(!self.policy.knows(py, key)?)
     }
 
-    /// The read of a tensor that is needed now: the read ahead, or a new read.
+    /// Notes a tensor that is in memory for another tensor, before its own node needs it.
+    pub fn note_early(&self, saved: &Bound<'_, SavedTensor>) -> PyResult<()> {
+        if self.limit_bytes.is_none() {
+            return Ok(());
+        }
+        let (py, reference) = (saved.py(), PyWeakrefReference::new(saved)?.unbind());
+        let forgotten = {
+            let mut books = self.books();
+            let (alive, dead) = std::mem::take(&mut books.early)
+                .into_iter()
+                .partition::<Vec<_>, _>(|known| !is_dead(py, known));
+            books.early = alive;
+            books.early.push(reference);
+            dead
+        };
+        drop(forgotten);
+        Ok(())
+    }
+
+    /// The read of a tensor that is needed now: the read ahead, or a new read. The room for an
+    /// early need was made before.
     pub fn demand<'py>(
         &self,
         saved: &Bound<'py, SavedTensor>,
         prefetching: Prefetching<'_, 'py>,
+        is_early: bool,
     ) -> PyResult<Bound<'py, Loading>> {
         let (py, this) = (saved.py(), saved.get());
         if let Some(ahead) = this.set_ahead(None) {
@@ -337,7 +376,7 @@ impl Rounds {
         let handle = this.record.get().handle(py).ok_or_else(|| {
             PyRuntimeError::new_err("a record has its bytes in memory, a handle or a recipe")
         })?;
-        if self.limit_bytes.is_some() && !handle.get().is_here(py) {
+        if self.limit_bytes.is_some() && !is_early && !handle.get().is_here(py) {
             prefetching.make_room(saved, handle.get().slot_bytes() as u64)?;
         }
         this.record.get().life.note(Moment::ReadBegan);
@@ -401,8 +440,12 @@ impl Rounds {
         let on_gpus = self.gpus.as_ref().map_or(0, |gpus| gpus.get().loaded_bytes());
         let transfer_bytes = self.store.get().transfer_bytes(py) + on_gpus;
         let resident_bytes = self.account.held_bytes() + transfer_bytes;
-        let room_bytes =
-            self.limit_bytes.map_or(u64::MAX, |limit| limit.saturating_sub(resident_bytes));
+        // Recipes find room for a tensor and its sources without giving up reads ahead.
+        let recipes_share = if round.lock().has_recipes() { RECIPES_SHARE } else { 0 };
+        let room_bytes = self.limit_bytes.map_or(u64::MAX, |limit| {
+            let for_recipes = limit.checked_div(recipes_share).unwrap_or(0);
+            limit.saturating_sub(resident_bytes + for_recipes)
+        });
         let mut walk = self.books().rounds.walk(round, resident_bytes, room_bytes);
         while let Some(ordinal) = self.next(py, round, &mut walk) {
             let reference = round.lock().entry(ordinal).clone_ref(py);

@@ -1,0 +1,146 @@
+"""Saved tensors that are made again under ``max_resident_bytes``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ssdtrain.config import Rematerialize
+from ssdtrain.planning.policy import Item, Rates
+from ssdtrain.planning.rematerialize import CHAIN_SHARE_MAX, NO_PRESSURE, PROOF_COUNT, Pressure
+from ssdtrain.residency import WIDENING_BYTES
+from support import Patient, Result, Rig, assert_equal_bits
+from test_rematerialize import model, step
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+STEPS = PROOF_COUNT + 4
+ELEMENTS = 256 << 10
+UNIT = ELEMENTS * 4
+
+
+class Pressed(Patient):
+    """A policy of steps that wait for most of their time."""
+
+    def learn(
+        self,
+        signature: int,
+        items: Sequence[Item],
+        rates: Rates,
+        stall_share: float | None,
+        pressure: Pressure = NO_PRESSURE,
+    ) -> None:
+        """Tell of long waits."""
+        pressed = Pressure(pressure.limit_bytes, 1e9)
+        super().learn(signature, items, rates, stall_share, pressed)
+
+
+def compare(rig: Rig, run: Callable[[], Result], steps: int = STEPS) -> None:
+    """Compare each of some steps with a plain one."""
+    expected = run()
+    for _ in range(steps):
+        with rig.context():
+            assert_equal_bits(run(), expected)
+    rig.assert_empty()
+
+
+def saved_bytes(tmp_path: Path, run: Callable[[], Result]) -> int:
+    rig = Rig(tmp_path)
+    compare(rig, run, 1)
+    return rig.stats.saved_bytes_peak
+
+
+def test_recipes_are_used_under_a_bound(tmp_path: Path) -> None:
+    module = model()
+    bound = saved_bytes(tmp_path, lambda: step(module)) // 2
+    written = {}
+    for rematerialize in ("never", "auto"):
+        rig = Rig(tmp_path, rematerialize=rematerialize, policy=Patient(), max_resident_bytes=bound)
+        compare(rig, lambda: step(module))
+        stats = rig.stats
+        assert stats.resident_bytes_peak <= bound
+        assert (stats.bytes_rematerialized > 0) == (rematerialize == "auto")
+        written[rematerialize] = stats.bytes_written
+    assert written["auto"] < written["never"]
+
+
+def test_dear_recipes_are_used_only_if_a_step_waits(tmp_path: Path) -> None:
+    module = model()
+    whole_bytes = saved_bytes(tmp_path, lambda: step(module))
+    operations: dict[type[Patient], set[str]] = {Patient: set(), Pressed: set()}
+    for kind, seen in operations.items():
+        rig = Rig(tmp_path, rematerialize="auto", policy=kind(), max_resident_bytes=2 * whole_bytes)
+        rematerializer = rig.rematerializer
+        assert rematerializer is not None
+        make = rematerializer.rematerialize
+
+        def noted(
+            saved: Any, use: Any, unpack: Any, make: Any = make, seen: set[str] = seen
+        ) -> Tensor:
+            seen.update(use.recipe.operations)
+            made: Tensor = make(saved, use, unpack)
+            return made
+
+        rematerializer.rematerialize = noted  # type: ignore[method-assign]
+        compare(rig, lambda: step(module), STEPS + 2)
+        assert rig.stats.resident_bytes_peak <= 2 * whole_bytes
+    dear = {"addmm", "mm", "attention"}
+    assert operations[Patient]
+    assert not operations[Patient] & dear
+    assert operations[Pressed] & dear
+
+
+class Together(torch.autograd.Function):
+    """A node that needs many tensors at once."""
+
+    @staticmethod
+    def forward(ctx: Any, *given: Tensor) -> Tensor:
+        ctx.save_for_backward(*given)
+        return torch.stack(given).sum(0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return tuple(gradients[0] * saved for saved in ctx.saved_tensors)
+
+
+def together(count: int, place: int) -> Result:
+    """Save a product beside so many others, which no recipe makes; its factors are saved before."""
+    torch.manual_seed(0)
+    leaf = torch.randn(ELEMENTS, requires_grad=True)
+    gate = leaf.cumsum(0)
+    product = F.silu(gate)
+    others = [leaf.cumsum(0) for _ in range(count)]
+    given = [*others[:place], product, *others[place:]]
+    loss = Together.apply(*given).square().sum()  # type: ignore[no-untyped-call]
+    del given, others, product, gate
+    loss.backward()
+    assert leaf.grad is not None
+    return {"loss": loss.detach(), "leaf": leaf.grad}
+
+
+@pytest.mark.parametrize("rematerialize", ["never", "auto", "always"])
+@pytest.mark.parametrize("place", [0, 9, 18])
+def test_no_recipe_takes_the_room_of_its_node(
+    rematerialize: Rematerialize, place: int, tmp_path: Path
+) -> None:
+    """The bound is just enough for a node with one tensor that can be made again."""
+    count = 18
+    bound = (1 + count) * (UNIT + WIDENING_BYTES)
+    assert 2 * UNIT < CHAIN_SHARE_MAX * bound < 3 * UNIT
+    rig = Rig(tmp_path, rematerialize=rematerialize, policy=Patient(), max_resident_bytes=bound)
+    compare(rig, lambda: together(count, place))
+    stats = rig.stats
+    if rematerialize == "always":
+        # An unproved recipe may find no room, and is used all the same.
+        assert stats.bytes_rematerialized == STEPS * UNIT
+        assert stats.resident_bytes_peak <= (1 + CHAIN_SHARE_MAX) * bound
+    else:
+        is_made = rematerialize == "auto" and place < count
+        assert (stats.bytes_rematerialized > 0) == is_made
+        assert stats.resident_bytes_peak <= bound
