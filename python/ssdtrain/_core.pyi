@@ -78,6 +78,15 @@ class Account:
     def note_peak(self, transfer_bytes: int) -> None:
         """Raise the peak to the held bytes and ``transfer_bytes``, if their sum is larger."""
 
+    def take_recent_peak(self) -> int:
+        """Return the peak since the last call of this."""
+
+    def limit_softly(self, nbytes: int) -> None:
+        """Set the bytes in memory beyond which memory should be let go before more is held."""
+
+    def soft_room_bytes(self, transfer_bytes: int) -> int:
+        """Return the bytes that may still be held below that limit, with those of transfers."""
+
     def forget_peak(self) -> None:
         """Forget the peak until now."""
 

@@ -25,6 +25,7 @@ __all__ = [
     "Rematerialize",
     "Size",
     "StoreConfig",
+    "device_bytes",
     "directories",
     "optional_bytes",
 ]
@@ -93,6 +94,8 @@ class OffloadConfig:
     Storage half as much of the GPU's memory."""
     max_host_bytes: int | None = None
     """More pinned memory of the CPU, in which tensors of all GPUs may stay by plan."""
+    max_device_bytes: int | Literal["auto"] | None = None
+    """What torch should have allocated at most on the GPU, at the peak of a step."""
     gds: str = "optional"
     """``"compat"`` is cuFile's compatibility mode, for tests."""
     rematerialize: str = "auto"
@@ -102,6 +105,12 @@ class OffloadConfig:
         """Raise ``ConfigError`` for a value that is not allowed."""
         check_choice("gds", self.gds, (*get_args(Gds), "compat"))
         check_choice("rematerialize", self.rematerialize, get_args(Rematerialize))
+        if self.max_device_bytes is not None and self.max_resident_bytes is not None:
+            raise ConfigError(
+                "max_device_bytes and max_resident_bytes exclude each other: the first bounds all "
+                "memory of the GPU and lets no step fail, the second bounds the saved tensors "
+                "wherever they are, and may fail; for a GPU give max_device_bytes"
+            )
         if not self.store.dirs:
             self._refuse_options_of_disks()
         memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -188,6 +197,11 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
         allowed = ", ".join(repr(choice) for choice in choices if choice not in INTERNAL)
         raise ConfigError(f"{name} must be one of {allowed}, not {value!r}")
+
+
+def device_bytes(value: Size | None) -> int | Literal["auto"] | None:
+    """Return the bytes of ``max_device_bytes``, or ``"auto"``."""
+    return "auto" if value == "auto" else optional_bytes("max_device_bytes", value)
 
 
 def optional_bytes(name: str, value: Size | None) -> int | None:

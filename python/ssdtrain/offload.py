@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable
 from types import TracebackType
-from typing import ParamSpec, TypeVar
+from typing import Literal, ParamSpec, TypeVar
 
 from ssdtrain.activations.failed_backward import drop_failed_backwards
 from ssdtrain.activations.installed import install, pop_for_another, uninstall, uninstall_all
@@ -27,6 +27,7 @@ from ssdtrain.config import (
     Rematerialize,
     Size,
     StoreConfig,
+    device_bytes,
     directories,
     optional_bytes,
 )
@@ -39,6 +40,7 @@ from ssdtrain.planning.policy import Policy
 from ssdtrain.planning.recompute import Choices
 from ssdtrain.session import Session
 from ssdtrain.sizes import in_bytes
+from ssdtrain.transfer.device_bound import refuse_without_gpu
 
 __all__ = ["active", "leave_all", "offload"]
 
@@ -96,13 +98,21 @@ class offload:  # noqa: N801 - used like torch.no_grad
         max_host_bytes: More memory of the CPU, for all GPUs together, in which their tensors may
             stay by plan instead of going to the disk. None by default; without effect by GPUDirect
             Storage.
+        max_device_bytes: What torch should have allocated at most at the peak of a step, on the
+            GPU that is current when a block is entered: weights and workspace included. With
+            ``"auto"`` what is free then, and what torch has reserved. A goal for a process that
+            trains on one GPU: tensors are made again or leave as far as it needs, at whatever time
+            that takes, and a step that cannot meet it runs on; the report tells what was missed.
+            Not with ``max_resident_bytes``, and not without a GPU.
         gds: ``"optional"``, ``"required"`` or ``"disabled"``: whether tensors of a GPU go to the
             drive past the CPU's memory (GPUDirect Storage).
         rematerialize: ``"auto"``: saved tensors that cheap operations make again from other saved
             tensors, with equal bits, are neither kept nor written, as far as that makes a step
-            longer by two hundredths at most; the first steps prove the bits. Not with
-            ``max_resident_bytes``. ``"never"``: none. ``"always"``: all that can be made, from the
-            first step, unproved and at any cost, for tests.
+            longer by two hundredths at most; the first steps prove the bits. With
+            ``max_resident_bytes`` a step that waits for the disk makes tensors again instead, as
+            far as that is faster, and with ``max_device_bytes`` as many as it takes; then matrix
+            products, attention and convolutions run again, too. ``"never"``: none. ``"always"``:
+            all that can be made, from the first step, unproved and at any cost, for tests.
 
     Raises:
         ConfigError: An option or the directory cannot be used.
@@ -128,6 +138,7 @@ class offload:  # noqa: N801 - used like torch.no_grad
         verify: bool = False,
         pinned_bytes: Size = PINNED_BYTES_DEFAULT,
         max_host_bytes: Size | None = None,
+        max_device_bytes: Size | Literal["auto"] | None = None,
         gds: Gds = "optional",
         rematerialize: Rematerialize = "auto",
     ) -> None:
@@ -144,9 +155,12 @@ class offload:  # noqa: N801 - used like torch.no_grad
             max_resident_bytes=optional_bytes("max_resident_bytes", max_resident_bytes),
             pinned_bytes=in_bytes("pinned_bytes", pinned_bytes),
             max_host_bytes=optional_bytes("max_host_bytes", max_host_bytes),
+            max_device_bytes=device_bytes(max_device_bytes),
             gds=gds,
             rematerialize=rematerialize,
         )
+        if max_device_bytes is not None:
+            refuse_without_gpu()
         self._prepare()
 
     def _prepare(self) -> None:
@@ -207,6 +221,8 @@ class offload:  # noqa: N801 - used like torch.no_grad
         trace: TracebackType | None,
     ) -> None:
         """Remove the hooks; the store goes with the last graph that needs it."""
+        if self.session is not None:
+            self.session.tell_of_memory(error)
         try:
             outside_compiler(self._leave)
         except BaseException:
@@ -274,6 +290,9 @@ class offload:  # noqa: N801 - used like torch.no_grad
             block = outside_compiler(begin)
             try:
                 return function(*args, **kwargs)
+            except BaseException as error:
+                block.session.tell_of_memory(error)
+                raise
             finally:
                 try:
                     outside_compiler(block.take_off)

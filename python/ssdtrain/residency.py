@@ -127,6 +127,8 @@ class Residency:
         self.limit_bytes = limit_bytes
         """The bound (``max_resident_bytes``), or ``None``."""
         self.is_bounded = limit_bytes is not None
+        self.recipes_limit_bytes = limit_bytes
+        """The bound of which a recipe takes a small part, if there is one."""
         self.account = Account()
         self.standing = Account()
         """Reservations that last as long as their holders live. They are in ``account``, too."""
@@ -269,8 +271,17 @@ class Residency:
                 return False
         return True
 
+    def let_go_for(self, nbytes: int) -> None:
+        """Let memory go for ``nbytes`` more on a GPU, as far as anything can leave it now."""
+        self._comes_to_fit(nbytes, may_give_way=True)
+
+    def lacks_room(self) -> bool:
+        """Return whether the saved tensors take more than the bound of a GPU leaves for them."""
+        return not self.account.soft_room_bytes(self._beside_holdings())
+
     def _is_short_of(self, nbytes: int) -> bool:
-        assert self.limit_bytes is not None
+        if self.limit_bytes is None:
+            return self.account.soft_room_bytes(self._beside_holdings()) < nbytes
         self.account.limit_small(0)
         return self.resident_bytes() + nbytes > self.limit_bytes
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import threading
 
+import torch
+
 from ssdtrain._core import Timeline
 from ssdtrain.activations.failed_backward import prepare_to_drop
 from ssdtrain.activations.hooks import Hooks
@@ -20,6 +22,7 @@ from ssdtrain.planning.timeline import save_timeline
 from ssdtrain.planning.trace import Trace, save
 from ssdtrain.sharing import Share, Tenants
 from ssdtrain.stats import Stats, with_tenants
+from ssdtrain.transfer.device_bound import tell_of_memory
 from ssdtrain.transfer.direct import DirectWay
 from ssdtrain.transfer.host import HostTransfer
 from ssdtrain.transfer.staged import gpus_of
@@ -60,6 +63,7 @@ class Session:
                 min_bytes=config.min_bytes,
                 max_resident_bytes=bound,
                 rematerialize=config.rematerialize,
+                max_device_bytes=config.max_device_bytes,
             )
             self._config = config
             self._notices = Notices() if notices is None else notices
@@ -187,6 +191,17 @@ class Session:
         if self._timeline is None:
             raise ConfigError("nothing was noted: call start_timeline() before the steps to draw")
         save_timeline(path, self._timeline.lives(), beside)
+
+    def tell_of_memory(self, error: BaseException | None) -> None:
+        """Add a note to an error of torch that says that a GPU has no memory left."""
+        if isinstance(error, torch.OutOfMemoryError):
+            stats, bound = self.stats, self._config.max_device_bytes
+            tell_of_memory(
+                error,
+                stats.resident_bytes,
+                stats.resident_bytes_peak,
+                is_bounded=bound is not None,
+            )
 
     def close(self) -> None:
         """Let the store go; graphs that still need it keep it. Idempotent."""

@@ -14,6 +14,7 @@ from ssdtrain.residency import Residency
 from ssdtrain.sharing import ClassStats, Figures
 from ssdtrain.sizes import shown_bytes, shown_count, shown_rate
 from ssdtrain.stalls import Stalls
+from ssdtrain.transfer.device_bound import shown_bound
 from ssdtrain.transfer.staged import OnGpus
 
 __all__ = ["Stats", "snapshot", "with_tenants"]
@@ -27,6 +28,8 @@ OF_THE_MOMENT = frozenset(
         "has_small_pages",
         "is_surprising",
         "pinned_bytes",
+        "device_bound_bytes",
+        "device_excess_bytes",
         "ring_bytes",
         "recompute_expected_s",
         "recompute_measured_s",
@@ -35,7 +38,7 @@ OF_THE_MOMENT = frozenset(
 """Fields of a state, whose differences mean nothing; those of peaks neither."""
 
 STALL_SHARE_LITTLE = 0.01
-"""A session that waits for a smaller share of the time is limited by computing."""
+"""A session that waits for less of the time is limited by computing."""
 OFFLOADED_SHARE_MUCH = 0.9
 """If this share of the eligible bytes was offloaded, computing is the limit: backward needs the
 rest too soon for any disk."""
@@ -56,10 +59,10 @@ class Stats:
     """A snapshot of a session. Sizes in bytes, times in seconds, since the session began.
 
     Each saved storage ends in one of four ways, and is counted then: *rematerialized* (neither kept
-    nor written, because it can be made again from others),
-    *offloaded* (written, or copied to pinned memory to stay there; its memory freed), *forwarded*
-    (on its way to the disk, or there, but served from memory because it was still held), or *kept*:
-    by plan, for its size, or because its write was cancelled or failed.
+    nor written, because it can be made again from others), *offloaded* (written,
+    or copied to pinned memory to stay there; its memory freed), *forwarded* (on its way to the
+    disk, or there, but served from memory because it was still held), or *kept*: by plan, for its
+    size, or because its write was cancelled or failed.
     """
 
     bytes_offloaded: int
@@ -126,6 +129,10 @@ class Stats:
     device_bytes_peak: int
     """Most memory of GPUs in tensors at once (``torch.cuda.max_memory_allocated``), since the
     process began or the program reset it."""
+    device_bound_bytes: int
+    """``max_device_bytes``; 0 without it."""
+    device_excess_bytes: int
+    """Bytes above it at the peak of the last step that has ended."""
     ring_bytes: int
     """Memory of GPUs that their tensors go through by GPUDirect Storage, past the CPU's."""
     direct_written_bytes: int
@@ -305,6 +312,8 @@ class Stats:
             rows.append(f"  blocks     {self._shown_blocks()}")
         if self.pinned_bytes or self.ring_bytes:
             rows += self._gpu_rows()
+        if bound := self.device_bound_bytes:
+            rows.append(f"  GPU bound  {shown_bound(bound, self.device_excess_bytes)}")
         if self.write_failed_count:
             failed = shown_count(self.write_failed_count, "write")
             rows.append(f"  failures   {failed}; their tensors were kept")

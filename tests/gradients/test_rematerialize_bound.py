@@ -15,8 +15,8 @@ from ssdtrain.config import Rematerialize
 from ssdtrain.planning.policy import Item, Rates
 from ssdtrain.planning.rematerialize import CHAIN_SHARE_MAX, NO_PRESSURE, PROOF_COUNT, Pressure
 from ssdtrain.residency import WIDENING_BYTES
-from support import Patient, Result, Rig, assert_equal_bits
-from test_rematerialize import model, step
+from support import Patient, Result, Rig, assert_equal_bits, gradients
+from test_rematerialize import ROWS, WIDTH, model, step
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -144,3 +144,40 @@ def test_no_recipe_takes_the_room_of_its_node(
         is_made = rematerialize == "auto" and place < count
         assert (stats.bytes_rematerialized > 0) == is_made
         assert stats.resident_bytes_peak <= bound
+
+
+def test_no_proof_begins_another(tmp_path: Path) -> None:
+    """A chain of products and sines, of which the sines are made again already."""
+    torch.manual_seed(0)
+    layers = torch.nn.ModuleList([torch.nn.Linear(WIDTH, WIDTH) for _ in range(12)])
+    x = torch.randn(ROWS, WIDTH)
+
+    def run() -> Result:
+        layers.zero_grad()
+        y = x
+        for layer in layers:
+            y = torch.sin(layer(y))
+        loss = y.square().sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return {"loss": loss.detach(), **gradients(layers)}
+
+    rig = Rig(tmp_path, rematerialize="auto", policy=Patient(), max_resident_bytes=1 << 30)
+    rematerializer = rig.rematerializer
+    assert rematerializer is not None
+    prove, depth, depths = rematerializer.prove, 0, []
+
+    def noted(*arguments: Any) -> None:
+        nonlocal depth
+        depth += 1
+        depths.append(depth)
+        prove(*arguments)
+        depth -= 1
+
+    rematerializer.prove = noted
+    for number in range(2 * STEPS):
+        # Sines are made again when the proofs of products begin.
+        rig.policy.proofs.takes_dear = number >= STEPS
+        with rig.context():
+            run()
+    assert rig.stats.bytes_rematerialized > 0
+    assert max(depths) == 1

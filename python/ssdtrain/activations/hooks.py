@@ -14,6 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from time import perf_counter
 from typing import Literal
 
@@ -52,6 +53,7 @@ from ssdtrain.sharing import Budget, Figures
 from ssdtrain.sizes import shown_bytes
 from ssdtrain.stalls import Stalls
 from ssdtrain.stats import Stats, snapshot
+from ssdtrain.transfer.device_bound import DeviceBound
 from ssdtrain.transfer.host import HostTransfer
 from ssdtrain.transfer.staged import OnGpus
 
@@ -85,6 +87,7 @@ class Hooks:
         min_bytes: int,
         max_resident_bytes: int | None,
         rematerialize: str,
+        max_device_bytes: int | Literal["auto"] | None = None,
     ) -> None:
         self._transfer = transfer
         self.policy = policy
@@ -101,6 +104,10 @@ class Hooks:
             lambda: 0 if (asked := transfer_bytes()) is None else asked(),
             self._stalls,
         )
+        self._device: DeviceBound | None = None
+        if max_device_bytes is not None:
+            self._device = DeviceBound(max_device_bytes, self._residency.account)
+            self._residency.recipes_limit_bytes = self._device.limit_bytes
         self._seen = Seen(self._residency.account)
         self.writeback = Writeback(
             transfer, self._residency, policy, self._notices, self._seen, min_bytes=min_bytes
@@ -112,6 +119,7 @@ class Hooks:
             stalls=self._stalls,
             notices=self._notices,
             look=self.writeback.note_failures_on_gpus,
+            device=self._device,
         )
         self.rematerializer: Rematerializer | None = None
         """``None`` if no saved tensor is made again."""
@@ -217,6 +225,12 @@ class Hooks:
                 resident_bytes = residency.resident_bytes()
                 store = self._transfer.stats()
                 gpus = self._transfer.on_gpus()
+            if self._device is not None:
+                gpus = replace(
+                    gpus,
+                    device_bound_bytes=self._device.limit_bytes,
+                    device_excess_bytes=self._device.excess_bytes,
+                )
             return snapshot(
                 residency,
                 self._stalls,

@@ -79,6 +79,12 @@ class Writing(Protocol):
         Without room, return the ``Refused`` that is packed.
         """
 
+    def let_go_for(self, nbytes: int) -> None:
+        """Let memory of GPUs go, as far as it can, to make room for so many bytes."""
+
+    def empty_caches(self) -> None:
+        """Give the memory back that torch keeps for later allocations on GPUs."""
+
     def enter(self, record: Record, storage: UntypedStorage, may_be_lent: bool) -> None:
         """Note a new record under the bound."""
 
@@ -133,6 +139,9 @@ class Prefetching(Protocol):
 
     def scope(self, opening: int, gpu: int | None) -> Scope:
         """Return how much is followed of a round that begins with the tensor of this key."""
+
+    def begin_backward(self) -> None:
+        """Have the peak of a GPU read when the backward that begins now has ended."""
 
     def make_room(self, saved: SavedTensor, nbytes: int) -> None:
         """Make room under the bound for the read of a tensor that a node needs now."""

@@ -16,6 +16,7 @@ from ssdtrain.activations.followed import Followed, Scope
 from ssdtrain.activations.names import needing
 from ssdtrain.activations.rematerializer import is_away, missing_bytes
 from ssdtrain.errors import SsdtrainError
+from ssdtrain.machine.torch_internals import queue_callback
 from ssdtrain.notices import Held, Notices, log
 from ssdtrain.planning.policy import Item, Policy, Rates
 from ssdtrain.planning.recording import Recording
@@ -23,6 +24,7 @@ from ssdtrain.planning.rematerialize import NO_PRESSURE, Pressure
 from ssdtrain.reasons import ONE_NODE, PlannedRound
 from ssdtrain.residency import WIDENING_BYTES, Residency
 from ssdtrain.stalls import Stalls
+from ssdtrain.transfer.device_bound import DeviceBound
 from ssdtrain.transfer.host import HostTransfer
 
 __all__ = ["Prefetcher"]
@@ -47,6 +49,7 @@ class Prefetcher:
         residency: Has the bound for reads ahead.
         stalls: The waits of the session, which are no part of a step's time.
         notices: Logs findings about the user's model.
+        device: The bound of a GPU, if there is one.
         look: Called when rounds have ended, to log errors of other threads.
 
     """
@@ -60,6 +63,7 @@ class Prefetcher:
         stalls: Stalls,
         notices: Notices,
         look: Callable[[], None],
+        device: DeviceBound | None = None,
     ) -> None:
         self._look = look
         self._transfer = transfer
@@ -84,7 +88,7 @@ class Prefetcher:
         self._followed = Followed()
         self._ended: deque[tuple[Round, Pressure]] = deque()
         """Rounds that have ended and were not learned from, the oldest first."""
-        self._stalls = stalls
+        self._stalls, self._device = stalls, device
         self._stalled_s = 0.0
         """The waits of the session when rounds had ended the last time."""
         self.gpu_stall_s = 0.0
@@ -110,6 +114,8 @@ class Prefetcher:
     def _pressure(self, count: int) -> Pressure:
         """Return what the bound has cost each of ``count`` rounds that have ended now."""
         limit_bytes = self._residency.limit_bytes
+        if self._device is not None:
+            return Pressure(self._device.limit_bytes, room_bytes=self._device.room_bytes)
         if limit_bytes is None:
             return NO_PRESSURE
         before_s, self._stalled_s = self._stalled_s, self._stalls.total_s
@@ -146,7 +152,7 @@ class Prefetcher:
         if not self._policy.is_by_last_plan(ended.signature, ended.plan_count):
             stall_share = None
         if ended.is_partial:
-            self._learn_from_partial(ended, rates, stall_share)
+            self._learn_from_partial(ended, rates, stall_share, pressure)
             return
         if ended.signature not in self._policy.plans:
             self._warn_of_one_node(ended)
@@ -165,7 +171,9 @@ class Prefetcher:
         if len(self.recorded) > RECORDED_MAX:
             del self.recorded[next(iter(self.recorded))]
 
-    def _learn_from_partial(self, ended: Round, rates: Rates, stall_share: float | None) -> None:
+    def _learn_from_partial(
+        self, ended: Round, rates: Rates, stall_share: float | None, pressure: Pressure
+    ) -> None:
         """Plan with the stalls and rates of a partial round.
 
         The last whole round has told when the tensors that stay were packed and needed.
@@ -173,7 +181,7 @@ class Prefetcher:
         self._followed.note_partial(ended.opening, ended.signature)
         whole = self.recorded.get(ended.signature)
         if whole is not None:
-            self._policy.learn(ended.signature, whole.items, rates, stall_share)
+            self._policy.learn(ended.signature, whole.items, rates, stall_share, pressure)
             self._pin(ended.signature)
 
     def _pin(self, signature: int) -> None:
@@ -186,6 +194,11 @@ class Prefetcher:
 
     def scope(self, opening: int, gpu: int | None) -> Scope:
         """Return how much of the new round is followed; its first tensor is on ``gpu``."""
+        if self._device is not None:
+            self._device.begin_round()
+            if self._device.excess_bytes:
+                # All tensors are looked at: more of them may leave, or have recipes to be proved.
+                return "whole"
         scope = "whole" if gpu is None else self._followed.scope(opening)
         # After stalls, followed rounds let the next plan keep more.
         if scope == "skimmed" and self._policy.would_plan_anew():
@@ -214,6 +227,15 @@ class Prefetcher:
             caution=basis[1],
             plan_count=self._policy.plan_count(signature),
         )
+
+    def begin_backward(self) -> None:
+        """Have the peak of a GPU read when the backward that begins now has ended."""
+        if self._device is not None:
+            try:
+                queue_callback(self._device.end_backward)
+            except RuntimeError as error:
+                # The program looks at what a node has saved, and no backward runs.
+                log.debug("no backward runs: %s", error)
 
     def make_room(self, saved: SavedTensor, nbytes: int) -> None:
         """Make room under the bound for the read of a tensor that is needed now."""

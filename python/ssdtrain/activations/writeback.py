@@ -24,6 +24,7 @@ from ssdtrain.planning.policy import Policy
 from ssdtrain.residency import Refused, Residency
 from ssdtrain.seen import Seen
 from ssdtrain.sizes import shown_count
+from ssdtrain.transfer.device_bound import empty_caches
 from ssdtrain.transfer.host import HostTransfer
 
 __all__ = ["Writeback"]
@@ -131,6 +132,14 @@ class Writeback:
         self.records.end_all(self)
 
     # Called by the records.
+
+    def let_go_for(self, nbytes: int) -> None:
+        """Let memory of GPUs go, as far as it can, to make room for so many bytes."""
+        self._residency.let_go_for(nbytes)
+
+    def empty_caches(self) -> None:
+        """Give the memory back that torch keeps for later allocations on GPUs."""
+        empty_caches()
 
     def make_room(
         self, tensor: Tensor, storage: UntypedStorage, nbytes: int, sequence: int

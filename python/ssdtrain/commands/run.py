@@ -75,6 +75,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, words in SIZES.items():
         option = f"--{name.replace('_', '-')}"
         parser.add_argument(option, type=size(name), metavar="SIZE", help=words)
+    parser.add_argument(
+        "--max-device-bytes",
+        type=lambda given: given if given == "auto" else size("max_device_bytes")(given),
+        metavar="SIZE",
+        help="what torch should have allocated on the GPU at most, such as 20GiB; or auto",
+    )
     parser.add_argument("--backend", choices=get_args(Backend), help="(default: auto)")
     parser.add_argument("--direct-io", choices=get_args(DirectIo), help="(default: required)")
     parser.add_argument(
@@ -126,7 +132,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.dir is None:
         _say("ssdtrain run: the following arguments are required: --dir, before the script's name")
         return EXIT_USAGE
-    names = [*SIZES, "backend", "direct_io", "gds", "rematerialize", "verify"]
+    names = [*SIZES, "max_device_bytes", "backend", "direct_io", "gds", "rematerialize", "verify"]
     given = {name: getattr(arguments, name) for name in names}
     options = {name: value for name, value in given.items() if value is not None}
     report = None if arguments.report is None else arguments.report.absolute()

@@ -32,6 +32,7 @@ from ssdtrain.planning.rematerialize import (
     Pressure,
     Proofs,
     choose_rematerialized,
+    largest_chain,
     needed_for,
 )
 
@@ -65,6 +66,9 @@ plan that changes makes writes whose tensors the next plan keeps."""
 RATE_CHANGE = 1.25
 """A rate or the caution has moved if it changed by this factor; rates of shared disks differ by a
 tenth from step to step."""
+BOLDNESS_MAX = 1e4
+"""A plan that has to make room on a GPU counts on up to so many times the measured rates. Then all
+that can leave does."""
 PLANS_MAX = 64
 """Plans that are remembered: more than any training has kinds of steps."""
 KNOWLEDGE_MAX = 100_000
@@ -380,6 +384,8 @@ class Policy:
             self._caution = min(max(self._caution * change, CAUTION_MIN), CAUTION_MAX)
         moved = _moved(basis, rates) or _differs(caution, self._caution)
         is_pressed = bool(items) and pressure.stall_s > PRESSURE_SHARE_MIN * _whole_s(items)
+        before = self.plans.get(signature)
+        is_pressed |= before is not None and self._taken(items, before) > pressure.room_bytes
         self.proofs.takes_dear |= is_pressed
         if count >= SETTLED_COUNT and not (stalled or moved or is_pressed):
             self._planned_caution = caution
@@ -419,6 +425,37 @@ class Policy:
         self.sources = {source for proof in known if proof is not None for source in proof.sources}
 
     def _plan(self, items: Sequence[Item], rates: Rates, pressure: Pressure) -> Plan:
+        """Plan a round; for the room on a GPU also with recipes and moves that make it longer."""
+        wanted_bytes, boldness = 0, 1.0
+        step_bytes = sum(item.nbytes for item in items) / 16
+        while True:
+            made = self._plan_with(items, rates, pressure, wanted_bytes, boldness)
+            short_bytes = self._taken(items, made) - pressure.room_bytes
+            if short_bytes <= 0 or boldness > BOLDNESS_MAX:
+                return made
+            if wanted_bytes <= made.rematerialized_bytes:
+                more_bytes = math.ceil(max(short_bytes, step_bytes))
+                wanted_bytes = made.rematerialized_bytes + more_bytes
+            else:
+                # No more can be made again.
+                boldness *= 8
+
+    def _taken(self, items: Sequence[Item], made: Plan) -> int:
+        """Return the bytes that saved tensors take at the peak, with the first that come back."""
+        staying_bytes = sum(item.nbytes for item in items if item.key in made.keep)
+        first_bytes = max((item.nbytes for item in items), default=0)
+        return staying_bytes + max(
+            first_bytes, largest_chain(items, made.rematerialized, self.proofs)
+        )
+
+    def _plan_with(
+        self,
+        items: Sequence[Item],
+        rates: Rates,
+        pressure: Pressure,
+        wanted_bytes: int,
+        boldness: float,
+    ) -> Plan:
         chosen = choose_rematerialized(
             items,
             self.proofs,
@@ -426,6 +463,7 @@ class Policy:
             excluded=self._futile,
             pressure=pressure,
             disk_s=1 / rates.write + 1 / rates.read if rates.write and rates.read else 0.0,
+            wanted_bytes=wanted_bytes,
         )
         sources_s = needed_for(items, chosen, self.proofs)
         others = [
@@ -434,7 +472,7 @@ class Policy:
             if item.key not in chosen
         ]
         chosen_bytes = sum(item.nbytes for item in items if item.key in chosen)
-        made = plan(others, rates.times(self._caution), self._host_bytes)
+        made = plan(others, rates.times(self._caution * boldness), self._host_bytes)
         return replace(made, rematerialized=chosen, rematerialized_bytes=chosen_bytes)
 
     def _set_moments(self, items: Sequence[Item], made: Plan, rates: Rates) -> None:

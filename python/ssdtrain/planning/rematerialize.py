@@ -22,6 +22,7 @@ __all__ = [
     "Proofs",
     "RecipeUse",
     "choose_rematerialized",
+    "largest_chain",
     "needed_for",
 ]
 
@@ -94,6 +95,13 @@ class Pressure:
     """The bound."""
     stall_s: float = 0.0
     """How long the round waited for room and for reads."""
+    room_bytes: float = math.inf
+    """The bytes that saved tensors should take at most, by the bound of a GPU."""
+
+    @property
+    def is_of_disk(self) -> bool:
+        """True if rounds wait for the disk to keep the bound."""
+        return math.isfinite(self.limit_bytes) and not math.isfinite(self.room_bytes)
 
     @property
     def chain_bytes_max(self) -> float:
@@ -173,13 +181,14 @@ def choose_rematerialized(
     excluded: frozenset[int] | set[int] = frozenset(),
     pressure: Pressure = NO_PRESSURE,
     disk_s: float = 0.0,
+    wanted_bytes: int = 0,
 ) -> frozenset[int]:
     """Return the keys of the tensors to make again, those that free most for a second first.
 
     ``before`` are the keys that the round made again: their operations are a part of its time.
     Under a bound, the round would have waited for them, too. Tensors are made again beyond the
     usual share of the time as long as there are waits that this shortens: for each byte, ``disk_s``
-    seconds of the disk.
+    seconds of the disk. At least ``wanted_bytes`` are made again, at any cost, if they can be.
     """
     known = {item.key: proof for item in items if (proof := proofs.get(item.key)) is not None}
     if not known:
@@ -189,7 +198,7 @@ def choose_rematerialized(
     before_s = sum(known[item.key].seconds + HOOKS_S for item in made)
     left_s = SLOWDOWN_SHARE_MAX * max(0.0, whole_s - before_s)
     waits_s = 0.0
-    if math.isfinite(pressure.limit_bytes):
+    if pressure.is_of_disk:
         waits_s = pressure.stall_s + disk_s * sum(item.nbytes for item in made)
     candidates = [
         item
@@ -202,22 +211,33 @@ def choose_rematerialized(
     chains = _Chains(items, known, pressure.chain_bytes_max)
     for item in candidates:
         seconds, spared_s = known[item.key].seconds + HOOKS_S, disk_s * item.nbytes
-        is_worth = seconds <= left_s or seconds < min(spared_s, waits_s)
+        is_worth = seconds <= left_s or seconds < min(spared_s, waits_s) or wanted_bytes > 0
         if is_worth and chains.add(item.key, LEAD_SHARE_MAX * whole_s):
             left_s = max(0.0, left_s - seconds)
             waits_s = max(0.0, waits_s - spared_s)
+            wanted_bytes -= item.nbytes
     return frozenset(chains.made_s)
+
+
+def largest_chain(items: Sequence[Storage], chosen: frozenset[int], proofs: Proofs) -> int:
+    """Return the most bytes of a tensor that is made again and of all that it is made from."""
+    chains = _chains_of(items, chosen, proofs)
+    return max(map(chains.bytes_of, chosen), default=0)
 
 
 def needed_for(
     items: Sequence[Storage], chosen: frozenset[int], proofs: Proofs
 ) -> dict[int, float]:
     """Return, by key of a tensor from which others are made, the first time that they need it."""
+    return _chains_of(items, chosen, proofs).wanted_s
+
+
+def _chains_of(items: Sequence[Storage], chosen: frozenset[int], proofs: Proofs) -> _Chains:
     known = {key: proof for key in chosen if (proof := proofs.get(key)) is not None}
     chains = _Chains(items, known)
     for key in known:
         chains.add(key, math.inf)
-    return chains.wanted_s
+    return chains
 
 
 class _Chains:
@@ -261,7 +281,7 @@ class _Chains:
                     made_s[source] = moment_s
                     waiting.append((source, length + 1))
         self._made_from[key] = self._known[key].sources
-        if any(self._bytes_of(user) > self._bytes_max for user in _reached(key, self._users)):
+        if any(self.bytes_of(user) > self._bytes_max for user in _reached(key, self._users)):
             del self._made_from[key]
             return False
         for source, moment_s in wanted_s.items():
@@ -271,7 +291,7 @@ class _Chains:
         self.made_s |= made_s
         return True
 
-    def _bytes_of(self, key: int) -> int:
+    def bytes_of(self, key: int) -> int:
         """Return the bytes of a tensor that is made again and of all that it is made from."""
         return sum(self._nbytes.get(each, 0) for each in _reached(key, self._made_from))
 

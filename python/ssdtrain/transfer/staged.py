@@ -1,6 +1,7 @@
 """Memory of GPUs: the calls into torch for the compiled part.
 
-Only this file calls `torch.cuda`. Streams are handles (`cuda_stream`), GPUs are torch's numbers.
+Only this file and `device_bound.py` call `torch.cuda`. Streams are handles (`cuda_stream`), GPUs
+are torch's numbers.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ class OnGpus:
     full_stayed_count: int = 0
     away_bytes_peak: int = 0
     device_bytes_peak: int = 0
+    device_bound_bytes: int = 0
+    device_excess_bytes: int = 0
     ring_bytes: int = 0
     direct_written_bytes: int = 0
     direct_read_bytes: int = 0

@@ -79,6 +79,10 @@ struct Books {
     peak_bytes: u64,
     /// The peak of the bytes that are in memory and not reserved.
     saved_peak_bytes: u64,
+    /// The peak of the bytes in memory since it was taken last.
+    recent_peak_bytes: u64,
+    /// Beyond it, memory should be let go before more is held; `None`: there is no such limit.
+    soft_limit_bytes: Option<u64>,
     /// The bytes that all holders need, in memory or not, and their peak. Without `ssdtrain` all of
     /// them would be in memory.
     alive_bytes: u64,
@@ -117,6 +121,7 @@ impl Books {
     fn note_peak(&mut self, transfer_bytes: u64) {
         let resident_bytes = self.held_bytes + transfer_bytes;
         self.peak_bytes = self.peak_bytes.max(resident_bytes);
+        self.recent_peak_bytes = self.recent_peak_bytes.max(resident_bytes);
         self.saved_peak_bytes = self.saved_peak_bytes.max(resident_bytes - self.reserved_bytes);
     }
 
@@ -258,6 +263,31 @@ impl Account {
     #[must_use]
     pub fn alive_peak_bytes(&self) -> u64 {
         self.books().alive_peak_bytes
+    }
+
+    /// The most that was in memory at once since the last call of this.
+    #[must_use]
+    pub fn take_recent_peak(&self) -> u64 {
+        std::mem::take(&mut self.books().recent_peak_bytes)
+    }
+
+    /// Sets the bytes in memory beyond which memory should be let go before more is held.
+    pub fn limit_softly(&self, nbytes: u64) {
+        self.books().soft_limit_bytes = Some(nbytes);
+    }
+
+    /// That limit; `u64::MAX` if there is none.
+    #[must_use]
+    pub fn soft_limit_bytes(&self) -> u64 {
+        self.books().soft_limit_bytes.unwrap_or(u64::MAX)
+    }
+
+    /// The bytes that may still be held below that limit; `u64::MAX` if there is none.
+    #[must_use]
+    pub fn soft_room_bytes(&self, transfer_bytes: u64) -> u64 {
+        let books = self.books();
+        let resident_bytes = books.held_bytes + transfer_bytes;
+        books.soft_limit_bytes.map_or(u64::MAX, |limit| limit.saturating_sub(resident_bytes))
     }
 
     /// Resets the peaks of the bytes in memory.

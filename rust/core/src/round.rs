@@ -134,7 +134,7 @@ pub struct Round<E> {
     /// True if the times of packs and unpacks are not known.
     is_untimed: bool,
     /// Number of its tensors that have a recipe.
-    recipe_count: usize,
+    pub recipe_count: usize,
     /// The guide of this round, and the place reached in it.
     cursor: GuideCursor,
     /// Number of entries at which the older entries are checked for dead tensors.
@@ -408,16 +408,6 @@ impl<E> Round<E> {
     /// Says that the times of its packs and unpacks are not known.
     pub fn set_untimed(&mut self) {
         self.is_untimed = true;
-    }
-
-    /// Notes that a tensor of it has a recipe.
-    pub fn note_recipe(&mut self) {
-        self.recipe_count += 1;
-    }
-
-    /// Returns true if a tensor of it has a recipe.
-    pub fn has_recipes(&self) -> bool {
-        self.recipe_count > 0
     }
 
     /// Says whether the next packed tensor begins another round.

@@ -94,6 +94,18 @@ impl Account {
         self.0.note_peak(transfer_bytes);
     }
 
+    fn take_recent_peak(&self) -> u64 {
+        self.0.take_recent_peak()
+    }
+
+    fn limit_softly(&self, nbytes: u64) {
+        self.0.limit_softly(nbytes);
+    }
+
+    fn soft_room_bytes(&self, transfer_bytes: u64) -> u64 {
+        self.0.soft_room_bytes(transfer_bytes)
+    }
+
     fn forget_peak(&self) {
         self.0.forget_peak();
     }

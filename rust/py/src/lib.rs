@@ -33,6 +33,7 @@ mod planning;
 mod probe;
 mod record;
 mod remaking;
+mod room;
 mod round;
 mod rounds;
 mod rules;

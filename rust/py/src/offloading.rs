@@ -4,7 +4,6 @@ use std::time::{Duration, Instant};
 
 use pyo3::intern;
 use pyo3::prelude::*;
-use ssdtrain_core as core;
 use ssdtrain_core::round::FORWARD;
 
 use crate::by_plan::{ByPlan, Use};
@@ -95,7 +94,7 @@ impl Offloading {
 }
 
 impl Offloading {
-    fn unpack_for(
+    pub fn unpack_for(
         slf: &Bound<'_, Self>,
         packed: &Bound<'_, PyAny>,
         stays_ahead: bool,
@@ -126,9 +125,9 @@ impl Offloading {
                 let tensor = own.read(saved, &loading)?;
                 if stays_ahead {
                     drop(this.set_ahead(Some(loading.unbind())));
-                    own.rounds.get().note_early(saved)?;
+                    own.note_early(saved)?;
                 }
-                Self::prove(slf, saved, &tensor)?;
+                Self::prove(slf, saved, &tensor, stays_ahead)?;
                 return Ok(tensor.unbind());
             }
             Found::Recipe(recipe) => {
@@ -136,7 +135,7 @@ impl Offloading {
                 return Self::rematerialize(slf, saved, &recipe, stays_ahead).map(Bound::unbind);
             }
         };
-        Self::prove(slf, saved, &tensor)?;
+        Self::prove(slf, saved, &tensor, stays_ahead)?;
         own.note_hook(saved, began, other_before)?;
         Ok(tensor.unbind())
     }
@@ -279,30 +278,13 @@ impl Offloading {
             if awaits_recipe && let Some(refused) = self.make_room(&record, tensor, storage)? {
                 return Ok(refused);
             }
+            if stream.is_some() {
+                self.let_go_for(py, 1)?; // The tensor itself is counted.
+            }
             self.write(&record, &round, backward)?;
         }
         self.note_peak(py);
         Ok(saved.into_any())
-    }
-
-    /// Makes room under the bound for a record that has none; the answer is a `Refused` if there
-    /// can be none.
-    fn make_room<'py>(
-        &self,
-        record: &Bound<'py, Record>,
-        tensor: &Bound<'py, PyAny>,
-        storage: &Bound<'py, PyAny>,
-    ) -> PyResult<Option<Bound<'py, PyAny>>> {
-        let (this, writing) = (record.get(), self.session.writing(tensor.py()));
-        this.holding.free(core::Fate::Kept);
-        match writing.make_room(tensor, storage, this.nbytes, this.sequence())? {
-            Ok(may_be_lent) => {
-                this.holding.take_back();
-                writing.enter(record, storage, may_be_lent)?;
-                Ok(None)
-            }
-            Err(refused) => Ok(Some(refused)),
-        }
     }
 
     /// A record for a tensor, or a `Refused` if the bound has no room for it. A tensor that is
@@ -415,6 +397,10 @@ impl Offloading {
         }
         if let Some((round, _)) = saved.get().place() {
             self.note_waits(round, stream);
+            let is_first = !round.lock().is_asked_for();
+            if is_first && records.account().soft_limit_bytes() < u64::MAX {
+                prefetching.begin_backward()?;
+            }
         }
         let recipe = saved.get().record.get().used_recipe(py);
         let is_away = storage.is_none() && recipe.is_none();
@@ -424,7 +410,7 @@ impl Offloading {
         let found = match (storage, recipe) {
             (Some(storage), _) => Found::InMemory(storage),
             (None, Some(recipe)) => Found::Recipe(recipe),
-            (None, None) => Found::Read(rounds.demand(saved, prefetching, is_early)?),
+            (None, None) => Found::Read(self.demand(saved, is_early)?),
         };
         rounds.advance(saved, prefetching)?;
         self.note_peak(py);
@@ -434,22 +420,6 @@ impl Offloading {
     pub fn note_peak(&self, py: Python<'_>) {
         let records = self.records.get();
         records.account().note_peak(records.transfer_bytes(py));
-    }
-
-    /// Under a bound, counts a lent record again if the program has let go of its bytes.
-    fn take_back(&self, saved: &Bound<'_, SavedTensor>, is_early: bool) -> PyResult<()> {
-        let (py, record) = (saved.py(), saved.get().record.get());
-        if !record.is_lent() || !record.has_source() {
-            return Ok(());
-        }
-        if self.session.writing(py).is_held_by_others(saved.get().record.bind(py))? {
-            return Ok(());
-        }
-        if !is_early {
-            self.session.prefetching(py).make_room(saved, record.nbytes)?;
-        }
-        record.take_back();
-        Ok(())
     }
 
     /// A tensor on the bytes of a read. `Hooks` waits for a read that has not ended, and raises its

@@ -213,6 +213,16 @@ impl<'py> Writing<'_, 'py> {
         Ok(answer.extract::<bool>().map_err(|_| answer))
     }
 
+    /// Lets memory of GPUs go, as far as it can, to make room for so many bytes.
+    pub fn let_go_for(self, nbytes: u64) -> PyResult<()> {
+        self.0.call_method1(intern!(self.py(), "let_go_for"), (nbytes,)).map(drop)
+    }
+
+    /// Gives the memory that torch keeps for later allocations on GPUs back.
+    pub fn empty_caches(self) -> PyResult<()> {
+        self.0.call_method0(intern!(self.py(), "empty_caches")).map(drop)
+    }
+
     /// Notes a new record under the bound.
     pub fn enter(
         self,
@@ -303,6 +313,11 @@ impl<'py> Prefetching<'_, 'py> {
             "skimmed" => Ok(Scope::Skimmed),
             other => Err(PyValueError::new_err(format!("{other:?} is no scope of a round"))),
         }
+    }
+
+    /// Has the peak of a GPU read when the backward that begins now has ended.
+    pub fn begin_backward(self) -> PyResult<()> {
+        self.0.call_method0(intern!(self.py(), "begin_backward")).map(drop)
     }
 
     /// Makes room under the bound for the read of a tensor that a node needs now.

@@ -115,7 +115,7 @@ impl Offloading {
         };
         if records.has_leaving() {
             self.note_progress(py, stream, place.key, Use::Pack)?;
-            self.let_leave(py)?;
+            self.let_leave(py, part.nbytes)?;
             self.note_waits(&round, stream);
         }
         round.lock().pass(part.nbytes);
@@ -139,13 +139,15 @@ impl Offloading {
         Ok(Record::find(&known, tensor, &storage, part)?.is_some())
     }
 
-    /// Begins writes whose nodes have been passed, and frees the memory of writes that have ended.
-    fn let_leave(&self, py: Python<'_>) -> PyResult<()> {
+    /// Begins writes whose nodes have been passed, and frees the memory of writes that have ended;
+    /// also of others, if there is no room for so many bytes.
+    fn let_leave(&self, py: Python<'_>, nbytes: u64) -> PyResult<()> {
         let (records, writing) = (self.records.get(), self.session.writing(py));
         let sequence = self.torch.get().sequence_number(py)?;
         self.lock.locked(py, || {
             records.open_gate(writing, Some(sequence))?;
-            records.reap(writing)
+            records.reap(writing)?;
+            self.let_go_for(py, nbytes)
         })
     }
 

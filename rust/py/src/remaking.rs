@@ -28,7 +28,7 @@ impl Offloading {
             return Ok(false);
         };
         if let Some((round, _)) = saved.get().place() {
-            round.lock().note_recipe();
+            round.lock().recipe_count += 1;
         }
         let record = saved.get().record.get();
         if replaces {
@@ -60,7 +60,13 @@ impl Offloading {
             own.note_peak(py);
             Ok(())
         })?;
-        let made = own.session.rematerialize(saved, recipe, &unpack);
+        let mut made = own.session.rematerialize(saved, recipe, &unpack);
+        if let Err(error) = &made
+            && own.rounds.get().is_out_of_memory(py, error)
+        {
+            own.lock.locked(py, || own.let_all_go(py))?;
+            made = own.session.rematerialize(saved, recipe, &unpack);
+        }
         if made.is_err() {
             record.give_up_making();
         }
@@ -68,17 +74,22 @@ impl Offloading {
         let stream = own.stream(py, &this.layout)?;
         own.lock.locked(py, || record.take_made(&made, stream, is_early))?;
         if is_early {
-            own.rounds.get().note_early(saved)?;
+            own.note_early(saved)?;
         }
         this.on_memory(own.torch.get(), &made.call_method0(intern!(py, "untyped_storage"))?)
     }
 
-    /// Compares the recipe of a saved tensor, if it has one to prove, with its bytes.
+    /// Compares the recipe of a saved tensor, if it has one to prove, with its bytes. Not while
+    /// another tensor is made from it: a chain of tensors would be proved, and made, at once.
     pub fn prove(
         slf: &Bound<'_, Self>,
         saved: &Bound<'_, SavedTensor>,
         tensor: &Bound<'_, PyAny>,
+        is_early: bool,
     ) -> PyResult<()> {
+        if is_early {
+            return Ok(());
+        }
         let Some(recipe) = saved.get().record.get().take_unproved() else { return Ok(()) };
         let (own, py, began) = (slf.get(), slf.py(), Instant::now());
         let waited_before = own.rounds.get().waited(py)?;
@@ -100,7 +111,7 @@ impl Offloading {
             own.session.refuse_changed(saved)?;
         }
         if record.get().used_recipe(py).is_some() {
-            return Self::unpack(slf, packed);
+            return Self::unpack_for(slf, packed, true);
         }
         let writing = own.session.writing(py);
         let in_memory = || own.records.get().in_memory(record, writing);

@@ -19,7 +19,7 @@ use ssdtrain_core::rounds::{ORDERS_MAX, Of};
 use ssdtrain_core::window::Walk;
 
 use crate::account::Account;
-use crate::ahead::{give_up, look, saved_of};
+use crate::ahead::{Early, give_up, look, room_for_reads, saved_of};
 use crate::error::SsdtrainError;
 use crate::gpu::Gpus;
 use crate::gpu_calls::GpuStream;
@@ -36,10 +36,6 @@ use crate::store::Store;
 use crate::timeline::Moment;
 use crate::transfer::{Handle, Loading};
 
-/// The part of a bound, as a divisor, that a tensor which is made again and all its sources take;
-/// `planning/rematerialize.py` chooses by it, too.
-const RECIPES_SHARE: u64 = 8;
-
 /// The rounds of one session.
 #[pyclass(frozen, module = "ssdtrain._core")]
 pub struct Rounds {
@@ -52,6 +48,8 @@ pub struct Rounds {
     stalls: Stalls,
     epoch: Instant,
     books: Mutex<Books>,
+    /// Under a bound, the tensors that are in memory for others before their own nodes need them.
+    pub early: Early,
     /// The skimmed round, if there is one.
     skim: Skim,
     guides: Guides,
@@ -67,8 +65,6 @@ struct Books {
     rounds: core::rounds::Rounds<SavedReference>,
     /// The round in whose backward a GPU had no memory left to read ahead.
     short: Option<SharedRound>,
-    /// Tensors that were read or made for another tensor, before their own nodes need them.
-    early: Vec<SavedReference>,
     /// By signature, the last plan: the object of Python, and the same in Rust.
     plans: HashMap<i64, (Py<PyAny>, Arc<Plan>)>,
 }
@@ -94,6 +90,7 @@ impl Rounds {
             stalls,
             epoch: Instant::now(),
             books: Mutex::default(),
+            early: Early::default(),
             skim: Skim::default(),
             guides: Guides::default(),
             clock: GpuClock::default(),
@@ -143,16 +140,10 @@ impl Rounds {
     }
 
     /// Gives up all reads ahead, and what was made before its own node needs it.
-    fn give_way(&self, py: Python<'_>) {
-        let (given_up, early) = {
-            let mut books = self.books();
-            (books.rounds.clear(), std::mem::take(&mut books.early))
-        };
+    pub fn give_way(&self, py: Python<'_>) {
+        let given_up = self.books().rounds.clear();
         give_up(py, given_up.as_slice());
-        for saved in early.iter().filter_map(|reference| saved_of(py, reference)) {
-            drop(saved.get().set_ahead(None));
-            saved.get().record.get().give_up_early();
-        }
+        self.early.give_up(py);
     }
 }
 
@@ -184,9 +175,9 @@ impl Rounds {
     /// The time in which hooks learned from rounds, proved recipes, or waited for room under a
     /// bound, so far.
     pub fn taught_and_waited(&self, py: Python<'_>) -> PyResult<Duration> {
-        let taught_ns = self.taught_ns.load(Ordering::Relaxed);
-        let taught = Duration::from_nanos(taught_ns + self.proved_ns.load(Ordering::Relaxed));
-        Ok(taught + self.waited(py)?)
+        let [taught, proved] =
+            [&self.taught_ns, &self.proved_ns].map(|ns| ns.load(Ordering::Relaxed));
+        Ok(Duration::from_nanos(taught + proved) + self.waited(py)?)
     }
 
     /// The time in which threads have waited under a bound, so far.
@@ -342,25 +333,6 @@ impl Rounds {
         Ok(!self.policy.knows(py, key)?)
     }
 
-    /// Notes a tensor that is in memory for another tensor, before its own node needs it.
-    pub fn note_early(&self, saved: &Bound<'_, SavedTensor>) -> PyResult<()> {
-        if self.limit_bytes.is_none() {
-            return Ok(());
-        }
-        let (py, reference) = (saved.py(), PyWeakrefReference::new(saved)?.unbind());
-        let forgotten = {
-            let mut books = self.books();
-            let (alive, dead) = std::mem::take(&mut books.early)
-                .into_iter()
-                .partition::<Vec<_>, _>(|known| !is_dead(py, known));
-            books.early = alive;
-            books.early.push(reference);
-            dead
-        };
-        drop(forgotten);
-        Ok(())
-    }
-
     /// The read of a tensor that is needed now: the read ahead, or a new read. The room for an
     /// early need was made before.
     pub fn demand<'py>(
@@ -380,16 +352,7 @@ impl Rounds {
             prefetching.make_room(saved, handle.get().slot_bytes() as u64)?;
         }
         this.record.get().life.note(Moment::ReadBegan);
-        let loading = match Handle::begin_read(&handle, self.store.get()) {
-            // Reads ahead may hold the memory. If there is still none without them, torch's error
-            // is raised.
-            Err(error) if self.is_out_of_memory(py, &error) => {
-                self.give_way(py);
-                Handle::begin_read(&handle, self.store.get())?
-            }
-            begun => begun?,
-        };
-        Ok(loading.into_bound(py))
+        Ok(Handle::begin_read(&handle, self.store.get())?.into_bound(py))
     }
 
     /// Begins the reads that should be under way while `saved` is used.
@@ -400,8 +363,7 @@ impl Rounds {
     ) -> PyResult<()> {
         let py = saved.py();
         let Some((round, ordinal)) = saved.get().place() else { return Ok(()) };
-        let is_short = self.books().short.as_ref().is_some_and(|short| short.is(round));
-        if is_short {
+        if self.books().short.as_ref().is_some_and(|short| short.is(round)) {
             return Ok(());
         }
         let Some(given_up) = self.books().rounds.follow(round, *ordinal) else { return Ok(()) };
@@ -440,12 +402,8 @@ impl Rounds {
         let on_gpus = self.gpus.as_ref().map_or(0, |gpus| gpus.get().loaded_bytes());
         let transfer_bytes = self.store.get().transfer_bytes(py) + on_gpus;
         let resident_bytes = self.account.held_bytes() + transfer_bytes;
-        // Recipes find room for a tensor and its sources without giving up reads ahead.
-        let recipes_share = if round.lock().has_recipes() { RECIPES_SHARE } else { 0 };
-        let room_bytes = self.limit_bytes.map_or(u64::MAX, |limit| {
-            let for_recipes = limit.checked_div(recipes_share).unwrap_or(0);
-            limit.saturating_sub(resident_bytes + for_recipes)
-        });
+        let limit_bytes = self.limit_bytes.unwrap_or_else(|| self.account.soft_limit_bytes());
+        let room_bytes = room_for_reads(limit_bytes, resident_bytes, round);
         let mut walk = self.books().rounds.walk(round, resident_bytes, room_bytes);
         while let Some(ordinal) = self.next(py, round, &mut walk) {
             let reference = round.lock().entry(ordinal).clone_ref(py);
@@ -499,8 +457,8 @@ impl Rounds {
         }
     }
 
-    /// True if an error says that torch has no memory of a GPU left for a read.
-    fn is_out_of_memory(&self, py: Python<'_>, error: &PyErr) -> bool {
+    /// True if torch has no memory of a GPU left.
+    pub fn is_out_of_memory(&self, py: Python<'_>, error: &PyErr) -> bool {
         let gpus = self.gpus.as_ref().map(Py::get);
         gpus.is_some_and(|gpus| gpus.calls.is_out_of_memory(py, error))
     }

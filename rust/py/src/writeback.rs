@@ -197,7 +197,7 @@ impl Records {
         if self.is_bounded { Ok(()) } else { self.writes.cancel_queued(py) }
     }
 
-    fn end_all(&self, writing: Writing<'_, '_>) -> PyResult<()> {
+    pub fn end_all(&self, writing: Writing<'_, '_>) -> PyResult<()> {
         self.let_held_go(writing.py());
         self.writes.end_all(writing)
     }

@@ -1,0 +1,246 @@
+"""`max_device_bytes`: what torch has allocated on a GPU at the peak of a step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import ssdtrain
+from checkout import SCRATCH
+from fake_device import FakeDevice
+from offloading import made
+from on_devices import Device, on_each_device
+from on_fake import on_fake_device
+from ssdtrain.config import OffloadConfig, StoreConfig
+from ssdtrain.planning.policy import Policy
+from support import Patient
+
+ELEMENTS = 256 << 10
+UNIT = ELEMENTS * 4
+STEPS = 10
+
+
+@contextmanager
+def bounded(
+    bound: Any, policy: Policy | None = None, *, has_disk: bool, **options: Any
+) -> Iterator[ssdtrain.Session]:
+    store = StoreConfig(
+        dirs=(str(SCRATCH),) if has_disk else (),
+        **({"direct_io": "optional", "backend": "psync"} if has_disk else {}),
+    )
+    given = {"min_bytes": 512, "gds": "disabled", "pinned_bytes": 32 * UNIT} | options
+    config = OffloadConfig(store=store, max_device_bytes=bound, **given)
+    session = ssdtrain.Session(config, policy or Patient(options.get("max_host_bytes", 0)))
+    try:
+        with session.context():
+            yield session
+    finally:
+        session.close()
+
+
+def gated(leaf: Tensor) -> Tensor:
+    """Return a sum over a chain of gated products, with sums that no recipe makes between."""
+    x = leaf.cumsum(0)
+    for _ in range(6):
+        gate = (x * 0.01).cumsum(0)
+        x = F.silu(gate) * torch.cos(gate)
+    return x.square().sum()
+
+
+def step(leaf: Tensor) -> tuple[Tensor, int]:
+    leaf.grad = None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    gated(leaf).backward()  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize()
+    assert leaf.grad is not None
+    return leaf.grad.cpu(), torch.cuda.max_memory_allocated()
+
+
+@pytest.mark.parametrize("way", ["made again", "pinned", "disk"])
+@on_each_device()
+def test_the_peak_stays_below_the_bound(device: Device, way: str) -> None:
+    leaf = made(0, ELEMENTS)
+    expected, whole_bytes = step(leaf)
+    options: dict[str, Any] = {
+        "made again": {"has_disk": False},
+        "pinned": {"has_disk": False, "max_host_bytes": 64 * UNIT, "rematerialize": "never"},
+        "disk": {"has_disk": True, "rematerialize": "never"},
+    }[way]
+    bound = whole_bytes - 6 * UNIT
+    peaks = []
+    with bounded(bound, **options) as session:
+        for _ in range(STEPS):
+            gradient, peak_bytes = step(leaf)
+            assert torch.equal(gradient, expected)
+            peaks.append(peak_bytes)
+    assert peaks[-1] <= bound < peaks[0]
+    assert session.stats.device_excess_bytes == 0
+    assert session.stats.device_bound_bytes == bound
+    assert "kept by the last step" in str(session)
+
+
+@on_each_device()
+def test_a_bound_that_cannot_be_met_lets_the_step_end_and_tells_by_how_much(
+    device: Device,
+) -> None:
+    leaf = made(0, ELEMENTS)
+    expected, whole_bytes = step(leaf)
+    bound = whole_bytes - 6 * UNIT
+    with bounded(bound, has_disk=False, rematerialize="never") as session:
+        for _ in range(4):
+            gradient, peak_bytes = step(leaf)
+            assert torch.equal(gradient, expected)
+            assert peak_bytes == whole_bytes
+            assert session.stats.device_excess_bytes == whole_bytes - bound
+    assert "missed by 6 MiB at the peak of the last step" in str(session)
+
+
+@on_fake_device()
+def test_the_peak_is_never_reset(fake: FakeDevice) -> None:
+    """Steps below an earlier peak count with what was known of all else."""
+    leaf = made(0, ELEMENTS)
+    _, whole_bytes = step(leaf)
+    with bounded(whole_bytes - 6 * UNIT, has_disk=True, rematerialize="never") as session:
+        for _ in range(4):
+            gated(leaf).backward()  # type: ignore[no-untyped-call]
+    assert torch.cuda.max_memory_allocated() == whole_bytes
+    assert session.stats.device_excess_bytes == 0
+    assert session.stats.bytes_offloaded > 0
+
+
+@on_fake_device()
+def test_products_are_made_again_if_the_bound_needs_it(fake: FakeDevice) -> None:
+    torch.manual_seed(0)
+    layers = torch.nn.ModuleList([torch.nn.Linear(256, 256) for _ in range(16)]).cuda()
+    x = torch.randn(512, 256).cuda()
+
+    def train() -> tuple[list[Tensor], int]:
+        layers.zero_grad()
+        torch.cuda.reset_peak_memory_stats()
+        y = x
+        for layer in layers:
+            y = torch.sin(layer(y))
+        y.square().sum().backward()
+        torch.cuda.synchronize()
+        gradients = [weight.grad.cpu() for weight in layers.parameters() if weight.grad is not None]
+        return gradients, torch.cuda.max_memory_allocated()
+
+    expected, whole_bytes = train()
+    seen: set[str] = set()
+    with bounded(whole_bytes - 5 * UNIT, has_disk=False) as session:
+        assert session._hooks is not None
+        rematerializer = session._hooks.rematerializer
+        assert rematerializer is not None
+        make = rematerializer.rematerialize
+
+        def noted(saved: Any, use: Any, unpack: Any) -> Tensor:
+            seen.update(use.recipe.operations)
+            return make(saved, use, unpack)
+
+        rematerializer.rematerialize = noted  # type: ignore[method-assign]
+        peaks = []
+        for _ in range(STEPS):
+            gradients, peak_bytes = train()
+            assert all(map(torch.equal, gradients, expected))
+            peaks.append(peak_bytes)
+    assert "addmm" in seen
+    assert peaks[-1] <= whole_bytes - 5 * UNIT < peaks[0]
+
+
+@on_fake_device()
+def test_auto_is_what_the_process_can_have(fake: FakeDevice) -> None:
+    leaf = made(0, ELEMENTS)
+    free_bytes, _ = torch.cuda.mem_get_info()
+    expected_bytes = free_bytes + torch.cuda.memory_reserved()
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logger = logging.getLogger("ssdtrain")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    with bounded("auto", has_disk=False) as session:
+        loss = gated(leaf)
+        told = [record.getMessage() for record in records]
+        loss.backward()  # type: ignore[no-untyped-call]
+    assert session.stats.device_bound_bytes == expected_bytes
+    assert session.stats.device_excess_bytes == 0
+    assert any("before its first saved tensor" in text for text in told), "not before the step ends"
+
+
+@on_fake_device()
+def test_options_are_refused(fake: FakeDevice) -> None:
+    with pytest.raises(ssdtrain.ConfigError, match="exclude each other"):
+        ssdtrain.offload(SCRATCH, max_device_bytes="1GiB", max_resident_bytes="1GiB")
+    for wrong in (0, -1, "much"):
+        with pytest.raises(ssdtrain.ConfigError, match="max_device_bytes must be a positive"):
+            ssdtrain.offload(max_device_bytes=wrong)
+    assert "max_device_bytes='auto'" in repr(ssdtrain.offload(max_device_bytes="auto"))
+
+
+def test_without_a_gpu_the_bound_is_refused(tmp_path: Path) -> None:
+    with (
+        mock.patch.object(torch.cuda, "is_available", return_value=False),
+        pytest.raises(ssdtrain.ConfigError, match="torch sees none here"),
+    ):
+        ssdtrain.offload(tmp_path, max_device_bytes="1GiB")
+
+
+@on_fake_device()
+def test_torchs_own_error_gets_a_note(fake: FakeDevice) -> None:
+    leaf = made(0, ELEMENTS)
+
+    def within(block: ssdtrain.offload, function: Callable[[], None]) -> None:
+        with block:
+            function()
+
+    def fail() -> None:
+        gated(leaf)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        within(ssdtrain.offload(SCRATCH, min_bytes=1), fail)
+    (note,) = raised.value.__notes__
+    assert "saved tensors take" in note
+    for option in ("max_device_bytes='auto'", "max_host_bytes", "directory"):
+        assert option in note
+    bound = ssdtrain.offload(SCRATCH, max_device_bytes="auto", min_bytes=1)
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        bound(fail)()
+    (note,) = raised.value.__notes__
+    assert "max_device_bytes" not in note
+    assert "max_host_bytes" in note
+
+
+@on_fake_device()
+def test_a_recipe_without_memory_is_run_again_once_all_else_has_let_go(fake: FakeDevice) -> None:
+    leaf, failed = made(0, ELEMENTS), []
+    expected, _ = step(leaf)
+    with (
+        mock.patch.object(torch.cuda, "empty_cache") as empty_cache,
+        bounded(1 << 40, has_disk=False, rematerialize="always") as session,
+    ):
+        assert session._hooks is not None
+        rematerializer = session._hooks.rematerializer
+        assert rematerializer is not None
+        make = rematerializer.rematerialize
+
+        def full(*arguments: Any) -> Tensor:
+            if not failed:
+                failed.append(1)
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return make(*arguments)
+
+        rematerializer.rematerialize = full  # type: ignore[method-assign]
+        gradient, _ = step(leaf)
+    assert torch.equal(gradient, expected)
+    assert (len(failed), empty_cache.call_count) == (1, 1)
