@@ -4,7 +4,8 @@ Each call is timed where autograd makes it. Rounds with trivial hooks (pack retu
 tensor, unpack returns it detached again) and with ours take turns, so that both see the same
 machine; printed are medians over all calls and their differences, and the difference of the means,
 which shows also what one call does for several, and what the machine does meanwhile (waits for the
-disk are taken off: they are the session's stalls). Operations run in one thread, so
+disk are taken off: they are the session's stalls). The row of tensors that stay by plan is beside
+identity hooks, which return what they get. Operations run in one thread, so
 that a core is left for the I/O worker: where all cores compute, the worker that a call wakes may
 interrupt it, and the submission of the request counts as the call's (--threads shows it).
 
@@ -42,6 +43,8 @@ from ssdtrain.planning.policy import Policy
 
 OPERATION_COUNT = 200
 """Saved tensors per forward."""
+WARM_COUNT = 8
+"""Rounds until a plan has settled, and some are followed in part."""
 SMALL_ELEMENTS = 1 << 10
 LARGE_ELEMENTS = 1 << 17
 """512 KiB in float32: above `min_bytes`, and so small that the call counts, not the memory."""
@@ -59,6 +62,23 @@ class KeepNothing(Policy):
 
     def note_futile(self, key: int) -> None:
         """Write it again all the same."""
+
+    def is_settled(self, _: int) -> bool:
+        """Have each round followed in whole: its plan keeps what is written here."""
+        return False
+
+
+class KeepAll(KeepNothing):
+    """A policy by which all stays."""
+
+    def learn(self, signature: int, items: Any, *others: Any) -> None:
+        """Make plans, for their times, and keep all by them."""
+        Policy.learn(self, signature, items, *others)
+        self.keep |= {item.key for item in items}
+
+    def is_settled(self, signature: int) -> bool:
+        """Have only some rounds followed in whole, as in any training."""
+        return Policy.is_settled(self, signature)
 
 
 @dataclass(frozen=True)
@@ -116,6 +136,16 @@ def offloaded() -> Tensor:
     return x.sum()
 
 
+def kept() -> Tensor:
+    """Save large tensors, each the input of its node, so that identity hooks make no cycle."""
+    x = torch.zeros(KEPT_ELEMENTS, requires_grad=True)
+    for _ in range(OPERATION_COUNT):
+        x = x.sin()
+    return x.sum()
+
+
+KEPT = "kept by plan"
+KEPT_ELEMENTS = 1 << 14
 TIGHT = "offloaded, tight loop"
 TIGHT_ELEMENTS = 1 << 14
 
@@ -206,6 +236,27 @@ def measure(kind: str, directory: str, rounds: int) -> Row:
     assert (written > 0) == (kind in ("deduplicated", "offloaded")), f"{kind}: wrote {written}"
 
     return row_of(kind, trivial, ours, stall_us)
+
+
+def measure_kept(directory: str, rounds: int) -> Row:
+    """Measure tensors that stay by plan, beside identity hooks."""
+    store = StoreConfig(dirs=(directory,), direct_io="optional")
+    config = OffloadConfig(store=store, min_bytes=4 * KEPT_ELEMENTS, rematerialize="never")
+    with closing(ssdtrain.Session(config, KeepAll())) as session:
+        hooks: Any = session.context()
+        identity = Timed(same, same, config.min_bytes)
+        ours = Timed(hooks.pack_hook, hooks.unpack_hook, config.min_bytes)
+        for number in range(rounds + WARM_COUNT):
+            for timed in (identity, ours):
+                timed.run(kept)
+                if number < WARM_COUNT:
+                    timed.pack_ns.clear()
+                    timed.unpack_ns.clear()
+        return row_of(KEPT, identity, ours, 0.0)
+
+
+def same(one: Any) -> Any:
+    return one
 
 
 def median_us(durations_ns: list[int]) -> float:
@@ -318,6 +369,7 @@ def main(arguments: list[str]) -> int:
     torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory(dir=options.dir or Path.cwd()) as directory:
         rows = [measure(kind, directory, options.rounds) for kind in KINDS]
+        rows.append(measure_kept(directory, options.rounds))
         rows.append(measure_tight(directory, options.rounds))
     print(
         f"microseconds per call, medians; torch {torch.__version__}, {options.rounds} rounds, "

@@ -647,6 +647,10 @@ class Learned:
     def is_of_gpu(self) -> bool:
         """True if the times are those of a GPU."""
 
+    @property
+    def waits_for_python(self) -> bool:
+        """Whether that GPU had done all work as soon as Python gave it."""
+
 @final
 class Rounds:
     """The rounds of one session, their order of return, and the reads ahead."""

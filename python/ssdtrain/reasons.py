@@ -15,6 +15,7 @@ __all__ = [
     "INNER_BLOCK",
     "NO_DIRECTORY",
     "ONE_NODE",
+    "PRICE",
     "Evidence",
     "Observed",
     "PlannedRound",
@@ -37,6 +38,11 @@ ONE_NODE = (
     "one node of the graph saves nearly all at once and at its end, so offloading cannot lower the "
     "peak; if torch.compile made it of the whole model, compile block by block instead "
     "(block.compile())"
+)
+PRICE = (
+    "the GPU waits for Python in these steps, and to move tensors took %.0f%% of a step, which is "
+    "more than their memory is worth, so most steps keep all; larger batches, CUDA graphs or "
+    "torch.compile give the GPU more work for each operation of Python's"
 )
 
 NO_DIRECTORY = (

@@ -16,6 +16,7 @@ from fake_device import FakeDevice
 from offloading import chain, check, gpus_of, made, offloaded, settle, use_memory
 from on_devices import Device, on_each_device
 from on_fake import on_fake_device
+from ssdtrain.activations import followed
 from ssdtrain.activations.followed import Followed
 from ssdtrain.planning.policy import Item, Plan, Policy
 from test_training import LAG_US, train
@@ -209,6 +210,66 @@ def test_rounds_of_which_little_leaves_are_skimmed(device: Device) -> None:
     check(leaf, COUNT)
     assert all(torch.equal(leaf.grad, one) for one in grads)
     assert device.races() == []
+
+
+@on_each_device()
+def test_rounds_in_which_moving_is_too_dear_keep_all(device: Device) -> None:
+    leaf, grads, left = made(0), [], []
+    real = followed.Followed.note_price
+
+    def dear(self: Followed, opening: int, _: float) -> bool:
+        return real(self, opening, 1.0)
+
+    with (
+        scopes() as seen,
+        offloaded(EachSecond(), pinned_bytes=RING) as session,
+        mock.patch.object(Followed, "note_price", dear),
+        mock.patch.object(followed, "PRICE_MAX", 1 / 4),
+    ):
+        for _ in range(8):
+            before = session.stats
+            leaf.grad = None
+            step(session, chain(leaf, COUNT).sum())
+            grads.append(leaf.grad)
+            made_since = session.stats.since(before)
+            left.append(made_since.bytes_offloaded + made_since.bytes_forwarded)
+    # The first round after one that is followed in whole tells the price anew.
+    dear_scopes = ["partial", "skimmed"]
+    assert seen == ["whole", "partial", "whole", *dear_scopes, "whole", *dear_scopes]
+    half_bytes = COUNT // 2 * leaf.nbytes
+    assert left[1:] == [half_bytes * (scope != "skimmed") for scope in seen[1:]]
+    check(leaf, COUNT)
+    assert all(torch.equal(leaf.grad, one) for one in grads)
+    assert device.races() == []
+
+
+@on_fake_device()
+def test_a_gpu_that_is_behind_has_no_price(fake: FakeDevice) -> None:
+    leaf, prices = made(0), []
+    real = Followed.note_price
+
+    def noted(self: Followed, opening: int, price_share: float) -> bool:
+        prices.append(price_share)
+        return real(self, opening, price_share)
+
+    with (
+        scopes() as seen,
+        mock.patch.object(Followed, "note_price", noted),
+        offloaded(EachSecond(), pinned_bytes=RING) as session,
+    ):
+        step(session, chain(leaf, COUNT).sum())
+        fake.hold("kernels")
+        chain(leaf, COUNT).sum().backward()
+        # The next round begins, and the GPU has not come to the end of the last one.
+        loss = chain(leaf, COUNT).sum()
+        fake.release()
+        step(session, loss)
+        del loss
+        step(session, chain(leaf, COUNT).sum())
+        session._hooks.learn_from_last()  # type: ignore[union-attr]
+    assert seen[:2] == ["whole", "partial"]
+    assert prices[0] == 0.0
+    assert fake.races() == []
 
 
 @on_each_device()

@@ -222,7 +222,7 @@ def test_a_backward_of_an_older_graph_ends_nothing_of_a_newer_one(tmp_path: Path
 def test_after_an_interrupt_as_a_round_begins_the_next_one_asks_again(tmp_path: Path) -> None:
     asked: list[int] = []
 
-    def scope(opening: int, _: int | None) -> Scope:
+    def scope(opening: int) -> Scope:
         asked.append(opening)
         if len(asked) == 1:
             raise InterruptedError

@@ -10,37 +10,41 @@ use ssdtrain_core::window::Look;
 
 const SIZES: [u64; 4] = [10, 20, 10, 30];
 
-fn entry(nbytes: u64, is_new: bool) -> Entry {
-    Entry { sequence: 0, nbytes, gpu: Some(1), is_new }
+fn entry(nbytes: u64, joined: Option<i64>) -> Entry {
+    Entry { sequence: 0, nbytes, gpu: Some(1), joined }
 }
 
 /// A round that was followed in whole; its third tensor shares the bytes of the first.
 fn whole() -> Round<()> {
     let mut round = Round::new(FORWARD);
     for (place, nbytes) in SIZES.into_iter().enumerate() {
-        round.add((), entry(nbytes, place != 2), 0.0);
+        let joined =
+            (place == 2).then_some(next_key(Round::<()>::new(FORWARD).signature(), SIZES[0]));
+        round.add((), entry(nbytes, joined), 0.0);
     }
     round
 }
 
 fn guided() -> Round<()> {
     let mut round = Round::new(FORWARD);
-    round.add((), entry(SIZES[0], true), 0.0);
-    round.begin_guide(whole().guide());
+    round.add((), entry(SIZES[0], None), 0.0);
+    round.begin_guide(whole().guide().into());
     round
 }
 
 #[test]
-fn a_guide_has_the_keys_of_all_tensors_and_those_that_brought_a_record() {
-    let guide = whole().guide();
+fn a_guide_has_the_keys_of_all_tensors_and_of_their_records() {
+    let (whole, mut first_key) = (whole(), None);
+    let guide = whole.guide();
     let mut key = Round::<()>::new(FORWARD).signature();
     for (place, nbytes) in SIZES.into_iter().enumerate() {
         key = next_key(key, nbytes);
-        let is_new = place != 2;
-        assert_eq!(guide[place], Place { key, is_new, gpu: is_new.then_some(1) });
+        let first_key = *first_key.get_or_insert(key);
+        let record_key = if place == 2 { first_key } else { key };
+        assert_eq!(guide[place], Place { key, record_key, gpu: Some(1), stays: false });
     }
     assert_eq!(guide.len(), SIZES.len());
-    assert_eq!(key, whole().signature());
+    assert_eq!(key, whole.signature());
 }
 
 #[test]
@@ -51,8 +55,8 @@ fn a_round_that_leaves_tensors_out_has_the_keys_of_one_that_does_not() {
     assert_eq!(second, whole().guide()[1]);
     round.pass(SIZES[1]);
     assert!(round.is_partial());
-    assert_eq!(round.guided(SIZES[2]).map(|place| place.is_new), Some(false));
-    round.add((), entry(SIZES[2], false), 0.0);
+    assert_eq!(round.guided(SIZES[2]), Some(whole().guide()[2]));
+    round.add((), entry(SIZES[2], Some(second.key)), 0.0);
     assert_eq!(round.guided(SIZES[3]), Some(whole().guide()[3]));
     round.pass(SIZES[3]);
     assert_eq!(round.signature(), whole().signature());
@@ -88,11 +92,11 @@ fn the_order_of_a_round_in_whole_is_not_that_of_one_that_lacks_tensors() {
     // The places of the tensors that are followed, beside the first.
     let play = |rounds: &mut Rounds<()>, followed: &[usize], asked: &[usize]| {
         let round = rounds.open(FORWARD, false, is_dead).round;
-        round.lock().add((), entry(SIZES[0], true), 0.0);
-        round.lock().begin_guide(whole().guide());
+        round.lock().add((), entry(SIZES[0], None), 0.0);
+        round.lock().begin_guide(whole().guide().into());
         for (place, nbytes) in SIZES.iter().enumerate().skip(1) {
             if followed.contains(&place) {
-                round.lock().add((), entry(*nbytes, true), 0.0);
+                round.lock().add((), entry(*nbytes, None), 0.0);
             } else {
                 round.lock().pass(*nbytes);
             }
@@ -122,8 +126,8 @@ fn reads_begin_when_they_are_due_though_only_tensors_that_stay_are_used() {
         key = next_key(key, nbytes);
         keys.push(key);
     }
-    round.lock().add((), entry(SIZES[0], true), 0.0);
-    round.lock().begin_guide(whole().guide());
+    round.lock().add((), entry(SIZES[0], None), 0.0);
+    round.lock().begin_guide(whole().guide().into());
     SIZES[1..].iter().for_each(|nbytes| round.lock().pass(*nbytes));
     let plan = Plan {
         needed_s: keys.iter().rev().zip([4.0, 5.0, 6.0, 7.0]).map(|(key, at)| (*key, at)).collect(),

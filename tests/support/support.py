@@ -65,6 +65,10 @@ class KeepNothing(Policy):
     def note_futile(self, key: int) -> None:
         """Write it again all the same."""
 
+    def is_settled(self, _: int) -> bool:
+        """Have each round followed in whole: its plan keeps what is written here."""
+        return False
+
 
 class Patient(Policy):
     """A policy of steps that last so long that the operations of recipes take nothing of them."""

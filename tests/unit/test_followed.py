@@ -1,8 +1,14 @@
-"""Which rounds of a GPU are followed in whole."""
+"""Which rounds are followed in whole."""
 
 from __future__ import annotations
 
-from ssdtrain.activations.followed import BETWEEN_MAX, KINDS_MAX, LITTLE_SHARE, Followed
+from ssdtrain.activations.followed import (
+    BETWEEN_MAX,
+    KINDS_MAX,
+    LITTLE_SHARE,
+    PRICE_MAX,
+    Followed,
+)
 
 OPENING, SIGNATURE = 7, 11
 SAVED_BYTES = 1000
@@ -41,6 +47,31 @@ def test_rounds_of_which_little_leaves_are_skimmed() -> None:
     assert followed.scope(OPENING) == "skimmed"
     whole(followed, int(SAVED_BYTES * LITTLE_SHARE) + 1)
     assert followed.scope(OPENING) == "partial"
+
+
+def test_rounds_that_are_too_dear_are_skimmed_and_their_price_is_measured_again() -> None:
+    followed, scopes = Followed(), []
+    share = SAVED_BYTES // 2
+    for _ in range(3):
+        whole(followed, share)
+        while (scope := followed.scope(OPENING)) != "whole":
+            scopes.append(scope)
+            if scope == "partial":
+                assert followed.note_price(OPENING, PRICE_MAX / 2 + 0.01)
+    assert scopes == ["partial", "partial", "skimmed", "partial", *3 * ["skimmed"]]
+    whole(followed, share)
+    assert followed.scope(OPENING) == "partial"
+    assert not followed.note_price(OPENING, PRICE_MAX / 2)
+    assert between(followed) == 7
+    assert not Followed().note_price(OPENING, 1.0)
+
+
+def test_a_price_is_for_the_share_that_leaves() -> None:
+    followed = Followed()
+    whole(followed)
+    assert not followed.note_price(OPENING, PRICE_MAX)
+    whole(followed, SAVED_BYTES // 10)
+    assert followed.note_price(OPENING, PRICE_MAX)
 
 
 def test_another_round_that_begins_alike_begins_anew() -> None:

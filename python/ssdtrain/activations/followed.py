@@ -1,10 +1,14 @@
-"""Chooses the rounds of a GPU that are followed in whole.
+"""Chooses the rounds that are followed in whole.
 
 To follow a tensor takes Python some ten microseconds in each of its two hooks. While Python runs
 ahead of a GPU that costs nothing; where the GPU waits for Python, as with small models, it is time
 lost. So once a kind of rounds has a plan, only some of its rounds are followed in whole: they tell
 when each tensor is packed and needed. In the other rounds only the tensors that leave memory are
-followed, or only the first tensor if hardly any leaves.
+followed, or only the first tensor if hardly any leaves, or if to move them costs too much.
+
+To move a tensor of a GPU costs time of Python. While Python runs ahead it is free; where the GPU
+waits for Python, the step becomes longer by it. Each partial round tells that price: a share of the
+step, for the share of its bytes that leaves.
 """
 
 from __future__ import annotations
@@ -22,6 +26,9 @@ KINDS_MAX = 64
 """Kinds of rounds that are remembered: more than any training has."""
 LITTLE_SHARE = 1 / 32
 """If less than this share of a round leaves memory, the hooks are not worth their time."""
+PRICE_MAX = 1 / 4
+"""No tensor leaves if a share of the bytes costs more than this part of it of the step: half of the
+bytes may cost an eighth of the step, and a thirtieth of them less than a hundredth."""
 
 
 @dataclass
@@ -30,8 +37,12 @@ class _Kind:
 
     signature: int
     """The signature of the last round that was followed in whole."""
-    is_little: bool = False
-    """True if hardly any bytes of these rounds leave memory."""
+    leaving_share: float = 1.0
+    """The share of the saved bytes that leaves memory by the plan."""
+    is_dear: bool = False
+    """True if these rounds wait for Python, and moving takes too much of their time."""
+    is_measured: bool = False
+    """True if the price was measured since the last whole round."""
     same_count: int = 0
     """How many whole rounds in a row had this signature."""
     same_count_min: int = 1
@@ -55,7 +66,9 @@ class Followed:
         if kind is None or not kind.left:
             return "whole"
         kind.left -= 1
-        return "skimmed" if kind.is_little else "partial"
+        # The first round after a whole round tells the price anew.
+        is_dear, kind.is_measured = kind.is_dear and kind.is_measured, True
+        return "skimmed" if kind.leaving_share < LITTLE_SHARE or is_dear else "partial"
 
     def note_whole(
         self, opening: int, signature: int, *, saved_bytes: int, leaving_bytes: int
@@ -66,7 +79,9 @@ class Followed:
         kind = self._kinds.setdefault(opening, _Kind(signature))
         if kind.signature != signature:
             kind.signature, kind.same_count, kind.between = signature, 0, 1
-        kind.is_little = leaving_bytes < LITTLE_SHARE * saved_bytes
+            kind.is_dear = False
+        kind.leaving_share = leaving_bytes / saved_bytes
+        kind.is_measured = False
         kind.same_count += 1
         if kind.same_count >= kind.same_count_min:
             kind.left = kind.between
@@ -82,3 +97,14 @@ class Followed:
         if kind is not None and kind.signature != signature:
             kind.same_count_min *= 2
             kind.same_count, kind.between, kind.left = 0, 1, 0
+
+    def note_price(self, opening: int, price_share: float) -> bool:
+        """Note the share of a partial round that moving took from it; return if that is too dear.
+
+        It is 0 if Python ran ahead of the GPU.
+        """
+        kind = self._kinds.get(opening)
+        if kind is None:
+            return False
+        kind.is_dear = price_share > PRICE_MAX * kind.leaving_share
+        return kind.is_dear

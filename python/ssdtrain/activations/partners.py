@@ -137,7 +137,7 @@ class Prefetching(Protocol):
     def learn(self, finished: list[Round]) -> None:
         """Let the policy plan with rounds that have ended."""
 
-    def scope(self, opening: int, gpu: int | None) -> Scope:
+    def scope(self, opening: int) -> Scope:
         """Return how much is followed of a round that begins with the tensor of this key."""
 
     def begin_backward(self) -> None:

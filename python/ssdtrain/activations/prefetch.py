@@ -21,7 +21,7 @@ from ssdtrain.notices import Held, Notices, log
 from ssdtrain.planning.policy import Item, Policy, Rates
 from ssdtrain.planning.recording import Recording
 from ssdtrain.planning.rematerialize import NO_PRESSURE, Pressure
-from ssdtrain.reasons import ONE_NODE, PlannedRound
+from ssdtrain.reasons import ONE_NODE, PRICE, PlannedRound
 from ssdtrain.residency import WIDENING_BYTES, Residency
 from ssdtrain.stalls import Stalls
 from ssdtrain.transfer.device_bound import DeviceBound
@@ -152,6 +152,8 @@ class Prefetcher:
         if not self._policy.is_by_last_plan(ended.signature, ended.plan_count):
             stall_share = None
         if ended.is_partial:
+            if learned.is_of_gpu and whole_s > 0 and self._device is None:
+                self._note_price(ended, ended.hooks_s / whole_s if learned.waits_for_python else 0)
             self._learn_from_partial(ended, rates, stall_share, pressure)
             return
         if ended.signature not in self._policy.plans:
@@ -184,6 +186,11 @@ class Prefetcher:
             self._policy.learn(ended.signature, whole.items, rates, stall_share, pressure)
             self._pin(ended.signature)
 
+    def _note_price(self, ended: Round, price_share: float) -> None:
+        """Note the share of a round of a GPU that the hooks of what leaves took from it."""
+        if self._followed.note_price(ended.opening, price_share):
+            self._notices.say("price", PRICE, 100 * price_share)
+
     def _pin(self, signature: int) -> None:
         """Pin the memory in which tensors of GPUs stay by plan, and by bolder plans."""
         try:
@@ -192,14 +199,14 @@ class Prefetcher:
             self._policy.forgo_host_memory()
             self._notices.say("max_host_bytes", "no tensor stays in pinned memory: %s", error)
 
-    def scope(self, opening: int, gpu: int | None) -> Scope:
-        """Return how much of the new round is followed; its first tensor is on ``gpu``."""
+    def scope(self, opening: int) -> Scope:
+        """Return how much of the new round is followed, by the key of its first tensor."""
         if self._device is not None:
             self._device.begin_round()
             if self._device.excess_bytes:
                 # All tensors are looked at: more of them may leave, or have recipes to be proved.
                 return "whole"
-        scope = "whole" if gpu is None else self._followed.scope(opening)
+        scope = self._followed.scope(opening)
         # After stalls, followed rounds let the next plan keep more.
         if scope == "skimmed" and self._policy.would_plan_anew():
             return "partial"

@@ -99,13 +99,15 @@ struct Books {
 }
 
 impl Books {
-    fn hold_shared(&mut self, identity: usize, nbytes: u64, storage_bytes: u64) {
+    /// Returns the bytes that were added.
+    fn hold_shared(&mut self, identity: usize, nbytes: u64, storage_bytes: u64) -> u64 {
         let shared = self.shared.entry(identity).or_insert(Shared { bytes: 0, holder_count: 0 });
         let more = nbytes.min(storage_bytes.saturating_sub(shared.bytes));
         shared.bytes += more;
         shared.holder_count += 1;
         self.held_bytes += more;
         self.begin(more);
+        more
     }
 
     fn begin(&mut self, bytes: u64) {
@@ -175,6 +177,22 @@ impl Account {
     pub fn hold_shared(&self, identity: usize, nbytes: u64, storage_bytes: u64) -> SharedHolding {
         self.books().hold_shared(identity, nbytes, storage_bytes);
         SharedHolding { account: self.clone(), identity }
+    }
+
+    /// Like [`hold_shared`](Self::hold_shared); notes the peak too, with the bytes that transfers
+    /// hold. Returns also the bytes that were added.
+    #[must_use]
+    pub fn hold_passed(
+        &self,
+        identity: usize,
+        nbytes: u64,
+        storage_bytes: u64,
+        transfer_bytes: u64,
+    ) -> (SharedHolding, u64) {
+        let mut books = self.books();
+        let more_bytes = books.hold_shared(identity, nbytes, storage_bytes);
+        books.note_peak(transfer_bytes);
+        (SharedHolding { account: self.clone(), identity }, more_bytes)
     }
 
     /// Like [`hold_shared`](Self::hold_shared) for a small storage as a whole; notes the peak too,

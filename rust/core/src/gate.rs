@@ -7,6 +7,8 @@
 
 use std::mem;
 
+/// Number of nodes after which a tensor waits for no batch any more: of a plan little may follow it.
+const NODES_MAX: i64 = 32;
 /// Number of tensors in a reserve at which the dead ones are forgotten for the first time.
 const FORGET_AT_MIN: usize = 1024;
 
@@ -49,11 +51,15 @@ impl<T> Gate<T> {
         self.waiting.push(entry);
     }
 
-    /// Returns true if enough waits for a batch and the first node has been passed. Without a
+    /// Returns true if enough waits for a batch, or the first waits for long, and the first node has
+    /// been passed. Without a
     /// `sequence` the thread has passed all nodes, and any amount is enough.
     pub fn may_open(&self, sequence: Option<i64>, batch_bytes: u64) -> bool {
         let is_time = |first: &Waiting<T>| match sequence {
-            Some(sequence) => self.nbytes >= batch_bytes && first.sequence < sequence,
+            Some(sequence) => {
+                let is_batch = self.nbytes >= batch_bytes || first.sequence + NODES_MAX <= sequence;
+                is_batch && first.sequence < sequence
+            }
             None => true,
         };
         self.waiting.first().is_some_and(is_time)
@@ -153,6 +159,8 @@ mod tests {
         assert!(!gate.may_open(Some(5), 3 * MIB), "the first node is being made");
         assert!(gate.may_open(Some(6), 3 * MIB));
         assert!(gate.may_open(None, 100 * MIB), "a backward has passed all, however few they are");
+        assert!(!gate.may_open(Some(4 + NODES_MAX), 4 * MIB));
+        assert!(gate.may_open(Some(5 + NODES_MAX), 4 * MIB), "no batch comes together");
     }
 
     #[test]

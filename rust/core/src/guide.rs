@@ -13,10 +13,12 @@ use std::sync::Arc;
 pub struct Place {
     /// Its key, which depends on the sizes of all tensors until this one.
     pub key: i64,
-    /// True if the tensor opened a record of its own.
-    pub is_new: bool,
-    /// The GPU that holds the record; `None`: the CPU.
+    /// The key of its record: its own, unless an earlier tensor had the same bytes.
+    pub record_key: i64,
+    /// The GPU that holds the tensor; `None`: the CPU.
     pub gpu: Option<usize>,
+    /// True if it stays in memory by plan, so that it need not be followed.
+    pub stays: bool,
 }
 
 /// The place a round has reached in its guide.

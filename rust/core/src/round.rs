@@ -54,8 +54,9 @@ pub struct Entry {
     pub nbytes: u64,
     /// The GPU that holds it; `None`: the CPU.
     pub gpu: Option<usize>,
-    /// True if the tensor opened a record of its own.
-    pub is_new: bool,
+    /// The key of the record of an earlier tensor with the same bytes; `None`: it opened a record
+    /// of its own.
+    pub joined: Option<i64>,
 }
 
 /// A plan for the reads of a round, on the clock of the round that it was made from.
@@ -100,7 +101,8 @@ pub struct Round<E> {
     /// The key of the last tensor; it depends on the sizes of all tensors packed until then.
     signature: i64,
     entries: Vec<E>,
-    keys: Vec<i64>,
+    /// The tensors as places of a guide for later rounds.
+    places: Vec<Place>,
     sequences: Vec<i64>,
     /// For each tensor the record that it opened, if it opened a record.
     packed: Vec<Option<NewRecord>>,
@@ -161,7 +163,7 @@ impl<E> Round<E> {
             phase,
             signature: if phase == FORWARD { FORWARD_SEED } else { BACKWARD_SEED },
             entries: Vec::new(),
-            keys: Vec::new(),
+            places: Vec::new(),
             sequences: Vec::new(),
             packed: Vec::new(),
             needed: Vec::new(),
@@ -224,14 +226,16 @@ impl<E> Round<E> {
 
     /// Enters a packed tensor, to which `entry` leads, and returns its ordinal.
     pub fn add(&mut self, entry: E, of: Entry, now_s: f64) -> usize {
-        let Entry { sequence, nbytes, gpu, is_new } = of;
+        let Entry { sequence, nbytes, gpu, joined } = of;
         self.signature = next_key(self.signature, nbytes);
         if self.entries.is_empty() {
             (self.began_s, self.ended_s, self.opening) = (now_s, now_s, self.signature);
         }
-        let packed = NewRecord { key: self.signature, nbytes, packed_s: now_s, gpu };
-        self.packed.push(is_new.then_some(packed));
-        self.keys.push(self.signature);
+        let key = self.signature;
+        let packed = NewRecord { key, nbytes, packed_s: now_s, gpu };
+        self.packed.push(joined.is_none().then_some(packed));
+        let record_key = joined.unwrap_or(key);
+        self.places.push(Place { key, record_key, gpu, stays: false });
         self.cursor.step();
         self.sequences.push(sequence);
         self.is_needed.push(false);
@@ -386,21 +390,16 @@ impl<E> Round<E> {
     }
 
     /// The tensors that it packed, as a guide for later rounds of its kind.
-    pub fn guide(&self) -> Arc<[Place]> {
-        let places = self.keys.iter().zip(&self.packed);
-        let place = |(&key, packed): (&i64, &Option<NewRecord>)| Place {
-            key,
-            is_new: packed.is_some(),
-            gpu: packed.as_ref().and_then(|record| record.gpu),
-        };
-        places.map(place).collect()
+    pub fn guide(&self) -> &[Place] {
+        &self.places
     }
 
     /// The name under which its order is remembered. A round that lacks tensors gets the name of
     /// those that it has, because its ordinals stand for these.
     pub(crate) fn order_name(&self) -> i64 {
         if self.is_partial() {
-            return self.keys.iter().fold(self.signature, |name, key| next_key(name, *key as u64));
+            let keys = self.places.iter().map(|place| place.key as u64);
+            return keys.fold(self.signature, next_key);
         }
         self.signature
     }

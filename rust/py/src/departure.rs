@@ -10,6 +10,11 @@ use crate::gpu::{Departure, GpuWay, Gpus, user_stream};
 use crate::gpu_waits::{Noted, Wait};
 
 impl Gpus {
+    /// True if tensors of a GPU have left it.
+    pub fn are_in_use(&self) -> bool {
+        !self.ways().is_empty()
+    }
+
     /// Takes the copies from a GPU and the waits of its streams since the last call.
     pub fn take_waits(&self, gpu: usize) -> Noted {
         self.known(gpu).map_or_else(Noted::default, |way| way.waits.take())

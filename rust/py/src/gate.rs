@@ -104,6 +104,11 @@ impl Gates {
         self.list().clone()
     }
 
+    /// True if records wait at a gate whose thread has to pass another node.
+    pub fn has_waiting(&self) -> bool {
+        self.list().iter().any(|gate| gate.is_waiting())
+    }
+
     fn list(&self) -> MutexGuard<'_, Vec<Arc<ThreadGate>>> {
         self.all.lock().unwrap_or_else(PoisonError::into_inner)
     }

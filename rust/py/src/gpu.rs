@@ -372,7 +372,7 @@ impl Gpus {
         ways.iter().find(|(known, _)| *known == gpu).map(|(_, way)| Arc::clone(way))
     }
 
-    fn ways(&self) -> MutexGuard<'_, Vec<(usize, Arc<GpuWay>)>> {
+    pub fn ways(&self) -> MutexGuard<'_, Vec<(usize, Arc<GpuWay>)>> {
         self.ways.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -18,7 +18,7 @@ use std::time::Instant;
 use pyo3::prelude::*;
 use ssdtrain_core as core;
 use ssdtrain_core::cuda::gpu::Gpu;
-use ssdtrain_core::cuda::stream::{Event, EventPool, is_capturing};
+use ssdtrain_core::cuda::stream::{Event, EventPool, ask_all, is_capturing};
 use ssdtrain_core::round::Item;
 
 use crate::gpu::{raised, user_stream};
@@ -31,6 +31,10 @@ use crate::saved_tensor::SharedRound;
 const MARK_BYTES: u64 = 8 << 20;
 /// The most rounds that have events at once.
 const MARKED_MAX: usize = 16;
+/// Python is not ahead of a GPU that comes to the end of a round within this share of the time of
+/// the hooks, or this much later: some operations are always in its queue.
+const AHEAD_SHARE: f64 = 1.02;
+const AHEAD_S: f64 = 200e-6;
 /// A round loses its events after this many later rounds: the program holds its graph, and it may
 /// never end.
 const AGE_MAX: u64 = 256;
@@ -52,6 +56,10 @@ struct Marked {
     began: Instant,
     /// The clock of the GPU of its first tensor, and those of its other GPUs.
     clocks: Vec<Clock>,
+    /// The time until the last event of a need was recorded, by the clock of the hooks.
+    recorded_s: f64,
+    /// True if its GPUs were seen behind after its end.
+    was_awaited: bool,
     /// True if a GPU has no clock, as a CUDA graph was being captured.
     is_unclear: bool,
 }
@@ -104,6 +112,8 @@ pub struct GpuTimes {
     pub load_stall_s: f64,
     /// The same with the waits for copies that should have ended by the plan.
     pub stall_s: f64,
+    /// True if the GPU of the first tensor had done all work as soon as Python gave it.
+    pub waits_for_python: bool,
 }
 
 impl GpuClock {
@@ -152,6 +162,8 @@ impl GpuClock {
             let Some(marked_round) = find(&mut marked, round) else { return Ok(()) };
             match (marked_round.clock(stream), used) {
                 (None, _) | (_, StorageUse::Needed { waits: true }) => true,
+                // The last round that was followed in whole tells when tensors are packed.
+                (Some(_), StorageUse::Packed) if round.lock().is_partial() => false,
                 (Some(clock), _) => clock.marks(used).is_due(key, nbytes),
             }
         };
@@ -169,10 +181,15 @@ impl GpuClock {
                     return Ok(());
                 }
             };
-            if used != StorageUse::Packed {
+            let is_need = used != StorageUse::Packed;
+            if is_need {
                 clock.needed_now = event.clone().map(|event| (key, event));
             }
+            let is_recorded = event.is_some() && is_need;
             clock.marks(used).enter(key, nbytes, event);
+            if is_recorded {
+                marked_round.recorded_s = marked_round.began.elapsed().as_secs_f64();
+            }
         }
         Ok(())
     }
@@ -203,24 +220,36 @@ impl GpuClock {
 
     /// True if the GPU of an ended round has not reached all its events yet.
     pub fn is_awaited(&self, py: Python<'_>, round: &SharedRound) -> PyResult<bool> {
-        let events: Vec<_> = {
+        let (gpu, events) = {
             let mut marked = self.marked();
             let Some(marked_round) = find(&mut marked, round) else { return Ok(false) };
-            marked_round.events().cloned().collect()
+            // The last events first: a round that is awaited is told by one question.
+            let mut events: Vec<_> = marked_round.events().cloned().collect();
+            events.reverse();
+            (marked_round.clocks[0].gpu, events)
         };
-        for event in events {
-            if !raised(py, event.is_reached())? {
-                return Ok(true);
-            }
+        let mut is_reached = true;
+        let asked = Gpu::get(gpu).and_then(|gpu| {
+            ask_all(&gpu, || {
+                for event in &events {
+                    is_reached = is_reached && event.is_reached()?;
+                }
+                Ok(())
+            })
+        });
+        raised(py, asked)?;
+        if !is_reached && let Some(marked_round) = find(&mut self.marked(), round) {
+            marked_round.was_awaited = true;
         }
-        Ok(false)
+        Ok(!is_reached)
     }
 
     /// Takes the events of an ended round that is not awaited. Returns the times of its `items` by
     /// the clock of the GPU, or `None` if the round has no such times.
     pub fn take(&self, round: &SharedRound, items: &[Item]) -> Option<GpuTimes> {
-        let taken = take(&mut self.marked(), round);
-        taken?.times(items)
+        let taken = take(&mut self.marked(), round)?;
+        let gpu = Gpu::get(taken.clocks[0].gpu).ok()?;
+        ask_all(&gpu, || Ok(taken.times(items))).ok()?
     }
 
     /// Records an event on a stream; `None` while the stream is captured into a CUDA graph, which
@@ -255,7 +284,8 @@ impl GpuClock {
 impl Marked {
     fn new(round: SharedRound, number: u64, gpu: usize, begun: Arc<Event>) -> Self {
         let clocks = vec![Clock::new(gpu, begun, 0.0)];
-        Self { round, number, began: Instant::now(), clocks, is_unclear: false }
+        let (recorded_s, was_awaited, is_unclear) = (0.0, false, false);
+        Self { round, number, began: Instant::now(), clocks, recorded_s, was_awaited, is_unclear }
     }
 
     /// The clock of a stream's GPU, if that has one; of no stream, that of the first GPU.
@@ -293,7 +323,20 @@ impl Marked {
             // A stall of another stream may lie between the two moments.
             times.items.push(Item { packed_s, needed_s: needed_s.max(packed_s), ..*item });
         }
+        times.waits_for_python = self.waits_for_python();
         Some(times)
+    }
+
+    /// True if the GPU of the first tensor came to the last need as soon after the first pack as
+    /// the hooks did. If Python runs ahead within the round, the GPU takes longer; if it was ahead
+    /// before, the GPU is behind at the end.
+    fn waits_for_python(&self) -> bool {
+        let clock = &self.clocks[0];
+        let last = clock.needed.events.last();
+        let Some(last_s) = last.and_then(|last| last.seconds_since(&clock.begun)) else {
+            return false;
+        };
+        !self.was_awaited && last_s <= AHEAD_SHARE * self.recorded_s + AHEAD_S
     }
 }
 
@@ -319,7 +362,7 @@ impl Clock {
     }
 
     fn events(&self) -> impl Iterator<Item = &Arc<Event>> {
-        let marks = self.needed.events.iter().chain(&self.packed.events);
+        let marks = self.packed.events.iter().chain(&self.needed.events);
         self.loads.iter().map(|(_, loaded)| loaded).chain(self.noted.events()).chain(marks)
     }
 

@@ -25,6 +25,7 @@ mod kept;
 mod leaving;
 mod masters;
 mod offloading;
+mod opening;
 mod owner;
 mod partners;
 mod passing;

@@ -305,8 +305,8 @@ impl<'py> Prefetching<'_, 'py> {
     }
 
     /// How much is followed of a round that begins with the tensor of the key `opening`.
-    pub fn scope(self, opening: i64, gpu: Option<usize>) -> PyResult<Scope> {
-        let answer = self.0.call_method1(intern!(self.py(), "scope"), (opening, gpu))?;
+    pub fn scope(self, opening: i64) -> PyResult<Scope> {
+        let answer = self.0.call_method1(intern!(self.py(), "scope"), (opening,))?;
         match answer.extract::<String>()?.as_str() {
             "whole" => Ok(Scope::Whole),
             "partial" => Ok(Scope::Partial),

@@ -8,9 +8,8 @@ use ssdtrain_core::round::FORWARD;
 
 use crate::by_plan::Use;
 use crate::geometry::Layout;
-use crate::kept::{Kept, Passed};
+use crate::kept::{Kept, Passed, is_true};
 use crate::offloading::Offloading;
-use crate::record::Record;
 use crate::rules::{OwnSize, Rules, is_managed_at_a_glance};
 use crate::skim::{CountedPart, CountsAs};
 
@@ -24,12 +23,26 @@ impl Offloading {
         part: CountedPart,
         is_leaf: bool,
     ) -> PyResult<Option<Py<Kept>>> {
-        let records = self.records.get();
-        let (identity, most_bytes) = part.shared(storage);
-        let more_bytes = records.account().shared_more_bytes(identity, part.nbytes, most_bytes);
         if !self.rounds.get().passes_by(storage) {
             return Ok(None);
         }
+        self.keep_passed(tensor, storage, part, is_leaf, None).map(Some)
+    }
+
+    /// Holds a tensor that is not followed, and counts its bytes.
+    fn keep_passed(
+        &self,
+        tensor: &Bound<'_, PyAny>,
+        storage: usize,
+        part: CountedPart,
+        is_leaf: bool,
+        passed: Option<Passed>,
+    ) -> PyResult<Py<Kept>> {
+        let records = self.records.get();
+        let ((identity, most_bytes), nbytes) = (part.shared(storage), part.nbytes);
+        let transfer_bytes = records.transfer_bytes(tensor.py());
+        let (holding, more_bytes) =
+            records.account().hold_passed(identity, nbytes, most_bytes, transfer_bytes);
         if more_bytes > 0 {
             self.eligible.get().add(more_bytes);
             // Tensors that a backward computes again were counted in forward.
@@ -37,29 +50,19 @@ impl Offloading {
                 self.planned.get().add(more_bytes);
             }
         }
-        self.keep_passed(tensor, is_leaf, (identity, part.nbytes, most_bytes), None).map(Some)
-    }
-
-    /// Holds a tensor that is not followed, and counts its bytes; all tensors with the same
-    /// `identity` count `most_bytes` at most.
-    fn keep_passed(
-        &self,
-        tensor: &Bound<'_, PyAny>,
-        is_leaf: bool,
-        (identity, nbytes, most_bytes): (usize, u64, u64),
-        passed: Option<Passed>,
-    ) -> PyResult<Py<Kept>> {
-        let records = self.records.get();
-        let holding = records.account().hold_shared(identity, nbytes, most_bytes);
-        records.account().note_peak(records.transfer_bytes(tensor.py()));
         Kept::hold_passed(tensor, is_leaf, holding, passed)
     }
 
-    /// Notes the need of a tensor that is not followed; `true` if reads of its round are due.
+    /// Notes the need of a tensor that is not followed; `true` if reads of its round are due, or
+    /// writes may have ended whose memory can be freed.
     pub fn note_passed_need(&self, passed: &Passed) -> bool {
-        let mut round = passed.round.lock();
-        round.note_passed(passed.key);
-        (!round.is_predicted() || round.is_any_due()) && !self.records.get().is_forked()
+        let records = self.records.get();
+        let is_due = {
+            let mut round = passed.round.lock();
+            round.note_passed(passed.key);
+            !round.is_predicted() || round.is_any_due()
+        };
+        (is_due || records.has_writes()) && !records.is_forked()
     }
 
     /// Begins the reads that are due while a tensor is needed that is not followed.
@@ -94,18 +97,12 @@ impl Offloading {
             return Ok(None);
         }
         let Some((round, place)) = self.rounds.get().guided(part.nbytes) else { return Ok(None) };
-        let own_gpu = tensor.call_method0(intern!(py, "get_device"))?.extract::<i64>()?;
-        let own_gpu = usize::try_from(own_gpu).ok();
-        let stays = if place.is_new {
-            let planning = self.session.planning();
-            own_gpu == place.gpu
-                && planning.keeps(py, place.key)?
-                && !planning.is_source(py, place.key)?
+        let own_gpu = if is_true(tensor, intern!(py, "is_cuda"))? {
+            Some(tensor.call_method0(intern!(py, "get_device"))?.extract::<usize>()?)
         } else {
-            // The tensor may share the bytes of a tensor that leaves.
-            !self.has_record(tensor)?
+            None
         };
-        if !stays {
+        if own_gpu != place.gpu {
             return Ok(None);
         }
         let stream = match (own_gpu, records.gpus()) {
@@ -119,24 +116,8 @@ impl Offloading {
             self.note_waits(&round, stream);
         }
         round.lock().pass(part.nbytes);
-        let (identity, most_bytes) = part.shared(storage);
-        let more_bytes = records.account().shared_more_bytes(identity, part.nbytes, most_bytes);
-        self.eligible.get().add(more_bytes);
-        self.planned.get().add(more_bytes);
-        let passed = Passed { round, key: place.key, gpu: own_gpu };
-        let counted = (identity, part.nbytes, most_bytes);
-        self.keep_passed(tensor, is_leaf, counted, Some(passed)).map(Some)
-    }
-
-    /// True if a record has the tensor's bytes at its version.
-    fn has_record(&self, tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
-        let storage = tensor.call_method0(intern!(tensor.py(), "untyped_storage"))?;
-        let storage_bytes: u64 = storage.call_method0(intern!(tensor.py(), "nbytes"))?.extract()?;
-        let layout = Layout::of(tensor)?;
-        let (start, nbytes) = layout.part(tensor, storage_bytes)?;
-        let known = self.records.get().of(&storage)?;
-        let part = (layout.offset, start + nbytes);
-        Ok(Record::find(&known, tensor, &storage, part)?.is_some())
+        let passed = Passed { round, key: place.record_key, gpu: own_gpu };
+        self.keep_passed(tensor, storage, part, is_leaf, Some(passed)).map(Some)
     }
 
     /// Begins writes whose nodes have been passed, and frees the memory of writes that have ended;

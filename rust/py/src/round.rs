@@ -24,6 +24,8 @@ pub struct Learned {
     stall_s: f64,
     /// True if the times are those of a GPU.
     is_of_gpu: bool,
+    /// True if that GPU waited for Python.
+    waits_for_python: bool,
 }
 
 /// A round, for `Prefetcher`, which learns from it.
@@ -113,6 +115,7 @@ impl Learned {
             load_stall_s: times.load_stall_s,
             stall_s: times.stall_s,
             is_of_gpu: true,
+            waits_for_python: times.waits_for_python,
         }
     }
 
@@ -130,6 +133,7 @@ impl Learned {
             load_stall_s: stall_s,
             stall_s,
             is_of_gpu: false,
+            waits_for_python: false,
         }
     }
 }

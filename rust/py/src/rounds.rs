@@ -10,17 +10,15 @@ use std::time::{Duration, Instant};
 
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
-use pyo3::types::{PyWeakrefMethods, PyWeakrefReference};
+use pyo3::types::PyWeakrefReference;
 use ssdtrain_core as core;
 use ssdtrain_core::cuda::stream::Event;
 use ssdtrain_core::guide::Place;
 use ssdtrain_core::round::{Entry, FORWARD, Plan, next_key};
-use ssdtrain_core::rounds::{ORDERS_MAX, Of};
-use ssdtrain_core::window::Walk;
+use ssdtrain_core::rounds::ORDERS_MAX;
 
 use crate::account::Account;
-use crate::ahead::{Early, give_up, look, room_for_reads, saved_of};
-use crate::error::SsdtrainError;
+use crate::ahead::{Early, give_up, saved_of};
 use crate::gpu::Gpus;
 use crate::gpu_calls::GpuStream;
 use crate::gpu_clock::{GpuClock, StorageUse};
@@ -39,10 +37,10 @@ use crate::transfer::{Handle, Loading};
 /// The rounds of one session.
 #[pyclass(frozen, module = "ssdtrain._core")]
 pub struct Rounds {
-    store: Py<Store>,
-    gpus: Option<Py<Gpus>>,
-    account: core::Account,
-    limit_bytes: Option<u64>,
+    pub store: Py<Store>,
+    pub gpus: Option<Py<Gpus>>,
+    pub account: core::Account,
+    pub limit_bytes: Option<u64>,
     policy: Planning,
     /// The waits of the session, which are no part of a step's time.
     stalls: Stalls,
@@ -61,10 +59,10 @@ pub struct Rounds {
 }
 
 #[derive(Default)]
-struct Books {
-    rounds: core::rounds::Rounds<SavedReference>,
+pub struct Books {
+    pub rounds: core::rounds::Rounds<SavedReference>,
     /// The round in whose backward a GPU had no memory left to read ahead.
-    short: Option<SharedRound>,
+    pub short: Option<SharedRound>,
     /// By signature, the last plan: the object of Python, and the same in Rust.
     plans: HashMap<i64, (Py<PyAny>, Arc<Plan>)>,
 }
@@ -237,7 +235,7 @@ impl Rounds {
     pub fn guided(&self, nbytes: u64) -> Option<(SharedRound, Place)> {
         let round = self.books().rounds.current()?.clone();
         let place = round.lock().guided(nbytes)?;
-        Some((round, place))
+        place.stays.then_some((round, place))
     }
 
     /// Gives a packed tensor its place in a round.
@@ -252,7 +250,8 @@ impl Rounds {
         let (py, this) = (saved.py(), saved.get());
         let reference = PyWeakrefReference::new(saved)?.unbind(); // defence: lifetime by handle
         let (nbytes, now_s) = (this.record.get().nbytes, self.now_s(py)?);
-        let of = Entry { sequence: this.sequence, nbytes, gpu: this.layout.gpu, is_new };
+        let joined = (!is_new).then_some(this.record.get().key);
+        let of = Entry { sequence: this.sequence, nbytes, gpu: this.layout.gpu, joined };
         let ordinal = round.lock().add(reference, of, now_s);
         this.take_place(round.clone(), ordinal);
         if ordinal == 0 && round.lock().phase() == FORWARD {
@@ -281,8 +280,8 @@ impl Rounds {
         self.clock.begin(py, round, stream)?;
         if self.limit_bytes.is_none() {
             let opening = round.lock().opening();
-            let scope = prefetching.scope(opening, first.get().layout.gpu)?;
-            self.guides.begin(round, scope == Scope::Partial);
+            let scope = prefetching.scope(opening)?;
+            self.guides.begin(py, round, scope == Scope::Partial, &self.policy)?;
             if scope == Scope::Skimmed {
                 self.skim.begin(first, round)?;
             } else if self.guides.is_on() {
@@ -386,78 +385,7 @@ impl Rounds {
         given_up.map_or(Ok(()), |given_up| self.read_ahead(py, round, &given_up, prefetching))
     }
 
-    /// Gives up tensors that were read ahead, and reads those ahead whose turn has come.
-    fn read_ahead(
-        &self,
-        py: Python<'_>,
-        round: &SharedRound,
-        given_up: &[Of<SavedReference>],
-        prefetching: Prefetching<'_, '_>,
-    ) -> PyResult<()> {
-        give_up(py, given_up);
-        if self.limit_bytes.is_some() {
-            // Small tensors must not take the room that is found here before the reads do.
-            self.account.limit_small(0);
-        }
-        let on_gpus = self.gpus.as_ref().map_or(0, |gpus| gpus.get().loaded_bytes());
-        let transfer_bytes = self.store.get().transfer_bytes(py) + on_gpus;
-        let resident_bytes = self.account.held_bytes() + transfer_bytes;
-        let limit_bytes = self.limit_bytes.unwrap_or_else(|| self.account.soft_limit_bytes());
-        let room_bytes = room_for_reads(limit_bytes, resident_bytes, round);
-        let mut walk = self.books().rounds.walk(round, resident_bytes, room_bytes);
-        while let Some(ordinal) = self.next(py, round, &mut walk) {
-            let reference = round.lock().entry(ordinal).clone_ref(py);
-            let is_begun = self.begin_ahead(py, &reference, prefetching)?;
-            if !self.books().rounds.note(round, &mut walk, ordinal, is_begun) {
-                // A handler of a signal ran in these calls: its backward has the window now.
-                give_up(py, &[Of { round: round.clone(), ordinals: vec![ordinal] }]);
-                return Ok(());
-            }
-        }
-        Ok(())
-    }
-
-    fn next(&self, py: Python<'_>, round: &SharedRound, walk: &mut Walk) -> Option<usize> {
-        self.books().rounds.next(round, walk, |saved| look(py, saved))
-    }
-
-    /// Begins a read ahead. An error is only logged, because the read on demand meets it again and
-    /// raises it.
-    fn begin_ahead(
-        &self,
-        py: Python<'_>,
-        reference: &SavedReference,
-        prefetching: Prefetching<'_, '_>,
-    ) -> PyResult<bool> {
-        let Some(saved) = reference.bind(py).upgrade_as::<SavedTensor>()? else {
-            return Ok(false);
-        };
-        let Some(handle) = saved.get().record.get().handle(py) else { return Ok(false) };
-        match Handle::begin_read(&handle, self.store.get()) {
-            Ok(loading) => {
-                saved.get().record.get().life.note(Moment::ReadBegan);
-                drop(saved.get().set_ahead(Some(loading)));
-                Ok(true)
-            }
-            Err(error) if error.is_instance_of::<SsdtrainError>(py) => {
-                prefetching.note_refused(&error)?;
-                Ok(false)
-            }
-            Err(error) if self.is_out_of_memory(py, &error) => {
-                // Each further attempt would empty the allocator's cache. The rest of this backward
-                // reads each tensor when a node needs it.
-                let round = saved.get().place().map(|(round, _)| round.clone());
-                let before = std::mem::replace(&mut self.books().short, round);
-                drop(before);
-                self.give_way(py);
-                prefetching.note_refused(&error)?;
-                Ok(false)
-            }
-            Err(error) => Err(error),
-        }
-    }
-
-    /// True if torch has no memory of a GPU left.
+    /// True if an error says that torch has no memory of a GPU left.
     pub fn is_out_of_memory(&self, py: Python<'_>, error: &PyErr) -> bool {
         let gpus = self.gpus.as_ref().map(Py::get);
         gpus.is_some_and(|gpus| gpus.calls.is_out_of_memory(py, error))
@@ -492,7 +420,7 @@ impl Rounds {
         Ok(Some(used))
     }
 
-    fn books(&self) -> MutexGuard<'_, Books> {
+    pub fn books(&self) -> MutexGuard<'_, Books> {
         self.books.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -42,7 +42,52 @@ pub struct GpuBytes {
     copied_s: Option<f64>,
 }
 
+/// A tensor that leaves a GPU.
+pub struct Leaving<'py> {
+    /// The object that holds its memory.
+    pub source: Bound<'py, PyAny>,
+    pub address: usize,
+    pub nbytes: u64,
+    pub by_plan: ByPlan,
+}
+
 impl GpuBytes {
+    /// Begins the copies of several tensors of one stream together, in their order, as long as
+    /// there is room; the others need a [`save`](Self::save) each, which finds out why.
+    pub fn save_all(
+        way: &Arc<GpuWay>,
+        stream: GpuStream,
+        wanted: Vec<Leaving<'_>>,
+        py: Python<'_>,
+    ) -> PyResult<Vec<Self>> {
+        let range = |leaving: &Leaving<'_>| {
+            // SAFETY: as in `save`.
+            let range =
+                unsafe { DeviceRange::new(leaving.address as u64, leaving.nbytes as usize) };
+            (range, leaving.by_plan.tier)
+        };
+        let sources: Vec<_> = wanted.iter().map(range).collect();
+        let raw = user_stream(stream); // defence: the stream of the pack
+        let begun = py.detach(|| way.staging.save_all(&sources, raw)).begun;
+        let saved = begun.into_iter().zip(wanted);
+        Ok(saved.map(|(staged, leaving)| Self::new(way, staged, stream, leaving)).collect())
+    }
+
+    fn new(way: &Arc<GpuWay>, staged: Staged, stream: GpuStream, leaving: Leaving<'_>) -> Self {
+        let saved_bytes = way.count_saved(leaving.nbytes);
+        if let Some(key) = leaving.by_plan.key {
+            way.waits.add_copy(key, staged.copied());
+        }
+        Self {
+            way: Arc::clone(way),
+            staged,
+            stream,
+            source: Mutex::new(Some(leaving.source.unbind())),
+            saved_bytes,
+            copied_s: leaving.by_plan.copied_s,
+        }
+    }
+
     /// Begins the copy of memory that `source` holds.
     ///
     /// If the ring is full because the GPU is behind, waiting costs nothing: the program would only
@@ -50,18 +95,15 @@ impl GpuBytes {
     /// tensor that should stay in pinned memory goes to the disk if there is no room for it.
     pub fn save(
         way: &Arc<GpuWay>,
-        source: &Bound<'_, PyAny>,
         stream: GpuStream,
-        address: usize,
-        nbytes: u64,
+        leaving: Leaving<'_>,
         waits_for_disk: bool,
-        by_plan: ByPlan,
     ) -> PyResult<core::Result<Self>> {
-        let py = source.py();
+        let (py, address, nbytes) = (leaving.source.py(), leaving.address, leaving.nbytes);
         // SAFETY: `source` holds the memory until the streams have waited for the copy: `release`
         // and `drop` see to it.
         let range = unsafe { DeviceRange::new(address as u64, nbytes as usize) };
-        let ByPlan { mut tier, key, copied_s } = by_plan;
+        let mut tier = leaving.by_plan.tier;
         let began = Instant::now();
         loop {
             let turn = way.staging.turn();
@@ -71,15 +113,7 @@ impl GpuBytes {
                 Err(error) => return Ok(Err(error)),
             };
             let full = match saved {
-                Saved::Begun(staged) => {
-                    let (way, source) = (Arc::clone(way), Some(source.clone().unbind()));
-                    let saved_bytes = way.count_saved(nbytes);
-                    let source = Mutex::new(source);
-                    if let Some(key) = key {
-                        way.waits.add_copy(key, staged.copied());
-                    }
-                    return Ok(Ok(Self { way, staged, stream, source, saved_bytes, copied_s }));
-                }
+                Saved::Begun(staged) => return Ok(Ok(Self::new(way, staged, stream, leaving))),
                 Saved::Capturing => return Ok(Err(stays("a CUDA graph is being captured"))),
                 Saved::Full(_) if tier == Tier::Pinned => {
                     tier = Tier::Disk;
@@ -159,23 +193,50 @@ impl GpuBytes {
 
     /// Begins a load, into memory that is allocated for the stream of the pack.
     pub fn load(&self, py: Python<'_>) -> PyResult<GpuLoad> {
+        Self::load_all(py, &[self])?.remove(0)
+    }
+
+    /// Begins the loads of tensors that were packed under one stream. The first error of the
+    /// allocator is raised, and then none has begun.
+    pub fn load_all(py: Python<'_>, wanted: &[&Self]) -> PyResult<Vec<PyResult<GpuLoad>>> {
+        let (mut storages, mut ranges) = (Vec::new(), Vec::new());
+        for bytes in wanted {
+            let (storage, target) = bytes.allocate(py)?;
+            storages.push(storage);
+            ranges.push((&bytes.staged, target));
+        }
+        let Some(first) = wanted.first() else { return Ok(Vec::new()) };
+        let stream = user_stream(first.stream);
+        let begun = py.detach(|| first.way.staging.load_all(&ranges, stream));
+        let loads = raised(py, begun)?.into_iter().zip(storages);
+        Ok(loads
+            .map(|(loading, storage)| Ok(first.filling(storage, raised(py, loading)?)))
+            .collect())
+    }
+
+    /// True if both are loaded by the same calls.
+    pub fn loads_with(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.way, &other.way) && self.stream == other.stream
+    }
+
+    fn allocate<'py>(&self, py: Python<'py>) -> PyResult<(Bound<'py, PyAny>, DeviceRange)> {
         let nbytes = self.staged.len() as u64;
         // defence: a target is allocated for the stream of the pack
         let storage = self.way.calls.allocate(py, self.stream, nbytes)?;
         self.way.count_loaded(&storage, nbytes)?;
         let address: u64 = storage.call_method0(intern!(py, "data_ptr"))?.extract()?;
         // SAFETY: the load holds the storage, and gives it up as `Loading` asks.
-        let target = unsafe { DeviceRange::new(address, nbytes as usize) };
-        let stream = user_stream(self.stream);
-        let begun = py.detach(|| self.way.staging.load(&self.staged, target, stream));
-        let loading = Arc::new(raised(py, begun)?);
-        Ok(GpuLoad {
+        Ok((storage, unsafe { DeviceRange::new(address, nbytes as usize) }))
+    }
+
+    fn filling(&self, storage: Bound<'_, PyAny>, loading: Loading) -> GpuLoad {
+        GpuLoad {
             way: Arc::clone(&self.way),
-            loading,
+            loading: Arc::new(loading),
             stream: self.stream,
             storage: Some(storage.unbind()),
             was_lent: AtomicBool::new(false),
-        })
+        }
     }
 
     /// Another load of the same memory, for another node.

@@ -19,7 +19,7 @@ use crate::geometry::Layout;
 use crate::gpu::GpuWay;
 use crate::gpu_calls::GpuStream;
 use crate::owner::{LetGo, let_go};
-use crate::staged::{GpuBytes, GpuLoad};
+use crate::staged::{GpuBytes, GpuLoad, Leaving};
 use crate::store::{Slot, Store, wait};
 use crate::torch::Torch;
 
@@ -80,17 +80,26 @@ impl Handle {
                 .begin_write(py, address, nbytes as usize, source.clone().unbind())?
                 .map(Bytes::Host),
             Way::Gpu { way, stream, waits_for_disk, by_plan } => {
-                GpuBytes::save(way, source, *stream, address, nbytes, *waits_for_disk, *by_plan)?
-                    .map(Bytes::Gpu)
+                let (source, by_plan) = (source.clone(), *by_plan);
+                let leaving = Leaving { source, address, nbytes, by_plan };
+                GpuBytes::save(way, *stream, leaving, *waits_for_disk)?.map(Bytes::Gpu)
             }
         };
-        match begun {
-            Ok(bytes) => {
-                let last = Mutex::default();
-                Py::new(py, Self { bytes, address, start, last, _let_go: LetGo }).map(Ok)
-            }
-            Err(error) => Ok(Err(error)),
-        }
+        begun.map_or_else(|error| Ok(Err(error)), |it| Self::new(py, it, address, start).map(Ok))
+    }
+
+    /// The handle of a tensor whose copy from its GPU has begun.
+    pub fn of_gpu(
+        py: Python<'_>,
+        bytes: GpuBytes,
+        address: usize,
+        start: u64,
+    ) -> PyResult<Py<Self>> {
+        Self::new(py, Bytes::Gpu(bytes), address, start)
+    }
+
+    fn new(py: Python<'_>, bytes: Bytes, address: usize, start: u64) -> PyResult<Py<Self>> {
+        Py::new(py, Self { bytes, address, start, last: Mutex::default(), _let_go: LetGo })
     }
 
     /// Waits until the source may be let go; on a GPU, in the order of its streams. Returns the
@@ -126,6 +135,38 @@ impl Handle {
             return Ok(loading.unbind());
         }
         let state = this.begin(py, store)?;
+        Self::note_read(slf, state)
+    }
+
+    /// True if its read is one that [`begin_reads`](Self::begin_reads) can begin with others.
+    pub fn reads_with(&self, py: Python<'_>, others: &[Bound<'_, Self>]) -> bool {
+        let Bytes::Gpu(bytes) = &self.bytes else { return false };
+        let is_alike = |other: &Bound<'_, Self>| match &other.get().bytes {
+            Bytes::Gpu(first) => first.loads_with(bytes),
+            Bytes::Host(_) => false,
+        };
+        others.first().is_none_or(is_alike) && !self.is_here(py)
+    }
+
+    /// Begins the reads of tensors of one GPU together, each of which
+    /// [can be begun so](Self::reads_with).
+    pub fn begin_reads(
+        py: Python<'_>,
+        handles: &[Bound<'_, Self>],
+    ) -> PyResult<Vec<PyResult<Py<Loading>>>> {
+        let bytes = handles.iter().filter_map(|handle| match &handle.get().bytes {
+            Bytes::Gpu(bytes) => Some(bytes),
+            Bytes::Host(_) => None,
+        });
+        let loads = GpuBytes::load_all(py, &bytes.collect::<Vec<_>>())?;
+        let begun = handles.iter().zip(loads);
+        let begun =
+            begun.map(|(handle, load)| Self::note_read(handle, handle.get().note_load(py, load?)?));
+        Ok(begun.collect())
+    }
+
+    fn note_read(slf: &Bound<'_, Self>, state: LoadState) -> PyResult<Py<Loading>> {
+        let (this, py) = (slf.get(), slf.py());
         let is_here = matches!(state, LoadState::Here(_));
         let state = Mutex::new(state);
         let loading = Py::new(py, Loading { handle: slf.clone().unbind(), state })?;
@@ -135,6 +176,14 @@ impl Handle {
             drop(before);
         }
         Ok(loading)
+    }
+
+    fn note_load(&self, py: Python<'_>, load: GpuLoad) -> PyResult<LoadState> {
+        let storage = PyWeakrefReference::new(&load.storage(py))?.unbind();
+        let on_gpu = Some((storage, Arc::clone(&load.loading)));
+        let before = std::mem::replace(&mut self.last().on_gpu, on_gpu);
+        drop(before);
+        Ok(LoadState::Gpu(Arc::new(load)))
     }
 
     /// Begins a read, unless a node still holds a tensor on the bytes of the last read.
@@ -151,12 +200,7 @@ impl Handle {
                 if let Some((storage, loading)) = self.on_gpu(py) {
                     return Ok(LoadState::Gpu(Arc::new(bytes.join(&loading, storage))));
                 }
-                let load = bytes.load(py)?;
-                let storage = PyWeakrefReference::new(&load.storage(py))?.unbind();
-                let on_gpu = Some((storage, Arc::clone(&load.loading)));
-                let before = std::mem::replace(&mut self.last().on_gpu, on_gpu);
-                drop(before);
-                Ok(LoadState::Gpu(Arc::new(load)))
+                self.note_load(py, bytes.load(py)?)
             }
         }
     }

@@ -50,7 +50,7 @@ pub struct Records {
     timeline: Py<Timeline>,
     is_bounded: bool,
     /// The bytes that are given to the disk together.
-    batch_bytes: u64,
+    pub batch_bytes: u64,
     gates: Gates,
     held: Held,
     is_forked: AtomicBool,
@@ -206,8 +206,8 @@ impl Records {
         self.writes.end_oldest(writing)
     }
 
-    fn has_waiting_gate(&self) -> bool {
-        self.gates.all().iter().any(|gate| gate.is_waiting())
+    pub fn has_waiting_gate(&self) -> bool {
+        self.gates.has_waiting()
     }
 
     fn wait_for_transfer(&self, writing: Writing<'_, '_>) -> PyResult<bool> {
@@ -249,9 +249,8 @@ impl Records {
         }
     }
 
-    /// True if writes are under way, or records wait at a gate.
-    pub fn has_leaving(&self) -> bool {
-        self.writes.count() > 0 || self.has_waiting_gate()
+    pub fn has_writes(&self) -> bool {
+        self.writes.count() > 0
     }
 
     /// True if the timeline was started.
@@ -416,7 +415,7 @@ impl Records {
             };
             gate.gate().note_passed(passed);
         }
-        if gate.gate().may_open(sequence, self.batch_bytes) {
+        if gate.gate().may_open(sequence, self.opens_for_bytes()) {
             self.open(py, &gate, sequence, writing)?;
         }
         Ok(())
@@ -432,7 +431,8 @@ impl Records {
     ) -> PyResult<()> {
         self.write_held(writing)?;
         let taken = gate.gate().take();
-        let (mut staying, mut is_busy, mut outcome) = (Vec::new(), false, Ok(()));
+        let (mut staying, mut is_busy) = (Vec::new(), false);
+        let mut outcome = self.begin_copies(py, &taken, sequence);
         for waiting_record in taken {
             let Some(record) = upgraded(py, &waiting_record.item)? else { continue };
             let is_closed = sequence.is_some_and(|passed| record.get().sequence() >= passed);

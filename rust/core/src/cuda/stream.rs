@@ -7,7 +7,7 @@
 use std::cell::Cell;
 use std::ffi::c_int;
 use std::ptr;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -207,7 +207,7 @@ pub fn is_capturing(gpu: &Gpu, stream: UserStream) -> Result<bool> {
 }
 
 thread_local! {
-    /// True if this thread has told the driver that its calls break no graph.
+    /// True while this thread has told the driver that its calls break no graph.
     static IS_RELAXED: Cell<bool> = const { Cell::new(false) };
 }
 
@@ -218,14 +218,22 @@ pub fn relax_thread(gpu: &Gpu) {
     IS_RELAXED.set(relaxed.is_ok());
 }
 
-/// Makes a call that the driver takes for a mistake while a CUDA graph is captured. It would break
+/// Runs many questions to the driver with the GPU's context current, and tells it once that they
+/// break no CUDA graph.
+pub fn ask_all<T>(gpu: &Gpu, questions: impl FnOnce() -> Result<T>) -> Result<T> {
+    gpu.within(|driver| ask(driver, questions)?)
+}
+
+/// Makes calls that the driver takes for a mistake while a CUDA graph is captured. They would break
 /// the graph if the thread had not relaxed the driver's check.
-fn ask(driver: &Driver, question: impl FnOnce() -> c_int) -> Result<c_int> {
+fn ask<T>(driver: &Driver, question: impl FnOnce() -> T) -> Result<T> {
     if IS_RELAXED.get() {
         return Ok(question());
     }
     let before = exchange_capture_mode(driver, RELAXED)?;
+    IS_RELAXED.set(true);
     let answer = question();
+    IS_RELAXED.set(false);
     exchange_capture_mode(driver, before)?;
     Ok(answer)
 }
@@ -265,6 +273,8 @@ pub struct Event {
     begun: Option<Arc<Event>>,
     /// True if the event was seen reached; it stays reached.
     is_known_reached: AtomicBool,
+    /// The last stream that waits for it: the stream's address and 1; 0 if there is none.
+    waiting: AtomicUsize,
 }
 
 // SAFETY: as for `RawEvent`; no method changes the event but `EventPool::record`, which makes it.
@@ -290,8 +300,9 @@ impl EventPool {
         let free = self.free.lock().unwrap_or_else(PoisonError::into_inner).pop();
         self.gpu.within(|driver| {
             let raw = free.map_or_else(|| create(driver, self.flags), Ok)?;
-            let is_known_reached = AtomicBool::new(false);
-            let event = Event { pool: Arc::clone(self), raw, begun: None, is_known_reached };
+            let (is_known_reached, waiting) = (AtomicBool::new(false), AtomicUsize::new(0));
+            let pool = Arc::clone(self);
+            let event = Event { pool, raw, begun: None, is_known_reached, waiting };
             // SAFETY: both are alive, and of the GPU whose context is current.
             let answer = unsafe { (driver.functions.cuEventRecord)(event.raw.0, stream.0) };
             driver.check("cuEventRecord", answer)?;
@@ -316,17 +327,24 @@ fn create(driver: &Driver, flags: u32) -> Result<RawEvent> {
 }
 
 impl Event {
-    /// Makes the later work of the stream wait until the event has been reached.
-    ///
-    /// If the event was seen reached, there is nothing to wait for on any stream.
+    /// Returns true if the later work of the stream comes after the event anyway: the event was
+    /// seen reached, or the stream waits for it already, and a stream never stops to wait.
+    pub fn is_before(&self, stream: UserStream) -> bool {
+        self.is_known_reached() || self.waiting.load(Ordering::Acquire) == stream.0.addr() + 1
+    }
+
+    /// Makes the later work of the stream wait until the event has been reached, unless it
+    /// [comes after it anyway](Self::is_before). The stream must not be captured.
     pub fn wait_on(&self, stream: UserStream) -> Result<()> {
-        if self.is_known_reached() {
+        if self.is_before(stream) {
             return Ok(());
         }
         self.pool.gpu.within(|driver| {
             // SAFETY: both are alive, and of the GPU whose context is current.
             let answer = unsafe { (driver.functions.cuStreamWaitEvent)(stream.0, self.raw.0, 0) };
-            driver.check("cuStreamWaitEvent", answer)
+            driver.check("cuStreamWaitEvent", answer)?;
+            self.waiting.store(stream.0.addr() + 1, Ordering::Release);
+            Ok(())
         })
     }
 

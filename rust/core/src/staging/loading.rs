@@ -1,5 +1,6 @@
 //! A load on its way back to a GPU, from a slot that still holds the bytes or from the disk.
 
+use std::iter;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -21,15 +22,29 @@ pub struct Loading {
 }
 
 impl Loading {
-    pub(super) fn begin(
+    /// Begins loads into memory that was allocated before, so that one place of the stream is
+    /// enough for all.
+    pub(super) fn begin_all(
+        shared: &Arc<Shared>,
+        wanted: &[(&Staged, DeviceRange)],
+        stream: UserStream,
+    ) -> Result<Vec<Result<Self>>> {
+        shared.mailbox.refuse_if_closed()?;
+        refuse_if_capturing(shared, stream)?;
+        let allocated = Arc::new(shared.copies.record(stream)?);
+        let begin = |(staged, target): &(&Staged, DeviceRange)| {
+            Self::begin(shared, staged, *target, &allocated)
+        };
+        Ok(wanted.iter().map(begin).collect())
+    }
+
+    fn begin(
         shared: &Arc<Shared>,
         staged: &Staged,
         target: DeviceRange,
-        stream: UserStream,
+        allocated: &Arc<Event>,
     ) -> Result<Self> {
-        shared.mailbox.refuse_if_closed()?;
-        refuse_if_capturing(shared, stream)?;
-        let upload = Upload::new(shared.events.record(stream)?, staged.parts().len());
+        let upload = Upload::new(Arc::clone(allocated), staged.parts().len());
         let mut start = 0;
         for parcel in staged.parts() {
             let owed = Owed::new(&upload, target.part(start, parcel.len));
@@ -162,15 +177,18 @@ pub fn enqueue(shared: &Shared, mut owed: Owed, slot: Arc<PinnedSlot>, parcel: O
         return;
     }
     let mut after = Vec::new();
-    after.push(&upload.allocated); // defence: a load waits for the memory of its target
+    after.push(&*upload.allocated); // defence: a load waits for the memory of its target
     // The target's stream has mostly waited for this copy already, when the source was released.
     after.extend(parcel.map(|parcel| &*parcel.copied));
-    let copied = shared
-        .up
-        .copy(&shared.copies, &slot, &after, None, |stream, slot| stream.copy_up(slot, target));
+    // If the bytes were here, the copy begins there, or at the end of the copy before it.
+    let was_here = parcel.is_some_and(|parcel| parcel.copied.is_known_reached());
+    let begun = was_here.then(|| Arc::clone(&upload.allocated));
+    let range = iter::once((&slot, target));
+    let copied = shared.up.copy(&shared.copies, range, after, begun, |stream, slot, target| {
+        stream.copy_up(slot, target)
+    });
     match copied {
         Ok(loaded) => {
-            let loaded = Arc::new(loaded);
             let len = target.len();
             shared.up_bytes.fetch_add(len as u64, Ordering::Relaxed);
             progress.coming_count -= 1;

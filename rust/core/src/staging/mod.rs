@@ -21,6 +21,7 @@
 mod loading;
 mod mailbox;
 mod pinned_tier;
+mod saving;
 mod shared;
 mod staged;
 mod upload;
@@ -34,11 +35,8 @@ use crate::cuda::gpu::Gpu;
 use crate::cuda::stream::{DeviceRange, Event, UserStream, is_capturing};
 use crate::cufile::library::Library;
 use crate::error::{Error, ErrorKind, Result};
-use crate::memory::arena::PAGE_BYTES;
-use crate::memory::pinned::{PinnedPool, PinnedSlot, cut};
-use crate::staging::mailbox::Task;
+use crate::memory::pinned::PinnedPool;
 use crate::staging::shared::Shared;
-use crate::staging::staged::Parcel;
 use crate::store::TensorStore;
 
 pub use loading::Loading;
@@ -67,6 +65,32 @@ pub enum Full {
     Pinned,
     /// The tensor is longer than the longest slot.
     TooLong,
+}
+
+/// Saves that were begun together.
+#[derive(Debug)]
+pub struct Saves {
+    /// In their order, those whose copy has begun.
+    pub begun: Vec<Staged>,
+    /// The reason for which the next did not begin; `None` if all did.
+    pub refused: Option<Refused>,
+}
+
+/// The reason for which a save did not begin.
+#[derive(Debug)]
+pub enum Refused {
+    /// There is no slot.
+    Full(Full),
+    /// A CUDA graph is being captured from the stream.
+    Capturing,
+    /// An error of the driver, or of the store.
+    Failed(Error),
+}
+
+impl From<Error> for Refused {
+    fn from(error: Error) -> Self {
+        Self::Failed(error)
+    }
 }
 
 /// The result of a save.
@@ -152,101 +176,40 @@ impl Staging {
     /// The allocator may reuse the source after one of its streams has waited for
     /// [`Staged::release`].
     pub fn save(&self, source: DeviceRange, stream: UserStream, tier: Tier) -> Result<Saved> {
-        self.shared().gpu.within(|_| self.begin_save(source, stream, tier))
+        let Saves { mut begun, refused } = self.save_all(&[(source, tier)], stream);
+        match refused {
+            None => Ok(Saved::Begun(begun.remove(0))),
+            Some(Refused::Full(full)) => Ok(Saved::Full(full)),
+            Some(Refused::Capturing) => Ok(Saved::Capturing),
+            Some(Refused::Failed(error)) => Err(error),
+        }
     }
 
-    fn begin_save(&self, source: DeviceRange, stream: UserStream, tier: Tier) -> Result<Saved> {
-        let shared = self.shared();
-        if is_capturing(&shared.gpu, stream)? {
-            return Ok(Saved::Capturing);
-        }
-        if tier == Tier::Disk {
-            shared.store.refuse_without_directory()?;
-            if source.len() > self.longest_bytes() {
-                return Ok(Saved::Full(Full::TooLong));
-            }
-        }
-        shared.mailbox.refuse_if_closed()?;
-        let slots = match tier {
-            Tier::Disk => {
-                let whole_bytes = self.whole_bytes_max();
-                let part_bytes =
-                    if source.len() <= whole_bytes { whole_bytes } else { self.part_bytes() };
-                cut(source.len(), part_bytes, part_bytes, |len| shared.down.pool.slot(len))
-            }
-            Tier::Pinned => shared.tier.slots(source.len()),
-        };
-        let Some(slots) = slots else {
-            let full = if tier == Tier::Pinned { Full::Pinned } else { self.why_full() };
-            return Ok(Saved::Full(full));
-        };
-        // The copy begins here, or at the end of the copy before it.
-        let ready = Arc::new(shared.copies.record(stream)?);
-        let mut staged = Staged::new();
-        for slot in slots {
-            let part = source.part(staged.len(), slot.len().min(source.len() - staged.len()));
-            let begun = self.begin_copy(part, Arc::new(slot), &ready, tier);
-            if begun.is_err() && !staged.is_empty() {
-                // The caller may give the source to others, and parts are on their way.
-                let _is_over = shared.down.stream.synchronize();
-            }
-            staged.add(begun?);
-        }
-        shared.down_bytes.fetch_add(source.len() as u64, Ordering::Relaxed);
-        if tier == Tier::Pinned {
-            shared.staying_bytes.fetch_add(source.len() as u64, Ordering::Relaxed);
-        }
-        Ok(Saved::Begun(staged))
-    }
-
-    /// Begins the copy of a part of a tensor, which is `ready` after the work of its stream so far.
-    fn begin_copy(
-        &self,
-        part: DeviceRange,
-        slot: Arc<PinnedSlot>,
-        ready: &Arc<Event>,
-        tier: Tier,
-    ) -> Result<Arc<Parcel>> {
-        let shared = self.shared();
-        // defence: a copy down waits for what computes its source
-        let after: [&Event; 1] = [ready];
-        let begun = Some(Arc::clone(ready));
-        let copied = shared.down.copy(&shared.copies, &slot, &after, begun, |stream, slot| {
-            stream.copy_down(part, slot)
-        })?;
-        let parcel = Arc::new(Parcel::new(slot, copied, part.len(), tier));
-        shared.copying_count.fetch_add(1, Ordering::Relaxed);
-        shared.mailbox.post(Task::Copying(Arc::clone(&parcel)));
-        Ok(parcel)
+    /// Begins several saves of tensors of one stream, in their order, with the calls of the driver
+    /// that one needs: the stream is asked once if it is captured, and marked once.
+    pub fn save_all(&self, sources: &[(DeviceRange, Tier)], stream: UserStream) -> Saves {
+        saving::save_all(self.shared(), sources, stream)
     }
 
     /// Makes the later work of `stream` wait for the end of a copy, unless a CUDA graph is being
     /// captured from it, because the wait would become a part of the graph. With `is_noted` it
     /// marks the place from which the stream may wait.
     pub fn order(&self, after: &Event, stream: UserStream, is_noted: bool) -> Result<Ordered> {
+        if after.is_before(stream) {
+            return Ok(Ordered::Waits(None)); // Nothing is added to a graph.
+        }
         self.shared().gpu.within(|_| {
             if is_capturing(&self.shared().gpu, stream)? {
                 return Ok(Ordered::Captured); // defence: nothing is let go into a graph
             }
-            let is_long_ago = after.is_known_reached();
-            let from = (is_noted && !is_long_ago).then(|| self.shared().copies.record(stream));
+            let from = is_noted.then(|| self.shared().copies.record(stream)).transpose()?;
             after.wait_on(stream)?; // defence: a source is let go after its copy
-            Ok(Ordered::Waits(from.transpose()?))
+            Ok(Ordered::Waits(from))
         })
     }
 
     fn shared(&self) -> &Arc<Shared> {
         self.0.as_ref().expect("it is there until this is dropped")
-    }
-
-    fn why_full(&self) -> Full {
-        if self.shared().writing_count.load(Ordering::Relaxed) > 0 {
-            Full::DiskBehind
-        } else if self.shared().copying_count.load(Ordering::Relaxed) > 0 {
-            Full::GpuBehind
-        } else {
-            Full::Pinned
-        }
     }
 
     /// Waits at most `limit` until something has ended since `turn`. Read [`turn`](Self::turn)
@@ -270,7 +233,16 @@ impl Staging {
         target: DeviceRange,
         stream: UserStream,
     ) -> Result<Loading> {
-        if target.len() != staged.len() {
+        self.load_all(&[(staged, target)], stream)?.remove(0)
+    }
+
+    /// Begins several loads into memory that was allocated for one stream.
+    pub fn load_all(
+        &self,
+        wanted: &[(&Staged, DeviceRange)],
+        stream: UserStream,
+    ) -> Result<Vec<Result<Loading>>> {
+        if let Some((staged, target)) = wanted.iter().find(|(it, to)| it.len() != to.len()) {
             let message = format!(
                 "a load takes memory of the length that was saved: {} bytes, not {}",
                 staged.len(),
@@ -278,7 +250,7 @@ impl Staging {
             );
             return Err(Error::new(ErrorKind::Config, message));
         }
-        self.shared().gpu.within(|_| Loading::begin(self.shared(), staged, target, stream))
+        self.shared().gpu.within(|_| Loading::begin_all(self.shared(), wanted, stream))
     }
 
     /// Returns true if this process was forked from the process that opened the staging.
@@ -320,21 +292,7 @@ impl Staging {
 
     /// The largest tensor that can be saved to the disk and loaded.
     pub fn longest_bytes(&self) -> usize {
-        let part_bytes = self.part_bytes();
-        let in_parts = self.shared().down.pool.slot_count_max(part_bytes) * part_bytes;
-        in_parts.max(self.whole_bytes_max())
-    }
-
-    /// The largest tensor that goes to the disk in one piece.
-    fn whole_bytes_max(&self) -> usize {
-        let shared = self.shared();
-        shared.down.pool.slot_bytes_max().min(shared.up.pool.slot_bytes_max())
-    }
-
-    /// The size of the parts in which a larger tensor goes: one is read while the one before it is
-    /// copied to the GPU.
-    fn part_bytes(&self) -> usize {
-        (self.whole_bytes_max() / 2 / PAGE_BYTES * PAGE_BYTES).max(PAGE_BYTES)
+        saving::longest_bytes(self.shared())
     }
 
     /// Bytes of the memory through which tensors pass, and the bytes of it in slots.

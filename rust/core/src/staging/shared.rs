@@ -6,7 +6,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use crate::cuda::gpu::Gpu;
-use crate::cuda::stream::{Event, EventPool, Stream};
+use crate::cuda::stream::{DeviceRange, Event, EventPool, Stream};
 use crate::disk::statistics::Recent;
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::pinned::{PinnedPool, PinnedSlot};
@@ -169,19 +169,20 @@ impl Shared {
 }
 
 impl Lane {
-    /// Copies after all events in `after` have been reached. Returns the event of the end, which
-    /// measures the time since `begun`, or since the stream reached the copy.
+    /// Copies a group of slots, each with another range, after all events in `after` have been
+    /// reached. Returns the event of the end of all, which measures the time since `begun`, or since
+    /// the stream reached the copies.
     ///
-    /// If a call fails, the copy may be under way all the same. Then this waits for the stream. If
-    /// that fails too, the slot is never used again.
-    pub fn copy(
+    /// If a call fails, copies may be under way all the same. Then this waits for the stream. If
+    /// that fails too, the slots are never used again.
+    pub fn copy<'a>(
         &self,
         events: &Arc<EventPool>,
-        slot: &Arc<PinnedSlot>,
-        after: &[&Event],
+        group: impl Iterator<Item = (&'a Arc<PinnedSlot>, DeviceRange)> + Clone,
+        after: impl IntoIterator<Item = &'a Event>,
         begun: Option<Arc<Event>>,
-        copy: impl FnOnce(&Stream, &PinnedSlot) -> Result<()>,
-    ) -> Result<Event> {
+        copy: impl Fn(&Stream, &PinnedSlot, DeviceRange) -> Result<()>,
+    ) -> Result<Arc<Event>> {
         for event in after {
             event.wait_on(self.stream.handle())?;
         }
@@ -189,15 +190,17 @@ impl Lane {
             Some(begun) => begun,
             None => Arc::new(events.record(self.stream.handle())?),
         };
-        let ended =
-            copy(&self.stream, slot).and_then(|()| events.record_end(begun, self.stream.handle()));
+        let mut copied = group.clone().map(|(slot, range)| copy(&self.stream, slot, range));
+        let ended = copied
+            .try_for_each(|answer| answer)
+            .and_then(|()| events.record_end(begun, self.stream.handle()));
         if ended.is_err() && self.stream.synchronize().is_err() {
-            std::mem::forget(Arc::clone(slot));
+            group.for_each(|(slot, _)| std::mem::forget(Arc::clone(slot)));
         }
-        ended
+        ended.map(Arc::new)
     }
 
-    /// Counts the time of a copy of `len` bytes that has ended. The copy had to wait for the end of
+    /// Counts the time of copies of `len` bytes that have ended. They had to wait for the end of
     /// `before`.
     pub fn count(&self, copied: &Event, before: Option<&Event>, len: usize) {
         let Some(took) = copied.took() else { return };

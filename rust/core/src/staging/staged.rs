@@ -103,8 +103,11 @@ impl Staged {
 /// One saved range of a GPU's memory.
 #[derive(Debug)]
 pub struct Parcel {
+    /// The end of its copy, and of those of its group.
     pub copied: Arc<Event>,
     pub len: usize,
+    /// The bytes of its group if it is the last of that; else 0.
+    pub group_bytes: usize,
     pub tier: Tier,
     /// True if a load may still come; otherwise the bytes need not be written.
     pub is_wanted: AtomicBool,
@@ -127,9 +130,14 @@ pub enum Place {
 }
 
 impl Parcel {
-    pub fn new(slot: Arc<PinnedSlot>, copied: Event, len: usize, tier: Tier) -> Self {
+    pub fn new(
+        slot: Arc<PinnedSlot>,
+        copied: Arc<Event>,
+        (len, group_bytes): (usize, usize),
+        tier: Tier,
+    ) -> Self {
         let (is_wanted, place) = (AtomicBool::new(true), Mutex::new(Place::Copying(slot)));
-        Self { copied: Arc::new(copied), len, tier, is_wanted, place }
+        Self { copied, len, group_bytes, tier, is_wanted, place }
     }
 
     /// The place of the bytes. A thread that holds the lock waits for no other thread.

@@ -9,7 +9,7 @@ use crate::error::{Error, ErrorKind};
 #[derive(Debug)]
 pub struct Upload {
     /// Reached once the earlier user of the target's memory is done with it.
-    pub allocated: Event,
+    pub allocated: Arc<Event>,
     progress: Mutex<Progress>,
 }
 
@@ -39,7 +39,7 @@ impl Progress {
 }
 
 impl Upload {
-    pub fn new(allocated: Event, part_count: usize) -> Arc<Self> {
+    pub fn new(allocated: Arc<Event>, part_count: usize) -> Arc<Self> {
         let progress = Progress { coming_count: part_count, last: None, failure: None };
         Arc::new(Self { allocated, progress: Mutex::new(progress) })
     }

@@ -30,6 +30,7 @@ pub fn start(shared: &Arc<Shared>) -> Result<()> {
         shared: Arc::clone(shared),
         copying: VecDeque::new(),
         copied_before: None,
+        loaded_before: None,
         writing: Vec::new(),
         waiting: VecDeque::new(),
         reading: Vec::new(),
@@ -52,8 +53,9 @@ struct Worker {
     shared: Arc<Shared>,
     /// In the order of the stream: the first copy ends first.
     copying: VecDeque<Arc<Parcel>>,
-    /// The end of the last copy that was counted.
+    /// The ends of the last copies that were counted, from the GPU and to it.
     copied_before: Option<Arc<Event>>,
+    loaded_before: Option<Arc<Event>>,
     writing: Vec<Writing>,
     waiting: VecDeque<(Owed, Arc<Stored>)>,
     reading: Vec<Reading>,
@@ -149,12 +151,14 @@ impl Worker {
                         self.look_at_copies();
                         break;
                     }
-                    self.shared.down.count(
-                        &parcel.copied,
-                        self.copied_before.as_deref(),
-                        parcel.len,
-                    );
-                    self.copied_before = Some(Arc::clone(&parcel.copied));
+                    if parcel.group_bytes > 0 {
+                        let before = self.copied_before.replace(Arc::clone(&parcel.copied));
+                        self.shared.down.count(
+                            &parcel.copied,
+                            before.as_deref(),
+                            parcel.group_bytes,
+                        );
+                    }
                 }
                 Err(error) => {
                     // The copy may still run, so the slot is never used again.
@@ -295,7 +299,8 @@ impl Worker {
             let Uploading { slot, loaded, len } =
                 self.uploading.pop_front().expect("it was there above");
             if is_over.is_ok() {
-                self.shared.up.count(&loaded, None, len);
+                let before = self.loaded_before.replace(Arc::clone(&loaded));
+                self.shared.up.count(&loaded, before.as_deref(), len);
             } else {
                 // As above. The stream that was lent the target reports the failure to its user.
                 std::mem::forget(slot);
