@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -17,8 +18,6 @@ from ssdtrain.activations import followed
 from ssdtrain.config import OffloadConfig, StoreConfig
 from ssdtrain.planning.policy import Item, Policy
 
-followed.PRICE_MAX = math.inf
-"""Whether hooks are too dear depends on their time, which beside the fake device says nothing."""
 ELEMENTS = 16 << 10
 """64 KiB in float32: sixteen of them lie in a ring of 1 MiB, and a fourth of it is for loads."""
 RING_BYTES = 1 << 20
@@ -52,12 +51,20 @@ class ToldWhen(Everything):
     def learn(self, signature: int, items: Sequence[Item], *rest: Any) -> None:
         """Tell moments in packs, and keep nothing."""
         super().learn(signature, items, *rest)
-        _rates, self.stall_share = rest
+        _rates, self.stall_share, *_ = rest
         for place, item in enumerate(items):
             self.moments[item.key] = place, 2 * len(items) - place, place + self._packs
 
     def note_copied(self, copied: Sequence[tuple[int, float]]) -> None:
         """Tell no other moments."""
+
+
+def at_any_price() -> AbstractContextManager[object]:
+    """Let no hooks be too dear: that depends on their time, which beside this device says nothing.
+
+    It is asked of rounds that are followed in part.
+    """
+    return mock.patch.object(followed, "PRICE_MAX", math.inf)
 
 
 @contextmanager
@@ -68,7 +75,7 @@ def offloaded(policy: Policy | None = None, **options: Any) -> Iterator[ssdtrain
     given |= {"rematerialize": "never"} | options
     session = ssdtrain.Session(OffloadConfig(store=store, **given), policy or Everything())
     try:
-        with session.context():
+        with at_any_price(), session.context():
             yield session
     finally:
         session.close()

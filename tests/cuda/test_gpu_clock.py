@@ -278,10 +278,11 @@ class Stalls(Policy):
         super().__init__()
         self.shares: list[float | None] = []
 
-    def learn(self, signature: int, items: Sequence[Item], rates: Any, share: Any) -> None:
+    def learn(self, signature: int, items: Sequence[Item], *rest: Any) -> None:
+        _rates, share, *_ = rest
         self.shares.append(share)
         self._basis.clear()
-        super().learn(signature, items, rates, share)
+        super().learn(signature, items, *rest)
 
 
 @on_fake_device()

@@ -34,7 +34,7 @@ def test_slow_copies_are_measured_and_keep_tensors_on_the_gpu(fake: FakeDevice) 
         stats = session.stats
         fake.lag(0)
         chain(leaf, 1)  # begins a round, so the one before is learned from
-    (_, items, rates, _), _ = learn.call_args
+    (_, items, rates, *_), _ = learn.call_args
     assert [(item.gpu, item.nbytes) for item in items] == [(0, leaf.nbytes)] * COUNT
     assert set(rates.copies) == {0}
     assert rates.copies[0].down == pytest.approx(stats.from_gpu_bytes / stats.from_gpu_s)

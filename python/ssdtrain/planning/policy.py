@@ -64,15 +64,13 @@ SETTLED_COUNT = 3
 """After so many plans a signature is planned again only if it stalls, or rates or caution moved: a
 plan that changes makes writes whose tensors the next plan keeps."""
 RATE_CHANGE = 1.25
-"""A rate or the caution has moved if it changed by this factor; rates of shared disks differ by a
-tenth from step to step."""
+"""A rate or the caution has moved if it changed by this factor; shared disks differ by a tenth."""
 BOLDNESS_MAX = 1e4
-"""A plan that has to make room on a GPU counts on up to so many times the measured rates. Then all
-that can leave does."""
+"""To make room on a GPU, a plan counts on up to so many times the measured rates: all leaves."""
 PLANS_MAX = 64
 """Plans that are remembered: more than any training has kinds of steps."""
 KNOWLEDGE_MAX = 100_000
-"""Keys that are remembered before all is forgotten: bounds memory if shapes never repeat."""
+"""Keys that are remembered: bounds memory if shapes never repeat."""
 
 
 class Item(NamedTuple):
@@ -210,8 +208,7 @@ class _Basis(NamedTuple):
     made_count: int
     """How many plans of all kinds were made until this one."""
     has_new_order: bool
-    """True until a round went by it, if it has other tensors made again than the plan before. Their
-    sources are needed at other places of the order, which that round learns by stalls."""
+    """True until a round, which learns by stalls, went by it: it makes other tensors again."""
 
 
 class Policy:
@@ -240,8 +237,7 @@ class Policy:
         self.made_count = 0
         """The number of plans that were made. Each round notes it when it begins."""
         self._copied_s: dict[int, float] = {}
-        """By key, the end of the last copy from a GPU, in seconds since its round's first pack
-        there."""
+        """By key, the end of the last copy, in seconds since the first pack on that GPU."""
         self._host_bytes = host_bytes
         self._learning = threading.RLock()
         """Sessions of the same `offload` object learn together, each under its own lock; a handler
@@ -250,11 +246,9 @@ class Policy:
         self._futile: set[int] = set()
         self._caution = CAUTION_START
         self._basis: dict[int, _Basis] = {}
-        """By signature."""
         self._planned_caution = self._caution
-        """The caution of the plan of the last kind of rounds."""
+        """That of the plan of the last kind of rounds."""
         self._rates: Rates | None = None
-        """The rates of the last plan."""
 
     def would_plan_anew(self) -> bool:
         """Return whether the caution has moved since the last plan; call it once for a round.
@@ -361,16 +355,12 @@ class Policy:
         pressure: Pressure,
     ) -> None:
         if len(self._planned) > KNOWLEDGE_MAX:
-            self.plans.clear()
-            self.keep.clear()
-            self.pinned.clear()
-            self.rematerialized.clear()
-            self.sources.clear()
-            self.moments.clear()
-            self._copied_s.clear()
-            self._planned.clear()
+            for keys in (self.keep, self.pinned, self.rematerialized, self.sources):
+                keys.clear()
+            for known in (self.plans, self.moments, self._copied_s, self._basis):
+                known.clear()
             self._futile.clear()
-            self._basis.clear()
+            self._planned.clear()
         rates = self._rates = rates.known_before(self._rates)
         count, basis, caution, _, has_new_order = self._basis.get(
             signature, (0, rates, self._caution, 0, False)
@@ -385,7 +375,8 @@ class Policy:
         moved = _moved(basis, rates) or _differs(caution, self._caution)
         is_pressed = bool(items) and pressure.stall_s > PRESSURE_SHARE_MIN * _whole_s(items)
         before = self.plans.get(signature)
-        is_pressed |= before is not None and self._taken(items, before) > pressure.room_bytes
+        if before is not None and pressure.room_bytes < math.inf:
+            is_pressed |= self._taken(items, before) > pressure.room_bytes
         self.proofs.takes_dear |= is_pressed
         if count >= SETTLED_COUNT and not (stalled or moved or is_pressed):
             self._planned_caution = caution
@@ -393,11 +384,8 @@ class Policy:
         self._planned_caution = self._caution
         self.made_count += 1
         made = self._plan(items, rates, pressure)
-        before = self.plans.get(signature, Plan())
-        has_new_order = made.rematerialized != before.rematerialized
-        self._basis[signature] = _Basis(
-            count + 1, rates, self._caution, self.made_count, has_new_order
-        )
+        is_new = made.rematerialized != (before or Plan()).rematerialized
+        self._basis[signature] = _Basis(count + 1, rates, self._caution, self.made_count, is_new)
         self.plans[signature] = made
         if len(self.plans) > PLANS_MAX:
             oldest = next(iter(self.plans))
@@ -430,6 +418,8 @@ class Policy:
         step_bytes = sum(item.nbytes for item in items) / 16
         while True:
             made = self._plan_with(items, rates, pressure, wanted_bytes, boldness)
+            if pressure.room_bytes == math.inf:
+                return made
             short_bytes = self._taken(items, made) - pressure.room_bytes
             if short_bytes <= 0 or boldness > BOLDNESS_MAX:
                 return made
@@ -442,11 +432,10 @@ class Policy:
 
     def _taken(self, items: Sequence[Item], made: Plan) -> int:
         """Return the bytes that saved tensors take at the peak, with the first that come back."""
-        staying_bytes = sum(item.nbytes for item in items if item.key in made.keep)
         first_bytes = max((item.nbytes for item in items), default=0)
-        return staying_bytes + max(
-            first_bytes, largest_chain(items, made.rematerialized, self.proofs)
-        )
+        chain_bytes = largest_chain(items, made.rematerialized, self.proofs)
+        staying = (item.nbytes for item in items if item.key in made.keep)
+        return sum(staying, max(first_bytes, chain_bytes))
 
     def _plan_with(
         self,

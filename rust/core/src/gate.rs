@@ -7,7 +7,7 @@
 
 use std::mem;
 
-/// Number of nodes after which a tensor waits for no batch any more: of a plan little may follow it.
+/// Number of nodes after which a tensor waits for no batch any more: little may follow it by plan.
 const NODES_MAX: i64 = 32;
 /// Number of tensors in a reserve at which the dead ones are forgotten for the first time.
 const FORGET_AT_MIN: usize = 1024;
@@ -51,9 +51,9 @@ impl<T> Gate<T> {
         self.waiting.push(entry);
     }
 
-    /// Returns true if enough waits for a batch, or the first waits for long, and the first node has
-    /// been passed. Without a
-    /// `sequence` the thread has passed all nodes, and any amount is enough.
+    /// Returns true if enough waits for a batch, or the first waits for long, and the first node
+    /// has been passed. Without a `sequence` the thread has passed all nodes, and any amount is
+    /// enough.
     pub fn may_open(&self, sequence: Option<i64>, batch_bytes: u64) -> bool {
         let is_time = |first: &Waiting<T>| match sequence {
             Some(sequence) => {

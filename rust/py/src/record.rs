@@ -13,7 +13,6 @@ use crate::geometry::{Layout, root_of};
 use crate::gpu::Gpus;
 use crate::gpu_calls::GpuStream;
 use crate::kept::version_of;
-use crate::staged::{GpuBytes, Leaving};
 use crate::timeline::{Life, Timeline};
 use crate::torch::Torch;
 use crate::transfer::{Handle, Way};
@@ -29,7 +28,7 @@ pub struct Record {
     /// reads it without the GIL.
     pub counter: Py<PyAny>,
     /// First byte of the part of the storage that it covers; see [`Layout::part`].
-    start: u64,
+    pub start: u64,
     #[pyo3(get)]
     pub nbytes: u64,
     /// The version at the pack, which identifies the content.
@@ -40,9 +39,9 @@ pub struct Record {
     #[pyo3(get)]
     pub key: i64,
     /// The stream that it belongs to, if it is on a GPU.
-    stream: Option<GpuStream>,
+    pub stream: Option<GpuStream>,
     /// The plan for its way, if it leaves a GPU by a plan.
-    by_plan: OnceLock<ByPlan>,
+    pub by_plan: OnceLock<ByPlan>,
     /// Its bytes in the account; they end with it.
     pub holding: core::Holding,
     /// Its moments, if the timeline was started.
@@ -335,33 +334,6 @@ impl Record {
                 self.set_handle(Some(handle));
             }
         }))
-    }
-
-    /// Its stream, and what leaves with others of that, if it is on a GPU and all of it is there;
-    /// `None` as well if its write has begun.
-    pub fn leaving<'py>(&self, py: Python<'py>) -> PyResult<Option<(GpuStream, Leaving<'py>)>> {
-        let (Some(stream), Some(source), false) = (self.stream, self.source(py), self.has_handle())
-        else {
-            return Ok(None);
-        };
-        let storage = source.call_method0(intern!(py, "untyped_storage"))?;
-        if !self.is_whole(&storage)? {
-            return Ok(None);
-        }
-        let memory: usize = storage.call_method0(intern!(py, "data_ptr"))?.extract()?;
-        let (address, nbytes) = (memory + self.start as usize, self.nbytes);
-        let by_plan = self.by_plan.get().copied().unwrap_or_default();
-        Ok(Some((stream, Leaving { source, address, nbytes, by_plan })))
-    }
-
-    /// Takes the handle of a copy from its GPU that has begun, unless another thread has begun one
-    /// as well.
-    pub fn take_left(&self, py: Python<'_>, bytes: GpuBytes, address: usize) -> PyResult<()> {
-        let handle = Handle::of_gpu(py, bytes, address, self.start)?;
-        if !self.has_handle() {
-            self.set_handle(Some(handle));
-        }
-        Ok(())
     }
 
     /// Lets the memory go: the bytes are on the disk.

@@ -170,8 +170,8 @@ impl Shared {
 
 impl Lane {
     /// Copies a group of slots, each with another range, after all events in `after` have been
-    /// reached. Returns the event of the end of all, which measures the time since `begun`, or since
-    /// the stream reached the copies.
+    /// reached. Returns the event of the end of all, which measures the time since `begun`, or
+    /// since the stream reached the copies.
     ///
     /// If a call fails, copies may be under way all the same. Then this waits for the stream. If
     /// that fails too, the slots are never used again.
