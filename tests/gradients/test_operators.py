@@ -1,9 +1,9 @@
 """The operators of torch under the hooks: a part of the sweep, and the whole of it.
 
 The whole sweep is every sample of every operator in both dtypes, with gradcheck and gradgradcheck
-for the first three; and the samples once more, with every recipe. The small one takes operators
-with a kernel that is often trained through, or that saves in a way of its own. A sweep needs a
-process of its own: torch's test modules change its flags.
+for the first three; and six samples of each once more, with every recipe. The small one takes
+operators with a kernel that is often trained through, or that saves in a way of its own. A sweep
+needs a process of its own: torch's test modules change its flags.
 """
 
 from __future__ import annotations
@@ -53,24 +53,33 @@ def total(found: list[dict[str, Any]], what: str) -> int:
     return sum(one["counts"].get(f"{dtype} {what}", 0) for one in found for dtype in DTYPES)
 
 
+HALVES = [["--part=1/2"], ["--part=2/2"]]
+RECIPES = ["--made-again", "--checks=0"]
 SMALL = [*(f"--only={name}" for name in OFTEN_TRAINED), "--samples=2", "--checks=1"]
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("way", ["disk", "made again"])
 @pytest.mark.parametrize(
-    ("runs", "samples_min"),
+    ("way", "runs", "samples_min"),
     [
-        pytest.param([SMALL], 90, id="small"),
-        pytest.param([["--part=1/2"], ["--part=2/2"]], 20_000, id="whole", marks=pytest.mark.long),
+        pytest.param("disk", [SMALL], 90, id="disk, small"),
+        pytest.param("made again", [[*SMALL, *RECIPES]], 90, id="made again, small"),
+        pytest.param("disk", HALVES, 20_000, id="disk, whole", marks=pytest.mark.long),
+        # A recipe is one of an operator; most of its further samples differ in values alone.
+        pytest.param(
+            "made again",
+            [[*half, *RECIPES, "--samples=6"] for half in HALVES],
+            5_000,
+            id="made again, whole",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_operators_give_the_same_bits(
     runs: list[list[str]], samples_min: int, way: str, tmp_path: Path
 ) -> None:
     is_made_again = way == "made again"
-    options = ["--made-again", "--checks=0"] if is_made_again else []
-    found = tallies(tmp_path, [[*run, *options] for run in runs])
+    found = tallies(tmp_path, runs)
     samples, passed = total(found, "samples"), total(found, "passed")
     # Few samples may be left out. Of 20,861 samples torch 2.15 cannot run 3. Recipes refuse 482
     # more: most of them change in place an input from which a recipe makes a tensor.

@@ -54,7 +54,7 @@ impl Records {
         }
         let Some(stream) = common else { return Ok(()) };
         let Ok(way) = gpus.way(py, stream.gpu)? else { return Ok(()) };
-        let saved = GpuBytes::save_all(&way, stream, group, py)?;
+        let saved = GpuBytes::save_all(&way, stream, group, py);
         let mut left = records.iter().zip(saved);
         left.try_for_each(|((record, address), bytes)| record.get().take_left(py, bytes, *address))
     }

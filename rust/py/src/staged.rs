@@ -59,7 +59,7 @@ impl GpuBytes {
         stream: GpuStream,
         wanted: Vec<Leaving<'_>>,
         py: Python<'_>,
-    ) -> PyResult<Vec<Self>> {
+    ) -> Vec<Self> {
         let range = |leaving: &Leaving<'_>| {
             // SAFETY: as in `save`.
             let range =
@@ -70,7 +70,7 @@ impl GpuBytes {
         let raw = user_stream(stream); // defence: the stream of the pack
         let begun = py.detach(|| way.staging.save_all(&sources, raw)).begun;
         let saved = begun.into_iter().zip(wanted);
-        Ok(saved.map(|(staged, leaving)| Self::new(way, staged, stream, leaving)).collect())
+        saved.map(|(staged, leaving)| Self::new(way, staged, stream, leaving)).collect()
     }
 
     fn new(way: &Arc<GpuWay>, staged: Staged, stream: GpuStream, leaving: Leaving<'_>) -> Self {
