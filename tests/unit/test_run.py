@@ -93,6 +93,17 @@ def test_a_script_sees_what_it_sees_without(tmp_path: Path) -> None:
     assert "typed" in outputs[0]
 
 
+def test_without_a_directory_nothing_is_written(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(TRAIN)
+    words = ["run", "--report", "report.json", "script.py"]
+    done = forked_python(MAIN, *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "none, so nothing is written" in done.stderr
+    found = report(tmp_path)
+    assert found["dirs"] is None
+    assert found["bytes_written"] == 0
+
+
 @pytest.mark.long
 def test_a_module_sees_what_it_sees_without(tmp_path: Path) -> None:
     package = tmp_path / "tool"
@@ -266,7 +277,7 @@ def test_each_rank_has_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         (["--dir", ".", "-m", "email"], "it has no module email.__main__"),
         (["--dir", ".", "-m"], "-m needs the name of a module"),
         (["--dir", "."], "name the script to run"),
-        (["script.py"], "arguments are required: --dir, before the script's name"),
+        ([], "name the script to run"),
         (
             ["--lr", "3", "--dir", ".", "script.py"],
             "arguments: --lr; options of your script come after its name",

@@ -58,19 +58,19 @@ SIZES = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `run`; the words after the program's name are the program's."""
     parser.usage = (
-        "ssdtrain run --dir DIR [options] SCRIPT [ARGS ...]\n"
-        "       ssdtrain run --dir DIR [options] -m MODULE [ARGS ...]"
+        "ssdtrain run [--dir DIR] [options] SCRIPT [ARGS ...]\n"
+        "       ssdtrain run [--dir DIR] [options] -m MODULE [ARGS ...]"
     )
     parser.formatter_class = Formatter
     # The program may have an option that begins like an option of this command.
     parser.allow_abbrev = False
     parser.add_argument(
-        # Not required here, so that an unknown option before it is reported first.
         "--dir",
         action="append",
         type=directory,
         metavar="DIR",
-        help="directory on the SSD to offload to; several times for several drives",
+        help="directory on the SSD to offload to; several times for several drives. Without one "
+        "nothing is written: tensors are made again from others, or stay in memory of the CPU",
     )
     for name, words in SIZES.items():
         option = f"--{name.replace('_', '-')}"
@@ -129,9 +129,6 @@ class Formatter(argparse.HelpFormatter):
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the program; it ends as it would under Python alone."""
-    if arguments.dir is None:
-        _say("ssdtrain run: the following arguments are required: --dir, before the script's name")
-        return EXIT_USAGE
     names = [*SIZES, "max_device_bytes", "backend", "direct_io", "gds", "rematerialize", "verify"]
     given = {name: getattr(arguments, name) for name in names}
     options = {name: value for name, value in given.items() if value is not None}
@@ -155,7 +152,7 @@ class Job:
     """The options of the command; plain data, which child processes get too."""
 
     program: str
-    dirs: list[str]
+    dirs: list[str] | None
     """Absolute: the program may change its directory before it starts a child process."""
     options: dict[str, Any]
     report: Path | None
