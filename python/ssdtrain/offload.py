@@ -221,14 +221,14 @@ class offload:  # noqa: N801 - used like torch.no_grad
         trace: TracebackType | None,
     ) -> None:
         """Remove the hooks; the store goes with the last graph that needs it."""
-        if self.session is not None:
-            self.session.tell_of_memory(error)
         try:
             outside_compiler(self._leave)
         except BaseException:
             # Ctrl-C, perhaps before the block was left.
             outside_compiler(self._leave_this_thread)
             raise
+        if self.session is not None:
+            self.session.tell_of_memory(error)
 
     def _leave(self) -> None:
         if self._leave_this_thread():

@@ -30,6 +30,7 @@ from ssdtrain.planning.policy import (
     Rates,
     plan,
 )
+from ssdtrain.planning.rematerialize import Pressure
 
 MIB = 1 << 20
 EPSILON_S = 1e-9
@@ -663,3 +664,17 @@ def test_knowledge_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(policy._planned) <= bound + len(idle)
     assert not policy.knows(0)
     assert policy.knows(3 * len(idle))
+
+
+@pytest.mark.parametrize("write", [1e9, 0.0])
+def test_the_room_on_a_gpu_is_made_at_any_price(write: float) -> None:
+    """Also by copies that end after the last pack, and in a forward that takes no time."""
+    items = [Item(key, 1 << 20, 0.0, 1.0 - key / 100, gpu=0) for key in range(20)]
+    rates = Rates(write, write, {0: Copies(down=1e9, up=1e9)})
+    room_bytes = 4 << 20
+    policy = Policy(host_bytes=0 if write else 32 << 20)
+    policy.learn(1, items, rates, 0.0)
+    assert policy.plans[1].keep == {item.key for item in items}
+    policy.learn(1, items, rates, 0.0, Pressure(1 << 30, room_bytes=room_bytes))
+    staying_bytes = sum(item.nbytes for item in items if item.key in policy.plans[1].keep)
+    assert staying_bytes <= room_bytes

@@ -66,7 +66,7 @@ plan that changes makes writes whose tensors the next plan keeps."""
 RATE_CHANGE = 1.25
 """A rate or the caution has moved if it changed by this factor; shared disks differ by a tenth."""
 BOLDNESS_MAX = 1e4
-"""To make room on a GPU, a plan counts on up to so many times the measured rates: all leaves."""
+"""To make room on a GPU, a plan counts on so many times the measured rates, or at last on any."""
 PLANS_MAX = 64
 """Plans that are remembered: more than any training has kinds of steps."""
 KNOWLEDGE_MAX = 100_000
@@ -129,7 +129,7 @@ class Rates:
             gpu: replace(of, down=of.down * share, up=of.up * share)
             for gpu, of in self.copies.items()
         }
-        return Rates(self.write * share, self.read * share, copies)
+        return Rates(self.write and self.write * share, self.read and self.read * share, copies)
 
 
 @dataclass(frozen=True)
@@ -421,14 +421,14 @@ class Policy:
             if pressure.room_bytes == math.inf:
                 return made
             short_bytes = self._taken(items, made) - pressure.room_bytes
-            if short_bytes <= 0 or boldness > BOLDNESS_MAX:
+            if short_bytes <= 0 or boldness == math.inf:
                 return made
             if wanted_bytes <= made.rematerialized_bytes:
                 more_bytes = math.ceil(max(short_bytes, step_bytes))
                 wanted_bytes = made.rematerialized_bytes + more_bytes
             else:
                 # No more can be made again.
-                boldness *= 8
+                boldness = 8 * boldness if boldness < BOLDNESS_MAX else math.inf
 
     def _taken(self, items: Sequence[Item], made: Plan) -> int:
         """Return the bytes that saved tensors take at the peak, with the first that come back."""
