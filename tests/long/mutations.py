@@ -78,7 +78,7 @@ INSTEAD = {
     "the current stream": "let handle = 0;",
     "the stream of the pack": (
         "let raw = user_stream(GpuStream { gpu: stream.gpu, handle: "
-        "way.calls.current_stream(py, stream.gpu)? });"
+        "way.calls.current_stream(py, stream.gpu).unwrap() });"
     ),
     "a source that dies under its copy": "drop(departure);",
     "no lock while waiting for a GPU": "if true {",
