@@ -1,7 +1,7 @@
 """The operators of torch under the hooks: a part of the sweep, and the whole of it.
 
 The whole sweep is every sample of every operator in both dtypes, with gradcheck and gradgradcheck
-for the first three; and six samples of each once more, with every recipe. The small one takes
+for the first three; and twenty samples of each once more, with every recipe. The small one takes
 operators with a kernel that is often trained through, or that saves in a way of its own. A sweep
 needs a process of its own: torch's test modules change its flags.
 """
@@ -68,7 +68,7 @@ SMALL = [*(f"--only={name}" for name in OFTEN_TRAINED), "--samples=2", "--checks
         # A recipe is one of an operator; most of its further samples differ in values alone.
         pytest.param(
             "made again",
-            [[*half, *RECIPES, "--samples=6"] for half in HALVES],
+            [[*half, *RECIPES, "--samples=20"] for half in HALVES],
             5_000,
             id="made again, whole",
             marks=pytest.mark.long,
