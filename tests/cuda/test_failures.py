@@ -133,12 +133,15 @@ def test_a_tensor_that_is_larger_than_the_pinned_memory(device: Device) -> None:
 @pytest.mark.defends("a source waits for its last part")
 @on_each_device()
 def test_a_tensor_that_is_larger_than_the_slots_of_its_way_back(device: Device) -> None:
-    leaf, plain = made(0), gradient(made(0))
+    # Of several parts, with an event each: copies share one up to 8 MiB.
+    leaf, plain = made(0, 6 << 20), made(0, 6 << 20)
+    chain(plain, 8).sum().backward()
+    assert plain.grad is not None
     with offloaded(pinned_bytes=2 * leaf.nbytes) as session:
         for seed in range(4):
             device.lag(2000 * (seed % 2), seed=seed)
             before = session.stats
-            saved = chain(leaf, COUNT)
+            saved = chain(leaf, 8)
             # One after the other: a second finds no room.
             settle(session)
             leaf.grad = None
@@ -146,7 +149,7 @@ def test_a_tensor_that_is_larger_than_the_slots_of_its_way_back(device: Device) 
             del saved
             device.lag(0)
             assert leaf.grad is not None
-            assert torch.equal(leaf.grad.cpu(), plain)
+            assert torch.equal(leaf.grad.cpu(), plain.grad.cpu())
             assert session.stats.since(before).to_gpu_bytes >= leaf.nbytes
     assert device.races() == []
 
