@@ -95,7 +95,7 @@ class OffloadConfig:
     max_host_bytes: int | None = None
     """More pinned memory of the CPU, in which tensors of all GPUs may stay by plan."""
     max_device_bytes: int | Literal["auto"] | None = None
-    """What torch should have allocated at most on the GPU, at the peak of a step."""
+    """The bytes that torch should have allocated on the GPU at the peak of a step, at most."""
     gds: str = "optional"
     """``"compat"`` is cuFile's compatibility mode, for tests."""
     rematerialize: str = "auto"

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ssdtrain.config import Rematerialize
-from ssdtrain.planning.policy import Item, Rates
-from ssdtrain.planning.rematerialize import CHAIN_SHARE_MAX, NO_PRESSURE, PROOF_COUNT, Pressure
+from ssdtrain.planning.policy import Item
+from ssdtrain.planning.rematerialize import CHAIN_SHARE_MAX, PROOF_COUNT, Pressure
 from ssdtrain.residency import WIDENING_BYTES
 from support import Patient, Result, Rig, assert_equal_bits, gradients
 from test_rematerialize import ROWS, WIDTH, model, step
@@ -28,15 +28,9 @@ UNIT = ELEMENTS * 4
 class Pressed(Patient):
     """A policy of steps that wait for most of their time."""
 
-    def learn(
-        self,
-        signature: int,
-        items: Sequence[Item],
-        rates: Rates,
-        stall_share: float | None,
-        pressure: Pressure = NO_PRESSURE,
-    ) -> None:
+    def learn(self, signature: int, items: Sequence[Item], *rest: Any) -> None:
         """Tell of long waits."""
+        rates, stall_share, pressure = rest
         pressed = Pressure(pressure.limit_bytes, 1e9)
         super().learn(signature, items, rates, stall_share, pressed)
 

@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-device-bytes",
         type=lambda given: given if given == "auto" else size("max_device_bytes")(given),
         metavar="SIZE",
-        help="what torch should have allocated on the GPU at most, such as 20GiB; or auto",
+        help="bound for all that torch has allocated on the GPU, such as 20GiB; or auto",
     )
     parser.add_argument("--backend", choices=get_args(Backend), help="(default: auto)")
     parser.add_argument("--direct-io", choices=get_args(DirectIo), help="(default: required)")

@@ -88,8 +88,9 @@ def use_freed_memory_again() -> None:
     each of those is a mapping of its own, which the kernel makes and zeroes anew every time. Does
     nothing if the user has set any option of malloc.
     """
-    options = os.environ.get("GLIBC_TUNABLES", "")
-    if _trim is None or "glibc.malloc" in options or "MALLOC_MMAP_THRESHOLD_" in os.environ:
+    has_options = any(name.startswith("MALLOC_") for name in os.environ)
+    has_options |= "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
+    if _trim is None or has_options:
         return
     mallopt = ctypes.CDLL(None).mallopt
     mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES)

@@ -89,7 +89,7 @@ class Proof:
 
 @dataclass(frozen=True)
 class Pressure:
-    """What a bound on memory cost a round."""
+    """A bound on memory, and the waits that it cost a round."""
 
     limit_bytes: float = math.inf
     """The bound."""
