@@ -277,6 +277,8 @@ class Residency:
 
     def lacks_room(self) -> bool:
         """Return whether the saved tensors take more than the bound of a GPU leaves for them."""
+        if self.is_bounded or self.recipes_limit_bytes is None:
+            return False
         return not self.account.soft_room_bytes(self._beside_holdings())
 
     def _is_short_of(self, nbytes: int) -> bool:

@@ -156,8 +156,9 @@ class Rematerializer:
         is_open = is_open or self._always
         found = None
         is_wanted = key in self._policy.rematerialized
-        # A GPU without room makes again what can be.
-        is_wanted |= proofs.get(key) is not None and self._residency.lacks_room()
+        if not is_wanted and is_new and self._residency.lacks_room():
+            # A GPU without room makes again what can be.
+            is_wanted = proofs.get(key) is not None
         if is_new and (is_open or is_wanted):
             found = self._find(saved, tensor, is_wanted=is_wanted)
         if is_open or key in proofs.sources:

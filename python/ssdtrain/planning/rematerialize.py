@@ -152,7 +152,8 @@ class Proofs:
         before = self._proofs.get(key)
         if before is not None and before.form == proof.form:
             proof = replace(proof, count=before.count + 1)
-        if len(self._proofs) + len(self._barred) + len(self._seconds) >= KNOWN_MAX:
+        known = self._proofs, self._barred, self._seconds, self._dear
+        if sum(map(len, known)) >= KNOWN_MAX:
             self._proofs.clear()
             self._barred.clear()
             self._seconds.clear()
@@ -194,7 +195,8 @@ def choose_rematerialized(
     if not known:
         return frozenset()
     whole_s = max(item.needed_s for item in items) - items[0].packed_s
-    made = [item for item in items if item.key in known.keys() & set(before)]
+    made_keys = known.keys() & set(before)
+    made = [item for item in items if item.key in made_keys]
     before_s = sum(known[item.key].seconds + HOOKS_S for item in made)
     left_s = SLOWDOWN_SHARE_MAX * max(0.0, whole_s - before_s)
     waits_s = 0.0
