@@ -275,12 +275,6 @@ class Residency:
         """Let memory go for ``nbytes`` more on a GPU, as far as anything can leave it now."""
         self._comes_to_fit(nbytes, may_give_way=True)
 
-    def lacks_room(self) -> bool:
-        """Return whether the saved tensors take more than the bound of a GPU leaves for them."""
-        if self.is_bounded or self.recipes_limit_bytes is None:
-            return False
-        return not self.account.soft_room_bytes(self._beside_holdings())
-
     def _is_short_of(self, nbytes: int) -> bool:
         if self.limit_bytes is None:
             return self.account.soft_room_bytes(self._beside_holdings()) < nbytes

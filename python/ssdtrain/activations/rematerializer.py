@@ -155,12 +155,8 @@ class Rematerializer:
         is_open = self._policy.knows(key) and proofs.use(key) == "prove"
         is_open = is_open or self._always
         found = None
-        is_wanted = key in self._policy.rematerialized
-        if not is_wanted and is_new and self._residency.lacks_room():
-            # A GPU without room makes again what can be.
-            is_wanted = proofs.get(key) is not None
-        if is_new and (is_open or is_wanted):
-            found = self._find(saved, tensor, is_wanted=is_wanted)
+        if is_new and (is_open or key in self._policy.rematerialized):
+            found = self._find(saved, tensor)
         if is_open or key in proofs.sources:
             self._outputs.note(tensor, saved)
         if found is not None:
@@ -236,10 +232,9 @@ class Rematerializer:
         residency.note_peak()
         return reservation
 
-    def _find(
-        self, saved: SavedTensor, tensor: Tensor, *, is_wanted: bool
-    ) -> tuple[RecipeInUse, bool] | None:
+    def _find(self, saved: SavedTensor, tensor: Tensor) -> tuple[RecipeInUse, bool] | None:
         key, policy = saved.record.key, self._policy
+        is_planned = key in policy.rematerialized
         base = tensor._base  # noqa: SLF001 - it has no public name
         root = tensor if base is None else base
         recipe = None
@@ -247,7 +242,7 @@ class Rematerializer:
             recipe = find_recipe(root, self._outputs, self._is_source)
         chain = CHAIN_MAX + 1 if recipe is None else 1 + max(map(_chain, recipe.sources), default=0)
         if recipe is None or chain > CHAIN_MAX or not self._has_room_for(saved, recipe):
-            if not is_wanted:
+            if not is_planned:
                 policy.proofs.bar(key)
             return None
         if recipe.is_dear and not (self._always or policy.proofs.takes_dear):
@@ -257,7 +252,7 @@ class Rematerializer:
         if self._always:
             return RecipeInUse(recipe, chain), True
         proof = policy.proofs.get(key)
-        if not is_wanted or proof is None:
+        if not is_planned or proof is None:
             return RecipeInUse(recipe, chain), False
         if proof.form != _form(recipe):  # defence: form of a recipe
             return None  # defence: form of a recipe
