@@ -53,15 +53,17 @@ def saved_bytes(tmp_path: Path, run: Callable[[], Result]) -> int:
 def test_recipes_are_used_under_a_bound(tmp_path: Path) -> None:
     module = model()
     bound = saved_bytes(tmp_path, lambda: step(module)) // 2
-    written = {}
+    seen = []
     for rematerialize in ("never", "auto"):
         rig = Rig(tmp_path, rematerialize=rematerialize, policy=Patient(), max_resident_bytes=bound)
         compare(rig, lambda: step(module))
-        stats = rig.stats
-        assert stats.resident_bytes_peak <= bound
-        assert (stats.bytes_rematerialized > 0) == (rematerialize == "auto")
-        written[rematerialize] = stats.bytes_written
-    assert written["auto"] < written["never"]
+        assert rig.stats.resident_bytes_peak <= bound
+        seen.append(rig.stats)
+    never, auto = seen
+    assert auto.bytes_rematerialized > never.bytes_rematerialized == 0
+    # How many bytes of the others are written, and how many cancelled, is a matter of time.
+    moved, others = (it.bytes_offloaded + it.bytes_forwarded + it.bytes_kept for it in seen)
+    assert others == moved - auto.bytes_rematerialized
 
 
 def test_dear_recipes_are_used_only_if_a_step_waits(tmp_path: Path) -> None:
