@@ -50,6 +50,8 @@ SEEN_SHARE_LITTLE = 0.02
 LOST_SHARE_LITTLE = 0.01
 """The report gives no advice about a loss of a smaller share of the time in the block."""
 
+DEAR_REMEDY = "leave the block out, unless the step does not fit without it"
+
 ACTIVATIONS = "activations"
 REASON_BELOW = "the last line tells why"
 
@@ -269,17 +271,9 @@ class Stats:
 
     def __str__(self) -> str:
         """Return the report for a person."""
-        fates = (
-            ("offloaded", self.bytes_offloaded, self.tensors_offloaded),
-            ("forwarded", self.bytes_forwarded, self.tensors_forwarded),
-            ("kept", self.bytes_kept, self.tensors_kept),
-        )
-        # Only the last count has its noun.
-        saved = ", ".join(
-            f"{shown_bytes(nbytes)} {fate} in "
-            + (shown_count(count, "tensor") if fate == "kept" else str(count))
-            for fate, nbytes, count in fates
-        )
+        offloaded = f"{shown_bytes(self.bytes_offloaded)} offloaded in {self.tensors_offloaded}"
+        forwarded = f"{shown_bytes(self.bytes_forwarded)} forwarded in {self.tensors_forwarded}"
+        kept = f"{shown_bytes(self.bytes_kept)} kept in {shown_count(self.tensors_kept, 'tensor')}"
         moves = (
             ("written", self.bytes_written, self.write_busy_s),
             ("read", self.bytes_read, self.read_busy_s),
@@ -295,7 +289,7 @@ class Stats:
         rows = [
             f"ssdtrain: {self._shown_gain()}",
             f"  disks      {self._engines() or 'none, so nothing is written'}",
-            f"  saved      {saved}",
+            f"  saved      {offloaded}, {forwarded}, {kept}",
             f"  resident   {peak} at the peak, {now} now",
             f"  process    {memory}",
             f"  drive      {moved}",
@@ -333,9 +327,8 @@ class Stats:
         if not self.saved_bytes_peak and not self.classes:
             text = "no saved tensor was taken here, so nothing was gained"
             return text if self.reason is None else f"{text}; {REASON_BELOW}"
-        on_gpu = self.pinned_bytes or self.ring_bytes
+        on_gpu, all_bytes = self.pinned_bytes or self.ring_bytes, self.process_bytes_peak
         gained_bytes = self.saved_bytes_peak - self.saved_resident_bytes_peak
-        all_bytes = self.process_bytes_peak
         lost_s = max(self.exposed_s, self.gpu_stall_s)
         least = "at least " if self.blocks_recomputed else ""
         # The rows of the classes tell of weights and state.
@@ -348,7 +341,7 @@ class Stats:
             gained_bytes, all_bytes = self.away_bytes_peak, self.device_bytes_peak
             text = f"without ssdtrain GPUs would hold up to {shown_bytes(gained_bytes)} more"
         else:
-            lost_s += self.hooks_s
+            lost_s += self.hooks_s + self.rematerialize_s
         share = lost_s / max(self.elapsed_s, 1e-9)
         text += f"; hooks and waits took {lost_s:.3f} s of {self.elapsed_s:.3f} s ({share:.1%})"
         # Weights and state that leave memory are a gain, too.
@@ -356,7 +349,11 @@ class Stats:
             return text
         is_much = gained_bytes >= GAINED_SHARE_LITTLE * self.saved_bytes_peak
         if is_much and gained_bytes >= SEEN_SHARE_LITTLE * all_bytes:
-            return text
+            # A GPU computes on meanwhile; without a directory nothing but recipes takes time.
+            freed = gained_bytes / (all_bytes + gained_bytes)
+            if on_gpu or not self.engines or share <= freed:
+                return text
+            return f"{text}, but only {freed:.1%} of the memory was freed: {DEAR_REMEDY}"
         advice = "leave the block out"
         if self.reason is not None:
             advice = f"{REASON_BELOW}, and what to change"

@@ -149,8 +149,8 @@ def faults():
     torch.zeros(24 << 20, dtype=torch.uint8)
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 with ssdtrain.offload():
-    faults()
-    print(faults())
+    # Small objects may lie where the first tensors were, so a few calls may need new memory.
+    print(min(faults() for _ in range(8)))
 """
 
 

@@ -72,6 +72,13 @@ def test_the_report_begins_with_what_was_gained_and_lost(tmp_path: Path) -> None
         "ssdtrain: saved tensors took 200 MiB of memory at the peak, and would take 600 MiB "
         f"without ssdtrain; {costs}"
     )
+    dear = dataclasses.replace(large, hooks_s=2.0, rematerialize_s=0.5)
+    first = str(dear).splitlines()[0]
+    assert first.endswith(
+        "hooks and waits took 3.250 s of 10.000 s (32.5%), but only 28.1% of the memory was freed: "
+        "leave the block out, unless the step does not fit without it"
+    )
+    assert "leave the block out" not in str(dataclasses.replace(dear, elapsed_s=12.0))
     little = dataclasses.replace(large, saved_bytes_peak=210 << 20)
     first, second, *_ = str(little).splitlines()
     assert first.startswith("ssdtrain: hardly anything was gained: saved tensors took 200 MiB of")
