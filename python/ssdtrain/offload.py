@@ -33,7 +33,6 @@ from ssdtrain.config import (
 )
 from ssdtrain.errors import ConfigError
 from ssdtrain.machine.huge_pages import note_small_pages
-from ssdtrain.machine.process_memory import use_freed_memory_again
 from ssdtrain.machine.torch_internals import outside_compiler
 from ssdtrain.notices import PROCESS, Notices
 from ssdtrain.planning.policy import Policy
@@ -210,8 +209,6 @@ class offload:  # noqa: N801 - used like torch.no_grad
 
     def _open(self) -> Session:
         note_small_pages()
-        if self._config.max_resident_bytes is None:
-            use_freed_memory_again()
         return Session(self._config, self._policy, self._choices, self._notices)
 
     def __exit__(

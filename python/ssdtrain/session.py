@@ -14,6 +14,7 @@ from ssdtrain.activations.installed import Pair
 from ssdtrain.activations.watch import Watch
 from ssdtrain.config import OffloadConfig
 from ssdtrain.errors import ConfigError, SsdtrainError
+from ssdtrain.machine.process_memory import keep_freed_memory, let_freed_memory_go
 from ssdtrain.notices import Notices, log, say_begin
 from ssdtrain.open_store import open_store
 from ssdtrain.planning.policy import Policy
@@ -73,6 +74,8 @@ class Session:
             self._final_traces: tuple[Trace, ...] = ()
             self._timeline: Timeline | None = None
             self._watch: Watch | None = None
+            if bound is None:
+                keep_freed_memory()
             say_begin(config.min_bytes, bound, self._hooks.stats().engines)
         except BaseException:
             # Ctrl-C: its traceback, which a notebook keeps, would hold the store open.
@@ -219,4 +222,6 @@ class Session:
             # closed anyway.
             self._final_traces = hooks.traces()
             self._hooks = None
+            if self._config.max_resident_bytes is None:
+                let_freed_memory_go()
             self._notices.say_end(self._final.reason, is_surprising=self._final.is_surprising)

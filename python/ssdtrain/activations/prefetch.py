@@ -16,6 +16,7 @@ from ssdtrain.activations.followed import Followed, Scope
 from ssdtrain.activations.names import needing
 from ssdtrain.activations.rematerializer import is_away, missing_bytes
 from ssdtrain.errors import SsdtrainError
+from ssdtrain.machine.process_memory import release_free_memory
 from ssdtrain.machine.torch_internals import queue_callback
 from ssdtrain.notices import Held, Notices, log
 from ssdtrain.planning.policy import Item, Policy, Rates
@@ -158,20 +159,28 @@ class Prefetcher:
             return
         if ended.signature not in self._policy.plans:
             self._warn_of_one_node(ended)
+        was_settled = self._policy.is_settled(ended.signature)
         self._policy.learn(ended.signature, items, rates, stall_share, pressure)
         self._pin(ended.signature)
         if self._policy.is_settled(ended.signature):
-            self.rounds.set_guide(ended)
-            self._followed.note_whole(
-                ended.opening,
-                ended.signature,
-                saved_bytes=sum(item.nbytes for item in items),
-                leaving_bytes=self._policy.plans[ended.signature].leaving_bytes,
-            )
+            self._follow(ended, items, is_first=not was_settled)
         self.recorded.pop(ended.signature, None)
         self.recorded[ended.signature] = Recording(items, learned.began_s, learned.ended_s)
         if len(self.recorded) > RECORDED_MAX:
             del self.recorded[next(iter(self.recorded))]
+
+    def _follow(self, ended: Round, items: list[Item], *, is_first: bool) -> None:
+        """Let later rounds be followed in part, by a whole round whose plan is settled."""
+        if is_first:
+            # The first rounds, whose plans let less go, took more.
+            release_free_memory()
+        self.rounds.set_guide(ended)
+        self._followed.note_whole(
+            ended.opening,
+            ended.signature,
+            saved_bytes=sum(item.nbytes for item in items),
+            leaving_bytes=self._policy.plans[ended.signature].leaving_bytes,
+        )
 
     def _learn_from_partial(
         self, ended: Round, rates: Rates, stall_share: float | None, pressure: Pressure

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from functools import cache
+from collections.abc import Callable
 from pathlib import Path
 
 STATUS = Path("/proc/self/status")
@@ -25,7 +25,10 @@ MMAP_THRESHOLD_BYTES = 32 << 20
 """The largest that glibc takes."""
 TRIM_THRESHOLD_BYTES = 64 << 20
 """Twice the other, which is what glibc itself sets."""
+NEVER_TRIM_BYTES = (1 << 31) - 1
+"""The largest number that mallopt takes."""
 
+_mallopt: Callable[[int, int], int] = getattr(ctypes.CDLL(None), "mallopt", lambda *_: 0)
 _trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
 """Only glibc has this function, and only glibc keeps so much."""
 if _trim is not None:
@@ -80,21 +83,32 @@ def release_free_memory() -> None:
         _trim(0)
 
 
-@cache
-def use_freed_memory_again() -> None:
+def keep_freed_memory() -> None:
     """Have glibc keep freed blocks of less than 32 MiB, for the next ones of their size.
 
     glibc comes to this threshold by itself as such blocks are freed, but for the largest of them:
-    each of those is a mapping of its own, which the kernel makes and zeroes anew every time. Does
+    each of those is a mapping of its own, which the kernel makes and zeroes anew every time. It
+    also gives the end of its heap back whenever that is free, which is in every step. Both do
     nothing if the user has set any option of malloc.
     """
+    if _may_set_options():
+        _mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES)
+        _mallopt(M_TRIM_THRESHOLD, NEVER_TRIM_BYTES)
+
+
+def let_freed_memory_go() -> None:
+    """Have glibc give the end of its heap back again, from the next time that it grows by a free.
+
+    Another session that is still open only becomes slower.
+    """
+    if _may_set_options():
+        _mallopt(M_TRIM_THRESHOLD, TRIM_THRESHOLD_BYTES)
+
+
+def _may_set_options() -> bool:
     has_options = any(name.startswith("MALLOC_") for name in os.environ)
     has_options |= "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
-    if _trim is None or has_options:
-        return
-    mallopt = ctypes.CDLL(None).mallopt
-    mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES)
-    mallopt(M_TRIM_THRESHOLD, TRIM_THRESHOLD_BYTES)
+    return _trim is not None and not has_options
 
 
 class GrownMemory:
