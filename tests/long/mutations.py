@@ -68,6 +68,7 @@ INSTEAD = {
     ),
     "a leaf that is kept is held itself": "let held = if false {",
     "a leaf in memory is handed out itself": "&& false;",
+    "values of a mask": "if False:",
     "weights without history": "Ok(users == 0)",
     "what a refused backward left is dropped": "if _lowest:",
     "what a plain tensor is": "return Ok(Verdict::Plain);",

@@ -8,6 +8,7 @@ backward, such as a change of a source, is a part of the proof.
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable
@@ -20,7 +21,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from ssdtrain._core import Kept, Records, Reservation, SavedTensor
+from ssdtrain._core import Account, Kept, Records, Reservation, SavedTensor
 from ssdtrain.activations.names import describe
 from ssdtrain.activations.saved_tensor import version_of
 from ssdtrain.activations.weak_table import WeakTable
@@ -30,11 +31,15 @@ from ssdtrain.notices import log
 from ssdtrain.planning.policy import Policy
 from ssdtrain.planning.rematerialize import CHAIN_MAX, Pressure, Proof
 from ssdtrain.rematerialize.find import Outputs, find_recipe
+from ssdtrain.rematerialize.masks import find_mask
 from ssdtrain.rematerialize.recipe import Recipe, as_in_forward
 from ssdtrain.residency import Residency
 from ssdtrain.transfer.staged import use_here
 
 __all__ = ["Rematerializer"]
+
+BITS_SHARE_MAX = 1 / 64
+"""Under a bound, the bits of masks take at most this share of it, because they cannot leave."""
 
 Bring = Callable[[object], Tensor]
 """Returns the tensor of a packed object."""
@@ -51,6 +56,10 @@ class RecipeInUse:
     """By the identity of a source, a copy from before an optimizer changed that weight."""
     kept: frozenset[int] = frozenset()
     """The addresses of the storages of sources that stay in memory."""
+    bits: tuple[Reservation, ...] = ()
+    """The memory of the bits of a mask, in two accounts."""
+    bits_s: float = 0.0
+    """The time that it took to look at the mask."""
 
     def brought_by(self, bring: Bring) -> Bring:
         """Return a function that brings each source as it was when the tensor was saved."""
@@ -106,6 +115,8 @@ class Rematerializer:
         self._lock = lock
         self._always = always
         self._outputs = Outputs()
+        self._bits = Account()
+        """The bits of all masks; the session's account has them, too."""
         self._on_kept: WeakTable[RecipeInUse] = WeakTable(forget_at_min=64)
         """Recipes whose sources are weights, or other tensors that stay in memory."""
         self.seconds = 0.0
@@ -160,7 +171,8 @@ class Rematerializer:
         if is_open or key in proofs.sources:
             self._outputs.note(tensor, saved)
         if found is not None:
-            use, _ = found
+            use, replaces = found
+            self.seconds += use.bits_s if replaces else 0.0
             use.kept = frozenset(
                 address_of(source.tensor.untyped_storage())
                 for source in use.recipe.sources
@@ -212,7 +224,7 @@ class Rematerializer:
             brought = {id(source): bring(source) for source in recipe.sources}
             made, took_s = _timed(recipe, lambda source: brought[id(source)])
             _compare(saved, tensor, made)  # defence: proof of a recipe
-            proofs.note(key, Proof(_form(recipe), took_s, _keys(recipe)))
+            proofs.note(key, Proof(_form(recipe), use.bits_s + took_s, _keys(recipe)))
         except (torch.OutOfMemoryError, SsdtrainError) as error:
             log.debug("the recipe %s was not proved: %s", recipe.operations, error)
         except (_OtherBitsError, RuntimeError, TypeError, ValueError, LookupError) as error:
@@ -237,26 +249,42 @@ class Rematerializer:
         is_planned = key in policy.rematerialized
         base = tensor._base  # noqa: SLF001 - it has no public name
         root = tensor if base is None else base
-        recipe = None
-        if root.grad_fn is not None and root.untyped_storage().nbytes() == saved.record.nbytes:
-            recipe = find_recipe(root, self._outputs, self._is_source)
-        chain = CHAIN_MAX + 1 if recipe is None else 1 + max(map(_chain, recipe.sources), default=0)
-        if recipe is None or chain > CHAIN_MAX or not self._has_room_for(saved, recipe):
+        is_whole = root.untyped_storage().nbytes() == saved.record.nbytes
+        use = self._use_of(root) if is_whole else None
+        if use is None or use.chain > CHAIN_MAX or not self._has_room_for(saved, use.recipe):
             if not is_planned:
                 policy.proofs.bar(key)
             return None
-        if recipe.is_dear and not (self._always or policy.proofs.takes_dear):
+        if use.recipe.is_dear and not (self._always or policy.proofs.takes_dear):
             # It takes too long for the bytes that it frees, unless the step waits for memory.
             policy.proofs.put_off(key)
             return None
         if self._always:
-            return RecipeInUse(recipe, chain), True
+            return use, True
         proof = policy.proofs.get(key)
         if not is_planned or proof is None:
-            return RecipeInUse(recipe, chain), False
-        if proof.form != _form(recipe):  # defence: form of a recipe
+            return use, False
+        if proof.form != _form(use.recipe):  # defence: form of a recipe
             return None  # defence: form of a recipe
-        return RecipeInUse(recipe, chain), True
+        return use, True
+
+    def _use_of(self, root: Tensor) -> RecipeInUse | None:
+        if root.grad_fn is not None:
+            recipe = find_recipe(root, self._outputs, self._is_source)
+            if recipe is None:
+                return None
+            return RecipeInUse(recipe, 1 + max(map(_chain, recipe.sources), default=0))
+        began_s = perf_counter()
+        mask = find_mask(root)
+        if mask is None:
+            return None
+        bits_bytes = sum(it.tensor.nbytes for it in mask.sources if isinstance(it, Kept))
+        limit_bytes = self._residency.limit_bytes or math.inf
+        if self._bits.held_bytes + bits_bytes > BITS_SHARE_MAX * limit_bytes:
+            return None
+        accounts = self._bits, self._residency.account
+        bits = tuple(account.reserve(bits_bytes) for account in accounts)
+        return RecipeInUse(mask, 1, bits=bits, bits_s=perf_counter() - began_s)
 
     def _has_room_for(self, saved: SavedTensor, recipe: Recipe) -> bool:
         """Return whether the tensor and all that it is made from are a small part of the bound."""
