@@ -801,6 +801,12 @@ class Offloading:
     def unpack(self, packed: object) -> Tensor:
         """Give a node its saved tensor back."""
 
+    def pack_narrow(self, tensor: Tensor) -> object | None:
+        """Pack a narrow copy of a tensor, during the pack of that tensor; ``None`` if it is small.
+
+        Rounds with and without it are of one kind.
+        """
+
     def unpack_source(self, packed: object) -> Tensor:
         """Unpack a tensor from which another is made; what was read stays for its own node."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -55,6 +56,44 @@ def test_recipes_are_proved_and_used_in_rounds_that_are_followed_in_parts(device
             seen.append(session.stats.bytes_rematerialized)
     assert seen[0] == 0, "a recipe was used unproved"
     assert seen[-1] > seen[-2] > seen[-3], "rounds that are followed in parts use no recipe"
+
+
+class Rounded(torch.autograd.Function):
+    """Makes numbers narrow; no recipe can repeat a function of the user."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.bfloat16()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.float()
+
+
+def widened(leaf: Tensor) -> Tensor:
+    """Return the sum of a chain of casts, whose sources nobody saves."""
+    x = leaf
+    for _ in range(4):
+        x = torch.sin(Rounded.apply(x).float())
+    return x.square().sum()
+
+
+@on_each_device()
+def test_casts_are_made_from_narrow_copies(device: Device) -> None:
+    leaf = made(0)
+    expected = gradient(lambda: widened(leaf), leaf)
+    seen = []
+    with offloaded(Patient(), rematerialize="auto") as session:
+        for _ in range(STEPS):
+            assert torch.equal(gradient(lambda: widened(leaf), leaf), expected)
+            use_memory(leaf, 4)
+            torch.cuda.synchronize()
+            seen.append(session.stats.bytes_rematerialized)
+    assert seen[0] == 0, "a recipe was used unproved"
+    # `square` saves a result of `sin`, which is made from the last cast.
+    made_bytes = 4 * leaf.nbytes
+    assert seen[-1] - seen[-2] >= made_bytes
+    assert session.stats.recipes_differing_count == 0
 
 
 def train_beside(device: Device, loss_of: Callable[..., Tensor], *, held: int) -> None:

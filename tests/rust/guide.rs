@@ -11,7 +11,7 @@ use ssdtrain_core::window::Look;
 const SIZES: [u64; 4] = [10, 20, 10, 30];
 
 fn entry(nbytes: u64, joined: Option<i64>) -> Entry {
-    Entry { sequence: 0, nbytes, gpu: Some(1), joined }
+    Entry { sequence: 0, nbytes, gpu: Some(1), joined, is_narrow: false }
 }
 
 /// A round that was followed in whole; its third tensor shares the bytes of the first.
@@ -30,6 +30,21 @@ fn guided() -> Round<()> {
     round.add((), entry(SIZES[0], None), 0.0);
     round.begin_guide(whole().guide().into());
     round
+}
+
+#[test]
+fn a_narrow_copy_tells_no_rounds_apart() {
+    let (mut plain, mut narrowing) = (whole(), whole());
+    narrowing.add((), Entry { is_narrow: true, ..entry(20, None) }, 0.0);
+    assert_eq!(narrowing.signature(), plain.signature());
+    let narrow_key = narrowing.guide()[SIZES.len()].key;
+    for round in [&mut plain, &mut narrowing] {
+        round.add((), entry(20, None), 0.0);
+    }
+    assert_eq!(narrowing.signature(), plain.signature());
+    let [last, last_narrowing] = [&plain, &narrowing].map(|round| round.guide().last().copied());
+    assert_eq!(last_narrowing, last);
+    assert_ne!(last.map(|place| place.key), Some(narrow_key));
 }
 
 #[test]

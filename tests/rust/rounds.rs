@@ -135,7 +135,7 @@ impl Desk {
         let (name, round, ahead) = (name.to_owned(), RefCell::default(), RefCell::default());
         let saved = Rc::new(Saved { name, record, round, ahead });
         let joined = (!is_new).then_some(saved.record.key);
-        let of = Entry { sequence, nbytes, gpu: Some(1), joined };
+        let of = Entry { sequence, nbytes, gpu: Some(1), joined, is_narrow: false };
         let ordinal = opened.round.lock().add(Rc::downgrade(&saved), of, self.now_s);
         *saved.round.borrow_mut() = Some((opened.round, ordinal));
         self.now_s += 1.0;

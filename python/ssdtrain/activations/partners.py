@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor, UntypedStorage
 
-from ssdtrain._core import Kept, Loading, Record, Round, SavedTensor
+from ssdtrain._core import Kept, Loading, Offloading, Record, Round, SavedTensor
 from ssdtrain.activations.followed import Scope
 from ssdtrain.activations.rematerializer import Bring, RecipeInUse
 from ssdtrain.errors import SsdtrainError
@@ -120,7 +120,7 @@ class Rematerializing(Protocol):
     """Recipes of saved tensors; see `Rematerializer`."""
 
     def recipe(
-        self, saved: SavedTensor, tensor: Tensor, is_new: bool
+        self, saved: SavedTensor, tensor: Tensor, is_new: bool, offloading: Offloading
     ) -> tuple[RecipeInUse, bool] | None:
         """Return the recipe of a tensor that was saved now, and whether it replaces the bytes."""
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from ssdtrain._core import Account, Kept, Records, Reservation, SavedTensor
+from ssdtrain._core import Account, Kept, Offloading, Records, Reservation, SavedTensor
 from ssdtrain.activations.names import describe
 from ssdtrain.activations.saved_tensor import version_of
 from ssdtrain.activations.weak_table import WeakTable
@@ -32,6 +32,7 @@ from ssdtrain.planning.policy import Policy
 from ssdtrain.planning.rematerialize import CHAIN_MAX, Pressure, Proof
 from ssdtrain.rematerialize.find import Outputs, find_recipe
 from ssdtrain.rematerialize.masks import find_mask
+from ssdtrain.rematerialize.narrow import narrowed, widening_from
 from ssdtrain.rematerialize.recipe import Recipe, as_in_forward
 from ssdtrain.residency import Residency
 from ssdtrain.transfer.staged import use_here
@@ -58,8 +59,8 @@ class RecipeInUse:
     """The addresses of the storages of sources that stay in memory."""
     bits: tuple[Reservation, ...] = ()
     """The memory of the bits of a mask, in two accounts."""
-    bits_s: float = 0.0
-    """The time that it took to look at the mask."""
+    prepared_s: float = 0.0
+    """The time that it took to look at a mask, or to copy narrow numbers."""
 
     def brought_by(self, bring: Bring) -> Bring:
         """Return a function that brings each source as it was when the tensor was saved."""
@@ -156,7 +157,7 @@ class Rematerializer:
     # Called by the compiled part.
 
     def recipe(
-        self, saved: SavedTensor, tensor: Tensor, is_new: bool
+        self, saved: SavedTensor, tensor: Tensor, is_new: bool, offloading: Offloading
     ) -> tuple[RecipeInUse, bool] | None:
         """Return the recipe of a tensor that was saved now, and whether it replaces the bytes."""
         if self._residency.is_refusing:
@@ -167,12 +168,12 @@ class Rematerializer:
         is_open = is_open or self._always
         found = None
         if is_new and (is_open or key in self._policy.rematerialized):
-            found = self._find(saved, tensor)
+            found = self._find(saved, tensor, offloading)
         if is_open or key in proofs.sources:
             self._outputs.note(tensor, saved)
         if found is not None:
             use, replaces = found
-            self.seconds += use.bits_s if replaces else 0.0
+            self.seconds += use.prepared_s if replaces else 0.0
             use.kept = frozenset(
                 address_of(source.tensor.untyped_storage())
                 for source in use.recipe.sources
@@ -224,7 +225,7 @@ class Rematerializer:
             brought = {id(source): bring(source) for source in recipe.sources}
             made, took_s = _timed(recipe, lambda source: brought[id(source)])
             _compare(saved, tensor, made)  # defence: proof of a recipe
-            proofs.note(key, Proof(_form(recipe), use.bits_s + took_s, _keys(recipe)))
+            proofs.note(key, Proof(_form(recipe), use.prepared_s + took_s, _keys(recipe)))
         except (torch.OutOfMemoryError, SsdtrainError) as error:
             log.debug("the recipe %s was not proved: %s", recipe.operations, error)
         except (_OtherBitsError, RuntimeError, TypeError, ValueError, LookupError) as error:
@@ -244,13 +245,15 @@ class Rematerializer:
         residency.note_peak()
         return reservation
 
-    def _find(self, saved: SavedTensor, tensor: Tensor) -> tuple[RecipeInUse, bool] | None:
+    def _find(
+        self, saved: SavedTensor, tensor: Tensor, offloading: Offloading
+    ) -> tuple[RecipeInUse, bool] | None:
         key, policy = saved.record.key, self._policy
         is_planned = key in policy.rematerialized
         base = tensor._base  # noqa: SLF001 - it has no public name
         root = tensor if base is None else base
         is_whole = root.untyped_storage().nbytes() == saved.record.nbytes
-        use = self._use_of(root) if is_whole else None
+        use = self._use_of(root, offloading) if is_whole else None
         if use is None or use.chain > CHAIN_MAX or not self._has_room_for(saved, use.recipe):
             if not is_planned:
                 policy.proofs.bar(key)
@@ -268,13 +271,19 @@ class Rematerializer:
             return None  # defence: form of a recipe
         return use, True
 
-    def _use_of(self, root: Tensor) -> RecipeInUse | None:
+    def _use_of(self, root: Tensor, offloading: Offloading) -> RecipeInUse | None:
+        """Return the cheapest recipe of a tensor that covers its storage."""
+        began_s = perf_counter()
         if root.grad_fn is not None:
             recipe = find_recipe(root, self._outputs, self._is_source)
+            widening, takes_dear = None, self._always or self._policy.proofs.takes_dear
+            if recipe is None or (recipe.is_dear and not takes_dear):
+                widening = self._widening(root, offloading)
+            if widening is not None:
+                return RecipeInUse(widening, 1, prepared_s=perf_counter() - began_s)
             if recipe is None:
                 return None
             return RecipeInUse(recipe, 1 + max(map(_chain, recipe.sources), default=0))
-        began_s = perf_counter()
         mask = find_mask(root)
         if mask is None:
             return None
@@ -284,7 +293,21 @@ class Rematerializer:
             return None
         accounts = self._bits, self._residency.account
         bits = tuple(account.reserve(bits_bytes) for account in accounts)
-        return RecipeInUse(mask, 1, bits=bits, bits_s=perf_counter() - began_s)
+        return RecipeInUse(mask, 1, bits=bits, prepared_s=perf_counter() - began_s)
+
+    def _widening(self, root: Tensor, offloading: Offloading) -> Recipe | None:
+        """Return the recipe of a tensor from its narrow numbers, which are packed for it.
+
+        Not under a bound, which has no room for both until the tensor itself is let go.
+        """
+        if self._residency.is_bounded:
+            return None
+        try:
+            narrow = narrowed(root)
+        except torch.OutOfMemoryError:
+            return None
+        packed = None if narrow is None else offloading.pack_narrow(narrow)
+        return widening_from(packed, root) if isinstance(packed, SavedTensor) else None
 
     def _has_room_for(self, saved: SavedTensor, recipe: Recipe) -> bool:
         """Return whether the tensor and all that it is made from are a small part of the bound."""

@@ -57,6 +57,8 @@ pub struct Entry {
     /// The key of the record of an earlier tensor with the same bytes; `None`: it opened a record
     /// of its own.
     pub joined: Option<i64>,
+    /// True for a narrow copy of the tensor before it. Rounds are of one kind with and without it.
+    pub is_narrow: bool,
 }
 
 /// A plan for the reads of a round, on the clock of the round that it was made from.
@@ -226,12 +228,12 @@ impl<E> Round<E> {
 
     /// Enters a packed tensor, to which `entry` leads, and returns its ordinal.
     pub fn add(&mut self, entry: E, of: Entry, now_s: f64) -> usize {
-        let Entry { sequence, nbytes, gpu, joined } = of;
-        self.signature = next_key(self.signature, nbytes);
+        let Entry { sequence, nbytes, gpu, joined, is_narrow } = of;
+        let key = next_key(if is_narrow { !self.signature } else { self.signature }, nbytes);
+        self.signature = if is_narrow { self.signature } else { key };
         if self.entries.is_empty() {
             (self.began_s, self.ended_s, self.opening) = (now_s, now_s, self.signature);
         }
-        let key = self.signature;
         let packed = NewRecord { key, nbytes, packed_s: now_s, gpu };
         self.packed.push(joined.is_none().then_some(packed));
         let record_key = joined.unwrap_or(key);

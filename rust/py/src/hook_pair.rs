@@ -190,7 +190,7 @@ impl HookPair {
         if self.is_traced(py)? {
             return self.call_untraced(&self.method(py, intern!(py, "pack"))?, &[tensor]);
         }
-        self.offloading.get().pack_plain(tensor, !is_from_below)
+        Offloading::pack_plain(self.offloading.bind(py), tensor, !is_from_below)
     }
 
     /// Calls a function of Python; untraced, if the compiler traces this thread.

@@ -73,8 +73,8 @@ impl Offloading {
         })
     }
 
-    fn pack(&self, tensor: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
-        self.pack_plain(tensor, false)
+    fn pack(slf: &Bound<'_, Self>, tensor: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
+        Self::pack_plain(slf, tensor, false)
     }
 
     pub fn unpack(slf: &Bound<'_, Self>, packed: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
@@ -84,6 +84,20 @@ impl Offloading {
     /// Unpacks a tensor from which another is made; what was read stays for its own node.
     fn unpack_source(slf: &Bound<'_, Self>, packed: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
         Self::unpack_for(slf, packed, true)
+    }
+
+    /// Packs a narrow copy of a tensor, during the pack of that tensor; `None` if it is small.
+    fn pack_narrow(
+        slf: &Bound<'_, Self>,
+        tensor: &Bound<'_, PyAny>,
+    ) -> PyResult<Option<Py<PyAny>>> {
+        let storage = tensor.call_method0(intern!(slf.py(), "untyped_storage"))?;
+        let nbytes: u64 = storage.call_method0(intern!(slf.py(), "nbytes"))?.extract()?;
+        if nbytes < slf.get().min_bytes {
+            return Ok(None);
+        }
+        let layout = Layout::of(tensor)?;
+        Self::offload(slf, tensor, &storage, layout, 0, nbytes, true).map(|it| Some(it.unbind()))
     }
 
     /// Brings a tensor from which a proof makes another. No round has a need of it.
@@ -142,45 +156,51 @@ impl Offloading {
 
     /// Packs a plain tensor that is no weight. With `may_pass_by` it may be kept as small tensors
     /// are, if its round is skimmed.
-    pub fn pack_plain(&self, tensor: &Bound<'_, PyAny>, may_pass_by: bool) -> PyResult<Py<PyAny>> {
+    pub fn pack_plain(
+        slf: &Bound<'_, Self>,
+        tensor: &Bound<'_, PyAny>,
+        may_pass_by: bool,
+    ) -> PyResult<Py<PyAny>> {
+        let own = slf.get();
         let (py, began) = (tensor.py(), Instant::now());
-        if self.records.get().is_forked() {
-            return self.session.exclude(tensor).map(Bound::unbind);
+        if own.records.get().is_forked() {
+            return own.session.exclude(tensor).map(Bound::unbind);
         }
         let storage = tensor.call_method0(intern!(py, "untyped_storage"))?;
         let storage_bytes: u64 = storage.call_method0(intern!(py, "nbytes"))?.extract()?;
         // Most small tensors have a small storage, and cost no more than a look at it.
-        if storage_bytes < self.min_bytes {
-            return self.keep(tensor, KeepReason::Small, storage_bytes, storage_bytes);
+        if storage_bytes < own.min_bytes {
+            return own.keep(tensor, KeepReason::Small, storage_bytes, storage_bytes);
         }
         let layout = Layout::of(tensor)?;
         let (start, nbytes) = layout.part(tensor, storage_bytes)?;
-        if let Some(reason) = self.keep_reason(tensor, &storage, nbytes, storage_bytes)? {
-            let (records, writing) = (self.records.get(), self.session.writing(py));
+        if let Some(reason) = own.keep_reason(tensor, &storage, nbytes, storage_bytes)? {
+            let (records, writing) = (own.records.get(), own.session.writing(py));
             let known = records.of(&storage)?;
             if !known.is_empty() {
                 let part = (layout.offset, start + nbytes);
-                self.lock.locked(py, || records.renew(&known, tensor, &storage, part, writing))?;
+                own.lock.locked(py, || records.renew(&known, tensor, &storage, part, writing))?;
             }
-            let packed = self.keep(tensor, reason, nbytes, storage_bytes)?;
+            let packed = own.keep(tensor, reason, nbytes, storage_bytes)?;
             // A `keep` that returns `None` has the tensor offloaded.
             if !packed.is_none(py) {
                 return Ok(packed);
             }
         }
-        if may_pass_by && self.rounds.get().skims(py) {
+        if may_pass_by && own.rounds.get().skims(py) {
             let identity = storage.call_method0(intern!(py, "data_ptr"))?.extract()?;
             let is_leaf = is_true(tensor, intern!(py, "is_leaf"))?;
-            let part = self.counted_part(py, start, nbytes, storage_bytes)?;
-            if let Some(kept) = self.pass_by(tensor, identity, part, is_leaf)? {
+            let part = own.counted_part(py, start, nbytes, storage_bytes)?;
+            if let Some(kept) = own.pass_by(tensor, identity, part, is_leaf)? {
                 return Ok(kept.into_any());
             }
         }
-        let other_before = self.rounds.get().taught_and_waited(py)?;
-        let packed =
-            self.lock.locked(py, || self.offload(tensor, &storage, layout, start, nbytes))?;
+        let other_before = own.rounds.get().taught_and_waited(py)?;
+        let packed = own
+            .lock
+            .locked(py, || Self::offload(slf, tensor, &storage, layout, start, nbytes, false))?;
         if let Ok(saved) = packed.cast::<SavedTensor>() {
-            self.note_hook(saved, began, other_before)?;
+            own.note_hook(saved, began, other_before)?;
         }
         Ok(packed.unbind())
     }
@@ -231,18 +251,20 @@ impl Offloading {
     /// Packs a tensor whose bytes may leave memory. If the bound has no room, a `Refused` is
     /// packed.
     fn offload<'py>(
-        &self,
+        slf: &Bound<'py, Self>,
         tensor: &Bound<'py, PyAny>,
         storage: &Bound<'py, PyAny>,
         layout: Layout,
         start: u64,
         nbytes: u64,
+        is_narrow: bool,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let (py, torch, records) = (tensor.py(), self.torch.get(), self.records.get());
-        let (rounds, session) = (self.rounds.get(), &self.session);
+        let own = slf.get();
+        let (py, torch, records) = (tensor.py(), own.torch.get(), own.records.get());
+        let (rounds, session) = (own.rounds.get(), &own.session);
         let (writing, prefetching) = (session.writing(py), session.prefetching(py));
         // Noted before memory is let go below, because this stream is about to use the tensor.
-        let stream = self.stream(py, &layout)?;
+        let stream = own.stream(py, &layout)?;
         let (sequence, backward) = (torch.sequence_number(py)?, torch.current_backward(py)?);
         let known = records.of(storage)?;
         let part = (layout.offset, start + nbytes);
@@ -256,34 +278,35 @@ impl Offloading {
         records.reap(writing)?;
         records.renew(&known, tensor, storage, part, writing)?;
         let round = rounds.round_for(py, backward, prefetching)?;
-        self.note_waits(&round, stream);
+        own.note_waits(&round, stream);
         let is_new = found.is_none();
         let mut awaits_recipe = false;
         let record = if let Some(record) = found {
             record
         } else {
-            let key = Rounds::next_key(&round, nbytes);
-            self.note_progress(py, stream, key, Use::Pack)?;
+            let key = Rounds::next_key(&round, nbytes, is_narrow);
+            own.note_progress(py, stream, key, Use::Pack)?;
             let part = Part { layout: &layout, start, nbytes, sequence, key, stream };
             awaits_recipe = records.is_bounded() && session.planning().rematerializes(py, key)?;
-            match self.new_record(tensor, storage, &part, awaits_recipe)? {
+            match own.new_record(tensor, storage, &part, awaits_recipe)? {
                 Ok(record) => record,
                 Err(refused) => return Ok(refused),
             }
         };
         let saved = SavedTensor::new(tensor, layout, &record, sequence)?;
-        rounds.enter(&saved, &round, is_new, stream, prefetching)?;
-        let is_remade = backward == FORWARD && self.has_recipe(&saved, tensor, is_new)?;
+        rounds.enter(&saved, &round, is_new, is_narrow, stream, prefetching)?;
+        let may_be_remade = backward == FORWARD && !is_narrow;
+        let is_remade = may_be_remade && Self::has_recipe(slf, &saved, tensor, is_new)?;
         if is_new && !is_remade {
-            if awaits_recipe && let Some(refused) = self.make_room(&record, tensor, storage)? {
+            if awaits_recipe && let Some(refused) = own.make_room(&record, tensor, storage)? {
                 return Ok(refused);
             }
             if stream.is_some() {
-                self.let_go_for(py, 1)?; // The tensor itself is counted.
+                own.let_go_for(py, 1)?; // The tensor itself is counted.
             }
-            self.write(&record, &round, backward)?;
+            own.write(&record, &round, backward)?;
         }
-        self.note_peak(py);
+        own.note_peak(py);
         Ok(saved.into_any())
     }
 

@@ -17,6 +17,7 @@ use pyo3::prelude::*;
 use ssdtrain_core as core;
 
 use crate::error::to_python;
+use crate::offloading::Offloading;
 use crate::planning::Planning;
 use crate::record::Record;
 use crate::round::Round;
@@ -149,9 +150,10 @@ impl SessionHooks {
         saved: &Bound<'py, SavedTensor>,
         tensor: &Bound<'py, PyAny>,
         is_new: bool,
+        offloading: &Bound<'py, Offloading>,
     ) -> PyResult<Option<(Py<PyAny>, bool)>> {
         let Some(rematerializer) = &self.rematerializer else { return Ok(None) };
-        let (py, arguments) = (saved.py(), (saved, tensor, is_new));
+        let (py, arguments) = (saved.py(), (saved, tensor, is_new, offloading));
         rematerializer.bind(py).call_method1(intern!(py, "recipe"), arguments)?.extract()
     }
 

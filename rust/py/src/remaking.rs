@@ -16,15 +16,16 @@ impl Offloading {
     /// Finds the recipe of a tensor that a forward has saved, if the plan asks for it; `true` if it
     /// replaces the bytes.
     pub fn has_recipe<'py>(
-        &self,
+        slf: &Bound<'py, Self>,
         saved: &Bound<'py, SavedTensor>,
         tensor: &Bound<'py, PyAny>,
         is_new: bool,
     ) -> PyResult<bool> {
+        let own = slf.get();
         if saved.get().record.get().is_lent() {
             return Ok(false);
         }
-        let Some((recipe, replaces)) = self.session.recipe(saved, tensor, is_new)? else {
+        let Some((recipe, replaces)) = own.session.recipe(saved, tensor, is_new, slf)? else {
             return Ok(false);
         };
         if let Some((round, _)) = saved.get().place() {
@@ -32,7 +33,7 @@ impl Offloading {
         }
         let record = saved.get().record.get();
         if replaces {
-            self.eligible.get().add(record.nbytes);
+            own.eligible.get().add(record.nbytes);
             record.use_recipe(recipe);
         } else {
             record.try_recipe(recipe);

@@ -200,8 +200,9 @@ impl Rounds {
     }
 
     /// The key that a new record of `nbytes` gets in a round.
-    pub fn next_key(round: &SharedRound, nbytes: u64) -> i64 {
-        next_key(round.lock().signature(), nbytes)
+    pub fn next_key(round: &SharedRound, nbytes: u64, is_narrow: bool) -> i64 {
+        let signature = round.lock().signature();
+        next_key(if is_narrow { !signature } else { signature }, nbytes)
     }
 
     /// True if a tensor that is packed now need not be followed, because its round is skimmed.
@@ -244,6 +245,7 @@ impl Rounds {
         saved: &Bound<'_, SavedTensor>,
         round: &SharedRound,
         is_new: bool,
+        is_narrow: bool,
         stream: Option<GpuStream>,
         prefetching: Prefetching<'_, '_>,
     ) -> PyResult<()> {
@@ -251,7 +253,7 @@ impl Rounds {
         let reference = PyWeakrefReference::new(saved)?.unbind(); // defence: lifetime by handle
         let (nbytes, now_s) = (this.record.get().nbytes, self.now_s(py)?);
         let joined = (!is_new).then_some(this.record.get().key);
-        let of = Entry { sequence: this.sequence, nbytes, gpu: this.layout.gpu, joined };
+        let of = Entry { sequence: this.sequence, nbytes, gpu: this.layout.gpu, joined, is_narrow };
         let ordinal = round.lock().add(reference, of, now_s);
         this.take_place(round.clone(), ordinal);
         if ordinal == 0 && round.lock().phase() == FORWARD {
