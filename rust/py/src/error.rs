@@ -2,7 +2,7 @@
 
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
-use ssdtrain_core::{Error, ErrorKind};
+use ssdtrain_core::{Error, ErrorKind, Result};
 
 pyo3::import_exception!(ssdtrain.errors, BusyError);
 pyo3::import_exception!(ssdtrain.errors, CancelledError);
@@ -37,4 +37,9 @@ pub fn to_python(py: Python<'_>, error: &Error) -> PyErr {
         Ok(()) => raised,
         Err(second) => PyRuntimeError::new_err(format!("{error} (and then: {second})")),
     }
+}
+
+/// Turns an error into an exception.
+pub fn raised<T>(py: Python<'_>, answer: Result<T>) -> PyResult<T> {
+    answer.map_err(|error| to_python(py, &error))
 }

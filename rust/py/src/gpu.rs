@@ -15,7 +15,7 @@ use ssdtrain_core::cuda::stream::{Event, UserStream};
 use ssdtrain_core::cufile::library::Library;
 use ssdtrain_core::staging::{Full, PinnedBytes, PinnedTier, Staging};
 
-use crate::error::to_python;
+use crate::error::{raised, to_python};
 use crate::gpu_calls::{GpuStream, SeenStreams, TorchCalls};
 use crate::gpu_waits::Waits;
 use crate::session_lock::SessionLock;
@@ -25,7 +25,7 @@ use crate::store::{SIGNAL_CHECK, Store};
 const WINDOW_BYTES: u64 = 64 << 20;
 
 /// Pinned memory in which tensors stay grows by blocks of this size.
-const TIER_BLOCK_BYTES: usize = 1 << 30;
+pub const TIER_BLOCK_BYTES: usize = 1 << 30;
 
 /// Memory that may be let go once its stream waits for the end of a copy.
 pub struct Departure {
@@ -48,7 +48,7 @@ pub struct Gpus {
     ring: PinnedBytes,
     /// The pinned memory in which tensors of all GPUs may stay, and its most bytes.
     tier: Arc<PinnedTier>,
-    tier_bytes_max: usize,
+    pub tier_bytes_max: usize,
     /// Function: the path of cuFile for a GPU and if its compatibility mode is allowed, or `None`.
     choose_direct: Py<PyAny>,
     /// Function: takes the error of cuFile, and raises if the user requires it.
@@ -63,6 +63,8 @@ pub struct Gpus {
 pub struct GpuWay {
     pub gpu: usize,
     pub staging: Staging,
+    /// The most bytes of pinned memory in which tensors stay; 0 if it could not be pinned.
+    pub tier_bytes_max: AtomicUsize,
     /// True if its tensors go past the CPU's memory.
     is_direct: bool,
     pub calls: Arc<TorchCalls>,
@@ -309,6 +311,7 @@ impl Gpus {
         let way = Arc::new(GpuWay {
             gpu,
             staging,
+            tier_bytes_max: AtomicUsize::new(if is_direct { 0 } else { self.tier_bytes_max }),
             is_direct,
             calls: Arc::clone(&self.calls),
             seen: Arc::clone(&self.seen),
@@ -492,9 +495,4 @@ pub fn user_stream(stream: GpuStream) -> UserStream {
     // SAFETY: the handles are those of torch's current streams. Torch never destroys its own; a
     // program's own streams have to outlive the session, as docs/guides/gpu.md asks.
     unsafe { UserStream::new(stream.handle) }
-}
-
-/// Turns an error of the way into an exception.
-pub fn raised<T>(py: Python<'_>, answer: core::Result<T>) -> PyResult<T> {
-    answer.map_err(|error| to_python(py, &error))
 }

@@ -21,7 +21,8 @@ use ssdtrain_core::cuda::gpu::Gpu;
 use ssdtrain_core::cuda::stream::{Event, EventPool, ask_all, is_capturing};
 use ssdtrain_core::round::Item;
 
-use crate::gpu::{raised, user_stream};
+use crate::error::raised;
+use crate::gpu::user_stream;
 use crate::gpu_calls::GpuStream;
 use crate::gpu_waits::Noted;
 use crate::saved_tensor::SharedRound;

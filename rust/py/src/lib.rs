@@ -34,6 +34,7 @@ mod planning;
 mod probe;
 mod record;
 mod remaking;
+mod reserve;
 mod room;
 mod round;
 mod rounds;

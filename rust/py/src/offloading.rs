@@ -340,7 +340,8 @@ impl Offloading {
         }
     }
 
-    /// Has a new record written, unless the plan keeps it and there is no bound.
+    /// Has a new record written, unless the plan keeps it and there is no bound; under that of a
+    /// GPU it is written if room is short.
     fn write(
         &self,
         record: &Bound<'_, Record>,
@@ -355,6 +356,9 @@ impl Offloading {
         self.eligible.get().add(record.get().nbytes);
         if is_planned || round.lock().is_skimmed() {
             self.planned.get().add(record.get().nbytes);
+            if backward == FORWARD && records.may_spare(record) {
+                records.write_if_short(record)?;
+            }
             return Ok(());
         }
         // defence: checkpoint recognition
@@ -363,7 +367,12 @@ impl Offloading {
             if record.get().is_on_gpu() && !is_bounded {
                 record.get().plan(ByPlan::of(py, planning, key)?);
             }
-            records.write_later(record)?; // defence: the gate
+            let has_way = records.store().has_directory() || planning.pins(py, key)?;
+            if !has_way && records.may_spare(record) {
+                records.write_if_short(record)?;
+            } else {
+                records.write_later(record)?; // defence: the gate
+            }
         } else if is_bounded {
             records.write_if_short(record)?;
         }

@@ -24,7 +24,10 @@ impl Records {
     }
 
     /// The bytes for which a gate opens.
-    pub fn opens_for_bytes(&self) -> u64 {
+    pub fn opens_for_bytes(&self, py: Python<'_>) -> u64 {
+        if self.account().soft_room_bytes(self.transfer_bytes(py)) == 0 {
+            return 0; // The tensors have to leave at once.
+        }
         let leave_gpus = self.gpus().is_some_and(Gpus::are_in_use);
         if leave_gpus { GPU_BATCH_FACTOR * self.batch_bytes } else { self.batch_bytes }
     }

@@ -311,6 +311,7 @@ impl Record {
         gpus: Option<&Gpus>,
         source: &Bound<'_, PyAny>,
         waits_for_disk: bool,
+        by_plan: Option<ByPlan>,
     ) -> PyResult<Result<(), core::Error>> {
         if self.has_handle() {
             return Ok(Ok(()));
@@ -322,7 +323,8 @@ impl Record {
                     Ok(way) => way,
                     Err(error) => return Ok(Err(error)),
                 };
-                let by_plan = self.by_plan.get().copied().unwrap_or_default();
+                let own = || self.by_plan.get().copied().unwrap_or_default();
+                let by_plan = by_plan.unwrap_or_else(own);
                 Way::Gpu { way: &gpu_way, stream, waits_for_disk, by_plan }
             }
             _ => Way::Host,

@@ -21,7 +21,8 @@ use ssdtrain_core::staging::{Full, Loading, Saved, Staged, Tier};
 use ssdtrain_core::{Error, ErrorKind};
 
 use crate::by_plan::ByPlan;
-use crate::gpu::{Departure, GpuWay, raised, user_stream};
+use crate::error::raised;
+use crate::gpu::{Departure, GpuWay, user_stream};
 use crate::gpu_calls::GpuStream;
 use crate::store::SIGNAL_CHECK;
 
@@ -103,7 +104,7 @@ impl GpuBytes {
         // SAFETY: `source` holds the memory until the streams have waited for the copy: `release`
         // and `drop` see to it.
         let range = unsafe { DeviceRange::new(address as u64, nbytes as usize) };
-        let mut tier = leaving.by_plan.tier;
+        let ByPlan { mut tier, is_spare, .. } = leaving.by_plan;
         let began = Instant::now();
         loop {
             let turn = way.staging.turn();
@@ -116,6 +117,9 @@ impl GpuBytes {
                 Saved::Begun(staged) => return Ok(Ok(Self::new(way, staged, stream, leaving))),
                 Saved::Capturing => return Ok(Err(stays("a CUDA graph is being captured"))),
                 Saved::Full(_) if tier == Tier::Pinned => {
+                    if is_spare && way.grow_tier(py) {
+                        continue;
+                    }
                     tier = Tier::Disk;
                     continue;
                 }
@@ -123,7 +127,7 @@ impl GpuBytes {
             };
             match full {
                 Full::GpuBehind => {}
-                Full::DiskBehind if waits_for_disk => {}
+                Full::DiskBehind if waits_for_disk || is_spare => {}
                 Full::DiskBehind => {
                     way.count_stayed();
                     let message = "the disk is behind, and all pinned memory waits for it";
@@ -142,7 +146,10 @@ impl GpuBytes {
             if !waits_for_disk && (way.is_given_up(turn) || began.elapsed() > PATIENCE) {
                 way.give_up_waiting(turn);
                 way.count_stayed();
-                let message = "the GPU is behind, and may wait for later work of this program";
+                let message = match full {
+                    Full::DiskBehind => "the disk is behind for longer than a second",
+                    _ => "the GPU is behind, and may wait for later work of this program",
+                };
                 return Ok(Err(Error::new(ErrorKind::Busy, message)));
             }
             let waits_since = Instant::now();

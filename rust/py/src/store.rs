@@ -174,7 +174,7 @@ impl Store {
         }
     }
 
-    fn has_directory(&self) -> bool {
+    pub fn has_directory(&self) -> bool {
         self.0.has_directory()
     }
 

@@ -25,6 +25,7 @@ use ssdtrain_core as core;
 
 use crate::account::Account;
 use crate::books::Books;
+use crate::by_plan::ByPlan;
 use crate::gate::{Gates, ThreadGate};
 use crate::gpu::Gpus;
 use crate::held::Held;
@@ -36,10 +37,6 @@ use crate::timeline::{Moment, Timeline};
 use crate::torch::Torch;
 use crate::transfer::Handle;
 use crate::writing::{Writes, upgraded};
-
-/// The bytes of a reserve that are written when room is short: the next wait then finds writes
-/// under way, and not much more is written than must be.
-const RESERVE_BATCH_BYTES: u64 = 8 << 20;
 
 /// The records of one session, with their gates and their writes.
 #[pyclass(frozen, module = "ssdtrain._core")]
@@ -122,42 +119,13 @@ impl Records {
         self.is_bounded
     }
 
-    pub fn begin_write(
+    #[pyo3(name = "begin_write")]
+    fn begin_planned(
         &self,
         record: &Bound<'_, Record>,
         writing: Writing<'_, '_>,
     ) -> PyResult<bool> {
-        let (py, this) = (record.py(), record.get());
-        let Some(source) = this.source(py) else { return Ok(true) };
-        let storage = source.call_method0(intern!(py, "untyped_storage"))?;
-        if !this.is_whole(&storage)? || (self.is_bounded && is_lent(record, writing)?) {
-            return Ok(true);
-        }
-        // An earlier call may have begun it, and been interrupted before it was entered below.
-        while let Err(error) =
-            this.begin_write(self.store.get(), self.gpus(), &source, self.is_bounded)?
-        {
-            match error.kind() {
-                // A forked process inherited the hooks but not the disk: it keeps its tensors.
-                core::ErrorKind::Closed => return Ok(true),
-                core::ErrorKind::Busy if self.is_bounded => {
-                    if !writing.wait_for_transfer()? {
-                        return Ok(false);
-                    }
-                }
-                core::ErrorKind::Busy => {
-                    writing.note_busy(&error)?;
-                    return Ok(true);
-                }
-                _ => {
-                    writing.note_failure(&error)?;
-                    return Ok(true);
-                }
-            }
-        }
-        this.life.note(Moment::WriteBegan);
-        self.writes.add(record)?;
-        Ok(true)
+        self.begin_write(record, writing, None)
     }
 
     /// Begins the writes of all nodes of this thread, which has passed them.
@@ -238,6 +206,50 @@ impl Records {
 }
 
 impl Records {
+    /// Begins the write of a record, or keeps it; `false` if it has to be tried again. `by_plan`
+    /// takes the place of the record's own plan.
+    pub fn begin_write(
+        &self,
+        record: &Bound<'_, Record>,
+        writing: Writing<'_, '_>,
+        by_plan: Option<ByPlan>,
+    ) -> PyResult<bool> {
+        let (py, this) = (record.py(), record.get());
+        let Some(source) = this.source(py) else { return Ok(true) };
+        let storage = source.call_method0(intern!(py, "untyped_storage"))?;
+        if !this.is_whole(&storage)? || (self.is_bounded && is_lent(record, writing)?) {
+            return Ok(true);
+        }
+        // An earlier call may have begun it, and been interrupted before it was entered below.
+        while let Err(error) =
+            this.begin_write(self.store.get(), self.gpus(), &source, self.is_bounded, by_plan)?
+        {
+            match error.kind() {
+                // A forked process inherited the hooks but not the disk: it keeps its tensors.
+                core::ErrorKind::Closed => return Ok(true),
+                core::ErrorKind::Busy if self.is_bounded => {
+                    if !writing.wait_for_transfer()? {
+                        return Ok(false);
+                    }
+                }
+                core::ErrorKind::Busy => {
+                    writing.note_busy(&error)?;
+                    if by_plan.is_none() && self.may_spare(record) {
+                        self.write_if_short(record)?;
+                    }
+                    return Ok(true);
+                }
+                _ => {
+                    writing.note_failure(&error)?;
+                    return Ok(true);
+                }
+            }
+        }
+        this.life.note(Moment::WriteBegan);
+        self.writes.add(record)?;
+        Ok(true)
+    }
+
     pub fn reap(&self, writing: Writing<'_, '_>) -> PyResult<()> {
         self.let_held_go(writing.py());
         self.writes.reap(writing)
@@ -344,7 +356,7 @@ impl Records {
         let Some(source) = record.get().source(py) else { return Ok(true) };
         let storage = source.call_method0(intern!(py, "untyped_storage"))?;
         let known = self.of(&storage)?;
-        Ok(!self.held.is_used(&storage, &known)? && self.begin_write(record, writing)?)
+        Ok(!self.held.is_used(&storage, &known)? && self.begin_write(record, writing, None)?)
     }
 
     /// Makes a record, which is found by its storage from now on.
@@ -415,7 +427,7 @@ impl Records {
             };
             gate.gate().note_passed(passed);
         }
-        if gate.gate().may_open(sequence, self.opens_for_bytes()) {
+        if gate.gate().may_open(sequence, self.opens_for_bytes(py)) {
             self.open(py, &gate, sequence, writing)?;
         }
         Ok(())
@@ -437,7 +449,7 @@ impl Records {
             let Some(record) = upgraded(py, &waiting_record.item)? else { continue };
             let is_closed = sequence.is_some_and(|passed| record.get().sequence() >= passed);
             if !is_closed && !is_busy && outcome.is_ok() {
-                match self.begin_write(&record, writing) {
+                match self.begin_write(&record, writing, None) {
                     Ok(true) => continue,
                     Ok(false) => is_busy = true,
                     // Records that an interrupt left begin the next time.
@@ -447,36 +459,6 @@ impl Records {
             staying.push(waiting_record);
         }
         gate.gate().put_back(staying);
-        outcome
-    }
-
-    /// Begins the writes of the oldest records of a reserve whose nodes have been passed.
-    fn write_reserve(
-        &self,
-        py: Python<'_>,
-        gate: &ThreadGate,
-        writing: Writing<'_, '_>,
-    ) -> PyResult<()> {
-        let (passed, reserve) = (gate.passed(), gate.gate().take_reserve());
-        let (mut rest, mut nbytes, mut outcome) = (Vec::new(), 0, Ok(()));
-        for waiting_record in reserve {
-            let Some(record) = upgraded(py, &waiting_record.item)? else { continue };
-            if !record.get().has_source() || record.get().has_handle() {
-                continue;
-            }
-            if outcome.is_ok() && nbytes < RESERVE_BATCH_BYTES && record.get().sequence() < passed {
-                match self.begin_write(&record, writing) {
-                    Ok(true) => {
-                        nbytes += waiting_record.nbytes;
-                        continue;
-                    }
-                    Ok(false) => {}
-                    Err(error) => outcome = Err(error),
-                }
-            }
-            rest.push(waiting_record);
-        }
-        gate.gate().put_back_reserve(rest);
         outcome
     }
 
