@@ -129,6 +129,8 @@ class Residency:
         self.is_bounded = limit_bytes is not None
         self.recipes_limit_bytes = limit_bytes
         """The bound of which a recipe takes a small part, if there is one."""
+        self.look_at_gpu: Callable[[], None] = lambda: None
+        """Called before memory of a GPU is let go for room: it may set another limit."""
         self.account = Account()
         self.standing = Account()
         """Reservations that last as long as their holders live. They are in ``account``, too."""
@@ -273,6 +275,7 @@ class Residency:
 
     def let_go_for(self, nbytes: int) -> None:
         """Let memory go for ``nbytes`` more on a GPU, as far as anything can leave it now."""
+        self.look_at_gpu()
         self._comes_to_fit(nbytes, may_give_way=True)
 
     def _is_short_of(self, nbytes: int) -> bool:

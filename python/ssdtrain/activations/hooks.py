@@ -106,7 +106,11 @@ class Hooks:
         )
         self._device: DeviceBound | None = None
         if max_device_bytes is not None:
-            self._device = DeviceBound(max_device_bytes, self._residency.account)
+            residency = self._residency
+            self._device = DeviceBound(
+                max_device_bytes, residency.account, residency.resident_bytes
+            )
+            residency.look_at_gpu = self._device.look
             self._residency.recipes_limit_bytes = self._device.limit_bytes
         self._seen = Seen(self._residency.account)
         self.writeback = Writeback(

@@ -116,7 +116,11 @@ class Prefetcher:
         """Return what the bound has cost each of ``count`` rounds that have ended now."""
         limit_bytes = self._residency.limit_bytes
         if self._device is not None:
-            return Pressure(self._device.limit_bytes, room_bytes=self._device.room_bytes)
+            return Pressure(
+                self._device.limit_bytes,
+                room_bytes=self._device.room_bytes,
+                has_settled=not self._device.is_learning,
+            )
         if limit_bytes is None:
             return NO_PRESSURE
         before_s, self._stalled_s = self._stalled_s, self._stalls.total_s
@@ -143,6 +147,11 @@ class Prefetcher:
             return
         items = list(map(Item._make, learned.items))
         if not items:
+            # It proved recipes, which takes time of a GPU. Under a bound they serve the next round.
+            whole = self.recorded.get(ended.signature)
+            if whole is not None and self._device is not None:
+                self._policy.learn(ended.signature, whole.items, rates, None, pressure)
+                self._pin(ended.signature)
             return
         if learned.is_of_gpu:
             self.gpu_stall_s += learned.stall_s
@@ -212,7 +221,7 @@ class Prefetcher:
         """Return how much of the new round is followed, by the key of its first tensor."""
         if self._device is not None:
             self._device.begin_round()
-            if self._device.excess_bytes:
+            if self._device.is_learning:
                 # All tensors are looked at: more of them may leave, or have recipes to be proved.
                 return "whole"
         scope = self._followed.scope(opening)
@@ -247,6 +256,7 @@ class Prefetcher:
     def begin_backward(self) -> None:
         """Have the peak of a GPU read when the backward that begins now has ended."""
         if self._device is not None:
+            self._device.begin_backward()
             try:
                 queue_callback(self._device.end_backward)
             except RuntimeError as error:

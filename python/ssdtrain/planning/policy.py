@@ -375,7 +375,7 @@ class Policy:
         moved = _moved(basis, rates) or _differs(caution, self._caution)
         is_pressed = bool(items) and pressure.stall_s > PRESSURE_SHARE_MIN * _whole_s(items)
         before = self.plans.get(signature)
-        if before is not None and pressure.room_bytes < math.inf:
+        if before is not None and not pressure.has_settled and pressure.room_bytes < math.inf:
             is_pressed |= self._taken(items, before) > pressure.room_bytes
         self.proofs.takes_dear |= is_pressed
         if count >= SETTLED_COUNT and not (stalled or moved or is_pressed):
@@ -423,6 +423,7 @@ class Policy:
             short_bytes = self._taken(items, made) - pressure.room_bytes
             if short_bytes <= 0 or boldness == math.inf:
                 return made
+            self.proofs.takes_dear = True
             if wanted_bytes <= made.rematerialized_bytes:
                 more_bytes = math.ceil(max(short_bytes, step_bytes))
                 wanted_bytes = made.rematerialized_bytes + more_bytes

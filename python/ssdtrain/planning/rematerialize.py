@@ -97,6 +97,8 @@ class Pressure:
     """How long the round waited for room and for reads."""
     room_bytes: float = math.inf
     """The bytes that saved tensors should take at most, by the bound of a GPU."""
+    has_settled: bool = False
+    """True if the bound of a GPU is met, or missed as in the rounds before: no new plan helps."""
 
     @property
     def is_of_disk(self) -> bool:

@@ -1,17 +1,21 @@
 """`max_device_bytes`: the room that a bound on a GPU's memory leaves for saved tensors.
 
-torch's allocator holds weights, gradients, workspace and saved tensors. At the peak of a step the
-saved tensors are known from the account of the session, and all else is the difference. So each
-step tells how much the saved tensors of the next one may take. It is a goal: a step that cannot
-meet it runs on.
+torch's allocator holds weights, gradients, workspace and saved tensors. The saved tensors are known
+from the account of the session, and all else is the difference. A part of it stands when a step
+begins, and is read then; the rest comes and goes within the step, and is known from the steps
+before. It is a goal: a step that cannot meet it runs on.
 
 The peak of torch is never reset here, because the program may watch it. It is read when the first
-tensor of a step is saved and when its backward has ended. If it has not moved, the peak of the step
-is that of its saved tensors and of all else as it was known.
+tensor of a step is saved, when its backward begins, and when that has ended. If it has not moved,
+the peak of the step is that of its saved tensors and of all else as it was known.
+
+No step before has told anything to the first one. So its room grows in parts, and torch's memory is
+read before each of them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -28,6 +32,19 @@ __all__ = [
     "shown_bound",
     "tell_of_memory",
 ]
+
+FIRST_PARTS = 16
+"""The first step takes its room in so many parts."""
+FIRST_BACKWARD_FACTOR = 2
+"""The first backward is expected to work in so many times the memory of its forward: it makes two
+products for each of the forward."""
+FORGET_SHARE = 1 / 8
+"""A step that works in less memory than those before lowers what is known by this share of the
+difference: steps differ, and one that meets the bound must not let the next one miss it."""
+LEARN_COUNT = 8
+"""After so many steps in a row that missed the bound by as much, nothing more is to be learned."""
+EQUAL_SHARE = 1 / 64
+"""Peaks that differ by less than this share of the bound are as high as each other."""
 
 
 def refuse_without_gpu() -> None:
@@ -72,55 +89,140 @@ class DeviceBound:
     Args:
         given: Bytes; or ``"auto"`` for what is free now and what torch has reserved.
         account: The saved tensors of the session; its soft limit is set.
+        saved_bytes: Returns the bytes that saved tensors take now.
 
     """
 
-    def __init__(self, given: int | Literal["auto"], account: Account) -> None:
+    def __init__(
+        self, given: int | Literal["auto"], account: Account, saved_bytes: Callable[[], int]
+    ) -> None:
         refuse_without_gpu()
         self._gpu = torch.cuda.current_device()
-        self._account = account
+        self._account, self._saved_bytes = account, saved_bytes
         if given == "auto":
             free_bytes, _ = torch.cuda.mem_get_info(self._gpu)
             given = free_bytes + torch.cuda.memory_reserved(self._gpu)
         self.limit_bytes = given
         self.excess_bytes = 0
         """Bytes above the bound at the peak of the last step."""
-        self._others_bytes = 0
-        """Bytes that are no saved tensors, at the peak of the last step whose peak is known."""
         self._is_begun = False
+        self._standing_bytes = 0
+        """Bytes that are no saved tensors, when the last step began."""
+        self._passing_bytes: int | None = None
+        """The most such bytes beside these, in the steps before; ``None`` before the first."""
+        self._seen_bytes = 0
+        """The same in the last step."""
         self._peak_bytes = 0
         """Torch's peak when the last step began."""
+        self._saved_peak_bytes = 0
+        """The most that saved tensors took in the last step."""
+        self._missed_bytes = self._missed_count = 0
+        """The excess of steps in a row that missed the bound by as much, and their count."""
 
     @property
     def room_bytes(self) -> int:
         """The bytes that the bound leaves for saved tensors."""
-        return max(0, self.limit_bytes - self._others_bytes)
+        passing_bytes = max(self._passing_bytes or 0, self._seen_bytes)
+        return max(0, self.limit_bytes - self._standing_bytes - passing_bytes)
+
+    @property
+    def is_learning(self) -> bool:
+        """True if the last step missed the bound, and the next may be nearer to it."""
+        return 0 < self._missed_count <= LEARN_COUNT
 
     def begin_round(self) -> None:
         """Begin a step with its first saved tensor; tell at the first one what is expected."""
         self._account.take_recent_peak()
-        self._peak_bytes = torch.cuda.max_memory_allocated(self._gpu)
-        if self._is_begun:
-            return
-        self._is_begun = True
-        self._others_bytes = torch.cuda.memory_allocated(self._gpu)
-        self._account.limit_softly(self.room_bytes)
-        log.info(
-            "max_device_bytes is %s: the program holds %s of GPU %d before its first saved tensor, "
-            "so %s are left for gradients, workspace and saved tensors",
-            shown_bytes(self.limit_bytes),
-            shown_bytes(self._others_bytes),
-            self._gpu,
-            shown_bytes(self.room_bytes),
-        )
+        allocated_bytes, self._peak_bytes = self._torch_bytes()
+        self._standing_bytes = max(0, allocated_bytes - self._saved_bytes())
+        self._seen_bytes = self._saved_peak_bytes = 0
+        if not self._is_begun:
+            self._is_begun = True
+            self._tell()
+        self._limit()
+
+    def look(self) -> None:
+        """Learn from torch's memory now, if room for a saved tensor is short in the first step."""
+        if self._passing_bytes is None:
+            self._see()
+            self._limit()
+
+    def begin_backward(self) -> None:
+        """Learn from the forward; before the first backward expect more of that."""
+        if self._passing_bytes is None:
+            self._see()
+            self._account.limit_softly(
+                max(0, self.room_bytes - (FIRST_BACKWARD_FACTOR - 1) * self._seen_bytes)
+            )
 
     def end_backward(self) -> None:
         """Learn from the peak of a forward and its backward, which has ended now."""
-        saved_bytes = self._account.take_recent_peak()
-        peak_bytes = torch.cuda.max_memory_allocated(self._gpu)
-        if peak_bytes != self._peak_bytes:
-            # It has grown, or the program has reset it.
-            self._others_bytes = max(0, peak_bytes - saved_bytes)
+        peak_bytes, has_moved = self._see()
         self._peak_bytes = peak_bytes
-        self.excess_bytes = max(0, self._others_bytes + saved_bytes - self.limit_bytes)
-        self._account.limit_softly(self.room_bytes)
+        known_bytes = max(self._passing_bytes or 0, self._seen_bytes)
+        if not has_moved:
+            others_bytes = self._standing_bytes + known_bytes
+            peak_bytes = min(peak_bytes, others_bytes + self._saved_peak_bytes)
+        elif self._seen_bytes < known_bytes:
+            known_bytes -= int(FORGET_SHARE * (known_bytes - self._seen_bytes))
+        self._passing_bytes, self._seen_bytes = known_bytes, 0
+        self._note_excess(max(0, peak_bytes - self.limit_bytes))
+        self._limit()
+
+    def _note_excess(self, excess_bytes: int) -> None:
+        self.excess_bytes = excess_bytes
+        if not excess_bytes:
+            self._missed_bytes = self._missed_count = 0
+            return
+        if abs(excess_bytes - self._missed_bytes) > EQUAL_SHARE * self.limit_bytes:
+            self._missed_bytes, self._missed_count = excess_bytes, 0
+        self._missed_count += 1
+
+    def _see(self) -> tuple[int, bool]:
+        """Note the bytes that are no saved tensors; return torch's peak, and whether it moved."""
+        saved_bytes = self._saved_bytes()
+        recent_bytes = self._account.take_recent_peak()
+        self._saved_peak_bytes = max(self._saved_peak_bytes, recent_bytes, saved_bytes)
+        allocated_bytes, peak_bytes = self._torch_bytes()
+        others_bytes = allocated_bytes - saved_bytes
+        # It has grown, or the program has reset it.
+        has_moved = peak_bytes != self._peak_bytes
+        if has_moved:
+            others_bytes = max(others_bytes, peak_bytes - self._saved_peak_bytes)
+        self._seen_bytes = max(self._seen_bytes, others_bytes - self._standing_bytes)
+        return peak_bytes, has_moved
+
+    def _limit(self) -> None:
+        limit_bytes = self.room_bytes
+        if self._passing_bytes is None:
+            part_bytes = limit_bytes // FIRST_PARTS
+            limit_bytes = min(limit_bytes, self._saved_bytes() + part_bytes)
+        self._account.limit_softly(limit_bytes)
+
+    def _torch_bytes(self) -> tuple[int, int]:
+        """Return what torch has allocated, and its peak."""
+        counts = torch.cuda.memory_stats_as_nested_dict(self._gpu)["allocated_bytes"]["all"]
+        return counts["current"], counts["peak"]
+
+    def _tell(self) -> None:
+        """Log what is there before the first saved tensor, and what that leaves."""
+        held, bound = shown_bytes(self._standing_bytes), shown_bytes(self.limit_bytes)
+        if not self.room_bytes:
+            log.warning(
+                "max_device_bytes (%s) cannot be met: the program holds %s of GPU %d before its "
+                "first saved tensor; steps run on, with as little above that as copies and recipes "
+                "allow",
+                bound,
+                held,
+                self._gpu,
+            )
+            return
+        log.info(
+            "max_device_bytes is %s: the program holds %s of GPU %d before its first saved tensor, "
+            "so %s are left for saved tensors, workspace, and gradients and optimizer state that "
+            "are not there yet",
+            bound,
+            held,
+            self._gpu,
+            shown_bytes(self.room_bytes),
+        )
