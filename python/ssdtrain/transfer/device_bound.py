@@ -38,7 +38,7 @@ FIRST_PARTS = 16
 FIRST_BACKWARD_FACTOR = 2
 """The first backward is expected to work in so many times the memory of its forward: it makes two
 products for each of the forward."""
-FORGET_SHARE = 1 / 8
+FORGET_SHARE = 1 / 32
 """A step that works in less memory than those before lowers what is known by this share of the
 difference: steps differ, and one that meets the bound must not let the next one miss it."""
 LEARN_COUNT = 8
