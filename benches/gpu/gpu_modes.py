@@ -20,6 +20,10 @@ Step = Callable[[Llama, Tensor], Tensor]
 """One forward and its backward; returns the loss."""
 
 
+BOUND_SHARE = 0.45
+"""12 GiB where keep takes 26.8, as blocks of width 4096 do in bfloat16."""
+
+
 class Mode:
     """A way to train one step."""
 
@@ -74,6 +78,21 @@ class Offload(Mode):
         return StepLog(self._tool)
 
 
+class Bounded(Offload):
+    """ssdtrain under ``max_device_bytes``, which is known once another way has trained."""
+
+    def __init__(self, options: Mapping[str, Any], *, other: str, share: float) -> None:
+        Mode.__init__(self)
+        self._options = options
+        self.other, self.share = other, share
+        """The bound leaves this share of the peak of that way above what is there before a step."""
+
+    def bind(self, peak_bytes: int) -> None:
+        """Set the bound by the peak of the other way, above what is there now."""
+        bound_bytes = torch.cuda.memory_allocated() + int(self.share * peak_bytes)
+        super().__init__(None, {**self._options, "max_device_bytes": bound_bytes})
+
+
 def modes(directory: Path, offload: Mapping[str, Any], host_bytes: int) -> dict[str, Mode]:
     """Return every way, by name; the first is what the others are compared with.
 
@@ -89,6 +108,8 @@ def modes(directory: Path, offload: Mapping[str, Any], host_bytes: int) -> dict[
         "rematerialize": Offload(None, offload),
         "host": Offload(None, {**host, "rematerialize": "never"}),
         "both": Offload(None, host),
+        "bound": Bounded(host, other="keep", share=BOUND_SHARE),
+        "low bound": Bounded(host, other="recompute", share=1.0),
         "disk": Offload(directory, {**host, "gds": "disabled"}),
         "gds": Offload(directory, {**offload, "gds": "required"}),
         "save_on_cpu": Mode(lambda: save_on_cpu(pin_memory=True)),
@@ -103,6 +124,8 @@ WAYS = (
     "rematerialize",
     "host",
     "both",
+    "bound",
+    "low bound",
     "disk",
     "gds",
     "save_on_cpu",

@@ -151,7 +151,7 @@ def test_without_gpudirect_storage_a_line_says_why(tmp_path: Path) -> None:
 
 def check_ways(modes: dict[str, Any]) -> None:
     """Check that the ways of ssdtrain did what they are for, by a plan, and with equal bits."""
-    for name in modes.keys() & {"rematerialize", "host", "both", "disk"}:
+    for name in modes.keys() & {"rematerialize", "host", "both", "bound", "low bound", "disk"}:
         way = modes[name]
         done, in_last = way["per_step"], way["away_in_these"]
         assert (done["bytes_rematerialized"] > 0) == (name != "host"), name

@@ -6,12 +6,13 @@ cases.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 
 import torch
 
-from ssdtrain._core import Round, Rounds, SavedTensor
+from ssdtrain._core import Learned, Round, Rounds, SavedTensor
 from ssdtrain.activations.followed import Followed, Scope
 from ssdtrain.activations.names import needing
 from ssdtrain.activations.rematerializer import is_away, missing_bytes
@@ -148,10 +149,8 @@ class Prefetcher:
         items = list(map(Item._make, learned.items))
         if not items:
             # It proved recipes, which takes time of a GPU. Under a bound they serve the next round.
-            whole = self.recorded.get(ended.signature)
-            if whole is not None and self._device is not None:
-                self._policy.learn(ended.signature, whole.items, rates, None, pressure)
-                self._pin(ended.signature)
+            if pressure.room_bytes < math.inf:
+                self._learn_from_last_whole(ended, rates, None, pressure)
             return
         if learned.is_of_gpu:
             self.gpu_stall_s += learned.stall_s
@@ -164,41 +163,42 @@ class Prefetcher:
         if ended.is_partial:
             if learned.is_of_gpu and whole_s > 0 and self._device is None:
                 self._note_price(ended, ended.hooks_s / whole_s if learned.waits_for_python else 0)
-            self._learn_from_partial(ended, rates, stall_share, pressure)
-            return
-        if ended.signature not in self._policy.plans:
-            self._warn_of_one_node(ended)
-        was_settled = self._policy.is_settled(ended.signature)
-        self._policy.learn(ended.signature, items, rates, stall_share, pressure)
-        self._pin(ended.signature)
-        if self._policy.is_settled(ended.signature):
-            self._follow(ended, items, is_first=not was_settled)
+            # The last whole round has told when the tensors that stay were packed and needed.
+            self._followed.note_partial(ended.opening, ended.signature)
+            self._learn_from_last_whole(ended, rates, stall_share, pressure)
+        else:
+            was_settled = self._policy.is_settled(ended.signature)
+            self._record(ended, learned, items)
+            self._learn_from_last_whole(ended, rates, stall_share, pressure)
+            self._note_whole(ended, items, is_first=not was_settled)
+
+    def _record(self, ended: Round, learned: Learned, items: list[Item]) -> None:
+        """Keep a round that was followed in whole as the last of its kind."""
         self.recorded.pop(ended.signature, None)
         self.recorded[ended.signature] = Recording(items, learned.began_s, learned.ended_s)
         if len(self.recorded) > RECORDED_MAX:
             del self.recorded[next(iter(self.recorded))]
+        if ended.signature not in self._policy.plans:
+            self._warn_of_one_node(ended)
 
-    def _follow(self, ended: Round, items: list[Item], *, is_first: bool) -> None:
-        """Let later rounds be followed in part, by a whole round whose plan is settled."""
-        if is_first:
-            # The first rounds, whose plans let less go, took more.
-            release_free_memory()
-        self.rounds.set_guide(ended)
-        self._followed.note_whole(
-            ended.opening,
-            ended.signature,
-            saved_bytes=sum(item.nbytes for item in items),
-            leaving_bytes=self._policy.plans[ended.signature].leaving_bytes,
-        )
+    def _note_whole(self, ended: Round, items: list[Item], *, is_first: bool) -> None:
+        """Have the next rounds of this kind followed in parts, if it has its plan."""
+        if self._policy.is_settled(ended.signature):
+            if is_first:
+                # The first rounds, whose plans let less go, took more.
+                release_free_memory()
+            self.rounds.set_guide(ended)
+            self._followed.note_whole(
+                ended.opening,
+                ended.signature,
+                saved_bytes=sum(item.nbytes for item in items),
+                leaving_bytes=self._policy.plans[ended.signature].leaving_bytes,
+            )
 
-    def _learn_from_partial(
+    def _learn_from_last_whole(
         self, ended: Round, rates: Rates, stall_share: float | None, pressure: Pressure
     ) -> None:
-        """Plan with the stalls and rates of a partial round.
-
-        The last whole round has told when the tensors that stay were packed and needed.
-        """
-        self._followed.note_partial(ended.opening, ended.signature)
+        """Plan with the moments of the last whole round, and with stalls and rates of now."""
         whole = self.recorded.get(ended.signature)
         if whole is not None:
             self._policy.learn(ended.signature, whole.items, rates, stall_share, pressure)

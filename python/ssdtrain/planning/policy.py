@@ -414,8 +414,7 @@ class Policy:
 
     def _plan(self, items: Sequence[Item], rates: Rates, pressure: Pressure) -> Plan:
         """Plan a round; for the room on a GPU also with recipes and moves that make it longer."""
-        wanted_bytes, boldness = 0, 1.0
-        step_bytes = sum(item.nbytes for item in items) / 16
+        wanted_bytes, boldness, step_bytes = 0, 1.0, sum(item.nbytes for item in items) / 16
         while True:
             made = self._plan_with(items, rates, pressure, wanted_bytes, boldness)
             if pressure.room_bytes == math.inf:
