@@ -832,6 +832,7 @@ class Gpus:
         stream_object: Callable[[int, int], object],
         allocate: Callable[[int, int, int], UntypedStorage],
         out_of_memory: type[Exception],
+        may_pin_now: Callable[[], bool],
     ) -> Gpus:
         """Take the functions, and how much memory each GPU's tensors go through.
 
@@ -839,7 +840,7 @@ class Gpus:
         ``down_bytes`` and ``up_bytes`` are memory of the CPU. ``choose_direct`` returns the path of
         cuFile for a GPU and ``True`` if its compatibility mode is allowed; such a GPU has twice
         ``ring_bytes`` of its own memory instead. Tensors of all GPUs may stay in ``tier_bytes_max``
-        of pinned memory, beside that.
+        of pinned memory, beside that; ``may_pin_now`` tells whether it may grow within a step.
         """
 
     def loaded_bytes(self) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
-from torch import Tensor, UntypedStorage
+from torch import Tensor, UntypedStorage, distributed
 
 from ssdtrain._core import Gpus, Store
 from ssdtrain.machine.torch_internals import current_stream
@@ -120,11 +120,17 @@ def gpus_of(
         stream_object=_stream,
         allocate=_allocate,
         out_of_memory=torch.OutOfMemoryError,
+        may_pin_now=_may_pin_now,
     )
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         # Else at the first tensor: to ask would initialise a GPU that the program may not use.
         direct.expect(torch.cuda.current_device())
     return gpus
+
+
+def _may_pin_now() -> bool:
+    """Return whether memory may be pinned within a step: it may wait for collectives of others."""
+    return not (distributed.is_available() and distributed.is_initialized())
 
 
 @cache

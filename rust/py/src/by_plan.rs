@@ -54,15 +54,16 @@ impl ByPlan {
 
 impl GpuWay {
     /// Pins another block in which tensors may stay; `false` if that is not allowed, or failed.
-    pub fn grow_tier(&self, py: Python<'_>) -> bool {
+    pub fn grow_tier(&self, py: Python<'_>) -> PyResult<bool> {
         let tier = self.staging.tier();
         let left = self.tier_bytes_max.load(Ordering::Relaxed).saturating_sub(tier.bytes().0);
         let grow = || tier.grow(&Gpu::get(self.gpu)?, left.min(TIER_BLOCK_BYTES));
-        let has_grown = left > 0 && py.detach(grow).is_ok();
+        let is_allowed = left > 0 && self.calls.may_pin_now.bind(py).call0()?.is_truthy()?;
+        let has_grown = is_allowed && py.detach(grow).is_ok();
         if !has_grown {
             self.tier_bytes_max.store(0, Ordering::Relaxed); // It is not tried for each tensor.
         }
-        has_grown
+        Ok(has_grown)
     }
 }
 

@@ -63,7 +63,7 @@ pub struct Gpus {
 pub struct GpuWay {
     pub gpu: usize,
     pub staging: Staging,
-    /// The most bytes of pinned memory in which tensors stay; 0 if it could not be pinned.
+    /// The most bytes of pinned memory in which tensors stay; 0 once no more can be pinned.
     pub tier_bytes_max: AtomicUsize,
     /// True if its tensors go past the CPU's memory.
     is_direct: bool,
@@ -133,7 +133,7 @@ impl Gpus {
     #[new]
     #[pyo3(signature = (
         store, *, lock, down_bytes, up_bytes, ring_bytes, tier_bytes_max, choose_direct,
-        direct_refused, current_stream, stream_object, allocate, out_of_memory
+        direct_refused, current_stream, stream_object, allocate, out_of_memory, may_pin_now
     ))]
     #[expect(clippy::too_many_arguments, reason = "keywords on the side of Python")]
     fn new(
@@ -149,8 +149,10 @@ impl Gpus {
         stream_object: Py<PyAny>,
         allocate: Py<PyAny>,
         out_of_memory: Py<PyAny>,
+        may_pin_now: Py<PyAny>,
     ) -> PyResult<Self> {
-        let calls = TorchCalls { current_stream, stream_object, allocate, out_of_memory };
+        let calls =
+            TorchCalls { current_stream, stream_object, allocate, out_of_memory, may_pin_now };
         let calls = Arc::new(calls);
         let pinned = PinnedBytes { down: down_bytes, up: up_bytes };
         let ring = PinnedBytes { down: ring_bytes, up: ring_bytes };

@@ -65,6 +65,8 @@ pub struct TorchCalls {
     pub stream_object: Py<PyAny>,
     pub allocate: Py<PyAny>,
     pub out_of_memory: Py<PyAny>,
+    /// Function: true if memory may be pinned within a step.
+    pub may_pin_now: Py<PyAny>,
 }
 
 impl TorchCalls {

@@ -117,7 +117,7 @@ impl GpuBytes {
                 Saved::Begun(staged) => return Ok(Ok(Self::new(way, staged, stream, leaving))),
                 Saved::Capturing => return Ok(Err(stays("a CUDA graph is being captured"))),
                 Saved::Full(_) if tier == Tier::Pinned => {
-                    if is_spare && way.grow_tier(py) {
+                    if is_spare && way.grow_tier(py)? {
                         continue;
                     }
                     tier = Tier::Disk;

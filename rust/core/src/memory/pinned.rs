@@ -2,9 +2,10 @@
 //! memory of a GPU that cuFile pins for a drive.
 //!
 //! It is made once, in few large blocks. Pinning takes long (a second for some GiB), stalls the
-//! GPU, and inside a collective operation it can wait for other ranks for ever; so nothing is
-//! pinned while training runs. The blocks are mapped here and then registered with the driver:
-//! memory that the driver allocates itself cannot be registered with `io_uring` on some kernels.
+//! GPU, and inside a collective operation it can wait for other ranks for ever; so it is done
+//! before or between steps. Only a step whose GPU has no room under its bound pins more, if there
+//! are no other ranks. The blocks are mapped here and then registered with the driver: memory that
+//! the driver allocates itself cannot be registered with `io_uring` on some kernels.
 #![expect(unsafe_code, reason = "maps memory and registers it with the CUDA driver")]
 
 use std::ffi::c_void;

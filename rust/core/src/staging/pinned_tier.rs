@@ -1,8 +1,9 @@
 //! Pinned memory in which tensors of a GPU stay by plan, so that they never go to the disk.
 //!
 //! It is separate from the slots that tensors pass through, so that those keep their room. It grows
-//! between steps, in blocks. The driver pins a block for every GPU, so all GPUs of a session share
-//! them, and it is freed with the last staging.
+//! in blocks: between steps by plan, and within one if the bound of a GPU leaves no room. The driver
+//! pins a block for every GPU, so all GPUs of a session share them, and it is freed with the last
+//! staging.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -20,7 +21,8 @@ const PART_BYTES_MIN: usize = 1 << 20;
 pub struct PinnedTier(Mutex<Vec<Arc<PinnedPool>>>);
 
 impl PinnedTier {
-    /// Pins another block, with the driver of any GPU. Call it between steps.
+    /// Pins another block, with the driver of any GPU. 1 GiB takes a quarter of a second, so
+    /// a plan has it done between steps.
     pub fn grow(&self, gpu: &Arc<Gpu>, nbytes: usize) -> Result<()> {
         let pool = PinnedPool::new(gpu, nbytes)?;
         self.pools().push(pool);
