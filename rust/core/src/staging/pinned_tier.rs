@@ -1,9 +1,9 @@
 //! Pinned memory in which tensors of a GPU stay by plan, so that they never go to the disk.
 //!
 //! It is separate from the slots that tensors pass through, so that those keep their room. It grows
-//! in blocks: between steps by plan, and within one if the bound of a GPU leaves no room. The driver
-//! pins a block for every GPU, so all GPUs of a session share them, and it is freed with the last
-//! staging.
+//! in blocks: between steps by plan, and within one if the bound of a GPU leaves no room. The
+//! driver pins a block for every GPU, so all GPUs of a session share them, and it is freed with the
+//! last staging.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
