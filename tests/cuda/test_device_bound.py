@@ -142,6 +142,22 @@ def test_the_first_step_lets_go_of_all_that_can_leave(fake: FakeDevice, host_cou
 
 
 @on_fake_device()
+def test_what_leaves_without_a_plan_leaves_in_order(fake: FakeDevice) -> None:
+    """A fake that lags reports each use of memory whose copy has not ended."""
+    leaf = made(0, ELEMENTS)
+    expected, whole_bytes = step(leaf)
+    for seed in range(4):
+        host_bytes = 64 * UNIT * (seed % 2)
+        options = {"has_disk": not host_bytes, "max_host_bytes": host_bytes or None}
+        with bounded(whole_bytes // 2, Patient(host_bytes), **options):
+            fake.lag(2000, seed=seed)
+            for _ in range(2):
+                gradient, _ = step(leaf)
+                assert torch.equal(gradient, expected)
+            fake.lag(0)
+
+
+@on_fake_device()
 def test_with_other_ranks_no_memory_is_pinned_within_a_step(fake: FakeDevice) -> None:
     leaf = made(0, ELEMENTS)
     expected, whole_bytes = step(leaf)
