@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ssdtrain_core::cuda::gpu::Gpu;
+use ssdtrain_core::cuda::hook::{self, Hook};
 use ssdtrain_core::staging::{Loading, Ordered, Saved, Staged, Staging, Tier};
 use ssdtrain_core::{Backend, ErrorKind, TensorStore};
 
@@ -298,6 +299,65 @@ fn a_stream_that_captures_keeps_its_tensors() {
         stream.end_capture();
         assert!(matches!(answer, Saved::Capturing), "{answer:?}");
         assert_eq!(staging.pinned_bytes().1, 0);
+    });
+}
+
+#[test]
+fn a_hook_asks_once_about_its_own_stream_alone() {
+    on_a_fake_gpu("a_hook_asks_once_about_its_own_stream_alone", |gpu| {
+        let dir = scratch();
+        let (staging, own, other) = (open(&dir, Backend::Psync), gpu.stream(), gpu.stream());
+        let saves = |stream: &ComputeStream<'_>| {
+            let source = gpu.allocate(LEN);
+            let answer = staging.save(source.range(), stream.handle(), Tier::Disk).unwrap();
+            stream.synchronize();
+            until_empty(&staging);
+            matches!(answer, Saved::Begun(_))
+        };
+        let saves_captured = |stream: &ComputeStream<'_>| {
+            stream.begin_capture();
+            let source = gpu.allocate(LEN);
+            let answer = staging.save(source.range(), stream.handle(), Tier::Disk).unwrap();
+            stream.end_capture();
+            matches!(answer, Saved::Begun(_))
+        };
+        let outer = Hook::enter();
+        hook::set_stream(0, own.handle());
+        assert!(saves(&own) && saves(&other));
+        assert!(!saves_captured(&other), "it is asked about another stream each time");
+        let nested = Hook::enter();
+        hook::set_stream(0, own.handle());
+        assert!(!saves_captured(&own), "a nested hook knows nothing of the outer hook");
+        assert!(saves(&own));
+        drop(nested);
+        assert!(!saves_captured(&own), "the outer hook asks anew after a nested hook");
+        hook::set_stream(0, own.handle());
+        assert!(saves(&own));
+        hook::forget();
+        assert!(!saves_captured(&own), "it asks anew after a wait");
+        drop(outer);
+        assert!(!saves_captured(&own));
+    });
+}
+
+#[test]
+fn a_hook_marks_the_work_of_its_stream_anew_for_each_order() {
+    on_a_fake_gpu("a_hook_marks_the_work_of_its_stream_anew_for_each_order", |gpu| {
+        let dir = scratch();
+        let (staging, stream) = (open(&dir, Backend::Psync), gpu.stream());
+        let _hook = Hook::enter();
+        hook::set_stream(0, stream.handle());
+        // Each save has to wait for the computation of its own source.
+        let saved: Vec<_> = (1..=3).map(|value| save(gpu, &staging, &stream, value)).collect();
+        for (value, (staged, source)) in (1..).zip(saved) {
+            staged.release(stream.handle()).unwrap();
+            until(&staging, || staged.is_settled());
+            // Each load has to wait for the last use of its memory.
+            stream.fill(&source, 9);
+            let loading = staging.load(&staged, source.range(), stream.handle()).unwrap();
+            loading.lend(stream.handle(), LONG).unwrap().unwrap();
+            assert!(stream.read(&source) == vec![value; LEN]);
+        }
     });
 }
 

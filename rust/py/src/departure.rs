@@ -39,8 +39,7 @@ impl GpuWay {
             Err(error) => return Ok(Err(error)),
         };
         if let (Some(from), Some(is_planned)) = (from, is_planned) {
-            let (from, copied) = (Arc::new(from), Arc::clone(&departure.after));
-            self.waits.add(Wait { from, copied, is_planned });
+            self.waits.add(Wait { from, copied: Arc::clone(&departure.after), is_planned });
         }
         if departure.is_shared {
             // defence: streams that use a source

@@ -18,6 +18,7 @@ use std::time::Instant;
 use pyo3::prelude::*;
 use ssdtrain_core as core;
 use ssdtrain_core::cuda::gpu::Gpu;
+use ssdtrain_core::cuda::hook;
 use ssdtrain_core::cuda::stream::{Event, EventPool, ask_all, is_capturing};
 use ssdtrain_core::round::Item;
 
@@ -143,13 +144,14 @@ impl GpuClock {
             round.lock().set_untimed();
             return Ok(());
         }
-        let Some(begun) = self.record(py, stream)? else { return Ok(()) };
+        let Some(begun) = self.record(py, stream, None)? else { return Ok(()) };
         self.marked().push_back(Marked::new(round.clone(), number, stream.gpu, begun));
         Ok(())
     }
 
     /// Notes that a storage is packed, or needed, on this stream now, or on the CPU (`None`); its
-    /// moments are then those of the round's first GPU.
+    /// moments are then those of the round's first GPU. If the copy of a needed storage is on its
+    /// way, the stream may wait for its end, `loaded`, in the same calls.
     pub fn note(
         &self,
         py: Python<'_>,
@@ -157,7 +159,9 @@ impl GpuClock {
         used: StorageUse,
         (key, nbytes): (i64, u64),
         stream: Option<GpuStream>,
+        loaded: Option<&Event>,
     ) -> PyResult<()> {
+        let at_hand = stream.and_then(|it| hook::last_event(it.gpu, user_stream(it)));
         let is_due = {
             let mut marked = self.marked();
             let Some(marked_round) = find(&mut marked, round) else { return Ok(()) };
@@ -165,12 +169,13 @@ impl GpuClock {
                 (None, _) | (_, StorageUse::Needed { waits: true }) => true,
                 // The last round that was followed in whole tells when tensors are packed.
                 (Some(_), StorageUse::Packed) if round.lock().is_partial() => false,
-                (Some(clock), _) => clock.marks(used).is_due(key, nbytes),
+                (Some(clock), _) => clock.marks(used).is_due(key, nbytes, at_hand.is_some()),
             }
         };
         // `record` releases the GIL, because a full stream makes the program wait.
         let event = match stream {
-            Some(stream) if is_due => self.record(py, stream)?,
+            Some(_) if is_due && at_hand.is_some() && loaded.is_none() => at_hand,
+            Some(stream) if is_due => self.record(py, stream, loaded)?,
             _ => None,
         };
         if let Some(marked_round) = find(&mut self.marked(), round) {
@@ -253,16 +258,26 @@ impl GpuClock {
         ask_all(&gpu, || Ok(taken.times(items))).ok()?
     }
 
-    /// Records an event on a stream; `None` while the stream is captured into a CUDA graph, which
-    /// has no time.
-    fn record(&self, py: Python<'_>, stream: GpuStream) -> PyResult<Option<Arc<Event>>> {
+    /// An event of a stream now; `None` while the stream is captured into a CUDA graph, which has
+    /// no time. After the event the stream waits for `loaded`.
+    fn record(
+        &self,
+        py: Python<'_>,
+        stream: GpuStream,
+        loaded: Option<&Event>,
+    ) -> PyResult<Option<Arc<Event>>> {
         let record = || -> core::Result<Option<Arc<Event>>> {
             let opened = Gpu::get(stream.gpu)?;
             let place = user_stream(stream);
-            if is_capturing(&opened, place)? {
-                return Ok(None);
-            }
-            self.pool(stream.gpu, &opened).record(place).map(|event| Some(Arc::new(event)))
+            opened.within(|_| {
+                if is_capturing(&opened, place)? {
+                    return Ok(None);
+                }
+                let event = self.pool(stream.gpu, &opened).moment(place)?;
+                // `GpuLoad::lend` makes sure of it. Here the wait shares calls of the driver.
+                loaded.map_or(Ok(()), |loaded| loaded.wait_on(place))?;
+                Ok(Some(event))
+            })
         };
         raised(py, py.detach(record))
     }
@@ -402,10 +417,12 @@ impl Clock {
 }
 
 impl Marks {
-    /// True if the storage that comes now gets an event of its own.
-    fn is_due(&self, key: i64, nbytes: u64) -> bool {
-        !self.places.contains_key(&key)
-            && (self.events.is_empty() || self.nbytes + nbytes >= MARK_BYTES)
+    /// True if the storage that comes now gets an event of its own; one that is at hand earlier, as
+    /// that costs no call of the driver.
+    fn is_due(&self, key: i64, nbytes: u64, is_at_hand: bool) -> bool {
+        let due_bytes = if is_at_hand { MARK_BYTES / 2 } else { MARK_BYTES };
+        let is_due = self.events.is_empty() || self.nbytes + nbytes >= due_bytes;
+        is_due && !self.places.contains_key(&key)
     }
 
     /// Enters a storage with its event, or else with the last event. A storage before the first

@@ -4,10 +4,12 @@ use std::time::{Duration, Instant};
 
 use pyo3::intern;
 use pyo3::prelude::*;
+use ssdtrain_core::cuda::hook::{self, Hook};
 use ssdtrain_core::round::FORWARD;
 
 use crate::by_plan::{ByPlan, Use};
 use crate::geometry::{Layout, is_memory_of_others, shares_no_counter};
+use crate::gpu::user_stream;
 use crate::gpu_calls::GpuStream;
 use crate::kept::is_true;
 use crate::partners::{KeepReason, SessionHooks};
@@ -115,6 +117,7 @@ impl Offloading {
     ) -> PyResult<Py<PyAny>> {
         let own = slf.get();
         let (py, session, began) = (packed.py(), &own.session, Instant::now());
+        let _hook = Hook::enter();
         let Ok(saved) = packed.cast::<SavedTensor>() else {
             // A `Kept` comes here if it has changed, or is needed inside an operation.
             return session.unpack_kept(packed).map(Bound::unbind);
@@ -263,8 +266,9 @@ impl Offloading {
         let (py, torch, records) = (tensor.py(), own.torch.get(), own.records.get());
         let (rounds, session) = (own.rounds.get(), &own.session);
         let (writing, prefetching) = (session.writing(py), session.prefetching(py));
+        let _hook = Hook::enter();
         // Noted before memory is let go below, because this stream is about to use the tensor.
-        let stream = own.stream(py, &layout)?;
+        let stream = own.stream(py, layout.gpu)?;
         let (sequence, backward) = (torch.sequence_number(py)?, torch.current_backward(py)?);
         let known = records.of(storage)?;
         let part = (layout.offset, start + nbytes);
@@ -332,12 +336,12 @@ impl Offloading {
         Ok(Ok(record))
     }
 
-    /// The stream that is current on the tensor's GPU, if it is on one.
-    pub fn stream(&self, py: Python<'_>, layout: &Layout) -> PyResult<Option<GpuStream>> {
-        match (layout.gpu, self.records.get().gpus()) {
-            (Some(gpu), Some(gpus)) => gpus.stream(py, gpu).map(Some),
-            _ => Ok(None),
-        }
+    /// The stream that is current on a tensor's GPU, if it is on one; that of this hook.
+    pub fn stream(&self, py: Python<'_>, gpu: Option<usize>) -> PyResult<Option<GpuStream>> {
+        let (Some(gpu), Some(gpus)) = (gpu, self.records.get().gpus()) else { return Ok(None) };
+        let stream = gpus.stream(py, gpu)?;
+        hook::set_stream(gpu, user_stream(stream));
+        Ok(Some(stream))
     }
 
     /// Has a new record written, unless the plan keeps it and there is no bound; under that of a
@@ -415,7 +419,7 @@ impl Offloading {
         let (rounds, session) = (self.rounds.get(), &self.session);
         let (writing, prefetching) = (session.writing(py), session.prefetching(py));
         // Noted before memory is let go below, because this stream is about to use the tensor.
-        let stream = self.stream(py, &saved.get().layout)?;
+        let stream = self.stream(py, saved.get().layout.gpu)?;
         self.note_progress(py, stream, saved.get().record.get().key, Use::Need)?;
         records.open_gate(writing, None)?;
         self.take_back(saved, is_early)?;
@@ -463,6 +467,7 @@ impl Offloading {
     ) -> PyResult<Bound<'py, PyAny>> {
         let py = saved.py();
         if !loading.get().is_here() {
+            hook::forget();
             self.session.wait_for(saved, loading)?;
         }
         let tensor = loading.get().restore(py, self.torch.get(), &saved.get().layout)?;

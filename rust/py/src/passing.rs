@@ -4,6 +4,7 @@
 
 use pyo3::intern;
 use pyo3::prelude::*;
+use ssdtrain_core::cuda::hook::Hook;
 use ssdtrain_core::round::FORWARD;
 
 use crate::by_plan::Use;
@@ -70,11 +71,9 @@ impl Offloading {
         let (records, rounds, session) = (self.records.get(), self.rounds.get(), &self.session);
         let (writing, prefetching) = (session.writing(py), session.prefetching(py));
         self.lock.locked(py, || {
+            let _hook = Hook::enter();
             // This stream may use memory that is let go below.
-            let stream = match (passed.gpu, records.gpus()) {
-                (Some(gpu), Some(gpus)) => Some(gpus.stream(py, gpu)?),
-                _ => None,
-            };
+            let stream = self.stream(py, passed.gpu)?;
             self.note_progress(py, stream, passed.key, Use::Need)?;
             records.open_gate(writing, None)?;
             records.reap(writing)?;
@@ -105,11 +104,9 @@ impl Offloading {
         if own_gpu != place.gpu {
             return Ok(None);
         }
-        let stream = match (own_gpu, records.gpus()) {
-            // This stream may use memory that is let go below.
-            (Some(gpu), Some(gpus)) => Some(gpus.stream(py, gpu)?),
-            _ => None,
-        };
+        let _hook = Hook::enter();
+        // This stream may use memory that is let go below.
+        let stream = self.stream(py, own_gpu)?;
         if records.has_leaving() {
             self.note_progress(py, stream, place.key, Use::Pack)?;
             self.let_leave(py, part.nbytes)?;

@@ -7,6 +7,7 @@ use std::time::Instant;
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::intern;
 use pyo3::prelude::*;
+use ssdtrain_core::cuda::hook;
 
 use crate::offloading::Offloading;
 use crate::saved_tensor::SavedTensor;
@@ -53,6 +54,7 @@ impl Offloading {
         let (own, py, this) = (slf.get(), slf.py(), saved.get());
         let record = this.record.get();
         let unpack = slf.getattr(intern!(py, "unpack_source"))?;
+        hook::forget();
         own.lock.locked(py, || {
             if own.records.get().is_bounded() && !is_early {
                 own.session.prefetching(py).make_room_to_make(saved)?;
@@ -72,7 +74,7 @@ impl Offloading {
             record.give_up_making();
         }
         let made = made?;
-        let stream = own.stream(py, &this.layout)?;
+        let stream = own.stream(py, this.layout.gpu)?;
         own.lock.locked(py, || record.take_made(&made, stream, is_early))?;
         if is_early {
             own.note_early(saved)?;
@@ -94,6 +96,7 @@ impl Offloading {
         let Some(recipe) = saved.get().record.get().take_unproved() else { return Ok(()) };
         let (own, py, began) = (slf.get(), slf.py(), Instant::now());
         let waited_before = own.rounds.get().waited(py)?;
+        hook::forget();
         let bring = slf.getattr(intern!(py, "bring"))?;
         let proved = own.session.prove(saved, &recipe, tensor, &bring);
         let waited = own.rounds.get().waited(py)?.saturating_sub(waited_before);

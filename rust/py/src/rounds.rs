@@ -262,7 +262,8 @@ impl Rounds {
             self.count_taught(began);
         }
         if is_new {
-            self.clock.note(py, round, StorageUse::Packed, this.record.get().name(), stream)?;
+            let (used, name) = (StorageUse::Packed, this.record.get().name());
+            self.clock.note(py, round, used, name, stream, None)?;
         }
         Ok(())
     }
@@ -314,8 +315,11 @@ impl Rounds {
         let (py, this) = (saved.py(), saved.get());
         let Some((round, ordinal)) = this.place() else { return Ok(false) };
         let (now_s, key) = (self.now_s(py)?, this.record.get().key);
-        let used = StorageUse::Needed { waits: is_away && !this.is_loaded_ahead() };
-        self.clock.note(py, round, used, this.record.get().name(), stream)?;
+        let loaded = if is_away { this.loaded_ahead() } else { None };
+        let is_here = loaded.as_ref().is_some_and(|loaded| loaded.is_known_reached());
+        let used = StorageUse::Needed { waits: is_away && !is_here };
+        let name = this.record.get().name();
+        self.clock.note(py, round, used, name, stream, loaded.as_deref())?;
         let (is_first, is_predicted, is_skimmed) = {
             let round = round.lock();
             (!round.is_asked_for(), round.is_predicted(), round.is_skimmed())

@@ -4,13 +4,14 @@
 //! dropped, or after an exception, and with its last user a record gives up its memory, its write
 //! and its extent. Nobody counts steps.
 
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyTuple, PyWeakrefMethods, PyWeakrefReference};
 use ssdtrain_core as core;
+use ssdtrain_core::cuda::stream::Event;
 
 use crate::geometry::Layout;
 use crate::kept::{NO_VERSION, is_true, version_of};
@@ -117,11 +118,9 @@ impl SavedTensor {
         std::mem::replace(&mut *self.ahead(), ahead)
     }
 
-    /// True if a read ahead has brought it to its GPU.
-    pub fn is_loaded_ahead(&self) -> bool {
-        let ahead = self.ahead();
-        let loaded = ahead.as_ref().and_then(|loading| loading.get().loaded());
-        loaded.is_some_and(|event| event.is_known_reached())
+    /// The end of a copy to its GPU, if a read ahead has come so far.
+    pub fn loaded_ahead(&self) -> Option<Arc<Event>> {
+        self.ahead().as_ref().and_then(|loading| loading.get().loaded())
     }
 
     fn ahead(&self) -> MutexGuard<'_, Option<Py<Loading>>> {

@@ -6,4 +6,5 @@
 
 pub mod driver;
 pub mod gpu;
+pub mod hook;
 pub mod stream;

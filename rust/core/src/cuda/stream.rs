@@ -15,6 +15,7 @@ use cudarc::driver::sys::{CUdeviceptr, CUevent, CUstream};
 
 use crate::cuda::driver::{Driver, code};
 use crate::cuda::gpu::Gpu;
+use crate::cuda::hook;
 use crate::error::Result;
 use crate::memory::pinned::PinnedSlot;
 
@@ -195,13 +196,20 @@ impl Drop for Stream {
     }
 }
 
-/// Returns true if a CUDA graph is being captured from this stream.
+/// Returns true if a CUDA graph is being captured from this stream. A [hook](hook::Hook) asks the
+/// driver once about its own stream.
 pub fn is_capturing(gpu: &Gpu, stream: UserStream) -> Result<bool> {
+    if hook::is_uncaptured(gpu, stream) {
+        return Ok(false);
+    }
     gpu.within(|driver| {
         let mut status = 0;
         // SAFETY: the stream is alive; `status` outlives the call.
         let answer = unsafe { (driver.functions.cuStreamIsCapturing)(stream.0, &raw mut status) };
         driver.check("cuStreamIsCapturing", answer)?;
+        if status == 0 {
+            hook::note_uncaptured(gpu, stream);
+        }
         Ok(status != 0)
     })
 }
@@ -296,25 +304,37 @@ impl EventPool {
     }
 
     /// Marks the end of the work that is on the stream now.
-    pub fn record(self: &Arc<Self>, stream: UserStream) -> Result<Event> {
+    pub fn record(self: &Arc<Self>, stream: UserStream) -> Result<Arc<Event>> {
+        let event = Arc::new(self.record_after(None, stream)?);
+        if self.flags == TIMED {
+            hook::note_event(&self.gpu, stream, &event);
+        }
+        Ok(event)
+    }
+
+    /// An event that tells the time of the stream now, and orders nothing: the last of this
+    /// [hook](hook::Hook) on its own stream, which may be of another pool, or a new event.
+    pub fn moment(self: &Arc<Self>, stream: UserStream) -> Result<Arc<Event>> {
+        hook::last_event(self.gpu.ordinal(), stream).map_or_else(|| self.record(stream), Ok)
+    }
+
+    /// Marks the end of work that began after `begun`, an event with a time.
+    pub fn record_after(
+        self: &Arc<Self>,
+        begun: Option<Arc<Event>>,
+        stream: UserStream,
+    ) -> Result<Event> {
         let free = self.free.lock().unwrap_or_else(PoisonError::into_inner).pop();
         self.gpu.within(|driver| {
             let raw = free.map_or_else(|| create(driver, self.flags), Ok)?;
             let (is_known_reached, waiting) = (AtomicBool::new(false), AtomicUsize::new(0));
             let pool = Arc::clone(self);
-            let event = Event { pool, raw, begun: None, is_known_reached, waiting };
+            let event = Event { pool, raw, begun, is_known_reached, waiting };
             // SAFETY: both are alive, and of the GPU whose context is current.
             let answer = unsafe { (driver.functions.cuEventRecord)(event.raw.0, stream.0) };
             driver.check("cuEventRecord", answer)?;
             Ok(event)
         })
-    }
-
-    /// Marks the end of work that began after `begun`, an event of this pool.
-    pub fn record_end(self: &Arc<Self>, begun: Arc<Event>, stream: UserStream) -> Result<Event> {
-        let mut event = self.record(stream)?;
-        event.begun = Some(begun);
-        Ok(event)
     }
 }
 

@@ -9,7 +9,7 @@ use crate::cuda::stream::{DeviceRange, Event, UserStream, is_capturing};
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::pinned::PinnedSlot;
 use crate::staging::mailbox::{Reading, Task, Uploading};
-use crate::staging::shared::Shared;
+use crate::staging::shared::{Begun, Shared};
 use crate::staging::staged::{Parcel, Place, Staged, Tier};
 use crate::staging::upload::{Owed, Upload};
 use crate::stored::Stored;
@@ -31,7 +31,7 @@ impl Loading {
     ) -> Result<Vec<Result<Self>>> {
         shared.mailbox.refuse_if_closed()?;
         refuse_if_capturing(shared, stream)?;
-        let allocated = Arc::new(shared.copies.record(stream)?);
+        let allocated = shared.copies.record(stream)?;
         let begin = |(staged, target): &(&Staged, DeviceRange)| {
             Self::begin(shared, staged, *target, &allocated)
         };
@@ -104,10 +104,13 @@ impl Loading {
             return Some(Err(error));
         }
         let loaded = self.loaded()?;
-        Some(self.shared.gpu.within(|_| {
+        let order = || {
             refuse_if_capturing(&self.shared, stream)?;
             loaded.wait_on(stream)
-        }))
+        };
+        // Mostly the hook has asked, and the stream waits since its need was noted.
+        let is_ordered = loaded.is_before(stream);
+        Some(if is_ordered { order() } else { self.shared.gpu.within(|_| order()) })
     }
 
     /// Gives the target up. A copy to it that has not begun never begins. If a copy has begun, this
@@ -182,7 +185,14 @@ pub fn enqueue(shared: &Shared, mut owed: Owed, slot: Arc<PinnedSlot>, parcel: O
     after.extend(parcel.map(|parcel| &*parcel.copied));
     // If the bytes were here, the copy begins there, or at the end of the copy before it.
     let was_here = parcel.is_some_and(|parcel| parcel.copied.is_known_reached());
-    let begun = was_here.then(|| Arc::clone(&upload.allocated));
+    let (begun, timed_bytes) = if was_here {
+        (Begun::At(Arc::clone(&upload.allocated)), target.len() as u64)
+    } else {
+        match shared.up.timed_bytes(target.len() as u64) {
+            Some(bytes) => (Begun::Here, bytes),
+            None => (Begun::Untimed, 0),
+        }
+    };
     let range = iter::once((&slot, target));
     let copied = shared.up.copy(&shared.copies, range, after, begun, |stream, slot, target| {
         stream.copy_up(slot, target)
@@ -193,7 +203,8 @@ pub fn enqueue(shared: &Shared, mut owed: Owed, slot: Arc<PinnedSlot>, parcel: O
             shared.up_bytes.fetch_add(len as u64, Ordering::Relaxed);
             progress.coming_count -= 1;
             progress.last = Some(Arc::clone(&loaded));
-            shared.mailbox.post(Task::Uploading(Uploading { slot, loaded, len }));
+            let uploading = Uploading { slot, loaded, len, timed_bytes };
+            shared.mailbox.post(Task::Uploading(uploading));
         }
         Err(error) => progress.fail(error),
     }

@@ -33,6 +33,8 @@ pub struct Uploading {
     pub slot: Arc<PinnedSlot>,
     pub loaded: Arc<Event>,
     pub len: usize,
+    /// The bytes for which its time stands, if it is timed.
+    pub timed_bytes: u64,
 }
 
 /// A read under way.

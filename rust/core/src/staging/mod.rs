@@ -50,7 +50,7 @@ pub enum Ordered {
     /// None: a CUDA graph is being captured from the stream.
     Captured,
     /// The stream waits, from the marked place on.
-    Waits(Option<Event>),
+    Waits(Option<Arc<Event>>),
 }
 
 /// The reason that there is no slot for another save.
@@ -202,7 +202,7 @@ impl Staging {
             if is_capturing(&self.shared().gpu, stream)? {
                 return Ok(Ordered::Captured); // defence: nothing is let go into a graph
             }
-            let from = is_noted.then(|| self.shared().copies.record(stream)).transpose()?;
+            let from = is_noted.then(|| self.shared().copies.moment(stream)).transpose()?;
             after.wait_on(stream)?; // defence: a source is let go after its copy
             Ok(Ordered::Waits(from))
         })

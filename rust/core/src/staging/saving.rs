@@ -8,7 +8,7 @@ use crate::error::Result;
 use crate::memory::arena::PAGE_BYTES;
 use crate::memory::pinned::{PinnedSlot, cut};
 use crate::staging::mailbox::Task;
-use crate::staging::shared::Shared;
+use crate::staging::shared::{Begun, Shared};
 use crate::staging::staged::{Parcel, Staged, Tier};
 use crate::staging::{Full, Refused, Saves};
 
@@ -102,7 +102,7 @@ fn copy_all(
     if parts.is_empty() {
         return Ok(());
     }
-    let ready = Arc::new(shared.copies.record(stream)?);
+    let ready = shared.copies.record(stream)?;
     let (mut rest, mut whole_count) = (parts, 0);
     while !rest.is_empty() {
         let (group, later) = rest.split_at(group_count(rest));
@@ -136,7 +136,7 @@ fn copy_group(shared: &Shared, group: &[Part], ready: &Arc<Event>) -> Result<Vec
     // defence: a copy down waits for what computes its source
     let after: [&Event; 1] = [ready];
     // A copy begins here, or at the end of the copy before it.
-    let begun = Some(Arc::clone(ready));
+    let begun = Begun::At(Arc::clone(ready));
     let ranges = group.iter().map(|part| (&part.slot, part.range));
     let copied =
         shared.down.copy(&shared.copies, ranges, after, begun, |stream, slot, range| {

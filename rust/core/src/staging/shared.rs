@@ -32,7 +32,22 @@ pub struct Lane {
     /// Nanoseconds that the GPU took for its copies, without waits.
     copy_ns: AtomicU64,
     recent: Mutex<Recent>,
+    /// Bytes copied since the last timed copy.
+    untimed_bytes: Mutex<u64>,
 }
+
+/// The moment from which the time of copies counts.
+pub enum Begun {
+    /// This event.
+    At(Arc<Event>),
+    /// The beginning of the copies, which gets an event.
+    Here,
+    /// None: other copies tell the rate.
+    Untimed,
+}
+
+/// The bytes copied to a GPU from one timed copy to the next.
+const TIMED_EVERY_BYTES: u64 = 16 << 20;
 
 /// Writes that left their bytes in a slot, by reason.
 #[derive(Debug, Default)]
@@ -116,7 +131,8 @@ impl Shared {
         let lane = |nbytes| {
             let (pool, stream) = (pool(nbytes)?, Stream::new(gpu)?);
             let (copy_ns, recent) = (AtomicU64::new(0), Mutex::default());
-            Ok::<_, Error>(Lane { pool, stream, copy_ns, recent })
+            let untimed_bytes = Mutex::default();
+            Ok::<_, Error>(Lane { pool, stream, copy_ns, recent, untimed_bytes })
         };
         Ok(Self {
             gpu: Arc::clone(gpu),
@@ -170,8 +186,7 @@ impl Shared {
 
 impl Lane {
     /// Copies a group of slots, each with another range, after all events in `after` have been
-    /// reached. Returns the event of the end of all, which measures the time since `begun`, or
-    /// since the stream reached the copies.
+    /// reached. Returns the event of the end of all, which measures the time since `begun`.
     ///
     /// If a call fails, copies may be under way all the same. Then this waits for the stream. If
     /// that fails too, the slots are never used again.
@@ -180,34 +195,48 @@ impl Lane {
         events: &Arc<EventPool>,
         group: impl Iterator<Item = (&'a Arc<PinnedSlot>, DeviceRange)> + Clone,
         after: impl IntoIterator<Item = &'a Event>,
-        begun: Option<Arc<Event>>,
+        begun: Begun,
         copy: impl Fn(&Stream, &PinnedSlot, DeviceRange) -> Result<()>,
     ) -> Result<Arc<Event>> {
         for event in after {
             event.wait_on(self.stream.handle())?;
         }
         let begun = match begun {
-            Some(begun) => begun,
-            None => Arc::new(events.record(self.stream.handle())?),
+            Begun::At(begun) => Some(begun),
+            Begun::Here => Some(events.record(self.stream.handle())?),
+            Begun::Untimed => None,
         };
         let mut copied = group.clone().map(|(slot, range)| copy(&self.stream, slot, range));
         let ended = copied
             .try_for_each(|answer| answer)
-            .and_then(|()| events.record_end(begun, self.stream.handle()));
+            .and_then(|()| events.record_after(begun, self.stream.handle()));
         if ended.is_err() && self.stream.synchronize().is_err() {
             group.for_each(|(slot, _)| std::mem::forget(Arc::clone(slot)));
         }
         ended.map(Arc::new)
     }
 
-    /// Counts the time of copies of `len` bytes that have ended. They had to wait for the end of
-    /// `before`.
-    pub fn count(&self, copied: &Event, before: Option<&Event>, len: usize) {
+    /// Returns the bytes for which the time of the next copy stands, which has `len` bytes; `None`
+    /// if it needs no time. Once the rate is known, one copy in 16 MiB is timed, as an event costs
+    /// a call of the driver.
+    pub fn timed_bytes(&self, len: u64) -> Option<u64> {
+        let is_known = self.rate().is_some();
+        let mut untimed = self.untimed();
+        let bytes = *untimed + len;
+        let is_timed = !is_known || bytes >= TIMED_EVERY_BYTES;
+        *untimed = if is_timed { 0 } else { bytes };
+        is_timed.then_some(bytes)
+    }
+
+    /// Counts the time of copies of `len` bytes that have ended, if they were timed; it stands for
+    /// `timed_bytes`. They had to wait for the end of `before`.
+    pub fn count(&self, copied: &Event, before: Option<&Event>, len: u64, timed_bytes: u64) {
         let Some(took) = copied.took() else { return };
         let since_before = before.and_then(|before| copied.since(before));
-        let took_ns = since_before.map_or(took, |since| took.min(since)).as_nanos() as u64;
+        let own = since_before.map_or(took, |since| took.min(since));
+        let took_ns = (own.as_nanos() as f64 * timed_bytes as f64 / len as f64) as u64;
         self.copy_ns.fetch_add(took_ns, Ordering::Relaxed);
-        self.recent().add(len as u64, took_ns);
+        self.recent().add(timed_bytes, took_ns);
     }
 
     /// Recent bytes per second of its copies; `None` before enough was copied to tell.
@@ -219,8 +248,13 @@ impl Lane {
         self.recent.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Nanoseconds that all counted copies took.
+    /// Nanoseconds that its copies took; those since the last timed copy, by the recent rate.
     pub fn copy_ns(&self) -> u64 {
-        self.copy_ns.load(Ordering::Relaxed)
+        let untimed_ns = *self.untimed() as f64 * self.recent().ns_per_byte().unwrap_or(0.0);
+        self.copy_ns.load(Ordering::Relaxed) + untimed_ns as u64
+    }
+
+    fn untimed(&self) -> MutexGuard<'_, u64> {
+        self.untimed_bytes.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -153,11 +153,8 @@ impl Worker {
                     }
                     if parcel.group_bytes > 0 {
                         let before = self.copied_before.replace(Arc::clone(&parcel.copied));
-                        self.shared.down.count(
-                            &parcel.copied,
-                            before.as_deref(),
-                            parcel.group_bytes,
-                        );
+                        let bytes = parcel.group_bytes as u64;
+                        self.shared.down.count(&parcel.copied, before.as_deref(), bytes, bytes);
                     }
                 }
                 Err(error) => {
@@ -296,11 +293,11 @@ impl Worker {
             if let Ok(false) = is_over {
                 break; // defence: a slot is free after it is uploaded
             }
-            let Uploading { slot, loaded, len } =
+            let Uploading { slot, loaded, len, timed_bytes } =
                 self.uploading.pop_front().expect("it was there above");
             if is_over.is_ok() {
                 let before = self.loaded_before.replace(Arc::clone(&loaded));
-                self.shared.up.count(&loaded, before.as_deref(), len);
+                self.shared.up.count(&loaded, before.as_deref(), len as u64, timed_bytes);
             } else {
                 // As above. The stream that was lent the target reports the failure to its user.
                 std::mem::forget(slot);
