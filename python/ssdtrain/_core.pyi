@@ -87,6 +87,9 @@ class Account:
     def soft_room_bytes(self, transfer_bytes: int) -> int:
         """Return the bytes that may still be held below that limit, with those of transfers."""
 
+    def begin_saved_peaks(self) -> None:
+        """Begin the peaks of saved bytes anew: of those in memory, and of those needed at once."""
+
     def forget_peak(self) -> None:
         """Forget the peak until now."""
 

@@ -136,7 +136,8 @@ class OffloadConfig:
         if options:
             verb = "needs" if len(options) == 1 else "need"
             raise ConfigError(
-                f"{' and '.join(options)} {verb} a directory: ssdtrain.offload(dir, ...); without "
+                f"{' and '.join(options)} {verb} a directory: ssdtrain.offload(dir, ...), or "
+                "ssdtrain run --dir DIR; without "
                 "a directory nothing is written"
             )
 
@@ -201,7 +202,8 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
 
 def device_bytes(value: Size | None) -> int | Literal["auto"] | None:
     """Return the bytes of ``max_device_bytes``, or ``"auto"``."""
-    return "auto" if value == "auto" else optional_bytes("max_device_bytes", value)
+    name = "max_device_bytes, unless it is 'auto',"
+    return "auto" if value == "auto" else optional_bytes(name, value)
 
 
 def optional_bytes(name: str, value: Size | None) -> int | None:

@@ -47,8 +47,8 @@ PRICE = (
 
 NO_DIRECTORY = (
     "no directory was given, so nothing is written: tensors are made again from others where that "
-    "takes hardly any time, and those of a GPU go to pinned memory, as far as max_host_bytes and "
-    "the time allow; ssdtrain.offload(dir) writes to a disk"
+    "takes hardly any time (if rematerialize allows it), and those of a GPU go to pinned memory, "
+    "as far as max_host_bytes and the time allow; ssdtrain.offload(dir) writes to a disk"
 )
 
 

@@ -25,8 +25,10 @@ OF_THE_MOMENT = frozenset(
         "disk_used_bytes",
         "disk_reserved_bytes",
         "process_bytes",
+        "has_settled",
         "has_small_pages",
         "is_surprising",
+        "resident_bound_bytes",
         "pinned_bytes",
         "device_bound_bytes",
         "device_excess_bytes",
@@ -51,7 +53,6 @@ LOST_SHARE_LITTLE = 0.01
 """The report gives no advice about a loss of a smaller share of the time in the block."""
 
 DEAR_REMEDY = "leave the block out, unless the step does not fit without it"
-
 ACTIVATIONS = "activations"
 REASON_BELOW = "the last line tells why"
 
@@ -97,10 +98,11 @@ class Stats:
     ``max_resident_bytes`` also what is reserved for updates of an optimizer that shares it."""
     resident_bytes_peak: int
     saved_resident_bytes_peak: int
-    """Most saved bytes in memory at once, without reserved bytes of an optimizer or weights."""
+    """Most saved bytes in memory at once, without reserved bytes of an optimizer or weights, since
+    the first plan was settled."""
     saved_bytes_peak: int
-    """Most saved bytes that were needed at once, in memory or not: the peak without ssdtrain, if no
-    block was computed again."""
+    """Most saved bytes that were needed at once since then, in memory or not: the peak without
+    ssdtrain, if no block was computed again."""
     disk_used_bytes: int
     """Bytes of tensors on the disk now."""
     disk_reserved_bytes: int
@@ -145,6 +147,10 @@ class Stats:
     """Memory of the whole process now (``VmRSS``); 0 if the system does not tell."""
     process_bytes_peak: int
     """Its peak since the process began (``VmHWM``)."""
+    has_settled: bool
+    """True once the first plan was settled, after three steps of its kind."""
+    resident_bound_bytes: int
+    """``max_resident_bytes``; 0 without it."""
     has_small_pages: bool
     """True if torch's tensors are not on huge pages, because ssdtrain was imported too late."""
     hooks_s: float = 0.0
@@ -227,8 +233,7 @@ class Stats:
             if isinstance(now, int | float) and not is_state:
                 changes[field.name] = now - getattr(earlier, field.name)
         before = {figures.name: figures for figures in earlier.classes}
-        none = ClassStats(name="")
-        classes = [figures.since(before.get(figures.name, none)) for figures in self.classes]
+        classes = [it.since(before.get(it.name, ClassStats(name=""))) for it in self.classes]
         return replace(self, classes=tuple(classes), **changes)
 
     def as_dict(self) -> dict[str, int | float | str]:
@@ -248,8 +253,7 @@ class Stats:
             figures = asdict(class_stats)
             del figures["name"]
             values.update({f"{prefix}_{name}": value for name, value in figures.items()})
-        values["has_small_pages"] = int(self.has_small_pages)
-        values["is_surprising"] = int(self.is_surprising)
+        values |= {name: int(value) for name, value in values.items() if isinstance(value, bool)}
         values["reason"] = self.reason or ""
         values["engines"] = self._engines()
         values["hidden_s"] = self.hidden_s
@@ -274,14 +278,12 @@ class Stats:
         offloaded = f"{shown_bytes(self.bytes_offloaded)} offloaded in {self.tensors_offloaded}"
         forwarded = f"{shown_bytes(self.bytes_forwarded)} forwarded in {self.tensors_forwarded}"
         kept = f"{shown_bytes(self.bytes_kept)} kept in {shown_count(self.tensors_kept, 'tensor')}"
-        moves = (
-            ("written", self.bytes_written, self.write_busy_s),
-            ("read", self.bytes_read, self.read_busy_s),
-        )
-        moved = ", ".join(
-            f"{shown_bytes(size)} {way}{shown_rate(size, busy)}" for way, size, busy in moves
-        )
+        written, read = shown_bytes(self.bytes_written), shown_bytes(self.bytes_read)
+        written += f" written{shown_rate(self.bytes_written, self.write_busy_s)}"
+        read += f" read{shown_rate(self.bytes_read, self.read_busy_s)}"
         times = f"{self.hidden_s:.3f} s hidden, {self.exposed_s:.3f} s exposed"
+        # The time is that of all classes, the count that of activations.
+        stalls = shown_count(self.stall_count, "stall") + " of activations" * bool(self.classes)
         used, reserved = shown_bytes(self.disk_used_bytes), shown_bytes(self.disk_reserved_bytes)
         peak, now = shown_bytes(self.resident_bytes_peak), shown_bytes(self.resident_bytes)
         memory = f"{shown_bytes(self.process_bytes_peak)} of memory at the peak, "
@@ -292,9 +294,9 @@ class Stats:
             f"  saved      {offloaded}, {forwarded}, {kept}",
             f"  resident   {peak} at the peak, {now} now",
             f"  process    {memory}",
-            f"  drive      {moved}",
+            f"  drive      {written}, {read}",
             f"  on disk    {used} now, in files of {reserved}",
-            f"  I/O time   {times}, {self._shown_stalls()}",
+            f"  I/O time   {times}, {stalls}",
         ]
         if self.bytes_rematerialized or self.recipes_differing_count:
             rows.insert(3, f"  made again {self._shown_made()}")
@@ -349,9 +351,10 @@ class Stats:
             return text
         is_much = gained_bytes >= GAINED_SHARE_LITTLE * self.saved_bytes_peak
         if is_much and gained_bytes >= SEEN_SHARE_LITTLE * all_bytes:
-            # A GPU computes on meanwhile; without a directory nothing but recipes takes time.
+            # A GPU computes on meanwhile; without a directory nothing but recipes takes time; and a
+            # bound asks for memory at any time.
             freed = gained_bytes / (all_bytes + gained_bytes)
-            if on_gpu or not self.engines or share <= freed:
+            if on_gpu or not self.engines or self.resident_bound_bytes or share <= freed:
                 return text
             return f"{text}, but only {freed:.1%} of the memory was freed: {DEAR_REMEDY}"
         advice = "leave the block out"
@@ -360,6 +363,8 @@ class Stats:
         elif self.write_refused_count:
             refused = shown_count(self.write_refused_count, "write")
             advice = f"raise max_disk_bytes, into which {refused} did not fit"
+        elif not self.has_settled:
+            advice = "the first three steps of a kind measure and prove, so look after ten"
         elif share >= LOST_SHARE_LITTLE:
             advice += ", or raise min_bytes so that it takes less time"
         return f"hardly anything was gained: {text}; {advice}"
@@ -373,11 +378,6 @@ class Stats:
             recipes = shown_count(self.recipes_differing_count, "recipe")
             text += f"; {recipes} made other bits in the proof, and not used since"
         return text
-
-    def _shown_stalls(self) -> str:
-        stalls = shown_count(self.stall_count, "stall")
-        # The time is that of all classes, the count that of activations.
-        return f"{stalls} of activations" if len(self.classes) > 1 else stalls
 
     def _gpu_rows(self) -> list[str]:
         rows = []
@@ -441,6 +441,7 @@ def snapshot(
     on_gpus: OnGpus,
     gpu_stall_s: float,
     hooks_s: float,
+    has_settled: bool,
     rematerialize_s: float,
     recipes_differing_count: int,
     elapsed_s: float,
@@ -486,6 +487,8 @@ def snapshot(
         **asdict(on_gpus),
         gpu_stall_s=gpu_stall_s,
         hooks_s=hooks_s,
+        has_settled=has_settled,
+        resident_bound_bytes=residency.limit_bytes or 0,
         rematerialize_s=rematerialize_s,
         recipes_differing_count=recipes_differing_count,
         **asdict(blocks),

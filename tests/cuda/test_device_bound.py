@@ -311,7 +311,7 @@ def test_options_are_refused(fake: FakeDevice) -> None:
     with pytest.raises(ssdtrain.ConfigError, match="exclude each other"):
         ssdtrain.offload(SCRATCH, max_device_bytes="1GiB", max_resident_bytes="1GiB")
     for wrong in (0, -1, "much"):
-        with pytest.raises(ssdtrain.ConfigError, match="max_device_bytes must be a positive"):
+        with pytest.raises(ssdtrain.ConfigError, match="unless it is 'auto', must be a positive"):
             ssdtrain.offload(max_device_bytes=wrong)
     assert "max_device_bytes='auto'" in repr(ssdtrain.offload(max_device_bytes="auto"))
 

@@ -131,9 +131,14 @@ def test_what_the_first_rounds_took_goes_back_once_their_plan_is_settled(
     with rig.context():
         for number in range(2 * SETTLED_COUNT):
             monkeypatch.setattr(prefetch, "release_free_memory", partial(given_back.append, number))
-            mlp(layers=6)(batch()).sum().backward()
-    # The first pack of a round learns from the last.
-    assert given_back == [SETTLED_COUNT]
+            mlp(layers=6 if number else 12)(batch()).sum().backward()
+            if number == 0:
+                first_bytes = rig.stats.saved_bytes_peak
+                assert not rig.stats.has_settled
+    # The first pack of a round learns from the last. The kind of the first step had one only.
+    assert given_back == [1 + SETTLED_COUNT]
+    assert rig.stats.has_settled
+    assert 0 < rig.stats.saved_bytes_peak < first_bytes
 
 
 def test_a_process_that_does_not_grow_gives_memory_back_ever_more_rarely(

@@ -65,6 +65,8 @@ def test_the_report_begins_with_what_was_gained_and_lost(tmp_path: Path) -> None
         hooks_s=0.25,
         stall_s=0.75,
         elapsed_s=10.0,
+        has_settled=True,
+        resident_bound_bytes=0,
     )
     costs = "hooks and waits took 1.000 s of 10.000 s (10.0%)"
     first = str(large).splitlines()[0]
@@ -78,7 +80,8 @@ def test_the_report_begins_with_what_was_gained_and_lost(tmp_path: Path) -> None
         "hooks and waits took 3.250 s of 10.000 s (32.5%), but only 28.1% of the memory was freed: "
         "leave the block out, unless the step does not fit without it"
     )
-    assert "leave the block out" not in str(dataclasses.replace(dear, elapsed_s=12.0))
+    for wanted in ({"elapsed_s": 12.0}, {"resident_bound_bytes": 1 << 30}):
+        assert "leave the block out" not in str(dataclasses.replace(dear, **wanted))
     little = dataclasses.replace(large, saved_bytes_peak=210 << 20)
     first, second, *_ = str(little).splitlines()
     assert first.startswith("ssdtrain: hardly anything was gained: saved tensors took 200 MiB of")
@@ -86,6 +89,8 @@ def test_the_report_begins_with_what_was_gained_and_lost(tmp_path: Path) -> None
         f"{costs}; leave the block out, or raise min_bytes so that it takes less time"
     )
     assert second == f"  disks      psync in {tmp_path}"
+    young = dataclasses.replace(little, has_settled=False)
+    assert "the first three steps of a kind measure and prove" in str(young).splitlines()[0]
     cheap = dataclasses.replace(little, hooks_s=0.01, stall_s=0.0)
     assert str(cheap).splitlines()[0].endswith("; leave the block out")
     refused = dataclasses.replace(little, write_refused_count=6)

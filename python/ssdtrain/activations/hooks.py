@@ -245,6 +245,7 @@ class Hooks:
                 on_gpus=gpus,
                 gpu_stall_s=self.prefetcher.gpu_stall_s,
                 hooks_s=self.prefetcher.hooks_s,
+                has_settled=self.prefetcher.has_settled,
                 recipes_differing_count=self.policy.proofs.differing_count,
                 rematerialize_s=0.0 if (made := self.rematerializer) is None else made.seconds,
                 elapsed_s=perf_counter() - self._began_s,

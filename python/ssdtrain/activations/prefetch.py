@@ -83,6 +83,8 @@ class Prefetcher:
         """The rounds, and their reads ahead."""
         self.failure: str | None = None
         """Always ``None``: reads ahead can be dropped; see ``residency.MemoryUser``."""
+        self.has_settled = False
+        """True once the plan of a kind of rounds was settled."""
         self.is_one_node = False
         """True if a single node saves nearly all of a round."""
         self.recorded: dict[int, Recording] = {}
@@ -185,8 +187,7 @@ class Prefetcher:
         """Have the next rounds of this kind followed in parts, if it has its plan."""
         if self._policy.is_settled(ended.signature):
             if is_first:
-                # The first rounds, whose plans let less go, took more.
-                release_free_memory()
+                self._begin_peaks()
             self.rounds.set_guide(ended)
             self._followed.note_whole(
                 ended.opening,
@@ -194,6 +195,13 @@ class Prefetcher:
                 saved_bytes=sum(item.nbytes for item in items),
                 leaving_bytes=self._policy.plans[ended.signature].leaving_bytes,
             )
+
+    def _begin_peaks(self) -> None:
+        """Forget the memory of the first rounds, which took more: their plans let less go."""
+        release_free_memory()
+        if not self.has_settled:
+            self.has_settled = True
+            self._residency.account.begin_saved_peaks()
 
     def _learn_from_last_whole(
         self, ended: Round, rates: Rates, stall_share: float | None, pressure: Pressure

@@ -307,7 +307,7 @@ def _rows(
     ways: list[tuple[str, str, Any, bool]] = [
         (
             "offload",
-            "activations to the drives: what ssdtrain does on a GPU, under a bound",
+            "activations to the drives",
             activations,
             False,
         ),

@@ -133,8 +133,10 @@ def text(
     if problems:
         shown += ["What does not fit:", *problems, ""]
     shown += [f"{row.name}: {row.meaning}" for row in rows]
-    only_planned = " and ".join(f"{name!r}" for name in PLANNED_ONLY)
-    shown.append(f"ssdtrain does not run {only_planned} on a GPU: they tell what is possible.")
+    shown.append(
+        "On a GPU ssdtrain moves no weights and no optimizer state: of 'all tensors' and 'best of "
+        "all' it does the part of activations."
+    )
     advice = _advice(device, rows)
     shown += [advice] if advice else []
     shown += ["", *COLUMNS]

@@ -127,7 +127,7 @@ class Training:
         return record, [sample for sample in samples if sample[0] <= record.seconds]
 
     def activation_bytes_peak(self) -> int:
-        """Return the peak: the session's of all steps, or the counter's of the measured step."""
+        """Return the peak: the session's of settled plans, or the counter's of a step."""
         if self.session is not None:
             return int(self.session.stats.saved_resident_bytes_peak)
         return self.counter.resident_bytes_peak

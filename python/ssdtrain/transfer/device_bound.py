@@ -96,7 +96,6 @@ class DeviceBound:
     def __init__(
         self, given: int | Literal["auto"], account: Account, saved_bytes: Callable[[], int]
     ) -> None:
-        refuse_without_gpu()
         self._gpu = torch.cuda.current_device()
         self._account, self._saved_bytes = account, saved_bytes
         if given == "auto":

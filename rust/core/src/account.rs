@@ -271,13 +271,14 @@ impl Account {
         self.books().peak_bytes
     }
 
-    /// The most that was in memory at once and not reserved.
+    /// The most that was in memory at once and not reserved, since the last
+    /// [`begin_saved_peaks`](Self::begin_saved_peaks).
     #[must_use]
     pub fn saved_peak_bytes(&self) -> u64 {
         self.books().saved_peak_bytes
     }
 
-    /// The most that all holders needed at once, in memory or not.
+    /// The most that all holders needed at once, in memory or not, since then.
     #[must_use]
     pub fn alive_peak_bytes(&self) -> u64 {
         self.books().alive_peak_bytes
@@ -312,6 +313,13 @@ impl Account {
     pub fn forget_peak(&self) {
         let mut books = self.books();
         (books.peak_bytes, books.saved_peak_bytes) = (0, 0);
+    }
+
+    /// Begins the peaks of saved bytes anew: of those in memory, and of those that holders need.
+    pub fn begin_saved_peaks(&self) {
+        let mut books = self.books();
+        books.saved_peak_bytes = books.held_bytes - books.reserved_bytes;
+        books.alive_peak_bytes = books.alive_bytes;
     }
 
     /// Compares the bytes held here and by transfers with the peak.

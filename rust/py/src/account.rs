@@ -106,6 +106,10 @@ impl Account {
         self.0.soft_room_bytes(transfer_bytes)
     }
 
+    fn begin_saved_peaks(&self) {
+        self.0.begin_saved_peaks();
+    }
+
     fn forget_peak(&self) {
         self.0.forget_peak();
     }
