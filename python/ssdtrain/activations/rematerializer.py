@@ -291,6 +291,8 @@ class Rematerializer:
         limit_bytes = self._residency.limit_bytes or math.inf
         if self._bits.held_bytes + bits_bytes > BITS_SHARE_MAX * limit_bytes:
             return None
+        if self._residency.resident_bytes() + bits_bytes > limit_bytes:
+            return None
         accounts = self._bits, self._residency.account
         bits = tuple(account.reserve(bits_bytes) for account in accounts)
         return RecipeInUse(mask, 1, bits=bits, prepared_s=perf_counter() - began_s)

@@ -1,6 +1,6 @@
 //! Reads ahead of their needs: their beginning, and the end of reads in vain.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use pyo3::prelude::*;
 use pyo3::types::{PyWeakrefMethods, PyWeakrefReference};
@@ -227,29 +227,58 @@ fn look(py: Python<'_>, reference: &SavedReference) -> Look {
     }
 }
 
-/// Tensors that were read or made for another tensor, before their own nodes need them.
+/// Tensors that were read or made, and that no node uses now: they came for another tensor, before
+/// their own nodes need them, or their node has ended and a graph that is retained may need them.
 #[derive(Default)]
-pub struct Early(Mutex<Vec<SavedReference>>);
+pub struct Early {
+    idle: Mutex<Vec<SavedReference>>,
+    /// Those that were made for the node that runs now.
+    in_use: Mutex<Vec<SavedReference>>,
+}
 
 impl Early {
     pub fn note(&self, saved: &Bound<'_, SavedTensor>) -> PyResult<()> {
         let (py, reference) = (saved.py(), PyWeakrefReference::new(saved)?.unbind());
-        let known = self.take().into_iter().chain([reference]);
+        let known = take(&self.idle).into_iter().chain([reference]);
         let (dead, mut alive): (Vec<_>, Vec<_>) = known.partition(|known| is_dead(py, known));
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).append(&mut alive);
+        locked(&self.idle).append(&mut alive);
         drop(dead);
+        Ok(())
+    }
+
+    /// Notes a tensor that was made for its own node.
+    pub fn note_in_use(&self, saved: &Bound<'_, SavedTensor>) -> PyResult<()> {
+        let reference = PyWeakrefReference::new(saved)?.unbind();
+        locked(&self.in_use).push(reference);
+        Ok(())
+    }
+
+    /// Notes that the node with this sequence number runs, so that all others have ended.
+    pub fn begin_node(&self, py: Python<'_>, sequence: i64) -> PyResult<()> {
+        for reference in take(&self.in_use) {
+            let Some(saved) = saved_of(py, &reference) else { continue };
+            if saved.get().sequence == sequence {
+                locked(&self.in_use).push(reference);
+            } else if saved.get().record.get().note_node_ended() {
+                self.note(&saved)?;
+            }
+        }
         Ok(())
     }
 
     /// Lets their memory go: they are read or made again when they are needed.
     pub fn give_up(&self, py: Python<'_>) {
-        for saved in self.take().iter().filter_map(|reference| saved_of(py, reference)) {
+        for saved in take(&self.idle).iter().filter_map(|reference| saved_of(py, reference)) {
             drop(saved.get().set_ahead(None));
-            saved.get().record.get().give_up_early();
+            saved.get().record.get().give_up_idle();
         }
     }
+}
 
-    fn take(&self) -> Vec<SavedReference> {
-        std::mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner))
-    }
+fn take(list: &Mutex<Vec<SavedReference>>) -> Vec<SavedReference> {
+    std::mem::take(&mut *locked(list))
+}
+
+fn locked(list: &Mutex<Vec<SavedReference>>) -> MutexGuard<'_, Vec<SavedReference>> {
+    list.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -421,6 +421,9 @@ impl Offloading {
         // Noted before memory is let go below, because this stream is about to use the tensor.
         let stream = self.stream(py, saved.get().layout.gpu)?;
         self.note_progress(py, stream, saved.get().record.get().key, Use::Need)?;
+        if records.is_bounded() && !is_early {
+            rounds.early.begin_node(py, saved.get().sequence)?;
+        }
         records.open_gate(writing, None)?;
         self.take_back(saved, is_early)?;
         let record = saved.get().record.bind(py);
@@ -428,8 +431,8 @@ impl Offloading {
         // defence: bytes that are made on another stream
         let storage = storage.filter(|_| !record.get().is_made_apart(stream));
         records.reap(writing)?;
-        if !is_early {
-            record.get().note_own_need();
+        if !is_early && record.get().note_own_need() {
+            self.note_in_use(saved)?;
         }
         if let Some((round, _)) = saved.get().place() {
             self.note_waits(round, stream);

@@ -49,29 +49,39 @@ pub struct Record {
     state: Mutex<State>,
 }
 
-struct State {
+pub(super) struct State {
     /// The tensor itself, for as long as its bytes may be needed from memory.
-    source: Option<Py<PyAny>>,
+    pub(super) source: Option<Py<PyAny>>,
     /// Its bytes in the store, from the beginning of a write until the write is given up.
     handle: Option<Py<Handle>>,
     is_lent: bool,
     was_found: bool,
     /// The write from before the bytes were saved again, which holds the storage until it ends.
     replaced: Option<Py<Handle>>,
-    recipe: Recipe,
-    /// True if its bytes were made for another tensor, and no own node has needed them.
-    is_early: bool,
+    pub(super) recipe: Recipe,
+    pub(super) made: Made,
 }
 
 /// The way in which the bytes are made again from other saved tensors, if there is one.
 #[derive(Default)]
-enum Recipe {
+pub(super) enum Recipe {
     #[default]
     None,
     /// The bytes are kept or written, and the recipe is compared with them at their first need.
     Unproved(Py<PyAny>),
     /// The bytes are neither kept nor written.
     Used(Py<PyAny>),
+}
+
+/// What the bytes in memory are, if they were made again.
+#[derive(Clone, Copy, Default, Eq, PartialEq)]
+pub(super) enum Made {
+    #[default]
+    Not,
+    /// They may go at any time: they were made for another tensor, or an own node has used them.
+    Idle,
+    /// An own node uses them.
+    InUse,
 }
 
 /// The parts of a new record beside its tensor.
@@ -124,7 +134,7 @@ impl Record {
                 was_found: false,
                 replaced: None,
                 recipe: Recipe::None,
-                is_early: false,
+                made: Made::default(),
             }),
         };
         Bound::new(py, record)
@@ -223,6 +233,7 @@ impl Record {
         let before = {
             let mut state = self.state();
             let replaced = std::mem::replace(&mut state.replaced, handle.map(Bound::unbind));
+            state.made = Made::Not;
             (state.source.replace(source), state.handle.take(), replaced)
         };
         self.holding.take_back();
@@ -362,82 +373,7 @@ impl Record {
         }
     }
 
-    /// Lets the memory go: the bytes will be made again by this recipe.
-    pub fn use_recipe(&self, recipe: Py<PyAny>) {
-        let source = {
-            let mut state = self.state();
-            state.recipe = Recipe::Used(recipe);
-            state.source.take()
-        };
-        self.holding.free(core::Fate::Rematerialized);
-        drop(source);
-    }
-
-    /// The recipe by which its bytes are made again.
-    pub fn used_recipe<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyAny>> {
-        match &self.state().recipe {
-            Recipe::Used(recipe) => Some(recipe.bind(py).clone()),
-            _ => None,
-        }
-    }
-
-    /// True if a node on this stream has to make bytes of its own, because nothing orders it after
-    /// the stream of the record, on which they are made for all others.
-    pub fn is_made_apart(&self, stream: Option<GpuStream>) -> bool {
-        stream != self.stream && matches!(self.state().recipe, Recipe::Used(_))
-    }
-
-    /// Counts the bytes that are about to be made again.
-    pub fn begin_making(&self) {
-        self.holding.take_back();
-    }
-
-    /// Counts them no more: they were not made, or serve others alone.
-    pub fn give_up_making(&self) {
-        if !self.has_source() {
-            self.holding.free(core::Fate::Rematerialized);
-        }
-    }
-
-    /// Takes bytes that were made again on this stream, for all nodes that still need them.
-    pub fn take_made(
-        &self,
-        made: &Bound<'_, PyAny>,
-        stream: Option<GpuStream>,
-        is_early: bool,
-    ) -> PyResult<()> {
-        if self.is_made_apart(stream) {
-            self.give_up_making();
-            return Ok(());
-        }
-        let source = self.counted(made)?.unbind();
-        let before = {
-            let mut state = self.state();
-            state.is_early = is_early;
-            state.source.replace(source)
-        };
-        drop(before);
-        Ok(())
-    }
-
-    /// Notes that an own node needs the bytes, which are then in use.
-    pub fn note_own_need(&self) {
-        self.state().is_early = false;
-    }
-
-    /// Lets bytes go that were made for another tensor; they can be made again.
-    pub fn give_up_early(&self) {
-        let source = {
-            let mut state = self.state();
-            if std::mem::take(&mut state.is_early) { state.source.take() } else { None }
-        };
-        if source.is_some() {
-            self.holding.free(core::Fate::Rematerialized);
-        }
-        drop(source);
-    }
-
-    fn state(&self) -> MutexGuard<'_, State> {
+    pub(super) fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -7,9 +7,12 @@ use std::time::Instant;
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::intern;
 use pyo3::prelude::*;
+use ssdtrain_core as core;
 use ssdtrain_core::cuda::hook;
 
+use crate::gpu_calls::GpuStream;
 use crate::offloading::Offloading;
+use crate::record::{Made, Recipe, Record};
 use crate::saved_tensor::SavedTensor;
 use crate::transfer::Handle;
 
@@ -78,6 +81,8 @@ impl Offloading {
         own.lock.locked(py, || record.take_made(&made, stream, is_early))?;
         if is_early {
             own.note_early(saved)?;
+        } else {
+            own.note_in_use(saved)?;
         }
         this.on_memory(own.torch.get(), &made.call_method0(intern!(py, "untyped_storage"))?)
     }
@@ -130,5 +135,100 @@ impl Offloading {
         loading.call_method0(intern!(py, "wait"))?;
         let tensor = loading.get().restore(py, own.torch.get(), &this.layout)?;
         this.counted(&tensor).map(Bound::unbind)
+    }
+}
+
+impl Record {
+    /// Lets the memory go: the bytes will be made again by this recipe.
+    pub fn use_recipe(&self, recipe: Py<PyAny>) {
+        let source = {
+            let mut state = self.state();
+            state.recipe = Recipe::Used(recipe);
+            state.source.take()
+        };
+        self.holding.free(core::Fate::Rematerialized);
+        drop(source);
+    }
+
+    /// The recipe by which its bytes are made again.
+    pub fn used_recipe<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyAny>> {
+        match &self.state().recipe {
+            Recipe::Used(recipe) => Some(recipe.bind(py).clone()),
+            _ => None,
+        }
+    }
+
+    /// True if a node on this stream has to make bytes of its own, because nothing orders it after
+    /// the stream of the record, on which they are made for all others.
+    pub fn is_made_apart(&self, stream: Option<GpuStream>) -> bool {
+        stream != self.stream && matches!(self.state().recipe, Recipe::Used(_))
+    }
+
+    /// Counts the bytes that are about to be made again.
+    pub fn begin_making(&self) {
+        self.holding.take_back();
+    }
+
+    /// Counts them no more: they were not made, or serve others alone.
+    pub fn give_up_making(&self) {
+        if !self.has_source() {
+            self.holding.free(core::Fate::Rematerialized);
+        }
+    }
+
+    /// Takes bytes that were made again on this stream, for all nodes that still need them.
+    pub fn take_made(
+        &self,
+        made: &Bound<'_, PyAny>,
+        stream: Option<GpuStream>,
+        is_early: bool,
+    ) -> PyResult<()> {
+        if self.is_made_apart(stream) {
+            self.give_up_making();
+            return Ok(());
+        }
+        let source = self.counted(made)?.unbind();
+        let before = {
+            let mut state = self.state();
+            state.made = if is_early { Made::Idle } else { Made::InUse };
+            state.source.replace(source)
+        };
+        drop(before);
+        Ok(())
+    }
+
+    /// Notes that an own node needs the bytes, which are then in use; true if they were made again.
+    pub fn note_own_need(&self) -> bool {
+        let mut state = self.state();
+        if state.made == Made::Idle {
+            state.made = Made::InUse;
+        }
+        state.made == Made::InUse
+    }
+
+    /// Notes that the node which used the bytes has ended; true if they were made again.
+    pub fn note_node_ended(&self) -> bool {
+        let mut state = self.state();
+        if state.made == Made::InUse {
+            state.made = Made::Idle;
+        }
+        state.made == Made::Idle
+    }
+
+    /// Lets bytes go that were made and are not in use; they can be made again.
+    pub fn give_up_idle(&self) {
+        let source = {
+            let mut state = self.state();
+            if state.made == Made::Idle {
+                state.made = Made::Not;
+                state.source.take()
+            } else {
+                None
+            }
+        };
+        if source.is_some() {
+            self.holding.free(core::Fate::Rematerialized);
+        }
+        drop(source);
     }
 }

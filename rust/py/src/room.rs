@@ -51,6 +51,13 @@ impl Offloading {
         if self.records.get().is_bounded() { self.rounds.get().early.note(saved) } else { Ok(()) }
     }
 
+    /// Notes a tensor that was made again for its own node. Under a bound it may have to give way
+    /// once that node has ended, if its graph is retained.
+    pub fn note_in_use(&self, saved: &Bound<'_, SavedTensor>) -> PyResult<()> {
+        let early = &self.rounds.get().early;
+        if self.records.get().is_bounded() { early.note_in_use(saved) } else { Ok(()) }
+    }
+
     /// Lets memory of GPUs go, as far as it can, if its limit leaves no room for so many bytes.
     pub fn let_go_for(&self, py: Python<'_>, nbytes: u64) -> PyResult<()> {
         let records = self.records.get();
