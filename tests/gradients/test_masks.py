@@ -292,6 +292,7 @@ def test_bits_take_a_small_part_of_a_bound(tmp_path: Path) -> None:
     made = Made(rig)
     with rig.context():
         assert_equal_bits(run(), expected)
-    assert made.names.count("mask") == bound / 64 // (nbytes / 32)
+    # Fewer, where the bound has no room for the bits.
+    assert 0 < made.names.count("mask") <= bound / 64 // (nbytes / 32)
     assert rig.stats.bytes_written > 0
     rig.assert_empty()

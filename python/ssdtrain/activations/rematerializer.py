@@ -289,9 +289,11 @@ class Rematerializer:
             return None
         bits_bytes = sum(it.tensor.nbytes for it in mask.sources if isinstance(it, Kept))
         limit_bytes = self._residency.limit_bytes or math.inf
-        if self._bits.held_bytes + bits_bytes > BITS_SHARE_MAX * limit_bytes:
-            return None
-        if self._residency.resident_bytes() + bits_bytes > limit_bytes:
+        room_bytes = min(
+            BITS_SHARE_MAX * limit_bytes - self._bits.held_bytes,
+            limit_bytes - self._residency.resident_bytes(),
+        )
+        if bits_bytes > room_bytes:
             return None
         accounts = self._bits, self._residency.account
         bits = tuple(account.reserve(bits_bytes) for account in accounts)
