@@ -478,7 +478,8 @@ stored[0].wait()
 pending = [store.read(one) for one in stored]
 if sys.argv[2] == "thread":
     import threading
-    threading.Thread(target=pending[-1].result, daemon=True).start()
+    # Not `result`: Python ends a daemon thread in the middle of torch's functions, and C++ aborts.
+    threading.Thread(target=stored[-1].wait, daemon=True).start()
 print(len(stored))
 """
 
