@@ -265,11 +265,7 @@ class Prefetcher:
         """Have the peak of a GPU read when the backward that begins now has ended."""
         if self._device is not None:
             self._device.begin_backward()
-            try:
-                queue_callback(self._device.end_backward)
-            except RuntimeError as error:
-                # The program looks at what a node has saved, and no backward runs.
-                log.debug("no backward runs: %s", error)
+            queue_callback(self._device.end_backward)
 
     def make_room(self, saved: SavedTensor, nbytes: int) -> None:
         """Make room under the bound for the read of a tensor that is needed now."""

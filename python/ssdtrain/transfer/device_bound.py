@@ -33,6 +33,8 @@ __all__ = [
     "tell_of_memory",
 ]
 
+AUTO_SHARE = 15 / 16
+"""``"auto"`` leaves the rest for holes between the tensors in torch's segments."""
 FIRST_PARTS = 16
 """The first step takes its room in so many parts."""
 FIRST_BACKWARD_FACTOR = 2
@@ -87,7 +89,8 @@ class DeviceBound:
     """The bound of the GPU that is current when a session begins.
 
     Args:
-        given: Bytes; or ``"auto"`` for what is free now and what torch has reserved.
+        given: Bytes; or ``"auto"`` for what is free now and what torch has reserved, less a
+            sixteenth.
         account: The saved tensors of the session; its soft limit is set.
         saved_bytes: Returns the bytes that saved tensors take now.
 
@@ -100,10 +103,11 @@ class DeviceBound:
         self._account, self._saved_bytes = account, saved_bytes
         if given == "auto":
             free_bytes, _ = torch.cuda.mem_get_info(self._gpu)
-            given = free_bytes + torch.cuda.memory_reserved(self._gpu)
+            given = int(AUTO_SHARE * (free_bytes + torch.cuda.memory_reserved(self._gpu)))
         self.limit_bytes = given
         self.excess_bytes = 0
-        """Bytes above the bound at the peak of the last step."""
+        """Bytes above the bound at the peak of the last step, a forward with its backwards."""
+        self._step_excess_bytes = 0
         self._is_begun = False
         self._standing_bytes = 0
         """Bytes that are no saved tensors, when the last step began."""
@@ -115,8 +119,9 @@ class DeviceBound:
         """Torch's peak when the last step began."""
         self._saved_peak_bytes = 0
         """The most that saved tensors took in the last step."""
-        self._missed_bytes = self._missed_count = 0
-        """The excess of steps in a row that missed the bound by as much, and their count."""
+        self._missed = self._missed_before = 0, 0
+        """The excess of steps in a row that missed the bound by as much, and their count; and the
+        same before the last step."""
 
     @property
     def room_bytes(self) -> int:
@@ -127,10 +132,11 @@ class DeviceBound:
     @property
     def is_learning(self) -> bool:
         """True if the last step missed the bound, and the next may be nearer to it."""
-        return 0 < self._missed_count <= LEARN_COUNT
+        return 0 < self._missed[1] <= LEARN_COUNT
 
     def begin_round(self) -> None:
         """Begin a step with its first saved tensor; tell at the first one what is expected."""
+        self._missed_before, self._step_excess_bytes = self._missed, 0
         self._account.take_recent_peak()
         allocated_bytes, self._peak_bytes = self._torch_bytes()
         self._standing_bytes = max(0, allocated_bytes - self._saved_bytes())
@@ -165,17 +171,20 @@ class DeviceBound:
         elif self._seen_bytes < known_bytes:
             known_bytes -= int(FORGET_SHARE * (known_bytes - self._seen_bytes))
         self._passing_bytes, self._seen_bytes = known_bytes, 0
-        self._note_excess(max(0, peak_bytes - self.limit_bytes))
+        self._step_excess_bytes = max(self._step_excess_bytes, peak_bytes - self.limit_bytes)
+        self._note_excess(self._step_excess_bytes)
         self._limit()
 
     def _note_excess(self, excess_bytes: int) -> None:
+        """Note the excess of a step so far; it may get another backward."""
         self.excess_bytes = excess_bytes
+        missed_bytes, missed_count = self._missed_before
         if not excess_bytes:
-            self._missed_bytes = self._missed_count = 0
-            return
-        if abs(excess_bytes - self._missed_bytes) > EQUAL_SHARE * self.limit_bytes:
-            self._missed_bytes, self._missed_count = excess_bytes, 0
-        self._missed_count += 1
+            self._missed = 0, 0
+        elif abs(excess_bytes - missed_bytes) > EQUAL_SHARE * self.limit_bytes:
+            self._missed = excess_bytes, 1
+        else:
+            self._missed = missed_bytes, missed_count + 1
 
     def _see(self) -> tuple[int, bool]:
         """Note the bytes that are no saved tensors; return torch's peak, and whether it moved."""

@@ -1,5 +1,6 @@
 //! Pack and unpack of tensors whose bytes may leave memory.
 
+use std::sync::atomic::{AtomicI64, Ordering};
 use std::time::{Duration, Instant};
 
 use pyo3::intern;
@@ -36,6 +37,8 @@ pub struct Offloading {
     pub session: SessionHooks,
     pub eligible: Py<Tally>,
     pub planned: Py<Tally>,
+    /// The last backward that began under the bound of a GPU.
+    begun: AtomicI64,
 }
 
 /// The bytes of a saved tensor that a node needs: in memory, or the way to bring them.
@@ -72,6 +75,7 @@ impl Offloading {
             session: SessionHooks::new(hooks)?,
             eligible,
             planned,
+            begun: AtomicI64::new(FORWARD),
         })
     }
 
@@ -436,8 +440,11 @@ impl Offloading {
         }
         if let Some((round, _)) = saved.get().place() {
             self.note_waits(round, stream);
-            let is_first = !round.lock().is_asked_for();
-            if is_first && records.account().soft_limit_bytes() < u64::MAX {
+        }
+        if records.account().soft_limit_bytes() < u64::MAX {
+            // A graph may be used by several, and be looked at before the first.
+            let backward = self.torch.get().current_backward(py)?;
+            if self.begun.swap(backward, Ordering::Relaxed) != backward && backward != FORWARD {
                 prefetching.begin_backward()?;
             }
         }
