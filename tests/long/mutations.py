@@ -49,7 +49,7 @@ INSTEAD = {
     "never the tensor itself": "tensor.clone()",
     "memory that moved": "&& true;",
     "no lock while waiting for a read": (
-        "return self.lock.locked(py, || self.read(saved, &loading)).map(Bound::unbind);"
+        "return own.lock.locked(py, || own.read(saved, &loading)).map(Bound::unbind);"
     ),
     "one counter for all who saved it": 'let twin = counter.call_method0(intern!(py, "clone"))?;',
     "parts that count apart stay": "Ok(root_bytes == u64::MAX)",
@@ -59,7 +59,7 @@ INSTEAD = {
     "storage offset": "offset: 0,",
     "what is computed again is compared": "if False:",
     "strides": ('let stride = empty.call_method1("new_empty", (&size,))?.call_method0("stride")?;'),
-    "the gate": "records.begin_write(record, self.session.writing(py))?;",
+    "the gate": "records.begin_write(record, self.session.writing(py), None)?;",
     "version at pack": "|| false;",
     "verify": "verify=False,",
     "version of what is kept": "let is_same = true;",
