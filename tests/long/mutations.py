@@ -49,7 +49,7 @@ INSTEAD = {
     "never the tensor itself": "tensor.clone()",
     "memory that moved": "&& true;",
     "no lock while waiting for a read": (
-        "return own.lock.locked(py, || own.read(saved, &loading)).map(Bound::unbind);"
+        "let tensor = own.lock.locked(py, || own.read(saved, &loading))?;"
     ),
     "one counter for all who saved it": 'let twin = counter.call_method0(intern!(py, "clone"))?;',
     "parts that count apart stay": "Ok(root_bytes == u64::MAX)",
