@@ -73,7 +73,7 @@ pub(super) enum Recipe {
     Used(Py<PyAny>),
 }
 
-/// What the bytes in memory are, if they were made again.
+/// Tells if the bytes in memory were made again, and if a node uses them.
 #[derive(Clone, Copy, Default, Eq, PartialEq)]
 pub(super) enum Made {
     #[default]
