@@ -137,8 +137,7 @@ class OffloadConfig:
             verb = "needs" if len(options) == 1 else "need"
             raise ConfigError(
                 f"{' and '.join(options)} {verb} a directory: ssdtrain.offload(dir, ...), or "
-                "ssdtrain run --dir DIR; without "
-                "a directory nothing is written"
+                "ssdtrain run --dir DIR; without a directory nothing is written"
             )
 
     def as_given(self) -> str:

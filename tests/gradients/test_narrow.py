@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from recipe_graphs import Packed, assert_makes
+from recipe_graphs import Made, Packed, assert_makes, derivatives, made_always, through
 from ssdtrain.planning.rematerialize import PROOF_COUNT
 from ssdtrain.rematerialize.narrow import narrowed, widening_from
 from support import (
@@ -117,21 +116,6 @@ def step(module: nn.Module, flush: Flush = nothing) -> Result:
     return {"loss": loss.detach(), **gradients(module)}
 
 
-class Made:
-    """Notes the recipes by which a session makes tensors again."""
-
-    def __init__(self, rig: Rig) -> None:
-        self.names: list[tuple[str, ...]] = []
-        assert rig.rematerializer is not None
-        rematerialize = rig.rematerializer.rematerialize
-
-        def noted(saved: Any, use: Any, unpack: Any) -> Tensor:
-            self.names.append(use.recipe.operations)
-            return rematerialize(saved, use, unpack)
-
-        rig.rematerializer.rematerialize = noted  # type: ignore[method-assign]
-
-
 def test_a_session_proves_casts_and_then_keeps_them_narrow(tmp_path: Path) -> None:
     module = model()
     expected = step(module)
@@ -171,27 +155,11 @@ def test_retained_graphs_and_second_derivatives(checkpointed: bool, tmp_path: Pa
         def inner(y: Tensor) -> Tensor:
             return y.float().exp() * y.float().square()
 
-        y: Any = x
-        if checkpointed:
-            y = torch.utils.checkpoint.checkpoint(inner, y, use_reentrant=False)
-        else:
-            y = inner(y)
-        loss = y.sum()
-        del x, y
-        first = torch.autograd.grad(loss, weight, retain_graph=True)[0]
-        second = torch.autograd.grad(loss, weight, create_graph=not checkpointed)[0]
-        third = first
-        if not checkpointed:
-            third = torch.autograd.grad(second.float().square().sum(), weight)[0]
-        return {"first": first, "second": second.detach(), "third": third}
+        loss = through(inner, x, checkpointed=checkpointed).sum()
+        del x
+        return derivatives(weight, loss, checkpointed=checkpointed)
 
-    expected = run()
-    rig = Rig(tmp_path, rematerialize="always")
-    made = Made(rig)
-    with rig.context():
-        assert_equal_bits(run(), expected)
-    assert (("cast",) in made.names) is not checkpointed
-    rig.assert_empty()
+    assert (("cast",) in made_always(tmp_path, run)) is not checkpointed
 
 
 def test_a_cast_that_was_changed_in_place_raises(tmp_path: Path) -> None:
@@ -220,13 +188,7 @@ def test_the_source_of_a_cast_may_change(tmp_path: Path) -> None:
         assert weight.grad is not None
         return {"weight": weight.grad}
 
-    expected = run()
-    rig = Rig(tmp_path, rematerialize="always")
-    made = Made(rig)
-    with rig.context():
-        assert_equal_bits(run(), expected)
-    assert made.names == [("cast",)]
-    rig.assert_empty()
+    assert made_always(tmp_path, run) == [("cast",)]
 
 
 @pytest.mark.defends("rest of a cast")
@@ -241,11 +203,7 @@ def test_a_cast_that_changes_where_no_counter_tells_keeps_its_bits(tmp_path: Pat
         assert weight.grad is not None
         return {"weight": weight.grad}
 
-    expected = run()
-    rig = Rig(tmp_path, rematerialize="always")
-    with rig.context():
-        assert_equal_bits(run(), expected)
-    rig.assert_empty()
+    assert ("cast",) not in made_always(tmp_path, run)
 
 
 def test_narrow_copies_leave_memory(tmp_path: Path) -> None:

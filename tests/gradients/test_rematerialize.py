@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import ssdtrain
 from children import forked_python
+from recipe_graphs import derivatives, made_always, through
 from ssdtrain.planning.rematerialize import PROOF_COUNT
 from ssdtrain.rematerialize.operations import OPERATIONS
 from support import IN_PLACE, Patient, Rig, assert_equal_bits, gradients
@@ -363,24 +364,10 @@ def test_retained_graphs_and_second_derivatives(checkpointed: bool, tmp_path: Pa
         def inner(y: Tensor) -> Tensor:
             return F.silu(y * 3) * torch.sigmoid(y)
 
-        y: Any = x * 2
-        if checkpointed:
-            y = torch.utils.checkpoint.checkpoint(inner, y, use_reentrant=False)
-        else:
-            y = inner(y)
-        loss = y.exp().sum()
-        del y
-        first = torch.autograd.grad(loss, x, retain_graph=True)[0]
-        second = torch.autograd.grad(loss, x, create_graph=not checkpointed)[0]
-        third = first if checkpointed else torch.autograd.grad(second.square().sum(), x)[0]
-        return {"first": first, "second": second.detach(), "third": third}
+        loss = through(inner, x * 2, checkpointed=checkpointed).exp().sum()
+        return derivatives(x, loss, checkpointed=checkpointed)
 
-    expected = run()
-    rig = Rig(tmp_path, rematerialize="always")
-    with rig.context():
-        assert_equal_bits(run(), expected)
-    assert rig.stats.bytes_rematerialized > 0
-    rig.assert_empty()
+    assert made_always(tmp_path, run)
 
 
 def test_a_source_on_the_disk_is_read_once(tmp_path: Path) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ssdtrain._core import Kept
 from ssdtrain.rematerialize.find import Outputs, find_recipe
 from ssdtrain.rematerialize.recipe import Recipe
+from support import Result, Rig, assert_equal_bits
 
 
 class Packed:
@@ -74,3 +76,50 @@ def assert_makes(recipe: Recipe | None, root: Tensor) -> None:
     assert made.untyped_storage().nbytes() == root.untyped_storage().nbytes()
     addresses = {bring(source).untyped_storage().data_ptr() for source in recipe.sources}
     assert made.untyped_storage().data_ptr() not in addresses
+
+
+class Made:
+    """Notes the recipes by which a session makes tensors again."""
+
+    def __init__(self, rig: Rig) -> None:
+        self.names: list[tuple[str, ...]] = []
+        assert rig.rematerializer is not None
+        rematerialize = rig.rematerializer.rematerialize
+
+        def noted(saved: Any, use: Any, unpack: Any) -> Tensor:
+            self.names.append(use.recipe.operations)
+            return rematerialize(saved, use, unpack)
+
+        rig.rematerializer.rematerialize = noted  # type: ignore[method-assign]
+
+
+def made_always(tmp_path: Path, run: Callable[[], Result]) -> list[tuple[str, ...]]:
+    """Run once with every recipe, compare with a plain run, and return the recipes used."""
+    expected = run()
+    rig = Rig(tmp_path, rematerialize="always")
+    made = Made(rig)
+    with rig.context():
+        assert_equal_bits(run(), expected)
+    rig.assert_empty()
+    return made.names
+
+
+def through(inner: Callable[[Tensor], Tensor], y: Tensor, *, checkpointed: bool) -> Tensor:
+    """Return ``inner(y)``, of a region that is computed again if ``checkpointed``."""
+    if not checkpointed:
+        return inner(y)
+    made: Tensor = torch.utils.checkpoint.checkpoint(inner, y, use_reentrant=False)
+    return made
+
+
+def derivatives(x: Tensor, loss: Tensor, *, checkpointed: bool) -> Result:
+    """Differentiate a loss twice on one graph, and the second gradient again.
+
+    A non-reentrant checkpoint has no second derivatives here.
+    """
+    first = torch.autograd.grad(loss, x, retain_graph=True)[0]
+    second = torch.autograd.grad(loss, x, create_graph=not checkpointed)[0]
+    third = first
+    if not checkpointed:
+        third = torch.autograd.grad(second.float().square().sum(), x)[0]
+    return {"first": first, "second": second.detach(), "third": third}

@@ -305,12 +305,7 @@ def _rows(
     }
     activations: dict[Any, Place] = only(("activation",), "ssd")
     ways: list[tuple[str, str, Any, bool]] = [
-        (
-            "offload",
-            "activations to the drives",
-            activations,
-            False,
-        ),
+        ("offload", "activations to the drives", activations, False),
         ("host", "activations to the host's memory", only(("activation",), "host"), False),
         (
             "all tensors",

@@ -1,4 +1,4 @@
-"""Reads the memory of this process from the kernel, and gives free memory back."""
+"""Reads the memory of this process from the kernel; keeps free memory, and gives it back."""
 
 from __future__ import annotations
 
